@@ -1,0 +1,1 @@
+"""LoRA adapters: reading, laying out, naming, and where they are."""

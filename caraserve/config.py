@@ -1,0 +1,239 @@
+"""Frozen settings, one class per owner; each declares its own command-line arguments once. Level 0.
+
+Flags are named as vLLM's where the meaning is the same. "auto" is resolved by the owner into a new object; nothing
+ever writes a result back into a config.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from caraserve.errors import ConfigError
+from caraserve.units import parse_bytes
+
+LOADING_MODES = ("cached", "ondemand", "overlapped")
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _at_least(least: float, kind: type[int] | type[float] = int) -> Any:
+    def parse(text: str) -> int | float:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        if not value >= least:
+            raise argparse.ArgumentTypeError(f"{text} is too small; at least {least} is needed")
+        return value
+
+    return parse
+
+
+class _FromArgs:
+    """Builds a config from the parsed arguments of the same names."""
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> Self:
+        names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        return cls(**{name: getattr(args, name) for name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig(_FromArgs):
+    """Which base model, and how its weights are kept."""
+
+    model: Path | None
+    served_model_name: str | None
+    dtype: str
+    load_format: str
+    max_model_len: int | None
+    chat_template: Path | None
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        group = parser.add_argument_group("model")
+        group.add_argument("model", nargs="?", type=Path, help="Hugging Face model folder (default: the bundled demo)")
+        group.add_argument("--served-model-name", metavar="NAME", help="the base model's name in the API")
+        group.add_argument(
+            "--dtype",
+            choices=("auto", "float32", "bfloat16", "float16"),
+            default="auto",
+            help="storage of the base weights; auto keeps the checkpoint's",
+        )
+        group.add_argument(
+            "--load-format",
+            choices=("auto", "dummy"),
+            default="auto",
+            help="dummy: random weights from config.json alone",
+        )
+        group.add_argument("--max-model-len", type=_at_least(1), metavar="TOKENS", help="cap on prompt + output")
+        group.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja file used instead of the model's")
+
+
+@dataclass(frozen=True, slots=True)
+class LoraModule:
+    """`name=path` of --lora-modules."""
+
+    name: str
+    path: Path
+
+
+def lora_module(text: str) -> LoraModule:
+    """Parses `name=path` or vLLM's JSON form {"name": …, "path": …}."""
+    if text.startswith("{"):
+        try:
+            fields = json.loads(text)
+            name, path = fields["name"], fields["path"]
+        except (ValueError, KeyError, TypeError):
+            raise argparse.ArgumentTypeError(f'{text!r}: JSON needs "name" and "path"') from None
+    else:
+        name, equals, path = text.partition("=")
+        if not equals:
+            raise argparse.ArgumentTypeError(f"{text!r}: write NAME=PATH")
+    if not isinstance(name, str) or not ADAPTER_NAME.fullmatch(name) or not isinstance(path, str) or not path:
+        raise argparse.ArgumentTypeError(f"{text!r}: a name has letters, digits and . _ : - (128 at most), then a path")
+    return LoraModule(name, Path(path))
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig(_FromArgs):
+    """Which adapters, where they may come from, and how much memory their tiers get (bytes)."""
+
+    lora_modules: list[LoraModule]
+    adapters_dir: Path | None
+    registry: Path | None
+    loading_mode: str
+    max_device_adapters_bytes: int
+    max_host_adapters_bytes: int
+    allow_runtime_lora_updating: bool
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        group = parser.add_argument_group("adapters")
+        group.add_argument(
+            "--lora-modules",
+            nargs="+",
+            action="extend",
+            type=lora_module,
+            default=[],
+            metavar="NAME=PATH",
+            help="PEFT folders to serve",
+        )
+        group.add_argument(
+            "--adapters-dir",
+            type=Path,
+            metavar="DIR",
+            help="every folder in DIR is an adapter named after it; run-time loads must lie inside DIR",
+        )
+        group.add_argument("--registry", type=Path, metavar="FILE", help="SQLite file that remembers adapters")
+        group.add_argument(
+            "--loading-mode",
+            choices=LOADING_MODES,
+            default="overlapped",
+            help="what happens when a request's adapter is not on the device",
+        )
+        group.add_argument(
+            "--max-device-adapters-bytes",
+            type=_bytes,
+            default=1 << 30,
+            metavar="SIZE",
+            help="device memory for adapters (default 1GiB)",
+        )
+        group.add_argument(
+            "--max-host-adapters-bytes",
+            type=_bytes,
+            default=4 << 30,
+            metavar="SIZE",
+            help="host memory for adapters (default 4GiB)",
+        )
+        group.add_argument(
+            "--allow-runtime-lora-updating",
+            action=argparse.BooleanOptionalAction,
+            default=os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "").lower() in ("1", "true"),
+            help="serve POST /v1/load_lora_adapter and /v1/unload_lora_adapter",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig(_FromArgs):
+    """Batching and memory; None means that the backend chooses."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int | None
+    max_queue: int
+    kv_cache_bytes: int | None
+    enable_prefix_caching: bool
+    cpu_threads: int | None
+    seed: int
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        group = parser.add_argument_group("scheduling and memory")
+        group.add_argument("--max-num-seqs", type=_at_least(1), default=64, help="requests in one iteration")
+        group.add_argument("--max-num-batched-tokens", type=_at_least(1), help="tokens in one iteration")
+        group.add_argument("--max-queue", type=_at_least(1), default=4096, help="waiting requests before 429")
+        group.add_argument("--kv-cache-bytes", type=_bytes, metavar="SIZE", help="memory for the KV cache")
+        group.add_argument(
+            "--enable-prefix-caching",
+            action=argparse.BooleanOptionalAction,
+            default=True,
+            help="reuse KV of equal prompt beginnings",
+        )
+        group.add_argument("--cpu-threads", type=_at_least(1), help="compute threads (default: every core)")
+        group.add_argument("--seed", type=int, default=0, help="for requests that give none, and for dummy weights")
+
+
+@dataclass(frozen=True, slots=True)
+class HttpConfig(_FromArgs):
+    """Where to listen and what to accept."""
+
+    host: str
+    port: int
+    api_key: str | None
+    max_body_bytes: int
+    drain_timeout_s: float
+    log_format: str
+    log_level: str
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        group = parser.add_argument_group("HTTP")
+        group.add_argument("--host", default="127.0.0.1", help="address to listen on")
+        group.add_argument("--port", type=_port, default=8000, help="port to listen on; 0 picks a free one")
+        group.add_argument("--api-key", default=os.environ.get("CARASERVE_API_KEY"), help="key that /v1 requires")
+        group.add_argument("--max-body-bytes", type=_bytes, default=16 << 20, metavar="SIZE", help="larger bodies: 413")
+        group.add_argument(
+            "--drain-timeout",
+            dest="drain_timeout_s",
+            type=_at_least(0, float),
+            default=30.0,
+            metavar="SECONDS",
+            help="time that running requests get after SIGTERM",
+        )
+        group.add_argument("--log-format", choices=("human", "json"), default="human", help="log lines")
+        group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="log level")
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; use 0 to 65535")
+    return int(text)
+
+
+def check_adapter_name(name: str, base: str) -> None:
+    """Raises ConfigError when `name` cannot name an adapter beside the base model `base`."""
+    if not ADAPTER_NAME.fullmatch(name):
+        raise ConfigError(f"adapter name {name[:80]!r}: use letters, digits and . _ : - (128 at most)")
+    if name == base:
+        raise ConfigError(f"adapter name {name!r} is the base model's own name")

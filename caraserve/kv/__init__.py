@@ -1,0 +1,1 @@
+"""Paged KV: blocks and prefix reuse."""

@@ -1,0 +1,1 @@
+"""The base model: its shape and its weights."""

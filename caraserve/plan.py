@@ -1,0 +1,103 @@
+"""One iteration as a value: all that passes between the loop and a backend.
+
+`scheduler.py` makes a `Plan`; `Backend.launch` takes it; the `StepResult` comes back by callback. Everything in a
+plan is applied by the backend in launch order, so a plan may be built while the one before it is still running.
+Level 0: standard library and numpy's types only.
+"""
+
+from dataclasses import dataclass
+
+BASE_ADAPTER_SLOT = 0  # the adapter slot of the base model: rank 0 everywhere
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A slice of one request: positions [start, start + count) of the tokens in `slot`.
+
+    `samples`: a token for position start + count is drawn and stored in the slot's history. `prompt_logprobs`: how
+    many alternatives to report for each of the positions (start, start + count] that lie inside the prompt.
+    """
+
+    slot: int
+    start: int
+    count: int
+    adapter_slot: int
+    samples: bool
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSampling:
+    """How tokens of one slot are chosen; set when a request takes the slot. `top_k` 0 means off."""
+
+    prompt_tokens: int
+    seed: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    min_tokens: int
+    end_ids: tuple[int, ...]  # banned while fewer than min_tokens have been sampled
+    logit_bias: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStart:
+    """A request takes a slot: its tokens so far and how to sample."""
+
+    slot: int
+    token_ids: tuple[int, ...]
+    sampling: SlotSampling
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGrant:
+    """KV blocks for block indices [first, first + len(blocks)) of a slot."""
+
+    slot: int
+    first: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One forward pass over a mixed batch. Rows are ordered by adapter slot; at most one row per slot."""
+
+    starts: tuple[SlotStart, ...]
+    grants: tuple[BlockGrant, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.count for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A token with its logprob and the best alternatives, as drawn or scored on the device."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What one row gave: the token sampled (None if the row does not sample), scores where asked for."""
+
+    token_id: int | None
+    scored: Scored | None = None
+    prompt_scored: tuple[Scored, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The outcome of one plan, row by row in the plan's order; times are the engine's monotonic clock."""
+
+    rows: tuple[RowResult, ...]
+    started_s: float
+    done_s: float

@@ -1,0 +1,170 @@
+"""What enters, lives in and leaves the engine: requests in, one mutable `Request`, token deltas out.
+
+`http/openai.py` makes a `GenerateRequest`; `loop.py` turns it into a `Request` and is its only writer;
+`TokenDelta`s leave through a `Stream`. Level 0: standard library only.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from caraserve.errors import CaraServeError
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_LOGIT_BIAS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when generation ends. Values are already validated.
+
+    `top_k` 0 means off. `logprobs` None means none, 0 the chosen token alone, n its n best alternatives too.
+    `prompt_logprobs` likewise for every prompt token but the first. `seed` None: the engine draws one.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One prompt to one adapter (`adapter` None: the base model)."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    adapter: str | None
+    params: SamplingParams
+    arrival_s: float
+    tenant: str = "default"
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probability of one token under the unmodified distribution, and the best alternatives."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Where a request's time went, in milliseconds; the parts add up to `e2e_ms` by construction."""
+
+    queued_ms: float
+    load_ms: float
+    prefill_ms: float
+    decode_ms: float
+
+    @property
+    def e2e_ms(self) -> float:
+        return self.queued_ms + self.load_ms + self.prefill_ms + self.decode_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a request ended. `error` is set only when the reason is `error`."""
+
+    reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    phases: Phases
+    stop_reason: str | int | None = None
+    error: "CaraServeError | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """What a request has gained since the last delta.
+
+    `text` never splits a UTF-8 character and never holds text that may still become a stop string, so it can
+    lag behind `token_ids`; the delta with `finish` set is the last and flushes it.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per token id when asked for
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()  # whole prompt, in the first delta, when asked for
+    finish: Finish | None = None
+
+
+class Phase(Enum):
+    """Where a request is. LOADING: admitted, but waiting for its adapter to reach the device."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+TRANSITIONS: dict[Phase, frozenset[Phase]] = {
+    Phase.WAITING: frozenset({Phase.LOADING, Phase.PREFILL, Phase.FINISHED}),
+    Phase.LOADING: frozenset({Phase.PREFILL, Phase.FINISHED}),
+    Phase.PREFILL: frozenset({Phase.DECODE, Phase.PREEMPTED, Phase.FINISHED}),
+    Phase.DECODE: frozenset({Phase.PREEMPTED, Phase.FINISHED}),
+    Phase.PREEMPTED: frozenset({Phase.LOADING, Phase.PREFILL, Phase.FINISHED}),
+    Phase.FINISHED: frozenset(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """The engine's own record of one request; identity is the object. Only `loop.py` writes it.
+
+    Tokens are `prompt ‖ output`; positions [0, computed) have KV (launched, perhaps not yet retired).
+    """
+
+    asked: GenerateRequest
+    seed: int
+    phase: Phase = Phase.WAITING
+    since_s: float = 0.0  # start of the current phase
+    spent_s: dict[Phase, float] = field(default_factory=dict)
+    output_ids: list[int] = field(default_factory=list)
+    slot: int | None = None
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0  # positions whose KV is written by launched iterations
+    launched_outputs: int = 0  # output tokens sampled by launched iterations, retired or not
+    cached_tokens: int = 0
+
+    def to(self, phase: Phase, now_s: float) -> None:
+        """Moves to `phase`, charging the time since the last move to the phase left."""
+        if phase not in TRANSITIONS[self.phase]:
+            raise AssertionError(f"{self.asked.request_id}: {self.phase.name} cannot become {phase.name}")
+        self.spent_s[self.phase] = self.spent_s.get(self.phase, 0.0) + now_s - self.since_s
+        self.phase, self.since_s = phase, now_s
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.asked.prompt_ids)
+
+    def phases(self) -> Phases:
+        """Times so far; waiting while preempted counts as queued."""
+
+        def ms(*phases: Phase) -> float:
+            return 1000 * sum(self.spent_s.get(phase, 0.0) for phase in phases)
+
+        return Phases(ms(Phase.WAITING, Phase.PREEMPTED), ms(Phase.LOADING), ms(Phase.PREFILL), ms(Phase.DECODE))
