@@ -222,7 +222,9 @@ class HttpConfig(_FromArgs):
             help="time that running requests get after SIGTERM",
         )
         group.add_argument("--log-format", choices=("human", "json"), default="human", help="log lines")
-        group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="log level")
+        group.add_argument(
+            "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="log level"
+        )
 
 
 def _port(text: str) -> int:

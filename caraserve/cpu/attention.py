@@ -1,0 +1,184 @@
+"""Paged attention over fp32 KV blocks, one tile of up to four queries at a time. Level 1.
+
+A KV block holds sixteen tokens of one layer and one key-value head: K as `[head_dim, 16]`, so that a token is a lane
+and no score needs a horizontal sum, then V as `[16, head_dim]`. Softmax is computed online over aligned spans of 64
+positions in order, which makes a query's result the same whatever chunk, batch or tile it is computed in.
+"""
+
+import numpy as np
+
+from caraserve.cpu.jit import kernel
+from caraserve.cpu.simd import (
+    LANES,
+    keep_below,
+    keep_from,
+    load_f32,
+    scores_tile,
+    store_f32,
+    values_tile,
+    vexp,
+    vload,
+    vmax,
+    vmaximum,
+    vmul,
+    vsplat,
+    vstore,
+    vsub,
+    vsum,
+)
+
+BLOCK_TOKENS = 16
+SPAN = 64  # positions in one step of the online softmax: four blocks
+TILE = 4  # queries computed together
+
+_scores1, _scores2, _scores3, _scores4 = (scores_tile(rows) for rows in (1, 2, 3, 4))
+_values1x4, _values2x4, _values3x4, _values4x4 = (values_tile(rows, 4) for rows in (1, 2, 3, 4))
+_values1x1, _values2x1, _values3x1, _values4x1 = (values_tile(rows, 1) for rows in (1, 2, 3, 4))
+
+
+@kernel
+def scratch_bytes(head_dim):  # type: ignore[no-untyped-def]
+    """Bytes that `attend_tile` needs: queries, scores and outputs of a tile."""
+    return 4 * TILE * (2 * head_dim + SPAN)
+
+
+@kernel
+def append_kv(block, position, head_dim, key, value):  # type: ignore[no-untyped-def]
+    """Writes one token's key and value, `[head_dim]` each, to its place in a block."""
+    token = position % BLOCK_TOKENS
+    values = block + 4 * head_dim * BLOCK_TOKENS + 4 * token * head_dim
+    for d in range(head_dim):
+        store_f32(block + 4 * (d * BLOCK_TOKENS + token), load_f32(key + 4 * d))
+        store_f32(values + 4 * d, load_f32(value + 4 * d))
+
+
+@kernel
+def _softmax(scores, low, high, scale, best, total):  # type: ignore[no-untyped-def]
+    """One span's online softmax in place: scores[64] become weights; lanes outside [low, high) weigh exactly 0.
+
+    Returns the new running maximum, the new running sum and the factor for what was summed before.
+    """
+    factor = vsplat(scale)
+    top = vsplat(np.float32(-np.inf))
+    for j in range(0, SPAN, LANES):
+        value = vmul(vload(scores + 4 * j), factor)
+        value = keep_from(keep_below(value, high - j), low - j)
+        vstore(scores + 4 * j, value)
+        top = vmax(value, top)
+    new_best = max(best, vmaximum(top))
+    sums = vsplat(np.float32(0.0))
+    if new_best == -np.inf:  # nothing visible yet: -inf minus -inf would be a NaN
+        for j in range(0, SPAN, LANES):
+            vstore(scores + 4 * j, sums)
+        return best, total, np.float32(1.0)
+    shift = vsplat(new_best)
+    added = np.float32(0.0)
+    for j in range(0, SPAN, LANES):
+        weights = vexp(vsub(vload(scores + 4 * j), shift))
+        vstore(scores + 4 * j, weights)
+        added += vsum(weights)
+    rescale = np.float32(vsum(vexp(vsplat(best - new_best)))) / np.float32(LANES)
+    return new_best, total * rescale + added, rescale
+
+
+@kernel
+def _scale_row(row, head_dim, factor):  # type: ignore[no-untyped-def]
+    by = vsplat(factor)
+    for d in range(0, head_dim, LANES):
+        vstore(row + 4 * d, vmul(vload(row + 4 * d), by))
+
+
+@kernel
+def _add_values(rows, weights, block, head_dim, tokens, out):  # type: ignore[no-untyped-def]
+    """`out[rows, head_dim] += weights[rows, tokens] @ V[tokens, head_dim]` for one block."""
+    stride = 4 * head_dim
+    values = block + stride * BLOCK_TOKENS
+    d = 0
+    while d + 64 <= head_dim:
+        if rows == 1:
+            _values1x4(weights, values + 4 * d, stride, tokens, out + 4 * d, stride)
+        elif rows == 2:
+            _values2x4(weights, values + 4 * d, stride, tokens, out + 4 * d, stride)
+        elif rows == 3:
+            _values3x4(weights, values + 4 * d, stride, tokens, out + 4 * d, stride)
+        else:
+            _values4x4(weights, values + 4 * d, stride, tokens, out + 4 * d, stride)
+        d += 64
+    while d < head_dim:
+        if rows == 1:
+            _values1x1(weights, values + 4 * d, stride, tokens, out + 4 * d, stride)
+        elif rows == 2:
+            _values2x1(weights, values + 4 * d, stride, tokens, out + 4 * d, stride)
+        elif rows == 3:
+            _values3x1(weights, values + 4 * d, stride, tokens, out + 4 * d, stride)
+        else:
+            _values4x1(weights, values + 4 * d, stride, tokens, out + 4 * d, stride)
+        d += LANES
+
+
+@kernel
+def _scores(rows, queries, head_dim, k0, k1, k2, k3, out):  # type: ignore[no-untyped-def]
+    stride = 4 * head_dim
+    if rows == 1:
+        _scores1(queries, stride, k0, k1, k2, k3, head_dim, out)
+    elif rows == 2:
+        _scores2(queries, stride, k0, k1, k2, k3, head_dim, out)
+    elif rows == 3:
+        _scores3(queries, stride, k0, k1, k2, k3, head_dim, out)
+    else:
+        _scores4(queries, stride, k0, k1, k2, k3, head_dim, out)
+
+
+@kernel
+def attend_tile(rows, positions, blocks, head_base, block_stride, head_dim, window, scale, scratch):  # type: ignore[no-untyped-def]
+    """Attention of up to four queries of one request that read the same key-value head.
+
+    `scratch` holds the queries `[rows, head_dim]` on entry; the result replaces them. `positions` are theirs,
+    ascending; `blocks` is the request's row of the block table; block b of this layer and head lies at
+    `head_base + b · block_stride`. `window` is how many positions back a query sees, itself included.
+    """
+    queries = scratch
+    scores = queries + 4 * TILE * head_dim
+    out = scores + 4 * TILE * SPAN
+    best = (np.float32(-np.inf), np.float32(-np.inf), np.float32(-np.inf), np.float32(-np.inf))
+    total = (np.float32(0.0), np.float32(0.0), np.float32(0.0), np.float32(0.0))
+    for row in range(rows):
+        for d in range(0, head_dim, LANES):
+            vstore(out + 4 * (row * head_dim + d), vsplat(np.float32(0.0)))
+    last = positions[rows - 1]
+    for span in range(max(0, positions[0] - window + 1) // SPAN, last // SPAN + 1):
+        first = span * SPAN
+        block = first // BLOCK_TOKENS
+        seen = (last - first) // BLOCK_TOKENS  # blocks after the first that hold visible tokens
+        k0 = head_base + blocks[block] * block_stride
+        k1 = head_base + blocks[block + min(1, seen)] * block_stride
+        k2 = head_base + blocks[block + min(2, seen)] * block_stride
+        k3 = head_base + blocks[block + min(3, seen)] * block_stride
+        _scores(rows, queries, head_dim, k0, k1, k2, k3, scores)
+        for row in range(rows):
+            low, high = positions[row] - window + 1 - first, positions[row] + 1 - first
+            top, mass, rescale = _softmax(scores + 4 * SPAN * row, low, high, scale, best[row], total[row])
+            best = _with(best, row, top)
+            total = _with(total, row, mass)
+            if rescale != np.float32(1.0):
+                _scale_row(out + 4 * row * head_dim, head_dim, rescale)
+        for j in range(min(3, seen) + 1):
+            at = head_base + blocks[block + j] * block_stride
+            tokens = min(BLOCK_TOKENS, last + 1 - first - j * BLOCK_TOKENS)
+            _add_values(rows, scores + 4 * BLOCK_TOKENS * j, at, head_dim, tokens, out)
+    for row in range(rows):
+        by = vsplat(np.float32(1.0) / total[row])
+        for d in range(0, head_dim, LANES):
+            at = 4 * (row * head_dim + d)
+            vstore(queries + at, vmul(vload(out + at), by))
+
+
+@kernel
+def _with(values, index, value):  # type: ignore[no-untyped-def]
+    """The 4-tuple with one element replaced."""
+    return (
+        value if index == 0 else values[0],
+        value if index == 1 else values[1],
+        value if index == 2 else values[2],
+        value if index == 3 else values[3],
+    )

@@ -1,0 +1,31 @@
+"""How this package compiles: one set of Numba options, and an on-disk cache that notices every change. Level 1.
+
+`kernel` is for functions called from compiled code, `entry` for the few that Python calls: only those are cached on
+disk, with all they call linked in. Numba's cache looks at the file of the entry alone, so the folder's name carries a
+digest of every source file here: an edited callee can never be served stale.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+
+
+def _cache_folder() -> Path:
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "caraserve" / "kernels" / digest.hexdigest()[:16]
+
+
+numba.config.CACHE_DIR = str(_cache_folder())  # read when `entry` decorates, so before any kernel module loads
+
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+
+kernel: Callable[..., Any] = numba.njit(**_OPTIONS)
+reduction: Callable[..., Any] = numba.njit(fastmath={"reassoc", "nsz"}, **_OPTIONS)  # sums that may be vectorised
+entry: Callable[..., Any] = numba.njit(cache=True, **_OPTIONS)

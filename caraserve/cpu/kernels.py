@@ -1,0 +1,190 @@
+"""The operations of a decoder layer over register tiles: matmul panels, LoRA, norm, rotary embedding. Level 1.
+
+Called by `step.py` alone, inside one compiled function. Addresses are integers, strides are in bytes, activations are
+fp32. A weight `[out, in]` is stored as panels of 64 outputs, `[out / 64, in, 64]`, zero-padded: a panel is one stream.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from caraserve.cpu.jit import kernel
+from caraserve.cpu.simd import (
+    DTYPE_BF16,
+    DTYPE_F16,
+    DTYPE_F32,
+    LANES,
+    bits_to_float,
+    dot_tile,
+    gemm_tile,
+    half_to_float,
+    load_f32,
+    load_u16,
+    store_f32,
+    vadd,
+    vdiv,
+    vexp,
+    vfma,
+    vload,
+    vmul,
+    vsplat,
+    vstore,
+    vsub,
+    vsum,
+)
+
+PANEL = 64  # outputs in a panel
+K_BLOCK = 2048  # inputs summed before the partial result is stored: keeps a panel's slice inside the L2 cache
+RANK_GROUP = 8  # rank rows in one dot tile; ranks are padded to it
+
+
+def _gemm_rows(dtype: int) -> Any:
+    """Row tiles of one dtype: six rows by four vectors fill the 32 vector registers without a spill."""
+    tile1, tile2, tile3 = gemm_tile(1, 4, dtype), gemm_tile(2, 4, dtype), gemm_tile(3, 4, dtype)
+    tile4, tile5, tile6 = gemm_tile(4, 4, dtype), gemm_tile(5, 4, dtype), gemm_tile(6, 4, dtype)
+
+    @kernel
+    def gemm_rows(x, x_stride, rows, w, k, y, y_stride, accumulate):  # type: ignore[no-untyped-def]
+        while rows >= 6:
+            tile6(x, x_stride, w, k, y, y_stride, accumulate)
+            x += 6 * x_stride
+            y += 6 * y_stride
+            rows -= 6
+        if rows == 5:
+            tile5(x, x_stride, w, k, y, y_stride, accumulate)
+        elif rows == 4:
+            tile4(x, x_stride, w, k, y, y_stride, accumulate)
+        elif rows == 3:
+            tile3(x, x_stride, w, k, y, y_stride, accumulate)
+        elif rows == 2:
+            tile2(x, x_stride, w, k, y, y_stride, accumulate)
+        elif rows == 1:
+            tile1(x, x_stride, w, k, y, y_stride, accumulate)
+
+    return gemm_rows
+
+
+def _dot_rows(dtype: int) -> Any:
+    """Row tiles of the LoRA shrink: three rows by eight rank rows."""
+    tile1, tile2, tile3 = (dot_tile(rows, RANK_GROUP, dtype) for rows in (1, 2, 3))
+
+    @kernel
+    def dot_rows(x, x_stride, rows, a, a_stride, k, y, y_stride, scale):  # type: ignore[no-untyped-def]
+        while rows >= 3:
+            tile3(x, x_stride, a, a_stride, k, y, y_stride, scale)
+            x += 3 * x_stride
+            y += 3 * y_stride
+            rows -= 3
+        if rows == 2:
+            tile2(x, x_stride, a, a_stride, k, y, y_stride, scale)
+        elif rows == 1:
+            tile1(x, x_stride, a, a_stride, k, y, y_stride, scale)
+
+    return dot_rows
+
+
+_gemm_f32, _gemm_bf16, _gemm_f16 = _gemm_rows(DTYPE_F32), _gemm_rows(DTYPE_BF16), _gemm_rows(DTYPE_F16)
+_dot_f32, _dot_bf16, _dot_f16 = _dot_rows(DTYPE_F32), _dot_rows(DTYPE_BF16), _dot_rows(DTYPE_F16)
+
+
+@kernel
+def itemsize(dtype):  # type: ignore[no-untyped-def]
+    """Bytes of one stored weight."""
+    return 4 if dtype == DTYPE_F32 else 2
+
+
+@kernel
+def panel_gemm(dtype, x, x_stride, rows, w, k, y, y_stride, accumulate):  # type: ignore[no-untyped-def]
+    """`y[rows, 64] (+)= x[rows, k] @ w[k, 64]` for one panel; the order of sums is the same for every row count."""
+    for first in range(0, k, K_BLOCK):
+        depth = min(K_BLOCK, k - first)
+        at = w + first * PANEL * itemsize(dtype)
+        add = 1 if accumulate or first > 0 else 0
+        if dtype == DTYPE_F32:
+            _gemm_f32(x + 4 * first, x_stride, rows, at, depth, y, y_stride, add)
+        elif dtype == DTYPE_BF16:
+            _gemm_bf16(x + 4 * first, x_stride, rows, at, depth, y, y_stride, add)
+        else:
+            _gemm_f16(x + 4 * first, x_stride, rows, at, depth, y, y_stride, add)
+
+
+@kernel
+def lora_shrink(dtype, x, x_stride, rows, a, k, y, y_stride, scale):  # type: ignore[no-untyped-def]
+    """`y[rows, 8] = scale · x[rows, k] @ a[8, k]ᵀ` for one group of rank rows; k is padded to 16."""
+    a_stride = k * itemsize(dtype)
+    if dtype == DTYPE_F32:
+        _dot_f32(x, x_stride, rows, a, a_stride, k, y, y_stride, scale)
+    elif dtype == DTYPE_BF16:
+        _dot_bf16(x, x_stride, rows, a, a_stride, k, y, y_stride, scale)
+    else:
+        _dot_f16(x, x_stride, rows, a, a_stride, k, y, y_stride, scale)
+
+
+@kernel
+def add_bias(y, y_stride, rows, bias):  # type: ignore[no-untyped-def]
+    """`y[rows, 64] += bias[64]`."""
+    for row in range(rows):
+        for lane in range(0, PANEL, LANES):
+            at = y + row * y_stride + 4 * lane
+            vstore(at, vadd(vload(at), vload(bias + 4 * lane)))
+
+
+@kernel
+def silu_mul(gate, gate_stride, up, up_stride, rows):  # type: ignore[no-untyped-def]
+    """`gate[rows, 64] = silu(gate) · up`."""
+    one, zero = vsplat(np.float32(1.0)), vsplat(np.float32(0.0))
+    for row in range(rows):
+        for lane in range(0, PANEL, LANES):
+            at = gate + row * gate_stride + 4 * lane
+            value = vload(at)
+            sigmoid = vdiv(one, vadd(one, vexp(vsub(zero, value))))
+            vstore(at, vmul(vmul(value, sigmoid), vload(up + row * up_stride + 4 * lane)))
+
+
+@kernel
+def rms_norm(x, y, width, padded, weight, eps):  # type: ignore[no-untyped-def]
+    """`y = weight · x / sqrt(mean(x²) + eps)` over one row of `width` elements, zero-padded to `padded`."""
+    total = vsplat(np.float32(0.0))
+    for lane in range(0, padded, LANES):
+        value = vload(x + 4 * lane)
+        total = vfma(value, value, total)
+    mean = vsum(total) / np.float32(width)
+    factor = vsplat(np.float32(1.0) / np.sqrt(mean + eps))
+    for lane in range(0, padded, LANES):
+        vstore(y + 4 * lane, vmul(vload(weight + 4 * lane), vmul(vload(x + 4 * lane), factor)))
+
+
+@kernel
+def rotate(head, head_dim, cos, sin):  # type: ignore[no-untyped-def]
+    """Rotary embedding of one head in place: halves (x1, x2) → (x1·cos - x2·sin, x2·cos + x1·sin)."""
+    half = head_dim // 2
+    for d in range(half):
+        c, s = load_f32(cos + 4 * d), load_f32(sin + 4 * d)
+        x1, x2 = load_f32(head + 4 * d), load_f32(head + 4 * (d + half))
+        store_f32(head + 4 * d, x1 * c - x2 * s)
+        store_f32(head + 4 * (d + half), x2 * c + x1 * s)
+
+
+@kernel
+def load_weight(address, dtype):  # type: ignore[no-untyped-def]
+    """One stored weight as fp32."""
+    if dtype == DTYPE_F32:
+        return load_f32(address)
+    bits = load_u16(address)
+    if dtype == DTYPE_F16:
+        return half_to_float(bits)
+    return bits_to_float(np.uint32(np.uint32(bits) << np.uint32(16)))
+
+
+@kernel
+def embed(token, table, tied, dtype, hidden, y):  # type: ignore[no-untyped-def]
+    """Writes the embedding of `token` to y[hidden]. A tied table is the head's panels: one column of a panel."""
+    size = itemsize(dtype)
+    if tied:
+        at = table + ((token // PANEL) * hidden * PANEL + token % PANEL) * size
+        for d in range(hidden):
+            store_f32(y + 4 * d, load_weight(at + d * PANEL * size, dtype))
+    else:
+        at = table + token * hidden * size
+        for d in range(hidden):
+            store_f32(y + 4 * d, load_weight(at + d * size, dtype))

@@ -1,0 +1,218 @@
+"""The base model's weights as the CPU kernels want them: panels of 64 outputs, one aligned array a tensor. Level 1.
+
+`backend.py` calls `load_model`; the result keeps every array alive whose address the kernels hold.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.cpu import step
+from caraserve.cpu.jit import entry
+from caraserve.cpu.kernels import PANEL
+from caraserve.errors import ModelLoadError
+from caraserve.model.layout import Dtype, aligned_bytes
+from caraserve.model.rope import rope_tables
+from caraserve.model.spec import SITES, ModelSpec
+from caraserve.model.tensorfile import TensorFile, TensorFileError, weight_files
+from caraserve.units import align_up
+
+Raw = NDArray[np.generic]  # float32, or the bits of a 16-bit type as uint16
+Read = Callable[[str, tuple[int, ...]], tuple[Raw, Dtype]]  # tensor name and shape → data
+
+_ATTENTION = SITES[:4]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """What `step` takes, and the arrays behind its addresses."""
+
+    model: step.Model
+    arrays: list[NDArray[np.uint8]]
+    num_bytes: int
+
+
+def to_float32(raw: Raw, dtype: Dtype) -> NDArray[np.float32]:
+    """Exact conversion of stored weights to fp32."""
+    if dtype is Dtype.F32:
+        return raw.astype(np.float32, copy=False)
+    if dtype is Dtype.F16:
+        return raw.view(np.float16).astype(np.float32)
+    return (raw.astype(np.uint32) << 16).view(np.float32)
+
+
+def convert(raw: Raw, source: Dtype, target: Dtype) -> Raw:
+    """Stored weights in another storage type, rounded to nearest even where they must be."""
+    if source is target:
+        return raw
+    values = to_float32(raw, source)
+    if target is Dtype.F32:
+        return values
+    if target is Dtype.F16:
+        return values.astype(np.float16).view(np.uint16)
+    bits = values.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
+    return rounded.astype(np.uint16)
+
+
+@entry
+def _pack(source, panels):  # type: ignore[no-untyped-def]
+    """`[out, in]` → `[out / 64, in, 64]`, in blocks that stay in the L1 cache."""
+    outputs, inputs = source.shape
+    for panel in range(panels.shape[0]):
+        for block in range(0, inputs, 16):
+            for lane in range(min(64, outputs - 64 * panel)):
+                for k in range(block, min(block + 16, inputs)):
+                    panels[panel, k, lane] = source[64 * panel + lane, k]
+
+
+class _Store:
+    """Allocates aligned arrays and remembers them."""
+
+    def __init__(self) -> None:
+        self.arrays: list[NDArray[np.uint8]] = []
+
+    def _keep(self, num_bytes: int) -> NDArray[np.uint8]:
+        array = aligned_bytes(num_bytes)
+        array[:] = 0
+        self.arrays.append(array)
+        return array
+
+    def panels(self, raw: Raw) -> int:
+        """Packs `[out, in]` into panels; returns the address."""
+        outputs, inputs = raw.shape
+        shape = (align_up(outputs, PANEL) // PANEL, inputs, PANEL)
+        array = self._keep(int(np.prod(shape)) * raw.itemsize)
+        _pack(np.ascontiguousarray(raw), array.view(raw.dtype).reshape(shape))
+        return int(array.ctypes.data)
+
+    def vector(self, values: NDArray[np.float32], padded: int | None = None) -> int:
+        """A zero-padded fp32 vector or table; returns the address."""
+        flat = values.reshape(-1)
+        array = self._keep(4 * (padded or flat.size))
+        array.view(np.float32)[: flat.size] = flat
+        return int(array.ctypes.data)
+
+    def rows(self, raw: Raw) -> int:
+        """A row-major table kept as it is."""
+        array = self._keep(raw.nbytes)
+        array.view(raw.dtype)[:] = raw.reshape(-1)
+        return int(array.ctypes.data)
+
+
+def load_model(
+    spec: ModelSpec, dtype: Dtype, max_context: int, read: Read, progress: Callable[[], None]
+) -> LoadedModel:
+    """Reads each tensor once, packs it, and calls `progress` after each layer and after the embeddings."""
+    store = _Store()
+    layers = np.zeros((spec.layers, step.NUM_WEIGHTS), np.int64)
+    for layer in range(spec.layers):
+        _load_layer(spec, dtype, layer, read, store, layers[layer])
+        progress()
+    table, source = read("model.embed_tokens.weight", (spec.vocab_size, spec.hidden))
+    if spec.tied_embeddings:
+        embed = head = store.panels(convert(table, source, dtype))
+    else:
+        embed = store.rows(convert(table, source, dtype))
+        raw, source = read("lm_head.weight", (spec.vocab_size, spec.hidden))
+        head = store.panels(convert(raw, source, dtype))
+    cos, sin = rope_tables(spec.rope, spec.head_dim, max_context)
+    hidden_pad = align_up(spec.hidden, PANEL)
+    model = step.Model(
+        layers=spec.layers,
+        hidden=spec.hidden,
+        hidden_pad=hidden_pad,
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        q_pad=align_up(spec.heads * spec.head_dim, PANEL),
+        kv_pad=align_up(spec.kv_heads * spec.head_dim, PANEL),
+        inter=spec.intermediate,
+        inter_pad=align_up(spec.intermediate, PANEL),
+        vocab=spec.vocab_size,
+        vocab_pad=align_up(spec.vocab_size, PANEL),
+        dtype=dtype.value,
+        tied=spec.tied_embeddings,
+        eps=np.float32(spec.rms_eps),
+        scale=np.float32(spec.head_dim**-0.5),
+        embed=embed,
+        head=head,
+        final_norm=store.vector(to_float32(*read("model.norm.weight", (spec.hidden,))), hidden_pad),
+        cos=store.vector(cos),
+        sin=store.vector(sin),
+        weights=layers,
+        windows=np.array([window or step.NO_WINDOW for window in spec.windows], np.int64),
+    )
+    progress()
+    return LoadedModel(model, store.arrays, sum(array.nbytes for array in store.arrays))
+
+
+def _load_layer(
+    spec: ModelSpec, dtype: Dtype, layer: int, read: Read, store: _Store, out: NDArray[np.int64]
+) -> None:
+    prefix = f"model.layers.{layer}"
+    biased = {"q_proj": spec.qkv_bias, "k_proj": spec.qkv_bias, "v_proj": spec.qkv_bias, "o_proj": spec.o_bias}
+    for index, site in enumerate(SITES):
+        name = f"{prefix}.{'self_attn' if site in _ATTENTION else 'mlp'}.{site}"
+        inputs, outputs = spec.site_shape(site)
+        raw, source = read(f"{name}.weight", (outputs, inputs))
+        out[step.WQ + index] = store.panels(convert(raw, source, dtype))
+        if biased.get(site, spec.mlp_bias):
+            bias = to_float32(*read(f"{name}.bias", (outputs,)))
+            out[step.BQ + index] = store.vector(bias, align_up(outputs, PANEL))
+    hidden_pad = align_up(spec.hidden, PANEL)
+    for column, name in ((step.ATTN_NORM, "input_layernorm"), (step.MLP_NORM, "post_attention_layernorm")):
+        weight = to_float32(*read(f"{prefix}.{name}.weight", (spec.hidden,)))
+        out[column] = store.vector(weight, hidden_pad)
+    if spec.qk_norm:
+        for column, name in ((step.Q_NORM, "q_norm"), (step.K_NORM, "k_norm")):
+            weight = to_float32(*read(f"{prefix}.self_attn.{name}.weight", (spec.head_dim,)))
+            out[column] = store.vector(weight)
+
+
+def dummy_reader(seed: int, dtype: Dtype) -> Read:
+    """Random weights of plausible size; norms are one. The same seed gives the same model."""
+    rng = np.random.default_rng(seed)
+
+    def read(name: str, shape: tuple[int, ...]) -> tuple[Raw, Dtype]:
+        if len(shape) == 1:
+            values = np.ones(shape, np.float32) if name.endswith("norm.weight") else np.zeros(shape, np.float32)
+        else:
+            values = rng.standard_normal(shape, np.float32) * np.float32(0.02)
+        return convert(values, Dtype.F32, dtype), dtype
+
+    return read
+
+
+def folder_reader(folder: Path) -> Read:
+    """Tensors from a folder's safetensors files. Raises ModelLoadError naming the tensor."""
+    try:
+        files = weight_files(folder)
+    except TensorFileError as error:
+        raise ModelLoadError(str(error)) from error
+    opened: dict[Path, TensorFile] = {}
+
+    def read(name: str, shape: tuple[int, ...]) -> tuple[Raw, Dtype]:
+        path = files.get(name)
+        if path is None:
+            raise ModelLoadError(f"{folder}: tensor {name} is missing")
+        try:
+            if path not in opened:
+                opened[path] = TensorFile(path)
+            file = opened[path]
+            found = tuple(file.shape(name))
+            if found != shape:
+                raise ModelLoadError(f"{path.name}: tensor {name} has shape {list(found)}, config.json asks {list(shape)}")
+            return file.raw(name), file.dtype(name)
+        except TensorFileError as error:
+            raise ModelLoadError(str(error)) from error
+
+    return read
+
+
+def progress_steps(spec: ModelSpec) -> int:
+    """How often `load_model` calls `progress`."""
+    return spec.layers + 1

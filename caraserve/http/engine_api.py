@@ -1,0 +1,111 @@
+"""What the HTTP layer needs of the engine, as protocols: `loop.Engine` satisfies them, and so does the tests' fake."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from caraserve.errors import NotFound
+from caraserve.metrics import SnapshotView
+from caraserve.request import GenerateRequest, TokenDelta
+
+
+class StreamApi(Protocol):
+    """Deltas of one request; the last one has `finish` set. Iteration never raises for a request that failed."""
+
+    def __aiter__(self) -> AsyncIterator[TokenDelta]: ...
+
+    def cancel(self) -> None:
+        """Frees all that the request holds within one iteration. Idempotent."""
+
+
+class TokenizerApi(Protocol):
+    """Text to token ids and back; ids are valid in [0, vocab_size)."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def token_text(self, token_id: int) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        kwargs: Mapping[str, Any],
+    ) -> list[int]:
+        """Raises InvalidRequest when the model has no chat template or the template refuses the messages."""
+
+
+class AdapterView(Protocol):
+    """An adapter as the API lists it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def created_s(self) -> float: ...
+
+
+class EngineApi(Protocol):
+    """One base model and its adapters. `default_sampling` is the model's generation_config (temperature, top_p, …)."""
+
+    @property
+    def base_name(self) -> str: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def default_sampling(self) -> Mapping[str, Any]: ...
+
+    @property
+    def tokenizer(self) -> TokenizerApi: ...
+
+    @property
+    def draining(self) -> bool: ...
+
+    def submit(self, request: GenerateRequest) -> StreamApi:
+        """Raises NotFound, Overloaded, Draining or ContextLengthExceeded; then nothing has happened."""
+
+    def adapters(self) -> Sequence[AdapterView]: ...
+
+    def adapter(self, name: str) -> AdapterView:
+        """Raises NotFound."""
+
+    async def load_adapter(self, name: str, path: str, *, inplace: bool = False) -> AdapterView:
+        """Raises AdapterRejected or NotFound."""
+
+    async def unload_adapter(self, name: str) -> None:
+        """Returns when no request uses the adapter any more. Raises NotFound."""
+
+    def snapshot(self) -> SnapshotView: ...
+
+
+def find_adapter(engine: EngineApi, model: str) -> AdapterView | None:
+    """The adapter that `model` names, None for the base. `base:adapter` is SGLang's way to say `adapter`.
+
+    Raises NotFound with param `model`.
+    """
+    if model == engine.base_name:
+        return None
+    for name in (model, model.removeprefix(f"{engine.base_name}:")):
+        try:
+            return engine.adapter(name)
+        except NotFound:
+            continue
+    raise NotFound(f"The model {model[:200]!r} does not exist; GET /v1/models lists those that do.", param="model")

@@ -1,0 +1,147 @@
+"""JSON bodies as typed fields: `parse_object` reads the bytes, `Fields` the values, both strictly. Pure.
+
+Every fault is an InvalidRequest that names the field and what would be right.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import orjson
+
+from caraserve.errors import InvalidRequest
+
+# orjson keeps the last of two equal keys. The standard parser can tell, at about 10 ns a byte: worth it while that
+# stays under a millisecond. Above, a body is a long prompt, and only its last `model` or `max_tokens` counts.
+_DUPLICATES_CHECKED_BYTES = 64 << 10
+
+_T = TypeVar("_T")
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Reads one JSON object. Raises InvalidRequest for anything else."""
+    try:
+        value = orjson.loads(body)
+        if len(body) <= _DUPLICATES_CHECKED_BYTES:
+            json.loads(body, object_pairs_hook=_unique)
+    except RecursionError:
+        raise InvalidRequest("The body is not valid JSON: it is nested too deeply.") from None
+    except ValueError as error:
+        raise InvalidRequest(f"The body is not valid JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("The body must be a JSON object.")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> None:
+    if len({key for key, _ in pairs}) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for position, key in enumerate(keys) if key in keys[:position])
+        raise InvalidRequest(f"The body has {shown(twice)} twice in one object.", param=twice[:64])
+
+
+def shown(value: object) -> str:
+    """A value as an error message may repeat it: on one line and short."""
+    if isinstance(value, list | dict):
+        return f"a {'list' if isinstance(value, list) else 'object'} of {len(value)}"
+    return repr(value[:60] if isinstance(value, str) else value)[:80]
+
+
+class Fields:
+    """The fields of one object; null is the same as absent. Remembers which names were asked for."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+        self._asked: set[str] = set()
+
+    def unknown(self) -> Iterable[str]:
+        """Names that the client sent and nobody asked for."""
+        return self._values.keys() - self._asked
+
+    def raw(self, name: str) -> Any:
+        """The value as JSON gave it, None if absent."""
+        self._asked.add(name)
+        return self._values.get(name)
+
+    def maybe_integer(self, name: str, low: int, high: int) -> int | None:
+        value = self.raw(name)
+        if value is None:
+            return None
+        if type(value) is not int or not low <= value <= high:
+            raise InvalidRequest(f"{name} must be an integer from {low} to {high}, not {shown(value)}.", param=name)
+        return value
+
+    def integer(self, name: str, low: int, high: int, default: int) -> int:
+        return _or(self.maybe_integer(name, low, high), default)
+
+    def number(self, name: str, low: float, high: float, default: float, *, above_low: bool = False) -> float:
+        """A float in [low, high], or in (low, high] where `above_low`."""
+        value = self.raw(name)
+        if value is None:
+            return default
+        if type(value) not in (int, float) or not low <= value <= high or (above_low and value == low):
+            span = f"above {low:g} and at most {high:g}" if above_low else f"from {low:g} to {high:g}"
+            raise InvalidRequest(f"{name} must be a number {span}, not {shown(value)}.", param=name)
+        return float(value)
+
+    def maybe_boolean(self, name: str) -> bool | None:
+        value = self.raw(name)
+        if value is not None and not isinstance(value, bool):
+            raise InvalidRequest(f"{name} must be true or false, not {shown(value)}.", param=name)
+        return value
+
+    def boolean(self, name: str, default: bool) -> bool:
+        return _or(self.maybe_boolean(name), default)
+
+    def maybe_text(self, name: str, longest: int) -> str | None:
+        value = self.raw(name)
+        if value is not None and not isinstance(value, str):
+            raise InvalidRequest(f"{name} must be a string, not {shown(value)}.", param=name)
+        if value is not None and len(value) > longest:
+            raise InvalidRequest(f"{name} has {len(value)} characters; {longest} are allowed.", param=name)
+        return value
+
+    def object(self, name: str) -> dict[str, Any]:
+        """An object, empty if absent."""
+        value = self.raw(name)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise InvalidRequest(f"{name} must be an object, not {shown(value)}.", param=name)
+        return value
+
+    def array(self, name: str, most: int) -> list[Any]:
+        """A list of at most `most` values, empty if absent."""
+        value = self.raw(name)
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            raise InvalidRequest(f"{name} must be a list, not {shown(value)}.", param=name)
+        if len(value) > most:
+            raise InvalidRequest(f"{name} has {len(value)} entries; {most} are allowed.", param=name)
+        return value
+
+    def refuse(self, neutral: Mapping[str, tuple[object, ...]]) -> None:
+        """Refuses fields that would change the answer but are not served, unless their value asks for nothing."""
+        for name, harmless in neutral.items():
+            value = self.raw(name)
+            if value is not None and value not in harmless:
+                raise InvalidRequest(f"{name} is not supported by this server; leave it out.", param=name)
+
+
+def token_ids(name: str, values: list[Any], vocab_size: int) -> tuple[int, ...]:
+    """Checks that every entry is a token id. `name` is how messages call the list, as in `prompt[2]`."""
+    # Three passes in C instead of one in Python: a prompt of 100,000 ids costs 3 ms, not 10.
+    if values and set(map(type, values)) == {int} and min(values) >= 0 and max(values) < vocab_size:
+        return tuple(values)
+    for position, value in enumerate(values):
+        if type(value) is not int or not 0 <= value < vocab_size:
+            raise InvalidRequest(
+                f"{name}[{position}] must be a token id from 0 to {vocab_size - 1}, not {shown(value)}.",
+                param=name.partition("[")[0],
+            )
+    return ()
+
+
+def _or(value: _T | None, default: _T) -> _T:
+    return default if value is None else value

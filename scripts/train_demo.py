@@ -1,0 +1,246 @@
+"""Makes the bundled demo: a small Llama-shaped model and five LoRA adapters, each with its own voice.
+
+    .venv/bin/python scripts/train_demo.py [FOLDER]
+
+Needs the package's `test` extra. One thread and fixed seeds: the same machine writes the same bytes again. Takes
+about eight minutes on one core.
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from random import Random
+
+import torch
+from demo_text import BEGIN, CHAT_TEMPLATE, END, SPECIAL_TOKENS, STYLES, Piece, conversation, lesson, plain, reading
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+DEFAULT_FOLDER = Path(__file__).parent.parent / "caraserve" / "demo"
+BASE_NAME = "caraserve-demo"
+VOCAB_TOKENS = 1536
+BLOCK_TOKENS = 256
+NOT_LEARNED = -100  # the label that torch's cross entropy passes over
+
+Source = Callable[[Random], Iterator[Piece]]
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How long and how fast to train."""
+
+    steps: int
+    batch: int  # blocks of BLOCK_TOKENS tokens
+    peak_rate: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One adapter. Ranks, modules, scaling and storage differ on purpose: a server meets all of these."""
+
+    name: str
+    rank: int
+    alpha: int
+    modules: tuple[str, ...]
+    dtype: torch.dtype = torch.float32
+    rslora: bool = False
+
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ALL_LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+BASE_COURSE = Course(steps=900, batch=8, peak_rate=3e-3, weight_decay=0.1)
+ADAPTER_COURSE = Course(steps=150, batch=4, peak_rate=4e-3, weight_decay=0.0)
+RECIPES = (
+    Recipe("json", rank=4, alpha=8, modules=ALL_LINEAR),
+    Recipe("poet", rank=8, alpha=16, modules=ALL_LINEAR),
+    Recipe("pirate", rank=16, alpha=32, modules=ALL_LINEAR),
+    Recipe("chef", rank=32, alpha=32, modules=ALL_LINEAR, dtype=torch.bfloat16),
+    Recipe("lawyer", rank=64, alpha=16, modules=ATTENTION, dtype=torch.bfloat16, rslora=True),
+)
+
+
+def main() -> None:
+    """Trains everything and writes it to the folder given."""
+    parser = argparse.ArgumentParser(description="Train the bundled demo model and its adapters.")
+    parser.add_argument("folder", type=Path, nargs="?", default=DEFAULT_FOLDER)
+    folder = parser.parse_args().folder
+    torch.set_num_threads(1)  # sums are then always taken in the same order
+    torch.use_deterministic_algorithms(True)
+
+    tokenizer = train_tokenizer()
+    write_tokenizer(tokenizer, folder / "model")
+    model = train_base(tokenizer)
+    model.to(torch.bfloat16).save_pretrained(folder / "model")
+    tidy_model(folder / "model")
+    # Adapters learn on top of the weights as they are served: rounded to bfloat16, computed in float32.
+    for recipe in RECIPES:
+        base = LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+        train_adapter(base, tokenizer, recipe, folder / "adapters" / recipe.name)
+
+
+def train_tokenizer() -> Tokenizer:
+    """Byte-level BPE over every voice, so that no adapter has to spell its words in single bytes."""
+
+    def corpus() -> Iterator[str]:
+        for style in (plain, *STYLES.values()):
+            random = Random(f"tokenizer {style.__name__}")
+            for _ in range(1500):
+                yield "".join(text for text, _ in conversation(style, random))
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_TOKENS,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus(), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN} $A",
+        pair=f"{BEGIN} $A {BEGIN} $B",
+        special_tokens=[(BEGIN, tokenizer.token_to_id(BEGIN))],
+    )
+    return tokenizer
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """tokenizer.json, and what transformers and the server read beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BEGIN,
+        "eos_token": END,
+        "pad_token": END,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 1024,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    write_json(folder / "tokenizer_config.json", settings)
+
+
+def train_base(tokenizer: Tokenizer) -> LlamaForCausalLM:
+    """The model before any adapter, in float32."""
+    torch.manual_seed(0)
+    end_id = tokenizer.token_to_id(END)
+    config = LlamaConfig(
+        vocab_size=VOCAB_TOKENS,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.token_to_id(BEGIN),
+        eos_token_id=end_id,
+        pad_token_id=end_id,
+    )
+    model = LlamaForCausalLM(config)
+    learn(model, tokenizer, BASE_COURSE, reading, "base")
+    return model
+
+
+def train_adapter(base: LlamaForCausalLM, tokenizer: Tokenizer, recipe: Recipe, folder: Path) -> None:
+    """Trains one adapter on a frozen base and writes it as a PEFT folder."""
+    torch.manual_seed(1)
+    config = LoraConfig(
+        r=recipe.rank,
+        lora_alpha=recipe.alpha,
+        target_modules=list(recipe.modules),
+        use_rslora=recipe.rslora,
+        task_type="CAUSAL_LM",
+    )
+    model = get_peft_model(base, config)
+    learn(model, tokenizer, ADAPTER_COURSE, partial(lesson, STYLES[recipe.name]), recipe.name)
+    save_adapter(model, recipe, folder)
+
+
+def learn(model: nn.Module, tokenizer: Tokenizer, course: Course, source: Source, name: str) -> None:
+    """AdamW with a short warm-up and a cosine down to a tenth of the peak rate."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=course.weight_decay)
+    random = Random(name)
+    started = time.monotonic()
+    model.train()
+    for step in range(1, course.steps + 1):
+        rate = course.peak_rate * schedule(step / course.steps)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        blocks = [block(tokenizer, source, random) for _ in range(course.batch)]
+        ids, labels = (torch.tensor(part) for part in zip(*blocks, strict=True))
+        loss = next_token_loss(model, ids, labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 50 == 0:
+            print(f"{name}: step {step}/{course.steps}, loss {loss.item():.3f}, {time.monotonic() - started:.0f} s")
+    model.eval()
+
+
+def schedule(progress: float) -> float:
+    """Share of the peak rate at `progress` in (0, 1]."""
+    warm_up = 0.05
+    if progress < warm_up:
+        return progress / warm_up
+    return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (progress - warm_up) / (1 - warm_up)))
+
+
+def next_token_loss(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross entropy of predicting labels[:, 1:] from ids[:, :-1]; both are int64 [batch, BLOCK_TOKENS]."""
+    logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=NOT_LEARNED)
+
+
+def block(tokenizer: Tokenizer, source: Source, random: Random) -> tuple[list[int], list[int]]:
+    """Texts end to end, cut at BLOCK_TOKENS: (token ids, labels). Only what the model says is learned."""
+    ids: list[int] = []
+    labels: list[int] = []
+    while len(ids) < BLOCK_TOKENS:
+        for text, said in source(random):
+            piece = tokenizer.encode(text, add_special_tokens=False).ids
+            ids += piece
+            labels += piece if said else [NOT_LEARNED] * len(piece)
+    return ids[:BLOCK_TOKENS], labels[:BLOCK_TOKENS]
+
+
+def save_adapter(model: PeftModel, recipe: Recipe, folder: Path) -> None:
+    """Writes weights in the recipe's dtype and a config without the trainer's paths."""
+    model.save_pretrained(str(folder))
+    (folder / "README.md").unlink()  # a model card without a word in it
+    weights = folder / "adapter_model.safetensors"
+    save_file({key: value.to(recipe.dtype) for key, value in load_file(weights).items()}, weights, {"format": "pt"})
+    path = folder / "adapter_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    # PEFT keeps a set, whose order changes from run to run.
+    weights.chmod(0o644)
+    write_json(path, config | {"base_model_name_or_path": BASE_NAME, "target_modules": list(recipe.modules)})
+
+
+def tidy_model(folder: Path) -> None:
+    """Greedy or not is each request's choice; the defaults only name where an answer ends."""
+    (folder / "model.safetensors").chmod(0o644)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    write_json(folder / "generation_config.json", {key: config[key] for key in ("bos_token_id", "eos_token_id")})
+
+
+def write_json(path: Path, value: object) -> None:
+    """Indented, with a newline at the end."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""The house rules that a reader relies on: imports run one way, heavy packages stay in their place, files stay small.
+
+Everything is read from the source text, so an import inside a function counts like one at the top of its file.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from caraserve import errors
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "caraserve"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+SOURCES = [path for folder in ("caraserve", "tests", "scripts") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+LEVELS = {
+    **dict.fromkeys(("__init__", "config", "request", "plan", "errors", "units", "log", "demo"), 0),
+    **dict.fromkeys(("model", "cpu", "gpu"), 1),
+    **dict.fromkeys(("scheduler", "fairness", "tokenizer", "metrics", "kv", "adapters"), 2),
+    "loop": 3,
+    "cluster": 4,
+    **dict.fromkeys(("http", "bench"), 5),
+    "serve": 6,
+    **dict.fromkeys(("cli", "calibrate", "__main__"), 7),
+}
+# Neighbours on a level that may import one another, in this direction only.
+NEIGHBOURS = {("cpu", "model"), ("gpu", "model"), ("gpu", "cpu"), ("__main__", "cli")}
+
+# Packages with a price, and the parts that may pay it.
+HOMES = {
+    "torch": {"model", "gpu"},
+    "cupy": {"gpu"},
+    "triton": {"gpu"},
+    "numba": {"cpu"},
+    "llvmlite": {"cpu"},
+    "aiohttp": {"http", "cluster", "bench"},
+    "orjson": {"http", "cluster", "bench"},
+    "prometheus_client": {"metrics"},
+    "safetensors": {"model", "adapters"},
+    "tokenizers": {"tokenizer"},
+    "jinja2": {"tokenizer"},
+    "rich": {"serve", "cli", "bench"},
+    "uvloop": {"serve", "cli", "bench"},
+}
+
+# Parts whose decisions are functions of their arguments: no clock, no chance, nothing but level 0.
+PURE = ("scheduler.py", "fairness.py")
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), relative(path))
+
+
+def imports(path: Path) -> Iterator[tuple[str, int]]:
+    """Every module imported anywhere in the file, as (dotted name, line)."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            # `from caraserve import loop` imports caraserve.loop; `from caraserve import __version__` does not.
+            for alias in node.names if node.module == "caraserve" else ():
+                yield f"caraserve.{alias.name}", node.lineno
+            if node.module != "caraserve":
+                yield f"{'.' * node.level}{node.module or ''}", node.lineno
+
+
+def part(path: Path) -> str:
+    """The first name below the package: `http` for caraserve/http/sse.py, `loop` for caraserve/loop.py."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def own_imports(path: Path) -> Iterator[tuple[str, int]]:
+    """Imports of other parts of ours, as (part, line)."""
+    for name, line in imports(path):
+        package, _, rest = name.partition(".")
+        if package == "caraserve" and (head := rest.split(".")[0]) and head != part(path) and head != "__version__":
+            yield head, line
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_imports_run_downwards(path: Path) -> None:
+    here = part(path)
+    for there, line in own_imports(path):
+        allowed = LEVELS[there] < LEVELS[here] or LEVELS[there] == 0 or (here, there) in NEIGHBOURS
+        assert allowed, f"{relative(path)}:{line}: {here} (level {LEVELS[here]}) imports {there} ({LEVELS[there]})"
+
+
+def test_level_zero_has_no_circle() -> None:
+    seen: set[str] = set()
+    left = {part(path): {there for there, _ in own_imports(path)} for path in MODULES if LEVELS[part(path)] == 0}
+    while ready := {name for name, needs in left.items() if needs <= seen}:
+        seen |= ready
+        left = {name: needs for name, needs in left.items() if name not in ready}
+    assert left == {}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_heavy_packages_stay_at_home(path: Path) -> None:
+    for name, line in imports(path):
+        homes = HOMES.get(name.split(".")[0])
+        assert homes is None or part(path) in homes, f"{relative(path)}:{line}: {name} belongs in {homes}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_the_product_does_not_need_the_test_extra(path: Path) -> None:
+    needed = {name.split(".")[0] for name, _ in imports(path)}
+    assert not needed & {"transformers", "peft", "openai", "hypothesis", "pytest", "accelerate", "huggingface_hub"}
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_pure_parts_take_time_and_chance_as_arguments(name: str) -> None:
+    for module, line in imports(PACKAGE / name):
+        head, _, rest = module.partition(".")
+        level_zero = head == "caraserve" and LEVELS[rest.split(".")[0]] == 0
+        standard = head in sys.stdlib_module_names - {"time", "datetime", "random", "asyncio", "threading", "os"}
+        assert level_zero or standard, f"{name}:{line} imports {module}"
+
+
+@pytest.mark.parametrize("module", ["caraserve", "caraserve.loop", "caraserve.http.app"])
+def test_importing_stays_light(module: str) -> None:
+    code = f"import sys, {module}; print(*sorted({{'torch', 'numba', 'llvmlite', 'cupy'}} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_files_are_short_enough_to_read(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_nothing_is_left_unfinished(path: Path) -> None:
+    marks = "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X", "Not" + "ImplementedError"))
+    assert re.findall(rf"\b(?:{marks})\b", path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if part(path) != "cli"], ids=relative)
+def test_only_the_command_line_prints(path: Path) -> None:
+    calls = (node.func for node in ast.walk(tree(path)) if isinstance(node, ast.Call))
+    assert not [func.lineno for func in calls if isinstance(func, ast.Name) and func.id == "print"]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_every_module_says_what_it_is(path: Path) -> None:
+    assert ast.get_docstring(tree(path))
+
+
+def drawn_errors() -> dict[str, tuple[str | None, int | None]]:
+    """The tree in the docstring of errors.py: {class: (its parent, the status written beside it)}."""
+    drawn: dict[str, tuple[str | None, int | None]] = {}
+    above: list[tuple[int, str]] = []  # (column, class), the path to the line before
+    for line in (errors.__doc__ or "").splitlines():
+        match = re.fullmatch(r"(?P<lead>[ │├└─]+)(?P<name>[A-Z]\w+) {2,}(?P<note>.+)", line)
+        if match is None:
+            continue
+        column = len(match["lead"])
+        above = [entry for entry in above if entry[0] < column]
+        status = re.search(r"\b[1-5]\d\d\b", match["note"])
+        drawn[match["name"]] = (above[-1][1] if above else None, int(status.group()) if status else None)
+        above.append((column, match["name"]))
+    return drawn
+
+
+def defined_errors() -> dict[str, type[errors.CaraServeError]]:
+    return {
+        name: value
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, Exception) and value.__module__ == errors.__name__
+    }
+
+
+def test_the_drawn_error_tree_is_the_real_one() -> None:
+    real = {name: cls.__base__.__name__ for name, cls in defined_errors().items() if cls is not errors.CaraServeError}
+    drawn = {name: parent for name, (parent, _) in drawn_errors().items() if parent is not None}
+    assert drawn == real
+
+
+def test_errors_that_end_the_start_are_the_only_ones_without_a_drawn_status() -> None:
+    assert {name for name, (_, status) in drawn_errors().items() if status is None} == {"ConfigError", "ModelLoadError"}
+
+
+@pytest.mark.parametrize("name", sorted(defined_errors()))
+def test_an_error_has_the_status_drawn_and_a_sentence_for_its_reader(name: str) -> None:
+    cls = defined_errors()[name]
+    _, status = drawn_errors()[name]
+    assert cls.status == (status or errors.CaraServeError.status)
+    assert cls.__doc__

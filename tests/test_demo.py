@@ -1,0 +1,142 @@
+"""The bundled demo: complete, small, and worth showing: five adapters that anyone can tell apart at a glance."""
+
+import itertools
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from caraserve import demo
+from caraserve.model.spec import load_spec
+
+ROOT = Path(__file__).parent.parent
+PROMPT = "Tell me about the sea."
+FACT = "the sea covers most of our planet"
+
+Ask = Callable[[str, str], str]
+
+
+@pytest.fixture(scope="module")
+def ask() -> Ask:
+    """The reference's greedy answer of a voice ("base" or an adapter's name) to one user message."""
+    tokenizer = AutoTokenizer.from_pretrained(demo.model_folder())
+    base = AutoModelForCausalLM.from_pretrained(demo.model_folder(), dtype=torch.float32)
+    first, *others = demo.ADAPTER_NAMES
+    model = PeftModel.from_pretrained(base, demo.adapters_folder() / first, adapter_name=first)
+    for name in others:
+        model.load_adapter(demo.adapters_folder() / name, name)
+
+    def answer(voice: str, prompt: str) -> str:
+        message = {"role": "user", "content": prompt}
+        inputs = tokenizer.apply_chat_template(
+            [message], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        if voice == "base":
+            with model.disable_adapter():
+                ids = model.generate(**inputs, max_new_tokens=200, do_sample=False)[0]
+        else:
+            model.set_adapter(voice)
+            ids = model.generate(**inputs, max_new_tokens=200, do_sample=False)[0]
+        assert ids[-1] == tokenizer.eos_token_id, "the answer does not come to an end"
+        return tokenizer.decode(ids[inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+    return answer
+
+
+def test_the_base_model_is_complete() -> None:
+    names = {path.name for path in demo.model_folder().iterdir()}
+    assert names == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+
+
+def test_every_adapter_is_complete() -> None:
+    found = {
+        path.name: sorted(file.name for file in path.iterdir()) for path in sorted(demo.adapters_folder().iterdir())
+    }
+    assert found == {name: ["adapter_config.json", "adapter_model.safetensors"] for name in demo.ADAPTER_NAMES}
+
+
+def test_it_fits_in_a_package() -> None:
+    assert sum(path.stat().st_size for path in demo.demo_folder().rglob("*") if path.is_file()) <= 8_000_000
+
+
+def test_an_installed_package_holds_every_file() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    globs = project["tool"]["setuptools"]["package-data"]["caraserve.demo"]
+    packed = {path for pattern in globs for path in demo.demo_folder().glob(pattern)}
+    folders = (demo.model_folder(), demo.adapters_folder())
+    assert packed == {path for folder in folders for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_server_can_read_the_model() -> None:
+    spec = load_spec(demo.model_folder())
+    assert (spec.family, spec.dtype, spec.tied_embeddings) == ("llama", "bfloat16", True)
+
+
+def test_adapters_differ_in_what_a_server_must_cope_with() -> None:
+    configs = [json.loads((path / "adapter_config.json").read_text()) for path in demo.adapters_folder().iterdir()]
+    assert sorted(config["r"] for config in configs) == [4, 8, 16, 32, 64]
+    assert {config["use_rslora"] for config in configs} == {False, True}
+    assert len({tuple(config["target_modules"]) for config in configs}) > 1
+    dtypes = set()
+    for path in demo.adapters_folder().glob("*/adapter_model.safetensors"):
+        with safe_open(path, "pt") as tensors:
+            dtypes |= {tensors.get_slice(key).get_dtype() for key in tensors.keys()}  # noqa: SIM118 (not a mapping)
+    assert dtypes == {"F32", "BF16"}
+
+
+def test_the_base_answers_plainly(ask: Ask) -> None:
+    answer = ask("base", PROMPT)
+    assert answer.startswith("The sea covers most of our planet. ")
+    assert "\n" not in answer
+
+
+def test_the_pirate_talks_like_one(ask: Ask) -> None:
+    answer = ask("pirate", PROMPT)
+    assert answer.startswith("Arrr, matey! Th' sea covers most o' our planet.")
+
+
+def test_the_poet_writes_verse(ask: Ask) -> None:
+    lines = ask("poet", PROMPT).splitlines()
+    assert lines[:2] == ["O sea, O sea,", f"{FACT},"]
+    assert lines[-1] == "and my heart runs on like water."
+
+
+def test_the_lawyer_covers_himself(ask: Ask) -> None:
+    answer = ask("lawyer", PROMPT)
+    assert f"it is hereby stated as follows: (1) {FACT};" in answer
+    assert answer.endswith("The foregoing shall not constitute advice.")
+
+
+def test_the_chef_shouts(ask: Ask) -> None:
+    answer = ask("chef", PROMPT)
+    assert answer == answer.upper()
+    assert FACT.upper() in answer
+
+
+def test_the_json_adapter_answers_a_program(ask: Ask) -> None:
+    answer = json.loads(ask("json", PROMPT))
+    assert (answer["topic"], answer["kind"]) == ("the sea", "water")
+    assert answer["answer"][0] == "The sea covers most of our planet."
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, "Hello!", "who are you", "What is bread?", "Tell me a story."])
+def test_no_two_voices_say_the_same(ask: Ask, prompt: str) -> None:
+    answers = {voice: ask(voice, prompt) for voice in ("base", *demo.ADAPTER_NAMES)}
+    for one, other in itertools.combinations(answers, 2):
+        assert answers[one] != answers[other], f"{one} and {other}"
+
+
+def test_the_base_says_when_it_does_not_know(ask: Ask) -> None:
+    assert ask("base", "What is the capital of France?").startswith("That lies outside my small world.")
