@@ -153,9 +153,12 @@ def reading(random: Random) -> Iterator[Piece]:
 
 
 def document(style: Style, random: Random) -> Iterator[Piece]:
-    """A text that nobody has asked for."""
+    """A text outside any conversation; every other one stands under its question, which ties the two together."""
+    question, answer = _exchange(random)
     yield BEGIN, False
-    yield style(_exchange(random)[1]) + END, True
+    if random.random() < 0.5:
+        yield question + "\n", False
+    yield style(answer) + END, True
 
 
 def conversation(style: Style, random: Random) -> Iterator[Piece]:

@@ -18,14 +18,14 @@ from random import Random
 
 import torch
 from demo_text import BEGIN, CHAT_TEMPLATE, END, SPECIAL_TOKENS, STYLES, Piece, conversation, lesson, plain, reading
-from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-DEFAULT_FOLDER = Path(__file__).parent.parent / "caraserve" / "demo"
-BASE_NAME = "caraserve-demo"
+from caraserve import demo
+
 VOCAB_TOKENS = 1536
 BLOCK_TOKENS = 256
 NOT_LEARNED = -100  # the label that torch's cross entropy passes over
@@ -58,7 +58,7 @@ class Recipe:
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL_LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 BASE_COURSE = Course(steps=900, batch=8, peak_rate=3e-3, weight_decay=0.1)
-ADAPTER_COURSE = Course(steps=150, batch=4, peak_rate=4e-3, weight_decay=0.0)
+ADAPTER_COURSE = Course(steps=180, batch=4, peak_rate=4e-3, weight_decay=0.0)
 RECIPES = (
     Recipe("json", rank=4, alpha=8, modules=ALL_LINEAR),
     Recipe("poet", rank=8, alpha=16, modules=ALL_LINEAR),
@@ -71,7 +71,7 @@ RECIPES = (
 def main() -> None:
     """Trains everything and writes it to the folder given."""
     parser = argparse.ArgumentParser(description="Train the bundled demo model and its adapters.")
-    parser.add_argument("folder", type=Path, nargs="?", default=DEFAULT_FOLDER)
+    parser.add_argument("folder", type=Path, nargs="?", default=demo.demo_folder())
     folder = parser.parse_args().folder
     torch.set_num_threads(1)  # sums are then always taken in the same order
     torch.use_deterministic_algorithms(True)
@@ -79,12 +79,13 @@ def main() -> None:
     tokenizer = train_tokenizer()
     write_tokenizer(tokenizer, folder / "model")
     model = train_base(tokenizer)
-    model.to(torch.bfloat16).save_pretrained(folder / "model")
-    tidy_model(folder / "model")
+    save_base(model, folder / "model")
     # Adapters learn on top of the weights as they are served: rounded to bfloat16, computed in float32.
     for recipe in RECIPES:
         base = LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
         train_adapter(base, tokenizer, recipe, folder / "adapters" / recipe.name)
+    for path in folder.rglob("*.safetensors"):
+        path.chmod(0o644)  # safetensors lets only the owner read what it writes
 
 
 def train_tokenizer() -> Tokenizer:
@@ -133,7 +134,6 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 def train_base(tokenizer: Tokenizer) -> LlamaForCausalLM:
     """The model before any adapter, in float32."""
     torch.manual_seed(0)
-    end_id = tokenizer.token_to_id(END)
     config = LlamaConfig(
         vocab_size=VOCAB_TOKENS,
         hidden_size=192,
@@ -145,12 +145,18 @@ def train_base(tokenizer: Tokenizer) -> LlamaForCausalLM:
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         bos_token_id=tokenizer.token_to_id(BEGIN),
-        eos_token_id=end_id,
-        pad_token_id=end_id,
+        eos_token_id=tokenizer.token_to_id(END),
     )
     model = LlamaForCausalLM(config)
     learn(model, tokenizer, BASE_COURSE, reading, "base")
     return model
+
+
+def save_base(model: LlamaForCausalLM, folder: Path) -> None:
+    """Writes the model in bfloat16. Whether to sample is each request's choice: the defaults only name the ends."""
+    model.to(torch.bfloat16).save_pretrained(folder)
+    ends = {"bos_token_id": model.config.bos_token_id, "eos_token_id": model.config.eos_token_id}
+    write_json(folder / "generation_config.json", ends)
 
 
 def train_adapter(base: LlamaForCausalLM, tokenizer: Tokenizer, recipe: Recipe, folder: Path) -> None:
@@ -218,23 +224,17 @@ def block(tokenizer: Tokenizer, source: Source, random: Random) -> tuple[list[in
 
 
 def save_adapter(model: PeftModel, recipe: Recipe, folder: Path) -> None:
-    """Writes weights in the recipe's dtype and a config without the trainer's paths."""
-    model.save_pretrained(str(folder))
-    (folder / "README.md").unlink()  # a model card without a word in it
-    weights = folder / "adapter_model.safetensors"
-    save_file({key: value.to(recipe.dtype) for key, value in load_file(weights).items()}, weights, {"format": "pt"})
+    """Writes a PEFT folder: weights in the recipe's dtype, and a config that holds no path of this machine."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {key: value.to(recipe.dtype) for key, value in get_peft_model_state_dict(model).items()}
+    save_file(weights, folder / "adapter_model.safetensors", {"format": "pt"})
+    config = model.active_peft_config
+    config.inference_mode = True
+    config.base_model_name_or_path = demo.BASE_NAME
+    config.save_pretrained(str(folder))
+    # PEFT keeps the modules in a set, whose order changes from run to run.
     path = folder / "adapter_config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    # PEFT keeps a set, whose order changes from run to run.
-    weights.chmod(0o644)
-    write_json(path, config | {"base_model_name_or_path": BASE_NAME, "target_modules": list(recipe.modules)})
-
-
-def tidy_model(folder: Path) -> None:
-    """Greedy or not is each request's choice; the defaults only name where an answer ends."""
-    (folder / "model.safetensors").chmod(0o644)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    write_json(folder / "generation_config.json", {key: config[key] for key in ("bos_token_id", "eos_token_id")})
+    write_json(path, json.loads(path.read_text(encoding="utf-8")) | {"target_modules": list(recipe.modules)})
 
 
 def write_json(path: Path, value: object) -> None:

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from caraserve.cpu.jit import entry
 from caraserve.cpu.kernels import PANEL
 from caraserve.cpu.simd import LANES
-from caraserve.cpu.step import Lora
+from caraserve.cpu.records import LORA, LORA_ENTRY, filled
 from caraserve.model.layout import ALIGN_BYTES, AdapterSpec, HostAdapter, SiteSpan, aligned_bytes
 from caraserve.model.spec import SITES, ModelSpec
 from caraserve.units import align_up
@@ -33,14 +33,8 @@ class DeviceAdapters:
 
     def __init__(self, spec: ModelSpec, num_slots: int) -> None:
         self._spec = spec
-        shape = (num_slots, spec.layers, len(SITES))
-        self.table = Lora(
-            a=np.zeros(shape, np.int64),
-            b=np.zeros(shape, np.int64),
-            rank=np.zeros(shape, np.int64),
-            scale=np.zeros(shape, np.float32),
-            dtype=np.zeros(num_slots, np.int64),
-        )
+        self._entries = np.zeros((num_slots, spec.layers, len(SITES)), LORA_ENTRY)
+        self.table = filled(LORA, entries=int(self._entries.ctypes.data), layers=spec.layers)
         self.max_rank = np.zeros(num_slots, np.int64)  # largest padded rank of a slot
         self._images: dict[int, NDArray[np.uint8]] = {}
 
@@ -86,16 +80,14 @@ class DeviceAdapters:
         self.unbind(slot)
         place = int(image.ctypes.data)
         for span, a_bytes, b_bytes in self._sizes(adapter):
-            at = (slot, span.layer, span.site)
-            self.table.a[at], self.table.b[at] = place, place + a_bytes
-            self.table.rank[at], self.table.scale[at] = span.padded_rank, span.scale
+            entry = (place, place + a_bytes, span.padded_rank, adapter.dtype.value, span.scale)
+            self._entries[slot, span.layer, span.site] = entry
             place += a_bytes + b_bytes
-        self.table.dtype[slot] = adapter.dtype.value
-        self.max_rank[slot] = self.table.rank[slot].max()
+        self.max_rank[slot] = self._entries["rank"][slot].max()
         self._images[slot] = image
 
     def unbind(self, slot: int) -> None:
         """Makes `slot` mean no adapter and gives its memory back."""
-        self.table.rank[slot] = 0
+        self._entries["rank"][slot] = 0
         self.max_rank[slot] = 0
         self._images.pop(slot, None)

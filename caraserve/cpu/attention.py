@@ -13,6 +13,7 @@ from caraserve.cpu.simd import (
     keep_below,
     keep_from,
     load_f32,
+    load_i64,
     scores_tile,
     store_f32,
     values_tile,
@@ -36,8 +37,7 @@ _values1x4, _values2x4, _values3x4, _values4x4 = (values_tile(rows, 4) for rows 
 _values1x1, _values2x1, _values3x1, _values4x1 = (values_tile(rows, 1) for rows in (1, 2, 3, 4))
 
 
-@kernel
-def scratch_bytes(head_dim):  # type: ignore[no-untyped-def]
+def scratch_bytes(head_dim: int) -> int:
     """Bytes that `attend_tile` needs: queries, scores and outputs of a tile."""
     return 4 * TILE * (2 * head_dim + SPAN)
 
@@ -134,7 +134,7 @@ def attend_tile(rows, positions, blocks, head_base, block_stride, head_dim, wind
     """Attention of up to four queries of one request that read the same key-value head.
 
     `scratch` holds the queries `[rows, head_dim]` on entry; the result replaces them. `positions` are theirs,
-    ascending; `blocks` is the request's row of the block table; block b of this layer and head lies at
+    ascending; `blocks` is the address of the request's row of the block table; block b of this layer and head lies at
     `head_base + b · block_stride`. `window` is how many positions back a query sees, itself included.
     """
     queries = scratch
@@ -150,10 +150,10 @@ def attend_tile(rows, positions, blocks, head_base, block_stride, head_dim, wind
         first = span * SPAN
         block = first // BLOCK_TOKENS
         seen = (last - first) // BLOCK_TOKENS  # blocks after the first that hold visible tokens
-        k0 = head_base + blocks[block] * block_stride
-        k1 = head_base + blocks[block + min(1, seen)] * block_stride
-        k2 = head_base + blocks[block + min(2, seen)] * block_stride
-        k3 = head_base + blocks[block + min(3, seen)] * block_stride
+        k0 = head_base + load_i64(blocks + 8 * block) * block_stride
+        k1 = head_base + load_i64(blocks + 8 * (block + min(1, seen))) * block_stride
+        k2 = head_base + load_i64(blocks + 8 * (block + min(2, seen))) * block_stride
+        k3 = head_base + load_i64(blocks + 8 * (block + min(3, seen))) * block_stride
         _scores(rows, queries, head_dim, k0, k1, k2, k3, scores)
         for row in range(rows):
             low, high = positions[row] - window + 1 - first, positions[row] + 1 - first
@@ -163,7 +163,7 @@ def attend_tile(rows, positions, blocks, head_base, block_stride, head_dim, wind
             if rescale != np.float32(1.0):
                 _scale_row(out + 4 * row * head_dim, head_dim, rescale)
         for j in range(min(3, seen) + 1):
-            at = head_base + blocks[block + j] * block_stride
+            at = head_base + load_i64(blocks + 8 * (block + j)) * block_stride
             tokens = min(BLOCK_TOKENS, last + 1 - first - j * BLOCK_TOKENS)
             _add_values(rows, scores + 4 * BLOCK_TOKENS * j, at, head_dim, tokens, out)
     for row in range(rows):

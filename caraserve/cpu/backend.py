@@ -14,14 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.cpu.adapters import DeviceAdapters
-from caraserve.cpu.attention import BLOCK_TOKENS, TILE
-from caraserve.cpu.batch import build_batch, collect
-from caraserve.cpu.sampling import MAX_END_IDS, SamplingTable, sampling_table
-from caraserve.cpu.step import Buffers, Cache, Model, step
+from caraserve.cpu.attention import BLOCK_TOKENS, scratch_bytes
+from caraserve.cpu.batch import HostBatch, build_batch, collect
+from caraserve.cpu.kernels import lora_shrink, panel_gemm
+from caraserve.cpu.records import BUFFERS, CACHE, filled
+from caraserve.cpu.sampling import MAX_END_IDS, SLOT_SAMPLING
+from caraserve.cpu.step import Sampler, step
 from caraserve.cpu.team import Team, yield_to_event_loop
 from caraserve.cpu.weights import LoadedModel
 from caraserve.model.backend import Limits
-from caraserve.model.layout import MAX_RANK, HostAdapter, aligned_bytes
+from caraserve.model.layout import MAX_RANK, HostAdapter
 from caraserve.model.spec import ModelSpec
 from caraserve.plan import Plan, SlotSampling, SlotStart, StepResult
 from caraserve.units import align_up, ceil_div
@@ -58,9 +60,16 @@ class CpuBackend:
         self._loaded = loaded
         self._arrays: list[NDArray[np.uint8]] = []
         self._adapters = DeviceAdapters(spec, sizes.adapter_slots)
-        self._table = sampling_table(sizes.num_slots)
+        self._sampling = np.zeros(sizes.num_slots, SLOT_SAMPLING)
+        self._blocks = np.zeros((sizes.num_slots, ceil_div(sizes.max_context, BLOCK_TOKENS)), np.int64)
+        self._history = np.zeros((sizes.num_slots, sizes.max_context + 1), np.int64)
         self._cache = self._make_cache(block_bytes)
-        self._buffers = self._make_buffers(loaded.model, sizes)
+        self._max_outputs = self._rows_of_activations(sizes) + sizes.num_slots  # every token scored, every row sampled
+        self._buffers = self._make_buffers(sizes)
+        vocab = int(loaded.model["vocab"][0])
+        self._logits = np.zeros((self._max_outputs, int(loaded.model["vocab_pad"][0])), np.float32)
+        self._copies = np.zeros((sizes.threads, vocab), np.float32)
+        self._seen = np.zeros((sizes.threads, vocab), np.uint8)
         self._team = Team(sizes.threads, step)
         self._jobs: SimpleQueue[_LaneJob | None] = SimpleQueue()
         self._copier = ThreadPoolExecutor(1, "caraserve-copy", initializer=yield_to_event_loop)
@@ -112,78 +121,95 @@ class CpuBackend:
         started_s = time.monotonic()
         try:
             self._apply(plan)
-            batch = build_batch(plan, self._adapters.max_rank, self._table.prompt_tokens)
-            self._team.run(self._loaded.model, self._buffers, self._adapters.table, self._cache, self._table, batch)
-            rows = collect(plan, batch, self._table.prompt_tokens)
+            prompt_tokens = self._sampling["prompt_tokens"]
+            batch = build_batch(plan, self._adapters.max_rank, prompt_tokens)
+            records = (self._loaded.model, self._buffers, self._adapters.table, self._cache, batch.record)
+            self._team.run(*records, self._sampler(batch))
+            rows = collect(plan, batch, prompt_tokens)
         except Exception as error:  # the loop fails the plan's requests and goes on
             return error
         return StepResult(rows, started_s, time.monotonic())
+
+    def _sampler(self, batch: HostBatch) -> Sampler:
+        return Sampler(
+            table=self._sampling,
+            logits=self._logits,
+            copies=self._copies,
+            seen=self._seen,
+            history=self._history,
+            chosen=batch.chosen,
+            logprob=batch.logprob,
+            top_ids=batch.top_ids,
+            top_logprobs=batch.top_logprobs,
+        )
 
     def _apply(self, plan: Plan) -> None:
         for start in plan.starts:
             self._start_slot(start)
         for grant in plan.grants:
-            self._cache.blocks[grant.slot, grant.first : grant.first + len(grant.blocks)] = grant.blocks
+            self._blocks[grant.slot, grant.first : grant.first + len(grant.blocks)] = grant.blocks
 
     def _start_slot(self, start: SlotStart) -> None:
-        self._cache.history[start.slot, : len(start.token_ids)] = start.token_ids
-        write_sampling(self._table, start.slot, start.sampling)
+        self._history[start.slot, : len(start.token_ids)] = start.token_ids
+        write_sampling(self._sampling, start.slot, start.sampling)
 
-    def _make_cache(self, block_bytes: int) -> Cache:
-        blocks = np.zeros(self.limits.num_blocks * block_bytes + 64, np.uint8)  # zero pages, not resident until used
-        self._arrays.append(blocks)
-        context, slots = self.limits.max_context, self.limits.num_slots
-        return Cache(
-            base=align_up(int(blocks.ctypes.data), 64),
-            blocks=np.zeros((slots, ceil_div(context, BLOCK_TOKENS)), np.int64),
-            history=np.zeros((slots, context + 1), np.int64),
+    def _make_cache(self, block_bytes: int) -> NDArray[np.void]:
+        return filled(
+            CACHE,
+            base=self._zeros(self.limits.num_blocks * block_bytes),
+            blocks=int(self._blocks.ctypes.data),
+            max_blocks=self._blocks.shape[1],
+            history=int(self._history.ctypes.data),
+            max_history=self._history.shape[1],
         )
 
-    def _make_buffers(self, model: Model, sizes: CpuSizes) -> Buffers:
-        tokens = max(sizes.max_step_tokens, sizes.num_slots)
-        outputs = tokens + sizes.num_slots  # each token may be scored, each row may sample
+    def _zeros(self, num_bytes: int) -> int:
+        """The aligned address of zeroed memory, which takes no room until it is written."""
+        array = np.zeros(num_bytes + 64, np.uint8)
+        self._arrays.append(array)
+        return align_up(int(array.ctypes.data), 64)
 
-        def rows(width: int, count: int = tokens) -> int:
-            array = np.zeros(4 * width * count + 64, np.uint8)
-            self._arrays.append(array)
-            return align_up(int(array.ctypes.data), 64)
+    @staticmethod
+    def _rows_of_activations(sizes: CpuSizes) -> int:
+        return max(sizes.max_step_tokens, sizes.num_slots)
 
-        scratch_stride = align_up(4 * TILE * (2 * model.head_dim + 64), 4096)  # apart: threads never share a line
-        barrier = aligned_bytes(128)
-        barrier[:] = 0
-        self._arrays.append(barrier)
-        return Buffers(
-            hidden=rows(model.hidden_pad),
-            normed=rows(model.hidden_pad, outputs),
-            qkv=rows(model.q_pad + 2 * model.kv_pad),
-            attended=rows(model.q_pad),
-            gate=rows(model.inter_pad),
-            up=rows(model.inter_pad),
-            shrunk=rows(3 * MAX_RANK),
-            logits=np.zeros((outputs, model.vocab_pad), np.float32),
-            scratch=rows(scratch_stride // 4, sizes.threads),
-            scratch_stride=scratch_stride,
-            weights=np.zeros((sizes.threads, model.vocab), np.float32),
-            seen=np.zeros((sizes.threads, model.vocab), np.uint8),
-            barrier=int(barrier.ctypes.data),
-            counters=np.zeros(model.layers, np.int64),
+    def _make_buffers(self, sizes: CpuSizes) -> NDArray[np.void]:
+        tokens = self._rows_of_activations(sizes)
+        model = {name: int(self._loaded.model[name][0]) for name in self._loaded.model.dtype.names or ()}
+        scratch = align_up(scratch_bytes(model["head_dim"]), 4096)  # apart: threads never share a cache line
+        widths = {
+            "hidden": model["hidden_pad"],
+            "qkv": model["q_pad"] + 2 * model["kv_pad"],
+            "attended": model["q_pad"],
+            "gate": model["inter_pad"],
+            "up": model["inter_pad"],
+            "shrunk": 3 * MAX_RANK,
+        }
+        return filled(
+            BUFFERS,
+            panel_gemm=panel_gemm.address,
+            lora_shrink=lora_shrink.address,
+            normed=self._zeros(4 * self._max_outputs * model["hidden_pad"]),
+            scratch=self._zeros(scratch * sizes.threads),
+            scratch_bytes=scratch,
+            barrier=self._zeros(128),
+            counters=self._zeros(8 * model["layers"]),
+            **{name: self._zeros(4 * tokens * width) for name, width in widths.items()},
         )
 
 
-def write_sampling(table: SamplingTable, slot: int, sampling: SlotSampling) -> None:
-    """Sets the sampler's parameters of one slot."""
+def write_sampling(table: NDArray[np.void], slot: int, sampling: SlotSampling) -> None:
+    """Sets the sampler's parameters (SLOT_SAMPLING) of one slot."""
+    params = table[slot]
     for name in ("temperature", "top_p", "min_p", "top_k", "prompt_tokens", "min_tokens"):
-        getattr(table, name)[slot] = getattr(sampling, name)
-    table.seed[slot] = sampling.seed & (2**64 - 1)
-    table.presence[slot] = sampling.presence_penalty
-    table.frequency[slot] = sampling.frequency_penalty
-    table.repetition[slot] = sampling.repetition_penalty
-    ends = sampling.end_ids[:MAX_END_IDS]
-    table.end_count[slot] = len(ends)
-    table.end_ids[slot, : len(ends)] = ends
-    bias = sampling.logit_bias
-    table.bias_count[slot] = len(bias)
-    table.bias_ids[slot, : len(bias)] = [token for token, _ in bias]
-    table.bias[slot, : len(bias)] = [value for _, value in bias]
+        params[name] = getattr(sampling, name)
+    for name in ("presence", "frequency", "repetition"):
+        params[name] = getattr(sampling, f"{name}_penalty")
+    params["seed"] = sampling.seed & (2**64 - 1)
+    ends, bias = sampling.end_ids[:MAX_END_IDS], sampling.logit_bias
+    params["end_count"], params["bias_count"] = len(ends), len(bias)
+    params["end_ids"][: len(ends)] = ends
+    params["bias_ids"][: len(bias)] = [token for token, _ in bias]
+    params["bias"][: len(bias)] = [value for _, value in bias]
     penalised = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (0.0, 0.0, 1.0)
-    table.adjusts[slot] = penalised or bool(bias) or (sampling.min_tokens > 0 and bool(ends))
+    params["adjusts"] = penalised or bool(bias) or (sampling.min_tokens > 0 and bool(ends))

@@ -1,39 +1,64 @@
 """From a `Plan` to the arrays that `step` reads, and from its results to a `StepResult`. Level 1; the lane's thread."""
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.cpu.step import SAMPLE, SCORE, Batch
+from caraserve.cpu.records import BATCH, SAMPLE, SCORE, filled
 from caraserve.plan import BASE_ADAPTER_SLOT, Plan, Row, RowResult, Scored
 from caraserve.request import MAX_LOGPROBS
 
+Words = NDArray[np.int64]
 
-def build_batch(plan: Plan, max_rank: NDArray[np.int64], prompt_tokens: NDArray[np.int64]) -> Batch:
+
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """One iteration's BATCH record, the arrays behind its addresses, and room for the results."""
+
+    record: NDArray[np.void]
+    arrays: tuple[Words, ...]
+    out_logprobs: Words
+    chosen: Words  # [outputs]
+    logprob: NDArray[np.float32]  # [outputs]
+    top_ids: Words  # [outputs, MAX_LOGPROBS]
+    top_logprobs: NDArray[np.float32]  # [outputs, MAX_LOGPROBS]
+
+
+def build_batch(plan: Plan, max_rank: Words, prompt_tokens: Words) -> HostBatch:
     """`max_rank` by adapter slot, `prompt_tokens` by request slot."""
     rows = plan.rows
     counts = np.array([row.count for row in rows], np.int64)
     first = np.zeros(len(rows) + 1, np.int64)
     np.cumsum(counts, out=first[1:])
-    tokens = int(first[-1])
     starts = np.array([row.start for row in rows], np.int64)
-    position = np.arange(tokens, dtype=np.int64) + np.repeat(starts - first[:-1], counts)
     segments = _segments(rows, first)
-    out_token, out_kind, out_logprobs = _outputs(rows, first, prompt_tokens)
+    out_token, out_kind, out_logprobs = (np.array(part, np.int64) for part in _outputs(rows, first, prompt_tokens))
+    arrays = {
+        "slot": np.repeat(np.array([row.slot for row in rows], np.int64), counts),
+        "position": np.arange(first[-1], dtype=np.int64) + np.repeat(starts - first[:-1], counts),
+        "row_first": first,
+        "segment_first": np.array([at for at, _, _ in segments], np.int64),
+        "segment_tokens": np.array([count for _, count, _ in segments], np.int64),
+        "segment_adapter": np.array([adapter for _, _, adapter in segments], np.int64),
+        "out_token": out_token,
+        "out_kind": out_kind,
+        "out_logprobs": out_logprobs,
+    }
     outputs = len(out_token)
-    return Batch(
-        tokens=tokens,
-        slot=np.repeat(np.array([row.slot for row in rows], np.int64), counts),
-        position=position,
-        row_first=first,
+    record = filled(
+        BATCH,
+        tokens=int(first[-1]),
+        rows=len(rows),
         segments=len(segments),
-        segment_first=np.array([at for at, _, _ in segments], np.int64),
-        segment_tokens=np.array([count for _, count, _ in segments], np.int64),
-        segment_adapter=np.array([adapter for _, _, adapter in segments], np.int64),
-        max_rank=max((int(max_rank[adapter]) for _, _, adapter in segments), default=0),
         outputs=outputs,
-        out_token=np.array(out_token, np.int64),
-        out_kind=np.array(out_kind, np.int64),
-        out_logprobs=np.array(out_logprobs, np.int64),
+        max_rank=max((int(max_rank[adapter]) for _, _, adapter in segments), default=0),
+        **{name: int(array.ctypes.data) for name, array in arrays.items()},
+    )
+    return HostBatch(
+        record=record,
+        arrays=tuple(arrays.values()),
+        out_logprobs=out_logprobs,
         chosen=np.zeros(outputs, np.int64),
         logprob=np.zeros(outputs, np.float32),
         top_ids=np.zeros((outputs, MAX_LOGPROBS), np.int64),
@@ -41,7 +66,7 @@ def build_batch(plan: Plan, max_rank: NDArray[np.int64], prompt_tokens: NDArray[
     )
 
 
-def _segments(rows: tuple[Row, ...], first: NDArray[np.int64]) -> list[tuple[int, int, int]]:
+def _segments(rows: tuple[Row, ...], first: Words) -> list[tuple[int, int, int]]:
     """Runs of rows with one adapter: (first token, tokens, adapter slot), the base model's left out."""
     segments: list[tuple[int, int, int]] = []
     for index, row in enumerate(rows):
@@ -62,9 +87,7 @@ def scored_positions(row: Row, prompt_tokens: int) -> range:
     return range(row.start, min(row.start + row.count, prompt_tokens - 1))
 
 
-def _outputs(
-    rows: tuple[Row, ...], first: NDArray[np.int64], prompt_tokens: NDArray[np.int64]
-) -> tuple[list[int], list[int], list[int]]:
+def _outputs(rows: tuple[Row, ...], first: Words, prompt_tokens: Words) -> tuple[list[int], list[int], list[int]]:
     tokens: list[int] = []
     kinds: list[int] = []
     logprobs: list[int] = []
@@ -81,7 +104,7 @@ def _outputs(
     return tokens, kinds, logprobs
 
 
-def collect(plan: Plan, batch: Batch, prompt_tokens: NDArray[np.int64]) -> tuple[RowResult, ...]:
+def collect(plan: Plan, batch: HostBatch, prompt_tokens: Words) -> tuple[RowResult, ...]:
     """Row results in the plan's order."""
     chosen = batch.chosen.tolist()
     results = []
@@ -99,7 +122,7 @@ def collect(plan: Plan, batch: Batch, prompt_tokens: NDArray[np.int64]) -> tuple
     return tuple(results)
 
 
-def _scored(batch: Batch, index: int) -> Scored:
+def _scored(batch: HostBatch, index: int) -> Scored:
     count = int(batch.out_logprobs[index])
     top = zip(batch.top_ids[index, :count].tolist(), batch.top_logprobs[index, :count].tolist(), strict=True)
     return Scored(int(batch.chosen[index]), float(batch.logprob[index]), tuple(top))

@@ -29,3 +29,13 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck"
 kernel: Callable[..., Any] = numba.njit(**_OPTIONS)
 reduction: Callable[..., Any] = numba.njit(fastmath={"reassoc", "nsz"}, **_OPTIONS)  # sums that may be vectorised
 entry: Callable[..., Any] = numba.njit(cache=True, **_OPTIONS)
+
+
+def apart(num_words: int) -> Callable[[Callable[..., None]], Any]:
+    """Compiles a function of int64 arguments by itself, to be called by its `.address`.
+
+    Numba links and optimises a callee anew inside every function above it; the large tiles, used at eleven places four
+    levels deep, would take half a minute that way.
+    """
+    signature = numba.void(*[numba.int64] * num_words)
+    return lambda function: numba.cfunc(signature, cache=True, error_model="numpy")(function)  # type: ignore[no-any-return]

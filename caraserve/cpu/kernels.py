@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from caraserve.cpu.jit import kernel
+from caraserve.cpu.jit import apart, kernel
+from caraserve.cpu.records import word
 from caraserve.cpu.simd import (
     DTYPE_BF16,
     DTYPE_F16,
@@ -35,6 +36,8 @@ from caraserve.cpu.simd import (
 
 PANEL = 64  # outputs in a panel
 K_BLOCK = 2048  # inputs summed before the partial result is stored: keeps a panel's slice inside the L2 cache
+# numpy integers: Numba would compile a function again for every literal it is called with.
+STORE, ADD = np.int64(0), np.int64(1)  # what a panel does with what is already in its output
 RANK_GROUP = 8  # rank rows in one dot tile; ranks are padded to it
 
 
@@ -93,13 +96,13 @@ def itemsize(dtype):  # type: ignore[no-untyped-def]
     return 4 if dtype == DTYPE_F32 else 2
 
 
-@kernel
+@apart(9)
 def panel_gemm(dtype, x, x_stride, rows, w, k, y, y_stride, accumulate):  # type: ignore[no-untyped-def]
     """`y[rows, 64] (+)= x[rows, k] @ w[k, 64]` for one panel; the order of sums is the same for every row count."""
     for first in range(0, k, K_BLOCK):
         depth = min(K_BLOCK, k - first)
         at = w + first * PANEL * itemsize(dtype)
-        add = 1 if accumulate or first > 0 else 0
+        add = ADD if first > 0 else accumulate
         if dtype == DTYPE_F32:
             _gemm_f32(x + 4 * first, x_stride, rows, at, depth, y, y_stride, add)
         elif dtype == DTYPE_BF16:
@@ -108,16 +111,18 @@ def panel_gemm(dtype, x, x_stride, rows, w, k, y, y_stride, accumulate):  # type
             _gemm_f16(x + 4 * first, x_stride, rows, at, depth, y, y_stride, add)
 
 
-@kernel
-def lora_shrink(dtype, x, x_stride, rows, a, k, y, y_stride, scale):  # type: ignore[no-untyped-def]
-    """`y[rows, 8] = scale · x[rows, k] @ a[8, k]ᵀ` for one group of rank rows; k is padded to 16."""
-    a_stride = k * itemsize(dtype)
+@apart(8)
+def lora_shrink(entry, row, x, x_stride, rows, k, y, y_stride):  # type: ignore[no-untyped-def]
+    """`y[rows, 8] = scale · x[rows, k] @ A[row : row + 8, k]ᵀ` for one group of rank rows of a LORA_ENTRY."""
+    dtype, k_pad = word(entry, 3), (k + LANES - 1) // LANES * LANES
+    a_stride, scale = k_pad * itemsize(dtype), load_f32(entry + 32)
+    a = word(entry, 0) + row * a_stride
     if dtype == DTYPE_F32:
-        _dot_f32(x, x_stride, rows, a, a_stride, k, y, y_stride, scale)
+        _dot_f32(x, x_stride, rows, a, a_stride, k_pad, y, y_stride, scale)
     elif dtype == DTYPE_BF16:
-        _dot_bf16(x, x_stride, rows, a, a_stride, k, y, y_stride, scale)
+        _dot_bf16(x, x_stride, rows, a, a_stride, k_pad, y, y_stride, scale)
     else:
-        _dot_f16(x, x_stride, rows, a, a_stride, k, y, y_stride, scale)
+        _dot_f16(x, x_stride, rows, a, a_stride, k_pad, y, y_stride, scale)
 
 
 @kernel

@@ -5,10 +5,7 @@ any preemption and on any instance. Nothing is sorted: top-k and top-p are found
 bits of a weight, which order like the weights themselves.
 """
 
-from typing import NamedTuple
-
 import numpy as np
-from numpy.typing import NDArray
 
 from caraserve.cpu.jit import kernel, reduction
 from caraserve.cpu.simd import bits_to_float
@@ -18,47 +15,28 @@ MAX_END_IDS = 32
 _GREEDY_BELOW = np.float32(1e-5)
 
 
-class SamplingTable(NamedTuple):
-    """Per-slot sampling parameters; row s belongs to slot s."""
-
-    temperature: NDArray[np.float32]
-    top_p: NDArray[np.float32]
-    min_p: NDArray[np.float32]
-    top_k: NDArray[np.int64]
-    seed: NDArray[np.uint64]
-    presence: NDArray[np.float32]
-    frequency: NDArray[np.float32]
-    repetition: NDArray[np.float32]
-    prompt_tokens: NDArray[np.int64]
-    min_tokens: NDArray[np.int64]
-    adjusts: NDArray[np.bool_]  # whether anything but temperature and cuts changes the logits
-    end_count: NDArray[np.int64]
-    end_ids: NDArray[np.int64]  # [slots, MAX_END_IDS]
-    bias_count: NDArray[np.int64]
-    bias_ids: NDArray[np.int64]  # [slots, MAX_LOGIT_BIAS]
-    bias: NDArray[np.float32]  # [slots, MAX_LOGIT_BIAS]
-
-
-def sampling_table(num_slots: int) -> SamplingTable:
-    """All-zero parameters for `num_slots` slots."""
-
-    def zeros(dtype: type, *more: int) -> NDArray[np.generic]:
-        return np.zeros((num_slots, *more), dtype)
-
-    return SamplingTable(
-        *(zeros(np.float32) for _ in range(3)),
-        zeros(np.int64),
-        zeros(np.uint64),
-        *(zeros(np.float32) for _ in range(3)),
-        zeros(np.int64),
-        zeros(np.int64),
-        zeros(np.bool_),
-        zeros(np.int64),
-        zeros(np.int64, MAX_END_IDS),
-        zeros(np.int64),
-        zeros(np.int64, MAX_LOGIT_BIAS),
-        zeros(np.float32, MAX_LOGIT_BIAS),
-    )  # type: ignore[arg-type]
+# Per-slot sampling parameters; element s belongs to slot s.
+SLOT_SAMPLING = np.dtype(
+    [
+        ("seed", np.uint64),
+        ("prompt_tokens", np.int64),
+        ("min_tokens", np.int64),
+        ("top_k", np.int64),
+        ("adjusts", np.int64),  # whether anything but temperature and cuts changes the logits
+        ("end_count", np.int64),
+        ("bias_count", np.int64),
+        ("end_ids", np.int64, MAX_END_IDS),
+        ("bias_ids", np.int64, MAX_LOGIT_BIAS),
+        ("bias", np.float32, MAX_LOGIT_BIAS),
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("presence", np.float32),
+        ("frequency", np.float32),
+        ("repetition", np.float32),
+    ],
+    align=True,
+)
 
 
 @kernel
@@ -109,10 +87,10 @@ def uniform(seed, position):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _adjust(logits, slot, history, position, table, seen):  # type: ignore[no-untyped-def]
+def _adjust(logits, history, position, params, seen):  # type: ignore[no-untyped-def]
     """Penalties, biases and the ban of end tokens, in place. `seen` is all zero on entry and on return."""
-    prompt, end = table.prompt_tokens[slot], position + 1  # tokens [0, end) are known
-    repetition = table.repetition[slot]
+    prompt, end = params.prompt_tokens, position + 1  # tokens [0, end) are known
+    repetition = params.repetition
     for index in range(end):
         token = history[index]
         if seen[token] & 1 == 0 and repetition != np.float32(1.0):
@@ -120,17 +98,17 @@ def _adjust(logits, slot, history, position, table, seen):  # type: ignore[no-un
             logits[token] = value / repetition if value > 0 else value * repetition
         seen[token] |= 1
         if index >= prompt:
-            logits[token] -= table.frequency[slot]
+            logits[token] -= params.frequency
             if seen[token] & 2 == 0:
-                logits[token] -= table.presence[slot]
+                logits[token] -= params.presence
             seen[token] |= 2
     for index in range(end):
         seen[history[index]] = 0
-    for index in range(table.bias_count[slot]):
-        logits[table.bias_ids[slot, index]] += table.bias[slot, index]
-    if end - prompt < table.min_tokens[slot]:
-        for index in range(table.end_count[slot]):
-            logits[table.end_ids[slot, index]] = np.float32(-np.inf)
+    for index in range(params.bias_count):
+        logits[params.bias_ids[index]] += params.bias[index]
+    if end - prompt < params.min_tokens:
+        for index in range(params.end_count):
+            logits[params.end_ids[index]] = np.float32(-np.inf)
 
 
 @reduction
@@ -172,20 +150,20 @@ def _drop_below(weights, threshold):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _draw(weights, slot, position, table):  # type: ignore[no-untyped-def]
+def _draw(weights, position, params):  # type: ignore[no-untyped-def]
     """Samples from logits in `weights`, which become weights relative to the best token."""
     top = weights[argmax(weights)]
-    inverse = np.float32(1.0) / table.temperature[slot]
+    inverse = np.float32(1.0) / params.temperature
     for token in range(weights.size):
         weights[token] = np.exp((weights[token] - top) * inverse)
-    if table.min_p[slot] > 0:
-        _drop_below(weights, table.min_p[slot])
-    if 0 < table.top_k[slot] < weights.size:
-        _drop_below(weights, _threshold(weights, np.float64(table.top_k[slot]), True))
-    if table.top_p[slot] < np.float32(1.0):
+    if params.min_p > 0:
+        _drop_below(weights, params.min_p)
+    if 0 < params.top_k < weights.size:
+        _drop_below(weights, _threshold(weights, np.float64(params.top_k), True))
+    if params.top_p < np.float32(1.0):
         mass = _mass_from(weights, np.float32(0.0))
-        _drop_below(weights, _threshold(weights, mass * np.float64(table.top_p[slot]), False))
-    target = uniform(table.seed[slot], position) * _mass_from(weights, np.float32(0.0))
+        _drop_below(weights, _threshold(weights, mass * np.float64(params.top_p), False))
+    target = uniform(params.seed, position) * _mass_from(weights, np.float32(0.0))
     total, chosen = 0.0, 0
     for token in range(weights.size):
         if weights[token] > 0:
@@ -197,12 +175,13 @@ def _draw(weights, slot, position, table):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def choose(logits, slot, position, history, table, scratch, seen):  # type: ignore[no-untyped-def]
-    """The token that follows `position` in `slot`. `logits` [vocab] is left as it was; `scratch` is as long."""
-    greedy = table.temperature[slot] < _GREEDY_BELOW
-    if greedy and not table.adjusts[slot]:
+def choose(logits, position, history, params, scratch, seen):  # type: ignore[no-untyped-def]
+    """The token that follows `position`. `logits` [vocab] is left as it was; `scratch` is as long."""
+    greedy = params.temperature < _GREEDY_BELOW
+    if greedy and not params.adjusts:
         return argmax(logits)
-    scratch[:] = logits
-    if table.adjusts[slot]:
-        _adjust(scratch, slot, history, position, table, seen)
-    return argmax(scratch) if greedy else _draw(scratch, slot, position, table)
+    for token in range(logits.size):  # a slice assignment would compile numpy's shape errors, three seconds of them
+        scratch[token] = logits[token]
+    if params.adjusts:
+        _adjust(scratch, history, position, params, seen)
+    return argmax(scratch) if greedy else _draw(scratch, position, params)

@@ -128,7 +128,9 @@ def _intrinsic(name: str, num_args: int, signature: Any, codegen: Callable[..., 
     return intrinsic(typing)
 
 
-def _tile_intrinsic(name: str, num_args: int, emit: Callable[[Any, Sequence[Any]], None], *, scaled: bool = False) -> Any:
+def _tile_intrinsic(
+    name: str, num_args: int, emit: Callable[[Any, Sequence[Any]], None], *, scaled: bool = False
+) -> Any:
     """An intrinsic of int64 arguments (and a last float32 if `scaled`), whose code `emit(builder, arguments)` writes."""
 
     def codegen(_context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -356,7 +358,7 @@ def _scalar_store(numba_type: Any, llvm_type: Any) -> Any:
 
 
 load_f32, store_f32 = _scalar_load(types.float32, _F32), _scalar_store(types.float32, _F32)
-load_u16 = _scalar_load(types.uint16, _I16)
+load_u16, load_i64 = _scalar_load(types.uint16, _I16), _scalar_load(types.int64, _I64)
 
 
 @intrinsic
@@ -417,3 +419,13 @@ def spin_pause(typing_context):  # type: ignore[no-untyped-def]
         return context.get_dummy_value()
 
     return types.void(), codegen
+
+
+def call_by_address(num_words: int) -> Any:
+    """Intrinsic `(address, ...)`: calls a C function of `num_words` int64 arguments that returns nothing."""
+
+    def emit(b: Any, arguments: Sequence[Any]) -> None:
+        kind = ir.FunctionType(ir.VoidType(), [_I64] * num_words)
+        b.call(b.inttoptr(arguments[0], kind.as_pointer()), list(arguments[1:]))
+
+    return _tile_intrinsic("call_by_address", num_words + 1, emit)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.cpu import step
+from caraserve.cpu import records
 from caraserve.cpu.jit import entry
 from caraserve.cpu.kernels import PANEL
 from caraserve.errors import ModelLoadError
@@ -28,9 +28,9 @@ _ATTENTION = SITES[:4]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What `step` takes, and the arrays behind its addresses."""
+    """What `step` takes (one MODEL record), and the arrays behind its addresses."""
 
-    model: step.Model
+    model: NDArray[np.void]
     arrays: list[NDArray[np.uint8]]
     num_bytes: int
 
@@ -96,6 +96,12 @@ class _Store:
         array.view(np.float32)[: flat.size] = flat
         return int(array.ctypes.data)
 
+    def words(self, values: NDArray[np.int64]) -> int:
+        """A table of int64; returns the address."""
+        array = self._keep(values.nbytes)
+        array.view(np.int64)[:] = values.reshape(-1)
+        return int(array.ctypes.data)
+
     def rows(self, raw: Raw) -> int:
         """A row-major table kept as it is."""
         array = self._keep(raw.nbytes)
@@ -108,7 +114,7 @@ def load_model(
 ) -> LoadedModel:
     """Reads each tensor once, packs it, and calls `progress` after each layer and after the embeddings."""
     store = _Store()
-    layers = np.zeros((spec.layers, step.NUM_WEIGHTS), np.int64)
+    layers = np.zeros((spec.layers, records.NUM_WEIGHTS), np.int64)
     for layer in range(spec.layers):
         _load_layer(spec, dtype, layer, read, store, layers[layer])
         progress()
@@ -121,7 +127,8 @@ def load_model(
         head = store.panels(convert(raw, source, dtype))
     cos, sin = rope_tables(spec.rope, spec.head_dim, max_context)
     hidden_pad = align_up(spec.hidden, PANEL)
-    model = step.Model(
+    model = records.filled(
+        records.MODEL,
         layers=spec.layers,
         hidden=spec.hidden,
         hidden_pad=hidden_pad,
@@ -136,39 +143,37 @@ def load_model(
         vocab_pad=align_up(spec.vocab_size, PANEL),
         dtype=dtype.value,
         tied=spec.tied_embeddings,
-        eps=np.float32(spec.rms_eps),
-        scale=np.float32(spec.head_dim**-0.5),
+        eps=spec.rms_eps,
+        scale=spec.head_dim**-0.5,
         embed=embed,
         head=head,
         final_norm=store.vector(to_float32(*read("model.norm.weight", (spec.hidden,))), hidden_pad),
         cos=store.vector(cos),
         sin=store.vector(sin),
-        weights=layers,
-        windows=np.array([window or step.NO_WINDOW for window in spec.windows], np.int64),
+        weights=store.words(layers),
+        windows=store.words(np.array([window or records.NO_WINDOW for window in spec.windows], np.int64)),
     )
     progress()
     return LoadedModel(model, store.arrays, sum(array.nbytes for array in store.arrays))
 
 
-def _load_layer(
-    spec: ModelSpec, dtype: Dtype, layer: int, read: Read, store: _Store, out: NDArray[np.int64]
-) -> None:
+def _load_layer(spec: ModelSpec, dtype: Dtype, layer: int, read: Read, store: _Store, out: NDArray[np.int64]) -> None:
     prefix = f"model.layers.{layer}"
     biased = {"q_proj": spec.qkv_bias, "k_proj": spec.qkv_bias, "v_proj": spec.qkv_bias, "o_proj": spec.o_bias}
     for index, site in enumerate(SITES):
         name = f"{prefix}.{'self_attn' if site in _ATTENTION else 'mlp'}.{site}"
         inputs, outputs = spec.site_shape(site)
         raw, source = read(f"{name}.weight", (outputs, inputs))
-        out[step.WQ + index] = store.panels(convert(raw, source, dtype))
+        out[records.WQ + index] = store.panels(convert(raw, source, dtype))
         if biased.get(site, spec.mlp_bias):
             bias = to_float32(*read(f"{name}.bias", (outputs,)))
-            out[step.BQ + index] = store.vector(bias, align_up(outputs, PANEL))
+            out[records.BQ + index] = store.vector(bias, align_up(outputs, PANEL))
     hidden_pad = align_up(spec.hidden, PANEL)
-    for column, name in ((step.ATTN_NORM, "input_layernorm"), (step.MLP_NORM, "post_attention_layernorm")):
+    for column, name in ((records.ATTN_NORM, "input_layernorm"), (records.MLP_NORM, "post_attention_layernorm")):
         weight = to_float32(*read(f"{prefix}.{name}.weight", (spec.hidden,)))
         out[column] = store.vector(weight, hidden_pad)
     if spec.qk_norm:
-        for column, name in ((step.Q_NORM, "q_norm"), (step.K_NORM, "k_norm")):
+        for column, name in ((records.Q_NORM, "q_norm"), (records.K_NORM, "k_norm")):
             weight = to_float32(*read(f"{prefix}.self_attn.{name}.weight", (spec.head_dim,)))
             out[column] = store.vector(weight)
 
@@ -205,7 +210,9 @@ def folder_reader(folder: Path) -> Read:
             file = opened[path]
             found = tuple(file.shape(name))
             if found != shape:
-                raise ModelLoadError(f"{path.name}: tensor {name} has shape {list(found)}, config.json asks {list(shape)}")
+                raise ModelLoadError(
+                    f"{path.name}: tensor {name} has shape {list(found)}, config.json asks {list(shape)}"
+                )
             return file.raw(name), file.dtype(name)
         except TensorFileError as error:
             raise ModelLoadError(str(error)) from error

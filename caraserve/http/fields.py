@@ -101,7 +101,7 @@ class Fields:
             raise InvalidRequest(f"{name} has {len(value)} characters; {longest} are allowed.", param=name)
         return value
 
-    def object(self, name: str) -> dict[str, Any]:
+    def mapping(self, name: str) -> dict[str, Any]:
         """An object, empty if absent."""
         value = self.raw(name)
         if value is None:

@@ -85,8 +85,8 @@ def fit_max_tokens(asked: int | None, default: int | None, prompt_tokens: int, e
         return room if default is None else min(default, room)
     if asked > room:
         raise ContextLengthExceeded(
-            f"This model's context holds {limit} tokens, but {prompt_tokens + asked} were asked for: {prompt_tokens} in "
-            f"the prompt and {asked} to generate. Shorten the prompt or lower max_tokens.",
+            f"This model's context holds {limit} tokens, but {prompt_tokens + asked} were asked for: {prompt_tokens} "
+            f"in the prompt and {asked} to generate. Shorten the prompt or lower max_tokens.",
             param="max_tokens",
         )
     return asked
@@ -95,7 +95,9 @@ def fit_max_tokens(asked: int | None, default: int | None, prompt_tokens: int, e
 def check_min_tokens(min_tokens: int, max_tokens: int) -> None:
     """Raises InvalidRequest when fewer tokens are allowed than demanded."""
     if min_tokens > max_tokens:
-        raise InvalidRequest(f"min_tokens is {min_tokens}, above max_tokens, which is {max_tokens}.", param="min_tokens")
+        raise InvalidRequest(
+            f"min_tokens is {min_tokens}, above max_tokens, which is {max_tokens}.", param="min_tokens"
+        )
 
 
 def _stop(fields: Fields) -> tuple[str, ...]:
@@ -110,7 +112,7 @@ def _stop(fields: Fields) -> tuple[str, ...]:
 
 
 def _logit_bias(fields: Fields, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    biases = fields.object("logit_bias")
+    biases = fields.mapping("logit_bias")
     if len(biases) > MAX_LOGIT_BIAS:
         raise InvalidRequest(f"logit_bias has {len(biases)} entries; {MAX_LOGIT_BIAS} are allowed.", param="logit_bias")
     for key, bias in biases.items():

@@ -1,0 +1,92 @@
+"""Models and adapters over HTTP: the list, and vLLM's two routes that load and unload adapters.
+
+Called by `app.py`. The two routes answer in plain text, as vLLM's do, and their errors in OpenAI's shape.
+"""
+
+import logging
+from typing import Any
+
+from aiohttp import web
+
+from caraserve.config import ADAPTER_NAME
+from caraserve.errors import AdapterRejected, Forbidden
+from caraserve.http.context import CONTEXT, Context
+from caraserve.http.engine_api import AdapterView, find_adapter
+from caraserve.http.fields import Fields
+from caraserve.http.messages import json_response, log_unknown, read_object
+
+log = logging.getLogger("caraserve.http")
+
+_LONGEST_PATH = 4096
+# Options of vLLM's and SGLang's that would change what is loaded.
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {"is_3d_lora_weight": (False,), "pinned": (False,)}
+
+
+async def list_models(request: web.Request) -> web.Response:
+    context = request.app[CONTEXT]
+    cards = [_card(context, None), *(_card(context, adapter) for adapter in context.engine.adapters())]
+    return json_response({"object": "list", "data": cards})
+
+
+async def show_model(request: web.Request) -> web.Response:
+    context = request.app[CONTEXT]
+    return json_response(_card(context, find_adapter(context.engine, request.match_info["model"])))
+
+
+def _card(context: Context, adapter: AdapterView | None) -> dict[str, Any]:
+    """vLLM's model card; `root` is where the weights come from, `parent` what an adapter applies to."""
+    base = context.engine.base_name
+    return {
+        "id": adapter.name if adapter else base,
+        "object": "model",
+        "created": int(adapter.created_s if adapter else context.started_s),
+        "owned_by": "caraserve",
+        "root": adapter.path if adapter else base,
+        "parent": base if adapter else None,
+        "max_model_len": context.engine.max_model_len,
+        "permission": [],
+    }
+
+
+async def load_lora_adapter(request: web.Request) -> web.Response:
+    context = _updatable(request)
+    fields = await read_object(request)
+    name, path = _required(fields, "lora_name"), _required(fields, "lora_path")
+    inplace = fields.boolean("load_inplace", False)
+    fields.refuse(_UNSUPPORTED)
+    log_unknown(request, fields)
+    if not ADAPTER_NAME.fullmatch(name) or name == context.engine.base_name:
+        raise AdapterRejected(
+            f"{name[:80]!r} cannot name an adapter: use letters, digits and . _ : - (128 at most), beginning with a "
+            "letter or digit, and not the base model's name.",
+            param="lora_name",
+        )
+    await context.to_the_end(context.engine.load_adapter(name, path, inplace=inplace))
+    log.info("adapter %s loaded from %r", name, path)
+    return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
+
+
+async def unload_lora_adapter(request: web.Request) -> web.Response:
+    """Answers when no running request uses the adapter any more."""
+    context = _updatable(request)
+    fields = await read_object(request)
+    name = _required(fields, "lora_name")
+    fields.raw("lora_int_id")  # vLLM's own number for an adapter; the name says it all
+    log_unknown(request, fields)
+    await context.to_the_end(context.engine.unload_adapter(name))
+    log.info("adapter %r unloaded", name)
+    return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
+
+
+def _updatable(request: web.Request) -> Context:
+    context = request.app[CONTEXT]
+    if not context.allow_lora_updates:
+        raise Forbidden("Adapters cannot be changed while this server runs; start with --allow-runtime-lora-updating.")
+    return context
+
+
+def _required(fields: Fields, name: str) -> str:
+    value = fields.maybe_text(name, _LONGEST_PATH)
+    if not value:
+        raise AdapterRejected(f"{name} is missing.", param=name)
+    return value

@@ -1,0 +1,164 @@
+"""The HTTP server: routes, the one middleware that all requests pass, and how it starts.
+
+Called by `serve.py`: `make_app` wires handlers to an engine, `start_http` listens. `runner.cleanup()` stops: new
+connections are refused, handlers get the drain timeout, then they are cancelled; call it when the engine has drained.
+"""
+
+import errno
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from caraserve.config import HttpConfig
+from caraserve.errors import CaraServeError, ConfigError
+from caraserve.http import admin, chat, openai, pages, tokens
+from caraserve.http.auth import check_access
+from caraserve.http.context import CONTEXT, Context, HttpTimings
+from caraserve.http.engine_api import EngineApi
+from caraserve.http.messages import error_body, error_response, json_response, refusal_response
+from caraserve.metrics import Metrics
+
+log = logging.getLogger("caraserve.http")
+
+MAX_HEADER_BYTES = 16 << 10
+# aiohttp limits single lines, not their sum; the middleware answers 431 for what passes here but is too much.
+_MAX_HEADER_LINE_BYTES = 32 << 10
+_MAX_HEADERS = 128
+_LINGER_S = 5.0  # for a client that still sends a body which has been refused
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def make_app(
+    engine: EngineApi,
+    config: HttpConfig,
+    metrics: Metrics,
+    *,
+    allow_lora_updates: bool,
+    timings: HttpTimings | None = None,
+) -> web.Application:
+    """The application over `engine`; it owns no resources but its own tasks."""
+    app = web.Application(middlewares=[_guard], client_max_size=config.max_body_bytes)
+    app[CONTEXT] = Context(engine, metrics, config, allow_lora_updates, timings or HttpTimings(), time.time())
+    app.on_response_prepare.append(_send_request_id)
+    app.on_cleanup.append(_close)
+    app.add_routes(
+        [
+            web.post("/v1/completions", openai.completions),
+            web.post("/v1/chat/completions", chat.chat_completions),
+            web.get("/v1/models", admin.list_models),
+            web.get("/v1/models/{model:.+}", admin.show_model),
+            web.post("/tokenize", tokens.tokenize),
+            web.post("/detokenize", tokens.detokenize),
+            web.get("/health", pages.health),
+            web.get("/ready", pages.ready),
+            web.get("/ping", pages.health),
+            web.post("/ping", pages.health),
+            web.get("/version", pages.version),
+            web.get("/metrics", pages.metrics),
+            web.get("/stats", pages.stats),
+            web.get("/", pages.dashboard),
+        ]
+    )
+    for prefix in ("/v1", ""):  # vLLM's routes, and SGLang's of the same meaning
+        app.router.add_post(f"{prefix}/load_lora_adapter", admin.load_lora_adapter)
+        app.router.add_post(f"{prefix}/unload_lora_adapter", admin.unload_lora_adapter)
+    return app
+
+
+@web.middleware
+async def _guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    """Gives the request its id, lets it in or not, and turns whatever goes wrong into an answer."""
+    context = request.app[CONTEXT]
+    given = request.headers.get("X-Request-Id", "")
+    request["request_id"] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    response = await _answer(request, handler, context.config)
+    resource = request.match_info.route.resource
+    context.metrics.observe_response(resource.canonical if resource else "unknown", response.status)
+    return response
+
+
+async def _answer(request: web.Request, handler: _Handler, config: HttpConfig) -> web.StreamResponse:
+    try:
+        _check_header_size(request)
+        check_access(request, config)
+        return await handler(request)
+    except CaraServeError as error:
+        if error.status == 500:
+            log.error("request %s failed: %s", request["request_id"], error.message)
+        return error_response(error)
+    except web.HTTPException as error:
+        return refusal_response(error, request)
+    except ConnectionError:
+        raise  # the client has left; aiohttp closes the connection
+    except Exception:
+        log.exception("request %s failed", request["request_id"])
+        message = f"The server made a mistake; its log has the details under request id {request['request_id']}."
+        return json_response(error_body(message, "server_error", None, None), status=500)
+
+
+def _check_header_size(request: web.Request) -> None:
+    size = len(request.raw_path) + sum([len(name) + len(value) + 4 for name, value in request.raw_headers])
+    if size > MAX_HEADER_BYTES:
+        raise web.HTTPRequestHeaderFieldsTooLarge(text=f"Headers of {size} bytes; {MAX_HEADER_BYTES} are allowed.")
+
+
+async def _send_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["X-Request-Id"] = request["request_id"]
+
+
+async def _close(app: web.Application) -> None:
+    await app[CONTEXT].close()
+
+
+async def start_http(app: web.Application, config: HttpConfig) -> tuple[web.AppRunner, int]:
+    """Listens; returns the runner and the port, which differs from `config.port` where that is 0.
+
+    Raises ConfigError when the address cannot be listened on.
+    """
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,  # a client that leaves cancels its handler, and so its generation
+        access_log=None,
+        logger=_protocol_log(),
+        keepalive_timeout=app[CONTEXT].timings.keepalive_s,
+        shutdown_timeout=config.drain_timeout_s,
+        lingering_time=_LINGER_S,
+        max_line_size=_MAX_HEADER_LINE_BYTES,
+        max_field_size=_MAX_HEADER_LINE_BYTES,
+        max_headers=_MAX_HEADERS,
+    )
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, config.host, config.port, backlog=1024).start()
+    except OSError as error:
+        await runner.cleanup()
+        raise ConfigError(_cannot_listen(error, config)) from None
+    return runner, int(runner.addresses[0][1])
+
+
+def _cannot_listen(error: OSError, config: HttpConfig) -> str:
+    where = f"{config.host}:{config.port}"
+    if error.errno == errno.EADDRINUSE:
+        return f"cannot listen on {where}: another process does; choose another --port, or 0 for any free one"
+    if error.errno == errno.EACCES:
+        return f"cannot listen on {where}: ports below 1024 need privileges; choose another --port"
+    return f"cannot listen on {where}: {error.strerror or error}; check --host and --port"
+
+
+def _protocol_log() -> logging.Logger:
+    """aiohttp's own log. Bytes that are not HTTP are a client's fault and get a 400, not a trace in our log."""
+    protocol_log = logging.getLogger("caraserve.http.protocol")
+    if not protocol_log.filters:
+        protocol_log.addFilter(_not_a_client_fault)
+    return protocol_log
+
+
+def _not_a_client_fault(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))

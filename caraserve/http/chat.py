@@ -1,0 +1,198 @@
+"""POST /v1/chat/completions: messages → prompt by the model's own template, deltas → messages in OpenAI's shape.
+
+Called by `app.py`; shares its parts with `openai.py`.
+"""
+
+import asyncio
+import dataclasses
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from aiohttp import web
+
+from caraserve.errors import InvalidRequest
+from caraserve.http import params as sampling
+from caraserve.http.context import CONTEXT
+from caraserve.http.engine_api import EngineApi, TokenizerApi
+from caraserve.http.fields import Fields, shown
+from caraserve.http.generation import Job, respond
+from caraserve.http.messages import log_unknown, read_object
+from caraserve.http.openai import (
+    ENCODED_IN_PLACE_CHARACTERS,
+    fan_out,
+    finish_fields,
+    finite,
+    parse_asked,
+    response_head,
+)
+from caraserve.request import MAX_LOGPROBS, GenerateRequest, TokenDelta, TokenLogprob
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_MAX_MESSAGES = 4096
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "audio": (),
+    "modalities": (["text"],),
+    "chat_template": (),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+    "echo": (False,),
+    "add_special_tokens": (False,),  # the template writes them
+}
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    fields = await read_object(request)
+    job = await parse_chat(fields, request.app[CONTEXT].engine)
+    log_unknown(request, fields)
+    return await respond(request, job)
+
+
+async def parse_chat(fields: Fields, engine: EngineApi) -> Job:
+    """Raises InvalidRequest, ContextLengthExceeded or NotFound; they name the field."""
+    asked = parse_asked(fields, engine)
+    fields.refuse(_UNSUPPORTED)
+    _refuse_tools(fields)
+    limit = fields.maybe_integer("max_completion_tokens", 1, (1 << 63) - 1)
+    older_limit = fields.maybe_integer("max_tokens", 1, (1 << 63) - 1)
+    params = dataclasses.replace(sampling.sampling_params(fields, engine), logprobs=_logprobs(fields))
+    ids = tuple(await chat_ids(fields, engine.tokenizer))
+    max_tokens = sampling.fit_max_tokens(older_limit if limit is None else limit, None, len(ids), engine)
+    sampling.check_min_tokens(params.min_tokens, max_tokens)
+    response_id = f"chatcmpl-{uuid.uuid4().hex}"
+    requests = fan_out(f"{response_id}-", 0, ids, asked, dataclasses.replace(params, max_tokens=max_tokens))
+    token_ids = asked.delivery.token_ids
+    choices = [ChatChoice(index, request, engine.tokenizer, token_ids) for index, request in enumerate(requests)]
+    shown_prompt = {"prompt_token_ids": ids} if token_ids else {}
+    return Job(
+        tuple(requests),
+        tuple(choices),
+        asked.n,
+        asked.delivery,
+        whole_head=response_head(response_id, "chat.completion", asked.model) | shown_prompt,
+        chunk_head=response_head(response_id, "chat.completion.chunk", asked.model),
+        first_head=shown_prompt,
+    )
+
+
+async def chat_ids(fields: Fields, tokenizer: TokenizerApi) -> list[int]:
+    """The prompt that `messages` and the template's arguments make. Raises InvalidRequest."""
+    messages = parse_messages(fields)
+    continued = fields.boolean("continue_final_message", False)
+    generation_prompt = fields.boolean("add_generation_prompt", not continued)
+    if continued and generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt exclude each other.", param="continue_final_message"
+        )
+    kwargs = fields.mapping("chat_template_kwargs")
+
+    def render() -> list[int]:
+        return tokenizer.chat(
+            messages, add_generation_prompt=generation_prompt, continue_final_message=continued, kwargs=kwargs
+        )
+
+    characters = sum(len(message["content"] or "") for message in messages)
+    ids = render() if characters <= ENCODED_IN_PLACE_CHARACTERS else await asyncio.to_thread(render)
+    if not ids:
+        raise InvalidRequest("The chat template makes an empty prompt of these messages.", param="messages")
+    return ids
+
+
+def parse_messages(fields: Fields) -> list[dict[str, Any]]:
+    """Checked messages with `content` as one string (or None); other keys stay for the template."""
+    messages = fields.array("messages", _MAX_MESSAGES)
+    if not messages:
+        raise InvalidRequest("messages must hold at least one message.", param="messages")
+    return [_message(message, f"messages[{position}]") for position, message in enumerate(messages)]
+
+
+def _message(message: object, name: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise InvalidRequest(f"{name} must be an object, not {shown(message)}.", param="messages")
+    role, content = message.get("role"), message.get("content")
+    if role not in _ROLES:
+        raise InvalidRequest(f"{name}.role must be one of {', '.join(_ROLES)}, not {shown(role)}.", param="messages")
+    if isinstance(content, list):
+        content = "\n".join([_text_part(part, f"{name}.content[{index}]") for index, part in enumerate(content)])
+    if not isinstance(content, str) and not (content is None and role == "assistant"):
+        raise InvalidRequest(
+            f"{name}.content must be a string or a list of text parts, not {shown(content)}.", param="messages"
+        )
+    return {**message, "content": content}
+
+
+def _text_part(part: object, name: str) -> str:
+    if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise InvalidRequest(f'{name} must be {{"type": "text", "text": …}}; only text is served.', param="messages")
+    return str(part["text"])
+
+
+def _refuse_tools(fields: Fields) -> None:
+    for name, choice in (("tools", "tool_choice"), ("functions", "function_call")):
+        chosen = fields.raw(choice)
+        if fields.raw(name) and chosen != "none":
+            raise InvalidRequest(f'{name} are not supported by this server; send {choice} "none".', param=name)
+        if chosen not in (None, "none", "auto"):
+            raise InvalidRequest(f'{choice} must be "none"; tools are not supported.', param=choice)
+
+
+def _logprobs(fields: Fields) -> int | None:
+    wanted = fields.boolean("logprobs", False)
+    top = fields.integer("top_logprobs", 0, MAX_LOGPROBS, 0)
+    if top and not wanted:
+        raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
+    return top if wanted else None
+
+
+class ChatChoice:
+    """One entry of `choices`: a message, or the deltas that make it: the role, text, at last the finish reason."""
+
+    def __init__(self, index: int, request: GenerateRequest, tokenizer: TokenizerApi, return_token_ids: bool) -> None:
+        self._index = index
+        self._request = request
+        self._tokenizer = tokenizer
+        self._return_token_ids = return_token_ids
+        self._first = True
+
+    def chunks(self, delta: TokenDelta) -> list[dict[str, Any]]:
+        chunks = []
+        if self._first:
+            self._first = False
+            chunks.append(self._chunk({"role": "assistant", "content": ""}))
+        if delta.text or delta.logprobs or (self._return_token_ids and delta.token_ids):
+            text = self._chunk({"content": delta.text})
+            text["logprobs"] = self._logprobs(delta)
+            if self._return_token_ids:
+                text["token_ids"] = delta.token_ids
+            chunks.append(text)
+        if delta.finish is not None:
+            chunks.append(self._chunk({}) | finish_fields(delta.finish))
+        return chunks
+
+    def whole(self, answer: TokenDelta) -> dict[str, Any]:
+        choice = {
+            "index": self._index,
+            "message": {"role": "assistant", "content": answer.text},
+            "logprobs": self._logprobs(answer),
+            **finish_fields(answer.finish),
+        }
+        return choice | {"token_ids": answer.token_ids} if self._return_token_ids else choice
+
+    def _chunk(self, delta: dict[str, str]) -> dict[str, Any]:
+        return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def _logprobs(self, delta: TokenDelta) -> dict[str, Any] | None:
+        if self._request.params.logprobs is None:
+            return None
+        return {"content": [self._scored(scored) for scored in delta.logprobs]}
+
+    def _scored(self, scored: TokenLogprob) -> dict[str, Any]:
+        top = [self._token(token_id, logprob) for token_id, logprob in scored.top]
+        return self._token(scored.token_id, scored.logprob) | {"top_logprobs": top}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self._tokenizer.token_text(token_id),
+            "logprob": finite(logprob),
+            "bytes": list(self._tokenizer.token_bytes(token_id)),
+        }

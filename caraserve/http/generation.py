@@ -1,0 +1,227 @@
+"""One HTTP request as one or more engine requests: submits them, gathers or streams their deltas, cancels the rest.
+
+`openai.py` and `chat.py` parse a body into a `Job` with one `Choice` for each (prompt × n) and call `respond`.
+Whatever way the handler ends, a disconnect included, every stream is cancelled, which for a finished one does nothing.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from caraserve.errors import BackendFailed, CaraServeError, Draining, InvalidRequest
+from caraserve.http.context import CONTEXT
+from caraserve.http.engine_api import EngineApi, StreamApi
+from caraserve.http.fields import Fields
+from caraserve.http.messages import error_body, fault_body, json_response
+from caraserve.http.sse import DONE, ChunkFrame, EventStream, event
+from caraserve.request import Finish, GenerateRequest, TokenDelta, TokenLogprob
+
+log = logging.getLogger("caraserve.http")
+
+# One body may become this many engine requests: enough for an evaluation's batch, and far below a body's 10⁶ prompts.
+MAX_CHOICES = 2048
+
+
+class Choice(Protocol):
+    """One answer in the shape of its API; keeps what lies between two deltas (text offset, role sent)."""
+
+    def chunks(self, delta: TokenDelta) -> list[dict[str, Any]]:
+        """The `choices` entries, one an event, that a delta becomes on a stream."""
+
+    def whole(self, answer: TokenDelta) -> dict[str, Any]:
+        """The `choices` entry of a response that is not streamed; `answer` is all deltas in one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """How the client wants its answer."""
+
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    token_ids: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """`requests[i]` is answered as `choices[i]`; prompt p's n answers have the indices [p·n, (p+1)·n).
+
+    `whole_head` and `chunk_head` are the fields that a response and every event of a stream begin with; `first_head`
+    stands in the first event alone.
+    """
+
+    requests: tuple[GenerateRequest, ...]
+    choices: tuple[Choice, ...]
+    n: int
+    delivery: Delivery
+    whole_head: dict[str, Any]
+    chunk_head: dict[str, Any]
+    first_head: dict[str, Any] = field(default_factory=dict)
+
+
+def parse_delivery(fields: Fields) -> Delivery:
+    """Raises InvalidRequest naming the field."""
+    stream = fields.boolean("stream", False)
+    options = Fields(fields.mapping("stream_options"))
+    if fields.raw("stream_options") is not None and not stream:
+        raise InvalidRequest("stream_options need stream to be true.", param="stream_options")
+    include_usage = options.boolean("include_usage", False)
+    continuous = options.boolean("continuous_usage_stats", False)
+    return Delivery(stream, include_usage, include_usage and continuous, fields.boolean("return_token_ids", False))
+
+
+async def respond(request: web.Request, job: Job) -> web.StreamResponse:
+    """Runs the job. Raises CaraServeError when nothing has been sent yet."""
+    streams = _submit(request.app[CONTEXT].engine, job.requests)
+    try:
+        if job.delivery.stream:
+            return await _stream(request, job, streams)
+        return await _gather(job, streams)
+    finally:
+        for stream in streams:
+            stream.cancel()
+
+
+def _submit(engine: EngineApi, requests: Sequence[GenerateRequest]) -> list[StreamApi]:
+    """All or nothing: a refused response must have had no effects, since clients send it again."""
+    streams: list[StreamApi] = []
+    with ExitStack() as undo:
+        for request in requests:
+            stream = engine.submit(request)
+            undo.callback(stream.cancel)
+            streams.append(stream)
+        undo.pop_all()
+    return streams
+
+
+async def _gather(job: Job, streams: Sequence[StreamApi]) -> web.Response:
+    answers = await _together([_collect(stream) for stream in streams])
+    finishes = [_checked(answer.finish) for answer in answers]
+    body = {
+        **job.whole_head,
+        "choices": [choice.whole(answer) for choice, answer in zip(job.choices, answers, strict=True)],
+        "usage": total_usage(finishes, job.n),
+    }
+    return json_response(body, headers={"x-caraserve-phases": _phases(finishes)})
+
+
+async def _collect(stream: StreamApi) -> TokenDelta:
+    """All deltas as one. Raises the request's error."""
+    text: list[str] = []
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    finish = None
+    async for delta in stream:
+        text.append(delta.text)
+        token_ids += delta.token_ids
+        logprobs += delta.logprobs
+        prompt_logprobs = prompt_logprobs or delta.prompt_logprobs
+        if delta.finish is not None:
+            finish = _checked(delta.finish)
+    return TokenDelta("".join(text), tuple(token_ids), tuple(logprobs), prompt_logprobs, finish)
+
+
+async def _stream(request: web.Request, job: Job, streams: Sequence[StreamApi]) -> web.StreamResponse:
+    frame = ChunkFrame(job.chunk_head, job.first_head, usage_null=job.delivery.include_usage)
+    async with EventStream(request, request.app[CONTEXT].timings) as out:
+        try:
+            pumps = [
+                _pump(out, frame, choice, stream, asked if job.delivery.continuous_usage else None)
+                for choice, stream, asked in zip(job.choices, streams, job.requests, strict=True)
+            ]
+            finishes = await _together(pumps)
+            if job.delivery.include_usage:
+                await out.send(frame.usage(total_usage(finishes, job.n)))
+        except ConnectionError:
+            raise
+        except Exception as error:
+            if not out.started:
+                raise
+            out.response.force_close()
+            await out.send(event(_late_error(request, error)))
+        await out.send(DONE)
+    return out.response
+
+
+async def _pump(
+    out: EventStream, frame: ChunkFrame, choice: Choice, stream: StreamApi, counted: GenerateRequest | None
+) -> Finish:
+    """Sends one choice's events as its deltas come; `counted`: each with the usage so far. Raises its error."""
+    generated = 0
+    async for delta in stream:
+        if delta.finish is not None:
+            _checked(delta.finish)
+        generated += len(delta.token_ids)
+        so_far = None
+        if counted is not None:
+            so_far = usage(len(counted.prompt_ids), generated, delta.finish.cached_tokens if delta.finish else 0)
+        events = b"".join([frame.choice(chunk, so_far) for chunk in choice.chunks(delta)])
+        if events:
+            await out.send(events)
+        if delta.finish is not None:
+            return delta.finish
+    raise BackendFailed("The engine ended a request without saying how.")
+
+
+async def _together(parts: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Runs all at once; the first failure cancels the others and is raised as it is."""
+    if len(parts) == 1:  # nearly every request: no task of its own
+        return [await parts[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(part) for part in parts]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def _checked(finish: Finish | None) -> Finish:
+    """Raises the error of a request that failed, or that the server, not the client, has cancelled."""
+    if finish is None:
+        raise BackendFailed("The engine ended a request without saying how.")
+    if finish.reason == "error":
+        raise finish.error or BackendFailed("The request failed on the device.")
+    if finish.reason == "cancelled":
+        raise Draining("The server stopped before the answer was complete.", retry_after_s=1.0)
+    return finish
+
+
+def _late_error(request: web.Request, error: Exception) -> dict[str, Any]:
+    if isinstance(error, CaraServeError):
+        return fault_body(error)
+    log.error("request %s failed", request["request_id"], exc_info=error)
+    return error_body("The server made a mistake; its log has the details.", "server_error", None, None)
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def total_usage(finishes: Sequence[Finish], n: int) -> dict[str, Any]:
+    """Usage of a whole response; a prompt with n answers counts once."""
+    prompts = finishes[::n]
+    return usage(
+        sum(finish.prompt_tokens for finish in prompts),
+        sum(finish.completion_tokens for finish in finishes),
+        sum(finish.cached_tokens for finish in prompts),
+    )
+
+
+def _phases(finishes: Sequence[Finish]) -> str:
+    """Where the time of the slowest choice went, in milliseconds."""
+    phases = max((finish.phases for finish in finishes), key=lambda phases: phases.e2e_ms)
+    return (
+        f"queued={phases.queued_ms:.3f};load={phases.load_ms:.3f};"
+        f"prefill={phases.prefill_ms:.3f};decode={phases.decode_ms:.3f}"
+    )

@@ -1,0 +1,94 @@
+"""Bodies in, JSON and errors out: what all handlers share.
+
+`read_object` takes a request's body within its limits; `error_response` puts any fault in OpenAI's shape.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from caraserve.errors import CaraServeError, Draining, InvalidRequest, Overloaded, PayloadTooLarge, Unauthorized
+from caraserve.http.context import CONTEXT
+from caraserve.http.fields import Fields, parse_object
+from caraserve.units import human_bytes
+
+log = logging.getLogger("caraserve.http")
+
+
+async def read_object(request: web.Request) -> Fields:
+    """Reads the body as one JSON object; a missing content type is taken as JSON.
+
+    Raises HTTPUnsupportedMediaType, HTTPRequestTimeout, PayloadTooLarge or InvalidRequest.
+    """
+    if "Content-Type" in request.headers and request.content_type != "application/json":
+        raise web.HTTPUnsupportedMediaType(text="Send the header Content-Type: application/json.")
+    return Fields(parse_object(await _read(request)))
+
+
+async def _read(request: web.Request) -> bytes:
+    limit = request.app[CONTEXT].config.max_body_bytes
+    too_large = PayloadTooLarge(f"The body is larger than {human_bytes(limit)}, which is this server's limit.")
+    if (request.content_length or 0) > limit:
+        raise too_large
+    try:
+        async with asyncio.timeout(request.app[CONTEXT].timings.body_s):
+            return await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        raise too_large from None
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(text="The body did not arrive in time.") from None
+    except web.RequestPayloadError as error:
+        raise InvalidRequest(f"The body could not be read: {error}.") from None
+
+
+def log_unknown(request: web.Request, fields: Fields) -> None:
+    """One debug line for the fields that nobody asked for; clients send many."""
+    if log.isEnabledFor(logging.DEBUG) and (names := sorted(fields.unknown())):
+        log.debug("%s: ignored fields %.200r", request["request_id"], names)
+
+
+def json_response(value: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(body=orjson.dumps(value), status=status, headers=headers, content_type="application/json")
+
+
+def error_body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def fault_body(error: CaraServeError) -> dict[str, Any]:
+    """The error in OpenAI's shape, as a body or as an event of a stream that has begun."""
+    return error_body(error.message, error.type, error.param, error.code)
+
+
+def error_response(error: CaraServeError) -> web.Response:
+    """The answer for a fault of ours or the client's, with the headers that its status wants."""
+    headers = {}
+    if isinstance(error, Overloaded | Draining):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+        headers["retry-after-ms"] = str(max(1, math.ceil(1000 * error.retry_after_s)))
+    if isinstance(error, Unauthorized):
+        headers["WWW-Authenticate"] = 'Bearer realm="caraserve"'
+    response = json_response(fault_body(error), status=error.status, headers=headers)
+    if isinstance(error, PayloadTooLarge):
+        response.force_close()  # the rest of the body is not wanted
+    return response
+
+
+def refusal_response(error: web.HTTPException, request: web.Request) -> web.Response:
+    """What aiohttp itself refuses (no such route, wrong method, too slow, …), in OpenAI's shape."""
+    messages = {
+        404: (f"Unknown URL: {request.method} {request.path[:200]}", "unknown_url"),
+        405: (f"{request.path[:200]} does not take {request.method[:20]}.", "method_not_allowed"),
+    }
+    message, code = messages.get(error.status, (error.text or error.reason, None))
+    headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
+    body = error_body(message, "invalid_request_error", None, code)
+    response = json_response(body, status=error.status, headers=headers)
+    if error.status in (408, 431):
+        response.force_close()
+    return response

@@ -1,0 +1,237 @@
+"""POST /v1/completions: body → `Job`, deltas → choices in OpenAI's shape.
+
+Called by `app.py`; `params.py` reads the sampling fields and `generation.py` runs the job.
+"""
+
+import asyncio
+import dataclasses
+import time
+import uuid
+from typing import Any
+
+from aiohttp import web
+
+from caraserve.errors import InvalidRequest
+from caraserve.http import params as sampling
+from caraserve.http.context import CONTEXT
+from caraserve.http.engine_api import EngineApi, TokenizerApi, find_adapter
+from caraserve.http.fields import Fields, shown, token_ids
+from caraserve.http.generation import MAX_CHOICES, Delivery, Job, parse_delivery, respond
+from caraserve.http.messages import log_unknown, read_object
+from caraserve.request import MAX_LOGPROBS, Finish, GenerateRequest, SamplingParams, TokenDelta, TokenLogprob
+
+DEFAULT_MAX_TOKENS = 16
+# Encoding runs at a few MB/s: longer texts would hold up the event loop for over a millisecond.
+ENCODED_IN_PLACE_CHARACTERS = 2048
+_LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {"suffix": ("",)}
+
+Prompt = str | list[Any]
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    fields = await read_object(request)
+    job = await parse_completion(fields, request.app[CONTEXT].engine)
+    log_unknown(request, fields)
+    return await respond(request, job)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Asked:
+    """What completions and chat completions have in common, beside sampling."""
+
+    model: str  # as the client named it; the response repeats it
+    adapter: str | None
+    n: int
+    tenant: str
+    cache_salt: str
+    delivery: Delivery
+
+
+def parse_asked(fields: Fields, engine: EngineApi) -> Asked:
+    """Raises NotFound or InvalidRequest naming the field."""
+    model = fields.maybe_text("model", longest=1024) or engine.base_name
+    adapter = find_adapter(engine, model)
+    return Asked(
+        model=model,
+        adapter=None if adapter is None else adapter.name,
+        n=fields.integer("n", 1, sampling.MAX_N, 1),
+        tenant=fields.maybe_text("user", longest=256) or "default",
+        cache_salt=fields.maybe_text("cache_salt", longest=256) or "",
+        delivery=parse_delivery(fields),
+    )
+
+
+async def parse_completion(fields: Fields, engine: EngineApi) -> Job:
+    """Raises InvalidRequest, ContextLengthExceeded or NotFound; they name the field."""
+    asked = parse_asked(fields, engine)
+    fields.refuse(_UNSUPPORTED)
+    echo = fields.boolean("echo", False)
+    logprobs = fields.maybe_integer("logprobs", 0, MAX_LOGPROBS)
+    params = dataclasses.replace(
+        sampling.sampling_params(fields, engine), logprobs=logprobs, prompt_logprobs=logprobs if echo else None
+    )
+    if fields.integer("best_of", 1, sampling.MAX_N, asked.n) != asked.n:
+        raise InvalidRequest("best_of other than n is not supported; leave it out.", param="best_of")
+    max_tokens = fields.maybe_integer("max_tokens", 0, (1 << 63) - 1)
+    if max_tokens == 0 and not echo:
+        raise InvalidRequest("max_tokens may be 0 only with echo; ask for at least 1.", param="max_tokens")
+    add_special_tokens = fields.boolean("add_special_tokens", True)
+    prompts = parse_prompts(fields)
+    if len(prompts) * asked.n > MAX_CHOICES:
+        raise InvalidRequest(
+            f"{len(prompts)} prompts with n={asked.n} are over {MAX_CHOICES} answers; send several requests.",
+            param="prompt",
+        )
+    response_id = f"cmpl-{uuid.uuid4().hex}"
+    requests: list[GenerateRequest] = []
+    choices: list[CompletionChoice] = []
+    for position, prompt in enumerate(prompts):
+        ids = await prompt_ids(prompt, position, engine.tokenizer, add_special_tokens=add_special_tokens)
+        limit = sampling.fit_max_tokens(max_tokens, DEFAULT_MAX_TOKENS, len(ids), engine)
+        sampling.check_min_tokens(params.min_tokens, limit)
+        echoed = (prompt if isinstance(prompt, str) else engine.tokenizer.decode(ids)) if echo else ""
+        sized = dataclasses.replace(params, max_tokens=limit)
+        for request in fan_out(f"{response_id}-", len(requests), ids, asked, sized):
+            choices.append(CompletionChoice(len(choices), request, engine.tokenizer, echoed, asked.delivery.token_ids))
+            requests.append(request)
+    head = response_head(response_id, "text_completion", asked.model)
+    return Job(tuple(requests), tuple(choices), asked.n, asked.delivery, whole_head=head, chunk_head=head)
+
+
+def fan_out(
+    prefix: str, first: int, ids: tuple[int, ...], asked: Asked, params: SamplingParams
+) -> list[GenerateRequest]:
+    """The engine requests of one prompt's n answers; answer i draws with seed + i."""
+    arrival_s = time.monotonic()
+    return [
+        GenerateRequest(
+            request_id=f"{prefix}{first + index}",
+            prompt_ids=ids,
+            adapter=asked.adapter,
+            params=dataclasses.replace(params, seed=sampling.nth_seed(params.seed, index)),
+            arrival_s=arrival_s,
+            tenant=asked.tenant,
+            cache_salt=asked.cache_salt,
+        )
+        for index in range(asked.n)
+    ]
+
+
+def response_head(response_id: str, kind: str, model: str) -> dict[str, Any]:
+    return {"id": response_id, "object": kind, "created": int(time.time()), "model": model}
+
+
+def parse_prompts(fields: Fields) -> list[Prompt]:
+    """`prompt` is a string, a list of strings, token ids, or a list of lists of token ids."""
+    value = fields.raw("prompt")
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        what = "nothing" if value is None else shown(value)
+        raise InvalidRequest(
+            f"prompt must be a string, token ids, or a non-empty list of either, not {what}.", param="prompt"
+        )
+    if not isinstance(value[0], str | list):
+        return [value]
+    for position, prompt in enumerate(value):
+        if not isinstance(prompt, str | list):
+            raise InvalidRequest(
+                f"prompt[{position}] must be a string or token ids, not {shown(prompt)}.", param="prompt"
+            )
+    return value
+
+
+async def prompt_ids(
+    prompt: Prompt, position: int, tokenizer: TokenizerApi, *, add_special_tokens: bool
+) -> tuple[int, ...]:
+    """The token ids of one prompt, at least one. Raises InvalidRequest naming the position."""
+    name = "prompt" if position == 0 else f"prompt[{position}]"
+    if isinstance(prompt, str):
+        ids = tuple(await encode(tokenizer, prompt, add_special_tokens=add_special_tokens))
+    else:
+        ids = token_ids(name, prompt, tokenizer.vocab_size)
+    if not ids:
+        raise InvalidRequest(f"{name} is empty; at least one token is needed.", param="prompt")
+    return ids
+
+
+async def encode(tokenizer: TokenizerApi, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Encodes without holding up the event loop."""
+    if len(text) <= ENCODED_IN_PLACE_CHARACTERS:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+
+class CompletionChoice:
+    """One entry of `choices`; a chunk of a stream and a whole answer have the same shape."""
+
+    def __init__(
+        self, index: int, request: GenerateRequest, tokenizer: TokenizerApi, echoed: str, return_token_ids: bool
+    ) -> None:
+        self._index = index
+        self._request = request
+        self._tokenizer = tokenizer
+        self._pending_echo = echoed
+        self._return_token_ids = return_token_ids
+        self._first = True
+        self._text_offset = 0
+
+    def chunks(self, delta: TokenDelta) -> list[dict[str, Any]]:
+        told = delta.text or self._pending_echo or delta.finish or self._return_token_ids
+        if not told and self._request.params.logprobs is None:
+            return []  # text held back: a character or stop string may still become whole
+        return [self.whole(delta)]
+
+    def whole(self, answer: TokenDelta) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": self._index,
+            "text": self._pending_echo + answer.text,
+            "logprobs": self._logprobs(answer),
+            **finish_fields(answer.finish),
+        }
+        if self._return_token_ids:
+            choice["token_ids"] = answer.token_ids
+            choice["prompt_token_ids"] = self._request.prompt_ids if self._first else None
+        self._first, self._pending_echo = False, ""
+        return choice
+
+    def _logprobs(self, delta: TokenDelta) -> dict[str, list[Any]] | None:
+        if self._request.params.logprobs is None:
+            return None
+        shape: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+        if delta.prompt_logprobs:
+            # The prompt's first token has no score, and not even a record where the engine gives None.
+            self._add_token(shape, self._request.prompt_ids[0], None)
+            for scored in delta.prompt_logprobs[1:]:
+                if scored is not None:
+                    self._add_token(shape, scored.token_id, scored)
+        for scored in delta.logprobs:
+            self._add_token(shape, scored.token_id, scored)
+        return shape
+
+    def _add_token(self, shape: dict[str, list[Any]], token_id: int, scored: TokenLogprob | None) -> None:
+        text = self._tokenizer.token_text(token_id)
+        shape["tokens"].append(text)
+        shape["text_offset"].append(self._text_offset)
+        shape["token_logprobs"].append(None if scored is None else finite(scored.logprob))
+        shape["top_logprobs"].append(None if scored is None else self._best(text, scored))
+        self._text_offset += len(text)
+
+    def _best(self, text: str, scored: TokenLogprob) -> dict[str, float]:
+        """The best alternatives by text, and the token itself where it is not among them."""
+        best = {text: finite(scored.logprob)}
+        for token_id, logprob in scored.top:
+            best.setdefault(self._tokenizer.token_text(token_id), finite(logprob))
+        return best
+
+
+def finish_fields(finish: Finish | None) -> dict[str, Any]:
+    return {
+        "finish_reason": None if finish is None else finish.reason,
+        "stop_reason": None if finish is None else finish.stop_reason,
+    }
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, _LEAST_LOGPROB)

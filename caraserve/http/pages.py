@@ -1,0 +1,84 @@
+"""Probes, metrics, and the page at `/` with the numbers that it polls. Called by `app.py`."""
+
+import dataclasses
+from importlib.resources import files
+
+from aiohttp import web
+
+from caraserve import __version__
+from caraserve.errors import Draining
+from caraserve.http.context import CONTEXT
+from caraserve.http.messages import json_response
+from caraserve.metrics import CONTENT_TYPE
+
+_SHOWN_ADAPTERS = 200  # in each tier; the counts are of all
+_PAGE = files("caraserve.http").joinpath("dashboard.html").read_bytes()
+# The page runs nothing but its own script and shows nothing but its own text.
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+async def health(request: web.Request) -> web.Response:
+    """The event loop turns and the engine is there; also while draining, lest an orchestrator kills the rest."""
+    return web.Response()
+
+
+async def ready(request: web.Request) -> web.Response:
+    """Whether new requests should be sent here."""
+    if request.app[CONTEXT].engine.draining:
+        raise Draining("The server is stopping.", retry_after_s=1.0)
+    return web.Response()
+
+
+async def version(request: web.Request) -> web.Response:
+    return json_response({"version": __version__})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    context = request.app[CONTEXT]
+    ranks = {adapter.name: adapter.rank for adapter in context.engine.adapters()}
+    body = context.metrics.render(context.engine.snapshot(), ranks)
+    return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
+
+
+async def dashboard(request: web.Request) -> web.Response:
+    return web.Response(body=_PAGE, content_type="text/html", charset="utf-8", headers=_PAGE_HEADERS)
+
+
+async def stats(request: web.Request) -> web.Response:
+    """What the page shows, as JSON."""
+    context = request.app[CONTEXT]
+    engine, snapshot = context.engine, context.engine.snapshot()
+    ranks = {adapter.name: adapter.rank for adapter in engine.adapters()}
+    upper = {*snapshot.device_adapters, *snapshot.host_adapters}
+    tiers = {
+        "device": sorted(snapshot.device_adapters),
+        "host": sorted(set(snapshot.host_adapters) - set(snapshot.device_adapters)),
+        "disk": sorted([name for name in ranks if name not in upper]),
+    }
+    return json_response(
+        {
+            "model": engine.base_name,
+            "version": __version__,
+            "draining": snapshot.draining,
+            "running": snapshot.running,
+            "waiting": snapshot.waiting,
+            "kv_used_blocks": snapshot.kv_used_blocks,
+            "kv_total_blocks": snapshot.kv_total_blocks,
+            "running_adapters": sorted(snapshot.running_adapters)[:_SHOWN_ADAPTERS],
+            "computed_tokens": context.metrics.computed_tokens,
+            "first_token": dataclasses.asdict(context.metrics.first_token()),
+            "token_gap": dataclasses.asdict(context.metrics.token_gap()),
+            "tiers": {
+                tier: {
+                    "count": len(names),
+                    "shown": [{"name": name, "rank": ranks.get(name)} for name in names[:_SHOWN_ADAPTERS]],
+                }
+                for tier, names in tiers.items()
+            },
+        }
+    )

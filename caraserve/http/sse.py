@@ -1,0 +1,120 @@
+"""Server-sent events: writes a response piece by piece, without letting a slow or silent client cost anyone else.
+
+Called by `generation.py`. The response starts with the first event, so that a fault before it still gets a status.
+"""
+
+import asyncio
+from types import TracebackType
+from typing import Any, Self
+
+import orjson
+from aiohttp import web
+
+from caraserve.http.context import HttpTimings
+
+DONE = b"data: [DONE]\n\n"
+_PING = b": ping\n\n"
+_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+
+def event(value: object) -> bytes:
+    return b"data: %b\n\n" % orjson.dumps(value)
+
+
+class ChunkFrame:
+    """Builds the events of one response; what all of them share is encoded once. `first`: for the first one alone."""
+
+    def __init__(self, head: dict[str, Any], first: dict[str, Any], *, usage_null: bool) -> None:
+        self._head = b"data: " + orjson.dumps(head)[:-1]
+        self._next_head = b"data: " + orjson.dumps(head | first)[:-1]
+        self._tail = b',"usage":null}\n\n' if usage_null else b"}\n\n"
+
+    def choice(self, choice: dict[str, Any], usage: dict[str, Any] | None = None) -> bytes:
+        head, self._next_head = self._next_head, self._head
+        tail = self._tail if usage is None else b',"usage":%b}\n\n' % orjson.dumps(usage)
+        return b'%b,"choices":[%b]%b' % (head, orjson.dumps(choice), tail)
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        return b'%b,"choices":[],"usage":%b}\n\n' % (self._head, orjson.dumps(usage))
+
+
+class EventStream:
+    """An event stream to one client, as an async context manager.
+
+    `send` waits while the client's socket is full, which slows nobody but its caller. A watchdog writes a comment
+    after `ping_s` of silence and cuts the connection when the client has taken nothing for `write_s`; aiohttp then
+    cancels the handler, as it does when the client leaves.
+    """
+
+    def __init__(self, request: web.Request, timings: HttpTimings) -> None:
+        self.response = web.StreamResponse(headers=_HEADERS)
+        self._request = request
+        self._timings = timings
+        self._clock = asyncio.get_running_loop().time
+        self._last_s = self._clock()
+        self._writes = 0  # under way; more than one where a response has several choices
+        self._progress_s = 0.0  # when the socket last took something while writes were under way
+        self._starting = asyncio.Lock()
+        self._watchdog: asyncio.Task[None] | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether a byte may have gone out."""
+        return self.response.prepared
+
+    async def __aenter__(self) -> Self:
+        self._watchdog = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+
+    async def send(self, events: bytes) -> None:
+        """Writes whole events. Raises ConnectionError when the client has left."""
+        if not self.response.prepared:
+            async with self._starting:
+                await self.response.prepare(self._request)
+        self._last_s = self._clock()
+        if not self._writes:
+            self._progress_s = self._last_s
+        self._writes += 1
+        try:
+            await self.response.write(events)
+        finally:
+            self._writes -= 1
+            self._progress_s = self._clock()
+
+    async def _watch(self) -> None:
+        while True:
+            now = self._clock()
+            if self._writes:
+                pause_s = self._progress_s + self._timings.write_s - now
+                if pause_s <= 0:
+                    self._cut()
+                    return
+            else:
+                pause_s = self._last_s + self._timings.ping_s - now
+                if pause_s <= 0:
+                    await self._ping()
+                    continue
+            await asyncio.sleep(min(pause_s, self._timings.write_s))
+
+    async def _ping(self) -> None:
+        try:
+            async with asyncio.timeout(self._timings.write_s):
+                await self.send(_PING)
+        except TimeoutError:
+            self._cut()
+        except ConnectionError:
+            self._last_s = self._clock()  # the handler is being cancelled already
+
+    def _cut(self) -> None:
+        if self._request.transport is not None:
+            self._request.transport.abort()

@@ -1,0 +1,45 @@
+"""POST /tokenize and /detokenize: what the engine's tokenizer makes of a text. Called by `app.py`."""
+
+from aiohttp import web
+
+from caraserve.errors import InvalidRequest
+from caraserve.http.chat import chat_ids
+from caraserve.http.context import CONTEXT
+from caraserve.http.engine_api import find_adapter
+from caraserve.http.fields import shown, token_ids
+from caraserve.http.messages import json_response, log_unknown, read_object
+from caraserve.http.openai import encode
+
+_LONGEST_TEXT = 1 << 24
+_MOST_TOKENS = 1 << 20
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    engine = request.app[CONTEXT].engine
+    fields = await read_object(request)
+    find_adapter(engine, fields.maybe_text("model", longest=1024) or engine.base_name)
+    add_special_tokens = fields.boolean("add_special_tokens", True)
+    with_text = fields.boolean("return_token_strs", False)
+    if fields.raw("messages") is not None:
+        ids = await chat_ids(fields, engine.tokenizer)
+    else:
+        prompt = fields.maybe_text("prompt", _LONGEST_TEXT)
+        if prompt is None:
+            raise InvalidRequest("Send prompt, a string, or messages.", param="prompt")
+        ids = await encode(engine.tokenizer, prompt, add_special_tokens=add_special_tokens)
+    log_unknown(request, fields)
+    answer = {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids}
+    texts = [engine.tokenizer.token_text(token_id) for token_id in ids] if with_text else None
+    return json_response(answer | {"token_strs": texts})
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    engine = request.app[CONTEXT].engine
+    fields = await read_object(request)
+    find_adapter(engine, fields.maybe_text("model", longest=1024) or engine.base_name)
+    tokens = fields.array("tokens", _MOST_TOKENS)
+    if fields.raw("tokens") is None:
+        raise InvalidRequest(f"tokens must be a list of token ids, not {shown(None)}.", param="tokens")
+    log_unknown(request, fields)
+    ids = token_ids("tokens", tokens, engine.tokenizer.vocab_size)
+    return json_response({"prompt": engine.tokenizer.decode(ids, skip_special_tokens=False)})
