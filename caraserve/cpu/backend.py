@@ -23,7 +23,7 @@ from caraserve.cpu.step import Sampler, step
 from caraserve.cpu.team import Team, yield_to_event_loop
 from caraserve.cpu.weights import LoadedModel
 from caraserve.model.backend import Limits
-from caraserve.model.layout import MAX_RANK, HostAdapter
+from caraserve.model.layout import MAX_RANK, AdapterSpec, HostAdapter
 from caraserve.model.spec import ModelSpec
 from caraserve.plan import Plan, SlotSampling, SlotStart, StepResult
 from caraserve.units import align_up, ceil_div
@@ -101,9 +101,9 @@ class CpuBackend:
         """Unbinds on the lane, after every plan launched so far."""
         self._jobs.put(lambda: self._adapters.unbind(slot))
 
-    def adapter_bytes(self, adapter: HostAdapter) -> int:
+    def adapter_bytes(self, adapter: AdapterSpec) -> int:
         """Device bytes that `load_adapter` would take."""
-        return self._adapters.num_bytes(adapter.spec)
+        return self._adapters.num_bytes(adapter)
 
     def close(self) -> None:
         """Runs what was launched, then ends the threads."""

@@ -18,7 +18,7 @@ from caraserve.config import HttpConfig
 from caraserve.errors import CaraServeError, ConfigError
 from caraserve.http import admin, chat, openai, pages, tokens
 from caraserve.http.auth import check_access
-from caraserve.http.context import CONTEXT, Context, HttpTimings
+from caraserve.http.context import CONTEXT, REQUEST_ID, Context, HttpTimings
 from caraserve.http.engine_api import EngineApi
 from caraserve.http.messages import error_body, error_response, json_response, refusal_response
 from caraserve.metrics import Metrics
@@ -29,7 +29,6 @@ MAX_HEADER_BYTES = 16 << 10
 # aiohttp limits single lines, not their sum; the middleware answers 431 for what passes here but is too much.
 _MAX_HEADER_LINE_BYTES = 32 << 10
 _MAX_HEADERS = 128
-_LINGER_S = 5.0  # for a client that still sends a body which has been refused
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -77,7 +76,7 @@ async def _guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
     """Gives the request its id, lets it in or not, and turns whatever goes wrong into an answer."""
     context = request.app[CONTEXT]
     given = request.headers.get("X-Request-Id", "")
-    request["request_id"] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    request[REQUEST_ID] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
     response = await _answer(request, handler, context.config)
     resource = request.match_info.route.resource
     context.metrics.observe_response(resource.canonical if resource else "unknown", response.status)
@@ -91,15 +90,15 @@ async def _answer(request: web.Request, handler: _Handler, config: HttpConfig) -
         return await handler(request)
     except CaraServeError as error:
         if error.status == 500:
-            log.error("request %s failed: %s", request["request_id"], error.message)
+            log.error("request %s failed: %s", request[REQUEST_ID], error.message)
         return error_response(error)
     except web.HTTPException as error:
         return refusal_response(error, request)
     except ConnectionError:
         raise  # the client has left; aiohttp closes the connection
     except Exception:
-        log.exception("request %s failed", request["request_id"])
-        message = f"The server made a mistake; its log has the details under request id {request['request_id']}."
+        log.exception("request %s failed", request[REQUEST_ID])
+        message = f"The server made a mistake; its log has the details under request id {request[REQUEST_ID]}."
         return json_response(error_body(message, "server_error", None, None), status=500)
 
 
@@ -110,7 +109,7 @@ def _check_header_size(request: web.Request) -> None:
 
 
 async def _send_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers["X-Request-Id"] = request["request_id"]
+    response.headers["X-Request-Id"] = request[REQUEST_ID]
 
 
 async def _close(app: web.Application) -> None:
@@ -122,14 +121,15 @@ async def start_http(app: web.Application, config: HttpConfig) -> tuple[web.AppR
 
     Raises ConfigError when the address cannot be listened on.
     """
+    timings = app[CONTEXT].timings
     runner = web.AppRunner(
         app,
         handler_cancellation=True,  # a client that leaves cancels its handler, and so its generation
         access_log=None,
         logger=_protocol_log(),
-        keepalive_timeout=app[CONTEXT].timings.keepalive_s,
+        keepalive_timeout=timings.keepalive_s,
         shutdown_timeout=config.drain_timeout_s,
-        lingering_time=_LINGER_S,
+        lingering_time=timings.linger_s,
         max_line_size=_MAX_HEADER_LINE_BYTES,
         max_field_size=_MAX_HEADER_LINE_BYTES,
         max_headers=_MAX_HEADERS,

@@ -25,6 +25,7 @@ class HttpTimings:
     write_s: float = 30.0  # a client that takes nothing for so long is gone
     body_s: float = 30.0  # from the end of the headers to the end of the body
     keepalive_s: float = 75.0  # between requests, and for the headers of the first
+    linger_s: float = 5.0  # for a client to stop sending a body that has been refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +61,4 @@ class Context:
 
 
 CONTEXT = web.AppKey("CONTEXT", Context)
+REQUEST_ID = web.RequestKey("REQUEST_ID", str)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from caraserve.errors import BackendFailed, CaraServeError, Draining, InvalidRequest
-from caraserve.http.context import CONTEXT
+from caraserve.http.context import CONTEXT, REQUEST_ID
 from caraserve.http.engine_api import EngineApi, StreamApi
 from caraserve.http.fields import Fields
 from caraserve.http.messages import error_body, fault_body, json_response
@@ -195,7 +195,7 @@ def _checked(finish: Finish | None) -> Finish:
 def _late_error(request: web.Request, error: Exception) -> dict[str, Any]:
     if isinstance(error, CaraServeError):
         return fault_body(error)
-    log.error("request %s failed", request["request_id"], exc_info=error)
+    log.error("request %s failed", request[REQUEST_ID], exc_info=error)
     return error_body("The server made a mistake; its log has the details.", "server_error", None, None)
 
 

@@ -13,7 +13,7 @@ import orjson
 from aiohttp import web
 
 from caraserve.errors import CaraServeError, Draining, InvalidRequest, Overloaded, PayloadTooLarge, Unauthorized
-from caraserve.http.context import CONTEXT
+from caraserve.http.context import CONTEXT, REQUEST_ID
 from caraserve.http.fields import Fields, parse_object
 from caraserve.units import human_bytes
 
@@ -49,7 +49,7 @@ async def _read(request: web.Request) -> bytes:
 def log_unknown(request: web.Request, fields: Fields) -> None:
     """One debug line for the fields that nobody asked for; clients send many."""
     if log.isEnabledFor(logging.DEBUG) and (names := sorted(fields.unknown())):
-        log.debug("%s: ignored fields %.200r", request["request_id"], names)
+        log.debug("%s: ignored fields %.200r", request[REQUEST_ID], names)
 
 
 def json_response(value: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from caraserve.model.layout import HostAdapter
+from caraserve.model.layout import AdapterSpec, HostAdapter
 from caraserve.plan import Plan, StepResult
 
 
@@ -43,7 +43,7 @@ class Backend(Protocol):
     def unload_adapter(self, slot: int) -> None:
         """Unbinds `slot` once every plan launched so far has run, and gives its memory back."""
 
-    def adapter_bytes(self, adapter: HostAdapter) -> int:
+    def adapter_bytes(self, adapter: AdapterSpec) -> int:
         """Device bytes that `load_adapter` would take."""
 
     def close(self) -> None:

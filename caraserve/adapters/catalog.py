@@ -1,0 +1,215 @@
+"""The adapters of this instance by name: what `/v1/models` lists, and loading and unloading at run time. Level 2.
+
+Joins the registry (what is known, across restarts), the reader of PEFT folders, and residency (where weights are).
+"""
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from caraserve.adapters.peft import inspect_adapter, read_adapter, resolve_adapter_path
+from caraserve.adapters.registry import AdapterInfo, Registry
+from caraserve.adapters.residency import Residency, Version, too_large
+from caraserve.config import check_adapter_name
+from caraserve.errors import AdapterRejected, CaraServeError, ConfigError, NotFound
+from caraserve.model.backend import Backend
+from caraserve.model.layout import HostAdapter
+from caraserve.model.spec import ModelSpec
+
+_READERS = 2  # threads that read and check adapters: enough to keep a disk busy beside the compute threads
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogRules:
+    """What may be loaded, and how it is kept."""
+
+    base_name: str
+    root: Path | None  # run-time loads must lie inside it
+    device_bytes: int
+    keep_on_device: bool  # the `cached` mode: every adapter is loaded at once and stays
+
+
+class AdapterReader:
+    """Reads adapter folders on threads of its own and answers on the event loop."""
+
+    def __init__(self, spec: ModelSpec, on_loop: Callable[[Callable[[], None]], None]) -> None:
+        self._spec, self._on_loop = spec, on_loop
+        self.executor = ThreadPoolExecutor(_READERS, "caraserve-read")
+
+    def read(self, folder: Path, done: Callable[[HostAdapter | CaraServeError], None]) -> None:
+        """Reads and checks a whole adapter; `done` is called on the event loop with it or with what was wrong."""
+
+        def work() -> None:
+            result: HostAdapter | CaraServeError
+            try:
+                result = read_adapter(folder, self._spec)
+            except CaraServeError as error:
+                result = error
+            except OSError as error:
+                result = AdapterRejected(f"{folder.name}: the adapter cannot be read: {error.strerror}")
+            self._on_loop(lambda: done(result))
+
+        self.executor.submit(work)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self.executor.shutdown(wait=True, cancel_futures=True)
+
+
+class Catalog:
+    """Names → versions. Runs on the event loop; disk work goes to the reader's threads."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        backend: Backend,
+        registry: Registry,
+        residency: Residency,
+        reader: AdapterReader,
+        rules: CatalogRules,
+    ) -> None:
+        self.residency = residency
+        self._spec, self._backend, self._registry = spec, backend, registry
+        self._reader, self._rules = reader, rules
+        self._infos: dict[str, AdapterInfo] = {}
+        self._changing: set[str] = set()  # names being loaded or unloaded
+
+    def all(self) -> list[AdapterInfo]:
+        """All adapters, in the order of registration."""
+        return list(self._infos.values())
+
+    def get(self, name: str) -> AdapterInfo:
+        """Raises NotFound."""
+        info = self._infos.get(name)
+        if info is None:
+            raise NotFound(f"the model {name!r} does not exist", param="model")
+        return info
+
+    def pin(self, name: str) -> Version:
+        """The version that `name` means now, held for a request. Raises NotFound."""
+        self.get(name)
+        return self.residency.pin(name)
+
+    async def load(self, name: str, path: str, *, inplace: bool) -> AdapterInfo:
+        """Registers the adapter at `path`. The same contents under the same name are a success without effect."""
+        self._check_name(name)
+        with self._exclusively(name):
+            info = await self._on_thread(self._inspect, name, path)
+            old = self._infos.get(name)
+            if old is not None and old.digest == info.digest:
+                return old
+            if old is not None and not inplace:
+                raise AdapterRejected(
+                    f"The lora adapter {name!r} has already been loaded; set load_inplace to replace it",
+                    param="lora_name",
+                )
+            await self._on_thread(self._registry.put, info)
+            self._add(info)
+            return info
+
+    async def unload(self, name: str) -> None:
+        """Takes the name away at once; returns when the last request of its version has ended. Raises NotFound."""
+        if name not in self._infos:
+            raise NotFound(f"The lora adapter {name!r} cannot be found.", param="lora_name")
+        with self._exclusively(name):
+            await self._on_thread(self._registry.remove, name)
+            del self._infos[name]
+            await self.residency.forgotten(self.residency.unregister(name))
+
+    def add_at_start(self, modules: Iterable[tuple[str, Path]], progress: Callable[[], None]) -> list[str]:
+        """Registers adapters before the server is up, and those that the registry remembers. Files that have not
+        changed since they were last looked at are not read again. Returns complaints about remembered ones.
+
+        Raises ConfigError for one that was asked for and cannot be applied.
+        """
+        given = dict(modules)
+        fresh = []
+        for name, path in given.items():
+            check_adapter_name(name, self._rules.base_name)
+            known = self._registry.get(name)
+            if known is None or known.stamp != stamp(path):
+                try:
+                    known = self._inspect(name, str(path), trusted=True)
+                except CaraServeError as error:
+                    raise ConfigError(f"adapter {name!r} at {path}: {error.message}") from error
+                fresh.append(known)
+            self._add(known)
+            progress()
+        self._registry.put_many(fresh)
+        return [complaint for info in self._registry.all() if (complaint := self._recall(info, given))]
+
+    def _recall(self, info: AdapterInfo, given: dict[str, Path]) -> str | None:
+        """Brings back an adapter of an earlier run; says why if that cannot be done."""
+        if info.name in given:
+            return None
+        if info.name == self._rules.base_name:
+            return f"adapter {info.name!r} has the base model's name now and is left out"
+        if stamp(Path(info.path)) != info.stamp:
+            return f"adapter {info.name!r}: {info.path} is gone or has changed; load it again to use it"
+        self._add(info)
+        return None
+
+    def _add(self, info: AdapterInfo) -> None:
+        self._infos[info.name] = info
+        self.residency.register(info.name, info.digest, Path(info.path))
+        if self._rules.keep_on_device:
+            self.residency.preload(info.name)
+
+    def _inspect(self, name: str, path: str, *, trusted: bool = False) -> AdapterInfo:
+        """Reads an adapter's header and digest. A path from the command line is trusted, one from a request is not."""
+        folder = resolve_adapter_path(path, None if trusted else self._rules.root)
+        spec = inspect_adapter(folder, self._spec)
+        device_bytes = self._backend.adapter_bytes(spec)
+        if device_bytes > self._rules.device_bytes:
+            raise too_large(device_bytes, self._rules.device_bytes)
+        return AdapterInfo(
+            name=name,
+            digest=spec.digest,
+            path=str(folder),
+            rank=spec.rank,
+            targets=spec.targets,
+            num_bytes=device_bytes,
+            created_s=time.time(),
+            stamp=stamp(folder),
+        )
+
+    def _check_name(self, name: str) -> None:
+        try:
+            check_adapter_name(name, self._rules.base_name)
+        except ConfigError as error:
+            raise AdapterRejected(error.message, param="lora_name") from None
+
+    def _exclusively(self, name: str) -> "_Exclusive":
+        return _Exclusive(self._changing, name)
+
+    async def _on_thread(self, function: Callable[..., "object"], *arguments: object):  # type: ignore[no-untyped-def]
+        call = functools.partial(function, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._reader.executor, call)
+
+
+class _Exclusive:
+    """One load or unload of a name at a time; a second is refused rather than queued."""
+
+    def __init__(self, names: set[str], name: str) -> None:
+        self._names, self._name = names, name
+
+    def __enter__(self) -> None:
+        if self._name in self._names:
+            raise AdapterRejected(f"the adapter {self._name!r} is being loaded or unloaded; try again", param="lora_name")
+        self._names.add(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        self._names.discard(self._name)
+
+
+def stamp(folder: Path) -> str:
+    """Changes when an adapter's files do: their sizes and times. Empty when they are not there."""
+    try:
+        stats = [(folder / name).stat() for name in ("adapter_config.json", "adapter_model.safetensors")]
+    except OSError:
+        return ""
+    return ",".join(f"{stat.st_size}:{stat.st_mtime_ns}" for stat in stats)

@@ -1,0 +1,387 @@
+"""Where each adapter version is, and who needs it there: disk → host → device. Level 2.
+
+`loop.py` pins a version when a request is submitted and asks for it on the device when the request is admitted; loads
+run beside everything else and wake the loop when they end. A version is a content digest: names point to versions, a
+name loaded again points to a new one, and the old one lives until its last request ends.
+"""
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from caraserve.errors import AdapterRejected, CaraServeError
+from caraserve.model.backend import Backend
+from caraserve.model.layout import HostAdapter
+from caraserve.plan import BASE_ADAPTER_SLOT
+
+_HALF_LIFE_S = 60.0  # of the request rate that eviction goes by
+MAX_BYPASSES = 64  # admissions that may pass an adapter which waits for device room
+
+
+class Tier(Enum):
+    """The nearest place where a version's weights are, or are on their way to."""
+
+    DISK = "disk"
+    READING = "reading"  # disk → host
+    HOST = "host"
+    COPYING = "copying"  # host → device
+    DEVICE = "device"
+    FAILED = "failed"  # could not be read; the next request tries again
+
+
+TIER_CHANGES: dict[Tier, frozenset[Tier]] = {
+    Tier.DISK: frozenset({Tier.READING, Tier.HOST}),
+    Tier.READING: frozenset({Tier.HOST, Tier.FAILED}),
+    Tier.HOST: frozenset({Tier.COPYING, Tier.DISK, Tier.FAILED}),
+    Tier.COPYING: frozenset({Tier.DEVICE, Tier.HOST, Tier.FAILED}),
+    Tier.DEVICE: frozenset({Tier.HOST, Tier.DISK}),
+    Tier.FAILED: frozenset({Tier.READING, Tier.HOST}),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Version:
+    """One adapter version. `pins`: requests not yet finished. `uses`: those of them that are admitted."""
+
+    digest: str
+    folder: Path
+    tier: Tier = Tier.DISK
+    pins: int = 0
+    uses: int = 0
+    names: set[str] = field(default_factory=set)
+    slot: int = BASE_ADAPTER_SLOT
+    device_bytes: int = 0
+    error: CaraServeError | None = None
+    rate: float = 0.0  # admissions, decayed
+    rated_s: float = 0.0
+
+    def to(self, tier: Tier) -> None:
+        """Moves to `tier`; only the changes of `TIER_CHANGES` exist."""
+        if tier not in TIER_CHANGES[self.tier]:
+            raise AssertionError(f"adapter {self.digest[:12]}: {self.tier.name} cannot become {tier.name}")
+        self.tier = tier
+
+
+@dataclass(slots=True)
+class Counters:
+    """Events since the start, for metrics."""
+
+    device_hits: int = 0
+    host_hits: int = 0
+    disk_reads: int = 0
+    device_evictions: int = 0
+    host_evictions: int = 0
+    failures: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Bytes that adapters may take in each tier."""
+
+    device_bytes: int
+    host_bytes: int
+
+
+Read = Callable[[Path, Callable[[HostAdapter | CaraServeError], None]], None]
+
+
+class Residency:
+    """Moves versions between tiers. Not thread-safe: everything, callbacks included, runs on the event loop.
+
+    `read(folder, done)` reads an adapter elsewhere and calls `done` on the event loop; callbacks of the backend are
+    brought there by `on_loop`.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        budgets: Budgets,
+        read: Read,
+        on_loop: Callable[[Callable[[], None]], None],
+        now: Callable[[], float],
+    ) -> None:
+        self._backend, self._budgets, self._read = backend, budgets, read
+        self._on_loop, self._now = on_loop, now
+        self._changed: Callable[[], None] = lambda: None
+        self._draining: list[tuple[Version, asyncio.Event]] = []
+        self._versions: dict[str, Version] = {}
+        self._names: dict[str, Version] = {}
+        self._host: OrderedDict[str, HostAdapter] = OrderedDict()  # least recently used first
+        self._host_bytes = 0
+        self._device_bytes = 0
+        self._resident: dict[str, Version] = {}  # COPYING or DEVICE
+        self._free_slots = list(range(backend.limits.adapter_slots - 1, BASE_ADAPTER_SLOT, -1))
+        self._wanting: deque[Version] = deque()  # in the host tier, waiting for device room
+        self._bypasses = 0
+        self.loading = 0  # reads and copies under way
+        self.counters = Counters()
+
+    # --- names and pins ---
+
+    def register(self, name: str, digest: str, folder: Path) -> None:
+        """Points `name` at a version; the version it pointed at before drains."""
+        version = self._versions.get(digest)
+        if version is None:
+            version = self._versions[digest] = Version(digest, folder)
+        version.folder = folder  # the same bytes may have moved
+        old = self._names.get(name)
+        self._names[name] = version
+        version.names.add(name)
+        if old is not None and old is not version:
+            old.names.discard(name)
+            self._forget_if_unused(old)
+
+    def unregister(self, name: str) -> Version:
+        """Takes a name away; its version is forgotten when nothing pins or names it."""
+        version = self._names.pop(name)
+        version.names.discard(name)
+        self._forget_if_unused(version)
+        return version
+
+    def pin(self, name: str) -> Version:
+        """The version that `name` means now, held until `unpin`. Raises KeyError for an unknown name."""
+        version = self._names[name]
+        version.pins += 1
+        return version
+
+    def unpin(self, version: Version) -> None:
+        """A request that pinned `version` has ended."""
+        version.pins -= 1
+        self._forget_if_unused(version)
+        self._changed()
+
+    def on_change(self, changed: Callable[[], None]) -> None:
+        """`changed` is called after every change that may let a request go on."""
+        self._changed = changed
+
+    async def forgotten(self, version: Version) -> None:
+        """Returns when an unregistered version's last request has ended and its memory has been given back."""
+        if version.names or self.is_forgotten(version):
+            return
+        event = asyncio.Event()
+        self._draining.append((version, event))
+        await event.wait()
+
+    def is_forgotten(self, version: Version) -> bool:
+        """Whether an unregistered version's memory has been given back."""
+        return self._versions.get(version.digest) is not version
+
+    # --- the device ---
+
+    @property
+    def admits(self) -> bool:
+        """False while an adapter waits for room that later admissions keep taking: let the device drain."""
+        return not (self._wanting and self._bypasses >= MAX_BYPASSES)
+
+    def use(self, version: Version) -> None:
+        """A request is admitted: the version is to come to the device and stay there until `unuse`."""
+        version.uses += 1
+        self._rate(version)
+        self._bypasses += 1 if self._wanting else 0
+        if version.tier is Tier.DEVICE:
+            self.counters.device_hits += 1
+        elif version.tier is Tier.HOST and version not in self._wanting:
+            self.counters.host_hits += 1
+            self._want(version)
+        elif version.tier in (Tier.DISK, Tier.FAILED):
+            self._start_read(version)
+
+    def unuse(self, version: Version) -> None:
+        """An admitted request has ended or gone back to the queue."""
+        version.uses -= 1
+        if version.uses == 0 and version in self._wanting:
+            self._wanting.remove(version)
+        self._fill_device()
+
+    def preload(self, name: str) -> None:
+        """Brings a version to the device and keeps it there for ever."""
+        version = self.pin(name)
+        self.use(version)
+
+    def check(self) -> None:
+        """Raises AssertionError when sums differ from their parts."""
+        on_device = list(self._resident.values())
+        assert all(version.tier in (Tier.COPYING, Tier.DEVICE) for version in on_device), "not resident"
+        assert self._device_bytes == sum(version.device_bytes for version in on_device), "device bytes differ"
+        slots = [version.slot for version in on_device]
+        assert len(set(slots)) == len(slots) and not set(slots) & set(self._free_slots), "a slot has two owners"
+        assert len(slots) + len(self._free_slots) == self._backend.limits.adapter_slots - 1, "a slot is lost"
+        assert self._host_bytes == sum(image.data.nbytes for image in self._host.values()), "host bytes differ"
+        assert self._device_bytes <= self._budgets.device_bytes, "the device tier is over its budget"
+
+    def on_device(self) -> list[Version]:
+        """Versions that requests can run on now."""
+        return [version for version in self._resident.values() if version.tier is Tier.DEVICE]
+
+    def in_host(self) -> list[Version]:
+        """Versions whose image is in the host tier, whether or not it is on the device as well."""
+        return [self._versions[digest] for digest in self._host if digest in self._versions]
+
+    # --- disk → host ---
+
+    def _start_read(self, version: Version) -> None:
+        if (image := self._host.get(version.digest)) is not None:
+            self.counters.host_hits += 1
+            self._host.move_to_end(version.digest)
+            version.to(Tier.HOST)
+            self._arrived(version, image)
+            return
+        version.to(Tier.READING)
+        version.error = None
+        self.loading += 1
+        self.counters.disk_reads += 1
+        self._read(version.folder, lambda result: self._read_done(version, result))
+
+    def _read_done(self, version: Version, result: HostAdapter | CaraServeError) -> None:
+        self.loading -= 1
+        if isinstance(result, HostAdapter) and result.spec.digest != version.digest:
+            result = AdapterRejected(f"{version.folder.name}: the files have changed since the adapter was loaded")
+        if isinstance(result, CaraServeError):
+            self._fail(version, result)
+            return
+        version.to(Tier.HOST)
+        self._keep_on_host(version, result)
+        self._arrived(version, result)
+
+    def _arrived(self, version: Version, image: HostAdapter) -> None:
+        version.device_bytes = self._backend.adapter_bytes(image.spec)
+        if version.device_bytes > self._budgets.device_bytes:
+            self._fail(version, too_large(version.device_bytes, self._budgets.device_bytes))
+        elif version.uses:
+            self._want(version)
+        else:
+            self._forget_if_unused(version)
+        self._changed()
+
+    def _keep_on_host(self, version: Version, image: HostAdapter) -> None:
+        self._host[version.digest] = image
+        self._host_bytes += image.data.nbytes
+        for digest in list(self._host):
+            if self._host_bytes <= self._budgets.host_bytes:
+                return
+            other = self._versions.get(digest)
+            if other is version or (other is not None and other.tier is Tier.HOST and other.uses):
+                continue  # about to be copied
+            self._drop_from_host(digest)
+            self.counters.host_evictions += 1
+
+    def _drop_from_host(self, digest: str) -> None:
+        self._host_bytes -= self._host.pop(digest).data.nbytes
+        version = self._versions.get(digest)
+        if version is not None and version.tier is Tier.HOST:
+            version.to(Tier.DISK)
+
+    def _fail(self, version: Version, error: CaraServeError) -> None:
+        self.counters.failures += 1
+        version.error = error
+        version.to(Tier.FAILED)
+        self._forget_if_unused(version)
+        self._changed()
+
+    # --- host → device ---
+
+    def _want(self, version: Version) -> None:
+        self._wanting.append(version)
+        self._fill_device()
+
+    def _fill_device(self) -> None:
+        """Starts copies in the order of asking, as far as idle adapters make room."""
+        while self._wanting:
+            version = self._wanting[0]
+            image = self._host.get(version.digest)
+            if image is None or version.uses == 0:
+                self._wanting.popleft()
+                if version.uses:
+                    self._start_read(version)
+                continue
+            if not self._make_room(version.device_bytes):
+                return
+            self._wanting.popleft()
+            self._bypasses = 0
+            self._copy(version, image)
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Evicts idle adapters, least (reload time × recent rate) first; all or nothing."""
+        idle = sorted(
+            (v for v in self._resident.values() if v.tier is Tier.DEVICE and v.uses == 0),
+            key=lambda version: version.device_bytes * self._decayed(version),
+        )
+        excess = self._device_bytes + num_bytes - self._budgets.device_bytes
+        slots_missing = 0 if self._free_slots else 1
+        victims = []
+        while idle and (excess > 0 or len(victims) < slots_missing):
+            victims.append(idle.pop(0))
+            excess -= victims[-1].device_bytes
+        if excess > 0 or len(victims) < slots_missing:
+            return False
+        for victim in victims:
+            self._drop_from_device(victim)
+            self.counters.device_evictions += 1
+        return True
+
+    def _copy(self, version: Version, image: HostAdapter) -> None:
+        version.to(Tier.COPYING)
+        version.slot = self._free_slots.pop()
+        self._device_bytes += version.device_bytes
+        self._resident[version.digest] = version
+        self._host.move_to_end(version.digest)
+        self.loading += 1
+
+        def done(error: Exception | None) -> None:
+            self._on_loop(lambda: self._copied(version, error))
+
+        self._backend.load_adapter(image, version.slot, done)
+
+    def _copied(self, version: Version, error: Exception | None) -> None:
+        self.loading -= 1
+        if error is not None:
+            self._release_device(version)
+            self._fail(version, CaraServeError(f"the adapter could not be copied to the device: {error}"))
+            return
+        version.to(Tier.DEVICE)
+        self._forget_if_unused(version)
+        self._changed()
+
+    def _drop_from_device(self, version: Version) -> None:
+        self._backend.unload_adapter(version.slot)
+        self._release_device(version)
+        version.to(Tier.HOST if version.digest in self._host else Tier.DISK)
+
+    def _release_device(self, version: Version) -> None:
+        del self._resident[version.digest]
+        self._free_slots.append(version.slot)
+        version.slot = BASE_ADAPTER_SLOT
+        self._device_bytes -= version.device_bytes
+
+    # --- forgetting and rates ---
+
+    def _forget_if_unused(self, version: Version) -> None:
+        if version.pins or version.names or self.is_forgotten(version):
+            return
+        if version.tier in (Tier.READING, Tier.COPYING):
+            return  # comes back here when the move is over
+        if version.tier is Tier.DEVICE:
+            self._drop_from_device(version)
+        if version.digest in self._host:
+            self._drop_from_host(version.digest)
+        del self._versions[version.digest]
+        for entry in [entry for entry in self._draining if entry[0] is version]:
+            entry[1].set()
+            self._draining.remove(entry)
+        self._changed()
+
+    def _decayed(self, version: Version) -> float:
+        return float(version.rate * 0.5 ** ((self._now() - version.rated_s) / _HALF_LIFE_S))
+
+    def _rate(self, version: Version) -> None:
+        version.rate, version.rated_s = self._decayed(version) + 1.0, self._now()
+
+
+def too_large(device_bytes: int, budget_bytes: int) -> AdapterRejected:
+    """The refusal of an adapter that can never be on the device."""
+    return AdapterRejected(
+        f"the adapter takes {device_bytes} bytes on the device, more than --max-device-adapters-bytes {budget_bytes}"
+    )

@@ -1,0 +1,536 @@
+"""The engine: owns requests, and turns them into iterations. Level 3; the only writer of `Request`.
+
+One turn: admit → plan → launch iteration n+1 → retire iteration n → wait for whatever comes first. Two iterations are
+in flight at most, so the device never waits for the event loop. Everything here runs on the event loop; the backend's
+callbacks are brought back to it.
+
+A request that ends while its next iteration is already launched gives its slot and blocks back at once: the backend
+applies plans in launch order, so whoever gets them next writes after that iteration has read. Its result is dropped.
+"""
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from caraserve.adapters.catalog import AdapterInfo, Catalog
+from caraserve.adapters.residency import Tier, Version
+from caraserve.config import EngineConfig
+from caraserve.errors import BackendFailed, CaraServeError, ContextLengthExceeded, Draining, Overloaded
+from caraserve.fairness import FairQueue
+from caraserve.kv.blocks import BlockPool
+from caraserve.kv.prefix import next_key, root_key
+from caraserve.model.backend import Backend
+from caraserve.plan import (
+    BASE_ADAPTER_SLOT,
+    BlockGrant,
+    Plan,
+    Row,
+    RowResult,
+    Scored,
+    SlotSampling,
+    SlotStart,
+    StepResult,
+)
+from caraserve.request import Finish, FinishReason, GenerateRequest, Phase, Request, TokenDelta, TokenLogprob
+from caraserve.scheduler import grants, plan_iteration, total_tokens
+from caraserve.stream import Stream
+from caraserve.tokenizer import Detokenizer, Tokenizer
+from caraserve.units import ceil_div
+
+log = logging.getLogger(__name__)
+
+_DRAIN_RETRY_S = 5.0
+
+
+class Metrics(Protocol):
+    """What the engine reports as it happens; `metrics.py` counts it."""
+
+    def observe_iteration(self, num_tokens: int, ms: float) -> None: ...
+    def observe_first_token(self, seconds: float) -> None: ...
+    def observe_token_gap(self, seconds: float) -> None: ...
+    def observe_finish(self, finish: Finish) -> None: ...
+    def observe_preemption(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """The engine at one moment."""
+
+    running: int
+    waiting: int
+    kv_used_blocks: int
+    kv_total_blocks: int
+    running_adapters: tuple[str, ...]
+    waiting_adapters: tuple[str, ...]
+    device_adapters: tuple[str, ...]
+    host_adapters: tuple[str, ...]
+    draining: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """An open request with what belongs to it here: its stream, text, adapter version and prefix keys."""
+
+    request: Request
+    stream: Stream
+    detokenizer: Detokenizer
+    version: Version | None  # None: the base model
+    key: bytes  # prefix key of the blocks published so far
+    published: int = 0  # blocks published
+    uses: bool = False  # whether `version` is held on the device
+    prompt_scored: int = 0
+    last_token_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """An iteration on its way: which request each row belongs to, and where the result will come."""
+
+    rows: tuple[tuple[_Open, Row], ...]
+    result: "asyncio.Future[StepResult | Exception]"
+    num_tokens: int
+
+
+class Engine:
+    """Continuous batching over one backend."""
+
+    def __init__(
+        self,
+        *,
+        base_name: str,
+        backend: Backend,
+        catalog: Catalog,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        metrics: Metrics,
+        exclusive_loads: bool = False,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`exclusive_loads`: nothing runs while an adapter is loading (the `ondemand` baseline)."""
+        self.base_name = base_name
+        self.tokenizer = tokenizer
+        self.catalog = catalog
+        self.max_model_len = backend.limits.max_context
+        self.draining = False
+        self._backend, self._limits = backend, backend.limits
+        self._config, self._metrics, self._now = config, metrics, now
+        self._exclusive_loads = exclusive_loads
+        self._seeds = random.Random(config.seed)
+        self._pool = BlockPool(backend.limits.num_blocks)
+        self._free_slots = list(range(backend.limits.num_slots - 1, -1, -1))
+        self._waiting: FairQueue[_Open] = FairQueue()
+        self._loading: deque[_Open] = deque()  # admitted; waits for its adapter, a slot or blocks
+        self._running: list[_Open] = []  # in the order of admission
+        self._cancelled: list[_Open] = []
+        self._starts: list[SlotStart] = []  # of requests that took a slot since the last launch
+        self._grants: list[BlockGrant] = []  # their reused prefixes
+        self._open = 0
+        self._tokens_per_s = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        catalog.residency.on_change(self._wake.set)
+
+    # --- what HTTP asks ---
+
+    def submit(self, asked: GenerateRequest) -> Stream:
+        """Queues a request. Raises NotFound, ContextLengthExceeded, Overloaded or Draining, without any effect."""
+        if self.draining:
+            raise Draining("the server is stopping", retry_after_s=_DRAIN_RETRY_S)
+        if len(asked.prompt_ids) + min(asked.params.max_tokens, 1) > self.max_model_len:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(asked.prompt_ids)} tokens; with at least one more for the answer it exceeds "
+                f"the context of {self.max_model_len}",
+                param="prompt",
+            )
+        if len(self._waiting) >= self._config.max_queue:
+            raise Overloaded(f"{len(self._waiting)} requests are waiting", retry_after_s=self._retry_after_s())
+        version = None if asked.adapter is None else self.catalog.pin(asked.adapter)
+        opened = self._open_request(asked, version)
+        self._waiting.push(asked.tenant, opened)
+        self._wake.set()
+        return opened.stream
+
+    def adapters(self) -> list[AdapterInfo]:
+        """All adapters that can be asked for."""
+        return self.catalog.all()
+
+    def adapter(self, name: str) -> AdapterInfo:
+        """One adapter. Raises NotFound."""
+        return self.catalog.get(name)
+
+    async def load_adapter(self, name: str, path: str, *, inplace: bool = False) -> AdapterInfo:
+        """Registers an adapter at run time. Raises AdapterRejected or NotFound."""
+        return await self.catalog.load(name, path, inplace=inplace)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Takes an adapter away; returns when its last request has ended. Raises NotFound."""
+        await self.catalog.unload(name)
+
+    def snapshot(self) -> EngineSnapshot:
+        """The state that metrics and the page show."""
+        residency = self.catalog.residency
+        return EngineSnapshot(
+            running=len(self._running),
+            waiting=len(self._waiting) + len(self._loading),
+            kv_used_blocks=self._pool.used,
+            kv_total_blocks=self._pool.num_blocks,
+            running_adapters=_names(self._running),
+            waiting_adapters=_names([*self._waiting, *self._loading]),
+            device_adapters=tuple(sorted(name for version in residency.on_device() for name in version.names)),
+            host_adapters=tuple(sorted(name for version in residency.in_host() for name in version.names)),
+            draining=self.draining,
+        )
+
+    async def drain(self, timeout_s: float) -> None:
+        """Takes no new requests, lets the open ones end, and cancels those that have not after `timeout_s`."""
+        self.draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            self._cancelled += [*self._waiting, *self._loading, *self._running]
+            self._wake.set()
+            await self._idle.wait()
+
+    def check(self) -> None:
+        """Raises AssertionError when a count does not add up."""
+        self._pool.check([opened.request.blocks for opened in self._running])
+        assert len(self._free_slots) + len(self._running) == self._limits.num_slots, "a slot is lost"
+        assert self._open == len(self._running) + len(self._loading) + len(self._waiting), "a request is lost"
+        self.catalog.residency.check()
+
+    # --- the loop ---
+
+    def on_loop(self, call: Callable[[], None]) -> None:
+        """Runs `call` on the event loop; for callbacks from other threads, the loop's end included."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(call)
+
+    async def run(self) -> None:
+        """Turns until cancelled."""
+        pending: _Launched | None = None
+        while True:
+            self._wake.clear()
+            self._drop_cancelled()
+            self._admit()
+            launched = self._launch_next()
+            if pending is not None:
+                self._retire(pending, await pending.result)
+            pending = launched
+            if pending is None:
+                await self._wake.wait()
+
+    def _admit(self) -> None:
+        """Queue → loading, as far as slots may come free; loading → running, as far as slots and blocks are free."""
+        self._fail_unloadable()
+        while len(self._loading) + len(self._running) < self._limits.num_slots and self.catalog.residency.admits:
+            order = self._waiting.in_order()
+            if not order:
+                break
+            opened = self._waiting.pop(order[0][0])
+            self._waiting.charge(opened.request.asked.tenant, opened.request.prompt_tokens, 0)
+            self._hold_adapter(opened)
+            self._loading.append(opened)
+        for opened in list(self._loading):
+            if self._free_slots and _on_device(opened):
+                if not self._start(opened):
+                    break  # no blocks: later ones must not overtake for ever
+            elif opened.request.phase is Phase.WAITING and opened.version is not None:
+                opened.request.to(Phase.LOADING, self._now())
+
+    def _hold_adapter(self, opened: _Open) -> None:
+        if opened.version is not None and not opened.uses:
+            opened.uses = True
+            self.catalog.residency.use(opened.version)
+
+    def _start(self, opened: _Open) -> bool:
+        """Gives a request a slot and the blocks of its longest known prefix. False when there is no room for it."""
+        request = opened.request
+        needed = ceil_div(total_tokens(request) + 1, self._limits.block_tokens)
+        if self._running and needed > self._pool.available:
+            return False
+        self._loading.remove(opened)
+        request.slot = self._free_slots.pop()
+        tokens = (*request.asked.prompt_ids, *request.output_ids)
+        self._reuse_prefix(opened, tokens)
+        self._starts.append(SlotStart(request.slot, tokens, self._sampling(request)))
+        request.to(Phase.PREFILL, self._now())
+        self._running.append(opened)
+        return True
+
+    def _reuse_prefix(self, opened: _Open, tokens: tuple[int, ...]) -> None:
+        """Takes published blocks from the front; at least one token is always computed."""
+        request, size = opened.request, self._limits.block_tokens
+        digest = opened.version.digest if opened.version else None
+        opened.key, opened.published = root_key(digest, request.asked.cache_salt), 0
+        if not self._config.enable_prefix_caching or request.asked.params.prompt_logprobs is not None:
+            return
+        while (opened.published + 1) * size < len(tokens):
+            key = next_key(opened.key, tokens[opened.published * size : (opened.published + 1) * size])
+            block = self._pool.find(key)
+            if block is None:
+                break
+            request.blocks.append(block)
+            opened.key, opened.published = key, opened.published + 1
+        request.computed = opened.published * size
+        request.cached_tokens = max(request.cached_tokens, min(request.computed, request.prompt_tokens))
+        if request.blocks:
+            assert request.slot is not None
+            self._grants.append(BlockGrant(request.slot, 0, tuple(request.blocks)))
+
+    def _sampling(self, request: Request) -> SlotSampling:
+        params = request.asked.params
+        ends = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self.tokenizer.eos_ids)
+        return SlotSampling(
+            prompt_tokens=request.prompt_tokens,
+            seed=request.seed,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            min_tokens=params.min_tokens,
+            end_ids=ends,
+            logit_bias=params.logit_bias,
+        )
+
+    # --- launching ---
+
+    def _launch_next(self) -> _Launched | None:
+        if self._exclusive_loads and self.catalog.residency.loading:
+            return None
+        by_request = {opened.request: opened for opened in self._running}
+        slots = [opened.version.slot if opened.version else BASE_ADAPTER_SLOT for opened in self._running]
+        decision = plan_iteration(list(by_request), slots, self._pool, self._limits)
+        for request in decision.preempted:
+            self._preempt(by_request[request])
+        if not decision.scheduled:
+            return None
+        plan = Plan(
+            starts=tuple(self._starts),
+            grants=(*self._grants, *grants(decision.scheduled)),
+            rows=tuple(entry.row for entry in decision.scheduled),
+        )
+        self._starts, self._grants = [], []
+        for entry in decision.scheduled:
+            entry.request.blocks += entry.blocks
+            entry.request.computed += entry.row.count
+            entry.request.launched_outputs += entry.row.samples
+            self._publish(by_request[entry.request])
+        result: asyncio.Future[StepResult | Exception] = self._loop.create_future()
+        self._backend.launch(plan, lambda outcome: self.on_loop(lambda: result.set_result(outcome)))
+        rows = tuple((by_request[entry.request], entry.row) for entry in decision.scheduled)
+        return _Launched(rows, result, plan.num_tokens)
+
+    def _preempt(self, opened: _Open) -> None:
+        """Back to the head of the line; everything is computed again (the scheduler has released the blocks)."""
+        request = opened.request
+        log.debug("%s is preempted after %d tokens", request.asked.request_id, len(request.output_ids))
+        self._running.remove(opened)
+        assert request.slot is not None
+        self._free_slots.append(request.slot)
+        request.slot, request.blocks, request.computed = None, [], 0
+        request.to(Phase.PREEMPTED, self._now())
+        self._loading.appendleft(opened)
+        self._metrics.observe_preemption()
+
+    def _publish(self, opened: _Open) -> None:
+        """Makes the full blocks of known tokens findable: stream order puts their writing before any reading."""
+        if not self._config.enable_prefix_caching:
+            return
+        request, size = opened.request, self._limits.block_tokens
+        known = min(request.computed, request.prompt_tokens + len(request.output_ids))
+        while (opened.published + 1) * size <= known:
+            start = opened.published * size
+            opened.key = next_key(opened.key, _tokens(request, start, start + size))
+            self._pool.publish(request.blocks[opened.published], opened.key)
+            opened.published += 1
+
+    # --- retiring ---
+
+    def _retire(self, launched: _Launched, outcome: StepResult | Exception) -> None:
+        """Hands the results to their requests; those of requests that have ended meanwhile are dropped."""
+        if isinstance(outcome, Exception):
+            log.error("an iteration failed", exc_info=outcome)
+            self._pool.forget_all()
+            for opened, _ in launched.rows:
+                if opened.request.phase is not Phase.FINISHED:
+                    self._finish(opened, "error", error=BackendFailed(f"the iteration failed: {outcome}"))
+            return
+        duration_s = outcome.done_s - outcome.started_s
+        self._metrics.observe_iteration(launched.num_tokens, 1000 * duration_s)
+        self._tokens_per_s += 0.1 * (launched.num_tokens / max(duration_s, 1e-6) - self._tokens_per_s)
+        for (opened, row), result in zip(launched.rows, outcome.rows, strict=True):
+            if opened.request.phase is not Phase.FINISHED:
+                self._retire_row(opened, row, result, outcome.done_s)
+
+    def _retire_row(self, opened: _Open, row: Row, result: RowResult, done_s: float) -> None:
+        request = opened.request
+        if result.prompt_scored:
+            self._emit_prompt_scores(opened, row, result)
+        if result.token_id is None:
+            if request.asked.params.max_tokens == 0 and request.computed == request.prompt_tokens:
+                self._finish(opened, "length")
+            return
+        self._observe_token(opened, done_s)
+        token = result.token_id
+        request.output_ids.append(token)
+        self._waiting.charge(request.asked.tenant, 0, 1)
+        if request.phase is Phase.PREFILL:
+            request.to(Phase.DECODE, self._now())
+        text, stop = opened.detokenizer.push(token)
+        reason, stop_reason = self._verdict(request, token, stop)
+        logprobs = (_logprob(result.scored),) if result.scored else ()
+        if reason is None:
+            opened.stream.put(TokenDelta(text, (token,), logprobs))
+        else:
+            self._finish(opened, reason, stop_reason=stop_reason, text=text, token_ids=(token,), logprobs=logprobs)
+
+    def _emit_prompt_scores(self, opened: _Open, row: Row, result: RowResult) -> None:
+        """Scores of prompt tokens, each once: a preempted request computes them again."""
+        new = result.prompt_scored[max(0, opened.prompt_scored - row.start) :]
+        if not new:
+            return
+        first: tuple[TokenLogprob | None, ...] = (None,) if opened.prompt_scored == 0 else ()
+        opened.prompt_scored += len(new)
+        opened.stream.put(TokenDelta("", (), prompt_logprobs=(*first, *map(_logprob, new))))
+
+    def _observe_token(self, opened: _Open, done_s: float) -> None:
+        if opened.last_token_s is None:
+            self._metrics.observe_first_token(done_s - opened.request.asked.arrival_s)
+        else:
+            self._metrics.observe_token_gap(done_s - opened.last_token_s)
+        opened.last_token_s = done_s
+
+    def _verdict(self, request: Request, token: int, stop: str | None) -> tuple[FinishReason | None, str | int | None]:
+        """Whether the request ends with this token, and what ended it."""
+        params = request.asked.params
+        if len(request.output_ids) >= params.min_tokens:
+            if token in params.stop_token_ids:
+                return "stop", token
+            if token in self.tokenizer.eos_ids and not params.ignore_eos:
+                return "stop", None
+            if stop is not None:
+                return "stop", stop
+        tokens = len(request.output_ids)
+        if tokens >= params.max_tokens or request.prompt_tokens + tokens >= self.max_model_len:
+            return "length", None
+        return None, None
+
+    # --- opening and ending ---
+
+    def _open_request(self, asked: GenerateRequest, version: Version | None) -> _Open:
+        params = asked.params
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        request = Request(asked, seed, since_s=self._now())
+        detokenizer = self.tokenizer.detokenizer(
+            asked.prompt_ids,
+            stop=params.stop,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+        )
+        stream = Stream(lambda: self._cancel(opened))
+        opened = _Open(request, stream, detokenizer, version, b"")
+        self._open += 1
+        self._idle.clear()
+        return opened
+
+    def _cancel(self, opened: _Open) -> None:
+        if opened.request.phase is not Phase.FINISHED:
+            self._cancelled.append(opened)
+            self._wake.set()
+
+    def _drop_cancelled(self) -> None:
+        for opened in self._cancelled:
+            if opened.request.phase is not Phase.FINISHED:
+                self._finish(opened, "cancelled")
+        self._cancelled = []
+
+    def _fail_unloadable(self) -> None:
+        for opened in list(self._loading):
+            if opened.version is not None and opened.version.tier is Tier.FAILED:
+                self._finish(opened, "error", error=opened.version.error)
+
+    def _finish(
+        self,
+        opened: _Open,
+        reason: FinishReason,
+        *,
+        stop_reason: str | int | None = None,
+        error: CaraServeError | None = None,
+        text: str = "",
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
+    ) -> None:
+        """Ends a request wherever it is, gives back all it holds, and sends the last delta."""
+        request = opened.request
+        self._take_out(opened)
+        request.to(Phase.FINISHED, self._now())
+        if opened.version is not None:
+            if opened.uses:
+                self.catalog.residency.unuse(opened.version)
+            self.catalog.residency.unpin(opened.version)
+        self._open -= 1
+        if self._open == 0:
+            self._idle.set()
+        finish = Finish(
+            reason=reason,
+            prompt_tokens=request.prompt_tokens,
+            completion_tokens=len(request.output_ids),
+            cached_tokens=request.cached_tokens,
+            phases=request.phases(),
+            stop_reason=stop_reason,
+            error=error,
+        )
+        self._metrics.observe_finish(finish)
+        if not isinstance(stop_reason, str):  # a stop string has already settled what is shown
+            text += opened.detokenizer.flush()
+        opened.stream.put(TokenDelta(text, token_ids, logprobs, finish=finish))
+
+    def _take_out(self, opened: _Open) -> None:
+        """Removes a request from the queue it is in, with its slot and blocks."""
+        request = opened.request
+        if opened in self._running:
+            self._running.remove(opened)
+            self._pool.release(request.blocks)
+            assert request.slot is not None
+            self._free_slots.append(request.slot)
+            request.slot, request.blocks = None, []
+        elif opened in self._loading:
+            self._loading.remove(opened)
+        else:
+            self._waiting.remove(request.asked.tenant, opened)
+
+    def _retry_after_s(self) -> float:
+        """About how long the queue's prompts and answers take at the recent rate."""
+        tokens = sum(opened.request.prompt_tokens + opened.request.asked.params.max_tokens for opened in self._waiting)
+        return min(60.0, max(1.0, tokens / self._tokens_per_s if self._tokens_per_s else 1.0))
+
+
+def _on_device(opened: _Open) -> bool:
+    return opened.version is None or opened.version.tier is Tier.DEVICE
+
+
+def _names(opened: "list[_Open]") -> tuple[str, ...]:
+    return tuple(sorted({entry.request.asked.adapter for entry in opened if entry.request.asked.adapter}))
+
+
+def _tokens(request: Request, start: int, end: int) -> tuple[int, ...]:
+    """Tokens of positions [start, end) of prompt ‖ output."""
+    prompt = request.prompt_tokens
+    if end <= prompt:
+        return request.asked.prompt_ids[start:end]
+    return (*request.asked.prompt_ids[start:], *request.output_ids[max(0, start - prompt) : end - prompt])
+
+
+def _logprob(scored: Scored) -> TokenLogprob:
+    return TokenLogprob(scored.token_id, scored.logprob, scored.top)

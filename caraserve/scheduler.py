@@ -1,0 +1,138 @@
+"""What runs in the next iteration: decode tokens first, then prefill chunks, within budgets. Level 2; pure.
+
+`loop.py` calls `plan_iteration` once a turn with its running requests and takes back a `Decision`. The scheduler reads
+requests and hands out KV blocks; it never changes a request.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from caraserve.kv.blocks import BlockPool
+from caraserve.model.backend import Limits
+from caraserve.plan import BlockGrant, Row
+from caraserve.request import Request
+from caraserve.units import ceil_div
+
+PROMPT_LOGPROBS_CHUNK_TOKENS = 64  # rows whose every token is scored are kept short: logits are large
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """A running request's part in the iteration."""
+
+    request: Request
+    row: Row
+    blocks: tuple[int, ...]  # newly granted, to follow the request's own
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One iteration: rows in the plan's order, and requests that must give up their slot and blocks."""
+
+    scheduled: tuple[Scheduled, ...]
+    preempted: tuple[Request, ...]
+
+
+def total_tokens(request: Request) -> int:
+    """Tokens whose ids the device knows once all launched iterations have run."""
+    return request.prompt_tokens + request.launched_outputs
+
+
+def wants_output(request: Request, limits: Limits) -> bool:
+    """Whether another token may be sampled; known before the tokens launched so far are."""
+    return request.launched_outputs < request.asked.params.max_tokens and total_tokens(request) < limits.max_context
+
+
+def has_work(request: Request, limits: Limits) -> bool:
+    """Whether an iteration can advance the request: tokens to compute, and something to be had of them."""
+    uncomputed = request.computed < total_tokens(request)
+    return uncomputed and (request.computed < request.prompt_tokens or wants_output(request, limits))
+
+
+def blocks_missing(request: Request, end: int, block_tokens: int) -> int:
+    """Blocks that the request needs beyond its own to hold positions [0, end)."""
+    return max(0, ceil_div(end, block_tokens) - len(request.blocks))
+
+
+@dataclass(slots=True)
+class _Pass:
+    """Budgets of one planning pass; thrown away after it."""
+
+    running: Sequence[Request]
+    adapter_slots: Sequence[int]
+    pool: BlockPool
+    limits: Limits
+    tokens_left: int
+    scheduled: dict[Request, tuple[Scheduled, int]] = field(default_factory=dict)
+    preempted: list[Request] = field(default_factory=list)
+
+    def add(self, index: int) -> None:
+        """Schedules as much of a request as the budgets allow; may preempt later arrivals, or the request itself."""
+        request = self.running[index]
+        if request in self.preempted or not has_work(request, self.limits) or self.tokens_left == 0:
+            return
+        total = total_tokens(request)
+        count = min(total - request.computed, self.tokens_left)
+        wants_scores = request.asked.params.prompt_logprobs is not None and request.computed < request.prompt_tokens
+        if wants_scores:
+            count = min(count, PROMPT_LOGPROBS_CHUNK_TOKENS)
+        blocks = self._take(index, blocks_missing(request, request.computed + count, self.limits.block_tokens))
+        if blocks is None:
+            return
+        samples = request.computed + count == total and wants_output(request, self.limits)
+        params = request.asked.params
+        assert request.slot is not None
+        row = Row(
+            slot=request.slot,
+            start=request.computed,
+            count=count,
+            adapter_slot=self.adapter_slots[index],
+            samples=samples,
+            logprobs=params.logprobs if samples else None,
+            prompt_logprobs=params.prompt_logprobs if wants_scores else None,
+        )
+        self.scheduled[request] = Scheduled(request, row, tuple(blocks)), index
+        self.tokens_left -= count
+
+    def _take(self, index: int, count: int) -> list[int] | None:
+        while (blocks := self.pool.take(count)) is None:
+            victim = self._victim()
+            if victim is None:
+                return None
+            self.preempted.append(victim)
+            self.pool.release(victim.blocks)
+            if victim is self.running[index]:
+                return None
+        return blocks
+
+    def _victim(self) -> Request | None:
+        """The latest arrival that holds blocks and is not in this iteration. The earliest of all is never one, so
+        that somebody always gets to the end."""
+        for request in reversed(self.running[1:]):
+            if request not in self.scheduled and request not in self.preempted and request.blocks:
+                return request
+        return None
+
+
+def plan_iteration(
+    running: Sequence[Request], adapter_slots: Sequence[int], pool: BlockPool, limits: Limits
+) -> Decision:
+    """Plans one iteration over `running`, ordered by admission, with each request's adapter slot.
+
+    Blocks of preempted requests are already back in the pool; blocks granted are taken from it.
+    """
+    budget = _Pass(running, adapter_slots, pool, limits, limits.max_step_tokens)
+    decoding = [total_tokens(request) - request.computed == 1 for request in running]
+    for wanted in (True, False):
+        for index, decodes in enumerate(decoding):
+            if decodes is wanted:
+                budget.add(index)
+    ordered = sorted(budget.scheduled.values(), key=lambda entry: (entry[0].row.adapter_slot, entry[1]))
+    return Decision(tuple(entry for entry, _ in ordered), tuple(budget.preempted))
+
+
+def grants(scheduled: Sequence[Scheduled]) -> tuple[BlockGrant, ...]:
+    """The block tables' growth, before the requests' own lists are extended."""
+    return tuple(
+        BlockGrant(entry.row.slot, len(entry.request.blocks), entry.blocks) for entry in scheduled if entry.blocks
+    )

@@ -1,0 +1,207 @@
+"""An engine whose every delta the test decides, behind the same protocol as the real one."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from caraserve.errors import CaraServeError, InvalidRequest, NotFound
+from caraserve.request import Finish, FinishReason, GenerateRequest, Phases, TokenDelta, TokenLogprob
+
+PHASES = Phases(queued_ms=1.0, load_ms=2.0, prefill_ms=3.0, decode_ms=4.0)
+BOS, EOS = 256, 257
+
+
+class FakeTokenizer:
+    """One token a UTF-8 byte; 256 begins and 257 ends a text."""
+
+    vocab_size = 258
+    eos_ids = frozenset({EOS})
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [BOS] * add_special_tokens + list(text.encode())
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        text = bytes(token_id for token_id in ids if token_id < 256).decode(errors="replace")
+        return text if skip_special_tokens else "".join(["<s>" for token_id in ids if token_id == BOS]) + text
+
+    def token_text(self, token_id: int) -> str:
+        return {BOS: "<s>", EOS: "</s>"}.get(token_id) or chr(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else b""
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        kwargs: Mapping[str, Any],
+    ) -> list[int]:
+        if kwargs.get("broken"):
+            raise InvalidRequest("The model has no chat template.", param="messages")
+        text = "".join(f"{message['role']}:{message['content']};" for message in messages)
+        return self.encode(text + "assistant:" * add_generation_prompt)
+
+
+@dataclass(frozen=True)
+class FakeAdapter:
+    name: str
+    path: str
+    rank: int = 8
+    num_bytes: int = 1024
+    created_s: float = 1_700_000_000.5
+    digest: str = "d"
+    targets: tuple[str, ...] = ("q_proj",)
+
+
+@dataclass(frozen=True)
+class FakeSnapshot:
+    running: int = 2
+    waiting: int = 1
+    kv_used_blocks: int = 25
+    kv_total_blocks: int = 100
+    running_adapters: tuple[str, ...] = ("b", "a")
+    waiting_adapters: tuple[str, ...] = ()
+    device_adapters: tuple[str, ...] = ("a", "b")
+    host_adapters: tuple[str, ...] = ("a",)
+    draining: bool = False
+
+
+def finish(
+    request: GenerateRequest,
+    completion_tokens: int,
+    reason: FinishReason = "stop",
+    stop_reason: str | int | None = None,
+    error: CaraServeError | None = None,
+) -> Finish:
+    return Finish(reason, len(request.prompt_ids), completion_tokens, 0, PHASES, stop_reason, error)
+
+
+def spell(request: GenerateRequest, text: str = "Hi!") -> list[TokenDelta]:
+    """`text` byte by byte with scores where asked for, then the finish: what the engine does by default."""
+    params = request.params
+    prompt_scores: tuple[TokenLogprob | None, ...] = ()
+    if params.prompt_logprobs is not None:
+        prompt_scores = (None, *[scored(token_id, params.prompt_logprobs) for token_id in request.prompt_ids[1:]])
+    ids = list(text.encode())[: params.max_tokens]
+    deltas = [
+        TokenDelta(
+            chr(token_id), (token_id,), (scored(token_id, params.logprobs),) if params.logprobs is not None else ()
+        )
+        for token_id in ids
+    ]
+    last = TokenDelta("", (), finish=finish(request, len(ids), "length" if len(ids) == params.max_tokens else "stop"))
+    deltas.append(last)
+    if prompt_scores:
+        first = deltas[0]
+        deltas[0] = TokenDelta(first.text, first.token_ids, first.logprobs, prompt_scores, first.finish)
+    return deltas
+
+
+def scored(token_id: int, alternatives: int) -> TokenLogprob:
+    """The token itself is the best; the next ids follow, the last of all with probability 0."""
+    top = [((token_id + place) % 256, -0.5 - place) for place in range(alternatives)]
+    if len(top) > 2:
+        top[-1] = (top[-1][0], float("-inf"))
+    return TokenLogprob(token_id, -0.5, tuple(top))
+
+
+class FakeStream:
+    """A queue of deltas; `feed` adds to it. Counts its cancellations."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+        self.cancelled = asyncio.Event()
+        self.cancels = 0
+        self.taken = 0
+        self._deltas: asyncio.Queue[TokenDelta] = asyncio.Queue()
+        self._ended = False
+
+    def feed(self, *deltas: TokenDelta) -> None:
+        for delta in deltas:
+            self._deltas.put_nowait(delta)
+
+    def end(
+        self, completion_tokens: int = 1, reason: FinishReason = "stop", error: CaraServeError | None = None
+    ) -> None:
+        self.feed(TokenDelta("", (), finish=finish(self.request, completion_tokens, reason, error=error)))
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> TokenDelta:
+        if self._ended:
+            raise StopAsyncIteration
+        delta = await self._deltas.get()
+        self.taken += 1
+        self._ended = delta.finish is not None
+        return delta
+
+    def cancel(self) -> None:
+        self.cancels += 1
+        if not self._ended:
+            self.cancelled.set()
+
+
+@dataclass
+class FakeEngine:
+    """`script` gives a request's deltas, None leaves them to the test. Submit number i raises `refusals[i]`."""
+
+    script: Callable[[GenerateRequest], Iterable[TokenDelta]] | None = spell
+    base_name: str = "org/base"
+    max_model_len: int = 1000
+    default_sampling: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
+    draining: bool = False
+    refusals: dict[int, Exception] = field(default_factory=dict)
+    shown: FakeSnapshot = field(default_factory=FakeSnapshot)
+    loaded: dict[str, FakeAdapter] = field(default_factory=lambda: {n: FakeAdapter(n, f"/adapters/{n}") for n in "ab"})
+    streams: list[FakeStream] = field(default_factory=list)
+    admin_gate: asyncio.Event | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def requests(self) -> list[GenerateRequest]:
+        return [stream.request for stream in self.streams]
+
+    def submit(self, request: GenerateRequest) -> FakeStream:
+        if len(self.streams) in self.refusals:
+            raise self.refusals[len(self.streams)]
+        stream = FakeStream(request)
+        self.streams.append(stream)
+        if self.script is not None:
+            stream.feed(*self.script(request))
+        self.changed.set()
+        return stream
+
+    async def submitted(self, count: int = 1) -> list[FakeStream]:
+        while len(self.streams) < count:
+            self.changed.clear()
+            await self.changed.wait()
+        return self.streams
+
+    def adapters(self) -> list[FakeAdapter]:
+        return list(self.loaded.values())
+
+    def adapter(self, name: str) -> FakeAdapter:
+        if name not in self.loaded:
+            raise NotFound(f"no adapter {name!r}")
+        return self.loaded[name]
+
+    async def load_adapter(self, name: str, path: str, *, inplace: bool = False) -> FakeAdapter:
+        if self.admin_gate is not None:
+            self.changed.set()
+            await self.admin_gate.wait()
+        if path == "missing":
+            raise NotFound(f"no folder {path!r}")
+        self.loaded[name] = FakeAdapter(name, path)
+        self.changed.set()
+        return self.loaded[name]
+
+    async def unload_adapter(self, name: str) -> None:
+        del self.loaded[self.adapter(name).name]
+
+    def snapshot(self) -> FakeSnapshot:
+        return self.shown

@@ -1,0 +1,103 @@
+"""A real server over a fake engine, on a free port, and a client that speaks to it."""
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from caraserve.config import HttpConfig
+from caraserve.http.app import make_app, start_http
+from caraserve.http.context import HttpTimings
+from caraserve.metrics import Metrics
+from tests.http.fake_engine import FakeEngine
+
+
+def http_config(**changes: Any) -> HttpConfig:
+    settings = {
+        "host": "127.0.0.1",
+        "port": 0,
+        "api_key": None,
+        "max_body_bytes": 1 << 20,
+        "drain_timeout_s": 1.0,
+        "log_format": "human",
+        "log_level": "info",
+    }
+    return HttpConfig(**settings | changes)
+
+
+def new_metrics() -> Metrics:
+    return Metrics("org/base", max_loras=64, block_tokens=16)
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: Any
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error, after checking that it has OpenAI's four fields and no others."""
+        document = self.json
+        assert set(document) == {"error"}
+        assert set(document["error"]) == {"message", "type", "param", "code"}
+        return document["error"]
+
+    @property
+    def events(self) -> list[Any]:
+        """The data of all events but the closing [DONE], which must be there."""
+        lines = self.body.decode().split("\n\n")
+        assert lines[-1] == ""
+        assert lines[-2] == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-2] if not line.startswith(":")]
+
+
+@dataclass(frozen=True)
+class Client:
+    session: aiohttp.ClientSession
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def get(self, path: str, **options: Any) -> Answer:
+        return await self.request("GET", path, **options)
+
+    async def post(self, path: str, body: Any = None, **options: Any) -> Answer:
+        if isinstance(body, bytes):
+            options = {"data": body, "headers": {"Content-Type": "application/json"}} | options
+        elif body is not None:
+            options["json"] = body
+        return await self.request("POST", path, **options)
+
+    async def request(self, method: str, path: str, **options: Any) -> Answer:
+        async with self.session.request(method, self.url + path, **options) as response:
+            return Answer(response.status, response.headers, await response.read())
+
+    async def complete(self, *, headers: Mapping[str, str] | None = None, **fields: Any) -> Answer:
+        return await self.post("/v1/completions", {"prompt": "ab"} | fields, headers=headers)
+
+    async def chat(self, **fields: Any) -> Answer:
+        return await self.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]} | fields)
+
+
+@asynccontextmanager
+async def serving(
+    engine: FakeEngine, *, timings: HttpTimings | None = None, allow_lora_updates: bool = True, **settings: Any
+) -> AsyncIterator[Client]:
+    config = http_config(**settings)
+    app = make_app(engine, config, new_metrics(), allow_lora_updates=allow_lora_updates, timings=timings)
+    runner, port = await start_http(app, config)
+    try:
+        async with aiohttp.ClientSession() as session:
+            yield Client(session, port)
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,143 @@
+"""Models and adapters over HTTP, and /tokenize and /detokenize."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.http.fake_engine import BOS, FakeEngine
+from tests.http.serving import serving
+
+
+async def test_models_are_the_base_and_its_adapters() -> None:
+    async with serving(FakeEngine()) as client:
+        answer = (await client.get("/v1/models")).json
+    assert answer["object"] == "list"
+    base, *adapters = answer["data"]
+    assert (base["id"], base["parent"], base["root"]) == ("org/base", None, "org/base")
+    assert adapters[0] == {
+        "id": "a",
+        "object": "model",
+        "created": 1_700_000_000,
+        "owned_by": "caraserve",
+        "root": "/adapters/a",
+        "parent": "org/base",
+        "max_model_len": 1000,
+        "permission": [],
+    }
+
+
+@pytest.mark.parametrize(("path", "model"), [("org/base", "org/base"), ("org%2Fbase", "org/base"), ("v:1.x", "v:1.x")])
+async def test_one_model_by_its_id(path: str, model: str) -> None:
+    fake = FakeEngine()
+    await fake.load_adapter("v:1.x", "/x")
+    async with serving(fake) as client:
+        assert (await client.get(f"/v1/models/{path}")).json["id"] == model
+
+
+async def test_unknown_model() -> None:
+    async with serving(FakeEngine()) as client:
+        answer = await client.get("/v1/models/nobody")
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (404, "model_not_found", "model")
+
+
+@pytest.mark.parametrize("prefix", ["/v1", ""])
+async def test_load_and_unload_answer_as_vllm_does(prefix: str) -> None:
+    fake = FakeEngine()
+    async with serving(fake) as client:
+        loaded = await client.post(f"{prefix}/load_lora_adapter", {"lora_name": "new", "lora_path": "x"})
+        assert (loaded.status, loaded.body) == (200, b"Success: LoRA adapter 'new' added successfully.")
+        assert loaded.headers["Content-Type"].startswith("text/plain")
+        assert (await client.complete(model="new")).status == 200
+        gone = await client.post(f"{prefix}/unload_lora_adapter", {"lora_name": "new", "lora_int_id": 3})
+        assert (gone.status, gone.body) == (200, b"Success: LoRA adapter 'new' removed successfully.")
+        assert (await client.complete(model="new")).status == 404
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "kind", "param"),
+    [
+        ({"lora_path": "x"}, 400, "InvalidUserInput", "lora_name"),
+        ({"lora_name": "n"}, 400, "InvalidUserInput", "lora_path"),
+        ({"lora_name": "", "lora_path": "x"}, 400, "InvalidUserInput", "lora_name"),
+        ({"lora_name": "a/b", "lora_path": "x"}, 400, "InvalidUserInput", "lora_name"),
+        ({"lora_name": "a,b", "lora_path": "x"}, 400, "InvalidUserInput", "lora_name"),
+        ({"lora_name": "a\n", "lora_path": "x"}, 400, "InvalidUserInput", "lora_name"),
+        ({"lora_name": "n" * 129, "lora_path": "x"}, 400, "InvalidUserInput", "lora_name"),
+        ({"lora_name": "n" * 10_000, "lora_path": "x"}, 400, "invalid_request_error", "lora_name"),
+        ({"lora_name": "org/base", "lora_path": "x"}, 400, "InvalidUserInput", "lora_name"),
+        ({"lora_name": 3, "lora_path": "x"}, 400, "invalid_request_error", "lora_name"),
+        ({"lora_name": "n", "lora_path": ["x"]}, 400, "invalid_request_error", "lora_path"),
+        ({"lora_name": "n", "lora_path": "x", "load_inplace": 1}, 400, "invalid_request_error", "load_inplace"),
+        ({"lora_name": "n", "lora_path": "x", "pinned": True}, 400, "invalid_request_error", "pinned"),
+        ({"lora_name": "n", "lora_path": "missing"}, 404, "NotFoundError", None),
+    ],
+    ids=str,
+)  # fmt: skip
+async def test_refused_loads(fields: dict[str, Any], status: int, kind: str, param: str | None) -> None:
+    fake = FakeEngine()
+    async with serving(fake) as client:
+        answer = await client.post("/v1/load_lora_adapter", fields)
+    assert (answer.status, answer.error["type"], answer.error["param"]) == (status, kind, param)
+    assert set(fake.loaded) == {"a", "b"}
+
+
+async def test_unload_of_an_unknown_adapter() -> None:
+    async with serving(FakeEngine()) as client:
+        assert (await client.post("/v1/unload_lora_adapter", {"lora_name": "nobody"})).status == 404
+
+
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
+async def test_changing_adapters_can_be_switched_off(path: str) -> None:
+    fake = FakeEngine()
+    async with serving(fake, allow_lora_updates=False) as client:
+        answer = await client.post(path, {"lora_name": "a", "lora_path": "x"})
+    assert (answer.status, answer.error["type"]) == (403, "permission_error")
+    assert set(fake.loaded) == {"a", "b"}
+
+
+async def test_load_goes_on_when_its_client_has_left() -> None:
+    fake = FakeEngine(admin_gate=asyncio.Event())
+    async with serving(fake) as client:
+        load = asyncio.create_task(client.post("/v1/load_lora_adapter", {"lora_name": "new", "lora_path": "x"}))
+        await fake.changed.wait()
+        load.cancel()
+        await asyncio.wait({load})
+        fake.changed.clear()
+        assert fake.admin_gate is not None
+        fake.admin_gate.set()
+        await fake.changed.wait()
+    assert "new" in fake.loaded
+
+
+async def test_tokenize_and_detokenize_are_inverse() -> None:
+    async with serving(FakeEngine()) as client:
+        tokens = (await client.post("/tokenize", {"model": "a", "prompt": "aé"})).json
+        text = (await client.post("/detokenize", {"tokens": tokens["tokens"]})).json
+    assert tokens == {"count": 4, "max_model_len": 1000, "tokens": [BOS, 97, 195, 169], "token_strs": None}
+    assert text == {"prompt": "<s>aé"}
+
+
+async def test_tokenize_options() -> None:
+    async with serving(FakeEngine()) as client:
+        plain = await client.post("/tokenize", {"prompt": "a", "add_special_tokens": False, "return_token_strs": True})
+        chat = await client.post("/tokenize", {"messages": [{"role": "user", "content": "x"}]})
+    assert (plain.json["tokens"], plain.json["token_strs"]) == ([97], ["a"])
+    assert bytes(chat.json["tokens"][1:]) == b"user:x;assistant:"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "status", "param"),
+    [
+        ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": 3}, 400, "prompt"),
+        ("/tokenize", {"prompt": "a", "model": "nobody"}, 404, "model"),
+        ("/detokenize", {}, 400, "tokens"),
+        ("/detokenize", {"tokens": [1, 999]}, 400, "tokens"),
+        ("/detokenize", {"tokens": "abc"}, 400, "tokens"),
+    ],
+)
+async def test_bad_token_requests(path: str, fields: dict[str, Any], status: int, param: str) -> None:
+    async with serving(FakeEngine()) as client:
+        answer = await client.post(path, fields)
+    assert (answer.status, answer.error["param"]) == (status, param)

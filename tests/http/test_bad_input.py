@@ -1,0 +1,245 @@
+"""What is wrong with a request is said in OpenAI's shape, at once, and reaches no engine."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from caraserve.http.context import HttpTimings
+from tests.http.fake_engine import FakeEngine
+from tests.http.serving import serving
+
+NOT_JSON_OBJECTS = {
+    "not JSON": b"hello",
+    "empty": b"",
+    "an array": b'["prompt"]',
+    "a number": b"3",
+    "invalid UTF-8": b'{"prompt":"\xff\xfe"}',
+    "nested arrays": b'{"prompt":' + b"[" * 20_000 + b"]" * 20_000 + b"}",
+    "nested objects": b'{"a":' * 20_000 + b"1" + b"}" * 20_000,
+    "nested below orjson's limit": b'{"prompt":' + b"[" * 1000 + b"]" * 1000 + b"}",
+    "NaN": b'{"prompt":"a","temperature":NaN}',
+    "Infinity": b'{"prompt":"a","temperature":Infinity}',
+    "a number too large for a double": b'{"prompt":"a","temperature":1e999}',
+    "a lone surrogate": b'{"prompt":"\\ud800"}',
+    "a key twice": b'{"prompt":"a","prompt":"b"}',
+    "a key twice inside": b'{"prompt":"a","logit_bias":{"1":1,"1":2}}',
+    "trailing bytes": b'{"prompt":"a"}{"prompt":"b"}',
+}
+
+
+@pytest.mark.parametrize("body", NOT_JSON_OBJECTS.values(), ids=NOT_JSON_OBJECTS.keys())
+async def test_body_must_be_one_json_object(body: bytes) -> None:
+    fake = FakeEngine()
+    async with serving(fake) as client:
+        await client.get("/health")  # the connection and the first pass through the code are not what is timed
+        started_s = time.perf_counter()
+        answer = await client.post("/v1/completions", body)
+        took_s = time.perf_counter() - started_s
+        assert (answer.status, answer.error["type"]) == (400, "invalid_request_error")
+        assert len(answer.error["message"]) < 300
+        assert took_s < 0.05  # 10 ms and the noise of a busy machine
+        assert (await client.complete()).status == 200
+    assert len(fake.streams) == 1
+
+
+BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": None}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": 7}, "prompt"),
+    ({"prompt": {"text": "x"}}, "prompt"),
+    ({"prompt": ["a", 3]}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": [["a"]]}, "prompt"),
+    ({"prompt": "", "add_special_tokens": False}, "prompt"),
+    ({"prompt": ["x"] * 2049}, "prompt"),
+    ({"model": 3}, "model"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 7}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"min_p": 1.1}, "min_p"),
+    ({"n": 0}, "n"),
+    ({"n": 10**9}, "n"),
+    ({"n": 1, "best_of": 2}, "best_of"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 10**12}, "max_tokens"),
+    ({"max_tokens": 10**30}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 2, "min_tokens": 3}, "min_tokens"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"stop": ["x"] * 10_000}, "stop"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop": ["x", 1]}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"stop": "x" * 2000}, "stop"),
+    ({"stop_token_ids": [258]}, "stop_token_ids"),
+    ({"stop_token_ids": 3}, "stop_token_ids"),
+    ({"seed": 1.5}, "seed"),
+    ({"seed": 2**63}, "seed"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"echo": 1}, "echo"),
+    ({"presence_penalty": 2.1}, "presence_penalty"),
+    ({"frequency_penalty": -2.1}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"logit_bias": {"258": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"٣": 1}}, "logit_bias"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"1": 101}}, "logit_bias"),
+    ({"logit_bias": {"1": None}}, "logit_bias"),
+    ({"logit_bias": {str(key): 1 for key in range(301)}}, "logit_bias"),
+    ({"ignore_eos": "yes"}, "ignore_eos"),
+    ({"stream": 1}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage"),
+    ({"stream": True, "stream_options": []}, "stream_options"),
+    ({"user": 3}, "user"),
+    ({"user": "x" * 1000}, "user"),
+    ({"cache_salt": []}, "cache_salt"),
+    ({"suffix": "the end"}, "suffix"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"guided_json": {}}, "guided_json"),
+    ({"guided_regex": "a*"}, "guided_regex"),
+    ({"use_beam_search": True}, "use_beam_search"),
+    ({"prompt_embeds": "x"}, "prompt_embeds"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD_FIELDS, ids=str)
+async def test_bad_fields_are_named(fields: dict[str, Any], param: str) -> None:
+    fake = FakeEngine()
+    async with serving(fake) as client:
+        answer = await client.complete(**fields)
+    assert (answer.status, answer.error["type"], answer.error["param"]) == (400, "invalid_request_error", param)
+    assert param.split("_")[0] in answer.error["message"]
+    assert len(answer.error["message"]) < 300
+    assert not fake.streams
+
+
+@pytest.mark.parametrize("bad", [258, -1, 1.0, True, None, "a", 10**30])
+async def test_bad_token_ids_are_named_by_position(bad: object) -> None:
+    async with serving(FakeEngine()) as client:
+        flat = await client.complete(prompt=[1, 2, bad])
+        nested = await client.complete(prompt=[[1], [2, bad]])
+    assert (flat.status, nested.status) == (400, 400)
+    assert "prompt[2]" in flat.error["message"]
+    assert "prompt[1][1]" in nested.error["message"]
+
+
+@pytest.mark.parametrize(
+    "neutral",
+    [
+        {"suffix": None},
+        {"suffix": ""},
+        {"response_format": {"type": "text"}},
+        {"use_beam_search": False},
+        {"best_of": 1},
+        {"stop": []},
+        {"logit_bias": {}},
+        {"max_tokens": None},
+        {"stream_options": None},
+    ],
+)
+async def test_fields_that_ask_for_nothing_are_accepted(neutral: dict[str, Any]) -> None:
+    async with serving(FakeEngine()) as client:
+        assert (await client.complete(**neutral)).status == 200
+
+
+async def test_body_over_the_limit() -> None:
+    async with serving(FakeEngine(), max_body_bytes=1000) as client:
+        answer = await client.complete(prompt="x" * 2000)
+        assert (answer.status, answer.error["type"]) == (413, "invalid_request_error")
+        assert (await client.complete()).status == 200
+
+
+async def endless() -> AsyncIterator[bytes]:
+    for _ in range(100_000):
+        yield b"x" * 1000
+
+
+async def test_body_of_unknown_length_over_the_limit() -> None:
+    async with serving(FakeEngine(), max_body_bytes=10_000) as client:
+        answer = await client.request(
+            "POST", "/v1/completions", data=endless(), headers={"Content-Type": "application/json"}
+        )
+    assert answer.status == 413
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
+async def test_other_content_types(content_type: str) -> None:
+    async with serving(FakeEngine()) as client:
+        answer = await client.post("/v1/completions", b'{"prompt":"a"}', headers={"Content-Type": content_type})
+    assert answer.status == 415
+    assert "application/json" in answer.error["message"]
+
+
+async def exchange(port: int, data: bytes) -> bytes:
+    """What the server answers to raw bytes until it closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(data)
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+async def test_missing_content_type_is_json() -> None:
+    async with serving(FakeEngine()) as client:
+        answer = await exchange(
+            client.port,
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 14\r\n\r\n"
+            b'{"prompt":"a"}',
+        )
+    assert answer.startswith(b"HTTP/1.1 200")
+
+
+async def test_body_that_does_not_come() -> None:
+    async with serving(FakeEngine(), timings=HttpTimings(body_s=0.05, linger_s=0.05)) as client:
+        answer = await exchange(
+            client.port, b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{"pro'
+        )
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b'"type":"invalid_request_error"' in answer
+
+
+async def test_headers_that_do_not_come() -> None:
+    async with serving(FakeEngine(), timings=HttpTimings(keepalive_s=0.05)) as client:
+        assert await exchange(client.port, b"POST /v1/completions HTTP/1.1\r\nHost: loc") == b""
+
+
+async def test_header_block_over_the_limit() -> None:
+    async with serving(FakeEngine()) as client:
+        answer = await client.get("/health", headers={f"X-{index}": "x" * 6000 for index in range(3)})
+    assert answer.status == 431
+    assert answer.error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzzz\r\n{}\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 100_000 + b"\r\n\r\n",
+    ],
+    ids=["TLS", "broken chunks", "endless header"],
+)
+async def test_bytes_that_are_not_http(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(FakeEngine()) as client:
+        assert (await exchange(client.port, data)).startswith(b"HTTP/1.0 400")
+        assert (await client.get("/health")).status == 200
+    assert not caplog.records
+
+
+async def test_unknown_url_and_wrong_method() -> None:
+    async with serving(FakeEngine()) as client:
+        unknown = await client.get("/v1/nothing")
+        wrong = await client.get("/v1/completions")
+    assert (unknown.status, unknown.error["code"]) == (404, "unknown_url")
+    assert (wrong.status, wrong.error["type"], wrong.headers["Allow"]) == (405, "invalid_request_error", "POST")

@@ -1,0 +1,164 @@
+"""POST /v1/chat/completions: messages in, messages out."""
+
+from typing import Any
+
+import pytest
+
+from tests.http.fake_engine import BOS, FakeEngine
+from tests.http.serving import serving
+
+
+async def prompt_of(**fields: Any) -> str:
+    """The text that the template made of the messages."""
+    fake = FakeEngine()
+    async with serving(fake) as client:
+        answer = await client.chat(**fields)
+    assert answer.status == 200, answer.body
+    ids = fake.requests[0].prompt_ids
+    assert ids[0] == BOS
+    return bytes(ids[1:]).decode()
+
+
+async def test_answer_has_openai_shape() -> None:
+    async with serving(FakeEngine()) as client:
+        answer = (await client.chat(model="a")).json
+    assert answer.pop("id").startswith("chatcmpl-")
+    assert answer.pop("created") > 1_700_000_000
+    usage = answer.pop("usage")
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 3
+    assert answer == {
+        "object": "chat.completion",
+        "model": "a",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "Hi!"},
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+            }
+        ],
+    }
+
+
+async def test_messages_go_through_the_template() -> None:
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    assert await prompt_of(messages=messages) == "developer:Be brief.;user:hi;assistant:"
+
+
+async def test_text_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert await prompt_of(messages=[{"role": "user", "content": parts}]) == "user:one\ntwo;assistant:"
+
+
+async def test_long_conversations_are_rendered_too() -> None:
+    fake = FakeEngine(max_model_len=100_000)
+    async with serving(fake) as client:
+        await client.chat(messages=[{"role": "user", "content": "x" * 9000}])
+    assert len(fake.requests[0].prompt_ids) > 9000
+
+
+@pytest.mark.parametrize(
+    ("fields", "ending"),
+    [({}, "assistant:"), ({"add_generation_prompt": False}, ";"), ({"continue_final_message": True}, ";")],
+)
+async def test_the_assistants_turn_is_opened_unless_told_otherwise(fields: dict[str, Any], ending: str) -> None:
+    assert (await prompt_of(**fields)).endswith(ending)
+
+
+async def test_default_length_is_the_room_left() -> None:
+    fake = FakeEngine()
+    async with serving(fake) as client:
+        await client.chat()
+    (request,) = fake.requests
+    assert request.params.max_tokens + len(request.prompt_ids) == fake.max_model_len
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"), [({"max_tokens": 5}, 5), ({"max_tokens": 5, "max_completion_tokens": 7}, 7)]
+)
+async def test_max_completion_tokens_wins(fields: dict[str, int], expected: int) -> None:
+    fake = FakeEngine()
+    async with serving(fake) as client:
+        await client.chat(**fields)
+    assert fake.requests[0].params.max_tokens == expected
+
+
+async def test_logprobs_have_bytes_and_alternatives() -> None:
+    async with serving(FakeEngine()) as client:
+        answer = (await client.chat(logprobs=True, top_logprobs=2, max_tokens=1)).json
+    first = {"token": "H", "logprob": -0.5, "bytes": [72]}
+    other = {"token": "I", "logprob": -1.5, "bytes": [73]}
+    assert answer["choices"][0]["logprobs"] == {"content": [first | {"top_logprobs": [first, other]}]}
+
+
+async def test_logprobs_alone_score_the_chosen_token() -> None:
+    fake = FakeEngine()
+    async with serving(fake) as client:
+        answer = (await client.chat(logprobs=True)).json
+    assert fake.requests[0].params.logprobs == 0
+    assert answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+
+
+async def test_several_answers() -> None:
+    fake = FakeEngine()
+    async with serving(fake) as client:
+        answer = (await client.chat(n=2, seed=-1)).json
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert [request.params.seed for request in fake.requests] == [2**63 - 1, 0]
+
+
+async def test_tools_are_let_through_where_they_are_not_to_be_used() -> None:
+    assert await prompt_of(tools=[{"type": "function"}], tool_choice="none")
+
+
+async def test_token_ids_on_request() -> None:
+    async with serving(FakeEngine()) as client:
+        answer = (await client.chat(return_token_ids=True)).json
+    assert answer["prompt_token_ids"][0] == BOS
+    assert answer["choices"][0]["token_ids"] == list(b"Hi!")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": ["hello"]}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
+            "messages",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 10**12}, "max_tokens"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}], "tool_choice": "auto"}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"broken": True}}, "messages"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"echo": True}, "echo"),
+    ],
+)
+async def test_bad_fields_are_named(fields: dict[str, Any], param: str) -> None:
+    fake = FakeEngine()
+    async with serving(fake) as client:
+        answer = await client.chat(**fields)
+    assert (answer.status, answer.error["type"], answer.error["param"]) == (400, "invalid_request_error", param)
+    assert not fake.streams

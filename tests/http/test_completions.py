@@ -1,0 +1,296 @@
+"""POST /v1/completions: what each field becomes in the engine, and the shape of what comes back."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from caraserve.errors import BackendFailed, Draining, Overloaded
+from caraserve.request import GenerateRequest, TokenDelta
+from tests.http.fake_engine import BOS, FakeEngine, finish, scored
+from tests.http.serving import serving
+
+
+async def submitted(fields: dict[str, Any], **engine: Any) -> list[GenerateRequest]:
+    """The engine requests that a body becomes."""
+    fake = FakeEngine(**engine)
+    async with serving(fake) as client:
+        answer = await client.complete(**fields)
+    assert answer.status == 200, answer.body
+    return fake.requests
+
+
+async def test_answer_has_openai_shape() -> None:
+    async with serving(FakeEngine()) as client:
+        answer = (await client.complete(model="a")).json
+    assert answer.pop("id").startswith("cmpl-")
+    assert answer.pop("created") > 1_700_000_000
+    assert answer == {
+        "object": "text_completion",
+        "model": "a",
+        "choices": [{"index": 0, "text": "Hi!", "logprobs": None, "finish_reason": "stop", "stop_reason": None}],
+        "usage": {
+            "prompt_tokens": 3,
+            "completion_tokens": 3,
+            "total_tokens": 6,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
+    }
+
+
+async def test_phases_are_in_a_header() -> None:
+    async with serving(FakeEngine()) as client:
+        answer = await client.complete()
+    assert answer.headers["x-caraserve-phases"] == "queued=1.000;load=2.000;prefill=3.000;decode=4.000"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("ab", [(BOS, 97, 98)]),
+        (["a", "b"], [(BOS, 97), (BOS, 98)]),
+        ([1, 2], [(1, 2)]),
+        ([[1], [2, 3]], [(1,), (2, 3)]),
+        (["a", [5]], [(BOS, 97), (5,)]),
+    ],
+)
+async def test_prompt_forms(prompt: object, expected: list[tuple[int, ...]]) -> None:
+    assert [request.prompt_ids for request in await submitted({"prompt": prompt})] == expected
+
+
+async def test_special_tokens_may_be_left_out() -> None:
+    (request,) = await submitted({"prompt": "a", "add_special_tokens": False})
+    assert request.prompt_ids == (97,)
+
+
+async def test_long_text_is_encoded_too() -> None:
+    (request,) = await submitted({"prompt": "x" * 5000}, max_model_len=10_000)
+    assert len(request.prompt_ids) == 5001
+
+
+async def test_defaults_are_openais() -> None:
+    (request,) = await submitted({})
+    params = request.params
+    assert (request.adapter, request.tenant, request.cache_salt) == (None, "default", "")
+    assert (params.max_tokens, params.temperature, params.top_p, params.top_k, params.seed) == (16, 1.0, 1.0, 0, None)
+
+
+async def test_model_defaults_apply_where_a_request_says_nothing() -> None:
+    model = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1}
+    (request,) = await submitted({"top_p": 0.5}, default_sampling=model)
+    params = request.params
+    assert (params.temperature, params.top_p, params.top_k, params.repetition_penalty) == (0.6, 0.5, 20, 1.1)
+
+
+async def test_every_sampling_field_arrives() -> None:
+    fields = {
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "temperature": 0,
+        "top_p": 0.5,
+        "top_k": 7,
+        "min_p": 0.1,
+        "seed": 3,
+        "stop": ["x", "yy"],
+        "stop_token_ids": [5],
+        "include_stop_str_in_output": True,
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "presence_penalty": 1,
+        "frequency_penalty": -2,
+        "repetition_penalty": 1.5,
+        "logit_bias": {"7": -100, "9": 1.5},
+        "logprobs": 4,
+    }
+    (request,) = await submitted(fields | {"user": "u1", "cache_salt": "s"})
+    params = request.params
+    assert {name: getattr(params, name) for name in fields} == fields | {
+        "stop": ("x", "yy"),
+        "stop_token_ids": (5,),
+        "logit_bias": ((7, -100.0), (9, 1.5)),
+    }
+    assert (request.tenant, request.cache_salt) == ("u1", "s")
+
+
+@pytest.mark.parametrize("top_k", [-1, 0])
+async def test_top_k_minus_one_and_zero_mean_off(top_k: int) -> None:
+    (request,) = await submitted({"top_k": top_k})
+    assert request.params.top_k == 0
+
+
+async def test_each_prompt_and_answer_is_one_request_with_its_own_seed() -> None:
+    fake = FakeEngine()
+    async with serving(fake) as client:
+        answer = (await client.complete(prompt=["a", "b"], n=2, seed=10)).json
+    assert [request.params.seed for request in fake.requests] == [10, 11, 10, 11]
+    assert [request.request_id for request in fake.requests] == [f"{answer['id']}-{index}" for index in range(4)]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert answer["usage"]["prompt_tokens"] == 4  # each prompt once
+    assert answer["usage"]["completion_tokens"] == 12
+
+
+@pytest.mark.parametrize("model", ["a", "org/base:a"])
+async def test_adapter_is_named_by_model(model: str) -> None:
+    (request,) = await submitted({"model": model})
+    assert request.adapter == "a"
+
+
+@pytest.mark.parametrize("model", ["org/base", "", None])
+async def test_base_model_is_the_default(model: str | None) -> None:
+    (request,) = await submitted({"model": model})
+    assert request.adapter is None
+
+
+@pytest.mark.parametrize("model", ["gpt-4", "org/base:zzz", "org/base:", "x" * 1000])
+async def test_unknown_model_is_never_the_base(model: str) -> None:
+    fake = FakeEngine()
+    async with serving(fake) as client:
+        answer = await client.complete(model=model)
+    assert answer.status == 404
+    assert (answer.error["type"], answer.error["code"], answer.error["param"]) == (
+        "NotFoundError",
+        "model_not_found",
+        "model",
+    )
+    assert not fake.streams
+
+
+async def test_logprobs() -> None:
+    async with serving(FakeEngine()) as client:
+        answer = (await client.complete(logprobs=3)).json
+    assert answer["choices"][0]["logprobs"] == {
+        "tokens": ["H", "i", "!"],
+        "token_logprobs": [-0.5, -0.5, -0.5],
+        "text_offset": [0, 1, 2],
+        "top_logprobs": [
+            {"H": -0.5, "I": -1.5, "J": -9999.0},
+            {"i": -0.5, "j": -1.5, "k": -9999.0},
+            {"!": -0.5, '"': -1.5, "#": -9999.0},
+        ],
+    }
+
+
+async def test_chosen_token_is_among_the_top_even_when_it_is_not_the_best() -> None:
+    def unlikely(request: GenerateRequest) -> list[TokenDelta]:
+        best = scored(ord("x"), 1)
+        chosen = type(best)(ord("q"), -7.0, best.top)
+        return [TokenDelta("q", (ord("q"),), (chosen,), finish=finish(request, 1))]
+
+    async with serving(FakeEngine(script=unlikely)) as client:
+        answer = (await client.complete(logprobs=1)).json
+    assert answer["choices"][0]["logprobs"]["top_logprobs"] == [{"q": -7.0, "x": -0.5}]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+async def test_scoring_a_prompt_as_evaluations_do(max_tokens: int) -> None:
+    fake = FakeEngine()
+    async with serving(fake) as client:
+        fields = {"prompt": [97, 98, 99], "echo": True, "logprobs": 1, "max_tokens": max_tokens}
+        answer = (await client.complete(**fields)).json
+    assert fake.requests[0].params.prompt_logprobs == 1
+    choice = answer["choices"][0]
+    generated = "H" * max_tokens
+    assert choice["text"] == "abc" + generated
+    assert choice["logprobs"]["tokens"] == list("abc" + generated)
+    assert choice["logprobs"]["token_logprobs"] == [None] + [-0.5] * (2 + max_tokens)
+    assert choice["logprobs"]["top_logprobs"][:2] == [None, {"b": -0.5}]
+    assert choice["logprobs"]["text_offset"] == list(range(3 + max_tokens))
+
+
+async def test_echo_without_logprobs_repeats_the_prompt_as_it_was_written() -> None:
+    async with serving(FakeEngine()) as client:
+        answer = (await client.complete(prompt="äb", echo=True)).json
+    assert answer["choices"][0]["text"] == "äbHi!"
+
+
+async def test_token_ids_on_request() -> None:
+    async with serving(FakeEngine()) as client:
+        choice = (await client.complete(return_token_ids=True)).json["choices"][0]
+    assert choice["prompt_token_ids"] == [BOS, 97, 98]
+    assert choice["token_ids"] == list(b"Hi!")
+
+
+async def test_stop_reason_and_cached_tokens_are_told() -> None:
+    def stopped(request: GenerateRequest) -> list[TokenDelta]:
+        ended = finish(request, 1, stop_reason="END")
+        return [TokenDelta("x", (120,), finish=type(ended)("stop", 3, 1, 2, ended.phases, "END"))]
+
+    async with serving(FakeEngine(script=stopped)) as client:
+        answer = (await client.complete()).json
+    assert answer["choices"][0]["stop_reason"] == "END"
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+async def test_default_length_shrinks_to_the_room_left() -> None:
+    (request,) = await submitted({"prompt": [1] * 990})
+    assert request.params.max_tokens == 10
+
+
+@pytest.mark.parametrize(
+    ("fields", "numbers"),
+    [({"prompt": [1] * 990, "max_tokens": 11}, ("1000", "1001")), ({"prompt": [1] * 1000}, ("1000", "1000"))],
+)
+async def test_too_long_for_the_context_names_both_numbers(fields: dict[str, Any], numbers: tuple[str, str]) -> None:
+    async with serving(FakeEngine()) as client:
+        answer = await client.complete(**fields)
+    assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+    assert all(number in answer.error["message"] for number in numbers)
+
+
+async def test_overload_says_when_to_come_again_and_has_no_effects() -> None:
+    fake = FakeEngine(script=None, refusals={2: Overloaded("The queue is full.", retry_after_s=1.2)})
+    async with serving(fake) as client:
+        answer = await client.complete(n=3)
+    assert (answer.status, answer.error["type"]) == (429, "rate_limit_error")
+    assert (answer.headers["Retry-After"], answer.headers["retry-after-ms"]) == ("2", "1200")
+    assert [stream.cancelled.is_set() for stream in fake.streams] == [True, True]
+
+
+async def test_draining_is_503() -> None:
+    async with serving(FakeEngine(refusals={0: Draining("Stopping.", retry_after_s=3)})) as client:
+        answer = await client.complete()
+    assert (answer.status, answer.headers["Retry-After"]) == (503, "3")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_failure_before_the_first_token_has_a_status(stream: bool) -> None:
+    def fails(request: GenerateRequest) -> list[TokenDelta]:
+        return [TokenDelta("", (), finish=finish(request, 0, "error", error=BackendFailed("device lost")))]
+
+    async with serving(FakeEngine(script=fails)) as client:
+        answer = await client.complete(stream=stream)
+    assert answer.status == 500
+    assert answer.error == {"message": "device lost", "type": "server_error", "param": None, "code": "backend_failed"}
+
+
+async def test_one_failed_answer_cancels_its_siblings() -> None:
+    fake = FakeEngine(script=None)
+    async with serving(fake) as client:
+        pending = asyncio.create_task(client.complete(n=3))
+        streams = await fake.submitted(3)
+        streams[1].end(0, "error", BackendFailed("device lost"))
+        assert (await pending).status == 500
+    assert [stream.cancelled.is_set() for stream in streams] == [True, False, True]
+
+
+async def test_server_side_cancel_is_no_answer() -> None:
+    def cancelled(request: GenerateRequest) -> list[TokenDelta]:
+        return [TokenDelta("half", (1,)), TokenDelta("", (), finish=finish(request, 1, "cancelled"))]
+
+    async with serving(FakeEngine(script=cancelled)) as client:
+        assert (await client.complete()).status == 503
+
+
+async def test_defect_is_500_and_names_the_request_but_not_the_defect(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(FakeEngine(refusals={0: ZeroDivisionError("secret")})) as client:
+        answer = await client.complete()
+    assert (answer.status, answer.error["type"]) == (500, "server_error")
+    assert answer.headers["X-Request-Id"] in answer.error["message"]
+    assert "secret" not in answer.error["message"]
+    assert "secret" in caplog.text
+
+
+async def test_unknown_fields_change_nothing() -> None:
+    (plain,) = await submitted({})
+    (request,) = await submitted({"store": True, "metadata": {}, "whatever": [1]})
+    assert request.params == plain.params

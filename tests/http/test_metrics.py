@@ -1,0 +1,149 @@
+"""Names, labels and values of /metrics, and that counting is cheap."""
+
+import time
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from caraserve.metrics import MAX_ADAPTER_LABELS, Metrics
+from caraserve.request import Finish, FinishReason, Phases
+from tests.http.fake_engine import FakeSnapshot
+from tests.http.serving import new_metrics
+
+LABELS = {"model_name": "org/base", "engine": "0"}
+
+
+def samples(metrics: Metrics, snapshot: FakeSnapshot | None = None) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """What a scraper reads, by sample name."""
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    text = metrics.render(snapshot or FakeSnapshot(), {"a": 8, "b": 64}).decode()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return found
+
+
+def ended(reason: FinishReason = "stop", **changes: Any) -> Finish:
+    fields = {"prompt_tokens": 10, "completion_tokens": 5, "cached_tokens": 4, "phases": Phases(100, 20, 30, 400)}
+    return Finish(reason, **fields | changes)
+
+
+async def test_state_is_that_of_the_snapshot() -> None:
+    found = samples(new_metrics())
+    assert found["vllm:num_requests_running"] == [(LABELS, 2.0)]
+    assert found["vllm:num_requests_waiting"] == [(LABELS, 1.0)]
+    assert found["vllm:kv_cache_usage_perc"] == [(LABELS, 0.25)]
+    assert found["vllm:cache_config_info"] == [({"block_size": "16", "num_gpu_blocks": "100", "engine": "0"}, 1.0)]
+
+
+async def test_gateways_see_which_adapters_run() -> None:
+    before_s = time.time()
+    ((labels, value),) = samples(new_metrics(), FakeSnapshot(waiting_adapters=("c",)))["vllm:lora_requests_info"]
+    assert labels == {"max_lora": "64", "running_lora_adapters": "a,b", "waiting_lora_adapters": "c"}
+    assert before_s <= value <= time.time()
+
+
+async def test_residency_by_tier() -> None:
+    found = samples(new_metrics())
+    assert found["vllm:num_gpu_loaded_lora_adapters"] == [(LABELS, 2.0)]
+    assert found["vllm:num_cpu_loaded_lora_adapters"] == [(LABELS, 1.0)]
+    loaded = [
+        (labels["adapter_name"], labels["level"], labels["rank"]) for labels, _ in found["vllm:lora_adapter_loaded"]
+    ]
+    assert loaded == [("a", "gpu", "8"), ("b", "gpu", "64"), ("a", "cpu", "8")]
+
+
+async def test_ten_thousand_adapters_do_not_swell_the_page() -> None:
+    names = tuple(f"adapter-{index}-{'x' * 100}" for index in range(10_000))
+    snapshot = FakeSnapshot(running_adapters=names, waiting_adapters=names, device_adapters=names, host_adapters=names)
+    text = new_metrics().render(snapshot, {})
+    assert text.count(b"vllm:lora_adapter_loaded{") == 2 * MAX_ADAPTER_LABELS
+    assert len(text) < 200_000
+
+
+async def test_an_ended_request_is_counted_everywhere() -> None:
+    metrics = new_metrics()
+    metrics.observe_finish(ended())
+    found = samples(metrics)
+    assert found["vllm:prompt_tokens_total"] == [(LABELS, 10.0)]
+    assert found["vllm:generation_tokens_total"] == [(LABELS, 5.0)]
+    assert found["vllm:prefix_cache_hits_total"] == [(LABELS, 4.0)]
+    sums = {name.removesuffix("_sum"): values[0][1] for name, values in found.items() if name.endswith("_sum")}
+    assert sums["vllm:e2e_request_latency_seconds"] == pytest.approx(0.55)
+    assert sums["vllm:request_queue_time_seconds"] == pytest.approx(0.1)
+    assert sums["vllm:request_prefill_time_seconds"] == pytest.approx(0.03)
+    assert sums["vllm:request_decode_time_seconds"] == pytest.approx(0.4)
+    assert sums["vllm:request_inference_time_seconds"] == pytest.approx(0.43)
+    assert sums["vllm:request_time_per_output_token_seconds"] == pytest.approx(0.1)
+    phases = {labels["phase"]: value for labels, value in found["caraserve:request_phase_seconds_sum"]}
+    assert phases == pytest.approx({"queued": 0.1, "load": 0.02, "prefill": 0.03, "decode": 0.4})
+
+
+@pytest.mark.parametrize(
+    ("reason", "name"), [("stop", "stop"), ("length", "length"), ("cancelled", "abort"), ("error", "error")]
+)
+async def test_reasons_have_vllms_names(reason: FinishReason, name: str) -> None:
+    metrics = new_metrics()
+    metrics.observe_finish(ended(reason))
+    counts = {labels["finished_reason"]: value for labels, value in samples(metrics)["vllm:request_success_total"]}
+    assert counts == {"stop": 0, "length": 0, "abort": 0, "error": 0} | {name: 1}
+
+
+async def test_an_abandoned_request_does_not_colour_the_latencies() -> None:
+    metrics = new_metrics()
+    metrics.observe_finish(ended("cancelled"))
+    assert samples(metrics)["vllm:e2e_request_latency_seconds_count"] == [(LABELS, 0.0)]
+
+
+async def test_a_single_token_has_no_time_per_later_token() -> None:
+    metrics = new_metrics()
+    metrics.observe_finish(ended(completion_tokens=1))
+    assert samples(metrics)["vllm:request_time_per_output_token_seconds_count"] == [(LABELS, 0.0)]
+
+
+async def test_buckets_are_cumulative_and_hold_their_upper_bound() -> None:
+    metrics = new_metrics()
+    for num_tokens in (1, 8, 9, 10**6):
+        metrics.observe_iteration(num_tokens, ms=2.0)
+    buckets = {labels["le"]: value for labels, value in samples(metrics)["vllm:iteration_tokens_total_bucket"]}
+    assert (buckets["1.0"], buckets["8.0"], buckets["16.0"], buckets["16384.0"], buckets["+Inf"]) == (1, 2, 3, 3, 4)
+    assert metrics.computed_tokens == 1_000_018
+
+
+async def test_tokens_and_loads() -> None:
+    metrics = new_metrics()
+    metrics.observe_first_token(0.2)
+    metrics.observe_token_gap(0.01)
+    metrics.observe_token_gap(0.03)
+    metrics.observe_load("overlapped", 0.5)
+    metrics.observe_preemption()
+    found = samples(metrics)
+    assert found["vllm:time_to_first_token_seconds_sum"] == [(LABELS, 0.2)]
+    assert found["vllm:inter_token_latency_seconds_count"] == [(LABELS, 2.0)]
+    assert found["vllm:lora_adapter_load_seconds_sum"] == [(LABELS, 0.5)]
+    assert found["caraserve:adapter_loads_total"] == [(LABELS | {"mode": "overlapped", "outcome": "ok"}, 1.0)]
+    assert found["vllm:num_preemptions_total"] == [(LABELS, 1.0)]
+
+
+async def test_recent_latencies() -> None:
+    metrics = new_metrics()
+    assert (metrics.first_token().p50_ms, metrics.first_token().p95_ms) == (None, None)
+    for ms in range(1, 102):
+        metrics.observe_token_gap(ms / 1000)
+    assert metrics.token_gap().p50_ms == pytest.approx(51)
+    assert metrics.token_gap().p95_ms == pytest.approx(96)
+
+
+async def test_counting_costs_microseconds() -> None:
+    metrics, finish = new_metrics(), ended()
+    best_s = min(_timed(metrics, finish) for _ in range(20))
+    assert best_s / 100 < 20e-6  # 3 µs on an idle machine; the bound leaves room for a busy one
+
+
+def _timed(metrics: Metrics, finish: Finish) -> float:
+    started_s = time.perf_counter()
+    for _ in range(100):
+        metrics.observe_finish(finish)
+        metrics.observe_token_gap(0.01)
+    return time.perf_counter() - started_s

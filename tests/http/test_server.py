@@ -1,0 +1,204 @@
+"""The server around the API: access, probes, request ids, start and stop, the page."""
+
+import asyncio
+import socket
+
+import pytest
+
+from caraserve.errors import ConfigError, Draining
+from caraserve.http.app import make_app, start_http
+from tests.http.fake_engine import FakeEngine, FakeSnapshot
+from tests.http.serving import http_config, new_metrics, serving
+
+KEY = "sk-päss"
+
+
+@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer wrong", f"Basic {KEY}", KEY, "Bearer ÿ"])
+async def test_wrong_keys(header: str | None) -> None:
+    fake = FakeEngine()
+    async with serving(fake, api_key=KEY) as client:
+        answer = await client.complete(headers=None if header is None else {"Authorization": header})
+    assert (answer.status, answer.error["type"]) == (401, "authentication_error")
+    assert answer.headers["WWW-Authenticate"].startswith("Bearer")
+    assert not fake.streams
+
+
+async def test_right_key() -> None:
+    async with serving(FakeEngine(), api_key=KEY) as client:
+        assert (await client.complete(headers={"Authorization": f"Bearer {KEY}"})).status == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/v1/load_lora_adapter", "/load_lora_adapter", "/tokenize", "/stats", "/nothing"]
+)
+async def test_routes_that_need_the_key(path: str) -> None:
+    async with serving(FakeEngine(), api_key=KEY) as client:
+        assert (await client.get(path)).status == 401
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/ping", "/version", "/metrics", "/"])
+async def test_routes_that_are_open(path: str) -> None:
+    async with serving(FakeEngine(), api_key=KEY) as client:
+        assert (await client.get(path)).status == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "localhost:8000", "127.0.0.1:1", "[::1]:80", "app.localhost", "10.0.0.7"]
+)
+async def test_hosts_that_cannot_be_rebound(host: str) -> None:
+    async with serving(FakeEngine()) as client:
+        assert (await client.complete(headers={"Host": host})).status == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "evil.example"},
+        {"Host": "127.0.0.1.evil.example:8000"},
+        {"Host": "["},
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+    ],
+    ids=str,
+)
+async def test_web_pages_of_others_are_kept_out_of_a_keyless_local_server(headers: dict[str, str]) -> None:
+    fake = FakeEngine()
+    async with serving(fake) as client:
+        answer = await client.complete(headers=headers)
+    assert (answer.status, answer.error["type"]) == (403, "permission_error")
+    assert not fake.streams
+
+
+async def test_local_pages_may_ask() -> None:
+    async with serving(FakeEngine()) as client:
+        assert (await client.complete(headers={"Origin": "http://localhost:3000"})).status == 200
+
+
+async def test_any_host_will_do_with_a_key() -> None:
+    async with serving(FakeEngine(), api_key=KEY) as client:
+        headers = {"Host": "llm.example", "Authorization": f"Bearer {KEY}"}
+        assert (await client.complete(headers=headers)).status == 200
+
+
+async def test_request_id_comes_back() -> None:
+    async with serving(FakeEngine()) as client:
+        assert (await client.complete(headers={"X-Request-Id": "abc-1"})).headers["X-Request-Id"] == "abc-1"
+        assert (await client.complete(prompt=3, headers={"X-Request-Id": "abc-2"})).headers["X-Request-Id"] == "abc-2"
+
+
+@pytest.mark.parametrize("given", ["a b", "x" * 129, "<script>", "é"])
+async def test_request_id_that_could_do_harm_is_replaced(given: str) -> None:
+    async with serving(FakeEngine()) as client:
+        sent_back = (await client.get("/health", headers={"X-Request-Id": given})).headers["X-Request-Id"]
+    assert len(sent_back) == 32
+
+
+async def test_version() -> None:
+    async with serving(FakeEngine()) as client:
+        assert (await client.get("/version")).json["version"]
+
+
+async def test_draining_server_is_healthy_but_not_ready() -> None:
+    async with serving(FakeEngine(draining=True)) as client:
+        ready = await client.get("/ready")
+        assert (await client.get("/health")).status == 200
+    assert (ready.status, ready.headers["Retry-After"]) == (503, "1")
+
+
+async def test_requests_that_run_at_the_stop_are_answered_and_new_connections_refused() -> None:
+    fake = FakeEngine(script=None)
+    app = make_app(fake, http_config(drain_timeout_s=10.0), new_metrics(), allow_lora_updates=False)
+    runner, port = await start_http(app, http_config(drain_timeout_s=10.0))
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 14\r\n\r\n{"prompt":"a"}')
+    (stream,) = await fake.submitted()
+    stopping = asyncio.create_task(runner.cleanup())
+    refused = False
+    while not refused:
+        try:
+            (await asyncio.open_connection("127.0.0.1", port))[1].close()
+        except ConnectionError:
+            refused = True
+        await asyncio.sleep(0)
+    stream.end()
+    assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
+    writer.close()
+    await stopping
+
+
+async def test_requests_that_outlast_the_drain_timeout_are_cancelled() -> None:
+    fake = FakeEngine(script=None)
+    config = http_config(drain_timeout_s=0.05)
+    runner, port = await start_http(make_app(fake, config, new_metrics(), allow_lora_updates=False), config)
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 14\r\n\r\n{"prompt":"a"}')
+    (stream,) = await fake.submitted()
+    await runner.cleanup()
+    await stream.cancelled.wait()
+    writer.close()
+
+
+async def test_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        config = http_config(port=other.getsockname()[1])
+        with pytest.raises(ConfigError, match=r"another process does; choose another --port"):
+            await start_http(make_app(FakeEngine(), config, new_metrics(), allow_lora_updates=False), config)
+
+
+async def test_host_that_is_not_ours() -> None:
+    config = http_config(host="203.0.113.1")
+    with pytest.raises(ConfigError, match=r"203\.0\.113\.1.*--host"):
+        await start_http(make_app(FakeEngine(), config, new_metrics(), allow_lora_updates=False), config)
+
+
+async def test_page_is_self_contained() -> None:
+    async with serving(FakeEngine()) as client:
+        answer = await client.get("/")
+    assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+    for outside in (b"http://", b"https://", b"src=", b"innerHTML", b"insertAdjacentHTML"):
+        assert outside not in answer.body
+
+
+async def test_stats_put_every_adapter_in_one_tier() -> None:
+    fake = FakeEngine(shown=FakeSnapshot(device_adapters=("a",), host_adapters=("a", "b")))
+    await fake.load_adapter("c", "/c")
+    async with serving(fake) as client:
+        stats = (await client.get("/stats")).json
+    assert {tier: [one["name"] for one in adapters["shown"]] for tier, adapters in stats["tiers"].items()} == {
+        "device": ["a"],
+        "host": ["b"],
+        "disk": ["c"],
+    }
+    assert (stats["running"], stats["waiting"], stats["kv_used_blocks"], stats["kv_total_blocks"]) == (2, 1, 25, 100)
+    assert stats["running_adapters"] == ["a", "b"]
+
+
+async def test_stats_of_ten_thousand_adapters_stay_small() -> None:
+    names = tuple(f"adapter-{index}" for index in range(10_000))
+    fake = FakeEngine(shown=FakeSnapshot(device_adapters=names, host_adapters=names))
+    async with serving(fake) as client:
+        answer = await client.get("/stats")
+    assert answer.json["tiers"]["device"]["count"] == 10_000
+    assert len(answer.body) < 50_000
+
+
+async def test_metrics_count_responses_by_route_not_by_url() -> None:
+    async with serving(FakeEngine()) as client:
+        await client.get("/v1/models/a")
+        await client.get("/v1/models/nobody")
+        await client.get("/secret-1")
+        answer = await client.get("/metrics")
+    text = answer.body.decode()
+    assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    assert (
+        'caraserve:http_responses_total{engine="0",model_name="org/base",route="/v1/models/{model}",status="404"} 1.0'
+        in text
+    )
+    assert 'route="unknown",status="404"} 1.0' in text
+    assert "secret-1" not in text
+
+
+async def test_draining_error_reaches_a_stream_request_as_a_status() -> None:
+    async with serving(FakeEngine(refusals={0: Draining("Stopping.", retry_after_s=2)})) as client:
+        assert (await client.complete(stream=True)).status == 503

@@ -1,0 +1,274 @@
+"""Server-sent events: their bytes, their order, and what a slow, silent or vanished client costs."""
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from caraserve.errors import BackendFailed
+from caraserve.http.context import HttpTimings
+from caraserve.request import GenerateRequest, TokenDelta
+from tests.http.fake_engine import BOS, FakeEngine, finish
+from tests.http.serving import Client, serving
+
+FIELDS: dict[str, Any] = {"prompt": "ab", "stream": True}
+
+
+def begun(request: GenerateRequest) -> list[TokenDelta]:
+    """A first delta, with which the response starts; the rest is the test's."""
+    return [TokenDelta("x", (1,))]
+
+
+def joined(lists: Iterable[list[Any]]) -> list[Any]:
+    return [value for values in lists for value in values]
+
+
+async def read_event(response: Any) -> bytes:
+    """The next event or comment, without its blank line."""
+    return (await response.content.readuntil(b"\n\n")).removesuffix(b"\n\n")
+
+
+async def read_chunk(response: Any) -> Any:
+    return json.loads((await read_event(response)).removeprefix(b"data: "))
+
+
+async def raw_post(client: Client, path: str, fields: dict[str, Any]) -> tuple[Any, asyncio.StreamWriter]:
+    """Sends a request over a bare connection, whose receive buffer is small."""
+    link = socket.socket()
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    link.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(link, ("127.0.0.1", client.port))
+    reader, writer = await asyncio.open_connection(sock=link, limit=1 << 12)
+    body = json.dumps(fields).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    )
+    writer.write(head.encode() + b"\r\n" + body)
+    return reader, writer
+
+
+async def test_headers() -> None:
+    async with serving(FakeEngine()) as client:
+        headers = (await client.complete(stream=True)).headers
+    assert headers["Content-Type"] == "text/event-stream; charset=utf-8"
+    assert headers["Cache-Control"] == "no-cache"
+    assert headers["X-Accel-Buffering"] == "no"
+    assert headers["X-Request-Id"]
+
+
+async def test_bytes_of_a_completion_stream() -> None:
+    async with serving(FakeEngine()) as client:
+        answer = await client.complete(stream=True, model="a", max_tokens=2)
+    first = answer.events[0]
+    head = b'data: {"id":"%b","object":"text_completion","created":%d,"model":"a","choices":[{"index":0,"text":' % (
+        first["id"].encode(),
+        first["created"],
+    )
+    assert answer.body == (
+        head + b'"H","logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n'
+        + head + b'"i","logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n'
+        + head + b'"","logprobs":null,"finish_reason":"length","stop_reason":null}]}\n\n'
+        + b"data: [DONE]\n\n"
+    )  # fmt: skip
+
+
+async def test_chat_stream_is_role_then_text_then_finish() -> None:
+    async with serving(FakeEngine()) as client:
+        events = (await client.chat(stream=True, max_tokens=2)).events
+    assert {(event["object"], event["id"]) for event in events} == {("chat.completion.chunk", events[0]["id"])}
+    assert [event["choices"][0]["delta"] for event in events] == [
+        {"role": "assistant", "content": ""},
+        {"content": "H"},
+        {"content": "i"},
+        {},
+    ]
+    assert [event["choices"][0]["finish_reason"] for event in events] == [None, None, None, "length"]
+
+
+async def test_chat_text_that_comes_with_the_finish_is_not_lost() -> None:
+    def at_once(request: GenerateRequest) -> list[TokenDelta]:
+        return [TokenDelta("all", (1, 2), finish=finish(request, 2))]
+
+    async with serving(FakeEngine(script=at_once)) as client:
+        events = (await client.chat(stream=True)).events
+    assert [event["choices"][0]["delta"] for event in events] == [
+        {"role": "assistant", "content": ""},
+        {"content": "all"},
+        {},
+    ]
+
+
+async def test_usage_is_null_until_the_last_event() -> None:
+    async with serving(FakeEngine()) as client:
+        *chunks, last = (await client.complete(stream=True, stream_options={"include_usage": True}, n=2)).events
+    assert [chunk["usage"] for chunk in chunks] == [None] * 8
+    assert last["choices"] == []
+    assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (3, 6)
+
+
+async def test_no_usage_unless_asked() -> None:
+    async with serving(FakeEngine()) as client:
+        assert all("usage" not in event for event in (await client.complete(stream=True)).events)
+
+
+async def test_continuous_usage_counts_up() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with serving(FakeEngine()) as client:
+        events = (await client.complete(stream=True, stream_options=options)).events
+    assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 3, 3]
+
+
+async def test_answers_of_one_request_share_the_stream_and_keep_their_order() -> None:
+    async with serving(FakeEngine()) as client:
+        events = (await client.complete(stream=True, prompt=["a", "b"], n=2)).events
+    texts = ["", "", "", ""]
+    for event in events:
+        (choice,) = event["choices"]
+        texts[choice["index"]] += choice["text"]
+    assert texts == ["Hi!"] * 4
+
+
+async def test_logprobs_of_a_stream_add_up_to_those_of_a_whole_answer() -> None:
+    fields = {"logprobs": 1, "echo": True}
+    async with serving(FakeEngine()) as client:
+        whole = (await client.complete(**fields)).json["choices"][0]
+        events = (await client.complete(**fields, stream=True)).events
+    streamed = [event["choices"][0]["logprobs"] for event in events]
+    assert {name: joined(logprobs[name] for logprobs in streamed) for name in whole["logprobs"]} == whole["logprobs"]
+    assert "".join(event["choices"][0]["text"] for event in events) == whole["text"] == "abHi!"
+
+
+async def test_token_ids_of_a_stream() -> None:
+    async with serving(FakeEngine()) as client:
+        completion = (await client.complete(stream=True, return_token_ids=True)).events
+        chat = (await client.chat(stream=True, return_token_ids=True)).events
+    assert [event["choices"][0]["prompt_token_ids"] for event in completion] == [[BOS, 97, 98], None, None, None]
+    assert joined(event["choices"][0]["token_ids"] for event in completion) == list(b"Hi!")
+    assert len(chat[0]["prompt_token_ids"]) > 3
+    assert "prompt_token_ids" not in chat[1]
+    assert joined(event["choices"][0].get("token_ids", []) for event in chat) == list(b"Hi!")
+
+
+async def test_held_back_text_sends_no_event() -> None:
+    def held(request: GenerateRequest) -> list[TokenDelta]:
+        return [TokenDelta("", (1,)), TokenDelta("é", (2,)), TokenDelta("", (), finish=finish(request, 2))]
+
+    async with serving(FakeEngine(script=held)) as client:
+        events = (await client.complete(stream=True)).events
+    assert [event["choices"][0]["text"] for event in events] == ["é", ""]
+
+
+async def test_each_event_goes_out_when_its_delta_comes() -> None:
+    fake = FakeEngine(script=begun)
+    async with serving(fake) as client, client.session.post(client.url + "/v1/completions", json=FIELDS) as response:
+        (stream,) = fake.streams
+        assert (await read_chunk(response))["choices"][0]["text"] == "x"
+        for text in "yz":
+            stream.feed(TokenDelta(text, (1,)))
+            assert (await read_chunk(response))["choices"][0]["text"] == text
+        stream.end()
+        await read_chunk(response)
+        assert await read_event(response) == b"data: [DONE]"
+
+
+async def test_silence_is_broken_by_comments() -> None:
+    fake = FakeEngine(script=None)
+    async with (
+        serving(fake, timings=HttpTimings(ping_s=0.02)) as client,
+        client.session.post(client.url + "/v1/completions", json=FIELDS) as response,
+    ):
+        assert [await read_event(response) for _ in range(3)] == [b": ping"] * 3
+        fake.streams[0].feed(TokenDelta("x", (1,)))
+        while (event := await read_event(response)) == b": ping":
+            continue
+        assert b'"text":"x"' in event
+
+
+@pytest.mark.parametrize("error", [BackendFailed("device lost"), None])
+async def test_failure_after_the_first_byte_is_an_event_and_the_end(error: BackendFailed | None) -> None:
+    fake = FakeEngine(script=begun)
+    async with serving(fake) as client, client.session.post(client.url + "/v1/completions", json=FIELDS) as response:
+        await read_chunk(response)
+        fake.streams[0].end(1, "error" if error else "cancelled", error)
+        last = await read_chunk(response)
+        assert last["error"]["code"] == ("backend_failed" if error else "draining")
+        assert await response.content.read() == b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("n", [1, 3])
+async def test_client_that_leaves_cancels_everything_at_once(stream: bool, n: int) -> None:
+    fake = FakeEngine(script=None)
+    async with serving(fake) as client:
+        _, writer = await raw_post(client, "/v1/completions", {"prompt": "a", "stream": stream, "n": n})
+        streams = await fake.submitted(n)
+        writer.transport.abort()
+        await asyncio.gather(*(each.cancelled.wait() for each in streams))
+
+
+async def test_client_that_leaves_amid_a_stream_cancels_it() -> None:
+    fake = FakeEngine(script=None)
+    async with serving(fake) as client:
+        reader, writer = await raw_post(
+            client, "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "stream": True}
+        )
+        (stream,) = await fake.submitted()
+        stream.feed(TokenDelta("x", (1,)))
+        await reader.readuntil(b'"content":"x"')
+        writer.transport.abort()
+        await stream.cancelled.wait()
+
+
+async def test_finished_stream_is_not_cancelled() -> None:
+    fake = FakeEngine()
+    async with serving(fake) as client:
+        await client.complete(stream=True)
+    assert not fake.streams[0].cancelled.is_set()
+
+
+async def test_slow_reader_slows_only_itself() -> None:
+    fake = FakeEngine(script=None)
+    async with serving(fake) as client:
+        reader, writer = await raw_post(client, "/v1/completions", FIELDS)
+        (slow,) = await fake.submitted()
+        slow.feed(*[TokenDelta("x" * 50_000, (1,))] * 400)  # 20 MB: more than all buffers between us
+        slow.end()
+        fake.script = lambda request: [TokenDelta("fast", (1,), finish=finish(request, 1))]
+        assert (await client.complete()).json["choices"][0]["text"] == "fast"
+        assert slow.taken < 400
+        total = 0
+        while not (piece := await reader.read(1 << 20)).endswith(b"[DONE]\n\n\r\n0\r\n\r\n"):
+            total += len(piece)
+            assert piece
+        assert total > 20_000_000
+        writer.close()
+
+
+async def test_reader_that_takes_nothing_is_given_up() -> None:
+    fake = FakeEngine(script=None)
+    async with serving(fake, timings=HttpTimings(write_s=0.1)) as client:
+        _, writer = await raw_post(client, "/v1/completions", FIELDS)
+        (stream,) = await fake.submitted()
+        stream.feed(*[TokenDelta("x" * 50_000, (1,))] * 400)
+        await stream.cancelled.wait()
+        writer.transport.abort()
+
+
+async def test_keep_alive_connection_is_used_again_after_a_stream_and_after_an_error() -> None:
+    async with serving(FakeEngine()) as client:
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+        for body, status in ((b'{"prompt":"a","stream":true}', b"200"), (b"{}", b"400"), (b'{"prompt":"a"}', b"200")):
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+            )
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.split()[1] == status
+            if b"chunked" in head:
+                await reader.readuntil(b"0\r\n\r\n")
+            else:
+                (length,) = [line.split()[1] for line in head.splitlines() if line.startswith(b"Content-Length")]
+                await reader.readexactly(int(length))
+        writer.close()

@@ -1,0 +1,111 @@
+"""What transformers + peft would have answered, in fp32: the judge of every kernel and every scheduling decision."""
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+# fp32 rounds a logit by about 1e-5 depending on the order of summation; closer pairs than this have no winner.
+TIE_MARGIN = 1e-4
+_CACHED_FORWARDS = 128
+
+
+class Oracle:
+    """A base model and named adapters, answering one request at a time without any sharing between requests.
+
+    `checked_tokens` and `forgiven_ties` count over all calls of `check_greedy`.
+    """
+
+    def __init__(self, model_folder: Path, adapters: Mapping[str, Path] | None = None) -> None:
+        model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, attn_implementation="eager")
+        self._model: Any = model.eval()
+        # peft uses names as module names, which must not hold a dot; ours may.
+        self._peft_names = {name: f"adapter{index}" for index, name in enumerate(adapters or {})}
+        for name, folder in (adapters or {}).items():
+            self._add_adapter(self._peft_names[name], folder)
+        self._logits: OrderedDict[tuple[tuple[int, ...], str | None], torch.Tensor] = OrderedDict()
+        self.checked_tokens = 0
+        self.forgiven_ties = 0
+
+    def greedy(
+        self, prompt_ids: Sequence[int], adapter: str | None, max_new: int, eos_ids: Collection[int] = ()
+    ) -> list[int]:
+        """The best token, `max_new` times or up to and including the first of `eos_ids`."""
+        output: list[int] = []
+        ids, past = torch.tensor([list(prompt_ids)]), None
+        with torch.no_grad(), self._active(adapter):
+            while len(output) < max_new:
+                result = self._model(input_ids=ids, past_key_values=past, use_cache=True, logits_to_keep=1)
+                past = result.past_key_values
+                output.append(int(result.logits[0, -1].argmax()))
+                if output[-1] in eos_ids:
+                    break
+                ids = torch.tensor([[output[-1]]])
+        return output
+
+    def logits(self, ids: Sequence[int], adapter: str | None) -> torch.Tensor:
+        """float32 [len(ids), vocab] by one forward pass over all of `ids`; row i judges token i + 1."""
+        key = (tuple(ids), adapter)
+        if key in self._logits:
+            self._logits.move_to_end(key)
+            return self._logits[key]
+        with torch.no_grad(), self._active(adapter):
+            logits: torch.Tensor = self._model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
+        self._logits[key] = logits
+        if len(self._logits) > _CACHED_FORWARDS:
+            self._logits.popitem(last=False)
+        return logits
+
+    def check_greedy(self, prompt_ids: Sequence[int], adapter: str | None, output_ids: Sequence[int]) -> None:
+        """Asserts that every output token is the best one after the prompt and the outputs before it."""
+        logits = self._output_logits(prompt_ids, adapter, output_ids)
+        for position, (row, given) in enumerate(zip(logits, output_ids, strict=True)):
+            best = int(row.argmax())
+            self.checked_tokens += 1
+            if given == best:
+                continue
+            margin = float(row[best] - row[given])
+            assert margin < TIE_MARGIN, (
+                f"adapter {adapter!r}, {len(prompt_ids)} prompt tokens: output {position} is {given}, "
+                f"but {best} is better by {margin:.3g}"
+            )
+            self.forgiven_ties += 1
+
+    def check_logprobs(
+        self,
+        prompt_ids: Sequence[int],
+        adapter: str | None,
+        output_ids: Sequence[int],
+        logprobs: Sequence[float],
+        atol: float = 1e-3,
+    ) -> None:
+        """Asserts the natural-log probability of each output token, given the prompt and the outputs before it."""
+        rows = self._output_logits(prompt_ids, adapter, output_ids).log_softmax(-1)
+        expected = rows.gather(1, torch.tensor(list(output_ids))[:, None])[:, 0]
+        given = torch.tensor(list(logprobs), dtype=torch.float32)
+        torch.testing.assert_close(given, expected, rtol=0, atol=atol)
+
+    def _output_logits(self, prompt_ids: Sequence[int], adapter: str | None, output_ids: Sequence[int]) -> torch.Tensor:
+        return self.logits([*prompt_ids, *output_ids], adapter)[len(prompt_ids) - 1 : -1]
+
+    def _add_adapter(self, peft_name: str, folder: Path) -> None:
+        if isinstance(self._model, PeftModel):
+            self._model.load_adapter(str(folder), adapter_name=peft_name)
+        else:
+            self._model = PeftModel.from_pretrained(self._model, str(folder), adapter_name=peft_name).eval()
+
+    @contextmanager
+    def _active(self, adapter: str | None) -> Iterator[None]:
+        if adapter is not None:
+            self._model.set_adapter(self._peft_names[adapter])
+            yield
+        elif self._peft_names:
+            with self._model.disable_adapter():
+                yield
+        else:
+            yield
