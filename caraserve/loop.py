@@ -116,6 +116,7 @@ class Engine:
         self.base_name = base_name
         self.tokenizer = tokenizer
         self.catalog = catalog
+        self.default_sampling = tokenizer.default_sampling
         self.max_model_len = backend.limits.max_context
         self.draining = False
         self._backend, self._limits = backend, backend.limits

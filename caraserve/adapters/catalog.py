@@ -142,6 +142,19 @@ class Catalog:
         self._registry.put_many(fresh)
         return [complaint for info in self._registry.all() if (complaint := self._recall(info, given))]
 
+    async def preloaded(self) -> None:
+        """Returns when every adapter is on the device (the `cached` mode). Raises ConfigError when not all can be."""
+        total = sum({info.digest: info.num_bytes for info in self._infos.values()}.values())
+        if total > self._rules.device_bytes:
+            raise ConfigError(
+                f"--loading-mode cached: the adapters take {total} bytes on the device, more than "
+                f"--max-device-adapters-bytes {self._rules.device_bytes}"
+            )
+        await self.residency.settled()
+        for info in self._infos.values():
+            if (error := self.residency.error_of(info.name)) is not None:
+                raise ConfigError(f"adapter {info.name!r}: {error.message}")
+
     def _recall(self, info: AdapterInfo, given: dict[str, Path]) -> str | None:
         """Brings back an adapter of an earlier run; says why if that cannot be done."""
         if info.name in given:
@@ -199,7 +212,9 @@ class _Exclusive:
 
     def __enter__(self) -> None:
         if self._name in self._names:
-            raise AdapterRejected(f"the adapter {self._name!r} is being loaded or unloaded; try again", param="lora_name")
+            raise AdapterRejected(
+                f"the adapter {self._name!r} is being loaded or unloaded; try again", param="lora_name"
+            )
         self._names.add(self._name)
 
     def __exit__(self, *_: object) -> None:

@@ -55,6 +55,7 @@ class Version:
     slot: int = BASE_ADAPTER_SLOT
     device_bytes: int = 0
     error: CaraServeError | None = None
+    asked_s: float = 0.0  # when the load under way began
     rate: float = 0.0  # admissions, decayed
     rated_s: float = 0.0
 
@@ -102,10 +103,13 @@ class Residency:
         read: Read,
         on_loop: Callable[[Callable[[], None]], None],
         now: Callable[[], float],
+        observe_load: Callable[[float, bool], None] = lambda seconds, ok: None,  # seconds since asked, success
     ) -> None:
         self._backend, self._budgets, self._read = backend, budgets, read
         self._on_loop, self._now = on_loop, now
         self._changed: Callable[[], None] = lambda: None
+        self._observe_load = observe_load
+        self._settling: list[asyncio.Event] = []
         self._draining: list[tuple[Version, asyncio.Event]] = []
         self._versions: dict[str, Version] = {}
         self._names: dict[str, Version] = {}
@@ -151,7 +155,7 @@ class Residency:
         """A request that pinned `version` has ended."""
         version.pins -= 1
         self._forget_if_unused(version)
-        self._changed()
+        self._notify()
 
     def on_change(self, changed: Callable[[], None]) -> None:
         """`changed` is called after every change that may let a request go on."""
@@ -164,6 +168,17 @@ class Residency:
         event = asyncio.Event()
         self._draining.append((version, event))
         await event.wait()
+
+    async def settled(self) -> None:
+        """Returns when no load is under way or wanted."""
+        while self.loading or self._wanting:
+            event = asyncio.Event()
+            self._settling.append(event)
+            await event.wait()
+
+    def error_of(self, name: str) -> CaraServeError | None:
+        """Why the last load of a name failed, if it did."""
+        return self._names[name].error
 
     def is_forgotten(self, version: Version) -> bool:
         """Whether an unregistered version's memory has been given back."""
@@ -185,8 +200,10 @@ class Residency:
             self.counters.device_hits += 1
         elif version.tier is Tier.HOST and version not in self._wanting:
             self.counters.host_hits += 1
+            version.asked_s = self._now()
             self._want(version)
         elif version.tier in (Tier.DISK, Tier.FAILED):
+            version.asked_s = self._now()
             self._start_read(version)
 
     def unuse(self, version: Version) -> None:
@@ -207,7 +224,7 @@ class Residency:
         assert all(version.tier in (Tier.COPYING, Tier.DEVICE) for version in on_device), "not resident"
         assert self._device_bytes == sum(version.device_bytes for version in on_device), "device bytes differ"
         slots = [version.slot for version in on_device]
-        assert len(set(slots)) == len(slots) and not set(slots) & set(self._free_slots), "a slot has two owners"
+        assert len({*slots, *self._free_slots}) == len(slots) + len(self._free_slots), "a slot has two owners"
         assert len(slots) + len(self._free_slots) == self._backend.limits.adapter_slots - 1, "a slot is lost"
         assert self._host_bytes == sum(image.data.nbytes for image in self._host.values()), "host bytes differ"
         assert self._device_bytes <= self._budgets.device_bytes, "the device tier is over its budget"
@@ -254,7 +271,7 @@ class Residency:
             self._want(version)
         else:
             self._forget_if_unused(version)
-        self._changed()
+        self._notify()
 
     def _keep_on_host(self, version: Version, image: HostAdapter) -> None:
         self._host[version.digest] = image
@@ -276,10 +293,11 @@ class Residency:
 
     def _fail(self, version: Version, error: CaraServeError) -> None:
         self.counters.failures += 1
+        self._observe_load(self._now() - version.asked_s, False)
         version.error = error
         version.to(Tier.FAILED)
         self._forget_if_unused(version)
-        self._changed()
+        self._notify()
 
     # --- host → device ---
 
@@ -311,7 +329,7 @@ class Residency:
         )
         excess = self._device_bytes + num_bytes - self._budgets.device_bytes
         slots_missing = 0 if self._free_slots else 1
-        victims = []
+        victims: list[Version] = []
         while idle and (excess > 0 or len(victims) < slots_missing):
             victims.append(idle.pop(0))
             excess -= victims[-1].device_bytes
@@ -342,8 +360,9 @@ class Residency:
             self._fail(version, CaraServeError(f"the adapter could not be copied to the device: {error}"))
             return
         version.to(Tier.DEVICE)
+        self._observe_load(self._now() - version.asked_s, True)
         self._forget_if_unused(version)
-        self._changed()
+        self._notify()
 
     def _drop_from_device(self, version: Version) -> None:
         self._backend.unload_adapter(version.slot)
@@ -371,7 +390,13 @@ class Residency:
         for entry in [entry for entry in self._draining if entry[0] is version]:
             entry[1].set()
             self._draining.remove(entry)
+        self._notify()
+
+    def _notify(self) -> None:
         self._changed()
+        waiting, self._settling = self._settling, []
+        for event in waiting:
+            event.set()
 
     def _decayed(self, version: Version) -> float:
         return float(version.rate * 0.5 ** ((self._now() - version.rated_s) / _HALF_LIFE_S))

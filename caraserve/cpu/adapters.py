@@ -5,8 +5,8 @@ from numpy.typing import NDArray
 
 from caraserve.cpu.jit import entry
 from caraserve.cpu.kernels import PANEL
-from caraserve.cpu.simd import LANES
 from caraserve.cpu.records import LORA, LORA_ENTRY, filled
+from caraserve.cpu.simd import LANES
 from caraserve.model.layout import ALIGN_BYTES, AdapterSpec, HostAdapter, SiteSpan, aligned_bytes
 from caraserve.model.spec import SITES, ModelSpec
 from caraserve.units import align_up

@@ -8,15 +8,15 @@ positions in order, which makes a query's result the same whatever chunk, batch 
 import numpy as np
 
 from caraserve.cpu.jit import kernel
+from caraserve.cpu.kernels import rms_norm, rotate
+from caraserve.cpu.records import K_NORM, NUM_WEIGHTS, Q_NORM, word
 from caraserve.cpu.simd import (
     LANES,
+    fetch_add,
     keep_below,
     keep_from,
     load_f32,
-    load_i64,
-    scores_tile,
     store_f32,
-    values_tile,
     vexp,
     vload,
     vmax,
@@ -27,10 +27,12 @@ from caraserve.cpu.simd import (
     vsub,
     vsum,
 )
+from caraserve.cpu.tiles import scores_tile, values_tile
 
 BLOCK_TOKENS = 16
 SPAN = 64  # positions in one step of the online softmax: four blocks
 TILE = 4  # queries computed together
+_ITEM_TOKENS = 16  # tokens in one item of attention work
 
 _scores1, _scores2, _scores3, _scores4 = (scores_tile(rows) for rows in (1, 2, 3, 4))
 _values1x4, _values2x4, _values3x4, _values4x4 = (values_tile(rows, 4) for rows in (1, 2, 3, 4))
@@ -150,10 +152,10 @@ def attend_tile(rows, positions, blocks, head_base, block_stride, head_dim, wind
         first = span * SPAN
         block = first // BLOCK_TOKENS
         seen = (last - first) // BLOCK_TOKENS  # blocks after the first that hold visible tokens
-        k0 = head_base + load_i64(blocks + 8 * block) * block_stride
-        k1 = head_base + load_i64(blocks + 8 * (block + min(1, seen))) * block_stride
-        k2 = head_base + load_i64(blocks + 8 * (block + min(2, seen))) * block_stride
-        k3 = head_base + load_i64(blocks + 8 * (block + min(3, seen))) * block_stride
+        k0 = head_base + word(blocks, block) * block_stride
+        k1 = head_base + word(blocks, block + min(1, seen)) * block_stride
+        k2 = head_base + word(blocks, block + min(2, seen)) * block_stride
+        k3 = head_base + word(blocks, block + min(3, seen)) * block_stride
         _scores(rows, queries, head_dim, k0, k1, k2, k3, scores)
         for row in range(rows):
             low, high = positions[row] - window + 1 - first, positions[row] + 1 - first
@@ -163,7 +165,7 @@ def attend_tile(rows, positions, blocks, head_base, block_stride, head_dim, wind
             if rescale != np.float32(1.0):
                 _scale_row(out + 4 * row * head_dim, head_dim, rescale)
         for j in range(min(3, seen) + 1):
-            at = head_base + load_i64(blocks + 8 * (block + j)) * block_stride
+            at = head_base + word(blocks, block + j) * block_stride
             tokens = min(BLOCK_TOKENS, last + 1 - first - j * BLOCK_TOKENS)
             _add_values(rows, scores + 4 * BLOCK_TOKENS * j, at, head_dim, tokens, out)
     for row in range(rows):
@@ -182,3 +184,90 @@ def _with(values, index, value):  # type: ignore[no-untyped-def]
         value if index == 2 else values[2],
         value if index == 3 else values[3],
     )
+
+
+@kernel
+def _head_address(model, cache, layer, kv_head):  # type: ignore[no-untyped-def]
+    """Where block 0 of a layer and key-value head lies; later blocks are `_block_stride` further each."""
+    return cache.base + 8 * BLOCK_TOKENS * model.head_dim * (layer * model.kv_heads + kv_head)
+
+
+@kernel
+def _block_stride(model):  # type: ignore[no-untyped-def]
+    return 8 * BLOCK_TOKENS * model.head_dim * model.layers * model.kv_heads
+
+
+@kernel
+def rotate_and_append(thread, team, model, buffers, cache, batch, layer):  # type: ignore[no-untyped-def]
+    """Norms q and k heads where the model does, rotates them, and writes k and v to their blocks."""
+    dim, stride = model.head_dim, 4 * (model.q_pad + 2 * model.kv_pad)
+    q_norm, k_norm = (
+        word(model.weights, NUM_WEIGHTS * layer + Q_NORM),
+        word(model.weights, NUM_WEIGHTS * layer + K_NORM),
+    )
+    for token in range(thread, batch.tokens, team):
+        row = buffers.qkv + token * stride
+        position = word(batch.position, token)
+        cos, sin = model.cos + 2 * dim * position, model.sin + 2 * dim * position
+        for head in range(model.heads):
+            q = row + 4 * dim * head
+            if q_norm != 0:
+                rms_norm(q, q, dim, dim, q_norm, model.eps)
+            rotate(q, dim, cos, sin)
+        block = word(cache.blocks, cache.max_blocks * word(batch.slot, token) + position // BLOCK_TOKENS)
+        for head in range(model.kv_heads):
+            k = row + 4 * (model.q_pad + dim * head)
+            if k_norm != 0:
+                rms_norm(k, k, dim, dim, k_norm, model.eps)
+            rotate(k, dim, cos, sin)
+            at = _head_address(model, cache, layer, head) + block * _block_stride(model)
+            append_kv(at, position, dim, k, row + 4 * (model.q_pad + model.kv_pad + dim * head))
+
+
+@kernel
+def _attend_item(thread, model, buffers, cache, batch, layer, kv_head, first, end):  # type: ignore[no-untyped-def]
+    """Attention of the query heads that share `kv_head`, for tokens [first, end) of one row."""
+    dim, group = model.head_dim, model.heads // model.kv_heads
+    q_stride, out_stride = 4 * (model.q_pad + 2 * model.kv_pad), 4 * model.q_pad
+    scratch = buffers.scratch + thread * buffers.scratch_bytes
+    base = _head_address(model, cache, layer, kv_head)
+    blocks = cache.blocks + 8 * cache.max_blocks * word(batch.slot, first)
+    count = (end - first) * group
+    for query in range(0, count, TILE):
+        rows = min(TILE, count - query)
+        positions = (
+            word(batch.position, first + query // group),
+            word(batch.position, first + min(query + 1, count - 1) // group),
+            word(batch.position, first + min(query + 2, count - 1) // group),
+            word(batch.position, first + min(query + 3, count - 1) // group),
+        )
+        for row in range(rows):
+            token, head = first + (query + row) // group, kv_head * group + (query + row) % group
+            for d in range(0, dim, LANES):
+                vstore(scratch + 4 * (row * dim + d), vload(buffers.qkv + token * q_stride + 4 * (head * dim + d)))
+        attend_tile(
+            rows, positions, blocks, base, _block_stride(model), dim, word(model.windows, layer), model.scale, scratch
+        )
+        for row in range(rows):
+            token, head = first + (query + row) // group, kv_head * group + (query + row) % group
+            for d in range(0, dim, LANES):
+                vstore(
+                    buffers.attended + token * out_stride + 4 * (head * dim + d),
+                    vload(scratch + 4 * (row * dim + d)),
+                )
+
+
+@kernel
+def attend(thread, model, buffers, cache, batch, layer):  # type: ignore[no-untyped-def]
+    """Items (row, key-value head, run of tokens) go to whoever is free: their costs differ by the context length."""
+    counter = buffers.counters + 8 * layer
+    taken = fetch_add(counter, 1)
+    item = 0
+    for row in range(batch.rows):
+        for first in range(word(batch.row_first, row), word(batch.row_first, row + 1), _ITEM_TOKENS):
+            end = min(first + _ITEM_TOKENS, word(batch.row_first, row + 1))
+            for kv_head in range(model.kv_heads):
+                if item == taken:
+                    _attend_item(thread, model, buffers, cache, batch, layer, kv_head, first, end)
+                    taken = fetch_add(counter, 1)
+                item += 1

@@ -25,7 +25,7 @@ from caraserve.cpu.weights import LoadedModel
 from caraserve.model.backend import Limits
 from caraserve.model.layout import MAX_RANK, AdapterSpec, HostAdapter
 from caraserve.model.spec import ModelSpec
-from caraserve.plan import Plan, SlotSampling, SlotStart, StepResult
+from caraserve.plan import BASE_ADAPTER_SLOT, Plan, Row, SlotSampling, SlotStart, StepResult
 from caraserve.units import align_up, ceil_div
 
 _LaneJob = Callable[[], None]
@@ -75,6 +75,14 @@ class CpuBackend:
         self._copier = ThreadPoolExecutor(1, "caraserve-copy", initializer=yield_to_event_loop)
         self._lane = threading.Thread(target=self._run_lane, name="caraserve-lane", daemon=True)
         self._lane.start()
+
+    def warm_up(self) -> None:
+        """Compiles or loads the kernels by computing one token; to be called once, before any plan."""
+        sampling = SlotSampling(1, 0, 0.0, 1.0, 0, 0.0, 0.0, 0.0, 1.0, 0, (), ())
+        rows = (Row(0, 0, 1, BASE_ADAPTER_SLOT, samples=True),)
+        outcome = self._run(Plan((SlotStart(0, (0,), sampling),), (), rows))
+        if isinstance(outcome, Exception):
+            raise outcome
 
     def launch(self, plan: Plan, done: PlanDone) -> None:
         """Queues one iteration; `done` is called on the lane's thread."""

@@ -38,4 +38,4 @@ def apart(num_words: int) -> Callable[[Callable[..., None]], Any]:
     levels deep, would take half a minute that way.
     """
     signature = numba.void(*[numba.int64] * num_words)
-    return lambda function: numba.cfunc(signature, cache=True, error_model="numpy")(function)  # type: ignore[no-any-return]
+    return lambda function: numba.cfunc(signature, cache=True, error_model="numpy")(function)

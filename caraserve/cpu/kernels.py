@@ -16,8 +16,6 @@ from caraserve.cpu.simd import (
     DTYPE_F32,
     LANES,
     bits_to_float,
-    dot_tile,
-    gemm_tile,
     half_to_float,
     load_f32,
     load_u16,
@@ -33,6 +31,7 @@ from caraserve.cpu.simd import (
     vsub,
     vsum,
 )
+from caraserve.cpu.tiles import dot_tile, gemm_tile
 
 PANEL = 64  # outputs in a panel
 K_BLOCK = 2048  # inputs summed before the partial result is stored: keeps a panel's slice inside the L2 cache

@@ -22,7 +22,7 @@ def _record(*words: str, floats: tuple[str, ...] = ()) -> np.dtype[np.void]:
     return np.dtype([(name, np.int64) for name in words] + [(name, np.float32) for name in floats], align=True)
 
 
-# Sizes in elements (`_pad`: rounded up to a panel), addresses of the weights, the rotary tables `[positions, head_dim/2]`.
+# Sizes in elements (`_pad`: rounded up to a panel), addresses of weights, rotary tables `[positions, head_dim / 2]`.
 MODEL = _record(
     *("layers", "hidden", "hidden_pad", "heads", "kv_heads", "head_dim", "q_pad", "kv_pad", "inter", "inter_pad"),
     *("vocab", "vocab_pad", "dtype", "tied", "embed", "head", "final_norm", "cos", "sin"),

@@ -1,7 +1,7 @@
-"""One iteration of the decoder over a mixed batch, fused into one compiled function that a team of threads runs. Level 1.
+"""One iteration of the decoder over a mixed batch, fused into one compiled function. Level 1.
 
-Every thread of the team calls `step` with the same arguments and its own index; they split each phase and meet at a
-barrier after it. Nothing of Python runs inside, so the event loop has the interpreter to itself meanwhile.
+A team of threads runs it: each calls `step` with the same arguments and its own index; they split each phase and meet
+at a barrier after it. Nothing of Python runs inside, so the event loop has the interpreter to itself meanwhile.
 
 Phases of a layer (| is a barrier): norm | [LoRA shrink |] q, k, v + LoRA expand | rotate, append KV | attend |
 [shrink |] o + expand + residual | norm | [shrink |] gate, up + expand, silu·mul | [shrink |] down + expand + residual |
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.cpu.attention import BLOCK_TOKENS, TILE, append_kv, attend_tile
+from caraserve.cpu.attention import attend, rotate_and_append
 from caraserve.cpu.jit import entry, kernel
 from caraserve.cpu.kernels import (
     ADD,
@@ -24,32 +24,26 @@ from caraserve.cpu.kernels import (
     embed,
     itemsize,
     rms_norm,
-    rotate,
     silu_mul,
 )
 from caraserve.cpu.records import (
     ATTN_NORM,
     BQ,
-    K_NORM,
     LORA_ENTRY,
     MLP_NORM,
     NUM_WEIGHTS,
-    Q_NORM,
     SAMPLE,
     WQ,
     word,
 )
 from caraserve.cpu.sampling import best_tokens, choose, log_sum_exp
 from caraserve.cpu.simd import (
-    LANES,
-    call_by_address,
     fetch_add,
     load_acquire,
     spin_pause,
     store_release,
-    vload,
-    vstore,
 )
+from caraserve.cpu.tiles import call_by_address
 from caraserve.cpu.yielding import sched_yield
 
 LORA_ENTRY_BYTES = LORA_ENTRY.itemsize
@@ -57,7 +51,6 @@ LORA_ENTRY_BYTES = LORA_ENTRY.itemsize
 _Q, _O, _GATE, _UP, _DOWN = np.int64(0), np.int64(3), np.int64(4), np.int64(5), np.int64(6)  # indices of SITES
 _call8, _call9 = call_by_address(8), call_by_address(9)
 _SHRINK_TOKENS = 24  # tokens in one item of shrink work, so that long prompts split over the team
-_ATTEND_TOKENS = 16  # tokens in one item of attention work
 _SPINS = 500  # about 12 µs of pauses before a waiting thread gives its core away
 
 
@@ -208,93 +201,6 @@ def _project_gate_up(thread, team, model, buffers, lora, batch, layer):  # type:
 
 
 @kernel
-def _head_address(model, cache, layer, kv_head):  # type: ignore[no-untyped-def]
-    """Where block 0 of a layer and key-value head lies; later blocks are `_block_stride` further each."""
-    return cache.base + 4 * 32 * model.head_dim * (layer * model.kv_heads + kv_head)
-
-
-@kernel
-def _block_stride(model):  # type: ignore[no-untyped-def]
-    return 4 * 32 * model.head_dim * model.layers * model.kv_heads
-
-
-@kernel
-def _rotate_and_append(thread, team, model, buffers, cache, batch, layer):  # type: ignore[no-untyped-def]
-    """Norms q and k heads where the model does, rotates them, and writes k and v to their blocks."""
-    dim, stride = model.head_dim, 4 * (model.q_pad + 2 * model.kv_pad)
-    q_norm, k_norm = (
-        word(model.weights, NUM_WEIGHTS * layer + Q_NORM),
-        word(model.weights, NUM_WEIGHTS * layer + K_NORM),
-    )
-    for token in range(thread, batch.tokens, team):
-        row = buffers.qkv + token * stride
-        position = word(batch.position, token)
-        cos, sin = model.cos + 2 * dim * position, model.sin + 2 * dim * position
-        for head in range(model.heads):
-            q = row + 4 * dim * head
-            if q_norm != 0:
-                rms_norm(q, q, dim, dim, q_norm, model.eps)
-            rotate(q, dim, cos, sin)
-        block = word(cache.blocks, cache.max_blocks * word(batch.slot, token) + position // BLOCK_TOKENS)
-        for head in range(model.kv_heads):
-            k = row + 4 * (model.q_pad + dim * head)
-            if k_norm != 0:
-                rms_norm(k, k, dim, dim, k_norm, model.eps)
-            rotate(k, dim, cos, sin)
-            at = _head_address(model, cache, layer, head) + block * _block_stride(model)
-            append_kv(at, position, dim, k, row + 4 * (model.q_pad + model.kv_pad + dim * head))
-
-
-@kernel
-def _attend_item(thread, model, buffers, cache, batch, layer, kv_head, first, end):  # type: ignore[no-untyped-def]
-    """Attention of the query heads that share `kv_head`, for tokens [first, end) of one row."""
-    dim, group = model.head_dim, model.heads // model.kv_heads
-    q_stride, out_stride = 4 * (model.q_pad + 2 * model.kv_pad), 4 * model.q_pad
-    scratch = buffers.scratch + thread * buffers.scratch_bytes
-    base = _head_address(model, cache, layer, kv_head)
-    blocks = cache.blocks + 8 * cache.max_blocks * word(batch.slot, first)
-    count = (end - first) * group
-    for query in range(0, count, TILE):
-        rows = min(TILE, count - query)
-        positions = (
-            word(batch.position, first + query // group),
-            word(batch.position, first + min(query + 1, count - 1) // group),
-            word(batch.position, first + min(query + 2, count - 1) // group),
-            word(batch.position, first + min(query + 3, count - 1) // group),
-        )
-        for row in range(rows):
-            token, head = first + (query + row) // group, kv_head * group + (query + row) % group
-            for d in range(0, dim, LANES):
-                vstore(scratch + 4 * (row * dim + d), vload(buffers.qkv + token * q_stride + 4 * (head * dim + d)))
-        attend_tile(
-            rows, positions, blocks, base, _block_stride(model), dim, word(model.windows, layer), model.scale, scratch
-        )
-        for row in range(rows):
-            token, head = first + (query + row) // group, kv_head * group + (query + row) % group
-            for d in range(0, dim, LANES):
-                vstore(
-                    buffers.attended + token * out_stride + 4 * (head * dim + d),
-                    vload(scratch + 4 * (row * dim + d)),
-                )
-
-
-@kernel
-def _attend(thread, model, buffers, cache, batch, layer):  # type: ignore[no-untyped-def]
-    """Items (row, key-value head, run of tokens) go to whoever is free: their costs differ by the context length."""
-    counter = buffers.counters + 8 * layer
-    taken = fetch_add(counter, 1)
-    item = 0
-    for row in range(batch.rows):
-        for first in range(word(batch.row_first, row), word(batch.row_first, row + 1), _ATTEND_TOKENS):
-            end = min(first + _ATTEND_TOKENS, word(batch.row_first, row + 1))
-            for kv_head in range(model.kv_heads):
-                if item == taken:
-                    _attend_item(thread, model, buffers, cache, batch, layer, kv_head, first, end)
-                    taken = fetch_add(counter, 1)
-                item += 1
-
-
-@kernel
 def _layer(thread, team, model, buffers, lora, cache, batch, layer):  # type: ignore[no-untyped-def]
     barrier = buffers.barrier
     _norm_rows(
@@ -303,9 +209,9 @@ def _layer(thread, team, model, buffers, lora, cache, batch, layer):  # type: ig
     meet(barrier, team)
     _project_qkv(thread, team, model, buffers, lora, batch, layer)
     meet(barrier, team)
-    _rotate_and_append(thread, team, model, buffers, cache, batch, layer)
+    rotate_and_append(thread, team, model, buffers, cache, batch, layer)
     meet(barrier, team)
-    _attend(thread, model, buffers, cache, batch, layer)
+    attend(thread, model, buffers, cache, batch, layer)
     meet(barrier, team)
     q_dim = model.heads * model.head_dim
     _project_add(thread, team, model, buffers, lora, batch, layer, _O, buffers.attended, 4 * model.q_pad, q_dim)

@@ -115,16 +115,16 @@ async def _collect(stream: StreamApi) -> TokenDelta:
     text: list[str] = []
     token_ids: list[int] = []
     logprobs: list[TokenLogprob] = []
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    prompt_logprobs: list[TokenLogprob | None] = []
     finish = None
     async for delta in stream:
         text.append(delta.text)
         token_ids += delta.token_ids
         logprobs += delta.logprobs
-        prompt_logprobs = prompt_logprobs or delta.prompt_logprobs
+        prompt_logprobs += delta.prompt_logprobs
         if delta.finish is not None:
             finish = _checked(delta.finish)
-    return TokenDelta("".join(text), tuple(token_ids), tuple(logprobs), prompt_logprobs, finish)
+    return TokenDelta("".join(text), tuple(token_ids), tuple(logprobs), tuple(prompt_logprobs), finish)
 
 
 async def _stream(request: web.Request, job: Job, streams: Sequence[StreamApi]) -> web.StreamResponse:

@@ -45,6 +45,7 @@ class Asked:
     n: int
     tenant: str
     cache_salt: str
+    arrival_s: float  # monotonic; before the prompt is encoded, which a client waits for too
     delivery: Delivery
 
 
@@ -58,6 +59,7 @@ def parse_asked(fields: Fields, engine: EngineApi) -> Asked:
         n=fields.integer("n", 1, sampling.MAX_N, 1),
         tenant=fields.maybe_text("user", longest=256) or "default",
         cache_salt=fields.maybe_text("cache_salt", longest=256) or "",
+        arrival_s=time.monotonic(),
         delivery=parse_delivery(fields),
     )
 
@@ -103,14 +105,13 @@ def fan_out(
     prefix: str, first: int, ids: tuple[int, ...], asked: Asked, params: SamplingParams
 ) -> list[GenerateRequest]:
     """The engine requests of one prompt's n answers; answer i draws with seed + i."""
-    arrival_s = time.monotonic()
     return [
         GenerateRequest(
             request_id=f"{prefix}{first + index}",
             prompt_ids=ids,
             adapter=asked.adapter,
             params=dataclasses.replace(params, seed=sampling.nth_seed(params.seed, index)),
-            arrival_s=arrival_s,
+            arrival_s=asked.arrival_s,
             tenant=asked.tenant,
             cache_salt=asked.cache_salt,
         )
@@ -200,14 +201,12 @@ class CompletionChoice:
         if self._request.params.logprobs is None:
             return None
         shape: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
-        if delta.prompt_logprobs:
-            # The prompt's first token has no score, and not even a record where the engine gives None.
-            self._add_token(shape, self._request.prompt_ids[0], None)
-            for scored in delta.prompt_logprobs[1:]:
-                if scored is not None:
-                    self._add_token(shape, scored.token_id, scored)
-        for scored in delta.logprobs:
-            self._add_token(shape, scored.token_id, scored)
+        if self._first and self._request.params.prompt_logprobs is not None:
+            self._add_token(shape, self._request.prompt_ids[0], None)  # nothing comes before it that could score it
+        # A long prompt is scored piece by piece, so several deltas may hold parts of it.
+        for scored in (*delta.prompt_logprobs, *delta.logprobs):
+            if scored is not None:
+                self._add_token(shape, scored.token_id, scored)
         return shape
 
     def _add_token(self, shape: dict[str, list[Any]], token_id: int, scored: TokenLogprob | None) -> None:
@@ -216,7 +215,7 @@ class CompletionChoice:
         shape["text_offset"].append(self._text_offset)
         shape["token_logprobs"].append(None if scored is None else finite(scored.logprob))
         shape["top_logprobs"].append(None if scored is None else self._best(text, scored))
-        self._text_offset += len(text)
+        pass
 
     def _best(self, text: str, scored: TokenLogprob) -> dict[str, float]:
         """The best alternatives by text, and the token itself where it is not among them."""

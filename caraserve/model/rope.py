@@ -10,25 +10,27 @@ from numpy.typing import NDArray
 
 from caraserve.model.spec import RopeSpec
 
+Floats = NDArray[np.float32]
 
-def rope_tables(rope: RopeSpec, head_dim: int, positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+
+def rope_tables(rope: RopeSpec, head_dim: int, positions: int) -> tuple[Floats, Floats]:
     """cos and sin, each `[positions, head_dim / 2]`."""
     angles = np.arange(positions, dtype=np.float32)[:, None] * inverse_frequencies(rope, head_dim)[None, :]
     return np.cos(angles), np.sin(angles)
 
 
-def inverse_frequencies(rope: RopeSpec, head_dim: int) -> NDArray[np.float32]:
+def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Floats:
     """Radians a position for each pair of dimensions, `[head_dim / 2]`."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    frequencies = (np.float32(1.0) / np.power(np.float32(rope.theta), exponents)).astype(np.float32)
+    frequencies: Floats = (np.float32(1.0) / np.power(np.float32(rope.theta), exponents)).astype(np.float32)
     if rope.kind == "linear":
-        return (frequencies / np.float32(rope.factor)).astype(np.float32)
+        return np.divide(frequencies, np.float32(rope.factor), dtype=np.float32)
     if rope.kind == "llama3":
         return _llama3(frequencies, rope)
     return frequencies
 
 
-def _llama3(frequencies: NDArray[np.float32], rope: RopeSpec) -> NDArray[np.float32]:
+def _llama3(frequencies: NDArray[np.float32], rope: RopeSpec) -> Floats:
     """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
     wavelengths = 2 * math.pi / frequencies
     longest = rope.original_max_position / rope.low_freq_factor

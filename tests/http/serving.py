@@ -48,7 +48,8 @@ class Answer:
         document = self.json
         assert set(document) == {"error"}
         assert set(document["error"]) == {"message", "type", "param", "code"}
-        return document["error"]
+        error: dict[str, Any] = document["error"]
+        return error
 
     @property
     def events(self) -> list[Any]:

@@ -185,7 +185,7 @@ async def test_chosen_token_is_among_the_top_even_when_it_is_not_the_best() -> N
 async def test_scoring_a_prompt_as_evaluations_do(max_tokens: int) -> None:
     fake = FakeEngine()
     async with serving(fake) as client:
-        fields = {"prompt": [97, 98, 99], "echo": True, "logprobs": 1, "max_tokens": max_tokens}
+        fields: dict[str, Any] = {"prompt": [97, 98, 99], "echo": True, "logprobs": 1, "max_tokens": max_tokens}
         answer = (await client.complete(**fields)).json
     assert fake.requests[0].params.prompt_logprobs == 1
     choice = answer["choices"][0]
@@ -195,6 +195,35 @@ async def test_scoring_a_prompt_as_evaluations_do(max_tokens: int) -> None:
     assert choice["logprobs"]["token_logprobs"] == [None] + [-0.5] * (2 + max_tokens)
     assert choice["logprobs"]["top_logprobs"][:2] == [None, {"b": -0.5}]
     assert choice["logprobs"]["text_offset"] == list(range(3 + max_tokens))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_that_was_scored_piece_by_piece_comes_back_whole(stream: bool) -> None:
+    def pieces(request: GenerateRequest) -> list[TokenDelta]:
+        a, b, c = (scored(token_id, 0) for token_id in b"bcd")
+        return [
+            TokenDelta("", (), prompt_logprobs=(None, a, b)),
+            TokenDelta("", (), prompt_logprobs=(c,)),
+            TokenDelta("e", (101,), (scored(101, 0),), finish=finish(request, 1)),
+        ]
+
+    async with serving(FakeEngine(script=pieces)) as client:
+        answer = await client.complete(prompt=list(b"abcd"), echo=True, logprobs=0, max_tokens=1, stream=stream)
+    choices = [event["choices"][0] for event in (answer.events if stream else [answer.json])]
+    assert "".join(choice["text"] for choice in choices) == "abcde"
+    assert [token for choice in choices for token in choice["logprobs"]["tokens"]] == list("abcde")
+    assert [score for choice in choices for score in choice["logprobs"]["token_logprobs"]] == [None, *[-0.5] * 4]
+
+
+async def test_a_prompt_of_one_token_has_no_score() -> None:
+    async with serving(FakeEngine(script=lambda request: [TokenDelta("", (), finish=finish(request, 0))])) as client:
+        answer = (await client.complete(prompt=[97], echo=True, logprobs=1, max_tokens=0)).json
+    assert answer["choices"][0]["logprobs"] == {
+        "tokens": ["a"],
+        "token_logprobs": [None],
+        "top_logprobs": [None],
+        "text_offset": [0],
+    }
 
 
 async def test_echo_without_logprobs_repeats_the_prompt_as_it_was_written() -> None:

@@ -25,7 +25,12 @@ def samples(metrics: Metrics, snapshot: FakeSnapshot | None = None) -> dict[str,
 
 
 def ended(reason: FinishReason = "stop", **changes: Any) -> Finish:
-    fields = {"prompt_tokens": 10, "completion_tokens": 5, "cached_tokens": 4, "phases": Phases(100, 20, 30, 400)}
+    fields: dict[str, Any] = {
+        "prompt_tokens": 10,
+        "completion_tokens": 5,
+        "cached_tokens": 4,
+        "phases": Phases(100, 20, 30, 400),
+    }
     return Finish(reason, **fields | changes)
 
 

@@ -28,7 +28,8 @@ def joined(lists: Iterable[list[Any]]) -> list[Any]:
 
 async def read_event(response: Any) -> bytes:
     """The next event or comment, without its blank line."""
-    return (await response.content.readuntil(b"\n\n")).removesuffix(b"\n\n")
+    event: bytes = await response.content.readuntil(b"\n\n")
+    return event.removesuffix(b"\n\n")
 
 
 async def read_chunk(response: Any) -> Any:
@@ -132,7 +133,7 @@ async def test_answers_of_one_request_share_the_stream_and_keep_their_order() ->
 
 
 async def test_logprobs_of_a_stream_add_up_to_those_of_a_whole_answer() -> None:
-    fields = {"logprobs": 1, "echo": True}
+    fields: dict[str, Any] = {"logprobs": 1, "echo": True}
     async with serving(FakeEngine()) as client:
         whole = (await client.complete(**fields)).json["choices"][0]
         events = (await client.complete(**fields, stream=True)).events

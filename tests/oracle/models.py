@@ -87,7 +87,7 @@ def make_model(folder: Path, family: str, seed: int = 0, dtype: str = "float32")
     """
     config_class, traits, with_bos = _FAMILIES[family]
     config = config_class(**_COMMON | traits)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     _randomise(model, torch.Generator().manual_seed(seed))
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     _save_tokenizer(folder, with_bos)
@@ -141,11 +141,11 @@ def make_adapter(
     for module in model.modules():
         if isinstance(module, LoraLayer):
             _randomise_lora(module, generator, getattr(torch, dtype))
-    model.save_pretrained(folder)
+    model.save_pretrained(str(folder))
     return folder
 
 
-def _randomise_lora(layer: LoraLayer, generator: torch.Generator, dtype: torch.dtype) -> None:
+def _randomise_lora(layer: Any, generator: torch.Generator, dtype: torch.dtype) -> None:
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     rank, in_features = a.shape
     b_std = 0.8 / (layer.scaling["default"] * math.sqrt(rank))

@@ -22,8 +22,10 @@ class Oracle:
     """
 
     def __init__(self, model_folder: Path, adapters: Mapping[str, Path] | None = None) -> None:
-        model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, attn_implementation="eager")
-        self._model: Any = model.eval()
+        # Any: neither library has types for a model of a class found at run time.
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
+            model_folder, dtype=torch.float32, attn_implementation="eager"
+        )
         # peft uses names as module names, which must not hold a dot; ours may.
         self._peft_names = {name: f"adapter{index}" for index, name in enumerate(adapters or {})}
         for name, folder in (adapters or {}).items():

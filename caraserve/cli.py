@@ -1,0 +1,53 @@
+"""The `caraserve` command: arguments → frozen configs → one lazy import; exit codes. Level 7.
+
+Exit codes: 0 done, 1 the work failed, 2 the command line was wrong.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from caraserve import __version__
+from caraserve.config import EngineConfig, HttpConfig, LoraConfig, ModelConfig
+from caraserve.errors import CaraServeError, ConfigError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand; returns the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except ConfigError as error:
+        print(f"caraserve: {error.message}", file=sys.stderr)
+        return 2
+    except CaraServeError as error:
+        print(f"caraserve: {error.message}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="caraserve", description="Many LoRA adapters over one base model.")
+    parser.add_argument("--version", action="version", version=f"caraserve {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model and its adapters over HTTP",
+        description="Serves a base model and LoRA adapters behind one OpenAI-compatible endpoint.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    for config in (ModelConfig, LoraConfig, EngineConfig, HttpConfig):
+        config.add_arguments(serve)
+    serve.set_defaults(run=_serve)
+    return parser
+
+
+def _serve(args: argparse.Namespace) -> int:
+    import uvloop
+
+    from caraserve import log
+    from caraserve.serve import serve
+
+    http = HttpConfig.from_args(args)
+    log.configure(http.log_format, http.log_level)
+    uvloop.run(serve(ModelConfig.from_args(args), LoraConfig.from_args(args), EngineConfig.from_args(args), http))
+    return 0

@@ -1,0 +1,184 @@
+"""Register tiles: the inner loops of matmul, LoRA shrink and attention, emitted as LLVM IR. Level 1; CPU only.
+
+A tile keeps rows × vectors accumulators in registers and names memory by plain addresses; see simd.py for why.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from caraserve.cpu.simd import (
+    DTYPE_F32,
+    F32,
+    I64,
+    LANES,
+    VF,
+    emit_fma,
+    emit_load,
+    emit_load_splat,
+    emit_reduce,
+    emit_store,
+    i64,
+    make_intrinsic,
+    offset,
+    pointer,
+)
+
+
+class _Accumulators:
+    """Named registers of a tile: allocas that LLVM promotes to vector registers."""
+
+    def __init__(self, b: Any, count: int) -> None:
+        self._b = b
+        self._slots = [cgutils.alloca_once_value(b, ir.Constant(VF, [0.0] * LANES)) for _ in range(count)]
+        for slot in self._slots:  # alloca_once_value stores in the entry block only; the tile may be inside a loop
+            b.store(ir.Constant(VF, [0.0] * LANES), slot)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._b.load(self._slots[index])
+
+    def __setitem__(self, index: int, value: Any) -> None:
+        self._b.store(value, self._slots[index])
+
+
+def _tile_intrinsic(
+    name: str, num_args: int, emit: Callable[[Any, Sequence[Any]], None], *, scaled: bool = False
+) -> Any:
+    """An intrinsic of int64 arguments (and a last float32 if `scaled`) whose code `emit(builder, arguments)` writes."""
+
+    def codegen(_context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        emit(builder, arguments)
+        return _context.get_dummy_value()
+
+    kinds = [types.int64] * num_args
+    signature = types.void(*([*kinds[:-1], types.float32] if scaled else kinds))
+    return make_intrinsic(name, num_args, signature, codegen)
+
+
+def gemm_tile(rows: int, vectors: int, dtype: int) -> Any:
+    """Intrinsic `(x, x_stride, w, k, y, y_stride, accumulate)`, strides in bytes.
+
+    Semantics: `y[m, :] = (y[m, :] if accumulate else 0) + Σ_k x[m, k] · w[k, :]` for m < rows.
+    x, y are fp32; w is `[k, 16 · vectors]` of `dtype`, contiguous. Sums run over k in order.
+    """
+
+    def emit(b: Any, arguments: Sequence[Any]) -> None:
+        x, x_stride, w, k, y, y_stride, accumulate = arguments
+        itemsize = 4 if dtype == DTYPE_F32 else 2
+        acc = _Accumulators(b, rows * vectors)
+        x_rows = [offset(b, x, b.mul(i64(row), x_stride)) for row in range(rows)]
+        with cgutils.for_range(b, k) as loop:
+            w_row = offset(b, w, b.mul(loop.index, i64(LANES * vectors * itemsize)))
+            weights = [emit_load(b, offset(b, w_row, i64(v * LANES * itemsize)), dtype) for v in range(vectors)]
+            x_offset = b.mul(loop.index, i64(4))
+            for row in range(rows):
+                splat = emit_load_splat(b, offset(b, x_rows[row], x_offset))
+                for v in range(vectors):
+                    acc[row * vectors + v] = emit_fma(b, splat, weights[v], acc[row * vectors + v])
+        with b.if_then(b.icmp_signed("!=", accumulate, i64(0))):
+            for row in range(rows):
+                for v in range(vectors):
+                    at = offset(b, offset(b, y, b.mul(i64(row), y_stride)), i64(v * LANES * 4))
+                    acc[row * vectors + v] = b.fadd(emit_load(b, at, DTYPE_F32), acc[row * vectors + v])
+        for row in range(rows):
+            for v in range(vectors):
+                at = offset(b, offset(b, y, b.mul(i64(row), y_stride)), i64(v * LANES * 4))
+                emit_store(b, acc[row * vectors + v], at)
+
+    return _tile_intrinsic(f"gemm_tile_{rows}x{vectors}_{dtype}", 7, emit)
+
+
+def dot_tile(rows: int, columns: int, dtype: int) -> Any:
+    """Intrinsic `(x, x_stride, a, a_stride, k, y, y_stride, scale)`, strides in bytes, k a multiple of 16.
+
+    Semantics: `y[m, j] = scale · Σ_k x[m, k] · a[j, k]` for m < rows, j < columns. x, y fp32; a of `dtype`.
+    """
+
+    def emit(b: Any, arguments: Sequence[Any]) -> None:
+        x, x_stride, a, a_stride, k, y, y_stride, scale = arguments
+        itemsize = 4 if dtype == DTYPE_F32 else 2
+        acc = _Accumulators(b, rows * columns)
+        x_rows = [offset(b, x, b.mul(i64(row), x_stride)) for row in range(rows)]
+        a_rows = [offset(b, a, b.mul(i64(column), a_stride)) for column in range(columns)]
+        with cgutils.for_range(b, b.sdiv(k, i64(LANES))) as loop:
+            xs = [emit_load(b, offset(b, row, b.mul(loop.index, i64(LANES * 4))), DTYPE_F32) for row in x_rows]
+            for column in range(columns):
+                weights = emit_load(b, offset(b, a_rows[column], b.mul(loop.index, i64(LANES * itemsize))), dtype)
+                for row in range(rows):
+                    index = row * columns + column
+                    acc[index] = emit_fma(b, xs[row], weights, acc[index])
+        for row in range(rows):
+            for column in range(columns):
+                total = b.fmul(scale, emit_reduce(b, acc[row * columns + column], b.fadd))
+                at = offset(b, offset(b, y, b.mul(i64(row), y_stride)), i64(4 * column))
+                b.store(total, pointer(b, at, F32))
+
+    return _tile_intrinsic(f"dot_tile_{rows}x{columns}_{dtype}", 8, emit, scaled=True)
+
+
+def scores_tile(rows: int) -> Any:
+    """Intrinsic `(q, q_stride, k0, k1, k2, k3, head_dim, out)`, q_stride in bytes.
+
+    Semantics: `out[m, 16·j + t] = Σ_d q[m, d] · k_j[d, t]` for m < rows, four KV blocks j of sixteen tokens t.
+    All fp32; each k_j is `[head_dim, 16]`, out is `[rows, 64]`, contiguous.
+    """
+
+    def emit(b: Any, arguments: Sequence[Any]) -> None:
+        q, q_stride, *keys, head_dim, out = arguments
+        acc = _Accumulators(b, rows * 4)
+        q_rows = [offset(b, q, b.mul(i64(row), q_stride)) for row in range(rows)]
+        with cgutils.for_range(b, head_dim) as loop:
+            row_offset = b.mul(loop.index, i64(LANES * 4))
+            vectors = [emit_load(b, offset(b, key, row_offset), DTYPE_F32) for key in keys]
+            for row in range(rows):
+                splat = emit_load_splat(b, offset(b, q_rows[row], b.mul(loop.index, i64(4))))
+                for j in range(4):
+                    acc[row * 4 + j] = emit_fma(b, splat, vectors[j], acc[row * 4 + j])
+        for index in range(rows * 4):
+            emit_store(b, acc[index], offset(b, out, i64(index * LANES * 4)))
+
+    return _tile_intrinsic(f"scores_tile_{rows}", 8, emit)
+
+
+def values_tile(rows: int, vectors: int) -> Any:
+    """Intrinsic `(p, v, v_stride, tokens, y, y_stride)`, strides in bytes.
+
+    Semantics: `y[m, :] += Σ_{t < tokens} p[m, t] · v[t, :]` for m < rows, over `16 · vectors` columns.
+    All fp32; p has rows of 64. Sums run over t in order. Tokens past `tokens` are not read: they may belong to
+    nobody, and a stale NaN times zero would be a NaN.
+    """
+
+    def emit(b: Any, arguments: Sequence[Any]) -> None:
+        p, v, v_stride, tokens, y, y_stride = arguments
+        acc = _Accumulators(b, rows * vectors)
+        places = [
+            offset(b, offset(b, y, b.mul(i64(row), y_stride)), i64(vector * LANES * 4))
+            for row in range(rows)
+            for vector in range(vectors)
+        ]
+        for index, place in enumerate(places):
+            acc[index] = emit_load(b, place, DTYPE_F32)
+        with cgutils.for_range(b, tokens) as loop:
+            v_row = offset(b, v, b.mul(loop.index, v_stride))
+            values = [emit_load(b, offset(b, v_row, i64(j * LANES * 4)), DTYPE_F32) for j in range(vectors)]
+            for row in range(rows):
+                splat = emit_load_splat(b, offset(b, p, b.add(b.mul(loop.index, i64(4)), i64(row * 256))))
+                for j in range(vectors):
+                    acc[row * vectors + j] = emit_fma(b, splat, values[j], acc[row * vectors + j])
+        for index, place in enumerate(places):
+            emit_store(b, acc[index], place)
+
+    return _tile_intrinsic(f"values_tile_{rows}x{vectors}", 6, emit)
+
+
+def call_by_address(num_words: int) -> Any:
+    """Intrinsic `(address, ...)`: calls a C function of `num_words` int64 arguments that returns nothing."""
+
+    def emit(b: Any, arguments: Sequence[Any]) -> None:
+        kind = ir.FunctionType(ir.VoidType(), [I64] * num_words)
+        b.call(b.inttoptr(arguments[0], kind.as_pointer()), list(arguments[1:]))
+
+    return _tile_intrinsic("call_by_address", num_words + 1, emit)

@@ -1,0 +1,258 @@
+"""The composition root: the only place that constructs and wires parts; start order, signals, drain. Level 6.
+
+Start order: what can be refused cheaply first (configuration, the model's config, the tokenizer), then memory and
+kernels, then threads, and the port last: a server that listens is able.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from caraserve import demo
+from caraserve.adapters.catalog import AdapterReader, Catalog, CatalogRules
+from caraserve.adapters.registry import Registry
+from caraserve.adapters.residency import Budgets, Residency
+from caraserve.config import EngineConfig, HttpConfig, LoraConfig, ModelConfig
+from caraserve.errors import ConfigError, ModelLoadError
+from caraserve.loop import Engine
+from caraserve.metrics import Metrics
+from caraserve.model.layout import Dtype
+from caraserve.model.spec import ModelSpec, load_spec
+from caraserve.tokenizer import load_tokenizer
+from caraserve.units import human_bytes
+
+log = logging.getLogger(__name__)
+
+_DEFAULT_CONTEXT_TOKENS = 8192  # where the model allows more; --max-model-len raises it
+_DEFAULT_STEP_TOKENS = 256  # past the roofline's knee of a CPU, where larger chunks gain nothing
+_ADAPTER_SLOTS = 1025  # entries of the device adapter table; bytes are the bound that matters
+_KV_SHARE, _KV_MOST_BYTES = 0.3, 8 << 30  # of the free memory, for the KV cache by default
+
+_DTYPES = {"float32": Dtype.F32, "bfloat16": Dtype.BF16, "float16": Dtype.F16}
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A running engine with what its surroundings need to know."""
+
+    engine: Engine
+    metrics: Metrics
+    spec: ModelSpec
+    complaints: list[str]  # adapters of an earlier run that cannot be served
+
+
+def with_demo(model: ModelConfig, lora: LoraConfig) -> tuple[ModelConfig, LoraConfig]:
+    """Without a model, the bundled demo and its adapters."""
+    if model.model is not None:
+        return model, lora
+    name = model.served_model_name or demo.BASE_NAME
+    model = replace(model, model=demo.model_folder(), served_model_name=name)
+    return model, replace(lora, adapters_dir=lora.adapters_dir or demo.adapters_folder())
+
+
+async def build_engine(
+    stack: AsyncExitStack, model_config: ModelConfig, lora_config: LoraConfig, engine_config: EngineConfig
+) -> Served:
+    """Builds everything below HTTP and starts the engine's task; `stack` ends it all in reverse order.
+
+    Raises ConfigError or ModelLoadError.
+    """
+    folder = model_config.model
+    assert folder is not None, "with_demo comes first"
+    spec = load_spec(folder)
+    tokenizer = load_tokenizer(folder, spec, model_config.chat_template)
+    base_name = model_config.served_model_name or folder.resolve().name
+    backend = _build_cpu_backend(spec, model_config, engine_config)
+    stack.callback(backend.close)
+    loop = asyncio.get_running_loop()
+
+    def on_loop(call: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(call)
+
+    metrics = Metrics(base_name, max_loras=_ADAPTER_SLOTS - 1, block_tokens=backend.limits.block_tokens)
+    reader = AdapterReader(spec, on_loop)
+    stack.callback(reader.close)
+    registry = Registry(lora_config.registry)
+    stack.callback(registry.close)
+    budgets = Budgets(lora_config.max_device_adapters_bytes, lora_config.max_host_adapters_bytes)
+    mode = lora_config.loading_mode
+    residency = Residency(
+        backend,
+        budgets,
+        reader.read,
+        on_loop,
+        time.monotonic,
+        lambda seconds, ok: metrics.observe_load(mode, seconds, outcome="ok" if ok else "failed"),
+    )
+    rules = CatalogRules(base_name, _root(lora_config), budgets.device_bytes, keep_on_device=mode == "cached")
+    catalog = Catalog(spec, backend, registry, residency, reader, rules)
+    complaints = _add_adapters(catalog, lora_config)
+    engine = Engine(
+        base_name=base_name,
+        backend=backend,
+        catalog=catalog,
+        tokenizer=tokenizer,
+        config=engine_config,
+        metrics=metrics,
+        exclusive_loads=mode == "ondemand",
+    )
+    task = asyncio.create_task(engine.run(), name="caraserve-engine")
+    task.add_done_callback(_stop_on_defect)
+    stack.push_async_callback(_end_task, task)
+    if mode == "cached":
+        await catalog.preloaded()
+    return Served(engine, metrics, spec, complaints)
+
+
+def _build_cpu_backend(spec: ModelSpec, model: ModelConfig, engine: EngineConfig):  # type: ignore[no-untyped-def]
+    from caraserve.cpu.backend import CpuBackend, CpuSizes  # compiles kernels: late, after all that can be refused
+    from caraserve.cpu.weights import dummy_reader, folder_reader, load_model, progress_steps
+
+    assert model.model is not None
+    dtype = _dtype(spec, model.dtype)
+    context = min(spec.max_position, model.max_model_len or _DEFAULT_CONTEXT_TOKENS)
+    if model.max_model_len is not None and model.max_model_len > spec.max_position:
+        raise ConfigError(
+            f"--max-model-len {model.max_model_len} is more than the model's {spec.max_position} positions"
+        )
+    kv_bytes = _kv_bytes(spec, context, engine.kv_cache_bytes)
+    read = dummy_reader(engine.seed, dtype) if model.load_format == "dummy" else folder_reader(model.model)
+    with _progress("weights", progress_steps(spec)) as advance:
+        loaded = load_model(spec, dtype, context, read, advance)
+    sizes = CpuSizes(
+        threads=engine.cpu_threads or len(os.sched_getaffinity(0)),
+        num_slots=engine.max_num_seqs,
+        adapter_slots=_ADAPTER_SLOTS,
+        max_step_tokens=max(engine.max_num_batched_tokens or _DEFAULT_STEP_TOKENS, engine.max_num_seqs),
+        max_context=context,
+        kv_cache_bytes=kv_bytes,
+    )
+    backend = CpuBackend(spec, loaded, sizes)
+    started_s = time.monotonic()
+    backend.warm_up()
+    log.debug("kernels ready after %.1f s", time.monotonic() - started_s)
+    return backend
+
+
+def _dtype(spec: ModelSpec, asked: str) -> Dtype:
+    name = spec.dtype if asked == "auto" else asked
+    if name not in _DTYPES:
+        raise ModelLoadError(f"config.json: dtype {name!r} is not supported; give --dtype {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _kv_bytes(spec: ModelSpec, context: int, asked: int | None) -> int:
+    """The KV cache's size: at least one request of full length must fit, or it could never run."""
+    least = spec.kv_bytes_per_token(4) * (context + 16)
+    if asked is not None and asked < least:
+        raise ConfigError(
+            f"--kv-cache-bytes {asked} is too small: one request of {context} tokens needs {least} bytes "
+            f"({human_bytes(least)}); raise it or lower --max-model-len"
+        )
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return asked or max(least, min(_KV_MOST_BYTES, int(_KV_SHARE * free)))
+
+
+def _root(lora: LoraConfig) -> Path | None:
+    return lora.adapters_dir.resolve() if lora.adapters_dir else None
+
+
+def _add_adapters(catalog: Catalog, lora: LoraConfig) -> list[str]:
+    modules = [(module.name, module.path) for module in lora.lora_modules]
+    if lora.adapters_dir is not None:
+        if not lora.adapters_dir.is_dir():
+            raise ConfigError(f"--adapters-dir {str(lora.adapters_dir)!r} is not a folder")
+        folders = sorted(path for path in lora.adapters_dir.iterdir() if (path / "adapter_config.json").is_file())
+        named = {name for name, _ in modules}
+        modules += [(path.name, path) for path in folders if path.name not in named]
+    with _progress("adapters", len(modules)) as advance:
+        return catalog.add_at_start(modules, advance)
+
+
+@contextlib.contextmanager
+def _progress(label: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar on a terminal, one log line elsewhere."""
+    console = Console(stderr=True)
+    started_s = time.monotonic()
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(label, total=total)
+        yield lambda: progress.advance(task)
+    log.info("%s loaded in %.1f s", label, time.monotonic() - started_s)
+
+
+def _stop_on_defect(task: "asyncio.Task[None]") -> None:
+    """The engine's task never ends by itself: if it does, that is a defect, and a silent server would be worse."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("the engine has stopped", exc_info=error)
+        os.kill(os.getpid(), signal.SIGABRT)
+
+
+async def _end_task(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+async def serve(
+    model_config: ModelConfig, lora_config: LoraConfig, engine_config: EngineConfig, http_config: HttpConfig
+) -> None:
+    """Serves until SIGTERM or SIGINT, then drains. Raises ConfigError or ModelLoadError when it cannot start."""
+    from caraserve.http.app import make_app, start_http
+
+    model_config, lora_config = with_demo(model_config, lora_config)
+    async with AsyncExitStack() as stack:
+        served = await build_engine(stack, model_config, lora_config, engine_config)
+        for complaint in served.complaints:
+            log.warning("%s", complaint)
+        app = make_app(
+            served.engine, http_config, served.metrics, allow_lora_updates=lora_config.allow_runtime_lora_updating
+        )
+        runner, port = await start_http(app, http_config)
+        stack.push_async_callback(runner.cleanup)
+        stop = _watch_signals()
+        _announce(served, http_config.host, port)
+        await stop.wait()
+        log.info("draining: no new requests; up to %.0f s for those running", http_config.drain_timeout_s)
+        await served.engine.drain(http_config.drain_timeout_s)
+
+
+def _watch_signals() -> asyncio.Event:
+    """Set by the first SIGTERM or SIGINT; a second one ends the process at once."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: int) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    return stop
+
+
+def _announce(served: Served, host: str, port: int) -> None:
+    """The ready lines: where, what, and a command to copy."""
+    engine = served.engine
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    infos = engine.adapters()
+    shown = ", ".join(f"{info.name} (rank {info.rank})" for info in infos[:8])
+    more = f" and {len(infos) - 8} more" if len(infos) > 8 else ""
+    millions = served.spec.num_parameters / 1e6
+    console = Console(stderr=False, soft_wrap=True, highlight=False, markup=False)
+    console.print(f"CaraServe is ready at {url}  ({engine.base_name}, {millions:.1f}M parameters, on the CPU)")
+    console.print(f"adapters: {shown or 'none'}{more}")
+    name = infos[0].name if infos else engine.base_name
+    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Tell me about the sea."}}]}}'
+    console.print(f"try:  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
