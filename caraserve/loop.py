@@ -388,9 +388,17 @@ class Engine:
         self._waiting.charge(request.asked.tenant, 0, 1)
         if request.phase is Phase.PREFILL:
             request.to(Phase.DECODE, self._now())
-        text, stop = opened.detokenizer.push(token)
-        reason, stop_reason = self._verdict(request, token, stop)
         logprobs = (_logprob(result.scored),) if result.scored else ()
+        params = request.asked.params
+        may_stop = len(request.output_ids) >= params.min_tokens
+        reason, stop_reason = self._ended_by_token(request, token) if may_stop else (None, None)
+        text = ""
+        if reason is None or params.include_stop_str_in_output:
+            text, stop = opened.detokenizer.push(token, may_stop=may_stop)
+            if reason is None and stop is not None:
+                reason, stop_reason = "stop", stop
+        if reason is None and not self._wants_more(request):
+            reason = "length"
         if reason is None:
             opened.stream.put(TokenDelta(text, (token,), logprobs))
         else:
@@ -412,20 +420,17 @@ class Engine:
             self._metrics.observe_token_gap(done_s - opened.last_token_s)
         opened.last_token_s = done_s
 
-    def _verdict(self, request: Request, token: int, stop: str | None) -> tuple[FinishReason | None, str | int | None]:
-        """Whether the request ends with this token, and what ended it."""
-        params = request.asked.params
-        if len(request.output_ids) >= params.min_tokens:
-            if token in params.stop_token_ids:
-                return "stop", token
-            if token in self.tokenizer.eos_ids and not params.ignore_eos:
-                return "stop", None
-            if stop is not None:
-                return "stop", stop
-        tokens = len(request.output_ids)
-        if tokens >= params.max_tokens or request.prompt_tokens + tokens >= self.max_model_len:
-            return "length", None
+    def _ended_by_token(self, request: Request, token: int) -> tuple[FinishReason | None, int | None]:
+        """Whether the token itself ends the request. The model's own end token is no reason worth naming."""
+        if token in request.asked.params.stop_token_ids:
+            return "stop", token
+        if token in self.tokenizer.eos_ids and not request.asked.params.ignore_eos:
+            return "stop", None
         return None, None
+
+    def _wants_more(self, request: Request) -> bool:
+        tokens = len(request.output_ids)
+        return tokens < request.asked.params.max_tokens and request.prompt_tokens + tokens < self.max_model_len
 
     # --- opening and ending ---
 
@@ -493,8 +498,7 @@ class Engine:
             error=error,
         )
         self._metrics.observe_finish(finish)
-        if not isinstance(stop_reason, str):  # a stop string has already settled what is shown
-            text += opened.detokenizer.flush()
+        text += opened.detokenizer.flush()
         opened.stream.put(TokenDelta(text, token_ids, logprobs, finish=finish))
 
     def _take_out(self, opened: _Open) -> None:

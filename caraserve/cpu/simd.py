@@ -23,8 +23,8 @@ LANES = 16
 _X86 = platform.machine().lower() in ("x86_64", "amd64")
 DTYPE_F32, DTYPE_BF16, DTYPE_F16 = 0, 1, 2  # the codes of model/layout.py:Dtype
 
-_I16, _I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-VF, _VI, _VI16, _VH = (ir.VectorType(t, LANES) for t in (F32, _I32, _I16, ir.HalfType()))
+_I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+VF, _VI, _VI16, _VH = (ir.VectorType(t, LANES) for t in (F32, I32, _I16, ir.HalfType()))
 
 
 class V16Type(types.Type):  # type: ignore[misc]
@@ -76,7 +76,7 @@ def emit_store(b: Any, value: Any, address: Any) -> None:
 
 
 def emit_splat(b: Any, scalar: Any) -> Any:
-    first = b.insert_element(ir.Constant(VF, ir.Undefined), scalar, ir.Constant(_I32, 0))
+    first = b.insert_element(ir.Constant(VF, ir.Undefined), scalar, ir.Constant(I32, 0))
     return b.shuffle_vector(first, ir.Constant(VF, ir.Undefined), ir.Constant(_VI, [0] * LANES))
 
 
@@ -91,6 +91,15 @@ def emit_fma(b: Any, x: Any, y: Any, z: Any) -> Any:
     return b.call(function, [x, y, z])
 
 
+def emit_prefetch(b: Any, address: Any) -> None:
+    """Asks for a cache line to be brought into the second-level cache. Any address is harmless."""
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
+    function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
+    read, second_level, data = ir.Constant(I32, 0), ir.Constant(I32, 2), ir.Constant(I32, 1)
+    b.call(function, [b.inttoptr(address, byte), read, second_level, data])
+
+
 def emit_reduce(b: Any, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
     """Combines the lanes pairwise, halves first: the same tree everywhere."""
     width = LANES // 2
@@ -98,7 +107,7 @@ def emit_reduce(b: Any, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
         lanes = [lane + width if lane < width else lane for lane in range(LANES)]
         value = combine(value, b.shuffle_vector(value, value, ir.Constant(_VI, lanes)))
         width //= 2
-    return b.extract_element(value, ir.Constant(_I32, 0))
+    return b.extract_element(value, ir.Constant(I32, 0))
 
 
 def make_intrinsic(name: str, num_args: int, signature: Any, codegen: Callable[..., Any]) -> Any:
@@ -127,14 +136,14 @@ def _emit_maximum(b: Any, x: Any, y: Any) -> Any:
 
 def _emit_keep_below(b: Any, x: Any, limit: Any) -> Any:
     lanes = ir.Constant(_VI, list(range(LANES)))
-    first = b.insert_element(ir.Constant(_VI, ir.Undefined), b.trunc(limit, _I32), ir.Constant(_I32, 0))
+    first = b.insert_element(ir.Constant(_VI, ir.Undefined), b.trunc(limit, I32), ir.Constant(I32, 0))
     limits = b.shuffle_vector(first, ir.Constant(_VI, ir.Undefined), ir.Constant(_VI, [0] * LANES))
     return b.select(b.icmp_signed("<", lanes, limits), x, ir.Constant(VF, [float("-inf")] * LANES))
 
 
 def _emit_keep_from(b: Any, x: Any, limit: Any) -> Any:
     lanes = ir.Constant(_VI, list(range(LANES)))
-    first = b.insert_element(ir.Constant(_VI, ir.Undefined), b.trunc(limit, _I32), ir.Constant(_I32, 0))
+    first = b.insert_element(ir.Constant(_VI, ir.Undefined), b.trunc(limit, I32), ir.Constant(I32, 0))
     limits = b.shuffle_vector(first, ir.Constant(_VI, ir.Undefined), ir.Constant(_VI, [0] * LANES))
     return b.select(b.icmp_signed(">=", lanes, limits), x, ir.Constant(VF, [float("-inf")] * LANES))
 

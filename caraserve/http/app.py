@@ -94,8 +94,6 @@ async def _answer(request: web.Request, handler: _Handler, config: HttpConfig) -
         return error_response(error)
     except web.HTTPException as error:
         return refusal_response(error, request)
-    except ConnectionError:
-        raise  # the client has left; aiohttp closes the connection
     except Exception:
         log.exception("request %s failed", request[REQUEST_ID])
         message = f"The server made a mistake; its log has the details under request id {request[REQUEST_ID]}."

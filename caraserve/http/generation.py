@@ -138,14 +138,14 @@ async def _stream(request: web.Request, job: Job, streams: Sequence[StreamApi]) 
             finishes = await _together(pumps)
             if job.delivery.include_usage:
                 await out.send(frame.usage(total_usage(finishes, job.n)))
+            await out.send(DONE)
         except ConnectionError:
-            raise
+            return out.response  # the client has left; aiohttp notices when it ends the response
         except Exception as error:
             if not out.started:
                 raise
             out.response.force_close()
-            await out.send(event(_late_error(request, error)))
-        await out.send(DONE)
+            await out.send(event(_late_error(request, error)) + DONE)
     return out.response
 
 

@@ -215,7 +215,7 @@ class CompletionChoice:
         shape["text_offset"].append(self._text_offset)
         shape["token_logprobs"].append(None if scored is None else finite(scored.logprob))
         shape["top_logprobs"].append(None if scored is None else self._best(text, scored))
-        pass
+        self._text_offset += len(text)
 
     def _best(self, text: str, scored: TokenLogprob) -> dict[str, float]:
         """The best alternatives by text, and the token itself where it is not among them."""

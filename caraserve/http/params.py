@@ -44,7 +44,6 @@ def sampling_params(fields: Fields, engine: EngineApi) -> SamplingParams:
     model: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     model.update(engine.default_sampling)
     vocab_size = engine.tokenizer.vocab_size
-    seed = fields.maybe_integer("seed", -_SEEDS, _SEEDS - 1)
     stop_ids = fields.array("stop_token_ids", _MAX_STOP_TOKEN_IDS)
     return SamplingParams(
         min_tokens=fields.integer("min_tokens", 0, engine.max_model_len, 0),
@@ -52,7 +51,7 @@ def sampling_params(fields: Fields, engine: EngineApi) -> SamplingParams:
         top_p=fields.number("top_p", 0, 1, model["top_p"], above_low=True),
         top_k=max(0, fields.integer("top_k", -1, 1 << 31, model["top_k"])),
         min_p=fields.number("min_p", 0, 1, model["min_p"]),
-        seed=None if seed is None else seed % _SEEDS,
+        seed=fields.maybe_integer("seed", -_SEEDS, _SEEDS - 1),
         stop=_stop(fields),
         stop_token_ids=token_ids("stop_token_ids", stop_ids, vocab_size),
         include_stop_str_in_output=fields.boolean("include_stop_str_in_output", False),
@@ -66,7 +65,7 @@ def sampling_params(fields: Fields, engine: EngineApi) -> SamplingParams:
 
 
 def nth_seed(seed: int | None, index: int) -> int | None:
-    """The seed of choice `index`: each choice of a seeded request draws differently, and the same each time."""
+    """The seed of choice `index`, never negative: each choice draws differently, and the same each time."""
     return None if seed is None else (seed + index) % _SEEDS
 
 

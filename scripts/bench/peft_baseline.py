@@ -1,11 +1,13 @@
-"""transformers + peft answering closed batches, in a process of its own so that neither side's threads wait on the other's.
+"""transformers + peft answering closed batches; batches mix adapters by peft's `adapter_names=`.
 
-`engine.py` starts it and asks over a pipe. Batches mix adapters by peft's `adapter_names=`.
+`engine.py` starts it as a process of its own, so that neither side's idle threads slow the other, and asks over a pipe.
 """
 
+import asyncio
 import multiprocessing
 import os
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,8 +20,9 @@ from workload import Answer, Batch, Request
 class PeftBaseline:
     """The worker process as an object; a context manager that ends it."""
 
-    def __init__(self, model: Path, adapters: Mapping[str, Path], dtype: str, threads: int) -> None:
-        """Returns when everything is loaded."""
+    def __init__(self, model: Path, adapters: Mapping[str, Path], dtype: str, threads: int, output_tokens: int) -> None:
+        """Returns when everything is loaded. Raises EOFError when the worker cannot load."""
+        self._output_tokens = output_tokens
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_work, args=(theirs, model, dict(adapters), dtype, threads), daemon=True)
@@ -27,10 +30,10 @@ class PeftBaseline:
         theirs.close()
         self.versions: dict[str, str] = self._pipe.recv()
 
-    def run(self, requests: Sequence[Request], output_tokens: int) -> Batch:
+    async def run(self, requests: Sequence[Request]) -> Batch:
         """Answers equally long prompts as one batch. Raises EOFError when the worker has died."""
-        self._pipe.send((list(requests), output_tokens))
-        batch = self._pipe.recv()
+        self._pipe.send((list(requests), self._output_tokens))
+        batch = await asyncio.to_thread(self._pipe.recv)
         assert isinstance(batch, Batch)
         return batch
 
@@ -47,6 +50,7 @@ class PeftBaseline:
 def _work(pipe: Connection, model: Path, adapters: dict[str, Path], dtype: str, threads: int) -> None:
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     os.environ["HF_HUB_OFFLINE"] = "1"
+    warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an old name
     server = _Server(model, adapters, dtype, threads)
     pipe.send(server.versions())
     while True:
@@ -66,7 +70,7 @@ class _Server:
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 
-        disable_progress_bar()
+        disable_progress_bar()  # type: ignore[no-untyped-call]
         torch.set_num_threads(threads)
         self._base: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
         self._adapted: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
@@ -85,10 +89,7 @@ class _Server:
         clock = _Clock()
         model, options = self._for([request.adapter for request in requests])
         prompts = torch.tensor([request.prompt_ids for request in requests])
-        # min_new_tokens keeps every request going to the end, as ignore_eos does on the other side.
-        config = GenerationConfig(
-            do_sample=False, max_new_tokens=output_tokens, min_new_tokens=output_tokens, pad_token_id=0
-        )
+        config: Any = GenerationConfig(do_sample=False, max_new_tokens=output_tokens, pad_token_id=0)  # type: ignore[no-untyped-call]
         with torch.inference_mode():
             outputs = model.generate(
                 input_ids=prompts,

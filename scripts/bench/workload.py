@@ -97,14 +97,17 @@ class Batch:
 def requests(case: Case, names: Sequence[str], prompt_tokens: int, vocab: int, seed: int) -> list[Request]:
     """Random prompts: no two share a beginning, so that no prefix cache helps."""
     rng = np.random.default_rng(seed)
-    return [
-        Request(tuple(rng.integers(2, vocab, prompt_tokens).tolist()), adapter) for adapter in case.adapters(names)
-    ]
+    return [Request(tuple(rng.integers(2, vocab, prompt_tokens).tolist()), adapter) for adapter in case.adapters(names)]
 
 
-def decode_weight_bytes(spec: ModelSpec, itemsize: int) -> int:
+def decode_weight_bytes(spec: ModelSpec, dtype: str) -> int:
     """Weights that every decode step reads once: all linear modules and the head, not the embedding table."""
-    return (spec.num_parameters - spec.vocab_size * spec.hidden) * itemsize
+    return (spec.num_parameters - spec.vocab_size * spec.hidden) * ITEMSIZE[dtype]
+
+
+def adapter_bytes(spec: ModelSpec, rank: int, targets: Sequence[str], dtype: str) -> int:
+    """An adapter's A and B over all layers."""
+    return sum(int(np.prod(shape)) for _, shape in _adapter_shapes(spec, rank, targets)) * ITEMSIZE[dtype]
 
 
 def write_model(folder: Path, shape: Shape, dtype: str, max_position: int, seed: int = 0) -> ModelSpec:
@@ -123,7 +126,7 @@ def write_model(folder: Path, shape: Shape, dtype: str, max_position: int, seed:
         "rms_norm_eps": 1e-5,
         "hidden_act": "silu",
         "bos_token_id": 0,
-        "eos_token_id": 1,
+        "eos_token_id": None,  # every request goes on to its last token
         "tie_word_embeddings": False,
         "dtype": dtype,
     }
@@ -203,9 +206,9 @@ def _values(name: str, shape: tuple[int, ...], rng: np.random.Generator, dtype: 
     if len(shape) == 1:
         values = np.ones(shape, np.float32)
     else:
-        std = 0.1 if "lora_B" in name else 1.0 if "embed" in name else 1.0
-        fan_in = 1 if "embed" in name else shape[1]
-        values = rng.standard_normal(shape, np.float32) * np.float32(std / fan_in**0.5)
+        fan_in = 1 if "embed_tokens" in name else shape[1]
+        std = (0.1 if "lora_B" in name else 1.0) / fan_in**0.5
+        values = rng.standard_normal(shape, np.float32) * np.float32(std)
     if dtype == "float32":
         return values
     return ((values.view(np.uint32) + 0x8000) >> 16).astype(np.uint16)

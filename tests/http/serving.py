@@ -16,7 +16,7 @@ from tests.http.fake_engine import FakeEngine
 
 
 def http_config(**changes: Any) -> HttpConfig:
-    settings = {
+    settings: dict[str, Any] = {
         "host": "127.0.0.1",
         "port": 0,
         "api_key": None,

@@ -103,6 +103,7 @@ async def test_load_goes_on_when_its_client_has_left() -> None:
         await fake.changed.wait()
         load.cancel()
         await asyncio.wait({load})
+        await client.get("/health")  # by now the server has seen that the other connection is closed
         fake.changed.clear()
         assert fake.admin_gate is not None
         fake.admin_gate.set()

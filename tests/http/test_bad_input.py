@@ -190,6 +190,14 @@ async def exchange(port: int, data: bytes) -> bytes:
     return answer
 
 
+async def test_body_that_is_announced_as_too_large_is_not_waited_for() -> None:
+    async with serving(FakeEngine(), timings=HttpTimings(body_s=60, linger_s=0.01)) as client:
+        answer = await exchange(
+            client.port, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000000\r\n\r\n{"
+        )
+    assert answer.startswith(b"HTTP/1.1 413")
+
+
 async def test_missing_content_type_is_json() -> None:
     async with serving(FakeEngine()) as client:
         answer = await exchange(

@@ -1,12 +1,13 @@
 """POST /v1/completions: what each field becomes in the engine, and the shape of what comes back."""
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import pytest
 
 from caraserve.errors import BackendFailed, Draining, Overloaded
-from caraserve.request import GenerateRequest, TokenDelta
+from caraserve.request import GenerateRequest, Phases, TokenDelta
 from tests.http.fake_engine import BOS, FakeEngine, finish, scored
 from tests.http.serving import serving
 
@@ -42,6 +43,17 @@ async def test_phases_are_in_a_header() -> None:
     async with serving(FakeEngine()) as client:
         answer = await client.complete()
     assert answer.headers["x-caraserve-phases"] == "queued=1.000;load=2.000;prefill=3.000;decode=4.000"
+
+
+async def test_phases_are_those_of_the_slowest_answer() -> None:
+    def unequal(request: GenerateRequest) -> list[TokenDelta]:
+        prefill_ms = 50.0 if request.request_id.endswith("-1") else 5.0
+        ended = dataclasses.replace(finish(request, 1), phases=Phases(0, 0, prefill_ms, 0))
+        return [TokenDelta("x", (1,), finish=ended)]
+
+    async with serving(FakeEngine(script=unequal)) as client:
+        answer = await client.complete(n=3)
+    assert answer.headers["x-caraserve-phases"] == "queued=0.000;load=0.000;prefill=50.000;decode=0.000"
 
 
 @pytest.mark.parametrize(
@@ -173,7 +185,7 @@ async def test_logprobs() -> None:
 async def test_chosen_token_is_among_the_top_even_when_it_is_not_the_best() -> None:
     def unlikely(request: GenerateRequest) -> list[TokenDelta]:
         best = scored(ord("x"), 1)
-        chosen = type(best)(ord("q"), -7.0, best.top)
+        chosen = dataclasses.replace(best, token_id=ord("q"), logprob=-7.0)
         return [TokenDelta("q", (ord("q"),), (chosen,), finish=finish(request, 1))]
 
     async with serving(FakeEngine(script=unlikely)) as client:
@@ -241,8 +253,8 @@ async def test_token_ids_on_request() -> None:
 
 async def test_stop_reason_and_cached_tokens_are_told() -> None:
     def stopped(request: GenerateRequest) -> list[TokenDelta]:
-        ended = finish(request, 1, stop_reason="END")
-        return [TokenDelta("x", (120,), finish=type(ended)("stop", 3, 1, 2, ended.phases, "END"))]
+        ended = dataclasses.replace(finish(request, 1, stop_reason="END"), cached_tokens=2)
+        return [TokenDelta("x", (120,), finish=ended)]
 
     async with serving(FakeEngine(script=stopped)) as client:
         answer = (await client.complete()).json

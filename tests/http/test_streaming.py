@@ -7,9 +7,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from caraserve.errors import BackendFailed
 from caraserve.http.context import HttpTimings
+from caraserve.http.sse import EventStream
 from caraserve.request import GenerateRequest, TokenDelta
 from tests.http.fake_engine import BOS, FakeEngine, finish
 from tests.http.serving import Client, serving
@@ -210,7 +212,7 @@ async def test_client_that_leaves_cancels_everything_at_once(stream: bool, n: in
         await asyncio.gather(*(each.cancelled.wait() for each in streams))
 
 
-async def test_client_that_leaves_amid_a_stream_cancels_it() -> None:
+async def test_client_that_leaves_amid_a_stream_cancels_it(caplog: pytest.LogCaptureFixture) -> None:
     fake = FakeEngine(script=None)
     async with serving(fake) as client:
         reader, writer = await raw_post(
@@ -220,7 +222,23 @@ async def test_client_that_leaves_amid_a_stream_cancels_it() -> None:
         stream.feed(TokenDelta("x", (1,)))
         await reader.readuntil(b'"content":"x"')
         writer.transport.abort()
+        stream.feed(*[TokenDelta("x" * 50_000, (1,))] * 9)  # while the server does not know yet
         await stream.cancelled.wait()
+    assert not caplog.records
+
+
+async def test_client_that_is_found_gone_by_a_write_is_not_a_defect(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(response: web.StreamResponse, data: bytes) -> None:
+        raise ConnectionResetError("Cannot write to closing transport")
+
+    fake = FakeEngine(script=begun)
+    async with serving(fake) as client:
+        monkeypatch.setattr(web.StreamResponse, "write", broken)
+        await client.complete(stream=True)
+    assert fake.streams[0].cancelled.is_set()
+    assert not caplog.records
 
 
 async def test_finished_stream_is_not_cancelled() -> None:
@@ -248,14 +266,16 @@ async def test_slow_reader_slows_only_itself() -> None:
         writer.close()
 
 
-async def test_reader_that_takes_nothing_is_given_up() -> None:
+@pytest.mark.parametrize("n", [1, 3])
+async def test_reader_that_takes_nothing_is_given_up(n: int, caplog: pytest.LogCaptureFixture) -> None:
     fake = FakeEngine(script=None)
     async with serving(fake, timings=HttpTimings(write_s=0.1)) as client:
-        _, writer = await raw_post(client, "/v1/completions", FIELDS)
-        (stream,) = await fake.submitted()
-        stream.feed(*[TokenDelta("x" * 50_000, (1,))] * 400)
-        await stream.cancelled.wait()
+        _, writer = await raw_post(client, "/v1/completions", FIELDS | {"n": n})
+        for stream in await fake.submitted(n):
+            stream.feed(*[TokenDelta("x" * 50_000, (1,))] * 400)
+        await asyncio.gather(*(stream.cancelled.wait() for stream in fake.streams))
         writer.transport.abort()
+    assert not caplog.records  # a client's fault, not worth a line
 
 
 async def test_keep_alive_connection_is_used_again_after_a_stream_and_after_an_error() -> None:
@@ -273,3 +293,39 @@ async def test_keep_alive_connection_is_used_again_after_a_stream_and_after_an_e
                 (length,) = [line.split()[1] for line in head.splitlines() if line.startswith(b"Content-Length")]
                 await reader.readexactly(int(length))
         writer.close()
+
+
+class SlowResponse:
+    """A started response each of whose writes takes a while, and the request and transport it belongs to."""
+
+    prepared = True
+
+    def __init__(self, write_s: float) -> None:
+        self.write_s = write_s
+        self.aborted = False
+
+    @property
+    def transport(self) -> "SlowResponse":
+        return self
+
+    async def write(self, data: bytes) -> None:
+        await asyncio.sleep(self.write_s)
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+@pytest.mark.parametrize(("one_write_s", "given_up"), [(0.06, False), (0.5, True)])
+async def test_writes_that_overlap_are_given_up_only_if_none_gets_on(one_write_s: float, given_up: bool) -> None:
+    response: Any = SlowResponse(one_write_s)
+    async with EventStream(response, HttpTimings(write_s=0.2)) as out:
+        out.response = response
+
+        async def keep_writing(after_s: float) -> None:
+            await asyncio.sleep(after_s)
+            async with asyncio.timeout(0.4):
+                while True:
+                    await out.send(b"")
+
+        await asyncio.gather(keep_writing(0), keep_writing(0.03), return_exceptions=True)
+    assert response.aborted is given_up

@@ -1,0 +1,120 @@
+"""The adapters that this instance knows, in one SQLite file that survives restarts. Level 2.
+
+Reads come from memory: a look-up on the event loop never touches the disk. Writes are for other threads.
+"""
+
+import json
+import sqlite3
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from caraserve.errors import CaraServeError, ConfigError
+
+_SCHEMA_VERSION = 1
+_SCHEMA = """
+CREATE TABLE adapters (
+    name TEXT PRIMARY KEY, digest TEXT NOT NULL, path TEXT NOT NULL, rank INTEGER NOT NULL, targets TEXT NOT NULL,
+    num_bytes INTEGER NOT NULL, created_s REAL NOT NULL, stamp TEXT NOT NULL, state TEXT NOT NULL
+) STRICT, WITHOUT ROWID
+"""
+_COLUMNS = "name, digest, path, rank, targets, num_bytes, created_s, stamp, state"
+_WAIT_FOR_LOCK_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """One registered adapter. `digest` is its version; `stamp` the sizes and times of its files when it was read.
+
+    `state`: `active`, or `missing` when its files were gone or changed at the last start.
+    """
+
+    name: str
+    digest: str
+    path: str
+    rank: int
+    targets: tuple[str, ...]
+    num_bytes: int
+    created_s: float  # unix time
+    stamp: str = ""
+    state: str = "active"
+
+
+class Registry:
+    """Names → `AdapterInfo`. `path` None keeps it in memory only. Thread-safe."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Raises ConfigError when the file cannot be used."""
+        self._lock = threading.Lock()
+        self._where = str(path) if path else "the registry in memory"
+        try:
+            self._connection = sqlite3.connect(
+                path or ":memory:", timeout=_WAIT_FOR_LOCK_S, check_same_thread=False, isolation_level=None
+            )
+            self._connection.execute("PRAGMA journal_mode = WAL")
+            self._prepare()
+            rows = self._connection.execute(f"SELECT {_COLUMNS} FROM adapters").fetchall()
+        except sqlite3.Error as error:
+            raise ConfigError(f"--registry {self._where}: {error}; give a file that this server may create") from None
+        self._infos = {row[0]: _from_row(row) for row in rows}
+
+    def get(self, name: str) -> AdapterInfo | None:
+        """The adapter of that name, if any."""
+        return self._infos.get(name)
+
+    def all(self) -> list[AdapterInfo]:
+        """All adapters, oldest first."""
+        return sorted(self._infos.values(), key=lambda info: (info.created_s, info.name))
+
+    def put(self, info: AdapterInfo) -> None:
+        """Adds an adapter, or a new version of it. Raises CaraServeError when the disk refuses."""
+        self.put_many([info])
+
+    def put_many(self, infos: Iterable[AdapterInfo]) -> None:
+        """Adds many in one transaction: all or none."""
+        infos = list(infos)
+        marks = ", ".join("?" * len(_COLUMNS.split(", ")))
+        self._write(f"INSERT OR REPLACE INTO adapters ({_COLUMNS}) VALUES ({marks})", [_to_row(info) for info in infos])
+        self._infos |= {info.name: info for info in infos}
+
+    def remove(self, name: str) -> None:
+        """Forgets an adapter; harmless when it is not there."""
+        self._write("DELETE FROM adapters WHERE name = ?", [(name,)])
+        self._infos.pop(name, None)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._connection.close()
+
+    def _prepare(self) -> None:
+        (version,) = self._connection.execute("PRAGMA user_version").fetchone()
+        if version == 0:
+            self._connection.execute(_SCHEMA)
+            self._connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+        elif version != _SCHEMA_VERSION:
+            raise ConfigError(f"--registry {self._where} is of another CaraServe version (schema {version})")
+
+    def _write(self, statement: str, rows: list[tuple[object, ...]]) -> None:
+        with self._lock:
+            try:
+                self._connection.execute("BEGIN IMMEDIATE")
+                self._connection.executemany(statement, rows)
+                self._connection.execute("COMMIT")
+            except sqlite3.Error as error:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise CaraServeError(f"the registry {self._where} cannot be written: {error}") from None
+
+
+def _to_row(info: AdapterInfo) -> tuple[object, ...]:
+    targets = json.dumps(info.targets)
+    return (
+        *(info.name, info.digest, info.path, info.rank, targets),
+        *(info.num_bytes, info.created_s, info.stamp, info.state),
+    )
+
+
+def _from_row(row: tuple[str, str, str, int, str, int, float, str, str]) -> AdapterInfo:
+    name, digest, path, rank, targets, num_bytes, created_s, stamp, state = row
+    return AdapterInfo(name, digest, path, rank, tuple(json.loads(targets)), num_bytes, created_s, stamp, state)

@@ -1,0 +1,201 @@
+"""Medians, ratios, the table, the figure and the JSON document of `engine.py`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from workload import Batch, Case
+
+from caraserve.units import human_bytes
+
+_WIDTH = 140  # columns of the table where stdout is no terminal
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One case: the batches of each side, and the bytes that a decode step of it must read."""
+
+    case: Case
+    batches: Mapping[str, Sequence[Batch]]  # by side
+    step_bytes: int
+
+    def median(self, side: str, metric: Callable[[Batch], float]) -> float:
+        """Over the repeats."""
+        return median(metric(batch) for batch in self.batches[side])
+
+    @property
+    def equal_answers(self) -> float | None:
+        """Share of requests that both sides answered with the same tokens; None without the other side."""
+        if "peft" not in self.batches:
+            return None
+        pairs = [
+            (ours.output_ids, theirs.output_ids)
+            for left, right in zip(self.batches["caraserve"], self.batches["peft"], strict=True)
+            for ours, theirs in zip(left.answers, right.answers, strict=True)
+        ]
+        return sum(ours == theirs for ours, theirs in pairs) / len(pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All cases of one dtype."""
+
+    dtype: str
+    num_parameters: int
+    weight_bytes: int  # read by every decode step
+    bandwidth: float  # bytes/s that all cores read
+    peft_versions: Mapping[str, str]
+    cases: Sequence[Measured]
+
+    def read_ms(self, num_bytes: int) -> float:
+        """Time to read so many bytes once."""
+        return 1000 * num_bytes / self.bandwidth
+
+    def base_of(self, measured: Measured) -> Measured:
+        """The base-only case of the same concurrency."""
+        return next(other for other in self.cases if other.case == Case("base", measured.case.concurrency))
+
+
+def _tokens_per_s(batch: Batch) -> float:
+    return batch.tokens_per_s
+
+
+def _tpot_ms(batch: Batch) -> float:
+    return batch.tpot_ms
+
+
+def _ttft_ms(batch: Batch) -> float:
+    return batch.ttft_ms
+
+
+_METRICS = {"tokens_per_s": _tokens_per_s, "tpot_ms": _tpot_ms, "ttft_ms": _ttft_ms}
+
+
+def ratios(report: Report, measured: Measured) -> dict[str, float]:
+    """Ours over peft's (tokens/s: higher is better; times: lower), over our base-only run, and over the floor."""
+    ours = {name: measured.median("caraserve", metric) for name, metric in _METRICS.items()}
+    base = report.base_of(measured)
+    result = {
+        "tokens_per_s_vs_base": ours["tokens_per_s"] / base.median("caraserve", _tokens_per_s),
+        "tpot_vs_floor": ours["tpot_ms"] / report.read_ms(measured.step_bytes),
+        "tpot_vs_weights_once": ours["tpot_ms"] / report.read_ms(report.weight_bytes),
+    }
+    if "peft" in measured.batches:
+        result |= {f"{name}_vs_peft": ours[name] / measured.median("peft", metric) for name, metric in _METRICS.items()}
+    return result
+
+
+def print_table(report: Report) -> None:
+    """The table of one dtype on stdout."""
+    with_peft = "peft" in report.cases[0].batches
+    table = Table(title=f"{report.dtype}, {report.num_parameters:,} parameters", caption=_caption(report))
+    heads = ["requests", "situation", "tok/s", "tok/s ÷ base", "TPOT ms", "TPOT ÷ floor", "TTFT ms"]
+    if with_peft:
+        heads += ["peft tok/s", "peft TPOT ms", "peft TTFT ms", "tok/s ÷ peft", "TPOT ÷ peft", "same answers"]
+    for head in heads:
+        left = head == "situation"
+        table.add_column(head, justify="left" if left else "right", no_wrap=left)
+    for measured in report.cases:
+        table.add_row(*_cells(report, measured, with_peft), end_section=measured.case.situation == "own adapters")
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH)
+    console.print(table)
+
+
+def _caption(report: Report) -> str:
+    return (
+        f"A decode step reads {report.weight_bytes:,} bytes ({human_bytes(report.weight_bytes)}) of weights: "
+        f"{report.read_ms(report.weight_bytes):.2f} ms at the measured {report.bandwidth / 1e9:.1f} GB/s.\n"
+        "The floor is that with the batch's adapters and KV. TPOT: time per output token after the first."
+    )
+
+
+def _cells(report: Report, measured: Measured, with_peft: bool) -> list[str]:
+    ratio = ratios(report, measured)
+    ours = [measured.median("caraserve", metric) for metric in _METRICS.values()]
+    cells = [
+        str(measured.case.concurrency),
+        measured.case.situation,
+        f"{ours[0]:.1f}",
+        f"{ratio['tokens_per_s_vs_base']:.2f}",
+        f"{ours[1]:.2f}",
+        f"{ratio['tpot_vs_floor']:.2f}",
+        f"{ours[2]:.0f}",
+    ]
+    if with_peft:
+        theirs = [measured.median("peft", metric) for metric in _METRICS.values()]
+        cells += [f"{theirs[0]:.1f}", f"{theirs[1]:.2f}", f"{theirs[2]:.0f}"]
+        cells += [f"{ratio['tokens_per_s_vs_peft']:.2f}", f"{ratio['tpot_ms_vs_peft']:.2f}"]
+        cells.append(f"{measured.equal_answers:.0%}")
+    return cells
+
+
+def document(
+    reports: Sequence[Report], args: Mapping[str, Any], machine: Mapping[str, Any], versions: Mapping[str, str]
+) -> dict[str, Any]:
+    """Everything, repeats included, as JSON values."""
+    return {
+        "benchmark": "engine",
+        "machine": dict(machine),
+        "versions": dict(versions),
+        "args": {name: str(value) if isinstance(value, Path) else value for name, value in args.items()},
+        "reports": [
+            {
+                "dtype": report.dtype,
+                "num_parameters": report.num_parameters,
+                "decode_weight_bytes": report.weight_bytes,
+                "read_bandwidth_gb_per_s": report.bandwidth / 1e9,
+                "read_weights_once_ms": report.read_ms(report.weight_bytes),
+                "peft_versions": dict(report.peft_versions),
+                "cases": [_case(report, measured) for measured in report.cases],
+            }
+            for report in reports
+        ],
+    }
+
+
+def _case(report: Report, measured: Measured) -> dict[str, Any]:
+    sides = {
+        side: {
+            name: {"median": measured.median(side, metric), "repeats": [metric(batch) for batch in batches]}
+            for name, metric in _METRICS.items()
+        }
+        for side, batches in measured.batches.items()
+    }
+    return {
+        "situation": measured.case.situation,
+        "concurrency": measured.case.concurrency,
+        "step_bytes": measured.step_bytes,
+        "floor_ms": report.read_ms(measured.step_bytes),
+        "equal_answers": measured.equal_answers,
+        "sides": sides,
+        "ratios": ratios(report, measured),
+    }
+
+
+def plot(reports: Sequence[Report], file: Path) -> None:
+    """Tokens/s as bars, a panel for each dtype, each bar of ours labelled with its ratio to peft."""
+    # An extra, and only this option needs it.
+    from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
+
+    figure = Figure(figsize=(11, 4 * len(reports)), layout="constrained")
+    axes = figure.subplots(len(reports), 1, squeeze=False)[:, 0]
+    for axis, report in zip(axes, reports, strict=True):
+        sides = sorted(report.cases[0].batches)
+        for index, side in enumerate(sides):
+            heights = [measured.median(side, _tokens_per_s) for measured in report.cases]
+            places = [place + 0.4 * index for place in range(len(heights))]
+            bars = axis.bar(places, heights, width=0.4, label=side)
+            if side == "caraserve" and "peft" in sides:
+                labels = [f"{ratios(report, measured)['tokens_per_s_vs_peft']:.1f}×" for measured in report.cases]
+                axis.bar_label(bars, labels)
+        names = [f"{measured.case.concurrency} × {measured.case.situation}" for measured in report.cases]
+        axis.set_xticks([place + 0.2 * (len(sides) - 1) for place in range(len(names))], names, rotation=20)
+        axis.set(ylabel="output tokens/s", title=f"{report.num_parameters / 1e6:.0f}M parameters, {report.dtype}")
+        axis.legend()
+    figure.savefig(file, dpi=150)
