@@ -18,9 +18,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from caraserve.adapters.catalog import AdapterInfo, Catalog
+from caraserve.adapters.catalog import Catalog
+from caraserve.adapters.registry import AdapterInfo
 from caraserve.adapters.residency import Tier, Version
 from caraserve.config import EngineConfig
+from caraserve.detokenizer import Detokenizer
 from caraserve.errors import BackendFailed, CaraServeError, ContextLengthExceeded, Draining, Overloaded
 from caraserve.fairness import FairQueue
 from caraserve.kv.blocks import BlockPool
@@ -40,7 +42,7 @@ from caraserve.plan import (
 from caraserve.request import Finish, FinishReason, GenerateRequest, Phase, Request, TokenDelta, TokenLogprob
 from caraserve.scheduler import grants, plan_iteration, total_tokens
 from caraserve.stream import Stream
-from caraserve.tokenizer import Detokenizer, Tokenizer
+from caraserve.tokenizer import Tokenizer
 from caraserve.units import ceil_div
 
 log = logging.getLogger(__name__)
@@ -420,7 +422,7 @@ class Engine:
             self._metrics.observe_token_gap(done_s - opened.last_token_s)
         opened.last_token_s = done_s
 
-    def _ended_by_token(self, request: Request, token: int) -> tuple[FinishReason | None, int | None]:
+    def _ended_by_token(self, request: Request, token: int) -> tuple[FinishReason | None, str | int | None]:
         """Whether the token itself ends the request. The model's own end token is no reason worth naming."""
         if token in request.asked.params.stop_token_ids:
             return "stop", token

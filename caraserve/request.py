@@ -106,7 +106,9 @@ class TokenDelta:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token id when asked for
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()  # whole prompt, in the first delta, when asked for
+    prompt_logprobs: tuple[
+        TokenLogprob | None, ...
+    ] = ()  # the prompt's, in order, over one or more deltas
     finish: Finish | None = None
 
 

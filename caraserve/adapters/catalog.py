@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from caraserve.adapters.peft import inspect_adapter, read_adapter, resolve_adapter_path
 from caraserve.adapters.registry import AdapterInfo, Registry
@@ -19,6 +20,8 @@ from caraserve.errors import AdapterRejected, CaraServeError, ConfigError, NotFo
 from caraserve.model.backend import Backend
 from caraserve.model.layout import HostAdapter
 from caraserve.model.spec import ModelSpec
+
+T = TypeVar("T")
 
 _READERS = 2  # threads that read and check adapters: enough to keep a disk busy beside the compute threads
 
@@ -199,7 +202,7 @@ class Catalog:
     def _exclusively(self, name: str) -> "_Exclusive":
         return _Exclusive(self._changing, name)
 
-    async def _on_thread(self, function: Callable[..., "object"], *arguments: object):  # type: ignore[no-untyped-def]
+    async def _on_thread(self, function: Callable[..., T], *arguments: object) -> T:
         call = functools.partial(function, *arguments)
         return await asyncio.get_running_loop().run_in_executor(self._reader.executor, call)
 

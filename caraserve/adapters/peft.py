@@ -1,0 +1,197 @@
+"""From a PEFT folder to an adapter in host memory: every tensor is applied exactly, or the folder is refused. Level 2.
+
+`catalog.py` inspects a folder when it is registered; residency has it read when a request needs it.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.adapters.peft_config import PeftConfig, read_config
+from caraserve.errors import AdapterRejected, NotFound
+from caraserve.model.layout import AdapterSpec, Dtype, HostAdapter, aligned_bytes, lay_out
+from caraserve.model.spec import SITES, ModelSpec
+from caraserve.model.tensorfile import TensorFile, TensorFileError
+
+TENSORS_NAME = "adapter_model.safetensors"
+_PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
+_MAX_TENSORS = 100_000
+_TENSOR = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>(?:model\.)?layers\.(?P<layer>\d{1,6})\.(?P<block>self_attn|mlp)\."
+    r"(?P<site>[a-z_]+_proj))\.lora_(?P<half>[AB])(?:\.[A-Za-z0-9_-]+)?\.weight"
+)
+_BLOCKS = {site: "self_attn" if site in SITES[:4] else "mlp" for site in SITES}
+Site = tuple[int, str]  # layer, module
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """The two tensors of one adapted module, with its rank and scale."""
+
+    a: str
+    b: str
+    rank: int
+    scale: float
+
+
+def inspect_adapter(folder: Path, model: ModelSpec) -> AdapterSpec:
+    """Checks everything but the values, and computes the digest. Raises AdapterRejected."""
+    with _opened(folder) as file:
+        return _specify(folder, file, model)[0]
+
+
+def read_adapter(folder: Path, model: ModelSpec) -> HostAdapter:
+    """Reads and checks a whole adapter. Raises AdapterRejected naming the field or tensor."""
+    with _opened(folder) as file:
+        spec, pairs = _specify(folder, file, model)
+        data = aligned_bytes(spec.num_bytes)
+        data[:] = 0
+        for span in spec.spans:
+            pair = pairs[span.layer, SITES[span.site]]
+            for name, offset, transposed in ((pair.a, span.a_offset, False), (pair.b, span.b_offset, True)):
+                values = _values(file, name, spec.dtype)
+                rows = values.T if transposed else values  # rank rows of either
+                place = data[offset : offset + rows.size * spec.dtype.itemsize].view(spec.dtype.storage)
+                place.reshape(rows.shape)[:] = rows
+        return HostAdapter(spec, data)
+
+
+def resolve_adapter_path(path: str, root: Path | None) -> Path:
+    """The folder that `path` means. With a root, relative paths start there and nothing may lead out of it.
+
+    Raises NotFound when there is no such folder, AdapterRejected when it lies outside the root.
+    """
+    if "\0" in path or len(path) > 4096:
+        raise AdapterRejected("lora_path is not a path", param="lora_path")
+    folder = (root / path if root else Path(path)).resolve()
+    if root is not None and not folder.is_relative_to(root.resolve()):
+        raise AdapterRejected("lora_path lies outside the adapters' folder", param="lora_path")
+    if not folder.is_dir():
+        raise NotFound(f"no adapter folder at {path[:200]!r}", param="lora_path")
+    for name in ("adapter_config.json", TENSORS_NAME):
+        if root is not None and not (folder / name).resolve().is_relative_to(root.resolve()):
+            raise AdapterRejected(f"{name} is a link that leads outside the adapters' folder", param="lora_path")
+    return folder
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[TensorFile]:
+    path = folder / TENSORS_NAME
+    if not path.exists():
+        if any((folder / name).exists() for name in _PICKLES):
+            raise AdapterRejected(f"{folder.name} holds a pickle; only {TENSORS_NAME} is read: convert the adapter")
+        raise AdapterRejected(f"{folder.name} has no {TENSORS_NAME}")
+    try:
+        with TensorFile(path) as file:
+            yield file
+    except TensorFileError as error:
+        raise AdapterRejected(str(error)) from None
+
+
+def _specify(folder: Path, file: TensorFile, model: ModelSpec) -> tuple[AdapterSpec, dict[Site, _Pair]]:
+    config, identity = read_config(folder)
+    pairs = _pairs(file, config, model)
+    kinds = {file.dtype(name) for pair in pairs.values() for name in (pair.a, pair.b)}
+    dtype = kinds.pop() if len(kinds) == 1 else Dtype.F32  # fp32 holds every mixture exactly
+    spans, num_bytes = lay_out(model, dtype, {site: (pair.rank, pair.scale) for site, pair in pairs.items()})
+    digest = hashlib.sha256(identity)
+    with file.data as data:
+        digest.update(data)
+    sites = {site for _, site in pairs}
+    spec = AdapterSpec(
+        digest=digest.hexdigest(),
+        dtype=dtype,
+        rank=max(pair.rank for pair in pairs.values()),
+        targets=tuple(site for site in SITES if site in sites),
+        num_bytes=num_bytes,
+        spans=spans,
+    )
+    return spec, pairs
+
+
+def _pairs(file: TensorFile, config: PeftConfig, model: ModelSpec) -> dict[Site, _Pair]:
+    """All adapted modules; every tensor of the file belongs to one of them."""
+    halves = _halves(file, model)
+    if not halves:
+        raise AdapterRejected(f"{TENSORS_NAME} has no LoRA tensors")
+    pairs: dict[Site, _Pair] = {}
+    for (layer, site), found in halves.items():
+        module = f"model.layers.{layer}.{_BLOCKS[site]}.{site}"
+        missing = {"A", "B"} - found.keys()
+        if missing:
+            raise AdapterRejected(f"tensor {next(iter(found.values()))} has no lora_{missing.pop()} beside it")
+        if not config.covers(layer, module):
+            raise AdapterRejected(f"tensor {found['A']}: adapter_config.json does not target this module")
+        rank = config.rank_of(module)
+        _check_shapes(file, found["A"], found["B"], rank, model.site_shape(site))
+        pairs[layer, site] = _Pair(found["A"], found["B"], rank, config.scale_of(module, rank))
+    _check_complete(config, pairs, model)
+    return pairs
+
+
+def _halves(file: TensorFile, model: ModelSpec) -> dict[Site, dict[str, str]]:
+    """{(layer, module): {"A": tensor name, "B": tensor name}}."""
+    if len(file.names) > _MAX_TENSORS:
+        raise AdapterRejected(f"{TENSORS_NAME} has {len(file.names)} tensors; {_MAX_TENSORS} at most are read")
+    halves: dict[Site, dict[str, str]] = {}
+    for name in file.names:
+        match = _TENSOR.fullmatch(name)
+        if match is None or _BLOCKS.get(match["site"]) != match["block"]:
+            raise AdapterRejected(f"tensor {name[:200]!r} is not LoRA A or B of one of {', '.join(SITES)}")
+        layer = int(match["layer"])
+        if layer >= model.layers:
+            raise AdapterRejected(f"tensor {name}: the base model has only {model.layers} layers")
+        found = halves.setdefault((layer, match["site"]), {})
+        if match["half"] in found:
+            raise AdapterRejected(f"tensor {name} and {found[match['half']]} are the same module's")
+        found[match["half"]] = name
+    return halves
+
+
+def _check_shapes(file: TensorFile, a: str, b: str, rank: int, features: tuple[int, int]) -> None:
+    for name, expected in ((a, (rank, features[0])), (b, (features[1], rank))):
+        if file.shape(name) != expected:
+            raise AdapterRejected(
+                f"tensor {name} has shape {list(file.shape(name))}; "
+                f"rank {rank} on this base model needs {list(expected)}"
+            )
+
+
+def _check_complete(config: PeftConfig, pairs: dict[Site, _Pair], model: ModelSpec) -> None:
+    """What the configuration names must be there, or a part of the adapter was lost."""
+    if config.layers is not None and max(config.layers) >= model.layers:
+        raise AdapterRejected(
+            f"adapter_config.json: layers_to_transform names layer {max(config.layers)} of a model with {model.layers}"
+        )
+    if config.targets is None:
+        return
+    for layer in range(model.layers):
+        for site in SITES:
+            module = f"model.layers.{layer}.{_BLOCKS[site]}.{site}"
+            if config.covers(layer, module) and (layer, site) not in pairs:
+                raise AdapterRejected(f"adapter_config.json targets {module}, but {TENSORS_NAME} has no tensors for it")
+
+
+def _values(file: TensorFile, name: str, dtype: Dtype) -> NDArray[np.generic]:
+    """A tensor in the adapter's dtype, every value finite."""
+    raw, source = file.raw(name), file.dtype(name)
+    if not _all_finite(raw, source):
+        raise AdapterRejected(f"tensor {name} has values that are not finite")
+    if source is dtype:
+        return raw
+    if source is Dtype.F16:
+        return raw.view(np.float16).astype(np.float32)
+    return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _all_finite(raw: NDArray[np.generic], dtype: Dtype) -> bool:
+    if dtype is Dtype.F32:
+        return bool(np.isfinite(raw).all())
+    exponent = np.uint16(0x7C00 if dtype is Dtype.F16 else 0x7F80)
+    return not bool(((raw & exponent) == exponent).any())  # type: ignore[operator]
