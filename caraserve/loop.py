@@ -13,7 +13,6 @@ import contextlib
 import logging
 import random
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,28 +21,21 @@ from caraserve.adapters.catalog import Catalog
 from caraserve.adapters.registry import AdapterInfo
 from caraserve.adapters.residency import Tier, Version
 from caraserve.config import EngineConfig
-from caraserve.detokenizer import Detokenizer
 from caraserve.errors import BackendFailed, CaraServeError, ContextLengthExceeded, Draining, Overloaded
-from caraserve.fairness import FairQueue
-from caraserve.kv.blocks import BlockPool
-from caraserve.kv.prefix import next_key, root_key
+from caraserve.line import Line, Open
 from caraserve.model.backend import Backend
 from caraserve.plan import (
     BASE_ADAPTER_SLOT,
-    BlockGrant,
     Plan,
     Row,
     RowResult,
     Scored,
-    SlotSampling,
-    SlotStart,
     StepResult,
 )
 from caraserve.request import Finish, FinishReason, GenerateRequest, Phase, Request, TokenDelta, TokenLogprob
-from caraserve.scheduler import grants, plan_iteration, total_tokens
+from caraserve.scheduler import grants, plan_iteration
 from caraserve.stream import Stream
 from caraserve.tokenizer import Tokenizer
-from caraserve.units import ceil_div
 
 log = logging.getLogger(__name__)
 
@@ -75,26 +67,11 @@ class EngineSnapshot:
     draining: bool
 
 
-@dataclass(slots=True, eq=False)
-class _Open:
-    """An open request with what belongs to it here: its stream, text, adapter version and prefix keys."""
-
-    request: Request
-    stream: Stream
-    detokenizer: Detokenizer
-    version: Version | None  # None: the base model
-    key: bytes  # prefix key of the blocks published so far
-    published: int = 0  # blocks published
-    uses: bool = False  # whether `version` is held on the device
-    prompt_scored: int = 0
-    last_token_s: float | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class _Launched:
     """An iteration on its way: which request each row belongs to, and where the result will come."""
 
-    rows: tuple[tuple[_Open, Row], ...]
+    rows: tuple[tuple[Open, Row], ...]
     result: "asyncio.Future[StepResult | Exception]"
     num_tokens: int
 
@@ -125,14 +102,15 @@ class Engine:
         self._config, self._metrics, self._now = config, metrics, now
         self._exclusive_loads = exclusive_loads
         self._seeds = random.Random(config.seed)
-        self._pool = BlockPool(backend.limits.num_blocks)
-        self._free_slots = list(range(backend.limits.num_slots - 1, -1, -1))
-        self._waiting: FairQueue[_Open] = FairQueue()
-        self._loading: deque[_Open] = deque()  # admitted; waits for its adapter, a slot or blocks
-        self._running: list[_Open] = []  # in the order of admission
-        self._cancelled: list[_Open] = []
-        self._starts: list[SlotStart] = []  # of requests that took a slot since the last launch
-        self._grants: list[BlockGrant] = []  # their reused prefixes
+        self._line = Line(
+            backend.limits,
+            catalog.residency,
+            tokenizer.eos_ids,
+            prefix_caching=config.enable_prefix_caching,
+            observe_preemption=metrics.observe_preemption,
+            now=now,
+        )
+        self._cancelled: list[Open] = []
         self._open = 0
         self._tokens_per_s = 0.0
         self._loop = asyncio.get_running_loop()
@@ -153,11 +131,11 @@ class Engine:
                 f"the context of {self.max_model_len}",
                 param="prompt",
             )
-        if len(self._waiting) >= self._config.max_queue:
-            raise Overloaded(f"{len(self._waiting)} requests are waiting", retry_after_s=self._retry_after_s())
+        if len(self._line.waiting) >= self._config.max_queue:
+            raise Overloaded(f"{len(self._line.waiting)} requests are waiting", retry_after_s=self._retry_after_s())
         version = None if asked.adapter is None else self.catalog.pin(asked.adapter)
         opened = self._open_request(asked, version)
-        self._waiting.push(asked.tenant, opened)
+        self._line.waiting.push(asked.tenant, opened)
         self._wake.set()
         return opened.stream
 
@@ -181,12 +159,12 @@ class Engine:
         """The state that metrics and the page show."""
         residency = self.catalog.residency
         return EngineSnapshot(
-            running=len(self._running),
-            waiting=len(self._waiting) + len(self._loading),
-            kv_used_blocks=self._pool.used,
-            kv_total_blocks=self._pool.num_blocks,
-            running_adapters=_names(self._running),
-            waiting_adapters=_names([*self._waiting, *self._loading]),
+            running=len(self._line.running),
+            waiting=len(self._line.waiting) + len(self._line.loading),
+            kv_used_blocks=self._line.pool.used,
+            kv_total_blocks=self._line.pool.num_blocks,
+            running_adapters=_names(self._line.running),
+            waiting_adapters=_names([*self._line.waiting, *self._line.loading]),
             device_adapters=tuple(sorted(name for version in residency.on_device() for name in version.names)),
             host_adapters=tuple(sorted(name for version in residency.in_host() for name in version.names)),
             draining=self.draining,
@@ -198,15 +176,14 @@ class Engine:
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
-            self._cancelled += [*self._waiting, *self._loading, *self._running]
+            self._cancelled += [*self._line.waiting, *self._line.loading, *self._line.running]
             self._wake.set()
             await self._idle.wait()
 
     def check(self) -> None:
         """Raises AssertionError when a count does not add up."""
-        self._pool.check([opened.request.blocks for opened in self._running])
-        assert len(self._free_slots) + len(self._running) == self._limits.num_slots, "a slot is lost"
-        assert self._open == len(self._running) + len(self._loading) + len(self._waiting), "a request is lost"
+        self._line.check()
+        assert self._open == len(self._line), "a request is lost"
         self.catalog.residency.check()
 
     # --- the loop ---
@@ -222,7 +199,8 @@ class Engine:
         while True:
             self._wake.clear()
             self._drop_cancelled()
-            self._admit()
+            self._fail_unloadable()
+            self._line.admit()
             launched = self._launch_next()
             if pending is not None:
                 self._retire(pending, await pending.result)
@@ -230,133 +208,36 @@ class Engine:
             if pending is None:
                 await self._wake.wait()
 
-    def _admit(self) -> None:
-        """Queue → loading, as far as slots may come free; loading → running, as far as slots and blocks are free."""
-        self._fail_unloadable()
-        while len(self._loading) + len(self._running) < self._limits.num_slots and self.catalog.residency.admits:
-            order = self._waiting.in_order()
-            if not order:
-                break
-            opened = self._waiting.pop(order[0][0])
-            self._waiting.charge(opened.request.asked.tenant, opened.request.prompt_tokens, 0)
-            self._hold_adapter(opened)
-            self._loading.append(opened)
-        for opened in list(self._loading):
-            if self._free_slots and _on_device(opened):
-                if not self._start(opened):
-                    break  # no blocks: later ones must not overtake for ever
-            elif opened.request.phase is Phase.WAITING and opened.version is not None:
-                opened.request.to(Phase.LOADING, self._now())
-
-    def _hold_adapter(self, opened: _Open) -> None:
-        if opened.version is not None and not opened.uses:
-            opened.uses = True
-            self.catalog.residency.use(opened.version)
-
-    def _start(self, opened: _Open) -> bool:
-        """Gives a request a slot and the blocks of its longest known prefix. False when there is no room for it."""
-        request = opened.request
-        needed = ceil_div(total_tokens(request) + 1, self._limits.block_tokens)
-        if self._running and needed > self._pool.available:
-            return False
-        self._loading.remove(opened)
-        request.slot = self._free_slots.pop()
-        tokens = (*request.asked.prompt_ids, *request.output_ids)
-        self._reuse_prefix(opened, tokens)
-        self._starts.append(SlotStart(request.slot, tokens, self._sampling(request)))
-        request.to(Phase.PREFILL, self._now())
-        self._running.append(opened)
-        return True
-
-    def _reuse_prefix(self, opened: _Open, tokens: tuple[int, ...]) -> None:
-        """Takes published blocks from the front; at least one token is always computed."""
-        request, size = opened.request, self._limits.block_tokens
-        digest = opened.version.digest if opened.version else None
-        opened.key, opened.published = root_key(digest, request.asked.cache_salt), 0
-        if not self._config.enable_prefix_caching or request.asked.params.prompt_logprobs is not None:
-            return
-        while (opened.published + 1) * size < len(tokens):
-            key = next_key(opened.key, tokens[opened.published * size : (opened.published + 1) * size])
-            block = self._pool.find(key)
-            if block is None:
-                break
-            request.blocks.append(block)
-            opened.key, opened.published = key, opened.published + 1
-        request.computed = opened.published * size
-        request.cached_tokens = max(request.cached_tokens, min(request.computed, request.prompt_tokens))
-        if request.blocks:
-            assert request.slot is not None
-            self._grants.append(BlockGrant(request.slot, 0, tuple(request.blocks)))
-
-    def _sampling(self, request: Request) -> SlotSampling:
-        params = request.asked.params
-        ends = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self.tokenizer.eos_ids)
-        return SlotSampling(
-            prompt_tokens=request.prompt_tokens,
-            seed=request.seed,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            min_p=params.min_p,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            repetition_penalty=params.repetition_penalty,
-            min_tokens=params.min_tokens,
-            end_ids=ends,
-            logit_bias=params.logit_bias,
-        )
-
-    # --- launching ---
+    def _fail_unloadable(self) -> None:
+        for opened in list(self._line.loading):
+            if opened.version is not None and opened.version.tier is Tier.FAILED:
+                self._finish(opened, "error", error=opened.version.error)
 
     def _launch_next(self) -> _Launched | None:
         if self._exclusive_loads and self.catalog.residency.loading:
             return None
-        by_request = {opened.request: opened for opened in self._running}
-        slots = [opened.version.slot if opened.version else BASE_ADAPTER_SLOT for opened in self._running]
-        decision = plan_iteration(list(by_request), slots, self._pool, self._limits)
+        by_request = {opened.request: opened for opened in self._line.running}
+        slots = [opened.version.slot if opened.version else BASE_ADAPTER_SLOT for opened in self._line.running]
+        decision = plan_iteration(list(by_request), slots, self._line.pool, self._limits)
         for request in decision.preempted:
-            self._preempt(by_request[request])
+            self._line.preempt(by_request[request])
         if not decision.scheduled:
             return None
+        starts, reused = self._line.new_in_slots()
         plan = Plan(
-            starts=tuple(self._starts),
-            grants=(*self._grants, *grants(decision.scheduled)),
+            starts=starts,
+            grants=(*reused, *grants(decision.scheduled)),
             rows=tuple(entry.row for entry in decision.scheduled),
         )
-        self._starts, self._grants = [], []
         for entry in decision.scheduled:
             entry.request.blocks += entry.blocks
             entry.request.computed += entry.row.count
             entry.request.launched_outputs += entry.row.samples
-            self._publish(by_request[entry.request])
+            self._line.publish(by_request[entry.request])
         result: asyncio.Future[StepResult | Exception] = self._loop.create_future()
         self._backend.launch(plan, lambda outcome: self.on_loop(lambda: result.set_result(outcome)))
         rows = tuple((by_request[entry.request], entry.row) for entry in decision.scheduled)
         return _Launched(rows, result, plan.num_tokens)
-
-    def _preempt(self, opened: _Open) -> None:
-        """Back to the head of the line; everything is computed again (the scheduler has released the blocks)."""
-        request = opened.request
-        log.debug("%s is preempted after %d tokens", request.asked.request_id, len(request.output_ids))
-        self._running.remove(opened)
-        assert request.slot is not None
-        self._free_slots.append(request.slot)
-        request.slot, request.blocks, request.computed = None, [], 0
-        request.to(Phase.PREEMPTED, self._now())
-        self._loading.appendleft(opened)
-        self._metrics.observe_preemption()
-
-    def _publish(self, opened: _Open) -> None:
-        """Makes the full blocks of known tokens findable: stream order puts their writing before any reading."""
-        if not self._config.enable_prefix_caching:
-            return
-        request, size = opened.request, self._limits.block_tokens
-        known = min(request.computed, request.prompt_tokens + len(request.output_ids))
-        while (opened.published + 1) * size <= known:
-            start = opened.published * size
-            opened.key = next_key(opened.key, _tokens(request, start, start + size))
-            self._pool.publish(request.blocks[opened.published], opened.key)
-            opened.published += 1
 
     # --- retiring ---
 
@@ -364,7 +245,7 @@ class Engine:
         """Hands the results to their requests; those of requests that have ended meanwhile are dropped."""
         if isinstance(outcome, Exception):
             log.error("an iteration failed", exc_info=outcome)
-            self._pool.forget_all()
+            self._line.pool.forget_all()
             for opened, _ in launched.rows:
                 if opened.request.phase is not Phase.FINISHED:
                     self._finish(opened, "error", error=BackendFailed(f"the iteration failed: {outcome}"))
@@ -376,18 +257,18 @@ class Engine:
             if opened.request.phase is not Phase.FINISHED:
                 self._retire_row(opened, row, result, outcome.done_s)
 
-    def _retire_row(self, opened: _Open, row: Row, result: RowResult, done_s: float) -> None:
+    def _retire_row(self, opened: Open, row: Row, result: RowResult, done_s: float) -> None:
         request = opened.request
         if result.prompt_scored:
             self._emit_prompt_scores(opened, row, result)
         if result.token_id is None:
-            if request.asked.params.max_tokens == 0 and request.computed == request.prompt_tokens:
+            if request.asked.params.max_tokens == 0 and row.start + row.count == request.prompt_tokens:
                 self._finish(opened, "length")
             return
         self._observe_token(opened, done_s)
         token = result.token_id
         request.output_ids.append(token)
-        self._waiting.charge(request.asked.tenant, 0, 1)
+        self._line.waiting.charge(request.asked.tenant, 0, 1)
         if request.phase is Phase.PREFILL:
             request.to(Phase.DECODE, self._now())
         logprobs = (_logprob(result.scored),) if result.scored else ()
@@ -406,7 +287,7 @@ class Engine:
         else:
             self._finish(opened, reason, stop_reason=stop_reason, text=text, token_ids=(token,), logprobs=logprobs)
 
-    def _emit_prompt_scores(self, opened: _Open, row: Row, result: RowResult) -> None:
+    def _emit_prompt_scores(self, opened: Open, row: Row, result: RowResult) -> None:
         """Scores of prompt tokens, each once: a preempted request computes them again."""
         new = result.prompt_scored[max(0, opened.prompt_scored - row.start) :]
         if not new:
@@ -415,7 +296,7 @@ class Engine:
         opened.prompt_scored += len(new)
         opened.stream.put(TokenDelta("", (), prompt_logprobs=(*first, *map(_logprob, new))))
 
-    def _observe_token(self, opened: _Open, done_s: float) -> None:
+    def _observe_token(self, opened: Open, done_s: float) -> None:
         if opened.last_token_s is None:
             self._metrics.observe_first_token(done_s - opened.request.asked.arrival_s)
         else:
@@ -436,7 +317,7 @@ class Engine:
 
     # --- opening and ending ---
 
-    def _open_request(self, asked: GenerateRequest, version: Version | None) -> _Open:
+    def _open_request(self, asked: GenerateRequest, version: Version | None) -> Open:
         params = asked.params
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         request = Request(asked, seed, since_s=self._now())
@@ -447,12 +328,12 @@ class Engine:
             skip_special_tokens=params.skip_special_tokens,
         )
         stream = Stream(lambda: self._cancel(opened))
-        opened = _Open(request, stream, detokenizer, version, b"")
+        opened = Open(request, stream, detokenizer, version, b"")
         self._open += 1
         self._idle.clear()
         return opened
 
-    def _cancel(self, opened: _Open) -> None:
+    def _cancel(self, opened: Open) -> None:
         if opened.request.phase is not Phase.FINISHED:
             self._cancelled.append(opened)
             self._wake.set()
@@ -463,14 +344,9 @@ class Engine:
                 self._finish(opened, "cancelled")
         self._cancelled = []
 
-    def _fail_unloadable(self) -> None:
-        for opened in list(self._loading):
-            if opened.version is not None and opened.version.tier is Tier.FAILED:
-                self._finish(opened, "error", error=opened.version.error)
-
     def _finish(
         self,
-        opened: _Open,
+        opened: Open,
         reason: FinishReason,
         *,
         stop_reason: str | int | None = None,
@@ -481,7 +357,7 @@ class Engine:
     ) -> None:
         """Ends a request wherever it is, gives back all it holds, and sends the last delta."""
         request = opened.request
-        self._take_out(opened)
+        self._line.take_out(opened)
         request.to(Phase.FINISHED, self._now())
         if opened.version is not None:
             if opened.uses:
@@ -503,40 +379,16 @@ class Engine:
         text += opened.detokenizer.flush()
         opened.stream.put(TokenDelta(text, token_ids, logprobs, finish=finish))
 
-    def _take_out(self, opened: _Open) -> None:
-        """Removes a request from the queue it is in, with its slot and blocks."""
-        request = opened.request
-        if opened in self._running:
-            self._running.remove(opened)
-            self._pool.release(request.blocks)
-            assert request.slot is not None
-            self._free_slots.append(request.slot)
-            request.slot, request.blocks = None, []
-        elif opened in self._loading:
-            self._loading.remove(opened)
-        else:
-            self._waiting.remove(request.asked.tenant, opened)
-
     def _retry_after_s(self) -> float:
         """About how long the queue's prompts and answers take at the recent rate."""
-        tokens = sum(opened.request.prompt_tokens + opened.request.asked.params.max_tokens for opened in self._waiting)
+        tokens = sum(
+            opened.request.prompt_tokens + opened.request.asked.params.max_tokens for opened in self._line.waiting
+        )
         return min(60.0, max(1.0, tokens / self._tokens_per_s if self._tokens_per_s else 1.0))
 
 
-def _on_device(opened: _Open) -> bool:
-    return opened.version is None or opened.version.tier is Tier.DEVICE
-
-
-def _names(opened: "list[_Open]") -> tuple[str, ...]:
+def _names(opened: "list[Open]") -> tuple[str, ...]:
     return tuple(sorted({entry.request.asked.adapter for entry in opened if entry.request.asked.adapter}))
-
-
-def _tokens(request: Request, start: int, end: int) -> tuple[int, ...]:
-    """Tokens of positions [start, end) of prompt ‖ output."""
-    prompt = request.prompt_tokens
-    if end <= prompt:
-        return request.asked.prompt_ids[start:end]
-    return (*request.asked.prompt_ids[start:], *request.output_ids[max(0, start - prompt) : end - prompt])
 
 
 def _logprob(scored: Scored) -> TokenLogprob:

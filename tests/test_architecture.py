@@ -23,15 +23,26 @@ SOURCES = [path for folder in ("caraserve", "tests", "scripts") for path in sort
 LEVELS = {
     **dict.fromkeys(("__init__", "config", "request", "plan", "errors", "units", "log", "demo"), 0),
     **dict.fromkeys(("model", "cpu", "gpu"), 1),
-    **dict.fromkeys(("scheduler", "fairness", "tokenizer", "stream", "metrics", "kv", "adapters"), 2),
+    **dict.fromkeys(("scheduler", "fairness", "stream", "metrics", "kv", "adapters"), 2),
+    **dict.fromkeys(("tokenizer", "detokenizer", "chat_template"), 2),
     "loop": 3,
+    "line": 3,
     "cluster": 4,
     **dict.fromkeys(("http", "bench"), 5),
     "serve": 6,
     **dict.fromkeys(("cli", "calibrate", "__main__"), 7),
 }
 # Neighbours on a level that may import one another, in this direction only.
-NEIGHBOURS = {("cpu", "model"), ("gpu", "model"), ("gpu", "cpu"), ("scheduler", "kv"), ("__main__", "cli")}
+NEIGHBOURS = {
+    ("cpu", "model"),
+    ("gpu", "model"),
+    ("gpu", "cpu"),
+    ("scheduler", "kv"),
+    ("tokenizer", "detokenizer"),
+    ("tokenizer", "chat_template"),
+    ("loop", "line"),
+    ("__main__", "cli"),
+}
 
 # Packages with a price, and the parts that may pay it.
 HOMES = {
@@ -45,7 +56,7 @@ HOMES = {
     "prometheus_client": {"metrics"},
     "safetensors": {"model", "adapters"},
     "tokenizers": {"tokenizer"},
-    "jinja2": {"tokenizer"},
+    "jinja2": {"chat_template"},
     "rich": {"serve", "cli", "bench"},
     "uvloop": {"serve", "cli", "bench"},
 }

@@ -62,6 +62,8 @@ def main() -> None:
     """Runs the benchmark for each dtype and prints the tables, then the JSON line."""
     parser = _arguments()
     args = parser.parse_args()
+    if args.output_tokens < 2:
+        parser.error("--output-tokens: time per token after the first needs at least 2")
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: install the package's `plot` extra")
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
@@ -86,7 +88,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=_integers, default=[16], help="adapters' ranks in turn, as 8,16,32")
     parser.add_argument("--targets", type=_targets, default=list(SITES), help="adapted modules, as q,k,v,o")
     parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--output-tokens", type=int, default=64, help="at least 2")
+    parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--concurrency", type=_integers, default=[1, 8, 16], help="requests at once, as 1,8,16")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=cores(), help="compute threads of either side")

@@ -1,0 +1,203 @@
+"""Where open requests stand: waiting → loading → running, and what each place holds. Level 3.
+
+`loop.py` asks for admissions at every turn and tells of requests that end. A running request holds a slot and KV
+blocks; a loading one holds its adapter on the device, or the wish for it; a waiting one holds its adapter's
+version alone.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from caraserve.adapters.residency import Residency, Tier, Version
+from caraserve.detokenizer import Detokenizer
+from caraserve.fairness import FairQueue
+from caraserve.kv.blocks import BlockPool
+from caraserve.kv.prefix import next_key, root_key
+from caraserve.model.backend import Limits
+from caraserve.plan import BlockGrant, SlotSampling, SlotStart
+from caraserve.request import Phase, Request
+from caraserve.scheduler import total_tokens
+from caraserve.stream import Stream
+from caraserve.units import ceil_div
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Open:
+    """An open request with what belongs to it here: its stream, text, adapter version and prefix keys."""
+
+    request: Request
+    stream: Stream
+    detokenizer: Detokenizer
+    version: Version | None  # None: the base model
+    key: bytes  # prefix key of the blocks published so far
+    published: int = 0  # blocks published
+    uses: bool = False  # whether `version` is held on the device
+    prompt_scored: int = 0
+    last_token_s: float | None = None
+
+
+class Line:
+    """The queues, the slots and the KV pool."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        residency: Residency,
+        eos_ids: frozenset[int],
+        *,
+        prefix_caching: bool,
+        observe_preemption: Callable[[], None],
+        now: Callable[[], float],
+    ) -> None:
+        self.pool = BlockPool(limits.num_blocks)
+        self.waiting: FairQueue[Open] = FairQueue()
+        self.loading: deque[Open] = deque()  # admitted; waits for its adapter, a slot or blocks
+        self.running: list[Open] = []  # in the order of admission
+        self._limits, self._residency, self._eos_ids = limits, residency, eos_ids
+        self._prefix_caching, self._observe_preemption, self._now = prefix_caching, observe_preemption, now
+        self._free_slots = list(range(limits.num_slots - 1, -1, -1))
+        self._starts: list[SlotStart] = []  # of requests that took a slot since the last launch
+        self._grants: list[BlockGrant] = []  # their reused prefixes
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.loading) + len(self.running)
+
+    def new_in_slots(self) -> tuple[tuple[SlotStart, ...], tuple[BlockGrant, ...]]:
+        """What the next plan must tell the device of requests that took a slot; each is told once."""
+        news = tuple(self._starts), tuple(self._grants)
+        self._starts, self._grants = [], []
+        return news
+
+    def check(self) -> None:
+        """Raises AssertionError when a slot or a block has no owner, or two."""
+        self.pool.check([opened.request.blocks for opened in self.running])
+        assert len(self._free_slots) + len(self.running) == self._limits.num_slots, "a slot is lost"
+
+    def admit(self) -> None:
+        """Queue → loading, as far as slots may come free; loading → running, as far as slots and blocks are free."""
+        while len(self.loading) + len(self.running) < self._limits.num_slots and self._residency.admits:
+            order = self.waiting.in_order()
+            if not order:
+                break
+            opened = self.waiting.pop(order[0][0])
+            self.waiting.charge(opened.request.asked.tenant, opened.request.prompt_tokens, 0)
+            self._hold_adapter(opened)
+            self.loading.append(opened)
+        for opened in list(self.loading):
+            if self._free_slots and _on_device(opened):
+                if not self._start(opened):
+                    break  # no blocks: later ones must not overtake for ever
+            elif opened.request.phase is Phase.WAITING and opened.version is not None:
+                opened.request.to(Phase.LOADING, self._now())
+
+    def _hold_adapter(self, opened: Open) -> None:
+        if opened.version is not None and not opened.uses:
+            opened.uses = True
+            self._residency.use(opened.version)
+
+    def _start(self, opened: Open) -> bool:
+        """Gives a request a slot and the blocks of its longest known prefix. False when there is no room for it."""
+        request = opened.request
+        needed = ceil_div(total_tokens(request) + 1, self._limits.block_tokens)
+        if self.running and needed > self.pool.available:
+            return False
+        self.loading.remove(opened)
+        request.slot = self._free_slots.pop()
+        tokens = (*request.asked.prompt_ids, *request.output_ids)
+        self._reuse_prefix(opened, tokens)
+        self._starts.append(SlotStart(request.slot, tokens, self._sampling(request)))
+        request.to(Phase.PREFILL, self._now())
+        self.running.append(opened)
+        return True
+
+    def _reuse_prefix(self, opened: Open, tokens: tuple[int, ...]) -> None:
+        """Takes published blocks from the front; at least one token is always computed."""
+        request, size = opened.request, self._limits.block_tokens
+        digest = opened.version.digest if opened.version else None
+        opened.key, opened.published = root_key(digest, request.asked.cache_salt), 0
+        if not self._prefix_caching or request.asked.params.prompt_logprobs is not None:
+            return
+        while (opened.published + 1) * size < len(tokens):
+            key = next_key(opened.key, tokens[opened.published * size : (opened.published + 1) * size])
+            block = self.pool.find(key)
+            if block is None:
+                break
+            request.blocks.append(block)
+            opened.key, opened.published = key, opened.published + 1
+        request.computed = opened.published * size
+        request.cached_tokens = max(request.cached_tokens, min(request.computed, request.prompt_tokens))
+        if request.blocks:
+            assert request.slot is not None
+            self._grants.append(BlockGrant(request.slot, 0, tuple(request.blocks)))
+
+    def _sampling(self, request: Request) -> SlotSampling:
+        params = request.asked.params
+        ends = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self._eos_ids)
+        return SlotSampling(
+            prompt_tokens=request.prompt_tokens,
+            seed=request.seed,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            min_tokens=params.min_tokens,
+            end_ids=ends,
+            logit_bias=params.logit_bias,
+        )
+
+    def preempt(self, opened: Open) -> None:
+        """Back to the head of the line; everything is computed again (the scheduler has released the blocks)."""
+        request = opened.request
+        log.debug("%s is preempted after %d tokens", request.asked.request_id, len(request.output_ids))
+        self.running.remove(opened)
+        assert request.slot is not None
+        self._free_slots.append(request.slot)
+        request.slot, request.blocks, request.computed = None, [], 0
+        request.to(Phase.PREEMPTED, self._now())
+        self.loading.appendleft(opened)
+        self._observe_preemption()
+
+    def publish(self, opened: Open) -> None:
+        """Makes the full blocks of known tokens findable: stream order puts their writing before any reading."""
+        if not self._prefix_caching:
+            return
+        request, size = opened.request, self._limits.block_tokens
+        known = min(request.computed, request.prompt_tokens + len(request.output_ids))
+        while (opened.published + 1) * size <= known:
+            start = opened.published * size
+            opened.key = next_key(opened.key, _tokens(request, start, start + size))
+            self.pool.publish(request.blocks[opened.published], opened.key)
+            opened.published += 1
+
+    def take_out(self, opened: Open) -> None:
+        """Removes a request from the queue it is in, with its slot and blocks."""
+        request = opened.request
+        if opened in self.running:
+            self.running.remove(opened)
+            self.pool.release(request.blocks)
+            assert request.slot is not None
+            self._free_slots.append(request.slot)
+            request.slot, request.blocks = None, []
+        elif opened in self.loading:
+            self.loading.remove(opened)
+        else:
+            self.waiting.remove(request.asked.tenant, opened)
+
+
+def _on_device(opened: Open) -> bool:
+    return opened.version is None or opened.version.tier is Tier.DEVICE
+
+
+def _tokens(request: Request, start: int, end: int) -> tuple[int, ...]:
+    """Tokens of positions [start, end) of prompt ‖ output."""
+    prompt = request.prompt_tokens
+    if end <= prompt:
+        return request.asked.prompt_ids[start:end]
+    return (*request.asked.prompt_ids[start:], *request.output_ids[max(0, start - prompt) : end - prompt])

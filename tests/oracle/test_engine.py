@@ -1,0 +1,226 @@
+"""The served tokens are those of transformers + peft, whatever the batch, the chunks, the preemptions and evictions."""
+
+import asyncio
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.oracle.models import ALL_TARGETS, FAMILIES, VOCAB_SIZE, make_adapter, make_model
+from tests.oracle.oracle import Oracle
+from tests.serving import MIB, engine_config, lora_config, model_config, running, submit
+
+PROMPT_TOKENS = (1, 2, 15, 16, 17, 33, 64, 150, 300)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model with adapters of different ranks, targets, scales and dtypes, and its judge."""
+
+    model: Path
+    adapters: dict[str, Path]
+    oracle: Oracle
+
+
+def _adapters(folder: Path, model: Path) -> dict[str, Path]:
+    kinds: dict[str, dict[str, object]] = {
+        "r1": {"rank": 1, "targets": ("q_proj", "v_proj")},
+        "r8": {"rank": 8, "targets": ALL_TARGETS},
+        "r13": {"rank": 13, "targets": ("q_proj", "k_proj", "v_proj", "o_proj"), "rslora": True},
+        "r64": {"rank": 64, "targets": ALL_TARGETS, "dtype": "bfloat16"},
+        "mlp": {"rank": 5, "targets": ("gate_proj", "up_proj", "down_proj"), "layers": [1], "dtype": "float16"},
+        "mixed": {
+            "rank": 4,
+            "targets": ("k_proj", "o_proj", "down_proj"),
+            "rank_pattern": {"o_proj": 24},
+            "alpha_pattern": {"layers.0.mlp.down_proj": 3},
+        },
+    }
+    return {
+        name: make_adapter(folder / name, model, seed=seed, **kind)  # type: ignore[arg-type]
+        for seed, (name, kind) in enumerate(kinds.items())
+    }
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Family]:
+    built: dict[str, Family] = {}
+    for family in FAMILIES:
+        folder = tmp_path_factory.mktemp(family)
+        model = make_model(folder / "model", family)
+        adapters = _adapters(folder, model)
+        built[family] = Family(model, adapters, Oracle(model, adapters))
+    return built
+
+
+def prompt_of(rng: random.Random, tokens: int) -> list[int]:
+    return [rng.randrange(2, VOCAB_SIZE) for _ in range(tokens)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_answers_like_peft(families: dict[str, Family], family: str) -> None:
+    """Prompts of 1 to 300 tokens, base and every adapter together in one batch."""
+    subject, rng = families[family], random.Random(1)
+    names = [None, *subject.adapters]
+    asked = [(prompt_of(rng, tokens), rng.choice(names)) for tokens in PROMPT_TOKENS for _ in range(2)]
+    asked += [(prompt_of(rng, 20), name) for name in names]
+
+    async def serve() -> list[list[int]]:
+        async with running(model_config(subject.model), lora_config(subject.adapters), engine_config()) as engine:
+            answers = await asyncio.gather(*(submit(engine, *each, max_tokens=12) for each in asked))
+            return [answer.token_ids for answer in answers]
+
+    for (prompt, adapter), output in zip(asked, asyncio.run(serve()), strict=True):
+        assert len(output) == 12
+        subject.oracle.check_greedy(prompt, adapter, output)
+    assert subject.oracle.forgiven_ties <= subject.oracle.checked_tokens // 100
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_are_those_of_peft(families: dict[str, Family], family: str) -> None:
+    subject, rng = families[family], random.Random(2)
+    asked = [(prompt_of(rng, 30), name) for name in (None, "r8", "mixed")]
+
+    async def serve() -> list[tuple[list[int], list[float]]]:
+        async with running(model_config(subject.model), lora_config(subject.adapters), engine_config()) as engine:
+            answers = await asyncio.gather(*(submit(engine, *each, max_tokens=6, logprobs=5) for each in asked))
+            assert all(
+                entry.top[0] == (entry.token_id, entry.logprob) and len(entry.top) == 5
+                for answer in answers
+                for entry in answer.logprobs
+            )
+            return [(answer.token_ids, [entry.logprob for entry in answer.logprobs]) for answer in answers]
+
+    for (prompt, adapter), (output, logprobs) in zip(asked, asyncio.run(serve()), strict=True):
+        subject.oracle.check_logprobs(prompt, adapter, output, logprobs, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["llama3", "mistral"])
+def test_a_long_prompt_is_answered_like_peft(families: dict[str, Family], family: str) -> None:
+    """8,000 tokens: rotary angles far out, the sliding window, and attention over hundreds of blocks."""
+    subject, rng = families[family], random.Random(3)
+    prompt = prompt_of(rng, 8000)
+
+    async def serve() -> list[int]:
+        model = model_config(subject.model, max_model_len=8100)
+        async with running(model, lora_config(subject.adapters), engine_config(step_tokens=512)) as engine:
+            return (await submit(engine, prompt, "r8", max_tokens=6)).token_ids
+
+    subject.oracle.check_greedy(prompt, "r8", asyncio.run(serve()))
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> list[tuple[list[int], str | None, int, bool]]:
+    """Requests (prompt, adapter, output tokens, whether to cancel); many prompts share beginnings."""
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    stems = [prompt_of(rng, 70) for _ in range(2)]
+    names = [None, "r1", "r8", "r13", "r64", "mlp", "mixed"]
+    requests = []
+    for _ in range(draw(st.integers(2, 14))):
+        stem = rng.choice(stems)[: rng.choice((0, 16, 40, 70))]
+        prompt = stem + prompt_of(rng, rng.randrange(1, 40))
+        requests.append((prompt, rng.choice(names), rng.randrange(1, 24), rng.random() < 0.15))
+    return requests
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    requests=workloads(),
+    family=st.sampled_from(FAMILIES),
+    step_tokens=st.sampled_from([16, 24, 60, 256]),
+    blocks=st.integers(13, 40),
+    device_adapters=st.sampled_from([1, 2, 6]),
+    mode=st.sampled_from(["overlapped", "ondemand"]),
+    prefix_caching=st.booleans(),
+)
+def test_no_interleaving_changes_a_token(
+    families: dict[str, Family],
+    requests: list[tuple[list[int], str | None, int, bool]],
+    family: str,
+    step_tokens: int,
+    blocks: int,
+    device_adapters: int,
+    mode: str,
+    prefix_caching: bool,
+) -> None:
+    """Chunks, preemption by a KV pool just larger than one request, prefix hits, evictions, cancellations."""
+    subject = families[family]
+
+    async def serve() -> list[list[int] | None]:
+        from caraserve.model.spec import load_spec
+
+        spec = load_spec(subject.model)
+        kv_bytes = blocks * 16 * spec.kv_bytes_per_token(4)
+        lora = lora_config(
+            subject.adapters, mode=mode, device_bytes=device_adapters * 300 * 1024, host_bytes=600 * 1024
+        )
+        engine_settings = engine_config(
+            seqs=8, step_tokens=step_tokens, kv_bytes=kv_bytes, prefix_caching=prefix_caching
+        )
+        async with running(model_config(subject.model, max_model_len=180), lora, engine_settings) as engine:
+            tasks = []
+            for prompt, adapter, max_tokens, cancel in requests:
+                task = submit(engine, prompt, adapter, max_tokens=max_tokens)
+                tasks.append(None if cancel else task)
+                await asyncio.sleep(0)
+                if cancel:
+                    asyncio.get_running_loop().call_later(0.002, task.cancel)
+            return [(await task).token_ids if task else None for task in tasks]
+
+    for (prompt, adapter, max_tokens, _), output in zip(requests, asyncio.run(serve()), strict=True):
+        if output is not None:
+            assert len(output) == max_tokens
+            subject.oracle.check_greedy(prompt, adapter, output)
+
+
+def test_scores_of_the_prompt_are_those_of_peft(families: dict[str, Family]) -> None:
+    """`echo` with `logprobs`: every prompt token but the first, over several chunks."""
+    subject, rng = families["llama3"], random.Random(4)
+    prompt = prompt_of(rng, 150)
+
+    async def serve() -> list[float | None]:
+        async with running(model_config(subject.model), lora_config(subject.adapters), engine_config()) as engine:
+            other = submit(engine, prompt_of(rng, 90), "r64", max_tokens=30)
+            answer = await submit(engine, prompt, "r8", max_tokens=0, prompt_logprobs=0)
+            await other
+            assert answer.token_ids == []
+            return [entry.logprob if entry else None for entry in answer.prompt_logprobs]
+
+    first, *rest = asyncio.run(serve())
+    assert first is None
+    subject.oracle.check_logprobs(prompt[:1], "r8", prompt[1:], [score for score in rest if score is not None])
+
+
+def test_bfloat16_weights_stay_close_to_peft(families: dict[str, Family]) -> None:
+    """bf16 storage with fp32 arithmetic: the oracle on the same rounded weights agrees token for token."""
+    subject, rng = families["llama2"], random.Random(5)
+    rounded = subject.model.parent / "rounded"
+    make_model(rounded, "llama2", dtype="bfloat16")
+    oracle = Oracle(rounded, {"r64": subject.adapters["r64"]})
+    asked = [(prompt_of(rng, 40), name) for name in (None, "r64")]
+
+    async def serve() -> list[list[int]]:
+        lora = lora_config({"r64": subject.adapters["r64"]})
+        async with running(model_config(rounded), lora, engine_config()) as engine:
+            return [(await submit(engine, *each, max_tokens=16)).token_ids for each in asked]
+
+    for (prompt, adapter), output in zip(asked, asyncio.run(serve()), strict=True):
+        oracle.check_greedy(prompt, adapter, output)
+
+
+def test_more_adapters_than_room_all_answer(families: dict[str, Family]) -> None:
+    """Room for one adapter at a time: nothing waits for ever, and every answer is its adapter's."""
+    subject, rng = families["qwen2"], random.Random(6)
+    asked = [(prompt_of(rng, 12), name) for _ in range(4) for name in subject.adapters]
+
+    async def serve() -> list[list[int]]:
+        lora = lora_config(subject.adapters, device_bytes=250 * 1024, host_bytes=MIB // 4)
+        async with running(model_config(subject.model), lora, engine_config()) as engine:
+            answers = await asyncio.gather(*(submit(engine, *each) for each in asked))
+            return [answer.token_ids for answer in answers]
+
+    for (prompt, adapter), output in zip(asked, asyncio.run(serve()), strict=True):
+        subject.oracle.check_greedy(prompt, adapter, output)

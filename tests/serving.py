@@ -1,0 +1,132 @@
+"""Engines in this process, over the real CPU backend, for tests that compare tokens."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from caraserve.config import EngineConfig, LoraConfig, LoraModule, ModelConfig
+from caraserve.loop import Engine
+from caraserve.request import Finish, GenerateRequest, SamplingParams, TokenLogprob
+from caraserve.serve import build_engine
+
+MIB = 1 << 20
+
+
+def model_config(folder: Path, dtype: str = "auto", max_model_len: int | None = None) -> ModelConfig:
+    return ModelConfig(
+        model=folder,
+        served_model_name="base",
+        dtype=dtype,
+        load_format="auto",
+        max_model_len=max_model_len,
+        chat_template=None,
+    )
+
+
+def lora_config(
+    adapters: Mapping[str, Path],
+    *,
+    mode: str = "overlapped",
+    device_bytes: int = 64 * MIB,
+    host_bytes: int = 64 * MIB,
+    adapters_dir: Path | None = None,
+    registry: Path | None = None,
+) -> LoraConfig:
+    return LoraConfig(
+        lora_modules=[LoraModule(name, path) for name, path in adapters.items()],
+        adapters_dir=adapters_dir,
+        registry=registry,
+        loading_mode=mode,
+        max_device_adapters_bytes=device_bytes,
+        max_host_adapters_bytes=host_bytes,
+        allow_runtime_lora_updating=True,
+    )
+
+
+def engine_config(
+    *,
+    seqs: int = 16,
+    step_tokens: int | None = None,
+    kv_bytes: int | None = 64 * MIB,
+    prefix_caching: bool = True,
+    threads: int = 2,
+    max_queue: int = 4096,
+) -> EngineConfig:
+    return EngineConfig(
+        max_num_seqs=seqs,
+        max_num_batched_tokens=step_tokens,
+        max_queue=max_queue,
+        kv_cache_bytes=kv_bytes,
+        enable_prefix_caching=prefix_caching,
+        cpu_threads=threads,
+        seed=0,
+    )
+
+
+@contextlib.asynccontextmanager
+async def running(model: ModelConfig, lora: LoraConfig, engine: EngineConfig) -> AsyncIterator[Engine]:
+    """A running engine; at the end every count must add up and nothing may be held."""
+    async with AsyncExitStack() as stack:
+        served = await build_engine(stack, model, lora, engine)
+        yield served.engine
+        await served.engine.drain(timeout_s=30.0)
+        served.engine.check()
+        snapshot = served.engine.snapshot()
+        assert snapshot.running == snapshot.waiting == snapshot.kv_used_blocks == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A finished request's whole output."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob]
+    prompt_logprobs: list[TokenLogprob | None]
+    finish: Finish
+
+
+_count = iter(range(1 << 62))
+
+
+def submit(
+    engine: Engine,
+    prompt: Sequence[int],
+    adapter: str | None = None,
+    *,
+    tenant: str = "default",
+    cache_salt: str = "",
+    **params: object,
+) -> "asyncio.Task[Answer]":
+    """Starts a request; greedy and without end token unless `params` say otherwise."""
+    settings = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True} | params
+    asked = GenerateRequest(
+        request_id=f"test-{next(_count)}",
+        prompt_ids=tuple(prompt),
+        adapter=adapter,
+        params=SamplingParams(**settings),  # type: ignore[arg-type]
+        arrival_s=time.monotonic(),
+        tenant=tenant,
+        cache_salt=cache_salt,
+    )
+    stream = engine.submit(asked)
+
+    async def collect() -> Answer:
+        text, ids, logprobs, prompt_logprobs, finish = "", [], [], [], None
+        try:
+            async for delta in stream:
+                text += delta.text
+                ids += delta.token_ids
+                logprobs += delta.logprobs
+                prompt_logprobs += delta.prompt_logprobs
+                finish = delta.finish
+        finally:
+            stream.cancel()
+        assert finish is not None
+        return Answer(text, ids, logprobs, prompt_logprobs, finish)
+
+    return asyncio.create_task(collect())
