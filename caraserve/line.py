@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from caraserve.adapters.residency import Residency, Tier, Version
+from caraserve.adapters.residency import Residency
+from caraserve.adapters.version import Tier, Version
 from caraserve.detokenizer import Detokenizer
 from caraserve.fairness import FairQueue
 from caraserve.kv.blocks import BlockPool

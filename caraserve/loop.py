@@ -19,7 +19,7 @@ from typing import Protocol
 
 from caraserve.adapters.catalog import Catalog
 from caraserve.adapters.registry import AdapterInfo
-from caraserve.adapters.residency import Tier, Version
+from caraserve.adapters.version import Tier, Version
 from caraserve.config import EngineConfig
 from caraserve.errors import BackendFailed, CaraServeError, ContextLengthExceeded, Draining, Overloaded
 from caraserve.line import Line, Open
@@ -203,10 +203,10 @@ class Engine:
             self._line.admit()
             launched = self._launch_next()
             if pending is not None:
-                self._retire(pending, await pending.result)
-            pending = launched
-            if pending is None:
+                self._retire(pending, await pending.result)  # frees what the next turn may admit
+            elif launched is None:
                 await self._wake.wait()
+            pending = launched
 
     def _fail_unloadable(self) -> None:
         for opened in list(self._line.loading):

@@ -21,7 +21,8 @@ from rich.progress import Progress
 from caraserve import demo
 from caraserve.adapters.catalog import AdapterReader, Catalog, CatalogRules
 from caraserve.adapters.registry import Registry
-from caraserve.adapters.residency import Budgets, Residency
+from caraserve.adapters.residency import Residency
+from caraserve.adapters.version import Budgets
 from caraserve.config import EngineConfig, HttpConfig, LoraConfig, ModelConfig
 from caraserve.errors import ConfigError, ModelLoadError
 from caraserve.loop import Engine

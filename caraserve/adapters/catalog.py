@@ -14,7 +14,8 @@ from typing import TypeVar
 
 from caraserve.adapters.peft import inspect_adapter, read_adapter, resolve_adapter_path
 from caraserve.adapters.registry import AdapterInfo, Registry
-from caraserve.adapters.residency import Residency, Version, too_large
+from caraserve.adapters.residency import Residency, too_large
+from caraserve.adapters.version import Version
 from caraserve.config import check_adapter_name
 from caraserve.errors import AdapterRejected, CaraServeError, ConfigError, NotFound
 from caraserve.model.backend import Backend

@@ -111,7 +111,6 @@ def _targets(text: str) -> list[str]:
 
 async def measure(folder: Path, args: argparse.Namespace, dtype: str) -> Report:
     """Makes model and adapters of `dtype` in `folder` and measures every case on every side."""
-    bandwidth = read_bandwidth_bytes_per_s()
     cases = [Case(situation, number) for number in args.concurrency for situation in SITUATIONS]
     max_tokens = args.prompt_tokens + args.output_tokens
     spec = write_model(folder / "model", SHAPES[args.model], dtype, max_position=max_tokens)
@@ -126,12 +125,12 @@ async def measure(folder: Path, args: argparse.Namespace, dtype: str) -> Report:
             sides["peft"], versions = stack.enter_context(peft).run, peft.versions
         engine = await _start_engine(stack, folder / "model", adapters, args, dtype)
         sides["caraserve"] = lambda sent: _ask_engine(engine, sent, args.output_tokens)
-        batches = await _run_cases(cases, sides, list(adapters), args, spec.vocab_size)
+        batches, bandwidth = await _run_cases(cases, sides, list(adapters), args, spec.vocab_size)
     return Report(
         dtype=dtype,
         num_parameters=spec.num_parameters,
         weight_bytes=decode_weight_bytes(spec, dtype),
-        bandwidth=max(bandwidth, read_bandwidth_bytes_per_s()),  # a busy moment must not lower the bar
+        bandwidth=bandwidth,
         peft_versions=versions,
         cases=[Measured(case, batches[case], _step_bytes(spec, case, args, dtype)) for case in cases],
     )
@@ -151,8 +150,12 @@ def _step_bytes(spec: ModelSpec, case: Case, args: argparse.Namespace, dtype: st
 
 async def _run_cases(
     cases: Sequence[Case], sides: Mapping[str, Side], adapters: Sequence[str], args: argparse.Namespace, vocab: int
-) -> dict[Case, dict[str, list[Batch]]]:
-    """Every case `repeats` times after one warm-up; who goes first alternates."""
+) -> tuple[dict[Case, dict[str, list[Batch]]], float]:
+    """Every case `repeats` times after one warm-up; who goes first alternates. Also the bandwidth in bytes/s.
+
+    Bandwidth is read after every case and the best is kept: a busy moment of the machine must not lower the bar.
+    """
+    bandwidth = 0.0
     batches: dict[Case, dict[str, list[Batch]]] = {case: {name: [] for name in sides} for case in cases}
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -166,9 +169,10 @@ async def _run_cases(
                     if turn > 0:
                         batches[case][name].append(batch)
                 progress.advance(task)
+            bandwidth = max(bandwidth, read_bandwidth_bytes_per_s())
             if not console.is_terminal:
                 log.info("%d x %s: %.1f s", case.concurrency, case.situation, time.monotonic() - started_s)
-    return batches
+    return batches, bandwidth
 
 
 async def _start_engine(

@@ -111,7 +111,8 @@ def _caption(report: Report) -> str:
     return (
         f"A decode step reads {report.weight_bytes:,} bytes ({human_bytes(report.weight_bytes)}) of weights: "
         f"{report.read_ms(report.weight_bytes):.2f} ms at the measured {report.bandwidth / 1e9:.1f} GB/s.\n"
-        "The floor is that with the batch's adapters and KV. TPOT: time per output token after the first."
+        "The floor is that with the batch's adapters and KV. TPOT: time per output token after the first.\n"
+        "Same answers: requests with every token equal; logits that rounding cannot tell apart may go either way."
     )
 
 

@@ -1,0 +1,76 @@
+"""One adapter version and the places where its weights can be. Level 2; pure.
+
+`residency.py` is the only writer.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from caraserve.errors import CaraServeError
+from caraserve.plan import BASE_ADAPTER_SLOT
+
+
+class Tier(Enum):
+    """The nearest place where a version's weights are, or are on their way to."""
+
+    DISK = "disk"
+    READING = "reading"  # disk → host
+    HOST = "host"
+    COPYING = "copying"  # host → device
+    DEVICE = "device"
+    FAILED = "failed"  # could not be read; the next request tries again
+
+
+TIER_CHANGES: dict[Tier, frozenset[Tier]] = {
+    Tier.DISK: frozenset({Tier.READING, Tier.HOST}),
+    Tier.READING: frozenset({Tier.HOST, Tier.FAILED}),
+    Tier.HOST: frozenset({Tier.COPYING, Tier.DISK, Tier.FAILED}),
+    Tier.COPYING: frozenset({Tier.DEVICE, Tier.HOST, Tier.FAILED}),
+    Tier.DEVICE: frozenset({Tier.HOST, Tier.DISK}),
+    Tier.FAILED: frozenset({Tier.READING, Tier.HOST}),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Version:
+    """One adapter version. `pins`: requests not yet finished. `uses`: those of them that are admitted."""
+
+    digest: str
+    folder: Path
+    tier: Tier = Tier.DISK
+    pins: int = 0
+    uses: int = 0
+    names: set[str] = field(default_factory=set)
+    slot: int = BASE_ADAPTER_SLOT
+    device_bytes: int = 0
+    error: CaraServeError | None = None
+    asked_s: float = 0.0  # when the load under way began
+    rate: float = 0.0  # admissions, decayed
+    rated_s: float = 0.0
+
+    def to(self, tier: Tier) -> None:
+        """Moves to `tier`; only the changes of `TIER_CHANGES` exist."""
+        if tier not in TIER_CHANGES[self.tier]:
+            raise AssertionError(f"adapter {self.digest[:12]}: {self.tier.name} cannot become {tier.name}")
+        self.tier = tier
+
+
+@dataclass(slots=True)
+class Counters:
+    """Events since the start, for metrics."""
+
+    device_hits: int = 0
+    host_hits: int = 0
+    disk_reads: int = 0
+    device_evictions: int = 0
+    host_evictions: int = 0
+    failures: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Bytes that adapters may take in each tier."""
+
+    device_bytes: int
+    host_bytes: int
