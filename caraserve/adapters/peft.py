@@ -4,6 +4,8 @@
 """
 
 import hashlib
+import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +15,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.adapters.peft_config import PeftConfig, read_config
+from caraserve.adapters.peft_config import PeftConfig, read_config, refusal
+from caraserve.adapters.peft_names import module_name
 from caraserve.errors import AdapterRejected, NotFound
 from caraserve.model.layout import AdapterSpec, Dtype, HostAdapter, aligned_bytes, lay_out
 from caraserve.model.spec import SITES, ModelSpec
@@ -23,10 +26,9 @@ TENSORS_NAME = "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 _MAX_TENSORS = 100_000
 _TENSOR = re.compile(
-    r"(?:base_model\.model\.)?(?P<module>(?:model\.)?layers\.(?P<layer>\d{1,6})\.(?P<block>self_attn|mlp)\."
-    r"(?P<site>[a-z_]+_proj))\.lora_(?P<half>[AB])(?:\.[A-Za-z0-9_-]+)?\.weight"
+    r"(?:base_model\.model\.)?(?P<module>model\.layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?:self_attn|mlp)\."
+    rf"(?P<site>{'|'.join(SITES)}))\.lora_(?P<half>[AB])(?P<adapter>(?:\.[A-Za-z0-9_-]+)?)\.weight"
 )
-_BLOCKS = {site: "self_attn" if site in SITES[:4] else "mlp" for site in SITES}
 Site = tuple[int, str]  # layer, module
 
 
@@ -69,11 +71,16 @@ def resolve_adapter_path(path: str, root: Path | None) -> Path:
     """
     if "\0" in path or len(path) > 4096:
         raise AdapterRejected("lora_path is not a path", param="lora_path")
-    folder = (root / path if root else Path(path)).resolve()
+    missing = NotFound(f"no adapter folder at {ascii(path[:200])}", param="lora_path")
+    try:
+        folder = (root / path if root else Path(path)).resolve()
+        is_folder = folder.is_dir()
+    except (OSError, RuntimeError, ValueError):  # too long a name, a loop of links, not text
+        raise missing from None
     if root is not None and not folder.is_relative_to(root.resolve()):
         raise AdapterRejected("lora_path lies outside the adapters' folder", param="lora_path")
-    if not folder.is_dir():
-        raise NotFound(f"no adapter folder at {path[:200]!r}", param="lora_path")
+    if not is_folder:
+        raise missing
     for name in ("adapter_config.json", TENSORS_NAME):
         if root is not None and not (folder / name).resolve().is_relative_to(root.resolve()):
             raise AdapterRejected(f"{name} is a link that leads outside the adapters' folder", param="lora_path")
@@ -83,26 +90,28 @@ def resolve_adapter_path(path: str, root: Path | None) -> Path:
 @contextmanager
 def _opened(folder: Path) -> Iterator[TensorFile]:
     path = folder / TENSORS_NAME
-    if not path.exists():
-        if any((folder / name).exists() for name in _PICKLES):
+    if not os.path.lexists(path):
+        if any(os.path.lexists(folder / name) for name in _PICKLES):
             raise AdapterRejected(f"{folder.name} holds a pickle; only {TENSORS_NAME} is read: convert the adapter")
         raise AdapterRejected(f"{folder.name} has no {TENSORS_NAME}")
     try:
         with TensorFile(path) as file:
             yield file
+            file.check_unchanged()
     except TensorFileError as error:
         raise AdapterRejected(str(error)) from None
 
 
 def _specify(folder: Path, file: TensorFile, model: ModelSpec) -> tuple[AdapterSpec, dict[Site, _Pair]]:
-    config, identity = read_config(folder)
+    config = read_config(folder)
     pairs = _pairs(file, config, model)
     kinds = {file.dtype(name) for pair in pairs.values() for name in (pair.a, pair.b)}
     dtype = kinds.pop() if len(kinds) == 1 else Dtype.F32  # fp32 holds every mixture exactly
     spans, num_bytes = lay_out(model, dtype, {site: (pair.rank, pair.scale) for site, pair in pairs.items()})
-    digest = hashlib.sha256(identity)
-    with file.data as data:
-        digest.update(data)
+    # Configurations that come to the same ranks and scales are the same adapter. The list ends where the file begins.
+    digest = hashlib.sha256(json.dumps([(s.layer, s.site, s.rank, s.scale) for s in spans]).encode())
+    for chunk in file.chunks():
+        digest.update(chunk)
     sites = {site for _, site in pairs}
     spec = AdapterSpec(
         digest=digest.hexdigest(),
@@ -122,13 +131,13 @@ def _pairs(file: TensorFile, config: PeftConfig, model: ModelSpec) -> dict[Site,
         raise AdapterRejected(f"{TENSORS_NAME} has no LoRA tensors")
     pairs: dict[Site, _Pair] = {}
     for (layer, site), found in halves.items():
-        module = f"model.layers.{layer}.{_BLOCKS[site]}.{site}"
+        module = module_name(layer, site)
         missing = {"A", "B"} - found.keys()
         if missing:
             raise AdapterRejected(f"tensor {next(iter(found.values()))} has no lora_{missing.pop()} beside it")
         if not config.covers(layer, module):
             raise AdapterRejected(f"tensor {found['A']}: adapter_config.json does not target this module")
-        rank = config.rank_of(module)
+        rank = config.ranks.of(module)
         _check_shapes(file, found["A"], found["B"], rank, model.site_shape(site))
         pairs[layer, site] = _Pair(found["A"], found["B"], rank, config.scale_of(module, rank))
     _check_complete(config, pairs, model)
@@ -140,10 +149,11 @@ def _halves(file: TensorFile, model: ModelSpec) -> dict[Site, dict[str, str]]:
     if len(file.names) > _MAX_TENSORS:
         raise AdapterRejected(f"{TENSORS_NAME} has {len(file.names)} tensors; {_MAX_TENSORS} at most are read")
     halves: dict[Site, dict[str, str]] = {}
+    adapters: set[str] = set()
     for name in file.names:
         match = _TENSOR.fullmatch(name)
-        if match is None or _BLOCKS.get(match["site"]) != match["block"]:
-            raise AdapterRejected(f"tensor {name[:200]!r} is not LoRA A or B of one of {', '.join(SITES)}")
+        if match is None or match["module"] != module_name(int(match["layer"]), match["site"]):
+            raise AdapterRejected(f"tensor {ascii(name)[:200]} is not LoRA A or B of one of {', '.join(SITES)}")
         layer = int(match["layer"])
         if layer >= model.layers:
             raise AdapterRejected(f"tensor {name}: the base model has only {model.layers} layers")
@@ -151,6 +161,9 @@ def _halves(file: TensorFile, model: ModelSpec) -> dict[Site, dict[str, str]]:
         if match["half"] in found:
             raise AdapterRejected(f"tensor {name} and {found[match['half']]} are the same module's")
         found[match["half"]] = name
+        adapters.add(match["adapter"])
+        if len(adapters) > 1:
+            raise AdapterRejected(f"tensor {name} belongs to another adapter than those before it")
     return halves
 
 
@@ -166,16 +179,12 @@ def _check_shapes(file: TensorFile, a: str, b: str, rank: int, features: tuple[i
 def _check_complete(config: PeftConfig, pairs: dict[Site, _Pair], model: ModelSpec) -> None:
     """What the configuration names must be there, or a part of the adapter was lost."""
     if config.layers is not None and max(config.layers) >= model.layers:
-        raise AdapterRejected(
-            f"adapter_config.json: layers_to_transform names layer {max(config.layers)} of a model with {model.layers}"
-        )
-    if config.targets is None:
-        return
+        raise refusal("layers_to_transform", f"names layers that a model with {model.layers} does not have")
     for layer in range(model.layers):
         for site in SITES:
-            module = f"model.layers.{layer}.{_BLOCKS[site]}.{site}"
-            if config.covers(layer, module) and (layer, site) not in pairs:
-                raise AdapterRejected(f"adapter_config.json targets {module}, but {TENSORS_NAME} has no tensors for it")
+            module = module_name(layer, site)
+            if config.requires(layer, module) and (layer, site) not in pairs:
+                raise refusal("target_modules", f"covers {module}, but {TENSORS_NAME} has no tensors for it")
 
 
 def _values(file: TensorFile, name: str, dtype: Dtype) -> NDArray[np.generic]:

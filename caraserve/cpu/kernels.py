@@ -46,27 +46,25 @@ def _gemm_rows(dtype: int) -> Any:
     tile4, tile5, tile6 = gemm_tile(4, 4, dtype), gemm_tile(5, 4, dtype), gemm_tile(6, 4, dtype)
 
     @kernel
-    def gemm_rows(x, x_stride, rows, w, k, y, y_stride, accumulate, ahead):  # type: ignore[no-untyped-def]
-        fetch = 0  # the first tile streams w itself; the last, which finds w in the cache, fetches what follows
+    def gemm_rows(x, x_stride, rows, w, k, y, y_stride, accumulate):  # type: ignore[no-untyped-def]
         while rows > 0:
             tiles = (rows + 5) // 6
             taken = (rows + tiles - 1) // tiles  # equal tiles: a tile of one or two rows runs at half speed
             if taken == 6:
-                tile6(x, x_stride, w, k, y, y_stride, accumulate, fetch)
+                tile6(x, x_stride, w, k, y, y_stride, accumulate)
             elif taken == 5:
-                tile5(x, x_stride, w, k, y, y_stride, accumulate, fetch)
+                tile5(x, x_stride, w, k, y, y_stride, accumulate)
             elif taken == 4:
-                tile4(x, x_stride, w, k, y, y_stride, accumulate, fetch)
+                tile4(x, x_stride, w, k, y, y_stride, accumulate)
             elif taken == 3:
-                tile3(x, x_stride, w, k, y, y_stride, accumulate, fetch)
+                tile3(x, x_stride, w, k, y, y_stride, accumulate)
             elif taken == 2:
-                tile2(x, x_stride, w, k, y, y_stride, accumulate, fetch)
+                tile2(x, x_stride, w, k, y, y_stride, accumulate)
             else:
-                tile1(x, x_stride, w, k, y, y_stride, accumulate, fetch)
+                tile1(x, x_stride, w, k, y, y_stride, accumulate)
             x += taken * x_stride
             y += taken * y_stride
             rows -= taken
-            fetch = 0
 
     return gemm_rows
 
@@ -106,14 +104,13 @@ def panel_gemm(dtype, x, x_stride, rows, w, k, y, y_stride, accumulate):  # type
     for first in range(0, k, K_BLOCK):
         depth = min(K_BLOCK, k - first)
         at = w + first * PANEL * itemsize(dtype)
-        ahead = depth * PANEL * itemsize(dtype)
         add = ADD if first > 0 else accumulate
         if dtype == DTYPE_F32:
-            _gemm_f32(x + 4 * first, x_stride, rows, at, depth, y, y_stride, add, ahead)
+            _gemm_f32(x + 4 * first, x_stride, rows, at, depth, y, y_stride, add)
         elif dtype == DTYPE_BF16:
-            _gemm_bf16(x + 4 * first, x_stride, rows, at, depth, y, y_stride, add, ahead)
+            _gemm_bf16(x + 4 * first, x_stride, rows, at, depth, y, y_stride, add)
         else:
-            _gemm_f16(x + 4 * first, x_stride, rows, at, depth, y, y_stride, add, ahead)
+            _gemm_f16(x + 4 * first, x_stride, rows, at, depth, y, y_stride, add)
 
 
 @apart(8)

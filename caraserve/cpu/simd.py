@@ -91,15 +91,6 @@ def emit_fma(b: Any, x: Any, y: Any, z: Any) -> Any:
     return b.call(function, [x, y, z])
 
 
-def emit_prefetch(b: Any, address: Any) -> None:
-    """Asks for a cache line to be brought into the second-level cache. Any address is harmless."""
-    byte = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
-    function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
-    read, second_level, data = ir.Constant(I32, 0), ir.Constant(I32, 2), ir.Constant(I32, 1)
-    b.call(function, [b.inttoptr(address, byte), read, second_level, data])
-
-
 def emit_reduce(b: Any, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
     """Combines the lanes pairwise, halves first: the same tree everywhere."""
     width = LANES // 2

@@ -19,7 +19,6 @@ from caraserve.cpu.simd import (
     emit_fma,
     emit_load,
     emit_load_splat,
-    emit_prefetch,
     emit_reduce,
     emit_store,
     i64,
@@ -60,24 +59,20 @@ def _tile_intrinsic(
 
 
 def gemm_tile(rows: int, vectors: int, dtype: int) -> Any:
-    """Intrinsic `(x, x_stride, w, k, y, y_stride, accumulate, ahead)`, strides in bytes.
+    """Intrinsic `(x, x_stride, w, k, y, y_stride, accumulate)`, strides in bytes.
 
     Semantics: `y[m, :] = (y[m, :] if accumulate else 0) + Σ_k x[m, k] · w[k, :]` for m < rows.
-    x, y are fp32; w is `[k, 16 · vectors]` of `dtype`, contiguous. Sums run over k in order. With `ahead` not 0, the
-    memory that many bytes after w is fetched into the cache meanwhile: what is read next, while this is computed.
+    x, y are fp32; w is `[k, 16 · vectors]` of `dtype`, contiguous. Sums run over k in order.
     """
 
     def emit(b: Any, arguments: Sequence[Any]) -> None:
-        x, x_stride, w, k, y, y_stride, accumulate, ahead = arguments
+        x, x_stride, w, k, y, y_stride, accumulate = arguments
         itemsize = 4 if dtype == DTYPE_F32 else 2
         acc = _Accumulators(b, rows * vectors)
         x_rows = [offset(b, x, b.mul(i64(row), x_stride)) for row in range(rows)]
         with cgutils.for_range(b, k) as loop:
             w_row = offset(b, w, b.mul(loop.index, i64(LANES * vectors * itemsize)))
             weights = [emit_load(b, offset(b, w_row, i64(v * LANES * itemsize)), dtype) for v in range(vectors)]
-            with b.if_then(b.icmp_signed("!=", ahead, i64(0))):
-                for line in range(0, LANES * vectors * itemsize, 64):
-                    emit_prefetch(b, offset(b, offset(b, w_row, ahead), i64(line)))
             x_offset = b.mul(loop.index, i64(4))
             for row in range(rows):
                 splat = emit_load_splat(b, offset(b, x_rows[row], x_offset))
@@ -93,7 +88,7 @@ def gemm_tile(rows: int, vectors: int, dtype: int) -> Any:
                 at = offset(b, offset(b, y, b.mul(i64(row), y_stride)), i64(v * LANES * 4))
                 emit_store(b, acc[row * vectors + v], at)
 
-    return _tile_intrinsic(f"gemm_tile_{rows}x{vectors}_{dtype}", 8, emit)
+    return _tile_intrinsic(f"gemm_tile_{rows}x{vectors}_{dtype}", 7, emit)
 
 
 def dot_tile(rows: int, columns: int, dtype: int) -> Any:

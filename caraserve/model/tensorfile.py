@@ -1,14 +1,15 @@
-"""Safe reading of safetensors files: the library checks the header, the data is mapped and never copied. Level 1.
+"""Safe reading of safetensors files: the library checks the header, tensors are read one at a time. Level 1.
 
 Used for base weights and for adapters. Nothing here unpickles, and memory never grows with a size that a file claims.
+Files are read, not mapped: someone who copies a new version over a mapped file would end the process by SIGBUS.
 """
 
-import contextlib
 import json
-import mmap
 import os
 import stat
 import struct
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,6 +23,8 @@ from caraserve.model.layout import Dtype
 _DTYPES = {"F32": Dtype.F32, "BF16": Dtype.BF16, "F16": Dtype.F16}
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _MAX_INDEX_BYTES = 64 << 20
+_MAX_HEADER_BYTES = 16 << 20  # some 150,000 tensors; parsed, a header takes tens of times its size
+_CHUNK_BYTES = 1 << 20
 
 
 class TensorFileError(Exception):
@@ -29,57 +32,59 @@ class TensorFileError(Exception):
 
 
 class TensorFile:
-    """One safetensors file, mapped read-only."""
+    """One safetensors file, open for reading."""
 
     def __init__(self, path: Path) -> None:
         """Raises TensorFileError for anything but a well-formed regular file."""
-        self._path = path
-        self._map = _map(path)
-        try:
-            with safetensors.safe_open(path, framework="numpy"):
-                pass  # checks lengths, offsets, shapes and dtypes against one another and against the file's size
-        except safetensors.SafetensorError as error:
-            self._map.close()
-            raise TensorFileError(f"{path.name} is not a valid safetensors file: {error}") from None
-        (header_bytes,) = struct.unpack_from("<Q", self._map)
-        self._start = 8 + header_bytes
-        self._header: dict[str, Any] = json.loads(self._map[8 : self._start])
-        self._header.pop("__metadata__", None)
+        self._name = path.name
+        self._descriptor = open_regular(path)
+        self._closer = weakref.finalize(self, os.close, self._descriptor)  # also when nobody calls `close`
+        self._status = os.fstat(self._descriptor)
+        self._header, self._start = self._checked_header()
 
     @property
     def names(self) -> list[str]:
-        """Tensor names, in the file's order."""
+        """Tensor names, in the header's order."""
         return list(self._header)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Elements along each dimension."""
-        return tuple(self._header[name]["shape"])
+        """Elements along each dimension. Raises TensorFileError when there is no such tensor."""
+        return tuple(self._entry(name)["shape"])
 
     def dtype(self, name: str) -> Dtype:
-        """Raises TensorFileError for a dtype other than F32, F16 and BF16."""
-        kind = self._header[name]["dtype"]
+        """Raises TensorFileError for a dtype other than F32, F16 and BF16, and when there is no such tensor."""
+        kind = self._entry(name)["dtype"]
         if kind not in _DTYPES:
-            raise TensorFileError(f"{self._path.name}: tensor {name} has dtype {kind}; F32, F16 and BF16 are supported")
+            raise TensorFileError(f"{self._name}: tensor {name} has dtype {kind}; F32, F16 and BF16 are supported")
         return _DTYPES[kind]
 
     def raw(self, name: str) -> NDArray[np.generic]:
-        """A read-only view: float32, or uint16 with the bits of a 16-bit float."""
-        dtype = self.dtype(name)
-        begin, end = self._header[name]["data_offsets"]
-        data = np.frombuffer(self._map, np.uint8, end - begin, self._start + begin)
-        if data.ctypes.data % dtype.itemsize:
-            data = data.copy()  # an odd header length leaves every tensor unaligned
-        return data.view(dtype.storage).reshape(self.shape(name))
+        """The values of a tensor: float32, or uint16 with the bits of a 16-bit float.
 
-    @property
-    def data(self) -> memoryview:
-        """All bytes of the file. Release it before `close`."""
-        return memoryview(self._map)
+        Allocates what the shape asks for, which is never more than the file has; check `shape` first where the file
+        is not trusted. Raises TensorFileError when the file has been cut short since it was opened.
+        """
+        values = np.empty(self.shape(name), self.dtype(name).storage)
+        self._read_into(values.reshape(-1).view(np.uint8).data, self._start + self._entry(name)["data_offsets"][0])
+        return values
+
+    def chunks(self) -> Iterator[memoryview]:
+        """All bytes of the file, piece by piece; each piece is valid until the next is asked for."""
+        buffer = memoryview(bytearray(_CHUNK_BYTES))
+        for offset in range(0, self._status.st_size, _CHUNK_BYTES):
+            piece = buffer[: self._status.st_size - offset]
+            self._read_into(piece, offset)
+            yield piece
+
+    def check_unchanged(self) -> None:
+        """Raises TensorFileError when the file has been written since it was opened: what was read may be a mixture."""
+        now = os.fstat(self._descriptor)
+        if (now.st_size, now.st_mtime_ns) != (self._status.st_size, self._status.st_mtime_ns):
+            raise TensorFileError(f"{self._name} was changed while it was being read; try again")
 
     def close(self) -> None:
-        """Unmaps the file, unless views of it are still alive: then it goes with the last of them."""
-        with contextlib.suppress(BufferError):
-            self._map.close()
+        """Closes the file; a second time does nothing. Arrays read from it stay valid."""
+        self._closer()
 
     def __enter__(self) -> Self:
         return self
@@ -89,21 +94,68 @@ class TensorFile:
     ) -> None:
         self.close()
 
+    def _entry(self, name: str) -> dict[str, Any]:
+        try:
+            entry: dict[str, Any] = self._header[name]
+        except KeyError:
+            raise TensorFileError(f"{self._name} has no tensor {name}") from None
+        return entry
 
-def _map(path: Path) -> mmap.mmap:
+    def _checked_header(self) -> tuple[dict[str, Any], int]:
+        """The header by tensor name, and where the data begins."""
+        prefix = bytearray(8)
+        if self._status.st_size < len(prefix):
+            raise self._invalid(f"it has only {self._status.st_size} bytes")
+        self._read_into(memoryview(prefix), 0)
+        (num_bytes,) = struct.unpack("<Q", prefix)
+        if num_bytes > min(_MAX_HEADER_BYTES, self._status.st_size - len(prefix)):
+            raise self._invalid(f"its header claims {num_bytes} bytes")
+        text = bytearray(num_bytes)
+        self._read_into(memoryview(text), len(prefix))
+        try:
+            # By descriptor: the path may lead to another file by now, and that one's header would be checked.
+            with safetensors.safe_open(f"/dev/fd/{self._descriptor}", framework="numpy"):
+                pass  # checks lengths, offsets, shapes and dtypes against one another and against the file's size
+            header: dict[str, Any] = json.loads(text, object_pairs_hook=_unique)
+        except (safetensors.SafetensorError, ValueError) as error:
+            raise self._invalid(str(error)) from None
+        header.pop("__metadata__", None)
+        return header, len(prefix) + num_bytes
+
+    def _read_into(self, target: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(target):
+            try:
+                count = os.preadv(self._descriptor, [target[done:]], offset + done)
+            except OSError as error:
+                raise TensorFileError(f"{self._name} cannot be read: {error.strerror}") from None
+            if count == 0:
+                raise TensorFileError(f"{self._name} was cut short while it was being read")
+            done += count
+
+    def _invalid(self, why: str) -> TensorFileError:
+        return TensorFileError(f"{self._name} is not a valid safetensors file: {why}")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object without the last-one-wins of duplicate names: readers differ on which one they believe."""
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("its header names a tensor twice")
+    return fields
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor for reading; never waits. Raises TensorFileError, also for pipes, devices and folders."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a FIFO must not wait
+        # Without O_NONBLOCK, opening a FIFO waits for a writer. It has no effect on regular files.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise TensorFileError(f"{path.name} cannot be opened: {error.strerror}") from None
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise TensorFileError(f"{path.name} is not a regular file")
-        if status.st_size < 8:
-            raise TensorFileError(f"{path.name} is not a valid safetensors file: it has {status.st_size} bytes")
-        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-    finally:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
+        raise TensorFileError(f"{path.name} is not a regular file")
+    return descriptor
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
@@ -118,7 +170,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
     if single.is_file():
         with TensorFile(single) as file:
             return dict.fromkeys(file.names, single)
-    pickled = [path.name for path in folder.iterdir() if path.suffix in _PICKLED]
+    pickled = sorted(path.name for path in folder.glob("*") if path.suffix in _PICKLED)
     if pickled:
         raise TensorFileError(f"{folder} holds {pickled[0]}; pickle files are never read: convert it to safetensors")
     raise TensorFileError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
@@ -133,6 +185,6 @@ def _sharded(folder: Path, index: Path) -> dict[str, Path]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise TensorFileError(f"{index.name} has no valid weight_map") from None
     for file in set(names.values()):
-        if Path(file).name != file:
+        if Path(file).name != file or file == "..":
             raise TensorFileError(f"{index.name} names {file!r}, which is not a file of the folder")
     return {tensor: folder / file for tensor, file in names.items()}

@@ -126,7 +126,7 @@ def workloads(draw: st.DrawFn) -> list[tuple[list[int], str | None, int, bool]]:
     return requests
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     requests=workloads(),
     family=st.sampled_from(FAMILIES),
@@ -155,7 +155,7 @@ def test_no_interleaving_changes_a_token(
         spec = load_spec(subject.model)
         kv_bytes = blocks * 16 * spec.kv_bytes_per_token(4)
         lora = lora_config(
-            subject.adapters, mode=mode, device_bytes=device_adapters * 500 * 1024, host_bytes=600 * 1024
+            subject.adapters, mode=mode, device_bytes=device_adapters * 600 * 1024, host_bytes=700 * 1024
         )
         engine_settings = engine_config(
             seqs=8, step_tokens=step_tokens, kv_bytes=kv_bytes, prefix_caching=prefix_caching
@@ -217,7 +217,7 @@ def test_more_adapters_than_room_all_answer(families: dict[str, Family]) -> None
     asked = [(prompt_of(rng, 12), name) for _ in range(4) for name in subject.adapters]
 
     async def serve() -> list[list[int]]:
-        lora = lora_config(subject.adapters, device_bytes=400 * 1024, host_bytes=MIB // 4)
+        lora = lora_config(subject.adapters, device_bytes=600 * 1024, host_bytes=MIB // 4)
         async with running(model_config(subject.model), lora, engine_config()) as engine:
             answers = await asyncio.gather(*(submit(engine, *each) for each in asked))
             return [answer.token_ids for answer in answers]
