@@ -71,13 +71,14 @@ def resolve_adapter_path(path: str, root: Path | None) -> Path:
     """
     if "\0" in path or len(path) > 4096:
         raise AdapterRejected("lora_path is not a path", param="lora_path")
-    missing = NotFound(f"no adapter folder at {ascii(path[:200])}", param="lora_path")
+    missing = NotFound(f"no adapter folder at {path[:200]!a}", param="lora_path")
     try:
         folder = (root / path if root else Path(path)).resolve()
-        is_folder = folder.is_dir()
+        inside = root is None or folder.is_relative_to(root.resolve())
+        is_folder = inside and folder.is_dir()
     except (OSError, RuntimeError, ValueError):  # too long a name, a loop of links, not text
         raise missing from None
-    if root is not None and not folder.is_relative_to(root.resolve()):
+    if not inside:
         raise AdapterRejected("lora_path lies outside the adapters' folder", param="lora_path")
     if not is_folder:
         raise missing
@@ -108,7 +109,7 @@ def _specify(folder: Path, file: TensorFile, model: ModelSpec) -> tuple[AdapterS
     kinds = {file.dtype(name) for pair in pairs.values() for name in (pair.a, pair.b)}
     dtype = kinds.pop() if len(kinds) == 1 else Dtype.F32  # fp32 holds every mixture exactly
     spans, num_bytes = lay_out(model, dtype, {site: (pair.rank, pair.scale) for site, pair in pairs.items()})
-    # Configurations that come to the same ranks and scales are the same adapter. The list ends where the file begins.
+    # Not the configuration's text: two that come to the same ranks and scales are the same adapter.
     digest = hashlib.sha256(json.dumps([(s.layer, s.site, s.rank, s.scale) for s in spans]).encode())
     for chunk in file.chunks():
         digest.update(chunk)

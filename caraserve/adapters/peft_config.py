@@ -96,7 +96,10 @@ def refusal(field: str, what: str) -> AdapterRejected:
 
 def _shown(value: Any) -> str:
     """A value from the file in a message: short, and without what JSON cannot carry."""
-    return ascii(value)[:80]
+    try:
+        return ascii(value)[:80]
+    except RecursionError:
+        return "deeply nested"
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class PatternTable(Generic[Value]):
 
     def __init__(self, default: Value, patterns: Iterable[tuple[str, Value]]) -> None:
         """Raises ValueError naming a pattern that is more than the end of a module's name."""
-        self._default = default
+        self._default: Value = default
         self._ranked: dict[str, tuple[int, Value]] = {}  # key: see _key; (place in the file, value)
         for place, (pattern, value) in enumerate(patterns):
             self._ranked.setdefault(_key(pattern), (place, value))

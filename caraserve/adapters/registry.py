@@ -17,10 +17,10 @@ _SCHEMA = """
 CREATE TABLE adapters (
     name TEXT PRIMARY KEY, digest TEXT NOT NULL, path TEXT NOT NULL, rank INTEGER NOT NULL, targets TEXT NOT NULL,
     num_bytes INTEGER NOT NULL, created_s REAL NOT NULL, stamp TEXT NOT NULL, state TEXT NOT NULL
-) STRICT, WITHOUT ROWID
+) WITHOUT ROWID
 """
 _COLUMNS = "name, digest, path, rank, targets, num_bytes, created_s, stamp, state"
-_WAIT_FOR_LOCK_S = 2.0
+_WAIT_FOR_LOCK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +42,28 @@ class AdapterInfo:
 
 
 class Registry:
-    """Names → `AdapterInfo`. `path` None keeps it in memory only. Thread-safe."""
+    """Names → `AdapterInfo`. `path` None keeps it in memory only. Thread-safe.
+
+    The file is this instance's alone while it is open: another one's changes would never reach the copy in memory.
+    """
 
     def __init__(self, path: Path | None) -> None:
         """Raises ConfigError when the file cannot be used."""
         self._lock = threading.Lock()
-        self._where = str(path) if path else "the registry in memory"
+        self._where = str(path) if path else "in memory"
         try:
             self._connection = sqlite3.connect(
                 path or ":memory:", timeout=_WAIT_FOR_LOCK_S, check_same_thread=False, isolation_level=None
             )
-            self._connection.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.Error as error:
+            raise self._unusable(str(error)) from None
+        try:
             self._prepare()
             rows = self._connection.execute(f"SELECT {_COLUMNS} FROM adapters").fetchall()
-        except sqlite3.Error as error:
-            raise ConfigError(f"--registry {self._where}: {error}; give a file that this server may create") from None
-        self._infos = {row[0]: _from_row(row) for row in rows}
+            self._infos = {row[0]: _from_row(row) for row in rows}
+        except (sqlite3.Error, ValueError, ConfigError) as error:
+            self._connection.close()
+            raise error if isinstance(error, ConfigError) else self._unusable(str(error)) from None
 
     def get(self, name: str) -> AdapterInfo | None:
         """The adapter of that name, if any."""
@@ -75,36 +81,50 @@ class Registry:
         """Adds many in one transaction: all or none."""
         infos = list(infos)
         marks = ", ".join("?" * len(_COLUMNS.split(", ")))
-        self._write(f"INSERT OR REPLACE INTO adapters ({_COLUMNS}) VALUES ({marks})", [_to_row(info) for info in infos])
-        self._infos |= {info.name: info for info in infos}
+        with self._lock:
+            statement = f"INSERT OR REPLACE INTO adapters ({_COLUMNS}) VALUES ({marks})"
+            self._write(statement, [_to_row(info) for info in infos])
+            self._infos |= {info.name: info for info in infos}
 
     def remove(self, name: str) -> None:
         """Forgets an adapter; harmless when it is not there."""
-        self._write("DELETE FROM adapters WHERE name = ?", [(name,)])
-        self._infos.pop(name, None)
+        with self._lock:
+            self._write("DELETE FROM adapters WHERE name = ?", [(name,)])
+            self._infos.pop(name, None)
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the file and lets other instances have it."""
         self._connection.close()
 
     def _prepare(self) -> None:
-        (version,) = self._connection.execute("PRAGMA user_version").fetchone()
-        if version == 0:
-            self._connection.execute(_SCHEMA)
-            self._connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+        """Takes the file, and gives a new one its table: wholly or, if the process dies here, not at all."""
+        execute = self._connection.execute
+        execute("PRAGMA locking_mode = EXCLUSIVE")  # before WAL, so that no shared memory is needed either
+        execute("PRAGMA journal_mode = WAL")
+        execute("BEGIN IMMEDIATE")
+        (version,) = execute("PRAGMA user_version").fetchone()
+        (tables,) = execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if version == 0 and tables == 0:
+            execute(_SCHEMA)
+            execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
         elif version != _SCHEMA_VERSION:
-            raise ConfigError(f"--registry {self._where} is of another CaraServe version (schema {version})")
+            raise self._unusable(f"it belongs to another program or another version of this one (schema {version})")
+        execute("COMMIT")
+
+    def _unusable(self, why: str) -> ConfigError:
+        hint = "another server uses it" if "locked" in why else "give a file that this server may create"
+        return ConfigError(f"--registry {self._where}: {why}; {hint}")
 
     def _write(self, statement: str, rows: list[tuple[object, ...]]) -> None:
-        with self._lock:
-            try:
-                self._connection.execute("BEGIN IMMEDIATE")
-                self._connection.executemany(statement, rows)
-                self._connection.execute("COMMIT")
-            except sqlite3.Error as error:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-                raise CaraServeError(f"the registry {self._where} cannot be written: {error}") from None
+        """All rows in one transaction. The lock is held."""
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            self._connection.executemany(statement, rows)
+            self._connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            raise CaraServeError(f"the registry {self._where} cannot be written: {error}") from None
 
 
 def _to_row(info: AdapterInfo) -> tuple[object, ...]:

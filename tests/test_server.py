@@ -1,0 +1,253 @@
+"""The whole server as people meet it: the command, its output, the openai client, signals, and nothing left behind."""
+
+import asyncio
+import contextlib
+import json
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import openai
+import pytest
+
+from caraserve import demo
+from caraserve.config import HttpConfig
+from caraserve.http.app import make_app, start_http
+from caraserve.metrics import Metrics
+from tests.serving import engine_config, lora_config, model_config, running
+
+READY = re.compile(r"ready at (http://127\.0\.0\.1:\d+)")
+QUESTION = [{"role": "user", "content": "Tell me about the sea."}]
+
+
+@dataclass(frozen=True)
+class Server:
+    """A `caraserve serve` process that is ready; `lines` is what it printed until then."""
+
+    process: subprocess.Popen[str]
+    url: str
+    lines: list[str]
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0)
+
+
+@contextlib.contextmanager
+def served(*arguments: str) -> Iterator[Server]:
+    """Starts the command on a free port and always ends it."""
+    command = [sys.executable, "-m", "caraserve", "serve", "--port", "0", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    killer = threading.Timer(120, process.kill)  # a server that never gets ready fails the test, not the run
+    killer.start()
+    try:
+        assert process.stdout is not None
+        lines = []
+        while not (lines and READY.search("".join(lines)) and lines[-1].startswith("try:")):
+            line = process.stdout.readline()
+            assert line, f"the server ended with {process.wait()}: {lines}"
+            lines.append(line)
+        found = READY.search("".join(lines))
+        assert found is not None
+        yield Server(process, found[1], lines)
+    finally:
+        killer.cancel()
+        process.kill()
+        process.wait()
+        if process.stdout:
+            process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with served("--allow-runtime-lora-updating") as started:
+        yield started
+
+
+def test_the_demo_prints_its_url_its_adapters_and_a_command_to_copy(server: Server) -> None:
+    text = "".join(server.lines)
+    assert all(name in text for name in demo.ADAPTER_NAMES)
+    assert f"curl {server.url}/v1/chat/completions" in text
+
+
+def test_the_printed_command_works(server: Server) -> None:
+    command = server.lines[-1].removeprefix("try:").strip()
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=60)
+    assert json.loads(done.stdout)["choices"][0]["message"]["content"]
+
+
+def test_every_adapter_answers_in_its_own_voice(server: Server) -> None:
+    client = server.client()
+    answers = {
+        name: client.chat.completions.create(model=name, messages=QUESTION, temperature=0, max_tokens=80)  # type: ignore[call-overload]
+        .choices[0]
+        .message.content
+        for name in (demo.BASE_NAME, *demo.ADAPTER_NAMES)
+    }
+    assert len(set(answers.values())) == len(answers)
+    assert answers["pirate"].startswith("Arrr")
+
+
+def test_a_stream_says_what_the_whole_answer_says(server: Server) -> None:
+    client = server.client()
+    whole = client.completions.create(model="poet", prompt="O sea", temperature=0, max_tokens=40)
+    chunks = list(
+        client.completions.create(
+            model="poet",
+            prompt="O sea",
+            temperature=0,
+            max_tokens=40,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole.choices[0].text
+    assert chunks[-1].usage == whole.usage or chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_a_seed_repeats_a_sampled_answer(server: Server) -> None:
+    client = server.client()
+    texts = [
+        client.completions.create(model="chef", prompt="Tell me", temperature=1.2, top_p=0.9, seed=7, max_tokens=30)
+        .choices[0]
+        .text
+        for _ in range(2)
+    ]
+    other = client.completions.create(model="chef", prompt="Tell me", temperature=1.2, top_p=0.9, seed=8, max_tokens=30)
+    assert texts[0] == texts[1] != other.choices[0].text
+
+
+def test_an_unknown_model_is_a_404_that_names_it(server: Server) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        server.client().completions.create(model="nobody", prompt="x")
+    assert caught.value.param == "model"
+    assert "nobody" in str(caught.value)
+
+
+def test_an_adapter_can_be_unloaded_and_loaded_again(server: Server) -> None:
+    client = server.client()
+    _post(server, "/v1/unload_lora_adapter", {"lora_name": "json"})
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="json", prompt="x", max_tokens=1)
+    _post(server, "/v1/load_lora_adapter", {"lora_name": "json", "lora_path": "json"})
+    assert client.completions.create(model="json", prompt="x", max_tokens=1).choices
+    assert "json" in {model.id for model in client.models.list()}
+
+
+def _post(server: Server, path: str, body: dict[str, str]) -> str:
+    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return str(answer.read().decode())
+
+
+def test_sigterm_lets_a_running_stream_end_and_exits_0() -> None:
+    with served() as server:
+        stream = server.client().completions.create(
+            model="pirate", prompt="Tell me", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        server.process.send_signal(signal.SIGTERM)
+        tokens = sum(1 for chunk in stream if chunk.choices)
+        assert tokens > 50
+        assert server.process.wait(timeout=30) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["/nowhere"], 1, "does not exist"),
+        (["--lora-modules", "x=/nowhere"], 2, "/nowhere"),
+        (["--max-model-len", "999999"], 2, "--max-model-len"),
+        (["--kv-cache-bytes", "1KiB"], 2, "--kv-cache-bytes"),
+        (["--loading-mode", "cached", "--max-device-adapters-bytes", "1MB"], 2, "--max-device-adapters-bytes"),
+        (["--port", "99999"], 2, "not a port"),
+    ],
+)
+def test_a_wrong_start_is_one_line_and_an_exit_code(arguments: list[str], code: int, words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "caraserve", "serve", "--port", "0", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == code
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = subprocess.run(
+            [sys.executable, "-m", "caraserve", "serve", "--port", str(port)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert str(port) in done.stderr
+    assert "--port" in done.stderr
+
+
+def test_nothing_is_left_after_500_requests_that_end_in_every_way() -> None:
+    """Answers, streams, disconnects in every phase, bad requests: all blocks, slots and pins are back at their start
+    (`running` asserts it), and no request is open."""
+    rng = random.Random(0)
+
+    async def one(client: aiohttp.ClientSession, url: str) -> None:
+        body = {
+            "model": rng.choice([*demo.ADAPTER_NAMES, "base", "nobody"]),
+            "prompt": "Tell me about " + "the sea and " * rng.randrange(1, 30),
+            "max_tokens": rng.choice([1, 5, 30]),
+            "n": rng.choice([1, 1, 3]),
+            "stream": rng.random() < 0.5,
+            "temperature": rng.choice([0, 1]),
+        }
+        patience_s = rng.choice([None, None, 0.001, 0.01, 0.05])
+        with contextlib.suppress(TimeoutError):
+            timeout = aiohttp.ClientTimeout(total=patience_s)
+            async with client.post(f"{url}/v1/completions", json=body, timeout=timeout) as answer:
+                await answer.read()
+                assert answer.status == (404 if body["model"] == "nobody" else 200)
+
+    async def load() -> None:
+        adapters = {name: demo.adapters_folder() / name for name in demo.ADAPTER_NAMES}
+        lora = lora_config(adapters, device_bytes=3 << 20)  # less than all of them together
+        async with running(model_config(demo.model_folder()), lora, engine_config(seqs=8)) as engine:
+            metrics = Metrics("base", max_loras=8, block_tokens=16)
+            config = HttpConfig("127.0.0.1", 0, None, 1 << 20, 5.0, "human", "info")
+            runner, port = await start_http(make_app(engine, config, metrics, allow_lora_updates=True), config)
+            try:
+                async with aiohttp.ClientSession() as client:
+                    for _ in range(10):
+                        await asyncio.gather(*(one(client, f"http://127.0.0.1:{port}") for _ in range(50)))
+            finally:
+                await engine.drain(30.0)
+                await runner.cleanup()
+
+    asyncio.run(load())
+
+
+def test_a_registry_remembers_adapters_across_restarts(tmp_path: Path) -> None:
+    """What was loaded at run time is there after a restart that does not mention it."""
+    registry = tmp_path / "adapters.sqlite"
+    adapters = {"voice": demo.adapters_folder() / "poet"}
+
+    async def names(given: dict[str, Path]) -> list[str]:
+        lora = lora_config(given, registry=registry)
+        async with running(model_config(demo.model_folder()), lora, engine_config()) as engine:
+            return [info.name for info in engine.adapters()]
+
+    assert asyncio.run(names(adapters)) == asyncio.run(names({})) == ["voice"]
