@@ -127,6 +127,8 @@ def _specify(folder: Path, file: TensorFile, model: ModelSpec) -> tuple[AdapterS
 
 def _pairs(file: TensorFile, config: PeftConfig, model: ModelSpec) -> dict[Site, _Pair]:
     """All adapted modules; every tensor of the file belongs to one of them."""
+    if config.layers is not None and max(config.layers) >= model.layers:
+        raise refusal("layers_to_transform", f"names layers that a model with {model.layers} does not have")
     halves = _halves(file, model)
     if not halves:
         raise AdapterRejected(f"{TENSORS_NAME} has no LoRA tensors")
@@ -179,8 +181,6 @@ def _check_shapes(file: TensorFile, a: str, b: str, rank: int, features: tuple[i
 
 def _check_complete(config: PeftConfig, pairs: dict[Site, _Pair], model: ModelSpec) -> None:
     """What the configuration names must be there, or a part of the adapter was lost."""
-    if config.layers is not None and max(config.layers) >= model.layers:
-        raise refusal("layers_to_transform", f"names layers that a model with {model.layers} does not have")
     for layer in range(model.layers):
         for site in SITES:
             module = module_name(layer, site)

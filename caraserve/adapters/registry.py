@@ -55,15 +55,15 @@ class Registry:
             self._connection = sqlite3.connect(
                 path or ":memory:", timeout=_WAIT_FOR_LOCK_S, check_same_thread=False, isolation_level=None
             )
-        except sqlite3.Error as error:
+            try:
+                self._prepare()
+                rows = self._connection.execute(f"SELECT {_COLUMNS} FROM adapters").fetchall()
+                self._infos = {row[0]: _from_row(row) for row in rows}
+            except BaseException:
+                self._connection.close()
+                raise
+        except (sqlite3.Error, ValueError) as error:
             raise self._unusable(str(error)) from None
-        try:
-            self._prepare()
-            rows = self._connection.execute(f"SELECT {_COLUMNS} FROM adapters").fetchall()
-            self._infos = {row[0]: _from_row(row) for row in rows}
-        except (sqlite3.Error, ValueError, ConfigError) as error:
-            self._connection.close()
-            raise error if isinstance(error, ConfigError) else self._unusable(str(error)) from None
 
     def get(self, name: str) -> AdapterInfo | None:
         """The adapter of that name, if any."""
@@ -118,12 +118,10 @@ class Registry:
     def _write(self, statement: str, rows: list[tuple[object, ...]]) -> None:
         """All rows in one transaction. The lock is held."""
         try:
-            self._connection.execute("BEGIN IMMEDIATE")
-            self._connection.executemany(statement, rows)
-            self._connection.execute("COMMIT")
-        except sqlite3.Error as error:
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
+            with self._connection as transaction:  # commits, or rolls back after any error, also one of ours
+                transaction.execute("BEGIN IMMEDIATE")
+                transaction.executemany(statement, rows)
+        except (sqlite3.Error, UnicodeError) as error:  # SQLite keeps text as UTF-8, which a path need not be
             raise CaraServeError(f"the registry {self._where} cannot be written: {error}") from None
 
 

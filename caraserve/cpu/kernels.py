@@ -16,7 +16,6 @@ from caraserve.cpu.simd import (
     DTYPE_F32,
     LANES,
     bits_to_float,
-    half_to_float,
     load_f32,
     load_u16,
     store_f32,
@@ -179,7 +178,10 @@ def load_weight(address, dtype):  # type: ignore[no-untyped-def]
         return load_f32(address)
     bits = load_u16(address)
     if dtype == DTYPE_F16:
-        return half_to_float(bits)
+        sign = np.uint32(np.uint32(bits) & np.uint32(0x8000)) << np.uint32(16)
+        magnitude = bits_to_float(np.uint32(np.uint32(bits & np.uint16(0x7FFF)) << np.uint32(13)))
+        value = magnitude * np.float32(2.0**112)  # rebiases the exponent exactly, subnormals included
+        return value if sign == 0 else -value
     return bits_to_float(np.uint32(np.uint32(bits) << np.uint32(16)))
 
 

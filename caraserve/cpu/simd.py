@@ -14,6 +14,8 @@ import platform
 from collections.abc import Callable
 from typing import Any
 
+import llvmlite.binding
+import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -21,6 +23,18 @@ from numba.extending import intrinsic, models, register_model
 
 LANES = 16
 _X86 = platform.machine().lower() in ("x86_64", "amd64")
+
+
+def _converts_half() -> bool:
+    """Whether the CPU converts fp16. LLVM would call a library function that is not there and end the process."""
+    if not _X86:
+        return True
+    if numba.config.CPU_NAME:  # compiling for another CPU than this one
+        return "+f16c" in (numba.config.CPU_FEATURES or "")
+    return bool(llvmlite.binding.get_host_cpu_features().get("f16c", False))
+
+
+_CONVERTS_HALF = _converts_half()
 DTYPE_F32, DTYPE_BF16, DTYPE_F16 = 0, 1, 2  # the codes of model/layout.py:Dtype
 
 _I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -61,14 +75,29 @@ def emit_load(b: Any, address: Any, dtype: int) -> Any:
         value = b.load(pointer(b, address, VF))
         value.align = 4
         return value
-    if dtype == DTYPE_F16:
+    if dtype == DTYPE_F16 and _CONVERTS_HALF:
         value = b.load(pointer(b, address, _VH))
         value.align = 2
         return b.fpext(value, VF)
     value = b.load(pointer(b, address, _VI16))
     value.align = 2
-    sixteen = ir.Constant(_VI, [16] * LANES)
-    return b.bitcast(b.shl(b.zext(value, _VI), sixteen), VF)
+    bits = b.zext(value, _VI)
+    if dtype == DTYPE_F16:
+        return _widen_half(b, bits)
+    return b.bitcast(b.shl(bits, _ints(16)), VF)
+
+
+def _ints(value: int) -> Any:
+    return ir.Constant(_VI, [value] * LANES)
+
+
+def _widen_half(b: Any, bits: Any) -> Any:
+    """Finite fp16 bits (in 32-bit lanes) as fp32, exactly: the magnitude shifted into place, its exponent rebiased by
+    a multiplication, which is right for subnormals too; then the sign."""
+    magnitude = b.bitcast(b.shl(b.and_(bits, _ints(0x7FFF)), _ints(13)), VF)
+    rebiased = b.fmul(magnitude, ir.Constant(VF, [2.0**112] * LANES))
+    sign = b.shl(b.and_(bits, _ints(0x8000)), _ints(16))
+    return b.bitcast(b.or_(b.bitcast(rebiased, _VI), sign), VF)
 
 
 def emit_store(b: Any, value: Any, address: Any) -> None:
@@ -213,16 +242,6 @@ def _scalar_store(numba_type: Any, llvm_type: Any) -> Any:
 
 load_f32, store_f32 = _scalar_load(types.float32, F32), _scalar_store(types.float32, F32)
 load_u16, load_i64 = _scalar_load(types.uint16, _I16), _scalar_load(types.int64, I64)
-
-
-@intrinsic
-def half_to_float(typing_context, bits):  # type: ignore[no-untyped-def]
-    """fp16 bits (uint16) as float32."""
-
-    def codegen(context, b, signature, arguments):  # type: ignore[no-untyped-def]
-        return b.fpext(b.bitcast(arguments[0], ir.HalfType()), F32)
-
-    return types.float32(types.uint16), codegen
 
 
 @intrinsic

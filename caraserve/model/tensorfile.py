@@ -185,6 +185,6 @@ def _sharded(folder: Path, index: Path) -> dict[str, Path]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise TensorFileError(f"{index.name} has no valid weight_map") from None
     for file in set(names.values()):
-        if Path(file).name != file or file == "..":
+        if Path(file).name != file or file in ("", ".."):
             raise TensorFileError(f"{index.name} names {file!r}, which is not a file of the folder")
     return {tensor: folder / file for tensor, file in names.items()}
