@@ -96,10 +96,7 @@ def refusal(field: str, what: str) -> AdapterRejected:
 
 def _shown(value: Any) -> str:
     """A value from the file in a message: short, and without what JSON cannot carry."""
-    try:
-        return ascii(value)[:80]
-    except RecursionError:
-        return "deeply nested"
+    return ascii(value)[:80]
 
 
 def _load(path: Path) -> dict[str, Any]:

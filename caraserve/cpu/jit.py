@@ -11,7 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numba
+# The tiles are written out in vectors; LLVM's higher levels find nothing more in them and take a sixth longer to look.
+# The user's own setting wins.
+os.environ.setdefault("NUMBA_OPT", "1")
+
+import numba  # after the variable that it reads
 
 
 def _cache_folder() -> Path:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import Linear
 from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
@@ -89,7 +89,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def bases() -> dict[str, Any]:
-    return {family: AutoModelForCausalLM.from_config(config) for family, config in _CONFIGS.items()}
+    create: Any = AutoModelForCausalLM.from_config
+    return {family: create(config) for family, config in _CONFIGS.items()}
 
 
 def spec_of(family: str) -> ModelSpec:
@@ -112,9 +113,9 @@ def deltas_of_peft(base: Any, folder: Path) -> Deltas:
     model = PeftModel.from_pretrained(copy.deepcopy(base), str(folder))
     deltas: Deltas = {}
     for name, module in model.named_modules():
-        if isinstance(module, LoraLayer):
+        if isinstance(module, Linear):
             words = name.split(".")
-            deltas[int(words[-3]), words[-1]] = module.get_delta_weight("default").detach().numpy()  # type: ignore[operator]
+            deltas[int(words[-3]), words[-1]] = module.get_delta_weight("default").detach().numpy()
     return deltas
 
 

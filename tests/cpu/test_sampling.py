@@ -1,0 +1,120 @@
+"""The sampler: which tokens can be drawn, how often, and that a draw depends on seed and position alone."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from caraserve.cpu.backend import write_sampling
+from caraserve.cpu.sampling import SLOT_SAMPLING, best_tokens, choose, log_sum_exp
+from caraserve.plan import SlotSampling
+
+VOCAB = 50
+_DEFAULTS: dict[str, Any] = {
+    "prompt_tokens": 2,
+    "seed": 1,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_tokens": 0,
+    "end_ids": (),
+    "logit_bias": (),
+}
+LOGITS = np.random.default_rng(3).standard_normal(VOCAB).astype(np.float32) * 2
+
+
+def draw(position: int = 1, history: tuple[int, ...] = (4, 5), **changed: Any) -> int:
+    table = np.zeros(2, SLOT_SAMPLING)
+    write_sampling(table, 1, SlotSampling(**_DEFAULTS | changed))
+    tokens = np.zeros(VOCAB, np.int64)
+    tokens[: len(history)] = history
+    logits, seen = LOGITS.copy(), np.zeros(VOCAB, np.uint8)
+    chosen = int(choose(logits, position, tokens, table[1], np.zeros(VOCAB, np.float32), seen))
+    assert (logits == LOGITS).all()
+    assert not seen.any()
+    return chosen
+
+
+def frequencies(**changed: Any) -> np.ndarray[Any, Any]:
+    counts = np.bincount([draw(seed=seed, **changed) for seed in range(4000)], minlength=VOCAB)
+    return counts / counts.sum()
+
+
+def softmax(logits: Any) -> Any:
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum()
+
+
+def test_temperature_0_takes_the_best() -> None:
+    assert draw(temperature=0.0) == LOGITS.argmax()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_draws_follow_the_tempered_distribution(temperature: float) -> None:
+    np.testing.assert_allclose(frequencies(temperature=temperature), softmax(LOGITS / temperature), atol=0.03)
+
+
+def test_top_k_keeps_the_k_best() -> None:
+    kept = set(np.flatnonzero(frequencies(top_k=3)))
+    assert kept == set(np.argsort(-LOGITS)[:3])
+
+
+def test_top_p_keeps_the_fewest_that_reach_p() -> None:
+    order = np.argsort(-LOGITS)
+    needed = int(np.searchsorted(np.cumsum(softmax(LOGITS)[order]), 0.8)) + 1
+    assert set(np.flatnonzero(frequencies(top_p=0.8))) <= set(order[:needed])
+    assert set(np.flatnonzero(frequencies(top_p=0.8))) >= set(order[: needed - 2])
+
+
+def test_min_p_keeps_what_is_near_the_best() -> None:
+    probabilities = softmax(LOGITS)
+    allowed = set(np.flatnonzero(probabilities >= 0.3 * probabilities.max()))
+    assert set(np.flatnonzero(frequencies(min_p=0.3))) == allowed
+
+
+def test_a_draw_depends_on_seed_and_position_alone() -> None:
+    assert draw(seed=9, position=1) == draw(seed=9, position=1)
+    assert len({draw(seed=9, position=position, history=(4,) * 40) for position in range(1, 40)}) > 5
+    assert len({draw(seed=seed) for seed in range(40)}) > 5
+
+
+def test_a_bias_can_force_and_forbid() -> None:
+    assert draw(temperature=0.0, logit_bias=((7, 100.0),)) == 7
+    best = int(LOGITS.argmax())
+    assert draw(temperature=0.0, logit_bias=((best, -100.0),)) == np.argsort(-LOGITS)[1]
+
+
+def test_end_tokens_are_banned_until_min_tokens() -> None:
+    best = int(LOGITS.argmax())
+    assert draw(temperature=0.0, min_tokens=1, end_ids=(best,)) != best
+    assert draw(temperature=0.0, min_tokens=1, end_ids=(best,), position=2, history=(4, 5, 6)) == best
+
+
+def test_penalties_are_openais_and_the_repetition_penalty_is_hugging_faces() -> None:
+    """Presence once, frequency each time, over the output; repetition over the prompt too."""
+    history, prompt = (3, 8, 8, 8, 9), 1
+    expected = LOGITS.astype(np.float64).copy()
+    for token in (3, 8, 9):
+        expected[token] = expected[token] / 1.5 if expected[token] > 0 else expected[token] * 1.5
+    expected[8] -= 3 * 0.7 + 0.4
+    expected[9] -= 0.7 + 0.4
+    settings = {"presence_penalty": 0.4, "frequency_penalty": 0.7, "repetition_penalty": 1.5, "prompt_tokens": prompt}
+
+    def best_when(token: int, rival: float) -> int:
+        """The best token when bias lifts `token` to 60 exactly and token 2, never seen, to `rival`."""
+        bias = ((token, 60.0 - float(expected[token])), (2, rival - float(LOGITS[2])))
+        return draw(4, history, temperature=0.0, logit_bias=bias, **settings)
+
+    assert [best_when(token, 59.99) for token in (3, 8, 9)] == [3, 8, 9]
+    assert [best_when(token, 60.01) for token in (3, 8, 9)] == [2, 2, 2]
+
+
+def test_best_tokens_are_in_order_and_log_sum_exp_is_exact() -> None:
+    ids, values = np.zeros(20, np.int64), np.zeros(20, np.float32)
+    best_tokens(LOGITS, 5, ids, values)
+    assert list(ids[:5]) == list(np.argsort(-LOGITS)[:5])
+    assert log_sum_exp(LOGITS) == pytest.approx(float(np.log(np.exp(LOGITS.astype(np.float64)).sum())))
