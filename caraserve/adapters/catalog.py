@@ -8,7 +8,7 @@ import functools
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -141,10 +141,15 @@ class Catalog:
                 except CaraServeError as error:
                     raise ConfigError(f"adapter {name!r} at {path}: {error.message}") from error
                 fresh.append(known)
+            elif known.num_bytes > self._rules.device_bytes:
+                raise ConfigError(too_large(known.num_bytes, self._rules.device_bytes).message)
             self._add(known)
             progress()
-        self._registry.put_many(fresh)
-        return [complaint for info in self._registry.all() if (complaint := self._recall(info, given))]
+        complaints = {
+            info: complaint for info in self._registry.all() if (complaint := self._recall(info, given)) is not None
+        }
+        self._registry.put_many([*fresh, *(replace(info, state="missing") for info in complaints)])
+        return list(complaints.values())
 
     async def preloaded(self) -> None:
         """Returns when every adapter is on the device (the `cached` mode). Raises ConfigError when not all can be."""
@@ -167,6 +172,8 @@ class Catalog:
             return f"adapter {info.name!r} has the base model's name now and is left out"
         if stamp(Path(info.path)) != info.stamp:
             return f"adapter {info.name!r}: {info.path} is gone or has changed; load it again to use it"
+        if info.num_bytes > self._rules.device_bytes:
+            return f"adapter {info.name!r}: {too_large(info.num_bytes, self._rules.device_bytes).message}"
         self._add(info)
         return None
 

@@ -1,0 +1,103 @@
+"""One iteration: decode first, then prefill chunks, within budgets; who is preempted when blocks run out."""
+
+import pytest
+
+from caraserve.kv.blocks import BlockPool
+from caraserve.model.backend import Limits
+from caraserve.request import GenerateRequest, Phase, Request, SamplingParams
+from caraserve.scheduler import PROMPT_LOGPROBS_CHUNK_TOKENS, Decision, plan_iteration
+
+
+def limits(step_tokens: int = 64, blocks: int = 100) -> Limits:
+    return Limits(
+        num_blocks=blocks,
+        block_tokens=16,
+        num_slots=8,
+        adapter_slots=4,
+        max_step_tokens=step_tokens,
+        max_context=400,
+    )
+
+
+def request(slot: int, prompt: int, computed: int = 0, outputs: int = 0, **params: object) -> Request:
+    asked = GenerateRequest(
+        request_id=f"r{slot}",
+        prompt_ids=tuple(range(prompt)),
+        adapter=None,
+        params=SamplingParams(**({"max_tokens": 50} | params)),  # type: ignore[arg-type]
+        arrival_s=0.0,
+    )
+    made = Request(asked, seed=0, phase=Phase.PREFILL, slot=slot)
+    made.computed, made.launched_outputs = computed, outputs
+    return made
+
+
+def holding(pool: BlockPool, made: Request, count: int) -> Request:
+    made.blocks = pool.take(count) or []
+    return made
+
+
+def rows(decision: Decision) -> list[tuple[int, int, int, bool]]:
+    return [(e.row.slot, e.row.start, e.row.count, e.row.samples) for e in decision.scheduled]
+
+
+def plan(running: list[Request], pool: BlockPool, limit: Limits, slots: list[int] | None = None) -> Decision:
+    return plan_iteration(running, slots or [0] * len(running), pool, limit)
+
+
+def test_decodes_go_before_prefills_and_chunks_fill_the_rest() -> None:
+    pool = BlockPool(100)
+    prefilling, decoding = request(0, 200), holding(pool, request(1, 20, computed=20, outputs=1), 2)
+    assert rows(plan([prefilling, decoding], pool, limits(64))) == [(0, 0, 63, False), (1, 20, 1, True)]
+
+
+def test_the_last_chunk_of_a_prompt_samples() -> None:
+    pool = BlockPool(100)
+    assert rows(plan([request(0, 100, computed=60)], pool, limits(64))) == [(0, 60, 40, True)]
+
+
+def test_rows_are_ordered_by_adapter_slot_then_admission() -> None:
+    decision = plan([request(0, 4), request(1, 4), request(2, 4)], BlockPool(9), limits(), slots=[2, 1, 2])
+    assert [entry.row.slot for entry in decision.scheduled] == [1, 0, 2]
+
+
+def test_no_token_is_launched_past_max_tokens() -> None:
+    pool = BlockPool(9)
+    done = holding(pool, request(0, 10, computed=12, outputs=3, max_tokens=3), 1)
+    assert plan([done], pool, limits()).scheduled == ()
+
+
+def test_rows_whose_every_token_is_scored_are_short() -> None:
+    decision = plan([request(0, 300, prompt_logprobs=0)], BlockPool(100), limits(256))
+    assert decision.scheduled[0].row.count == PROMPT_LOGPROBS_CHUNK_TOKENS
+    assert decision.scheduled[0].row.prompt_logprobs == 0
+
+
+def test_blocks_are_granted_for_what_is_computed() -> None:
+    pool = BlockPool(100)
+    decision = plan([request(0, 40)], pool, limits())
+    assert len(decision.scheduled[0].blocks) == 3
+    assert pool.used == 3
+
+
+def test_the_latest_arrival_is_preempted_for_an_earlier_ones_token() -> None:
+    pool = BlockPool(4)
+    first = holding(pool, request(0, 32, computed=32, outputs=1), 2)
+    last = holding(pool, request(1, 31, computed=31, outputs=1), 2)
+    decision = plan([first, last], pool, limits(blocks=4))
+    assert decision.preempted == (last,)
+    assert rows(decision) == [(0, 32, 1, True)]
+
+
+def test_the_earliest_is_never_preempted() -> None:
+    pool = BlockPool(2)
+    first = holding(pool, request(0, 32, computed=32, outputs=1), 2)
+    decision = plan([first], pool, limits(blocks=2))
+    assert decision.preempted == decision.scheduled == ()
+
+
+@pytest.mark.parametrize("step_tokens", [1, 7, 64])
+def test_an_iteration_never_exceeds_its_tokens(step_tokens: int) -> None:
+    running = [request(slot, 30 + slot) for slot in range(6)]
+    decision = plan(running, BlockPool(100), limits(step_tokens))
+    assert sum(entry.row.count for entry in decision.scheduled) == step_tokens
