@@ -1,0 +1,274 @@
+"""Where adapters are: which changes of tier exist, who is evicted, and that nothing in use ever is."""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from caraserve.adapters.residency import MAX_BYPASSES, Residency
+from caraserve.adapters.version import TIER_CHANGES, Budgets, Tier, Version
+from caraserve.errors import AdapterRejected, CaraServeError
+from caraserve.model.backend import Limits
+from caraserve.model.layout import AdapterSpec, Dtype, HostAdapter
+from caraserve.plan import Plan, StepResult
+
+
+class Device:
+    """A backend whose copies end when the test says so."""
+
+    limits = Limits(num_blocks=1, block_tokens=16, num_slots=1, adapter_slots=9, max_step_tokens=1, max_context=1)
+
+    def __init__(self) -> None:
+        self.bound: dict[int, str] = {}
+        self.copies: list[Callable[[], None]] = []
+
+    def load_adapter(self, adapter: HostAdapter, slot: int, done: Callable[[Exception | None], None]) -> None:
+        def finish() -> None:
+            self.bound[slot] = adapter.spec.digest
+            done(None)
+
+        self.copies.append(finish)
+
+    def unload_adapter(self, slot: int) -> None:
+        del self.bound[slot]
+
+    def adapter_bytes(self, adapter: AdapterSpec) -> int:
+        return adapter.num_bytes
+
+    def launch(self, plan: Plan, done: Callable[[StepResult | Exception], None]) -> None:
+        raise AssertionError("residency launches nothing")
+
+    def close(self) -> None:
+        pass
+
+
+class World:
+    """A residency over a fake disk, with a clock and loads that end when `settle` is called."""
+
+    def __init__(self, device_bytes: int = 100, host_bytes: int = 1000) -> None:
+        self.device, self.now_s = Device(), 0.0
+        self.disk: dict[str, int | CaraServeError] = {}
+        self.reads: list[Callable[[], None]] = []
+        self.residency = Residency(
+            self.device,
+            Budgets(device_bytes, host_bytes),
+            self._read,
+            lambda call: call(),
+            lambda: self.now_s,
+        )
+
+    def add(self, name: str, size: int = 40) -> None:
+        self.disk[name] = size
+        self.residency.register(name, name, Path(name))
+
+    def ask(self, name: str) -> Version:
+        """A request is submitted and admitted."""
+        version = self.residency.pin(name)
+        self.residency.use(version)
+        return version
+
+    def end(self, version: Version) -> None:
+        self.residency.unuse(version)
+        self.residency.unpin(version)
+
+    def settle(self) -> None:
+        while self.reads or self.device.copies:
+            (self.reads or self.device.copies).pop(0)()
+        self.residency.check()
+
+    def serve(self, name: str) -> None:
+        """One request from start to end."""
+        version = self.ask(name)
+        self.settle()
+        assert self.device.bound[version.slot] == name
+        self.end(version)
+
+    def on_device(self) -> set[str]:
+        return {version.digest for version in self.residency.on_device()}
+
+    def _read(self, folder: Path, done: Callable[[HostAdapter | CaraServeError], None]) -> None:
+        found = self.disk[folder.name]
+
+        def finish() -> None:
+            if isinstance(found, CaraServeError):
+                done(found)
+            else:
+                spec = AdapterSpec(folder.name, Dtype.F32, 8, ("q_proj",), found, ())
+                done(HostAdapter(spec, np.zeros(found, np.uint8)))
+
+        self.reads.append(finish)
+
+
+@pytest.mark.parametrize(("start", "end"), list(itertools.product(Tier, Tier)))
+def test_only_the_tables_changes_exist(start: Tier, end: Tier) -> None:
+    version = Version("digest", Path())
+    version.tier = start
+    if end in TIER_CHANGES[start]:
+        version.to(end)
+        assert version.tier is end
+    else:
+        with pytest.raises(AssertionError):
+            version.to(end)
+
+
+def test_a_request_brings_its_adapter_to_the_device_and_the_next_finds_it_there() -> None:
+    world = World()
+    world.add("a")
+    world.serve("a")
+    world.serve("a")
+    assert world.residency.counters.disk_reads == 1
+    assert world.residency.counters.device_hits == 1
+
+
+def test_the_adapter_least_asked_for_makes_room() -> None:
+    world = World(device_bytes=100)
+    for name in "abc":
+        world.add(name)
+    for name in "aab":
+        world.serve(name)
+    world.serve("c")
+    assert world.on_device() == {"a", "c"}
+
+
+def test_old_requests_count_less_than_recent_ones() -> None:
+    world = World(device_bytes=100)
+    for name in "abc":
+        world.add(name)
+    for name in "aaa":
+        world.serve(name)
+    world.now_s = 600.0
+    world.serve("b")
+    world.serve("c")
+    assert world.on_device() == {"b", "c"}
+
+
+def test_of_two_equally_asked_for_the_one_that_is_quicker_to_reload_makes_room() -> None:
+    world = World(device_bytes=100)
+    for name, size in (("small", 30), ("large", 60), ("new", 25)):
+        world.add(name, size)
+        world.serve(name)
+    assert world.on_device() == {"large", "new"}
+
+
+def test_an_adapter_in_use_is_never_evicted_and_the_next_gets_its_room_when_it_ends() -> None:
+    world = World(device_bytes=50)
+    world.add("a")
+    world.add("b")
+    first, second = world.ask("a"), world.ask("b")
+    world.settle()
+    assert world.on_device() == {"a"}
+    world.end(first)
+    world.settle()
+    assert world.on_device() == {"b"}
+    assert second.tier is Tier.DEVICE
+
+
+def test_those_who_wait_for_room_are_served_in_order() -> None:
+    world = World(device_bytes=50)
+    for name in "abc":
+        world.add(name)
+    asked = [world.ask(name) for name in "abc"]
+    world.settle()
+    for version in asked:
+        assert world.on_device() == {version.digest}
+        world.end(version)
+        world.settle()
+
+
+def test_admission_pauses_when_too_many_pass_an_adapter_that_waits() -> None:
+    world = World(device_bytes=50)
+    world.add("hot")
+    world.add("cold")
+    holding = [world.ask("hot")]
+    world.settle()
+    world.ask("cold")
+    world.settle()
+    for _ in range(MAX_BYPASSES):
+        assert world.residency.admits
+        holding.append(world.ask("hot"))
+    assert not world.residency.admits
+    for version in holding:
+        world.end(version)
+    world.settle()
+    assert world.on_device() == {"cold"}
+    assert world.residency.admits
+
+
+def test_the_host_tier_keeps_the_most_recent_within_its_bytes() -> None:
+    world = World(device_bytes=45, host_bytes=100)
+    for name in "abc":
+        world.add(name)
+        world.serve(name)
+    assert {version.digest for version in world.residency.in_host()} == {"b", "c"}
+    world.serve("b")
+    assert world.residency.counters.disk_reads == 3
+    world.serve("a")
+    assert world.residency.counters.disk_reads == 4
+
+
+def test_a_failed_read_is_told_and_tried_again_by_the_next_request() -> None:
+    world = World()
+    world.add("a")
+    world.disk["a"] = AdapterRejected("broken")
+    version = world.ask("a")
+    world.settle()
+    assert version.tier is Tier.FAILED
+    assert version.error is not None
+    world.end(version)
+    world.disk["a"] = 40
+    world.serve("a")
+
+
+def test_files_that_changed_since_registration_are_refused() -> None:
+    world = World()
+    world.add("a")
+    world.residency.register("b", "other-digest", Path("a"))
+    version = world.ask("b")
+    world.settle()
+    assert version.tier is Tier.FAILED
+    assert "changed" in str(version.error)
+
+
+def test_an_adapter_larger_than_the_device_is_refused() -> None:
+    world = World(device_bytes=30)
+    world.add("a")
+    version = world.ask("a")
+    world.settle()
+    assert isinstance(version.error, AdapterRejected)
+
+
+def test_a_version_without_name_lives_until_its_last_request_ends() -> None:
+    world = World()
+    world.add("a")
+    version = world.ask("a")
+    world.settle()
+    world.residency.unregister("a")
+    assert world.on_device() == {"a"}
+    world.end(version)
+    assert world.on_device() == set()
+    assert world.residency.is_forgotten(version)
+    assert world.device.bound == {}
+
+
+def test_two_names_of_one_version_share_its_memory() -> None:
+    world = World(device_bytes=50)
+    world.add("a")
+    world.residency.register("alias", "a", Path("a"))
+    first, second = world.ask("a"), world.ask("alias")
+    world.settle()
+    assert first is second
+    assert len(world.device.bound) == 1
+    world.residency.unregister("a")
+    assert not world.residency.is_forgotten(first)
+
+
+def test_an_adapter_that_nobody_wants_any_more_is_not_copied() -> None:
+    world = World()
+    world.add("a")
+    version = world.ask("a")
+    world.end(version)
+    world.settle()
+    assert version.tier is Tier.HOST
+    assert world.device.bound == {}
