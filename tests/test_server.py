@@ -251,3 +251,20 @@ def test_a_registry_remembers_adapters_across_restarts(tmp_path: Path) -> None:
             return [info.name for info in engine.adapters()]
 
     assert asyncio.run(names(adapters)) == asyncio.run(names({})) == ["voice"]
+
+
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("program", ["curl", "python"])
+def test_the_readmes_examples_run_against_the_demo(server: Server, program: str) -> None:
+    """Every `curl` line and the client's code, as they stand there but for the port."""
+    language = "bash" if program == "curl" else "python"
+    blocks = re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+    chosen = [block.replace("http://127.0.0.1:8000", server.url) for block in blocks if "127.0.0.1:8000/v1" in block]
+    assert chosen
+    for block in chosen:
+        command = ["bash", "-e", "-c", block] if program == "curl" else [sys.executable, "-c", block]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        assert "sea" in done.stdout.lower()
+        assert '"error"' not in done.stdout

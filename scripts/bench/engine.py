@@ -123,8 +123,8 @@ async def measure(folder: Path, args: argparse.Namespace, dtype: str) -> Report:
         if not args.no_peft:
             peft = PeftBaseline(folder / "model", adapters, dtype, args.threads, args.output_tokens)
             sides["peft"], versions = stack.enter_context(peft).run, peft.versions
-        engine = await _start_engine(stack, folder / "model", adapters, args, dtype)
-        sides["caraserve"] = lambda sent: _ask_engine(engine, sent, args.output_tokens)
+        engine = await start_engine(stack, folder / "model", adapters, args, dtype)
+        sides["caraserve"] = lambda sent: ask_engine(engine, sent, args.output_tokens)
         batches, bandwidth = await _run_cases(cases, sides, list(adapters), args, spec.vocab_size)
     return Report(
         dtype=dtype,
@@ -175,7 +175,7 @@ async def _run_cases(
     return batches, bandwidth
 
 
-async def _start_engine(
+async def start_engine(
     stack: AsyncExitStack, model: Path, adapters: Mapping[str, Path], args: argparse.Namespace, dtype: str
 ) -> Engine:
     """The server without its HTTP, every adapter loaded."""
@@ -209,7 +209,7 @@ async def _start_engine(
     return served.engine
 
 
-async def _ask_engine(engine: Engine, sent: Sequence[Request], output_tokens: int) -> Batch:
+async def ask_engine(engine: Engine, sent: Sequence[Request], output_tokens: int) -> Batch:
     params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
     started_s = time.perf_counter()
     streams = [
