@@ -190,7 +190,7 @@ class EngineConfig(_FromArgs):
             default=True,
             help="reuse KV of equal prompt beginnings",
         )
-        group.add_argument("--cpu-threads", type=_at_least(1), help="compute threads (default: every core)")
+        group.add_argument("--cpu-threads", type=_at_least(1), help="compute threads (default: every core but one)")
         group.add_argument("--seed", type=int, default=0, help="for requests that give none, and for dummy weights")
 
 

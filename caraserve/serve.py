@@ -132,7 +132,7 @@ def _build_cpu_backend(spec: ModelSpec, model: ModelConfig, engine: EngineConfig
     with _progress("weights", progress_steps(spec)) as advance:
         loaded = load_model(spec, dtype, context, read, advance)
     sizes = CpuSizes(
-        threads=engine.cpu_threads or len(os.sched_getaffinity(0)),
+        threads=engine.cpu_threads or _compute_threads(len(os.sched_getaffinity(0))),
         num_slots=engine.max_num_seqs,
         adapter_slots=_ADAPTER_SLOTS,
         max_step_tokens=max(engine.max_num_batched_tokens or _DEFAULT_STEP_TOKENS, engine.max_num_seqs),
@@ -144,6 +144,12 @@ def _build_cpu_backend(spec: ModelSpec, model: ModelConfig, engine: EngineConfig
     backend.warm_up()
     log.debug("kernels ready after %.1f s", time.monotonic() - started_s)
     return backend
+
+
+def _compute_threads(cores: int) -> int:
+    """All cores but one, which the event loop keeps; of two cores both, where half the speed would be too dear: there
+    the loop's 99th percentile lateness is 2 to 3 ms instead of 0.6."""
+    return cores if cores <= 2 else cores - 1
 
 
 def _dtype(spec: ModelSpec, asked: str) -> Dtype:
