@@ -19,7 +19,7 @@ class Detokenizer:
         self, decode: Decode, prompt_ids: Sequence[int], *, stop: tuple[str, ...] = (), include_stop: bool = False
     ) -> None:
         self._decode = decode
-        self._ids = list(prompt_ids[-_CONTEXT_TOKENS:])
+        self._ids = _context(decode, prompt_ids)
         self._shown = len(self._ids)
         self._stop, self._include_stop = stop, include_stop
         self._held = ""  # decoded, but perhaps the beginning of a stop string
@@ -72,3 +72,12 @@ class Detokenizer:
     def _release(self, length: int) -> str:
         ready, self._held = self._held[:length], self._held[length:]
         return ready
+
+
+def _context(decode: Decode, prompt_ids: Sequence[int]) -> list[int]:
+    """The prompt's end, from a place that is not inside a character: a run of byte tokens decodes as a whole."""
+    for count in range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + _MAX_UNDECIDED_TOKENS):
+        ids = list(prompt_ids[-count:])
+        if not decode(ids).startswith(_REPLACEMENT):
+            break
+    return ids

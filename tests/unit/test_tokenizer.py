@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerFast
 
 from caraserve import demo
 from caraserve.errors import InvalidRequest, ModelLoadError
@@ -40,7 +40,7 @@ def with_file(tmp_path: Path, **files: Any) -> Path:
 
 
 def test_ids_are_those_of_transformers(folder: Path) -> None:
-    ours, theirs = loaded(folder), AutoTokenizer.from_pretrained(folder)
+    ours, theirs = loaded(folder), PreTrainedTokenizerFast.from_pretrained(folder)
 
     @settings(max_examples=80, deadline=None)
     @given(st.text(max_size=60))
@@ -55,7 +55,7 @@ def test_ids_are_those_of_transformers(folder: Path) -> None:
 
 def test_a_chat_is_rendered_as_transformers_does(folder: Path) -> None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
-    theirs = AutoTokenizer.from_pretrained(folder)
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
     for prompt in (False, True):
         expected = theirs.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
         assert (
