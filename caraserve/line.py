@@ -36,6 +36,7 @@ class Open:
     version: Version | None  # None: the base model
     key: bytes  # prefix key of the blocks published so far
     published: int = 0  # blocks published
+    reused: int = 0  # blocks taken from the prefix index when it last took a slot
     uses: bool = False  # whether `version` is held on the device
     prompt_scored: int = 0
     last_token_s: float | None = None
@@ -119,7 +120,7 @@ class Line:
         """Takes published blocks from the front; at least one token is always computed."""
         request, size = opened.request, self._limits.block_tokens
         digest = opened.version.digest if opened.version else None
-        opened.key, opened.published = root_key(digest, request.asked.cache_salt), 0
+        opened.key, opened.published, opened.reused = root_key(digest, request.asked.cache_salt), 0, 0
         if not self._prefix_caching or request.asked.params.prompt_logprobs is not None:
             return
         while (opened.published + 1) * size < len(tokens):
@@ -129,6 +130,7 @@ class Line:
                 break
             request.blocks.append(block)
             opened.key, opened.published = key, opened.published + 1
+        opened.reused = opened.published
         request.computed = opened.published * size
         request.cached_tokens = max(request.cached_tokens, min(request.computed, request.prompt_tokens))
         if request.blocks:

@@ -29,7 +29,6 @@ from caraserve.plan import (
     Plan,
     Row,
     RowResult,
-    Scored,
     StepResult,
 )
 from caraserve.request import Finish, FinishReason, GenerateRequest, Phase, Request, TokenDelta, TokenLogprob
@@ -244,11 +243,7 @@ class Engine:
     def _retire(self, launched: _Launched, outcome: StepResult | Exception) -> None:
         """Hands the results to their requests; those of requests that have ended meanwhile are dropped."""
         if isinstance(outcome, Exception):
-            log.error("an iteration failed", exc_info=outcome)
-            self._line.pool.forget_all()
-            for opened, _ in launched.rows:
-                if opened.request.phase is not Phase.FINISHED:
-                    self._finish(opened, "error", error=BackendFailed(f"the iteration failed: {outcome}"))
+            self._fail(launched, outcome)
             return
         duration_s = outcome.done_s - outcome.started_s
         self._metrics.observe_iteration(launched.num_tokens, 1000 * duration_s)
@@ -256,6 +251,16 @@ class Engine:
         for (opened, row), result in zip(launched.rows, outcome.rows, strict=True):
             if opened.request.phase is not Phase.FINISHED:
                 self._retire_row(opened, row, result, outcome.done_s)
+
+    def _fail(self, launched: _Launched, cause: Exception) -> None:
+        """Ends the requests of a failed iteration, and those that may have reused blocks which it was to fill."""
+        log.error("an iteration failed", exc_info=cause)
+        self._line.pool.forget_all()
+        lost = [opened for opened, _ in launched.rows]
+        lost += [opened for opened in self._line.running if opened.request.phase is Phase.PREFILL and opened.reused]
+        for opened in lost:
+            if opened.request.phase is not Phase.FINISHED:
+                self._finish(opened, "error", error=BackendFailed(f"the iteration failed: {cause}"))
 
     def _retire_row(self, opened: Open, row: Row, result: RowResult, done_s: float) -> None:
         request = opened.request
@@ -271,7 +276,7 @@ class Engine:
         self._line.waiting.charge(request.asked.tenant, 0, 1)
         if request.phase is Phase.PREFILL:
             request.to(Phase.DECODE, self._now())
-        logprobs = (_logprob(result.scored),) if result.scored else ()
+        logprobs = (result.scored,) if result.scored else ()
         params = request.asked.params
         may_stop = len(request.output_ids) >= params.min_tokens
         reason, stop_reason = self._ended_by_token(request, token) if may_stop else (None, None)
@@ -294,7 +299,7 @@ class Engine:
             return
         first: tuple[TokenLogprob | None, ...] = (None,) if opened.prompt_scored == 0 else ()
         opened.prompt_scored += len(new)
-        opened.stream.put(TokenDelta("", (), prompt_logprobs=(*first, *map(_logprob, new))))
+        opened.stream.put(TokenDelta("", (), prompt_logprobs=(*first, *new)))
 
     def _observe_token(self, opened: Open, done_s: float) -> None:
         if opened.last_token_s is None:
@@ -389,7 +394,3 @@ class Engine:
 
 def _names(opened: "list[Open]") -> tuple[str, ...]:
     return tuple(sorted({entry.request.asked.adapter for entry in opened if entry.request.asked.adapter}))
-
-
-def _logprob(scored: Scored) -> TokenLogprob:
-    return TokenLogprob(scored.token_id, scored.logprob, scored.top)

@@ -7,6 +7,8 @@ Level 0: standard library and numpy's types only.
 
 from dataclasses import dataclass
 
+from caraserve.request import TokenLogprob
+
 BASE_ADAPTER_SLOT = 0  # the adapter slot of the base model: rank 0 everywhere
 
 
@@ -77,21 +79,12 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    """A token with its logprob and the best alternatives, as drawn or scored on the device."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class RowResult:
     """What one row gave: the token sampled (None if the row does not sample), scores where asked for."""
 
     token_id: int | None
-    scored: Scored | None = None
-    prompt_scored: tuple[Scored, ...] = ()
+    scored: TokenLogprob | None = None
+    prompt_scored: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

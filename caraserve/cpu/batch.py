@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.cpu.records import BATCH, SAMPLE, SCORE, filled
-from caraserve.plan import BASE_ADAPTER_SLOT, Plan, Row, RowResult, Scored
-from caraserve.request import MAX_LOGPROBS
+from caraserve.plan import BASE_ADAPTER_SLOT, Plan, Row, RowResult
+from caraserve.request import MAX_LOGPROBS, TokenLogprob
 
 Words = NDArray[np.int64]
 
@@ -122,7 +122,7 @@ def collect(plan: Plan, batch: HostBatch, prompt_tokens: Words) -> tuple[RowResu
     return tuple(results)
 
 
-def _scored(batch: HostBatch, index: int) -> Scored:
+def _scored(batch: HostBatch, index: int) -> TokenLogprob:
     count = int(batch.out_logprobs[index])
     top = zip(batch.top_ids[index, :count].tolist(), batch.top_logprobs[index, :count].tolist(), strict=True)
-    return Scored(int(batch.chosen[index]), float(batch.logprob[index]), tuple(top))
+    return TokenLogprob(int(batch.chosen[index]), float(batch.logprob[index]), tuple(top))
