@@ -17,7 +17,7 @@ from caraserve.adapters.registry import AdapterInfo, Registry
 from caraserve.adapters.residency import Residency, too_large
 from caraserve.adapters.version import Version
 from caraserve.config import check_adapter_name
-from caraserve.errors import AdapterRejected, CaraServeError, ConfigError, NotFound
+from caraserve.errors import AdapterRejected, CaraServeError, ConfigError, Forbidden, NotFound
 from caraserve.model.backend import Backend
 from caraserve.model.layout import HostAdapter
 from caraserve.model.spec import ModelSpec
@@ -100,6 +100,7 @@ class Catalog:
 
     async def load(self, name: str, path: str, *, inplace: bool) -> AdapterInfo:
         """Registers the adapter at `path`. The same contents under the same name are a success without effect."""
+        self._refuse_if_all_stay()
         self._check_name(name)
         with self._exclusively(name):
             info = await self._on_thread(self._inspect, name, path)
@@ -119,6 +120,7 @@ class Catalog:
         """Takes the name away at once; returns when the last request of its version has ended. Raises NotFound."""
         if name not in self._infos:
             raise NotFound(f"The lora adapter {name!r} cannot be found.", param="lora_name")
+        self._refuse_if_all_stay()
         with self._exclusively(name):
             await self._on_thread(self._registry.remove, name)
             del self._infos[name]
@@ -200,6 +202,12 @@ class Catalog:
             created_s=time.time(),
             stamp=stamp(folder),
         )
+
+    def _refuse_if_all_stay(self) -> None:
+        if self._rules.keep_on_device:
+            raise Forbidden(
+                "--loading-mode cached keeps the adapters of the start; nothing is loaded or unloaded later"
+            )
 
     def _check_name(self, name: str) -> None:
         try:

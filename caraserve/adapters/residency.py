@@ -291,10 +291,12 @@ class Residency:
         if error is not None:
             self._release_device(version)
             self._fail(version, CaraServeError(f"the adapter could not be copied to the device: {error}"))
+            self._fill_device()
             return
         version.to(Tier.DEVICE)
         self._observe_load(self._now() - version.asked_s, True)
         self._forget_if_unused(version)
+        self._fill_device()  # whoever asked for it may have left meanwhile: then it can give way at once
         self._notify()
 
     def _drop_from_device(self, version: Version) -> None:

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from caraserve import demo
-from caraserve.errors import AdapterRejected, BackendFailed, ContextLengthExceeded, Draining, NotFound, Overloaded
+from caraserve.errors import (
+    AdapterRejected,
+    BackendFailed,
+    ContextLengthExceeded,
+    Draining,
+    Forbidden,
+    NotFound,
+    Overloaded,
+)
 from caraserve.loop import Engine
 from caraserve.plan import Plan, StepResult
 from tests.serving import MIB, Answer, engine_config, lora_config, model_config, running, submit
@@ -185,6 +193,17 @@ def test_unloading_waits_for_running_requests_and_refuses_new_ones_at_once() -> 
         assert "poet" not in engine.snapshot().device_adapters
 
     with_engine(test)
+
+
+def test_the_cached_mode_keeps_what_it_started_with() -> None:
+    async def test(engine: Engine) -> None:
+        assert set(engine.snapshot().device_adapters) == set(ADAPTERS)
+        with pytest.raises(Forbidden):
+            await engine.unload_adapter("poet")
+        with pytest.raises(Forbidden):
+            await engine.load_adapter("new", "poet")
+
+    with_engine(test, mode="cached")
 
 
 def test_a_name_loaded_again_in_place_means_the_new_weights_and_running_requests_keep_the_old() -> None:

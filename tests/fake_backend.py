@@ -1,0 +1,165 @@
+"""A device whose model is a hash: every token depends on all before it, the adapter's digest and nothing else.
+
+A KV entry is a hash of the adapter bound to the row's slot, the token at its position, and the entry before it *as
+found through the block table*. A block used by two requests, a prefix shared across adapters, a stale adapter or a
+badly resumed request therefore gives wrong tokens, which `expected` computes without blocks.
+Nothing runs by itself: the test says what ends next, so that it can try every order.
+"""
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from caraserve.detokenizer import Detokenizer
+from caraserve.errors import AdapterRejected, CaraServeError
+from caraserve.model.backend import Limits
+from caraserve.model.layout import AdapterSpec, Dtype, HostAdapter
+from caraserve.plan import BASE_ADAPTER_SLOT, Plan, Row, RowResult, StepResult
+from caraserve.request import TokenLogprob
+
+VOCAB_SIZE = 97
+ADAPTER_BYTES = 100
+_BASE = 0
+_ROOT = 1
+
+
+def adapter_key(digest: str | None) -> int:
+    """What an adapter adds to the hash; the same in every process."""
+    return _BASE if digest is None else int.from_bytes(hashlib.blake2b(digest.encode(), digest_size=7).digest())
+
+
+def expected(prompt: Sequence[int], digest: str | None, count: int) -> list[int]:
+    """The `count` tokens that follow `prompt`, computed without blocks, batches or slots."""
+    tokens, entry, adapter = list(prompt), _ROOT, adapter_key(digest)
+    for position in range(len(prompt) + count):
+        if position == len(tokens):
+            tokens.append(entry % VOCAB_SIZE)
+        entry = hash((adapter, tokens[position], entry))
+    return tokens[len(prompt) :]
+
+
+def host_adapter(digest: str) -> HostAdapter:
+    spec = AdapterSpec(digest, Dtype.F32, 8, ("q_proj",), ADAPTER_BYTES, ())
+    return HostAdapter(spec, np.zeros(ADAPTER_BYTES, np.uint8))
+
+
+@dataclass
+class FakeBackend:
+    """Runs its lane's jobs (plans, bindings) in launch order, one at each `step`."""
+
+    limits: Limits
+    lane: deque[Callable[[], None]] = field(default_factory=deque)
+    copies: list[Callable[[], None]] = field(default_factory=list)  # beside the lane; each ends as a job of it
+    bound: dict[int, int] = field(default_factory=lambda: {BASE_ADAPTER_SLOT: _BASE})
+    launched: list[Plan] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)  # what no correct engine asks for
+    fail_next: bool = False
+    now_s: float = 0.0
+    _history: dict[int, list[int]] = field(default_factory=dict)
+    _prompt_tokens: dict[int, int] = field(default_factory=dict)
+    _tables: dict[int, dict[int, int]] = field(default_factory=dict)
+    _entries: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def launch(self, plan: Plan, done: Callable[[StepResult | Exception], None]) -> None:
+        self.launched.append(plan)
+        self.lane.append(lambda: done(self._run(plan)))
+
+    def load_adapter(self, adapter: HostAdapter, slot: int, done: Callable[[Exception | None], None]) -> None:
+        def bind() -> None:
+            if slot in self.bound:
+                self.faults.append(f"adapter slot {slot} is bound twice")
+            self.bound[slot] = adapter_key(adapter.spec.digest)
+            done(None)
+
+        self.copies.append(lambda: self.lane.append(bind))
+
+    def unload_adapter(self, slot: int) -> None:
+        self.lane.append(lambda: self.bound.pop(slot) and None)
+
+    def adapter_bytes(self, adapter: AdapterSpec) -> int:
+        return adapter.num_bytes
+
+    def close(self) -> None:
+        while self.lane:
+            self.step()
+
+    def step(self) -> None:
+        """Ends the lane's first job."""
+        self.lane.popleft()()
+
+    def _run(self, plan: Plan) -> StepResult | Exception:
+        for start in plan.starts:
+            self._history[start.slot] = list(start.token_ids)
+            self._prompt_tokens[start.slot] = start.sampling.prompt_tokens
+            self._tables[start.slot] = {}
+        for grant in plan.grants:
+            self._tables[grant.slot].update(enumerate(grant.blocks, grant.first))
+        if self.fail_next:
+            self.fail_next = False
+            for row in plan.rows:  # what a failed iteration leaves behind is nobody's guess
+                for position in range(row.start, row.start + row.count):
+                    self._entries[self._place(row.slot, position)] = -position
+                if row.samples:  # the next iteration, launched already, reads the token that never came
+                    self._history[row.slot] = [*self._history[row.slot][: row.start + row.count], 0]
+            return RuntimeError("the device failed")
+        self.now_s += 1.0
+        return StepResult(tuple(map(self._run_row, plan.rows)), self.now_s - 1.0, self.now_s)
+
+    def _place(self, slot: int, position: int) -> tuple[int, int]:
+        return self._tables[slot][position // self.limits.block_tokens], position % self.limits.block_tokens
+
+    def _run_row(self, row: Row) -> RowResult:
+        history, end = self._history[row.slot], row.start + row.count
+        if row.adapter_slot not in self.bound or end > len(history):
+            self.faults.append(f"{row} names an unbound adapter or tokens that nobody knows")
+            return RowResult(None)
+        entry = self._entries[self._place(row.slot, row.start - 1)] if row.start else _ROOT
+        prompt_scored = []
+        for position in range(row.start, end):
+            entry = hash((self.bound[row.adapter_slot], history[position], entry))
+            self._entries[self._place(row.slot, position)] = entry
+            if row.prompt_logprobs is not None and position + 1 < self._prompt_tokens[row.slot]:
+                prompt_scored.append(TokenLogprob(history[position + 1], float(-position - 1), ()))
+        if not row.samples:
+            return RowResult(None, prompt_scored=tuple(prompt_scored))
+        del history[end:]
+        history.append(entry % VOCAB_SIZE)
+        return RowResult(history[end], prompt_scored=tuple(prompt_scored))
+
+
+class FakeReader:
+    """A disk on which a folder's path is its adapter's digest; reads end when the test says so."""
+
+    def __init__(self) -> None:
+        self.executor: Executor = ThreadPoolExecutor(1)
+        self.reads: list[Callable[[bool], None]] = []
+
+    def read(self, folder: Path, done: Callable[[HostAdapter | CaraServeError], None]) -> None:
+        self.reads.append(lambda ok: done(host_adapter(str(folder)) if ok else AdapterRejected("the disk failed")))
+
+    def close(self) -> None:
+        self.executor.shutdown()
+
+
+class FakeTokenizer:
+    """Every token is a letter."""
+
+    vocab_size = VOCAB_SIZE
+    default_sampling: dict[str, object] = {}  # noqa: RUF012
+
+    def __init__(self, eos_ids: frozenset[int] = frozenset()) -> None:
+        self.eos_ids = eos_ids
+
+    def detokenizer(
+        self, prompt_ids: Sequence[int], *, stop: tuple[str, ...], include_stop: bool, skip_special_tokens: bool
+    ) -> Detokenizer:
+        return Detokenizer(letters, prompt_ids, stop=stop, include_stop=include_stop)
+
+
+def letters(ids: Sequence[int]) -> str:
+    return "".join(chr(ord("a") + token % 26) for token in ids)
