@@ -234,7 +234,12 @@ class Engine:
             entry.request.launched_outputs += entry.row.samples
             self._line.publish(by_request[entry.request])
         result: asyncio.Future[StepResult | Exception] = self._loop.create_future()
-        self._backend.launch(plan, lambda outcome: self.on_loop(lambda: result.done() or result.set_result(outcome)))
+
+        def settle(outcome: StepResult | Exception) -> None:
+            if not result.done():  # the engine may have been stopped meanwhile
+                result.set_result(outcome)
+
+        self._backend.launch(plan, lambda outcome: self.on_loop(lambda: settle(outcome)))
         rows = tuple((by_request[entry.request], entry.row) for entry in decision.scheduled)
         return _Launched(rows, result, plan.num_tokens)
 
