@@ -240,8 +240,7 @@ class Engine:
                 result.set_result(outcome)
 
         self._backend.launch(plan, lambda outcome: self.on_loop(lambda: settle(outcome)))
-        rows = tuple((by_request[entry.request], entry.row) for entry in decision.scheduled)
-        return _Launched(rows, result, plan.num_tokens)
+        return _Launched(tuple((by_request[e.request], e.row) for e in decision.scheduled), result, plan.num_tokens)
 
     # --- retiring ---
 
