@@ -40,7 +40,7 @@ async def test_body_must_be_one_json_object(body: bytes) -> None:
         took_s = time.process_time() - started_s
         assert (answer.status, answer.error["type"]) == (400, "invalid_request_error")
         assert len(answer.error["message"]) < 300
-        assert took_s < 0.05  # of CPU time, client and server together: a stall of the machine is not our answer being slow
+        assert took_s < 0.05  # of CPU time: a stall of the machine is not our answer being slow
         assert (await client.complete()).status == 200
     assert len(fake.streams) == 1
 
