@@ -1,7 +1,8 @@
 """Chat templates: a conversation → the prompt's text, in a sandbox with bounds. Level 2.
 
-A template is a program that came with a model's files. It runs in Jinja's immutable sandbox, can neither reach
-attributes nor loop or write without end, and its errors are the client's answer, never a trace.
+A template is a program that came with a model's files. It runs in Jinja's immutable sandbox, with the names that
+Hugging Face gives it; what it writes, the ranges it walks and the strings it multiplies have bounds, and its errors are
+the client's answer, never a trace.
 """
 
 import datetime as dt
@@ -11,16 +12,71 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from caraserve.errors import InvalidRequest, ModelLoadError
 
 _MAX_OUTPUT_CHARS = 8 << 20
-_FINAL_MARK = "\x00caraserve-final-message\x00"
+_MAX_RANGE_STEPS = 1 << 20  # over all ranges of one rendering: a tenth of a second of empty loops
+_MAX_EXPONENT = 1 << 10
+# Plain letters, which filters such as `tojson` leave as they are; the space tells whether the template trims.
+_FINAL_MARK = "CARASERVE_FINAL_MESSAGE_ENDS_HERE "
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 class _TemplateRefusal(jinja2.TemplateError):
-    """`raise_exception(...)` in a template."""
+    """`raise_exception(...)` in a template, or a bound that it has reached."""
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, where no single operator makes a value much larger than a prompt."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" and not (isinstance(right, int | float) and abs(right) <= _MAX_EXPONENT):
+            raise _TemplateRefusal(f"an exponent is larger than {_MAX_EXPONENT}")
+        if operator == "*":
+            for value, times in ((left, right), (right, left)):
+                if isinstance(value, str | list | tuple) and len(value) * times > _MAX_OUTPUT_CHARS:
+                    raise _TemplateRefusal(f"a repeated value is longer than {_MAX_OUTPUT_CHARS}")
+        return super().call_binop(context, operator, left, right)
+
+
+class _Generation(Extension):
+    """`{% generation %}…{% endgeneration %}` marks the assistant's part for training; here it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012  # as the base class declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class _Ranges:
+    """`range` for one rendering."""
+
+    def __init__(self) -> None:
+        self._left = _MAX_RANGE_STEPS
+
+    def __call__(self, *bounds: int) -> range:
+        steps = range(*bounds)
+        self._left -= len(steps)
+        if self._left < 0:
+            raise _TemplateRefusal(f"its ranges have more than {_MAX_RANGE_STEPS} steps together")
+        return steps
 
 
 class ChatTemplate:
@@ -28,8 +84,8 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], where: str) -> None:
         """Raises ModelLoadError when the template does not compile."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], autoescape=False
+        environment = _Environment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation], autoescape=False
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
@@ -52,7 +108,10 @@ class ChatTemplate:
                 raise ModelLoadError(f"--chat-template {given} cannot be read: {error}") from None
         path = folder / "chat_template.jinja"
         if path.is_file():
-            return cls(path.read_text(encoding="utf-8"), special_tokens, path.name)
+            try:
+                return cls(path.read_text(encoding="utf-8"), special_tokens, path.name)
+            except (OSError, UnicodeDecodeError) as error:
+                raise ModelLoadError(f"{path} cannot be read: {error}") from None
         source = settings.get("chat_template")
         if isinstance(source, list):  # several by name
             named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
@@ -68,28 +127,59 @@ class ChatTemplate:
         kwargs: Mapping[str, Any],
     ) -> str:
         """The prompt's text. Raises InvalidRequest with what the template said."""
-        flat = [{**message, "content": _flat(message.get("content"))} for message in messages]
-        if continue_final_message and flat:
-            flat[-1]["content"] = str(flat[-1]["content"]).strip() + _FINAL_MARK
-        values = {**self._special_tokens, **kwargs, "messages": flat, "add_generation_prompt": add_generation_prompt}
+        shown = [
+            {**message, "content": _flat(message["content"])} if "content" in message else message
+            for message in messages
+        ]
+        if continue_final_message:
+            shown = _with_mark(shown)
+        values = {
+            **self._special_tokens,
+            "tools": None,
+            "documents": None,
+            **kwargs,
+            "messages": shown,
+            "add_generation_prompt": add_generation_prompt,
+            "range": _Ranges(),
+        }
+        try:
+            text = self._bounded(values)
+        except _TEMPLATE_ERRORS as error:
+            raise InvalidRequest(f"the chat template refuses the messages: {error}", param="messages") from None
+        return _cut_at_mark(text) if continue_final_message else text
+
+    def _bounded(self, values: Mapping[str, Any]) -> str:
         parts: list[str] = []
         size = 0
-        try:
-            for part in self._template.generate(values):
-                size += len(part)
-                if size > _MAX_OUTPUT_CHARS:
-                    raise _TemplateRefusal(f"the prompt is longer than {_MAX_OUTPUT_CHARS} characters")
-                parts.append(part)
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
-            raise InvalidRequest(f"the chat template refuses the messages: {error}", param="messages") from None
-        text = "".join(parts)
-        return text[: text.rindex(_FINAL_MARK)] if continue_final_message and _FINAL_MARK in text else text
+        for part in self._template.generate(values):
+            size += len(part)
+            if size > _MAX_OUTPUT_CHARS:
+                raise _TemplateRefusal(f"the prompt is longer than {_MAX_OUTPUT_CHARS} characters")
+            parts.append(part)
+        return "".join(parts)
+
+
+def _with_mark(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages with a mark where the last one ends. Raises InvalidRequest when it has no text to continue."""
+    final = messages[-1] if messages else {}
+    if not isinstance(final.get("content"), str):
+        raise InvalidRequest("continue_final_message: the last message has no content to continue", param="messages")
+    return [*messages[:-1], {**final, "content": final["content"] + _FINAL_MARK}]
+
+
+def _cut_at_mark(text: str) -> str:
+    """The text up to the mark. Raises InvalidRequest when the template has left the final message out."""
+    at = text.rfind(_FINAL_MARK.strip())
+    if at < 0:
+        raise InvalidRequest("continue_final_message: the chat template drops the last message", param="messages")
+    kept = text[:at]
+    return kept if text.startswith(_FINAL_MARK, at) else kept.rstrip()
 
 
 def _flat(content: Any) -> Any:
-    """Text parts as one string: templates expect strings."""
+    """Text parts as one string, a line each: templates expect strings."""
     if isinstance(content, list):
-        return "".join(part["text"] for part in content if isinstance(part, Mapping) and "text" in part)
+        return "\n".join(part["text"] for part in content if isinstance(part, Mapping) and "text" in part)
     return content
 
 
@@ -101,5 +191,12 @@ def _now(form: str) -> str:
     return dt.datetime.now().astimezone().strftime(form)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes for HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

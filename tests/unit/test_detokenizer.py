@@ -1,11 +1,12 @@
 """Text as it comes: whole characters, the same in the end as decoding at once, and no beginning of a stop string."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from caraserve.detokenizer import Detokenizer
 
@@ -37,6 +38,13 @@ def _sentencepiece() -> Tokenizer:
 
 
 TOKENIZERS = {"byte-level": _byte_level(), "sentencepiece": _sentencepiece()}
+for _tokenizer in TOKENIZERS.values():
+    _tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+# Skipped when decoding, or unknown to the tokenizer as the ids that pad a model's vocabulary are.
+SILENT_IDS = {
+    kind: [tokenizer.token_to_id("<s>"), tokenizer.token_to_id("</s>"), tokenizer.get_vocab_size() + 3]
+    for kind, tokenizer in TOKENIZERS.items()
+}
 
 
 def detokenizer(kind: str, prompt: list[int], stop: tuple[str, ...] = (), *, include_stop: bool = False) -> Detokenizer:
@@ -45,7 +53,7 @@ def detokenizer(kind: str, prompt: list[int], stop: tuple[str, ...] = (), *, inc
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(text=st.text(alphabet="the cat☕é日本🙂 ,x", min_size=1, max_size=40), cut=st.integers(0, 40))
+@given(text=st.text(alphabet="the cat☕é日本🙂 ,x\n", min_size=1, max_size=40), cut=st.integers(0, 40))
 def test_the_parts_make_the_whole(kind: str, text: str, cut: int) -> None:
     """For any text and any border between prompt and output: what comes is what decoding all of it adds."""
     ids = TOKENIZERS[kind].encode(text).ids
@@ -57,6 +65,45 @@ def test_the_parts_make_the_whole(kind: str, text: str, cut: int) -> None:
     if not before.endswith("\ufffd"):  # a border inside a character has no right answer
         assert "".join(parts) + subject.flush() == whole[len(before) :]
         assert "\ufffd" not in "".join(parts)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_tokens_without_text_change_nothing_after_them(kind: str, data: st.DataObject) -> None:
+    """A sampled special or unknown token must not cost the next word its space."""
+    words = TOKENIZERS[kind].encode("the cat the x").ids
+    ids = data.draw(st.lists(st.sampled_from(words) | st.sampled_from(SILENT_IDS[kind]), min_size=1, max_size=14))
+    cut = data.draw(st.integers(0, len(ids) - 1))
+    subject = detokenizer(kind, ids[:cut])
+    text = "".join(subject.push(token)[0] for token in ids[cut:]) + subject.flush()
+    assert text == TOKENIZERS[kind].decode(ids)[len(TOKENIZERS[kind].decode(ids[:cut])) :]
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_every_newline_of_a_long_run_comes_at_once(kind: str) -> None:
+    """Newlines are byte tokens in some vocabularies: a context that begins inside the 🙂 before them garbles them."""
+    tokenizer = TOKENIZERS[kind]
+    prompt = tokenizer.encode("x🙂").ids
+    newlines = tokenizer.encode("x🙂" + 30 * "\n").ids[len(prompt) :]
+    subject = detokenizer(kind, prompt)
+    assert [subject.push(token)[0] for token in newlines] == ["\n"] * 30
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_work_for_a_token_does_not_grow_with_the_text(kind: str) -> None:
+    """Text, bytes and tokens without text alike, at the beginning and later."""
+    decoded = []
+
+    def decode(ids: Sequence[int]) -> str:
+        decoded.append(len(ids))
+        return str(TOKENIZERS[kind].decode(list(ids)))
+
+    words = TOKENIZERS[kind].encode("the ☕\n").ids
+    subject = Detokenizer(decode, [])
+    for token in [SILENT_IDS[kind][0]] * 500 + words * 100 + [SILENT_IDS[kind][0]] * 500:
+        subject.push(token)
+    assert max(decoded) <= 40
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)

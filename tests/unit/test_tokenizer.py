@@ -128,6 +128,9 @@ def test_a_broken_file_is_named(tmp_path: Path, files: dict[str, Any], words: st
         ("{% for x in range(99999999) %}x{% endfor %}", "ange"),
         ("{% for a in range(9999) %}{% for b in range(9999) %}xxxxxxxxxx{% endfor %}{% endfor %}", "longer"),
         ("{{ messages[0].nothing.more }}", "nothing"),
+        ("{{ 'x' * 99999999 }}", "repeated"),
+        ("{{ 9 ** 99999 }}", "exponent"),
+        ("{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", "steps together"),
     ],
 )
 def test_a_template_that_misbehaves_is_refused_not_obeyed(tmp_path: Path, template: str, words: str) -> None:
@@ -148,11 +151,33 @@ def test_without_a_template_a_chat_says_what_to_do(tmp_path: Path) -> None:
 
 def test_parts_of_text_are_joined_and_a_final_message_can_be_continued() -> None:
     tokenizer = loaded(demo.model_folder())
-    parts = [{"role": "user", "content": [{"type": "text", "text": "Tell me "}, {"type": "text", "text": "more."}]}]
-    whole = [{"role": "user", "content": "Tell me more."}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Tell me"}, {"type": "text", "text": "more."}]}]
+    whole = [{"role": "user", "content": "Tell me\nmore."}]
     assert tokenizer.chat(parts, add_generation_prompt=True) == tokenizer.chat(whole, add_generation_prompt=True)
     begun = [*whole, {"role": "assistant", "content": "Once upon"}]
     text = tokenizer.decode(
         tokenizer.chat(begun, add_generation_prompt=False, continue_final_message=True), skip_special_tokens=False
     )
     assert text.endswith("Once upon")
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ messages[0].content }}", "drops the last message"),
+        ("{{ messages[-1].content | tojson }}", None),
+        ("{{ messages[-1].content | trim }} </s>", None),
+        ("{% generation %}{{ messages[-1].content }}{% endgeneration %}</s>", None),
+    ],
+)
+def test_a_final_message_is_continued_where_its_text_ends(tmp_path: Path, template: str, words: str | None) -> None:
+    path = tmp_path / "template.jinja"
+    path.write_text(template)
+    tokenizer = load_tokenizer(demo.model_folder(), load_spec(demo.model_folder()), path)
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "Once upon"}]
+    if words is not None:
+        with pytest.raises(InvalidRequest, match=words):
+            tokenizer.chat(messages, add_generation_prompt=False, continue_final_message=True)
+        return
+    ids = tokenizer.chat(messages, add_generation_prompt=False, continue_final_message=True)
+    assert tokenizer.decode(ids, skip_special_tokens=False).endswith("Once upon")
