@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from caraserve.cpu.adapters import DeviceAdapters
 from caraserve.cpu.attention import BLOCK_TOKENS, scratch_bytes
 from caraserve.cpu.batch import HostBatch, build_batch, collect
-from caraserve.cpu.kernels import lora_shrink, panel_gemm
+from caraserve.cpu.kernels import lora_expand, lora_shrink, panel_gemm
 from caraserve.cpu.records import BUFFERS, CACHE, filled
 from caraserve.cpu.sampling import MAX_END_IDS, SLOT_SAMPLING
 from caraserve.cpu.step import Sampler, step
@@ -197,6 +197,7 @@ class CpuBackend:
             BUFFERS,
             panel_gemm=panel_gemm.address,
             lora_shrink=lora_shrink.address,
+            lora_expand=lora_expand.address,
             normed=self._zeros(4 * self._max_outputs * model["hidden_pad"]),
             scratch=self._zeros(scratch * sizes.threads),
             scratch_bytes=scratch,

@@ -126,6 +126,24 @@ def lora_shrink(entry, row, x, x_stride, rows, k, y, y_stride):  # type: ignore[
         _dot_f16(x, x_stride, rows, a, a_stride, k_pad, y, y_stride, scale)
 
 
+@apart(8)
+def lora_expand(entry, x, x_stride, rows, first, end, y, y_stride):  # type: ignore[no-untyped-def]
+    """`y[rows, 64 · panel :] += x[rows, rank] @ B[rank, 64]` for the panels [first, end) of a LORA_ENTRY.
+
+    B's panels follow one another in memory, so one call reads one stream.
+    """
+    rank, dtype = word(entry, 2), word(entry, 3)
+    b_bytes = rank * PANEL * itemsize(dtype)
+    for panel in range(first, end):
+        b, at = word(entry, 1) + panel * b_bytes, y + 4 * PANEL * panel
+        if dtype == DTYPE_F32:
+            _gemm_f32(x, x_stride, rows, b, rank, at, y_stride, ADD)
+        elif dtype == DTYPE_BF16:
+            _gemm_bf16(x, x_stride, rows, b, rank, at, y_stride, ADD)
+        else:
+            _gemm_f16(x, x_stride, rows, b, rank, at, y_stride, ADD)
+
+
 @kernel
 def add_bias(y, y_stride, rows, bias):  # type: ignore[no-untyped-def]
     """`y[rows, 64] += bias[64]`."""

@@ -34,7 +34,7 @@ MODEL = _record(
 # Addresses of fp32 activations (rows of a token each), of the words that the team meets at, and of kernels that are
 # compiled apart.
 BUFFERS = _record(
-    *("panel_gemm", "lora_shrink"),
+    *("panel_gemm", "lora_shrink", "lora_expand"),
     "hidden",  # [tokens, hidden_pad], the residual stream
     "normed",  # [outputs, hidden_pad]
     "qkv",  # [tokens, q_pad + 2 · kv_pad]

@@ -120,41 +120,31 @@ def _shrink(thread, team, buffers, lora, batch, layer, site, x, x_stride, k):  #
 
 
 @kernel
-def _expand(buffers, lora, batch, layer, site, panel, y, y_stride):  # type: ignore[no-untyped-def]
-    """Adds `shrunk @ B` to one panel of outputs, segment by segment."""
+def _expand(buffers, lora, batch, layer, site, first, end, y, y_stride):  # type: ignore[no-untyped-def]
+    """Adds `shrunk @ B` to the output panels [first, end) of a module, segment by segment."""
     group, sites = _group(site)
     stride = 4 * sites * batch.max_rank
     for segment in range(batch.segments):
         entry = _entry(lora, word(batch.segment_adapter, segment), layer, site)
-        rank, dtype = word(entry, 2), word(entry, 3)
-        if rank > 0:
-            b = word(entry, 1) + panel * rank * PANEL * itemsize(dtype)
-            first = word(batch.segment_first, segment)
-            x = buffers.shrunk + first * stride + 4 * (site - group) * batch.max_rank
-            _call9(
-                buffers.panel_gemm,
-                dtype,
-                x,
-                stride,
-                word(batch.segment_tokens, segment),
-                b,
-                rank,
-                y + first * y_stride,
-                y_stride,
-                ADD,
-            )
+        if word(entry, 2) > 0:
+            at = word(batch.segment_first, segment)
+            x = buffers.shrunk + at * stride + 4 * (site - group) * batch.max_rank
+            rows = word(batch.segment_tokens, segment)
+            _call8(buffers.lora_expand, entry, x, stride, rows, first, end, y + at * y_stride, y_stride)
 
 
 @kernel
-def _project(model, buffers, lora, batch, layer, site, panel, x, x_stride, k, y, y_stride, add):  # type: ignore[no-untyped-def]
-    """One panel of one linear module for all tokens: base weight, bias, then the adapters."""
-    w = word(model.weights, NUM_WEIGHTS * layer + WQ + site) + panel * k * PANEL * itemsize(model.dtype)
-    _call9(buffers.panel_gemm, model.dtype, x, x_stride, batch.tokens, w, k, y, y_stride, add)
+def _project(model, buffers, lora, batch, layer, site, first, end, x, x_stride, k, y, y_stride, add):  # type: ignore[no-untyped-def]
+    """Output panels [first, end) of one linear module for all tokens: base weight, bias, then the adapters."""
+    weight = word(model.weights, NUM_WEIGHTS * layer + WQ + site)
     bias = word(model.weights, NUM_WEIGHTS * layer + BQ + site)
-    if bias != 0:
-        add_bias(y, y_stride, batch.tokens, bias + 4 * panel * PANEL)
-    if batch.max_rank > 0:
-        _expand(buffers, lora, batch, layer, site, panel, y, y_stride)
+    for panel in range(first, end):
+        w, at = weight + panel * k * PANEL * itemsize(model.dtype), y + 4 * PANEL * panel
+        _call9(buffers.panel_gemm, model.dtype, x, x_stride, batch.tokens, w, k, at, y_stride, add)
+        if bias != 0:
+            add_bias(at, y_stride, batch.tokens, bias + 4 * panel * PANEL)
+    if batch.max_rank > 0 and first < end:
+        _expand(buffers, lora, batch, layer, site, first, end, y, y_stride)
 
 
 @kernel
@@ -166,12 +156,13 @@ def _project_qkv(thread, team, model, buffers, lora, batch, layer):  # type: ign
     q_panels, kv_panels = model.q_pad // PANEL, model.kv_pad // PANEL
     panels = q_panels + 2 * kv_panels
     y_stride = 4 * PANEL * panels
-    for index in range(thread * panels // team, (thread + 1) * panels // team):
-        site, panel = _Q, index
-        if index >= q_panels:
-            site, panel = 1 + (index - q_panels) // kv_panels, (index - q_panels) % kv_panels
-        y = buffers.qkv + 4 * PANEL * index
-        _project(model, buffers, lora, batch, layer, site, panel, x, x_stride, model.hidden, y, y_stride, STORE)
+    before = np.int64(0)  # panels of the modules before
+    for site in range(_Q, _O):
+        count = q_panels if site == _Q else kv_panels
+        first, end = max(thread * panels // team - before, 0), min((thread + 1) * panels // team - before, count)
+        y = buffers.qkv + 4 * PANEL * before
+        _project(model, buffers, lora, batch, layer, site, first, end, x, x_stride, model.hidden, y, y_stride, STORE)
+        before += count
 
 
 @kernel
@@ -180,10 +171,9 @@ def _project_add(thread, team, model, buffers, lora, batch, layer, site, x, x_st
     if batch.max_rank > 0:
         _shrink(thread, team, buffers, lora, batch, layer, site, x, x_stride, k)
         meet(buffers.barrier, team)
-    panels = model.hidden_pad // PANEL
-    for panel in range(thread * panels // team, (thread + 1) * panels // team):
-        y = buffers.hidden + 4 * PANEL * panel
-        _project(model, buffers, lora, batch, layer, site, panel, x, x_stride, k, y, 4 * model.hidden_pad, ADD)
+    panels, y, y_stride = model.hidden_pad // PANEL, buffers.hidden, 4 * model.hidden_pad
+    first, end = thread * panels // team, (thread + 1) * panels // team
+    _project(model, buffers, lora, batch, layer, site, first, end, x, x_stride, k, y, y_stride, ADD)
 
 
 @kernel
@@ -193,11 +183,11 @@ def _project_gate_up(thread, team, model, buffers, lora, batch, layer):  # type:
         _shrink(thread, team, buffers, lora, batch, layer, _GATE, x, x_stride, k)
         meet(buffers.barrier, team)
     panels, stride = model.inter_pad // PANEL, 4 * model.inter_pad
-    for panel in range(thread * panels // team, (thread + 1) * panels // team):
-        gate, up = buffers.gate + 4 * PANEL * panel, buffers.up + 4 * PANEL * panel
-        _project(model, buffers, lora, batch, layer, _GATE, panel, x, x_stride, k, gate, stride, STORE)
-        _project(model, buffers, lora, batch, layer, _UP, panel, x, x_stride, k, up, stride, STORE)
-        silu_mul(gate, stride, up, stride, batch.tokens)
+    first, end = thread * panels // team, (thread + 1) * panels // team
+    _project(model, buffers, lora, batch, layer, _GATE, first, end, x, x_stride, k, buffers.gate, stride, STORE)
+    _project(model, buffers, lora, batch, layer, _UP, first, end, x, x_stride, k, buffers.up, stride, STORE)
+    for panel in range(first, end):
+        silu_mul(buffers.gate + 4 * PANEL * panel, stride, buffers.up + 4 * PANEL * panel, stride, batch.tokens)
 
 
 @kernel

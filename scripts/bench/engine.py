@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numba
 import numpy as np
-from bandwidth import cores, read_bandwidth_bytes_per_s
+from bandwidth import ReadBandwidth, cores
 from peft_baseline import PeftBaseline
 from report import Measured, Report, document, plot, print_table
 from rich.console import Console
@@ -125,14 +125,13 @@ async def measure(folder: Path, args: argparse.Namespace, dtype: str) -> Report:
             sides["peft"], versions = stack.enter_context(peft).run, peft.versions
         engine = await start_engine(stack, folder / "model", adapters, args, dtype)
         sides["caraserve"] = lambda sent: ask_engine(engine, sent, args.output_tokens)
-        batches, bandwidth = await _run_cases(cases, sides, list(adapters), args, spec.vocab_size)
+        batches, bandwidths = await _run_cases(cases, sides, list(adapters), args, spec.vocab_size)
     return Report(
         dtype=dtype,
         num_parameters=spec.num_parameters,
         weight_bytes=decode_weight_bytes(spec, dtype),
-        bandwidth=bandwidth,
         peft_versions=versions,
-        cases=[Measured(case, batches[case], _step_bytes(spec, case, args, dtype)) for case in cases],
+        cases=[Measured(case, batches[case], bandwidths[case], _step_bytes(spec, case, args, dtype)) for case in cases],
     )
 
 
@@ -150,29 +149,30 @@ def _step_bytes(spec: ModelSpec, case: Case, args: argparse.Namespace, dtype: st
 
 async def _run_cases(
     cases: Sequence[Case], sides: Mapping[str, Side], adapters: Sequence[str], args: argparse.Namespace, vocab: int
-) -> tuple[dict[Case, dict[str, list[Batch]]], float]:
-    """Every case `repeats` times after one warm-up; who goes first alternates. Also the bandwidth in bytes/s.
+) -> tuple[dict[Case, dict[str, list[Batch]]], dict[Case, list[float]]]:
+    """All cases in turn, `repeats` times after one warm-up; who goes first alternates. Bandwidth is timed beside each.
 
-    Bandwidth is read after every case and the best is kept: a busy moment of the machine must not lower the bar.
+    The memory of a shared machine is now faster, now slower: a time is compared with what was read just then.
     """
-    bandwidth = 0.0
+    bandwidth = ReadBandwidth()
+    bandwidths: dict[Case, list[float]] = {case: [] for case in cases}
     batches: dict[Case, dict[str, list[Batch]]] = {case: {name: [] for name in sides} for case in cases}
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("measuring", total=len(cases) * (args.repeats + 1))
-        for index, case in enumerate(cases):
+        for turn in range(args.repeats + 1):
             started_s = time.monotonic()
-            for turn in range(args.repeats + 1):
+            for index, case in enumerate(cases):
                 sent = requests(case, adapters, args.prompt_tokens, vocab, seed=1000 * index + turn)
-                for name in sorted(sides, reverse=bool(turn % 2)):
-                    batch = await sides[name](sent)
-                    if turn > 0:
-                        batches[case][name].append(batch)
+                answers = {name: await sides[name](sent) for name in sorted(sides, reverse=bool(turn % 2))}
                 progress.advance(task)
-            bandwidth = max(bandwidth, read_bandwidth_bytes_per_s())
+                if turn > 0:
+                    bandwidths[case].append(bandwidth.bytes_per_s())
+                    for name, batch in answers.items():
+                        batches[case][name].append(batch)
             if not console.is_terminal:
-                log.info("%d x %s: %.1f s", case.concurrency, case.situation, time.monotonic() - started_s)
-    return batches, bandwidth
+                log.info("turn %d of %d: %.1f s", turn, args.repeats, time.monotonic() - started_s)
+    return batches, bandwidths
 
 
 async def start_engine(
