@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the work failed, 2 the command line was wrong.
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from caraserve import __version__
 from caraserve.config import EngineConfig, HttpConfig, LoraConfig, ModelConfig
@@ -38,7 +39,28 @@ def _parser() -> argparse.ArgumentParser:
     for config in (ModelConfig, LoraConfig, EngineConfig, HttpConfig):
         config.add_arguments(serve)
     serve.set_defaults(run=_serve)
+    _add_profile(
+        commands.add_parser(
+            "profile",
+            help="measure this machine with a model",
+            description="Measures how long loads, prefill, decode and CPU LoRA take, and writes it to a file that "
+            "serve goes by. Takes serve's options, so that what is measured is what will be served.",
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+    )
     return parser
+
+
+def _add_profile(profile: argparse.ArgumentParser) -> None:
+    for config in (ModelConfig, LoraConfig, EngineConfig):
+        config.add_arguments(profile)
+    group = profile.add_argument_group("profile")
+    group.add_argument("--quick", action="store_true", help="fewer points and repeats: seconds instead of a minute")
+    group.add_argument(
+        "--output", type=Path, metavar="FILE", help="JSON to write (default: by machine and model, in ~/.cache)"
+    )
+    group.add_argument("--plot", type=Path, metavar="FILE", help="draw points and fits; needs the `plot` extra")
+    profile.set_defaults(run=_profile)
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -50,4 +72,14 @@ def _serve(args: argparse.Namespace) -> int:
     http = HttpConfig.from_args(args)
     log.configure(http.log_format, http.log_level)
     uvloop.run(serve(ModelConfig.from_args(args), LoraConfig.from_args(args), EngineConfig.from_args(args), http))
+    return 0
+
+
+def _profile(args: argparse.Namespace) -> int:
+    from caraserve import log
+    from caraserve.profile_command import profile
+
+    log.configure("human", "info")
+    configs = ModelConfig.from_args(args), LoraConfig.from_args(args), EngineConfig.from_args(args)
+    profile(*configs, quick=args.quick, output=args.output, plot=args.plot)
     return 0

@@ -16,7 +16,8 @@ from typing import Any, Self
 from caraserve.errors import ConfigError
 from caraserve.units import parse_bytes
 
-LOADING_MODES = ("cached", "ondemand", "overlapped")
+LOADING_MODES = ("cached", "ondemand", "overlapped", "pipelined", "assisted", "auto")
+_MOST_CORE = 8191  # Linux's own limit
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
@@ -38,6 +39,21 @@ def _at_least(least: float, kind: type[int] | type[float] = int) -> Any:
         return value
 
     return parse
+
+
+def _cpus(text: str) -> tuple[int, ...]:
+    """Cores of a list such as 1-3,6."""
+    cores: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not (first.isascii() and first.isdigit() and (not dash or (last.isascii() and last.isdigit()))):
+            raise argparse.ArgumentTypeError(f"{text!r}: write cores as in 1-3,6")
+        if max(int(first), int(last or 0)) > _MOST_CORE:
+            raise argparse.ArgumentTypeError(f"{text!r}: no machine has so many cores")
+        cores.update(range(int(first), int(last or first) + 1))
+    if not cores:
+        raise argparse.ArgumentTypeError(f"{text!r}: the second core of a range is below the first")
+    return tuple(sorted(cores))
 
 
 class _FromArgs:
@@ -116,6 +132,9 @@ class LoraConfig(_FromArgs):
     loading_mode: str
     max_device_adapters_bytes: int
     max_host_adapters_bytes: int
+    lora_cpus: tuple[int, ...] | None
+    emulate_link_mb_per_s: float | None
+    profile: Path | None
     allow_runtime_lora_updating: bool
 
     @staticmethod
@@ -140,7 +159,7 @@ class LoraConfig(_FromArgs):
         group.add_argument(
             "--loading-mode",
             choices=LOADING_MODES,
-            default="overlapped",
+            default="auto",
             help="what happens when a request's adapter is not on the device",
         )
         group.add_argument(
@@ -156,6 +175,21 @@ class LoraConfig(_FromArgs):
             default=4 << 30,
             metavar="SIZE",
             help="host memory for adapters (default 4GiB)",
+        )
+        group.add_argument(
+            "--lora-cpus",
+            type=_cpus,
+            metavar="LIST",
+            help="cores of the CPU LoRA workers, such as 1-3,6 (default: all but the first)",
+        )
+        group.add_argument(
+            "--emulate-link-mb-per-s",
+            type=_at_least(0.001, float),
+            metavar="MB",
+            help="slow loading down to this bandwidth, to compare loading modes on the CPU",
+        )
+        group.add_argument(
+            "--profile", type=Path, metavar="FILE", help="made by `caraserve profile`; a quick one is made without it"
         )
         group.add_argument(
             "--allow-runtime-lora-updating",
@@ -176,6 +210,7 @@ class EngineConfig(_FromArgs):
     enable_prefix_caching: bool
     cpu_threads: int | None
     seed: int
+    trace: Path | None
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -192,6 +227,7 @@ class EngineConfig(_FromArgs):
         )
         group.add_argument("--cpu-threads", type=_at_least(1), help="compute threads (default: every core but one)")
         group.add_argument("--seed", type=int, default=0, help="for requests that give none, and for dummy weights")
+        group.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace, to be opened in Perfetto")
 
 
 @dataclass(frozen=True, slots=True)

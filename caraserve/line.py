@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from caraserve.adapters.residency import Residency
-from caraserve.adapters.version import Tier, Version
+from caraserve.adapters.version import Version
 from caraserve.detokenizer import Detokenizer
 from caraserve.fairness import FairQueue
 from caraserve.kv.blocks import BlockPool
@@ -38,6 +38,7 @@ class Open:
     published: int = 0  # blocks published
     reused: int = 0  # blocks taken from the prefix index when it last took a slot
     uses: bool = False  # whether `version` is held on the device
+    assist: bool = False  # whether CPU workers may compute layers of `version` that have not arrived
     prompt_scored: int = 0
     last_token_s: float | None = None
 
@@ -62,6 +63,7 @@ class Line:
         self._limits, self._residency, self._eos_ids = limits, residency, eos_ids
         self._prefix_caching, self._observe_preemption, self._now = prefix_caching, observe_preemption, now
         self._free_slots = list(range(limits.num_slots - 1, -1, -1))
+        self.next_start_s: float | None = None  # when a request that waits for its adapter may start; set by `admit`
         self._starts: list[SlotStart] = []  # of requests that took a slot since the last launch
         self._grants: list[BlockGrant] = []  # their reused prefixes
 
@@ -89,12 +91,27 @@ class Line:
             self.waiting.charge(opened.request.asked.tenant, opened.request.prompt_tokens, 0)
             self._hold_adapter(opened)
             self.loading.append(opened)
+        self.next_start_s = None
         for opened in list(self.loading):
-            if self._free_slots and _on_device(opened):
+            if self._free_slots and self._may_start(opened):
                 if not self._start(opened):
                     break  # no blocks: later ones must not overtake for ever
             elif opened.request.phase is Phase.WAITING and opened.version is not None:
                 opened.request.to(Phase.LOADING, self._now())
+
+    def _may_start(self, opened: Open) -> bool:
+        """Whether a request's adapter is on the device, or will be by the time that it is needed."""
+        if opened.version is None:
+            return True
+        tokens = min(total_tokens(opened.request), self._limits.max_step_tokens)
+        start = self._residency.start_of(opened.version, tokens)
+        if start is None:
+            return False
+        opened.assist = start.assist
+        if start.at_s <= self._now():
+            return True
+        self.next_start_s = min(start.at_s, self.next_start_s or start.at_s)
+        return False
 
     def _hold_adapter(self, opened: Open) -> None:
         if opened.version is not None and not opened.uses:
@@ -192,10 +209,6 @@ class Line:
             self.loading.remove(opened)
         else:
             self.waiting.remove(request.asked.tenant, opened)
-
-
-def _on_device(opened: Open) -> bool:
-    return opened.version is None or opened.version.tier is Tier.DEVICE
 
 
 def _tokens(request: Request, start: int, end: int) -> tuple[int, ...]:

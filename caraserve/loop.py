@@ -14,8 +14,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 from caraserve.adapters.catalog import Catalog
 from caraserve.adapters.registry import AdapterInfo
@@ -31,6 +30,7 @@ from caraserve.plan import (
     RowResult,
     StepResult,
 )
+from caraserve.report import EngineSnapshot, Metrics
 from caraserve.request import Finish, FinishReason, GenerateRequest, Phase, Request, TokenDelta, TokenLogprob
 from caraserve.scheduler import grants, plan_iteration
 from caraserve.stream import Stream
@@ -39,31 +39,6 @@ from caraserve.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 _DRAIN_RETRY_S = 5.0
-
-
-class Metrics(Protocol):
-    """What the engine reports as it happens; `metrics.py` counts it."""
-
-    def observe_iteration(self, num_tokens: int, ms: float) -> None: ...
-    def observe_first_token(self, seconds: float) -> None: ...
-    def observe_token_gap(self, seconds: float) -> None: ...
-    def observe_finish(self, finish: Finish) -> None: ...
-    def observe_preemption(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSnapshot:
-    """The engine at one moment."""
-
-    running: int
-    waiting: int
-    kv_used_blocks: int
-    kv_total_blocks: int
-    running_adapters: tuple[str, ...]
-    waiting_adapters: tuple[str, ...]
-    device_adapters: tuple[str, ...]
-    host_adapters: tuple[str, ...]
-    draining: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,18 +131,7 @@ class Engine:
 
     def snapshot(self) -> EngineSnapshot:
         """The state that metrics and the page show."""
-        residency = self.catalog.residency
-        return EngineSnapshot(
-            running=len(self._line.running),
-            waiting=len(self._line.waiting) + len(self._line.loading),
-            kv_used_blocks=self._line.pool.used,
-            kv_total_blocks=self._line.pool.num_blocks,
-            running_adapters=_names(self._line.running),
-            waiting_adapters=_names([*self._line.waiting, *self._line.loading]),
-            device_adapters=tuple(sorted(name for version in residency.on_device() for name in version.names)),
-            host_adapters=tuple(sorted(name for version in residency.in_host() for name in version.names)),
-            draining=self.draining,
-        )
+        return EngineSnapshot.of(self._line, self.catalog.residency, draining=self.draining)
 
     async def drain(self, timeout_s: float) -> None:
         """Takes no new requests, lets the open ones end, and cancels those that have not after `timeout_s`."""
@@ -204,11 +168,21 @@ class Engine:
             if pending is not None:
                 self._retire(pending, await pending.result)  # frees what the next turn may admit
             elif launched is None:
-                await self._wake.wait()
+                await self._sleep()
             pending = launched
 
+    async def _sleep(self) -> None:
+        """Until something has changed, or a request may start whose adapter is on its way."""
+        alarm = None
+        if self._line.next_start_s is not None:
+            alarm = self._loop.call_later(max(0.0, self._line.next_start_s - self._now()), self._wake.set)
+        await self._wake.wait()
+        if alarm is not None:
+            alarm.cancel()
+
     def _fail_unloadable(self) -> None:
-        for opened in list(self._line.loading):
+        """A load may also fail under requests that run already; their tokens so far are right."""
+        for opened in [*self._line.loading, *self._line.running]:
             if opened.version is not None and opened.version.tier is Tier.FAILED:
                 self._finish(opened, "error", error=opened.version.error)
 
@@ -226,7 +200,7 @@ class Engine:
         plan = Plan(
             starts=starts,
             grants=(*reused, *grants(decision.scheduled)),
-            rows=tuple(entry.row for entry in decision.scheduled),
+            rows=tuple(replace(e.row, assist=by_request[e.request].assist) for e in decision.scheduled),
         )
         for entry in decision.scheduled:
             entry.request.blocks += entry.blocks
@@ -254,6 +228,8 @@ class Engine:
         self._tokens_per_s += 0.1 * (launched.num_tokens / max(duration_s, 1e-6) - self._tokens_per_s)
         for (opened, row), result in zip(launched.rows, outcome.rows, strict=True):
             if opened.request.phase is not Phase.FINISHED:
+                opened.request.cpu_layers += result.cpu_layers
+                opened.request.stalled_ms += result.waited_ms
                 self._retire_row(opened, row, result, outcome.done_s)
 
     def _fail(self, launched: _Launched, cause: Exception) -> None:
@@ -394,7 +370,3 @@ class Engine:
             opened.request.prompt_tokens + opened.request.asked.params.max_tokens for opened in self._line.waiting
         )
         return min(60.0, max(1.0, tokens / self._tokens_per_s if self._tokens_per_s else 1.0))
-
-
-def _names(opened: "list[Open]") -> tuple[str, ...]:
-    return tuple(sorted({entry.request.asked.adapter for entry in opened if entry.request.asked.adapter}))

@@ -16,7 +16,8 @@ BASE_ADAPTER_SLOT = 0  # the adapter slot of the base model: rank 0 everywhere
 class Row:
     """A slice of one request: positions [start, start + count) of the tokens in `slot`.
 
-    `samples`: a token for position start + count is drawn and stored in the slot's history. `prompt_logprobs`: how
+    `assist`: CPU workers may compute the LoRA of layers whose weights have not arrived on the device yet; otherwise the
+    iteration waits for them. `samples`: a token for position start + count is drawn and stored in the slot's history. `prompt_logprobs`: how
     many alternatives to report for each of the positions (start, start + count] that lie inside the prompt.
     """
 
@@ -27,6 +28,7 @@ class Row:
     samples: bool
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    assist: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +82,17 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """What one row gave: the token sampled (None if the row does not sample), scores where asked for."""
+    """What one row gave: the token sampled (None if the row does not sample), scores where asked for.
+
+    `cpu_layers`: layers whose LoRA was computed by CPU workers, the adapter's weights not having arrived; `waited_ms`:
+    time for which the iteration stood still until weights of this row's adapter arrived.
+    """
 
     token_id: int | None
     scored: TokenLogprob | None = None
     prompt_scored: tuple[TokenLogprob, ...] = ()
+    cpu_layers: int = 0
+    waited_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

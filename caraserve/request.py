@@ -70,12 +70,18 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Where a request's time went, in milliseconds; the parts add up to `e2e_ms` by construction."""
+    """Where a request's time went, in milliseconds; the parts add up to `e2e_ms` by construction.
+
+    `stalled_ms` is the part of prefill and decode in which iterations stood still until weights of the request's adapter
+    arrived; `cpu_layers` counts layers, over all its iterations, whose LoRA came from CPU workers.
+    """
 
     queued_ms: float
     load_ms: float
     prefill_ms: float
     decode_ms: float
+    stalled_ms: float = 0.0
+    cpu_layers: int = 0
 
     @property
     def e2e_ms(self) -> float:
@@ -149,6 +155,8 @@ class Request:
     computed: int = 0  # positions whose KV is written by launched iterations
     launched_outputs: int = 0  # output tokens sampled by launched iterations, retired or not
     cached_tokens: int = 0
+    cpu_layers: int = 0
+    stalled_ms: float = 0.0
 
     def to(self, phase: Phase, now_s: float) -> None:
         """Moves to `phase`, charging the time since the last move to the phase left."""
@@ -167,4 +175,11 @@ class Request:
         def ms(*phases: Phase) -> float:
             return 1000 * sum(self.spent_s.get(phase, 0.0) for phase in phases)
 
-        return Phases(ms(Phase.WAITING, Phase.PREEMPTED), ms(Phase.LOADING), ms(Phase.PREFILL), ms(Phase.DECODE))
+        return Phases(
+            queued_ms=ms(Phase.WAITING, Phase.PREEMPTED),
+            load_ms=ms(Phase.LOADING),
+            prefill_ms=ms(Phase.PREFILL),
+            decode_ms=ms(Phase.DECODE),
+            stalled_ms=self.stalled_ms,
+            cpu_layers=self.cpu_layers,
+        )

@@ -20,16 +20,20 @@ from rich.progress import Progress
 
 from caraserve import demo
 from caraserve.adapters.catalog import AdapterReader, Catalog, CatalogRules
+from caraserve.adapters.loading import Loading
 from caraserve.adapters.registry import Registry
 from caraserve.adapters.residency import Residency
-from caraserve.adapters.version import Budgets
 from caraserve.config import EngineConfig, HttpConfig, LoraConfig, ModelConfig
+from caraserve.cpu.arena import Arena
 from caraserve.errors import ConfigError, ModelLoadError
 from caraserve.loop import Engine
 from caraserve.metrics import Metrics
 from caraserve.model.layout import Dtype
 from caraserve.model.spec import ModelSpec, load_spec
+from caraserve.profile import Profile, default_path, machine_key
+from caraserve.profile import load as load_profile
 from caraserve.tokenizer import load_tokenizer
+from caraserve.trace import Trace
 from caraserve.units import human_bytes
 
 log = logging.getLogger(__name__)
@@ -38,6 +42,8 @@ _DEFAULT_CONTEXT_TOKENS = 8192  # where the model allows more; --max-model-len r
 _DEFAULT_STEP_TOKENS = 256  # past the roofline's knee of a CPU, where larger chunks gain nothing
 _ADAPTER_SLOTS = 1025  # entries of the device adapter table; bytes are the bound that matters
 _KV_SHARE, _KV_MOST_BYTES = 0.3, 8 << 30  # of the free memory, for the KV cache by default
+
+_UNPROFILED_SLICE_TOKENS = 64  # of a hand-over to one CPU worker, until it is known how fast that is
 
 _DTYPES = {"float32": Dtype.F32, "bfloat16": Dtype.BF16, "float16": Dtype.F16}
 
@@ -73,8 +79,12 @@ async def build_engine(
     spec = load_spec(folder)
     tokenizer = load_tokenizer(folder, spec, model_config.chat_template)
     base_name = model_config.served_model_name or folder.resolve().name
-    backend = _build_cpu_backend(spec, model_config, engine_config)
+    trace = None if engine_config.trace is None else Trace(engine_config.trace)
+    if trace is not None:
+        stack.callback(trace.close)
+    backend = build_cpu_backend(spec, model_config, engine_config, lora_config, trace)
     stack.callback(backend.close)
+    profile = _profile(backend, spec, model_config, engine_config, lora_config)
     loop = asyncio.get_running_loop()
 
     def on_loop(call: Callable[[], None]) -> None:
@@ -86,18 +96,26 @@ async def build_engine(
     stack.callback(reader.close)
     registry = Registry(lora_config.registry)
     stack.callback(registry.close)
-    budgets = Budgets(lora_config.max_device_adapters_bytes, lora_config.max_host_adapters_bytes)
+    arena = Arena(backend.host_memory)
     mode = lora_config.loading_mode
     residency = Residency(
         backend,
-        budgets,
+        lora_config.max_device_adapters_bytes,
+        arena,
         reader.read,
         on_loop,
         time.monotonic,
+        _loading(backend, spec, profile, lora_config),
         lambda seconds, ok: metrics.observe_load(mode, seconds, outcome="ok" if ok else "failed"),
     )
-    rules = CatalogRules(base_name, _root(lora_config), budgets.device_bytes, keep_on_device=mode == "cached")
-    catalog = Catalog(spec, backend, registry, residency, reader, rules)
+    rules = CatalogRules(
+        base_name,
+        _root(lora_config),
+        lora_config.max_device_adapters_bytes,
+        arena.num_bytes,
+        keep_on_device=mode == "cached",
+    )
+    catalog = Catalog(spec, registry, residency, reader, rules)
     complaints = _add_adapters(catalog, lora_config)
     engine = Engine(
         base_name=base_name,
@@ -116,7 +134,10 @@ async def build_engine(
     return Served(engine, metrics, spec, complaints)
 
 
-def _build_cpu_backend(spec: ModelSpec, model: ModelConfig, engine: EngineConfig):  # type: ignore[no-untyped-def]
+def build_cpu_backend(  # type: ignore[no-untyped-def]
+    spec: ModelSpec, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, trace: Trace | None = None
+):
+    """A warm CPU backend, its LoRA workers not yet started. Raises ConfigError or ModelLoadError."""
     from caraserve.cpu.backend import CpuBackend, CpuSizes  # compiles kernels: late, after all that can be refused
     from caraserve.cpu.weights import dummy_reader, folder_reader, load_model, progress_steps
 
@@ -138,8 +159,11 @@ def _build_cpu_backend(spec: ModelSpec, model: ModelConfig, engine: EngineConfig
         max_step_tokens=max(engine.max_num_batched_tokens or _DEFAULT_STEP_TOKENS, engine.max_num_seqs),
         max_context=context,
         kv_cache_bytes=kv_bytes,
+        host_bytes=lora.max_host_adapters_bytes,
+        lora_cpus=_lora_cpus(lora),
+        link_bytes_per_s=lora.emulate_link_mb_per_s and lora.emulate_link_mb_per_s * 1e6,
     )
-    backend = CpuBackend(spec, loaded, sizes)
+    backend = CpuBackend(spec, loaded, sizes, trace)
     started_s = time.monotonic()
     backend.warm_up()
     log.debug("kernels ready after %.1f s", time.monotonic() - started_s)
@@ -150,6 +174,67 @@ def _compute_threads(cores: int) -> int:
     """All cores but one, which the event loop keeps; of two cores both, where half the speed would be too dear: there
     the loop's 99th percentile lateness is 2 to 3 ms instead of 0.6."""
     return cores if cores <= 2 else cores - 1
+
+
+def _profile(backend, spec: ModelSpec, model: ModelConfig, engine: EngineConfig, lora: LoraConfig) -> Profile:  # type: ignore[no-untyped-def]
+    """What is known of this machine with this model: from a file, or measured now, quickly, and kept for next time.
+    Starts the CPU LoRA workers on the way. Raises ConfigError for a file that was asked for and is no profile."""
+    from caraserve.calibrate import measure, model_key
+
+    key = model_key(spec, model.dtype if model.dtype != "auto" else spec.dtype, engine.cpu_threads)
+    path = lora.profile or default_path(machine_key(), key)
+    known = _known_profile(path, required=lora.profile is not None)
+    if known is not None:
+        backend.start_workers(known.tokens_per_worker)
+        return known
+    backend.start_workers(lambda rank: _UNPROFILED_SLICE_TOKENS)
+    dtype = model.dtype if model.dtype != "auto" else spec.dtype
+    with _progress("profile", 1) as advance:
+        made = measure(backend, spec, quick=True, progress=lambda share: None, dtype=dtype, threads=engine.cpu_threads)
+        advance()
+    backend.set_slices(made.tokens_per_worker)
+    try:
+        made.save(path)
+    except OSError as error:
+        log.warning("the profile cannot be kept at %s: %s", path, error.strerror)
+    return made
+
+
+def _known_profile(path: Path, *, required: bool) -> Profile | None:
+    if not required and not path.exists():
+        return None
+    try:
+        return load_profile(path)
+    except ConfigError as error:
+        if required:
+            raise
+        log.warning("%s; it is made anew", error.message)
+        return None
+
+
+def _loading(backend, spec: ModelSpec, profile: Profile, lora: LoraConfig) -> Loading:  # type: ignore[no-untyped-def]
+    emulated = lora.emulate_link_mb_per_s
+    return Loading(
+        mode=lora.loading_mode,
+        layers=spec.layers,
+        link_bytes_per_s=profile.link_bytes_per_s if emulated is None else emulated * 1e6,
+        costs=profile,
+        workers=len(backend.workers),
+        handoff_ms=profile.handoff_ms or 0.0,
+        shared_cores=True,
+    )
+
+
+def _lora_cpus(lora: LoraConfig) -> tuple[int, ...]:
+    """Cores of the CPU LoRA workers: all but the first, left to the event loop; none where no mode uses them."""
+    if lora.loading_mode not in ("assisted", "auto"):
+        return ()
+    usable = sorted(os.sched_getaffinity(0))
+    if lora.lora_cpus is None:
+        return tuple(usable[1:] or usable)
+    if missing := set(lora.lora_cpus) - set(usable):
+        raise ConfigError(f"--lora-cpus names core {min(missing)}; this process may use {usable}")
+    return lora.lora_cpus
 
 
 def _dtype(spec: ModelSpec, asked: str) -> Dtype:

@@ -35,6 +35,9 @@ def lora_config(
     host_bytes: int = 64 * MIB,
     adapters_dir: Path | None = None,
     registry: Path | None = None,
+    lora_cpus: tuple[int, ...] | None = None,
+    link_mb_per_s: float | None = None,
+    profile: Path | None = None,
 ) -> LoraConfig:
     return LoraConfig(
         lora_modules=[LoraModule(name, path) for name, path in adapters.items()],
@@ -43,6 +46,9 @@ def lora_config(
         loading_mode=mode,
         max_device_adapters_bytes=device_bytes,
         max_host_adapters_bytes=host_bytes,
+        lora_cpus=lora_cpus,
+        emulate_link_mb_per_s=link_mb_per_s,
+        profile=profile,
         allow_runtime_lora_updating=True,
     )
 
@@ -55,6 +61,7 @@ def engine_config(
     prefix_caching: bool = True,
     threads: int = 2,
     max_queue: int = 4096,
+    trace: Path | None = None,
 ) -> EngineConfig:
     return EngineConfig(
         max_num_seqs=seqs,
@@ -64,6 +71,7 @@ def engine_config(
         enable_prefix_caching=prefix_caching,
         cpu_threads=threads,
         seed=0,
+        trace=trace,
     )
 
 

@@ -21,16 +21,19 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 SOURCES = [path for folder in ("caraserve", "tests", "scripts") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 LEVELS = {
-    **dict.fromkeys(("__init__", "config", "request", "plan", "errors", "units", "log", "demo"), 0),
+    **dict.fromkeys(("__init__", "config", "request", "plan", "errors", "units", "log", "trace", "demo"), 0),
+    **dict.fromkeys(("profile", "fits"), 0),
     **dict.fromkeys(("model", "cpu", "gpu"), 1),
     **dict.fromkeys(("scheduler", "fairness", "stream", "metrics", "kv", "adapters"), 2),
-    **dict.fromkeys(("tokenizer", "detokenizer", "chat_template"), 2),
+    **dict.fromkeys(("tokenizer", "detokenizer", "chat_template", "probes", "lora_rate"), 2),
     "loop": 3,
     "line": 3,
+    "report": 3,
+    "calibrate": 3,
     "cluster": 4,
     **dict.fromkeys(("http", "bench"), 5),
     "serve": 6,
-    **dict.fromkeys(("cli", "calibrate", "__main__"), 7),
+    **dict.fromkeys(("cli", "profile_command", "__main__"), 7),
 }
 # Neighbours on a level that may import one another, in this direction only.
 NEIGHBOURS = {
@@ -41,6 +44,9 @@ NEIGHBOURS = {
     ("tokenizer", "detokenizer"),
     ("tokenizer", "chat_template"),
     ("loop", "line"),
+    ("loop", "report"),
+    ("report", "line"),
+    ("cli", "profile_command"),
     ("__main__", "cli"),
 }
 
@@ -57,7 +63,7 @@ HOMES = {
     "safetensors": {"model", "adapters"},
     "tokenizers": {"tokenizer"},
     "jinja2": {"chat_template"},
-    "rich": {"serve", "cli", "bench"},
+    "rich": {"serve", "cli", "profile_command", "bench"},
     "uvloop": {"serve", "cli", "bench"},
 }
 

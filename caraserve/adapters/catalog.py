@@ -12,13 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from caraserve.adapters.peft import inspect_adapter, read_adapter, resolve_adapter_path
 from caraserve.adapters.registry import AdapterInfo, Registry
 from caraserve.adapters.residency import Residency, too_large
 from caraserve.adapters.version import Version
 from caraserve.config import check_adapter_name
 from caraserve.errors import AdapterRejected, CaraServeError, ConfigError, Forbidden, NotFound
-from caraserve.model.backend import Backend
 from caraserve.model.layout import HostAdapter
 from caraserve.model.spec import ModelSpec
 
@@ -34,6 +36,7 @@ class CatalogRules:
     base_name: str
     root: Path | None  # run-time loads must lie inside it
     device_bytes: int
+    host_bytes: int
     keep_on_device: bool  # the `cached` mode: every adapter is loaded at once and stays
 
 
@@ -44,13 +47,13 @@ class AdapterReader:
         self._spec, self._on_loop = spec, on_loop
         self.executor = ThreadPoolExecutor(_READERS, "caraserve-read")
 
-    def read(self, folder: Path, done: Callable[[HostAdapter | CaraServeError], None]) -> None:
+    def read(self, folder: Path, into: NDArray[np.uint8], done: Callable[[HostAdapter | CaraServeError], None]) -> None:
         """Reads and checks a whole adapter; `done` is called on the event loop with it or with what was wrong."""
 
         def work() -> None:
             result: HostAdapter | CaraServeError
             try:
-                result = read_adapter(folder, self._spec)
+                result = read_adapter(folder, self._spec, into)
             except CaraServeError as error:
                 result = error
             except OSError as error:
@@ -70,14 +73,13 @@ class Catalog:
     def __init__(
         self,
         spec: ModelSpec,
-        backend: Backend,
         registry: Registry,
         residency: Residency,
         reader: AdapterReader,
         rules: CatalogRules,
     ) -> None:
         self.residency = residency
-        self._spec, self._backend, self._registry = spec, backend, registry
+        self._spec, self._registry = spec, registry
         self._reader, self._rules = reader, rules
         self._infos: dict[str, AdapterInfo] = {}
         self._changing: set[str] = set()  # names being loaded or unloaded
@@ -143,8 +145,8 @@ class Catalog:
                 except CaraServeError as error:
                     raise ConfigError(f"adapter {name!r} at {path}: {error.message}") from error
                 fresh.append(known)
-            elif known.num_bytes > self._rules.device_bytes:
-                raise ConfigError(too_large(known.num_bytes, self._rules.device_bytes).message)
+            elif (refusal := self._refused_size(known.num_bytes)) is not None:
+                raise ConfigError(f"adapter {name!r} at {path}: {refusal.message}")
             self._add(known)
             progress()
         complaints = {
@@ -174,14 +176,14 @@ class Catalog:
             return f"adapter {info.name!r} has the base model's name now and is left out"
         if stamp(Path(info.path)) != info.stamp:
             return f"adapter {info.name!r}: {info.path} is gone or has changed; load it again to use it"
-        if info.num_bytes > self._rules.device_bytes:
-            return f"adapter {info.name!r}: {too_large(info.num_bytes, self._rules.device_bytes).message}"
+        if (refusal := self._refused_size(info.num_bytes)) is not None:
+            return f"adapter {info.name!r}: {refusal.message}"
         self._add(info)
         return None
 
     def _add(self, info: AdapterInfo) -> None:
         self._infos[info.name] = info
-        self.residency.register(info.name, info.digest, Path(info.path))
+        self.residency.register(info.name, info.digest, Path(info.path), info.num_bytes)
         if self._rules.keep_on_device:
             self.residency.preload(info.name)
 
@@ -189,19 +191,26 @@ class Catalog:
         """Reads an adapter's header and digest. A path from the command line is trusted, one from a request is not."""
         folder = resolve_adapter_path(path, None if trusted else self._rules.root)
         spec = inspect_adapter(folder, self._spec)
-        device_bytes = self._backend.adapter_bytes(spec)
-        if device_bytes > self._rules.device_bytes:
-            raise too_large(device_bytes, self._rules.device_bytes)
+        if (refusal := self._refused_size(spec.num_bytes)) is not None:
+            raise refusal
         return AdapterInfo(
             name=name,
             digest=spec.digest,
             path=str(folder),
             rank=spec.rank,
             targets=spec.targets,
-            num_bytes=device_bytes,
+            num_bytes=spec.num_bytes,
             created_s=time.time(),
             stamp=stamp(folder),
         )
+
+    def _refused_size(self, num_bytes: int) -> AdapterRejected | None:
+        """The reason why an adapter of so many bytes can never be served, if there is one."""
+        if num_bytes > self._rules.device_bytes:
+            return too_large(num_bytes, self._rules.device_bytes, "--max-device-adapters-bytes")
+        if num_bytes > self._rules.host_bytes:
+            return too_large(num_bytes, self._rules.host_bytes, "--max-host-adapters-bytes")
+        return None
 
     def _refuse_if_all_stay(self) -> None:
         if self._rules.keep_on_device:

@@ -5,6 +5,7 @@
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -18,9 +19,10 @@ from numpy.typing import NDArray
 from caraserve.adapters.peft_config import PeftConfig, read_config, refusal
 from caraserve.adapters.peft_names import module_name
 from caraserve.errors import AdapterRejected, NotFound
-from caraserve.model.layout import AdapterSpec, Dtype, HostAdapter, aligned_bytes, lay_out
+from caraserve.model.layout import A_COLUMNS, PANEL, AdapterSpec, Dtype, HostAdapter, SiteSpan, lay_out
 from caraserve.model.spec import SITES, ModelSpec
 from caraserve.model.tensorfile import TensorFile, TensorFileError
+from caraserve.units import align_up, ceil_div
 
 TENSORS_NAME = "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
@@ -48,20 +50,40 @@ def inspect_adapter(folder: Path, model: ModelSpec) -> AdapterSpec:
         return _specify(folder, file, model)[0]
 
 
-def read_adapter(folder: Path, model: ModelSpec) -> HostAdapter:
-    """Reads and checks a whole adapter. Raises AdapterRejected naming the field or tensor."""
+def read_adapter(folder: Path, model: ModelSpec, into: NDArray[np.uint8]) -> HostAdapter:
+    """Reads and checks a whole adapter into `into`. Raises AdapterRejected naming the field or tensor."""
     with _opened(folder) as file:
         spec, pairs = _specify(folder, file, model)
-        data = aligned_bytes(spec.num_bytes)
+        if spec.num_bytes > into.nbytes:
+            raise AdapterRejected(f"{folder.name}: the files have changed since the adapter was loaded")
+        data = into[: spec.num_bytes]
         data[:] = 0
         for span in spec.spans:
             pair = pairs[span.layer, SITES[span.site]]
-            for name, offset, transposed in ((pair.a, span.a_offset, False), (pair.b, span.b_offset, True)):
-                values = _values(file, name, spec.dtype)
-                rows = values.T if transposed else values  # rank rows of either
-                place = data[offset : offset + rows.size * spec.dtype.itemsize].view(spec.dtype.storage)
-                place.reshape(rows.shape)[:] = rows
+            inputs, outputs = model.site_shape(SITES[span.site])
+            _place_a(_values(file, pair.a, spec.dtype), data, span, inputs)
+            _place_b(_values(file, pair.b, spec.dtype), data, span, outputs)
         return HostAdapter(spec, data)
+
+
+def _place_a(values: NDArray[np.generic], data: NDArray[np.uint8], span: SiteSpan, inputs: int) -> None:
+    """values: [rank, in]."""
+    shape = span.padded_rank, align_up(inputs, A_COLUMNS)
+    _view(data, span.a_offset, shape, values.dtype)[: span.rank, :inputs] = values
+
+
+def _place_b(values: NDArray[np.generic], data: NDArray[np.uint8], span: SiteSpan, outputs: int) -> None:
+    """values: [out, rank], as PEFT keeps it."""
+    panels = _view(data, span.b_offset, (ceil_div(outputs, PANEL), span.padded_rank, PANEL), values.dtype)
+    whole = outputs // PANEL
+    panels[:whole, : span.rank] = values[: whole * PANEL].reshape(whole, PANEL, span.rank).transpose(0, 2, 1)
+    panels[whole:, : span.rank, : outputs % PANEL] = values[whole * PANEL :].T
+
+
+def _view(
+    data: NDArray[np.uint8], offset: int, shape: tuple[int, ...], dtype: np.dtype[np.generic]
+) -> NDArray[np.generic]:
+    return data[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
 
 def resolve_adapter_path(path: str, root: Path | None) -> Path:
@@ -108,7 +130,7 @@ def _specify(folder: Path, file: TensorFile, model: ModelSpec) -> tuple[AdapterS
     pairs = _pairs(file, config, model)
     kinds = {file.dtype(name) for pair in pairs.values() for name in (pair.a, pair.b)}
     dtype = kinds.pop() if len(kinds) == 1 else Dtype.F32  # fp32 holds every mixture exactly
-    spans, num_bytes = lay_out(model, dtype, {site: (pair.rank, pair.scale) for site, pair in pairs.items()})
+    spans, layer_ends = lay_out(model, dtype, {site: (pair.rank, pair.scale) for site, pair in pairs.items()})
     # Not the configuration's text: two that come to the same ranks and scales are the same adapter.
     digest = hashlib.sha256(json.dumps([(s.layer, s.site, s.rank, s.scale) for s in spans]).encode())
     for chunk in file.chunks():
@@ -119,7 +141,7 @@ def _specify(folder: Path, file: TensorFile, model: ModelSpec) -> tuple[AdapterS
         dtype=dtype,
         rank=max(pair.rank for pair in pairs.values()),
         targets=tuple(site for site in SITES if site in sites),
-        num_bytes=num_bytes,
+        layer_ends=layer_ends,
         spans=spans,
     )
     return spec, pairs

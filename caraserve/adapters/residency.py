@@ -7,39 +7,47 @@ name loaded again points to a new one, and the old one lives until its last requ
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from caraserve.adapters.version import Budgets, Counters, Tier, Version
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.adapters.loading import LAYERWISE_MODES, Group, Loading, Start
+from caraserve.adapters.version import Counters, Tier, Version
+from caraserve.cpu.arena import Arena
 from caraserve.errors import AdapterRejected, CaraServeError
 from caraserve.model.backend import Backend
-from caraserve.model.layout import HostAdapter
+from caraserve.model.layout import AdapterSpec, HostAdapter
 from caraserve.plan import BASE_ADAPTER_SLOT
 
 _HALF_LIFE_S = 60.0  # of the request rate that eviction goes by
 MAX_BYPASSES = 64  # admissions that may pass an adapter which waits for device room
 
-Read = Callable[[Path, Callable[[HostAdapter | CaraServeError], None]], None]
+Read = Callable[[Path, NDArray[np.uint8], Callable[[HostAdapter | CaraServeError], None]], None]
 
 
 class Residency:
     """Moves versions between tiers. Not thread-safe: everything, callbacks included, runs on the event loop.
 
-    `read(folder, done)` reads an adapter elsewhere and calls `done` on the event loop; callbacks of the backend are
-    brought there by `on_loop`.
+    `read(folder, into, done)` reads an adapter into an extent of the arena elsewhere and calls `done` on the event
+    loop; callbacks of the backend are brought there by `on_loop`.
     """
 
     def __init__(
         self,
         backend: Backend,
-        budgets: Budgets,
+        device_bytes: int,
+        arena: Arena,
         read: Read,
         on_loop: Callable[[Callable[[], None]], None],
         now: Callable[[], float],
+        loading: Loading,
         observe_load: Callable[[float, bool], None] = lambda seconds, ok: None,  # seconds since asked, success
     ) -> None:
-        self._backend, self._budgets, self._read = backend, budgets, read
-        self._on_loop, self._now = on_loop, now
+        self._backend, self._device_budget, self._arena, self._read = backend, device_bytes, arena, read
+        self._on_loop, self._now, self._loading = on_loop, now, loading
+        self._link_free_s = 0.0  # when the link is expected to have done all that it was asked
         self._changed: Callable[[], None] = lambda: None
         self._observe_load = observe_load
         self._settling: list[asyncio.Event] = []
@@ -47,7 +55,8 @@ class Residency:
         self._versions: dict[str, Version] = {}
         self._names: dict[str, Version] = {}
         self._host: OrderedDict[str, HostAdapter] = OrderedDict()  # least recently used first
-        self._host_bytes = 0
+        self._extents: dict[str, NDArray[np.uint8]] = {}  # of versions in the host tier or being read into it
+        self._unread: deque[Version] = deque()  # on disk, waiting for room in the arena
         self._device_bytes = 0
         self._resident: dict[str, Version] = {}  # COPYING or DEVICE
         self._free_slots = list(range(backend.limits.adapter_slots - 1, BASE_ADAPTER_SLOT, -1))
@@ -58,11 +67,11 @@ class Residency:
 
     # --- names and pins ---
 
-    def register(self, name: str, digest: str, folder: Path) -> None:
-        """Points `name` at a version; the version it pointed at before drains."""
+    def register(self, name: str, digest: str, folder: Path, num_bytes: int) -> None:
+        """Points `name` at a version of so many bytes; the version it pointed at before drains."""
         version = self._versions.get(digest)
         if version is None:
-            version = self._versions[digest] = Version(digest, folder)
+            version = self._versions[digest] = Version(digest, folder, num_bytes)
         version.folder = folder  # the same bytes may have moved
         old = self._names.get(name)
         self._names[name] = version
@@ -104,7 +113,7 @@ class Residency:
 
     async def settled(self) -> None:
         """Returns when no load is under way or wanted."""
-        while self.loading or self._wanting:
+        while self.loading or self._wanting or self._unread:
             event = asyncio.Event()
             self._settling.append(event)
             await event.wait()
@@ -135,15 +144,17 @@ class Residency:
             self.counters.host_hits += 1
             version.asked_s = self._now()
             self._want(version)
-        elif version.tier in (Tier.DISK, Tier.FAILED):
+        elif version.tier in (Tier.DISK, Tier.FAILED) and version not in self._unread:
             version.asked_s = self._now()
             self._start_read(version)
 
     def unuse(self, version: Version) -> None:
         """An admitted request has ended or gone back to the queue."""
         version.uses -= 1
-        if version.uses == 0 and version in self._wanting:
-            self._wanting.remove(version)
+        for queue in (self._wanting, self._unread):
+            if version.uses == 0 and version in queue:
+                queue.remove(version)
+        self._read_waiting()
         self._fill_device()
 
     def preload(self, name: str) -> None:
@@ -159,8 +170,11 @@ class Residency:
         slots = [version.slot for version in on_device]
         assert len({*slots, *self._free_slots}) == len(slots) + len(self._free_slots), "a slot has two owners"
         assert len(slots) + len(self._free_slots) == self._backend.limits.adapter_slots - 1, "a slot is lost"
-        assert self._host_bytes == sum(image.data.nbytes for image in self._host.values()), "host bytes differ"
-        assert self._device_bytes <= self._budgets.device_bytes, "the device tier is over its budget"
+        reading = {digest for digest, version in self._versions.items() if version.tier is Tier.READING}
+        assert self._extents.keys() == self._host.keys() | reading, "an extent of the arena has no owner"
+        assert self._arena.used_bytes >= sum(extent.nbytes for extent in self._extents.values()), "an extent is lost"
+        self._arena.check()
+        assert self._device_bytes <= self._device_budget, "the device tier is over its budget"
 
     def on_device(self) -> list[Version]:
         """Versions that requests can run on now."""
@@ -179,47 +193,71 @@ class Residency:
             version.to(Tier.HOST)
             self._arrived(version, image)
             return
+        extent = self._take_extent(version.num_bytes)
+        if extent is None:
+            if version.tier is Tier.FAILED:
+                version.to(Tier.DISK)  # this attempt has not failed yet
+            self._unread.append(version)
+            return
         version.to(Tier.READING)
         version.error = None
+        self._extents[version.digest] = extent
         self.loading += 1
         self.counters.disk_reads += 1
-        self._read(version.folder, lambda result: self._read_done(version, result))
+        self._read(version.folder, extent, lambda result: self._read_done(version, result))
+
+    def _take_extent(self, num_bytes: int) -> NDArray[np.uint8] | None:
+        """Room in the arena; the least recently used images that nothing needs give way one by one."""
+        while (extent := self._arena.take(num_bytes)) is None:
+            victim = next((digest for digest in self._host if not self._needs_image(digest)), None)
+            if victim is None:
+                return None
+            self._drop_from_host(victim)
+            self.counters.host_evictions += 1
+        return extent
+
+    def _needs_image(self, digest: str) -> bool:
+        """Whether an image is about to be copied to the device, or is being copied: kernels may read it meanwhile."""
+        version = self._versions.get(digest)
+        return version is not None and (
+            version.tier is Tier.COPYING or (version.tier is Tier.HOST and version.uses > 0)
+        )
 
     def _read_done(self, version: Version, result: HostAdapter | CaraServeError) -> None:
         self.loading -= 1
         if isinstance(result, HostAdapter) and result.spec.digest != version.digest:
             result = AdapterRejected(f"{version.folder.name}: the files have changed since the adapter was loaded")
         if isinstance(result, CaraServeError):
+            self._arena.give_back(self._extents.pop(version.digest))
             self._fail(version, result)
-            return
-        version.to(Tier.HOST)
-        self._keep_on_host(version, result)
-        self._arrived(version, result)
+        else:
+            version.to(Tier.HOST)
+            self._host[version.digest] = result
+            self._arrived(version, result)
+        self._read_waiting()
+
+    def _read_waiting(self) -> None:
+        """Starts reads that waited for room in the arena, in the order of asking."""
+        for _ in range(len(self._unread)):
+            version = self._unread.popleft()
+            self._start_read(version)
+            if self._unread and self._unread[-1] is version:  # still no room
+                self._unread.rotate(1)
+                return
 
     def _arrived(self, version: Version, image: HostAdapter) -> None:
-        version.device_bytes = self._backend.adapter_bytes(image.spec)
-        if version.device_bytes > self._budgets.device_bytes:
-            self._fail(version, too_large(version.device_bytes, self._budgets.device_bytes))
+        version.device_bytes = image.spec.num_bytes
+        if version.device_bytes > self._device_budget:
+            self._fail(version, too_large(version.device_bytes, self._device_budget, "--max-device-adapters-bytes"))
         elif version.uses:
             self._want(version)
         else:
             self._forget_if_unused(version)
         self._notify()
 
-    def _keep_on_host(self, version: Version, image: HostAdapter) -> None:
-        self._host[version.digest] = image
-        self._host_bytes += image.data.nbytes
-        for digest in list(self._host):
-            if self._host_bytes <= self._budgets.host_bytes:
-                return
-            other = self._versions.get(digest)
-            if other is version or (other is not None and other.tier is Tier.HOST and other.uses):
-                continue  # about to be copied
-            self._drop_from_host(digest)
-            self.counters.host_evictions += 1
-
     def _drop_from_host(self, digest: str) -> None:
-        self._host_bytes -= self._host.pop(digest).data.nbytes
+        del self._host[digest]
+        self._arena.give_back(self._extents.pop(digest))
         version = self._versions.get(digest)
         if version is not None and version.tier is Tier.HOST:
             version.to(Tier.DISK)
@@ -260,7 +298,7 @@ class Residency:
             (v for v in self._resident.values() if v.tier is Tier.DEVICE and v.uses == 0),
             key=lambda version: version.device_bytes * self._decayed(version),
         )
-        excess = self._device_bytes + num_bytes - self._budgets.device_bytes
+        excess = self._device_bytes + num_bytes - self._device_budget
         slots_missing = 0 if self._free_slots else 1
         victims: list[Version] = []
         while idle and (excess > 0 or len(victims) < slots_missing):
@@ -280,22 +318,44 @@ class Residency:
         self._resident[version.digest] = version
         self._host.move_to_end(version.digest)
         self.loading += 1
+        ends = self._loading.group_ends(image.spec)
+        version.spec, version.groups = image.spec, self._expect(image.spec, ends)
 
         def done(error: Exception | None) -> None:
             self._on_loop(lambda: self._copied(version, error))
 
-        self._backend.load_adapter(image, version.slot, done)
+        self._backend.load_adapter(image, version.slot, done, ends)
+
+    def _expect(self, spec: AdapterSpec, ends: Sequence[int]) -> tuple[Group, ...]:
+        """When groups of layers are expected on the device, behind all loads before."""
+        starts_s = max(self._now(), self._link_free_s)
+        speed = self._loading.link_bytes_per_s
+        self._link_free_s = starts_s + spec.num_bytes / speed
+        return tuple(Group(end, starts_s + spec.layer_ends[end - 1] / speed) for end in ends)
+
+    def start_of(self, version: Version, tokens: int) -> Start | None:
+        """When a request whose first chunk has so many tokens may run on a version; None: not yet known."""
+        if version.tier is Tier.DEVICE:
+            return Start(self._now(), assist=False)
+        if version.tier is Tier.COPYING and self._loading.mode in LAYERWISE_MODES:
+            assert version.spec is not None
+            return self._loading.start(self._now(), version.groups, version.spec, tokens)
+        return None
 
     def _copied(self, version: Version, error: Exception | None) -> None:
         self.loading -= 1
         if error is not None:
+            self._backend.unload_adapter(version.slot)
             self._release_device(version)
             self._fail(version, CaraServeError(f"the adapter could not be copied to the device: {error}"))
+            self._read_waiting()
             self._fill_device()
             return
         version.to(Tier.DEVICE)
+        version.groups = ()
         self._observe_load(self._now() - version.asked_s, True)
         self._forget_if_unused(version)
+        self._read_waiting()  # its image may give way now
         self._fill_device()  # whoever asked for it may have left meanwhile: then it can give way at once
         self._notify()
 
@@ -322,6 +382,7 @@ class Residency:
         if version.digest in self._host:
             self._drop_from_host(version.digest)
         del self._versions[version.digest]
+        self._read_waiting()
         for entry in [entry for entry in self._draining if entry[0] is version]:
             entry[1].set()
             self._draining.remove(entry)
@@ -340,8 +401,6 @@ class Residency:
         version.rate, version.rated_s = self._decayed(version) + 1.0, self._now()
 
 
-def too_large(device_bytes: int, budget_bytes: int) -> AdapterRejected:
-    """The refusal of an adapter that can never be on the device."""
-    return AdapterRejected(
-        f"the adapter takes {device_bytes} bytes on the device, more than --max-device-adapters-bytes {budget_bytes}"
-    )
+def too_large(num_bytes: int, budget_bytes: int, flag: str) -> AdapterRejected:
+    """The refusal of an adapter that can never be in a tier."""
+    return AdapterRejected(f"the adapter takes {num_bytes} bytes, more than {flag} {budget_bytes}")

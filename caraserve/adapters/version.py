@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from caraserve.adapters.loading import Group
 from caraserve.errors import CaraServeError
+from caraserve.model.layout import AdapterSpec
 from caraserve.plan import BASE_ADAPTER_SLOT
 
 
@@ -28,7 +30,7 @@ TIER_CHANGES: dict[Tier, frozenset[Tier]] = {
     Tier.HOST: frozenset({Tier.COPYING, Tier.DISK, Tier.FAILED}),
     Tier.COPYING: frozenset({Tier.DEVICE, Tier.HOST, Tier.FAILED}),
     Tier.DEVICE: frozenset({Tier.HOST, Tier.DISK}),
-    Tier.FAILED: frozenset({Tier.READING, Tier.HOST}),
+    Tier.FAILED: frozenset({Tier.READING, Tier.HOST, Tier.DISK}),
 }
 
 
@@ -38,12 +40,15 @@ class Version:
 
     digest: str
     folder: Path
+    num_bytes: int  # of its image in the host tier
     tier: Tier = Tier.DISK
     pins: int = 0
     uses: int = 0
     names: set[str] = field(default_factory=set)
     slot: int = BASE_ADAPTER_SLOT
     device_bytes: int = 0
+    spec: AdapterSpec | None = None  # known once it has been in the host tier
+    groups: tuple[Group, ...] = ()  # expected on the device while COPYING
     error: CaraServeError | None = None
     asked_s: float = 0.0  # when the load under way began
     rate: float = 0.0  # admissions, decayed
@@ -66,11 +71,3 @@ class Counters:
     device_evictions: int = 0
     host_evictions: int = 0
     failures: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Budgets:
-    """Bytes that adapters may take in each tier."""
-
-    device_bytes: int
-    host_bytes: int

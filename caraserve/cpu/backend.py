@@ -1,11 +1,12 @@
-"""The CPU backend: a lane thread that runs plans in order, a copy thread beside it for adapters. Level 1.
+"""The CPU backend: a lane thread that runs plans in order, a copy thread beside it for adapters, CPU LoRA workers in
+processes of their own. Level 1.
 
 `serve.py` builds it, `loop.py` launches plans on it, `adapters/residency.py` loads adapters into it.
 """
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -13,19 +14,24 @@ from queue import SimpleQueue
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.cpu.adapters import DeviceAdapters
-from caraserve.cpu.attention import BLOCK_TOKENS, scratch_bytes
-from caraserve.cpu.batch import HostBatch, build_batch, collect
-from caraserve.cpu.kernels import lora_expand, lora_shrink, panel_gemm
-from caraserve.cpu.records import BUFFERS, CACHE, filled
+from caraserve.cpu.adapters import DeviceAdapters, Image
+from caraserve.cpu.attention import BLOCK_TOKENS
+from caraserve.cpu.batch import HostBatch, Shape, build_batch, collect
+from caraserve.cpu.buffers import Buffers
+from caraserve.cpu.link import Link
+from caraserve.cpu.records import CACHE, filled
+from caraserve.cpu.round_trip import RoundTrip, one_segment, round_trip
 from caraserve.cpu.sampling import MAX_END_IDS, SLOT_SAMPLING
 from caraserve.cpu.step import Sampler, step
 from caraserve.cpu.team import Team, yield_to_event_loop
+from caraserve.cpu.tracing import trace_batch
 from caraserve.cpu.weights import LoadedModel
+from caraserve.cpu.workers import Workers
 from caraserve.model.backend import Limits
-from caraserve.model.layout import MAX_RANK, AdapterSpec, HostAdapter
+from caraserve.model.layout import HostAdapter
 from caraserve.model.spec import ModelSpec
 from caraserve.plan import BASE_ADAPTER_SLOT, Plan, Row, SlotSampling, SlotStart, StepResult
+from caraserve.trace import Trace
 from caraserve.units import align_up, ceil_div
 
 _LaneJob = Callable[[], None]
@@ -42,12 +48,15 @@ class CpuSizes:
     max_step_tokens: int
     max_context: int
     kv_cache_bytes: int
+    host_bytes: int  # for the host tier
+    lora_cpus: tuple[int, ...] = ()  # cores that CPU LoRA workers are pinned to
+    link_bytes_per_s: float | None = None  # emulated between the host and the device tier
 
 
 class CpuBackend:
     """Runs plans in launch order on one lane thread and its team; see model/backend.py for the contract."""
 
-    def __init__(self, spec: ModelSpec, loaded: LoadedModel, sizes: CpuSizes) -> None:
+    def __init__(self, spec: ModelSpec, loaded: LoadedModel, sizes: CpuSizes, trace: Trace | None = None) -> None:
         block_bytes = spec.kv_bytes_per_token(4) * BLOCK_TOKENS
         self.limits = Limits(
             num_blocks=sizes.kv_cache_bytes // block_bytes,
@@ -57,21 +66,27 @@ class CpuBackend:
             max_step_tokens=sizes.max_step_tokens,
             max_context=sizes.max_context,
         )
-        self._loaded = loaded
-        self._arrays: list[NDArray[np.uint8]] = []
+        self._loaded, self._trace = loaded, trace
         self._adapters = DeviceAdapters(spec, sizes.adapter_slots)
         self._sampling = np.zeros(sizes.num_slots, SLOT_SAMPLING)
         self._blocks = np.zeros((sizes.num_slots, ceil_div(sizes.max_context, BLOCK_TOKENS)), np.int64)
         self._history = np.zeros((sizes.num_slots, sizes.max_context + 1), np.int64)
-        self._cache = self._make_cache(block_bytes)
-        self._max_outputs = self._rows_of_activations(sizes) + sizes.num_slots  # every token scored, every row sampled
-        self._buffers = self._make_buffers(sizes)
+        self._kv = np.zeros(self.limits.num_blocks * block_bytes + 64, np.uint8)  # no room until it is written
+        self._cache = self._make_cache()
+        tokens = max(sizes.max_step_tokens, sizes.num_slots)
+        outputs = tokens + sizes.num_slots  # every token scored, every row sampled
+        self._buffers = Buffers(loaded.model, tokens, outputs, sizes.threads, sizes.host_bytes, sizes.lora_cpus)
+        self.host_memory = self._buffers.host_memory
+        self._lora = self._buffers.lora_record(self._adapters.addresses())
+        self.workers = Workers(self._buffers.region, self._buffers.blocks, sizes.lora_cpus, self._buffers.block_bytes)
+        self._shape = Shape(spec.layers, len(self.workers), traced=trace is not None)
         vocab = int(loaded.model["vocab"][0])
-        self._logits = np.zeros((self._max_outputs, int(loaded.model["vocab_pad"][0])), np.float32)
+        self._logits = np.zeros((outputs, int(loaded.model["vocab_pad"][0])), np.float32)
         self._copies = np.zeros((sizes.threads, vocab), np.float32)
         self._seen = np.zeros((sizes.threads, vocab), np.uint8)
         self._team = Team(sizes.threads, step)
         self._jobs: SimpleQueue[_LaneJob | None] = SimpleQueue()
+        self._link = Link(sizes.link_bytes_per_s)
         self._copier = ThreadPoolExecutor(1, "caraserve-copy", initializer=yield_to_event_loop)
         self._lane = threading.Thread(target=self._run_lane, name="caraserve-lane", daemon=True)
         self._lane.start()
@@ -84,41 +99,82 @@ class CpuBackend:
         if isinstance(outcome, Exception):
             raise outcome
 
+    def start_workers(self, tokens_per_worker: Callable[[int], int]) -> None:
+        """Starts the CPU LoRA workers; to be called once, after `warm_up`. Returns at once: until they are there,
+        layers that they would compute are waited for. `tokens_per_worker(rank)`: most tokens of a slice."""
+        self.set_slices(tokens_per_worker)
+        self.workers.start()
+
+    def set_slices(self, tokens_per_worker: Callable[[int], int]) -> None:
+        """Sets the most tokens of a slice by rank; the lane reads it at each hand-over."""
+        self._buffers.set_tokens_per_worker(tokens_per_worker)
+
+    @property
+    def slices_handed_over(self) -> int:
+        """Slices of layers that CPU workers were asked for so far."""
+        return self._buffers.slices_handed_over
+
+    @property
+    def modules_redone(self) -> int:
+        """Modules of such slices that the device had to compute itself, a worker having died or stopped."""
+        return self._buffers.modules_redone
+
+    def time_hand_over(self, slot: int, tokens: int) -> RoundTrip:
+        """Hands q, k, v of the first layer over to the workers, for a bound slot, after all that was launched."""
+        result: SimpleQueue[RoundTrip] = SimpleQueue()
+        batch, arrays = one_segment(slot, tokens, self._shape.layers)
+        records = self._loaded.model, self._buffers.record, self._lora, batch
+        self._jobs.put(lambda: result.put(round_trip(*records, self.workers)))
+        outcome = result.get()
+        del arrays  # alive until now: the record has their addresses
+        return outcome
+
     def launch(self, plan: Plan, done: PlanDone) -> None:
         """Queues one iteration; `done` is called on the lane's thread."""
         self._jobs.put(lambda: done(self._run(plan)))
 
-    def load_adapter(self, adapter: HostAdapter, slot: int, done: Callable[[Exception | None], None]) -> None:
-        """Packs on the copy thread, then binds on the lane, after all that was launched before."""
+    def load_adapter(
+        self,
+        adapter: HostAdapter,
+        slot: int,
+        done: Callable[[Exception | None], None],
+        group_ends: Sequence[int] = (),
+    ) -> None:
+        """Binds on the lane, after all that was launched before; copies on the copy thread."""
+        image = Image.empty(adapter)
+        self._jobs.put(lambda: self._adapters.bind(slot, image))
+        self._copier.submit(self._copy, image, group_ends, done)
 
-        def copy() -> None:
-            try:
-                image = self._adapters.pack(adapter)
-            except Exception as error:
-                done(error)
-                return
-            self._jobs.put(lambda: bind(image))
-
-        def bind(image: NDArray[np.uint8]) -> None:
-            self._adapters.bind(slot, adapter.spec, image)
-            done(None)
-
-        self._copier.submit(copy)
+    def _copy(self, image: Image, group_ends: Sequence[int], done: Callable[[Exception | None], None]) -> None:
+        """Copies group by group. `done` waits for the lane: an iteration under way may be using the host's copy."""
+        ends, start, failure = image.adapter.spec.layer_ends, 0, None
+        try:
+            for layers in (*(end for end in group_ends if 0 < end < len(ends)), len(ends)):
+                started_ns = time.monotonic_ns()
+                self._link.copy(image.data[start : ends[layers - 1]], image.adapter.data[start : ends[layers - 1]])
+                image.arrive(layers)
+                start = ends[layers - 1]
+                if self._trace is not None:
+                    digest = image.adapter.spec.digest[:12]
+                    self._trace.span("link", f"{digest} to layer {layers}", started_ns, time.monotonic_ns())
+        except Exception as error:
+            image.lose()
+            failure = error
+        self._jobs.put(lambda: done(failure))
 
     def unload_adapter(self, slot: int) -> None:
         """Unbinds on the lane, after every plan launched so far."""
         self._jobs.put(lambda: self._adapters.unbind(slot))
 
-    def adapter_bytes(self, adapter: AdapterSpec) -> int:
-        """Device bytes that `load_adapter` would take."""
-        return self._adapters.num_bytes(adapter)
-
     def close(self) -> None:
         """Runs what was launched, then ends the threads."""
+        self._link.close()
         self._copier.shutdown(wait=True)
         self._jobs.put(None)
         self._lane.join()
         self._team.close()
+        self.workers.close()
+        self._buffers.region.close()
 
     def _run_lane(self) -> None:
         yield_to_event_loop()
@@ -130,12 +186,17 @@ class CpuBackend:
         try:
             self._apply(plan)
             prompt_tokens = self._sampling["prompt_tokens"]
-            batch = build_batch(plan, self._adapters.max_rank, prompt_tokens)
-            records = (self._loaded.model, self._buffers, self._adapters.table, self._cache, batch.record)
+            batch = build_batch(plan, self._adapters, prompt_tokens, self._shape)
+            records = (self._loaded.model, self._buffers.record, self._lora, self._cache, batch.record)
+            self.workers.watch(batch.is_arriving)
             self._team.run(*records, self._sampler(batch))
             rows = collect(plan, batch, prompt_tokens)
         except Exception as error:  # the loop fails the plan's requests and goes on
             return error
+        finally:
+            self.workers.watch(False)
+        if self._trace is not None:
+            trace_batch(self._trace, plan, batch, int(started_s * 1e9), time.monotonic_ns())
         return StepResult(rows, started_s, time.monotonic())
 
     def _sampler(self, batch: HostBatch) -> Sampler:
@@ -161,49 +222,14 @@ class CpuBackend:
         self._history[start.slot, : len(start.token_ids)] = start.token_ids
         write_sampling(self._sampling, start.slot, start.sampling)
 
-    def _make_cache(self, block_bytes: int) -> NDArray[np.void]:
+    def _make_cache(self) -> NDArray[np.void]:
         return filled(
             CACHE,
-            base=self._zeros(self.limits.num_blocks * block_bytes),
+            base=align_up(int(self._kv.ctypes.data), 64),
             blocks=int(self._blocks.ctypes.data),
             max_blocks=self._blocks.shape[1],
             history=int(self._history.ctypes.data),
             max_history=self._history.shape[1],
-        )
-
-    def _zeros(self, num_bytes: int) -> int:
-        """The aligned address of zeroed memory, which takes no room until it is written."""
-        array = np.zeros(num_bytes + 64, np.uint8)
-        self._arrays.append(array)
-        return align_up(int(array.ctypes.data), 64)
-
-    @staticmethod
-    def _rows_of_activations(sizes: CpuSizes) -> int:
-        return max(sizes.max_step_tokens, sizes.num_slots)
-
-    def _make_buffers(self, sizes: CpuSizes) -> NDArray[np.void]:
-        tokens = self._rows_of_activations(sizes)
-        model = {name: int(self._loaded.model[name][0]) for name in self._loaded.model.dtype.names or ()}
-        scratch = align_up(scratch_bytes(model["head_dim"]), 4096)  # apart: threads never share a cache line
-        widths = {
-            "hidden": model["hidden_pad"],
-            "qkv": model["q_pad"] + 2 * model["kv_pad"],
-            "attended": model["q_pad"],
-            "gate": model["inter_pad"],
-            "up": model["inter_pad"],
-            "shrunk": 3 * MAX_RANK,
-        }
-        return filled(
-            BUFFERS,
-            panel_gemm=panel_gemm.address,
-            lora_shrink=lora_shrink.address,
-            lora_expand=lora_expand.address,
-            normed=self._zeros(4 * self._max_outputs * model["hidden_pad"]),
-            scratch=self._zeros(scratch * sizes.threads),
-            scratch_bytes=scratch,
-            barrier=self._zeros(128),
-            counters=self._zeros(8 * model["layers"]),
-            **{name: self._zeros(4 * tokens * width) for name, width in widths.items()},
         )
 
 

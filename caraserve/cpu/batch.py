@@ -1,10 +1,12 @@
 """From a `Plan` to the arrays that `step` reads, and from its results to a `StepResult`. Level 1; the lane's thread."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from caraserve.cpu.adapters import DeviceAdapters
+from caraserve.cpu.assist import WORKERS
 from caraserve.cpu.records import BATCH, SAMPLE, SCORE, filled
 from caraserve.plan import BASE_ADAPTER_SLOT, Plan, Row, RowResult
 from caraserve.request import MAX_LOGPROBS, TokenLogprob
@@ -23,10 +25,39 @@ class HostBatch:
     logprob: NDArray[np.float32]  # [outputs]
     top_ids: Words  # [outputs, MAX_LOGPROBS]
     top_logprobs: NDArray[np.float32]  # [outputs, MAX_LOGPROBS]
+    segments: tuple["Segment", ...]
+    sources: Words  # [layers, segments] as in assist.py; meaningless unless the batch is arriving
+    waited_ns: Words  # [segments]
+    layer_ns: Words  # [layers + 1], or empty when not wanted
+    worker_ns: Words  # [layers, 4, workers, 2], likewise
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether some adapter had not wholly arrived when the batch was made."""
+        return bool(self.record["arriving"][0])
 
 
-def build_batch(plan: Plan, max_rank: Words, prompt_tokens: Words) -> HostBatch:
-    """`max_rank` by adapter slot, `prompt_tokens` by request slot."""
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive tokens of one adapter."""
+
+    first_token: int
+    tokens: int
+    adapter_slot: int
+    assist: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a batch's side tables are sized by."""
+
+    layers: int
+    workers: int
+    traced: bool
+
+
+def build_batch(plan: Plan, adapters: DeviceAdapters, prompt_tokens: Words, shape: Shape) -> HostBatch:
+    """`prompt_tokens` by request slot."""
     rows = plan.rows
     counts = np.array([row.count for row in rows], np.int64)
     first = np.zeros(len(rows) + 1, np.int64)
@@ -34,16 +65,25 @@ def build_batch(plan: Plan, max_rank: Words, prompt_tokens: Words) -> HostBatch:
     starts = np.array([row.start for row in rows], np.int64)
     segments = _segments(rows, first)
     out_token, out_kind, out_logprobs = (np.array(part, np.int64) for part in _outputs(rows, first, prompt_tokens))
+    traced = shape.layers if shape.traced else 0
+    tables = {
+        "sources": np.zeros((shape.layers, len(segments)), np.int64),
+        "waited_ns": np.zeros(len(segments), np.int64),
+        "layer_ns": np.zeros(traced + 1 if traced else 0, np.int64),
+        "worker_ns": np.zeros((traced, 4, shape.workers, 2), np.int64),
+    }
     arrays = {
         "slot": np.repeat(np.array([row.slot for row in rows], np.int64), counts),
         "position": np.arange(first[-1], dtype=np.int64) + np.repeat(starts - first[:-1], counts),
         "row_first": first,
-        "segment_first": np.array([at for at, _, _ in segments], np.int64),
-        "segment_tokens": np.array([count for _, count, _ in segments], np.int64),
-        "segment_adapter": np.array([adapter for _, _, adapter in segments], np.int64),
+        "segment_first": np.array([segment.first_token for segment in segments], np.int64),
+        "segment_tokens": np.array([segment.tokens for segment in segments], np.int64),
+        "segment_adapter": np.array([segment.adapter_slot for segment in segments], np.int64),
+        "segment_assist": np.array([segment.assist for segment in segments], np.int64),
         "out_token": out_token,
         "out_kind": out_kind,
         "out_logprobs": out_logprobs,
+        **tables,
     }
     outputs = len(out_token)
     record = filled(
@@ -52,8 +92,9 @@ def build_batch(plan: Plan, max_rank: Words, prompt_tokens: Words) -> HostBatch:
         rows=len(rows),
         segments=len(segments),
         outputs=outputs,
-        max_rank=max((int(max_rank[adapter]) for _, _, adapter in segments), default=0),
-        **{name: int(array.ctypes.data) for name, array in arrays.items()},
+        max_rank=max((int(adapters.max_rank[segment.adapter_slot]) for segment in segments), default=0),
+        arriving=any(adapters.is_arriving(segment.adapter_slot) for segment in segments),
+        **{name: int(array.ctypes.data) if array.size else 0 for name, array in arrays.items()},
     )
     return HostBatch(
         record=record,
@@ -63,20 +104,22 @@ def build_batch(plan: Plan, max_rank: Words, prompt_tokens: Words) -> HostBatch:
         logprob=np.zeros(outputs, np.float32),
         top_ids=np.zeros((outputs, MAX_LOGPROBS), np.int64),
         top_logprobs=np.zeros((outputs, MAX_LOGPROBS), np.float32),
+        segments=tuple(segments),
+        **tables,
     )
 
 
-def _segments(rows: tuple[Row, ...], first: Words) -> list[tuple[int, int, int]]:
-    """Runs of rows with one adapter: (first token, tokens, adapter slot), the base model's left out."""
-    segments: list[tuple[int, int, int]] = []
+def _segments(rows: tuple[Row, ...], first: Words) -> list[Segment]:
+    """Runs of rows with one adapter, the base model's left out."""
+    segments: list[Segment] = []
     for index, row in enumerate(rows):
         if row.adapter_slot == BASE_ADAPTER_SLOT:
             continue
-        if segments and segments[-1][2] == row.adapter_slot and sum(segments[-1][:2]) == first[index]:
-            at, count, adapter = segments[-1]
-            segments[-1] = (at, count + row.count, adapter)
+        last = segments[-1] if segments else None
+        if last and last.adapter_slot == row.adapter_slot and last.first_token + last.tokens == first[index]:
+            segments[-1] = replace(last, tokens=last.tokens + row.count, assist=last.assist or row.assist)
         else:
-            segments.append((int(first[index]), row.count, row.adapter_slot))
+            segments.append(Segment(int(first[index]), row.count, row.adapter_slot, row.assist))
     return segments
 
 
@@ -107,6 +150,7 @@ def _outputs(rows: tuple[Row, ...], first: Words, prompt_tokens: Words) -> tuple
 def collect(plan: Plan, batch: HostBatch, prompt_tokens: Words) -> tuple[RowResult, ...]:
     """Row results in the plan's order."""
     chosen = batch.chosen.tolist()
+    loads = _loads(batch)
     results = []
     index = 0
     for row in plan.rows:
@@ -118,8 +162,19 @@ def collect(plan: Plan, batch: HostBatch, prompt_tokens: Words) -> tuple[RowResu
             token = chosen[index]
             scored = _scored(batch, index) if row.logprobs is not None else None
             index += 1
-        results.append(RowResult(token, scored, prompt))
+        cpu_layers, waited_ms = loads.get(row.adapter_slot, (0, 0.0))
+        results.append(RowResult(token, scored, prompt, cpu_layers, waited_ms))
     return tuple(results)
+
+
+def _loads(batch: HostBatch) -> dict[int, tuple[int, float]]:
+    """By adapter slot: layers that CPU workers computed, and ms spent waiting for weights."""
+    if not batch.is_arriving:
+        return {}
+    return {
+        segment.adapter_slot: (int((batch.sources[:, at] == WORKERS).sum()), float(batch.waited_ns[at]) / 1e6)
+        for at, segment in enumerate(batch.segments)
+    }
 
 
 def _scored(batch: HostBatch, index: int) -> TokenLogprob:

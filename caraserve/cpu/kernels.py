@@ -1,7 +1,7 @@
 """The operations of a decoder layer over register tiles: matmul panels, LoRA, norm, rotary embedding. Level 1.
 
 Called by `step.py` alone, inside one compiled function. Addresses are integers, strides are in bytes, activations are
-fp32. A weight `[out, in]` is stored as panels of 64 outputs, `[out / 64, in, 64]`, zero-padded: a panel is one stream.
+fp32. A base weight `[out, in]` is stored like a LoRA B, as panels of 64 outputs, `[out / 64, in, 64]`, zero-padded.
 """
 
 from typing import Any
@@ -31,12 +31,12 @@ from caraserve.cpu.simd import (
     vsum,
 )
 from caraserve.cpu.tiles import dot_tile, gemm_tile
+from caraserve.model.layout import PANEL, RANK_STEP
 
-PANEL = 64  # outputs in a panel
 K_BLOCK = 2048  # inputs summed before the partial result is stored: keeps a panel's slice inside the L2 cache
 # numpy integers: Numba would compile a function again for every literal it is called with.
 STORE, ADD = np.int64(0), np.int64(1)  # what a panel does with what is already in its output
-RANK_GROUP = 8  # rank rows in one dot tile; ranks are padded to it
+RANK_GROUP = RANK_STEP  # rank rows in one dot tile
 
 
 def _gemm_rows(dtype: int) -> Any:
@@ -126,9 +126,9 @@ def lora_shrink(entry, row, x, x_stride, rows, k, y, y_stride):  # type: ignore[
         _dot_f16(x, x_stride, rows, a, a_stride, k_pad, y, y_stride, scale)
 
 
-@apart(8)
-def lora_expand(entry, x, x_stride, rows, first, end, y, y_stride):  # type: ignore[no-untyped-def]
-    """`y[rows, 64 · panel :] += x[rows, rank] @ B[rank, 64]` for the panels [first, end) of a LORA_ENTRY.
+@apart(9)
+def lora_expand(entry, x, x_stride, rows, first, end, y, y_stride, accumulate):  # type: ignore[no-untyped-def]
+    """`y[rows, 64 · panel :] (+)= x[rows, rank] @ B[rank, 64]` for the panels [first, end) of a LORA_ENTRY.
 
     B's panels follow one another in memory, so one call reads one stream.
     """
@@ -137,11 +137,11 @@ def lora_expand(entry, x, x_stride, rows, first, end, y, y_stride):  # type: ign
     for panel in range(first, end):
         b, at = word(entry, 1) + panel * b_bytes, y + 4 * PANEL * panel
         if dtype == DTYPE_F32:
-            _gemm_f32(x, x_stride, rows, b, rank, at, y_stride, ADD)
+            _gemm_f32(x, x_stride, rows, b, rank, at, y_stride, accumulate)
         elif dtype == DTYPE_BF16:
-            _gemm_bf16(x, x_stride, rows, b, rank, at, y_stride, ADD)
+            _gemm_bf16(x, x_stride, rows, b, rank, at, y_stride, accumulate)
         else:
-            _gemm_f16(x, x_stride, rows, b, rank, at, y_stride, ADD)
+            _gemm_f16(x, x_stride, rows, b, rank, at, y_stride, accumulate)
 
 
 @kernel

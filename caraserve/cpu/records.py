@@ -48,7 +48,7 @@ BUFFERS = _record(
     "counters",  # int64 [layers], attention items taken
 )
 
-# One module of one layer of one adapter slot; `LORA` points to them as [slots, layers, 7]. Rank 0: not adapted.
+# One module of one layer of one adapter slot. Rank 0: not adapted.
 LORA_ENTRY = _record(
     "a",  # A, [padded rank, input padded to 16]
     "b",  # B, panels [output / 64, padded rank, 64]
@@ -56,7 +56,24 @@ LORA_ENTRY = _record(
     "dtype",
     floats=("scale",),
 )
-LORA = _record("entries", "layers")
+# All adapters, and what the team needs to hand layers over to CPU LoRA workers (blocks and slices as in handoff.py).
+LORA = _record(
+    "entries",  # → LORA_ENTRY [slots, layers, 7], weights in the device tier
+    "host_entries",  # the same, weights in the host tier; valid while a slot's layers are arriving
+    "arrived",  # → int64 [slots], addresses of the counts of layers that have arrived; LOST: the rest never will
+    "layers",
+    "base",  # of the shared region in this process
+    "workers",
+    *("blocks", "block_bytes"),  # one for each worker
+    *("deltas", "delta_bytes"),  # one area for each worker
+    *("published", "asked"),  # → int64 [workers]: last number published, and the incarnation that it was asked of
+    "tokens_per_worker",  # → int64 [MAX_RANK / 8 + 1], by padded rank
+    "slices",  # → int64 [max slices, PIECE_WORDS], of the hand-over under way
+    "segment_slices",  # → int64 [segments, 2]: first slice and their number
+    *("redo", "redo_bytes"),  # scratch of each thread for slices that it computes itself
+    *("handed", "redone"),  # → int64 counts: slices handed over, modules of slices that the team redid
+)
+LOST = np.int64(-1)
 
 # KV blocks and what the device knows of each request slot.
 CACHE = _record(
@@ -74,7 +91,12 @@ BATCH = _record(
     "max_rank",  # largest padded rank in the batch; 0: base model only
     *("slot", "position"),  # [tokens]
     "row_first",  # [rows + 1] first token of each row
-    *("segment_first", "segment_tokens", "segment_adapter"),  # [segments]
+    *("segment_first", "segment_tokens", "segment_adapter", "segment_assist"),  # [segments]
+    "arriving",  # 1: some segment's adapter had not wholly arrived when the batch was made
+    "sources",  # [layers, segments] whence each layer's LoRA came; written by the step, if `arriving`
+    "waited_ns",  # [segments] time spent waiting for weights; written by the step, if `arriving`
+    "layer_ns",  # [layers + 1] when each layer began, and the last ended; 0: not wanted
+    "worker_ns",  # [layers, 4 inputs, workers, 2] when hand-overs were computed; 0: not wanted
     "out_token",  # [outputs] index of the token whose logits are wanted
     "out_kind",  # [outputs] SAMPLE or SCORE
     "out_logprobs",  # [outputs] alternatives wanted, -1 for no logprob at all

@@ -242,6 +242,7 @@ def _scalar_store(numba_type: Any, llvm_type: Any) -> Any:
 
 load_f32, store_f32 = _scalar_load(types.float32, F32), _scalar_store(types.float32, F32)
 load_u16, load_i64 = _scalar_load(types.uint16, _I16), _scalar_load(types.int64, I64)
+store_i64 = _scalar_store(types.int64, I64)
 
 
 @intrinsic
@@ -289,6 +290,17 @@ def spin_pause(typing_context):  # type: ignore[no-untyped-def]
         if _X86:
             pause = cgutils.get_or_insert_function(b.module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse2.pause")
             b.call(pause, [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def fence(typing_context):  # type: ignore[no-untyped-def]
+    """Orders every access before it before every access after it; a store and a later load need this even on x86."""
+
+    def codegen(context, b, signature, arguments):  # type: ignore[no-untyped-def]
+        b.fence("seq_cst")
         return context.get_dummy_value()
 
     return types.void(), codegen

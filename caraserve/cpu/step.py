@@ -3,9 +3,12 @@
 A team of threads runs it: each calls `step` with the same arguments and its own index; they split each phase and meet
 at a barrier after it. Nothing of Python runs inside, so the event loop has the interpreter to itself meanwhile.
 
-Phases of a layer (| is a barrier): norm | [LoRA shrink |] q, k, v + LoRA expand | rotate, append KV | attend |
-[shrink |] o + expand + residual | norm | [shrink |] gate, up + expand, silu·mul | [shrink |] down + expand + residual |
-The bracketed ones run only when the batch has an adapter: base-only traffic pays nothing for LoRA.
+Phases of a layer (| is a barrier): [choose sources] norm | [LoRA shrink |] q, k, v + LoRA expand | rotate, append KV |
+attend | [shrink |] o + expand + residual | norm | [shrink |] gate, up + expand, silu·mul | [shrink |] down + expand +
+residual |
+The bracketed ones run only when the batch has an adapter: base-only traffic pays nothing for LoRA. While an adapter is
+arriving, a hand-over to CPU workers goes out where its shrink would be, and what comes back is added where its expand
+would be; see assist.py.
 """
 
 from typing import NamedTuple
@@ -13,38 +16,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from caraserve.cpu.assist import DEVICE, add_deltas, choose_sources, hand_over, note_workers, source_of, stamp
 from caraserve.cpu.attention import attend, rotate_and_append
 from caraserve.cpu.jit import entry, kernel
-from caraserve.cpu.kernels import (
-    ADD,
-    PANEL,
-    RANK_GROUP,
-    STORE,
-    add_bias,
-    embed,
-    itemsize,
-    rms_norm,
-    silu_mul,
-)
-from caraserve.cpu.records import (
-    ATTN_NORM,
-    BQ,
-    LORA_ENTRY,
-    MLP_NORM,
-    NUM_WEIGHTS,
-    SAMPLE,
-    WQ,
-    word,
-)
+from caraserve.cpu.kernels import ADD, RANK_GROUP, STORE, add_bias, embed, itemsize, rms_norm, silu_mul
+from caraserve.cpu.libc import sched_yield
+from caraserve.cpu.records import ATTN_NORM, BQ, LORA_ENTRY, MLP_NORM, NUM_WEIGHTS, SAMPLE, WQ, word
 from caraserve.cpu.sampling import best_tokens, choose, log_sum_exp
-from caraserve.cpu.simd import (
-    fetch_add,
-    load_acquire,
-    spin_pause,
-    store_release,
-)
+from caraserve.cpu.simd import fetch_add, load_acquire, spin_pause, store_release
 from caraserve.cpu.tiles import call_by_address
-from caraserve.cpu.yielding import sched_yield
+from caraserve.model.layout import PANEL
 
 LORA_ENTRY_BYTES = LORA_ENTRY.itemsize
 # numpy integers, or Numba would compile what takes them once for each
@@ -99,11 +80,16 @@ def _group(site):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _shrink(thread, team, buffers, lora, batch, layer, site, x, x_stride, k):  # type: ignore[no-untyped-def]
-    """`shrunk[token, site · max_rank + j] = scale · A[j] · x[token]`, items dealt round robin over the team."""
+def _shrink(thread, team, model, buffers, lora, batch, layer, site, x, x_stride, k):  # type: ignore[no-untyped-def]
+    """`shrunk[token, site · max_rank + j] = scale · A[j] · x[token]`, items dealt round robin over the team; layers
+    that have not arrived are handed over instead."""
     _, sites = _group(site)
+    if batch.arriving != 0 and thread == 0:
+        hand_over(model, lora, batch, layer, site, sites, x, x_stride, k)
     item = np.int64(0)
     for segment in range(batch.segments):
+        if source_of(batch, layer, segment) != DEVICE:
+            continue
         first, tokens = word(batch.segment_first, segment), word(batch.segment_tokens, segment)
         for which in range(sites):
             entry = _entry(lora, word(batch.segment_adapter, segment), layer, site + which)
@@ -120,21 +106,27 @@ def _shrink(thread, team, buffers, lora, batch, layer, site, x, x_stride, k):  #
 
 
 @kernel
-def _expand(buffers, lora, batch, layer, site, first, end, y, y_stride):  # type: ignore[no-untyped-def]
-    """Adds `shrunk @ B` to the output panels [first, end) of a module, segment by segment."""
+def _expand(thread, model, buffers, lora, batch, layer, site, x, x_stride, k, first, end, y, y_stride):  # type: ignore[no-untyped-def]
+    """Adds `x A B` to the output panels [first, end) of a module, segment by segment."""
     group, sites = _group(site)
     stride = 4 * sites * batch.max_rank
     for segment in range(batch.segments):
         entry = _entry(lora, word(batch.segment_adapter, segment), layer, site)
-        if word(entry, 2) > 0:
+        if word(entry, 2) == 0:
+            continue
+        if source_of(batch, layer, segment) != DEVICE:
+            add_deltas(
+                thread, model, buffers, lora, batch, layer, site, segment, x, x_stride, k, first, end, y, y_stride
+            )
+        else:
             at = word(batch.segment_first, segment)
-            x = buffers.shrunk + at * stride + 4 * (site - group) * batch.max_rank
+            shrunk = buffers.shrunk + at * stride + 4 * (site - group) * batch.max_rank
             rows = word(batch.segment_tokens, segment)
-            _call8(buffers.lora_expand, entry, x, stride, rows, first, end, y + at * y_stride, y_stride)
+            _call9(buffers.lora_expand, entry, shrunk, stride, rows, first, end, y + at * y_stride, y_stride, ADD)
 
 
 @kernel
-def _project(model, buffers, lora, batch, layer, site, first, end, x, x_stride, k, y, y_stride, add):  # type: ignore[no-untyped-def]
+def _project(thread, model, buffers, lora, batch, layer, site, first, end, x, x_stride, k, y, y_stride, add):  # type: ignore[no-untyped-def]
     """Output panels [first, end) of one linear module for all tokens: base weight, bias, then the adapters."""
     weight = word(model.weights, NUM_WEIGHTS * layer + WQ + site)
     bias = word(model.weights, NUM_WEIGHTS * layer + BQ + site)
@@ -144,14 +136,14 @@ def _project(model, buffers, lora, batch, layer, site, first, end, x, x_stride, 
         if bias != 0:
             add_bias(at, y_stride, batch.tokens, bias + 4 * panel * PANEL)
     if batch.max_rank > 0 and first < end:
-        _expand(buffers, lora, batch, layer, site, first, end, y, y_stride)
+        _expand(thread, model, buffers, lora, batch, layer, site, x, x_stride, k, first, end, y, y_stride)
 
 
 @kernel
 def _project_qkv(thread, team, model, buffers, lora, batch, layer):  # type: ignore[no-untyped-def]
     x, x_stride = buffers.normed, 4 * model.hidden_pad
     if batch.max_rank > 0:
-        _shrink(thread, team, buffers, lora, batch, layer, _Q, x, x_stride, model.hidden)
+        _shrink(thread, team, model, buffers, lora, batch, layer, _Q, x, x_stride, model.hidden)
         meet(buffers.barrier, team)
     q_panels, kv_panels = model.q_pad // PANEL, model.kv_pad // PANEL
     panels = q_panels + 2 * kv_panels
@@ -161,7 +153,23 @@ def _project_qkv(thread, team, model, buffers, lora, batch, layer):  # type: ign
         count = q_panels if site == _Q else kv_panels
         first, end = max(thread * panels // team - before, 0), min((thread + 1) * panels // team - before, count)
         y = buffers.qkv + 4 * PANEL * before
-        _project(model, buffers, lora, batch, layer, site, first, end, x, x_stride, model.hidden, y, y_stride, STORE)
+        _project(
+            thread,
+            model,
+            buffers,
+            lora,
+            batch,
+            layer,
+            site,
+            first,
+            end,
+            x,
+            x_stride,
+            model.hidden,
+            y,
+            y_stride,
+            STORE,
+        )
         before += count
 
 
@@ -169,23 +177,23 @@ def _project_qkv(thread, team, model, buffers, lora, batch, layer):  # type: ign
 def _project_add(thread, team, model, buffers, lora, batch, layer, site, x, x_stride, k):  # type: ignore[no-untyped-def]
     """o or down: the projection of x is added to the residual stream."""
     if batch.max_rank > 0:
-        _shrink(thread, team, buffers, lora, batch, layer, site, x, x_stride, k)
+        _shrink(thread, team, model, buffers, lora, batch, layer, site, x, x_stride, k)
         meet(buffers.barrier, team)
     panels, y, y_stride = model.hidden_pad // PANEL, buffers.hidden, 4 * model.hidden_pad
     first, end = thread * panels // team, (thread + 1) * panels // team
-    _project(model, buffers, lora, batch, layer, site, first, end, x, x_stride, k, y, y_stride, ADD)
+    _project(thread, model, buffers, lora, batch, layer, site, first, end, x, x_stride, k, y, y_stride, ADD)
 
 
 @kernel
 def _project_gate_up(thread, team, model, buffers, lora, batch, layer):  # type: ignore[no-untyped-def]
     x, x_stride, k = buffers.normed, 4 * model.hidden_pad, model.hidden
     if batch.max_rank > 0:
-        _shrink(thread, team, buffers, lora, batch, layer, _GATE, x, x_stride, k)
+        _shrink(thread, team, model, buffers, lora, batch, layer, _GATE, x, x_stride, k)
         meet(buffers.barrier, team)
     panels, stride = model.inter_pad // PANEL, 4 * model.inter_pad
     first, end = thread * panels // team, (thread + 1) * panels // team
-    _project(model, buffers, lora, batch, layer, _GATE, first, end, x, x_stride, k, buffers.gate, stride, STORE)
-    _project(model, buffers, lora, batch, layer, _UP, first, end, x, x_stride, k, buffers.up, stride, STORE)
+    _project(thread, model, buffers, lora, batch, layer, _GATE, first, end, x, x_stride, k, buffers.gate, stride, STORE)
+    _project(thread, model, buffers, lora, batch, layer, _UP, first, end, x, x_stride, k, buffers.up, stride, STORE)
     for panel in range(first, end):
         silu_mul(buffers.gate + 4 * PANEL * panel, stride, buffers.up + 4 * PANEL * panel, stride, batch.tokens)
 
@@ -193,12 +201,17 @@ def _project_gate_up(thread, team, model, buffers, lora, batch, layer):  # type:
 @kernel
 def _layer(thread, team, model, buffers, lora, cache, batch, layer):  # type: ignore[no-untyped-def]
     barrier = buffers.barrier
+    if thread == 0:
+        stamp(lora, batch, layer)
+        if batch.arriving != 0:
+            choose_sources(lora, batch, layer)
     _norm_rows(
         thread, team, model, batch, buffers.hidden, word(model.weights, NUM_WEIGHTS * layer + ATTN_NORM), buffers.normed
     )
     meet(barrier, team)
     _project_qkv(thread, team, model, buffers, lora, batch, layer)
     meet(barrier, team)
+    note_workers(thread, lora, batch, layer, 0)
     rotate_and_append(thread, team, model, buffers, cache, batch, layer)
     meet(barrier, team)
     attend(thread, model, buffers, cache, batch, layer)
@@ -206,16 +219,19 @@ def _layer(thread, team, model, buffers, lora, cache, batch, layer):  # type: ig
     q_dim = model.heads * model.head_dim
     _project_add(thread, team, model, buffers, lora, batch, layer, _O, buffers.attended, 4 * model.q_pad, q_dim)
     meet(barrier, team)
+    note_workers(thread, lora, batch, layer, 1)
     _norm_rows(
         thread, team, model, batch, buffers.hidden, word(model.weights, NUM_WEIGHTS * layer + MLP_NORM), buffers.normed
     )
     meet(barrier, team)
     _project_gate_up(thread, team, model, buffers, lora, batch, layer)
     meet(barrier, team)
+    note_workers(thread, lora, batch, layer, 2)
     _project_add(
         thread, team, model, buffers, lora, batch, layer, _DOWN, buffers.gate, 4 * model.inter_pad, model.inter
     )
     meet(barrier, team)
+    note_workers(thread, lora, batch, layer, 3)
 
 
 class Sampler(NamedTuple):
@@ -296,10 +312,13 @@ def _embed(thread, team, model, buffers, cache, batch):  # type: ignore[no-untyp
 @entry
 def step(thread, team, models, buffer_sets, loras, caches, batches, sampler):  # type: ignore[no-untyped-def]
     """Runs one iteration as member `thread` of `team`; see the module's text for the phases."""
-    model, buffers, lora, cache, batch = models[0], buffer_sets[0], loras[0], caches[0], batches[0]
+    model, buffers, lora = models[0], buffer_sets[0], loras[0]
+    cache, batch = caches[0], batches[0]
     _embed(thread, team, model, buffers, cache, batch)
     for layer in range(model.layers):
         _layer(thread, team, model, buffers, lora, cache, batch, layer)
+    if thread == 0:
+        stamp(lora, batch, model.layers)
     _logits(thread, team, model, buffers, batch, sampler.logits.ctypes.data)
     for index in range(thread, batch.outputs, team):
         _output(thread, model, sampler, batch, index)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from caraserve.cpu.jit import entry
+from caraserve.cpu.libc import sched_yield
 from caraserve.cpu.simd import load_acquire, spin_pause, store_release
-from caraserve.cpu.yielding import sched_yield
 from caraserve.model.layout import aligned_bytes
 
 _SPINS = 4000  # about 100 µs: longer than the gap between two iterations that follow closely

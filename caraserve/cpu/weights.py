@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from caraserve.cpu import records
 from caraserve.cpu.jit import entry
-from caraserve.cpu.kernels import PANEL
 from caraserve.errors import ModelLoadError
-from caraserve.model.layout import ALIGN_BYTES, Dtype
+from caraserve.model.layout import ALIGN_BYTES, PANEL, Dtype
 from caraserve.model.rope import rope_tables
 from caraserve.model.spec import SITES, ModelSpec
 from caraserve.model.tensorfile import TensorFile, TensorFileError, weight_files

@@ -223,5 +223,6 @@ def _phases(finishes: Sequence[Finish]) -> str:
     phases = max((finish.phases for finish in finishes), key=lambda phases: phases.e2e_ms)
     return (
         f"queued={phases.queued_ms:.3f};load={phases.load_ms:.3f};"
-        f"prefill={phases.prefill_ms:.3f};decode={phases.decode_ms:.3f}"
+        f"prefill={phases.prefill_ms:.3f};decode={phases.decode_ms:.3f};"
+        f"stalled={phases.stalled_ms:.3f};cpu_layers={phases.cpu_layers}"
     )

@@ -3,11 +3,14 @@
 Two implementations: `cpu/backend.py` (Numba) and a CUDA one. No torch, numpy arrays only where bytes are meant.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from caraserve.model.layout import AdapterSpec, HostAdapter
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.model.layout import HostAdapter
 from caraserve.plan import Plan, StepResult
 
 
@@ -30,21 +33,28 @@ class Backend(Protocol):
     """
 
     limits: Limits
+    host_memory: NDArray[np.uint8]  # for the host tier: CPU workers see it, and copies to the device are fast
 
     def launch(self, plan: Plan, done: Callable[[StepResult | Exception], None]) -> None:
         """Queues one iteration. Returns at once. `done` is called exactly once, in launch order."""
 
-    def load_adapter(self, adapter: HostAdapter, slot: int, done: Callable[[Exception | None], None]) -> None:
-        """Copies an adapter to the device and binds it to `slot`, beside running iterations.
+    def load_adapter(
+        self,
+        adapter: HostAdapter,
+        slot: int,
+        done: Callable[[Exception | None], None],
+        group_ends: Sequence[int] = (),
+    ) -> None:
+        """Binds an adapter to `slot` and copies it to the device beside running iterations, one group of layers after
+        another: groups end before the layers `group_ends`, and with the last layer.
 
-        A plan launched after `done(None)` may name the slot.
+        Plans launched from now on may name the slot. An iteration that gets to a layer before its weights have arrived
+        waits for them or, where `Row.assist` says so, has CPU workers compute the layer's LoRA from `adapter.data`,
+        which must lie in `host_memory` and stay as it is until `done`.
         """
 
     def unload_adapter(self, slot: int) -> None:
         """Unbinds `slot` once every plan launched so far has run, and gives its memory back."""
-
-    def adapter_bytes(self, adapter: AdapterSpec) -> int:
-        """Device bytes that `load_adapter` would take."""
 
     def close(self) -> None:
         """Ends the backend's threads. Plans launched before are finished or failed, never forgotten."""

@@ -1,13 +1,17 @@
-"""The byte map of an adapter in host memory: rank rows, layer-major, contiguous. Pure.
+"""The byte map of an adapter, the same in every tier: rank rows, layer-major, contiguous. Pure.
 
 Per layer, for each group of projections that read the same input (qkv, o, gate-up, down): every A of the group, then
-every B. A is `[padded_rank, in]`, B is transposed to `[padded_rank, out]`; the rank is padded to a multiple of
-`RANK_STEP` with zero rows, which add exact zeros. All rows have the adapter's own dtype, so nothing is rounded;
-the scale (alpha / r or alpha / sqrt(r)) is kept beside the bytes because folding it in could round.
+every B. A is `[padded_rank, in]`, B is transposed and cut into panels, `[out / 64, padded_rank, 64]`, so that a tile of
+outputs is one stream for a CPU core and for a thread block alike. Ranks are padded to a multiple of `RANK_STEP`, A's
+rows to `A_COLUMNS` and B's to whole panels, all with zeros, which add exact zeros. A group of layers is one range of
+bytes: loading is a copy, and CPU workers read what the device would.
+
+All values have the adapter's own dtype, so nothing is rounded; the scale (alpha / r or alpha / sqrt(r)) is kept beside
+the bytes because folding it in could round.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
@@ -18,6 +22,8 @@ from caraserve.units import align_up
 
 RANK_STEP = 8
 MAX_RANK = 512
+A_COLUMNS = 16  # a row of A is a whole number of fp32 vectors
+PANEL = 64  # outputs in a panel
 ALIGN_BYTES = 64  # a cache line; every A and B starts on one
 
 GROUPS: tuple[tuple[str, ...], ...] = (
@@ -69,37 +75,50 @@ class AdapterSpec:
     dtype: Dtype
     rank: int  # the largest of any module
     targets: tuple[str, ...]  # adapted modules, in the order of SITES
-    num_bytes: int  # of the host image
+    layer_ends: tuple[int, ...]  # [layers] where each layer's bytes end; a layer without modules has none
     spans: tuple[SiteSpan, ...]  # ordered by layer, then by group
+
+    @property
+    def num_bytes(self) -> int:
+        return self.layer_ends[-1]
 
 
 @dataclass(frozen=True, slots=True)
 class HostAdapter:
-    """An adapter in host memory: `data` is uint8 [spec.num_bytes], 64-byte aligned, laid out as `spec.spans`."""
+    """An adapter in the host tier: `data` is uint8 [spec.num_bytes], 64-byte aligned, laid out as `spec.spans`."""
 
     spec: AdapterSpec
     data: NDArray[np.uint8]
 
 
+def a_bytes(span: SiteSpan, in_features: int, dtype: Dtype) -> int:
+    """Bytes of a module's A, up to where the next matrix starts."""
+    return align_up(span.padded_rank * align_up(in_features, A_COLUMNS) * dtype.itemsize, ALIGN_BYTES)
+
+
+def b_bytes(span: SiteSpan, out_features: int, dtype: Dtype) -> int:
+    """Bytes of a module's B, up to where the next matrix starts."""
+    return align_up(span.padded_rank * align_up(out_features, PANEL) * dtype.itemsize, ALIGN_BYTES)
+
+
 def lay_out(
     model: ModelSpec, dtype: Dtype, modules: Mapping[tuple[int, str], tuple[int, float]]
-) -> tuple[tuple[SiteSpan, ...], int]:
-    """Places modules {(layer, site name): (rank, scale)}; returns spans and the total of bytes."""
+) -> tuple[tuple[SiteSpan, ...], tuple[int, ...]]:
+    """Places modules {(layer, site name): (rank, scale)}; returns the spans and where each layer's bytes end."""
     spans: list[SiteSpan] = []
+    ends = [0] * model.layers
     offset = 0
     for layer, group in _groups(modules):
-        a_offsets: dict[str, int] = {}
+        placed = []
         for site in group:
-            rank, _ = modules[layer, site]
-            a_offsets[site] = offset
-            in_features = model.site_shape(site)[0]
-            offset = align_up(offset + align_up(rank, RANK_STEP) * in_features * dtype.itemsize, ALIGN_BYTES)
-        for site in group:
-            rank, scale = modules[layer, site]
-            spans.append(SiteSpan(layer, SITES.index(site), rank, scale, a_offsets[site], offset))
-            out_features = model.site_shape(site)[1]
-            offset = align_up(offset + align_up(rank, RANK_STEP) * out_features * dtype.itemsize, ALIGN_BYTES)
-    return tuple(spans), offset
+            span = SiteSpan(layer, SITES.index(site), *modules[layer, site], a_offset=offset, b_offset=0)
+            offset += a_bytes(span, model.site_shape(site)[0], dtype)
+            placed.append(span)
+        for span in placed:
+            spans.append(replace(span, b_offset=offset))
+            offset += b_bytes(span, model.site_shape(SITES[span.site])[1], dtype)
+        ends[layer:] = [offset] * (model.layers - layer)
+    return tuple(spans), tuple(ends)
 
 
 def _groups(modules: Mapping[tuple[int, str], tuple[int, float]]) -> Iterator[tuple[int, list[str]]]:

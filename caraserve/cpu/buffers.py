@@ -1,0 +1,121 @@
+"""The memory that an iteration works in: activations, scratch, and what is shared with the CPU LoRA workers. Level 1.
+
+Inputs of adapted modules lie in the shared region, where workers read them in place: handing a layer over copies
+nothing. All is allocated once; pages take no room until they are written.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.cpu.assist import PIECE_WORDS, REDO_BYTES
+from caraserve.cpu.attention import scratch_bytes
+from caraserve.cpu.handoff import block_bytes
+from caraserve.cpu.kernels import lora_expand, lora_shrink, panel_gemm
+from caraserve.cpu.records import BUFFERS, LORA, filled
+from caraserve.cpu.shared import PAGE_BYTES, SharedRegion
+from caraserve.model.layout import MAX_RANK, RANK_STEP
+from caraserve.units import align_up
+
+
+class Buffers:
+    """For iterations of up to `tokens` tokens, of which up to `outputs` logits are wanted, by a team of `threads`."""
+
+    def __init__(
+        self,
+        model: NDArray[np.void],
+        tokens: int,
+        outputs: int,
+        threads: int,
+        host_bytes: int,
+        lora_cpus: Sequence[int],
+    ) -> None:
+        """`model`: a MODEL record. `host_bytes`: of the host tier."""
+        self._arrays: list[NDArray[np.uint8]] = []
+        self._model = {name: int(model[name][0]) for name in model.dtype.names or ()}
+        self._tokens, self._threads, self._workers = tokens, threads, len(lora_cpus)
+        self.block_bytes = align_up(block_bytes(tokens), PAGE_BYTES)
+        m = self._model
+        shared = {
+            "normed": 4 * outputs * m["hidden_pad"],
+            "attended": 4 * tokens * m["q_pad"],
+            "gate": 4 * tokens * m["inter_pad"],
+        }
+        widest = max(m["q_pad"] + 2 * m["kv_pad"], 2 * m["inter_pad"], m["hidden_pad"])
+        self._delta_bytes = align_up(4 * tokens * widest, PAGE_BYTES)
+        sizes = (*shared.values(), self._workers * self.block_bytes, self._workers * self._delta_bytes, host_bytes)
+        self.region = SharedRegion(sum(align_up(size, PAGE_BYTES) for size in sizes))
+        inputs = {name: int(self.region.carve(size).ctypes.data) for name, size in shared.items()}
+        self.blocks = self.region.carve(self._workers * self.block_bytes)
+        self._deltas = self.region.carve(self._workers * self._delta_bytes)
+        self.host_memory = self.region.carve(host_bytes)
+        self._tokens_per_worker = np.full(MAX_RANK // RANK_STEP + 1, tokens, np.int64)
+        self._counts = np.zeros(2, np.int64)
+        self.record = self._buffer_record(inputs)
+
+    def lora_record(self, table: dict[str, int]) -> NDArray[np.void]:
+        """A LORA record over the addresses of an adapter table."""
+        redo_bytes = align_up(REDO_BYTES, PAGE_BYTES)
+        return filled(
+            LORA,
+            **table,
+            base=self.region.base,
+            workers=self._workers,
+            blocks=int(self.blocks.ctypes.data),
+            block_bytes=self.block_bytes,
+            deltas=int(self._deltas.ctypes.data),
+            delta_bytes=self._delta_bytes,
+            published=self._zeros(8 * self._workers),
+            asked=self._zeros(8 * self._workers),
+            tokens_per_worker=int(self._tokens_per_worker.ctypes.data),
+            slices=self._zeros(8 * PIECE_WORDS * self._tokens),
+            segment_slices=self._zeros(16 * self._tokens),
+            redo=self._zeros(redo_bytes * self._threads),
+            redo_bytes=redo_bytes,
+            handed=int(self._counts[:1].ctypes.data),
+            redone=int(self._counts[1:].ctypes.data),
+        )
+
+    @property
+    def slices_handed_over(self) -> int:
+        """Slices of layers that workers were asked for."""
+        return int(self._counts[0])
+
+    @property
+    def modules_redone(self) -> int:
+        """Modules of slices that the device computed itself, the worker having died or stopped."""
+        return int(self._counts[1])
+
+    def set_tokens_per_worker(self, tokens_per_worker: Callable[[int], int]) -> None:
+        """`tokens_per_worker(rank)`: the most tokens of a slice; at least 1."""
+        for index in range(1, len(self._tokens_per_worker)):
+            self._tokens_per_worker[index] = max(1, tokens_per_worker(RANK_STEP * index))
+
+    def _buffer_record(self, inputs: dict[str, int]) -> NDArray[np.void]:
+        m, tokens = self._model, self._tokens
+        scratch = align_up(scratch_bytes(m["head_dim"]), PAGE_BYTES)  # apart: threads never share a cache line
+        widths = {
+            "hidden": m["hidden_pad"],
+            "qkv": m["q_pad"] + 2 * m["kv_pad"],
+            "up": m["inter_pad"],
+            "shrunk": 3 * MAX_RANK,
+        }
+        return filled(
+            BUFFERS,
+            panel_gemm=panel_gemm.address,
+            lora_shrink=lora_shrink.address,
+            lora_expand=lora_expand.address,
+            scratch=self._zeros(scratch * self._threads),
+            scratch_bytes=scratch,
+            barrier=self._zeros(128),
+            counters=self._zeros(8 * m["layers"]),
+            **inputs,
+            **{name: self._zeros(4 * tokens * width) for name, width in widths.items()},
+        )
+
+    def _zeros(self, num_bytes: int) -> int:
+        """The aligned address of zeroed memory."""
+        array = np.zeros(num_bytes + 64, np.uint8)
+        self._arrays.append(array)
+        return align_up(int(array.ctypes.data), 64)

@@ -1,0 +1,70 @@
+"""Times one hand-over by itself: what the profile and `caraserve bench lora` measure. Level 1."""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.cpu import assist
+from caraserve.cpu.jit import entry
+from caraserve.cpu.records import BATCH, filled
+from caraserve.cpu.simd import load_i64
+from caraserve.cpu.workers import Workers
+
+_SITES = np.int64(3)  # q, k, v: the modules that read a layer's first input
+_LAYER = np.int64(0)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTrip:
+    """A hand-over of q, k and v: until all deltas were there, and for how long the slowest worker computed."""
+
+    total_s: float
+    compute_s: float
+    slices: int  # 0: no worker was free
+
+
+@entry
+def _round_trip(models, buffer_sets, loras, batches):  # type: ignore[no-untyped-def]
+    """Returns how many slices there were; -1 if one was not done."""
+    model, buffers, lora, batch = models[0], buffer_sets[0], loras[0], batches[0]
+    site = np.int64(0)
+    x_stride, k = 4 * model.hidden_pad, model.hidden
+    assist.hand_over(model, lora, batch, _LAYER, site, _SITES, buffers.normed, x_stride, k)
+    slices = load_i64(lora.segment_slices + 8)
+    for index in range(slices):
+        if not assist.await_slice(lora, np.int64(0), lora.slices + 8 * assist.PIECE_WORDS * index):
+            return np.int64(-1)
+    return slices
+
+
+def one_segment(slot: int, tokens: int, layers: int) -> tuple[NDArray[np.void], list[NDArray[np.int64]]]:
+    """A BATCH record of one prompt whose adapter has not arrived, and the arrays behind it."""
+    arrays = {
+        "segment_first": np.array([0]),
+        "segment_tokens": np.array([tokens]),
+        "segment_adapter": np.array([slot]),
+        "segment_assist": np.array([1]),
+        "sources": np.full(layers, assist.WORKERS),
+        "waited_ns": np.array([0]),
+    }
+    unused = {name: 0 for name in BATCH.names or () if name not in arrays}
+    sizes = unused | {"tokens": tokens, "rows": 1, "segments": 1, "arriving": 1}
+    record = filled(BATCH, **sizes, **{name: int(array.ctypes.data) for name, array in arrays.items()})
+    return record, list(arrays.values())
+
+
+def round_trip(
+    model: NDArray[np.void],
+    buffers: NDArray[np.void],
+    lora: NDArray[np.void],
+    batch: NDArray[np.void],
+    workers: Workers,
+) -> RoundTrip:
+    """Hands the batch's one segment over and waits. Nothing else may be handed over meanwhile."""
+    started_ns = time.monotonic_ns()
+    slices = int(_round_trip(model, buffers, lora, batch))
+    total_s = (time.monotonic_ns() - started_ns) / 1e9
+    spans = [end_ns - start_ns for start_ns, end_ns in workers.last_times_ns() if start_ns >= started_ns]
+    return RoundTrip(total_s, max(spans, default=0) / 1e9, max(0, slices))

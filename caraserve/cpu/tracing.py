@@ -1,0 +1,23 @@
+"""An iteration as spans of a trace: the whole, each layer on the device, each hand-over on a CPU worker. Level 1."""
+
+from caraserve.cpu.assist import WORKERS
+from caraserve.cpu.batch import HostBatch
+from caraserve.plan import Plan
+from caraserve.trace import Trace
+
+_INPUTS = ("q, k, v", "o", "gate, up", "down")  # modules that read one input, and are handed over together
+
+
+def trace_batch(trace: Trace, plan: Plan, batch: HostBatch, started_ns: int, done_ns: int) -> None:
+    """Writes one iteration."""
+    decodes = sum(row.count == 1 for row in plan.rows)
+    name = f"{plan.num_tokens} tokens"
+    trace.span("iterations", name, started_ns, done_ns, requests=len(plan.rows), decoding=decodes)
+    for layer, (start_ns, end_ns) in enumerate(zip(batch.layer_ns[:-1], batch.layer_ns[1:], strict=True)):
+        assisted = batch.is_arriving and bool((batch.sources[layer] == WORKERS).any())
+        name = f"layer {layer}, LoRA from CPU workers" if assisted else f"layer {layer}"
+        trace.span("device", name, int(start_ns), int(end_ns))
+        for which, inputs in enumerate(_INPUTS):
+            for worker, (start, end) in enumerate(batch.worker_ns[layer, which]):
+                if start:
+                    trace.span(f"CPU worker {worker}", f"layer {layer}: {inputs}", int(start), int(end))

@@ -1,0 +1,48 @@
+"""A Chrome trace of loads, iterations, layers and CPU workers, to be opened in Perfetto. Level 0.
+
+Events are written as they come; the format allows the closing bracket to be missing, so a trace cut short by a crash
+is readable.
+"""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+from caraserve.errors import ConfigError
+
+
+class Trace:
+    """Appends spans to a file; thread-safe. A track is a row of the picture; times are the monotonic clock's."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError when the file cannot be written."""
+        self._lock = threading.Lock()
+        self._tracks: dict[str, int] = {}
+        try:
+            self._file = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--trace {str(path)!r} cannot be written: {error.strerror}") from None
+        self._file.write("[\n")
+        self._write({"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "caraserve"}})
+
+    def span(self, track: str, name: str, start_ns: int, end_ns: int, **details: Any) -> None:
+        """Something that took from `start_ns` to `end_ns`."""
+        with self._lock:
+            if self._file.closed:
+                return
+            thread = self._tracks.get(track)
+            if thread is None:
+                thread = self._tracks[track] = len(self._tracks) + 1
+                self._write({"ph": "M", "pid": 1, "tid": thread, "name": "thread_name", "args": {"name": track}})
+            event = {"ph": "X", "pid": 1, "tid": thread, "name": name}
+            self._write(event | {"ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000, "args": details})
+
+    def close(self) -> None:
+        """Ends the file."""
+        with self._lock:
+            self._file.write("{}]\n")
+            self._file.close()
+
+    def _write(self, event: dict[str, Any]) -> None:
+        self._file.write(json.dumps(event, separators=(",", ":")) + ",\n")

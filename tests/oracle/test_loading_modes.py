@@ -1,0 +1,129 @@
+"""Whatever the loading mode, the link's speed and the fate of the CPU workers: the tokens are those of peft."""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from caraserve.config import LOADING_MODES
+from caraserve.cpu.backend import CpuBackend
+from caraserve.cpu.workers import Workers
+from caraserve.loop import Engine
+from tests.oracle.models import ALL_TARGETS, VOCAB_SIZE, make_adapter, make_model
+from tests.oracle.oracle import Oracle
+from tests.serving import MIB, Answer, engine_config, lora_config, model_config, running, submit
+
+Subject = tuple[Path, dict[str, Path], Oracle]
+LAYERS = 2  # of the model
+WORKER_CORES = tuple(sorted(os.sched_getaffinity(0)))  # more than one, so that prompts are cut
+
+SLOW_MB_PER_S, FAST_MB_PER_S = 4.0, 400.0
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    folder = tmp_path_factory.mktemp("modes")
+    model = make_model(folder / "model", "llama3")
+    kinds: dict[str, dict[str, object]] = {
+        "r8": {"rank": 8, "targets": ALL_TARGETS},
+        "r13": {"rank": 13, "targets": ("q_proj", "k_proj", "v_proj"), "rslora": True},
+        "r64": {"rank": 64, "targets": ALL_TARGETS, "dtype": "bfloat16"},
+        "half": {"rank": 24, "targets": ALL_TARGETS, "dtype": "float16"},
+        "mlp": {"rank": 5, "targets": ("gate_proj", "up_proj", "down_proj"), "layers": [1]},
+        "mixed": {"rank": 4, "targets": ("k_proj", "o_proj", "down_proj"), "rank_pattern": {"o_proj": 40}},
+    }
+    adapters = {
+        name: make_adapter(folder / name, model, seed=seed, **kind)  # type: ignore[arg-type]
+        for seed, (name, kind) in enumerate(kinds.items())
+    }
+    return model, adapters, Oracle(model, adapters)
+
+
+def backend_of(engine: Engine) -> CpuBackend:
+    backend = engine._backend
+    assert isinstance(backend, CpuBackend)
+    return backend
+
+
+def prompts(rng: random.Random, count: int) -> list[list[int]]:
+    return [[rng.randrange(2, VOCAB_SIZE) for _ in range(rng.choice((1, 3, 17, 40, 100)))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("mode", LOADING_MODES)
+@pytest.mark.parametrize("link_mb_per_s", [SLOW_MB_PER_S, FAST_MB_PER_S])
+def test_every_mode_answers_like_peft(subject: Subject, mode: str, link_mb_per_s: float) -> None:
+    """Cold and warm requests mixed, with a device tier that holds two or three adapters, so that they come and go."""
+    model, adapters, oracle = subject
+    rng = random.Random(f"{mode} {link_mb_per_s}")
+    asked = [(prompt, rng.choice([None, *adapters])) for prompt in prompts(rng, 24)]
+    device_bytes = 64 * MIB if mode == "cached" else 600 * 1024
+    lora = lora_config(adapters, mode=mode, link_mb_per_s=link_mb_per_s, device_bytes=device_bytes)
+
+    async def serve() -> list[Answer]:
+        async with running(model_config(model), lora, engine_config(step_tokens=64)) as engine:
+            return await asyncio.gather(*(submit(engine, *each, max_tokens=6) for each in asked))
+
+    for (prompt, adapter), answer in zip(asked, asyncio.run(serve()), strict=True):
+        oracle.check_greedy(prompt, adapter, answer.token_ids)
+
+
+def test_assisted_prefills_run_on_cpu_workers_until_the_weights_arrive(subject: Subject) -> None:
+    """Over a link so slow that nothing arrives, every layer of every token is the workers'."""
+    model, adapters, oracle = subject
+    lora = lora_config(adapters, mode="assisted", link_mb_per_s=0.01, lora_cpus=WORKER_CORES)
+    prompt = prompts(random.Random(1), 1)[0]
+
+    async def serve() -> Answer:
+        async with running(model_config(model), lora, engine_config()) as engine:
+            assert backend_of(engine).workers.await_all(timeout_s=30)
+            answer = await submit(engine, prompt, "r64", max_tokens=4)
+            assert backend_of(engine).slices_handed_over > 0
+            assert backend_of(engine).modules_redone == 0
+            return answer
+
+    answer = asyncio.run(serve())
+    oracle.check_greedy(prompt, "r64", answer.token_ids)
+    assert answer.finish.phases.cpu_layers == 4 * LAYERS  # a prefill and three decode steps
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_workers_that_die_or_stop_in_a_layer_cost_no_token(subject: Subject, blow: signal.Signals) -> None:
+    """A worker is struck again and again while it computes; its slices are redone, and it is replaced."""
+    model, adapters, oracle = subject
+    lora = lora_config(adapters, mode="assisted", link_mb_per_s=0.01, lora_cpus=WORKER_CORES)
+    rng = random.Random(2)
+    asked = [(prompt, rng.choice(list(adapters))) for prompt in prompts(rng, 6)]
+
+    async def strike(workers: Workers) -> None:
+        """Two of three workers are stopped as soon as they are born; what they are handed, they begin and never end."""
+        known: set[int] = set()
+        while True:
+            for state in workers.states():
+                if state.pid is None:
+                    continue
+                with contextlib.suppress(ProcessLookupError):
+                    if state.pid not in known:
+                        known.add(state.pid)
+                        if rng.random() < 0.7:
+                            os.kill(state.pid, signal.SIGSTOP)
+                    elif state.is_busy and blow is signal.SIGKILL:
+                        os.kill(state.pid, blow)
+            await asyncio.sleep(0.001)
+
+    async def serve() -> list[Answer]:
+        async with running(model_config(model), lora, engine_config(step_tokens=64)) as engine:
+            backend = backend_of(engine)
+            assert backend.workers.await_all(timeout_s=30)
+            striking = asyncio.create_task(strike(backend.workers))
+            answers = await asyncio.gather(*(submit(engine, *each, max_tokens=6) for each in asked))
+            striking.cancel()
+            assert backend.modules_redone > 0, "the blows missed"
+            assert backend.workers.await_all(timeout_s=30), "the last one was not replaced"
+            return answers
+
+    for (prompt, adapter), answer in zip(asked, asyncio.run(serve()), strict=True):
+        oracle.check_greedy(prompt, adapter, answer.token_ids)
