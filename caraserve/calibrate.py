@@ -38,6 +38,7 @@ _LORA_RANKS = (8, 16, 32, 64, 128)
 _LORA_SITES: Mapping[Targets, Sequence[str]] = {"qkv": SITES[:3], "all": SITES}
 _LORA_TOKENS, _LORA_LAYERS = 64, 4  # a worker's usual share; layers in turn, so that weights come from memory
 _LORA_LEAST_MS = 2.0  # of one sample: the clock and the call around it do not show
+_OVERDRAFT = 4.0  # budgets that the least rounds may take; a large model gets one round
 _LOAD_MS = 50.0  # about the longest copy that is timed
 
 
@@ -55,7 +56,7 @@ class _Effort:
     burst: int  # iterations of one kind in a row
     least_rounds: int
     most_rounds: int
-    budget_s: float  # after that only the least rounds start
+    budget_s: float  # after that only the least rounds start, and after several times that none
 
 
 _QUICK = _Effort(
@@ -122,7 +123,8 @@ def measure(
     """Measures an idle backend and leaves no adapter on it.
 
     `progress` is told the share done; `measure_handoff` returns `Profile.handoff_ms`. `dtype` of the base weights is
-    the checkpoint's unless given; `threads` those chosen for computing, if they were. Raises BackendFailed.
+    the checkpoint's unless given; `threads` those chosen for computing, if they were. Raises BackendFailed or
+    ConfigError.
     """
     started_s = time.monotonic()
     effort = _QUICK if quick else _FULL
@@ -182,13 +184,13 @@ def _probes(
 
 
 def _mixes(ranks: Sequence[int], count: int, base_batches: Sequence[int]) -> list[tuple[int, ...]]:
-    """Base only; one rank; low ranks beside high ones, where padding to the highest would show."""
+    """The ranks of batches: base only; one rank; low ones beside high ones, where padding to the highest would show.
+    No rank is there more than `count` times."""
+    low, high, half = ranks[0], ranks[-1], max(count // 2, 1)
     mixes = [(0,) * batch for batch in base_batches]
-    if ranks and count:
-        low, high, half = ranks[0], ranks[-1], max(count // 2, 1)
-        mixes += [(rank,) * batch for rank in ranks for batch in (1, half, count)]
-        mixes += [(low,) * (count - 1) + (high,), (low,) * half + (high,) * (count - half)]
-        mixes += [(0,) * (count - 1) + (high,), (0,) * half + (high,) * (count - half)]
+    mixes += [(rank,) * batch for rank in ranks for batch in (1, half, count)]
+    mixes += [(low,) * (count - 1) + (high,), (low,) * half + (high,) * (count - half)]
+    mixes += [(0,) * (count - 1) + (high,), (0,) * half + (high,) * (count - half)]
     return list(dict.fromkeys(mixes))
 
 
@@ -200,16 +202,16 @@ def _adapters(ranks: Sequence[int], slots: Mapping[int, Sequence[int]]) -> list[
 
 def _ask(probes: Sequence[Probe], effort: _Effort, started_s: float, progress: Callable[[float], None]) -> None:
     """Rounds over all probes, every other one backwards."""
-    total = effort.most_rounds * len(probes)
     done = 0
     for turn in range(effort.most_rounds):
-        if turn >= effort.least_rounds and time.monotonic() - started_s > effort.budget_s:
+        spent = (time.monotonic() - started_s) / effort.budget_s
+        if (spent > 1.0 and turn >= effort.least_rounds) or (spent > _OVERDRAFT and turn > 0):
             break
         for probe in probes if turn % 2 == 0 else reversed(probes):
             probe.times_ms.extend(probe.sample())
             done += 1
-            of_budget = min((time.monotonic() - started_s) / effort.budget_s, done / len(probes) / effort.least_rounds)
-            progress(min(max(done / total, of_budget), 1.0))
+            rounds, spent = done / len(probes), (time.monotonic() - started_s) / effort.budget_s
+            progress(max(rounds / effort.most_rounds, min(spent, rounds / effort.least_rounds, 1.0)))
     progress(1.0)
 
 

@@ -7,11 +7,10 @@ that falls as work grows would mislead whoever goes by it.
 import math
 from collections.abc import Sequence
 
-_INDEPENDENT = 1e-9  # what must be left of a column, relative to its length, for it to say something of its own
-
 
 def fit_times(columns: Sequence[Sequence[float]], values: Sequence[float]) -> tuple[tuple[float, ...], float]:
-    """Coefficients c ≥ 0 with Σ c[i] · columns[i] ≈ values, and R². A column that others make up gets 0."""
+    """Coefficients c ≥ 0 with Σ c[i] · columns[i] ≈ values, and R². No column may have an element below zero: of
+    columns that make up one another, all but the needed ones then come out with a coefficient of 0."""
     used = list(range(len(columns)))
     found = _least_squares(columns, values)
     while used and min(found) < 0:
@@ -25,13 +24,11 @@ def fit_times(columns: Sequence[Sequence[float]], values: Sequence[float]) -> tu
 
 
 def r_squared(predicted: Sequence[float], values: Sequence[float]) -> float:
-    """The share of the values' variance that the prediction explains; 1 is all of it."""
+    """The share of the values' variance that the prediction explains; 1 is all of it, or that there is none."""
     mean = math.fsum(values) / len(values)
     total = math.fsum((value - mean) ** 2 for value in values)
     left = math.fsum((value - guess) ** 2 for value, guess in zip(values, predicted, strict=True))
-    if total == 0.0:
-        return 1.0 if left == 0.0 else 0.0
-    return 1.0 - left / total
+    return 1.0 - left / total if total else 1.0
 
 
 def _least_squares(columns: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
@@ -44,9 +41,9 @@ def _least_squares(columns: Sequence[Sequence[float]], values: Sequence[float]) 
             part = _dot(base, rest)
             share.append(part)
             rest = [x - part * b for x, b in zip(rest, base, strict=True)]
-        length, enough = math.hypot(*rest), _INDEPENDENT * math.hypot(*column)
-        share.append(length if length > enough else 0.0)
-        bases.append([x / length for x in rest] if length > enough else [0.0] * len(rest))
+        length = math.hypot(*rest)
+        share.append(length)
+        bases.append([x / length if length else 0.0 for x in rest])
         shares.append(share)
     rest, parts = list(values), []
     for base in bases:

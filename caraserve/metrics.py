@@ -17,7 +17,7 @@ holds a client's text but adapter names, of which at most `MAX_ADAPTER_LABELS` a
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -92,6 +92,16 @@ class SnapshotView(Protocol):
     def draining(self) -> bool: ...
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerCounts:
+    """The CPU LoRA workers at one moment."""
+
+    alive: int = 0
+    deaths: int = 0
+    slices: int = 0
+    redone: int = 0
+
+
 class _Histogram:
     """Counts by bucket. A tenth of prometheus-client's time for an observation, as it takes no locks."""
 
@@ -127,10 +137,18 @@ class Latencies:
 class Metrics(Collector):
     """All counts of one server, in a registry of its own. `block_tokens`: tokens in a KV block."""
 
-    def __init__(self, model_name: str, *, max_loras: int, block_tokens: int) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        *,
+        max_loras: int,
+        block_tokens: int,
+        workers: Callable[[], WorkerCounts] = WorkerCounts,
+    ) -> None:
         self._labels = {"model_name": model_name, "engine": "0"}
         self._max_loras = max_loras
         self._block_tokens = block_tokens
+        self._workers = workers
         self._snapshot: SnapshotView | None = None
         self._ranks: Mapping[str, int] = {}
         self.computed_tokens = 0  # prompt and output tokens over all iterations
@@ -145,6 +163,8 @@ class Metrics(Collector):
         self._prompt_sizes = _Histogram(_TOKENS)
         self._output_sizes = _Histogram(_TOKENS)
         self._load_s = _Histogram(_SHORT_S)
+        self._stalled_s = _Histogram(_SHORT_S)
+        self._cpu_layers = 0
         self._prompt_tokens = self._output_tokens = self._cached_tokens = self._preemptions = 0
         self._finished = dict.fromkeys(_REASONS, 0)
         self._loads: dict[tuple[str, str], int] = {}
@@ -176,6 +196,8 @@ class Metrics(Collector):
         if finish.reason in ("cancelled", "error"):
             return
         phases = finish.phases
+        self._cpu_layers += phases.cpu_layers
+        self._stalled_s.observe(phases.stalled_ms / 1000)
         self._prompt_sizes.observe(finish.prompt_tokens)
         self._output_sizes.observe(finish.completion_tokens)
         self._e2e_s.observe(phases.e2e_ms / 1000)
@@ -261,11 +283,23 @@ class Metrics(Collector):
             ("finished_reason",),
             [([_REASONS[reason]], count) for reason, count in self._finished.items()],
         )
+        yield self._counter(
+            "caraserve:cpu_lora_layers", "Layers of ended requests whose LoRA came from CPU workers.", self._cpu_layers
+        )
+        yield from self._worker_counts(self._workers())
         yield self._counters_by(
             "caraserve:adapter_loads", "Adapters brought to the device.", ("mode", "outcome"), self._loads.items()
         )
         responses = [((route, str(status)), count) for (route, status), count in self._responses.items()]
         yield self._counters_by("caraserve:http_responses", "HTTP responses.", ("route", "status"), responses)
+
+    def _worker_counts(self, counts: WorkerCounts) -> Iterator[Metric]:
+        yield self._gauge("caraserve:lora_workers", "CPU LoRA workers that are there.", counts.alive)
+        yield self._counter("caraserve:lora_worker_deaths", "CPU LoRA workers replaced.", counts.deaths)
+        yield self._counter("caraserve:lora_worker_slices", "Slices of layers handed over.", counts.slices)
+        yield self._counter(
+            "caraserve:lora_worker_redone", "Modules of slices that the device had to compute itself.", counts.redone
+        )
 
     def _histograms(self) -> Iterator[Metric]:
         yield self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", self._first_token_s)
@@ -283,6 +317,9 @@ class Metrics(Collector):
         yield self._histogram("vllm:request_generation_tokens", "Output tokens of a request.", self._output_sizes)
         yield self._histogram("vllm:lora_adapter_load_seconds", "Bringing an adapter to the device.", self._load_s)
         yield self._histogram("caraserve:iteration_seconds", "An iteration on the device.", self._iteration_s)
+        yield self._histogram(
+            "caraserve:adapter_stall_seconds", "A request's iterations waiting for its weights.", self._stalled_s
+        )
         labels = ("phase", *self._labels)
         phases = HistogramMetricFamily("caraserve:request_phase_seconds", "Where requests' time goes.", labels=labels)
         for phase, histogram in self._phase_s.items():

@@ -20,20 +20,18 @@ from rich.progress import Progress
 
 from caraserve import demo
 from caraserve.adapters.catalog import AdapterReader, Catalog, CatalogRules
-from caraserve.adapters.loading import Loading
 from caraserve.adapters.registry import Registry
 from caraserve.adapters.residency import Residency
 from caraserve.config import EngineConfig, HttpConfig, LoraConfig, ModelConfig
 from caraserve.cpu.arena import Arena
 from caraserve.errors import ConfigError, ModelLoadError
 from caraserve.loop import Engine
-from caraserve.metrics import Metrics
+from caraserve.metrics import Metrics, WorkerCounts
 from caraserve.model.layout import Dtype
 from caraserve.model.spec import ModelSpec, load_spec
-from caraserve.profile import Profile, default_path, machine_key
-from caraserve.profile import load as load_profile
 from caraserve.tokenizer import load_tokenizer
 from caraserve.trace import Trace
+from caraserve.tuning import loading_rules, tuned
 from caraserve.units import human_bytes
 
 log = logging.getLogger(__name__)
@@ -42,8 +40,6 @@ _DEFAULT_CONTEXT_TOKENS = 8192  # where the model allows more; --max-model-len r
 _DEFAULT_STEP_TOKENS = 256  # past the roofline's knee of a CPU, where larger chunks gain nothing
 _ADAPTER_SLOTS = 1025  # entries of the device adapter table; bytes are the bound that matters
 _KV_SHARE, _KV_MOST_BYTES = 0.3, 8 << 30  # of the free memory, for the KV cache by default
-
-_UNPROFILED_SLICE_TOKENS = 64  # of a hand-over to one CPU worker, until it is known how fast that is
 
 _DTYPES = {"float32": Dtype.F32, "bfloat16": Dtype.BF16, "float16": Dtype.F16}
 
@@ -84,14 +80,20 @@ async def build_engine(
         stack.callback(trace.close)
     backend = build_cpu_backend(spec, model_config, engine_config, lora_config, trace)
     stack.callback(backend.close)
-    profile = _profile(backend, spec, model_config, engine_config, lora_config)
+    with _progress("profile", 100) as advance:
+        profile = tuned(backend, spec, model_config, engine_config, lora_config, advance)
     loop = asyncio.get_running_loop()
 
     def on_loop(call: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(call)
 
-    metrics = Metrics(base_name, max_loras=_ADAPTER_SLOTS - 1, block_tokens=backend.limits.block_tokens)
+    metrics = Metrics(
+        base_name,
+        max_loras=_ADAPTER_SLOTS - 1,
+        block_tokens=backend.limits.block_tokens,
+        workers=lambda: _worker_counts(backend),
+    )
     reader = AdapterReader(spec, on_loop)
     stack.callback(reader.close)
     registry = Registry(lora_config.registry)
@@ -105,7 +107,7 @@ async def build_engine(
         reader.read,
         on_loop,
         time.monotonic,
-        _loading(backend, spec, profile, lora_config),
+        loading_rules(backend, spec, profile, lora_config),
         lambda seconds, ok: metrics.observe_load(mode, seconds, outcome="ok" if ok else "failed"),
     )
     rules = CatalogRules(
@@ -161,7 +163,6 @@ def build_cpu_backend(  # type: ignore[no-untyped-def]
         kv_cache_bytes=kv_bytes,
         host_bytes=lora.max_host_adapters_bytes,
         lora_cpus=_lora_cpus(lora),
-        link_bytes_per_s=lora.emulate_link_mb_per_s and lora.emulate_link_mb_per_s * 1e6,
     )
     backend = CpuBackend(spec, loaded, sizes, trace)
     started_s = time.monotonic()
@@ -176,52 +177,13 @@ def _compute_threads(cores: int) -> int:
     return cores if cores <= 2 else cores - 1
 
 
-def _profile(backend, spec: ModelSpec, model: ModelConfig, engine: EngineConfig, lora: LoraConfig) -> Profile:  # type: ignore[no-untyped-def]
-    """What is known of this machine with this model: from a file, or measured now, quickly, and kept for next time.
-    Starts the CPU LoRA workers on the way. Raises ConfigError for a file that was asked for and is no profile."""
-    from caraserve.calibrate import measure, model_key
-
-    key = model_key(spec, model.dtype if model.dtype != "auto" else spec.dtype, engine.cpu_threads)
-    path = lora.profile or default_path(machine_key(), key)
-    known = _known_profile(path, required=lora.profile is not None)
-    if known is not None:
-        backend.start_workers(known.tokens_per_worker)
-        return known
-    backend.start_workers(lambda rank: _UNPROFILED_SLICE_TOKENS)
-    dtype = model.dtype if model.dtype != "auto" else spec.dtype
-    with _progress("profile", 1) as advance:
-        made = measure(backend, spec, quick=True, progress=lambda share: None, dtype=dtype, threads=engine.cpu_threads)
-        advance()
-    backend.set_slices(made.tokens_per_worker)
-    try:
-        made.save(path)
-    except OSError as error:
-        log.warning("the profile cannot be kept at %s: %s", path, error.strerror)
-    return made
-
-
-def _known_profile(path: Path, *, required: bool) -> Profile | None:
-    if not required and not path.exists():
-        return None
-    try:
-        return load_profile(path)
-    except ConfigError as error:
-        if required:
-            raise
-        log.warning("%s; it is made anew", error.message)
-        return None
-
-
-def _loading(backend, spec: ModelSpec, profile: Profile, lora: LoraConfig) -> Loading:  # type: ignore[no-untyped-def]
-    emulated = lora.emulate_link_mb_per_s
-    return Loading(
-        mode=lora.loading_mode,
-        layers=spec.layers,
-        link_bytes_per_s=profile.link_bytes_per_s if emulated is None else emulated * 1e6,
-        costs=profile,
-        workers=len(backend.workers),
-        handoff_ms=profile.handoff_ms or 0.0,
-        shared_cores=True,
+def _worker_counts(backend) -> WorkerCounts:  # type: ignore[no-untyped-def]
+    states = backend.workers.states()
+    return WorkerCounts(
+        alive=sum(state.pid is not None for state in states),
+        deaths=sum(state.deaths for state in states),
+        slices=backend.slices_handed_over,
+        redone=backend.modules_redone,
     )
 
 

@@ -14,6 +14,7 @@ from caraserve.request import Finish, GenerateRequest, SamplingParams, TokenLogp
 from caraserve.serve import build_engine
 
 MIB = 1 << 20
+PROFILE = Path(__file__).parent / "profile.json"  # of some machine: which one changes no token
 
 
 def model_config(folder: Path, dtype: str = "auto", max_model_len: int | None = None) -> ModelConfig:
@@ -37,7 +38,7 @@ def lora_config(
     registry: Path | None = None,
     lora_cpus: tuple[int, ...] | None = None,
     link_mb_per_s: float | None = None,
-    profile: Path | None = None,
+    profile: Path | None = PROFILE,
 ) -> LoraConfig:
     return LoraConfig(
         lora_modules=[LoraModule(name, path) for name, path in adapters.items()],

@@ -33,6 +33,7 @@ LEVELS = {
     "cluster": 4,
     **dict.fromkeys(("http", "bench"), 5),
     "serve": 6,
+    "tuning": 6,
     **dict.fromkeys(("cli", "profile_command", "__main__"), 7),
 }
 # Neighbours on a level that may import one another, in this direction only.
@@ -46,6 +47,7 @@ NEIGHBOURS = {
     ("loop", "line"),
     ("loop", "report"),
     ("report", "line"),
+    ("serve", "tuning"),
     ("cli", "profile_command"),
     ("__main__", "cli"),
 }

@@ -1,14 +1,17 @@
 """Measuring a backend: what it is asked for is allowed, what it answers is found again, nothing stays behind."""
 
+import itertools
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from caraserve import demo
+from caraserve import calibrate, demo
 from caraserve.calibrate import measure, model_key
 from caraserve.cli import main
 from caraserve.errors import BackendFailed, ConfigError
@@ -107,13 +110,14 @@ class ExactBackend:
 
 LARGE = Limits(num_blocks=500, block_tokens=16, num_slots=64, adapter_slots=1025, max_step_tokens=256, max_context=1024)
 SMALL = Limits(num_blocks=9, block_tokens=16, num_slots=3, adapter_slots=5, max_step_tokens=40, max_context=48)
+TINY = Limits(num_blocks=4, block_tokens=16, num_slots=8, adapter_slots=5, max_step_tokens=40, max_context=24)
 
 
 def quick(backend: ExactBackend, progress: Callable[[float], None] = lambda share: None) -> Profile:
     return measure(backend, spec(), quick=True, progress=progress)
 
 
-@pytest.mark.parametrize("limits", [LARGE, SMALL], ids=["large", "small"])
+@pytest.mark.parametrize("limits", [LARGE, SMALL, TINY], ids=["large", "small", "tiny"])
 def test_a_profile_finds_the_times_that_a_backend_takes(limits: Limits) -> None:
     backend = ExactBackend(limits)
     made = quick(backend)
@@ -136,6 +140,12 @@ def test_a_profile_says_what_it_is_of() -> None:
     assert {(rate.rank, rate.targets) for rate in made.lora} == {
         (rank, targets) for rank in (8, 16, 32, 64, 128) for targets in ("qkv", "all")
     }
+
+
+def test_models_that_take_other_times_have_other_keys() -> None:
+    keys = [model_key(spec(), "bfloat16", threads) for threads in (None, 1, 11)]
+    keys += [model_key(spec(), "float32"), model_key(odd_spec(), "bfloat16")]
+    assert len(set(keys)) == len(keys)
 
 
 def test_a_backend_is_left_without_adapters() -> None:
@@ -163,11 +173,21 @@ def test_ranks_without_room_in_host_memory_are_left_out() -> None:
         quick(ExactBackend(LARGE, host_bytes=smallest - 64))
 
 
-def test_progress_only_rises() -> None:
+def shares_told(monkeypatch: pytest.MonkeyPatch, tick_s: float) -> list[float]:
+    """What `progress` hears when every look at the clock takes so long."""
+    clock = itertools.count()
+    monkeypatch.setattr(calibrate, "time", SimpleNamespace(monotonic=lambda: tick_s * next(clock), time=time.time))
     shares: list[float] = []
     quick(ExactBackend(LARGE), shares.append)
-    assert shares == sorted(shares)
-    assert 0 < shares[0] < shares[-1] == 1.0
+    return shares
+
+
+def test_progress_only_rises_and_slow_machines_get_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, slow, crawling = (shares_told(monkeypatch, tick_s) for tick_s in (0.0, 0.02, 0.2))
+    for shares in (fast, slow, crawling):
+        assert shares == sorted(shares)
+        assert 0 < shares[0] < shares[-1] == 1.0
+    assert len(fast) // 7 == len(slow) // 3 >= len(crawling) - 1  # points in a round
 
 
 # --- what is measured ---

@@ -51,7 +51,7 @@ class Loading:
     mode: str
     layers: int
     link_bytes_per_s: float
-    costs: Costs
+    costs: Costs | None  # needed by layerwise modes alone
     workers: int = 0  # CPU LoRA workers
     handoff_ms: float = 0.0  # round trip of a hand-over beyond its compute
     shared_cores: bool = False  # whether the workers' cores are the device's own, as on the CPU backend
@@ -86,10 +86,12 @@ class Loading:
         return Start(at_s, assist=False)
 
     def _layer_ms(self, tokens: int, rank: int) -> float:
+        assert self.costs is not None
         return max(0.0, self.costs.prefill_ms(tokens, rank)) / self.layers
 
     def _assisted_ms(self, now_s: float, groups: Sequence[Group], spec: AdapterSpec, tokens: int) -> float:
         """By how much a prefill that starts now with the workers' help takes longer than one of a loaded adapter."""
+        assert self.costs is not None
         layer_ms = self._layer_ms(tokens, spec.rank)
         targets: Literal["qkv", "all"] = "qkv" if set(spec.targets) <= {"q_proj", "k_proj", "v_proj"} else "all"
         cpu_ms = self.costs.cpu_lora_ms(tokens, spec.rank, targets) / self.workers

@@ -12,7 +12,18 @@ from caraserve.cpu.jit import kernel
 from caraserve.cpu.kernels import ADD, RANK_GROUP
 from caraserve.cpu.libc import now_ns, sched_yield, wake
 from caraserve.cpu.records import LORA_ENTRY, LOST, word
-from caraserve.cpu.simd import LANES, fence, fetch_add, load_acquire, spin_pause, store_i64, store_release, vadd, vload, vstore
+from caraserve.cpu.simd import (
+    LANES,
+    fence,
+    fetch_add,
+    load_acquire,
+    spin_pause,
+    store_i64,
+    store_release,
+    vadd,
+    vload,
+    vstore,
+)
 from caraserve.cpu.tiles import call_by_address
 from caraserve.model.layout import MAX_RANK, PANEL
 

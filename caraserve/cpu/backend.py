@@ -50,7 +50,6 @@ class CpuSizes:
     kv_cache_bytes: int
     host_bytes: int  # for the host tier
     lora_cpus: tuple[int, ...] = ()  # cores that CPU LoRA workers are pinned to
-    link_bytes_per_s: float | None = None  # emulated between the host and the device tier
 
 
 class CpuBackend:
@@ -86,7 +85,7 @@ class CpuBackend:
         self._seen = np.zeros((sizes.threads, vocab), np.uint8)
         self._team = Team(sizes.threads, step)
         self._jobs: SimpleQueue[_LaneJob | None] = SimpleQueue()
-        self._link = Link(sizes.link_bytes_per_s)
+        self._link = Link()
         self._copier = ThreadPoolExecutor(1, "caraserve-copy", initializer=yield_to_event_loop)
         self._lane = threading.Thread(target=self._run_lane, name="caraserve-lane", daemon=True)
         self._lane.start()
@@ -108,6 +107,10 @@ class CpuBackend:
     def set_slices(self, tokens_per_worker: Callable[[int], int]) -> None:
         """Sets the most tokens of a slice by rank; the lane reads it at each hand-over."""
         self._buffers.set_tokens_per_worker(tokens_per_worker)
+
+    def emulate_link(self, bytes_per_s: float) -> None:
+        """Slows loading down to a stated bandwidth from now on."""
+        self._link.bytes_per_s = bytes_per_s
 
     @property
     def slices_handed_over(self) -> int:

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 
 class Link:
-    """One transfer at a time, in the order of asking. `bytes_per_s` None: as fast as memory is."""
+    """One transfer at a time, in the order of asking. `bytes_per_s` is emulated; None: as fast as memory is."""
 
-    def __init__(self, bytes_per_s: float | None) -> None:
-        self._bytes_per_s = bytes_per_s
+    def __init__(self, bytes_per_s: float | None = None) -> None:
+        self.bytes_per_s = bytes_per_s
         self._free_s = 0.0
         self._closing = threading.Event()
 
@@ -23,8 +23,8 @@ class Link:
         """Copies, and returns when the emulated link would have."""
         started_s = time.monotonic()
         np.copyto(target, source)
-        if self._bytes_per_s is not None:
-            self._free_s = max(started_s, self._free_s) + source.nbytes / self._bytes_per_s
+        if self.bytes_per_s is not None:
+            self._free_s = max(started_s, self._free_s) + source.nbytes / self.bytes_per_s
             self._closing.wait(max(0.0, self._free_s - time.monotonic()))
 
     def close(self) -> None:

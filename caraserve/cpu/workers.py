@@ -47,11 +47,18 @@ class _Worker:
     deaths: int = 0
     died_s: float = 0.0
     born_again_s: float | None = 0.0  # when to ask for the next one; None: asked, or there
+    before: int = 0  # the last hand-over that was asked of another life
     progress: int = 0
     progress_s: float = 0.0
 
     def word(self, at: int) -> int:
         return int(self.words[at // 8])
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the present life has been asked for something that it has not done."""
+        request = self.word(REQUEST)
+        return bool(self.word(INCARNATION)) and request != self.before and request != self.word(DONE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +121,7 @@ class Workers:
                 worker.core,
                 worker.word(DONE),
                 worker.deaths,
-                worker.word(DONE) != worker.word(REQUEST),
+                worker.is_busy,
                 bool(worker.word(ASLEEP)),
             )
             for worker in self._workers
@@ -219,6 +226,7 @@ class Workers:
         worker.pid, worker.pidfd = told["pid"], fds[0]
         self._selector.register(worker.pidfd, selectors.EVENT_READ, worker)
         worker.progress, worker.progress_s = worker.word(PROGRESS), time.monotonic()
+        worker.before = worker.word(REQUEST)  # nobody can ask this life for anything yet
         self._incarnations += 1
         worker.words[INCARNATION // 8] = self._incarnations
         with self.changed:
@@ -246,7 +254,7 @@ class Workers:
         """Kills workers that have something to do and have not moved for a while. Whether any has something to do."""
         now_s, busy = time.monotonic(), False
         for worker in self._workers:
-            if not worker.word(INCARNATION) or worker.word(DONE) == worker.word(REQUEST):
+            if not worker.is_busy:
                 worker.progress_s = now_s
                 continue
             busy = True

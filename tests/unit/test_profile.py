@@ -113,11 +113,23 @@ def test_more_work_never_takes_less_time() -> None:
     assert fit.r2 < 0.9
 
 
-def test_one_batch_size_alone_still_gives_a_fit() -> None:
-    fit = Decode.fitted([DecodePoint(4, 4 * rank, rank, 2.0 + 0.5 * rank) for rank in (8, 16, 64)])
-    made = profile(decode=fit)
-    assert made.decode_ms([32] * 4) == pytest.approx(18.0)
-    assert fit.r2 == pytest.approx(1.0)
+@pytest.mark.parametrize("batch", [1, 3, 7, 11])
+def test_one_batch_size_alone_still_gives_a_fit(batch: int) -> None:
+    noisy_ms = {8: 4.6, 16: 6.7, 24: 9.5, 56: 18.7, 64: 21.4}  # 2.1 + 0.3 · rank, about
+    fit = Decode.fitted([DecodePoint(batch, batch * rank, rank, ms) for rank, ms in noisy_ms.items()])
+    assert profile(decode=fit).decode_ms([32] * batch) == pytest.approx(11.7, rel=0.02)
+    assert fit.r2 > 0.99
+    assert 0.0 in (fit.gamma_ms, fit.beta_ms)  # nothing tells a request's share from the base's: one has it all
+
+
+def test_the_base_model_alone_still_gives_a_fit() -> None:
+    fit = Decode.fitted([DecodePoint(batch, 0, 0, 3.0 + 0.5 * batch) for batch in (1, 2, 8)])
+    assert (fit.alpha_ms, fit.gamma_ms, fit.beta_ms) == pytest.approx((0.0, 0.5, 3.0))
+
+
+def test_equal_times_are_explained_by_the_base_alone() -> None:
+    fit = LineFit.fitted([1.0, 2.0, 3.0], [4.0, 4.0, 4.0])
+    assert (fit.alpha_ms, fit.beta_ms, fit.r2) == pytest.approx((0.0, 4.0, 1.0))
 
 
 # --- predictions ---
@@ -195,6 +207,11 @@ def edited(**changes: Any) -> str:
     return json.dumps(json.loads(json.dumps(dataclasses.asdict(profile()))) | changes)
 
 
+def rated(*rates: tuple[int, Any, float]) -> str:
+    """A file with these (rank, targets, tokens/s)."""
+    return edited(lora=[{"rank": rank, "targets": t, "tokens_per_s": rate} for rank, t, rate in rates])
+
+
 DAMAGED = {
     "empty": "",
     "cut": edited()[:-40],
@@ -209,12 +226,12 @@ DAMAGED = {
     "infinite": edited(link_latency_ms=float("inf")),
     "huge": edited(link_latency_ms=10**400),
     "no rates": edited(lora=[]),
-    "rates of one target set": edited(lora=[{"rank": 8, "targets": "qkv", "tokens_per_s": 1.0}]),
-    "unknown targets": edited(lora=[{"rank": 8, "targets": "mlp", "tokens_per_s": 1.0}]),
-    "a rate of zero": edited(lora=[{"rank": 8, "targets": t, "tokens_per_s": 0.0} for t in ("qkv", "all")]),
-    "ranks that fall": edited(
-        lora=[{"rank": r, "targets": t, "tokens_per_s": 1.0} for t in ("qkv", "all") for r in (16, 8)]
-    ),
+    "rates of one target set": rated((8, "qkv", 1.0)),
+    "unknown targets": rated((8, "qkv", 1.0), (8, "mlp", 1.0)),
+    "a list for targets": rated((8, "qkv", 1.0), (8, "all", 1.0), (8, ["all"], 1.0)),
+    "a rate of zero": rated((8, "qkv", 1.0), (8, "all", 1.0), (16, "all", 0.0)),
+    "a rank of zero": rated((8, "qkv", 1.0), (8, "all", 1.0), (0, "qkv", 1.0)),
+    "ranks that fall": rated((16, "qkv", 1.0), (8, "qkv", 1.0), (8, "all", 1.0)),
     "a link of zero": edited(link_bytes_per_s=0.0),
     "a fit missing": edited(prefill={"points": []}),
 }

@@ -1,0 +1,137 @@
+"""What a machine's profile decides at the start: it is read, or made and kept, and applied. Level 6; for `serve.py`."""
+
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from caraserve.adapters.loading import LAYERWISE_MODES, Loading
+from caraserve.calibrate import measure, model_key
+from caraserve.config import EngineConfig, LoraConfig, ModelConfig
+from caraserve.errors import ConfigError
+from caraserve.model.spec import ModelSpec
+from caraserve.profile import Profile, default_path, load, machine_key
+
+if TYPE_CHECKING:
+    from caraserve.cpu.backend import CpuBackend
+
+log = logging.getLogger(__name__)
+
+_UNPROFILED_SLICE_TOKENS = 64  # of a hand-over to one CPU worker, until it is known how fast that is
+_USUAL_HANDOFF_MS = 0.05  # where a profile was made without workers
+_HAND_OVERS = 30
+_HAND_OVER_TOKENS = 16
+_BIRTH_S = 20.0  # until the workers are given up for the profile: they appear when they do
+
+
+def tuned(
+    backend: "CpuBackend",
+    spec: ModelSpec,
+    model: ModelConfig,
+    engine: EngineConfig,
+    lora: LoraConfig,
+    advance: Callable[[], None],
+) -> Profile | None:
+    """What is known of this machine with this model: from a file, or measured now, quickly, and kept for next time.
+    None where the loading mode does not ask for it.
+
+    Starts the CPU LoRA workers on the way. `advance` is called a hundred times. Raises ConfigError for a file that was
+    asked for and is no profile.
+    """
+    profile = None
+    if lora.loading_mode in LAYERWISE_MODES:
+        profile = _found_or_made(backend, spec, model, engine, lora, advance)
+        backend.set_slices(profile.tokens_per_worker)
+    if lora.emulate_link_mb_per_s is not None:
+        backend.emulate_link(lora.emulate_link_mb_per_s * 1e6)
+    return profile
+
+
+def _found_or_made(
+    backend: "CpuBackend",
+    spec: ModelSpec,
+    model: ModelConfig,
+    engine: EngineConfig,
+    lora: LoraConfig,
+    advance: Callable[[], None],
+) -> Profile:
+    dtype = spec.dtype if model.dtype == "auto" else model.dtype
+    path = lora.profile or default_path(machine_key(), model_key(spec, dtype, engine.cpu_threads))
+    profile = _known(path, required=lora.profile is not None)
+    backend.start_workers(lambda rank: _UNPROFILED_SLICE_TOKENS)
+    if profile is None:
+        profile = make_profile(backend, spec, dtype, engine.cpu_threads, quick=True, progress=_percents(advance))
+        try:
+            profile.save(path)
+        except OSError as error:
+            log.warning("the profile cannot be kept at %s: %s", path, error.strerror)
+    return profile
+
+
+def make_profile(
+    backend: "CpuBackend",
+    spec: ModelSpec,
+    dtype: str,
+    threads: int | None,
+    *,
+    quick: bool,
+    progress: Callable[[float], None],
+) -> Profile:
+    """Measures an idle backend whose workers have been started. `progress` is told the share done."""
+
+    def handoff_ms() -> float:
+        times = [backend.time_hand_over(1, _HAND_OVER_TOKENS) for _ in range(_HAND_OVERS)]
+        return 1000 * median(time.total_s - time.compute_s for time in times)
+
+    there = len(backend.workers) > 0 and backend.workers.await_all(_BIRTH_S)
+    return measure(
+        backend,
+        spec,
+        quick=quick,
+        progress=progress,
+        measure_handoff=handoff_ms if there else None,
+        dtype=dtype,
+        threads=threads,
+    )
+
+
+def loading_rules(backend: "CpuBackend", spec: ModelSpec, profile: Profile | None, lora: LoraConfig) -> Loading:
+    """The loading mode on this machine."""
+    bytes_per_s = math.inf if profile is None else profile.link_bytes_per_s
+    measured_ms = None if profile is None else profile.handoff_ms
+    return Loading(
+        mode=lora.loading_mode,
+        layers=spec.layers,
+        link_bytes_per_s=bytes_per_s if lora.emulate_link_mb_per_s is None else lora.emulate_link_mb_per_s * 1e6,
+        costs=profile,
+        workers=len(backend.workers),
+        handoff_ms=_USUAL_HANDOFF_MS if measured_ms is None else measured_ms,
+        shared_cores=True,
+    )
+
+
+def _known(path: Path, *, required: bool) -> Profile | None:
+    if not required and not path.exists():
+        return None
+    try:
+        return load(path)
+    except ConfigError as error:
+        if required:
+            raise
+        log.warning("%s; it is made anew", error.message)
+        return None
+
+
+def _percents(advance: Callable[[], None]) -> Callable[[float], None]:
+    """From shares done to a hundred calls."""
+    told = 0
+
+    def progress(share: float) -> None:
+        nonlocal told
+        while told < int(100 * share):
+            told += 1
+            advance()
+
+    return progress
