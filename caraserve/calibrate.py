@@ -13,7 +13,6 @@ from itertools import accumulate, chain
 
 from caraserve.errors import ConfigError
 from caraserve.fits import fit_times
-from caraserve.lora_rate import LayerLora
 from caraserve.model.backend import Backend
 from caraserve.model.layout import ALIGN_BYTES, Dtype, HostAdapter, aligned_bytes
 from caraserve.model.spec import SITES, ModelSpec
@@ -40,6 +39,7 @@ _LORA_TOKENS, _LORA_LAYERS = 64, 4  # a worker's usual share; layers in turn, so
 _LORA_LEAST_MS = 2.0  # of one sample: the clock and the call around it do not show
 _OVERDRAFT = 4.0  # budgets that the least rounds may take; a large model gets one round
 _LOAD_MS = 50.0  # about the longest copy that is timed
+_LOADS = 4  # in one sample: the first into memory that is new to the system takes many times as long
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +225,9 @@ def _host_images(device: Device, model: ModelSpec, dtype: Dtype, ranks: Sequence
     room = device.host_memory.nbytes
     if specs[0].num_bytes > room:
         needed = human_bytes(specs[0].num_bytes)
-        raise ConfigError(f"an adapter of rank {ranks[0]} takes {needed}, more than the host memory for adapters")
+        raise ConfigError(
+            f"--max-host-adapters-bytes {room} is too small to measure with: rank {ranks[0]} takes {needed}"
+        )
     return [
         random_adapter(model, spec, device.host_memory[start:])
         for spec, start in zip(specs, starts, strict=False)
@@ -262,13 +264,16 @@ def _load_probes(device: Device, model: ModelSpec, image: HostAdapter, slot: int
         cut = adapter_spec(model, spec.dtype, spec.rank, layers)
         return HostAdapter(cut, image.data[: cut.num_bytes])
 
-    def sample(adapter: HostAdapter) -> list[float]:
+    def load(adapter: HostAdapter) -> float:
         try:
-            return [device.load(adapter, slot)]
+            return device.load(adapter, slot)
         finally:
             device.unload(slot)
 
-    first_ms = sample(part(1))[0]
+    def sample(adapter: HostAdapter) -> list[float]:
+        return [load(adapter) for _ in range(_LOADS)]
+
+    first_ms = load(part(1))
     layers = max(1, min(model.layers, int(_LOAD_MS / first_ms)))
     return {part(count).spec.num_bytes: Probe(partial(sample, part(count))) for count in (1, layers)}
 
@@ -283,17 +288,19 @@ def _link(loads: Mapping[int, Probe]) -> tuple[float, float]:
 
 
 def _lora_probes(model: ModelSpec, dtype: Dtype) -> dict[tuple[Targets, int], Probe]:
+    from caraserve.lora_rate import LayerLora  # compiles kernels: not when this file is imported
+
     layers = min(_LORA_LAYERS, model.layers)
     specs = [adapter_spec(model, dtype, rank, layers) for rank in _LORA_RANKS]
     adapters = [random_adapter(model, spec, aligned_bytes(spec.num_bytes)) for spec in specs]
     return {
-        (targets, adapter.spec.rank): _lora_probe(LayerLora(model, adapter, sites, _LORA_TOKENS))
+        (targets, adapter.spec.rank): _lora_probe(LayerLora(model, adapter, sites, _LORA_TOKENS).layer_ms, layers)
         for targets, sites in _LORA_SITES.items()
         for adapter in adapters
     }
 
 
-def _lora_probe(lora: LayerLora) -> Probe:
-    lora.layer_ms(1)  # compiles
-    repeats = max(1, round(_LORA_LEAST_MS / lora.layers / lora.layer_ms(1)))
-    return Probe(lambda: [lora.layer_ms(repeats)])
+def _lora_probe(layer_ms: Callable[[int], float], layers: int) -> Probe:
+    layer_ms(1)  # compiles
+    repeats = max(1, round(_LORA_LEAST_MS / layers / layer_ms(1)))
+    return Probe(lambda: [layer_ms(repeats)])

@@ -48,7 +48,7 @@ class LayerLora:
         spec = adapter.spec
         spans = [span for span in spec.spans if SITES[span.site] in sites]
         shapes = [model.site_shape(SITES[span.site]) for span in spans]
-        self.layers, self._tokens = len({span.layer for span in spans}), tokens
+        self._layers, self._tokens = len({span.layer for span in spans}), tokens
         at = int(adapter.data.ctypes.data)
         self._modules = np.zeros(len(spans), _MODULE)
         for module, span, (inputs, outputs) in zip(self._modules, spans, shapes, strict=True):
@@ -67,7 +67,7 @@ class LayerLora:
         started_s = time.perf_counter()
         for _ in range(repeats):
             _compute(*kernels, modules, count, self._tokens, x, self._strides[0], shrunk, y, self._strides[1])
-        return 1000 * (time.perf_counter() - started_s) / repeats / self.layers
+        return 1000 * (time.perf_counter() - started_s) / repeats / self._layers
 
 
 def _floats(rows: int, width: int) -> NDArray[np.float32]:

@@ -17,8 +17,9 @@ class Row:
     """A slice of one request: positions [start, start + count) of the tokens in `slot`.
 
     `assist`: CPU workers may compute the LoRA of layers whose weights have not arrived on the device yet; otherwise the
-    iteration waits for them. `samples`: a token for position start + count is drawn and stored in the slot's history. `prompt_logprobs`: how
-    many alternatives to report for each of the positions (start, start + count] that lie inside the prompt.
+    iteration waits for them. `samples`: a token for position start + count is drawn and stored in the slot's history.
+    `prompt_logprobs`: how many alternatives to report for each of the positions (start, start + count] that lie inside
+    the prompt.
     """
 
     slot: int

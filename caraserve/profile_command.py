@@ -11,14 +11,16 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from caraserve.calibrate import measure
 from caraserve.config import EngineConfig, LoraConfig, ModelConfig
 from caraserve.errors import ConfigError
 from caraserve.model.spec import load_spec
 from caraserve.profile import LineFit, Profile, default_path
 from caraserve.serve import build_cpu_backend, with_demo
+from caraserve.tuning import make_profile
 
 log = logging.getLogger(__name__)
+
+_SLICE_TOKENS = 64  # of a hand-over to one CPU worker; one alone is timed
 
 
 def profile(
@@ -37,16 +39,11 @@ def profile(
     assert model_config.model is not None
     spec = load_spec(model_config.model)
     backend = build_cpu_backend(spec, model_config, engine_config, lora_config)
+    dtype = spec.dtype if model_config.dtype == "auto" else model_config.dtype
     try:
+        backend.start_workers(lambda rank: _SLICE_TOKENS)
         with _progress() as progress:
-            made = measure(
-                backend,
-                spec,
-                quick=quick,
-                progress=progress,
-                dtype=None if model_config.dtype == "auto" else model_config.dtype,
-                threads=engine_config.cpu_threads,
-            )
+            made = make_profile(backend, spec, dtype, engine_config.cpu_threads, quick=quick, progress=progress)
     finally:
         backend.close()
     path = output or default_path(made.machine, made.model)

@@ -72,8 +72,8 @@ class TokenLogprob:
 class Phases:
     """Where a request's time went, in milliseconds; the parts add up to `e2e_ms` by construction.
 
-    `stalled_ms` is the part of prefill and decode in which iterations stood still until weights of the request's adapter
-    arrived; `cpu_layers` counts layers, over all its iterations, whose LoRA came from CPU workers.
+    `stalled_ms` is the part of prefill and decode in which iterations stood still until weights of the request's
+    adapter arrived; `cpu_layers` counts layers, over all its iterations, whose LoRA came from CPU workers.
     """
 
     queued_ms: float

@@ -8,10 +8,10 @@ import numpy as np
 from numba import types
 
 from caraserve.cpu import handoff as shared
-from caraserve.cpu.jit import kernel
+from caraserve.cpu.jit import apart, kernel
 from caraserve.cpu.kernels import ADD, RANK_GROUP
 from caraserve.cpu.libc import now_ns, sched_yield, wake
-from caraserve.cpu.records import LORA_ENTRY, LOST, word
+from caraserve.cpu.records import LORA_ENTRY, LOST, batch_at, buffers_at, lora_at, model_at, word
 from caraserve.cpu.simd import (
     LANES,
     fence,
@@ -96,9 +96,10 @@ def _adapts(lora, adapter, layer):  # type: ignore[no-untyped-def]
     return False
 
 
-@kernel
-def choose_sources(lora, batch, layer):  # type: ignore[no-untyped-def]
+@apart(3)
+def choose_sources(lora_address, batch_address, layer):  # type: ignore[no-untyped-def]
     """Decides for every segment whence this layer's LoRA comes, waiting where it must; member 0's, before a barrier."""
+    lora, batch = lora_at(lora_address), batch_at(batch_address)
     for segment in range(batch.segments):
         adapter = word(batch.segment_adapter, segment)
         arrived, source, looks = word(lora.arrived, adapter), DEVICE, 0
@@ -212,12 +213,29 @@ def _publish(lora):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def hand_over(model, lora, batch, layer, site, sites, x, x_stride, k):  # type: ignore[no-untyped-def]
+def _add_slice(model, lora, adapter, layer, site, sites, x, x_stride, k, first, rows, worker, index):  # type: ignore[no-untyped-def]
+    """Appends a slice to a worker's block and to the table of those who wait. Deltas lie where x's rows do."""
+    block = lora.blocks + worker * lora.block_bytes
+    count = word(block, shared.COUNT // 8)
+    y = lora.deltas + worker * lora.delta_bytes + first * _delta_stride(model, site)
+    piece = block + shared.SLICES + count * _SLICE_BYTES
+    _write_slice(model, lora, piece, adapter, layer, site, sites, x + first * x_stride, x_stride, k, rows, y)
+    store_i64(block + shared.COUNT, count + 1)
+    at = lora.slices + _PIECE_BYTES * index
+    store_i64(at, worker)
+    store_i64(at + 24, first)
+    store_i64(at + 32, rows)
+    store_i64(at + 40, y)
+
+
+@apart(9)
+def hand_over(model_address, lora_address, batch_address, layer, site, sites, x, x_stride, k):  # type: ignore[no-untyped-def]
     """Cuts the tokens of segments that workers are to compute into slices of at most c tokens, and publishes them.
 
     `site`, `sites`: the modules that read x. Member 0's, after x is complete and before a barrier. A segment that gets
     no slice, for want of a worker, is computed by those who would have waited.
     """
+    model, lora, batch = model_at(model_address), lora_at(lora_address), batch_at(batch_address)
     free = _free_workers(lora)
     slices, turn = 0, 0
     for worker in range(lora.workers):
@@ -268,22 +286,6 @@ def hand_over(model, lora, batch, layer, site, sites, x, x_stride, k):  # type: 
 
 
 @kernel
-def _add_slice(model, lora, adapter, layer, site, sites, x, x_stride, k, first, rows, worker, index):  # type: ignore[no-untyped-def]
-    """Appends a slice to a worker's block and to the table of those who wait. Deltas lie where x's rows do."""
-    block = lora.blocks + worker * lora.block_bytes
-    count = word(block, shared.COUNT // 8)
-    y = lora.deltas + worker * lora.delta_bytes + first * _delta_stride(model, site)
-    piece = block + shared.SLICES + count * _SLICE_BYTES
-    _write_slice(model, lora, piece, adapter, layer, site, sites, x + first * x_stride, x_stride, k, rows, y)
-    store_i64(block + shared.COUNT, count + 1)
-    at = lora.slices + _PIECE_BYTES * index
-    store_i64(at, worker)
-    store_i64(at + 24, first)
-    store_i64(at + 32, rows)
-    store_i64(at + 40, y)
-
-
-@kernel
 def await_slice(lora, thread, piece):  # type: ignore[no-untyped-def]
     """Whether a slice's deltas are there; False when its worker has died or stopped moving."""
     block = lora.blocks + word(piece, 0) * lora.block_bytes
@@ -327,40 +329,31 @@ def _add_rows(deltas, stride, rows, first, end, y, y_stride):  # type: ignore[no
             vstore(at, vadd(vload(at), vload(deltas + row * stride + lane)))
 
 
-@kernel
-def add_deltas(thread, model, buffers, lora, batch, layer, site, segment, x, x_stride, k, first, end, y, y_stride):  # type: ignore[no-untyped-def]
+@apart(15)
+def add_deltas(  # type: ignore[no-untyped-def]
+    thread, model_address, buffers_address, lora_address, batch_address,
+    layer, site, segment, x, x_stride, k, first, end, y, y_stride,
+):  # fmt: skip
     """Adds what the workers have computed for a segment to a module's output panels [first, end); redoes what they
     have not."""
+    model, buffers = model_at(model_address), buffers_at(buffers_address)
+    lora, batch = lora_at(lora_address), batch_at(batch_address)
     entry = host_entry(lora, word(batch.segment_adapter, segment), layer, site)
     from_slice, slices = word(lora.segment_slices, 2 * segment), word(lora.segment_slices, 2 * segment + 1)
-    if slices == 0:
-        at, rows = word(batch.segment_first, segment), word(batch.segment_tokens, segment)
-        _redo(
-            buffers, lora, thread, entry, x + at * x_stride, x_stride, k, rows, first, end, y + at * y_stride, y_stride
-        )
-    for index in range(from_slice, from_slice + slices):
-        piece = lora.slices + _PIECE_BYTES * index
-        at, rows = word(piece, 3), word(piece, 4)
-        if await_slice(lora, thread, piece):
+    at, rows = word(batch.segment_first, segment), word(batch.segment_tokens, segment)
+    for index in range(max(slices, 1)):
+        piece, there = lora.slices + _PIECE_BYTES * (from_slice + index), False
+        if slices > 0:
+            at, rows = word(piece, 3), word(piece, 4)
+            there = await_slice(lora, thread, piece)
+        if there:
             deltas = word(piece, 5) + _delta_column(model, site)
             _add_rows(deltas, _delta_stride(model, site), rows, first, end, y + at * y_stride, y_stride)
-        else:
-            if first == 0:  # one member counts
-                fetch_add(lora.redone, 1)
-            _redo(
-                buffers,
-                lora,
-                thread,
-                entry,
-                x + at * x_stride,
-                x_stride,
-                k,
-                rows,
-                first,
-                end,
-                y + at * y_stride,
-                y_stride,
-            )
+            continue
+        if first == 0:  # one member counts
+            fetch_add(lora.redone, 1)
+        x_at, y_at = x + at * x_stride, y + at * y_stride
+        _redo(buffers, lora, thread, entry, x_at, x_stride, k, rows, first, end, y_at, y_stride)
 
 
 @kernel

@@ -7,9 +7,9 @@ positions in order, which makes a query's result the same whatever chunk, batch 
 
 import numpy as np
 
-from caraserve.cpu.jit import kernel
+from caraserve.cpu.jit import apart, kernel
 from caraserve.cpu.kernels import rms_norm, rotate
-from caraserve.cpu.records import K_NORM, NUM_WEIGHTS, Q_NORM, word
+from caraserve.cpu.records import K_NORM, NUM_WEIGHTS, Q_NORM, batch_at, buffers_at, cache_at, model_at, word
 from caraserve.cpu.simd import (
     LANES,
     fetch_add,
@@ -257,9 +257,11 @@ def _attend_item(thread, model, buffers, cache, batch, layer, kv_head, first, en
                 )
 
 
-@kernel
-def attend(thread, model, buffers, cache, batch, layer):  # type: ignore[no-untyped-def]
+@apart(6)
+def attend(thread, model_address, buffers_address, cache_address, batch_address, layer):  # type: ignore[no-untyped-def]
     """Items (row, key-value head, run of tokens) go to whoever is free: their costs differ by the context length."""
+    model, buffers = model_at(model_address), buffers_at(buffers_address)
+    cache, batch = cache_at(cache_address), batch_at(batch_address)
     counter = buffers.counters + 8 * layer
     taken = fetch_add(counter, 1)
     item = 0

@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.cpu.assist import PIECE_WORDS, REDO_BYTES
-from caraserve.cpu.attention import scratch_bytes
+from caraserve.cpu.assist import PIECE_WORDS, REDO_BYTES, add_deltas, choose_sources, hand_over
+from caraserve.cpu.attention import attend, scratch_bytes
 from caraserve.cpu.handoff import block_bytes
 from caraserve.cpu.kernels import lora_expand, lora_shrink, panel_gemm
 from caraserve.cpu.records import BUFFERS, LORA, filled
 from caraserve.cpu.shared import PAGE_BYTES, SharedRegion
+from caraserve.cpu.step import decoder_layer
 from caraserve.model.layout import MAX_RANK, RANK_STEP
 from caraserve.units import align_up
 
@@ -106,6 +107,11 @@ class Buffers:
             panel_gemm=panel_gemm.address,
             lora_shrink=lora_shrink.address,
             lora_expand=lora_expand.address,
+            choose_sources=choose_sources.address,
+            hand_over=hand_over.address,
+            add_deltas=add_deltas.address,
+            attend=attend.address,
+            decoder_layer=decoder_layer.address,
             scratch=self._zeros(scratch * self._threads),
             scratch_bytes=scratch,
             barrier=self._zeros(128),

@@ -3,11 +3,16 @@
 `weights.py`, `adapters.py`, `batch.py` and `backend.py` fill these; `step.py` reads them.
 """
 
+from typing import Any
+
+import numba
 import numpy as np
+from numba import types
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from caraserve.cpu.jit import kernel
-from caraserve.cpu.simd import load_i64
+from caraserve.cpu.simd import I64, load_i64
 
 # Columns of `Model.weights`: addresses of one layer's tensors; 0 where the model has none.
 ATTN_NORM, WQ, WK, WV, WO, WG, WU, WD, BQ, BK, BV, BO, BG, BU, BD, Q_NORM, K_NORM, MLP_NORM = range(18)
@@ -34,7 +39,8 @@ MODEL = _record(
 # Addresses of fp32 activations (rows of a token each), of the words that the team meets at, and of kernels that are
 # compiled apart.
 BUFFERS = _record(
-    *("panel_gemm", "lora_shrink", "lora_expand"),
+    *("panel_gemm", "lora_shrink", "lora_expand", "choose_sources", "hand_over", "add_deltas", "attend"),
+    "decoder_layer",
     "hidden",  # [tokens, hidden_pad], the residual stream
     "normed",  # [outputs, hidden_pad]
     "qkv",  # [tokens, q_pad + 2 · kv_pad]
@@ -101,6 +107,33 @@ BATCH = _record(
     "out_kind",  # [outputs] SAMPLE or SCORE
     "out_logprobs",  # [outputs] alternatives wanted, -1 for no logprob at all
 )
+
+
+def _record_at(kind: np.dtype[np.void]) -> Any:
+    """Intrinsic `(address)`: the record of `kind` there, for functions that are compiled apart."""
+    record = numba.from_dtype(kind)
+
+    @intrinsic
+    def record_at(typing_context, address):  # type: ignore[no-untyped-def]
+        def codegen(context, b, signature, arguments):  # type: ignore[no-untyped-def]
+            return b.inttoptr(arguments[0], context.get_value_type(record))
+
+        return record(types.int64), codegen
+
+    return record_at
+
+
+model_at, lora_at, batch_at, buffers_at, cache_at = map(_record_at, (MODEL, LORA, BATCH, BUFFERS, CACHE))
+
+
+@intrinsic
+def address_of(typing_context, record):  # type: ignore[no-untyped-def]
+    """Where a record lies."""
+
+    def codegen(context, b, signature, arguments):  # type: ignore[no-untyped-def]
+        return b.ptrtoint(arguments[0], I64)
+
+    return types.int64(record), codegen
 
 
 def filled(kind: np.dtype[np.void], **values: float) -> NDArray[np.void]:

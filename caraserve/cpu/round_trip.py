@@ -8,12 +8,14 @@ from numpy.typing import NDArray
 
 from caraserve.cpu import assist
 from caraserve.cpu.jit import entry
-from caraserve.cpu.records import BATCH, filled
+from caraserve.cpu.records import BATCH, address_of, filled
 from caraserve.cpu.simd import load_i64
+from caraserve.cpu.tiles import call_by_address
 from caraserve.cpu.workers import Workers
 
 _SITES = np.int64(3)  # q, k, v: the modules that read a layer's first input
 _LAYER = np.int64(0)
+_call9 = call_by_address(9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,8 @@ def _round_trip(models, buffer_sets, loras, batches):  # type: ignore[no-untyped
     model, buffers, lora, batch = models[0], buffer_sets[0], loras[0], batches[0]
     site = np.int64(0)
     x_stride, k = 4 * model.hidden_pad, model.hidden
-    assist.hand_over(model, lora, batch, _LAYER, site, _SITES, buffers.normed, x_stride, k)
+    records = address_of(model), address_of(lora), address_of(batch)
+    _call9(buffers.hand_over, *records, _LAYER, site, _SITES, buffers.normed, x_stride, k)
     slices = load_i64(lora.segment_slices + 8)
     for index in range(slices):
         if not assist.await_slice(lora, np.int64(0), lora.slices + 8 * assist.PIECE_WORDS * index):

@@ -16,12 +16,27 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.cpu.assist import DEVICE, add_deltas, choose_sources, hand_over, note_workers, source_of, stamp
-from caraserve.cpu.attention import attend, rotate_and_append
-from caraserve.cpu.jit import entry, kernel
+from caraserve.cpu.assist import DEVICE, note_workers, source_of, stamp
+from caraserve.cpu.attention import rotate_and_append
+from caraserve.cpu.jit import apart, entry, kernel
 from caraserve.cpu.kernels import ADD, RANK_GROUP, STORE, add_bias, embed, itemsize, rms_norm, silu_mul
 from caraserve.cpu.libc import sched_yield
-from caraserve.cpu.records import ATTN_NORM, BQ, LORA_ENTRY, MLP_NORM, NUM_WEIGHTS, SAMPLE, WQ, word
+from caraserve.cpu.records import (
+    ATTN_NORM,
+    BQ,
+    LORA_ENTRY,
+    MLP_NORM,
+    NUM_WEIGHTS,
+    SAMPLE,
+    WQ,
+    address_of,
+    batch_at,
+    buffers_at,
+    cache_at,
+    lora_at,
+    model_at,
+    word,
+)
 from caraserve.cpu.sampling import best_tokens, choose, log_sum_exp
 from caraserve.cpu.simd import fetch_add, load_acquire, spin_pause, store_release
 from caraserve.cpu.tiles import call_by_address
@@ -30,7 +45,7 @@ from caraserve.model.layout import PANEL
 LORA_ENTRY_BYTES = LORA_ENTRY.itemsize
 # numpy integers, or Numba would compile what takes them once for each
 _Q, _O, _GATE, _UP, _DOWN = np.int64(0), np.int64(3), np.int64(4), np.int64(5), np.int64(6)  # indices of SITES
-_call8, _call9 = call_by_address(8), call_by_address(9)
+_call3, _call6, _call8, _call9, _call15 = (call_by_address(count) for count in (3, 6, 8, 9, 15))
 _SHRINK_TOKENS = 24  # tokens in one item of shrink work, so that long prompts split over the team
 _SPINS = 500  # about 12 µs of pauses before a waiting thread gives its core away
 
@@ -85,7 +100,11 @@ def _shrink(thread, team, model, buffers, lora, batch, layer, site, x, x_stride,
     that have not arrived are handed over instead."""
     _, sites = _group(site)
     if batch.arriving != 0 and thread == 0:
-        hand_over(model, lora, batch, layer, site, sites, x, x_stride, k)
+        _call9(
+            buffers.hand_over,
+            *(address_of(model), address_of(lora), address_of(batch)),
+            *(layer, site, sites, x, x_stride, k),
+        )
     item = np.int64(0)
     for segment in range(batch.segments):
         if source_of(batch, layer, segment) != DEVICE:
@@ -115,8 +134,10 @@ def _expand(thread, model, buffers, lora, batch, layer, site, x, x_stride, k, fi
         if word(entry, 2) == 0:
             continue
         if source_of(batch, layer, segment) != DEVICE:
-            add_deltas(
-                thread, model, buffers, lora, batch, layer, site, segment, x, x_stride, k, first, end, y, y_stride
+            _call15(
+                buffers.add_deltas,
+                *(thread, address_of(model), address_of(buffers), address_of(lora), address_of(batch)),
+                *(layer, site, segment, x, x_stride, k, first, end, y, y_stride),
             )
         else:
             at = word(batch.segment_first, segment)
@@ -198,13 +219,18 @@ def _project_gate_up(thread, team, model, buffers, lora, batch, layer):  # type:
         silu_mul(buffers.gate + 4 * PANEL * panel, stride, buffers.up + 4 * PANEL * panel, stride, batch.tokens)
 
 
-@kernel
-def _layer(thread, team, model, buffers, lora, cache, batch, layer):  # type: ignore[no-untyped-def]
+@apart(8)
+def decoder_layer(  # type: ignore[no-untyped-def]
+    thread, team, model_address, buffers_address, lora_address, cache_address, batch_address, layer
+):  # fmt: skip
+    """One layer, as member `thread` of `team`."""
+    model, buffers, lora = model_at(model_address), buffers_at(buffers_address), lora_at(lora_address)
+    cache, batch = cache_at(cache_address), batch_at(batch_address)
     barrier = buffers.barrier
     if thread == 0:
         stamp(lora, batch, layer)
         if batch.arriving != 0:
-            choose_sources(lora, batch, layer)
+            _call3(buffers.choose_sources, address_of(lora), address_of(batch), layer)
     _norm_rows(
         thread, team, model, batch, buffers.hidden, word(model.weights, NUM_WEIGHTS * layer + ATTN_NORM), buffers.normed
     )
@@ -214,7 +240,7 @@ def _layer(thread, team, model, buffers, lora, cache, batch, layer):  # type: ig
     note_workers(thread, lora, batch, layer, 0)
     rotate_and_append(thread, team, model, buffers, cache, batch, layer)
     meet(barrier, team)
-    attend(thread, model, buffers, cache, batch, layer)
+    _call6(buffers.attend, thread, model_address, buffers_address, cache_address, batch_address, layer)
     meet(barrier, team)
     q_dim = model.heads * model.head_dim
     _project_add(thread, team, model, buffers, lora, batch, layer, _O, buffers.attended, 4 * model.q_pad, q_dim)
@@ -316,7 +342,11 @@ def step(thread, team, models, buffer_sets, loras, caches, batches, sampler):  #
     cache, batch = caches[0], batches[0]
     _embed(thread, team, model, buffers, cache, batch)
     for layer in range(model.layers):
-        _layer(thread, team, model, buffers, lora, cache, batch, layer)
+        _call8(
+            buffers.decoder_layer,
+            *(thread, team, address_of(model), address_of(buffers), address_of(lora)),
+            *(address_of(cache), address_of(batch), layer),
+        )
     if thread == 0:
         stamp(lora, batch, model.layers)
     _logits(thread, team, model, buffers, batch, sampler.logits.ctypes.data)

@@ -13,7 +13,6 @@ import asyncio
 import importlib.util
 import json
 import logging
-import platform
 import sys
 import tempfile
 import time
@@ -21,8 +20,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-import numba
-import numpy as np
+from about import machine, versions
 from bandwidth import ReadBandwidth, cores
 from peft_baseline import PeftBaseline
 from report import Measured, Report, document, plot, print_table
@@ -42,7 +40,6 @@ from workload import (
     write_model,
 )
 
-import caraserve
 from caraserve.config import EngineConfig, LoraConfig, LoraModule, ModelConfig
 from caraserve.loop import Engine
 from caraserve.model.spec import SITES, ModelSpec
@@ -73,7 +70,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="caraserve-bench-") as folder:
             reports.append(asyncio.run(measure(Path(folder), args, dtype)))
         print_table(reports[-1])
-    result = document(reports, vars(args), _machine(), _versions())
+    result = document(reports, vars(args), machine(), versions())
     if args.plot is not None:
         plot(reports, args.plot)
     if args.json is not None:
@@ -194,6 +191,9 @@ async def start_engine(
         loading_mode="cached",
         max_device_adapters_bytes=_ADAPTER_BYTES,
         max_host_adapters_bytes=_ADAPTER_BYTES,
+        lora_cpus=None,
+        emulate_link_mb_per_s=None,
+        profile=None,
         allow_runtime_lora_updating=False,
     )
     engine_config = EngineConfig(
@@ -204,6 +204,7 @@ async def start_engine(
         enable_prefix_caching=True,
         cpu_threads=args.threads,
         seed=0,
+        trace=None,
     )
     served = await build_engine(stack, model_config, lora_config, engine_config)
     return served.engine
@@ -229,26 +230,6 @@ async def _read(stream: Stream, started_s: float) -> Answer:
         if delta.finish is not None and delta.finish.reason != "length":
             raise RuntimeError(f"a request ended with {delta.finish.reason}: {delta.finish.error}")
     return Answer(tuple(ids), times_ms[0], times_ms[-1])
-
-
-def _machine() -> dict[str, str | int]:
-    names = [
-        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "cores": cores(),
-        "system": platform.platform(),
-    }
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "caraserve": caraserve.__version__,
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "numba": numba.__version__,
-    }
 
 
 if __name__ == "__main__":

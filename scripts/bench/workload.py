@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from caraserve.model.spec import SITES, ModelSpec, parse_spec
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2}
-_SAFETENSORS_NAME = {"float32": "F32", "bfloat16": "BF16"}
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+_SAFETENSORS_NAME = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 SITUATIONS = ("base", "one adapter", "own adapters")
 
 
@@ -209,8 +209,8 @@ def _values(name: str, shape: tuple[int, ...], rng: np.random.Generator, dtype: 
         fan_in = 1 if "embed_tokens" in name else shape[1]
         std = (0.1 if "lora_B" in name else 1.0) / fan_in**0.5
         values = rng.standard_normal(shape, np.float32) * np.float32(std)
-    if dtype == "float32":
-        return values
+    if dtype != "bfloat16":
+        return values.astype(dtype)
     return ((values.view(np.uint32) + 0x8000) >> 16).astype(np.uint16)
 
 
