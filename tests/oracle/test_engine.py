@@ -217,7 +217,7 @@ def test_more_adapters_than_room_all_answer(families: dict[str, Family]) -> None
     asked = [(prompt_of(rng, 12), name) for _ in range(4) for name in subject.adapters]
 
     async def serve() -> list[list[int]]:
-        lora = lora_config(subject.adapters, device_bytes=600 * 1024, host_bytes=MIB // 4)
+        lora = lora_config(subject.adapters, device_bytes=600 * 1024, host_bytes=600 * 1024)
         async with running(model_config(subject.model), lora, engine_config()) as engine:
             answers = await asyncio.gather(*(submit(engine, *each) for each in asked))
             return [answer.token_ids for answer in answers]
