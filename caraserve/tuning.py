@@ -42,8 +42,13 @@ def tuned(
     """
     profile = None
     if lora.loading_mode in LAYERWISE_MODES:
-        profile = _found_or_made(backend, spec, model, engine, lora, advance)
-        backend.set_slices(profile.tokens_per_worker)
+        try:
+            profile = _found_or_made(backend, spec, model, engine, lora, advance)
+            backend.set_slices(profile.tokens_per_worker)
+        except ConfigError as error:
+            if lora.profile is not None:
+                raise
+            log.warning("this machine cannot be profiled, so adapters load as a whole: %s", error.message)
     if lora.emulate_link_mb_per_s is not None:
         backend.emulate_link(lora.emulate_link_mb_per_s * 1e6)
     return profile
@@ -65,8 +70,8 @@ def _found_or_made(
         profile = make_profile(backend, spec, dtype, engine.cpu_threads, quick=True, progress=_percents(advance))
         try:
             profile.save(path)
-        except OSError as error:
-            log.warning("the profile cannot be kept at %s: %s", path, error.strerror)
+        except ConfigError as error:
+            log.warning("the profile cannot be kept: %s", error.message)
     return profile
 
 
@@ -83,7 +88,8 @@ def make_profile(
 
     def handoff_ms() -> float:
         times = [backend.time_hand_over(1, _HAND_OVER_TOKENS) for _ in range(_HAND_OVERS)]
-        return 1000 * median(time.total_s - time.compute_s for time in times)
+        spent_s = [time.total_s - time.compute_s for time in times if time is not None]
+        return 1000 * median(spent_s) if spent_s else _USUAL_HANDOFF_MS
 
     there = len(backend.workers) > 0 and backend.workers.await_all(_BIRTH_S)
     return measure(
@@ -98,11 +104,12 @@ def make_profile(
 
 
 def loading_rules(backend: "CpuBackend", spec: ModelSpec, profile: Profile | None, lora: LoraConfig) -> Loading:
-    """The loading mode on this machine."""
+    """The loading mode on this machine. Without a profile nobody can say when a layer will be needed."""
+    mode = "overlapped" if profile is None and lora.loading_mode in LAYERWISE_MODES else lora.loading_mode
     bytes_per_s = math.inf if profile is None else profile.link_bytes_per_s
     measured_ms = None if profile is None else profile.handoff_ms
     return Loading(
-        mode=lora.loading_mode,
+        mode=mode,
         layers=spec.layers,
         link_bytes_per_s=bytes_per_s if lora.emulate_link_mb_per_s is None else lora.emulate_link_mb_per_s * 1e6,
         costs=profile,

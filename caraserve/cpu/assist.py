@@ -58,7 +58,7 @@ def source_of(batch, layer, segment):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _clock(lora, thread):  # type: ignore[no-untyped-def]
+def clock(lora, thread):  # type: ignore[no-untyped-def]
     return lora.redo + (thread + 1) * lora.redo_bytes - 64
 
 
@@ -66,7 +66,7 @@ def _clock(lora, thread):  # type: ignore[no-untyped-def]
 def stamp(lora, batch, layer):  # type: ignore[no-untyped-def]
     """Notes when a layer begins; member 0's."""
     if batch.layer_ns != 0:
-        store_i64(batch.layer_ns + 8 * layer, now_ns(_clock(lora, 0)))
+        store_i64(batch.layer_ns + 8 * layer, now_ns(clock(lora, 0)))
 
 
 @kernel
@@ -115,7 +115,7 @@ def choose_sources(lora_address, batch_address, layer):  # type: ignore[no-untyp
                 source = WORKERS
                 break
             if looks == 0:
-                started = now_ns(_clock(lora, 0))
+                started = now_ns(clock(lora, 0))
             looks += 1
             if looks < _PAUSES:
                 spin_pause()
@@ -125,7 +125,7 @@ def choose_sources(lora_address, batch_address, layer):  # type: ignore[no-untyp
                 _usleep(_NAP_US)
         if looks > 0:
             waited = batch.waited_ns + 8 * segment
-            store_i64(waited, word(waited, 0) + now_ns(_clock(lora, 0)) - started)
+            store_i64(waited, word(waited, 0) + now_ns(clock(lora, 0)) - started)
         store_i64(batch.sources + 8 * (layer * batch.segments + segment), source)
 
 
@@ -300,7 +300,7 @@ def await_slice(lora, thread, piece):  # type: ignore[no-untyped-def]
             spin_pause()
             continue
         sched_yield()
-        now = now_ns(_clock(lora, thread))
+        now = now_ns(clock(lora, thread))
         if load_acquire(block + shared.PROGRESS) != progress:
             progress, since = load_acquire(block + shared.PROGRESS), now
         elif now - since > _PATIENCE_NS:

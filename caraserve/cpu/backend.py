@@ -122,9 +122,10 @@ class CpuBackend:
         """Modules of such slices that the device had to compute itself, a worker having died or stopped."""
         return self._buffers.modules_redone
 
-    def time_hand_over(self, slot: int, tokens: int) -> RoundTrip:
-        """Hands q, k, v of the first layer over to the workers, for a bound slot, after all that was launched."""
-        result: SimpleQueue[RoundTrip] = SimpleQueue()
+    def time_hand_over(self, slot: int, tokens: int) -> RoundTrip | None:
+        """Hands q, k, v of the first layer over to the workers, for a bound slot, after all that was launched. None if
+        no worker was free."""
+        result: SimpleQueue[RoundTrip | None] = SimpleQueue()
         batch, arrays = one_segment(slot, tokens, self._shape.layers)
         records = self._loaded.model, self._buffers.record, self._lora, batch
         self._jobs.put(lambda: result.put(round_trip(*records, self.workers)))

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from caraserve.cpu import assist
 from caraserve.cpu.jit import entry
+from caraserve.cpu.libc import now_ns
 from caraserve.cpu.records import BATCH, address_of, filled
 from caraserve.cpu.simd import load_i64
 from caraserve.cpu.tiles import call_by_address
@@ -24,22 +25,23 @@ class RoundTrip:
 
     total_s: float
     compute_s: float
-    slices: int  # 0: no worker was free
 
 
 @entry
 def _round_trip(models, buffer_sets, loras, batches):  # type: ignore[no-untyped-def]
-    """Returns how many slices there were; -1 if one was not done."""
+    """Returns the nanoseconds from publishing to the last delta; -1 if no worker was free or one did not do it."""
     model, buffers, lora, batch = models[0], buffer_sets[0], loras[0], batches[0]
     site = np.int64(0)
     x_stride, k = 4 * model.hidden_pad, model.hidden
+    clock = assist.clock(lora, np.int64(0))
+    started = now_ns(clock)
     records = address_of(model), address_of(lora), address_of(batch)
     _call9(buffers.hand_over, *records, _LAYER, site, _SITES, buffers.normed, x_stride, k)
     slices = load_i64(lora.segment_slices + 8)
+    done = slices > 0
     for index in range(slices):
-        if not assist.await_slice(lora, np.int64(0), lora.slices + 8 * assist.PIECE_WORDS * index):
-            return np.int64(-1)
-    return slices
+        done = assist.await_slice(lora, np.int64(0), lora.slices + 8 * assist.PIECE_WORDS * index) and done
+    return now_ns(clock) - started if done else np.int64(-1)
 
 
 def one_segment(slot: int, tokens: int, layers: int) -> tuple[NDArray[np.void], list[NDArray[np.int64]]]:
@@ -64,10 +66,10 @@ def round_trip(
     lora: NDArray[np.void],
     batch: NDArray[np.void],
     workers: Workers,
-) -> RoundTrip:
-    """Hands the batch's one segment over and waits. Nothing else may be handed over meanwhile."""
+) -> RoundTrip | None:
+    """Hands the batch's one segment over and waits; None if no worker was free or one died. Nothing else may be handed
+    over meanwhile."""
     started_ns = time.monotonic_ns()
-    slices = int(_round_trip(model, buffers, lora, batch))
-    total_s = (time.monotonic_ns() - started_ns) / 1e9
+    total_ns = int(_round_trip(model, buffers, lora, batch))
     spans = [end_ns - start_ns for start_ns, end_ns in workers.last_times_ns() if start_ns >= started_ns]
-    return RoundTrip(total_s, max(spans, default=0) / 1e9, max(0, slices))
+    return RoundTrip(total_ns / 1e9, max(spans) / 1e9) if total_ns >= 0 and spans else None
