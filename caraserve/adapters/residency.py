@@ -6,13 +6,14 @@ name loaded again points to a new one, and the old one lives until its last requ
 """
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from caraserve.adapters.host_tier import HostTier
 from caraserve.adapters.loading import LAYERWISE_MODES, Group, Loading, Start
 from caraserve.adapters.version import Counters, Tier, Version
 from caraserve.cpu.arena import Arena
@@ -45,7 +46,7 @@ class Residency:
         loading: Loading,
         observe_load: Callable[[float, bool], None] = lambda seconds, ok: None,  # seconds since asked, success
     ) -> None:
-        self._backend, self._device_budget, self._arena, self._read = backend, device_bytes, arena, read
+        self._backend, self._device_budget, self._read = backend, device_bytes, read
         self._on_loop, self._now, self._loading = on_loop, now, loading
         self._link_free_s = 0.0  # when the link is expected to have done all that it was asked
         self._changed: Callable[[], None] = lambda: None
@@ -54,8 +55,7 @@ class Residency:
         self._draining: list[tuple[Version, asyncio.Event]] = []
         self._versions: dict[str, Version] = {}
         self._names: dict[str, Version] = {}
-        self._host: OrderedDict[str, HostAdapter] = OrderedDict()  # least recently used first
-        self._extents: dict[str, NDArray[np.uint8]] = {}  # of versions in the host tier or being read into it
+        self._host = HostTier(arena)
         self._unread: deque[Version] = deque()  # on disk, waiting for room in the arena
         self._device_bytes = 0
         self._resident: dict[str, Version] = {}  # COPYING or DEVICE
@@ -170,10 +170,7 @@ class Residency:
         slots = [version.slot for version in on_device]
         assert len({*slots, *self._free_slots}) == len(slots) + len(self._free_slots), "a slot has two owners"
         assert len(slots) + len(self._free_slots) == self._backend.limits.adapter_slots - 1, "a slot is lost"
-        reading = {digest for digest, version in self._versions.items() if version.tier is Tier.READING}
-        assert self._extents.keys() == self._host.keys() | reading, "an extent of the arena has no owner"
-        assert self._arena.used_bytes >= sum(extent.nbytes for extent in self._extents.values()), "an extent is lost"
-        self._arena.check()
+        self._host.check({digest for digest, version in self._versions.items() if version.tier is Tier.READING})
         assert self._device_bytes <= self._device_budget, "the device tier is over its budget"
 
     def on_device(self) -> list[Version]:
@@ -189,11 +186,11 @@ class Residency:
     def _start_read(self, version: Version) -> None:
         if (image := self._host.get(version.digest)) is not None:
             self.counters.host_hits += 1
-            self._host.move_to_end(version.digest)
+            self._host.touch(version.digest)
             version.to(Tier.HOST)
             self._arrived(version, image)
             return
-        extent = self._take_extent(version.num_bytes)
+        extent = self._host.take(version.digest, version.num_bytes, self._needs_image, self._evict_from_host)
         if extent is None:
             if version.tier is Tier.FAILED:
                 version.to(Tier.DISK)  # this attempt has not failed yet
@@ -201,20 +198,9 @@ class Residency:
             return
         version.to(Tier.READING)
         version.error = None
-        self._extents[version.digest] = extent
         self.loading += 1
         self.counters.disk_reads += 1
         self._read(version.folder, extent, lambda result: self._read_done(version, result))
-
-    def _take_extent(self, num_bytes: int) -> NDArray[np.uint8] | None:
-        """Room in the arena; the least recently used images that nothing needs give way one by one."""
-        while (extent := self._arena.take(num_bytes)) is None:
-            victim = next((digest for digest in self._host if not self._needs_image(digest)), None)
-            if victim is None:
-                return None
-            self._drop_from_host(victim)
-            self.counters.host_evictions += 1
-        return extent
 
     def _needs_image(self, digest: str) -> bool:
         """Whether an image is about to be copied to the device, or is being copied: kernels may read it meanwhile."""
@@ -228,11 +214,11 @@ class Residency:
         if isinstance(result, HostAdapter) and result.spec.digest != version.digest:
             result = AdapterRejected(f"{version.folder.name}: the files have changed since the adapter was loaded")
         if isinstance(result, CaraServeError):
-            self._arena.give_back(self._extents.pop(version.digest))
+            self._host.drop(version.digest)
             self._fail(version, result)
         else:
             version.to(Tier.HOST)
-            self._host[version.digest] = result
+            self._host.keep(version.digest, result)
             self._arrived(version, result)
         self._read_waiting()
 
@@ -256,11 +242,14 @@ class Residency:
         self._notify()
 
     def _drop_from_host(self, digest: str) -> None:
-        del self._host[digest]
-        self._arena.give_back(self._extents.pop(digest))
+        self._host.drop(digest)
         version = self._versions.get(digest)
         if version is not None and version.tier is Tier.HOST:
             version.to(Tier.DISK)
+
+    def _evict_from_host(self, digest: str) -> None:
+        self._drop_from_host(digest)
+        self.counters.host_evictions += 1
 
     def _fail(self, version: Version, error: CaraServeError) -> None:
         self.counters.failures += 1
@@ -316,7 +305,7 @@ class Residency:
         version.slot = self._free_slots.pop()
         self._device_bytes += version.device_bytes
         self._resident[version.digest] = version
-        self._host.move_to_end(version.digest)
+        self._host.touch(version.digest)
         self.loading += 1
         ends = self._loading.group_ends(image.spec)
         version.spec, version.groups = image.spec, self._expect(image.spec, ends)

@@ -86,8 +86,8 @@ METRICS: Mapping[str, Callable[[Played], float]] = {
     "stalled_ms": _mean(lambda timed: timed.phases.stalled_ms),
     "cpu_layers": _mean(lambda timed: float(timed.phases.cpu_layers)),
     "loads": lambda played: float(played.loads),
-    "cores_used": lambda played: played.cpu_s / played.wall_s,
-    "cores_elsewhere": lambda played: played.elsewhere_s / played.wall_s,
+    "cores_used": lambda played: played.cores_used,
+    "cores_elsewhere": lambda played: played.cores_elsewhere,
 }
 _COLUMNS = {
     "TTFT ms": "ttft_ms",

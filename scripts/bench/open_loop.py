@@ -45,6 +45,16 @@ class Played:
     elsewhere_s: float  # CPU of everything else on the machine: CPU LoRA workers, other programs, other machines
     loads: int  # adapters brought to the device
 
+    @property
+    def cores_used(self) -> float:
+        """By this process, on average."""
+        return self.cpu_s / self.wall_s
+
+    @property
+    def cores_elsewhere(self) -> float:
+        """By everything else, on average."""
+        return self.elsewhere_s / self.wall_s
+
 
 async def play(engine: Engine, arrivals: Sequence[Arrival]) -> Played:
     """Sends every request when it is due and returns when all are done. Raises RuntimeError for one that failed."""
@@ -60,6 +70,16 @@ async def play(engine: Engine, arrivals: Sequence[Arrival]) -> Played:
         elsewhere_s=max(0.0, _busy_s() - busy_s - cpu_s),
         loads=counters.host_hits + counters.disk_reads - loads,
     )
+
+
+async def calm(cores: float, patience_s: float) -> None:
+    """Returns when the whole machine has used less than `cores` for a second, or after `patience_s`."""
+    deadline_s = time.monotonic() + patience_s
+    while time.monotonic() < deadline_s:
+        started_s, busy_s = time.monotonic(), _busy_s()
+        await asyncio.sleep(1.0)
+        if _busy_s() - busy_s < cores * (time.monotonic() - started_s):
+            return
 
 
 async def _ask(engine: Engine, arrival: Arrival, started_s: float) -> Timed:
