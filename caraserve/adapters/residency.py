@@ -333,6 +333,8 @@ class Residency:
 
     def _copied(self, version: Version, error: Exception | None) -> None:
         self.loading -= 1
+        if not any(other.tier is Tier.COPYING and other is not version for other in self._resident.values()):
+            self._link_free_s = self._now()  # whatever was expected
         if error is not None:
             self._backend.unload_adapter(version.slot)
             self._release_device(version)

@@ -18,7 +18,7 @@ from caraserve.http.context import CONTEXT, REQUEST_ID
 from caraserve.http.engine_api import EngineApi, StreamApi
 from caraserve.http.fields import Fields
 from caraserve.http.messages import error_body, fault_body, json_response
-from caraserve.http.sse import DONE, ChunkFrame, EventStream, event
+from caraserve.http.sse import DONE, ChunkFrame, EventStream, comment, event
 from caraserve.request import Finish, GenerateRequest, TokenDelta, TokenLogprob
 
 log = logging.getLogger("caraserve.http")
@@ -138,7 +138,7 @@ async def _stream(request: web.Request, job: Job, streams: Sequence[StreamApi]) 
             finishes = await _together(pumps)
             if job.delivery.include_usage:
                 await out.send(frame.usage(total_usage(finishes, job.n)))
-            await out.send(DONE)
+            await out.send(comment(f"phases {_phases(finishes)}") + DONE)  # its headers left long ago
         except ConnectionError:
             return out.response  # the client has left; aiohttp notices when it ends the response
         except Exception as error:

@@ -25,6 +25,11 @@ def event(value: object) -> bytes:
     return b"data: %b\n\n" % orjson.dumps(value)
 
 
+def comment(text: str) -> bytes:
+    """A line that clients are bound to skip."""
+    return b": %b\n\n" % text.encode()
+
+
 class ChunkFrame:
     """Builds the events of one response; what all of them share is encoded once. `first`: for the first one alone."""
 

@@ -124,11 +124,11 @@ async def measure(folder: Path, args: argparse.Namespace) -> Report:
         cpu_s = await _calibrate(bench)
         bench = replace(bench, load=replace(bench.load, rps=args.cores_used / cpu_s))
         log.info("calibration: %.0f ms of CPU a request, so %.3f requests/s", 1000 * cpu_s, bench.load.rps)
-    runs = []
+    runs: list[Run] = []
     for repeat in range(args.repeats):
         sent = arrivals(bench.load, [*bench.adapters], bench.spec.vocab_size, args.seed + repeat)
-        for mode in _order(args.modes, repeat, args.repeats):
-            runs.append(Run(mode, repeat, await _run_calmly(bench, mode, repeat, sent)))
+        order = _order(args.modes, repeat, args.repeats)
+        runs += [Run(mode, repeat, await _run_calmly(bench, mode, repeat, sent)) for mode in order]
     return Report(_setting(bench, cpu_s), args.modes, runs)
 
 

