@@ -189,7 +189,8 @@ async def _run_calmly(bench: Bench, mode: str, repeat: int, sent: Sequence[Arriv
     """One mode, again if other programs took too much of the machine meanwhile, which no ratio would survive."""
     for left in reversed(range(_TRIES)):
         started_s = time.monotonic()
-        await calm(bench.args.calm_cores, _CALM_PATIENCE_S)
+        if bench.args.calm_cores < cores():
+            await calm(bench.args.calm_cores, _CALM_PATIENCE_S)
         played = await _run(bench, mode, repeat, sent)
         log.info(
             "repeat %d of %d, %s: %.1f s, of which %.1f s measured; %.2f cores elsewhere",

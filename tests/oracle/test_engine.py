@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.oracle.models import ALL_TARGETS, FAMILIES, VOCAB_SIZE, make_adapter, make_model
 from tests.oracle.oracle import Oracle
-from tests.serving import MIB, engine_config, lora_config, model_config, running, submit
+from tests.serving import engine_config, lora_config, model_config, running, submit
 
 PROMPT_TOKENS = (1, 2, 15, 16, 17, 33, 64, 150, 300)
 
