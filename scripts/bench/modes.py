@@ -36,14 +36,15 @@ from caraserve.loop import Engine
 from caraserve.model.layout import Dtype, lay_out
 from caraserve.model.spec import SITES, ModelSpec
 from caraserve.serve import Served, build_engine
+from caraserve.units import ceil_div
 
 _TARGETS = {"all": SITES, "qkv": SITES[:3]}
 _HOST_MARGIN_BYTES = 256 << 20  # a profile is measured there before adapters are read
 _CALIBRATION_REQUESTS = 8
 _TRIES = 3  # of one mode, while others use the machine
 _CALM_PATIENCE_S = 60.0
-_WARM_TOKENS = 8  # of prompts that bring adapters to the host tier
-_WARM_WHOLE = 4  # and as many of usual length after them
+_KV_REQUESTS = 24  # that the KV cache has room for
+_WARM_AT_ONCE = 4  # cold requests, so that no load meets memory that was never touched
 _ASSISTED = ("assisted", "auto")  # modes that use CPU LoRA workers
 _BIRTH_S = 30.0
 _WARM_SEED = 1 << 32  # apart from those of repeats
@@ -245,7 +246,7 @@ async def _start(stack: AsyncExitStack, bench: Bench, mode: str, trace: Path | N
         max_num_seqs=64,
         max_num_batched_tokens=None,
         max_queue=4096,
-        kv_cache_bytes=None,
+        kv_cache_bytes=_KV_REQUESTS * bench.load.most_tokens * bench.spec.kv_bytes_per_token(4),
         enable_prefix_caching=True,
         cpu_threads=args.threads,
         seed=0,
@@ -270,14 +271,16 @@ def _gauge(served: Served, name: str) -> float:
 
 
 async def _warm(engine: Engine, bench: Bench) -> None:
-    """Asks every adapter for a token, the most popular ones last, which are then on the device; then a few requests of
-    usual length. Raises RuntimeError when the host tier does not hold all."""
+    """Asks every adapter, the most popular ones last, which are then on the device; as often as it takes to write the
+    whole KV cache: the first touch of memory costs more than computing does. Raises RuntimeError when the host tier
+    does not hold all."""
     rng = np.random.default_rng(_WARM_SEED)
-    names = [*bench.adapters][::-1]
-    sizes = [(name, _WARM_TOKENS, 1) for name in names]
-    sizes += [(name, bench.load.prompt_tokens, bench.load.output_tokens) for name in names[-_WARM_WHOLE:]]
-    for name, prompt, output in sizes:
-        await play(engine, [Arrival(0.0, tuple(rng.integers(2, bench.spec.vocab_size, prompt).tolist()), output, name)])
+    names, prompt = [*bench.adapters][::-1], bench.load.prompt_tokens
+    rounds = ceil_div(2 * _KV_REQUESTS * bench.load.most_tokens, prompt * len(names))
+    for first in range(0, rounds * len(names), _WARM_AT_ONCE):
+        some = [names[index % len(names)] for index in range(first, first + _WARM_AT_ONCE)]
+        prompts = rng.integers(2, bench.spec.vocab_size, (_WARM_AT_ONCE, prompt)).tolist()
+        await play(engine, [Arrival(0.0, tuple(ids), 1, name) for ids, name in zip(prompts, some, strict=True)])
     if (held := len(engine.snapshot().host_adapters)) < len(bench.adapters):
         raise RuntimeError(f"the host tier holds {held} of {len(bench.adapters)} adapters")
 

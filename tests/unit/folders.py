@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from caraserve.adapters.peft import inspect_adapter, read_adapter
+from caraserve.model.layout import HostAdapter, aligned_bytes
 from caraserve.model.spec import SITES, ModelSpec, parse_spec
 
 RANK = 4
@@ -54,3 +56,10 @@ def write_adapter(folder: Path, changes: Mapping[str, Any] | None = None, tensor
     (folder / "adapter_config.json").write_text(json.dumps(kept), encoding="utf-8")
     save_file(tensors_for() if tensors is None else tensors, folder / "adapter_model.safetensors")
     return folder
+
+
+def read(folder: Path, model: ModelSpec, filled: int = 0) -> HostAdapter:
+    """A whole adapter, read into memory that was full of `filled` bytes."""
+    into = aligned_bytes(inspect_adapter(folder, model).num_bytes)
+    into[:] = filled
+    return read_adapter(folder, model, into)

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from caraserve.adapters.peft import inspect_adapter, read_adapter
 from caraserve.adapters.peft_names import PatternTable, module_name
-from caraserve.model.layout import ALIGN_BYTES, Dtype, HostAdapter
+from caraserve.errors import AdapterRejected
+from caraserve.model.layout import A_COLUMNS, ALIGN_BYTES, PANEL, Dtype, HostAdapter, SiteSpan, aligned_bytes
 from caraserve.model.spec import SITES, ModelSpec, parse_spec
-from tests.unit.folders import RANK, SPEC, tensors_for, write_adapter
+from caraserve.units import align_up, ceil_div
+from tests.unit.folders import RANK, SPEC, read, tensors_for, write_adapter
 
 Deltas = dict[tuple[int, str], NDArray[np.float32]]  # (layer, module) → change of the weight, [out, in]
 
@@ -125,21 +128,30 @@ def as_float32(data: NDArray[np.uint8], dtype: Dtype) -> NDArray[np.float32]:
     return values
 
 
-def rows_of(adapter: HostAdapter, offset: int, padded_rank: int, features: int) -> NDArray[np.float32]:
-    """[padded_rank, features]"""
-    end = offset + padded_rank * features * adapter.spec.dtype.itemsize
-    return as_float32(adapter.data[offset:end], adapter.spec.dtype).reshape(padded_rank, features)
-
-
 def deltas_of(adapter: HostAdapter, model: ModelSpec) -> Deltas:
     """What a backend adds to each weight, from the bytes alone."""
     deltas: Deltas = {}
     for span in adapter.spec.spans:
         inputs, outputs = model.site_shape(SITES[span.site])
-        a = rows_of(adapter, span.a_offset, span.padded_rank, inputs)
-        b = rows_of(adapter, span.b_offset, span.padded_rank, outputs)
-        deltas[span.layer, SITES[span.site]] = (b.T @ a) * np.float32(span.scale)
+        a, b = a_of(adapter, span, inputs), b_of(adapter, span, outputs)
+        deltas[span.layer, SITES[span.site]] = (b[:, :outputs].T @ a[:, :inputs]) * np.float32(span.scale)
     return deltas
+
+
+def a_of(adapter: HostAdapter, span: SiteSpan, inputs: int) -> NDArray[np.float32]:
+    """[padded_rank, inputs, padded to whole vectors]"""
+    return matrix(adapter, span.a_offset, (span.padded_rank, align_up(inputs, A_COLUMNS)))
+
+
+def b_of(adapter: HostAdapter, span: SiteSpan, outputs: int) -> NDArray[np.float32]:
+    """[padded_rank, outputs, padded to whole panels]"""
+    panels = matrix(adapter, span.b_offset, (ceil_div(outputs, PANEL), span.padded_rank, PANEL))
+    return panels.transpose(1, 0, 2).reshape(span.padded_rank, -1)
+
+
+def matrix(adapter: HostAdapter, offset: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    end = offset + math.prod(shape) * adapter.spec.dtype.itemsize
+    return as_float32(adapter.data[offset:end], adapter.spec.dtype).reshape(shape)
 
 
 def assert_same(ours: Deltas, theirs: Deltas) -> None:
@@ -151,13 +163,13 @@ def assert_same(ours: Deltas, theirs: Deltas) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_weight_changes_as_in_peft(bases: Mapping[str, Any], tmp_path: Path, kind: str) -> None:
     folder = save(bases["llama"], tmp_path, **KINDS[kind])
-    ours = deltas_of(read_adapter(folder, spec_of("llama")), spec_of("llama"))
+    ours = deltas_of(read(folder, spec_of("llama")), spec_of("llama"))
     assert_same(ours, deltas_of_peft(bases["llama"], folder))
 
 
 def test_families_with_biases_are_no_different(bases: Mapping[str, Any], tmp_path: Path) -> None:
     folder = save(bases["qwen2"], tmp_path, target_modules=list(SITES))
-    ours = deltas_of(read_adapter(folder, spec_of("qwen2")), spec_of("qwen2"))
+    ours = deltas_of(read(folder, spec_of("qwen2")), spec_of("qwen2"))
     assert_same(ours, deltas_of_peft(bases["qwen2"], folder))
 
 
@@ -165,9 +177,9 @@ def test_families_with_biases_are_no_different(bases: Mapping[str, Any], tmp_pat
 def test_ways_of_initialising_change_nothing(bases: Mapping[str, Any], tmp_path: Path, init: object) -> None:
     folder = save(bases["llama"], tmp_path, target_modules=["q_proj"])
     config = folder / "adapter_config.json"
-    expected = deltas_of(read_adapter(folder, SPEC), SPEC)
+    expected = deltas_of(read(folder, SPEC), SPEC)
     config.write_text(json.dumps(json.loads(config.read_text()) | {"init_lora_weights": init}))
-    assert_same(deltas_of(read_adapter(folder, SPEC), SPEC), expected)
+    assert_same(deltas_of(read(folder, SPEC), SPEC), expected)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +191,7 @@ def test_the_stored_dtype_is_kept(
     bases: Mapping[str, Any], tmp_path: Path, torch_dtype: torch.dtype, dtype: Dtype
 ) -> None:
     folder = save(bases["llama"], tmp_path, torch_dtype, target_modules=["q_proj", "up_proj"])
-    adapter = read_adapter(folder, SPEC)
+    adapter = read(folder, SPEC)
     assert adapter.spec.dtype is dtype
     assert_same(deltas_of(adapter, SPEC), deltas_of_peft(bases["llama"], folder))
 
@@ -188,31 +200,49 @@ def test_the_stored_dtype_is_kept(
 def test_mixed_dtypes_become_fp32(bases: Mapping[str, Any], tmp_path: Path, half: torch.dtype) -> None:
     path = save(bases["llama"], tmp_path, target_modules=["q_proj"]) / "adapter_model.safetensors"
     save_file({name: t.to(half) if "lora_A" in name else t for name, t in load_file(path).items()}, path)
-    adapter = read_adapter(tmp_path, SPEC)
+    adapter = read(tmp_path, SPEC)
     assert adapter.spec.dtype is Dtype.F32
     assert_same(deltas_of(adapter, SPEC), deltas_of_peft(bases["llama"], tmp_path))
 
 
 @pytest.mark.parametrize("rename", [("lora_", "lora_"), (".weight", ".default.weight"), ("base_model.model.", "")])
 def test_other_savers_names_are_understood(tmp_path: Path, rename: tuple[str, str]) -> None:
-    expected = deltas_of(read_adapter(write_adapter(tmp_path / "peft"), SPEC), SPEC)
+    expected = deltas_of(read(write_adapter(tmp_path / "peft"), SPEC), SPEC)
     tensors = {name.replace(*rename): values for name, values in tensors_for().items()}
-    assert_same(deltas_of(read_adapter(write_adapter(tmp_path / "other", tensors=tensors), SPEC), SPEC), expected)
+    assert_same(deltas_of(read(write_adapter(tmp_path / "other", tensors=tensors), SPEC), SPEC), expected)
 
 
-def test_the_image_is_aligned_and_padded_with_zero_rows(tmp_path: Path) -> None:
-    adapter = read_adapter(write_adapter(tmp_path), SPEC)
+def test_the_image_is_aligned_and_padded_with_zeros(tmp_path: Path) -> None:
+    adapter = read(write_adapter(tmp_path), SPEC, filled=0xFF)
     assert adapter.data.ctypes.data % ALIGN_BYTES == 0
     assert adapter.data.size == adapter.spec.num_bytes
     for span in adapter.spec.spans:
-        for offset in (span.a_offset, span.b_offset):
-            assert not rows_of(adapter, offset, span.padded_rank, 64)[RANK:].any()
+        inputs, outputs = SPEC.site_shape(SITES[span.site])
+        for values, columns in ((a_of(adapter, span, inputs), inputs), (b_of(adapter, span, outputs), outputs)):
+            assert not values[RANK:].any()
+            assert not values[:, columns:].any()
+
+
+def test_layers_follow_one_another(bases: Mapping[str, Any], tmp_path: Path) -> None:
+    """A group of layers is one range of bytes; a layer that is not adapted has none."""
+    folder = save(bases["llama"], tmp_path, target_modules=list(SITES), layers_to_transform=[1])
+    spec = inspect_adapter(folder, SPEC)
+    assert spec.layer_ends[0] == 0
+    assert set(spec.layer_ends[1:]) == {spec.num_bytes}
+    assert all(offset < spec.num_bytes for span in spec.spans for offset in (span.a_offset, span.b_offset))
+
+
+def test_an_adapter_that_has_outgrown_its_room_is_refused(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path)
+    room = aligned_bytes(inspect_adapter(folder, SPEC).num_bytes - ALIGN_BYTES)
+    with pytest.raises(AdapterRejected, match="have changed"):
+        read_adapter(folder, SPEC, room)
 
 
 def test_inspecting_says_the_same_as_reading(bases: Mapping[str, Any], tmp_path: Path) -> None:
     folder = save(bases["llama"], tmp_path, target_modules=["down_proj", "q_proj"], rank_pattern={"q_proj": 9})
     spec = inspect_adapter(folder, SPEC)
-    assert spec == read_adapter(folder, SPEC).spec
+    assert spec == read(folder, SPEC).spec
     assert (spec.rank, spec.targets) == (9, ("q_proj", "down_proj"))
 
 

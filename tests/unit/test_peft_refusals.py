@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from caraserve.adapters.peft import inspect_adapter, read_adapter, resolve_adapter_path
+from caraserve.adapters.peft import inspect_adapter, resolve_adapter_path
 from caraserve.errors import AdapterRejected, NotFound
 from caraserve.model.tensorfile import TensorFile
-from tests.unit.folders import MISSING, RANK, SPEC, Tensors, tensor_name, tensors_for, write_adapter
+from tests.unit.folders import MISSING, RANK, SPEC, Tensors, read, tensor_name, tensors_for, write_adapter
 
 A0, B0 = tensor_name(0, "q_proj", "A"), tensor_name(0, "q_proj", "B")
 LAYER = "base_model.model.model.layers.0"
@@ -233,7 +233,7 @@ def test_values_that_are_not_finite_are_refused(tmp_path: Path, value: float, na
     tensors = {key: values.astype(dtype) for key, values in tensors_for().items()}
     tensors[name][-1, -1] = value
     with pytest.raises(AdapterRejected, match=re.escape(f"tensor {name} has values that are not finite")):
-        read_adapter(write_adapter(tmp_path, tensors=tensors), SPEC)
+        read(write_adapter(tmp_path, tensors=tensors), SPEC)
 
 
 @pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7FC0, 0x7F81])
@@ -243,7 +243,7 @@ def test_bfloat16_values_that_are_not_finite_are_refused(tmp_path: Path, bits: i
     folder = write_adapter(tmp_path)
     save_file({name: t.view(torch.bfloat16) for name, t in tensors.items()}, folder / "adapter_model.safetensors")
     with pytest.raises(AdapterRejected, match=re.escape(f"tensor {B0} has values that are not finite")):
-        read_adapter(folder, SPEC)
+        read(folder, SPEC)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
@@ -252,19 +252,19 @@ def test_the_largest_finite_values_are_accepted(tmp_path: Path, dtype: torch.dty
     folder, largest = write_adapter(tmp_path), sign * torch.finfo(dtype).max
     tensors = {name: torch.full(values.shape, largest, dtype=dtype) for name, values in tensors_for().items()}
     save_file(tensors, folder / "adapter_model.safetensors")
-    assert read_adapter(folder, SPEC).spec.rank == RANK
+    assert read(folder, SPEC).spec.rank == RANK
 
 
 def test_an_adapter_rewritten_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = TensorFile.raw
+    read_raw = TensorFile.raw
 
     def read_beside_a_writer(file: TensorFile, name: str) -> object:
         os.utime(tmp_path / "adapter_model.safetensors", ns=(0, 0))
-        return read(file, name)
+        return read_raw(file, name)
 
     monkeypatch.setattr(TensorFile, "raw", read_beside_a_writer)
     with pytest.raises(AdapterRejected, match="was changed while it was being read"):
-        read_adapter(write_adapter(tmp_path), SPEC)
+        read(write_adapter(tmp_path), SPEC)
 
 
 def test_a_path_without_a_root_is_taken_as_it_is(tmp_path: Path) -> None:
