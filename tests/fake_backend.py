@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from caraserve.detokenizer import Detokenizer
 from caraserve.errors import AdapterRejected, CaraServeError
@@ -43,18 +44,25 @@ def expected(prompt: Sequence[int], digest: str | None, count: int) -> list[int]
     return tokens[len(prompt) :]
 
 
-def host_adapter(digest: str) -> HostAdapter:
-    spec = AdapterSpec(digest, Dtype.F32, 8, ("q_proj",), ADAPTER_BYTES, ())
-    return HostAdapter(spec, np.zeros(ADAPTER_BYTES, np.uint8))
+def host_adapter(digest: str, into: NDArray[np.uint8]) -> HostAdapter:
+    """An adapter of one layer."""
+    return HostAdapter(AdapterSpec(digest, Dtype.F32, 8, ("q_proj",), (ADAPTER_BYTES,), ()), into)
 
 
 @dataclass
 class FakeBackend:
-    """Runs its lane's jobs (plans, bindings) in launch order, one at each `step`."""
+    """Runs its lane's jobs (plans, bindings) in launch order, one at each `step`.
+
+    An iteration that gets to weights which have not arrived computes with them all the same, as a real one would after
+    waiting; unless `layerwise`, nobody may send it there.
+    """
 
     limits: Limits
+    layerwise: bool = False
+    host_memory: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
     lane: deque[Callable[[], None]] = field(default_factory=deque)
-    copies: list[Callable[[], None]] = field(default_factory=list)  # beside the lane; each ends as a job of it
+    copies: list[Callable[[bool], None]] = field(default_factory=list)  # beside the lane; each ends as a job of it
+    arriving: set[int] = field(default_factory=set)  # slots
     bound: dict[int, int] = field(default_factory=lambda: {BASE_ADAPTER_SLOT: _BASE})
     launched: list[Plan] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)  # what no correct engine asks for
@@ -69,20 +77,33 @@ class FakeBackend:
         self.launched.append(plan)
         self.lane.append(lambda: done(self._run(plan)))
 
-    def load_adapter(self, adapter: HostAdapter, slot: int, done: Callable[[Exception | None], None]) -> None:
+    def load_adapter(
+        self,
+        adapter: HostAdapter,
+        slot: int,
+        done: Callable[[Exception | None], None],
+        group_ends: Sequence[int] = (),
+    ) -> None:
         def bind() -> None:
             if slot in self.bound:
                 self.faults.append(f"adapter slot {slot} is bound twice")
             self.bound[slot] = adapter_key(adapter.spec.digest)
-            done(None)
+            self.arriving.add(slot)
 
-        self.copies.append(lambda: self.lane.append(bind))
+        def end(copied: bool) -> None:
+            self.arriving.discard(slot)
+            done(None if copied else RuntimeError("the copy failed"))
+
+        self.lane.append(bind)
+        self.copies.append(lambda copied: self.lane.append(lambda: end(copied)))
 
     def unload_adapter(self, slot: int) -> None:
-        self.lane.append(lambda: self.bound.pop(slot) and None)
+        def unbind() -> None:
+            self.arriving.discard(slot)
+            if self.bound.pop(slot, None) is None:
+                self.faults.append(f"adapter slot {slot} was not bound")
 
-    def adapter_bytes(self, adapter: AdapterSpec) -> int:
-        return adapter.num_bytes
+        self.lane.append(unbind)
 
     def close(self) -> None:
         while self.lane:
@@ -115,6 +136,8 @@ class FakeBackend:
 
     def _run_row(self, row: Row) -> RowResult:
         history, end = self._history[row.slot], row.start + row.count
+        if row.adapter_slot in self.arriving and not self.layerwise:
+            self.faults.append(f"{row} names an adapter that has not arrived")
         if row.adapter_slot not in self.bound or end > len(history):
             self.faults.append(f"{row} names an unbound adapter or tokens that nobody knows")
             return RowResult(None)
@@ -139,8 +162,9 @@ class FakeReader:
         self.executor: Executor = ThreadPoolExecutor(1)
         self.reads: list[Callable[[bool], None]] = []
 
-    def read(self, folder: Path, done: Callable[[HostAdapter | CaraServeError], None]) -> None:
-        self.reads.append(lambda ok: done(host_adapter(str(folder)) if ok else AdapterRejected("the disk failed")))
+    def read(self, folder: Path, into: NDArray[np.uint8], done: Callable[[HostAdapter | CaraServeError], None]) -> None:
+        failure = AdapterRejected("the disk failed")
+        self.reads.append(lambda ok: done(host_adapter(str(folder), into) if ok else failure))
 
     def close(self) -> None:
         self.executor.shutdown()

@@ -13,12 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from caraserve.adapters.catalog import Catalog, CatalogRules
+from caraserve.adapters.loading import LAYERWISE_MODES, Loading
 from caraserve.adapters.registry import AdapterInfo, Registry
 from caraserve.adapters.residency import Residency
-from caraserve.adapters.version import Budgets
+from caraserve.cpu.arena import Arena
 from caraserve.errors import BackendFailed
 from caraserve.loop import Engine
 from caraserve.model.backend import Limits
+from caraserve.model.layout import aligned_bytes
 from caraserve.request import Finish, GenerateRequest, SamplingParams, TokenDelta
 from caraserve.stream import Stream
 from tests.fake_backend import ADAPTER_BYTES, FakeBackend, FakeReader, FakeTokenizer, expected
@@ -37,6 +39,16 @@ class _Metrics:
     def observe_first_token(self, seconds: float) -> None: ...
     def observe_token_gap(self, seconds: float) -> None: ...
     def observe_finish(self, finish: Finish) -> None: ...
+
+
+class _Costs:
+    """A machine on which a token takes a tenth of a second."""
+
+    def prefill_ms(self, tokens: int, rank: int) -> float:
+        return 100.0 * tokens
+
+    def cpu_lora_ms(self, tokens: int, rank: int, targets: str) -> float:
+        return 10.0 * tokens
 
 
 class _Catalog(Catalog):
@@ -89,6 +101,7 @@ class World:
     rng: random.Random
     read_failures: float = 0.0
     plan_failures: float = 0.0
+    copy_failures: float = 0.0
 
     def ask(self, prompt: Sequence[int], name: str | None, **params: Any) -> tuple[Asked, "asyncio.Task[Asked]"]:
         settings = SamplingParams(**{"temperature": 0.0} | params)
@@ -110,7 +123,8 @@ class World:
         elif way is self.reader.reads:
             self.reader.reads.pop(self.rng.randrange(len(self.reader.reads)))(self.rng.random() >= self.read_failures)
         else:
-            self.backend.copies.pop(self.rng.randrange(len(self.backend.copies)))()
+            copied = self.rng.random() >= self.copy_failures
+            self.backend.copies.pop(self.rng.randrange(len(self.backend.copies)))(copied)
         return True
 
     async def until_done(self, tasks: "Sequence[asyncio.Task[Asked]]") -> None:
@@ -140,6 +154,7 @@ async def world(
     slots: int = 5,
     exclusive: bool = False,
     keep_on_device: bool = False,
+    mode: str = "overlapped",
 ) -> AsyncIterator[World]:
     limits = Limits(
         num_blocks=blocks,
@@ -149,15 +164,22 @@ async def world(
         max_step_tokens=step_tokens,
         max_context=CONTEXT,
     )
-    backend, reader, metrics = FakeBackend(limits), FakeReader(), _Metrics()
+    backend = FakeBackend(limits, layerwise=mode in LAYERWISE_MODES)
+    reader, metrics = FakeReader(), _Metrics()
     loop = asyncio.get_running_loop()
-    budgets = Budgets(device_adapters * ADAPTER_BYTES, 2 * ADAPTER_BYTES)
+    device_bytes, arena = device_adapters * ADAPTER_BYTES, Arena(aligned_bytes(4 * ADAPTER_BYTES))
     residency = Residency(
-        backend, budgets, reader.read, lambda call: loop.call_soon(call) and None, lambda: backend.now_s
+        backend,
+        device_bytes,
+        arena,
+        reader.read,
+        lambda call: loop.call_soon(call) and None,
+        lambda: backend.now_s,
+        Loading(mode, layers=1, link_bytes_per_s=ADAPTER_BYTES / 3, costs=_Costs(), workers=1),
     )
     registry = Registry(None)
-    rules = CatalogRules("base", None, budgets.device_bytes, keep_on_device)
-    catalog = _Catalog(None, backend, registry, residency, reader, rules)  # type: ignore[arg-type]
+    rules = CatalogRules("base", None, device_bytes, arena.num_bytes, keep_on_device)
+    catalog = _Catalog(None, registry, residency, reader, rules)  # type: ignore[arg-type]
     catalog.add_at_start([(f"a{index}", Path(f"digest-{index}")) for index in range(adapters)], lambda: None)
     config = type("Config", (), {"max_queue": 10_000, "seed": 0, "enable_prefix_caching": True})
     engine = Engine(
@@ -187,12 +209,14 @@ async def world(
         registry.close()
 
 
-async def random_run(seed: int, *, plan_failures: float = 0.0, read_failures: float = 0.0, **kind: Any) -> int:
+async def random_run(
+    seed: int, *, plan_failures: float = 0.0, read_failures: float = 0.0, copy_failures: float = 0.0, **kind: Any
+) -> int:
     """Random requests, arrivals, cancellations and failures; returns how often somebody was preempted."""
     rng = random.Random(seed)
     stems = [[rng.randrange(97) for _ in range(24)] for _ in range(2)]
     async with world(rng, **kind) as here:
-        here.plan_failures, here.read_failures = plan_failures, read_failures
+        here.plan_failures, here.read_failures, here.copy_failures = plan_failures, read_failures, copy_failures
         asked, tasks = [], []
         for _ in range(rng.randrange(3, 16)):
             prompt = rng.choice(stems)[: rng.choice((0, 4, 9, 16, 24))] + [rng.randrange(97)] * rng.randrange(1, 8)
@@ -214,7 +238,7 @@ async def random_run(seed: int, *, plan_failures: float = 0.0, read_failures: fl
                 told = [entry for delta in one.deltas for entry in delta.prompt_logprobs]
                 assert told[0] is None
                 assert [entry.token_id for entry in told[1:] if entry] == list(one.prompt[1:])
-            if one.finish.error is not None and not read_failures:
+            if one.finish.error is not None and not read_failures and not copy_failures:
                 assert isinstance(one.finish.error, BackendFailed)
         return here.metrics.preemptions
 
@@ -224,6 +248,7 @@ KINDS = {
     "blocks": st.integers(13, 24),
     "device_adapters": st.sampled_from([1, 2, 4]),
     "exclusive": st.booleans(),
+    "mode": st.sampled_from(["overlapped", "pipelined", "assisted", "auto"]),
 }
 bounded = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
@@ -238,6 +263,12 @@ def test_no_interleaving_changes_a_token(seed: int, **kind: Any) -> None:
 @given(seed=st.integers(0, 2**32), **KINDS)
 def test_a_failed_read_costs_its_own_requests_only(seed: int, **kind: Any) -> None:
     asyncio.run(random_run(seed, read_failures=0.3, **kind))
+
+
+@bounded
+@given(seed=st.integers(0, 2**32), **KINDS)
+def test_a_copy_that_fails_under_running_requests_costs_only_them(seed: int, **kind: Any) -> None:
+    asyncio.run(random_run(seed, copy_failures=0.3, **kind))
 
 
 @bounded
@@ -329,7 +360,7 @@ def test_an_adapter_whose_only_request_left_while_it_was_copied_gives_way_to_the
             left, first = here.ask([1, 2, 3], "a0", max_tokens=2)
             await asyncio.sleep(0)
             here.reader.reads.pop()(True)
-            here.backend.copies.pop()()
+            here.backend.copies.pop()(True)
             _, second = here.ask([1, 2, 3], "a1", max_tokens=2)
             for _ in range(5):
                 await asyncio.sleep(0)

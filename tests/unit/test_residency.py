@@ -1,17 +1,20 @@
 """Where adapters are: which changes of tier exist, who is evicted, and that nothing in use ever is."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from caraserve.adapters.loading import Loading
 from caraserve.adapters.residency import MAX_BYPASSES, Residency
-from caraserve.adapters.version import TIER_CHANGES, Budgets, Tier, Version
+from caraserve.adapters.version import TIER_CHANGES, Tier, Version
+from caraserve.cpu.arena import Arena
 from caraserve.errors import AdapterRejected, CaraServeError
 from caraserve.model.backend import Limits
-from caraserve.model.layout import AdapterSpec, Dtype, HostAdapter
+from caraserve.model.layout import ALIGN_BYTES, AdapterSpec, Dtype, HostAdapter, aligned_bytes
 from caraserve.plan import Plan, StepResult
 
 
@@ -23,19 +26,22 @@ class Device:
     def __init__(self) -> None:
         self.bound: dict[int, str] = {}
         self.copies: list[Callable[[], None]] = []
+        self.failures: dict[str, Exception] = {}  # of copies, by digest
 
-    def load_adapter(self, adapter: HostAdapter, slot: int, done: Callable[[Exception | None], None]) -> None:
-        def finish() -> None:
-            self.bound[slot] = adapter.spec.digest
-            done(None)
+    host_memory = np.zeros(0, np.uint8)
 
-        self.copies.append(finish)
+    def load_adapter(
+        self,
+        adapter: HostAdapter,
+        slot: int,
+        done: Callable[[Exception | None], None],
+        group_ends: Sequence[int] = (),
+    ) -> None:
+        self.bound[slot] = adapter.spec.digest
+        self.copies.append(lambda: done(self.failures.pop(adapter.spec.digest, None)))
 
     def unload_adapter(self, slot: int) -> None:
         del self.bound[slot]
-
-    def adapter_bytes(self, adapter: AdapterSpec) -> int:
-        return adapter.num_bytes
 
     def launch(self, plan: Plan, done: Callable[[StepResult | Exception], None]) -> None:
         raise AssertionError("residency launches nothing")
@@ -51,17 +57,20 @@ class World:
         self.device, self.now_s = Device(), 0.0
         self.disk: dict[str, int | CaraServeError] = {}
         self.reads: list[Callable[[], None]] = []
+        self.arena = Arena(aligned_bytes(host_bytes))
         self.residency = Residency(
             self.device,
-            Budgets(device_bytes, host_bytes),
+            device_bytes,
+            self.arena,
             self._read,
             lambda call: call(),
             lambda: self.now_s,
+            Loading("overlapped", layers=1, link_bytes_per_s=100.0, costs=None),
         )
 
     def add(self, name: str, size: int = 40) -> None:
         self.disk[name] = size
-        self.residency.register(name, name, Path(name))
+        self.residency.register(name, name, Path(name), size)
 
     def ask(self, name: str) -> Version:
         """A request is submitted and admitted."""
@@ -88,22 +97,23 @@ class World:
     def on_device(self) -> set[str]:
         return {version.digest for version in self.residency.on_device()}
 
-    def _read(self, folder: Path, done: Callable[[HostAdapter | CaraServeError], None]) -> None:
+    def _read(
+        self, folder: Path, into: NDArray[np.uint8], done: Callable[[HostAdapter | CaraServeError], None]
+    ) -> None:
         found = self.disk[folder.name]
 
         def finish() -> None:
             if isinstance(found, CaraServeError):
                 done(found)
             else:
-                spec = AdapterSpec(folder.name, Dtype.F32, 8, ("q_proj",), found, ())
-                done(HostAdapter(spec, np.zeros(found, np.uint8)))
+                done(HostAdapter(AdapterSpec(folder.name, Dtype.F32, 8, ("q_proj",), (found,), ()), into))
 
         self.reads.append(finish)
 
 
 @pytest.mark.parametrize(("start", "end"), list(itertools.product(Tier, Tier)))
 def test_only_the_tables_changes_exist(start: Tier, end: Tier) -> None:
-    version = Version("digest", Path())
+    version = Version("digest", Path(), 40)
     version.tier = start
     if end in TIER_CHANGES[start]:
         version.to(end)
@@ -197,7 +207,7 @@ def test_admission_pauses_when_too_many_pass_an_adapter_that_waits() -> None:
 
 
 def test_the_host_tier_keeps_the_most_recent_within_its_bytes() -> None:
-    world = World(device_bytes=45, host_bytes=100)
+    world = World(device_bytes=45, host_bytes=2 * ALIGN_BYTES)
     for name in "abc":
         world.add(name)
         world.serve(name)
@@ -224,7 +234,7 @@ def test_a_failed_read_is_told_and_tried_again_by_the_next_request() -> None:
 def test_files_that_changed_since_registration_are_refused() -> None:
     world = World()
     world.add("a")
-    world.residency.register("b", "other-digest", Path("a"))
+    world.residency.register("b", "other-digest", Path("a"), 40)
     version = world.ask("b")
     world.settle()
     assert version.tier is Tier.FAILED
@@ -255,7 +265,7 @@ def test_a_version_without_name_lives_until_its_last_request_ends() -> None:
 def test_two_names_of_one_version_share_its_memory() -> None:
     world = World(device_bytes=50)
     world.add("a")
-    world.residency.register("alias", "a", Path("a"))
+    world.residency.register("alias", "a", Path("a"), 40)
     first, second = world.ask("a"), world.ask("alias")
     world.settle()
     assert first is second
@@ -272,3 +282,78 @@ def test_an_adapter_that_nobody_wants_any_more_is_not_copied() -> None:
     world.settle()
     assert version.tier is Tier.HOST
     assert world.device.bound == {}
+
+
+def test_adapters_wait_for_room_in_the_host_tier_in_the_order_of_asking() -> None:
+    """Room for one image, and the device is full: whose image is on its way to the device keeps it."""
+    world = World(device_bytes=50, host_bytes=ALIGN_BYTES)
+    for name in "abc":
+        world.add(name)
+    asked = [world.ask(name) for name in "abc"]
+    world.settle()
+    assert [version.tier for version in asked] == [Tier.DEVICE, Tier.HOST, Tier.DISK]
+    for version in asked:
+        assert world.on_device() == {version.digest}
+        world.end(version)
+        world.settle()
+
+
+def test_images_give_way_until_the_free_bytes_are_in_one_piece() -> None:
+    world = World(device_bytes=200, host_bytes=3 * ALIGN_BYTES)
+    for name in "abc":
+        world.add(name)
+        world.serve(name)
+    world.serve("b")  # its image lies in the middle and was used last
+    world.add("large", 2 * ALIGN_BYTES)
+    world.serve("large")
+    assert world.residency.counters.host_evictions == 3
+
+
+def test_one_who_leaves_while_waiting_for_the_host_tier_leaves_no_trace() -> None:
+    world = World(device_bytes=50, host_bytes=ALIGN_BYTES)
+    for name in "abc":
+        world.add(name)
+    first, second, third = (world.ask(name) for name in "abc")
+    world.settle()
+    world.end(third)
+    world.end(first)
+    world.end(second)
+    world.settle()
+    assert world.residency.counters.disk_reads == 2
+    world.serve("c")
+
+
+def test_a_failed_read_gives_its_room_back() -> None:
+    world = World(host_bytes=ALIGN_BYTES)
+    world.add("a")
+    world.add("b")
+    world.disk["a"] = AdapterRejected("broken")
+    world.end(world.ask("a"))
+    world.settle()
+    assert world.arena.used_bytes == 0
+    world.serve("b")
+
+
+def test_a_failed_copy_is_told_and_unbound() -> None:
+    world = World()
+    world.add("a")
+    world.device.failures["a"] = RuntimeError("no room")
+    version = world.ask("a")
+    world.settle()
+    assert version.tier is Tier.FAILED
+    assert world.device.bound == {}
+    world.end(version)
+    world.serve("a")
+
+
+def test_an_image_is_kept_while_it_is_copied() -> None:
+    """The workers may be reading it."""
+    world = World(device_bytes=200, host_bytes=ALIGN_BYTES)
+    world.add("a")
+    world.add("b")
+    copying = world.ask("a")
+    world.reads.pop()()
+    waiting = world.ask("b")
+    assert (copying.tier, waiting.tier) == (Tier.COPYING, Tier.DISK)
+    world.settle()
+    assert (copying.tier, waiting.tier) == (Tier.DEVICE, Tier.DEVICE)
