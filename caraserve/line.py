@@ -82,7 +82,7 @@ class Line:
         assert len(self._free_slots) + len(self.running) == self._limits.num_slots, "a slot is lost"
 
     def admit(self) -> None:
-        """Queue → loading, as far as slots may come free; loading → running, as far as slots and blocks are free."""
+        """Queue → loading, as far as slots may come free. Adapters that are not on the device begin to load."""
         while len(self.loading) + len(self.running) < self._limits.num_slots and self._residency.admits:
             order = self.waiting.in_order()
             if not order:
@@ -91,24 +91,28 @@ class Line:
             self.waiting.charge(opened.request.asked.tenant, opened.request.prompt_tokens, 0)
             self._hold_adapter(opened)
             self.loading.append(opened)
+
+    def start(self, begins_s: float) -> None:
+        """Loading → running, as far as slots and blocks are free and adapters are there, or will be when an iteration
+        that begins at `begins_s` needs them."""
         self.next_start_s = None
         for opened in list(self.loading):
-            if self._free_slots and self._may_start(opened):
+            if self._free_slots and self._may_start(opened, begins_s):
                 if not self._start(opened):
                     break  # no blocks: later ones must not overtake for ever
             elif opened.request.phase is Phase.WAITING and opened.version is not None:
                 opened.request.to(Phase.LOADING, self._now())
 
-    def _may_start(self, opened: Open) -> bool:
+    def _may_start(self, opened: Open, begins_s: float) -> bool:
         """Whether a request's adapter is on the device, or will be by the time that it is needed."""
         if opened.version is None:
             return True
         tokens = min(total_tokens(opened.request), self._limits.max_step_tokens)
-        start = self._residency.start_of(opened.version, tokens)
+        start = self._residency.start_of(opened.version, tokens, begins_s)
         if start is None:
             return False
         opened.assist = start.assist
-        if start.at_s <= self._now():
+        if start.at_s <= begins_s:
             return True
         self.next_start_s = min(start.at_s, self.next_start_s or start.at_s)
         return False

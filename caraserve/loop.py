@@ -48,6 +48,7 @@ class _Launched:
     rows: tuple[tuple[Open, Row], ...]
     result: "asyncio.Future[StepResult | Exception]"
     num_tokens: int
+    begins_s: float  # expected
 
 
 class Engine:
@@ -87,6 +88,7 @@ class Engine:
         self._cancelled: list[Open] = []
         self._open = 0
         self._tokens_per_s = 0.0
+        self._decode_s = 0.0  # an iteration without prefill, of late
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -110,6 +112,7 @@ class Engine:
         version = None if asked.adapter is None else self.catalog.pin(asked.adapter)
         opened = self._open_request(asked, version)
         self._line.waiting.push(asked.tenant, opened)
+        self._line.admit()  # a load need not wait for the iteration under way
         self._wake.set()
         return opened.stream
 
@@ -164,12 +167,19 @@ class Engine:
             self._drop_cancelled()
             self._fail_unloadable()
             self._line.admit()
-            launched = self._launch_next()
+            begins_s = self._next_begins_s(pending)
+            self._line.start(begins_s)
+            launched = self._launch_next(begins_s)
             if pending is not None:
                 self._retire(pending, await pending.result)  # frees what the next turn may admit
             elif launched is None:
                 await self._sleep()
             pending = launched
+
+    def _next_begins_s(self, pending: _Launched | None) -> float:
+        """When an iteration launched now will begin: not before the one under way could be done."""
+        now_s = self._now()
+        return now_s if pending is None else max(now_s, pending.begins_s + self._decode_s)
 
     async def _sleep(self) -> None:
         """Until something has changed, or a request may start whose adapter is on its way."""
@@ -186,7 +196,7 @@ class Engine:
             if opened.version is not None and opened.version.tier is Tier.FAILED:
                 self._finish(opened, "error", error=opened.version.error)
 
-    def _launch_next(self) -> _Launched | None:
+    def _launch_next(self, begins_s: float) -> _Launched | None:
         if self._exclusive_loads and self.catalog.residency.loading:
             return None
         by_request = {opened.request: opened for opened in self._line.running}
@@ -214,7 +224,8 @@ class Engine:
                 result.set_result(outcome)
 
         self._backend.launch(plan, lambda outcome: self.on_loop(lambda: settle(outcome)))
-        return _Launched(tuple((by_request[e.request], e.row) for e in decision.scheduled), result, plan.num_tokens)
+        rows = tuple((by_request[e.request], e.row) for e in decision.scheduled)
+        return _Launched(rows, result, plan.num_tokens, begins_s)
 
     # --- retiring ---
 
@@ -224,6 +235,8 @@ class Engine:
             self._fail(launched, outcome)
             return
         duration_s = outcome.done_s - outcome.started_s
+        if launched.num_tokens == len(launched.rows):
+            self._decode_s += 0.2 * (duration_s - self._decode_s)
         self._metrics.observe_iteration(launched.num_tokens, 1000 * duration_s)
         self._tokens_per_s += 0.1 * (launched.num_tokens / max(duration_s, 1e-6) - self._tokens_per_s)
         for (opened, row), result in zip(launched.rows, outcome.rows, strict=True):

@@ -64,7 +64,7 @@ class Loading:
         layer_bytes = max(1.0, spec.num_bytes / self.layers)
         load_ms = 1000 * layer_bytes / self.link_bytes_per_s
         growth = max(1.0, 0.8 * self._layer_ms(_TYPICAL_TOKENS, spec.rank) / load_ms)
-        size, ends = max(1.0, _LEAST_GROUP_BYTES / layer_bytes if growth > 1 else 1.0), [0]
+        size, ends = float(max(1, int(_LEAST_GROUP_BYTES / layer_bytes))) if growth > 1 else 1.0, [0]
         while ends[-1] < self.layers:
             ends.append(min(self.layers, ends[-1] + int(size)))
             size *= growth

@@ -322,13 +322,14 @@ class Residency:
         self._link_free_s = starts_s + spec.num_bytes / speed
         return tuple(Group(end, starts_s + spec.layer_ends[end - 1] / speed) for end in ends)
 
-    def start_of(self, version: Version, tokens: int) -> Start | None:
-        """When a request whose first chunk has so many tokens may run on a version; None: not yet known."""
+    def start_of(self, version: Version, tokens: int, begins_s: float) -> Start | None:
+        """When a request whose first chunk has so many tokens may run on a version, `begins_s` at the earliest; None:
+        not yet known."""
         if version.tier is Tier.DEVICE:
-            return Start(self._now(), assist=False)
+            return Start(begins_s, assist=False)
         if version.tier is Tier.COPYING and self._loading.mode in LAYERWISE_MODES:
             assert version.spec is not None
-            return self._loading.start(self._now(), version.groups, version.spec, tokens)
+            return self._loading.start(begins_s, version.groups, version.spec, tokens)
         return None
 
     def _copied(self, version: Version, error: Exception | None) -> None:

@@ -73,13 +73,13 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers() -> None:
 
 def test_a_full_queue_says_when_to_come_back() -> None:
     async def test(engine: Engine) -> None:
-        tasks = [submit(engine, PROMPT) for _ in range(2)]
+        tasks = [submit(engine, PROMPT) for _ in range(3)]  # one runs, two wait
         with pytest.raises(Overloaded) as caught:
             submit(engine, PROMPT)
         assert caught.value.retry_after_s >= 1.0
         await asyncio.gather(*tasks)
 
-    with_engine(test, max_queue=2)
+    with_engine(test, max_queue=2, seqs=1)
 
 
 def test_output_ends_at_max_tokens_and_at_the_context() -> None:
