@@ -146,7 +146,7 @@ class Residency:
             self._want(version)
         elif version.tier in (Tier.DISK, Tier.FAILED) and version not in self._unread:
             version.asked_s = self._now()
-            self._start_read(version)
+            self._queue_read(version)
 
     def unuse(self, version: Version) -> None:
         """An admitted request has ended or gone back to the queue."""
@@ -159,8 +159,7 @@ class Residency:
 
     def preload(self, name: str) -> None:
         """Brings a version to the device and keeps it there for ever."""
-        version = self.pin(name)
-        self.use(version)
+        self.use(self.pin(name))
 
     def check(self) -> None:
         """Raises AssertionError when sums differ from their parts."""
@@ -183,24 +182,29 @@ class Residency:
 
     # --- disk → host ---
 
-    def _start_read(self, version: Version) -> None:
+    def _queue_read(self, version: Version) -> None:
+        if version.tier is Tier.FAILED:
+            version.to(Tier.DISK)  # this attempt has not failed yet
+        self._unread.append(version)
+        self._read_waiting()
+
+    def _start_read(self, version: Version) -> bool:
+        """False when there is no room for it in the arena."""
         if (image := self._host.get(version.digest)) is not None:
             self.counters.host_hits += 1
             self._host.touch(version.digest)
             version.to(Tier.HOST)
             self._arrived(version, image)
-            return
+            return True
         extent = self._host.take(version.digest, version.num_bytes, self._needs_image, self._evict_from_host)
         if extent is None:
-            if version.tier is Tier.FAILED:
-                version.to(Tier.DISK)  # this attempt has not failed yet
-            self._unread.append(version)
-            return
+            return False
         version.to(Tier.READING)
         version.error = None
         self.loading += 1
         self.counters.disk_reads += 1
         self._read(version.folder, extent, lambda result: self._read_done(version, result))
+        return True
 
     def _needs_image(self, digest: str) -> bool:
         """Whether an image is about to be copied to the device, or is being copied: kernels may read it meanwhile."""
@@ -223,12 +227,10 @@ class Residency:
         self._read_waiting()
 
     def _read_waiting(self) -> None:
-        """Starts reads that waited for room in the arena, in the order of asking."""
-        for _ in range(len(self._unread)):
-            version = self._unread.popleft()
-            self._start_read(version)
-            if self._unread and self._unread[-1] is version:  # still no room
-                self._unread.rotate(1)
+        """Starts reads as far as there is room in the arena. None passes another, or that could wait for ever."""
+        while self._unread:
+            if not self._start_read(version := self._unread.popleft()):
+                self._unread.appendleft(version)
                 return
 
     def _arrived(self, version: Version, image: HostAdapter) -> None:
@@ -273,7 +275,7 @@ class Residency:
             if image is None or version.uses == 0:
                 self._wanting.popleft()
                 if version.uses:
-                    self._start_read(version)
+                    self._queue_read(version)
                 continue
             if not self._make_room(version.device_bytes):
                 return

@@ -29,7 +29,8 @@ class Arena:
 
     def take(self, num_bytes: int) -> NDArray[np.uint8] | None:
         """The smallest free extent that fits, cut to size; None when none does."""
-        size = max(align_up(num_bytes, ALIGN_BYTES), ALIGN_BYTES)
+        num_bytes = max(num_bytes, 1)  # an empty array does not know where it lies
+        size = align_up(num_bytes, ALIGN_BYTES)
         fitting = [(end - start, start) for start, end in self._free if end - start >= size]
         if not fitting:
             return None
