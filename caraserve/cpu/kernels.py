@@ -30,13 +30,18 @@ from caraserve.cpu.simd import (
     vsub,
     vsum,
 )
-from caraserve.cpu.tiles import dot_tile, gemm_tile
+from caraserve.cpu.tiles import dot_tile, gemm_tile, stack_bytes
 from caraserve.model.layout import PANEL, RANK_STEP
 
 K_BLOCK = 2048  # inputs summed before the partial result is stored: keeps a panel's slice inside the L2 cache
 # numpy integers: Numba would compile a function again for every literal it is called with.
 STORE, ADD = np.int64(0), np.int64(1)  # what a panel does with what is already in its output
+_K_PIECE = 512  # inputs of which eight rank rows take 16 KiB in fp32
+_KEPT_ROWS = 36  # rows of x whose sums are kept between two pieces
 RANK_GROUP = RANK_STEP  # rank rows in one dot tile
+
+_KEPT_ROW_BYTES = 4 * LANES * RANK_GROUP
+_kept = stack_bytes(_KEPT_ROWS * _KEPT_ROW_BYTES)
 
 
 def _gemm_rows(dtype: int) -> Any:
@@ -69,20 +74,39 @@ def _gemm_rows(dtype: int) -> Any:
 
 
 def _dot_rows(dtype: int) -> Any:
-    """Row tiles of the LoRA shrink: three rows by eight rank rows."""
+    """Row tiles of the LoRA shrink: three rows by eight rank rows, a piece of k at a time.
+
+    A piece of eight rank rows stays in the L1 cache for all rows of x. Whole rank rows would come from L2 for every
+    tile, and bound it: a weight is multiplied with only three rows of x once it is there.
+    """
     tile1, tile2, tile3 = (dot_tile(rows, RANK_GROUP, dtype) for rows in (1, 2, 3))
+    itemsize_bytes = 4 if dtype == DTYPE_F32 else 2
+
+    @kernel
+    def dot_piece(x, x_stride, rows, a, a_stride, k, y, y_stride, kept, begins, ends, scale):  # type: ignore[no-untyped-def]
+        while rows >= 3:
+            tile3(x, x_stride, a, a_stride, k, y, y_stride, kept, begins, ends, scale)
+            x += 3 * x_stride
+            y += 3 * y_stride
+            kept += 3 * _KEPT_ROW_BYTES
+            rows -= 3
+        if rows == 2:
+            tile2(x, x_stride, a, a_stride, k, y, y_stride, kept, begins, ends, scale)
+        elif rows == 1:
+            tile1(x, x_stride, a, a_stride, k, y, y_stride, kept, begins, ends, scale)
 
     @kernel
     def dot_rows(x, x_stride, rows, a, a_stride, k, y, y_stride, scale):  # type: ignore[no-untyped-def]
-        while rows >= 3:
-            tile3(x, x_stride, a, a_stride, k, y, y_stride, scale)
-            x += 3 * x_stride
-            y += 3 * y_stride
-            rows -= 3
-        if rows == 2:
-            tile2(x, x_stride, a, a_stride, k, y, y_stride, scale)
-        elif rows == 1:
-            tile1(x, x_stride, a, a_stride, k, y, y_stride, scale)
+        kept = _kept()
+        for first in range(0, rows, _KEPT_ROWS):
+            count, at, out = min(rows - first, _KEPT_ROWS), x + first * x_stride, y + first * y_stride
+            piece = k if count <= 3 else _K_PIECE * 4 // itemsize_bytes  # one tile reads every weight once anyway
+            for start in range(0, k, piece):
+                depth, begins, ends = min(piece, k - start), np.int64(start == 0), np.int64(start + piece >= k)
+                weights = a + start * itemsize_bytes
+                dot_piece(
+                    at + 4 * start, x_stride, count, weights, a_stride, depth, out, y_stride, kept, begins, ends, scale
+                )
 
     return dot_rows
 

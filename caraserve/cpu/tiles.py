@@ -92,15 +92,22 @@ def gemm_tile(rows: int, vectors: int, dtype: int) -> Any:
 
 
 def dot_tile(rows: int, columns: int, dtype: int) -> Any:
-    """Intrinsic `(x, x_stride, a, a_stride, k, y, y_stride, scale)`, strides in bytes, k a multiple of 16.
+    """Intrinsic `(x, x_stride, a, a_stride, k, y, y_stride, kept, begins, ends, scale)`, strides in bytes, k a multiple
+    of 16.
 
-    Semantics: `y[m, j] = scale · Σ_k x[m, k] · a[j, k]` for m < rows, j < columns. x, y fp32; a of `dtype`.
+    Semantics: `y[m, j] = scale · Σ_k x[m, k] · a[j, k]` for m < rows, j < columns. x, y fp32; a of `dtype`. The sum may
+    be cut into pieces of k: all but the first (`begins`) take up the vectors `kept` by the piece before, all but the
+    last (`ends`) leave them there, so that a sum in pieces has the bits of a sum in one.
     """
 
     def emit(b: Any, arguments: Sequence[Any]) -> None:
-        x, x_stride, a, a_stride, k, y, y_stride, scale = arguments
+        x, x_stride, a, a_stride, k, y, y_stride, kept, begins, ends, scale = arguments
         itemsize = 4 if dtype == DTYPE_F32 else 2
         acc = _Accumulators(b, rows * columns)
+        places = [offset(b, kept, i64(index * LANES * 4)) for index in range(rows * columns)]
+        with b.if_then(b.icmp_signed("==", begins, i64(0))):
+            for index, place in enumerate(places):
+                acc[index] = emit_load(b, place, DTYPE_F32)
         x_rows = [offset(b, x, b.mul(i64(row), x_stride)) for row in range(rows)]
         a_rows = [offset(b, a, b.mul(i64(column), a_stride)) for column in range(columns)]
         with cgutils.for_range(b, b.sdiv(k, i64(LANES))) as loop:
@@ -110,13 +117,18 @@ def dot_tile(rows: int, columns: int, dtype: int) -> Any:
                 for row in range(rows):
                     index = row * columns + column
                     acc[index] = emit_fma(b, xs[row], weights, acc[index])
-        for row in range(rows):
-            for column in range(columns):
-                total = b.fmul(scale, emit_reduce(b, acc[row * columns + column], b.fadd))
-                at = offset(b, offset(b, y, b.mul(i64(row), y_stride)), i64(4 * column))
-                b.store(total, pointer(b, at, F32))
+        with b.if_else(b.icmp_signed("!=", ends, i64(0))) as (then, otherwise):
+            with then:
+                for row in range(rows):
+                    for column in range(columns):
+                        total = b.fmul(scale, emit_reduce(b, acc[row * columns + column], b.fadd))
+                        at = offset(b, offset(b, y, b.mul(i64(row), y_stride)), i64(4 * column))
+                        b.store(total, pointer(b, at, F32))
+            with otherwise:
+                for index, place in enumerate(places):
+                    emit_store(b, acc[index], place)
 
-    return _tile_intrinsic(f"dot_tile_{rows}x{columns}_{dtype}", 8, emit, scaled=True)
+    return _tile_intrinsic(f"dot_tile_{rows}x{columns}_{dtype}", 11, emit, scaled=True)
 
 
 def scores_tile(rows: int) -> Any:
@@ -182,3 +194,15 @@ def call_by_address(num_words: int) -> Any:
         b.call(b.inttoptr(arguments[0], kind.as_pointer()), list(arguments[1:]))
 
     return _tile_intrinsic("call_by_address", num_words + 1, emit)
+
+
+def stack_bytes(num_bytes: int) -> Any:
+    """Intrinsic `()`: the address of so many bytes, on a cache line, that live as long as the function's call."""
+    vectors = num_bytes // (4 * LANES)
+
+    def codegen(_context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        room = cgutils.alloca_once(builder, ir.ArrayType(VF, vectors))
+        room.align = 64
+        return builder.ptrtoint(room, I64)
+
+    return make_intrinsic("stack_bytes", 0, types.int64(), codegen)

@@ -29,7 +29,7 @@ from caraserve.cpu.shared import SharedRegion
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.01  # between two looks at the progress of workers that have something to do
-_STUCK_S = 0.03  # without progress: a block of 32 tokens takes a few ms at most
+_STUCK_S = 0.03  # without progress: a block of tokens takes a few ms at most
 _RETRY_S = (0.0, 0.0, 0.0, 0.1, 1.0)  # before the next birth, by deaths within a minute; the last for all others
 _CALM_S = 60.0
 
