@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from caraserve import __version__
+from caraserve.bench.commands import add_benchmarks
 from caraserve.config import EngineConfig, HttpConfig, LoraConfig, ModelConfig
 from caraserve.errors import CaraServeError, ConfigError
 
@@ -48,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
     )
+    add_benchmarks(commands.add_parser("bench", help="measure a server or this machine"))
     return parser
 
 

@@ -41,7 +41,7 @@ def _at_least(least: float, kind: type[int] | type[float] = int) -> Any:
     return parse
 
 
-def _cpus(text: str) -> tuple[int, ...]:
+def parse_cpus(text: str) -> tuple[int, ...]:
     """Cores of a list such as 1-3,6."""
     cores: set[int] = set()
     for part in text.split(","):
@@ -178,7 +178,7 @@ class LoraConfig(_FromArgs):
         )
         group.add_argument(
             "--lora-cpus",
-            type=_cpus,
+            type=parse_cpus,
             metavar="LIST",
             help="cores of the CPU LoRA workers, such as 1-3,6 (default: all but the first)",
         )

@@ -54,7 +54,7 @@ NEIGHBOURS = {
 
 # Packages with a price, and the parts that may pay it.
 HOMES = {
-    "torch": {"model", "gpu"},
+    "torch": {"model", "gpu", "bench"},
     "cupy": {"gpu"},
     "triton": {"gpu"},
     "numba": {"cpu"},

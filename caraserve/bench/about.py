@@ -1,13 +1,13 @@
-"""What a benchmark's figures were measured on."""
+"""What a benchmark's figures were measured on. Level 5."""
 
+import os
 import platform
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import numba
-import numpy as np
-from bandwidth import cores
-
 import caraserve
+
+_COMPUTING = ("numpy", "numba", "torch", "cupy-cuda12x", "triton")
 
 
 def machine() -> dict[str, str | int]:
@@ -17,16 +17,17 @@ def machine() -> dict[str, str | int]:
     ]
     return {
         "cpu": names[0] if names else platform.processor(),
-        "cores": cores(),
+        "cores": len(os.sched_getaffinity(0)),
         "system": platform.platform(),
     }
 
 
 def versions() -> dict[str, str]:
-    """Of everything that computes."""
-    return {
-        "caraserve": caraserve.__version__,
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "numba": numba.__version__,
-    }
+    """Of everything that computes, as far as it is installed."""
+    found = {"caraserve": caraserve.__version__, "python": platform.python_version()}
+    for package in _COMPUTING:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

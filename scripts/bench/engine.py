@@ -20,7 +20,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from about import machine, versions
 from bandwidth import ReadBandwidth, cores
 from peft_baseline import PeftBaseline
 from report import Measured, Report, document, plot, print_table
@@ -40,6 +39,7 @@ from workload import (
     write_model,
 )
 
+from caraserve.bench.about import machine, versions
 from caraserve.config import EngineConfig, LoraConfig, LoraModule, ModelConfig
 from caraserve.loop import Engine
 from caraserve.model.spec import SITES, ModelSpec

@@ -1,0 +1,136 @@
+"""`caraserve bench lora`: what the CPU LoRA path costs on this machine, part by part. Level 5.
+
+Three questions: how near a core's peak the kernels come, and torch and NumPy beside them; what a hand-over to workers
+costs beyond their computing, over shared memory and over a UNIX socket; and what workers do beside torch's own threads.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from caraserve.bench.about import machine, versions
+from caraserve.bench.lora_handover import Rig, RoundTripPoint, ThreadsPoint, beside_threads, round_trips
+from caraserve.bench.lora_kernels import KernelPoint, cases, measure
+from caraserve.bench.lora_process import pinned_process
+from caraserve.bench.lora_report import draw, tables
+from caraserve.errors import ConfigError
+from caraserve.model.layout import Dtype
+
+_HIDDEN = 4096  # of Llama-2-7B
+_ROUND_TRIP_RANK = 64
+_ROUND_TRIP_TOKENS = (16, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured."""
+
+    hidden: int
+    ranks: tuple[int, ...]
+    tokens: tuple[int, ...]
+    dtypes: tuple[Dtype, ...]
+    hand_overs: int
+    rounds: int  # of workers and threads in turn
+
+
+FULL = Effort(_HIDDEN, (8, 16, 32, 64, 128), (1, 4, 16, 64, 256), (Dtype.F16, Dtype.BF16, Dtype.F32), 300, 15)
+QUICK = Effort(_HIDDEN, (8, 64), (16, 64), (Dtype.F16,), 30, 3)
+
+
+@dataclass(slots=True)
+class LoraReport:
+    """What was measured so far."""
+
+    hidden: int
+    cores: tuple[int, ...]
+    kernels: list[KernelPoint] = field(default_factory=list)
+    round_trips: list[RoundTripPoint] = field(default_factory=list)
+    threads: list[ThreadsPoint] = field(default_factory=list)
+    complete: bool = False
+
+    def document(self) -> dict[str, object]:
+        """All of it and where it was measured, for JSON."""
+        return {"bench": "lora", "machine": machine(), "versions": versions(), **asdict(self)}
+
+
+def bench_lora(parts: Sequence[str], cores: Sequence[int] | None, effort: Effort, save: Path | None) -> None:
+    """Measures, prints tables and one JSON line; writes JSON and a PNG to a folder. Ctrl-C ends it early with what
+    there is. Raises ConfigError for cores or a folder that cannot be used."""
+    here = sorted(os.sched_getaffinity(0))
+    cores = tuple(cores) if cores else (*here[1:], here[0])  # the first core is what the event loop would have
+    if missing := sorted(set(cores) - set(here)):
+        raise ConfigError(f"--lora-cpus {missing[0]}: this process may use cores {', '.join(map(str, here))}")
+    if save is not None:
+        _make(save)
+    report = LoraReport(effort.hidden, tuple(cores))
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console.print(f"measuring {', '.join(parts)} on cores {', '.join(map(str, cores))}")
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("measuring", total=_steps(parts, effort, len(cores)))
+        try:
+            _measure(report, parts, effort, lambda: progress.advance(task))
+            report.complete = True
+        except KeyboardInterrupt:
+            console.print("interrupted: the points measured so far follow")
+    _show(report, save)
+
+
+def _steps(parts: Sequence[str], effort: Effort, cores: int) -> int:
+    worker_counts = len({1, cores})
+    counts = {
+        "kernels": len(effort.ranks) * len(effort.tokens) * len(effort.dtypes),
+        "round-trip": 2 * worker_counts * len(_ROUND_TRIP_TOKENS),
+        "threads": worker_counts * len(effort.ranks),
+    }
+    return sum(counts[part] for part in parts)
+
+
+def _measure(report: LoraReport, parts: Sequence[str], effort: Effort, advance: Callable[[], None]) -> None:
+    if "kernels" in parts:
+        with pinned_process(report.cores[:1]) as pool:
+            for case in cases(effort.hidden, effort.ranks, effort.tokens, effort.dtypes):
+                report.kernels.append(pool.submit(measure, case).result())
+                advance()
+    if not {"round-trip", "threads"} & set(parts):
+        return
+    adapters = [(Dtype.F16, _ROUND_TRIP_RANK), *((Dtype.F32, rank) for rank in effort.ranks)]
+    with Rig(effort.hidden, adapters, report.cores) as rig:
+        if "round-trip" in parts:
+            points = round_trips(
+                rig, effort.hidden, _ROUND_TRIP_RANK, _ROUND_TRIP_TOKENS, report.cores, effort.hand_overs
+            )
+            for point in points:
+                report.round_trips.append(point)
+                advance()
+        if "threads" in parts:
+            for compared in beside_threads(rig, effort.hidden, effort.ranks, report.cores, effort.rounds):
+                report.threads.append(compared)
+                advance()
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--save {folder}: {error.strerror}") from error
+
+
+def _show(report: LoraReport, save: Path | None) -> None:
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    for table in tables(report.kernels, report.round_trips, report.threads):
+        console.print(table)
+    document = json.dumps(report.document())
+    if save is not None:
+        (save / "lora.json").write_text(document + "\n", encoding="utf-8")
+        if draw(report.kernels, report.round_trips, report.threads, save / "lora.png"):
+            console.print(f"written to {save / 'lora.json'}, drawn in {save / 'lora.png'}")
+        else:
+            console.print(f"written to {save / 'lora.json'}; a figure needs the `plot` extra")
+    sys.stdout.write(document + "\n")

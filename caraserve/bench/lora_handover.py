@@ -1,0 +1,247 @@
+"""Hand-overs of q, k and v to CPU LoRA workers, beside workers behind UNIX sockets and torch's threads. Level 5.
+
+Toppings Fig. 12 (right) and Fig. 17 (right).
+"""
+
+import multiprocessing
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.context import SpawnProcess
+from statistics import median
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.bench.lora_kernels import Case, torch_layers
+from caraserve.bench.lora_model import QKV, adapter_of, adapter_spec, one_layer_spec
+from caraserve.bench.lora_process import deaf_to_interrupts, pin, pinned_process
+from caraserve.cpu.backend import CpuBackend, CpuSizes
+from caraserve.cpu.weights import dummy_reader, load_model
+from caraserve.errors import BackendFailed
+from caraserve.model.layout import Dtype
+from caraserve.probes import Device, random_adapter
+from caraserve.units import ceil_div
+
+_BIRTH_S = 30.0
+_MOST_TOKENS = 256
+_SOCKET_BUFFER_BYTES = 4 << 20
+_HOST_BYTES = 64 << 20
+_DONE = b"\0"
+_MEASURED = np.dtype(np.float64)  # seconds that a socket's worker computed
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One hand-over: until all deltas were there, and for how long the slowest worker computed."""
+
+    total_s: float
+    compute_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTripPoint:
+    """Hand-overs of a prompt to so many workers."""
+
+    transport: str  # "shared memory" or "UNIX socket"
+    workers: int
+    tokens: int
+    total_us: float  # medians
+    beyond_us: float  # of what is left when the slowest worker's computing is taken away
+    beyond_p99_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadsPoint:
+    """A prompt's q, k and v of one layer on the same cores; medians."""
+
+    cores: int
+    rank: int
+    workers_ms: float
+    torch_ms: float
+
+
+# --- shared memory ---
+
+
+class Rig:
+    """A backend of one layer that does nothing but hand over, for adapters of these dtypes and ranks."""
+
+    def __init__(self, hidden: int, adapters: Sequence[tuple[Dtype, int]], cores: Sequence[int]) -> None:
+        self._spec = one_layer_spec(hidden)
+        loaded = load_model(self._spec, Dtype.F16, _MOST_TOKENS, dummy_reader(0, Dtype.F16), lambda: None)
+        sizes = CpuSizes(
+            threads=1,
+            num_slots=1,
+            adapter_slots=len(adapters) + 1,
+            max_step_tokens=_MOST_TOKENS,
+            max_context=_MOST_TOKENS,
+            kv_cache_bytes=self._spec.kv_bytes_per_token(4) * _MOST_TOKENS,
+            host_bytes=_HOST_BYTES,
+            lora_cpus=tuple(cores),
+        )
+        self._backend = CpuBackend(self._spec, loaded, sizes)
+        self._slots = {adapter: slot for slot, adapter in enumerate(adapters, 1)}
+
+    def __enter__(self) -> "Rig":
+        self._backend.warm_up()
+        self._backend.start_workers(lambda rank: _MOST_TOKENS)
+        if not self._backend.workers.await_all(_BIRTH_S):
+            raise BackendFailed(f"the CPU LoRA workers did not appear within {_BIRTH_S:.0f} s")
+        device, at = Device(self._backend), 0
+        for (dtype, rank), slot in self._slots.items():
+            spec = adapter_spec(self._spec, dtype, rank)
+            device.load(random_adapter(self._spec, spec, device.host_memory[at:]), slot)
+            at += spec.num_bytes
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._backend.close()
+
+    def exchange(self, dtype: Dtype, rank: int, tokens: int, workers: int) -> Exchange:
+        """One hand-over to so many of the workers."""
+        self._backend.set_slices(lambda _: ceil_div(tokens, workers))
+        while (timed := self._backend.time_hand_over(self._slots[dtype, rank], tokens)) is None:
+            if not self._backend.workers.await_all(_BIRTH_S):
+                raise BackendFailed("a CPU LoRA worker died and was not replaced")
+        return Exchange(timed.total_s, timed.compute_s)
+
+
+# --- UNIX socket ---
+
+
+class SocketWorkers:
+    """Processes that get x through a socket and send the deltas back: bytes as they are, no pickling."""
+
+    def __init__(self, hidden: int, rank: int, tokens: int, cores: Sequence[int]) -> None:
+        self._shares = [len(each) for each in np.array_split(np.arange(tokens), len(cores))]
+        self._ends: list[socket.socket] = []
+        self._processes: list[SpawnProcess] = []
+        context = multiprocessing.get_context("spawn")
+        for core, share in zip(cores, self._shares, strict=True):
+            ours, theirs = socket.socketpair()
+            for end in (ours, theirs):
+                for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                    end.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)
+            process = context.Process(target=_serve_socket, args=(theirs, hidden, rank, share, core), daemon=True)
+            with deaf_to_interrupts():
+                process.start()
+            theirs.close()
+            self._ends.append(ours)
+            self._processes.append(process)
+        self._x = np.zeros((tokens, hidden), np.float32)
+        self._deltas = [np.zeros((len(QKV), share, hidden), np.float32) for share in self._shares]
+        for end in self._ends:
+            _receive(end, np.empty(1, np.uint8))  # compiled and ready
+
+    def exchange(self) -> Exchange:
+        """A prompt to all of them and back."""
+        computed_s = np.empty(1, _MEASURED)
+        slowest_s, first = 0.0, 0
+        started_s = time.perf_counter()
+        for end, share in zip(self._ends, self._shares, strict=True):
+            end.sendall(self._x[first : first + share].data.cast("B"))
+            first += share
+        for end, deltas in zip(self._ends, self._deltas, strict=True):
+            _receive(end, computed_s)
+            _receive(end, deltas)
+            slowest_s = max(slowest_s, float(computed_s[0]))
+        return Exchange(time.perf_counter() - started_s, slowest_s)
+
+    def close(self) -> None:
+        for end in self._ends:
+            end.close()
+        for process in self._processes:
+            process.join()
+
+
+def _serve_socket(end: socket.socket, hidden: int, rank: int, tokens: int, core: int) -> None:
+    """A worker's life: until the other end closes."""
+    pin([core])
+    from caraserve.lora_rate import LayerLora  # compiles kernels
+
+    spec = one_layer_spec(hidden)
+    lora = LayerLora(spec, adapter_of(spec, Dtype.F16, rank), QKV, tokens)
+    lora.layer_ms(1)
+    deltas = np.zeros((len(QKV), tokens, hidden), np.float32)
+    end.sendall(_DONE)
+    x = np.zeros((tokens, hidden), np.float32)
+    try:
+        while True:
+            _receive(end, x)
+            lora.x[:tokens, :hidden] = x
+            computed_s = np.array([lora.layer_ms(1) / 1000], _MEASURED)
+            end.sendall(computed_s.data.cast("B"))
+            end.sendall(deltas.data.cast("B"))
+    except (EOFError, ConnectionError):
+        return
+
+
+def _receive(end: socket.socket, into: NDArray[np.generic]) -> None:
+    """Fills an array. Raises EOFError when the other end has closed."""
+    view = into.reshape(-1).view(np.uint8).data
+    while len(view):
+        got = end.recv_into(view)
+        if got == 0:
+            raise EOFError
+        view = view[got:]
+
+
+# --- what is measured ---
+
+
+def round_trips(
+    rig: Rig, hidden: int, rank: int, prompts: Sequence[int], cores: Sequence[int], repeats: int
+) -> Iterator[RoundTripPoint]:
+    """Shared memory and sockets in turn, one worker and all, as few hand-overs apart as they can be."""
+    for workers in dict.fromkeys((1, len(cores))):
+        for tokens in prompts:
+            sockets = SocketWorkers(hidden, rank, tokens, cores[:workers])
+            try:
+                shared, sent = [], []
+                for _ in range(repeats):
+                    shared.append(rig.exchange(Dtype.F16, rank, tokens, workers))
+                    sent.append(sockets.exchange())
+            finally:
+                sockets.close()
+            yield _point("shared memory", workers, tokens, shared)
+            yield _point("UNIX socket", workers, tokens, sent)
+
+
+def _point(transport: str, workers: int, tokens: int, exchanges: Sequence[Exchange]) -> RoundTripPoint:
+    beyond_us = [1e6 * (each.total_s - each.compute_s) for each in exchanges]
+    return RoundTripPoint(
+        transport=transport,
+        workers=workers,
+        tokens=tokens,
+        total_us=1e6 * median(each.total_s for each in exchanges),
+        beyond_us=median(beyond_us),
+        beyond_p99_us=float(np.percentile(beyond_us, 99)),
+    )
+
+
+def beside_threads(
+    rig: Rig, hidden: int, ranks: Sequence[int], cores: Sequence[int], repeats: int
+) -> Iterator[ThreadsPoint]:
+    """A long prompt by one worker and by all, and by as many of torch's threads on the same cores; all in fp32."""
+    for count in dict.fromkeys((1, len(cores))):
+        with pinned_process(cores[:count]) as pool:
+            for rank in ranks:
+                case = Case(hidden, Dtype.F32, rank, _MOST_TOKENS)
+                ours_ms, torch_ms = [], []
+                for _ in range(repeats):
+                    ours_ms.append(1000 * rig.exchange(Dtype.F32, rank, _MOST_TOKENS, count).total_s)
+                    torch_ms.append(pool.submit(_torch_ms, case, count).result())
+                yield ThreadsPoint(count, rank, median(ours_ms), median(torch_ms))
+
+
+def _torch_ms(case: Case, threads: int) -> float:
+    compute = torch_layers(case, 1, threads)
+    compute(0)
+    started_s = time.perf_counter()
+    compute(0)
+    return 1000 * (time.perf_counter() - started_s)

@@ -1,0 +1,152 @@
+"""The LoRA kernels of one CPU core beside torch and NumPy on the same core. Level 5.
+
+Everything is computed by one process pinned to one core, point after point, the contestants of a point in turn. The
+adapter's layers are many enough that weights come from memory, as they do when a batch has several adapters.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from caraserve.bench.lora_model import QKV, adapter_of, one_layer_spec
+from caraserve.model.layout import Dtype
+
+_WEIGHTS_BYTES = 64 << 20  # of one point's layers: more than any L2 cache, and than this core's share of L3
+_SAMPLE_S = 0.03
+_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class KernelPoint:
+    """q, k and v of one layer for one prompt. Speeds in GFLOP/s."""
+
+    dtype: str
+    rank: int
+    tokens: int
+    peak: float  # fp32 multiply-adds of the core, measured in the same moments
+    ours: float
+    torch: float  # all in `dtype`
+    numpy: float | None  # fp32 only: NumPy has no other fast product
+
+    @property
+    def share_of_peak(self) -> float:
+        return self.ours / self.peak
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One point to measure."""
+
+    hidden: int
+    dtype: Dtype
+    rank: int
+    tokens: int
+
+    @property
+    def gflop(self) -> float:
+        """Of one layer: x Aᵀ and (x Aᵀ) B for three modules."""
+        return 2e-9 * self.tokens * self.rank * 2 * self.hidden * len(QKV)
+
+
+def cases(hidden: int, ranks: Sequence[int], tokens: Sequence[int], dtypes: Sequence[Dtype]) -> Iterator[Case]:
+    for dtype in dtypes:
+        for rank in ranks:
+            for count in tokens:
+                yield Case(hidden, dtype, rank, count)
+
+
+def measure(case: Case) -> KernelPoint:
+    """Called in a process of its own, pinned to one core (lora_process.py)."""
+    from caraserve.cpu.peak import peak_flops  # compiles kernels: not when this file is imported
+
+    layers = max(1, _WEIGHTS_BYTES // (2 * case.hidden * case.rank * len(QKV) * case.dtype.itemsize))
+    contestants: dict[str, Callable[[], float]] = {"ours": _ours(case, layers), "torch": _torch(case, layers)}
+    if case.dtype is Dtype.F32:
+        contestants["numpy"] = _numpy(case, layers)
+    speeds: dict[str, list[float]] = {name: [] for name in contestants}
+    peaks = []
+    for layer_s in contestants.values():
+        layer_s()
+    for _ in range(_ROUNDS):
+        peaks.append(peak_flops() / 1e9)
+        for name, layer_s in contestants.items():
+            speeds[name].append(case.gflop / layer_s())
+    middle = {name: median(each) for name, each in speeds.items()}
+    return KernelPoint(
+        dtype=case.dtype.name.lower(),
+        rank=case.rank,
+        tokens=case.tokens,
+        peak=median(peaks),
+        ours=middle["ours"],
+        torch=middle["torch"],
+        numpy=middle.get("numpy"),
+    )
+
+
+def _ours(case: Case, layers: int) -> Callable[[], float]:
+    from caraserve.lora_rate import LayerLora
+
+    spec = one_layer_spec(case.hidden, layers)
+    lora = LayerLora(spec, adapter_of(spec, case.dtype, case.rank), QKV, case.tokens)
+
+    def layer_s() -> float:
+        once_s = lora.layer_ms(1) * layers / 1000
+        return lora.layer_ms(max(1, round(_SAMPLE_S / once_s))) / 1000
+
+    return layer_s
+
+
+def torch_layers(case: Case, layers: int, threads: int) -> Callable[[int], None]:
+    """Computes one of the layers: x once for the stacked A of q, k and v, then each B."""
+    import torch
+
+    torch.set_num_threads(threads)
+    dtype = {Dtype.F32: torch.float32, Dtype.F16: torch.float16, Dtype.BF16: torch.bfloat16}[case.dtype]
+    x = torch.rand(case.tokens, case.hidden).to(dtype)
+    a = [torch.rand(len(QKV) * case.rank, case.hidden).to(dtype).T for _ in range(layers)]  # [hidden, 3 rank]
+    b = [torch.rand(len(QKV), case.rank, case.hidden).to(dtype) for _ in range(layers)]
+    parts = [slice(site * case.rank, (site + 1) * case.rank) for site in range(len(QKV))]
+    out = torch.empty(len(QKV), case.tokens, case.hidden, dtype=dtype)
+    shrunk = torch.empty(case.tokens, len(QKV) * case.rank, dtype=dtype)
+
+    def compute(layer: int) -> None:
+        torch.mm(x, a[layer], out=shrunk)
+        for site, part in enumerate(parts):
+            torch.mm(shrunk[:, part], b[layer][site], out=out[site])
+
+    return compute
+
+
+def _torch(case: Case, layers: int) -> Callable[[], float]:
+    compute = torch_layers(case, layers, threads=1)
+    return lambda: _mean_s(compute, layers)
+
+
+def _numpy(case: Case, layers: int) -> Callable[[], float]:
+    rng = np.random.default_rng(0)
+    x = rng.random((case.tokens, case.hidden), np.float32)
+    a = [rng.random((len(QKV) * case.rank, case.hidden), np.float32).T for _ in range(layers)]
+    b = [rng.random((len(QKV), case.rank, case.hidden), np.float32) for _ in range(layers)]
+    out = np.empty((len(QKV), case.tokens, case.hidden), np.float32)
+
+    def compute(layer: int) -> None:
+        shrunk = x @ a[layer]
+        for site in range(len(QKV)):
+            np.matmul(shrunk[:, site * case.rank : (site + 1) * case.rank], b[layer][site], out=out[site])
+
+    return lambda: _mean_s(compute, layers)
+
+
+def _mean_s(compute: Callable[[int], Any], layers: int) -> float:
+    """Of one layer, as many as fit into a sample and one at least."""
+    count, started_s = 0, time.perf_counter()
+    while True:
+        compute(count % layers)
+        count += 1
+        spent_s = time.perf_counter() - started_s
+        if spent_s > _SAMPLE_S:
+            return spent_s / count

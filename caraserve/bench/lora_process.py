@@ -1,0 +1,32 @@
+"""Processes that measure on cores of their own. Level 5."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+
+
+def pin(cores: Sequence[int]) -> None:
+    """Keeps this process on some cores; before torch starts threads, which stay where they were born."""
+    os.sched_setaffinity(0, cores)
+
+
+@contextmanager
+def deaf_to_interrupts() -> Iterator[None]:
+    """Processes started inside never see a terminal's Ctrl-C: whoever started them does, and ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def pinned_process(cores: Sequence[int]) -> Iterator[ProcessPoolExecutor]:
+    """One process, started anew: no thread, no imported package and no thread count of this one is in it."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        with deaf_to_interrupts():
+            pool.submit(pin, tuple(cores)).result()
+        yield pool
