@@ -40,7 +40,7 @@ def _add_save(kind: argparse.ArgumentParser) -> None:
 
 
 def _lora(args: argparse.Namespace) -> int:
-    from caraserve.bench.lora import FULL, QUICK, bench_lora
+    from caraserve.bench.lora.run import FULL, QUICK, bench_lora
 
     bench_lora(args.parts, args.lora_cpus, QUICK if args.quick else FULL, args.save)
     return 0

@@ -15,6 +15,15 @@ class PlannedRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Workload:
+    """What is to be sent, and to which adapters."""
+
+    requests: tuple[PlannedRequest, ...]  # by `at_s`
+    ranks: tuple[int, ...]  # of the adapters, by index
+    notes: tuple[str, ...] = ()  # what was assumed or changed, a sentence each
+
+
+@dataclass(frozen=True, slots=True)
 class RequestRecord:
     """One request as it went; times count from the run's start.
 
@@ -43,3 +52,13 @@ class RequestRecord:
     def e2e_s(self) -> float:
         """From sending to the last byte."""
         return self.done_s - self.sent_s
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A workload played once."""
+
+    label: str  # what the reader calls it: a mode, a server, a rate
+    records: tuple[RequestRecord, ...]  # by index; those never sent are not there
+    wall_s: float
+    interrupted: bool = False

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from caraserve.bench.lora_kernels import Case, measure
+from caraserve.bench.lora.kernels import Case, measure
 from caraserve.model.layout import Dtype
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from caraserve.bench.lora_model import QKV, adapter_of, one_layer_spec
+from caraserve.bench.lora.model import QKV, adapter_of, one_layer_spec
 from caraserve.model.layout import Dtype
 
 _WEIGHTS_BYTES = 64 << 20  # of one point's layers: more than any L2 cache, and than this core's share of L3
@@ -60,7 +60,7 @@ def cases(hidden: int, ranks: Sequence[int], tokens: Sequence[int], dtypes: Sequ
 
 
 def measure(case: Case) -> KernelPoint:
-    """Called in a process of its own, pinned to one core (lora_process.py)."""
+    """Called in a process of its own, pinned to one core (process.py)."""
     from caraserve.cpu.peak import peak_flops  # compiles kernels: not when this file is imported
 
     layers = max(1, _WEIGHTS_BYTES // (2 * case.hidden * case.rank * len(QKV) * case.dtype.itemsize))

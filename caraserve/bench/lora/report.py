@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.table import Table
 
-from caraserve.bench.lora_handover import RoundTripPoint, ThreadsPoint
-from caraserve.bench.lora_kernels import KernelPoint
+from caraserve.bench.lora.handover import RoundTripPoint, ThreadsPoint
+from caraserve.bench.lora.kernels import KernelPoint
 
 
 def tables(

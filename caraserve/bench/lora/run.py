@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from caraserve.bench.about import machine, versions
-from caraserve.bench.lora_handover import Rig, RoundTripPoint, ThreadsPoint, beside_threads, round_trips
-from caraserve.bench.lora_kernels import KernelPoint, cases, measure
-from caraserve.bench.lora_process import pinned_process
-from caraserve.bench.lora_report import draw, tables
+from caraserve.bench.lora.handover import Rig, RoundTripPoint, ThreadsPoint, beside_threads, round_trips
+from caraserve.bench.lora.kernels import KernelPoint, cases, measure
+from caraserve.bench.lora.process import pinned_process
+from caraserve.bench.lora.report import draw, tables
 from caraserve.errors import ConfigError
 from caraserve.model.layout import Dtype
 

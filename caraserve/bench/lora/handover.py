@@ -15,9 +15,9 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.bench.lora_kernels import Case, torch_layers
-from caraserve.bench.lora_model import QKV, adapter_of, adapter_spec, one_layer_spec
-from caraserve.bench.lora_process import deaf_to_interrupts, pin, pinned_process
+from caraserve.bench.lora.kernels import Case, torch_layers
+from caraserve.bench.lora.model import QKV, adapter_of, adapter_spec, one_layer_spec
+from caraserve.bench.lora.process import deaf_to_interrupts, pin, pinned_process
 from caraserve.cpu.backend import CpuBackend, CpuSizes
 from caraserve.cpu.weights import dummy_reader, load_model
 from caraserve.errors import BackendFailed
