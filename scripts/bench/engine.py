@@ -25,21 +25,10 @@ from peft_baseline import PeftBaseline
 from report import Measured, Report, document, plot, print_table
 from rich.console import Console
 from rich.progress import Progress
-from workload import (
-    SHAPES,
-    SITUATIONS,
-    Answer,
-    Batch,
-    Case,
-    Request,
-    adapter_bytes,
-    decode_weight_bytes,
-    requests,
-    write_adapters,
-    write_model,
-)
+from workload import SITUATIONS, Answer, Batch, Case, Request, decode_weight_bytes, requests
 
 from caraserve.bench.about import machine, versions
+from caraserve.bench.synthetic import SHAPES, adapter_bytes, write_adapters, write_model
 from caraserve.config import EngineConfig, LoraConfig, LoraModule, ModelConfig
 from caraserve.loop import Engine
 from caraserve.model.spec import SITES, ModelSpec

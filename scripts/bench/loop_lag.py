@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 import uvloop
 from engine import ask_engine, start_engine
-from workload import SHAPES, Case, requests, write_adapters, write_model
+from workload import Case, requests
 
+from caraserve.bench.synthetic import SHAPES, write_adapters, write_model
 from caraserve.model.spec import SITES
 
 _TICK_S = 0.001

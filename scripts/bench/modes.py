@@ -28,9 +28,9 @@ from arrivals import POPULARITIES, Arrival, Load, arrivals
 from bandwidth import cores
 from modes_report import Report, Run, Setting, document, plot, print_tables
 from open_loop import Played, calm, play
-from workload import SHAPES, write_adapters, write_model
 
 from caraserve.bench.about import machine, versions
+from caraserve.bench.synthetic import SHAPES, write_adapters, write_model
 from caraserve.config import LOADING_MODES, EngineConfig, LoraConfig, LoraModule, ModelConfig
 from caraserve.loop import Engine
 from caraserve.model.layout import Dtype, lay_out

@@ -1,0 +1,186 @@
+"""Models and adapters with random weights, as Hugging Face and peft folders: what a benchmark serves when the user has
+no checkpoint at hand. Level 5.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.model.spec import SITES, ModelSpec, parse_spec
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+_SAFETENSORS_NAME = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A Llama-shaped decoder; embeddings and head are apart."""
+
+    hidden: int
+    layers: int
+    intermediate: int
+    vocab: int
+    heads: int
+    kv_heads: int
+
+
+SHAPES = {
+    "10M": Shape(hidden=256, layers=6, intermediate=704, vocab=8192, heads=4, kv_heads=4),  # to try a benchmark itself
+    "100M": Shape(hidden=640, layers=12, intermediate=1728, vocab=32000, heads=10, kv_heads=10),
+    "160M": Shape(hidden=768, layers=12, intermediate=2048, vocab=50304, heads=12, kv_heads=12),
+    "1B": Shape(hidden=2048, layers=22, intermediate=5632, vocab=32000, heads=32, kv_heads=4),
+    "llama2-7b": Shape(hidden=4096, layers=32, intermediate=11008, vocab=32000, heads=32, kv_heads=32),
+    "llama2-13b": Shape(hidden=5120, layers=40, intermediate=13824, vocab=32000, heads=40, kv_heads=40),
+    "llama2-70b": Shape(hidden=8192, layers=80, intermediate=28672, vocab=32000, heads=64, kv_heads=8),
+}
+
+
+def adapter_bytes(spec: ModelSpec, rank: int, targets: Sequence[str], dtype: str) -> int:
+    """An adapter's A and B over all layers."""
+    return sum(int(np.prod(shape)) for _, shape in _adapter_shapes(spec, rank, targets)) * ITEMSIZE[dtype]
+
+
+def write_model(
+    folder: Path, shape: Shape, dtype: str, max_position: int, *, seed: int = 0, weights: bool = True
+) -> ModelSpec:
+    """Writes config, random weights and a tokenizer to `folder`, as a Hugging Face checkpoint.
+
+    Without `weights` it can only be served with `--load-format dummy`.
+    """
+    folder.mkdir(parents=True)
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "intermediate_size": shape.intermediate,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": max_position,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "bos_token_id": 0,
+        "eos_token_id": None,  # every request goes on to its last token
+        "tie_word_embeddings": False,
+        "dtype": dtype,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    _write_tokenizer(folder, shape.vocab)
+    spec = parse_spec(config)
+    if weights:
+        _write_safetensors(folder / "model.safetensors", dict(_model_shapes(spec)), dtype, seed)
+    return spec
+
+
+def write_adapters(
+    folder: Path, spec: ModelSpec, *, count: int, ranks: Sequence[int], targets: Sequence[str], dtype: str
+) -> dict[str, Path]:
+    """Writes `count` random peft adapters, whose ranks go round `ranks`; returns name → folder."""
+    paths = {f"adapter-{index:02}": folder / f"adapter-{index:02}" for index in range(count)}
+    for index, path in enumerate(paths.values()):
+        rank = ranks[index % len(ranks)]
+        path.mkdir(parents=True)
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": "dummy",
+            "r": rank,
+            "lora_alpha": 2 * rank,
+            "target_modules": list(targets),
+            "bias": "none",
+        }
+        (path / "adapter_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        shapes = dict(_adapter_shapes(spec, rank, targets))
+        _write_safetensors(path / "adapter_model.safetensors", shapes, dtype, seed=1000 + index)
+    return paths
+
+
+def _module(layer: int, site: str) -> str:
+    return f"model.layers.{layer}.{'self_attn' if site in SITES[:4] else 'mlp'}.{site}"
+
+
+def _model_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "model.embed_tokens.weight", (spec.vocab_size, spec.hidden)
+    yield "lm_head.weight", (spec.vocab_size, spec.hidden)
+    yield "model.norm.weight", (spec.hidden,)
+    for layer in range(spec.layers):
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            yield f"model.layers.{layer}.{norm}.weight", (spec.hidden,)
+        for site in SITES:
+            yield f"{_module(layer, site)}.weight", spec.site_shape(site)[::-1]
+
+
+def _adapter_shapes(spec: ModelSpec, rank: int, targets: Sequence[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for layer in range(spec.layers):
+        for site in targets:
+            inputs, outputs = spec.site_shape(site)
+            yield f"base_model.model.{_module(layer, site)}.lora_A.weight", (rank, inputs)
+            yield f"base_model.model.{_module(layer, site)}.lora_B.weight", (outputs, rank)
+
+
+def _write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]], dtype: str, seed: int) -> None:
+    """Random tensors of the given shapes. By hand, since numpy has no bfloat16 for the library to take."""
+    sizes = [int(np.prod(shape)) * ITEMSIZE[dtype] for shape in shapes.values()]
+    offsets = np.cumsum([0, *sizes]).tolist()
+    header = json.dumps(
+        {
+            name: {"dtype": _SAFETENSORS_NAME[dtype], "shape": shape, "data_offsets": span}
+            for (name, shape), span in zip(shapes.items(), pairwise(offsets), strict=True)
+        }
+    ).encode()
+    header += b" " * (-len(header) % 8)
+    rng = np.random.default_rng(seed)
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for name, shape in shapes.items():
+            file.write(_values(name, shape, rng, dtype).tobytes())
+
+
+def _values(name: str, shape: tuple[int, ...], rng: np.random.Generator, dtype: str) -> NDArray[np.generic]:
+    """Norms are one; the rest keeps activations near one, with an adapter a tenth of its module."""
+    if len(shape) == 1:
+        values = np.ones(shape, np.float32)
+    else:
+        fan_in = 1 if "embed_tokens" in name else shape[1]
+        std = (0.1 if "lora_B" in name else 1.0) / fan_in**0.5
+        values = rng.standard_normal(shape, np.float32) * np.float32(std)
+    if dtype != "bfloat16":
+        return values.astype(dtype)
+    return ((values.view(np.uint32) + 0x8000) >> 16).astype(np.uint16)
+
+
+def _write_tokenizer(folder: Path, vocab: int) -> None:
+    """A byte-level vocabulary of short words, so that the server turns every id into text."""
+    letters = "abcdefghijklmnop"
+    words = ["<s>", "</s>", *_byte_alphabet()]
+    while len(words) < vocab:
+        number = len(words)
+        words.append("Ġ" + "".join(letters[number >> shift & 15] for shift in (12, 8, 4, 0)))
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": i, "content": words[i], "special": True}
+            | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            for i in (0, 1)
+        ],
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "model": {"type": "BPE", "vocab": {word: i for i, word in enumerate(words)}, "merges": []},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+def _byte_alphabet() -> list[str]:
+    """The 256 characters that stand for bytes in a byte-level vocabulary: printable ones for themselves."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    moved = [256 + index for index in range(256 - len(printable))]
+    return [chr(code) for code in (*printable, *moved)]
