@@ -16,7 +16,8 @@ from typing import Any, Self
 from caraserve.errors import ConfigError
 from caraserve.units import parse_bytes
 
-LOADING_MODES = ("cached", "ondemand", "overlapped", "pipelined", "assisted", "auto")
+LOADING_MODES = ("cached", "merged", "ondemand", "overlapped", "pipelined", "assisted", "auto")
+PRELOADED_MODES = ("cached", "merged")  # all adapters are on the device from the start
 _MOST_CORE = 8191  # Linux's own limit
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 

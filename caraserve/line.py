@@ -17,7 +17,7 @@ from caraserve.fairness import FairQueue
 from caraserve.kv.blocks import BlockPool
 from caraserve.kv.prefix import next_key, root_key
 from caraserve.model.backend import Limits
-from caraserve.plan import BlockGrant, SlotSampling, SlotStart
+from caraserve.plan import BASE_ADAPTER_SLOT, BlockGrant, SlotSampling, SlotStart
 from caraserve.request import Phase, Request
 from caraserve.scheduler import total_tokens
 from caraserve.stream import Stream
@@ -41,6 +41,11 @@ class Open:
     assist: bool = False  # whether CPU workers may compute layers of `version` that have not arrived
     prompt_scored: int = 0
     last_token_s: float | None = None
+
+    @property
+    def adapter_slot(self) -> int:
+        """Of the device's adapter table."""
+        return BASE_ADAPTER_SLOT if self.version is None else self.version.slot
 
 
 class Line:

@@ -22,17 +22,12 @@ from caraserve.adapters.version import Tier, Version
 from caraserve.config import EngineConfig
 from caraserve.errors import BackendFailed, CaraServeError, ContextLengthExceeded, Draining, Overloaded
 from caraserve.line import Line, Open
+from caraserve.merging import MergeRule
 from caraserve.model.backend import Backend
-from caraserve.plan import (
-    BASE_ADAPTER_SLOT,
-    Plan,
-    Row,
-    RowResult,
-    StepResult,
-)
+from caraserve.plan import Plan, Row, RowResult, StepResult
 from caraserve.report import EngineSnapshot, Metrics
 from caraserve.request import Finish, FinishReason, GenerateRequest, Phase, Request, TokenDelta, TokenLogprob
-from caraserve.scheduler import grants, plan_iteration
+from caraserve.scheduler import grants, has_work, plan_iteration
 from caraserve.stream import Stream
 from caraserve.tokenizer import Tokenizer
 
@@ -64,9 +59,11 @@ class Engine:
         config: EngineConfig,
         metrics: Metrics,
         exclusive_loads: bool = False,
+        merging: MergeRule | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`exclusive_loads`: nothing runs while an adapter is loading (the `ondemand` baseline)."""
+        """`exclusive_loads`: nothing runs while an adapter is loading (the `ondemand` baseline). `merging`: says which
+        adapter is merged into the weights when (the `merged` baseline)."""
         self.base_name = base_name
         self.tokenizer = tokenizer
         self.catalog = catalog
@@ -75,7 +72,7 @@ class Engine:
         self.draining = False
         self._backend, self._limits = backend, backend.limits
         self._config, self._metrics, self._now = config, metrics, now
-        self._exclusive_loads = exclusive_loads
+        self._exclusive_loads, self._merging = exclusive_loads, merging
         self._seeds = random.Random(config.seed)
         self._line = Line(
             backend.limits,
@@ -199,9 +196,10 @@ class Engine:
     def _launch_next(self, begins_s: float) -> _Launched | None:
         if self._exclusive_loads and self.catalog.residency.loading:
             return None
-        by_request = {opened.request: opened for opened in self._line.running}
-        slots = [opened.version.slot if opened.version else BASE_ADAPTER_SLOT for opened in self._line.running]
-        decision = plan_iteration(list(by_request), slots, self._line.pool, self._limits)
+        order, served, merged = self._precedence()
+        by_request = {opened.request: opened for opened in order}
+        slots = [opened.adapter_slot for opened in order]
+        decision = plan_iteration(list(by_request), slots, self._line.pool, self._limits, served)
         for request in decision.preempted:
             self._line.preempt(by_request[request])
         if not decision.scheduled:
@@ -211,6 +209,7 @@ class Engine:
             starts=starts,
             grants=(*reused, *grants(decision.scheduled)),
             rows=tuple(replace(e.row, assist=by_request[e.request].assist) for e in decision.scheduled),
+            merged=merged,
         )
         for entry in decision.scheduled:
             entry.request.blocks += entry.blocks
@@ -226,6 +225,16 @@ class Engine:
         self._backend.launch(plan, lambda outcome: self.on_loop(lambda: settle(outcome)))
         rows = tuple((by_request[e.request], e.row) for e in decision.scheduled)
         return _Launched(rows, result, plan.num_tokens, begins_s)
+
+    def _precedence(self) -> tuple[list[Open], int, int | None]:
+        """Running requests, first served first; how many may be served; the adapter slot that is merged for them."""
+        running = self._line.running
+        if self._merging is None:
+            return running, len(running), None
+        able = [opened for opened in running if has_work(opened.request, self._limits)]
+        choice = self._merging.choose([opened.adapter_slot for opened in able])
+        served = [able[index] for index in choice.serve]
+        return [*served, *(opened for opened in running if opened not in served)], len(served), choice.merged
 
     # --- retiring ---
 

@@ -144,11 +144,12 @@ class Metrics(Collector):
         max_loras: int,
         block_tokens: int,
         workers: Callable[[], WorkerCounts] = WorkerCounts,
+        merges: Callable[[], int] = int,
     ) -> None:
         self._labels = {"model_name": model_name, "engine": "0"}
         self._max_loras = max_loras
         self._block_tokens = block_tokens
-        self._workers = workers
+        self._workers, self._merges = workers, merges
         self._snapshot: SnapshotView | None = None
         self._ranks: Mapping[str, int] = {}
         self.computed_tokens = 0  # prompt and output tokens over all iterations
@@ -287,6 +288,9 @@ class Metrics(Collector):
             "caraserve:cpu_lora_layers", "Layers of ended requests whose LoRA came from CPU workers.", self._cpu_layers
         )
         yield from self._worker_counts(self._workers())
+        yield self._counter(
+            "caraserve:adapter_merges", "Adapters merged into the base weights (mode merged).", self._merges()
+        )
         yield self._counters_by(
             "caraserve:adapter_loads", "Adapters brought to the device.", ("mode", "outcome"), self._loads.items()
         )

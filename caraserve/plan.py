@@ -70,11 +70,22 @@ class BlockGrant:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One forward pass over a mixed batch. Rows are ordered by adapter slot; at most one row per slot."""
+    """One forward pass over a mixed batch. Rows are ordered by adapter slot; at most one row per slot.
+
+    `merged`: the adapter slot that all rows have; the pass is to run without LoRA kernels, over base weights into which
+    this adapter is merged. Its weights have all arrived.
+    """
 
     starts: tuple[SlotStart, ...]
     grants: tuple[BlockGrant, ...]
     rows: tuple[Row, ...]
+    merged: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.merged is None:
+            return
+        if self.merged == BASE_ADAPTER_SLOT or any(row.adapter_slot != self.merged for row in self.rows):
+            raise AssertionError(f"adapter slot {self.merged} cannot be merged for rows of other slots")
 
     @property
     def num_tokens(self) -> int:

@@ -67,7 +67,7 @@ class _Pass:
     preempted: list[Request] = field(default_factory=list)
 
     def add(self, index: int) -> None:
-        """Schedules as much of a request as the budgets allow; may preempt later arrivals, or the request itself."""
+        """Schedules as much of a request as the budgets allow; may preempt later ones, or the request itself."""
         request = self.running[index]
         if request in self.preempted or not has_work(request, self.limits) or self.tokens_left == 0:
             return
@@ -106,8 +106,8 @@ class _Pass:
         return blocks
 
     def _victim(self) -> Request | None:
-        """The latest arrival that holds blocks and is not in this iteration. The earliest of all is never one, so
-        that somebody always gets to the end."""
+        """The last in line that holds blocks and is not in this iteration. The first of all is never one, so that
+        somebody always gets to the end."""
         for request in reversed(self.running[1:]):
             if request not in self.scheduled and request not in self.preempted and request.blocks:
                 return request
@@ -115,14 +115,19 @@ class _Pass:
 
 
 def plan_iteration(
-    running: Sequence[Request], adapter_slots: Sequence[int], pool: BlockPool, limits: Limits
+    running: Sequence[Request],
+    adapter_slots: Sequence[int],
+    pool: BlockPool,
+    limits: Limits,
+    served: int | None = None,
 ) -> Decision:
-    """Plans one iteration over `running`, ordered by admission, with each request's adapter slot.
+    """Plans one iteration over `running`, first served first (by admission, if nobody asks for another order), with
+    each request's adapter slot. Those behind the first `served` keep what they hold, unless blocks run out.
 
     Blocks of preempted requests are already back in the pool; blocks granted are taken from it.
     """
     budget = _Pass(running, adapter_slots, pool, limits, limits.max_step_tokens)
-    decoding = [total_tokens(request) - request.computed == 1 for request in running]
+    decoding = [total_tokens(request) - request.computed == 1 for request in running[:served]]
     for wanted in (True, False):
         for index, decodes in enumerate(decoding):
             if decodes is wanted:

@@ -22,10 +22,11 @@ from caraserve import demo
 from caraserve.adapters.catalog import AdapterReader, Catalog, CatalogRules
 from caraserve.adapters.registry import Registry
 from caraserve.adapters.residency import Residency
-from caraserve.config import EngineConfig, HttpConfig, LoraConfig, ModelConfig
+from caraserve.config import PRELOADED_MODES, EngineConfig, HttpConfig, LoraConfig, ModelConfig
 from caraserve.cpu.arena import Arena
 from caraserve.errors import ConfigError, ModelLoadError
 from caraserve.loop import Engine
+from caraserve.merging import MergeRule
 from caraserve.metrics import Metrics, WorkerCounts
 from caraserve.model.layout import Dtype
 from caraserve.model.spec import ModelSpec, load_spec
@@ -93,6 +94,7 @@ async def build_engine(
         max_loras=_ADAPTER_SLOTS - 1,
         block_tokens=backend.limits.block_tokens,
         workers=lambda: _worker_counts(backend),
+        merges=lambda: backend.adapters_merged,
     )
     reader = AdapterReader(spec, on_loop)
     stack.callback(reader.close)
@@ -115,7 +117,7 @@ async def build_engine(
         _root(lora_config),
         lora_config.max_device_adapters_bytes,
         arena.num_bytes,
-        keep_on_device=mode == "cached",
+        keep_on_device=mode in PRELOADED_MODES,
     )
     catalog = Catalog(spec, registry, residency, reader, rules)
     complaints = _add_adapters(catalog, lora_config)
@@ -127,11 +129,12 @@ async def build_engine(
         config=engine_config,
         metrics=metrics,
         exclusive_loads=mode == "ondemand",
+        merging=MergeRule(backend.limits.num_slots) if mode == "merged" else None,
     )
     task = asyncio.create_task(engine.run(), name="caraserve-engine")
     task.add_done_callback(_stop_on_defect)
     stack.push_async_callback(_end_task, task)
-    if mode == "cached":
+    if mode in PRELOADED_MODES:
         await catalog.preloaded()
     return Served(engine, metrics, spec, complaints)
 
@@ -166,7 +169,7 @@ def build_cpu_backend(  # type: ignore[no-untyped-def]
     )
     backend = CpuBackend(spec, loaded, sizes, trace)
     started_s = time.monotonic()
-    backend.warm_up()
+    backend.warm_up(merging=lora.loading_mode == "merged")
     log.debug("kernels ready after %.1f s", time.monotonic() - started_s)
     return backend
 

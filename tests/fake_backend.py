@@ -66,6 +66,7 @@ class FakeBackend:
     bound: dict[int, int] = field(default_factory=lambda: {BASE_ADAPTER_SLOT: _BASE})
     launched: list[Plan] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)  # what no correct engine asks for
+    merged_plans: int = 0
     fail_next: bool = False
     now_s: float = 0.0
     _history: dict[int, list[int]] = field(default_factory=dict)
@@ -128,8 +129,19 @@ class FakeBackend:
                 if row.samples:  # the next iteration, launched already, reads the token that never came
                     self._history[row.slot] = [*self._history[row.slot][: row.start + row.count], 0]
             return RuntimeError("the device failed")
+        self._check_merged(plan)
         self.now_s += 1.0
         return StepResult(tuple(map(self._run_row, plan.rows)), self.now_s - 1.0, self.now_s)
+
+    def _check_merged(self, plan: Plan) -> None:
+        """Merged weights answer for one adapter, and only as it is once it has arrived."""
+        if plan.merged is None:
+            return
+        self.merged_plans += 1
+        if plan.merged not in self.bound or plan.merged in self.arriving:
+            self.faults.append(f"adapter slot {plan.merged} is merged, but its adapter is not there")
+        if {row.adapter_slot for row in plan.rows} != {plan.merged}:
+            self.faults.append(f"adapter slot {plan.merged} is merged for others' rows")
 
     def _place(self, slot: int, position: int) -> tuple[int, int]:
         return self._tables[slot][position // self.limits.block_tokens], position % self.limits.block_tokens

@@ -24,7 +24,7 @@ LEVELS = {
     **dict.fromkeys(("__init__", "config", "request", "plan", "errors", "units", "log", "trace", "demo"), 0),
     **dict.fromkeys(("profile", "fits"), 0),
     **dict.fromkeys(("model", "cpu", "gpu"), 1),
-    **dict.fromkeys(("scheduler", "fairness", "stream", "metrics", "kv", "adapters"), 2),
+    **dict.fromkeys(("scheduler", "merging", "fairness", "stream", "metrics", "kv", "adapters"), 2),
     **dict.fromkeys(("tokenizer", "detokenizer", "chat_template", "probes", "lora_rate"), 2),
     "loop": 3,
     "line": 3,
@@ -71,7 +71,7 @@ HOMES = {
 
 # Files whose decisions are functions of their arguments: no clock, no chance, no input or output. They import the
 # standard library, level 0, one another, and the limits that a backend states.
-PURE = ("scheduler.py", "fairness.py", "kv/blocks.py", "kv/prefix.py")
+PURE = ("scheduler.py", "merging.py", "fairness.py", "kv/blocks.py", "kv/prefix.py")
 PURE_IMPORTS = {"caraserve.kv.blocks", "caraserve.kv.prefix", "caraserve.fairness", "caraserve.model.backend"}
 
 

@@ -37,7 +37,7 @@ class CatalogRules:
     root: Path | None  # run-time loads must lie inside it
     device_bytes: int
     host_bytes: int
-    keep_on_device: bool  # the `cached` mode: every adapter is loaded at once and stays
+    keep_on_device: bool  # modes `cached` and `merged`: every adapter is loaded at once and stays
 
 
 class AdapterReader:
@@ -156,12 +156,13 @@ class Catalog:
         return list(complaints.values())
 
     async def preloaded(self) -> None:
-        """Returns when every adapter is on the device (the `cached` mode). Raises ConfigError when not all can be."""
+        """Returns when every adapter is on the device, for modes that keep them there. Raises ConfigError when not all
+        can be."""
         total = sum({info.digest: info.num_bytes for info in self._infos.values()}.values())
         if total > self._rules.device_bytes:
             raise ConfigError(
-                f"--loading-mode cached: the adapters take {total} bytes on the device, more than "
-                f"--max-device-adapters-bytes {self._rules.device_bytes}"
+                f"--loading-mode cached and merged keep all adapters on the device: they take {total} bytes there, "
+                f"more than --max-device-adapters-bytes {self._rules.device_bytes}"
             )
         await self.residency.settled()
         for info in self._infos.values():
@@ -215,7 +216,7 @@ class Catalog:
     def _refuse_if_all_stay(self) -> None:
         if self._rules.keep_on_device:
             raise Forbidden(
-                "--loading-mode cached keeps the adapters of the start; nothing is loaded or unloaded later"
+                "--loading-mode cached and merged keep the adapters of the start; nothing is loaded or unloaded later"
             )
 
     def _check_name(self, name: str) -> None:

@@ -50,6 +50,7 @@ class DeviceAdapters:
         self._host_entries = np.zeros_like(self._entries)
         self._arrived = np.zeros(num_slots, np.int64)  # addresses
         self.max_rank = np.zeros(num_slots, np.int64)  # largest padded rank of a slot
+        self.bindings = np.zeros(num_slots, np.int64)  # how often a slot's meaning has changed
         self._images: dict[int, Image] = {}
 
     def addresses(self) -> dict[str, int]:
@@ -64,6 +65,11 @@ class DeviceAdapters:
     def is_arriving(self, slot: int) -> bool:
         """Whether layers of a bound slot are still missing."""
         return int(self._images[slot].arrived[0]) != self._layers
+
+    def adapted(self, slot: int) -> NDArray[np.bool_]:
+        """Whether a slot's adapter has each module, [layers, sites]."""
+        adapted: NDArray[np.bool_] = self._entries["rank"][slot] > 0
+        return adapted
 
     def bind(self, slot: int, image: Image) -> None:
         """Makes `slot` mean `image`, whether or not it has arrived."""
@@ -80,6 +86,7 @@ class DeviceAdapters:
         self._entries["rank"][slot] = 0
         self._host_entries["rank"][slot] = 0
         self.max_rank[slot] = 0
+        self.bindings[slot] += 1
         self._images.pop(slot, None)
 
 

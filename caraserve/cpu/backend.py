@@ -19,6 +19,7 @@ from caraserve.cpu.attention import BLOCK_TOKENS
 from caraserve.cpu.batch import HostBatch, Shape, build_batch, collect
 from caraserve.cpu.buffers import Buffers
 from caraserve.cpu.link import Link
+from caraserve.cpu.merged import MergedWeights
 from caraserve.cpu.records import CACHE, filled
 from caraserve.cpu.round_trip import RoundTrip, one_segment, round_trip
 from caraserve.cpu.sampling import MAX_END_IDS, SLOT_SAMPLING
@@ -65,7 +66,8 @@ class CpuBackend:
             max_step_tokens=sizes.max_step_tokens,
             max_context=sizes.max_context,
         )
-        self._loaded, self._trace = loaded, trace
+        self._spec, self._loaded, self._trace = spec, loaded, trace
+        self._merged: MergedWeights | None = None  # until it is asked for: it takes as much memory as the base
         self._adapters = DeviceAdapters(spec, sizes.adapter_slots)
         self._sampling = np.zeros(sizes.num_slots, SLOT_SAMPLING)
         self._blocks = np.zeros((sizes.num_slots, ceil_div(sizes.max_context, BLOCK_TOKENS)), np.int64)
@@ -83,20 +85,23 @@ class CpuBackend:
         self._logits = np.zeros((outputs, int(loaded.model["vocab_pad"][0])), np.float32)
         self._copies = np.zeros((sizes.threads, vocab), np.float32)
         self._seen = np.zeros((sizes.threads, vocab), np.uint8)
-        self._team = Team(sizes.threads, step)
+        self._team = Team(sizes.threads)
         self._jobs: SimpleQueue[_LaneJob | None] = SimpleQueue()
         self._link = Link()
         self._copier = ThreadPoolExecutor(1, "caraserve-copy", initializer=yield_to_event_loop)
         self._lane = threading.Thread(target=self._run_lane, name="caraserve-lane", daemon=True)
         self._lane.start()
 
-    def warm_up(self) -> None:
-        """Compiles or loads the kernels by computing one token; to be called once, before any plan."""
+    def warm_up(self, *, merging: bool = False) -> None:
+        """Compiles or loads the kernels by computing one token; to be called once, before any plan. `merging`: also
+        what plans with a merged adapter need."""
         sampling = SlotSampling(1, 0, 0.0, 1.0, 0, 0.0, 0.0, 0.0, 1.0, 0, (), ())
         rows = (Row(0, 0, 1, BASE_ADAPTER_SLOT, samples=True),)
         outcome = self._run(Plan((SlotStart(0, (0,), sampling),), (), rows))
         if isinstance(outcome, Exception):
             raise outcome
+        if merging:
+            self._weights_with(BASE_ADAPTER_SLOT)
 
     def start_workers(self, tokens_per_worker: Callable[[int], int]) -> None:
         """Starts the CPU LoRA workers; to be called once, after `warm_up`. Returns at once: until they are there,
@@ -121,6 +126,11 @@ class CpuBackend:
     def modules_redone(self) -> int:
         """Modules of such slices that the device had to compute itself, a worker having died or stopped."""
         return self._buffers.modules_redone
+
+    @property
+    def adapters_merged(self) -> int:
+        """How often an adapter was merged into the base weights."""
+        return 0 if self._merged is None else self._merged.merges
 
     def time_hand_over(self, slot: int, tokens: int) -> RoundTrip | None:
         """Hands q, k, v of the first layer over to the workers, for a bound slot, after all that was launched. None if
@@ -191,9 +201,10 @@ class CpuBackend:
             self._apply(plan)
             prompt_tokens = self._sampling["prompt_tokens"]
             batch = build_batch(plan, self._adapters, prompt_tokens, self._shape)
-            records = (self._loaded.model, self._buffers.record, self._lora, self._cache, batch.record)
+            model = self._loaded.model if plan.merged is None else self._weights_with(plan.merged)
+            records = (model, self._buffers.record, self._lora, self._cache, batch.record)
             self.workers.watch(batch.is_arriving)
-            self._team.run(*records, self._sampler(batch))
+            self._team.run(step, *records, self._sampler(batch))
             rows = collect(plan, batch, prompt_tokens)
         except Exception as error:  # the loop fails the plan's requests and goes on
             return error
@@ -202,6 +213,18 @@ class CpuBackend:
         if self._trace is not None:
             trace_batch(self._trace, plan, batch, int(started_s * 1e9), time.monotonic_ns())
         return StepResult(rows, started_s, time.monotonic())
+
+    def _weights_with(self, slot: int) -> NDArray[np.void]:
+        """A MODEL record of the base with the adapter in `slot` merged. Raises ValueError when it cannot be."""
+        if slot != BASE_ADAPTER_SLOT and self._adapters.is_arriving(slot):
+            raise ValueError(f"adapter slot {slot} cannot be merged: its weights have not arrived")
+        if self._merged is None:
+            self._merged = MergedWeights(self._spec, self._loaded, self._team.size)
+        started_ns, before = time.monotonic_ns(), self._merged.merges
+        model = self._merged.holding(slot, self._adapters, self._buffers.record, self._lora, self._team.run)
+        if self._trace is not None and self._merged.merges > before:
+            self._trace.span("device", f"merging adapter slot {slot}", started_ns, time.monotonic_ns())
+        return model
 
     def _sampler(self, batch: HostBatch) -> Sampler:
         return Sampler(

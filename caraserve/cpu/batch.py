@@ -57,13 +57,13 @@ class Shape:
 
 
 def build_batch(plan: Plan, adapters: DeviceAdapters, prompt_tokens: Words, shape: Shape) -> HostBatch:
-    """`prompt_tokens` by request slot."""
+    """`prompt_tokens` by request slot. Where an adapter is merged into the weights, no row has LoRA of its own."""
     rows = plan.rows
     counts = np.array([row.count for row in rows], np.int64)
     first = np.zeros(len(rows) + 1, np.int64)
     np.cumsum(counts, out=first[1:])
     starts = np.array([row.start for row in rows], np.int64)
-    segments = _segments(rows, first)
+    segments = _segments(rows, first) if plan.merged is None else []
     out_token, out_kind, out_logprobs = (np.array(part, np.int64) for part in _outputs(rows, first, prompt_tokens))
     traced = shape.layers if shape.traced else 0
     tables = {

@@ -100,6 +100,38 @@ def _widen_half(b: Any, bits: Any) -> Any:
     return b.bitcast(b.or_(b.bitcast(rebiased, _VI), sign), VF)
 
 
+def _narrow_half(b: Any, value: Any) -> Any:
+    """fp32 as fp16 bits (in 32-bit lanes), to nearest even: by integers where the result is normal; below, adding a
+    half leaves the bits of a subnormal at the end of the sum."""
+    bits = b.bitcast(value, _VI)
+    magnitude = b.and_(bits, _ints(0x7FFFFFFF))
+    odd = b.and_(b.lshr(magnitude, _ints(13)), _ints(1))
+    rebiased = b.sub(b.add(magnitude, _ints(0xFFF)), _ints(112 << 23))
+    normal = b.lshr(b.add(rebiased, odd), _ints(13))
+    summed = b.fadd(b.bitcast(magnitude, VF), ir.Constant(VF, [0.5] * LANES))
+    subnormal = b.sub(b.bitcast(summed, _VI), _ints(0x3F000000))
+    narrow = b.select(b.icmp_unsigned("<", magnitude, _ints(0x38800000)), subnormal, normal)
+    narrow = b.select(b.icmp_unsigned(">=", magnitude, _ints(0x477FF000)), _ints(0x7C00), narrow)
+    return b.or_(narrow, b.and_(b.lshr(bits, _ints(16)), _ints(0x8000)))
+
+
+def emit_narrow_store(b: Any, value: Any, address: Any, dtype: int) -> None:
+    """Sixteen fp32 lanes as weights of a storage dtype, rounded to nearest even. The values are numbers."""
+    if dtype == DTYPE_F32:
+        emit_store(b, value, address)
+        return
+    if dtype == DTYPE_F16 and _CONVERTS_HALF:
+        b.store(b.fptrunc(value, _VH), pointer(b, address, _VH)).align = 2
+        return
+    if dtype == DTYPE_F16:
+        bits = _narrow_half(b, value)
+    else:
+        wide = b.bitcast(value, _VI)
+        odd = b.and_(b.lshr(wide, _ints(16)), _ints(1))
+        bits = b.lshr(b.add(b.add(wide, _ints(0x7FFF)), odd), _ints(16))
+    b.store(b.trunc(bits, _VI16), pointer(b, address, _VI16)).align = 2
+
+
 def emit_store(b: Any, value: Any, address: Any) -> None:
     b.store(value, pointer(b, address, VF)).align = 4
 
@@ -218,6 +250,24 @@ def vstore(typing_context, address, value):  # type: ignore[no-untyped-def]
         return context.get_dummy_value()
 
     return types.void(types.int64, v16), codegen
+
+
+def weight_ops(dtype: int) -> tuple[Any, Any]:
+    """Intrinsics `(address)`: sixteen stored weights as fp32, and `(address, value)`: the other way, rounded."""
+
+    @intrinsic
+    def load(typing_context, address):  # type: ignore[no-untyped-def]
+        return v16(types.int64), lambda context, b, sig, args: emit_load(b, args[0], dtype)
+
+    @intrinsic
+    def store(typing_context, address, value):  # type: ignore[no-untyped-def]
+        def codegen(context, b, signature, arguments):  # type: ignore[no-untyped-def]
+            emit_narrow_store(b, arguments[1], arguments[0], dtype)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, v16), codegen
+
+    return load, store
 
 
 def _scalar_load(numba_type: Any, llvm_type: Any) -> Any:

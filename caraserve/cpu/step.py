@@ -77,7 +77,7 @@ def _norm_rows(thread, team, model, batch, x, weight, y):  # type: ignore[no-unt
 
 
 @kernel
-def _entry(lora, adapter, layer, site):  # type: ignore[no-untyped-def]
+def device_entry(lora, adapter, layer, site):  # type: ignore[no-untyped-def]
     """Address of a module's entry in the adapter table; words A, B, rank and dtype, then the scale."""
     return lora.entries + LORA_ENTRY_BYTES * ((adapter * lora.layers + layer) * 7 + site)
 
@@ -111,7 +111,7 @@ def _shrink(thread, team, model, buffers, lora, batch, layer, site, x, x_stride,
             continue
         first, tokens = word(batch.segment_first, segment), word(batch.segment_tokens, segment)
         for which in range(sites):
-            entry = _entry(lora, word(batch.segment_adapter, segment), layer, site + which)
+            entry = device_entry(lora, word(batch.segment_adapter, segment), layer, site + which)
             for start in range(0, tokens, _SHRINK_TOKENS):
                 for row in range(0, word(entry, 2), RANK_GROUP):
                     item += 1
@@ -130,7 +130,7 @@ def _expand(thread, model, buffers, lora, batch, layer, site, x, x_stride, k, fi
     group, sites = _group(site)
     stride = 4 * sites * batch.max_rank
     for segment in range(batch.segments):
-        entry = _entry(lora, word(batch.segment_adapter, segment), layer, site)
+        entry = device_entry(lora, word(batch.segment_adapter, segment), layer, site)
         if word(entry, 2) == 0:
             continue
         if source_of(batch, layer, segment) != DEVICE:

@@ -1,4 +1,4 @@
-"""A team of threads that runs one compiled function together. Level 1.
+"""A team of threads that runs compiled functions together. Level 1.
 
 The caller is member 0. Helpers wait for the next call by a bounded spin inside compiled code (no interpreter lock),
 then asleep on a condition: an idle server uses no CPU, and steps that follow closely wake nobody.
@@ -40,13 +40,13 @@ def _publish(word, value):  # type: ignore[no-untyped-def]
 class Team:
     """`size` threads, the caller of `run` included."""
 
-    def __init__(self, size: int, function: Callable[..., None]) -> None:
+    def __init__(self, size: int) -> None:
         self.size = size
-        self._function = function
         self._words = aligned_bytes(64).view(np.int64)
         self._words[:] = 0
         self._word = int(self._words.ctypes.data)
         self._call = 0
+        self._function: Callable[..., None] = lambda *arguments: None
         self._arguments: tuple[Any, ...] = ()
         self._sleeping = 0
         self._wake = threading.Condition()
@@ -58,15 +58,15 @@ class Team:
         for helper in self._helpers:
             helper.start()
 
-    def run(self, *arguments: Any) -> None:
+    def run(self, function: Callable[..., None], *arguments: Any) -> None:
         """Calls `function(member, size, *arguments)` on every member; returns when member 0's call does.
 
         The function must end with a barrier of the whole team, so that its arguments may change afterwards.
         """
         if self.size > 1:
-            self._arguments = arguments
+            self._function, self._arguments = function, arguments
             self._post()
-        self._function(0, self.size, *arguments)
+        function(0, self.size, *arguments)
 
     def close(self) -> None:
         """Ends the helpers."""

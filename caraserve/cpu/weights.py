@@ -33,6 +33,7 @@ class LoadedModel:
     """What `step` takes (one MODEL record), and the arrays behind its addresses."""
 
     model: NDArray[np.void]
+    weights: NDArray[np.int64]  # [layers, NUM_WEIGHTS], what the record's `weights` points to
     chunks: list[NDArray[np.uint8]]
     num_bytes: int
 
@@ -71,9 +72,17 @@ def _pack(source, panels):  # type: ignore[no-untyped-def]
                     panels[panel, k, lane] = source[64 * panel + lane, k]
 
 
+def huge_pages(num_bytes: int) -> NDArray[np.uint8]:
+    """Zeroed memory for weights; takes no room until it is written. A core that streams weights over 4 KiB pages loses
+    a third of the bandwidth to translation and to prefetchers that stop at each page."""
+    memory = mmap.mmap(-1, align_up(num_bytes, _HUGE_PAGE_BYTES))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
+
+
 class _Store:
-    """Carves aligned arrays out of large chunks. Chunks ask for huge pages: a core that streams weights over 4 KiB
-    pages loses a third of the bandwidth to translation and to prefetchers that stop at each page."""
+    """Carves aligned arrays out of large chunks."""
 
     def __init__(self) -> None:
         self.chunks: list[NDArray[np.uint8]] = []
@@ -82,10 +91,7 @@ class _Store:
     def _keep(self, num_bytes: int) -> NDArray[np.uint8]:
         num_bytes = align_up(num_bytes, ALIGN_BYTES)
         if not self.chunks or self._used + num_bytes > self.chunks[-1].size:
-            memory = mmap.mmap(-1, align_up(max(num_bytes, _CHUNK_BYTES), _HUGE_PAGE_BYTES))
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                memory.madvise(mmap.MADV_HUGEPAGE)
-            self.chunks.append(np.frombuffer(memory, np.uint8))
+            self.chunks.append(huge_pages(max(num_bytes, _CHUNK_BYTES)))
             self._used = 0
         array = self.chunks[-1][self._used : self._used + num_bytes]
         self._used += num_bytes
@@ -164,7 +170,7 @@ def load_model(
         windows=store.words(np.array([window or records.NO_WINDOW for window in spec.windows], np.int64)),
     )
     progress()
-    return LoadedModel(model, store.chunks, sum(chunk.nbytes for chunk in store.chunks))
+    return LoadedModel(model, layers, store.chunks, sum(chunk.nbytes for chunk in store.chunks))
 
 
 def _load_layer(spec: ModelSpec, dtype: Dtype, layer: int, read: Read, store: _Store, out: NDArray[np.int64]) -> None:

@@ -3,9 +3,9 @@
     .venv/bin/python scripts/bench/modes.py
 
 One engine after another in this process, a new one for each mode and repeat, all given the same Poisson arrivals. The
-host tier holds every adapter and is warm; the device tier holds `--resident` of them, in `cached` all. The link between
-the two is emulated. The machine's speed drifts: modes take turns, and each mean is compared with that of `cached` in
-the same repeat. The last line of stdout is one JSON document.
+host tier holds every adapter and is warm; the device tier holds `--resident` of them, in `cached` and `merged` all. The
+link between the two is emulated. The machine's speed drifts: modes take turns, and each mean is compared with that of
+`cached` in the same repeat. The last line of stdout is one JSON document.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from open_loop import Played, calm, play
 
 from caraserve.bench.about import machine, versions
 from caraserve.bench.synthetic import SHAPES, write_adapters, write_model
-from caraserve.config import LOADING_MODES, EngineConfig, LoraConfig, LoraModule, ModelConfig
+from caraserve.config import LOADING_MODES, PRELOADED_MODES, EngineConfig, LoraConfig, LoraModule, ModelConfig
 from caraserve.loop import Engine
 from caraserve.model.layout import Dtype, lay_out
 from caraserve.model.spec import SITES, ModelSpec
@@ -93,7 +93,9 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the base weights")
     parser.add_argument("--model", choices=tuple(SHAPES), default="100M", help="size of the random model")
     parser.add_argument("--adapters", type=int, default=64, help="fp16 adapters in the host tier")
-    parser.add_argument("--resident", type=int, default=16, help="of them on the device at once, except in cached")
+    parser.add_argument(
+        "--resident", type=int, default=16, help="of them on the device at once, except in cached, merged"
+    )
     parser.add_argument("--rank", type=int, default=64)
     parser.add_argument("--targets", choices=tuple(_TARGETS), default="all", help="adapted modules")
     parser.add_argument("--emulate-link-mb-per-s", type=float, default=1000.0, metavar="MB")
@@ -235,7 +237,7 @@ async def _start(stack: AsyncExitStack, bench: Bench, mode: str, trace: Path | N
         adapters_dir=None,
         registry=bench.folder / "registry.sqlite",  # so that digests are computed once
         loading_mode=mode,
-        max_device_adapters_bytes=bench.image_bytes * (count if mode == "cached" else args.resident),
+        max_device_adapters_bytes=bench.image_bytes * (count if mode in PRELOADED_MODES else args.resident),
         max_host_adapters_bytes=bench.image_bytes * count + _HOST_MARGIN_BYTES,
         lora_cpus=None,
         emulate_link_mb_per_s=args.emulate_link_mb_per_s,

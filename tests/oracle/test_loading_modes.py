@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from caraserve.config import LOADING_MODES
+from caraserve.config import LOADING_MODES, PRELOADED_MODES
 from caraserve.cpu.backend import CpuBackend
 from caraserve.cpu.workers import Workers
 from caraserve.loop import Engine
@@ -60,7 +60,7 @@ def test_every_mode_answers_like_peft(subject: Subject, mode: str, link_mb_per_s
     model, adapters, oracle = subject
     rng = random.Random(f"{mode} {link_mb_per_s}")
     asked = [(prompt, rng.choice([None, *adapters])) for prompt in prompts(rng, 24)]
-    device_bytes = 64 * MIB if mode == "cached" else 600 * 1024
+    device_bytes = 64 * MIB if mode in PRELOADED_MODES else 600 * 1024
     lora = lora_config(adapters, mode=mode, link_mb_per_s=link_mb_per_s, device_bytes=device_bytes)
 
     async def serve() -> list[Answer]:

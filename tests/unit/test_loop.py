@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from caraserve import demo
+from caraserve.config import PRELOADED_MODES
 from caraserve.errors import (
     AdapterRejected,
     BackendFailed,
@@ -195,7 +196,8 @@ def test_unloading_waits_for_running_requests_and_refuses_new_ones_at_once() -> 
     with_engine(test)
 
 
-def test_the_cached_mode_keeps_what_it_started_with() -> None:
+@pytest.mark.parametrize("mode", PRELOADED_MODES)
+def test_a_mode_without_cold_starts_keeps_what_it_started_with(mode: str) -> None:
     async def test(engine: Engine) -> None:
         assert set(engine.snapshot().device_adapters) == set(ADAPTERS)
         with pytest.raises(Forbidden):
@@ -203,7 +205,7 @@ def test_the_cached_mode_keeps_what_it_started_with() -> None:
         with pytest.raises(Forbidden):
             await engine.load_adapter("new", "poet")
 
-    with_engine(test, mode="cached")
+    with_engine(test, mode=mode)
 
 
 def test_a_name_loaded_again_in_place_means_the_new_weights_and_running_requests_keep_the_old() -> None:
