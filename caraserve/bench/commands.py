@@ -4,18 +4,95 @@ Whatever computes is imported when it is asked for: the command line itself must
 """
 
 import argparse
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from caraserve.config import parse_cpus
+from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions
+from caraserve.bench.synthetic import ITEMSIZE, SHAPES
+from caraserve.config import LOADING_MODES, parse_cpus
 
 LORA_PARTS = ("kernels", "round-trip", "threads")
+_BACKENDS = ("openai", "openai-chat", "llamacpp")
 
 
 def add_benchmarks(bench: argparse.ArgumentParser) -> None:
     """Declares the subcommands of `caraserve bench`; each sets `run`."""
     kinds = bench.add_subparsers(title="benchmarks", required=True, metavar="KIND")
+    _add_serve(kinds)
+    _add_modes(kinds)
     _add_lora(kinds)
+    _add_compare(kinds)
+    _add_presets(kinds)
+
+
+def _add_serve(kinds: Any) -> None:
+    serve = kinds.add_parser(
+        "serve",
+        help="send a load to an endpoint",
+        description="Sends a load to any OpenAI-compatible endpoint, or to a server that it starts and ends itself: "
+        "the bundled demo, a random model, or whatever `caraserve serve` takes after `--`.",
+        usage="caraserve bench serve [OPTIONS] [-- MODEL SERVE-OPTIONS]",
+    )
+    group = serve.add_argument_group("endpoint")
+    group.add_argument("--url", metavar="URL", help="as http://host:port; without it a server is started")
+    group.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
+    group.add_argument("--backend", choices=_BACKENDS, default="openai", help="what the endpoint speaks")
+    group.add_argument("--lora-modules", nargs="+", metavar="NAME", help="adapters to use (default: all it lists)")
+    _add_random_model(group)
+    LoadOptions.add_arguments(serve)
+    ReportOptions.add_arguments(serve)
+    serve.add_argument("--label", metavar="TEXT", help="what the report calls the run (default: the model's name)")
+    serve.add_argument("serve_arguments", nargs="*", help=argparse.SUPPRESS)
+    serve.set_defaults(run=_serve)
+
+
+def _add_modes(kinds: Any) -> None:
+    modes = kinds.add_parser(
+        "modes",
+        help="compare loading modes on this machine",
+        description="Gives one load to several loading modes in turn, each in a fresh server with random weights, and "
+        "reports every latency as a ratio to `cached`. Arguments after `--` go to every server.",
+        usage="caraserve bench modes [OPTIONS] [-- SERVE-OPTIONS]",
+    )
+    group = modes.add_argument_group("modes")
+    group.add_argument("--modes", type=_modes, default=LOADING_MODES, metavar="LIST", help=",".join(LOADING_MODES))
+    group.add_argument("--repeats", type=int, default=3, help="of every mode")
+    group.add_argument("--resident", type=int, metavar="N", help="adapters on the device at once (default a quarter)")
+    group.add_argument("--emulate-link-mb-per-s", type=float, metavar="MB", help="bandwidth to the device")
+    _add_random_model(group)
+    LoadOptions.add_arguments(modes)
+    ReportOptions.add_arguments(modes)
+    modes.add_argument("serve_arguments", nargs="*", help=argparse.SUPPRESS)
+    modes.set_defaults(run=_bench_modes)
+
+
+def _add_random_model(group: Any) -> None:
+    group.add_argument("--random-model", choices=tuple(SHAPES), help="serve random weights of this shape")
+    group.add_argument("--targets", choices=tuple(TARGETS), default="qkv", help="modules of random adapters")
+    group.add_argument("--dtype", choices=tuple(ITEMSIZE), default="bfloat16", help="of random weights")
+
+
+def _modes(text: str) -> tuple[str, ...]:
+    modes = tuple(text.split(","))
+    for mode in modes:
+        if mode not in LOADING_MODES:
+            raise argparse.ArgumentTypeError(f"{mode!r} is no loading mode; there are {', '.join(LOADING_MODES)}")
+    return tuple(dict.fromkeys(modes))
+
+
+def _add_compare(kinds: Any) -> None:
+    compare = kinds.add_parser("compare", help="set two saved reports side by side")
+    compare.add_argument("a", type=Path, metavar="A.json")
+    compare.add_argument("b", type=Path, metavar="B.json")
+    _add_save(compare)
+    compare.set_defaults(run=_compare)
+
+
+def _add_presets(kinds: Any) -> None:
+    presets = kinds.add_parser("presets", help="list the papers' settings")
+    presets.add_argument("name", nargs="?", help="one of them, with what its paper leaves unsaid")
+    presets.set_defaults(run=_presets)
 
 
 def _add_lora(kinds: Any) -> None:
@@ -44,3 +121,57 @@ def _lora(args: argparse.Namespace) -> int:
 
     bench_lora(args.parts, args.lora_cpus, QUICK if args.quick else FULL, args.save)
     return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from caraserve.bench.finish import finish
+    from caraserve.bench.serve_run import Target, bench_serve
+
+    load, report = LoadOptions.from_args(args), ReportOptions.from_args(args)
+    target = Target(
+        url=args.url,
+        api_key=args.api_key,
+        backend=args.backend,
+        lora_modules=tuple(args.lora_modules) if args.lora_modules is not None else None,
+        random_model=args.random_model,
+        targets=args.targets,
+        dtype=args.dtype,
+        serve=tuple(args.serve_arguments) or None,
+    )
+    return finish("serve", lambda: bench_serve(target, load, report, args.label), report, _asked(args))
+
+
+def _bench_modes(args: argparse.Namespace) -> int:
+    from caraserve.bench.finish import finish
+    from caraserve.bench.modes_run import ModesOptions, bench_modes
+
+    load, report = LoadOptions.from_args(args), ReportOptions.from_args(args)
+    options = ModesOptions(
+        modes=args.modes,
+        repeats=args.repeats,
+        resident=args.resident,
+        random_model=args.random_model,
+        targets=args.targets,
+        dtype=args.dtype,
+        emulate_link_mb_per_s=args.emulate_link_mb_per_s,
+        serve=tuple(args.serve_arguments),
+    )
+    return finish("modes", lambda: bench_modes(options, load, report), report, _asked(args))
+
+
+def _asked(args: argparse.Namespace) -> Mapping[str, object]:
+    """The arguments as given, for the report: enough to run it again, without the key."""
+    hidden: tuple[str, ...] = ("run", "api_key")
+    return {name: value for name, value in vars(args).items() if name not in hidden and not isinstance(value, Callable)}  # type: ignore[arg-type]
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from caraserve.bench.finish import show_comparison
+
+    return show_comparison(args.a, args.b, args.save)
+
+
+def _presets(args: argparse.Namespace) -> int:
+    from caraserve.bench.finish import show_presets
+
+    return show_presets(args.name)

@@ -29,6 +29,12 @@ class Shape:
     heads: int
     kv_heads: int
 
+    @property
+    def parameters(self) -> int:
+        """Of linear modules and embeddings; norms do not count here."""
+        attention = 2 * self.hidden * self.hidden * (self.heads + self.kv_heads) // self.heads
+        return self.layers * (attention + 3 * self.hidden * self.intermediate) + 2 * self.vocab * self.hidden
+
 
 SHAPES = {
     "10M": Shape(hidden=256, layers=6, intermediate=704, vocab=8192, heads=4, kv_heads=4),  # to try a benchmark itself

@@ -34,7 +34,7 @@ async def show_model(request: web.Request) -> web.Response:
 
 
 def _card(context: Context, adapter: AdapterView | None) -> dict[str, Any]:
-    """vLLM's model card; `root` is where the weights come from, `parent` what an adapter applies to."""
+    """vLLM's model card and an adapter's rank; `root` is where the weights come from, `parent` what it applies to."""
     base = context.engine.base_name
     return {
         "id": adapter.name if adapter else base,
@@ -43,6 +43,7 @@ def _card(context: Context, adapter: AdapterView | None) -> dict[str, Any]:
         "owned_by": "caraserve",
         "root": adapter.path if adapter else base,
         "parent": base if adapter else None,
+        "rank": adapter.rank if adapter else None,
         "max_model_len": context.engine.max_model_len,
         "permission": [],
     }

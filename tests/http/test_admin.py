@@ -22,6 +22,7 @@ async def test_models_are_the_base_and_its_adapters() -> None:
         "owned_by": "caraserve",
         "root": "/adapters/a",
         "parent": "org/base",
+        "rank": 8,
         "max_model_len": 1000,
         "permission": [],
     }

@@ -1,0 +1,178 @@
+"""HTTP/1.1 connections that stamp every piece of an answer with the moment it came. Level 5.
+
+A load client has one core for thousands of stream events a second, and what it adds to a latency it measures. So an
+answer's bytes are kept as they come, with their time, and looked at when the answer is whole (dialects.py).
+"""
+
+import asyncio
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import cast
+
+import httptools
+
+_SPARE = 8  # connections kept open ahead of need, so that opening one is seldom part of a latency
+_CLOSED = "the server closed the connection before its answer was whole"
+
+
+@dataclass(slots=True)
+class Exchange:
+    """A request and its answer so far. Times by `time.perf_counter`."""
+
+    request: bytes
+    done: Callable[["Exchange"], None]  # called once
+    sent_s: float = 0.0
+    done_s: float = 0.0
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    pieces: list[tuple[float, bytes]] = field(default_factory=list)  # of the body
+    error: str | None = None
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(piece for _, piece in self.pieces)
+
+    def finish(self, error: str | None = None) -> None:
+        """Ends it, once."""
+        if self.done_s == 0.0:
+            self.done_s, self.error = time.perf_counter(), error
+            self.done(self)
+
+
+class _Connection(asyncio.Protocol):
+    """One exchange after another."""
+
+    def __init__(self, free: Callable[["_Connection"], None], lost: Callable[["_Connection"], None]) -> None:
+        self._free, self._lost = free, lost
+        self._exchange: Exchange | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._now_s = 0.0
+
+    def send(self, exchange: Exchange) -> None:
+        assert self._transport is not None
+        self._exchange = exchange
+        exchange.sent_s = exchange.sent_s or time.perf_counter()
+        self._transport.write(exchange.request)
+
+    def abort(self) -> None:
+        """Closes it whatever it does; a server sees its client go."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # --- asyncio's callbacks ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+
+    def data_received(self, data: bytes) -> None:
+        self._now_s = time.perf_counter()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._end(f"the answer is not HTTP: {error}")
+            self.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._lost(self)
+        self._end(str(error) if error else _CLOSED)
+
+    # --- the parser's callbacks ---
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._exchange is not None:
+            self._exchange.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        if self._exchange is not None:
+            self._exchange.status = self._parser.get_status_code()
+
+    def on_body(self, body: bytes) -> None:
+        if self._exchange is not None:
+            self._exchange.pieces.append((self._now_s, body))
+
+    def on_message_complete(self) -> None:
+        keep = self._parser.should_keep_alive()
+        self._end(None)
+        if keep:
+            self._free(self)
+        elif self._transport is not None:
+            self._transport.close()
+
+    def _end(self, error: str | None) -> None:
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.finish(error)
+
+
+class Connections:
+    """As many connections to one address as there are exchanges at once."""
+
+    def __init__(self, host: str, port: int, context: ssl.SSLContext | None) -> None:
+        self._address = host, port
+        self._context = context
+        self._open: set[_Connection] = set()
+        self._idle: list[_Connection] = []
+        self._opening = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def warm(self) -> None:
+        """Opens the first connections. Raises OSError when nobody listens there."""
+        for _ in range(_SPARE):
+            self._idle.append(await self._connect())
+
+    def send(self, exchange: Exchange) -> None:
+        """Sends at once where a connection is idle, and when one is open otherwise; failures end the exchange."""
+        if self._idle:
+            self._idle.pop().send(exchange)
+        else:
+            exchange.sent_s = time.perf_counter()  # opening is part of what the client waits for
+            self._spawn(exchange)
+        if len(self._idle) + self._opening < _SPARE:
+            self._spawn(None)
+
+    def close(self) -> None:
+        """Ends all exchanges with an error."""
+        for task in self._tasks:
+            task.cancel()
+        for connection in list(self._open):
+            connection.abort()
+
+    def _spawn(self, exchange: Exchange | None) -> None:
+        task = asyncio.get_running_loop().create_task(self._connect_for(exchange))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _connect_for(self, exchange: Exchange | None) -> None:
+        self._opening += 1
+        try:
+            connection = await self._connect()
+        except OSError as error:
+            if exchange is not None:
+                exchange.finish(error.strerror or str(error))
+            return
+        except asyncio.CancelledError:
+            if exchange is not None:
+                exchange.finish(_CLOSED)
+            raise
+        finally:
+            self._opening -= 1
+        if exchange is None:
+            self._idle.append(connection)
+        else:
+            connection.send(exchange)
+
+    async def _connect(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(
+            lambda: _Connection(self._idle.append, self._forget), *self._address, ssl=self._context
+        )
+        self._open.add(connection)
+        return connection
+
+    def _forget(self, connection: _Connection) -> None:
+        self._open.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)

@@ -1,0 +1,230 @@
+"""What endpoints are asked, and what their streams say: OpenAI's two endpoints and llama.cpp's own. Level 5.
+
+Streams are read after they have ended, from pieces stamped with their time (connection.py). A token counts when the
+event that carries it was whole.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import orjson
+
+from caraserve.bench.client import prompts
+from caraserve.bench.client.connection import Exchange
+
+_PHASES = "x-caraserve-phases"  # also a stream's last comment
+_SHOWN_CHARACTERS = 200  # of an answer that is no answer
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request, before a dialect has words for it."""
+
+    model: str | None  # an adapter's name; None: the base model
+    prompt_seed: int
+    index: int
+    prompt_tokens: int
+    output_tokens: int
+    ignore_eos: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a stream said. Lengths are the server's own count where it gave one."""
+
+    token_s: tuple[float, ...]  # an event each
+    output_tokens: int
+    prompt_tokens: int | None
+    phases: tuple[tuple[str, float], ...] = ()
+    error: str | None = None
+
+
+class Dialect(Protocol):
+    """How one kind of endpoint is asked and understood."""
+
+    @property
+    def path(self) -> str: ...
+
+    def body(self, asked: Asked) -> dict[str, Any]: ...
+
+    def read(self, event: dict[str, Any]) -> "Said": ...
+
+
+@dataclass(slots=True)
+class Said:
+    """One event: whether tokens came with it, and counts where it has them."""
+
+    tokens: bool
+    output_tokens: int | None = None
+    prompt_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAICompletions:
+    """`POST /v1/completions`, prompts as token ids."""
+
+    base: str
+    path: str = "/v1/completions"
+
+    def body(self, asked: Asked) -> dict[str, Any]:
+        ids = prompts.token_ids(asked.prompt_seed, asked.index, asked.prompt_tokens)
+        return _openai_body(self.base, asked, asked.output_tokens) | {"prompt": ids}
+
+    def read(self, event: dict[str, Any]) -> Said:
+        return _read_openai(event)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAIChat:
+    """`POST /v1/chat/completions`, prompts as words."""
+
+    base: str
+    path: str = "/v1/chat/completions"
+
+    def body(self, asked: Asked) -> dict[str, Any]:
+        content = prompts.text(asked.prompt_seed, asked.index, asked.prompt_tokens)
+        message = {"role": "user", "content": content}
+        return _openai_body(self.base, asked, asked.output_tokens) | {"messages": [message]}
+
+    def read(self, event: dict[str, Any]) -> Said:
+        return _read_openai(event)
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaCpp:
+    """llama.cpp's `POST /completion`: adapters are numbers that a request scales to one."""
+
+    ids: Mapping[str, int]
+    path: str = "/completion"
+
+    def body(self, asked: Asked) -> dict[str, Any]:
+        chosen = [{"id": self.ids[asked.model], "scale": 1.0}] if asked.model is not None else []
+        return {
+            "prompt": prompts.token_ids(asked.prompt_seed, asked.index, asked.prompt_tokens),
+            "n_predict": asked.output_tokens,
+            "temperature": 0.0,
+            "ignore_eos": asked.ignore_eos,
+            "cache_prompt": False,
+            "stream": True,
+            "lora": chosen,
+        }
+
+    def read(self, event: dict[str, Any]) -> Said:
+        if event.get("stop"):
+            return Said(bool(event.get("content")), event.get("tokens_predicted"), event.get("tokens_evaluated"))
+        return Said("content" in event)
+
+
+def _openai_body(base: str, asked: Asked, output_tokens: int) -> dict[str, Any]:
+    body = {
+        "model": asked.model or base,
+        "max_tokens": output_tokens,
+        "temperature": 0.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return body | {"ignore_eos": True} if asked.ignore_eos else body  # vLLM's extension: others may refuse the word
+
+
+def _read_openai(event: dict[str, Any]) -> Said:
+    usage = event.get("usage") or {}
+    counts = usage.get("completion_tokens"), usage.get("prompt_tokens")
+    if not (choices := event.get("choices")):
+        return Said(False, *counts)
+    choice = choices[0]
+    delta = choice.get("delta")
+    text = choice.get("text") if delta is None else delta.get("content")
+    if text or choice.get("token_ids"):
+        return Said(True, *counts)
+    # A token without text of its own, such as half a character, is an event too; a role or an end is none.
+    return Said(choice.get("finish_reason") is None and text is not None and "role" not in (delta or {}), *counts)
+
+
+def request_head(dialect: Dialect, prefix: str, host: str, api_key: str | None) -> str:
+    """The head that every request of a run shares, up to its length."""
+    lines = [
+        f"POST {prefix}{dialect.path} HTTP/1.1",
+        f"Host: {host}",
+        "Content-Type: application/json",
+        "Accept: text/event-stream",
+    ]
+    if api_key is not None:
+        lines.append(f"Authorization: Bearer {api_key}")
+    return "\r\n".join([*lines, "Content-Length: "])
+
+
+def encode(dialect: Dialect, head: str, asked: Asked) -> bytes:
+    """A whole request."""
+    body = orjson.dumps(dialect.body(asked))
+    return f"{head}{len(body)}\r\n\r\n".encode("latin-1") + body
+
+
+def decode(dialect: Dialect, exchange: Exchange) -> Answer:
+    """What came back; errors of the connection, of HTTP and inside the stream are said, never raised."""
+    if exchange.error is not None:
+        return Answer((), 0, None, error=exchange.error)
+    if exchange.status != 200:
+        return Answer((), 0, None, error=f"HTTP {exchange.status}: {_message(exchange.body)}")
+    token_s: list[float] = []
+    output_tokens = prompt_tokens = None
+    phases = _phases(exchange.headers.get(_PHASES, ""))
+    for at_s, line in _lines(exchange.pieces):
+        if line.startswith(b": phases "):
+            phases = _phases(line[9:].decode("latin-1"))
+        if not line.startswith(b"data:") or line == b"data: [DONE]":
+            continue
+        try:
+            event = orjson.loads(line[5:])
+        except orjson.JSONDecodeError:
+            return Answer(tuple(token_s), len(token_s), prompt_tokens, error=f"not JSON: {_shown(line)}")
+        if "error" in event:
+            return Answer(tuple(token_s), len(token_s), prompt_tokens, phases, _message(orjson.dumps(event)))
+        said = dialect.read(event)
+        if said.tokens:
+            token_s.append(at_s)
+        output_tokens = said.output_tokens if said.output_tokens is not None else output_tokens
+        prompt_tokens = said.prompt_tokens if said.prompt_tokens is not None else prompt_tokens
+    if not token_s:
+        return Answer((), 0, prompt_tokens, phases, "the answer has no tokens")
+    count = len(token_s) if output_tokens is None else output_tokens
+    return Answer(tuple(token_s), count, prompt_tokens, phases)
+
+
+def _lines(pieces: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
+    """The stream's lines, each with the time of the piece that completed it."""
+    rest = b""
+    for at_s, piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line := line.rstrip(b"\r"):
+                yield at_s, line
+    if rest:
+        yield pieces[-1][0], rest
+
+
+def _phases(text: str) -> tuple[tuple[str, float], ...]:
+    """`queued=1.5;load=0` → pairs; what is not a number is left out."""
+    pairs = []
+    for part in text.split(";"):
+        name, _, value = part.strip().partition("=")
+        try:
+            pairs.append((name, float(value)))
+        except ValueError:
+            continue
+    return tuple(pairs)
+
+
+def _message(body: bytes) -> str:
+    """What an error's body says: OpenAI's shape, FastAPI's, or its beginning."""
+    try:
+        content = orjson.loads(body)
+        error = content.get("error", content)
+        message = error if isinstance(error, str) else error.get("message") or error.get("detail")
+    except (orjson.JSONDecodeError, AttributeError):
+        message = None
+    return str(message) if message else _shown(body)
+
+
+def _shown(body: bytes) -> str:
+    return body[:_SHOWN_CHARACTERS].decode("utf-8", "replace").strip() or "an empty answer"

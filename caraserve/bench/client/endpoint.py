@@ -1,0 +1,105 @@
+"""An endpoint: where it is, which dialect it speaks, which adapters it has. Level 5."""
+
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from caraserve.bench.client.dialects import Dialect, LlamaCpp, OpenAIChat, OpenAICompletions
+from caraserve.errors import ConfigError
+
+BACKENDS = ("openai", "openai-chat", "llamacpp")
+_PATIENCE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Ready to be sent requests."""
+
+    host: str
+    port: int
+    tls: ssl.SSLContext | None
+    prefix: str  # of every path, without a slash at its end
+    api_key: str | None
+    base_model: str
+    adapters: tuple[str, ...]
+    ranks: Mapping[str, int]  # of adapters whose server tells them
+    max_model_len: int | None  # tokens of prompt and answer, where the server tells
+    dialect: Dialect
+
+    @property
+    def host_header(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+async def find_endpoint(url: str, backend: str, api_key: str | None, adapters: tuple[str, ...] | None) -> Endpoint:
+    """Asks the server at `url` for its models. `adapters`: those to use instead of all that it has. Raises ConfigError
+    when nothing answers there, or a name is unknown."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"--url {url}: write it as http://host:port")
+    prefix = parts.path.rstrip("/").removesuffix("/v1")
+    root = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{prefix}"
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    if backend == "llamacpp":
+        base, ids = await _llamacpp_adapters(root, headers)
+        known, ranks, most = tuple(ids), dict[str, int](), None
+        dialect: Dialect = LlamaCpp(ids)
+    else:
+        base, known, ranks, most = await _openai_models(root, headers)
+        dialect = OpenAICompletions(base) if backend == "openai" else OpenAIChat(base)
+    if adapters is not None and (missing := sorted(set(adapters) - set(known) - {base})):
+        raise ConfigError(f"--lora-modules: {root} has no model {missing[0]!r}; it has {', '.join(known) or base}")
+    return Endpoint(
+        host=parts.hostname,
+        port=parts.port or (443 if parts.scheme == "https" else 80),
+        tls=ssl.create_default_context() if parts.scheme == "https" else None,
+        prefix=prefix,
+        api_key=api_key,
+        base_model=base,
+        adapters=known if adapters is None else adapters,
+        ranks=ranks,
+        max_model_len=most,
+        dialect=dialect,
+    )
+
+
+async def _openai_models(
+    root: str, headers: Mapping[str, str]
+) -> tuple[str, tuple[str, ...], dict[str, int], int | None]:
+    """The base model, the models that have a parent, the ranks of those that have one, and the longest request."""
+    content = await _get(f"{root}/v1/models", headers)
+    cards = content.get("data") if isinstance(content, dict) else None
+    if not isinstance(cards, list) or not cards:
+        raise ConfigError(f"{root}/v1/models lists no models")
+    adapters = tuple(card["id"] for card in cards if card.get("parent"))
+    bases = [card["id"] for card in cards if not card.get("parent")]
+    ranks = {card["id"]: card["rank"] for card in cards if isinstance(card.get("rank"), int)}
+    lengths = [card["max_model_len"] for card in cards if isinstance(card.get("max_model_len"), int)]
+    return bases[0] if bases else cards[0]["parent"], adapters, ranks, min(lengths, default=None)
+
+
+async def _llamacpp_adapters(root: str, headers: Mapping[str, str]) -> tuple[str, dict[str, int]]:
+    """The base model's name, and the adapters' numbers by the names of their files."""
+    listed = await _get(f"{root}/lora-adapters", headers)
+    if not isinstance(listed, list):
+        raise ConfigError(f"{root}/lora-adapters is no list of adapters: is this llama.cpp's server?")
+    names = {str(entry["path"]).rsplit("/", 1)[-1].removesuffix(".gguf"): int(entry["id"]) for entry in listed}
+    return "base", names
+
+
+async def _get(url: str, headers: Mapping[str, str]) -> Any:
+    timeout = aiohttp.ClientTimeout(total=_PATIENCE_S)
+    try:
+        async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session, session.get(url) as answer:
+            if answer.status != 200:
+                raise ConfigError(f"{url} answers with HTTP {answer.status}")
+            return await answer.json(content_type=None)
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise ConfigError(f"{url}: {str(error) or 'no answer'}") from None
+    except ValueError:
+        raise ConfigError(f"{url} answers with something that is not JSON") from None

@@ -1,0 +1,174 @@
+"""Plays a workload to an endpoint and notes how every request went. Level 5.
+
+Open loop: each request is sent when the schedule says, whatever became of those before it. Closed loop: so many are
+under way at any time, and the next is sent when one ends; the schedule then only holds it back.
+"""
+
+import asyncio
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from caraserve.bench.client.connection import Connections, Exchange
+from caraserve.bench.client.dialects import Asked, decode, encode, request_head
+from caraserve.bench.client.endpoint import Endpoint
+from caraserve.bench.client.pacer import Pacer
+from caraserve.bench.records import PlannedRequest, RequestRecord, Run, Workload
+
+_LEAD_S = 0.05  # before the first request, so that it is not late already
+_INTERRUPTED = "interrupted"
+
+
+@dataclass(slots=True)
+class Live:
+    """How a run stands; for whoever shows it."""
+
+    total: int
+    sent: int = 0
+    done: int = 0
+    failed: int = 0
+    recent_ttft_s: list[float] = field(default_factory=list)  # of the last requests that ended
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How requests are sent."""
+
+    seed: int
+    ignore_eos: bool = True
+    max_concurrency: int | None = None  # closed loop
+
+
+class Player:
+    """One run; `stop` may be called at any time from the loop."""
+
+    def __init__(
+        self, endpoint: Endpoint, workload: Workload, names: Sequence[str], settings: Settings, label: str
+    ) -> None:
+        """`names`: the adapters, by the workload's index."""
+        self._endpoint, self._names, self._settings, self._label = endpoint, names, settings, label
+        self._planned = workload.requests
+        head = request_head(endpoint.dialect, endpoint.prefix, endpoint.host_header, endpoint.api_key)
+        self._requests = [encode(endpoint.dialect, head, self._asked(planned)) for planned in self._planned]
+        self._exchanges: dict[int, Exchange] = {}
+        self._due_s: dict[int, float] = {}
+        self._waiting: list[int] = []  # closed loop: due, but there is no place for them
+        self._stopped = False
+        self.live = Live(len(self._planned))
+        self._ended = asyncio.Event()
+        self._connections = Connections(endpoint.host, endpoint.port, endpoint.tls)
+        self._pacer: Pacer | None = None
+
+    async def play(self) -> Run:
+        """Sends everything and waits for every answer. Raises OSError when the endpoint cannot be reached."""
+        await self._connections.warm()
+        with _undisturbed():
+            started_s = time.perf_counter() + _LEAD_S
+            moments_s = [started_s + planned.at_s for planned in self._planned]
+            for index, moment_s in enumerate(moments_s):
+                self._due_s[index] = moment_s
+            if self._planned:
+                self._pacer = Pacer(moments_s, self._due)
+                await self._ended.wait()
+            ended_s = time.perf_counter()
+        self._connections.close()
+        records = tuple(self._record(index, exchange, started_s) for index, exchange in sorted(self._exchanges.items()))
+        return Run(self._label, records, ended_s - started_s, self._stopped)
+
+    def stop(self) -> None:
+        """Sends nothing more and gives up what is under way: its requests are recorded as interrupted."""
+        self._stopped = True
+        if self._pacer is not None:
+            self._pacer.stop()
+        for exchange in list(self._exchanges.values()):
+            exchange.finish(_INTERRUPTED)
+        self._connections.close()
+        self._ended.set()
+
+    # --- sending ---
+
+    def _due(self, index: int) -> None:
+        most = self._settings.max_concurrency
+        if most is not None and self.live.sent - self.live.done >= most:
+            self._waiting.append(index)
+        else:
+            self._send(index)
+
+    def _send(self, index: int) -> None:
+        exchange = Exchange(self._requests[index], self._done)
+        self._exchanges[index] = exchange
+        self.live.sent += 1
+        self._connections.send(exchange)
+
+    def _done(self, exchange: Exchange) -> None:
+        live = self.live
+        live.done += 1
+        if exchange.error is not None or exchange.status != 200:
+            live.failed += 1
+        elif exchange.pieces:
+            live.recent_ttft_s.append(exchange.pieces[0][0] - exchange.sent_s)
+            del live.recent_ttft_s[:-200]
+        if self._stopped:
+            return
+        if self._waiting:
+            index = self._waiting.pop(0)
+            self._due_s[index] = time.perf_counter()  # its turn has come now: a closed loop is never late
+            self._send(index)
+        elif live.done == live.total:
+            self._ended.set()
+
+    # --- what was asked, and what came of it ---
+
+    def _asked(self, planned: PlannedRequest) -> Asked:
+        return Asked(
+            model=self._model(planned),
+            prompt_seed=self._settings.seed,
+            index=planned.index,
+            prompt_tokens=planned.prompt_tokens,
+            output_tokens=planned.output_tokens,
+            ignore_eos=self._settings.ignore_eos,
+        )
+
+    def _model(self, planned: PlannedRequest) -> str | None:
+        return None if planned.adapter is None else self._names[planned.adapter]
+
+    def _record(self, index: int, exchange: Exchange, started_s: float) -> RequestRecord:
+        planned, answer = self._planned[index], decode(self._endpoint.dialect, exchange)
+        return RequestRecord(
+            index=planned.index,
+            model=self._model(planned) or self._endpoint.base_model,
+            rank=self._endpoint.ranks.get(self._names[planned.adapter]) if planned.adapter is not None else None,
+            due_s=self._due_s[index] - started_s,
+            sent_s=exchange.sent_s - started_s,
+            done_s=exchange.done_s - started_s,
+            prompt_tokens=planned.prompt_tokens if answer.prompt_tokens is None else answer.prompt_tokens,
+            output_tokens=answer.output_tokens,
+            token_s=tuple(at_s - started_s for at_s in answer.token_s),
+            error=answer.error,
+            phases=answer.phases,
+        )
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """No garbage collection: it would stop the loop for longer than the latencies that are measured."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+Progress = Callable[[Live], None]
+
+
+async def show_while(player: Player, shown: Progress, every_s: float) -> None:
+    """Tells of a run's state now and then, until cancelled."""
+    while True:
+        await asyncio.sleep(every_s)
+        shown(player.live)

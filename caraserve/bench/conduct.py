@@ -1,0 +1,134 @@
+"""Runs one after another, shown as they go; Ctrl-C ends the one under way and lets no other begin. Level 5."""
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
+
+from caraserve.bench.client.endpoint import Endpoint
+from caraserve.bench.client.player import Live, Player, Settings, show_while
+from caraserve.bench.records import PlannedRequest, Run, Workload
+
+_SHOW_S = 1.0  # drawing takes a millisecond or two, in which nothing is sent on time: not more often
+_WARM_TOKENS = 8  # of the request that brings an adapter into the server's memory
+
+
+@dataclass(slots=True)
+class _Shown:
+    """What the bar's columns say of a run."""
+
+    live: Live
+    started_s: float
+
+    def text(self) -> str:
+        live = self.live
+        rate = live.done / max(time.monotonic() - self.started_s, 1e-9)
+        parts = [f"{live.done}/{live.total}", f"{rate:.1f} requests/s"]
+        if recent := sorted(live.recent_ttft_s):
+            p50, p99 = (1000 * recent[int(share * (len(recent) - 1))] for share in (0.5, 0.99))
+            parts.append(f"TTFT p50 {p50:.0f} ms, p99 {p99:.0f} ms")
+        if live.failed:
+            parts.append(f"{live.failed} failed")
+        return " · ".join(parts)
+
+
+class _LiveColumn(ProgressColumn):
+    """The state of the run that the task stands for."""
+
+    def render(self, task: Task) -> Text:
+        shown = task.fields["shown"]
+        return Text(shown.text() if isinstance(shown, _Shown) else "")
+
+
+class Conductor:
+    """Plays runs and can be interrupted; to be used inside `interruptible`."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._player: Player | None = None
+        self._console = Console(stderr=True, highlight=False)
+        self.stopped = asyncio.Event()
+
+    def say(self, text: str) -> None:
+        """One line for whoever watches."""
+        self._console.print(text, markup=False)
+
+    def interrupt(self) -> None:
+        """Ends the run under way; whoever plays others looks at `stopped`."""
+        self.stopped.set()
+        if self._player is not None:
+            self._player.stop()
+
+    async def play(
+        self, endpoint: Endpoint, workload: Workload, names: Sequence[str], label: str, concurrency: int | None = None
+    ) -> Run:
+        """One run; `concurrency` makes it a closed loop. Raises OSError when the endpoint cannot be reached."""
+        settings = self._settings if concurrency is None else replace(self._settings, max_concurrency=concurrency)
+        player = self._player = Player(endpoint, workload, names, settings, label)
+        try:
+            if self.stopped.is_set():
+                return Run(label, (), 0.0, interrupted=True)
+            with self._showing(label, player.live) as shown:
+                watching = asyncio.create_task(show_while(player, shown, _SHOW_S))
+                try:
+                    run = await player.play()
+                finally:
+                    watching.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await watching
+        finally:
+            self._player = None
+        self.say(f"{label}: {len(run.records)} requests in {run.wall_s:.1f} s, {player.live.failed} failed")
+        return run
+
+    async def warm(self, endpoint: Endpoint, names: Sequence[str], workload: Workload) -> None:
+        """Asks every adapter for a token, one after another: its files are read, as in a server that runs for long."""
+        requests = tuple(PlannedRequest(index, 0.0, index, _WARM_TOKENS, 1) for index in range(len(names)))
+        settings = replace(self._settings, max_concurrency=1, seed=self._settings.seed + 1)
+        player = self._player = Player(endpoint, replace(workload, requests=requests), names, settings, "warm-up")
+        try:
+            if requests and not self.stopped.is_set():
+                await player.play()
+        finally:
+            self._player = None
+
+    @contextmanager
+    def _showing(self, label: str, live: Live) -> Iterator["_Bar"]:
+        columns = (TextColumn("{task.description}"), BarColumn(), _LiveColumn())
+        terminal = self._console.is_terminal
+        with Progress(
+            *columns, console=self._console, transient=True, auto_refresh=False, disable=not terminal
+        ) as progress:
+            task = progress.add_task(label, total=live.total, shown=_Shown(live, time.monotonic()))
+            yield _Bar(progress, task)
+
+
+class _Bar:
+    """Draws when told to, from the loop's own thread."""
+
+    def __init__(self, progress: Progress, task: object) -> None:
+        self._progress, self._task = progress, task
+
+    def __call__(self, live: Live) -> None:
+        self._progress.update(self._task, completed=live.done, refresh=True)  # type: ignore[arg-type]
+
+
+@contextmanager
+def interruptible(conductor: Conductor) -> Iterator[None]:
+    """Ctrl-C and SIGTERM interrupt the conductor, not the program."""
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, conductor.interrupt)
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)

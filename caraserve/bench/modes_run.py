@@ -1,0 +1,154 @@
+"""`caraserve bench modes`: one load through several loading modes, each in a fresh server, in turn. Level 5.
+
+A machine's speed drifts while it is measured. So modes take turns within each repeat, every repeat begins with another
+one, and each mode's latencies are set against those of `cached` in the same repeat, which had the same requests.
+"""
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from caraserve.bench.capacity import CONCURRENCY, PROBE_REQUESTS, capacity_per_s, share_of_capacity
+from caraserve.bench.client.endpoint import Endpoint, find_endpoint
+from caraserve.bench.client.player import Settings
+from caraserve.bench.conduct import Conductor, interruptible
+from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, with_rate
+from caraserve.bench.records import Run
+from caraserve.bench.report.slo import parse_slo
+from caraserve.bench.serve_run import Measured
+from caraserve.bench.servers import Synthetic, make_synthetic, own_server, working_folder
+from caraserve.bench.workload.build import WorkloadSpec, build
+from caraserve.bench.workload.presets import find_preset
+from caraserve.errors import ConfigError
+
+BASELINE = "cached"
+_ALL_ON_DEVICE = ("cached", "merged")
+
+
+@dataclass(frozen=True, slots=True)
+class ModesOptions:
+    """Which modes, on what."""
+
+    modes: tuple[str, ...]
+    repeats: int
+    resident: int | None  # adapters that the device holds, in modes that load; None: a quarter
+    random_model: str | None
+    targets: str
+    dtype: str
+    emulate_link_mb_per_s: float | None
+    serve: tuple[str, ...]  # more arguments of `caraserve serve`, for every mode
+
+
+async def bench_modes(options: ModesOptions, load: LoadOptions, report: ReportOptions) -> Measured:
+    """Raises ConfigError or BackendFailed."""
+    if BASELINE not in options.modes:
+        raise ConfigError(f"--modes: all others are compared with {BASELINE}, which is missing")
+    conductor = Conductor(Settings(load.seed, load.ignore_eos, load.max_concurrency))
+    measured = Measured([], parse_slo(report.slo) if report.slo is not None else None, [])
+    with interruptible(conductor), working_folder() as folder:
+        bench = await asyncio.to_thread(_prepared, options, load, folder, measured.notes)
+        spec = bench.spec
+        if load.auto_rate or load.request_rate is None:
+            rate = await _rate(conductor, bench, load, measured.notes)
+            spec = spec if conductor.stopped.is_set() else with_rate(spec, rate)
+        for note in measured.notes:
+            conductor.say(note)
+        for repeat in range(options.repeats):
+            turn = repeat % len(options.modes)
+            for mode in (*options.modes[turn:], *options.modes[:turn]):
+                if not conductor.stopped.is_set():
+                    measured.runs.append(await _run(conductor, bench, mode, replace(spec, seed=load.seed + repeat)))
+    measured.runs.sort(key=lambda run: (run.label != BASELINE, options.modes.index(run.label)))
+    return measured
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What every server is started with."""
+
+    options: ModesOptions
+    made: Synthetic
+    registry: Path
+    spec: WorkloadSpec
+    resident: int
+
+    def arguments(self, mode: str) -> tuple[str, ...]:
+        """Of `caraserve serve`."""
+        count = max(1, len(self.made.names))
+        held = count if mode in _ALL_ON_DEVICE else self.resident
+        link = self.options.emulate_link_mb_per_s
+        return (
+            *self.made.arguments,
+            *("--registry", str(self.registry)),
+            *("--loading-mode", mode),
+            *("--max-device-adapters-bytes", str(max(1, self.made.adapter_bytes * held // count))),
+            *("--max-host-adapters-bytes", str(2 * self.made.adapter_bytes + (256 << 20))),
+            *(("--emulate-link-mb-per-s", f"{link:g}") if link is not None else ()),
+            *self.options.serve,
+        )
+
+
+def _prepared(options: ModesOptions, load: LoadOptions, folder: Path, notes: list[str]) -> _Prepared:
+    """Writes the model and the adapters."""
+    spec = load.spec()
+    model, note = load.model(options.random_model)
+    notes += [] if note is None else [note]
+    workload = build(spec if spec.rate is not None else with_rate(spec, math.inf))
+    count = len(workload.ranks)
+    longest = max(each.prompt_tokens + each.output_tokens for each in workload.requests)
+    context = load.max_model_len or -(-longest // 64) * 64 + 64
+    made = make_synthetic(folder, model, options.dtype, context, workload.ranks, TARGETS[options.targets])
+    resident = options.resident or max(1, count // 4)
+    if resident > count:
+        raise ConfigError(f"--resident {resident}: there are only {count} adapters")
+    link = options.emulate_link_mb_per_s
+    mean_bytes = made.adapter_bytes / max(1, count)
+    notes.append(
+        f"{model} with random weights in {options.dtype}; {count} adapters of "
+        f"{mean_bytes / 1e6:.1f} MB on average, {resident} of them on the device at once except in "
+        f"{' and '.join(_ALL_ON_DEVICE)}, where all are."
+    )
+    if link is not None:
+        load_ms = mean_bytes / (link * 1e6) * 1000
+        notes.append(f"The link to the device is emulated at {link:g} MB/s: {load_ms:.1f} ms for such an adapter.")
+    notes += workload.notes
+    spec = replace(spec, adapters=count, scale=replace(spec.scale, adapters=1.0), max_context=context)
+    return _Prepared(options, made, folder / "registry.sqlite", spec, resident)
+
+
+async def _run(conductor: Conductor, bench: _Prepared, mode: str, spec: WorkloadSpec) -> Run:
+    """A fresh server in this mode: warmed up, then given the load."""
+    async with own_server(bench.arguments(mode)) as url:
+        endpoint = await _endpoint(url, bench.made.names)
+        workload = build(spec)
+        await conductor.warm(endpoint, bench.made.names, workload)
+        return await conductor.play(endpoint, workload, bench.made.names, mode)
+
+
+async def _endpoint(url: str, names: Sequence[str]) -> Endpoint:
+    return await find_endpoint(url, "openai", None, tuple(names))
+
+
+async def _rate(conductor: Conductor, bench: _Prepared, load: LoadOptions, notes: list[str]) -> float:
+    """The share of this machine's capacity that the setting had of its own machine's."""
+    preset = find_preset(load.preset) if load.preset is not None else None
+    probe = replace(with_rate(bench.spec, math.inf), num_requests=PROBE_REQUESTS, duration_s=None)
+    async with own_server(bench.arguments(BASELINE)) as url:
+        endpoint = await _endpoint(url, bench.made.names)
+        await conductor.warm(endpoint, bench.made.names, build(probe))
+        run = await conductor.play(endpoint, build(probe), bench.made.names, "capacity", CONCURRENCY)
+    if conductor.stopped.is_set():
+        return math.nan
+    try:
+        capacity = capacity_per_s(run)
+    except ValueError as error:
+        raise ConfigError(f"--rate-scale auto: {error}") from None
+    share = share_of_capacity(preset)
+    asked = f"The setting's {bench.spec.rate:g} requests/s are" if preset is not None else "The load is"
+    notes.append(
+        f"This machine bears {capacity:.3g} requests/s with {CONCURRENCY} under way and every adapter on the device. "
+        f"{asked} taken for {share:.0%} of the capacity, which is {share * capacity:.3g} requests/s here."
+    )
+    return share * capacity

@@ -1,0 +1,281 @@
+"""What `caraserve bench serve` and `bench modes` share on the command line: the load and the report. Level 5."""
+
+import argparse
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+from caraserve.bench.synthetic import SHAPES
+from caraserve.bench.workload.arrivals import FORMS as ARRIVALS
+from caraserve.bench.workload.arrivals import parse_arrivals
+from caraserve.bench.workload.build import Scale, WorkloadSpec, spec_from_preset
+from caraserve.bench.workload.lengths import parse_lengths
+from caraserve.bench.workload.popularity import FORMS as POPULARITIES
+from caraserve.bench.workload.popularity import parse_popularity
+from caraserve.bench.workload.presets import find_preset
+from caraserve.bench.workload.traces import Trace, parse_trace
+from caraserve.errors import ConfigError
+from caraserve.model.spec import SITES
+
+TARGETS = {"qkv": SITES[:3], "all": SITES}
+_LENGTHS, _RATE, _REQUESTS, _ADAPTERS, _RANKS = "fixed:128/32", 1.0, 100, 8, (8, 16, 32, 64)
+_LEAST_SCALED_REQUESTS = 100  # fewer have no 99th percentile
+_VLLM_ASSIGNMENT = {"random": "uniform"}  # where vLLM has another word for the same
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """The load as asked for; None is left to the preset, or to what suits most."""
+
+    preset: str | None
+    trace: str | None
+    lengths: str | None
+    random_input_len: int | None
+    random_output_len: int | None
+    arrivals: str | None
+    burstiness: float | None
+    request_rate: tuple[float, ...] | None
+    rate_scale: float | None  # None: 1; NaN: by this machine's capacity
+    scale: float
+    num_prompts: int | None
+    duration_s: float | None
+    lora_assignment: str | None
+    adapters: int | None
+    ranks: tuple[int, ...] | None
+    max_concurrency: int | None
+    max_model_len: int | None
+    ignore_eos: bool
+    seed: int
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        group = parser.add_argument_group("load")
+        group.add_argument("--preset", metavar="NAME", help="a paper's setting; `caraserve bench presets` lists them")
+        group.add_argument("--trace", metavar="KIND:FILE", help="replay a trace's lengths, arrivals, adapters")
+        group.add_argument("--lengths", metavar="NAME", help=f"of prompts and answers (default {_LENGTHS})")
+        group.add_argument("--random-input-len", type=_count, metavar="N", help="prompt tokens, all alike")
+        group.add_argument("--random-output-len", type=_count, metavar="N", help="output tokens, all alike")
+        group.add_argument("--arrivals", metavar="NAME", help=f"{', '.join(_shown(ARRIVALS))} (default poisson)")
+        group.add_argument("--burstiness", type=_positive, metavar="X", help="gamma arrivals; 1 is poisson")
+        group.add_argument(
+            "--request-rate",
+            type=_rate,
+            nargs="+",
+            metavar="RPS",
+            help=f"requests a second, `inf` for all at once; several are run one after another (default {_RATE:g})",
+        )
+        group.add_argument(
+            "--rate-scale",
+            type=_rate_scale,
+            metavar="X",
+            help="times the rate; `auto`: at the share of this machine's capacity that the paper's machine ran at",
+        )
+        group.add_argument("--scale", type=_share, default=1.0, metavar="X", help="shrinks a preset's model and run")
+        group.add_argument("--num-prompts", type=_count, metavar="N", help=f"requests (default {_REQUESTS})")
+        group.add_argument("--duration-s", type=_positive, metavar="S", help="of sending, instead of --num-prompts")
+        group.add_argument(
+            "--lora-assignment",
+            metavar="NAME",
+            help=f"who asks for which adapter: {', '.join(_shown(POPULARITIES))} (default uniform)",
+        )
+        group.add_argument(
+            "--adapters", type=_count, metavar="N", help=f"used (default all, or {_ADAPTERS} random ones)"
+        )
+        group.add_argument("--ranks", type=_ranks, metavar="LIST", help="of random adapters in turn, as 8,16,32,64")
+        group.add_argument("--max-concurrency", type=_count, metavar="N", help="closed loop: so many under way at most")
+        group.add_argument("--max-model-len", type=_count, metavar="TOKENS", help="longer requests are cut to it")
+        group.add_argument(
+            "--ignore-eos",
+            action=argparse.BooleanOptionalAction,
+            default=True,
+            help="answers of exactly the length asked for, so that runs compare",
+        )
+        group.add_argument("--seed", type=int, default=0, help="of the load and its prompts")
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> Self:
+        values = {name: getattr(args, name) for name in cls.__slots__}
+        if values["request_rate"] is not None:
+            values["request_rate"] = tuple(values["request_rate"])
+        return cls(**values)
+
+    @property
+    def auto_rate(self) -> bool:
+        """Whether the rate goes by this machine's capacity."""
+        return self.rate_scale is not None and math.isnan(self.rate_scale)
+
+    def spec(self) -> WorkloadSpec:
+        """What to build workloads from, its rate the preset's or the first asked for. Raises ConfigError."""
+        trace = parse_trace(self.trace) if self.trace is not None else None
+        if self.preset is not None:
+            spec = spec_from_preset(find_preset(self.preset), trace=trace, seed=self.seed)
+        else:
+            spec = _plain_spec(trace, self.seed)
+        return self._scaled(self._changed(spec, trace))
+
+    def _changed(self, spec: WorkloadSpec, trace: Trace | None) -> WorkloadSpec:
+        """What was asked for in place of the preset's."""
+        if (lengths := self._lengths()) is not None:
+            spec = replace(spec, lengths=parse_lengths(lengths, trace))
+        arrivals = self.arrivals if self.burstiness is None else f"gamma:{self.burstiness:g}"
+        if arrivals is not None:
+            spec = replace(spec, arrivals=parse_arrivals(arrivals, trace))
+        if self.lora_assignment is not None:
+            asked = _VLLM_ASSIGNMENT.get(self.lora_assignment, self.lora_assignment)
+            spec = replace(spec, popularity=parse_popularity(asked, trace))
+        if self.request_rate is not None:
+            spec = with_rate(spec, self.request_rate[0])
+        if self.num_prompts is not None:
+            spec = replace(spec, num_requests=self.num_prompts, duration_s=None)
+        elif self.duration_s is not None:
+            spec = replace(spec, num_requests=None, duration_s=self.duration_s)
+        if self.adapters is not None:
+            spec = replace(spec, adapters=self.adapters)
+        if self.ranks is not None:
+            spec = replace(spec, ranks=self.ranks)
+        return replace(spec, max_context=self.max_model_len)
+
+    def _lengths(self) -> str | None:
+        if self.random_input_len is None and self.random_output_len is None:
+            return self.lengths
+        if self.lengths is not None:
+            raise ConfigError("--lengths and --random-input-len both say how long prompts are; give one of them")
+        prompt, output = _LENGTHS.removeprefix("fixed:").split("/")
+        return f"fixed:{self.random_input_len or prompt}/{self.random_output_len or output}"
+
+    def _scaled(self, spec: WorkloadSpec) -> WorkloadSpec:
+        rate = 1.0 if self.rate_scale is None or self.auto_rate else self.rate_scale
+        if self.scale == 1.0 or self.num_prompts is not None or self.duration_s is not None:
+            return replace(spec, scale=Scale(rate=rate))
+        count = spec.num_requests or (spec.duration_s or 0.0) * (spec.rate or _RATE) * rate
+        share = min(1.0, max(self.scale, _LEAST_SCALED_REQUESTS / count)) if count else self.scale
+        return replace(spec, scale=Scale(rate=rate, requests=share))
+
+    def model(self, asked: str | None) -> tuple[str, str | None]:
+        """The random model to serve, and a note where it is smaller than the preset's."""
+        if asked is not None:
+            return asked, None
+        wanted = find_preset(self.preset).base_model.default if self.preset is not None else "100M"
+        wanted = {"llama-7b": "llama2-7b", "llama-13b": "llama2-13b"}.get(wanted, wanted)
+        if wanted not in SHAPES:
+            raise ConfigError(f"preset {self.preset} wants {wanted}, which is no shape of ours; give --random-model")
+        if self.scale == 1.0:
+            return wanted, None
+        most = self.scale * SHAPES[wanted].parameters
+        smaller = [name for name, shape in SHAPES.items() if shape.parameters <= most]
+        chosen = max(smaller or ["10M"], key=lambda name: SHAPES[name].parameters)
+        return chosen, f"The model is {chosen} in place of {wanted}."
+
+
+def with_rate(spec: WorkloadSpec, rate: float) -> WorkloadSpec:
+    """The same at another rate; infinite: all at once."""
+    if math.isinf(rate):
+        return replace(spec, arrivals=parse_arrivals("burst"), rate=None)
+    return replace(spec, rate=rate)
+
+
+def _plain_spec(trace: Trace | None, seed: int) -> WorkloadSpec:
+    """Without a preset: what a trace has, and for the rest what suits most."""
+    from_trace = trace is not None
+    return WorkloadSpec(
+        lengths=parse_lengths("trace" if from_trace and hasattr(trace, "prompt_tokens") else _LENGTHS, trace),
+        arrivals=parse_arrivals("trace" if from_trace and getattr(trace, "at_s", 0) is not None else "poisson", trace),
+        rate=None if from_trace else _RATE,
+        popularity=parse_popularity("trace" if from_trace and _names_adapters(trace) else "uniform", trace),
+        adapters=_ADAPTERS,
+        ranks=_RANKS,
+        num_requests=_REQUESTS,
+        seed=seed,
+    )
+
+
+def _names_adapters(trace: Trace | None) -> bool:
+    return getattr(trace, "adapters", None) is not None or hasattr(trace, "calls")
+
+
+@dataclass(frozen=True, slots=True)
+class ReportOptions:
+    """What is to be said of the runs, and where."""
+
+    slo: str | None
+    slo_scale: float | None
+    percentiles: tuple[float, ...]
+    save: Path | None
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        group = parser.add_argument_group("report")
+        group.add_argument("--slo", metavar="LIMITS", help="latency limits in ms, as ttft:200,tpot:30")
+        group.add_argument(
+            "--slo-scale", type=_positive, metavar="X", help="limit TPT to X times that of a run without adapters"
+        )
+        group.add_argument(
+            "--metric-percentiles",
+            dest="percentiles",
+            type=_percentiles,
+            default=(50.0, 90.0, 95.0, 99.0),
+            metavar="LIST",
+            help="percentiles of every latency (default 50,90,95,99)",
+        )
+        group.add_argument("--save", type=Path, metavar="DIR", help="folder for JSON, CSV, HTML and figures")
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> Self:
+        if args.slo is not None and args.slo_scale is not None:
+            raise ConfigError("--slo and --slo-scale both set the limits; give one of them")
+        return cls(**{name: getattr(args, name) for name in cls.__slots__})
+
+
+def _shown(forms: object) -> list[str]:
+    assert isinstance(forms, dict)
+    return [form.shown(name).replace("%", "%%") for name, form in forms.items()]
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def _positive(text: str) -> float:
+    value = _number(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def _share(text: str) -> float:
+    value = _number(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
+    return value
+
+
+def _rate(text: str) -> float:
+    value = _number(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is no rate; write one above 0, or inf")
+    return value
+
+
+def _rate_scale(text: str) -> float:
+    return math.nan if text == "auto" else _positive(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    return tuple(_count(part.strip()) for part in text.split(","))
+
+
+def _percentiles(text: str) -> tuple[float, ...]:
+    values = tuple(_number(part) for part in text.split(","))
+    if any(not 0 < value < 100 for value in values):
+        raise argparse.ArgumentTypeError(f"{text}: percentiles lie between 0 and 100")
+    return values

@@ -1,0 +1,121 @@
+"""Servers that a benchmark starts and ends itself: `caraserve serve` in a process of its own. Level 5."""
+
+import asyncio
+import contextlib
+import re
+import shutil
+import sys
+import tempfile
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from caraserve.bench.synthetic import SHAPES, write_adapters, write_model
+from caraserve.errors import BackendFailed, ConfigError
+
+_READY = re.compile(rb"ready at (http://\S+)")
+_START_S = 600.0  # a large model is read from a slow disk
+_END_S = 10.0
+_KEPT_LINES = 20  # of its output, to show when it fails
+_ROOM = 1.1  # adapters are padded to whole cache lines
+
+
+@contextmanager
+def working_folder() -> Iterator[Path]:
+    """For models, adapters and registries that a benchmark makes; gone afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="caraserve-bench-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Synthetic:
+    """A random model and random adapters, and how to serve them."""
+
+    arguments: tuple[str, ...]  # of `caraserve serve`
+    names: tuple[str, ...]  # of the adapters
+    adapter_bytes: int  # of all of them on the device
+
+
+def make_synthetic(
+    folder: Path, model: str, dtype: str, max_position: int, ranks: Sequence[int], targets: Sequence[str]
+) -> Synthetic:
+    """Writes a model of one of SHAPES without weights, and an adapter for each rank given. Raises ConfigError for an
+    unknown shape or a full disk."""
+    if model not in SHAPES:
+        raise ConfigError(f"no model is called {model!r}; there are {', '.join(SHAPES)}")
+    try:
+        spec = write_model(folder / "model", SHAPES[model], dtype, max_position, weights=False)
+        paths = write_adapters(
+            folder / "adapters", spec, count=len(ranks), ranks=ranks or (1,), targets=targets, dtype="float16"
+        )
+    except OSError as error:
+        raise ConfigError(f"adapters cannot be written to {folder}: {error.strerror}") from error
+    files = [path / "adapter_model.safetensors" for path in paths.values()]
+    arguments = [str(folder / "model"), "--load-format", "dummy", "--served-model-name", model, "--dtype", dtype]
+    if paths:
+        arguments += ["--adapters-dir", str(folder / "adapters")]
+    return Synthetic(tuple(arguments), tuple(paths), int(_ROOM * sum(file.stat().st_size for file in files)))
+
+
+@asynccontextmanager
+async def own_server(arguments: Sequence[str]) -> AsyncIterator[str]:
+    """A fresh server on a free port; its URL once it is ready. Ended when left, whatever happens.
+
+    Raises BackendFailed with the end of its output when it does not get ready.
+    """
+    command = [sys.executable, "-m", "caraserve", "serve", *arguments, "--port", "0"]
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,  # a terminal's Ctrl-C is for the benchmark, which ends its server itself
+    )
+    assert process.stdout is not None
+    output: deque[bytes] = deque(maxlen=_KEPT_LINES)
+    reading = None
+    try:
+        try:
+            url = await asyncio.wait_for(_ready(process.stdout, output), _START_S)
+        except TimeoutError:
+            raise BackendFailed(f"the server was not ready within {_START_S:.0f} s") from None
+        if url is None:
+            said = b"".join(output).decode("utf-8", "replace").strip()
+            raise BackendFailed(f"the server ended before it was ready:\n{said}")
+        reading = asyncio.create_task(_keep_reading(process.stdout, output))
+        yield url
+    finally:
+        await asyncio.shield(_end(process))
+        if reading is not None:
+            await reading
+
+
+async def _ready(output: asyncio.StreamReader, kept: deque[bytes]) -> str | None:
+    """The URL that the server prints; None when its output ends before."""
+    while line := await output.readline():
+        kept.append(line)
+        if found := _READY.search(line):
+            return found[1].decode("ascii")
+    return None
+
+
+async def _keep_reading(output: asyncio.StreamReader, kept: deque[bytes]) -> None:
+    """A server must never wait for somebody to read its log."""
+    while line := await output.readline():
+        kept.append(line)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), _END_S)
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()

@@ -1,0 +1,117 @@
+"""An OpenAI endpoint without a model: tokens come at stated moments, and it notes when it really sent them.
+
+Run as a script it serves on a free port, prints the port, and ends when its standard input closes.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+
+@dataclass
+class Fake:
+    """Answers as `model` says: `ttft-50-tpot-10` waits 50 ms for the first token, 10 ms for each after it."""
+
+    log: list[dict[str, object]] = field(default_factory=list)
+    models: tuple[str, ...] = ("ttft-50-tpot-10", "refuse", "break", "hang-up")
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_get("/v1/models", self.list_models)
+        app.router.add_post("/v1/completions", self.complete)
+        app.router.add_post("/v1/chat/completions", self.complete)
+        app.router.add_get("/log", self.show_log)
+        return app
+
+    async def list_models(self, _request: web.Request) -> web.Response:
+        cards = [{"id": "base"}, *({"id": model, "parent": "base"} for model in self.models)]
+        return web.json_response({"data": cards})
+
+    async def show_log(self, _request: web.Request) -> web.Response:
+        return web.json_response(self.log)
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        came_s = time.perf_counter()
+        asked = await request.json()
+        model = str(asked["model"])
+        if model == "refuse":
+            return web.json_response({"error": {"message": "not today"}}, status=429)
+        ttft_s, tpot_s = delays(model)
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        sent_s = []
+        for token in range(asked["max_tokens"]):
+            await until(came_s + ttft_s + token * tpot_s)
+            if model == "break" and token == 2:
+                await answer.write(event({"error": {"message": "out of paper"}}))
+                return answer
+            if model == "hang-up" and token == 2:
+                assert request.transport is not None
+                request.transport.abort()
+                return answer
+            await answer.write(event(self.token(request.path, token)))
+            sent_s.append(time.perf_counter())
+        usage = {"prompt_tokens": 7, "completion_tokens": asked["max_tokens"]}
+        await answer.write(event({"choices": [], "usage": usage}))
+        await answer.write(b": phases queued=1.500;load=2.000\n\ndata: [DONE]\n\n")
+        self.log.append({"came_s": came_s, "sent_s": sent_s, "model": model})
+        return answer
+
+    @staticmethod
+    def token(path: str, number: int) -> dict[str, object]:
+        if "chat" in path:
+            delta = {"role": "assistant", "content": ""} if number == 0 else {"content": f" {number}"}
+            return {"choices": [{"delta": delta, "finish_reason": None}]}
+        return {"choices": [{"text": f" {number}", "finish_reason": None}]}
+
+
+def delays(model: str) -> tuple[float, float]:
+    """Seconds to the first token and from one to the next."""
+    if not model.startswith("ttft-"):
+        return 0.0, 0.0
+    _, ttft_ms, _, tpot_ms = model.split("-")
+    return float(ttft_ms) / 1000, float(tpot_ms) / 1000
+
+
+def event(content: dict[str, object]) -> bytes:
+    return f"data: {json.dumps(content)}\n\n".encode()
+
+
+async def until(moment_s: float) -> None:
+    await asyncio.sleep(max(0.0, moment_s - time.perf_counter()))
+
+
+async def serve(fake: Fake, started: Callable[[int], None], ended: Callable[[], Awaitable[object]]) -> None:
+    runner = web.AppRunner(fake.app(), access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        started(runner.addresses[0][1])
+        await ended()
+    finally:
+        await runner.cleanup()
+
+
+def main() -> None:
+    """Serves until standard input closes."""
+    models = tuple(sys.argv[1:]) or Fake().models
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        await serve(
+            Fake(models=models),
+            lambda port: print(port, flush=True),
+            lambda: loop.run_in_executor(None, sys.stdin.read),
+        )
+
+    asyncio.run(run())
+
+
+if __name__ == "__main__":
+    main()
