@@ -66,7 +66,6 @@ class FakeBackend:
     bound: dict[int, int] = field(default_factory=lambda: {BASE_ADAPTER_SLOT: _BASE})
     launched: list[Plan] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)  # what no correct engine asks for
-    merged_plans: int = 0
     fail_next: bool = False
     now_s: float = 0.0
     _history: dict[int, list[int]] = field(default_factory=dict)
@@ -137,7 +136,6 @@ class FakeBackend:
         """Merged weights answer for one adapter, and only as it is once it has arrived."""
         if plan.merged is None:
             return
-        self.merged_plans += 1
         if plan.merged not in self.bound or plan.merged in self.arriving:
             self.faults.append(f"adapter slot {plan.merged} is merged, but its adapter is not there")
         if {row.adapter_slot for row in plan.rows} != {plan.merged}:

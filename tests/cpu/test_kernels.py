@@ -80,13 +80,14 @@ import asyncio
 from caraserve import demo
 from tests.serving import engine_config, lora_config, model_config, running, submit
 
-async def main():
+async def main(mode):
     adapters = {name: demo.adapters_folder() / name for name in ("pirate", "chef")}
     model = model_config(demo.model_folder(), dtype="float16")
-    async with running(model, lora_config(adapters), engine_config()) as engine:
+    async with running(model, lora_config(adapters, mode=mode), engine_config()) as engine:
         print([(await submit(engine, range(2, 40), name, max_tokens=24)).token_ids for name in (None, *adapters)])
 
-asyncio.run(main())
+for mode in ("overlapped", "merged"):
+    asyncio.run(main(mode))
 """
 
 

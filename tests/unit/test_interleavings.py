@@ -19,6 +19,7 @@ from caraserve.adapters.residency import Residency
 from caraserve.cpu.arena import Arena
 from caraserve.errors import BackendFailed
 from caraserve.loop import Engine
+from caraserve.merging import MergeRule
 from caraserve.model.backend import Limits
 from caraserve.model.layout import aligned_bytes
 from caraserve.request import Finish, GenerateRequest, SamplingParams, TokenDelta
@@ -190,6 +191,7 @@ async def world(
         config=config,  # type: ignore[arg-type]
         metrics=metrics,
         exclusive_loads=exclusive,
+        merging=MergeRule(slots, credits_each=2.0) if mode == "merged" else None,  # credits are soon used up
         now=lambda: backend.now_s,
     )
     running = asyncio.create_task(engine.run())
@@ -248,7 +250,7 @@ KINDS = {
     "blocks": st.integers(13, 24),
     "device_adapters": st.sampled_from([1, 2, 4]),
     "exclusive": st.booleans(),
-    "mode": st.sampled_from(["overlapped", "pipelined", "assisted", "auto"]),
+    "mode": st.sampled_from(["overlapped", "pipelined", "assisted", "auto", "merged"]),
 }
 bounded = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 

@@ -41,8 +41,14 @@ def rows(decision: Decision) -> list[tuple[int, int, int, bool]]:
     return [(e.row.slot, e.row.start, e.row.count, e.row.samples) for e in decision.scheduled]
 
 
-def plan(running: list[Request], pool: BlockPool, limit: Limits, slots: list[int] | None = None) -> Decision:
-    return plan_iteration(running, slots or [0] * len(running), pool, limit)
+def plan(
+    running: list[Request],
+    pool: BlockPool,
+    limit: Limits,
+    slots: list[int] | None = None,
+    served: int | None = None,
+) -> Decision:
+    return plan_iteration(running, slots or [0] * len(running), pool, limit, served)
 
 
 def test_decodes_go_before_prefills_and_chunks_fill_the_rest() -> None:
@@ -94,6 +100,22 @@ def test_the_earliest_is_never_preempted() -> None:
     first = holding(pool, request(0, 32, computed=32, outputs=1), 2)
     decision = plan([first], pool, limits(blocks=2))
     assert decision.preempted == decision.scheduled == ()
+
+
+def test_only_those_served_get_rows_and_the_others_keep_their_blocks() -> None:
+    pool = BlockPool(100)
+    first, other = request(0, 40), holding(pool, request(1, 20, computed=20, outputs=1), 2)
+    decision = plan([first, other], pool, limits(), served=1)
+    assert rows(decision) == [(0, 0, 40, True)]
+    assert decision.preempted == ()
+
+
+def test_those_not_served_give_way_when_blocks_run_out_the_last_in_line_first() -> None:
+    pool = BlockPool(6)
+    first, second, third = (holding(pool, request(slot, 32, computed=32, outputs=1), 2) for slot in range(3))
+    decision = plan([first, second, third], pool, limits(blocks=6), served=2)
+    assert rows(decision) == [(0, 32, 1, True), (1, 32, 1, True)]
+    assert decision.preempted == (third,)
 
 
 @pytest.mark.parametrize("step_tokens", [1, 7, 64])

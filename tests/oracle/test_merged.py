@@ -1,0 +1,225 @@
+"""Loading mode `merged`: weights with an adapter merged into them, then without, then with another. The tokens are
+those of peft."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from caraserve.cpu.backend import CpuBackend
+from caraserve.loop import Engine
+from caraserve.model.backend import Backend
+from caraserve.model.spec import load_spec
+from caraserve.plan import Plan
+from tests.oracle.models import ALL_TARGETS, VOCAB_SIZE, make_adapter, make_model
+from tests.oracle.oracle import Oracle
+from tests.serving import Answer, engine_config, lora_config, model_config, running, submit
+
+Asked = tuple[list[int], str | None]
+Subject = tuple[Path, dict[str, Path], Oracle]
+
+KINDS: dict[str, dict[str, Any]] = {
+    "r1": {"rank": 1, "targets": ("q_proj", "v_proj")},
+    "r8": {"rank": 8, "targets": ALL_TARGETS},
+    "r13": {"rank": 13, "targets": ("q_proj", "k_proj", "v_proj", "o_proj"), "rslora": True},
+    "r64": {"rank": 64, "targets": ALL_TARGETS, "dtype": "bfloat16"},
+    "mlp": {"rank": 5, "targets": ("gate_proj", "up_proj", "down_proj"), "layers": [1], "dtype": "float16"},
+    "mixed": {"rank": 4, "targets": ("k_proj", "o_proj", "down_proj"), "rank_pattern": {"o_proj": 40}},
+}
+
+
+@pytest.fixture(scope="module", params=["llama3", "llama_bias", "qwen2"])
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    """Shared KV heads; odd sizes and biases; a tied head."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = make_model(folder / "model", request.param)
+    adapters = {
+        name: make_adapter(folder / name, model, seed=seed, **kind) for seed, (name, kind) in enumerate(KINDS.items())
+    }
+    return model, adapters, Oracle(model, adapters)
+
+
+class Watched:
+    """A backend whose plans are kept: which were merged, and for how many rows."""
+
+    def __init__(self, backend: Backend) -> None:
+        assert isinstance(backend, CpuBackend)
+        self.backend, self.plans, self._launch = backend, list[Plan](), backend.launch
+        backend.launch = self.launch  # type: ignore[method-assign]
+
+    def launch(self, plan: Plan, done: Any) -> None:
+        self.plans.append(plan)
+        self._launch(plan, done)
+
+    @property
+    def merged(self) -> list[int | None]:
+        """By plan: the adapter slot that was merged."""
+        return [plan.merged for plan in self.plans]
+
+    @property
+    def switches(self) -> int:
+        """How often a plan was merged otherwise than the one before."""
+        merged = [None, *self.merged]
+        return sum(before != after for before, after in pairwise(merged))
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    model: Path, adapters: Mapping[str, Path], *, max_model_len: int | None = None, **engine: Any
+) -> AsyncIterator[tuple[Engine, Watched]]:
+    config = model_config(model, max_model_len=max_model_len)
+    async with running(config, lora_config(adapters, mode="merged"), engine_config(**engine)) as started:
+        yield started, Watched(started._backend)
+
+
+def prompt_of(rng: random.Random, tokens: int) -> list[int]:
+    return [rng.randrange(2, VOCAB_SIZE) for _ in range(tokens)]
+
+
+def check(oracle: Oracle, asked: Sequence[Asked], answers: Sequence[Answer], tokens: int) -> None:
+    for (prompt, adapter), answer in zip(asked, answers, strict=True):
+        assert len(answer.token_ids) == tokens
+        oracle.check_greedy(prompt, adapter, answer.token_ids)
+
+
+def test_each_adapter_alone_runs_merged_from_its_first_token_to_its_last(subject: Subject) -> None:
+    model, adapters, oracle = subject
+    rng = random.Random(1)
+    asked: list[Asked] = [(prompt_of(rng, tokens), name) for tokens in (1, 40) for name in (*adapters, None)]
+
+    async def serve() -> list[Answer]:
+        async with serving(model, adapters, step_tokens=16) as (engine, watched):
+            answers = [await submit(engine, *each, max_tokens=6) for each in asked]
+            rows = [(row.adapter_slot or None) for plan in watched.plans for row in plan.rows]
+            assert rows == watched.merged
+            assert watched.backend.adapters_merged == 2 * len(adapters)
+            return answers
+
+    check(oracle, asked, asyncio.run(serve()), 6)
+
+
+def test_an_adapter_that_comes_back_before_another_is_merged_is_not_merged_again(subject: Subject) -> None:
+    model, adapters, oracle = subject
+    rng = random.Random(2)
+    asked: list[Asked] = [(prompt_of(rng, 20), name) for name in ("r8", None, "r8", None, "r8")]
+
+    async def serve() -> list[Answer]:
+        async with serving(model, adapters) as (engine, watched):
+            answers = [await submit(engine, *each, max_tokens=4) for each in asked]
+            assert watched.backend.adapters_merged == 1
+            assert watched.switches == 5
+            return answers
+
+    check(oracle, asked, asyncio.run(serve()), 4)
+
+
+def test_a_skewed_load_runs_merged_and_others_wait_their_turn(subject: Subject) -> None:
+    """Requests for one adapter keep coming; one for another and one for the base model arrive in between."""
+    model, adapters, oracle = subject
+    rng = random.Random(3)
+    asked: list[Asked] = [(prompt_of(rng, 12), "r64") for _ in range(24)]
+    asked[8], asked[16] = (asked[8][0], None), (asked[16][0], "r13")
+
+    async def serve() -> list[Answer]:
+        async with serving(model, adapters, seqs=8) as (engine, watched):
+            answers = await asyncio.gather(*(submit(engine, *each, max_tokens=10) for each in asked))
+            full = [plan for plan in watched.plans if plan.merged is not None and len(plan.rows) > 4]
+            assert full, "no batch was merged"
+            assert any(merged is None for merged in watched.merged)
+            return answers
+
+    check(oracle, asked, asyncio.run(serve()), 10)
+
+
+def test_a_request_goes_on_unmerged_where_it_was_merged_and_back(subject: Subject) -> None:
+    """Its KV comes from both. Short requests for others arrive while a long one runs."""
+    model, adapters, oracle = subject
+    rng = random.Random(4)
+    long: Asked = (prompt_of(rng, 30), "r8")
+    short: list[Asked] = [(prompt_of(rng, 9), rng.choice([None, "r13", "mixed"])) for _ in range(12)]
+
+    async def serve() -> list[list[Answer]]:
+        async with serving(model, adapters) as (engine, watched):
+            first = submit(engine, *long, max_tokens=160)
+            others = []
+            for one in short:
+                others.append(await submit(engine, *one, max_tokens=3))
+                plans = len(watched.plans)
+                while len(watched.plans) < plans + 4 and not first.done():  # noqa: ASYNC110  # plans tell nobody
+                    await asyncio.sleep(0)
+            answers = [await first]
+            slots = {row.slot for plan in watched.plans[:1] for row in plan.rows}
+            own = [plan.merged for plan in watched.plans if slots & {row.slot for row in plan.rows}]
+            changes = sum(before != after for before, after in pairwise(own))
+            assert changes >= 8
+            return [answers, others]
+
+    answers, others = asyncio.run(serve())
+    check(oracle, [long], answers, 160)
+    check(oracle, short, others, 3)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_mix_over_a_small_pool_answers_like_peft(subject: Subject, seed: int) -> None:
+    """Popular and rare adapters, requests that are preempted and cancelled, chunks, prefixes computed either way."""
+    model, adapters, oracle = subject
+    rng = random.Random(seed)
+    spec = load_spec(model)
+    stems = [prompt_of(rng, 70) for _ in range(2)]
+    popular = rng.choice([*adapters])
+    asked: list[Asked] = []
+    for _ in range(rng.randrange(6, 18)):
+        stem = rng.choice(stems)[: rng.choice((0, 16, 40, 70))]
+        name = popular if rng.random() < 0.7 else rng.choice([None, *adapters])
+        asked.append((stem + prompt_of(rng, rng.randrange(1, 40)), name))
+    wanted = [rng.randrange(1, 24) for _ in asked]
+    left = [rng.random() < 0.15 for _ in asked]
+
+    async def serve() -> list[Answer | None]:
+        kv_bytes = rng.randrange(13, 40) * 16 * spec.kv_bytes_per_token(4)
+        step_tokens = rng.choice((16, 24, 60, 256))
+        limits = {"seqs": 8, "kv_bytes": kv_bytes, "step_tokens": step_tokens, "max_model_len": 180}
+        async with serving(model, adapters, **limits) as (engine, watched):
+            tasks = []
+            for each, max_tokens in zip(asked, wanted, strict=True):
+                tasks.append(submit(engine, *each, max_tokens=max_tokens))
+                for _ in range(rng.randrange(30)):
+                    await asyncio.sleep(0)
+            for task, leaves in zip(tasks, left, strict=True):
+                if leaves:
+                    task.cancel()
+            answers = [None if leaves else await task for task, leaves in zip(tasks, left, strict=True)]
+            assert any(merged is not None for merged in watched.merged), "nothing was merged"
+            return answers
+
+    for (prompt, adapter), count, answer in zip(asked, wanted, asyncio.run(serve()), strict=True):
+        if answer is not None:
+            assert len(answer.token_ids) == count
+            oracle.check_greedy(prompt, adapter, answer.token_ids)
+
+
+def test_merged_bfloat16_weights_are_those_that_peft_would_merge_and_round(tmp_path: Path) -> None:
+    """The oracle has the merged weights, rounded to bfloat16; the base is that of the server again afterwards."""
+    model = make_model(tmp_path / "model", "llama2", dtype="bfloat16")
+    adapter = make_adapter(tmp_path / "r64", model, seed=0, rank=64, dtype="bfloat16")
+    base: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    merged: Any = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
+    merged.to(torch.bfloat16).save_pretrained(tmp_path / "merged")
+    prompt = prompt_of(random.Random(5), 40)
+
+    async def serve() -> list[list[int]]:
+        async with serving(model, {"r64": adapter}) as (engine, _):
+            return [(await submit(engine, prompt, name, max_tokens=16)).token_ids for name in (None, "r64", None)]
+
+    before, tokens, after = asyncio.run(serve())
+    Oracle(tmp_path / "merged").check_greedy(prompt, None, tokens)
+    Oracle(model).check_greedy(prompt, None, before)
+    assert after == before
