@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from caraserve import __version__
-from caraserve.bench.commands import add_benchmarks
 from caraserve.config import EngineConfig, HttpConfig, LoraConfig, ModelConfig
 from caraserve.errors import CaraServeError, ConfigError
 
@@ -49,7 +48,9 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
     )
-    add_benchmarks(commands.add_parser("bench", help="measure a server or this machine"))
+    bench = commands.add_parser("bench", help="measure a server or this machine", add_help=False)
+    bench.add_argument("rest", nargs=argparse.REMAINDER)
+    bench.set_defaults(run=_bench)
     return parser
 
 
@@ -85,3 +86,9 @@ def _profile(args: argparse.Namespace) -> int:
     configs = ModelConfig.from_args(args), LoraConfig.from_args(args), EngineConfig.from_args(args)
     profile(*configs, quick=args.quick, output=args.output, plot=args.plot)
     return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from caraserve.bench.commands import run_benchmark  # its own parser: the others do not wait for what it imports
+
+    return run_benchmark(args.rest)

@@ -4,7 +4,7 @@ Whatever computes is imported when it is asked for: the command line itself must
 """
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,27 @@ LORA_PARTS = ("kernels", "round-trip", "threads")
 _BACKENDS = ("openai", "openai-chat", "llamacpp")
 
 
-def add_benchmarks(bench: argparse.ArgumentParser) -> None:
-    """Declares the subcommands of `caraserve bench`; each sets `run`."""
+def run_benchmark(argv: Sequence[str]) -> int:
+    """`caraserve bench` with these arguments; those after `--` are for `caraserve serve`. Returns the exit code."""
+    at = list(argv).index("--") if "--" in argv else len(argv)
+    ours, theirs = argv[:at], argv[at + 1 :]
+    args = _parser().parse_args(ours)
+    if theirs and not args.takes_serve_arguments:
+        _parser().error(f"bench {ours[0]} takes nothing after --")
+    args.serve_arguments = tuple(theirs)
+    return int(args.run(args))
+
+
+def _parser() -> argparse.ArgumentParser:
+    bench = argparse.ArgumentParser(prog="caraserve bench", description="Measures a server, or this machine.")
+    bench.set_defaults(takes_serve_arguments=False)
     kinds = bench.add_subparsers(title="benchmarks", required=True, metavar="KIND")
     _add_serve(kinds)
     _add_modes(kinds)
     _add_lora(kinds)
     _add_compare(kinds)
     _add_presets(kinds)
+    return bench
 
 
 def _add_serve(kinds: Any) -> None:
@@ -43,8 +56,7 @@ def _add_serve(kinds: Any) -> None:
     LoadOptions.add_arguments(serve)
     ReportOptions.add_arguments(serve)
     serve.add_argument("--label", metavar="TEXT", help="what the report calls the run (default: the model's name)")
-    serve.add_argument("serve_arguments", nargs="*", help=argparse.SUPPRESS)
-    serve.set_defaults(run=_serve)
+    serve.set_defaults(run=_serve, takes_serve_arguments=True)
 
 
 def _add_modes(kinds: Any) -> None:
@@ -63,8 +75,7 @@ def _add_modes(kinds: Any) -> None:
     _add_random_model(group)
     LoadOptions.add_arguments(modes)
     ReportOptions.add_arguments(modes)
-    modes.add_argument("serve_arguments", nargs="*", help=argparse.SUPPRESS)
-    modes.set_defaults(run=_bench_modes)
+    modes.set_defaults(run=_bench_modes, takes_serve_arguments=True)
 
 
 def _add_random_model(group: Any) -> None:
@@ -136,7 +147,7 @@ def _serve(args: argparse.Namespace) -> int:
         random_model=args.random_model,
         targets=args.targets,
         dtype=args.dtype,
-        serve=tuple(args.serve_arguments) or None,
+        serve=args.serve_arguments or None,
     )
     return finish("serve", lambda: bench_serve(target, load, report, args.label), report, _asked(args))
 
@@ -154,15 +165,16 @@ def _bench_modes(args: argparse.Namespace) -> int:
         targets=args.targets,
         dtype=args.dtype,
         emulate_link_mb_per_s=args.emulate_link_mb_per_s,
-        serve=tuple(args.serve_arguments),
+        serve=args.serve_arguments,
     )
     return finish("modes", lambda: bench_modes(options, load, report), report, _asked(args))
 
 
 def _asked(args: argparse.Namespace) -> Mapping[str, object]:
-    """The arguments as given, for the report: enough to run it again, without the key."""
-    hidden: tuple[str, ...] = ("run", "api_key")
-    return {name: value for name, value in vars(args).items() if name not in hidden and not isinstance(value, Callable)}  # type: ignore[arg-type]
+    """The arguments as given, for the report: enough to run it again, but no key."""
+    return {
+        name: value for name, value in vars(args).items() if name not in ("run", "api_key", "takes_serve_arguments")
+    }
 
 
 def _compare(args: argparse.Namespace) -> int:

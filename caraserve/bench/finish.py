@@ -1,0 +1,93 @@
+"""From measured runs to what the user gets: tables, files, one JSON line. Level 5."""
+
+import json
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from caraserve.bench.options import ReportOptions
+from caraserve.bench.report.compare import compare, draw_comparison
+from caraserve.bench.report.files import document, load_document, save
+from caraserve.bench.report.summary import summarize
+from caraserve.bench.report.tables import tables
+from caraserve.bench.serve_run import Measured
+from caraserve.bench.workload.presets import find_preset, load_presets
+from caraserve.errors import BackendFailed
+
+_INTERRUPTED = 130  # as shells have it
+
+
+def finish(
+    kind: str, measure: Callable[[], Awaitable[Measured]], report: ReportOptions, asked: Mapping[str, object]
+) -> int:
+    """Measures, then says what came of it; returns the exit code. The last line of stdout is one JSON document."""
+    try:
+        measured = uvloop.run(_awaited(measure))
+    except OSError as error:
+        raise BackendFailed(f"the endpoint is gone: {error.strerror or error}") from error
+    summaries = [summarize(run, measured.slo, report.percentiles) for run in measured.runs]
+    console = _console()
+    for table in tables(summaries):
+        console.print(table)
+    for summary in summaries:
+        for reason in summary.invalid_because:
+            console.print(f"{summary.label}: not valid: {reason}")
+    told = document(kind, measured.runs, summaries, asked, measured.notes)
+    if report.save is not None:
+        for path in save(report.save, told, measured.runs):
+            console.print(f"written: {path}")
+    sys.stdout.write(json.dumps(told) + "\n")
+    return _INTERRUPTED if not measured.runs or any(run.interrupted for run in measured.runs) else 0
+
+
+async def _awaited(measure: Callable[[], Awaitable[Measured]]) -> Measured:
+    return await measure()
+
+
+def show_comparison(a: Path, b: Path, folder: Path | None) -> int:
+    """Two saved reports beside one another."""
+    comparison = compare(load_document(a), load_document(b))
+    console = _console()
+    for table in comparison.tables():
+        console.print(table)
+    if folder is not None:
+        console.print(f"drawn in {draw_comparison(comparison, folder)}")
+    return 0
+
+
+def show_presets(name: str | None) -> int:
+    """All of the papers' settings, or one with its assumptions."""
+    console = _console()
+    if name is None:
+        table = Table()
+        for head in ("preset", "model", "requests/s", "adapters", "ranks", "popularity", "lengths", "source"):
+            table.add_column(head)
+        for key, preset in load_presets().items():
+            if key == preset.name:
+                rate = "–" if preset.rates is None else f"{preset.rates.default:g}"
+                ranks = ",".join(map(str, preset.ranks.default))
+                table.add_row(
+                    key,
+                    preset.base_model.default,
+                    rate,
+                    str(preset.adapters.default),
+                    ranks,
+                    preset.popularity.default,
+                    preset.lengths.default,
+                    preset.source,
+                )
+        console.print(table)
+        return 0
+    preset = find_preset(name)
+    console.print(f"{preset.name}: {preset.source}; {preset.base_model.default} on {preset.hardware}")
+    for note in preset.notes:
+        console.print(f"- {note}")
+    return 0
+
+
+def _console() -> Console:
+    return Console(soft_wrap=True, highlight=False, markup=False)
