@@ -1,0 +1,120 @@
+"""When requests arrive: named processes, each drawn at one request a second and then brought to the rate wanted. Pure.
+
+`poisson`   exponential gaps
+`gamma:B`   Gamma gaps of shape B, called burstiness: 1 is Poisson, less is burstier; the gaps' coefficient of variation
+            is 1/√B
+`uniform`   equal gaps
+`burst`     all at once
+`trace`     a trace's times, stretched to the rate; from its start, and again from its start when it has ended. From
+            calls by the minute: the whole trace in one run, Poisson inside each minute
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.bench.workload.forms import Form, Parameter, parse_form
+from caraserve.bench.workload.traces import MINUTE_S, RateTrace, RequestTrace, Trace, needs_trace
+from caraserve.errors import ConfigError
+
+Times: TypeAlias = NDArray[np.float64]
+Draw: TypeAlias = Callable[[np.random.Generator, int], Times]
+
+FORMS = {
+    "poisson": Form(),
+    "gamma": Form((Parameter("BURSTINESS", low=0.0, above=True),)),
+    "uniform": Form(),
+    "burst": Form(),
+    "trace": Form(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """A process of arrivals."""
+
+    text: str  # what parse_arrivals() makes it from
+    draw: Draw = field(repr=False)  # times in s at a mean of one a second, never falling
+    natural_rate: float | None = None  # requests a second where no rate is asked for; None: one must be
+
+    def rate(self, asked: float | None) -> float:
+        """Requests a second: those asked for, else the trace's own."""
+        if asked is None and self.natural_rate is None:
+            raise ConfigError(f"arrivals {self.text!r} need a rate")
+        rate = self.natural_rate if asked is None else asked
+        assert rate is not None
+        if not rate > 0:
+            raise ConfigError(f"the rate must be above 0, not {rate:g}")
+        return rate
+
+    def times(self, rng: np.random.Generator, rate: float | None, count: int) -> Times:
+        """When each of `count` requests arrives, in s from the run's start, in order."""
+        return self.draw(rng, count) / self.rate(rate)
+
+
+def parse_arrivals(text: str, trace: Trace | None = None) -> Arrivals:
+    """`gamma:0.5` → the process; `trace` is the one that `trace` means."""
+    name, values = parse_form("arrivals", text, FORMS)
+    shown = text.strip()
+    if name == "gamma":
+        return Arrivals(shown, _gamma(values[0]))
+    if name == "burst":
+        return Arrivals(shown, lambda _, count: np.zeros(count), natural_rate=math.inf)
+    if name == "uniform":
+        return Arrivals(shown, lambda _, count: np.arange(count, dtype=np.float64))
+    if name == "trace":
+        return _from_trace(shown, trace)
+    return Arrivals(shown, _gamma(1.0))
+
+
+def _gamma(shape: float) -> Draw:
+    def draw(rng: np.random.Generator, count: int) -> Times:
+        return np.cumsum(rng.gamma(shape, 1 / shape, count))
+
+    return draw
+
+
+def _from_trace(text: str, trace: Trace | None) -> Arrivals:
+    trace = needs_trace("arrivals", trace)
+    if isinstance(trace, RateTrace):
+        return Arrivals(text, _by_minute(trace), float(trace.calls.sum()) / (trace.calls.shape[1] * MINUTE_S))
+    if trace.at_s is None:
+        raise ConfigError(f"arrivals 'trace': {trace.source} has no times")
+    period_s = _period_s(trace.at_s)
+    return Arrivals(text, _replay(trace), len(trace.at_s) / period_s if period_s > 0 else math.inf)
+
+
+def _period_s(at_s: Times) -> float:
+    """How long a trace lasts until it may begin again: to its last request, and one mean gap more."""
+    count = len(at_s)
+    return float(at_s[-1]) * count / (count - 1) if count > 1 else 0.0
+
+
+def _replay(trace: RequestTrace) -> Draw:
+    at_s = trace.at_s
+    assert at_s is not None
+    period_s = _period_s(at_s)
+
+    def draw(_: np.random.Generator, count: int) -> Times:
+        # One more than asked for: where the next would arrive ends the run, which makes its mean rate exact.
+        index = np.arange(count + 1)
+        times_s = at_s[index % len(at_s)] + index // len(at_s) * period_s
+        return times_s[:-1] * (count / times_s[-1]) if times_s[-1] > 0 else times_s[:-1]
+
+    return draw
+
+
+def _by_minute(trace: RateTrace) -> Draw:
+    totals = trace.calls.sum(axis=0, dtype=np.float64)
+    share_of_calls = np.concatenate([[0.0], np.cumsum(totals) / totals.sum()])
+    share_of_time = np.linspace(0.0, 1.0, len(share_of_calls))
+
+    def draw(rng: np.random.Generator, count: int) -> Times:
+        # Given how many there are, arrivals of a Poisson process whose rate varies are independent of one another.
+        return np.interp(np.sort(rng.random(count)), share_of_calls, share_of_time) * count
+
+    return draw

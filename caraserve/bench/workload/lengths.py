@@ -1,0 +1,183 @@
+"""How long prompts and answers are: named distributions, and rows of files.
+
+A measured distribution is kept as quantiles of prompt and answer and how the two go together (the correlation of a
+Gaussian copula); `distributions.json` says where each comes from. Beside those there are
+
+`fixed:P/O`          every request alike
+`uniform:L-H/L-H`    whole numbers from L to H - 1, as S-LoRA's generator draws them: uniform:8-512/8-512
+`punica`             Punica's benchmark: log-normal prompts, prompt and answer together uniform under 2048
+`file:PATH`          rows of a file drawn at random, in any format of traces.py that has lengths
+`trace`              the trace's own rows, in order, each with its arrival
+
+and after any of them `@P/O` or `@P/O/MOST`: prompts and answers times P and O, and no more than MOST tokens together.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import erf, sqrt
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.bench.workload.fitted import distributions
+from caraserve.bench.workload.forms import unknown
+from caraserve.bench.workload.tables import MOST_TOKENS
+from caraserve.bench.workload.traces import RequestTrace, Trace, needs_trace, read_lengths
+from caraserve.errors import ConfigError
+
+Tokens: TypeAlias = NDArray[np.int64]
+Pair: TypeAlias = tuple[Tokens, Tokens]
+Draw: TypeAlias = Callable[[np.random.Generator, int], Pair]
+
+_PUNICA_SIGMA, _PUNICA_LOCATION, _PUNICA_SCALE, _PUNICA_TOTAL = 0.8, -1.0, 18.0, 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A distribution of prompt and answer lengths, perhaps shrunk."""
+
+    name: str
+    draw: Draw = field(repr=False)
+    prompt_share: float = 1.0
+    output_share: float = 1.0
+    most_tokens: int | None = None  # of prompt and answer together
+
+    @property
+    def text(self) -> str:
+        """What parse_lengths() makes it from."""
+        if self.prompt_share == self.output_share == 1 and self.most_tokens is None:
+            return self.name
+        most = "" if self.most_tokens is None else f"/{self.most_tokens}"
+        return f"{self.name}@{self.prompt_share!r}/{self.output_share!r}{most}"
+
+    def sample(self, rng: np.random.Generator, count: int) -> Pair:
+        """Prompt and answer lengths of `count` requests, each at least 1."""
+        prompts, outputs = self.draw(rng, count)
+        prompts, outputs = _times(prompts, self.prompt_share), _times(outputs, self.output_share)
+        return (prompts, outputs) if self.most_tokens is None else shorten(prompts, outputs, self.most_tokens)
+
+    def scaled(self, prompt_share: float = 1.0, output_share: float = 1.0, most_tokens: int | None = None) -> "Lengths":
+        """The same requests with prompts and answers times their share, then at most `most_tokens` together."""
+        for share in (prompt_share, output_share):
+            if not 0 < share < 1e6:
+                raise ConfigError(f"lengths {self.name!r}: a share of the lengths must be above 0, not {share:g}")
+        limits = [most for most in (self.most_tokens, most_tokens) if most is not None]
+        if any(most < 2 for most in limits):
+            raise ConfigError(f"lengths {self.name!r}: a prompt and an answer need at least 2 tokens together")
+        prompt_share, output_share = self.prompt_share * prompt_share, self.output_share * output_share
+        return Lengths(self.name, self.draw, prompt_share, output_share, min(limits, default=None))
+
+
+def parse_lengths(text: str, trace: Trace | None = None) -> Lengths:
+    """`lmsys`, `fixed:512/128`, `qmsum@0.5/1` → the distribution; `trace` is the one that `trace` means."""
+    text = text.strip()
+    scale = re.fullmatch(r"(?P<name>.+)@(?P<prompt>[\d.e-]+)/(?P<output>[\d.e-]+)(?:/(?P<most>\d{1,9}))?", text)
+    if scale is None:
+        return Lengths(text, _draw_of(text, trace))
+    try:
+        shares = float(scale["prompt"]), float(scale["output"])
+    except ValueError:
+        raise ConfigError(f"lengths {text!r}: write NAME@PROMPT_SHARE/OUTPUT_SHARE[/MOST_TOKENS]") from None
+    most_tokens = None if scale["most"] is None else int(scale["most"])
+    return Lengths(scale["name"], _draw_of(scale["name"], trace)).scaled(*shares, most_tokens)
+
+
+def shorten(prompts: Tokens, outputs: Tokens, most_tokens: int) -> Pair:
+    """Requests with more than `most_tokens` cut to it, prompt and answer in proportion; each keeps at least 1."""
+    totals = prompts + outputs
+    long = totals > most_tokens
+    fewer = (np.maximum(1, part * most_tokens // totals) for part in (prompts, outputs))
+    short_prompts, short_outputs = fewer
+    return np.where(long, short_prompts, prompts), np.where(long, short_outputs, outputs)
+
+
+def _draw_of(text: str, trace: Trace | None) -> Draw:
+    measured = distributions()["lengths"]
+    name, _, rest = text.partition(":")
+    if text in measured:
+        return _by_quantiles(measured[text], distributions()["levels"])
+    if name == "fixed" and (match := re.fullmatch(r"(\d{1,9})/(\d{1,9})", rest)):
+        return _uniform(text, *((int(tokens), int(tokens) + 1) for tokens in match.groups()))
+    if name == "uniform" and (match := re.fullmatch(r"(\d{1,9})-(\d{1,9})/(\d{1,9})-(\d{1,9})", rest)):
+        bounds = [int(bound) for bound in match.groups()]
+        return _uniform(text, (bounds[0], bounds[1]), (bounds[2], bounds[3]))
+    if text == "punica":
+        return _punica
+    if name == "file" and rest:
+        return _rows_at_random(read_lengths(Path(rest)))
+    if text == "trace":
+        return _rows_in_order(needs_trace("lengths", trace))
+    forms = ("fixed:PROMPT/OUTPUT", "uniform:LO-HI/LO-HI", "punica", "file:PATH", "trace")
+    raise unknown("lengths", text, (*measured, *forms))
+
+
+def _by_quantiles(entry: dict[str, Any], levels: list[float]) -> Draw:
+    prompt_knots, output_knots = entry["prompt_tokens"]["knots"], entry["output_tokens"]["knots"]
+    correlation = float(entry["correlation"])
+
+    def draw(rng: np.random.Generator, count: int) -> Pair:
+        first, second = rng.standard_normal((count, 2)).T
+        second = correlation * first + sqrt(1 - correlation**2) * second
+        # Rounded to the nearest, because the quantiles are those of whole numbers.
+        prompts = np.rint(np.interp(_percent_below(first), levels, prompt_knots))
+        outputs = np.rint(np.interp(_percent_below(second), levels, output_knots))
+        return _at_least_1(prompts), _at_least_1(outputs)
+
+    return draw
+
+
+def _percent_below(normal: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The share of a standard normal distribution below each value, in percent."""
+    shares = np.fromiter((erf(value) for value in normal / sqrt(2)), np.float64, len(normal))
+    return 50 * (1 + shares)
+
+
+def _uniform(text: str, *bounds: tuple[int, int]) -> Draw:
+    for low, high in bounds:
+        if not 1 <= low < high <= MOST_TOKENS:
+            raise ConfigError(f"lengths {text!r}: from at least 1 token, to more than that, to at most {MOST_TOKENS}")
+    lows, highs = zip(*bounds, strict=True)
+
+    def draw(rng: np.random.Generator, count: int) -> Pair:
+        prompts, outputs = rng.integers(lows, highs, (count, 2)).T
+        return prompts, outputs
+
+    return draw
+
+
+def _punica(rng: np.random.Generator, count: int) -> Pair:
+    normal = rng.standard_normal(count)
+    prompts = _at_least_1(_PUNICA_LOCATION + _PUNICA_SCALE * np.exp(_PUNICA_SIGMA * normal))
+    totals = rng.integers(0, _PUNICA_TOTAL, count)
+    return prompts, np.maximum(2, totals - prompts)
+
+
+def _rows_at_random(trace: RequestTrace) -> Draw:
+    def draw(rng: np.random.Generator, count: int) -> Pair:
+        rows = rng.integers(len(trace.prompt_tokens), size=count)
+        return _at_least_1(trace.prompt_tokens[rows]), _at_least_1(trace.output_tokens[rows])
+
+    return draw
+
+
+def _rows_in_order(trace: Trace) -> Draw:
+    if not isinstance(trace, RequestTrace):
+        raise ConfigError(f"lengths 'trace': {trace.source} has no lengths")
+
+    def draw(_: np.random.Generator, count: int) -> Pair:
+        rows = np.arange(count) % len(trace.prompt_tokens)
+        return _at_least_1(trace.prompt_tokens[rows]), _at_least_1(trace.output_tokens[rows])
+
+    return draw
+
+
+def _times(tokens: Tokens, share: float) -> Tokens:
+    return tokens if share == 1 else _at_least_1(np.rint(tokens * share))
+
+
+def _at_least_1(tokens: NDArray[Any]) -> Tokens:
+    kept: Tokens = np.maximum(1, tokens).astype(np.int64)
+    return kept

@@ -1,0 +1,311 @@
+"""Which adapter each request asks for: named distributions. Pure.
+
+Over all adapters (the first is the most popular, where one is):
+`uniform`            all alike, each request by itself
+`distinct`           shuffled, then dealt in that order round after round: two uses of one adapter are always as far
+                     apart as there are adapters. The papers drop each after its request, so that every request loads
+`round-robin`        in order, round after round
+`identical`          the first only
+`zipf:S`             share ∝ i^-S, i = 1, 2, …
+`mandelbrot:S,Q`     share ∝ (i + Q)^-S
+`slora:A`            S-LoRA's generator: index ⌊N·X⌋, X with density A·x^(A-1). 1 is uniform, below 1 low indices are
+                     popular. It is not a Zipf exponent
+`geometric:R`        Punica's generator ("zipf:1.5" there): counts ⌊R^k⌋, k = 0, 1, … until the requests are used up,
+                     what is left as one more; shuffled. Uses as many adapters as that makes
+`maf`                like functions of Azure Functions 2019: an adapter's calls a day are drawn from a log-normal, cut
+                     at the most that was seen
+`top5`               five adapters share 70 % equally, the others the rest
+`sticky:P[,W]`       with probability P one of the last W adapters used, otherwise any
+
+Over ranks (inside a rank all alike, except for `production`):
+`shifting-skew`      the largest rank begins with half of the requests, the smallest ends with half, linear between; the
+                     other ranks share the rest equally
+`exponential[:C]`    share of the k-th smallest rank ∝ exp(-C·k)
+`rank-skew:A`        share of the k-th smallest rank ∝ k^-A, k = 1, 2, …
+`production[:A]`     ranks alike; inside a rank the k-th adapter's share ∝ k^-A
+
+`trace`              as the trace names them; from calls by the minute: their shares in the minute of the request
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from caraserve.bench.workload.fitted import distributions
+from caraserve.bench.workload.forms import Form, Parameter, parse_form
+from caraserve.bench.workload.traces import RateTrace, RequestTrace, Trace, needs_trace
+from caraserve.errors import ConfigError
+
+Indices: TypeAlias = NDArray[np.int64]
+Floats: TypeAlias = NDArray[np.float64]
+Ranks: TypeAlias = NDArray[np.int64]
+# (generator, each request's share of the run, each adapter's rank) → each request's adapter
+Dealer: TypeAlias = Callable[[np.random.Generator, Floats, Ranks], Indices]
+
+_TOP, _TOP_SHARE = 5, 0.7
+_MOST_WINDOW = 100_000
+
+_EXPONENT = Parameter("S", low=-100.0, high=100.0)
+FORMS = {
+    "uniform": Form(),
+    "distinct": Form(),
+    "round-robin": Form(),
+    "identical": Form(),
+    "zipf": Form((_EXPONENT,)),
+    "mandelbrot": Form((_EXPONENT, Parameter("Q", low=-1.0, above=True))),
+    "slora": Form((Parameter("ALPHA", low=0.0, above=True),)),
+    "geometric": Form((Parameter("R", low=1.0, high=1e6, above=True),)),
+    "maf": Form(),
+    "top5": Form(),
+    "sticky": Form((Parameter("P", low=0.0, high=1.0), Parameter("W", 8.0, 1.0, _MOST_WINDOW, whole=True))),
+    "shifting-skew": Form(),
+    "exponential": Form((Parameter("C", 1.0, -100.0, 100.0),)),
+    "rank-skew": Form((Parameter("A", low=-100.0, high=100.0),)),
+    "production": Form((Parameter("A", 1.0, -100.0, 100.0),)),
+    "trace": Form(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Popularity:
+    """A way to deal adapters to requests."""
+
+    text: str  # what parse_popularity() makes it from
+    dealer: Dealer = field(repr=False)
+
+    @property
+    def drops_after_use(self) -> bool:
+        """Whether the papers' setting has each adapter leave the device with its request."""
+        return self.text == "distinct"
+
+    def deal(self, rng: np.random.Generator, count: int, at_share: ArrayLike, ranks: Sequence[int]) -> Indices:
+        """The adapter of each of `count` requests; `at_share` [count] is when in the run each comes, from 0 to 1, and
+        `ranks` has the rank of each adapter.
+        """
+        shares = np.broadcast_to(np.asarray(at_share, dtype=np.float64), (count,))
+        if not ranks:
+            raise ConfigError(f"popularity {self.text!r} needs at least one adapter")
+        return self.dealer(rng, shares, np.asarray(ranks, dtype=np.int64))
+
+
+def parse_popularity(text: str, trace: Trace | None = None) -> Popularity:
+    """`zipf:0.9` → how adapters are dealt; `trace` is the one that `trace` means."""
+    name, values = parse_form("popularity", text, FORMS)
+    return Popularity(text.strip(), _as_in(trace) if name == "trace" else _DEALERS[name](*values))
+
+
+def _fixed(share_of: Callable[[Ranks], Floats]) -> Dealer:
+    """Each request drawn by itself; an adapter's share is a function of all ranks."""
+
+    def deal(rng: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
+        return _draw(rng.random(len(at_share)), share_of(ranks))
+
+    return deal
+
+
+def _draw(uniform: Floats, shares: Floats) -> Indices:
+    """The index whose part of the unit interval holds each number; `shares` need not sum to 1."""
+    upper = np.cumsum(shares)
+    return np.searchsorted(upper[:-1] / upper[-1], uniform, side="right").astype(np.int64)
+
+
+def _uniform() -> Dealer:
+    return lambda rng, at_share, ranks: rng.integers(len(ranks), size=len(at_share))
+
+
+def _distinct() -> Dealer:
+    return lambda rng, at_share, ranks: rng.permutation(len(ranks))[np.arange(len(at_share)) % len(ranks)]
+
+
+def _round_robin() -> Dealer:
+    return lambda _, at_share, ranks: np.arange(len(at_share)) % len(ranks)
+
+
+def _identical() -> Dealer:
+    return lambda _, at_share, ranks: np.zeros(len(at_share), dtype=np.int64)
+
+
+def _mandelbrot(exponent: float, shift: float = 0.0) -> Dealer:
+    return _fixed(lambda ranks: _power(shift + _counted(len(ranks)), -exponent))
+
+
+def _power(base: Floats, exponent: float) -> Floats:
+    """base^exponent up to a factor."""
+    return _exp(exponent * np.log(base))
+
+
+def _exp(logs: Floats) -> Floats:
+    """e^logs up to a factor: the largest is 1, so that none overflows."""
+    powers: Floats = np.exp(logs - logs.max())
+    return powers
+
+
+def _counted(count: int) -> Floats:
+    return np.arange(1, count + 1, dtype=np.float64)
+
+
+def _slora(alpha: float) -> Dealer:
+    def deal(rng: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
+        indices = (len(ranks) * rng.power(alpha, len(at_share))).astype(np.int64)
+        return np.minimum(indices, len(ranks) - 1)  # X may round up to 1
+
+    return deal
+
+
+def _geometric(ratio: float) -> Dealer:
+    def deal(rng: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
+        counts: list[int] = []
+        left = len(at_share)
+        while left:
+            counts.append(min(int(ratio ** len(counts)), left) if len(counts) < len(ranks) - 1 else left)
+            left -= counts[-1]
+        counts.sort(reverse=True)
+        return rng.permutation(np.repeat(np.arange(len(counts)), counts))
+
+    return deal
+
+
+def _maf() -> Dealer:
+    fit = distributions()["popularity"]["maf"]
+
+    def deal(rng: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
+        calls = np.exp(rng.normal(fit["mu"], fit["sigma"], len(ranks)))
+        return _draw(rng.random(len(at_share)), np.minimum(calls, fit["most"]))
+
+    return deal
+
+
+def _top5() -> Dealer:
+    def shares(ranks: Ranks) -> Floats:
+        if len(ranks) <= _TOP:
+            return np.ones(len(ranks))
+        rest = (1 - _TOP_SHARE) / (len(ranks) - _TOP)
+        return np.where(np.arange(len(ranks)) < _TOP, _TOP_SHARE / _TOP, rest)
+
+    return _fixed(shares)
+
+
+def _sticky(again: float, window: float) -> Dealer:
+    def deal(rng: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
+        count = len(at_share)
+        fresh = rng.integers(len(ranks), size=count).tolist()
+        repeats, picks = (rng.random(count) < again).tolist(), rng.random(count).tolist()
+        last: list[int] = []  # the latest at the end, each once
+        dealt = np.empty(count, dtype=np.int64)
+        for index in range(count):
+            adapter = last[int(picks[index] * len(last))] if repeats[index] and last else fresh[index]
+            if adapter in last:
+                last.remove(adapter)
+            elif len(last) == window:
+                del last[0]
+            last.append(adapter)
+            dealt[index] = adapter
+        return dealt
+
+    return deal
+
+
+def _among_ranks(ranks: Ranks, share_of_rank: Floats) -> Floats:
+    """An adapter's share where `share_of_rank` has its rank's, smallest rank first, and all of a rank are alike."""
+    _, which, adapters = np.unique(ranks, return_inverse=True, return_counts=True)
+    return (share_of_rank / adapters)[which]
+
+
+def _places(ranks: Ranks) -> Floats:
+    """1, 2, … as many as there are different ranks."""
+    return _counted(len(np.unique(ranks)))
+
+
+def _exponential(constant: float) -> Dealer:
+    return _fixed(lambda ranks: _among_ranks(ranks, _exp(-constant * _places(ranks))))
+
+
+def _rank_skew(exponent: float) -> Dealer:
+    return _fixed(lambda ranks: _among_ranks(ranks, _power(_places(ranks), -exponent)))
+
+
+def _shifting_skew() -> Dealer:
+    def deal(rng: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
+        kinds = len(np.unique(ranks))
+        others = 0.5 / (kinds - 1) if kinds > 1 else 0.0
+        first, last = np.full(kinds, others), np.full(kinds, others)
+        first[-1] = last[0] = 0.5
+        # A request is dealt as at the start or as at the end, the latter the likelier the later it comes: that mixes
+        # the two shares linearly.
+        early, late = (_draw(rng.random(len(at_share)), _among_ranks(ranks, shares)) for shares in (first, last))
+        return np.where(rng.random(len(at_share)) < at_share, late, early)
+
+    return deal
+
+
+def _production(exponent: float) -> Dealer:
+    def shares(ranks: Ranks) -> Floats:
+        by_adapter = np.empty(len(ranks))
+        for rank in np.unique(ranks):
+            same = ranks == rank
+            inside = _power(_counted(int(same.sum())), -exponent)
+            by_adapter[same] = inside / inside.sum()
+        return by_adapter
+
+    return _fixed(shares)
+
+
+def _as_in(trace: Trace | None) -> Dealer:
+    trace = needs_trace("popularity", trace)
+    if isinstance(trace, RateTrace):
+        return _by_minute(trace)
+    if trace.adapters is None:
+        raise ConfigError(f"popularity 'trace': {trace.source} does not name adapters")
+    return _by_row(trace, trace.adapters)
+
+
+def _by_row(trace: RequestTrace, adapters: Indices) -> Dealer:
+    named = int(adapters.max()) + 1
+
+    def deal(_: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
+        if named > len(ranks):
+            raise ConfigError(f"{trace.source} names {named} adapters; the run has {len(ranks)}")
+        return adapters[np.arange(len(at_share)) % len(adapters)]
+
+    return deal
+
+
+def _by_minute(trace: RateTrace) -> Dealer:
+    minutes = trace.calls.shape[1]
+
+    def deal(rng: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
+        by_adapter = trace.group(rng, len(ranks)).calls
+        uniform = rng.random(len(at_share))
+        minute_of = np.minimum((at_share * minutes).astype(np.int64), minutes - 1)
+        dealt = np.empty(len(at_share), dtype=np.int64)
+        for minute in np.unique(minute_of):
+            calls = by_adapter[:, minute]
+            # A group need not have a call in every minute in which the trace has one; its whole time decides there.
+            shares = calls if calls.any() else by_adapter.sum(axis=1, dtype=np.int64)
+            now = minute_of == minute
+            dealt[now] = _draw(uniform[now], shares.astype(np.float64))
+        return dealt
+
+    return deal
+
+
+_DEALERS: dict[str, Callable[..., Dealer]] = {
+    "uniform": _uniform,
+    "distinct": _distinct,
+    "round-robin": _round_robin,
+    "identical": _identical,
+    "zipf": _mandelbrot,
+    "mandelbrot": _mandelbrot,
+    "slora": _slora,
+    "geometric": _geometric,
+    "maf": _maf,
+    "top5": _top5,
+    "sticky": _sticky,
+    "shifting-skew": _shifting_skew,
+    "exponential": _exponential,
+    "rank-skew": _rank_skew,
+    "production": _production,
+}

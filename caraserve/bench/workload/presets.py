@@ -1,0 +1,117 @@
+"""The papers' settings by name, as `presets.csv` has them, each with what its source leaves unsaid.
+
+In a cell ` | ` separates the values that the source sweeps and `*` marks the one run by default, else the first. `;`
+separates the ranks of one run. Objectives are METRIC:VALUE, the value in s or as a multiple (x) of a run without LoRA.
+"""
+
+import csv
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from types import MappingProxyType
+from typing import Generic, TypeVar
+
+from caraserve.bench.workload.forms import unknown
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Generic[T]):
+    """The values that a source sweeps, and the one run by default."""
+
+    values: tuple[T, ...]
+    default: T
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """One experiment. Exactly one of `duration_s` and `requests` is given."""
+
+    name: str
+    aliases: tuple[str, ...]
+    source: str
+    base_model: Choice[str]
+    hardware: str
+    servers: int
+    lengths: Choice[str]
+    arrivals: Choice[str]
+    rates: Choice[float] | None  # requests a second; None: all at once
+    adapters: Choice[int]  # 0: the base model alone
+    popularity: Choice[str]
+    ranks: Choice[tuple[int, ...]]  # of one run, for the adapters in turn
+    duration_s: float | None
+    requests: int | None
+    concurrency: int | None  # clients, each with one request under way; None: requests are sent when they are due
+    slo: str | None
+    assumptions: tuple[str, ...]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was assumed, and which point of each sweep is run, a sentence each."""
+        sweeps: dict[str, Choice[str]] = {
+            "model": self.base_model,
+            "lengths": self.lengths,
+            "arrivals": self.arrivals,
+            "popularity": self.popularity,
+            "ranks": _shown(self.ranks, lambda ranks: ";".join(map(str, ranks))),
+            "adapters": _shown(self.adapters, str),
+        }
+        if self.rates is not None:
+            sweeps["requests/s"] = _shown(self.rates, lambda rate: f"{rate:g}")
+        chosen = (
+            f"The source sweeps {what} over {', '.join(choice.values)}; {choice.default} is the default."
+            for what, choice in sweeps.items()
+            if len(choice.values) > 1
+        )
+        return (*self.assumptions, *chosen)
+
+
+@cache
+def load_presets() -> Mapping[str, Preset]:
+    """Every preset by its name and by its aliases."""
+    text = files("caraserve.bench.workload").joinpath("presets.csv").read_text(encoding="utf-8")
+    presets = [_preset(row) for row in csv.DictReader(text.splitlines())]
+    return MappingProxyType({name: preset for preset in presets for name in (preset.name, *preset.aliases)})
+
+
+def find_preset(name: str) -> Preset:
+    """The preset of that name or alias, or ConfigError with the names that exist."""
+    presets = load_presets()
+    if name not in presets:
+        raise unknown("preset", name, presets)
+    return presets[name]
+
+
+def _preset(row: Mapping[str, str]) -> Preset:
+    return Preset(
+        name=row["name"],
+        aliases=tuple(row["aliases"].split()),
+        source=row["source"],
+        base_model=_choice(row["base_model"], str),
+        hardware=row["hardware"],
+        servers=int(row["servers"]),
+        lengths=_choice(row["lengths"], str),
+        arrivals=_choice(row["arrivals"], str),
+        rates=_choice(row["rates"], float) if row["rates"] else None,
+        adapters=_choice(row["adapters"], int),
+        popularity=_choice(row["popularity"], str),
+        ranks=_choice(row["ranks"], lambda cell: tuple(map(int, cell.split(";")))),
+        duration_s=float(row["duration_s"]) if row["duration_s"] else None,
+        requests=int(row["requests"]) if row["requests"] else None,
+        concurrency=int(row["concurrency"]) if row["concurrency"] else None,
+        slo=row["slo"] or None,
+        assumptions=tuple(row["assumptions"].split(" | ")),
+    )
+
+
+def _choice(cell: str, parse: Callable[[str], T]) -> Choice[T]:
+    texts = cell.split(" | ")
+    marked = [text for text in texts if text.startswith("*")]
+    values = tuple(parse(text.removeprefix("*")) for text in texts)
+    return Choice(values, parse(marked[0].removeprefix("*")) if marked else values[0])
+
+
+def _shown(choice: Choice[T], show: Callable[[T], str]) -> Choice[str]:
+    return Choice(tuple(show(value) for value in choice.values), show(choice.default))

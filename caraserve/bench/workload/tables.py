@@ -1,0 +1,141 @@
+"""Rows of files that others wrote: CSV and JSON lines, plain or gzip-compressed; errors name file, line and column.
+
+A file is read a line at a time and never for longer than its limits, so that a small archive cannot fill the memory.
+"""
+
+import csv
+import gzip
+import json
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from caraserve.errors import ConfigError
+from caraserve.units import human_bytes
+
+MOST_BYTES = 512 << 20  # uncompressed; one day of the functions trace, 46,000 functions by minute, has about 150 MiB
+MOST_LINE_BYTES = 1 << 20
+MOST_TOKENS = 100_000_000  # of any count in a file: keeps sums and products inside 64 bits
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row as it stands: text from a CSV, numbers and lists from JSON."""
+
+    path: Path
+    line: int
+    cells: Mapping[str, object]
+
+    def tokens(self, column: str) -> int:
+        """A whole number, at least 0."""
+        value = count = self._cell(column)
+        if isinstance(value, str) and value.isascii() and value.strip().isdecimal() and len(value) < 20:
+            count = int(value)
+        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MOST_TOKENS:
+            raise self.wrong(column, f"{_short(value)} is not a whole number from 0 to {MOST_TOKENS}")
+        return count
+
+    def number(self, column: str) -> float:
+        """A finite number."""
+        value = self._cell(column)
+        try:
+            number = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else math.nan
+        except (ValueError, OverflowError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise self.wrong(column, f"{_short(value)} is not a finite number")
+        return number
+
+    def date_s(self, column: str) -> float:
+        """A date with time, ISO 8601, in seconds since 1970; without a zone it counts as UTC."""
+        value = self._cell(column)
+        try:
+            date = datetime.fromisoformat(value) if isinstance(value, str) else None
+        except ValueError:
+            date = None
+        if date is None:
+            raise self.wrong(column, f"{_short(value)} is not a date and time like 2023-11-16 18:15:46.68")
+        return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
+
+    def wrong(self, column: str, why: str) -> ConfigError:
+        """An error that says where."""
+        return ConfigError(f"{self.path}, line {self.line}, column {column!r}: {why}")
+
+    def _cell(self, column: str) -> object:
+        if column not in self.cells:
+            raise self.wrong(column, "is missing")
+        return self.cells[column]
+
+
+def csv_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Every row with the number of its line, the header first; empty lines are skipped."""
+    reader = csv.reader(lines(path))
+    try:
+        yield from ((reader.line_num, cells) for cells in reader if cells)
+    except csv.Error as error:
+        raise ConfigError(f"{path}, line {reader.line_num}: {error}") from None
+
+
+def csv_header(path: Path, rows: Iterator[tuple[int, list[str]]]) -> list[str]:
+    """The first row."""
+    first = next(rows, None)
+    if first is None:
+        raise ConfigError(f"{path}: the file is empty")
+    return [name.strip() for name in first[1]]
+
+
+def csv_rows(path: Path, header: Sequence[str], rows: Iterator[tuple[int, list[str]]]) -> Iterator[Row]:
+    """The rows after the header, by its names."""
+    for line, cells in rows:
+        same_width(path, line, header, cells)
+        yield Row(path, line, dict(zip(header, cells, strict=True)))
+
+
+def same_width(path: Path, line: int, header: Sequence[str], cells: Sequence[str]) -> None:
+    """Refuses a row that has lost or gained cells."""
+    if len(cells) < len(header):
+        raise ConfigError(f"{path}, line {line}, column {header[len(cells)]!r}: is missing; the row ends before it")
+    if len(cells) > len(header):
+        raise ConfigError(f"{path}, line {line}: {len(cells)} cells, but the header names {len(header)}")
+
+
+def json_rows(path: Path) -> Iterator[Row]:
+    """One JSON object a line; empty lines are skipped."""
+    for line, text in enumerate(lines(path), start=1):
+        if not text.strip():
+            continue
+        try:
+            cells = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}, line {line}: not valid JSON: {error}") from None
+        if not isinstance(cells, dict):
+            raise ConfigError(f"{path}, line {line}: not a JSON object")
+        yield Row(path, line, cells)
+
+
+def lines(path: Path) -> Iterator[str]:
+    """The lines of a UTF-8 text file, unpacked on the way if its name ends in `.gz`."""
+    if not path.is_file():
+        raise ConfigError(f"{path}: there is no such file")
+    line = seen_bytes = 0
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            while raw := file.readline(MOST_LINE_BYTES + 1):
+                line, seen_bytes = line + 1, seen_bytes + len(raw)
+                if len(raw) > MOST_LINE_BYTES:
+                    raise ConfigError(f"{path}, line {line}: longer than {human_bytes(MOST_LINE_BYTES)}")
+                if seen_bytes > MOST_BYTES:
+                    raise ConfigError(f"{path}, line {line}: more than {human_bytes(MOST_BYTES)} uncompressed")
+                yield raw.decode("utf-8-sig" if line == 1 else "utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}, line {line}: not UTF-8 text") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path}, after line {line}: cannot be read: {error}") from None
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,224 @@
+"""Recorded traffic in the formats that are published, each behind a name.
+
+`azure-llm`  CSV: TIMESTAMP, ContextTokens, GeneratedTokens; or arrival_s, prompt_tokens, output_tokens, maybe adapter
+`mooncake`   JSON lines: timestamp in ms, input_length, output_length; or CSV as above
+`maf2019`    CSV: a function's columns and its invocations in each minute, 1, 2, … or m0, m1, …; functions are adapters
+`lengths`    CSV: prompt_tokens, output_tokens
+"""
+
+import re
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.bench.workload.forms import unknown
+from caraserve.bench.workload.tables import MOST_TOKENS, Row, csv_cells, csv_header, csv_rows, json_rows, same_width
+from caraserve.errors import ConfigError
+
+MINUTE_S = 60.0
+Cells: TypeAlias = Iterator[tuple[int, list[str]]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestTrace:
+    """Requests one by one, in order of arrival. What the file does not tell is None."""
+
+    source: str
+    prompt_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+    at_s: NDArray[np.float64] | None = None  # from the first request
+    adapters: NDArray[np.int64] | None = None  # numbered as they first occur
+
+    def window(self, from_s: float, to_s: float) -> "RequestTrace":
+        """The requests that arrived in [from_s, to_s), with times from `from_s`'s first request on."""
+        if self.at_s is None:
+            raise ConfigError(f"{self.source} has no times to choose a window by")
+        inside = (self.at_s >= from_s) & (self.at_s < to_s)
+        if not inside.any():
+            raise ConfigError(f"{self.source} has no request from {from_s:g} s to {to_s:g} s")
+        at_s = self.at_s[inside]
+        return replace(
+            self,
+            prompt_tokens=self.prompt_tokens[inside],
+            output_tokens=self.output_tokens[inside],
+            at_s=at_s - at_s[0],
+            adapters=None if self.adapters is None else self.adapters[inside],
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RateTrace:
+    """How often each adapter was asked for in each minute; no single request is known."""
+
+    source: str
+    calls: NDArray[np.int32]  # [adapters, minutes]
+
+    def window(self, from_s: float, to_s: float) -> "RateTrace":
+        """The minutes that begin in [from_s, to_s), and the functions called in them."""
+        first, last = (int(np.ceil(max(bound_s, 0.0) / MINUTE_S)) for bound_s in (from_s, to_s))
+        calls = self.calls[:, first:last]
+        if not calls.any():
+            raise ConfigError(f"{self.source} has no call from {from_s:g} s to {to_s:g} s")
+        return replace(self, calls=calls[calls.any(axis=1)])
+
+    def group(self, rng: np.random.Generator, adapters: int) -> "RateTrace":
+        """A server's share of the trace: so many of its functions, drawn at random; itself if it has no more."""
+        functions = len(self.calls)
+        if adapters > functions:
+            raise ConfigError(f"{self.source} has {functions} functions with calls; it cannot name {adapters} adapters")
+        if adapters == functions:
+            return self
+        calls = self.calls[rng.choice(functions, adapters, replace=False)]
+        return replace(self, calls=calls)
+
+
+Trace: TypeAlias = RequestTrace | RateTrace
+
+
+def parse_trace(text: str) -> Trace:
+    """`azure-llm:PATH` → the trace."""
+    name, colon, path = text.strip().partition(":")
+    reader = READERS.get(name)
+    if reader is None:
+        raise unknown("trace", text, (f"{known}:PATH" for known in READERS))
+    if not colon or not path:
+        raise ConfigError(f"trace {text!r}: write {name}:PATH")
+    return reader(Path(path))
+
+
+def needs_trace(kind: str, trace: Trace | None) -> Trace:
+    """The trace, or an error that says how to name one."""
+    if trace is None:
+        raise ConfigError(f"{kind} 'trace' need a trace: {', '.join(f'{name}:PATH' for name in READERS)}")
+    return trace
+
+
+def read_lengths(path: Path) -> RequestTrace:
+    """Prompt and output lengths of a file in any format here that has them."""
+    if _is_json(path):
+        return _read_mooncake(path)
+    header, rows = _open(path)
+    return _original_azure(path, header, rows) if "ContextTokens" in header else _untimed(path, header, rows)
+
+
+def _read_azure(path: Path) -> RequestTrace:
+    header, rows = _open(path)
+    return _original_azure(path, header, rows) if "TIMESTAMP" in header else _timed(path, header, rows)
+
+
+def _read_mooncake(path: Path) -> RequestTrace:
+    if not _is_json(path):
+        return _timed(path, *_open(path))
+    return _gather(path, json_rows(path), "input_length", "output_length", lambda row: row.number("timestamp") / 1e3)
+
+
+def _read_lengths_alone(path: Path) -> RequestTrace:
+    return _untimed(path, *_open(path))
+
+
+def _original_azure(path: Path, header: list[str], rows: Cells) -> RequestTrace:
+    _need(path, header, "TIMESTAMP", "ContextTokens", "GeneratedTokens")
+    table = csv_rows(path, header, rows)
+    return _gather(path, table, "ContextTokens", "GeneratedTokens", lambda row: row.date_s("TIMESTAMP"))
+
+
+def _timed(path: Path, header: list[str], rows: Cells) -> RequestTrace:
+    _need(path, header, "arrival_s", "prompt_tokens", "output_tokens")
+    adapter = "adapter" if "adapter" in header else None
+    table = csv_rows(path, header, rows)
+    return _gather(path, table, "prompt_tokens", "output_tokens", lambda row: row.number("arrival_s"), adapter)
+
+
+def _untimed(path: Path, header: list[str], rows: Cells) -> RequestTrace:
+    _need(path, header, "prompt_tokens", "output_tokens")
+    return _gather(path, csv_rows(path, header, rows), "prompt_tokens", "output_tokens", None)
+
+
+def _gather(
+    path: Path,
+    rows: Iterator[Row],
+    prompt: str,
+    output: str,
+    time_s: Callable[[Row], float] | None,
+    adapter: str | None = None,
+) -> RequestTrace:
+    times_s, prompts, outputs, adapters = array("d"), array("q"), array("q"), array("q")
+    indices: dict[object, int] = {}
+    for row in rows:
+        prompts.append(row.tokens(prompt))
+        outputs.append(row.tokens(output))
+        if time_s is not None:
+            times_s.append(time_s(row))
+        if adapter is not None:
+            adapters.append(indices.setdefault(row.cells[adapter], len(indices)))
+    if not prompts:
+        raise ConfigError(f"{path}: has no requests")
+    prompt_tokens = np.array(prompts, dtype=np.int64)
+    output_tokens = np.array(outputs, dtype=np.int64)
+    if time_s is None:
+        return RequestTrace(str(path), prompt_tokens, output_tokens)
+    at_s = np.array(times_s)
+    order = np.argsort(at_s, kind="stable")
+    return RequestTrace(
+        str(path),
+        prompt_tokens[order],
+        output_tokens[order],
+        at_s[order] - at_s[order[0]],
+        np.array(adapters, dtype=np.int64)[order] if adapter is not None else None,
+    )
+
+
+def _read_functions(path: Path) -> RateTrace:
+    header, rows = _open(path)
+    minutes = [index for index, name in enumerate(header) if re.fullmatch(r"m?\d+", name)]
+    if not minutes or minutes != list(range(minutes[0], len(header))):
+        raise ConfigError(f"{path}, line 1: the last columns must be minutes, named 1, 2, … or m0, m1, …")
+    calls = []
+    for line, cells in rows:
+        same_width(path, line, header, cells)
+        counts = _counts(path, line, header, cells, minutes[0])
+        if counts.any():  # a function that was never called names no adapter
+            calls.append(counts)
+    if not calls:
+        raise ConfigError(f"{path}: has no function with a call")
+    return RateTrace(str(path), np.stack(calls))
+
+
+def _counts(path: Path, line: int, header: list[str], cells: list[str], first: int) -> NDArray[np.int32]:
+    try:
+        counts = np.array(cells[first:], dtype=np.int64)
+    except (ValueError, OverflowError):
+        counts = np.full(1, -1)
+    if counts.min() < 0 or counts.max() > MOST_TOKENS:
+        row = Row(path, line, dict(zip(header, cells, strict=True)))  # slower, but says which cell is wrong
+        counts = np.array([row.tokens(name) for name in header[first:]])
+    return counts.astype(np.int32)
+
+
+def _open(path: Path) -> tuple[list[str], Cells]:
+    rows = csv_cells(path)
+    return csv_header(path, rows), rows
+
+
+def _need(path: Path, header: list[str], *columns: str) -> None:
+    for column in columns:
+        if column not in header:
+            shown = ", ".join(header[:8]) + (", …" if len(header) > 8 else "")
+            raise ConfigError(f"{path}, line 1, column {column!r}: is missing; the header has {shown}")
+
+
+def _is_json(path: Path) -> bool:
+    return ".jsonl" in path.suffixes or ".json" in path.suffixes
+
+
+READERS: dict[str, Callable[[Path], Trace]] = {
+    "azure-llm": _read_azure,
+    "mooncake": _read_mooncake,
+    "maf2019": _read_functions,
+    "lengths": _read_lengths_alone,
+}
