@@ -1,0 +1,157 @@
+"""The command with CPU LoRA workers: none outlives it, wrong cores and trace files are refused, a trace is complete."""
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serving import PROFILE
+from tests.test_server import Server, served
+
+CORE = min(os.sched_getaffinity(0))
+NO_CORE = max(os.sched_getaffinity(0)) + 1
+ASSISTED = ("--loading-mode", "assisted", "--lora-cpus", str(CORE), "--profile", str(PROFILE))
+BIRTH_S = 120.0  # until there is a worker; the first time, kernels are compiled
+END_S = 5.0  # until nobody is left
+LAYERS = 4  # of the demo's model
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state, parent = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[:2]
+            if int(parent) == pid and state not in "ZX":
+                found.append(int(folder.name))
+    return found
+
+
+def await_worker(server: Server) -> None:
+    """Returns when the server counts its CPU worker among the living."""
+    waiting, until_s = threading.Event(), time.monotonic() + BIRTH_S
+    while not re.search(r"^caraserve:lora_workers\{.*\} 1\.0$", read(f"{server.url}/metrics"), flags=re.MULTILINE):
+        assert time.monotonic() < until_s, "no worker was born"
+        waiting.wait(0.02)
+
+
+def read(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        return str(answer.read().decode())
+
+
+@contextlib.contextmanager
+def helpers(server: Server) -> Iterator[list[int]]:
+    """Descriptors of the zygote and its worker, readable as soon as that process has ended; both end here at last."""
+    await_worker(server)
+    (zygote,) = children(server.process.pid)
+    (worker,) = children(zygote)
+    descriptors = [os.pidfd_open(pid) for pid in (zygote, worker)]
+    try:
+        yield descriptors
+    finally:
+        for descriptor in descriptors:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            os.close(descriptor)
+
+
+def have_ended(descriptors: list[int], within_s: float) -> bool:
+    until_s = time.monotonic() + within_s
+    return all(select.select([each], [], [], max(0.0, until_s - time.monotonic()))[0] for each in descriptors)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 0)])
+def test_no_worker_outlives_its_server(number: signal.Signals, code: int) -> None:
+    with served(*ASSISTED) as server, helpers(server) as descriptors:
+        server.process.send_signal(number)
+        assert server.process.wait(timeout=30) == code
+        assert have_ended(descriptors, END_S)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--lora-cpus", str(NO_CORE)], f"--lora-cpus names core {NO_CORE}; this process may use"),
+        (["--lora-cpus", "one"], "--lora-cpus: 'one': write cores as in 1-3,6"),
+        (["--lora-cpus", "2-1"], "--lora-cpus: '2-1': the second core of a range is below the first"),
+        (["--lora-cpus", "0-99999"], "--lora-cpus: '0-99999': no machine has so many cores"),
+        (["--trace", "/nowhere/trace.json"], "--trace '/nowhere/trace.json' cannot be written"),
+    ],
+    ids=["missing core", "no number", "backwards", "too many", "missing folder"],
+)
+def test_a_wrong_core_or_trace_file_is_named_in_one_line(arguments: list[str], words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "caraserve", "serve", "--port", "0", *ASSISTED, "--log-level", "error", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2
+    *usage, complaint = done.stderr.splitlines()
+    assert usage == [] or usage[0].startswith("usage: caraserve serve")
+    assert words in complaint
+
+
+Event = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def events(tmp_path_factory: pytest.TempPathFactory) -> list[Event]:
+    """Of a server whose first request found its adapter cold, behind a link so slow that CPU workers had to help."""
+    path = tmp_path_factory.mktemp("trace") / "trace.json"
+    with served(*ASSISTED, "--emulate-link-mb-per-s", "1", "--trace", str(path)) as server:
+        await_worker(server)
+        server.client().completions.create(model="pirate", prompt="Tell me about the sea", max_tokens=3)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=30) == 0
+    found: list[Event] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def spans(events: list[Event], track: str) -> list[Event]:
+    numbers = {event["args"]["name"]: event["tid"] for event in events if event.get("name") == "thread_name"}
+    return [event for event in events if event.get("ph") == "X" and event["tid"] == numbers.get(track)]
+
+
+def lies_in(inner: Event, outer: Event) -> bool:
+    """To a nanosecond; times are in µs."""
+    begins, ends = inner["ts"] - outer["ts"], outer["ts"] + outer["dur"] - inner["ts"] - inner["dur"]
+    return bool(begins > -0.001 and ends > -0.001 and inner["dur"] >= 0)
+
+
+@pytest.mark.parametrize("track", ["link", "iterations", "device", "CPU worker 0"])
+def test_a_trace_shows_who_did_something(events: list[Event], track: str) -> None:
+    assert spans(events, track)
+
+
+def test_a_trace_shows_layers_arriving_in_order(events: list[Event]) -> None:
+    ends = [int(span["name"].rpartition(" to layer ")[2]) for span in spans(events, "link")]
+    assert ends == sorted(set(ends))
+    assert ends[-1] == LAYERS
+
+
+def test_a_trace_shows_every_layer_within_an_iteration(events: list[Event]) -> None:
+    iterations = spans(events, "iterations")
+    for layer in spans(events, "device"):
+        assert any(lies_in(layer, iteration) for iteration in iterations)
+    assert len(spans(events, "device")) == LAYERS * len(iterations)
+
+
+def test_a_trace_shows_hand_overs_within_the_layers_that_they_are_for(events: list[Event]) -> None:
+    layers = [span for span in spans(events, "device") if span["name"].endswith(", LoRA from CPU workers")]
+    for span in spans(events, "CPU worker 0"):
+        name, _, _ = span["name"].partition(":")
+        assert any(layer["name"].startswith(f"{name},") and lies_in(span, layer) for layer in layers)
