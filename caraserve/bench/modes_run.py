@@ -14,9 +14,9 @@ from caraserve.bench.capacity import CONCURRENCY, PROBE_REQUESTS, capacity_per_s
 from caraserve.bench.client.endpoint import Endpoint, find_endpoint
 from caraserve.bench.client.player import Settings
 from caraserve.bench.conduct import Conductor, interruptible
+from caraserve.bench.objective import objective
 from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, with_rate
 from caraserve.bench.records import Run
-from caraserve.bench.report.slo import parse_slo
 from caraserve.bench.serve_run import Measured
 from caraserve.bench.servers import Synthetic, make_synthetic, own_server, working_folder
 from caraserve.bench.workload.build import WorkloadSpec, build
@@ -45,8 +45,11 @@ async def bench_modes(options: ModesOptions, load: LoadOptions, report: ReportOp
     """Raises ConfigError or BackendFailed."""
     if BASELINE not in options.modes:
         raise ConfigError(f"--modes: all others are compared with {BASELINE}, which is missing")
-    conductor = Conductor(Settings(load.seed, load.ignore_eos, load.max_concurrency))
-    measured = Measured([], parse_slo(report.slo) if report.slo is not None else None, [])
+    if report.slo_scale is not None:
+        raise ConfigError("--slo-scale is for bench serve; modes are compared with cached")
+    conductor = Conductor(Settings(load.seed, load.ignore_eos, load.concurrency))
+    limits = objective(report.slo, None, load.preset)
+    measured = Measured([], limits.slo, [])  # limits that go by a run without adapters are not for modes
     with interruptible(conductor), working_folder() as folder:
         bench = await asyncio.to_thread(_prepared, options, load, folder, measured.notes)
         spec = bench.spec

@@ -105,6 +105,13 @@ class LoadOptions:
         """Whether the rate goes by this machine's capacity."""
         return self.rate_scale is not None and math.isnan(self.rate_scale)
 
+    @property
+    def concurrency(self) -> int | None:
+        """Requests under way at most: asked for, or the preset's."""
+        if self.max_concurrency is not None or self.preset is None:
+            return self.max_concurrency
+        return find_preset(self.preset).concurrency
+
     def spec(self) -> WorkloadSpec:
         """What to build workloads from, its rate the preset's or the first asked for. Raises ConfigError."""
         trace = parse_trace(self.trace) if self.trace is not None else None

@@ -12,9 +12,10 @@ from caraserve.bench.capacity import CONCURRENCY, PROBE_REQUESTS, capacity_per_s
 from caraserve.bench.client.endpoint import Endpoint, find_endpoint
 from caraserve.bench.client.player import Settings
 from caraserve.bench.conduct import Conductor, interruptible
+from caraserve.bench.objective import objective
 from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, with_rate
 from caraserve.bench.records import Run, Workload
-from caraserve.bench.report.slo import Slo, parse_slo
+from caraserve.bench.report.slo import Slo
 from caraserve.bench.report.summary import summarize
 from caraserve.bench.servers import make_synthetic, own_server, working_folder
 from caraserve.bench.workload.build import WorkloadSpec, build
@@ -50,8 +51,9 @@ class Measured:
 
 async def bench_serve(target: Target, load: LoadOptions, report: ReportOptions, label: str | None) -> Measured:
     """Raises ConfigError, BackendFailed, or OSError when the endpoint goes away."""
-    conductor = Conductor(Settings(load.seed, load.ignore_eos, load.max_concurrency))
-    measured = Measured([], parse_slo(report.slo) if report.slo is not None else None, [])
+    conductor = Conductor(Settings(load.seed, load.ignore_eos, load.concurrency))
+    limits = objective(report.slo, report.slo_scale, load.preset)
+    measured = Measured([], limits.slo, [] if limits.note is None else [limits.note])
     with interruptible(conductor), working_folder() as folder:
         own = None
         if target.url is None:
@@ -62,7 +64,7 @@ async def bench_serve(target: Target, load: LoadOptions, report: ReportOptions, 
                 rate = await _auto_rate(conductor, endpoint, load, measured.notes)
         if not conductor.stopped.is_set():
             async with _reached(target, own.arguments if own is not None else None) as endpoint:
-                await _play(conductor, endpoint, load, rate, report, label, measured)
+                await _play(conductor, endpoint, load, rate, limits.scale, label, measured)
     return measured
 
 
@@ -71,7 +73,7 @@ async def _play(
     endpoint: Endpoint,
     load: LoadOptions,
     rate: float | None,
-    report: ReportOptions,
+    slo_scale: float | None,
     label: str | None,
     measured: Measured,
 ) -> None:
@@ -82,9 +84,9 @@ async def _play(
     measured.notes += dict.fromkeys(note for workload in workloads for note in workload.notes)
     for note in measured.notes:
         conductor.say(note)
-    if report.slo_scale is not None:
+    if slo_scale is not None:
         base = await conductor.play(endpoint, _without_adapters(workloads[0]), names, "without adapters")
-        measured.slo = Slo.scaled(summarize(base), report.slo_scale)
+        measured.slo = Slo.scaled(summarize(base), slo_scale)
     for each, workload in zip(rates, workloads, strict=True):
         if conductor.stopped.is_set():
             break
