@@ -114,6 +114,7 @@ class MergedWeights:
         shapes = [spec.site_shape(site) for site in SITES] * spec.layers
         ends = list(accumulate(inputs * align_up(outputs, PANEL) * size for inputs, outputs in shapes))
         self._panels = huge_pages(ends[-1])
+        self._panels[:] = 0  # now: the first touch of memory costs several times what a merge does
         starts = np.array([0, *ends[:-1]], np.int64).reshape(spec.layers, len(SITES))
         self._places = starts + self._panels.ctypes.data
         self._base = loaded

@@ -59,6 +59,12 @@ async def test_residency_by_tier() -> None:
     assert loaded == [("a", "gpu", "8"), ("b", "gpu", "64"), ("a", "cpu", "8")]
 
 
+async def test_merges_are_counted_where_they_happen() -> None:
+    metrics = Metrics("org/base", max_loras=64, block_tokens=16, merges=lambda: 7)
+    assert samples(metrics)["caraserve:adapter_merges_total"] == [(LABELS, 7.0)]
+    assert samples(new_metrics())["caraserve:adapter_merges_total"] == [(LABELS, 0.0)]
+
+
 async def test_ten_thousand_adapters_do_not_swell_the_page() -> None:
     names = tuple(f"adapter-{index}-{'x' * 100}" for index in range(10_000))
     snapshot = FakeSnapshot(running_adapters=names, waiting_adapters=names, device_adapters=names, host_adapters=names)
