@@ -153,7 +153,7 @@ def build_cpu_backend(  # type: ignore[no-untyped-def]
         raise ConfigError(
             f"--max-model-len {model.max_model_len} is more than the model's {spec.max_position} positions"
         )
-    kv_bytes = _kv_bytes(spec, context, engine.kv_cache_bytes)
+    kv_bytes, lora_cpus = _kv_bytes(spec, context, engine.kv_cache_bytes), _lora_cpus(lora)
     read = dummy_reader(engine.seed, dtype) if model.load_format == "dummy" else folder_reader(model.model)
     with _progress("weights", progress_steps(spec)) as advance:
         loaded = load_model(spec, dtype, context, read, advance)
@@ -165,7 +165,7 @@ def build_cpu_backend(  # type: ignore[no-untyped-def]
         max_context=context,
         kv_cache_bytes=kv_bytes,
         host_bytes=lora.max_host_adapters_bytes,
-        lora_cpus=_lora_cpus(lora),
+        lora_cpus=lora_cpus,
     )
     backend = CpuBackend(spec, loaded, sizes, trace)
     started_s = time.monotonic()

@@ -138,8 +138,10 @@ class CpuBackend:
         result: SimpleQueue[RoundTrip | None] = SimpleQueue()
         batch, arrays = one_segment(slot, tokens, self._shape.layers)
         records = self._loaded.model, self._buffers.record, self._lora, batch
+        self.workers.watch(True)
         self._jobs.put(lambda: result.put(round_trip(*records, self.workers)))
         outcome = result.get()
+        self.workers.watch(False)
         del arrays  # alive until now: the record has their addresses
         return outcome
 
