@@ -98,17 +98,18 @@ async def serve(fake: Fake, started: Callable[[int], None], ended: Callable[[], 
         await runner.cleanup()
 
 
+def _say(port: int) -> None:
+    sys.stdout.write(f"{port}\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
     """Serves until standard input closes."""
     models = tuple(sys.argv[1:]) or Fake().models
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
-        await serve(
-            Fake(models=models),
-            lambda port: print(port, flush=True),
-            lambda: loop.run_in_executor(None, sys.stdin.read),
-        )
+        await serve(Fake(models=models), _say, lambda: loop.run_in_executor(None, sys.stdin.read))
 
     asyncio.run(run())
 
