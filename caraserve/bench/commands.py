@@ -72,6 +72,12 @@ def _add_modes(kinds: Any) -> None:
     group.add_argument("--repeats", type=int, default=3, help="of every mode")
     group.add_argument("--resident", type=int, metavar="N", help="adapters on the device at once (default a quarter)")
     group.add_argument("--emulate-link-mb-per-s", type=float, metavar="MB", help="bandwidth to the device")
+    group.add_argument(
+        "--cores-used",
+        type=float,
+        metavar="X",
+        help="choose the rate so that `cached` keeps X cores busy (default: by this machine's capacity)",
+    )
     _add_random_model(group)
     LoadOptions.add_arguments(modes)
     ReportOptions.add_arguments(modes)
@@ -165,6 +171,7 @@ def _bench_modes(args: argparse.Namespace) -> int:
         targets=args.targets,
         dtype=args.dtype,
         emulate_link_mb_per_s=args.emulate_link_mb_per_s,
+        cores_used=args.cores_used,
         serve=args.serve_arguments,
     )
     return finish("modes", lambda: bench_modes(options, load, report), report, _asked(args))

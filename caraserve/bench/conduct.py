@@ -53,7 +53,7 @@ class Conductor:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._player: Player | None = None
-        self._console = Console(stderr=True, highlight=False)
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self.stopped = asyncio.Event()
 
     def say(self, text: str) -> None:

@@ -6,6 +6,7 @@ one, and each mode's latencies are set against those of `cached` in the same rep
 
 import asyncio
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,13 +19,15 @@ from caraserve.bench.objective import objective
 from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, with_rate
 from caraserve.bench.records import Run
 from caraserve.bench.serve_run import Measured
-from caraserve.bench.servers import Synthetic, make_synthetic, own_server, working_folder
+from caraserve.bench.servers import OwnServer, Synthetic, busy_s, make_synthetic, own_server, working_folder
 from caraserve.bench.workload.build import WorkloadSpec, build
 from caraserve.bench.workload.presets import find_preset
 from caraserve.errors import ConfigError
 
 BASELINE = "cached"
 _ALL_ON_DEVICE = ("cached", "merged")
+_CALM_CORES = 0.2  # used by others: more is said in the report
+_ALONE_REQUESTS = 12  # one after another, to see what one costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class ModesOptions:
     targets: str
     dtype: str
     emulate_link_mb_per_s: float | None
+    cores_used: float | None  # by the server in `cached`, by which the rate is chosen; None: by capacity
     serve: tuple[str, ...]  # more arguments of `caraserve serve`, for every mode
 
 
@@ -53,7 +57,7 @@ async def bench_modes(options: ModesOptions, load: LoadOptions, report: ReportOp
     with interruptible(conductor), working_folder() as folder:
         bench = await asyncio.to_thread(_prepared, options, load, folder, measured.notes)
         spec = bench.spec
-        if load.auto_rate or load.request_rate is None:
+        if load.auto_rate or load.request_rate is None or options.cores_used is not None:
             rate = await _rate(conductor, bench, load, measured.notes)
             spec = spec if conductor.stopped.is_set() else with_rate(spec, rate)
         for note in measured.notes:
@@ -62,7 +66,8 @@ async def bench_modes(options: ModesOptions, load: LoadOptions, report: ReportOp
             turn = repeat % len(options.modes)
             for mode in (*options.modes[turn:], *options.modes[:turn]):
                 if not conductor.stopped.is_set():
-                    measured.runs.append(await _run(conductor, bench, mode, replace(spec, seed=load.seed + repeat)))
+                    repeated = replace(spec, seed=load.seed + repeat)
+                    measured.runs.append(await _run(conductor, bench, mode, repeated, measured.notes))
     measured.runs.sort(key=lambda run: (run.label != BASELINE, options.modes.index(run.label)))
     return measured
 
@@ -121,35 +126,57 @@ def _prepared(options: ModesOptions, load: LoadOptions, folder: Path, notes: lis
     return _Prepared(options, made, folder / "registry.sqlite", spec, resident)
 
 
-async def _run(conductor: Conductor, bench: _Prepared, mode: str, spec: WorkloadSpec) -> Run:
+async def _run(conductor: Conductor, bench: _Prepared, mode: str, spec: WorkloadSpec, notes: list[str]) -> Run:
     """A fresh server in this mode: warmed up, then given the load."""
-    async with own_server(bench.arguments(mode)) as url:
-        endpoint = await _endpoint(url, bench.made.names)
+    async with own_server(bench.arguments(mode)) as server:
+        endpoint = await _endpoint(server, bench.made.names)
         workload = build(spec)
         await conductor.warm(endpoint, bench.made.names, workload)
-        return await conductor.play(endpoint, workload, bench.made.names, mode)
+        ours_s, busy_before_s = server.cpu_s() + time.process_time(), busy_s()
+        run = await conductor.play(endpoint, workload, bench.made.names, mode)
+        ours_s = server.cpu_s() + time.process_time() - ours_s
+        elsewhere = (busy_s() - busy_before_s - ours_s) / run.wall_s if run.wall_s else 0.0
+    if elsewhere > _CALM_CORES:
+        notes.append(f"While {mode} was measured (seed {spec.seed}), other programs used {elsewhere:.1f} cores.")
+    return run
 
 
-async def _endpoint(url: str, names: Sequence[str]) -> Endpoint:
-    return await find_endpoint(url, "openai", None, tuple(names))
+async def _endpoint(server: OwnServer, names: Sequence[str]) -> Endpoint:
+    return await find_endpoint(server.url, "openai", None, tuple(names))
 
 
 async def _rate(conductor: Conductor, bench: _Prepared, load: LoadOptions, notes: list[str]) -> float:
-    """The share of this machine's capacity that the setting had of its own machine's."""
-    preset = find_preset(load.preset) if load.preset is not None else None
-    probe = replace(with_rate(bench.spec, math.inf), num_requests=PROBE_REQUESTS, duration_s=None)
-    async with own_server(bench.arguments(BASELINE)) as url:
-        endpoint = await _endpoint(url, bench.made.names)
-        await conductor.warm(endpoint, bench.made.names, build(probe))
-        run = await conductor.play(endpoint, build(probe), bench.made.names, "capacity", CONCURRENCY)
+    """Requests a second: by the cores that they are to keep busy, or by the share of the capacity that the setting had
+    of its own machine's. NaN when interrupted."""
+    by_cores = bench.options.cores_used is not None
+    count, concurrency = (_ALONE_REQUESTS, 1) if by_cores else (PROBE_REQUESTS, CONCURRENCY)
+    probe = build(replace(with_rate(bench.spec, math.inf), num_requests=count, duration_s=None))
+    async with own_server(bench.arguments(BASELINE)) as server:
+        endpoint = await _endpoint(server, bench.made.names)
+        await conductor.warm(endpoint, bench.made.names, probe)
+        cpu_s = server.cpu_s()
+        run = await conductor.play(endpoint, probe, bench.made.names, "calibration", concurrency)
+        cpu_s = server.cpu_s() - cpu_s
     if conductor.stopped.is_set():
         return math.nan
+    if bench.options.cores_used is not None:
+        rate = bench.options.cores_used * count / cpu_s
+        notes.append(
+            f"A request alone takes {1000 * cpu_s / count:.0f} ms of CPU here, so {rate:.3g} requests/s keep "
+            f"{bench.options.cores_used:g} cores busy."
+        )
+        return rate
+    return _by_capacity(run, bench.spec, load, notes)
+
+
+def _by_capacity(run: Run, spec: WorkloadSpec, load: LoadOptions, notes: list[str]) -> float:
+    preset = find_preset(load.preset) if load.preset is not None else None
     try:
         capacity = capacity_per_s(run)
     except ValueError as error:
         raise ConfigError(f"--rate-scale auto: {error}") from None
     share = share_of_capacity(preset)
-    asked = f"The setting's {bench.spec.rate:g} requests/s are" if preset is not None else "The load is"
+    asked = f"The setting's {spec.rate:g} requests/s are" if preset is not None else "The load is"
     notes.append(
         f"This machine bears {capacity:.3g} requests/s with {CONCURRENCY} under way and every adapter on the device. "
         f"{asked} taken for {share:.0%} of the capacity, which is {share * capacity:.3g} requests/s here."

@@ -102,8 +102,8 @@ async def _reached(target: Target, arguments: Sequence[str] | None) -> AsyncIter
         assert target.url is not None
         yield await find_endpoint(target.url, target.backend, target.api_key, target.lora_modules)
         return
-    async with own_server(arguments) as url:
-        yield await find_endpoint(url, target.backend, os.environ.get("CARASERVE_API_KEY"), target.lora_modules)
+    async with own_server(arguments) as server:
+        yield await find_endpoint(server.url, target.backend, os.environ.get("CARASERVE_API_KEY"), target.lora_modules)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import re
 import shutil
 import sys
@@ -62,9 +63,38 @@ def make_synthetic(
     return Synthetic(tuple(arguments), tuple(paths), int(_ROOM * sum(file.stat().st_size for file in files)))
 
 
+@dataclass(frozen=True, slots=True)
+class OwnServer:
+    """A server that is ready."""
+
+    url: str
+    pid: int
+
+    def cpu_s(self) -> float:
+        """CPU time so far of the server and its CPU LoRA workers."""
+        parents, ticks = {}, {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue  # it has ended meanwhile
+            pid = int(stat.parent.name)
+            parents[pid], ticks[pid] = int(fields[1]), int(fields[11]) + int(fields[12])
+        family = {self.pid}
+        while found := {pid for pid, parent in parents.items() if parent in family} - family:
+            family |= found
+        return sum(ticks.get(pid, 0) for pid in family) / os.sysconf("SC_CLK_TCK")
+
+
+def busy_s() -> float:
+    """CPU time of the whole machine so far, what its host took from it included."""
+    user, nice, system, _idle, _iowait, *others = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    return sum(map(int, (user, nice, system, *others))) / os.sysconf("SC_CLK_TCK")
+
+
 @asynccontextmanager
-async def own_server(arguments: Sequence[str]) -> AsyncIterator[str]:
-    """A fresh server on a free port; its URL once it is ready. Ended when left, whatever happens.
+async def own_server(arguments: Sequence[str]) -> AsyncIterator[OwnServer]:
+    """A fresh server on a free port, once it is ready. Ended when left, whatever happens.
 
     Raises BackendFailed with the end of its output when it does not get ready.
     """
@@ -88,7 +118,7 @@ async def own_server(arguments: Sequence[str]) -> AsyncIterator[str]:
             said = b"".join(output).decode("utf-8", "replace").strip()
             raise BackendFailed(f"the server ended before it was ready:\n{said}")
         reading = asyncio.create_task(_keep_reading(process.stdout, output))
-        yield url
+        yield OwnServer(url, process.pid)
     finally:
         await asyncio.shield(_end(process))
         if reading is not None:
