@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from caraserve.cpu import simd
 from caraserve.cpu.adapters import DeviceAdapters, Image
 from caraserve.cpu.buffers import Buffers
+from caraserve.cpu.jit import kernel
 from caraserve.cpu.merged import MergedWeights
 from caraserve.cpu.records import NUM_WEIGHTS, WQ
 from caraserve.cpu.team import Team
@@ -60,8 +62,12 @@ class Subject:
         return flat.reshape(-1, inputs, PANEL).swapaxes(1, 2).reshape(-1, inputs)[:outputs].copy()
 
 
-def subject(dtype: Dtype = Dtype.F32, threads: int = 2) -> Subject:
-    loaded = load_model(SPEC, dtype, 64, dummy_reader(0, dtype), lambda: None)
+def zeros(name: str, shape: tuple[int, ...]) -> tuple[NDArray[np.generic], Dtype]:
+    return np.zeros(shape, np.float32), Dtype.F32
+
+
+def subject(dtype: Dtype = Dtype.F32, threads: int = 2, *, zero: bool = False) -> Subject:
+    loaded = load_model(SPEC, dtype, 64, zeros if zero else dummy_reader(0, dtype), lambda: None)
     adapters = DeviceAdapters(SPEC, 4)
     buffers = Buffers(loaded.model, 8, 8, threads, 1 << 16, ())
     lora = buffers.lora_record(adapters.addresses())
@@ -168,9 +174,11 @@ def test_a_slot_that_is_bound_anew_is_merged_anew(unbound: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.F16])
-def test_sums_are_rounded_to_the_nearest_weight_and_ties_to_the_even_one(dtype: Dtype) -> None:
-    """Weights of all sizes, subnormal ones among them, plus an adapter whose products are exact."""
-    here = subject(dtype, threads=1)
+@pytest.mark.parametrize("zero", [False, True])
+def test_sums_are_rounded_to_the_nearest_weight_and_ties_to_the_even_one(dtype: Dtype, zero: bool) -> None:
+    """An adapter whose products are exact and of all sizes, subnormal ones among them; alone, many of them lie halfway
+    between two weights."""
+    here = subject(dtype, threads=1, zero=zero)
     spans, ends = lay_out(SPEC, Dtype.F32, {(0, "q_proj"): (1, 1.0)})
     data = aligned_bytes(ends[-1])
     data[:] = 0
@@ -178,15 +186,42 @@ def test_sums_are_rounded_to_the_nearest_weight_and_ties_to_the_even_one(dtype: 
     rng = np.random.default_rng(0)
     exponents = np.arange(inputs) % 36 - 20  # of what is added, from below the least fp16 to near the largest
     data[spans[0].a_offset :].view(np.float32)[:inputs] = 2.0 ** (exponents - 11)
-    b = np.zeros((-(-outputs // PANEL), spans[0].padded_rank, PANEL), np.float32)
-    b[:, 0].reshape(-1)[:outputs] = rng.integers(-2047, 2048, outputs)
+    row = np.zeros(align_up(outputs, PANEL), np.float32)
+    row[:outputs] = rng.integers(-2047, 2048, outputs)
+    b = np.zeros((len(row) // PANEL, spans[0].padded_rank, PANEL), np.float32)
+    b[:, 0] = row.reshape(-1, PANEL)
     data[spans[0].b_offset :].view(np.float32)[: b.size] = b.reshape(-1)
     image = Image.empty(HostAdapter(AdapterSpec("d", Dtype.F32, 1, ("q_proj",), ends, spans), data))
     image.data[:] = data
     image.arrive(SPEC.layers)
     here.adapters.bind(SLOT, image)
-    added = np.outer(b[:, 0].reshape(-1)[:outputs], 2.0 ** (exponents - 11)).astype(np.float32)
+    added = np.outer(row[:outputs], 2.0 ** (exponents - 11)).astype(np.float32)
     base = to_float32(here.panels(here.loaded.model, 0, "q_proj"), dtype)
     expected = convert(base + added, Dtype.F32, dtype)
     assert here.panels(here.model(), 0, "q_proj").tobytes() == expected.tobytes()
     here.team.close()
+
+
+@pytest.mark.parametrize("converts", [False, True])
+def test_fp16_weights_are_rounded_alike_with_and_without_the_cpus_help(
+    monkeypatch: pytest.MonkeyPatch, converts: bool
+) -> None:
+    """All fp16 numbers, what lies halfway between two, and the fp32 numbers on either side of those."""
+    if not converts:
+        monkeypatch.setattr(simd, "_CONVERTS_HALF", False)
+    _, store = simd.weight_ops(simd.DTYPE_F16)
+    vload = simd.vload
+
+    @kernel
+    def narrow(x, count, y):  # type: ignore[no-untyped-def]
+        for i in range(0, count, 16):
+            store(y + 2 * i, vload(x + 4 * i))
+
+    exact = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
+    halfway = (exact + np.append(exact[1:], np.float32(65536))) / 2
+    values = np.concatenate([exact, halfway, np.nextafter(halfway, 0), np.nextafter(halfway, np.float32(1e9)), [1e9]])
+    values = np.resize(np.concatenate([values, -values]).astype(np.float32), align_up(2 * len(values), 16))
+    narrowed = np.zeros(len(values), np.uint16)
+    narrow(values.ctypes.data, len(values), narrowed.ctypes.data)
+    with np.errstate(over="ignore"):
+        assert narrowed.tobytes() == values.astype(np.float16).tobytes()

@@ -126,6 +126,17 @@ def test_an_adapter_in_debt_is_not_merged() -> None:
     assert rule.choose([3] * SEQS) == Choice(None, tuple(range(SEQS)))
 
 
+def test_serving_a_favoured_adapter_ends_the_merging() -> None:
+    """When it has been served, it takes all requests again to merge one."""
+    rule = poor_rule()
+    rule.choose([3] * SEQS)
+    rule.choose([3] * 6 + [5, 7])
+    iterations_passed_over(rule, [3] * 6 + [5] * 2, 5)
+    assert rule.credits_of(3) > 0
+    assert rule.choose([3] * 6 + [7] * 2).merged is None
+    assert rule.choose([3] * SEQS).merged == 3
+
+
 def test_a_favoured_adapter_pays_those_whom_it_displaces_and_is_favoured_until_half_of_it_is_spent() -> None:
     rule, adapters = poor_rule(), [3] * SEQS + [5] * 2
     rule.choose([3] * SEQS)
