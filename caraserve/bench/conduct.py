@@ -75,6 +75,8 @@ class Conductor:
         try:
             if self.stopped.is_set():
                 return Run(label, (), 0.0, interrupted=True)
+            if not self._console.is_terminal:
+                self.say(f"{label}: sending {player.live.total} requests")
             with self._showing(label, player.live) as shown:
                 watching = asyncio.create_task(show_while(player, shown, _SHOW_S))
                 try:

@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from caraserve.bench.options import ReportOptions
-from caraserve.bench.report.compare import compare, draw_comparison
-from caraserve.bench.report.files import document, load_document, save
+from caraserve.bench.report.compare import compare, draw
+from caraserve.bench.report.files import document, load_saved, save
 from caraserve.bench.report.summary import summarize
 from caraserve.bench.report.tables import tables
 from caraserve.bench.serve_run import Measured
 from caraserve.bench.workload.presets import find_preset, load_presets
-from caraserve.errors import BackendFailed
+from caraserve.errors import BackendFailed, ConfigError
 
 _INTERRUPTED = 130  # as shells have it
 
@@ -36,9 +36,9 @@ def finish(
     for summary in summaries:
         for reason in summary.invalid_because:
             console.print(f"{summary.label}: not valid: {reason}")
-    told = document(kind, measured.runs, summaries, asked, measured.notes)
+    told = document(kind, summaries, asked, measured.notes)
     if report.save is not None:
-        for path in save(report.save, told, measured.runs):
+        for path in save(report.save, told, measured.runs, summaries):
             console.print(f"written: {path}")
     sys.stdout.write(json.dumps(told) + "\n")
     return _INTERRUPTED if not measured.runs or any(run.interrupted for run in measured.runs) else 0
@@ -50,12 +50,20 @@ async def _awaited(measure: Callable[[], Awaitable[Measured]]) -> Measured:
 
 def show_comparison(a: Path, b: Path, folder: Path | None) -> int:
     """Two saved reports beside one another."""
-    comparison = compare(load_document(a), load_document(b))
+    comparison = compare(load_saved(a), load_saved(b))
     console = _console()
     for table in comparison.tables():
         console.print(table)
     if folder is not None:
-        console.print(f"drawn in {draw_comparison(comparison, folder)}")
+        drawn = draw(comparison)
+        if drawn is None:
+            raise ConfigError("--save needs matplotlib to draw: install the package's `plot` extra")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "compare.png").write_bytes(drawn.png)
+        except OSError as error:
+            raise ConfigError(f"--save {folder}: {error.strerror}") from error
+        console.print(f"drawn in {folder / 'compare.png'}")
     return 0
 
 

@@ -15,6 +15,7 @@ from caraserve.bench.conduct import Conductor, interruptible
 from caraserve.bench.objective import objective
 from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, with_rate
 from caraserve.bench.records import Run, Workload
+from caraserve.bench.report.figures import SWEEP_MARK
 from caraserve.bench.report.slo import Slo
 from caraserve.bench.report.summary import summarize
 from caraserve.bench.servers import make_synthetic, own_server, working_folder
@@ -91,7 +92,7 @@ async def _play(
         if conductor.stopped.is_set():
             break
         shown = label or endpoint.base_model
-        shown = shown if len(rates) == 1 else f"{shown} at {each:g}/s"
+        shown = shown if len(rates) == 1 else f"{shown}{SWEEP_MARK}{each:g}/s"
         measured.runs.append(await conductor.play(endpoint, workload, names, shown))
 
 

@@ -1,0 +1,78 @@
+"""Runs of one workload beside one another: each mean latency as a ratio to the first mode's. Pure.
+
+Repeats of a mode share its label. The n-th repeat of a mode is set against the n-th of the first one, since the two
+were measured one after the other: what the machine did meanwhile touches both alike.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from caraserve.bench.report.summary import Summary
+
+RATIO_METRICS = ("ttft", "tpt", "e2e")  # what the papers report
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """To the first mode, over repeats."""
+
+    mean: float
+    spread: float | None  # standard deviation over repeats; None: one repeat says nothing of it
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """One mode beside the first."""
+
+    label: str
+    repeats: int
+    valid: bool  # all of them
+    mean_ms: dict[str, float]  # by metric, over repeats
+    ratios: dict[str, Ratio]  # by metric; those that both have
+
+
+def by_label(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
+    """Repeats together, in the order of their first."""
+    grouped: dict[str, list[Summary]] = {}
+    for summary in summaries:
+        grouped.setdefault(summary.label, []).append(summary)
+    return grouped
+
+
+def beside(summaries: Sequence[Summary]) -> tuple[Beside, ...]:
+    """A line for each label; the first one's ratios are 1."""
+    grouped = by_label(summaries)
+    if not grouped:
+        return ()
+    first = next(iter(grouped.values()))
+    return tuple(
+        Beside(
+            label,
+            len(repeats),
+            all(summary.valid for summary in repeats),
+            {name: value for name in RATIO_METRICS if (value := _mean(repeats, name)) is not None},
+            {name: ratio for name in RATIO_METRICS if (ratio := _ratio(repeats, first, name)) is not None},
+        )
+        for label, repeats in grouped.items()
+    )
+
+
+def _mean(repeats: Sequence[Summary], metric: str) -> float | None:
+    found = [value for summary in repeats if (value := mean_ms(summary, metric)) is not None]
+    return statistics.fmean(found) if found else None
+
+
+def _ratio(repeats: Sequence[Summary], first: Sequence[Summary], metric: str) -> Ratio | None:
+    # An interrupted benchmark may have one repeat more of the first mode than of the last.
+    pairs = [(mean_ms(mine, metric), mean_ms(base, metric)) for mine, base in zip(repeats, first, strict=False)]
+    ratios = [mine / base for mine, base in pairs if mine is not None and base]
+    if not ratios:
+        return None
+    return Ratio(statistics.fmean(ratios), statistics.stdev(ratios) if len(ratios) > 1 else None)
+
+
+def mean_ms(summary: Summary, metric: str) -> float | None:
+    """The run's mean TTFT, TPT, …, where it has one."""
+    found = getattr(summary.latency, metric)
+    return None if found is None else float(found.mean_ms)

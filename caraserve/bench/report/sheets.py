@@ -1,0 +1,138 @@
+"""What stands in a report's tables, as text; `tables.py` shows it on a terminal, `html.py` in a page. Pure."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from caraserve.bench.report.ratios import RATIO_METRICS, Ratio, beside
+from caraserve.bench.report.summary import Distribution, Group, Summary
+
+NONE = "–"
+
+DEFINITIONS = (
+    "TTFT: from sending to the first token. E2E: from sending to the last byte.",
+    "TPOT: (E2E − TTFT) ÷ (tokens − 1). TPT: E2E ÷ tokens, so it contains queueing and prefill, as in the papers.",
+    "ITL: every gap between successive tokens; tokens of one event have a gap of 0.",
+    "Latencies are of complete answers; percentiles interpolate between the two nearest requests.",
+    "Decode interruption: a gap of more than 1.5 × the run's median gap (of gaps above 0); lost in it is what exceeds "
+    "the median, shown as a share of the time between first and last tokens.",
+    "Lost to cold starts: (load + stalled) ÷ E2E, as far as the server says where the time went.",
+    "SLO attainment: the share of all requests sent that met every limit; a failed request meets none. Goodput: those "
+    "requests a second.",
+    "A run is valid if its requests were sent at most 1 % of the mean gap between due times late, on average.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """A table: its first `left` columns hold words, the others figures."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    left: int = 1
+    note: str = ""
+
+
+def summary_sheets(summary: Summary) -> Iterator[Sheet]:
+    """All of one run."""
+    yield Sheet(summary.label, ("", "value"), tuple(_facts(summary)))
+    yield latency_sheet(summary)
+    if summary.errors:
+        rows = tuple((kind, str(count)) for kind, count in summary.errors.items())
+        yield Sheet("Failures", ("kind", "requests"), rows)
+    if len(summary.ranks) > 1:
+        yield _group_sheet("By rank", "rank", summary.ranks)
+    if len(summary.adapters) > 1:
+        yield _group_sheet("By adapter", "adapter", summary.adapters)
+
+
+def latency_sheet(summary: Summary) -> Sheet:
+    """TTFT to E2E over mean and percentiles."""
+    named = [(name, getattr(summary.latency, name.lower())) for name in ("TTFT", "TPOT", "TPT", "ITL", "E2E")]
+    percentiles = next((list(found.percentiles_ms) for _, found in named if found is not None), [])
+    rows = tuple((name, *_latency_cells(found, percentiles)) for name, found in named)
+    return Sheet("Latency, ms", ("", "mean", *percentiles), rows)
+
+
+def _latency_cells(found: Distribution | None, percentiles: Sequence[str]) -> list[str]:
+    if found is None:
+        return [NONE] * (len(percentiles) + 1)
+    return [number(found.mean_ms), *(number(found.percentiles_ms[name]) for name in percentiles)]
+
+
+def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
+    yield "valid", "yes" if summary.valid else "NO: " + " ".join(summary.invalid_because)
+    if summary.interrupted:
+        yield "interrupted", "yes: of what was sent until then"
+    yield "requests", f"{summary.sent:,} sent, {summary.completed:,} complete, {summary.failed:,} failed"
+    yield "duration", f"{summary.wall_s:,.1f} s"
+    offered = NONE if summary.offered_per_s is None else f"{summary.offered_per_s:.2f}"
+    yield "requests/s", f"{summary.requests_per_s:.2f} complete, {offered} by the schedule"
+    yield "tokens/s", f"{summary.output_tokens_per_s:,.1f} output, {summary.total_tokens_per_s:,.1f} with prompts"
+    if (late := summary.lateness) is not None:
+        share = NONE if late.share_of_gap is None else f"{late.share_of_gap:.2%}"
+        times = f"{late.mean_ms:.2f} ms mean, {late.p99_ms:.2f} ms p99, {late.max_ms:.2f} ms at most"
+        yield "sent late", f"{times}; mean is {share} of the mean gap"
+    yield "lost to cold starts", percent(summary.cold_start_share)
+    if (pauses := summary.interruptions) is not None:
+        each = f"{pauses.median_per_request:g} median, {pauses.mean_per_request:.2f} mean"
+        yield "decode interruptions", f"{each} a request; gaps above {number(pauses.threshold_ms)} ms"
+        yield "decode time lost in them", percent(pauses.lost_share_of_decode)
+    if (kept := summary.attainment) is not None:
+        each = ", ".join(f"{name.upper()} {share:.1%}" for name, share in kept.by_limit.items())
+        yield "SLO", str(kept.slo)
+        yield "SLO attainment", f"{kept.share:.1%} ({each})"
+        yield "goodput", f"{kept.goodput_per_s:.2f} requests/s"
+
+
+def _group_sheet(title: str, kind: str, groups: Sequence[Group]) -> Sheet:
+    judged = any(group.attainment is not None for group in groups)
+    heads = ["rank"] if kind == "adapter" else ["adapters"]
+    heads += ["requests", "failed", "TTFT mean", "TTFT p95", "TPT mean", "E2E mean"]
+    rows = []
+    for group in groups:
+        second = _rank(group) if kind == "adapter" else str(group.members)
+        times = (group.ttft_mean_ms, group.ttft_p95_ms, group.tpt_mean_ms, group.e2e_mean_ms)
+        row = [group.name, second, f"{group.requests:,}", str(group.failed), *(optional(value) for value in times)]
+        rows.append((*row, percent(group.attainment)) if judged else tuple(row))
+    attained = ("SLO attainment",) if judged else ()
+    return Sheet(f"{title}, ms", (kind, *heads, *attained), tuple(rows))
+
+
+def _rank(group: Group) -> str:
+    return NONE if group.rank is None else str(group.rank)
+
+
+def beside_sheet(summaries: Sequence[Summary]) -> Sheet:
+    """Several runs, with ratios to the first: what the papers' bars show."""
+    rows = []
+    for line in beside(summaries):
+        row = [line.label if line.valid else f"{line.label} (not valid)", str(line.repeats)]
+        for metric in RATIO_METRICS:
+            row += [optional(line.mean_ms.get(metric)), _ratio(line.ratios.get(metric))]
+        rows.append(tuple(row))
+    heads = [head for metric in RATIO_METRICS for head in (f"{metric.upper()}, ms", "ratio")]
+    note = "Ratio of means to the first line's; ± is the standard deviation over repeats, each set against the same "
+    note += "repeat of the first line."
+    return Sheet("Beside one another", ("mode", "repeats", *heads), tuple(rows), note=note)
+
+
+def _ratio(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return NONE
+    return f"{ratio.mean:.3f}" if ratio.spread is None else f"{ratio.mean:.3f} ± {ratio.spread:.3f}"
+
+
+def number(value: float) -> str:
+    """At least three digits that mean something: `0.123`, `12.3`, `1,234`."""
+    if value == 0:
+        return "0"
+    return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def optional(value: float | None) -> str:
+    return NONE if value is None else number(value)
+
+
+def percent(share: float | None) -> str:
+    return NONE if share is None else f"{share:.1%}"

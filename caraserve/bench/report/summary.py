@@ -1,0 +1,294 @@
+"""Everything that is said of one run, from its records. Pure; times in ms unless the name says otherwise.
+
+Only complete answers count, except where failures are counted and in attainment, which no failed request reaches.
+Percentiles interpolate linearly between the two nearest requests.
+
+A *decode interruption* is a pause between two successive tokens of an answer of more than 1.5 times the run's median
+gap. The median is over all gaps of complete answers that are longer than 0, since tokens of one event have none between
+them. What is lost in an interruption is its excess over that median; the share lost relates the sum of these to the
+time between first and last tokens. The median of the same run is the yardstick, so that runs of several models or
+batch sizes have each their own; a run that is interrupted in half of its steps would hide it, and shows in TPOT.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from caraserve.bench.records import RequestRecord, Run
+from caraserve.bench.report.columns import Bools, Columns, Floats
+from caraserve.bench.report.slo import Slo, met
+
+INTERRUPTION_FACTOR = 1.5
+MAX_LATE_SHARE = 0.01  # of the mean gap between due times; a later sender has shaped the load it was to measure
+_TOP_ADAPTERS = 20
+_DRAWN_PERCENTILE = 95.0  # sweeps and ranks are drawn of it
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Of one kind of latency."""
+
+    count: int
+    mean_ms: float
+    percentiles_ms: dict[str, float]  # by name, as p95; ascending
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """None where no answer has such a time."""
+
+    ttft: Distribution | None  # from sending to the first token
+    tpot: Distribution | None  # (e2e - ttft) / (tokens - 1)
+    tpt: Distribution | None  # e2e / tokens: the papers' time per token, queueing and prefill included
+    itl: Distribution | None  # every gap between successive tokens
+    e2e: Distribution | None  # from sending to the last byte
+
+
+@dataclass(frozen=True, slots=True)
+class Lateness:
+    """How far the sender was behind its own schedule."""
+
+    mean_ms: float
+    p99_ms: float
+    max_ms: float
+    mean_gap_ms: float | None  # between due times; None where all were due at once or there is only one
+    share_of_gap: float | None  # mean lateness over mean gap
+
+
+@dataclass(frozen=True, slots=True)
+class Interruptions:
+    """As the module's docstring defines them."""
+
+    median_gap_ms: float
+    threshold_ms: float
+    mean_per_request: float
+    median_per_request: float
+    p95_per_request: float
+    lost_share_of_decode: float
+
+
+@dataclass(frozen=True, slots=True)
+class Attainment:
+    """Shares of all requests sent, and requests a second that met every limit."""
+
+    slo: Slo
+    share: float
+    goodput_per_s: float
+    by_limit: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The requests of an adapter, of a rank, or of all adapters that the table has no room for."""
+
+    name: str
+    members: int  # adapters in it
+    rank: int | None  # None: the base model, or several
+    requests: int
+    failed: int
+    ttft_mean_ms: float | None
+    ttft_p95_ms: float | None
+    tpt_mean_ms: float | None
+    e2e_mean_ms: float | None
+    attainment: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One run. `valid` says whether the load was what it was meant to be; `invalid_because`, a sentence each."""
+
+    label: str
+    sent: int
+    completed: int
+    failed: int
+    errors: dict[str, int]  # failures by kind, most first
+    interrupted: bool
+    wall_s: float
+    offered_per_s: float | None  # as the schedule has it
+    requests_per_s: float  # completed
+    output_tokens_per_s: float
+    total_tokens_per_s: float  # prompts included
+    latency: Latency
+    lateness: Lateness | None
+    valid: bool
+    invalid_because: tuple[str, ...]
+    cold_start_share: float | None  # (load + stalled) / e2e, over requests whose server says; None: none does
+    interruptions: Interruptions | None
+    attainment: Attainment | None
+    adapters: tuple[Group, ...]  # most requests first, then the others as one
+    ranks: tuple[Group, ...]  # ascending, the base model first
+
+
+def summarize(run: Run, slo: Slo | None = None, percentiles: Sequence[float] = (50, 90, 95, 99)) -> Summary:
+    """All of it; the 95th percentile is added to those asked for."""
+    columns = Columns.of(run.records)
+    wanted = tuple(sorted({*map(float, percentiles), _DRAWN_PERCENTILE}))
+    lateness = _lateness(columns)
+    reasons = tuple(_reasons(columns, lateness))
+    completed = int(columns.ok.sum())
+    output_tokens = int(columns.output_tokens[columns.ok].sum())
+    kept = None if slo is None else met(slo, columns)["all"]
+    return Summary(
+        label=run.label,
+        sent=len(run.records),
+        completed=completed,
+        failed=len(run.records) - completed,
+        errors=dict(Counter(record.error for record in run.records if record.error is not None).most_common()),
+        interrupted=run.interrupted,
+        wall_s=run.wall_s,
+        offered_per_s=None if lateness is None or not lateness.mean_gap_ms else 1e3 / lateness.mean_gap_ms,
+        requests_per_s=_per_s(completed, run),
+        output_tokens_per_s=_per_s(output_tokens, run),
+        total_tokens_per_s=_per_s(output_tokens + int(columns.prompt_tokens[columns.ok].sum()), run),
+        latency=_latency(columns, wanted),
+        lateness=lateness,
+        valid=not reasons,
+        invalid_because=reasons,
+        cold_start_share=_cold_start_share(run.records),
+        interruptions=_interruptions(columns),
+        attainment=None if slo is None else _attainment(slo, columns, run),
+        adapters=_by_adapter(run.records, columns, kept),
+        ranks=_by_rank(run.records, columns, kept),
+    )
+
+
+def distribution(values: Floats, percentiles: Sequence[float]) -> Distribution | None:
+    """Of those that are not NaN; None if there are none."""
+    known = values[~np.isnan(values)]
+    if not known.size:
+        return None
+    found = np.percentile(known, percentiles)
+    named = {f"p{wanted:g}": float(value) for wanted, value in zip(percentiles, found, strict=True)}
+    return Distribution(int(known.size), float(known.mean()), named)
+
+
+def _latency(columns: Columns, percentiles: Sequence[float]) -> Latency:
+    ok = columns.ok
+    return Latency(
+        ttft=distribution(columns.ttft_ms[ok], percentiles),
+        tpot=distribution(columns.tpot_ms[ok], percentiles),
+        tpt=distribution(columns.tpt_ms[ok], percentiles),
+        itl=distribution(columns.gaps()[0], percentiles),
+        e2e=distribution(columns.e2e_ms[ok], percentiles),
+    )
+
+
+def _lateness(columns: Columns) -> Lateness | None:
+    if not columns.sent_s.size:
+        return None
+    late_ms = 1e3 * np.maximum(columns.sent_s - columns.due_s, 0.0)
+    gap_ms = 1e3 * float(np.ptp(columns.due_s)) / max(columns.due_s.size - 1, 1)
+    mean_ms = float(late_ms.mean())
+    return Lateness(
+        mean_ms=mean_ms,
+        p99_ms=float(np.percentile(late_ms, 99)),
+        max_ms=float(late_ms.max()),
+        mean_gap_ms=gap_ms or None,
+        share_of_gap=mean_ms / gap_ms if gap_ms else None,
+    )
+
+
+def _reasons(columns: Columns, lateness: Lateness | None) -> list[str]:
+    reasons = []
+    if lateness is None:
+        reasons.append("No request was sent.")
+    elif not columns.ok.any():
+        reasons.append("No request was answered.")
+    if lateness is not None and lateness.share_of_gap is not None and lateness.share_of_gap > MAX_LATE_SHARE:
+        reasons.append(
+            f"Requests were sent {lateness.mean_ms:.2f} ms late on average, {lateness.share_of_gap:.1%} of the mean "
+            f"gap of {lateness.mean_gap_ms:.2f} ms between due times; up to {MAX_LATE_SHARE:.0%} would do."
+        )
+    return reasons
+
+
+def _cold_start_share(records: Sequence[RequestRecord]) -> float | None:
+    lost_ms = e2e_ms = 0.0
+    for record in records:
+        phases = dict(record.phases)
+        if record.error is None and "load" in phases:
+            lost_ms += phases["load"] + phases.get("stalled", 0.0)
+            e2e_ms += 1e3 * record.e2e_s
+    return lost_ms / e2e_ms if e2e_ms > 0 else None
+
+
+def _interruptions(columns: Columns) -> Interruptions | None:
+    gaps_ms, whose = columns.gaps()
+    between_events = gaps_ms[gaps_ms > 0]
+    if not between_events.size:
+        return None
+    median_ms = float(np.median(between_events))
+    long = gaps_ms > INTERRUPTION_FACTOR * median_ms
+    decoding = np.unique(whose)  # an answer of one token cannot be interrupted
+    each = np.bincount(whose[long], minlength=columns.ok.size)[decoding]
+    return Interruptions(
+        median_gap_ms=median_ms,
+        threshold_ms=INTERRUPTION_FACTOR * median_ms,
+        mean_per_request=float(each.mean()),
+        median_per_request=float(np.median(each)),
+        p95_per_request=float(np.percentile(each, 95)),
+        lost_share_of_decode=float((gaps_ms[long] - median_ms).sum() / gaps_ms.sum()),
+    )
+
+
+def _attainment(slo: Slo, columns: Columns, run: Run) -> Attainment:
+    kept = met(slo, columns)
+    shares = {name: float(mask.mean()) if mask.size else 0.0 for name, mask in kept.items()}
+    every = shares.pop("all")
+    return Attainment(slo, every, _per_s(int(kept["all"].sum()), run), shares)
+
+
+def _by_adapter(records: Sequence[RequestRecord], columns: Columns, kept: Bools | None) -> tuple[Group, ...]:
+    counts = Counter(record.model for record in records)
+    ranks = {record.model: record.rank for record in records}
+    models = sorted(counts, key=lambda model: (-counts[model], model))
+    top, rest = models[:_TOP_ADAPTERS], models[_TOP_ADAPTERS:]
+    place = {model: index for index, model in enumerate(models)}
+    at = np.array([place[record.model] for record in records], np.int64)
+    groups = [_group(model, 1, ranks[model], at == index, columns, kept) for index, model in enumerate(top)]
+    if rest:
+        groups.append(_group(f"{len(rest)} others", len(rest), None, at >= len(top), columns, kept))
+    return tuple(groups)
+
+
+def _by_rank(records: Sequence[RequestRecord], columns: Columns, kept: Bools | None) -> tuple[Group, ...]:
+    adapters: dict[int | None, set[str]] = {}
+    for record in records:
+        adapters.setdefault(record.rank, set()).add(record.model)
+    of = np.array([-1 if record.rank is None else record.rank for record in records], np.int64)
+    ranks = sorted(adapters, key=lambda rank: -1 if rank is None else rank)
+    return tuple(
+        _group(
+            "base model" if rank is None else str(rank),
+            len(adapters[rank]),
+            rank,
+            of == (-1 if rank is None else rank),
+            columns,
+            kept,
+        )
+        for rank in ranks
+    )
+
+
+def _group(name: str, members: int, rank: int | None, chosen: Bools, columns: Columns, kept: Bools | None) -> Group:
+    ok = chosen & columns.ok
+    ttft = distribution(columns.ttft_ms[ok], (_DRAWN_PERCENTILE,))
+    tpt, e2e = distribution(columns.tpt_ms[ok], ()), distribution(columns.e2e_ms[ok], ())
+    return Group(
+        name=name,
+        members=members,
+        rank=rank,
+        requests=int(chosen.sum()),
+        failed=int((chosen & ~columns.ok).sum()),
+        ttft_mean_ms=None if ttft is None else ttft.mean_ms,
+        ttft_p95_ms=None if ttft is None else ttft.percentiles_ms["p95"],
+        tpt_mean_ms=None if tpt is None else tpt.mean_ms,
+        e2e_mean_ms=None if e2e is None else e2e.mean_ms,
+        attainment=None if kept is None else float(kept[chosen].mean()),
+    )
+
+
+def _per_s(count: int, run: Run) -> float:
+    return count / run.wall_s if run.wall_s > 0 else 0.0

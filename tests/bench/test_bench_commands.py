@@ -1,0 +1,147 @@
+"""`caraserve bench serve`, `modes`, `compare` and `presets` as people run them."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+FAKE = Path(__file__).with_name("fake_endpoint.py")
+PROFILE = Path(__file__).parents[1] / "profile.json"
+QUICK = ("--num-prompts", "12", "--request-rate", "100", "--random-input-len", "8", "--random-output-len", "4")
+
+
+def bench(*arguments: str, mark: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "caraserve", "bench", *arguments]
+    env = os.environ | {"CARASERVE_TEST_MARK": mark}
+    return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, env=env)
+
+
+def last_line(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
+    assert done.returncode == 0, done.stderr
+    document: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return document
+
+
+def alive(mark: str) -> list[str]:
+    """Processes that were started, by whomever, with this mark in their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"CARASERVE_TEST_MARK={mark}".encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    command = [sys.executable, str(FAKE), "ttft-5-tpot-1"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.kill()
+
+
+def test_any_endpoint_is_measured_and_the_report_saved(url: str, tmp_path: Path) -> None:
+    done = bench("serve", "--url", url, *QUICK, "--slo", "ttft:1000", "--save", str(tmp_path))
+    document = last_line(done)
+    assert json.loads((tmp_path / "serve.json").read_text()) == document
+    rows = list(csv.DictReader((tmp_path / "requests.csv").read_text().splitlines()))
+    assert len(rows) == 12
+    assert "<html" in (tmp_path / "report.html").read_text()
+    assert "TTFT" in done.stdout
+
+
+def test_the_report_says_how_to_run_it_again_without_the_key(url: str) -> None:
+    done = bench("serve", "--url", url, *QUICK, "--api-key", "sesame", "--seed", "7")
+    document = last_line(done)
+    assert document["seed"] == 7
+    assert document["arguments"]["num_prompts"] == 12  # type: ignore[index]
+    assert "sesame" not in done.stdout
+
+
+def test_several_rates_are_several_runs(url: str) -> None:
+    rates = ("--num-prompts", "8", "--random-output-len", "2", "--request-rate", "50", "100")
+    document = last_line(bench("serve", "--url", url, *rates))
+    assert len(document["runs"]) == 2  # type: ignore[arg-type]
+
+
+def test_without_an_endpoint_a_server_is_started_and_ended() -> None:
+    mark = uuid.uuid4().hex
+    arguments = ("serve", *QUICK, "--slo-scale", "100", "--", "--loading-mode", "ondemand", "--cpu-threads", "1")
+    document = last_line(bench(*arguments, mark=mark))
+    run = document["runs"][0]  # type: ignore[index]
+    assert (run["sent"], run["failed"]) == (12, 0)
+    assert run["attainment"]["share"] == 1.0
+    assert {group["rank"] for group in run["ranks"]} <= {4, 8, 16, 32, 64}
+    assert alive(mark) == []
+
+
+def test_interrupted_it_reports_what_it_has_and_leaves_no_process() -> None:
+    mark = uuid.uuid4().hex
+    command = [sys.executable, "-m", "caraserve", "bench", "modes", "--random-model", "10M", "--adapters", "2"]
+    command += ["--modes", "cached,ondemand", "--repeats", "2", "--request-rate", "20", "--num-prompts", "400"]
+    env, pipe = os.environ | {"CARASERVE_TEST_MARK": mark}, subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True, env=env) as process:
+        try:
+            assert process.stderr is not None
+            while "sending" not in process.stderr.readline():
+                assert process.poll() is None
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+            printed, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130, errors
+    document = json.loads(printed.splitlines()[-1])
+    assert [run["interrupted"] for run in document["runs"]] == [True]
+    assert "Traceback" not in errors
+    assert alive(mark) == []
+
+
+def test_modes_are_set_against_cached(tmp_path: Path) -> None:
+    modes = ("--modes", "cached,pipelined,merged", "--repeats", "1", "--resident", "1", "--emulate-link-mb-per-s", "50")
+    load = ("--random-model", "10M", "--adapters", "4", "--ranks", "4,8", *QUICK)
+    done = bench("modes", *modes, *load, "--save", str(tmp_path), "--", "--profile", str(PROFILE), "--cpu-threads", "1")
+    document = last_line(done)
+    assert [run["label"] for run in document["runs"]] == ["cached", "pipelined", "merged"]  # type: ignore[attr-defined]
+    assert all(run["failed"] == 0 for run in document["runs"])  # type: ignore[attr-defined]
+    assert "50 MB/s" in done.stderr
+    again = bench("compare", str(tmp_path / "modes.json"), str(tmp_path / "modes.json"))
+    assert again.returncode == 0, again.stderr
+    assert "1.000" in again.stdout
+
+
+def test_presets_say_what_their_papers_leave_unsaid() -> None:
+    assert "toppings-s1" in bench("presets").stdout
+    assert "no duration" in bench("presets", "toppings-s1").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("serve", "--url", "http://127.0.0.1:1"), "127.0.0.1:1"),
+        (("serve", "--preset", "toppings-s9"), "toppings-s9"),
+        (("serve", "--lora-assignment", "zipf"), "zipf"),
+        (("serve", "--slo", "speed:9"), "speed:9"),
+        (("serve", "--trace", "azure-llm:nowhere.csv"), "nowhere.csv"),
+        (("serve", "--", "--loading-mode", "magic"), "magic"),
+        (("modes", "--modes", "ondemand"), "cached"),
+        (("compare", "nowhere.json", "nowhere.json"), "nowhere.json"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else value,
+)
+def test_what_cannot_be_run_is_refused_with_its_reason(arguments: tuple[str, ...], complaint: str) -> None:
+    done = bench(*arguments)
+    assert done.returncode in (1, 2)
+    assert complaint in done.stderr
+    assert "Traceback" not in done.stderr
