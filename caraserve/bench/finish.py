@@ -19,6 +19,7 @@ from caraserve.bench.workload.presets import find_preset, load_presets
 from caraserve.errors import BackendFailed, ConfigError
 
 _INTERRUPTED = 130  # as shells have it
+_WIDTH = 200  # of tables in a file or a pipe
 
 
 def finish(
@@ -98,4 +99,6 @@ def show_presets(name: str | None) -> int:
 
 
 def _console() -> Console:
-    return Console(soft_wrap=True, highlight=False, markup=False)
+    """As wide as the terminal; elsewhere nothing is folded."""
+    width = None if sys.stdout.isatty() else _WIDTH
+    return Console(width=width, soft_wrap=True, highlight=False, markup=False)

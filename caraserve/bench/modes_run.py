@@ -84,15 +84,14 @@ class _Prepared:
 
     def arguments(self, mode: str) -> tuple[str, ...]:
         """Of `caraserve serve`."""
-        count = max(1, len(self.made.names))
-        held = count if mode in _ALL_ON_DEVICE else self.resident
+        held = None if mode in _ALL_ON_DEVICE else self.resident
         link = self.options.emulate_link_mb_per_s
         return (
             *self.made.arguments,
             *("--registry", str(self.registry)),
             *("--loading-mode", mode),
-            *("--max-device-adapters-bytes", str(max(1, self.made.adapter_bytes * held // count))),
-            *("--max-host-adapters-bytes", str(2 * self.made.adapter_bytes + (256 << 20))),
+            *("--max-device-adapters-bytes", str(self.made.room_bytes(held))),
+            *("--max-host-adapters-bytes", str(2 * self.made.room_bytes() + (256 << 20))),
             *(("--emulate-link-mb-per-s", f"{link:g}") if link is not None else ()),
             *self.options.serve,
         )
@@ -112,7 +111,7 @@ def _prepared(options: ModesOptions, load: LoadOptions, folder: Path, notes: lis
     if resident > count:
         raise ConfigError(f"--resident {resident}: there are only {count} adapters")
     link = options.emulate_link_mb_per_s
-    mean_bytes = made.adapter_bytes / max(1, count)
+    mean_bytes = made.room_bytes() / max(1, count)
     notes.append(
         f"{model} with random weights in {options.dtype}; {count} adapters of "
         f"{mean_bytes / 1e6:.1f} MB on average, {resident} of them on the device at once except in "

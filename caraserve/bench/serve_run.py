@@ -128,12 +128,12 @@ def _own(target: Target, load: LoadOptions, folder: Path, notes: list[str]) -> _
     workload = build(spec)
     context = load.max_model_len or _longest(workload)
     made = make_synthetic(folder, model, target.dtype, context, workload.ranks, TARGETS[target.targets])
-    arguments = (*made.arguments, *registry, *_host_room(made.adapter_bytes))
-    device_bytes = max(1, made.adapter_bytes)
+    arguments = (*made.arguments, *registry, *_host_room(made.room_bytes()))
+    device_bytes = made.room_bytes()
     cached = (*arguments, *_DEVICE, str(device_bytes), "--loading-mode", "cached")
     if spec.popularity.drops_after_use and made.names:
         resident = min(len(made.names), max(_LEAST_RESIDENT, len(made.names) // _RESIDENT_SHARE))
-        device_bytes = device_bytes * resident // len(made.names)
+        device_bytes = made.room_bytes(resident)
         notes.append(
             f"The device holds {resident} of {len(made.names)} adapters, so that each has left it when its turn comes."
         )

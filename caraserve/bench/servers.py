@@ -15,12 +15,12 @@ from pathlib import Path
 
 from caraserve.bench.synthetic import SHAPES, write_adapters, write_model
 from caraserve.errors import BackendFailed, ConfigError
+from caraserve.model.layout import Dtype, lay_out
 
 _READY = re.compile(rb"ready at (http://\S+)")
 _START_S = 600.0  # a large model is read from a slow disk
 _END_S = 10.0
 _KEPT_LINES = 20  # of its output, to show when it fails
-_ROOM = 1.1  # adapters are padded to whole cache lines
 
 
 @contextmanager
@@ -39,7 +39,11 @@ class Synthetic:
 
     arguments: tuple[str, ...]  # of `caraserve serve`
     names: tuple[str, ...]  # of the adapters
-    adapter_bytes: int  # of all of them on the device
+    sizes: tuple[int, ...]  # of the adapters on the device, bytes
+
+    def room_bytes(self, count: int | None = None) -> int:
+        """For so many adapters on the device, whichever they are; None: for all."""
+        return max(1, sum(sorted(self.sizes, reverse=True)[:count]))
 
 
 def make_synthetic(
@@ -56,11 +60,14 @@ def make_synthetic(
         )
     except OSError as error:
         raise ConfigError(f"adapters cannot be written to {folder}: {error.strerror}") from error
-    files = [path / "adapter_model.safetensors" for path in paths.values()]
+    modules = {rank: [(layer, site) for layer in range(spec.layers) for site in targets] for rank in set(ranks)}
+    bytes_of = {
+        rank: lay_out(spec, Dtype.F16, dict.fromkeys(places, (rank, 1.0)))[1][-1] for rank, places in modules.items()
+    }
     arguments = [str(folder / "model"), "--load-format", "dummy", "--served-model-name", model, "--dtype", dtype]
     if paths:
         arguments += ["--adapters-dir", str(folder / "adapters")]
-    return Synthetic(tuple(arguments), tuple(paths), int(_ROOM * sum(file.stat().st_size for file in files)))
+    return Synthetic(tuple(arguments), tuple(paths), tuple(bytes_of[rank] for rank in ranks))
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,11 @@ def test_pieces_may_be_cut_anywhere(cuts: list[int]) -> None:
     assert answer.token_s[0] == min(end for end in ends if end >= first_whole)
 
 
+def test_tokens_without_text_count_by_their_ids() -> None:
+    stream = b'data: {"choices":[{"text":"","token_ids":[0],"finish_reason":"length"}]}\n\n'
+    assert decode(OpenAICompletions("base"), answered((1.0, stream))).token_s == (1.0,)
+
+
 def test_chat_counts_content_and_not_its_role() -> None:
     stream = b"".join(
         b"data: " + json.dumps({"choices": [{"delta": delta, "finish_reason": None}]}).encode() + b"\r\n\r\n"

@@ -112,10 +112,8 @@ def test_groups_by_rank_and_adapter() -> None:
     )
     summary = summarize(Run("groups", records, 1.0))
     assert [(group.rank, group.requests) for group in summary.ranks] == [(None, 1), (64, 2)]
-    assert [(group.name, group.ttft_mean_ms) for group in summary.adapters] == [
-        ("a", pytest.approx(200)),
-        ("base", pytest.approx(200)),
-    ]
+    assert [group.name for group in summary.adapters] == ["a", "base"]
+    assert [group.ttft_mean_ms for group in summary.adapters] == pytest.approx([200, 200])
 
 
 def test_a_run_without_an_answer_has_no_latencies() -> None:

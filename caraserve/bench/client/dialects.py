@@ -124,7 +124,10 @@ def _openai_body(base: str, asked: Asked, output_tokens: int) -> dict[str, Any]:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    return body | {"ignore_eos": True} if asked.ignore_eos else body  # vLLM's extension: others may refuse the word
+    if not asked.ignore_eos:
+        return body
+    # vLLM's extensions, which others may refuse. Ids make an event even of tokens that have no text.
+    return body | {"ignore_eos": True, "return_token_ids": True}
 
 
 def _read_openai(event: dict[str, Any]) -> Said:
