@@ -70,15 +70,15 @@ def bench_lora(parts: Sequence[str], cores: Sequence[int] | None, effort: Effort
         _make(save)
     report = LoraReport(effort.hidden, tuple(cores))
     console = Console(stderr=True)
-    if not console.is_terminal:
-        console.print(f"measuring {', '.join(parts)} on cores {', '.join(map(str, cores))}")
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("measuring", total=_steps(parts, effort, len(cores)))
-        try:
+    try:
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+            task = progress.add_task("measuring", total=_steps(parts, effort, len(cores)))
+            if not console.is_terminal:
+                console.print(f"measuring {', '.join(parts)} on cores {', '.join(map(str, cores))}")
             _measure(report, parts, effort, lambda: progress.advance(task))
             report.complete = True
-        except KeyboardInterrupt:
-            console.print("interrupted: the points measured so far follow")
+    except KeyboardInterrupt:
+        console.print("interrupted: the points measured so far follow")
     _show(report, save)
 
 
