@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from caraserve import demo
+from caraserve.bench.commands import bench_parser
+from caraserve.bench.workload.presets import find_preset
 from caraserve.config import EngineConfig, HttpConfig, LoraConfig, ModelConfig
 
 ROOT = Path(__file__).parent.parent
@@ -37,6 +39,11 @@ def serve_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def bench_kinds() -> dict[str, argparse.ArgumentParser]:
+    kinds = next(action for action in bench_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(kinds.choices)
+
+
 def test_the_two_commands_stand_at_the_top() -> None:
     first = blocks("bash")[0]
     assert [line.split()[0] for line in first.splitlines()] == ["scripts/serve", "scripts/test"]
@@ -44,7 +51,7 @@ def test_the_two_commands_stand_at_the_top() -> None:
 
 def test_every_command_is_one_of_ours_or_curl() -> None:
     lines = [line for block in blocks("bash") for line in block.replace("\\\n", " ").splitlines() if line]
-    assert {line.split()[0] for line in lines} == {"scripts/serve", "scripts/test", "curl"}
+    assert {line.split()[0] for line in lines} == {"scripts/serve", "scripts/test", "curl", ".venv/bin/caraserve"}
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"\b(?:scripts|caraserve|tests)/[\w./]+\w", TEXT))))
@@ -62,10 +69,18 @@ def test_serve_options_exist(arguments: list[str]) -> None:
     serve_parser().parse_args(arguments)
 
 
+@pytest.mark.parametrize("arguments", commands(".venv/bin/caraserve"), ids=shlex.join)
+def test_benchmarks_exist_with_their_options(arguments: list[str]) -> None:
+    assert arguments[0] == "bench"
+    args = bench_parser().parse_args(arguments[1:])
+    if getattr(args, "preset", None) is not None:
+        assert find_preset(args.preset).name
+
+
 @pytest.mark.parametrize("option", sorted(set(re.findall(r"`(--[\w-]+)`", TEXT))))
 def test_options_named_in_the_text_exist(option: str) -> None:
-    options = {name for action in serve_parser()._actions for name in action.option_strings}
-    assert option in options
+    parsers = [serve_parser(), *bench_kinds().values()]
+    assert option in {name for parser in parsers for action in parser._actions for name in action.option_strings}
 
 
 @pytest.mark.parametrize("arguments", commands("curl"), ids=shlex.join)

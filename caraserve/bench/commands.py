@@ -20,14 +20,15 @@ def run_benchmark(argv: Sequence[str]) -> int:
     """`caraserve bench` with these arguments; those after `--` are for `caraserve serve`. Returns the exit code."""
     at = list(argv).index("--") if "--" in argv else len(argv)
     ours, theirs = argv[:at], argv[at + 1 :]
-    args = _parser().parse_args(ours)
+    args = bench_parser().parse_args(ours)
     if theirs and not args.takes_serve_arguments:
-        _parser().error(f"bench {ours[0]} takes nothing after --")
+        bench_parser().error(f"bench {ours[0]} takes nothing after --")
     args.serve_arguments = tuple(theirs)
     return int(args.run(args))
 
 
-def _parser() -> argparse.ArgumentParser:
+def bench_parser() -> argparse.ArgumentParser:
+    """Of `caraserve bench`, up to `--`."""
     bench = argparse.ArgumentParser(prog="caraserve bench", description="Measures a server, or this machine.")
     bench.set_defaults(takes_serve_arguments=False)
     kinds = bench.add_subparsers(title="benchmarks", required=True, metavar="KIND")

@@ -9,6 +9,9 @@ from rich.table import Table
 
 from caraserve.bench.lora.handover import RoundTripPoint, ThreadsPoint
 from caraserve.bench.lora.kernels import KernelPoint
+from caraserve.units import ceil_div
+
+_COLUMNS = 3  # of panels in the figure
 
 
 def tables(
@@ -82,9 +85,13 @@ def draw(
     from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
 
     dtypes = list(dict.fromkeys(point.dtype for point in kernels))
-    panels = len(dtypes) + bool(round_trips) + bool(threads)
-    figure = Figure(figsize=(4.2 * max(panels, 1), 4.2), layout="constrained")
-    axes = iter(figure.subplots(1, max(panels, 1), squeeze=False)[0])
+    panels = max(1, len(dtypes) + bool(round_trips) + bool(threads))
+    columns, rows = min(panels, _COLUMNS), ceil_div(panels, _COLUMNS)
+    figure = Figure(figsize=(4.2 * columns, 3.8 * rows), layout="constrained")
+    places = figure.subplots(rows, columns, squeeze=False).flat
+    for spare in places[panels:]:
+        spare.set_axis_off()
+    axes = iter(places)
     for dtype in dtypes:
         _draw_kernels(next(axes), dtype, [point for point in kernels if point.dtype == dtype])
     if round_trips:
@@ -124,7 +131,7 @@ def _draw_round_trips(axes: Any, points: Sequence[RoundTripPoint]) -> None:
         [f"{tokens} tokens\n{workers} worker{'s' * (workers > 1)}" for workers, tokens in kinds],
         fontsize=8,
     )
-    axes.set(ylabel="µs beyond computing", title="hand-over")
+    axes.set(ylabel="µs beyond computing", title="hand-over", yscale="log")
     axes.legend(fontsize=8)
 
 
