@@ -32,7 +32,7 @@ def finish(
         raise BackendFailed(f"the endpoint is gone: {error.strerror or error}") from error
     summaries = [summarize(run, measured.slo, report.percentiles) for run in measured.runs]
     console = _console()
-    for table in tables(summaries):
+    for table in tables(summaries, report.percentile_metrics):
         console.print(table)
     for summary in summaries:
         for reason in summary.invalid_because:

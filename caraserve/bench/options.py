@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
+from caraserve.bench.report.sheets import LATENCIES
 from caraserve.bench.synthetic import SHAPES
 from caraserve.bench.workload.arrivals import FORMS as ARRIVALS
 from caraserve.bench.workload.arrivals import parse_arrivals
@@ -208,6 +209,7 @@ class ReportOptions:
     slo: str | None
     slo_scale: float | None
     percentiles: tuple[float, ...]
+    percentile_metrics: tuple[str, ...]
     save: Path | None
 
     @staticmethod
@@ -224,6 +226,13 @@ class ReportOptions:
             default=(50.0, 90.0, 95.0, 99.0),
             metavar="LIST",
             help="percentiles of every latency (default 50,90,95,99)",
+        )
+        group.add_argument(
+            "--percentile-metrics",
+            type=_metrics,
+            default=LATENCIES,
+            metavar="LIST",
+            help=f"latencies on the terminal (default {','.join(LATENCIES)}); a saved report has all",
         )
         group.add_argument("--save", type=Path, metavar="DIR", help="folder for JSON, CSV, HTML and figures")
 
@@ -279,6 +288,14 @@ def _count(text: str) -> int:
 
 def _ranks(text: str) -> tuple[int, ...]:
     return tuple(_count(part.strip()) for part in text.split(","))
+
+
+def _metrics(text: str) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in text.split(","))
+    for name in names:
+        if name not in LATENCIES:
+            raise argparse.ArgumentTypeError(f"{name!r} is no latency; there are {', '.join(LATENCIES)}")
+    return names
 
 
 def _percentiles(text: str) -> tuple[float, ...]:

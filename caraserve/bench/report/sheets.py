@@ -33,10 +33,13 @@ class Sheet:
     note: str = ""
 
 
-def summary_sheets(summary: Summary) -> Iterator[Sheet]:
-    """All of one run."""
+LATENCIES = ("ttft", "tpot", "tpt", "itl", "e2e")
+
+
+def summary_sheets(summary: Summary, latencies: Sequence[str] = LATENCIES) -> Iterator[Sheet]:
+    """All of one run, of its latencies those named."""
     yield Sheet(summary.label, ("", "value"), tuple(_facts(summary)))
-    yield latency_sheet(summary)
+    yield latency_sheet(summary, latencies)
     if summary.errors:
         rows = tuple((kind, str(count)) for kind, count in summary.errors.items())
         yield Sheet("Failures", ("kind", "requests"), rows)
@@ -46,9 +49,9 @@ def summary_sheets(summary: Summary) -> Iterator[Sheet]:
         yield _group_sheet("By adapter", "adapter", summary.adapters)
 
 
-def latency_sheet(summary: Summary) -> Sheet:
+def latency_sheet(summary: Summary, latencies: Sequence[str]) -> Sheet:
     """TTFT to E2E over mean and percentiles."""
-    named = [(name, getattr(summary.latency, name.lower())) for name in ("TTFT", "TPOT", "TPT", "ITL", "E2E")]
+    named = [(name.upper(), getattr(summary.latency, name)) for name in latencies]
     percentiles = next((list(found.percentiles_ms) for _, found in named if found is not None), [])
     rows = tuple((name, *_latency_cells(found, percentiles)) for name, found in named)
     return Sheet("Latency, ms", ("", "mean", *percentiles), rows)

@@ -6,16 +6,16 @@ from rich.table import Table
 from rich.text import Text
 
 from caraserve.bench.report.ratios import by_label
-from caraserve.bench.report.sheets import Sheet, beside_sheet, summary_sheets
+from caraserve.bench.report.sheets import LATENCIES, Sheet, beside_sheet, summary_sheets
 from caraserve.bench.report.summary import Summary
 
 
-def tables(summaries: Sequence[Summary]) -> Iterator[Table]:
+def tables(summaries: Sequence[Summary], latencies: Sequence[str] = LATENCIES) -> Iterator[Table]:
     """Of one run all; of several, first how they stand beside one another, then each one's facts and latencies."""
     if len(by_label(summaries)) > 1:
         yield table(beside_sheet(summaries))
     for summary in summaries:
-        sheets = list(summary_sheets(summary))
+        sheets = list(summary_sheets(summary, latencies))
         for sheet in sheets if len(summaries) == 1 else sheets[:2]:
             yield table(sheet)
 
