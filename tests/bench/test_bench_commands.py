@@ -20,7 +20,7 @@ QUICK = ("--num-prompts", "12", "--request-rate", "100", "--random-input-len", "
 def bench(*arguments: str, mark: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "caraserve", "bench", *arguments]
     env = os.environ | {"CARASERVE_TEST_MARK": mark}
-    return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, env=env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
 
 
 def last_line(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
