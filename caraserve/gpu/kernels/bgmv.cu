@@ -1,0 +1,241 @@
+// LoRA of decode: y += scale · (x Aᵀ) B for rows of many adapters, each at its own rank. See items.py for the items.
+//
+// Two launches serve all projections that read the same x. A grid of any size walks a list of items of equal bytes; the
+// list, its length and the tables of weights are read on the device, so that one captured graph serves any batch.
+// K is always cut into four planes and every sum has one order, whatever else is in the batch: no atomics, nothing to
+// zero, and a row's bits depend on its own x and adapter alone. Weights lie as model/layout.py says.
+#include "common.cuh"
+
+constexpr int THREADS = 128;
+constexpr int PLANES = 4;
+constexpr int ROWS = 4;       // of one adapter that share a read of its weights
+constexpr int LOADS = 8;      // 16-byte loads that a thread has in flight
+constexpr int MAX_RANK = 512;
+constexpr int PANEL = 64;     // columns
+constexpr int A_COLUMNS = 16; // a row of A is padded to a multiple
+constexpr u32 EVERYONE = 0xffffffffu;
+
+struct Item {
+    int slot;
+    int shape;      // projection, and in the next byte how many rows
+    int first;      // shrink: rank row; expand: 16-byte vector of a row of B
+    int count;      // shrink: plane of K; expand: vectors
+    int row[ROWS];
+};
+
+// Tables of one group of projections: [projections, slots], the dtype [slots]. Rank 0: nothing to do.
+struct Tables {
+    const u64* address;
+    const int* rank;
+    const int* dtype;
+    const int* gate; // [slots] or null: not 0 where somebody else computes this layer
+    int slots;
+};
+
+DEVICE int planned_rank(const Tables& tables, const Item& item) {
+    const bool elsewhere = tables.gate != nullptr && tables.gate[item.slot] != 0;
+    return elsewhere ? 0 : (tables.rank[(item.shape & 0xff) * tables.slots + item.slot] + 7) / 8 * 8;
+}
+
+// Sums N values over a warp. Halves of the values change sides while there are two; afterwards lane l holds the sum
+// of value ⌊l · N / 32⌋. Every value is summed by the same tree wherever it ends.
+template <int N> DEVICE float fold(float (&value)[N], int lane) {
+    int offset = 16;
+#pragma unroll
+    for (int half = N / 2; half > 0; half /= 2) {
+        const bool upper = (lane & offset) != 0;
+#pragma unroll
+        for (int i = 0; i < half; i++) {
+            const float sent = upper ? value[i] : value[i + half];
+            const float kept = upper ? value[i + half] : value[i];
+            value[i] = kept + __shfl_xor_sync(EVERYONE, sent, offset);
+        }
+        offset /= 2;
+    }
+    float sum = value[0];
+#pragma unroll
+    for (int left = 16 / N; left > 0; left /= 2) sum += __shfl_xor_sync(EVERYONE, sum, left);
+    return sum;
+}
+
+// One plane of K for a few rank rows: two to a warp (one of fp32, whose rows are twice as long).
+template <int WEIGHT>
+DEVICE void shrink_item(const Item& item, const u8* a, const activation* x, i64 x_stride, int inputs, float* to,
+                        i64 to_stride) {
+    typedef Stored<WEIGHT> Weight;
+    constexpr int WIDTH = Weight::PER_LOAD, RANKS = WIDTH / 4, AHEAD = LOADS / RANKS;
+    const int lane = threadIdx.x % 32, rows = item.shape >> 8;
+    const int first = item.first + threadIdx.x / 32 * RANKS;
+    const int vectors = (inputs + A_COLUMNS - 1) / A_COLUMNS * A_COLUMNS / WIDTH;
+    const int plane = (vectors + PLANES - 1) / PLANES;
+    const int start = item.count * plane, end = min(start + plane, vectors);
+    a += (i64)first * vectors * 16;
+    float sum[RANKS * ROWS];
+#pragma unroll
+    for (int i = 0; i < RANKS * ROWS; i++) sum[i] = 0.0f;
+    for (int at = start + lane; at < end; at += 32 * AHEAD) {
+        uint4 weights[AHEAD][RANKS];
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+#pragma unroll
+            for (int r = 0; r < RANKS; r++) {
+                weights[j][r] = make_uint4(0, 0, 0, 0);
+                if (at + 32 * j < end) weights[j][r] = load_weights(a + ((i64)r * vectors + at + 32 * j) * 16);
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+            const int column = (at + 32 * j) * WIDTH;
+            if (at + 32 * j >= end) break;
+            float w[RANKS][WIDTH];
+#pragma unroll
+            for (int r = 0; r < RANKS; r++) Weight::unpack(weights[j][r], w[r]);
+#pragma unroll
+            for (int m = 0; m < ROWS; m++) {
+                if (m >= rows) break;
+                float v[WIDTH];
+                load_many(x + item.row[m] * x_stride + column, inputs - column, v);
+#pragma unroll
+                for (int i = 0; i < WIDTH; i++) {
+#pragma unroll
+                    for (int r = 0; r < RANKS; r++) sum[r * ROWS + m] = fmaf(v[i], w[r][i], sum[r * ROWS + m]);
+                }
+            }
+        }
+    }
+    const float total = fold(sum, lane);
+    constexpr int HOLDERS = 32 / (RANKS * ROWS);
+    const int value = lane / HOLDERS, m = value % ROWS;
+    if (lane % HOLDERS == 0 && m < rows) {
+        to[item.count * to_stride + first + value / ROWS] = total;
+    }
+}
+
+// part[plane, row, projection, rank] = x[row, K of the plane] · A[rank, K of the plane]
+KERNEL __launch_bounds__(THREADS, 5) bgmv_shrink(
+    const u64* a_table, const int* rank_table, const int* dtype_table, const int* gate, int slots, const Item* items,
+    const int* item_count, const activation* x, int x_stride, int inputs, float* part, int part_rows, int projections,
+    int max_rank) {
+    const Tables tables = {a_table, rank_table, dtype_table, gate, slots};
+    const int lane = threadIdx.x % 32;
+    for (int at = blockIdx.x; at < *item_count; at += gridDim.x) {
+        const Item item = items[at];
+        const int dtype = tables.dtype[item.slot], projection = item.shape & 0xff;
+        if (item.first >= planned_rank(tables, item)) continue;
+        const u8* a = (const u8*)tables.address[projection * slots + item.slot];
+        const i64 plane = (i64)part_rows * projections * max_rank;
+        const int m = dtype == 0 ? lane / 8 % ROWS : lane / 4 % ROWS; // whose sum this lane will hold, after `fold`
+        // The row's number comes from memory once more: registers cannot be chosen by lane.
+        float* to = part + ((i64)items[at].row[m] * projections + projection) * max_rank;
+        if (dtype == 0)
+            shrink_item<0>(item, a, x, x_stride, inputs, to, plane);
+        else if (dtype == 1)
+            shrink_item<1>(item, a, x, x_stride, inputs, to, plane);
+        else
+            shrink_item<2>(item, a, x, x_stride, inputs, to, plane);
+    }
+}
+
+// Where a projection's outputs lie in a row of y.
+struct Target {
+    int column;
+    int outputs;
+    float scale;
+};
+
+// A run of columns at all ranks. A thread reads one vector of eight rank rows; groups of eight are summed in shared
+// memory, in order. `row_numbers`: the item's rows in memory, where an index may be chosen at run time.
+template <int WEIGHT>
+DEVICE void expand_item(const Item& item, const int* row_numbers, const u8* b, int rank, const float* part, i64 part_plane, int part_stride,
+                        activation* y, i64 y_stride, Target target, float (&shrunk)[ROWS * MAX_RANK],
+                        float (&sums)[THREADS * 8]) {
+    typedef Stored<WEIGHT> Weight;
+    constexpr int WIDTH = Weight::PER_LOAD, PANEL_VECTORS = PANEL / WIDTH;
+    const int rows = item.shape >> 8, groups = rank / 8;
+    const int group = threadIdx.x / item.count, vector = item.first + threadIdx.x % item.count;
+    const bool active = group < groups;
+    uint4 weights[LOADS];
+    b += (((i64)(vector / PANEL_VECTORS) * rank + group * 8) * PANEL_VECTORS + vector % PANEL_VECTORS) * 16;
+#pragma unroll
+    for (int k = 0; k < LOADS; k++) {
+        weights[k] = make_uint4(0, 0, 0, 0);
+        if (active) weights[k] = load_weights(b + k * PANEL_VECTORS * 16);
+    }
+#pragma unroll
+    for (int m = 0; m < ROWS; m++) {
+        if (m >= rows) break;
+        const float* planes = part + (i64)item.row[m] * part_stride;
+        for (int r = threadIdx.x; r < rank; r += THREADS) {
+            float sum = planes[r];
+#pragma unroll
+            for (int plane = 1; plane < PLANES; plane++) sum += planes[plane * part_plane + r];
+            shrunk[m * rank + r] = sum;
+        }
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int m = 0; m < rows; m++) {
+        if (m > 0) __syncthreads(); // the row before has been read out of `sums`
+        if (active) {
+            float sum[WIDTH];
+#pragma unroll
+            for (int i = 0; i < WIDTH; i++) sum[i] = 0.0f;
+#pragma unroll
+            for (int k = 0; k < LOADS; k++) {
+                const float v = shrunk[m * rank + group * 8 + k];
+                float w[WIDTH];
+                Weight::unpack(weights[k], w);
+#pragma unroll
+                for (int i = 0; i < WIDTH; i++) sum[i] = fmaf(v, w[i], sum[i]);
+            }
+#pragma unroll
+            for (int i = 0; i < WIDTH; i++) sums[threadIdx.x * WIDTH + i] = sum[i];
+        }
+        __syncthreads(); // from here on `shrunk` is the next item's, whose first barrier frees `sums`
+        const int width = item.count * WIDTH, from = item.first * WIDTH;
+        activation* row = y + row_numbers[m] * y_stride + target.column + from;
+        for (int column = threadIdx.x * 4; column < width; column += THREADS * 4) {
+            float total[4], v[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) total[i] = sums[column + i];
+            for (int g = 1; g < groups; g++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) total[i] += sums[g * width + column + i];
+            }
+            if (from + column >= target.outputs) break; // the rest of a panel; up to there B has zeros
+            load_four(row + column, v);
+#pragma unroll
+            for (int i = 0; i < 4; i++) v[i] = fmaf(target.scale, total[i], v[i]);
+            store_four(row + column, v);
+        }
+    }
+}
+
+// y[row, columns of the projection] += scale · (Σ planes of part) B
+KERNEL __launch_bounds__(THREADS, 5) bgmv_expand(
+    const u64* b_table, const int* rank_table, const int* dtype_table, const float* scale_table, const int* gate,
+    int slots, const Item* items, const int* item_count, const float* part, int part_rows, int projections,
+    int max_rank, activation* y, int y_stride, int column0, int column1, int column2, int outputs0, int outputs1,
+    int outputs2) {
+    __shared__ __align__(16) float shrunk[ROWS * MAX_RANK];
+    __shared__ __align__(16) float sums[THREADS * 8];
+    const Tables tables = {b_table, rank_table, dtype_table, gate, slots};
+    for (int at = blockIdx.x; at < *item_count; at += gridDim.x) {
+        const Item item = items[at];
+        const int rank = planned_rank(tables, item), dtype = tables.dtype[item.slot], projection = item.shape & 0xff;
+        if (rank == 0) continue;
+        const u8* b = (const u8*)tables.address[projection * slots + item.slot];
+        const Target target = {projection == 0 ? column0 : projection == 1 ? column1 : column2,
+                               projection == 0 ? outputs0 : projection == 1 ? outputs1 : outputs2,
+                               scale_table[projection * slots + item.slot]};
+        const int part_stride = projections * max_rank;
+        const float* from = part + projection * max_rank;
+        const i64 plane = (i64)part_rows * part_stride;
+        if (dtype == 0)
+            expand_item<0>(item, items[at].row, b, rank, from, plane, part_stride, y, y_stride, target, shrunk, sums);
+        else if (dtype == 1)
+            expand_item<1>(item, items[at].row, b, rank, from, plane, part_stride, y, y_stride, target, shrunk, sums);
+        else
+            expand_item<2>(item, items[at].row, b, rank, from, plane, part_stride, y, y_stride, target, shrunk, sums);
+    }
+}

@@ -1,0 +1,178 @@
+// What all kernels share: numbers in their storage types, and the memory operations that C++ has no words for.
+//
+// NVRTC compiles these files without any system header. Every piece of PTX stands in this file under
+// CARASERVE_ON_HOST, where tests put functions of the same names: the kernels themselves are plain C++.
+// ACTIVATION, WEIGHT codes are those of model/layout.py's Dtype: 0 fp32, 1 bf16, 2 fp16.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#ifndef CARASERVE_ON_HOST
+#define KERNEL extern "C" __global__ void
+#define DEVICE static __device__ __forceinline__
+#define DEVICE_MEMBER __device__ __forceinline__
+
+// Weights are read once: they must not push activations out of L1.
+DEVICE uint4 load_weights(const void* at) {
+    uint4 v;
+    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
+    return v;
+}
+
+// Host memory whose address is used again and again: past every cache that could hold an older value.
+DEVICE uint4 load_from_host(const void* at) {
+    uint4 v;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
+    return v;
+}
+
+DEVICE i64 load_acquire(const i64* at) {
+    i64 v;
+    asm volatile("ld.acquire.sys.global.s64 %0, [%1];" : "=l"(v) : "l"(at) : "memory");
+    return v;
+}
+
+DEVICE u32 load_acquire(const u32* at) {
+    u32 v;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+    return v;
+}
+
+DEVICE void store_release(i64* at, i64 v) {
+    asm volatile("st.release.sys.global.s64 [%0], %1;" : : "l"(at), "l"(v) : "memory");
+}
+
+DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" : : : "memory"); }
+
+// Adds one; orders what this block has done before what the block that adds last does after.
+DEVICE u32 count_in(u32* at) {
+    u32 v;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(v) : "l"(at) : "memory");
+    return v;
+}
+
+DEVICE void nap() { asm volatile("nanosleep.u32 100;"); }
+
+DEVICE u64 now_ns() {
+    u64 v;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(v));
+    return v;
+}
+
+DEVICE float from_half(u16 bits) {
+    float v;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"(bits));
+    return v;
+}
+
+DEVICE u16 to_half(float v) {
+    u16 bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(v));
+    return bits;
+}
+
+DEVICE u16 to_bfloat(float v) {
+    u16 bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(v));
+    return bits;
+}
+#endif
+
+DEVICE float from_bfloat(u32 bits) { return __uint_as_float(bits << 16); }
+
+// PER_LOAD: how many numbers of a type come with one 16-byte load.
+template <int DTYPE> struct Stored;
+
+template <> struct Stored<0> {
+    static constexpr int PER_LOAD = 4;
+    typedef float type;
+    static DEVICE_MEMBER void unpack(uint4 v, float* to) {
+        to[0] = __uint_as_float(v.x), to[1] = __uint_as_float(v.y);
+        to[2] = __uint_as_float(v.z), to[3] = __uint_as_float(v.w);
+    }
+    static DEVICE_MEMBER float widen(float v) { return v; }
+    static DEVICE_MEMBER float narrow(float v) { return v; }
+};
+
+template <> struct Stored<1> {
+    static constexpr int PER_LOAD = 8;
+    typedef u16 type;
+    static DEVICE_MEMBER void unpack(uint4 v, float* to) {
+        const u32 pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            to[2 * i] = __uint_as_float(pairs[i] << 16);
+            to[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
+        }
+    }
+    static DEVICE_MEMBER float widen(u16 v) { return from_bfloat(v); }
+    static DEVICE_MEMBER u16 narrow(float v) { return to_bfloat(v); }
+};
+
+template <> struct Stored<2> {
+    static constexpr int PER_LOAD = 8;
+    typedef u16 type;
+    static DEVICE_MEMBER void unpack(uint4 v, float* to) {
+        const u32 pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            to[2 * i] = from_half((u16)(pairs[i] & 0xffff));
+            to[2 * i + 1] = from_half((u16)(pairs[i] >> 16));
+        }
+    }
+    static DEVICE_MEMBER float widen(u16 v) { return from_half(v); }
+    static DEVICE_MEMBER u16 narrow(float v) { return to_half(v); }
+};
+
+#ifdef ACTIVATION
+typedef Stored<ACTIVATION> Activation;
+typedef Activation::type activation;
+
+// Four neighbouring activations, the first on a multiple of four. Rows are readable to a multiple of 16.
+DEVICE void load_four(const activation* at, float* to) {
+#if ACTIVATION == 0
+    Activation::unpack(*(const uint4*)at, to);
+#else
+    const uint2 v = *(const uint2*)at;
+    to[0] = Activation::widen((u16)(v.x & 0xffff)), to[1] = Activation::widen((u16)(v.x >> 16));
+    to[2] = Activation::widen((u16)(v.y & 0xffff)), to[3] = Activation::widen((u16)(v.y >> 16));
+#endif
+}
+
+DEVICE void store_four(activation* at, const float* v) {
+#if ACTIVATION == 0
+    uint4 wide;
+    wide.x = __float_as_uint(v[0]), wide.y = __float_as_uint(v[1]);
+    wide.z = __float_as_uint(v[2]), wide.w = __float_as_uint(v[3]);
+    *(uint4*)at = wide;
+#else
+    uint2 packed;
+    packed.x = Activation::narrow(v[0]) | (u32)Activation::narrow(v[1]) << 16;
+    packed.y = Activation::narrow(v[2]) | (u32)Activation::narrow(v[3]) << 16;
+    *(uint2*)at = packed;
+#endif
+}
+
+// The activations that meet one load of weights. From `count` on they read as zero: what lies behind a row is not ours,
+// and may be no number at all.
+template <int WIDTH> DEVICE void load_many(const activation* at, int count, float (&to)[WIDTH]) {
+#if ACTIVATION != 0
+    if (WIDTH == 8)
+        Activation::unpack(*(const uint4*)at, to);
+    else
+#endif
+#pragma unroll
+        for (int i = 0; i < WIDTH; i += 4) load_four(at + i, to + i);
+    if (count < WIDTH) {
+#pragma unroll
+        for (int i = 0; i < WIDTH; i++)
+            if (i >= count) to[i] = 0.0f;
+    }
+}
+#endif

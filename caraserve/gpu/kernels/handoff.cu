@@ -1,0 +1,165 @@
+// The device's side of a hand-over to CPU LoRA workers: publish x, wait, add the deltas. The words and who writes them
+// are those of cpu/handoff.py, whose offsets come as definitions: REQUEST, DONE, INCARNATION, COUNT, SLICES.
+//
+// Nothing here is decided when the kernels are launched. `publish` finds the weights arrived and hands nothing over, or
+// finds a worker missing and leaves the layer to the weights; `wait` takes whichever comes first, deltas or weights.
+// What it came to stands in `outcome`, on the device, for the kernels that follow.
+#include "common.cuh"
+
+constexpr int SLICE_WORDS = SLICE_BYTES / 8;
+
+enum Outcome {
+    BY_DEVICE = 0, // the weights are there: the layer's LoRA kernels run, and nothing is added
+    BY_WORKERS = 1,
+    AWAITED = 2,   // no worker will do it; the weights are on their way
+    LOST = 3,      // neither came in time: the iteration's results for this prompt are void
+};
+
+// One worker's part.
+struct Errand {
+    u64 block; // the worker's words
+    i64 number;
+    i64 worker;
+    i64 first; // row of x and y
+    i64 rows;
+    u64 deltas;
+    i64 projections; // bit p: deltas of projection p are made
+    i64 slice[SLICE_WORDS];
+};
+
+// One hand-over, written by the host. Everything that differs between two replays of a captured graph is in here.
+struct Letter {
+    i64 errands;
+    i64 first; // rows of x that workers are to see
+    i64 rows;
+    i64 deadline_ns; // from the start of the wait
+    u64 arrived;     // u32 that counts round, written by the copy stream …
+    i64 wanted;      // … and its value once the layer's weights are there
+    u64 poison;      // u32 in host memory: not 0 ends the wait
+    i64 spare;
+    Errand errand[1];
+};
+
+DEVICE bool has_arrived(const Letter& letter) {
+    return (int)(load_acquire((const u32*)letter.arrived) - (u32)letter.wanted) >= 0;
+}
+
+DEVICE i64* word(const Errand& errand, int offset) { return (i64*)(errand.block + offset); }
+
+// Alive, and done with all that its present life was asked.
+DEVICE bool is_free(const Errand& errand, const i64* asked) {
+    const i64 incarnation = load_acquire(word(errand, INCARNATION));
+    if (incarnation == 0) return false;
+    return incarnation != asked[errand.worker] ||
+           load_acquire(word(errand, DONE)) == load_acquire(word(errand, REQUEST));
+}
+
+// Copies x as fp32 to `to`, in host memory, and lets the workers begin. `asked`: by worker, the incarnation last asked.
+// `counter` is 0 between launches.
+KERNEL __launch_bounds__(256) handoff_publish(const Letter* letter, const activation* x, int x_stride, int inputs,
+                                              float* to, int to_stride, i64* asked, u32* counter, int* outcome) {
+    __shared__ int arrived, last, busy;
+    if (threadIdx.x == 0) arrived = has_arrived(*letter);
+    __syncthreads();
+    // A block that sees the weights arrived need not copy: the last block will see it, too.
+    const u32 quads = (inputs + 15) / 16 * 4; // workers read whole vectors of 16, zeros at the end
+    const u32 end = arrived ? 0 : (u32)letter->rows * quads; // 32 bits: division by 64 would take longer than the copy
+    for (u32 at = blockIdx.x * blockDim.x + threadIdx.x; at < end; at += gridDim.x * blockDim.x) {
+        const i64 row = letter->first + at / quads;
+        const int column = (int)(at % quads) * 4;
+        float v[4];
+        load_many(x + row * x_stride + column, inputs - column, v);
+        uint4 wide;
+        wide.x = __float_as_uint(v[0]), wide.y = __float_as_uint(v[1]);
+        wide.z = __float_as_uint(v[2]), wide.w = __float_as_uint(v[3]);
+        *(uint4*)(to + row * to_stride + column) = wide;
+    }
+    fence_system(); // every thread: its part of x is in host memory
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        last = count_in(counter) == gridDim.x - 1;
+        busy = 0;
+        if (last) arrived = has_arrived(*letter);
+    }
+    __syncthreads();
+    if (!last) return;
+    const bool sends = threadIdx.x < letter->errands;
+    const Errand& errand = letter->errand[sends ? threadIdx.x : 0];
+    if (sends && !arrived && !is_free(errand, asked)) busy = 1; // all who write this write the same
+    __syncthreads();
+    if (sends && !arrived && !busy) {
+        for (int i = 0; i < SLICE_WORDS; i++) word(errand, SLICES)[i] = errand.slice[i];
+        *word(errand, COUNT) = 1;
+        asked[errand.worker] = load_acquire(word(errand, INCARNATION));
+        fence_system();
+        store_release(word(errand, REQUEST), errand.number);
+    }
+    if (threadIdx.x == 0) {
+        *counter = 0;
+        *outcome = arrived ? BY_DEVICE : busy ? AWAITED : BY_WORKERS;
+    }
+}
+
+// One warp, until the deltas or the weights are there. `errors` gets a bit when neither comes.
+KERNEL __launch_bounds__(32) handoff_wait(const Letter* letter, const i64* asked, int* outcome, u32* errors) {
+    constexpr u32 everyone = 0xffffffffu;
+    const u64 start = now_ns();
+    int state = *outcome;
+    while (state == BY_WORKERS || state == AWAITED) {
+        // Read before the workers are looked at: late or poisoned, what is there by then is taken.
+        const bool ended = now_ns() - start > (u64)letter->deadline_ns || load_acquire((const u32*)letter->poison) != 0;
+        const bool arrived = has_arrived(*letter);
+        bool done = state == BY_WORKERS, dead = false;
+        for (int i = threadIdx.x; i < letter->errands && state == BY_WORKERS; i += 32) {
+            const Errand& errand = letter->errand[i];
+            // In this order: a life that ends after it is done has done it.
+            const bool alive = load_acquire(word(errand, INCARNATION)) == asked[errand.worker];
+            const bool is_done = load_acquire(word(errand, DONE)) == errand.number;
+            done = done && is_done;
+            dead = dead || (!alive && !is_done);
+        }
+        if (__all_sync(everyone, done)) break;
+        if (__any_sync(everyone, arrived))
+            state = BY_DEVICE;
+        else if (__any_sync(everyone, ended))
+            state = LOST;
+        else if (__any_sync(everyone, dead))
+            state = AWAITED;
+        else
+            nap();
+    }
+    if (threadIdx.x == 0) {
+        *outcome = state;
+        if (state == LOST) *errors |= 1;
+    }
+}
+
+// y += deltas, if the workers made them. The widths and columns are in numbers; `delta_columns` of fp32.
+KERNEL __launch_bounds__(256) handoff_add(const Letter* letter, const int* outcome, activation* y, int y_stride,
+                                          int delta_stride, int projections, int column0, int column1, int column2,
+                                          int outputs0, int outputs1, int outputs2, int delta0, int delta1,
+                                          int delta2) {
+    if (*outcome != BY_WORKERS) return;
+    for (i64 index = blockIdx.x; index < letter->rows; index += gridDim.x) {
+        const i64 row = letter->first + index;
+        for (int i = 0; i < letter->errands; i++) {
+            const Errand& errand = letter->errand[i];
+            if (row < errand.first || row >= errand.first + errand.rows) continue;
+            const float* deltas = (const float*)errand.deltas + (row - errand.first) * delta_stride;
+            for (int p = 0; p < projections; p++) {
+                if ((errand.projections >> p & 1) == 0) continue;
+                const int outputs = p == 0 ? outputs0 : p == 1 ? outputs1 : outputs2;
+                const float* from = deltas + (p == 0 ? delta0 : p == 1 ? delta1 : delta2);
+                activation* at = y + row * y_stride + (p == 0 ? column0 : p == 1 ? column1 : column2);
+                for (int column = threadIdx.x * 4; column < outputs; column += blockDim.x * 4) {
+                    float delta[4], v[4];
+                    Stored<0>::unpack(load_from_host(from + column), delta);
+                    load_four(at + column, v);
+#pragma unroll
+                    for (int i = 0; i < 4; i++) v[i] += delta[i];
+                    store_four(at + column, v);
+                }
+            }
+        }
+    }
+}

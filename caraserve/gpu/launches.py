@@ -1,0 +1,190 @@
+"""How each raw CUDA kernel is called: grid, block and arguments of the exact widths that its source declares. Level 1.
+
+Pure: a launch is a value. `cuda.py` passes it to the driver; tests run it on the host. A wrong width would corrupt
+arguments in silence, so nobody else writes argument lists. Addresses are the device's, strides are in numbers.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from caraserve.gpu.items import THREADS
+from caraserve.model.layout import A_COLUMNS, MAX_RANK
+
+BYTES_THREADS = 256  # of the kernels that only move bytes
+WARP = 32
+BLOCKS_PER_SM = 5  # of the BGMV kernels; what their registers allow
+_VECTOR_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel call."""
+
+    source: str
+    kernel: str
+    grid: int
+    block: int
+    arguments: tuple[np.generic, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of activations in the model's dtype. Readable to a multiple of A_COLUMNS, which the stride is, too."""
+
+    address: int
+    stride: int
+    columns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Projections:
+    """Where the outputs of up to three projections lie in a row. Each begins at a multiple of four, and what lies
+    between its end and the next such multiple belongs to nobody else."""
+
+    columns: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Weights of one layer's projections that read the same input: addresses of tables [projections, slots]."""
+
+    a: int  # u64 addresses, as layout.py lays them out
+    b: int
+    rank: int  # int32
+    scale: int  # fp32
+    dtype: int  # int32 [slots]
+    slots: int
+    gate: int = 0  # int32 [slots], not 0: computed elsewhere (outcomes of hand-overs); 0: no such table
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """A list of items on the device and the word that says how many there are."""
+
+    address: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """fp32 [planes, rows, projections, max_rank], what shrink leaves for expand."""
+
+    address: int
+    rows: int
+    projections: int
+    max_rank: int
+
+
+def shrink(grid: int, tables: Tables, items: Items, x: Rows, part: Part) -> Launch:
+    """part = x Aᵀ"""
+    _check_rows(x)
+    if not 0 < part.max_rank <= MAX_RANK:
+        raise AssertionError(f"rank {part.max_rank} is more than the kernels hold")
+    table = _pointers(tables.a, tables.rank, tables.dtype, tables.gate)
+    arguments = (*table, *_ints(tables.slots), *_pointers(items.address, items.count, x.address))
+    sizes = _ints(part.rows, part.projections, part.max_rank)
+    return Launch(
+        "bgmv",
+        "bgmv_shrink",
+        grid,
+        THREADS,
+        (*arguments, *_ints(x.stride, x.columns), *_pointers(part.address), *sizes),
+    )
+
+
+def expand(grid: int, tables: Tables, items: Items, part: Part, y: Rows, projections: Projections) -> Launch:
+    """y += scale · part B"""
+    _check_rows(y)
+    table = _pointers(tables.b, tables.rank, tables.dtype, tables.scale, tables.gate)
+    arguments = (*table, *_ints(tables.slots), *_pointers(items.address, items.count, part.address))
+    sizes = _ints(part.rows, part.projections, part.max_rank)
+    target = (*_pointers(y.address), *_ints(y.stride), *_three(projections.columns), *_three(projections.outputs))
+    _check_columns(projections)
+    return Launch("bgmv", "bgmv_expand", grid, THREADS, (*arguments, *sizes, *target))
+
+
+def publish(
+    grid: int, letter: int, x: Rows, host_x: int, host_stride: int, asked: int, counter: int, outcome: int
+) -> Launch:
+    """x → host memory as fp32, then the workers' requests. `host_stride`: numbers between rows there."""
+    _check_rows(x)
+    sizes = _ints(x.stride, x.columns)
+    target = (*_pointers(host_x), *_ints(host_stride), *_pointers(asked, counter, outcome))
+    arguments = (*_pointers(letter, x.address), *sizes, *target)
+    return Launch("handoff", "handoff_publish", grid, BYTES_THREADS, arguments)
+
+
+def wait(letter: int, asked: int, outcome: int, errors: int) -> Launch:
+    """Until deltas or weights are there, or neither will be."""
+    return Launch("handoff", "handoff_wait", 1, WARP, _pointers(letter, asked, outcome, errors))
+
+
+def add(
+    grid: int,
+    letter: int,
+    outcome: int,
+    y: Rows,
+    projections: Projections,
+    delta_stride: int,
+    delta_columns: tuple[int, ...],
+) -> Launch:
+    """y += deltas, where the workers made them. `delta_columns`: where projections begin in a row of deltas."""
+    _check_rows(y)
+    _check_columns(projections)
+    sizes = (*_ints(y.stride, delta_stride, len(projections.outputs)), *_three(projections.columns))
+    arguments = (*_pointers(letter, outcome, y.address), *sizes, *_three(projections.outputs), *_three(delta_columns))
+    return Launch("handoff", "handoff_add", grid, BYTES_THREADS, arguments)
+
+
+def kv_append(
+    grid: int,
+    keys: int,
+    values: int,
+    stride_bytes: int,
+    places: int,
+    tokens: int,
+    token_bytes: int,
+    block_tokens: int,
+    block_bytes: int,
+    layer_offset: int,
+    cache: int,
+) -> Launch:
+    """Keys and values of tokens → one layer of their blocks. `token_bytes`: of a token's keys, a multiple of 16."""
+    if stride_bytes % _VECTOR_BYTES or token_bytes % _VECTOR_BYTES or layer_offset % _VECTOR_BYTES:
+        raise AssertionError("keys and values lie at multiples of 16 bytes")
+    arguments = (*_pointers(keys, values), np.int64(stride_bytes), *_pointers(places), *_ints(tokens))
+    sizes = _ints(token_bytes // _VECTOR_BYTES, block_tokens)
+    at = (np.int64(block_bytes // _VECTOR_BYTES), np.int64(layer_offset // _VECTOR_BYTES), *_pointers(cache))
+    return Launch("memory", "kv_append", grid, BYTES_THREADS, (*arguments, *sizes, *at))
+
+
+def pool_move(grid: int, moves: int, count: int) -> Launch:
+    """Rectangles of bytes, MOVE_WORDS int64 each, none of which may touch what another reads."""
+    return Launch("memory", "pool_move", grid, BYTES_THREADS, _pointers(moves, count))
+
+
+MOVE_WORDS = 6  # target, target pitch, source (0: zeros), source pitch, width, rows
+
+
+def _pointers(*addresses: int) -> tuple[np.generic, ...]:
+    return tuple(np.uint64(address) for address in addresses)
+
+
+def _ints(*values: int) -> tuple[np.generic, ...]:
+    return tuple(np.int32(value) for value in values)
+
+
+def _three(values: tuple[int, ...]) -> tuple[np.generic, ...]:
+    return _ints(*values, *(0 for _ in range(3 - len(values))))
+
+
+def _check_rows(rows: Rows) -> None:
+    if rows.stride % A_COLUMNS or rows.address % _VECTOR_BYTES or rows.columns > rows.stride:
+        raise AssertionError(f"{rows} cannot be read in vectors")
+
+
+def _check_columns(projections: Projections) -> None:
+    if any(column % 4 for column in projections.columns):
+        raise AssertionError(f"{projections} cannot be written in vectors")

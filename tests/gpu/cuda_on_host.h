@@ -1,0 +1,229 @@
+// Runs the CUDA kernels on a CPU, for tests: a block is as many fibers as it has threads, switched at barriers.
+//
+// It knows just what our kernels use. A grid's blocks run one after another, the threads of a block in an order that
+// the seed chooses, so that a missing barrier or a block that relies on its number shows. Unaligned vector loads trap
+// (the compiler's alignment sanitizer), barriers that can never be passed are reported.
+#pragma once
+#define CARASERVE_ON_HOST
+#include <sched.h>
+#include <setjmp.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <ucontext.h>
+
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(8) uint2 { unsigned x, y; };
+static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+static inline int min(int a, int b) { return a < b ? a : b; }
+static inline float __uint_as_float(unsigned v) { return __builtin_bit_cast(float, v); }
+static inline unsigned __float_as_uint(float v) { return __builtin_bit_cast(unsigned, v); }
+#define fmaf __builtin_fmaf
+
+#define KERNEL extern "C" void
+#define DEVICE static inline
+#define DEVICE_MEMBER inline
+#define __launch_bounds__(...)
+#define __shared__ static thread_local
+#define __align__(bytes) __attribute__((aligned(bytes)))
+
+namespace host {
+constexpr unsigned MOST_THREADS = 256, WARP = 32;
+constexpr size_t STACK = 1 << 17;
+
+struct Index { unsigned x; };
+struct Fiber {
+    jmp_buf at;
+    ucontext_t beginning;
+    bool begun, ended;
+    unsigned exchanges;
+};
+struct Meeting { unsigned arrived, members, generation; };
+struct Warp {
+    Meeting meeting;
+    unsigned slots[2][WARP];
+};
+struct Block {
+    Fiber fibers[MOST_THREADS];
+    Warp warps[MOST_THREADS / WARP];
+    Meeting meeting;
+    jmp_buf scheduler;
+    char* stacks;
+    void (*body)(void*);
+    void* argument;
+    unsigned threads, running, moves, index, grid;
+    unsigned long long random;
+};
+static thread_local Block block;
+
+static void rest() { // until the scheduler comes round again
+    if (!_setjmp(block.fibers[block.running].at)) _longjmp(block.scheduler, 1);
+}
+
+static void pass_if_complete(Meeting& meeting) {
+    if (meeting.members == 0 || meeting.arrived < meeting.members) return;
+    meeting.arrived = 0;
+    meeting.generation++;
+}
+
+static void meet(Meeting& meeting) {
+    const unsigned generation = meeting.generation;
+    block.moves++;
+    meeting.arrived++;
+    pass_if_complete(meeting);
+    while (meeting.generation == generation) rest();
+}
+
+static void begin() {
+    block.body(block.argument);
+    block.moves++;
+    block.fibers[block.running].ended = true;
+    Meeting* const meetings[] = {&block.meeting, &block.warps[block.running / WARP].meeting};
+    for (Meeting* meeting : meetings) {
+        meeting->members--;
+        pass_if_complete(*meeting);
+    }
+    _longjmp(block.scheduler, 1);
+}
+
+static void resume(unsigned thread) {
+    block.running = thread;
+    if (_setjmp(block.scheduler)) return;
+    Fiber& fiber = block.fibers[thread];
+    if (fiber.begun) _longjmp(fiber.at, 1);
+    fiber.begun = true;
+    setcontext(&fiber.beginning);
+}
+
+static unsigned draw(unsigned below) {
+    block.random = block.random * 6364136223846793005ull + 1442695040888963407ull;
+    return (unsigned)(block.random >> 33) % below;
+}
+
+static void shuffle(unsigned* order, unsigned count, unsigned seed) {
+    for (unsigned i = 0; i < count; i++) order[i] = i;
+    for (unsigned i = count; seed && i > 1; i--) {
+        const unsigned j = draw(i), kept = order[i - 1];
+        order[i - 1] = order[j];
+        order[j] = kept;
+    }
+}
+
+static int run_block(unsigned seed) {
+    static thread_local unsigned order[MOST_THREADS];
+    static thread_local unsigned left, moves, i;
+    block.meeting = {0, block.threads, 0};
+    for (i = 0; i < block.threads; i++) {
+        Fiber& fiber = block.fibers[i];
+        fiber.begun = fiber.ended = false;
+        getcontext(&fiber.beginning);
+        fiber.beginning.uc_stack.ss_sp = block.stacks + i * STACK;
+        fiber.beginning.uc_stack.ss_size = STACK;
+        makecontext(&fiber.beginning, begin, 0);
+        const unsigned beyond = block.threads - i / WARP * WARP;
+        block.warps[i / WARP].meeting = {0, beyond < WARP ? beyond : WARP, 0};
+    }
+    shuffle(order, block.threads, seed);
+    for (left = block.threads; left > 0;) {
+        moves = block.moves;
+        for (i = 0; i < block.threads; i++) {
+            if (block.fibers[order[i]].ended) continue;
+            resume(order[i]);
+            left -= block.fibers[order[i]].ended;
+        }
+        if (block.moves == moves) return 1; // all wait for one another
+    }
+    return 0;
+}
+
+template <class T, T... I> struct Places {};
+
+template <class... A> struct Call {
+    void (*kernel)(A...);
+    void** arguments;
+    template <int... I> void at(Places<int, I...>) { kernel(*(A*)arguments[I]...); }
+    static void make(void* self) { ((Call*)self)->at(__make_integer_seq<Places, int, sizeof...(A)>()); }
+};
+
+template <class... A>
+static int launch(void (*kernel)(A...), unsigned grid, unsigned threads, unsigned seed, void** arguments) {
+    Call<A...> call = {kernel, arguments};
+    unsigned* blocks = (unsigned*)malloc(grid * sizeof(unsigned));
+    block.stacks = (char*)mmap(nullptr, MOST_THREADS * STACK, PROT_READ | PROT_WRITE,
+                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    block.body = Call<A...>::make;
+    block.argument = &call;
+    block.threads = threads;
+    block.grid = grid;
+    block.random = seed;
+    shuffle(blocks, grid, seed);
+    int status = 0;
+    for (unsigned i = 0; i < grid && status == 0; i++) {
+        block.index = blocks[i];
+        status = run_block(seed);
+    }
+    munmap(block.stacks, MOST_THREADS * STACK);
+    free(blocks);
+    return status;
+}
+
+static Warp& warp() { return block.warps[block.running / WARP]; }
+
+// All threads of a warp show a word; each may then look at all of them until the next but one exchange.
+static const unsigned* exchange(unsigned shown) {
+    Fiber& fiber = block.fibers[block.running];
+    unsigned* slots = warp().slots[fiber.exchanges++ % 2];
+    slots[block.running % WARP] = shown;
+    meet(warp().meeting);
+    return slots;
+}
+} // namespace host
+
+#define threadIdx (host::Index{host::block.running})
+#define blockIdx (host::Index{host::block.index})
+#define blockDim (host::Index{host::block.threads})
+#define gridDim (host::Index{host::block.grid})
+#define EMULATE(kernel)                                                                                       \
+    extern "C" int emulate_##kernel(unsigned grid, unsigned threads, unsigned seed, void** arguments) {       \
+        return host::launch(kernel, grid, threads, seed, arguments);                                          \
+    }
+
+static inline void __syncthreads() { host::meet(host::block.meeting); }
+static inline float __shfl_xor_sync(unsigned, float v, int mask) {
+    const unsigned from = (host::block.running ^ mask) % host::WARP;
+    return __uint_as_float(host::exchange(__float_as_uint(v))[from]);
+}
+static inline bool __any_sync(unsigned, bool v) {
+    const unsigned* all = host::exchange(v);
+    unsigned any = 0;
+    for (unsigned i = 0; i < host::WARP; i++) any |= all[i];
+    return any;
+}
+static inline bool __all_sync(unsigned mask, bool v) { return !__any_sync(mask, !v); }
+
+// --- what is PTX in common.cuh ---
+
+static inline uint4 load_weights(const void* at) { return *(const uint4*)at; }
+static inline uint4 load_from_host(const void* at) { return *(const uint4*)at; }
+static inline long long load_acquire(const long long* at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
+static inline unsigned load_acquire(const unsigned* at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
+static inline void store_release(long long* at, long long v) { __atomic_store_n(at, v, __ATOMIC_RELEASE); }
+static inline void fence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+static inline unsigned count_in(unsigned* at) { return __atomic_fetch_add(at, 1, __ATOMIC_ACQ_REL); }
+static inline void nap() {
+    host::block.moves++;
+    if (host::block.running == 0) sched_yield();
+}
+static inline unsigned long long now_ns() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000ull + now.tv_nsec;
+}
+static inline float from_half(unsigned short bits) { return (float)__builtin_bit_cast(_Float16, bits); }
+static inline unsigned short to_half(float v) { return __builtin_bit_cast(unsigned short, (_Float16)v); }
+static inline unsigned short to_bfloat(float v) {
+    const unsigned bits = __float_as_uint(v);
+    if (v != v) return 0x7fff;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}

@@ -1,0 +1,118 @@
+"""A decode batch with adapters in memory as the device pool has them, and what it should come to, in fp64."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.cpu.weights import convert, to_float32
+from caraserve.gpu import launches
+from caraserve.gpu.items import PLANES, plan_items
+from caraserve.model.layout import A_COLUMNS, PANEL, Dtype, aligned_bytes
+from caraserve.units import align_up
+from tests.gpu.emulator import run
+
+NO_NUMBER = 0xFF  # in every byte, in any dtype
+
+
+def stored(values: NDArray[np.float64], dtype: Dtype) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
+    """Values as bytes, 64-byte aligned, and what the bytes mean exactly."""
+    raw = np.ascontiguousarray(convert(np.ascontiguousarray(values, np.float32), Dtype.F32, dtype))
+    data = aligned_bytes(raw.nbytes)
+    data[:] = raw.reshape(-1).view(np.uint8)
+    return data, to_float32(raw, dtype).astype(np.float64)
+
+
+def address(array: NDArray[np.generic]) -> int:
+    return int(array.ctypes.data)
+
+
+@dataclass(slots=True)
+class LoraCase:
+    """`ranks`: [projections][slots], slot 0 is the base model's; `padded_to`: rank that every slot is given, or 0."""
+
+    inputs: int
+    outputs: tuple[int, ...]
+    ranks: list[list[int]]
+    dtypes: list[Dtype]
+    activation: Dtype = Dtype.F32
+    padded_to: int = 0
+    seed: int = 0
+    gate: NDArray[np.int32] | None = None
+    products: dict[tuple[int, int], NDArray[np.float64]] = field(default_factory=dict)
+    _kept: list[NDArray[np.generic]] = field(default_factory=list)
+    _weights: dict[str, NDArray[np.generic]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.seed)
+        projections, slots = len(self.outputs), len(self.dtypes)
+        a, b = (np.zeros((projections, slots), np.uint64) for _ in "ab")
+        rank = np.zeros((projections, slots), np.int32)
+        scale = rng.uniform(0.5, 2, (projections, slots)).astype(np.float32)
+        for projection, columns in enumerate(self.outputs):
+            for slot, real in enumerate(self.ranks[projection]):
+                if real == 0:
+                    continue
+                rows = self.padded_to or align_up(real, 8)
+                rank[projection, slot] = rows
+                first = np.zeros((rows, align_up(self.inputs, A_COLUMNS)))
+                first[:real, : self.inputs] = rng.standard_normal((real, self.inputs)) / np.sqrt(self.inputs)
+                second = np.zeros((rows, align_up(columns, PANEL)))
+                second[:real, :columns] = rng.standard_normal((real, columns)) / np.sqrt(real)
+                a_data, a_value = stored(first, self.dtypes[slot])
+                b_data, b_value = stored(second.reshape(rows, -1, PANEL).swapaxes(0, 1), self.dtypes[slot])
+                self._kept += [a_data, b_data]
+                a[projection, slot], b[projection, slot] = address(a_data), address(b_data)
+                product = a_value.T @ b_value.swapaxes(0, 1).reshape(rows, -1)
+                self.products[projection, slot] = scale[projection, slot] * product[: self.inputs, :columns]
+        codes = np.array([dtype.value for dtype in self.dtypes], np.int32)
+        self._weights = {"a": a, "b": b, "rank": rank, "scale": scale, "dtype": codes}
+
+    def tables(self) -> launches.Tables:
+        names = {name: address(array) for name, array in self._weights.items()}
+        gate = 0 if self.gate is None else address(self.gate)
+        return launches.Tables(**names, slots=len(self.dtypes), gate=gate)
+
+    def run(
+        self, x: NDArray[np.float64], y: NDArray[np.float64], row_slots: list[int], grid: int = 3, seed: int = 0
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """(y + LoRA as the kernels compute it, the same in fp64), both [rows, columns of all projections].
+
+        x and y are rounded to the activations' dtype; behind each row of x stands what is no number.
+        """
+        rows, step = len(row_slots), self.activation.storage.itemsize
+        x_stride, starts = align_up(self.inputs, A_COLUMNS), np.cumsum([0, *(align_up(n, 4) for n in self.outputs)])
+        y_stride = align_up(int(starts[-1]), A_COLUMNS)
+        x_data, y_data = (aligned_bytes(rows * stride * step) for stride in (x_stride, y_stride))
+        x_data[:] = y_data[:] = NO_NUMBER
+        x_rows = x_data.view(self.activation.storage).reshape(rows, x_stride)
+        y_rows = y_data.view(self.activation.storage).reshape(rows, y_stride)
+        x_rows[:, : self.inputs] = convert(x.astype(np.float32), Dtype.F32, self.activation)
+        spans = [slice(start, start + columns) for start, columns in zip(starts, self.outputs, strict=False)]
+        for span, values in zip(spans, np.split(y, np.cumsum(self.outputs)[:-1], axis=1), strict=True):
+            y_rows[:, span] = convert(np.ascontiguousarray(values, np.float32), Dtype.F32, self.activation)
+        expected = np.concatenate([self._float(y_rows[:, span]) for span in spans], axis=1)
+        x_exact, at = self._float(x_rows[:, : self.inputs]), np.cumsum([0, *self.outputs])
+        for (projection, slot), product in self.products.items():
+            mine = [row for row, of in enumerate(row_slots) if of == slot]
+            expected[mine, at[projection] : at[projection + 1]] += x_exact[mine] @ product
+
+        slots, dtypes, ranks = np.array(row_slots, np.int32), self._weights["dtype"], self._weights["rank"]
+        plan = plan_items(slots, ranks, dtypes, self.outputs)
+        max_rank = max(int(ranks.max()), 8)
+        part = np.full(PLANES * rows * len(self.outputs) * max_rank, np.nan, np.float32)
+        planes = launches.Part(address(part), rows, len(self.outputs), max_rank)
+        for list_, launch in ((plan.shrink, "shrink"), (plan.expand, "expand")):
+            count = np.array([len(list_)], np.int32)
+            items = launches.Items(address(list_), address(count))
+            if launch == "shrink":
+                source = launches.Rows(address(x_data), x_stride, self.inputs)
+                run(launches.shrink(grid, self.tables(), items, source, planes), self.activation, seed)
+            else:
+                target = launches.Rows(address(y_data), y_stride, int(starts[-1]))
+                places = launches.Projections(tuple(starts[:-1].tolist()), self.outputs)
+                run(launches.expand(grid, self.tables(), items, planes, target, places), self.activation, seed)
+        return np.concatenate([self._float(y_rows[:, span]) for span in spans], axis=1), expected
+
+    def _float(self, values: NDArray[np.generic]) -> NDArray[np.float64]:
+        return to_float32(np.ascontiguousarray(values), self.activation).astype(np.float64)
