@@ -5,6 +5,7 @@ one, and each mode's latencies are set against those of `cached` in the same rep
 """
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Sequence
@@ -19,7 +20,15 @@ from caraserve.bench.objective import objective
 from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, with_rate
 from caraserve.bench.records import Run
 from caraserve.bench.serve_run import Measured
-from caraserve.bench.servers import OwnServer, Synthetic, busy_s, make_synthetic, own_server, working_folder
+from caraserve.bench.servers import (
+    Interrupted,
+    OwnServer,
+    Synthetic,
+    busy_s,
+    make_synthetic,
+    own_server,
+    working_folder,
+)
 from caraserve.bench.workload.build import WorkloadSpec, build
 from caraserve.bench.workload.presets import find_preset
 from caraserve.errors import ConfigError
@@ -56,7 +65,7 @@ async def bench_modes(options: ModesOptions, load: LoadOptions, report: ReportOp
     conductor = Conductor(Settings(load.seed, load.ignore_eos, load.concurrency))
     limits = objective(report.slo, None, load.preset)
     measured = Measured([], limits.slo, [])  # limits that go by a run without adapters are not for modes
-    with interruptible(conductor), working_folder() as folder:
+    with interruptible(conductor), working_folder() as folder, contextlib.suppress(Interrupted):
         bench = await asyncio.to_thread(_prepared, options, load, folder, measured.notes)
         spec = bench.spec
         if load.auto_rate or load.request_rate is None or options.cores_used is not None:
@@ -143,7 +152,7 @@ async def _run(conductor: Conductor, bench: _Prepared, mode: str, spec: Workload
 
 async def _measured(conductor: Conductor, bench: _Prepared, mode: str, spec: WorkloadSpec) -> tuple[float, Run]:
     """A fresh server in this mode: warmed up, then given the load; and the cores that other programs used meanwhile."""
-    async with own_server(bench.arguments(mode)) as server:
+    async with own_server(bench.arguments(mode), conductor.stopped) as server:
         endpoint = await _endpoint(server, bench.made.names)
         workload = build(spec)
         await conductor.warm(endpoint, bench.made.names, workload)
@@ -174,7 +183,7 @@ async def _rate(conductor: Conductor, bench: _Prepared, load: LoadOptions, notes
     by_cores = bench.options.cores_used is not None
     count, concurrency = (_ALONE_REQUESTS, 1) if by_cores else (PROBE_REQUESTS, CONCURRENCY)
     probe = build(replace(with_rate(bench.spec, math.inf), num_requests=count, duration_s=None))
-    async with own_server(bench.arguments(BASELINE)) as server:
+    async with own_server(bench.arguments(BASELINE), conductor.stopped) as server:
         endpoint = await _endpoint(server, bench.made.names)
         await conductor.warm(endpoint, bench.made.names, probe)
         cpu_s = server.cpu_s()

@@ -1,6 +1,7 @@
 """`caraserve bench serve`: one load against one endpoint, once or at several rates. Level 5."""
 
 import asyncio
+import contextlib
 import math
 import os
 from collections.abc import AsyncIterator, Sequence
@@ -18,7 +19,7 @@ from caraserve.bench.records import Run, Workload
 from caraserve.bench.report.figures import SWEEP_MARK
 from caraserve.bench.report.slo import Slo
 from caraserve.bench.report.summary import summarize
-from caraserve.bench.servers import make_synthetic, own_server, working_folder
+from caraserve.bench.servers import Interrupted, make_synthetic, own_server, working_folder
 from caraserve.bench.workload.build import WorkloadSpec, build
 from caraserve.bench.workload.presets import find_preset
 from caraserve.errors import ConfigError
@@ -55,16 +56,16 @@ async def bench_serve(target: Target, load: LoadOptions, report: ReportOptions, 
     conductor = Conductor(Settings(load.seed, load.ignore_eos, load.concurrency))
     limits = objective(report.slo, report.slo_scale, load.preset)
     measured = Measured([], limits.slo, [] if limits.note is None else [limits.note])
-    with interruptible(conductor), working_folder() as folder:
+    with interruptible(conductor), working_folder() as folder, contextlib.suppress(Interrupted):
         own = None
         if target.url is None:
             own = await asyncio.to_thread(_own, target, load, folder, measured.notes)
         rate = None
         if load.auto_rate:
-            async with _reached(target, own.cached if own is not None else None) as endpoint:
+            async with _reached(target, own.cached if own is not None else None, conductor.stopped) as endpoint:
                 rate = await _auto_rate(conductor, endpoint, load, measured.notes)
         if not conductor.stopped.is_set():
-            async with _reached(target, own.arguments if own is not None else None) as endpoint:
+            async with _reached(target, own.arguments if own is not None else None, conductor.stopped) as endpoint:
                 await _play(conductor, endpoint, load, rate, limits.scale, label, measured)
     return measured
 
@@ -97,13 +98,13 @@ async def _play(
 
 
 @asynccontextmanager
-async def _reached(target: Target, arguments: Sequence[str] | None) -> AsyncIterator[Endpoint]:
+async def _reached(target: Target, arguments: Sequence[str] | None, stopped: asyncio.Event) -> AsyncIterator[Endpoint]:
     """The endpoint given, or that of a server started with these arguments."""
     if arguments is None:
         assert target.url is not None
         yield await find_endpoint(target.url, target.backend, target.api_key, target.lora_modules)
         return
-    async with own_server(arguments) as server:
+    async with own_server(arguments, stopped) as server:
         yield await find_endpoint(server.url, target.backend, os.environ.get("CARASERVE_API_KEY"), target.lora_modules)
 
 

@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,11 +99,15 @@ def busy_s() -> float:
     return sum(map(int, (user, nice, system, *others))) / os.sysconf("SC_CLK_TCK")
 
 
+class Interrupted(Exception):
+    """Somebody wants to end before a server was ready: nothing could be measured on it."""
+
+
 @asynccontextmanager
-async def own_server(arguments: Sequence[str]) -> AsyncIterator[OwnServer]:
+async def own_server(arguments: Sequence[str], stopped: asyncio.Event) -> AsyncIterator[OwnServer]:
     """A fresh server on a free port, once it is ready. Ended when left, whatever happens.
 
-    Raises BackendFailed with the end of its output when it does not get ready.
+    Raises BackendFailed with the end of its output if it does not get ready, Interrupted if `stopped` is set before.
     """
     command = [sys.executable, "-m", "caraserve", "serve", *arguments, "--port", "0"]
     process = await asyncio.create_subprocess_exec(
@@ -117,10 +121,7 @@ async def own_server(arguments: Sequence[str]) -> AsyncIterator[OwnServer]:
     output: deque[bytes] = deque(maxlen=_KEPT_LINES)
     reading = None
     try:
-        try:
-            url = await asyncio.wait_for(_ready(process.stdout, output), _START_S)
-        except TimeoutError:
-            raise BackendFailed(f"the server was not ready within {_START_S:.0f} s") from None
+        url = await _first(_ready(process.stdout, output), stopped)
         if url is None:
             said = b"".join(output).decode("utf-8", "replace").strip()
             raise BackendFailed(f"the server ended before it was ready:\n{said}")
@@ -130,6 +131,21 @@ async def own_server(arguments: Sequence[str]) -> AsyncIterator[OwnServer]:
         await asyncio.shield(_end(process))
         if reading is not None:
             await reading
+
+
+async def _first(ready: Coroutine[None, None, str | None], stopped: asyncio.Event) -> str | None:
+    """What comes of waiting for a server, unless it takes too long or is no longer wanted."""
+    tasks = asyncio.ensure_future(ready), asyncio.ensure_future(stopped.wait())
+    try:
+        await asyncio.wait(tasks, timeout=_START_S, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[1].done():
+            raise Interrupted
+        if not tasks[0].done():
+            raise BackendFailed(f"the server was not ready within {_START_S:.0f} s")
+        return tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def _ready(output: asyncio.StreamReader, kept: deque[bytes]) -> str | None:

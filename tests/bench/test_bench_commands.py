@@ -108,6 +108,24 @@ def test_interrupted_it_reports_what_it_has_and_leaves_no_process() -> None:
     assert alive(mark) == []
 
 
+def test_interrupted_before_its_server_is_ready_it_ends_at_once() -> None:
+    mark = uuid.uuid4().hex
+    command = [sys.executable, "-m", "caraserve", "bench", "serve", "--random-model", "100M", "--adapters", "1"]
+    env, pipe = os.environ | {"CARASERVE_TEST_MARK": mark}, subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True, env=env) as process:
+        try:
+            while len(alive(mark)) < 2:  # the server has been started
+                assert process.poll() is None
+            os.killpg(process.pid, signal.SIGINT)
+            printed, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130, errors
+    assert json.loads(printed.splitlines()[-1])["runs"] == []
+    assert "Traceback" not in errors
+    assert alive(mark) == []
+
+
 def test_modes_are_set_against_cached(tmp_path: Path) -> None:
     modes = ("--modes", "cached,pipelined,merged", "--repeats", "1", "--resident", "1", "--emulate-link-mb-per-s", "50")
     load = ("--random-model", "10M", "--adapters", "4", "--ranks", "4,8", *QUICK)
