@@ -22,7 +22,7 @@ from caraserve.cpu.link import Link
 from caraserve.cpu.merged import MergedWeights
 from caraserve.cpu.records import CACHE, filled
 from caraserve.cpu.round_trip import RoundTrip, one_segment, round_trip
-from caraserve.cpu.sampling import MAX_END_IDS, SLOT_SAMPLING
+from caraserve.cpu.sampling import SLOT_SAMPLING, write_sampling
 from caraserve.cpu.step import Sampler, step
 from caraserve.cpu.team import Team, yield_to_event_loop
 from caraserve.cpu.tracing import trace_batch
@@ -260,20 +260,3 @@ class CpuBackend:
             history=int(self._history.ctypes.data),
             max_history=self._history.shape[1],
         )
-
-
-def write_sampling(table: NDArray[np.void], slot: int, sampling: SlotSampling) -> None:
-    """Sets the sampler's parameters (SLOT_SAMPLING) of one slot."""
-    params = table[slot]
-    for name in ("temperature", "top_p", "min_p", "top_k", "prompt_tokens", "min_tokens"):
-        params[name] = getattr(sampling, name)
-    for name in ("presence", "frequency", "repetition"):
-        params[name] = getattr(sampling, f"{name}_penalty")
-    params["seed"] = sampling.seed & (2**64 - 1)
-    ends, bias = sampling.end_ids[:MAX_END_IDS], sampling.logit_bias
-    params["end_count"], params["bias_count"] = len(ends), len(bias)
-    params["end_ids"][: len(ends)] = ends
-    params["bias_ids"][: len(bias)] = [token for token, _ in bias]
-    params["bias"][: len(bias)] = [value for _, value in bias]
-    penalised = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (0.0, 0.0, 1.0)
-    params["adjusts"] = penalised or bool(bias) or (sampling.min_tokens > 0 and bool(ends))

@@ -6,9 +6,11 @@ bits of a weight, which order like the weights themselves.
 """
 
 import numpy as np
+from numpy.typing import NDArray
 
 from caraserve.cpu.jit import kernel, reduction
 from caraserve.cpu.simd import bits_to_float
+from caraserve.plan import SlotSampling
 from caraserve.request import MAX_LOGIT_BIAS
 
 MAX_END_IDS = 32
@@ -37,6 +39,23 @@ SLOT_SAMPLING = np.dtype(
     ],
     align=True,
 )
+
+
+def write_sampling(table: NDArray[np.void], slot: int, sampling: SlotSampling) -> None:
+    """Sets the sampler's parameters (SLOT_SAMPLING) of one slot."""
+    params = table[slot]
+    for name in ("temperature", "top_p", "min_p", "top_k", "prompt_tokens", "min_tokens"):
+        params[name] = getattr(sampling, name)
+    for name in ("presence", "frequency", "repetition"):
+        params[name] = getattr(sampling, f"{name}_penalty")
+    params["seed"] = sampling.seed & (2**64 - 1)
+    ends, bias = sampling.end_ids[:MAX_END_IDS], sampling.logit_bias
+    params["end_count"], params["bias_count"] = len(ends), len(bias)
+    params["end_ids"][: len(ends)] = ends
+    params["bias_ids"][: len(bias)] = [token for token, _ in bias]
+    params["bias"][: len(bias)] = [value for _, value in bias]
+    penalised = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (0.0, 0.0, 1.0)
+    params["adjusts"] = penalised or bool(bias) or (sampling.min_tokens > 0 and bool(ends))
 
 
 @kernel

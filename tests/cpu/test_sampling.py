@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from caraserve.cpu.backend import write_sampling
-from caraserve.cpu.sampling import SLOT_SAMPLING, best_tokens, choose, log_sum_exp
+from caraserve.cpu.sampling import SLOT_SAMPLING, best_tokens, choose, log_sum_exp, write_sampling
 from caraserve.plan import SlotSampling
 
 VOCAB = 50
