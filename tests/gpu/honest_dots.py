@@ -1,0 +1,31 @@
+"""A dot product for Triton's interpreter in which bf16 is a number and a row's bits do not depend on its place.
+
+The interpreter hands operands to numpy's matmul: of bf16 it multiplies the bit patterns, and BLAS sums the rows of one
+matrix in different orders, which no tensor core does. On a GPU this changes nothing.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+
+def _values(operand: Any) -> Any:
+    if operand.dtype.scalar == tl.bfloat16:
+        return (operand.data.astype(np.uint32) << 16).view(np.float32)
+    return operand.data.astype(np.float32)
+
+
+def _dot(_: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+    left, right = _values(a), _values(b)
+    total = np.zeros_like(d.data)
+    for column, row in zip(left.T, right, strict=True):
+        total += column[:, None] * row[None, :]
+    return TensorHandle(total + d.data, d.dtype.scalar)
+
+
+@pytest.fixture
+def honest_dots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", _dot)
