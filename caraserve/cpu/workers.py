@@ -113,6 +113,13 @@ class Workers:
             if watching:
                 os.eventfd_write(self._wake, 1)
 
+    def keep_vigil(self, vigil: bool) -> None:
+        """Has all workers stay awake while a device, which cannot wake them, may hand layers over."""
+        from caraserve.cpu.worker import keep_vigil
+
+        for worker in self._workers:
+            keep_vigil(int(worker.words.ctypes.data), vigil)
+
     def states(self) -> list[WorkerState]:
         """All places."""
         return [

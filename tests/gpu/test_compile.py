@@ -68,16 +68,17 @@ def test_weights_come_in_wide_loads_that_leave_l1_alone(compiled: Mapping[Unit, 
 
 @pytest.mark.parametrize("unit", [unit for unit in HANDOFF if unit.arch in READ], ids=named)
 def test_x_is_in_host_memory_before_a_worker_is_asked(compiled: Mapping[Unit, Compiled], unit: Unit) -> None:
-    """Copy, fence of the whole system, count; the last block: slices, fence, request with system scope."""
+    """Copy, fence of the whole system, count; the last block: slices, fence, flags and requests with system scope."""
     code = instructions(compiled[unit].cubin)["handoff_publish"]
     fences = [at for at, op in enumerate(code) if op.startswith("MEMBAR") and op.endswith(".SYS")]
     copies = [at for at, op in enumerate(code) if op == "STG.E.128"]
     (count,) = (at for at, op in enumerate(code) if op.startswith("ATOMG"))
-    (request,) = (at for at, op in enumerate(code) if op.startswith("ST") and "STRONG.SYS" in op)
+    flags = [at for at, op in enumerate(code) if op.startswith("ST") and "STRONG.SYS" in op]
     assert copies
     assert [at for at in fences if max(copies) < at < count]
-    assert [at for at in fences if count < at < request]
-    assert compiled[unit].ptx.count("st.release.sys.global.s64") == 1
+    assert len(flags) == compiled[unit].ptx.count("st.release.sys.global.s64") == 3  # x_flag, request, y_flag
+    for before, flag in zip([count, *flags], flags, strict=False):
+        assert [at for at in fences if before < at < flag]
 
 
 @pytest.mark.parametrize("unit", [unit for unit in HANDOFF if unit.arch in READ], ids=named)

@@ -1,5 +1,8 @@
 // The device's side of a hand-over to CPU LoRA workers: publish x, wait, add the deltas. The words and who writes them
-// are those of cpu/handoff.py, whose offsets come as definitions: REQUEST, DONE, INCARNATION, COUNT, SLICES.
+// are those of cpu/handoff.py, whose offsets come as definitions: REQUEST, DONE, INCARNATION, COUNT, SLICES, BELL_LEFT …
+//
+// A stream may wait for the hand-over's y_flag before `wait` runs, which then finds what it looks for at once: stream
+// memory operations occupy no multiprocessor. Without them `wait` does the waiting.
 //
 // Nothing here is decided when the kernels are launched. `publish` finds the weights arrived and hands nothing over, or
 // finds a worker missing and leaves the layer to the weights; `wait` takes whichever comes first, deltas or weights.
@@ -33,15 +36,20 @@ struct Letter {
     i64 first; // rows of x that workers are to see
     i64 rows;
     i64 deadline_ns; // from the start of the wait
-    u64 arrived;     // u32 that counts round, written by the copy stream …
+    u64 arrived;     // u32, written by the copy stream …
     i64 wanted;      // … and its value once the layer's weights are there
-    u64 poison;      // u32 in host memory: not 0 ends the wait
-    i64 spare;
+    u64 status;      // u32 in host memory: the generation that was given up
+    i64 generation;
+    u64 x_flag;      // set to the generation when x is there; 0: nobody looks
+    u64 y_flag;      // a bell: set to the generation by the last worker, or here when none is asked; 0: nobody waits
+    i64 spare[2];
     Errand errand[1];
 };
 
-DEVICE bool has_arrived(const Letter& letter) {
-    return (int)(load_acquire((const u32*)letter.arrived) - (u32)letter.wanted) >= 0;
+DEVICE bool has_arrived(const Letter& letter) { return load_acquire((const u32*)letter.arrived) == (u32)letter.wanted; }
+
+DEVICE bool is_given_up(const Letter& letter) {
+    return load_acquire((const u32*)letter.status) == (u32)letter.generation;
 }
 
 DEVICE i64* word(const Errand& errand, int offset) { return (i64*)(errand.block + offset); }
@@ -58,7 +66,7 @@ DEVICE bool is_free(const Errand& errand, const i64* asked) {
 // `counter` is 0 between launches.
 KERNEL __launch_bounds__(256) handoff_publish(const Letter* letter, const activation* x, int x_stride, int inputs,
                                               float* to, int to_stride, i64* asked, u32* counter, int* outcome) {
-    __shared__ int arrived, last, busy;
+    __shared__ int arrived, last, busy, given_up;
     if (threadIdx.x == 0) arrived = has_arrived(*letter);
     __syncthreads();
     // A block that sees the weights arrived need not copy: the last block will see it, too.
@@ -79,15 +87,23 @@ KERNEL __launch_bounds__(256) handoff_publish(const Letter* letter, const activa
     if (threadIdx.x == 0) {
         last = count_in(counter) == gridDim.x - 1;
         busy = 0;
-        if (last) arrived = has_arrived(*letter);
+        given_up = last && is_given_up(*letter);
+        arrived = last && has_arrived(*letter);
     }
     __syncthreads();
     if (!last) return;
-    const bool sends = threadIdx.x < letter->errands;
+    const bool sends = threadIdx.x < letter->errands && !arrived && !given_up;
     const Errand& errand = letter->errand[sends ? threadIdx.x : 0];
-    if (sends && !arrived && !is_free(errand, asked)) busy = 1; // all who write this write the same
+    if (sends && !is_free(errand, asked)) busy = 1; // all who write this write the same
+    const bool asks = !arrived && !given_up;
+    if (threadIdx.x == 0 && letter->x_flag != 0 && asks) store_release((i64*)letter->x_flag, letter->generation);
+    if (threadIdx.x == 0 && letter->y_flag != 0 && asks) {
+        *(i64*)(letter->y_flag + BELL_LEFT) = letter->errands;
+        *(i64*)(letter->y_flag + BELL_VALUE) = letter->generation;
+        fence_system();
+    }
     __syncthreads();
-    if (sends && !arrived && !busy) {
+    if (sends && !busy) {
         for (int i = 0; i < SLICE_WORDS; i++) word(errand, SLICES)[i] = errand.slice[i];
         *word(errand, COUNT) = 1;
         asked[errand.worker] = load_acquire(word(errand, INCARNATION));
@@ -96,7 +112,8 @@ KERNEL __launch_bounds__(256) handoff_publish(const Letter* letter, const activa
     }
     if (threadIdx.x == 0) {
         *counter = 0;
-        *outcome = arrived ? BY_DEVICE : busy ? AWAITED : BY_WORKERS;
+        *outcome = arrived ? BY_DEVICE : given_up ? LOST : busy ? AWAITED : BY_WORKERS;
+        if (letter->y_flag != 0 && (busy || !asks)) store_release((i64*)letter->y_flag, letter->generation);
     }
 }
 
@@ -106,8 +123,8 @@ KERNEL __launch_bounds__(32) handoff_wait(const Letter* letter, const i64* asked
     const u64 start = now_ns();
     int state = *outcome;
     while (state == BY_WORKERS || state == AWAITED) {
-        // Read before the workers are looked at: late or poisoned, what is there by then is taken.
-        const bool ended = now_ns() - start > (u64)letter->deadline_ns || load_acquire((const u32*)letter->poison) != 0;
+        // Looked at before the workers are: what is there by then is taken, however late.
+        const bool ended = now_ns() - start > (u64)letter->deadline_ns || is_given_up(*letter);
         const bool arrived = has_arrived(*letter);
         bool done = state == BY_WORKERS, dead = false;
         for (int i = threadIdx.x; i < letter->errands && state == BY_WORKERS; i += 32) {

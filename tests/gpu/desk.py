@@ -1,0 +1,156 @@
+"""A device and CPU LoRA workers at one hand-over: the emulated kernels in this process, real workers in theirs."""
+
+import os
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.cpu import handoff
+from caraserve.cpu.shared import SharedRegion
+from caraserve.cpu.weights import convert, to_float32
+from caraserve.cpu.workers import Workers
+from caraserve.gpu import launches, letters
+from caraserve.model.layout import A_COLUMNS, PANEL, Dtype
+from caraserve.units import align_up
+from tests.gpu.emulator import run
+from tests.gpu.lora_case import address, stored
+
+BY_DEVICE, BY_WORKERS, AWAITED, LOST = range(4)  # enum Outcome
+PATIENCE_NS = 60_000_000_000
+INPUTS, TOKENS = 92, 60  # a row of x is not a whole number of vectors; more tokens than a worker computes at once
+BLOCK_BYTES = handoff.block_bytes(4)
+WIDTHS, RANKS = (140, 64, 100), (24, 0, 8)  # the second projection is not adapted
+ARRIVED = 7  # what the word of the layer's weights becomes
+
+Matrix = NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class Words:
+    """Host memory that device and watchdog share; u32, each on a line of its own."""
+
+    status: NDArray[np.uint32]
+    x_flag: NDArray[np.uint32]
+    y_flag: NDArray[np.uint32]
+
+
+class Desk:
+    """One layer's hand-overs of a prompt, over and over. `y` is what the base model made of it."""
+
+    def __init__(self, workers: int, activation: Dtype = Dtype.F32) -> None:
+        self.activation = activation
+        self.region = SharedRegion(1 << 21)
+        blocks = self.region.carve(workers * BLOCK_BYTES)
+        self.blocks = blocks.reshape(workers, -1).view(np.int64)
+        cores = sorted(os.sched_getaffinity(0))
+        self.workers = Workers(self.region, blocks, (cores[0], cores[-1])[:workers], BLOCK_BYTES)
+        lines = self.region.carve(192).view(np.uint32)
+        self.words = Words(*(lines[at : at + 1] for at in (0, 16, 32)))
+        self.arrived = np.zeros(1, np.uint32)
+        self.asked, self.counter, self.outcome = (
+            np.zeros(workers, np.int64),
+            np.zeros(1, np.uint32),
+            np.zeros(1, np.int32),
+        )
+        self.errors = np.zeros(1, np.uint32)
+        self.number, self.generation = 0, 0
+        self.x_stride = align_up(INPUTS, A_COLUMNS)
+        self.host_x = self.region.carve(4 * TOKENS * self.x_stride)
+        self.modules, self.products = self._adapter()
+        self.delta_columns, self.delta_stride = letters.delta_columns(self.modules)
+        self.deltas = [self.region.carve(4 * TOKENS * self.delta_stride) for _ in range(workers)]
+        self.y_columns = (0, 140, 204)
+        self.letter = np.zeros(letters.letter_bytes(workers) // 8, np.int64)
+        self.workers.start()
+        assert self.workers.await_all(PATIENCE_NS / 1e9)
+        self.workers.keep_vigil(True)
+
+    def _adapter(self) -> tuple[list[letters.Module], list[Matrix]]:
+        rng, modules, products = np.random.default_rng(0), [], []
+        for rank, outputs, scale in zip(RANKS, WIDTHS, (0.5, 1.0, 2.0), strict=True):
+            a, b = np.zeros((rank, self.x_stride)), np.zeros((rank, align_up(outputs, PANEL)))
+            a[:, :INPUTS], b[:, :outputs] = rng.standard_normal((rank, INPUTS)), rng.standard_normal((rank, outputs))
+            a_data, a = stored(a / 10, Dtype.BF16)
+            b_data, b = stored(b.reshape(rank, b.shape[1] // PANEL, PANEL).swapaxes(0, 1) / 10, Dtype.BF16)
+            places = []
+            for data in (a_data, b_data):
+                room = self.region.carve(max(data.nbytes, 1))
+                room[: data.nbytes] = data
+                places.append(self.region.offset(address(room)))
+            modules.append(letters.Module(outputs, rank, Dtype.BF16, scale, *places))
+            products.append(scale * a.T[:INPUTS] @ np.concatenate(list(b), axis=1)[:, :outputs])
+        return modules, products
+
+    def begin(self, seed: int = 0, deadline_ns: int = PATIENCE_NS, rings: bool = True) -> None:
+        """New x and y, and the next letter; nothing has been sent yet."""
+        rng = np.random.default_rng(seed)
+        self.number += 1
+        self.generation = (self.generation + 1) % (1 << 32)
+        self.words.status[0] = (self.generation - 1) % (1 << 32)
+        step, shape = self.activation.storage, (TOKENS, align_up(sum(WIDTHS), A_COLUMNS))
+        self.x = convert(rng.standard_normal((TOKENS, self.x_stride)).astype(np.float32), Dtype.F32, self.activation)
+        self.x[:, INPUTS:] = np.frombuffer(b"\xff" * step.itemsize, step)[0]  # no number
+        self.y = convert(rng.standard_normal(shape).astype(np.float32), Dtype.F32, self.activation)
+        self.before = self.y.copy()
+        slices = letters.cut(TOKENS, -(-TOKENS // len(self.workers)), len(self.workers))
+        errands = [
+            letters.Errand(
+                worker, address(self.blocks[worker]), self.number, *place, self.region.offset(address(deltas))
+            )
+            for worker, (place, deltas) in enumerate(zip(slices, self.deltas, strict=True))
+        ]
+        region = letters.Region(self.region.base, self.region.offset(address(self.host_x)), self.x_stride, INPUTS)
+        terms = letters.Terms(
+            deadline_ns, address(self.arrived), ARRIVED, address(self.words.status), self.generation,
+            address(self.words.x_flag) * rings, address(self.words.y_flag) * rings,
+        )  # fmt: skip
+        letters.write_letter(self.letter, errands, self.modules, region, terms)
+
+    def publish(self, grid: int = 3, seed: int = 0) -> int:
+        x = launches.Rows(address(self.x), self.x_stride, INPUTS)
+        state = (address(self.asked), address(self.counter), address(self.outcome))
+        launch = launches.publish(grid, address(self.letter), x, address(self.host_x), self.x_stride, *state)
+        run(launch, self.activation, seed)
+        return int(self.outcome[0])
+
+    def wait(self) -> int:
+        state = (address(self.asked), address(self.outcome), address(self.errors))
+        run(launches.wait(address(self.letter), *state), self.activation)
+        return int(self.outcome[0])
+
+    def add(self, grid: int = 2) -> None:
+        y = launches.Rows(address(self.y), self.y.shape[1], sum(WIDTHS))
+        places = launches.Projections(self.y_columns, WIDTHS)
+        letter, outcome = address(self.letter), address(self.outcome)
+        run(launches.add(grid, letter, outcome, y, places, self.delta_stride, self.delta_columns), self.activation)
+
+    def expected(self) -> Matrix:
+        """y with the LoRA of this round's x, in fp64."""
+        y, x = self.exact(self.before), self.exact(self.x[:, :INPUTS])
+        for column, outputs, product in zip(self.y_columns, WIDTHS, self.products, strict=True):
+            y[:, column : column + outputs] += x @ product
+        return y
+
+    def exact(self, values: NDArray[np.generic]) -> Matrix:
+        return to_float32(np.ascontiguousarray(values), self.activation).astype(np.float64)
+
+    def word(self, worker: int, at: int) -> int:
+        return int(self.blocks[worker, at // 8])
+
+    def pid(self, worker: int = 0) -> int:
+        pid = self.workers.states()[worker].pid
+        assert pid is not None
+        return pid
+
+    def await_all(self) -> None:
+        """Until every worker is there and has done what its present life was asked."""
+        assert self.workers.await_all(PATIENCE_NS / 1e9)
+        until_s = time.monotonic() + PATIENCE_NS / 1e9
+        while any(state.is_busy for state in self.workers.states()) and time.monotonic() < until_s:
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        self.workers.close()
+        self.region.close()
