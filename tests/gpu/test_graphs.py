@@ -1,0 +1,210 @@
+"""Buckets of captured graphs: every choice covers its plan, memory has a bound, nothing in use is thrown away."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from caraserve.gpu.graphs import Bucket, GraphSet, buckets, shape_of
+from caraserve.plan import Plan, Row
+
+ROWS, TOKENS = 100, 1500
+
+
+def graphs(budget: int = 10**9, bytes_each: int = 1, *, merging: bool = False) -> GraphSet:
+    return GraphSet(ROWS, TOKENS, budget, lambda bucket: bytes_each * bucket.size, merging)
+
+
+def captured(made: GraphSet) -> GraphSet:
+    for bucket in made.at_start():
+        assert made.captured(bucket, made.expected_bytes(bucket))
+    return made
+
+
+def plan(*counts: int, adapter: int = 0, merged: int | None = None) -> Plan:
+    rows = tuple(Row(slot, 5, count, adapter, samples=True) for slot, count in enumerate(counts))
+    return Plan((), (), rows, merged)
+
+
+# --- what a plan needs ---
+
+
+def test_one_token_of_each_row_is_decoding_and_anything_more_is_mixed() -> None:
+    assert shape_of(plan(1, 1, 1), ()) == Bucket(is_mixed=False, size=3, lora=False)
+    assert shape_of(plan(1, 7), ()) == Bucket(is_mixed=True, size=8, lora=False)
+
+
+def test_adapters_those_on_their_way_and_merged_ones_are_told_apart() -> None:
+    assert shape_of(plan(1, adapter=3), ()) == Bucket(is_mixed=False, size=1, lora=True)
+    assert shape_of(plan(9, adapter=3), {3}) == Bucket(is_mixed=True, size=9, lora=True, gated=True)
+    assert shape_of(plan(9, adapter=3), {4}) == Bucket(is_mixed=True, size=9, lora=True)
+    assert shape_of(plan(1, adapter=3, merged=3), {3}) == Bucket(is_mixed=False, size=1, lora=False, merged=True)
+
+
+def test_a_plan_whose_every_token_is_scored_takes_no_graph() -> None:
+    scored = Row(0, 0, 4, 0, samples=False, prompt_logprobs=0)
+    assert shape_of(Plan((), (), (scored,)), ()) is None
+
+
+# --- which graph it takes ---
+
+
+def test_the_smallest_that_serves_is_taken_and_base_rows_pay_nothing_for_lora() -> None:
+    made = captured(graphs())
+    assert made.choose(Bucket(is_mixed=False, size=9, lora=False)) == Bucket(is_mixed=False, size=12, lora=False)
+    assert made.choose(Bucket(is_mixed=False, size=9, lora=True)) == Bucket(is_mixed=False, size=12, lora=True)
+    assert made.choose(Bucket(is_mixed=False, size=ROWS, lora=True)) == Bucket(is_mixed=False, size=ROWS, lora=True)
+    assert made.choose(Bucket(is_mixed=True, size=65, lora=True)) == Bucket(is_mixed=True, size=128, lora=True)
+    wanted = Bucket(is_mixed=True, size=TOKENS, lora=True, gated=True)
+    assert made.choose(wanted) == wanted
+
+
+def test_another_graph_does_until_the_right_one_is_there() -> None:
+    made = graphs()
+    made.captured(Bucket(is_mixed=False, size=16, lora=True), 1)
+    made.captured(Bucket(is_mixed=True, size=64, lora=True, gated=True), 1)
+    base = Bucket(is_mixed=False, size=12, lora=False)
+    assert made.choose(base) == Bucket(is_mixed=False, size=16, lora=True)
+    assert made.choose(Bucket(is_mixed=True, size=50, lora=False)) == Bucket(
+        is_mixed=True, size=64, lora=True, gated=True
+    )
+    assert made.choose(Bucket(is_mixed=False, size=30, lora=True)) == Bucket(
+        is_mixed=True, size=64, lora=True, gated=True
+    )
+    assert made.choose(Bucket(is_mixed=False, size=1, lora=True)) is None  # sixteen times the work
+    assert made.choose(Bucket(is_mixed=True, size=65, lora=False)) is None
+    assert made.to_capture(is_idle=True) is not None
+
+
+def test_what_waits_for_layers_never_takes_a_graph_that_does_not() -> None:
+    made = graphs()
+    made.captured(Bucket(is_mixed=True, size=64, lora=True), 1)
+    assert made.choose(Bucket(is_mixed=True, size=64, lora=True, gated=True)) is None
+    made.captured(Bucket(is_mixed=True, size=64, lora=False), 1)
+    assert made.choose(Bucket(is_mixed=True, size=64, lora=False, merged=True)) is None
+
+
+def test_a_batch_over_the_limits_is_a_mistake() -> None:
+    made = captured(graphs())
+    with pytest.raises(AssertionError, match="exceeds"):
+        made.choose(Bucket(is_mixed=False, size=ROWS + 1, lora=False))
+    with pytest.raises(AssertionError, match="exceeds"):
+        made.choose(Bucket(is_mixed=True, size=TOKENS + 1, lora=False))
+
+
+wanted_buckets = st.builds(
+    lambda mixed, rows, tokens, lora, gated: Bucket(
+        is_mixed=mixed, size=tokens if mixed else rows, lora=lora or gated, gated=gated
+    ),
+    st.booleans(),
+    st.integers(1, ROWS),
+    st.integers(1, TOKENS),
+    st.booleans(),
+    st.booleans(),
+)
+
+
+@given(st.lists(wanted_buckets, min_size=1, max_size=30), st.integers(100, 8000), st.integers(0, 2**32))
+def test_every_choice_covers_its_plan_and_memory_stays_within_its_bound(
+    wanted: list[Bucket], budget: int, seed: int
+) -> None:
+    random, made = Random(seed), captured(graphs(budget))
+    assert made.num_bytes <= budget
+    in_flight: list[Bucket] = []
+    alive = set(made.at_start())
+    for shape in wanted:
+        chosen = made.choose(shape)
+        if chosen is not None:
+            assert chosen in alive
+            assert chosen.serves(shape)
+            assert chosen.size >= shape.size
+            assert chosen.lora >= shape.lora
+            assert chosen.gated >= shape.gated
+            in_flight = [*in_flight[-1:], chosen]
+        missing = made.to_capture(is_idle=random.random() < 0.7)
+        if missing is not None and (gone := made.make_room(missing, in_flight)) is not None:
+            assert not set(gone) & set(in_flight)
+            alive -= set(gone)
+            if made.captured(missing, missing.size + random.choice([0, 0, 300])):
+                alive.add(missing)
+        assert made.num_bytes <= budget
+
+
+# --- what is captured when ---
+
+
+def test_at_start_everything_is_captured_that_fits_large_ones_first() -> None:
+    chosen = graphs().at_start()
+    assert set(chosen) == set(buckets(ROWS, TOKENS))
+    assert [bucket.size for bucket in chosen] == sorted((bucket.size for bucket in chosen), reverse=True)
+
+
+def test_when_memory_is_short_decoding_goes_first() -> None:
+    decode = {bucket for bucket in buckets(ROWS, TOKENS) if not bucket.is_mixed}
+    chosen = graphs(sum(bucket.size for bucket in decode)).at_start()
+    assert set(chosen) == decode
+    assert graphs(0).at_start() == []
+
+
+def test_buckets_end_with_the_limits_and_have_no_variant_that_is_never_needed() -> None:
+    every = list(buckets(ROWS, TOKENS))
+    assert len(every) == len(set(every))
+    assert max(bucket.size for bucket in every if bucket.is_mixed) == TOKENS
+    assert max(bucket.size for bucket in every if not bucket.is_mixed) == ROWS
+    assert not [bucket for bucket in every if bucket.gated and not bucket.lora]
+    assert not [bucket for bucket in every if bucket.merged]
+    assert [bucket for bucket in buckets(ROWS, TOKENS, merging=True) if bucket.merged and not bucket.lora]
+    assert max(bucket.size for bucket in buckets(8, 1)) == 8
+
+
+def test_in_merged_mode_base_and_merged_weights_have_graphs_of_their_own() -> None:
+    made = captured(graphs(merging=True))
+    for merged in (False, True):
+        wanted = Bucket(is_mixed=True, size=128, lora=False, merged=merged)
+        assert made.choose(wanted) == wanted
+
+
+def test_nothing_is_captured_while_anything_waits() -> None:
+    made = graphs()
+    assert made.choose(Bucket(is_mixed=False, size=3, lora=True)) is None
+    assert made.to_capture(is_idle=False) is None
+    assert made.to_capture(is_idle=True) == Bucket(is_mixed=False, size=4, lora=True)
+
+
+def test_what_is_missed_most_is_captured_first_and_then_missed_no_more() -> None:
+    made = graphs()
+    for size in (3, 30, 30):
+        made.choose(Bucket(is_mixed=False, size=size, lora=True))
+    missing = made.to_capture(is_idle=True)
+    assert missing == Bucket(is_mixed=False, size=32, lora=True)
+    assert made.captured(missing, 32)
+    assert made.choose(replace(missing, size=30)) == missing
+    assert made.to_capture(is_idle=True) == Bucket(is_mixed=False, size=4, lora=True)
+
+
+def test_the_longest_unused_gives_way_unless_it_may_be_running() -> None:
+    made = graphs(budget=24)
+    first, second, third = (Bucket(is_mixed=False, size=size, lora=True) for size in (8, 12, 16))
+    for bucket in (first, second):
+        assert made.captured(bucket, bucket.size)
+    made.choose(second)
+    made.choose(first)
+    assert made.make_room(third, in_flight=[second]) is None  # 12 are left when the first is gone
+    assert made.make_room(third, in_flight=[first]) == [second]
+    assert made.captured(third, 16)
+    assert made.num_bytes == 24
+
+
+def test_a_graph_that_took_too_much_is_not_kept() -> None:
+    made = graphs(budget=24)
+    bucket = Bucket(is_mixed=False, size=8, lora=True)
+    assert not made.captured(bucket, 25)
+    assert made.num_bytes == 0
+
+
+def test_a_graph_larger_than_the_budget_is_never_asked_for() -> None:
+    made = graphs(budget=24)
+    made.choose(Bucket(is_mixed=False, size=90, lora=True))
+    assert made.to_capture(is_idle=True) is None
