@@ -1,0 +1,198 @@
+"""What goes over the link to the device next, and when it will be there: one queue for all adapters. Pure; level 1.
+
+An adapter goes in groups of layers, a group in pieces small enough that one which is needed sooner never waits long.
+The piece whose layer is expected to be used first goes first, guesses after all that is known to be needed. Only a
+little is issued ahead, because what has been issued cannot be overtaken. `copier.py` issues, and says what arrived.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+PIECE_BYTES = 16 << 20  # 0.3 ms of an H200's link
+_LEAST_GROUP_BYTES = 2 << 20  # below this a copy's own cost shows
+_SAFETY = 0.8  # of the time that a group takes to compute may be spent on loading the next
+_WINDOW_S = 0.001  # issued ahead: what the thread that issues may sleep
+
+
+def layer_groups(layer_ends: Sequence[int], layer_s: float, bytes_per_s: float) -> tuple[int, ...]:
+    """Where groups of layers end, so that a prefill of `layer_s` a layer finds each group loaded after the first: one
+    may take to load what the one before it takes to compute, less a margin, and a layer that takes longer is a group of
+    its own. Layers without modules belong to the group before; at the front they are one of no bytes."""
+    ends: list[int] = []
+    start, allowed_s = 0, _LEAST_GROUP_BYTES / bytes_per_s
+    largest = max((high - low for low, high in zip((0, *layer_ends), layer_ends, strict=False)), default=0)
+    if largest / bytes_per_s > layer_s:
+        allowed_s = 0.0  # loading is the slower: nothing is gained by a larger group
+    for end in range(1, len(layer_ends) + 1):
+        begin_bytes = layer_ends[start - 1] if start else 0
+        is_full = end - start > 1 and (layer_ends[end - 1] - begin_bytes) / bytes_per_s > allowed_s
+        if is_full and layer_ends[end - 1] > layer_ends[end - 2]:
+            ends.append(end - 1)
+            allowed_s = _SAFETY * layer_s * (end - 1 - start)
+            start = end - 1
+    return (*ends, len(layer_ends))
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """When layers are expected to be needed. A guess: nobody has been admitted who needs them."""
+
+    at_s: float
+    layer_s: float = 0.0
+    is_guess: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers [first_layer, end_layer) of an adapter and their bytes [start, end)."""
+
+    first_layer: int
+    end_layer: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes [start, end) of a load's image to be issued now. `group`: which arrives with it, if it is the last."""
+
+    slot: int
+    load: int
+    start: int
+    end: int
+    group: int | None
+
+
+class Source(Enum):
+    """Whence a layer's LoRA comes, as far as it can be said at launch."""
+
+    DEVICE = "device"  # it has arrived
+    WAIT = "wait"  # from the device, behind its event
+    WORKERS = "workers"  # unless it has arrived when the device gets there
+
+
+def groups_of(layer_ends: Sequence[int], group_ends: Sequence[int]) -> tuple[Group, ...]:
+    """The groups of one image; ends that are no layers, or twice there, count for nothing."""
+    layers, ends = len(layer_ends), [0]
+    ends += sorted({end for end in group_ends if 0 < end < layers})
+    bounds = zip(ends, [*ends[1:], layers], strict=True)
+    return tuple(Group(a, b, layer_ends[a - 1] if a else 0, layer_ends[b - 1]) for a, b in bounds)
+
+
+@dataclass(slots=True)
+class _Load:
+    slot: int
+    number: int
+    groups: tuple[Group, ...]
+    use: Use
+    issued: int = 0  # bytes
+    at: int = 0  # the group that the next byte belongs to
+    committed: int = 0  # groups that a launched iteration waits for
+
+    def urgency(self, group: int, *, is_blocked: bool = False) -> tuple[bool, bool, bool, float, int]:
+        """What goes first is least."""
+        use_s = self.use.at_s + self.groups[group].first_layer * self.use.layer_s
+        return (group >= self.committed, is_blocked, self.use.is_guess, use_s, self.number)
+
+
+@dataclass(slots=True)
+class LinkQueue:
+    """Loads that have not been issued whole, and how much is on its way."""
+
+    bytes_per_s: float
+    piece_bytes: int = PIECE_BYTES
+    in_flight: int = 0  # bytes, of pieces and of whatever else uses this direction
+    _loads: dict[int, _Load] = field(default_factory=dict)
+    _numbers: int = 0
+
+    def ask(self, slot: int, groups: Sequence[Group], use: Use) -> int:
+        """Queues a load and returns its number. One per adapter slot."""
+        if slot in self._loads:
+            raise AssertionError(f"adapter slot {slot} is being loaded already")
+        self._numbers += 1
+        self._loads[slot] = _Load(slot, self._numbers, tuple(groups), use)
+        return self._numbers
+
+    def expect(self, slot: int, use: Use) -> None:
+        """More is known about when a load is needed; nothing happens if it has been issued."""
+        if slot in self._loads:
+            self._loads[slot].use = use
+
+    def commit(self, slot: int, layers: int) -> None:
+        """An iteration is being launched that will wait for the first `layers` layers: their groups go now."""
+        if slot in self._loads:
+            load = self._loads[slot]
+            load.committed = max(load.committed, sum(group.first_layer < layers for group in load.groups))
+
+    def cancel(self, slot: int) -> None:
+        """The rest of a load is not wanted. Nobody may be waiting for it."""
+        load = self._loads.get(slot)
+        if load is not None and load.at < load.committed:
+            raise AssertionError(f"adapter slot {slot}: an iteration waits for the load")
+        self._loads.pop(slot, None)
+
+    def next(self, blocked: Collection[int] = ()) -> Piece | None:
+        """The piece to be issued now; None when there is none, or enough is on its way. `blocked`: adapter slots whose
+        bytes are being read still; theirs would hold up all that is issued after, so they go last."""
+        waiting = [(load.urgency(load.at, is_blocked=load.slot in blocked), load) for load in self._loads.values()]
+        if not waiting:
+            return None
+        load = min(waiting, key=lambda entry: entry[0])[1]
+        if self.in_flight >= self._window_bytes and load.at >= load.committed:
+            return None
+        group = load.groups[load.at]
+        start = max(load.issued, group.start)
+        end = min(group.end, start + self.piece_bytes)
+        piece = Piece(load.slot, load.number, start, end, load.at if end == group.end else None)
+        load.issued = end
+        self.in_flight += end - start
+        if end == group.end:
+            load.at += 1
+            if load.at == len(load.groups):
+                del self._loads[load.slot]
+        return piece
+
+    def add(self, num_bytes: int) -> None:
+        """Something else goes the same way: answers of CPU workers, KV that comes back."""
+        self.in_flight += num_bytes
+
+    def arrived(self, num_bytes: int) -> None:
+        """Bytes issued before have arrived."""
+        self.in_flight -= num_bytes
+        if self.in_flight < 0:
+            raise AssertionError("more has arrived than was issued")
+
+    def arrivals(self, slot: int, now_s: float) -> dict[int, float]:
+        """When each group that has not been issued whole is expected, by its index."""
+        rest = sorted(
+            (load.urgency(index), load.slot, index, load.groups[index].end - max(load.issued, load.groups[index].start))
+            for load in self._loads.values()
+            for index in range(load.at, len(load.groups))
+        )
+        ahead, expected = self.in_flight, {}
+        for _, owner, index, num_bytes in rest:
+            ahead += num_bytes
+            if owner == slot:
+                expected[index] = now_s + ahead / self.bytes_per_s
+        return expected
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that nobody has issued yet."""
+        return sum(load.groups[-1].end - load.issued for load in self._loads.values())
+
+    @property
+    def _window_bytes(self) -> float:
+        return max(2.0 * self.piece_bytes, self.bytes_per_s * _WINDOW_S)
+
+
+def source(*, arrived: bool, arrives_s: float, use_s: float, stall_s: float | None) -> Source:
+    """What to launch for a layer. `stall_s`: what its hand-over to CPU workers would cost; None: they cannot help.
+
+    Only how well it goes depends on the prediction: whatever is taken from the device sits behind its event."""
+    if arrived:
+        return Source.DEVICE
+    if stall_s is None or arrives_s <= use_s + stall_s:
+        return Source.WAIT
+    return Source.WORKERS

@@ -1,0 +1,248 @@
+"""The link: sizes of groups, which piece goes next, when it is expected."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from caraserve.gpu.transfers import (
+    Group,
+    LinkQueue,
+    Piece,
+    Source,
+    Use,
+    groups_of,
+    layer_groups,
+    source,
+)
+
+MB = 1 << 20
+PIECE = 8  # bytes; two are ahead at most
+LINK = 1000.0  # bytes/s
+
+
+def ends(*sizes: int) -> tuple[int, ...]:
+    return tuple(int(end) for end in np.cumsum(sizes))
+
+
+def exposed_s(layer_ends: Sequence[int], group_ends: Sequence[int], layer_s: float, bytes_per_s: float) -> float:
+    """By how much loading delays a prefill that begins with it."""
+    free_s, spent_s, start = 0.0, 0.0, 0
+    for end in group_ends:
+        free_s += (layer_ends[end - 1] - (layer_ends[start - 1] if start else 0)) / bytes_per_s
+        spent_s = max(spent_s, free_s) + layer_s * (end - start)
+        start = end
+    return spent_s - layer_s * len(layer_ends)
+
+
+# --- sizes of groups ---
+
+
+def test_groups_grow_as_fast_as_computing_outruns_loading() -> None:
+    layer = 2 * MB
+    assert layer_groups(ends(*[layer] * 31), 1.0, 2.5 * layer) == (1, 3, 7, 15, 31)  # twice as many each
+
+
+def test_where_loading_is_slower_each_layer_goes_alone() -> None:
+    assert layer_groups(ends(*[3 * MB] * 5), 1.0, 2.0 * MB) == (1, 2, 3, 4, 5)
+    assert layer_groups(ends(*[MB] * 4), 1.0, 0.5 * MB) == (1, 2, 3, 4)
+
+
+def test_small_layers_begin_with_a_group_worth_a_copy() -> None:
+    assert layer_groups(ends(*[MB // 2] * 12), 1.0, 1.25 * MB)[0] == 4
+
+
+def test_layers_without_modules_go_with_the_group_before() -> None:
+    assert layer_groups(ends(0, 3 * MB, 0, 0, 3 * MB, 0), 1.0, 2.0 * MB) == (1, 4, 6)
+    assert layer_groups(ends(0, 0), 1.0, 1.0) == (2,)
+    assert layer_groups((), 1.0, 1.0) == (0,)
+
+
+@given(
+    st.lists(st.sampled_from([0, MB // 2, MB, 4 * MB]), min_size=1, max_size=40),
+    st.floats(0.01, 10.0),
+)
+def test_when_loading_keeps_up_nothing_waits_but_for_the_first_group(sizes: list[int], layer_s: float) -> None:
+    layer_ends, link = ends(*sizes), 4.0 * MB
+    groups = layer_groups(layer_ends, layer_s, link)
+    assert groups[-1] == len(sizes)
+    assert all(low < high for low, high in pairwise(groups))
+    if layer_s * 0.8 >= 1.0:  # the largest layer takes a second
+        assert exposed_s(layer_ends, groups, layer_s, link) == pytest.approx(layer_ends[groups[0] - 1] / link, abs=1e-9)
+
+
+def test_the_figures_of_an_h200_come_out() -> None:
+    link, layer_s = 53e9, 124e-6
+    rank_64 = ends(*[3_146_000] * 32)  # q, k, v of a 7B: 59 µs a layer
+    assert exposed_s(rank_64, layer_groups(rank_64, layer_s, link), layer_s, link) < 0.09e-3
+    rank_8 = ends(*[393_000] * 32)
+    assert exposed_s(rank_8, layer_groups(rank_8, layer_s, link), layer_s, link) < 0.06e-3
+
+
+def test_groups_of_an_image_ignore_ends_that_are_none() -> None:
+    assert groups_of(ends(5, 7, 1), (0, 2, 2, 9)) == (Group(0, 2, 0, 12), Group(2, 3, 12, 13))
+    assert groups_of(ends(5, 7), ()) == (Group(0, 2, 0, 12),)
+
+
+# --- the queue ---
+
+
+def queue() -> LinkQueue:
+    return LinkQueue(LINK, PIECE)
+
+
+def ask(made: LinkQueue, slot: int, sizes: Sequence[int], at_s: float, layer_s: float = 0.0, **use: bool) -> None:
+    layer_ends = ends(*sizes)
+    made.ask(slot, groups_of(layer_ends, range(1, len(sizes))), Use(at_s, layer_s, **use))
+
+
+def drain(made: LinkQueue) -> list[Piece]:
+    """All pieces, the link being as fast as they are issued."""
+    pieces = []
+    while (piece := made.next()) is not None:
+        pieces.append(piece)
+        made.arrived(piece.end - piece.start)
+    return pieces
+
+
+def test_what_is_used_first_goes_first_layer_by_layer() -> None:
+    made = queue()
+    ask(made, 1, [4, 4, 4], at_s=0.0, layer_s=10.0)
+    ask(made, 2, [4, 4], at_s=5.0, layer_s=10.0)
+    assert [(piece.slot, piece.group) for piece in drain(made)] == [(1, 0), (2, 0), (1, 1), (2, 1), (1, 2)]
+
+
+def test_guesses_go_after_all_that_is_needed() -> None:
+    made = queue()
+    ask(made, 1, [4, 4], at_s=0.0, is_guess=True)
+    ask(made, 2, [4], at_s=99.0)
+    assert [piece.slot for piece in drain(made)] == [2, 1, 1]
+
+
+def test_an_admitted_request_overtakes_between_two_pieces() -> None:
+    made = queue()
+    ask(made, 1, [3 * PIECE], at_s=1.0, is_guess=True)
+    ask(made, 2, [2 * PIECE], at_s=5.0, is_guess=True)
+    assert made.next() == Piece(1, 1, 0, PIECE, None)
+    made.expect(2, Use(5.0))
+    assert [(piece.slot, piece.start) for piece in drain(made)] == [(2, 0), (2, 8), (1, 8), (1, 16)]
+
+
+def test_little_is_issued_ahead_of_what_has_arrived() -> None:
+    made = queue()
+    ask(made, 1, [10 * PIECE], at_s=0.0)
+    assert made.next() is not None
+    assert made.next() is not None
+    assert made.next() is None
+    made.arrived(PIECE)
+    assert made.next() is not None
+    made.arrived(2 * PIECE)
+    made.add(2 * PIECE)  # answers of CPU workers go the same way
+    assert made.next() is None
+    made.arrived(2 * PIECE)
+    assert made.next() is not None
+
+
+def test_committed_layers_go_at_once_and_before_all_others() -> None:
+    made = queue()
+    ask(made, 1, [PIECE] * 4, at_s=0.0)
+    ask(made, 2, [PIECE] * 4, at_s=9.0)
+    made.commit(2, 3)
+    assert [(piece.slot, piece.group) for piece in (made.next(), made.next(), made.next()) if piece] == [
+        (2, 0),
+        (2, 1),
+        (2, 2),
+    ]
+    assert made.next() is None
+    made.cancel(2)  # the rest of it
+    made.commit(1, 1)
+    with pytest.raises(AssertionError, match="an iteration waits"):
+        made.cancel(1)
+
+
+def test_a_load_whose_bytes_are_in_use_holds_nobody_up() -> None:
+    made = queue()
+    ask(made, 1, [4], at_s=0.0)
+    ask(made, 2, [4], at_s=9.0)
+    piece = made.next(blocked={1})
+    assert piece is not None
+    assert piece.slot == 2
+    piece = made.next(blocked={1})  # nothing else is left
+    assert piece is not None
+    assert piece.slot == 1
+
+
+def test_a_slot_has_one_load_and_what_arrives_was_issued() -> None:
+    made = queue()
+    ask(made, 1, [4], at_s=0.0)
+    with pytest.raises(AssertionError, match="already"):
+        ask(made, 1, [4], at_s=0.0)
+    with pytest.raises(AssertionError, match="more has arrived"):
+        made.arrived(1)
+
+
+loads = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 30), min_size=1, max_size=5),
+        st.floats(0, 5),
+        st.sampled_from([0.0, 1.0]),
+        st.booleans(),
+    ),
+    max_size=5,
+)
+
+
+@given(loads, st.integers(0, 50))
+def test_arrivals_are_what_the_queue_then_does(
+    asked: list[tuple[list[int], float, float, bool]], in_flight: int
+) -> None:
+    made = queue()
+    made.add(in_flight)
+    for slot, (sizes, at_s, layer_s, is_guess) in enumerate(asked):
+        ask(made, slot, sizes, at_s, layer_s, is_guess=is_guess)
+    expected = {(slot, group): at for slot in range(len(asked)) for group, at in made.arrivals(slot, 100.0).items()}
+    assert made.queued_bytes == sum(sum(sizes) for sizes, *_ in asked)
+    made.arrived(in_flight)
+    sent, seen = in_flight, {}
+    for piece in drain(made):
+        sent += piece.end - piece.start
+        if piece.group is not None:
+            seen[piece.slot, piece.group] = 100.0 + sent / LINK
+    assert seen == pytest.approx(expected)
+    assert made.queued_bytes == 0
+
+
+@given(loads, st.integers(0, 2**32))
+def test_every_byte_goes_once_and_in_order_whatever_is_asked_meanwhile(
+    asked: list[tuple[list[int], float, float, bool]], seed: int
+) -> None:
+    random, made, flying, sent = Random(seed), queue(), [0], dict.fromkeys(range(len(asked)), 0)
+    left = dict(enumerate(asked))
+    while left or made.queued_bytes or flying:
+        if left and random.random() < 0.5:
+            slot, (sizes, at_s, layer_s, is_guess) = left.popitem()
+            ask(made, slot, sizes, at_s, layer_s, is_guess=is_guess)
+        made.expect(random.randrange(6), Use(random.random(), random.random(), is_guess=random.random() < 0.5))
+        if (piece := made.next()) is not None:
+            assert piece.start == sent[piece.slot]
+            assert piece.end - piece.start <= PIECE
+            assert made.in_flight <= 3 * PIECE
+            sent[piece.slot] = piece.end
+            flying.append(piece.end - piece.start)
+        elif flying:
+            made.arrived(flying.pop(0))
+    assert list(sent.values()) == [sum(sizes) for sizes, *_ in asked]
+
+
+def test_the_three_answers_at_launch() -> None:
+    def answer(arrives_s: float, stall_s: float | None, *, arrived: bool = False) -> Source:
+        return source(arrived=arrived, arrives_s=arrives_s, use_s=1.0, stall_s=stall_s)
+
+    assert answer(9.0, 0.1, arrived=True) is Source.DEVICE
+    assert answer(1.1, 0.2) is Source.WAIT
+    assert answer(1.3, 0.2) is Source.WORKERS
+    assert answer(1.3, None) is Source.WAIT
