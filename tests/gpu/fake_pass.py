@@ -1,0 +1,190 @@
+"""Passes whose kernels check what they find, and a device with adapters on their way, CPU workers and a clock."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from caraserve.gpu.copier import Copier, Image
+from caraserve.gpu.driver import Stream, has_reached
+from caraserve.gpu.handover import Book, Books, Life, Watchdog, book_bytes
+from caraserve.gpu.lane import (
+    AssistedChunk,
+    AssistLane,
+    HandOver,
+    IterationLane,
+)
+from caraserve.gpu.timeline import NOTHING, Lane, Marks, Timelines, at, latest
+from caraserve.gpu.transfers import LinkQueue, Source, Use, groups_of
+from caraserve.model.layout import GROUPS
+from tests.gpu.fake_driver import Clock, FakeDriver, Operation
+
+LAYERS, LAYER_BYTES, SLOTS = 3, 8, 4
+ENTRIES = LAYERS * len(GROUPS)
+IMAGE = LAYERS * LAYER_BYTES
+DEVICE, HOST = 0, SLOTS * IMAGE
+READY = 2 * SLOTS * IMAGE
+GATE = READY + 4 * SLOTS * LAYERS
+BATCH = GATE + 8  # what kernels read of the batch: each lane has its own
+WORDS = 1024
+TOP = 2**32
+
+
+class FakePass:
+    """Kernels that check what they find, and note what they did. `slots`: adapters of its rows; the first one's
+    hand-overs are `worked` on."""
+
+    def __init__(self, world: "World", slots: Sequence[int]) -> None:
+        self.world, self.slots = world, slots
+        self.done: list[tuple[str, int, int]] = []
+        self.resident: dict[int, bool] = {}  # by entry: how publish decided
+        self.published: dict[int, int] = {}  # by entry: generation
+
+    def begin(self, stream: Stream) -> None:
+        batch = BATCH + 8 * stream
+        self._issue(stream, "begin", 0, 0, reads=[(batch, batch + 4)])
+
+    def before(self, layer: int, group: int, stream: Stream) -> None:
+        self._issue(stream, "before", layer, group)
+
+    def project(self, layer: int, group: int, stream: Stream) -> None:
+        self._issue(stream, "project", layer, group)
+
+    def lora(self, layer: int, group: int, stream: Stream) -> None:
+        def end() -> None:
+            for slot in self.slots:
+                self.world.assert_there(slot, layer)
+
+        reads = [self.world.layer_of(slot, layer) for slot in self.slots]
+        self._issue(stream, "lora", layer, group, reads, end)
+
+    def publish(self, layer: int, group: int, hand_over: HandOver, stream: Stream) -> None:
+        driver = self.world.driver
+
+        def is_resident() -> bool:
+            return driver.word(hand_over.ready) == hand_over.ready_generation
+
+        def joins() -> list[Clock]:
+            self.resident[hand_over.entry] = is_resident()
+            return [driver.released[hand_over.ready]] if is_resident() else []
+
+        def end() -> None:
+            flag = hand_over.y_flag if self.resident[hand_over.entry] else hand_over.x_flag
+            driver.memory[flag : flag + 4].view(np.uint32)[0] = hand_over.generation
+            self.published[hand_over.entry] = hand_over.generation
+
+        def leave(clock: Clock) -> None:
+            for flag in (hand_over.x_flag, hand_over.y_flag):
+                driver.released[flag] = clock
+
+        driver.issue(stream, Operation(f"publish {layer}.{group}", joins=joins, end=end, leaves=leave))
+
+    def add(self, layer: int, group: int, hand_over: HandOver, stream: Stream) -> None:
+        driver, slot = self.world.driver, self.slots[0]
+
+        def end() -> None:
+            if driver.word(hand_over.status) == hand_over.generation:
+                self.done.append(("skip", layer, group))
+            elif self.resident[hand_over.entry]:
+                self.world.assert_there(slot, layer)
+                self.done.append(("expand", layer, group))
+            else:
+                assert (hand_over.entry, hand_over.generation) in self.world.worked, "nobody has computed this"
+                self.done.append(("add", layer, group))
+
+        driver.issue(stream, Operation(f"add {layer}.{group}", end=end))
+
+    def end(self, stream: Stream) -> None:
+        self._issue(stream, "end", 0, 0)
+
+    def _issue(
+        self,
+        stream: Stream,
+        name: str,
+        layer: int,
+        group: int,
+        reads: Sequence[tuple[int, int]] = (),
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        def end() -> None:
+            then()
+            self.done.append((name, layer, group))
+
+        self.world.driver.issue(stream, Operation(f"{name} {layer}.{group}", reads=reads, end=end))
+
+
+class World:
+    """A device with adapters on their way, CPU workers, a watchdog and a clock."""
+
+    def __init__(self, piece_bytes: int = 1 << 20, books: int = 2, generation: int = TOP - 2) -> None:
+        self.driver = FakeDriver(WORDS + 4096)
+        self.driver.memory[HOST : HOST + SLOTS * IMAGE] = np.arange(SLOTS * IMAGE) + 1
+        self.lanes = Timelines(self.driver)
+        self.copier = Copier(self.driver, self.lanes, LinkQueue(1e6, piece_bytes))
+        self.iterations = IterationLane(self.driver, self.lanes, self.copier, LAYERS)
+        self.assist = AssistLane(self.driver, self.lanes, self.copier, WORDS)
+        self.books = Books(self, [Book.at(index * book_bytes(ENTRIES), ENTRIES, generation) for index in range(books)])
+        self.watchdog = Watchdog(self)
+        self.chunks: dict[int, Marks] = {}  # by slot: the last chunk that used it
+        self.worked: set[tuple[int, int]] = set()
+        self.now_s = 0.0
+        self.lives = [Life(0, 1, is_idle=True), Life(1, 2, is_idle=True)]
+
+    # the words, as the host has them
+    def load(self, offset: int) -> int:
+        self.driver.acquire(WORDS + offset)
+        return self.driver.word(WORDS + offset)
+
+    def store(self, offset: int, value: int) -> None:
+        self.driver.store(WORDS + offset, value)
+
+    def layer_of(self, slot: int, layer: int) -> tuple[int, int]:
+        start = DEVICE + slot * IMAGE + layer * LAYER_BYTES
+        return start, start + LAYER_BYTES
+
+    def assert_there(self, slot: int, layer: int) -> None:
+        low, high = self.layer_of(slot, layer)
+        there = self.driver.memory[low:high]
+        assert np.array_equal(there, self.driver.memory[HOST + low : HOST + high]), "a layer was read too early"
+
+    def ready(self, slot: int) -> list[int]:
+        return [READY + 4 * (slot * LAYERS + layer) for layer in range(LAYERS)]
+
+    def bring(self, slot: int, group_ends: Sequence[int] = (1, 2)) -> int:
+        layer_ends = [LAYER_BYTES * (layer + 1) for layer in range(LAYERS)]
+        groups = groups_of(layer_ends, group_ends)
+        computed = at(Lane.COMPUTE, self.lanes.issued()[Lane.COMPUTE])  # any of these may have used the bytes
+        after = latest(computed, self.chunks.get(slot, NOTHING))
+        image = Image(slot, HOST + slot * IMAGE, slot * IMAGE, IMAGE, groups, after, self.ready(slot))
+        return self.copier.load(image, Use(0.0), lambda: None)
+
+    def metadata(self, stream: Stream) -> None:
+        self.driver.copy_to_device(BATCH + 8 * stream, BATCH + 8 * stream + 4, 4, stream)
+
+    def chunk(
+        self, slot: int, generation: int, sources: Sequence[Source], groups: Sequence[int] = (0, 3)
+    ) -> AssistedChunk:
+        book = self.books.take()
+        assert book is not None, "no book is free"
+        return AssistedChunk(slot, book, sources, [groups] * LAYERS, self.ready(slot), generation)
+
+    def assisted(self, chunk: AssistedChunk) -> FakePass:
+        work = FakePass(self, [chunk.slot])
+        self.watchdog.watch(chunk.book, {index: 0.001 for _, _, index, _ in chunk.hand_overs()})
+        self.chunks[chunk.slot] = at(Lane.ASSIST, self.assist.launch(self.metadata, work, chunk, NOTHING))
+        return work
+
+    def work(self, chunk: AssistedChunk) -> bool:
+        """What living workers do: the first hand-over whose x is there and whose y is not. False if there is none."""
+        for _, _, index, entry in chunk.hand_overs():
+            if has_reached(self.load(entry.y_flag), chunk.book.generation):
+                continue
+            if not has_reached(self.load(entry.x_flag), chunk.book.generation):
+                return False
+            self.worked.add((index, chunk.book.generation))
+            self.store(entry.y_flag, chunk.book.generation)
+            return True
+        return False
+
+    def settle(self, choose: Callable[[int], int] = lambda count: 0) -> None:
+        while self.driver.step(choose):
+            pass
