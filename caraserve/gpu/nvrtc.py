@@ -6,6 +6,8 @@ results run on any driver of the same major version, so whoever is to run them n
 
 import ctypes
 import hashlib
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -64,6 +66,18 @@ def sources(name: str) -> dict[str, str]:
     """The text of a source and of what it includes, by file name, the source first."""
     folder = resources.files("caraserve.gpu") / "kernels"
     return {file: (folder / file).read_text(encoding="utf-8") for file in (f"{name}.cu", _HEADER)}
+
+
+_KERNEL = re.compile(r"^KERNEL(?: __launch_bounds__\([^)]*\))? (?P<name>\w+)\((?P<parameters>[^)]*)\)", re.MULTILINE)
+
+
+def kernels(source: str) -> dict[str, tuple[str, ...]]:
+    """By name, the parameters of every kernel in a source, as written."""
+    text = sources(source)[f"{source}.cu"]
+    return {
+        match["name"]: tuple(" ".join(parameter.split()) for parameter in match["parameters"].split(","))
+        for match in _KERNEL.finditer(text)
+    }
 
 
 class Nvrtc:
@@ -132,6 +146,19 @@ def load(newest_major: int = _MAJORS[0]) -> Nvrtc:
                     continue
     command = "pip install nvidia-cuda-nvrtc" + ("" if newest_major > 12 else "-cu12")
     raise ConfigError(f"no NVRTC library for a driver of CUDA {newest_major} was found; {command}")
+
+
+def cubin_file(unit: Unit, folder: Path, library: Nvrtc) -> Path:
+    """The unit's machine code in `folder`: from an earlier start, or compiled now."""
+    path = (
+        folder / f"{unit.source}-{unit.activation.name.lower()}-{unit.arch}-{unit.digest(library.version)[:16]}.cubin"
+    )
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        made = folder / f"{path.name}.{os.getpid()}"  # servers that start together do not read each other's halves
+        made.write_bytes(library.compile(unit).cubin)
+        made.replace(path)
+    return path
 
 
 def _open(library: Path | str) -> ctypes.CDLL:

@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -23,17 +22,6 @@ _FLAGS = (
 )
 # The compiler makes its own start files once and keeps them: here, whether or not there is a home folder.
 _CACHES = dict.fromkeys(("ZIG_LOCAL_CACHE_DIR", "ZIG_GLOBAL_CACHE_DIR"), f"{tempfile.gettempdir()}/zig-{os.getuid()}")
-_KERNEL = re.compile(r"^KERNEL(?: __launch_bounds__\([^)]*\))? (?P<name>\w+)\((?P<parameters>[^)]*)\)", re.MULTILINE)
-
-
-@cache
-def parameters(source: str) -> dict[str, tuple[str, ...]]:
-    """The parameters of every kernel in a source, as written."""
-    text = nvrtc.sources(source)[f"{source}.cu"]
-    return {
-        match["name"]: tuple(" ".join(parameter.split()) for parameter in match["parameters"].split(","))
-        for match in _KERNEL.finditer(text)
-    }
 
 
 @cache
@@ -42,7 +30,7 @@ def _library(source: str, activation: Dtype) -> ctypes.CDLL:
         for file, text in nvrtc.sources(source).items():
             (Path(folder) / file).write_text(text, encoding="utf-8")
         main = [f'#include "{_HERE}/cuda_on_host.h"', f'#include "{source}.cu"']
-        main += [f"EMULATE({kernel})" for kernel in parameters(source)]
+        main += [f"EMULATE({kernel})" for kernel in nvrtc.kernels(source)]
         (Path(folder) / "main.cpp").write_text("\n".join(main), encoding="utf-8")
         macros = [f"-D{name}={value}" for name, value in nvrtc.definitions(activation).items()]
         target = Path(folder) / "kernels.so"
@@ -57,7 +45,7 @@ def _library(source: str, activation: Dtype) -> ctypes.CDLL:
 def run(launch: Launch, activation: Dtype = Dtype.F32, seed: int = 0) -> None:
     """Addresses in the arguments are this process's. `seed`: the order in which threads and blocks run."""
     kernel = getattr(_library(launch.source, activation), f"emulate_{launch.kernel}")
-    assert len(launch.arguments) == len(parameters(launch.source)[launch.kernel])
+    assert len(launch.arguments) == len(nvrtc.kernels(launch.source)[launch.kernel])
     boxes = [np.array([argument]) for argument in launch.arguments]
     addresses = (ctypes.c_void_p * len(boxes))(*(box.ctypes.data for box in boxes))
     assert kernel(launch.grid, launch.block, seed, addresses) == 0, f"{launch.kernel}: all threads wait for others"

@@ -4,15 +4,16 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from caraserve.errors import ConfigError
 from caraserve.gpu import items, launches, nvrtc
 from caraserve.gpu.nvrtc import Compiled, Unit
 from caraserve.model.layout import Dtype
 from tests.gpu import cubin
-from tests.gpu.emulator import parameters
 
 ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90")
 REGISTERS_OF_AN_SM = 1 << 16
@@ -37,7 +38,7 @@ def compiled() -> Mapping[Unit, Compiled]:
 @pytest.mark.parametrize("unit", UNITS, ids=named)
 def test_no_kernel_spills(compiled: Mapping[Unit, Compiled], unit: Unit) -> None:
     found = cubin.kernels(compiled[unit].cubin)
-    assert set(found) == set(parameters(unit.source))
+    assert set(found) == set(nvrtc.kernels(unit.source))
     assert {name: kernel.frame_bytes for name, kernel in found.items()} == dict.fromkeys(found, 0)
 
 
@@ -104,6 +105,20 @@ def test_a_digest_changes_with_all_that_the_code_depends_on() -> None:
     assert len(digests) == 8
 
 
+def test_a_second_start_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unit, library = Unit("memory", Dtype.F32, "sm_90"), nvrtc.load()
+    first = nvrtc.cubin_file(unit, tmp_path / "new", library)
+    assert set(cubin.kernels(first.read_bytes())) == {"kv_append", "pool_move"}
+    monkeypatch.delattr(nvrtc.Nvrtc, "compile")
+    assert nvrtc.cubin_file(unit, tmp_path / "new", library) == first
+    assert list((tmp_path / "new").iterdir()) == [first]
+
+
+def test_a_driver_that_is_too_old_is_told_what_to_install() -> None:
+    with pytest.raises(ConfigError, match="pip install nvidia-cuda-nvrtc-cu12"):
+        nvrtc.load(11)
+
+
 ROWS, PART = launches.Rows(64, 16, 16), launches.Part(0, 1, 1, 8)
 TABLES, ITEMS = launches.Tables(0, 0, 0, 0, 0, 1), launches.Items(0, 0)
 ONE = launches.Projections((0,), (16,))
@@ -121,11 +136,11 @@ EVERY_LAUNCH = (
 @pytest.mark.parametrize("launch", EVERY_LAUNCH, ids=lambda launch: launch.kernel)
 def test_arguments_are_as_wide_as_the_source_declares(launch: launches.Launch) -> None:
     widths = {"int": np.int32, "i64": np.int64}
-    declared = parameters(launch.source)[launch.kernel]
+    declared = nvrtc.kernels(launch.source)[launch.kernel]
     expected = [np.uint64 if "*" in text else widths[text.split()[0]] for text in declared]
     assert [type(argument) for argument in launch.arguments] == expected
 
 
 def test_every_kernel_has_a_launch() -> None:
-    kernels = {name for source in nvrtc.SOURCES for name in parameters(source)}
+    kernels = {name for source in nvrtc.SOURCES for name in nvrtc.kernels(source)}
     assert {launch.kernel for launch in EVERY_LAUNCH} == kernels
