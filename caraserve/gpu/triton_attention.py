@@ -9,6 +9,7 @@ positions, not shares of a context, and are merged in order. A tile or split wit
 query's result does not depend on its chunk or batch.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,13 @@ class DecodeScratch:
         best, mass = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
         return cls(torch.empty((*shape, head_dim), dtype=torch.float32, device=device), best, mass)
 
+    def within(self, rows: int, max_context: int) -> "DecodeScratch":
+        """The same memory for fewer rows and shorter contexts: fewer programs to start, and not a bit of difference."""
+        shape = (rows, self.best.shape[1], ceil_div(max_context, SPLIT_TOKENS))
+        count, dim = math.prod(shape), self.sums.shape[3]
+        best, mass = (part.view(-1)[:count].view(shape) for part in (self.best, self.mass))
+        return DecodeScratch(self.sums.view(-1)[: count * dim].view(*shape, dim), best, mass)
+
 
 @triton.jit
 def _attend_tile(  # type: ignore[no-untyped-def]
@@ -92,7 +100,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     return total, best, mass
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])  # or a new length of context would compile once more while requests wait
 def decode_kernel(  # type: ignore[no-untyped-def]
     q, keys, values, block_table, row_token, token_slot, token_position, sums, best, mass,
     scale, window, q_stride, table_stride, key_block, key_token, key_head, value_block, value_token, value_head, splits,
@@ -123,7 +131,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         tl.store(mass + place, weight, mask=member < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def merge_kernel(  # type: ignore[no-untyped-def]
     sums, best, mass, out, row_token, token_position, window, out_stride, splits,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLIT: tl.constexpr,

@@ -1,4 +1,4 @@
-"""What a decoder layer does between its matmuls: norms, residual sums, rotary embedding, KV append, SiLU. Level 1.
+"""What a decoder does between its matmuls: embedding, norms, residual sums, rotation, KV append, SiLU. Level 1.
 
 Arithmetic is fp32 whatever the tensors hold, and each result is rounded once. A program computes whole rows or heads,
 so that no result depends on how many there are.
@@ -11,7 +11,23 @@ from torch import Tensor
 from caraserve.gpu.triton_attention import PagedCache, TokenTables
 from caraserve.units import ceil_div
 
+_COLUMNS = 1024  # in a program of the kernels that work element by element
 _HEADS = 4  # heads in a program of `rotate_and_append`
+
+
+@triton.jit
+def embed_kernel(  # type: ignore[no-untyped-def]
+    history, weight, token_slot, token_position, hidden, history_stride, weight_stride, hidden_stride, width,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK columns of one token."""
+    token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    position = tl.load(token_position + token)
+    slot = tl.load(token_slot + token, mask=position >= 0, other=0).to(tl.int64)
+    known = tl.load(history + slot * history_stride + position, mask=position >= 0, other=0).to(tl.int64)
+    inside = column < width
+    row = tl.load(weight + known * weight_stride + column, mask=inside & (position >= 0), other=0.0)
+    tl.store(hidden + token * hidden_stride + column, row.to(hidden.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -114,6 +130,18 @@ def norm_warps(width: int) -> int:
     return int(min(16, max(1, triton.next_power_of_2(width) // 512)))
 
 
+def embed(history: Tensor, weight: Tensor, tokens: TokenTables, hidden: Tensor) -> None:
+    """Embeds each token that the history has at its slot and position; a token at position -1 becomes zeros.
+
+    history: int32 [slots, positions + 1], where sampling writes too; weight: [vocab, width]; hidden: [tokens, width].
+    """
+    count, width = hidden.shape
+    embed_kernel[(count, ceil_div(width, _COLUMNS))](
+        history, weight, tokens.slot, tokens.position, hidden,
+        history.stride(0), weight.stride(0), hidden.stride(0), width, BLOCK=_COLUMNS, num_warps=4,
+    )  # fmt: skip
+
+
 def rms_norm(
     hidden: Tensor, weight: Tensor, out: Tensor, eps: float, delta: Tensor | None = None, rows: Tensor | None = None
 ) -> None:
@@ -158,7 +186,7 @@ def rotate_and_append(
 
 def silu_mul(gate_up: Tensor, out: Tensor) -> None:
     """`out = silu(gate) · up`; gate_up: [tokens, 2 · width], gate first; out: [tokens, width]."""
-    width, block = out.shape[1], 1024
-    silu_mul_kernel[(out.shape[0], ceil_div(width, block))](
-        gate_up, out, gate_up.stride(0), out.stride(0), width, BLOCK=block, num_warps=4
+    width = out.shape[1]
+    silu_mul_kernel[(out.shape[0], ceil_div(width, _COLUMNS))](
+        gate_up, out, gate_up.stride(0), out.stride(0), width, BLOCK=_COLUMNS, num_warps=4
     )

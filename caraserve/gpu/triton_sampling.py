@@ -208,7 +208,7 @@ def _draw(values, weights, top, position, words, floats, vocab, TILE: tl.constex
     return tl.min(tl.where(running > target, start + tl.arange(0, TILE), vocab), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["outputs"])  # or the first batch of 16 would compile once more while requests wait
 def sample_kernel(  # type: ignore[no-untyped-def]
     logits, out_token, out_kind, token_slot, token_position, words, floats, history, weights, counts, chosen,
     outputs, vocab, logits_stride, record_words, history_stride,

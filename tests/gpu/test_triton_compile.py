@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from caraserve.cpu.sampling import SLOT_SAMPLING
 from caraserve.gpu.triton_attention import DecodeScratch, PagedCache, TokenTables, attend_decode, attend_prefill
-from caraserve.gpu.triton_layers import rms_norm, rotate_and_append, silu_mul
+from caraserve.gpu.triton_layers import embed, rms_norm, rotate_and_append, silu_mul
 from caraserve.gpu.triton_lora import PLANES, Segments, SiteTables, lora_expand, lora_shrink
 from caraserve.gpu.triton_sampling import Outputs, SamplerState, sample, score
 
@@ -48,11 +48,12 @@ class Launch:
         constants, signature, hints = {}, {}, {}  # by place, name, place
         for index, parameter in enumerate(self.kernel.params):
             value = self.arguments[parameter.name]
-            if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+            fixed = isinstance(value, int) and not parameter.do_not_specialize
+            if parameter.is_constexpr or (fixed and value == 1):
                 signature[parameter.name], constants[(index,)] = "constexpr", value
                 continue
             signature[parameter.name] = kind(value)
-            if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
+            if isinstance(value, Tensor) or (fixed and value % 16 == 0):
                 hints[(index,)] = [["tt.divisibility", 16]]
         source = ASTSource(self.kernel, signature, constants, hints)
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=self.options)
@@ -110,6 +111,7 @@ def launch_attention(dtype: torch.dtype, dim: int) -> None:
 
 def launch_layers(dtype: torch.dtype) -> None:
     hidden, weight = empty(TOKENS, HIDDEN, dtype=dtype), empty(HIDDEN, dtype=dtype)
+    embed(empty(SLOTS, 2049), empty(8, HIDDEN, dtype=dtype), TokenTables(empty(TOKENS), empty(TOKENS)), hidden)
     rms_norm(hidden, weight, hidden, 1e-5)
     rms_norm(hidden, weight, hidden, 1e-5, delta=hidden, rows=empty(TOKENS))
     tables = [empty(2048, 64, dtype=torch.float32) for _ in range(2)]

@@ -57,7 +57,7 @@ def queries(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
 
 def decode(q: Tensor, cache: PagedCache, tokens: TokenTables, rows: list[int], window: int, most: int) -> Tensor:
     heads, dim = q.shape[1] // cache.keys.shape[3], cache.keys.shape[3]
-    scratch = DecodeScratch.empty(len(rows), heads, dim, most, DEVICE)
+    scratch = DecodeScratch.empty(len(rows) + 1, heads, dim, most + 600, DEVICE).within(len(rows), most)
     for part in (scratch.sums, scratch.best, scratch.mass):
         part.fill_(float("nan"))
     out = torch.full_like(q, 7.0)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from caraserve.gpu.triton_attention import PagedCache, TokenTables
-from caraserve.gpu.triton_layers import rms_norm, rotate_and_append, silu_mul
+from caraserve.gpu.triton_layers import embed, rms_norm, rotate_and_append, silu_mul
 from caraserve.model.rope import rope_tables
 from caraserve.model.spec import RopeSpec
 
@@ -16,6 +16,17 @@ DTYPES = [(torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 1.6e-2)
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype).to(DEVICE)
+
+
+@pytest.mark.parametrize("width", [48, 1500])
+def test_embed_reads_tokens_from_the_history(width: int) -> None:
+    weight, hidden = random(20, width, dtype=torch.bfloat16), torch.full((4, width), 7.0, device=DEVICE)
+    history = torch.arange(30, dtype=torch.int32, device=DEVICE).view(3, 10) % 20
+    slots, positions = [2, 0, 0, 1], [9, 0, -1, 5]
+    tokens = TokenTables(*(torch.tensor(part, dtype=torch.int32, device=DEVICE) for part in (slots, positions)))
+    embed(history, weight, tokens, hidden)
+    assert torch.equal(hidden[[0, 1, 3]], weight[[9, 0, 15]].float())
+    assert not hidden[2].any()
 
 
 def normed(x: Tensor, weight: Tensor) -> Tensor:
