@@ -7,7 +7,8 @@ on a line of its own:
     status   watchdog              the generation of the chunk that was given up
     x_flag   device                the chunk's generation, after x
     y_flag   last worker to finish the chunk's generation, after y
-             device                the same, when the layer turned out to have arrived: the wait falls through
+             device                the same, when no worker is asked, the layer having arrived for example: the wait
+                                   falls through, and the kernels after it look further
              watchdog              the same, after `status`: nothing is to be added
 
 All writers of a y_flag write the same value, so whoever comes late changes nothing, as long as the book, its x and its
@@ -128,7 +129,7 @@ class _Watched:
     expected_s: dict[int, float]  # of the hand-overs that workers were to do, in the device's order
     until_s: float = 0.0  # the hand-over under way may take
     at: int | None = None  # the hand-over under way
-    lives: frozenset[tuple[int, int]] = frozenset()  # when it was first seen, or since the last death
+    lives: frozenset[tuple[int, int]] = frozenset()  # when it was first seen
 
 
 class Watchdog:
@@ -175,7 +176,6 @@ class Watchdog:
             watched.until_s = now_s + _PATIENCE * watched.expected_s[waiting] + _PATIENCE_S
         if not watched.lives <= alive:
             watched.until_s = min(watched.until_s, now_s + _MOURNING_S)
-            watched.lives = alive
         return not alive or now_s >= watched.until_s
 
     def _waiting(self, watched: _Watched) -> int | None:

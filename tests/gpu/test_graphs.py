@@ -34,6 +34,7 @@ def plan(*counts: int, adapter: int = 0, merged: int | None = None) -> Plan:
 def test_one_token_of_each_row_is_decoding_and_anything_more_is_mixed() -> None:
     assert shape_of(plan(1, 1, 1), ()) == Bucket(is_mixed=False, size=3, lora=False)
     assert shape_of(plan(1, 7), ()) == Bucket(is_mixed=True, size=8, lora=False)
+    assert shape_of(plan(1, 2), ()) == Bucket(is_mixed=True, size=3, lora=False)
 
 
 def test_adapters_those_on_their_way_and_merged_ones_are_told_apart() -> None:
@@ -67,6 +68,7 @@ def test_another_graph_does_until_the_right_one_is_there() -> None:
     made.captured(Bucket(is_mixed=True, size=64, lora=True, gated=True), 1)
     base = Bucket(is_mixed=False, size=12, lora=False)
     assert made.choose(base) == Bucket(is_mixed=False, size=16, lora=True)
+    assert made.to_capture(is_idle=True) == base
     assert made.choose(Bucket(is_mixed=True, size=50, lora=False)) == Bucket(
         is_mixed=True, size=64, lora=True, gated=True
     )
@@ -75,7 +77,6 @@ def test_another_graph_does_until_the_right_one_is_there() -> None:
     )
     assert made.choose(Bucket(is_mixed=False, size=1, lora=True)) is None  # sixteen times the work
     assert made.choose(Bucket(is_mixed=True, size=65, lora=False)) is None
-    assert made.to_capture(is_idle=True) is not None
 
 
 def test_what_waits_for_layers_never_takes_a_graph_that_does_not() -> None:
@@ -156,7 +157,9 @@ def test_buckets_end_with_the_limits_and_have_no_variant_that_is_never_needed() 
     assert not [bucket for bucket in every if bucket.gated and not bucket.lora]
     assert not [bucket for bucket in every if bucket.merged]
     assert [bucket for bucket in buckets(ROWS, TOKENS, merging=True) if bucket.merged and not bucket.lora]
-    assert max(bucket.size for bucket in buckets(8, 1)) == 8
+    assert (
+        max(bucket.size for bucket in buckets(8, 1) if bucket.is_mixed) == 8
+    )  # for decoding rows that wait for layers
 
 
 def test_in_merged_mode_base_and_merged_weights_have_graphs_of_their_own() -> None:
@@ -175,13 +178,13 @@ def test_nothing_is_captured_while_anything_waits() -> None:
 
 def test_what_is_missed_most_is_captured_first_and_then_missed_no_more() -> None:
     made = graphs()
-    for size in (3, 30, 30):
+    for size in (30, 3, 3):
         made.choose(Bucket(is_mixed=False, size=size, lora=True))
     missing = made.to_capture(is_idle=True)
-    assert missing == Bucket(is_mixed=False, size=32, lora=True)
-    assert made.captured(missing, 32)
-    assert made.choose(replace(missing, size=30)) == missing
-    assert made.to_capture(is_idle=True) == Bucket(is_mixed=False, size=4, lora=True)
+    assert missing == Bucket(is_mixed=False, size=4, lora=True)
+    assert made.captured(missing, 4)
+    assert made.choose(replace(missing, size=3)) == missing
+    assert made.to_capture(is_idle=True) == Bucket(is_mixed=False, size=32, lora=True)
 
 
 def test_the_longest_unused_gives_way_unless_it_may_be_running() -> None:
@@ -191,6 +194,8 @@ def test_the_longest_unused_gives_way_unless_it_may_be_running() -> None:
         assert made.captured(bucket, bucket.size)
     made.choose(second)
     made.choose(first)
+    assert made.make_room(replace(second, lora=False), in_flight=[]) == [second]
+    assert made.captured(second, second.size)
     assert made.make_room(third, in_flight=[second]) is None  # 12 are left when the first is gone
     assert made.make_room(third, in_flight=[first]) == [second]
     assert made.captured(third, 16)

@@ -31,7 +31,7 @@ def test_the_device_is_let_go_within_5_ms_of_a_death() -> None:
     while not is_released(world):
         world.now_s += LOOK_S
         world.watchdog.look(world.now_s, world.lives[:1])  # the other one is alive, and does nothing about it
-    assert world.now_s - died_s <= 0.005
+        assert world.now_s - died_s <= 0.005
     assert world.watchdog.forget(chunk.book)
     assert {kind for kind, *_ in work.done} == {"begin", "before", "project", "skip", "end"}
 

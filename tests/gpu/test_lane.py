@@ -78,13 +78,17 @@ def test_layers_run_while_later_ones_are_on_their_way() -> None:
 
 
 def test_a_pass_comes_after_what_its_caller_names() -> None:
-    world = World()
-    world.driver.issue(world.lanes.streams[Lane.ASSIST], Operation("slow", ready=lambda: False))
-    after = at(Lane.ASSIST, world.lanes.mark(Lane.ASSIST))
-    work = FakePass(world, [])
-    world.iterations.launch(world.metadata, work, [], after)
-    world.settle()
-    assert work.done == []
+    for other in (Lane.ASSIST, Lane.COMPUTE):
+        world = World()
+        world.driver.issue(world.lanes.streams[other], Operation("slow", ready=lambda: False))
+        after = at(other, world.lanes.mark(other))
+        work = FakePass(world, [1])
+        if other is Lane.ASSIST:
+            world.iterations.launch(world.metadata, work, [], after)
+        else:
+            world.assist.launch(world.metadata, work, world.chunk(1, 1, [WAIT] * LAYERS), after)
+        world.settle()
+        assert work.done == []
 
 
 def test_a_staging_buffer_is_written_only_when_its_copy_has_run() -> None:
@@ -123,7 +127,18 @@ def test_workers_compute_what_is_not_there_and_the_base_runs_beside_them() -> No
         "end",
     ]
     assert not [kind for kind, _, group in work.done if group in (1, 2) and kind in ("add", "lora")]
+    names = world.driver.log
+    assert names.index("publish 1.3") < names.index("project 1.3") < names.index("add 1.3")
     assert not world.watchdog.forget(chunk.book)
+
+
+def test_every_hand_over_of_a_chunk_has_words_of_its_own() -> None:
+    world = World()
+    chunk = world.chunk(1, 1, [WORKERS] * LAYERS, groups=range(len(GROUPS)))
+    asked = list(chunk.hand_overs())
+    assert [(layer, group) for layer, group, *_ in asked] == [(i, j) for i in range(LAYERS) for j in range(len(GROUPS))]
+    assert [index for *_, index, _ in asked] == list(range(LAYERS * len(GROUPS)))
+    assert [entry for *_, entry in asked] == list(chunk.book.entries)
 
 
 def test_a_layer_that_arrives_meanwhile_is_taken_from_the_device() -> None:
@@ -177,6 +192,7 @@ def test_every_hand_over_is_answered_or_given_up_under_any_schedule(seed: int) -
             if random.random() < 0.3:
                 world.copier.pump()
             world.now_s += random.choice([0.0, LOOK_S])
+            assert world.now_s < 1.0, "a wait has no way out"
             world.watchdog.look(world.now_s, world.lives if workers_until else [])
         given_up = world.watchdog.forget(book)
         answers = [kind for kind, *_ in work.done if kind in ("add", "expand", "skip")]
