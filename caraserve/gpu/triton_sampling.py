@@ -88,8 +88,8 @@ def _tally(counts, history, end, prompt, clear, TILE: tl.constexpr):  # type: ig
         if clear:
             tl.store(counts + token, tl.zeros((TILE,), tl.int32), mask=at < end)
         else:
-            tl.atomic_or(counts + token, 1, mask=at < tl.minimum(prompt, end))
-            tl.atomic_add(counts + token, 2, mask=(at >= prompt) & (at < end))
+            tl.atomic_or(counts + token, 1, mask=at < tl.minimum(prompt, end), sem="relaxed")
+            tl.atomic_add(counts + token, 2, mask=(at >= prompt) & (at < end), sem="relaxed")
 
 
 @triton.jit
@@ -105,11 +105,13 @@ def _adjust(logits, adjusted, counts, history, position, words, floats, vocab, T
         at = start + tl.arange(0, TILE)
         value = tl.load(logits + at, mask=at < vocab, other=0.0).to(tl.float32)
         count = tl.load(counts + at, mask=at < vocab, other=0, cache_modifier=".cg")  # atomics pass the L1 cache by
-        penalised = tl.where(value > 0, value / repetition, value * repetition)
+        penalised = tl.where(value > 0, tl.div_rn(value, repetition), value * repetition)
         value = tl.where(count > 0, penalised, value)
         generated = count // 2
-        value -= frequency * generated.to(tl.float32)
-        value -= tl.where(generated > 0, presence, 0.0)
+        value = tl.where(generated > 0, value - frequency - presence, value)
+        # One at a time, as on a CPU: a product would round otherwise, and greedy choices could differ.
+        for times in range(1, tl.where(frequency == 0, 1, tl.max(generated, 0))):
+            value = tl.where(generated > times, value - frequency, value)
         tl.store(adjusted + at, value, mask=at < vocab)
     tl.debug_barrier()
     _tally(counts, history, end, prompt, True, TILE)
@@ -182,7 +184,7 @@ def _tile_masses(weights, start, vocab, floor, TILE: tl.constexpr):  # type: ign
 @triton.jit
 def _draw(values, weights, top, position, words, floats, vocab, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Samples from logits in `values`, which may be `weights`: they become weights relative to the best token."""
-    inverse = 1.0 / tl.load(floats + _TEMPERATURE)
+    inverse = tl.div_rn(1.0, tl.load(floats + _TEMPERATURE))
     for start in range(0, vocab, TILE):
         at = start + tl.arange(0, TILE)
         value = tl.load(values + at, mask=at < vocab, other=float("-inf")).to(tl.float32)

@@ -33,6 +33,7 @@ WAYS: list[dict[str, Any]] = [
     {"temperature": 3.0, "min_p": 0.01, "top_k": 300, "top_p": 0.9},
     {"temperature": 1.0, "top_k": VOCAB + 5, "top_p": 0.0},
     {"repetition_penalty": 1.9},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.3, "frequency_penalty": 0.1},
     {"presence_penalty": 2.0, "frequency_penalty": 1.5, "temperature": 0.7},
     {"logit_bias": ((11, 30.0), (12, 29.5))},
     {"min_tokens": 9, "end_ids": (21, 22, 23), "logit_bias": ((22, 100.0),), "temperature": 0.5},
@@ -110,6 +111,23 @@ def test_a_draw_does_not_depend_on_its_batch() -> None:
         for slot, position in ((0, 6), (1, 9), (2, 4))
     ]
     assert together == alone
+
+
+def test_penalties_are_exact_to_the_bit() -> None:
+    """Logits that penalties make equal on the CPU are equal here, so that the first of them is taken."""
+    way = {"frequency_penalty": 0.1, "presence_penalty": 0.7, "repetition_penalty": 1.7}
+    bench = Bench([way])
+    bench.history[0, :12] = [500, 600, 9, 600, 600, 600, 500, 77, 77, 77, 77, 77]
+    bench.state.history[0, :12] = torch.from_numpy(bench.history[0, :12].astype(np.int32))
+    penalised = np.float32(10.3) / np.float32(1.7) - np.float32(0.1) - np.float32(0.7)
+    for _ in range(4):
+        penalised -= np.float32(0.1)
+    for other in (penalised, np.nextafter(penalised, np.float32(0.0)), np.nextafter(penalised, np.float32(9.0))):
+        logits = torch.zeros(1, VOCAB)
+        logits[0, 77], logits[0, 78] = 10.3, float(other)
+        wanted = bench.on_the_cpu(logits[0], 0, 11)
+        assert bench.run(logits, [0], [11], [SAMPLE]) == [wanted]
+        assert wanted == (78 if other > penalised else 77)
 
 
 def test_greedy_takes_the_first_of_equals() -> None:
