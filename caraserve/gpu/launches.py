@@ -116,9 +116,9 @@ def publish(
     return Launch("handoff", "handoff_publish", grid, BYTES_THREADS, arguments)
 
 
-def wait(letter: int, asked: int, outcome: int, errors: int) -> Launch:
+def wait(letter: int, outcome: int, errors: int) -> Launch:
     """Until deltas or weights are there, or neither will be."""
-    return Launch("handoff", "handoff_wait", 1, WARP, _pointers(letter, asked, outcome, errors))
+    return Launch("handoff", "handoff_wait", 1, WARP, _pointers(letter, outcome, errors))
 
 
 def add(

@@ -116,8 +116,7 @@ class Desk:
         return int(self.outcome[0])
 
     def wait(self) -> int:
-        state = (address(self.asked), address(self.outcome), address(self.errors))
-        run(launches.wait(address(self.letter), *state), self.activation)
+        run(launches.wait(address(self.letter), address(self.outcome), address(self.errors)), self.activation)
         return int(self.outcome[0])
 
     def add(self, grid: int = 2) -> None:

@@ -43,7 +43,7 @@ def test_a_launch_goes_to_its_kernel_on_the_stream_given(monkeypatch: pytest.Mon
     calls: list[Any] = []
     monkeypatch.setitem(sys.modules, "cupy", cupy(calls))
     kernels = CudaKernels(Dtype.BF16, cache)
-    launch = launches.wait(1, 2, 3, 4)
+    launch = launches.wait(1, 2, 3)
     kernels.launch(launch, 0xBEEF)
     assert calls == [("handoff_wait", (1,), (32,), launch.arguments, 0xBEEF)]
     assert kernels.bgmv_grid == 5 * 132

@@ -184,8 +184,8 @@ def test_a_watchdog_frees_who_waits_and_stops_what_would_follow(alone: Desk) -> 
     assert alone.word(0, handoff.REQUEST) == asked
 
 
-def test_a_killed_worker_is_not_waited_for(pair: Desk) -> None:
-    """It is noticed by its incarnation; the layer then waits for its weights, and the next one has a new worker."""
+def test_a_killed_worker_is_replaced_by_the_weights(pair: Desk) -> None:
+    """The layer waits for its weights, and the next one has a new worker."""
     pair.begin()
     killed = pair.pid(1)
     os.kill(killed, signal.SIGSTOP)

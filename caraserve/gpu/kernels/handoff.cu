@@ -117,8 +117,9 @@ KERNEL __launch_bounds__(256) handoff_publish(const Letter* letter, const activa
     }
 }
 
-// One warp, until the deltas or the weights are there. `errors` gets a bit when neither comes.
-KERNEL __launch_bounds__(32) handoff_wait(const Letter* letter, const i64* asked, int* outcome, u32* errors) {
+// One warp, until the deltas or the weights are there. `errors` gets a bit when neither comes. A worker that has died is
+// not looked for: its number never comes, its weights do.
+KERNEL __launch_bounds__(32) handoff_wait(const Letter* letter, int* outcome, u32* errors) {
     constexpr u32 everyone = 0xffffffffu;
     const u64 start = now_ns();
     int state = *outcome;
@@ -126,22 +127,14 @@ KERNEL __launch_bounds__(32) handoff_wait(const Letter* letter, const i64* asked
         // Looked at before the workers are: what is there by then is taken, however late.
         const bool ended = now_ns() - start > (u64)letter->deadline_ns || is_given_up(*letter);
         const bool arrived = has_arrived(*letter);
-        bool done = state == BY_WORKERS, dead = false;
-        for (int i = threadIdx.x; i < letter->errands && state == BY_WORKERS; i += 32) {
-            const Errand& errand = letter->errand[i];
-            // In this order: a life that ends after it is done has done it.
-            const bool alive = load_acquire(word(errand, INCARNATION)) == asked[errand.worker];
-            const bool is_done = load_acquire(word(errand, DONE)) == errand.number;
-            done = done && is_done;
-            dead = dead || (!alive && !is_done);
-        }
+        bool done = state == BY_WORKERS;
+        for (int i = threadIdx.x; i < letter->errands && state == BY_WORKERS; i += 32)
+            done = done && load_acquire(word(letter->errand[i], DONE)) == letter->errand[i].number;
         if (__all_sync(everyone, done)) break;
         if (__any_sync(everyone, arrived))
             state = BY_DEVICE;
         else if (__any_sync(everyone, ended))
             state = LOST;
-        else if (__any_sync(everyone, dead))
-            state = AWAITED;
         else
             nap();
     }
