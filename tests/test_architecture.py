@@ -18,7 +18,10 @@ from caraserve import errors
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "caraserve"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-SOURCES = [path for folder in ("caraserve", "tests", "scripts") for path in sorted((ROOT / folder).rglob("*.py"))]
+FOLDERS = [ROOT / folder for folder in ("caraserve", "tests", "scripts")]
+SOURCES = sorted(
+    path for ending in ("py", "cu", "cuh", "h") for folder in FOLDERS for path in folder.rglob(f"*.{ending}")
+)
 
 LEVELS = {
     **dict.fromkeys(("__init__", "config", "request", "plan", "errors", "units", "log", "trace", "demo"), 0),
