@@ -169,7 +169,6 @@ class Watchdog:
     def _is_overdue(self, watched: _Watched, now_s: float, alive: frozenset[tuple[int, int]]) -> bool:
         waiting = self._waiting(watched)
         if waiting is None:
-            watched.at = None
             return False
         if waiting != watched.at:
             watched.at, watched.lives = waiting, alive

@@ -55,10 +55,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes [start, end) of a load's image to be issued now. `group`: which arrives with it, if it is the last."""
+    """Bytes [start, end) of an image to be issued now. `group`: which arrives with it, if it is the last of one."""
 
     slot: int
-    load: int
     start: int
     end: int
     group: int | None
@@ -106,13 +105,12 @@ class LinkQueue:
     _loads: dict[int, _Load] = field(default_factory=dict)
     _numbers: int = 0
 
-    def ask(self, slot: int, groups: Sequence[Group], use: Use) -> int:
-        """Queues a load and returns its number. One per adapter slot."""
+    def ask(self, slot: int, groups: Sequence[Group], use: Use) -> None:
+        """Queues a load. One per adapter slot."""
         if slot in self._loads:
             raise AssertionError(f"adapter slot {slot} is being loaded already")
         self._numbers += 1
         self._loads[slot] = _Load(slot, self._numbers, tuple(groups), use)
-        return self._numbers
 
     def expect(self, slot: int, use: Use) -> None:
         """More is known about when a load is needed; nothing happens if it has been issued."""
@@ -144,7 +142,7 @@ class LinkQueue:
         group = load.groups[load.at]
         start = max(load.issued, group.start)
         end = min(group.end, start + self.piece_bytes)
-        piece = Piece(load.slot, load.number, start, end, load.at if end == group.end else None)
+        piece = Piece(load.slot, start, end, load.at if end == group.end else None)
         load.issued = end
         self.in_flight += end - start
         if end == group.end:

@@ -127,7 +127,7 @@ def test_an_admitted_request_overtakes_between_two_pieces() -> None:
     made = queue()
     ask(made, 1, [3 * PIECE], at_s=1.0, is_guess=True)
     ask(made, 2, [2 * PIECE], at_s=5.0, is_guess=True)
-    assert made.next() == Piece(1, 1, 0, PIECE, None)
+    assert made.next() == Piece(1, 0, PIECE, None)
     made.expect(2, Use(5.0))
     assert [(piece.slot, piece.start) for piece in drain(made)] == [(2, 0), (2, 8), (1, 8), (1, 16)]
 
