@@ -61,10 +61,11 @@ class Tables:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """A list of items on the device and the word that says how many there are."""
+    """A list of items on the device, the word that says how many there are, and the groups of rows that they name."""
 
     address: int
     count: int
+    groups: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ def shrink(grid: int, tables: Tables, items: Items, x: Rows, part: Part) -> Laun
     if not 0 < part.max_rank <= MAX_RANK:
         raise AssertionError(f"rank {part.max_rank} is more than the kernels hold")
     table = _pointers(tables.a, tables.rank, tables.dtype, tables.gate)
-    arguments = (*table, *_ints(tables.slots), *_pointers(items.address, items.count, x.address))
+    arguments = (*table, *_ints(tables.slots), *_pointers(items.address, items.count, items.groups, x.address))
     sizes = _ints(part.rows, part.projections, part.max_rank)
     return Launch(
         "bgmv",
@@ -98,7 +99,7 @@ def expand(grid: int, tables: Tables, items: Items, part: Part, y: Rows, project
     """y += scale · part B"""
     _check_rows(y)
     table = _pointers(tables.b, tables.rank, tables.dtype, tables.scale, tables.gate)
-    arguments = (*table, *_ints(tables.slots), *_pointers(items.address, items.count, part.address))
+    arguments = (*table, *_ints(tables.slots), *_pointers(items.address, items.count, items.groups, part.address))
     sizes = _ints(part.rows, part.projections, part.max_rank)
     target = (*_pointers(y.address), *_ints(y.stride), *_three(projections.columns), *_three(projections.outputs))
     _check_columns(projections)

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from caraserve.cpu.weights import convert, to_float32
 from caraserve.gpu import launches
-from caraserve.gpu.items import PLANES, plan_items
+from caraserve.gpu.items import PLANES, adapter_items, plan_items
 from caraserve.model.layout import A_COLUMNS, PANEL, Dtype, aligned_bytes
 from caraserve.units import align_up
 from tests.gpu.emulator import run
@@ -97,14 +97,17 @@ class LoraCase:
             mine = [row for row, of in enumerate(row_slots) if of == slot]
             expected[mine, at[projection] : at[projection + 1]] += x_exact[mine] @ product
 
-        slots, dtypes, ranks = np.array(row_slots, np.int32), self._weights["dtype"], self._weights["rank"]
-        plan = plan_items(slots, ranks, dtypes, self.outputs)
+        slots, ranks = np.array(row_slots, np.int32), self._weights["rank"]
+        adapters = [
+            adapter_items(slot, ranks[:, slot].tolist(), dtype, self.outputs) for slot, dtype in enumerate(self.dtypes)
+        ]
+        plan = plan_items(slots, adapters)
         max_rank = max(int(ranks.max()), 8)
         part = np.full(PLANES * rows * len(self.outputs) * max_rank, np.nan, np.float32)
         planes = launches.Part(address(part), rows, len(self.outputs), max_rank)
         for list_, launch in ((plan.shrink, "shrink"), (plan.expand, "expand")):
             count = np.array([len(list_)], np.int32)
-            items = launches.Items(address(list_), address(count))
+            items = launches.Items(address(list_), address(count), address(plan.groups))
             if launch == "shrink":
                 source = launches.Rows(address(x_data), x_stride, self.inputs)
                 run(launches.shrink(grid, self.tables(), items, source, planes), self.activation, seed)

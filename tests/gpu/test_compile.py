@@ -123,7 +123,7 @@ def test_a_driver_that_is_too_old_is_told_what_to_install() -> None:
 
 
 ROWS, PART = launches.Rows(64, 16, 16), launches.Part(0, 1, 1, 8)
-TABLES, ITEMS = launches.Tables(0, 0, 0, 0, 0, 1), launches.Items(0, 0)
+TABLES, ITEMS = launches.Tables(0, 0, 0, 0, 0, 1), launches.Items(0, 0, 0)
 ONE = launches.Projections((0,), (16,))
 EVERY_LAUNCH = (
     launches.shrink(1, TABLES, ITEMS, ROWS, PART),

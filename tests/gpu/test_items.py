@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from caraserve.gpu import items
-from caraserve.gpu.items import COUNT, FIRST, PLANES, ROW, SHAPE, SLOT, plan_items
+from caraserve.gpu.items import COUNT, FIRST, GROUP_COUNT, GROUP_ROW, PLACE, PLANES, SLOT, WorkItems, adapter_items
 from caraserve.model.layout import RANK_STEP, Dtype
 
 SLOTS = 6
@@ -28,6 +28,19 @@ def batches(draw: st.DrawFn) -> Batch:
     return row_slots, ranks, dtypes, outputs
 
 
+def plan_items(row_slots: NDArray[np.int32], ranks: Ints, dtypes: Ints, outputs: tuple[int, ...]) -> WorkItems:
+    adapters = [
+        adapter_items(slot, ranks[:, slot].tolist(), Dtype(dtype), outputs) for slot, dtype in enumerate(dtypes)
+    ]
+    return items.plan_items(row_slots, adapters)
+
+
+def rows_of(plan: WorkItems, item: list[int]) -> list[int]:
+    group = plan.groups[item[PLACE] >> 8].tolist()
+    rows: list[int] = group[GROUP_ROW : GROUP_ROW + group[GROUP_COUNT]]
+    return rows
+
+
 def per_load(dtype: int) -> int:
     return 4 if dtype == Dtype.F32.value else 8
 
@@ -38,13 +51,13 @@ def covered(row_slots: list[int], ranks: Ints, dtypes: Ints, outputs: tuple[int,
     shrunk = np.zeros((len(row_slots), len(outputs), PLANES, int(ranks.max(initial=0))), int)
     expanded = [np.zeros((len(row_slots), -(-columns // 8) * 8), int) for columns in outputs]
     for item in plan.shrink.tolist():
-        projection, rows = item[SHAPE] & 0xFF, item[ROW : ROW + (item[SHAPE] >> 8)]
-        for row in rows:
+        projection = item[PLACE] & 0xFF
+        for row in rows_of(plan, item):
             assert row_slots[row] == item[SLOT]
             shrunk[row, projection, item[COUNT], item[FIRST] : item[FIRST] + per_load(dtypes[item[SLOT]])] += 1
     for item in plan.expand.tolist():
-        projection, width = item[SHAPE] & 0xFF, per_load(dtypes[item[SLOT]])
-        for row in item[ROW : ROW + (item[SHAPE] >> 8)]:
+        projection, width = item[PLACE] & 0xFF, per_load(dtypes[item[SLOT]])
+        for row in rows_of(plan, item):
             assert row_slots[row] == item[SLOT]
             expanded[projection][row, item[FIRST] * width : (item[FIRST] + item[COUNT]) * width] += 1
     return shrunk, expanded
@@ -66,7 +79,7 @@ def test_every_rank_row_and_every_column_is_somebodys_once(batch: Batch) -> None
 def test_an_item_of_columns_has_a_thread_for_each_of_its_vectors(batch: Batch) -> None:
     row_slots, ranks, dtypes, outputs = batch
     for item in plan_items(np.array(row_slots, np.int32), ranks, dtypes, outputs).expand.tolist():
-        rank = ranks[item[SHAPE] & 0xFF, item[SLOT]]
+        rank = ranks[item[PLACE] & 0xFF, item[SLOT]]
         assert 0 < item[COUNT] * (rank // RANK_STEP) <= items.THREADS
 
 
@@ -94,7 +107,7 @@ def test_lists_are_never_longer_than_was_said(batch: Batch) -> None:
 def test_rows_of_one_adapter_share_a_read_by_fours() -> None:
     row_slots = np.array([2, 1, 2, 0, 2, 2, 1, 2], np.int32)
     plan = plan_items(row_slots, np.array([[0, 8, 8]]), np.ones(3, int), (64,))
-    assert [(item[SLOT], item[ROW : ROW + (item[SHAPE] >> 8)]) for item in plan.expand.tolist()] == [
+    assert [(item[SLOT], rows_of(plan, item)) for item in plan.expand.tolist()] == [
         (1, [1, 6]),
         (2, [0, 2, 4, 5]),
         (2, [7]),
@@ -108,3 +121,8 @@ def test_mixed_ranks_make_as_many_items_as_their_sum() -> None:
     alone = [plan_items(rows[row : row + 1], ranks, np.ones(5, int), (4096,)) for row in range(4)]
     assert len(mixed.shrink) == sum(len(plan.shrink) for plan in alone) == 4 * ranks.sum() // 8
     assert len(mixed.expand) == sum(len(plan.expand) for plan in alone) == 4096 * ranks.sum() * 2 // ITEM_BYTES
+
+
+def test_a_row_whose_slot_has_no_adapter_is_a_defect() -> None:
+    with pytest.raises(AssertionError, match="no adapter"):
+        items.plan_items(np.array([1], np.int32), [None, None])

@@ -17,9 +17,14 @@ constexpr u32 EVERYONE = 0xffffffffu;
 
 struct Item {
     int slot;
-    int shape;      // projection, and in the next byte how many rows
-    int first;      // shrink: rank row; expand: 16-byte vector of a row of B
-    int count;      // shrink: plane of K; expand: vectors
+    int place; // projection in the lowest byte, above it the group of rows
+    int first; // shrink: rank row; expand: 16-byte vector of a row of B
+    int count; // shrink: plane of K; expand: vectors
+};
+
+struct Group {
+    int count;
+    int spare[3];
     int row[ROWS];
 };
 
@@ -34,7 +39,7 @@ struct Tables {
 
 DEVICE int planned_rank(const Tables& tables, const Item& item) {
     const bool elsewhere = tables.gate != nullptr && tables.gate[item.slot] != 0;
-    return elsewhere ? 0 : (tables.rank[(item.shape & 0xff) * tables.slots + item.slot] + 7) / 8 * 8;
+    return elsewhere ? 0 : (tables.rank[(item.place & 0xff) * tables.slots + item.slot] + 7) / 8 * 8;
 }
 
 // Sums N values over a warp. Halves of the values change sides while there are two; afterwards lane l holds the sum
@@ -60,11 +65,11 @@ template <int N> DEVICE float fold(float (&value)[N], int lane) {
 
 // One plane of K for a few rank rows: two to a warp (one of fp32, whose rows are twice as long).
 template <int WEIGHT>
-DEVICE void shrink_item(const Item& item, const u8* a, const activation* x, i64 x_stride, int inputs, float* to,
-                        i64 to_stride) {
+DEVICE void shrink_item(const Item& item, const Group& group, const u8* a, const activation* x, i64 x_stride,
+                        int inputs, float* to, i64 to_stride) {
     typedef Stored<WEIGHT> Weight;
     constexpr int WIDTH = Weight::PER_LOAD, RANKS = WIDTH / 4, AHEAD = LOADS / RANKS;
-    const int lane = threadIdx.x % 32, rows = item.shape >> 8;
+    const int lane = threadIdx.x % 32, rows = group.count;
     const int first = item.first + threadIdx.x / 32 * RANKS;
     const int vectors = (inputs + A_COLUMNS - 1) / A_COLUMNS * A_COLUMNS / WIDTH;
     const int plane = (vectors + PLANES - 1) / PLANES;
@@ -94,7 +99,7 @@ DEVICE void shrink_item(const Item& item, const u8* a, const activation* x, i64 
             for (int m = 0; m < ROWS; m++) {
                 if (m >= rows) break;
                 float v[WIDTH];
-                load_many(x + item.row[m] * x_stride + column, inputs - column, v);
+                load_many(x + group.row[m] * x_stride + column, inputs - column, v);
 #pragma unroll
                 for (int i = 0; i < WIDTH; i++) {
 #pragma unroll
@@ -114,25 +119,26 @@ DEVICE void shrink_item(const Item& item, const u8* a, const activation* x, i64 
 // part[plane, row, projection, rank] = x[row, K of the plane] · A[rank, K of the plane]
 KERNEL __launch_bounds__(THREADS, 5) bgmv_shrink(
     const u64* a_table, const int* rank_table, const int* dtype_table, const int* gate, int slots, const Item* items,
-    const int* item_count, const activation* x, int x_stride, int inputs, float* part, int part_rows, int projections,
-    int max_rank) {
+    const int* item_count, const Group* groups, const activation* x, int x_stride, int inputs, float* part,
+    int part_rows, int projections, int max_rank) {
     const Tables tables = {a_table, rank_table, dtype_table, gate, slots};
     const int lane = threadIdx.x % 32;
     for (int at = blockIdx.x; at < *item_count; at += gridDim.x) {
         const Item item = items[at];
-        const int dtype = tables.dtype[item.slot], projection = item.shape & 0xff;
+        const Group group = groups[item.place >> 8];
+        const int dtype = tables.dtype[item.slot], projection = item.place & 0xff;
         if (item.first >= planned_rank(tables, item)) continue;
         const u8* a = (const u8*)tables.address[projection * slots + item.slot];
         const i64 plane = (i64)part_rows * projections * max_rank;
         const int m = dtype == 0 ? lane / 8 % ROWS : lane / 4 % ROWS; // whose sum this lane will hold, after `fold`
         // The row's number comes from memory once more: registers cannot be chosen by lane.
-        float* to = part + ((i64)items[at].row[m] * projections + projection) * max_rank;
+        float* to = part + ((i64)groups[item.place >> 8].row[m] * projections + projection) * max_rank;
         if (dtype == 0)
-            shrink_item<0>(item, a, x, x_stride, inputs, to, plane);
+            shrink_item<0>(item, group, a, x, x_stride, inputs, to, plane);
         else if (dtype == 1)
-            shrink_item<1>(item, a, x, x_stride, inputs, to, plane);
+            shrink_item<1>(item, group, a, x, x_stride, inputs, to, plane);
         else
-            shrink_item<2>(item, a, x, x_stride, inputs, to, plane);
+            shrink_item<2>(item, group, a, x, x_stride, inputs, to, plane);
     }
 }
 
@@ -144,14 +150,14 @@ struct Target {
 };
 
 // A run of columns at all ranks. A thread reads one vector of eight rank rows; groups of eight are summed in shared
-// memory, in order. `row_numbers`: the item's rows in memory, where an index may be chosen at run time.
+// memory, in order. `row_numbers`: those of the group in memory, where an index may be chosen at run time.
 template <int WEIGHT>
-DEVICE void expand_item(const Item& item, const int* row_numbers, const u8* b, int rank, const float* part, i64 part_plane, int part_stride,
-                        activation* y, i64 y_stride, Target target, float (&shrunk)[ROWS * MAX_RANK],
-                        float (&sums)[THREADS * 8]) {
+DEVICE void expand_item(const Item& item, const Group& group_rows, const int* row_numbers, const u8* b, int rank,
+                        const float* part, i64 part_plane, int part_stride, activation* y, i64 y_stride, Target target,
+                        float (&shrunk)[ROWS * MAX_RANK], float (&sums)[THREADS * 8]) {
     typedef Stored<WEIGHT> Weight;
     constexpr int WIDTH = Weight::PER_LOAD, PANEL_VECTORS = PANEL / WIDTH;
-    const int rows = item.shape >> 8, groups = rank / 8;
+    const int rows = group_rows.count, groups = rank / 8;
     const int group = threadIdx.x / item.count, vector = item.first + threadIdx.x % item.count;
     const bool active = group < groups;
     uint4 weights[LOADS];
@@ -164,7 +170,7 @@ DEVICE void expand_item(const Item& item, const int* row_numbers, const u8* b, i
 #pragma unroll
     for (int m = 0; m < ROWS; m++) {
         if (m >= rows) break;
-        const float* planes = part + (i64)item.row[m] * part_stride;
+        const float* planes = part + (i64)group_rows.row[m] * part_stride;
         for (int r = threadIdx.x; r < rank; r += THREADS) {
             float sum = planes[r];
 #pragma unroll
@@ -214,15 +220,16 @@ DEVICE void expand_item(const Item& item, const int* row_numbers, const u8* b, i
 // y[row, columns of the projection] += scale · (Σ planes of part) B
 KERNEL __launch_bounds__(THREADS, 5) bgmv_expand(
     const u64* b_table, const int* rank_table, const int* dtype_table, const float* scale_table, const int* gate,
-    int slots, const Item* items, const int* item_count, const float* part, int part_rows, int projections,
-    int max_rank, activation* y, int y_stride, int column0, int column1, int column2, int outputs0, int outputs1,
+    int slots, const Item* items, const int* item_count, const Group* groups, const float* part, int part_rows,
+    int projections, int max_rank, activation* y, int y_stride, int column0, int column1, int column2, int outputs0, int outputs1,
     int outputs2) {
     __shared__ __align__(16) float shrunk[ROWS * MAX_RANK];
     __shared__ __align__(16) float sums[THREADS * 8];
     const Tables tables = {b_table, rank_table, dtype_table, gate, slots};
     for (int at = blockIdx.x; at < *item_count; at += gridDim.x) {
         const Item item = items[at];
-        const int rank = planned_rank(tables, item), dtype = tables.dtype[item.slot], projection = item.shape & 0xff;
+        const Group group = groups[item.place >> 8];
+        const int rank = planned_rank(tables, item), dtype = tables.dtype[item.slot], projection = item.place & 0xff;
         if (rank == 0) continue;
         const u8* b = (const u8*)tables.address[projection * slots + item.slot];
         const Target target = {projection == 0 ? column0 : projection == 1 ? column1 : column2,
@@ -232,10 +239,10 @@ KERNEL __launch_bounds__(THREADS, 5) bgmv_expand(
         const float* from = part + projection * max_rank;
         const i64 plane = (i64)part_rows * part_stride;
         if (dtype == 0)
-            expand_item<0>(item, items[at].row, b, rank, from, plane, part_stride, y, y_stride, target, shrunk, sums);
+            expand_item<0>(item, group, groups[item.place >> 8].row, b, rank, from, plane, part_stride, y, y_stride, target, shrunk, sums);
         else if (dtype == 1)
-            expand_item<1>(item, items[at].row, b, rank, from, plane, part_stride, y, y_stride, target, shrunk, sums);
+            expand_item<1>(item, group, groups[item.place >> 8].row, b, rank, from, plane, part_stride, y, y_stride, target, shrunk, sums);
         else
-            expand_item<2>(item, items[at].row, b, rank, from, plane, part_stride, y, y_stride, target, shrunk, sums);
+            expand_item<2>(item, group, groups[item.place >> 8].row, b, rank, from, plane, part_stride, y, y_stride, target, shrunk, sums);
     }
 }
