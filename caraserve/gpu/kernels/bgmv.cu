@@ -221,8 +221,8 @@ DEVICE void expand_item(const Item& item, const Group& group_rows, const int* ro
 KERNEL __launch_bounds__(THREADS, 5) bgmv_expand(
     const u64* b_table, const int* rank_table, const int* dtype_table, const float* scale_table, const int* gate,
     int slots, const Item* items, const int* item_count, const Group* groups, const float* part, int part_rows,
-    int projections, int max_rank, activation* y, int y_stride, int column0, int column1, int column2, int outputs0, int outputs1,
-    int outputs2) {
+    int projections, int max_rank, activation* y, int y_stride, int column0, int column1, int column2, int outputs0,
+    int outputs1, int outputs2) {
     __shared__ __align__(16) float shrunk[ROWS * MAX_RANK];
     __shared__ __align__(16) float sums[THREADS * 8];
     const Tables tables = {b_table, rank_table, dtype_table, gate, slots};
@@ -235,14 +235,17 @@ KERNEL __launch_bounds__(THREADS, 5) bgmv_expand(
         const Target target = {projection == 0 ? column0 : projection == 1 ? column1 : column2,
                                projection == 0 ? outputs0 : projection == 1 ? outputs1 : outputs2,
                                scale_table[projection * slots + item.slot]};
-        const int part_stride = projections * max_rank;
+        const int part_stride = projections * max_rank, *row_numbers = groups[item.place >> 8].row;
         const float* from = part + projection * max_rank;
         const i64 plane = (i64)part_rows * part_stride;
         if (dtype == 0)
-            expand_item<0>(item, group, groups[item.place >> 8].row, b, rank, from, plane, part_stride, y, y_stride, target, shrunk, sums);
+            expand_item<0>(item, group, row_numbers, b, rank, from, plane, part_stride, y, y_stride, target, shrunk,
+                           sums);
         else if (dtype == 1)
-            expand_item<1>(item, group, groups[item.place >> 8].row, b, rank, from, plane, part_stride, y, y_stride, target, shrunk, sums);
+            expand_item<1>(item, group, row_numbers, b, rank, from, plane, part_stride, y, y_stride, target, shrunk,
+                           sums);
         else
-            expand_item<2>(item, group, groups[item.place >> 8].row, b, rank, from, plane, part_stride, y, y_stride, target, shrunk, sums);
+            expand_item<2>(item, group, row_numbers, b, rank, from, plane, part_stride, y, y_stride, target, shrunk,
+                           sums);
     }
 }

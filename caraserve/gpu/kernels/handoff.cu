@@ -1,5 +1,5 @@
 // The device's side of a hand-over to CPU LoRA workers: publish x, wait, add the deltas. The words and who writes them
-// are those of cpu/handoff.py, whose offsets come as definitions: REQUEST, DONE, INCARNATION, COUNT, SLICES, BELL_LEFT …
+// are those of cpu/handoff.py, whose offsets come as definitions: REQUEST, DONE, INCARNATION, COUNT, SLICES and so on.
 //
 // A stream may wait for the hand-over's y_flag before `wait` runs, which then finds what it looks for at once: stream
 // memory operations occupy no multiprocessor. Without them `wait` does the waiting.
@@ -117,8 +117,8 @@ KERNEL __launch_bounds__(256) handoff_publish(const Letter* letter, const activa
     }
 }
 
-// One warp, until the deltas or the weights are there. `errors` gets a bit when neither comes. A worker that has died is
-// not looked for: its number never comes, its weights do.
+// One warp, until the deltas or the weights are there. `errors` gets a bit when neither comes. A worker that has died
+// is not looked for: its number never comes, its weights do.
 KERNEL __launch_bounds__(32) handoff_wait(const Letter* letter, int* outcome, u32* errors) {
     constexpr u32 everyone = 0xffffffffu;
     const u64 start = now_ns();

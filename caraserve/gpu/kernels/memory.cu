@@ -16,8 +16,8 @@ KERNEL __launch_bounds__(256) kv_append(const u8* keys, const u8* values, i64 st
     }
 }
 
-// A rectangle of bytes, less than 64 GiB; all but the rows are multiples of 16. Source 0: zeros. No move of a launch may write what another one of
-// it, or itself, reads.
+// A rectangle of bytes, less than 64 GiB; all but the rows are multiples of 16. Source 0: zeros. No move of a launch may
+// write what another one of it, or itself, reads.
 struct Move {
     u64 target;
     i64 target_pitch;
