@@ -74,8 +74,11 @@ HOMES = {
 
 # Files whose decisions are functions of their arguments: no clock, no chance, no input or output. They import the
 # standard library, level 0, one another, and the limits that a backend states.
+ROUTING = ("perf_model", "cost", "assignment", "packing", "placement", "migration", "router", "policies")
 PURE = ("scheduler.py", "merging.py", "fairness.py", "kv/blocks.py", "kv/prefix.py")
+PURE += tuple(f"cluster/{name}.py" for name in ROUTING)
 PURE_IMPORTS = {"caraserve.kv.blocks", "caraserve.kv.prefix", "caraserve.fairness", "caraserve.model.backend"}
+PURE_IMPORTS |= {f"caraserve.cluster.{name}" for name in ROUTING}
 
 
 def relative(path: Path) -> str:

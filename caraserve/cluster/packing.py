@@ -1,0 +1,235 @@
+"""Fills instances with adapters, by load and by bytes: LoRAServe's Algorithm 1, steps 3 and 4. Pure; level 4.
+
+`placement.py` gives every instance its rank and calls this. A load is in servers: tokens/s over the operating point.
+Three passes, hot adapters first: which class takes how much of an adapter; one home for each, so that bytes run out for
+copies before they do for an adapter; then copies, among which the load is levelled.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from caraserve.cluster.assignment import AdapterDemand, Plan, Server, Share, mixed, word
+
+
+_LEAST = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementOptions:
+    """What a plan aims at."""
+
+    copies: int = 2  # of each adapter, bytes allowing
+    most_copies: int = 8
+    hot_share: float = 0.25  # of a server's target: an adapter gets a copy for each such piece of its load
+    least_fraction: float = 0.1  # of an equal part: what a copy serves at least, so that its adapter stays warm
+    rounding: float = 1.25  # load over its servers' target that a class bears before the rest goes to other ranks
+    stay: float = 1.05  # utilisation over the target up to which an instance keeps the adapters that it had
+    hysteresis: float = 0.15
+
+
+@dataclass(slots=True)
+class Node:
+    """A server being filled."""
+
+    server: Server
+    point: int  # its place for rendezvous hashing
+    rank: int
+    load: float = 0.0
+    level: float = 0.0  # its utilisation: load over speed
+    num_bytes: int = 0
+    adapters: set[str] = field(default_factory=set)
+
+    def fits(self, adapter: AdapterDemand) -> bool:
+        """Whether it has the adapter or room for it."""
+        return adapter.name in self.adapters or self.num_bytes + adapter.num_bytes <= self.server.capacity_bytes
+
+    def take(self, adapter: AdapterDemand, load: float) -> None:
+        """Adds load of the adapter, and its bytes the first time."""
+        if adapter.name not in self.adapters:
+            self.adapters.add(adapter.name)
+            self.num_bytes += adapter.num_bytes
+        self.load += load
+        self.level = self.load / self.server.speed
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A part of an adapter's load for one class."""
+
+    adapter: AdapterDemand
+    fraction: float
+    rank: int
+    is_home: bool  # the class where its first copy belongs
+
+
+class Packing:
+    """A plan in the making."""
+
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        loads: Mapping[str, float],
+        previous: Plan | None,
+        options: PlacementOptions,
+    ) -> None:
+        self._nodes, self._loads, self._previous, self._options = nodes, loads, previous, options
+        self._by_name = {node.server.name: node for node in nodes}
+        self._classes: dict[int, list[Node]] = {}
+        for node in nodes:
+            self._classes.setdefault(node.rank, []).append(node)
+        self._target = math.fsum(loads.values()) / math.fsum(node.server.speed for node in nodes)
+        self._parts: dict[str, dict[str, float]] = {}  # adapter → instance → fraction
+        self._adopted: list[str] = []
+        self._overfull: set[str] = set()
+
+    def adopt(self, adapters: Iterable[AdapterDemand]) -> None:
+        """Takes over the previous plan's shares of these adapters, as far as it has them."""
+        for adapter in adapters:
+            if self._previous and adapter.name in self._previous.shares:
+                self._adopted.append(adapter.name)
+                for share in self._previous.shares[adapter.name]:
+                    self._by_name[share.instance].take(adapter, share.fraction * self._loads[adapter.name])
+        self._overfull |= {node.server.name for node in self._nodes if node.num_bytes > node.server.capacity_bytes}
+
+    def fill(self, adapters: Iterable[AdapterDemand]) -> None:
+        """Places these adapters beside what is there."""
+        ordered = sorted(adapters, key=lambda adapter: (-self._loads[adapter.name], adapter.name))
+        pieces = self._pieces(ordered)
+        homes: dict[str, Node] = {}
+        for piece in pieces:
+            if piece.is_home:
+                homes[piece.adapter.name] = home = self._home(piece)
+                home.take(piece.adapter, self._load(piece))
+        for piece in pieces:
+            self._spread(piece, homes[piece.adapter.name])
+
+    def plan(self, epoch: int) -> Plan:
+        """What has been placed."""
+        shares = {name: self._previous.shares[name] for name in self._adopted} if self._previous else {}
+        for name, parts in self._parts.items():
+            total = math.fsum(parts.values())
+            ordered = sorted(parts.items(), key=lambda part: (-part[1], part[0]))
+            shares[name] = tuple(Share(instance, fraction / total) for instance, fraction in ordered)
+        classes = {node.server.name: node.rank for node in self._nodes}
+        peak = max(node.level for node in self._nodes) / self._target if self._target > 0 else 1.0
+        return Plan.made(epoch, shares, classes, peak, tuple(sorted(self._overfull)))
+
+    # --- step 4: what a class cannot carry ---
+
+    def _pieces(self, ordered: Sequence[AdapterDemand]) -> list[_Piece]:
+        """Every adapter by class, hot ones first."""
+        room = {
+            rank: math.fsum(node.server.speed * self._target - node.load for node in nodes)
+            for rank, nodes in self._classes.items()
+        }
+        excess: dict[int, float] = {}  # by rank of adapters
+        for rank in {adapter.rank for adapter in ordered}:
+            wanted = math.fsum(self._loads[adapter.name] for adapter in ordered if adapter.rank == rank)
+            borne = (self._options.rounding - 1) * self._target * len(self._classes.get(rank, ()))
+            excess[rank] = max(0.0, wanted - max(0.0, room.get(rank, 0.0) + borne))
+            room[rank] = room.get(rank, 0.0) - wanted + excess[rank]
+        pieces = []
+        for adapter in ordered:
+            load, stays = self._loads[adapter.name], 1.0
+            own = adapter.rank in self._classes
+            order = self._order(adapter.rank)
+            # A hot adapter gives half of its load away before it moves as a whole: its copies at home stay in use.
+            gives = min(load / 2 if own else load, excess[adapter.rank])
+            excess[adapter.rank] -= gives
+            found: list[tuple[int, float]] = []
+            for rank in order:
+                taken = min(gives, room[rank]) if rank != adapter.rank else 0.0
+                if taken > _LEAST * min(load, self._target):  # a copy for next to nothing is not worth its bytes
+                    found.append((rank, taken / load))
+                    room[rank] -= taken
+                    gives -= taken
+                    stays -= taken / load
+            home = max(found, key=lambda part: part[1])[0] if found and not own else order[0]
+            fractions = dict(found)
+            fractions[home] = fractions.get(home, 0.0) + stays  # what nobody had room for stays, too
+            pieces += [_Piece(adapter, part, rank, rank == home) for rank, part in fractions.items()]
+        return pieces
+
+    def _order(self, rank: int) -> list[int]:
+        """The classes that may take a rank: its own, higher ones from the next up, lower ones from the next down."""
+        return sorted(self._classes, key=lambda other: (other < rank, abs(other - rank)))
+
+    # --- step 3: one home for each ---
+
+    def _home(self, piece: _Piece) -> Node:
+        adapter = piece.adapter
+        for rank in [piece.rank, *(other for other in self._order(adapter.rank) if other != piece.rank)]:
+            if best := self._best(piece, self._classes[rank], 1):
+                return best[0]
+        # Somebody has to: the adapter is served from disk or from a peer. The plan says whose memory is short.
+        node = max(self._nodes, key=lambda node: (node.server.capacity_bytes - node.num_bytes, node.server.name))
+        self._overfull.add(node.server.name)
+        return node
+
+    def _best(self, piece: _Piece, nodes: Iterable[Node], count: int) -> list[Node]:
+        """At most so many nodes with room for an adapter: first those that had it while the target allows, then the
+        least loaded; without load, in the adapter's own order by hash."""
+        adapter, load = piece.adapter, self._load(piece)
+        found = [node for node in nodes if node.fits(adapter)]
+        if load > 0:
+            found.sort(key=attrgetter("level"))  # stable: ties go by name
+        else:
+            point = word(adapter.name)
+            found.sort(key=lambda node: mixed(point, node.point), reverse=True)
+        if had := self._previous.instances(adapter.name) if self._previous else ():
+            share = load / self._copies(piece)
+            limit = self._target * self._options.stay
+            found.sort(key=lambda n: n.server.name not in had or n.level + share / n.server.speed > limit)
+        return found[:count]
+
+    # --- copies ---
+
+    def _load(self, piece: _Piece) -> float:
+        return self._loads[piece.adapter.name] * piece.fraction
+
+    def _copies(self, piece: _Piece) -> int:
+        load, options = self._load(piece), self._options
+        least = options.copies if piece.is_home else 1
+        if load == 0:
+            return least
+        pieces = load / self._target
+        most = max(options.most_copies, math.ceil(2 * pieces))  # one that fills servers needs them, however many
+        return max(least, min(most, math.ceil(pieces / options.hot_share)))
+
+    def _spread(self, piece: _Piece, home: Node) -> None:
+        """Divides a piece among copies in its class."""
+        adapter, load = piece.adapter, self._loads[piece.adapter.name]
+        copies = self._copies(piece)
+        nodes = []
+        if piece.is_home:
+            home.take(adapter, -self._load(piece))
+            nodes.append(home)
+        nodes += [node for node in self._best(piece, self._classes[piece.rank], copies) if node is not home]
+        nodes = nodes[:copies] or [home]
+        least = piece.fraction * self._options.least_fraction / len(nodes)
+        rest = piece.fraction - least * len(nodes)
+        if load > 0:
+            levels = [(node.load + least * load, node.server.speed) for node in nodes]
+            fractions = [least + part / load for part in _levelled(levels, rest * load)]
+        else:
+            fractions = [piece.fraction / len(nodes)] * len(nodes)
+        for node, fraction in zip(nodes, fractions, strict=True):
+            self._put(adapter, node, fraction)
+
+    def _put(self, adapter: AdapterDemand, node: Node, fraction: float) -> None:
+        node.take(adapter, fraction * self._loads[adapter.name])
+        parts = self._parts.setdefault(adapter.name, {})
+        parts[node.server.name] = parts.get(node.server.name, 0.0) + fraction
+
+
+def _levelled(nodes: Sequence[tuple[float, float]], amount: float) -> list[float]:
+    """Pours `amount` over (load, speed) so that the lowest utilisations rise to one level; each one's part of it."""
+    lowest = sorted(nodes, key=lambda node: node[0] / node[1])
+    for count in range(1, len(lowest) + 1):
+        loads, speeds = zip(*lowest[:count], strict=True)
+        level = (math.fsum(loads) + amount) / math.fsum(speeds)
+        if count == len(lowest) or level <= lowest[count][0] / lowest[count][1]:
+            break
+    return [max(0.0, level * speed - load) for load, speed in nodes]

@@ -1,0 +1,252 @@
+"""The routing policies by name: rank-aware ones, LoRAServe's, and what they are compared with. Pure; level 4.
+
+`router.py` has the frame. Each policy says whose it is. Those that go by a plan read the fleet's; `make_plan` makes the
+one that belongs to a policy.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from math import inf
+from typing import Literal, get_args
+
+from caraserve.cluster.assignment import (
+    AdapterDemand,
+    Plan,
+    Server,
+    contiguous_plan,
+    random_plan,
+    rendezvous,
+)
+from caraserve.cluster.cost import Arrival, Estimate, Tier
+from caraserve.cluster.placement import place
+from caraserve.cluster.router import Chance, Fleet, Instance, Policy, Proposal, drawn, shuffled
+from caraserve.errors import ConfigError
+
+Routing = Literal[
+    "auto",
+    "rank-aware",
+    "loraserve",
+    "random",
+    "round-robin",
+    "first-fit",
+    "most-idle",
+    "dlora",
+    "s-lora-random",
+    "s-lora-contiguous",
+]
+ROUTINGS: tuple[str, ...] = get_args(Routing)
+
+_SHORTLIST = 8  # candidates kept after the first stage
+_QUOTES = 4  # of them asked, at random: always the same best ones would herd again
+
+
+def policy(name: str) -> Policy:
+    """A policy, fresh: round-robin has a state. Raises ConfigError for an unknown name."""
+    if name not in _POLICIES:
+        raise ConfigError(f"unknown routing policy {name!r}; there are {', '.join(ROUTINGS)}")
+    return _POLICIES[name]()
+
+
+def make_plan(
+    routing: str,
+    adapters: Iterable[AdapterDemand],
+    servers: Iterable[Server],
+    operating_points: Mapping[int, float],
+    epoch: int,
+    previous: Plan | None = None,
+) -> Plan | None:
+    """The plan that a policy goes by; None if it needs none."""
+    if routing == "s-lora-random":
+        return random_plan([*adapters], [*servers], epoch)
+    if routing == "s-lora-contiguous":
+        return contiguous_plan([*adapters], [*servers], epoch)
+    if routing in ("auto", "loraserve"):
+        return place(adapters, servers, operating_points, epoch, previous)
+    return None
+
+
+# --- by cost, in two stages ---
+
+
+Ranking = list[tuple[Estimate, float, str]]  # the second breaks ties at random
+
+
+def _ranking(candidates: Iterable[Instance], arrival: Arrival, fleet: Fleet, weight: float, chance: Chance) -> Ranking:
+    """Candidates by cost on the views at hand."""
+    tiers = fleet.tiers.get(arrival.adapter, {}) if arrival.adapter is not None else None
+    ranking = []
+    for instance in candidates:
+        tier = Tier.DEVICE if tiers is None else tiers.get(instance.name, Tier.ABSENT)
+        ranking.append((instance.estimate(arrival, tier, weight), chance.random(), instance.name))
+    ranking.sort()
+    return ranking
+
+
+def _two_stage(ranking: Ranking, others: Iterable[str], me: str, chance: Chance) -> Proposal:
+    """Quotes for some of the best; the rest of the ranking and the others behind them."""
+    best = ranking[:_SHORTLIST]
+    within = [entry for entry in best if entry[0].cost < inf]
+    if within:
+        pool = within if len(within) >= _QUOTES else best[:_QUOTES]
+        chosen = {name for _, _, name in shuffled(pool, chance)[:_QUOTES]}
+        # Our own state is at hand: a fifth quote at no cost, and no hop if it wins.
+        chosen |= {me} & {name for _, _, name in pool}
+    else:  # past the SLO everywhere: here views err most, so more quotes
+        chosen = {name for _, _, name in best}
+    asked = tuple(name for _, _, name in best if name in chosen)
+    rest = [name for _, _, name in ranking if name not in chosen]
+    return Proposal((*asked, *rest, *others), asked, {name: worth for worth, _, name in best if name in chosen})
+
+
+class RankAware:
+    """Toppings: Algorithm 1 over the whole fleet, the fetch of a missing adapter charged."""
+
+    minds_slo = True
+
+    def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
+        """The least added cost to those who are there."""
+        return _two_stage(_ranking(fleet.able, arrival, fleet, 0.0, chance), (), fleet.me, chance)
+
+
+class Auto:
+    """LoRAServe's plan proposes, Toppings' cost decides, and counts the request's own time as well.
+
+    Candidates are the adapter's copies by the plan; where none of them is within the SLO, all of the rank's class; then
+    all. So adapters spread only when their own instances are full, and ranks mix only when their class is. Cost is
+    computed only as far out as that goes: most requests stay with a few candidates."""
+
+    minds_slo = True
+
+    def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
+        """The least cost, on the smallest circle of instances that holds the promise."""
+        circles = [[one for one in fleet.able if one.name in names] for names in _circles(arrival, fleet)]
+        rankings: list[Ranking] = []
+        for circle in [*circles, fleet.able]:
+            ranking = _ranking(circle, arrival, fleet, 1.0, chance)
+            if ranking and ranking[0][0].cost < inf and ranking[0][0].latency_ms <= arrival.slo_ms:
+                break
+            rankings.append(ranking)
+        else:  # nobody holds it end to end: stay where at least the iterations do
+            ranking = next((r for r in rankings if r and r[0][0].cost < inf), rankings[-1])
+        taken = {name for _, _, name in ranking}
+        nearer = {one.name: index for index, circle in reversed([*enumerate(circles)]) for one in circle}
+        left = [one for one in fleet.able if one.name not in taken]
+        left.sort(key=lambda one: (nearer.get(one.name, len(circles)), one.backlog.requests))
+        return _two_stage(ranking, (one.name for one in left), fleet.me, chance)
+
+
+def _circles(arrival: Arrival, fleet: Fleet) -> list[AbstractSet[str]]:
+    """The adapter's instances by the plan, and its rank's: the class of the next rank up, else of the highest."""
+    if fleet.plan is None or arrival.adapter is None:
+        return []  # the base model pads nobody and is everywhere
+    members = fleet.plan.members
+    rank = min((rank for rank in members if rank >= arrival.rank), default=max(members, default=0))
+    return [set(fleet.plan.instances(arrival.adapter)), members.get(rank, frozenset())]
+
+
+# --- by a plan alone ---
+
+
+class ByPlan:
+    """LoRAServe: an instance drawn by its fraction φ. S-LoRA's static plans have one instance of fraction 1."""
+
+    minds_slo = False
+
+    def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
+        """Draws among the adapter's instances; an adapter that the plan does not know goes by its hash."""
+        names = {instance.name for instance in fleet.able}
+        shares = fleet.plan.shares.get(arrival.adapter, ()) if fleet.plan and arrival.adapter is not None else ()
+        left = [(share.instance, share.fraction) for share in shares if share.instance in names]
+        order = []
+        while left:
+            order.append(drawn(left, chance))
+            left = [entry for entry in left if entry[0] != order[-1]]
+        if order:
+            return Proposal((*order, *sorted(names.difference(order))))
+        if arrival.adapter is None:
+            return Proposal(tuple(shuffled(sorted(names), chance)))
+        return Proposal(tuple(rendezvous(arrival.adapter, names)))
+
+
+# --- without cost or plan ---
+
+
+class Random:
+    """Any instance."""
+
+    minds_slo = False
+
+    def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
+        """All in random order."""
+        return Proposal(tuple(shuffled((instance.name for instance in fleet.able), chance)))
+
+
+class RoundRobin:
+    """One after the other, as far as this router sees."""
+
+    minds_slo = False
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
+        """In order of names, from where the last request left off."""
+        names = [instance.name for instance in fleet.able]
+        start = self._next % len(names) if names else 0
+        self._next += 1
+        return Proposal((*names[start:], *names[:start]))
+
+
+class FirstFit:
+    """Punica: fills instances one by one up to a batch size, which decides its result."""
+
+    minds_slo = False
+
+    def __init__(self, most_requests: int = 32) -> None:
+        self._most_requests = most_requests
+
+    def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
+        """The first with room, in order of names; when all are full the least full."""
+        fit = [one.name for one in fleet.able if one.backlog.requests < self._most_requests]
+        full = [one for one in fleet.able if one.backlog.requests >= self._most_requests]
+        return Proposal((*fit, *(one.name for one in sorted(full, key=lambda one: one.backlog.requests))))
+
+
+def _by_requests(instances: Iterable[Instance], chance: Chance) -> tuple[str, ...]:
+    return tuple(one.name for one in sorted(shuffled(instances, chance), key=lambda one: one.backlog.requests))
+
+
+class MostIdle:
+    """CaraServe's baseline: the fewest requests."""
+
+    minds_slo = False
+
+    def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
+        """By requests there."""
+        return Proposal(_by_requests(fleet.able, chance))
+
+
+class Dlora:
+    """dLoRA's dispatch: the fewest requests among those who have the adapter. `migration.py` has its rebalancing."""
+
+    minds_slo = False
+
+    def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
+        """Holders by requests there, then the others."""
+        holders = [one for one in fleet.able if fleet.tier(arrival.adapter, one.name) is not Tier.ABSENT]
+        others = [one for one in fleet.able if fleet.tier(arrival.adapter, one.name) is Tier.ABSENT]
+        return Proposal((*_by_requests(holders, chance), *_by_requests(others, chance)))
+
+
+_POLICIES: Mapping[str, Callable[[], Policy]] = {
+    "auto": Auto,
+    "rank-aware": RankAware,
+    "loraserve": ByPlan,
+    "random": Random,
+    "round-robin": RoundRobin,
+    "first-fit": FirstFit,
+    "most-idle": MostIdle,
+    "dlora": Dlora,
+    "s-lora-random": ByPlan,
+    "s-lora-contiguous": ByPlan,
+}
