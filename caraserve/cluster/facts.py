@@ -1,0 +1,303 @@
+"""What all instances know together: adapter names, who holds which bytes, how loaded each is. Pure. Level 4.
+
+Adapter names are one shared map that any instance writes. Each instance's holdings are a map of its own that only it
+writes. Both are `Shelf`s: the newer fact of a key wins, by a hybrid logical clock, and what is removed leaves a
+tombstone. Two copies compare one number, then 256, and then only what differs travels: 40,000 names are 5 MB.
+Loads are not merged but replaced: the newest of each instance counts, with its age.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Literal, TypeAlias
+
+from caraserve.errors import InvalidRequest
+
+SHARED = ""  # the owner of the shelf of adapter names; no instance has an empty name
+BUCKETS = 256
+MAX_FACTS = 100_000  # keys on one shelf, tombstones included
+MAX_KEY, MAX_VALUE = 256, 4096  # characters of a key, and of a value's texts together
+MAX_ITEMS = 8  # in a value
+MAX_AHEAD_S = 3600.0  # a fact from further in the future comes of a wrong clock and would win for so long
+# The notes behind this design say a day. A cluster that stands still over a weekend would then bring back what it
+# deleted on Friday; a month of tombstones costs 100 bytes each. Who comes back later than that must restore only
+# what it holds itself.
+TOMBSTONE_S = 30 * 86_400.0
+_MASK = 2**64 - 1
+_COUNTER_BITS = 16
+
+Value: TypeAlias = tuple[str | int, ...]
+Status = Literal["starting", "serving", "draining"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One key's newest value, or its tombstone (`deleted`, with an empty value). `node` wrote it at `hlc`."""
+
+    key: str
+    value: Value
+    hlc: int  # ms since 1970, then 16 bits that count within one ms
+    node: str
+    deleted: bool = False
+
+    @property
+    def order(self) -> tuple[int, str, bool, str]:
+        """Total, so that merging is the same in any order."""
+        return (self.hlc, self.node, self.deleted, repr(self.value))
+
+    @property
+    def time_ms(self) -> int:
+        """When it was written, by its writer's clock."""
+        return self.hlc >> _COUNTER_BITS
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What an adapter's name means everywhere."""
+
+    name: str
+    digest: str
+    rank: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What an instance says of itself four times a second: all that a router needs to predict it."""
+
+    status: Status = "starting"
+    running: int = 0
+    queued: int = 0
+    ranks: tuple[tuple[int, int], ...] = ()  # (rank, requests): the maximum must fall when a request ends
+    queued_tokens: int = 0
+    free_blocks: int = 0
+    free_slots: int = 0
+    response_tokens: float = 0.0  # mean length of late
+    iteration_age_s: float = 0.0  # alive is not able: an engine may hang under a loop that answers
+    lag_s: float = 0.0
+
+
+def fact_fits(key: str, value: Value) -> bool:
+    """Whether others would take it: bounded, and text that can be sent."""
+    texts = [key, *(item for item in value if isinstance(item, str))]
+    sized = 0 < len(key) <= MAX_KEY and len(value) <= MAX_ITEMS and sum(map(len, texts)) <= len(key) + MAX_VALUE
+    numbers = all(0 <= item < 2**62 for item in value if not isinstance(item, str))
+    return sized and numbers and not any("\ud800" <= char <= "\udfff" for text in texts for char in text)
+
+
+class HybridClock:
+    """Times that never repeat and never lie behind one already seen, close to the wall clock."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def next(self, wall_ms: int) -> int:
+        """A time later than all given and observed before."""
+        self._last = max(wall_ms << _COUNTER_BITS, self._last + 1)
+        return self._last
+
+    def observe(self, hlc: int) -> None:
+        """Another's time."""
+        self._last = max(self._last, hlc)
+
+
+class Shelf:
+    """A last-writer-wins map that can be compared with another copy of it piece by piece."""
+
+    def __init__(self) -> None:
+        self.root = 0  # equal on two copies exactly when they hold the same, but for a chance of 2⁻⁶⁴
+        self._facts: list[dict[str, Fact]] = [{} for _ in range(BUCKETS)]
+        self._sums = [0] * BUCKETS
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Fact]:
+        for bucket in self._facts:
+            yield from bucket.values()
+
+    @property
+    def sums(self) -> tuple[int, ...]:
+        """One number for each bucket."""
+        return tuple(self._sums)
+
+    def get(self, key: str) -> Fact | None:
+        """The fact or tombstone of a key."""
+        return self._facts[_bucket(key)].get(key)
+
+    def merge(self, fact: Fact) -> bool:
+        """Takes a fact in if it is newer; says whether it was. Commutative, associative, idempotent.
+
+        A full shelf takes no new keys, which its bound on memory is worth.
+        """
+        index = _bucket(fact.key)
+        old = self._facts[index].get(fact.key)
+        if (old is not None and old.order >= fact.order) or (old is None and self._size >= MAX_FACTS):
+            return False
+        self._take_out(index, old)
+        self._facts[index][fact.key] = fact
+        self._add(index, _print(fact))
+        self._size += 1
+        return True
+
+    def differing(self, sums: Iterable[int]) -> list[int]:
+        """The buckets in which another copy, given by its sums, is not like this one."""
+        return [index for index, (mine, theirs) in enumerate(zip(self._sums, sums, strict=True)) if mine != theirs]
+
+    def bucket(self, index: int) -> list[Fact]:
+        """All facts of one bucket."""
+        return list(self._facts[index].values())
+
+    def expire(self, wall_ms: int) -> None:
+        """Drops tombstones past their time."""
+        for index in range(BUCKETS):
+            for fact in [fact for fact in self._facts[index].values() if is_expired(fact, wall_ms)]:
+                self._take_out(index, fact)
+
+    def _take_out(self, index: int, fact: Fact | None) -> None:
+        if fact is not None:
+            del self._facts[index][fact.key]
+            self._add(index, -_print(fact))
+            self._size -= 1
+
+    def _add(self, index: int, number: int) -> None:
+        self._sums[index] = (self._sums[index] + number) & _MASK
+        self.root = (self.root + number) & _MASK
+
+
+def is_expired(fact: Fact, wall_ms: int) -> bool:
+    """Whether it is a tombstone that nobody needs any more."""
+    return fact.deleted and wall_ms - fact.time_ms > TOMBSTONE_S * 1000
+
+
+class Facts:
+    """All shelves of one instance, and the newest load of each other one."""
+
+    def __init__(self, me: str) -> None:
+        self.refused = 0  # facts of wrong clocks or by writers who may not
+        self._me = me
+        self._clock = HybridClock()
+        self._shelves = {SHARED: Shelf(), me: Shelf()}
+        self._held: dict[str, Value] = {}  # what we hold in truth, whatever others remember of an earlier life
+        self._loads: dict[str, tuple[tuple[int, int], Load, float]] = {}
+
+    def shelf(self, owner: str) -> Shelf | None:
+        """The shelf of names (SHARED) or of one instance's holdings."""
+        return self._shelves.get(owner)
+
+    def roots(self) -> tuple[tuple[str, int], ...]:
+        """(owner, root) of every shelf."""
+        return tuple((owner, shelf.root) for owner, shelf in self._shelves.items())
+
+    def know(self, owner: str) -> None:
+        """Room for the holdings of one more instance."""
+        self._shelves.setdefault(owner, Shelf())
+
+    def forget(self, owner: str) -> None:
+        """That instance is gone for good."""
+        if owner not in (SHARED, self._me):
+            self._shelves.pop(owner, None)
+            self._loads.pop(owner, None)
+
+    # ---- what we write
+
+    def register(self, adapter: Adapter, wall_ms: int) -> list[Fact]:
+        """Gives a name its meaning, everywhere. Raises InvalidRequest for what others would refuse."""
+        return self._write(SHARED, adapter.name, (adapter.digest, adapter.rank, adapter.num_bytes), wall_ms)
+
+    def remove(self, name: str, wall_ms: int) -> list[Fact]:
+        """Takes a name away, everywhere."""
+        fact = self._shelves[SHARED].get(name)
+        return [] if fact is None or fact.deleted else self._write(SHARED, name, None, wall_ms)
+
+    def hold(self, key: str, value: Value, wall_ms: int) -> list[Fact]:
+        """Says that we hold these bytes (a digest and its tier), or another fact about ourselves."""
+        facts = self._write(self._me, key, value, wall_ms)
+        self._held[key] = value
+        return facts
+
+    def drop(self, key: str, wall_ms: int) -> list[Fact]:
+        """Says that we do not hold them any more."""
+        return [] if self._held.pop(key, None) is None else self._write(self._me, key, None, wall_ms)
+
+    def _write(self, owner: str, key: str, value: Value | None, wall_ms: int) -> list[Fact]:
+        if not fact_fits(key, value or ()):
+            raise InvalidRequest(f"the cluster shares names of 1 to {MAX_KEY} characters; {key[:80]!r} is not one")
+        old = self._shelves[owner].get(key)
+        if old is not None and old.value == (value or ()) and old.deleted == (value is None):
+            return []  # saying it again would only travel
+        fact = Fact(key, value or (), self._clock.next(wall_ms), self._me, deleted=value is None)
+        if not self._shelves[owner].merge(fact):
+            raise InvalidRequest(f"the cluster shares {MAX_FACTS:,} names at most; remove one before {key[:80]!r}")
+        return [fact]
+
+    # ---- what others say
+
+    def merge(self, owner: str, facts: Iterable[Fact], wall_ms: int) -> tuple[list[Fact], list[Fact]]:
+        """Takes facts in. Gives those that were news, and what we had to write against them about ourselves."""
+        shelf = self._shelves.get(owner)
+        news: list[Fact] = []
+        answers: list[Fact] = []
+        for fact in facts if shelf is not None else ():
+            if fact.time_ms - wall_ms > MAX_AHEAD_S * 1000 or (owner != SHARED and fact.node != owner):
+                self.refused += 1
+            elif not is_expired(fact, wall_ms) and shelf is not None and shelf.merge(fact):
+                self._clock.observe(fact.hlc)
+                news.append(fact)
+                if owner == self._me:
+                    # An earlier life of ours; its clock may have run ahead, so what is true is said again, later.
+                    answers += self._write(owner, fact.key, self._held.get(fact.key), wall_ms)
+        return news, answers
+
+    def take_load(self, name: str, epoch: int, sequence: int, load: Load, now: float) -> bool:
+        """The newest by (epoch, sequence) counts; says whether this one was."""
+        old = self._loads.get(name)
+        if old is not None and old[0] >= (epoch, sequence):
+            return False
+        self._loads[name] = ((epoch, sequence), load, now)
+        return True
+
+    def expire(self, wall_ms: int) -> None:
+        """Drops tombstones past their time."""
+        for shelf in self._shelves.values():
+            shelf.expire(wall_ms)
+
+    # ---- what is asked of us
+
+    def load(self, name: str, now: float) -> tuple[Load, float] | None:
+        """The newest load of another instance and its age in seconds."""
+        found = self._loads.get(name)
+        return (found[1], now - found[2]) if found else None
+
+    def adapter(self, name: str) -> Adapter | None:
+        """What a name means."""
+        fact = self._shelves[SHARED].get(name)
+        return _adapter(fact) if fact else None
+
+    def adapters(self) -> Iterator[Adapter]:
+        """All adapters, in no order."""
+        for fact in self._shelves[SHARED]:
+            if (adapter := _adapter(fact)) is not None:
+                yield adapter
+
+    def holders(self, key: str) -> dict[str, Value]:
+        """Who says to hold it, and in which tier; the dead included until they are forgotten."""
+        found = ((owner, shelf.get(key)) for owner, shelf in self._shelves.items() if owner != SHARED)
+        return {owner: fact.value for owner, fact in found if fact is not None and not fact.deleted}
+
+
+def _adapter(fact: Fact) -> Adapter | None:
+    """None for a tombstone, and for a value of another shape, which a later version might write."""
+    match fact.value:
+        case (str(digest), int(rank), int(num_bytes), *_) if not fact.deleted:
+            return Adapter(fact.key, digest, rank, num_bytes)
+    return None
+
+
+def _bucket(key: str) -> int:
+    return blake2b(key.encode(), digest_size=1).digest()[0]
+
+
+def _print(fact: Fact) -> int:
+    return int.from_bytes(blake2b(repr((fact.key, fact.order)).encode(), digest_size=8).digest())

@@ -1,0 +1,377 @@
+"""Who is in the cluster and who answers: SWIM's rules over an injected clock. Pure; called by core.py. Level 4.
+
+A record's order is (epoch, incarnation, state), and the higher one wins wherever two meet. The epoch is the instance's
+start in ms, so a restart replaces its old self at once. Only the instance itself raises its incarnation: that is how it
+refutes a suspicion, or its own death.
+
+    ALIVE ──silent and no probe came back, or its connection broke──► SUSPECT ──not refuted in time──► DEAD
+      ▲────────────────── a higher incarnation, or a higher epoch ─────────┴──────────────────────────────┘
+    LEFT is what an instance says of itself when it goes; only a higher epoch or incarnation of its own replaces it.
+
+From Lifeguard: probes wait longer when we ourselves are in trouble, a suspicion runs shorter the more instances hold
+it, a suspect is told so in every frame to it, and one whose own loop stood still gives no verdict about that time.
+(Das et al., "SWIM"; Dadgar et al., "Lifeguard".)
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from random import Random
+
+MAX_LIVE = 64  # n² connections and beats are fine to here; beyond, a router of its own is the better design
+MAX_KNOWN = 4 * MAX_LIVE  # records kept, with the dead and the departed: a bound on memory under invented names
+MAX_RUMOURS = 16  # in one frame
+_MAX_HEALTH = 4
+
+
+class State(IntEnum):
+    """What is believed of an instance; of two records of one incarnation the higher state wins."""
+
+    ALIVE = 0
+    SUSPECT = 1
+    DEAD = 2
+    LEFT = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One instance as somebody sees it."""
+
+    name: str
+    address: str
+    epoch: int
+    incarnation: int
+    state: State
+
+    @property
+    def order(self) -> tuple[int, int, State, str]:
+        """Total, so that merging is the same in any order; the address only breaks ties that should not happen."""
+        return (self.epoch, self.incarnation, self.state, self.address)
+
+
+def join(one: Record, other: Record) -> Record:
+    """The record that stands when both are known. Commutative, associative, idempotent."""
+    return max(one, other, key=lambda record: record.order)
+
+
+@dataclass(frozen=True, slots=True)
+class Rumour:
+    """A record on its way through the cluster. `by`: who holds the suspicion, empty in any other state."""
+
+    record: Record
+    by: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemberChanged:
+    """An instance came, came back, fell under suspicion, died or left. `before` is None for a new name."""
+
+    record: Record
+    before: State | None
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Ping `target` yourself and ask each of `via` to do so; answers carry `number`."""
+
+    number: int
+    target: str
+    via: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds and counts of the failure detector, for beats of 250 ms in one data centre."""
+
+    silent_s: float = 0.75  # three beats
+    probe_s: float = 0.5
+    suspect_s: float = 2.0  # for up to 10 instances; grows with log10 of their number, as rumours take longer
+    stretch: float = 3.0  # a suspicion nobody shares runs this much longer
+    confirmations: int = 3  # further accusers after which it runs shortest
+    lag_s: float = 0.5  # a longer gap between ticks is our own standstill
+    vias: int = 3
+    spread: float = 3.0  # λ: a rumour goes out λ·log2(n+1) times
+    forget_s: float = 3600.0  # the dead are dialled and remembered so long
+
+
+@dataclass(slots=True)
+class _Member:
+    record: Record
+    heard_s: float
+    since_s: float  # of the present state
+    accusers: set[str] = field(default_factory=set)
+    probe: Probe | None = None
+    probe_sent_s: float = 0.0
+    nacks: set[str] = field(default_factory=set)
+
+
+class Members:
+    """One instance's view of all. Every method takes the time; `take_events` gives what changed since the last call."""
+
+    def __init__(self, me: Record, timing: Timing, rng: Random, now: float) -> None:
+        self.me = me
+        self.refused_names = 0  # names not taken in because MAX_LIVE live ones are known
+        self._timing = timing
+        self._rng = rng
+        self._others: dict[str, _Member] = {}
+        self._queue: dict[tuple[str, str], tuple[Rumour, int]] = {}  # (name, accuser) → rumour, times sent
+        self._events: list[MemberChanged] = []
+        self._health = 0  # Lifeguard's: 0 is well; probes wait 1 + this many times as long
+        self._troubled_s = self._ticked_s = now
+        self._probes = 0
+        self._spread_me()
+
+    # ---- what is known
+
+    @property
+    def health(self) -> int:
+        """0 when we keep up with our own timers and probes, up to 4 when we do not."""
+        return self._health
+
+    def get(self, name: str) -> Record | None:
+        """The record of an instance, our own included."""
+        if name == self.me.name:
+            return self.me
+        member = self._others.get(name)
+        return member.record if member else None
+
+    def records(self) -> tuple[Record, ...]:
+        """All records, ours first."""
+        return (self.me, *(member.record for member in self._others.values()))
+
+    def live(self) -> tuple[str, ...]:
+        """The other instances neither dead nor departed; suspects included."""
+        return tuple(name for name, member in self._others.items() if member.record.state < State.DEAD)
+
+    def suspicion_s(self, accusers: int) -> float:
+        """How long a suspicion held by so many runs until it is a death."""
+        timing, size = self._timing, len(self.live()) + 1
+        low = timing.suspect_s * max(1.0, math.log10(size))
+        wanted = min(timing.confirmations, size - 2)  # all but the suspect and the first accuser
+        if wanted <= 0:
+            return low
+        share = math.log(min(accusers, wanted + 1)) / math.log(wanted + 1) if accusers else 0.0
+        return low * (timing.stretch - (timing.stretch - 1) * share)
+
+    def take_events(self) -> list[MemberChanged]:
+        """What changed since the last call, oldest first."""
+        events, self._events = self._events, []
+        return events
+
+    # ---- what comes in
+
+    def admits(self, name: str) -> bool:
+        """Whether one more live instance of that name has room."""
+        member = self._others.get(name)
+        known = member is not None and member.record.state < State.DEAD
+        return known or len(self.live()) + 1 < MAX_LIVE
+
+    def merge(self, rumour: Rumour, now: float, *, by_sync: bool = False) -> None:
+        """Takes in what somebody believes. A death learnt by sync is a suspicion: it may be old, or another side's."""
+        record = rumour.record
+        if record.name == self.me.name:
+            self._answer(record, now)
+            return
+        member = self._others.get(record.name)
+        if member is None:
+            # A death of one we never knew would be handed from one that still remembers to one that has forgotten,
+            # for ever. Whoever missed the death can only meet it as a new name, and finds it silent.
+            if record.state < State.DEAD:
+                self._admit(rumour, now)
+            return
+        if record.state == State.DEAD and member.record.state < State.DEAD:
+            # Nor is anyone dead whom we hear ourselves; it will learn of the rumour from us, and refute it.
+            heard = now - member.heard_s <= self._timing.silent_s
+            if (by_sync or heard) and record.order[:2] >= member.record.order[:2]:
+                record = replace(record, state=State.SUSPECT)
+                rumour = Rumour(record, rumour.by or self.me.name)
+        if join(record, member.record) is not member.record and record != member.record:
+            if member.record.state >= State.DEAD and record.state < State.DEAD and not self.admits(record.name):
+                self.refused_names += 1
+                return
+            self._set(member, record, now, accuser=rumour.by)
+        elif record == member.record and record.state == State.SUSPECT:
+            self._confirm(member, rumour.by)
+
+    def heard(self, name: str, now: float) -> None:
+        """A frame of that instance arrived, directly or as the answer to a probe."""
+        member = self._others.get(name)
+        if member is not None:
+            member.heard_s = max(member.heard_s, now)
+            member.probe = None
+
+    def lost(self, name: str, now: float) -> None:
+        """Its connection broke. A dead process is known by that in milliseconds, so it is suspect at once."""
+        member = self._others.get(name)
+        if member is not None and member.record.state == State.ALIVE:
+            member.heard_s = min(member.heard_s, now - self._timing.silent_s)
+            self._suspect(member, now)
+
+    def acked(self, number: int, record: Record, now: float) -> None:
+        """The target of a probe answered, with its own record, so that an answer brings the refutation along."""
+        member = self._others.get(record.name)
+        if member is not None and member.probe is not None and member.probe.number == number:
+            self._health = max(0, self._health - 1)
+            self.heard(record.name, now)
+        self.merge(Rumour(record, ""), now)
+
+    def nacked(self, number: int, by: str) -> None:
+        """One asked to probe says that the target did not answer it: then the fault is not on our side."""
+        for member in self._others.values():
+            if member.probe is not None and member.probe.number == number and by in member.probe.via:
+                member.nacks.add(by)
+
+    def leave(self) -> None:
+        """We go: said with a higher incarnation, so that no older word about us outlives it."""
+        self.me = replace(self.me, incarnation=self.me.incarnation + 1, state=State.LEFT)
+        self._spread_me()
+
+    # ---- what time brings
+
+    def tick(self, now: float) -> list[Probe]:
+        """Verdicts that are due, and the probes to send."""
+        gap, self._ticked_s = now - self._ticked_s, now
+        if gap > self._timing.lag_s:
+            self._stood_still(gap, now)
+            return []
+        if self._health and now - self._troubled_s > 4 * self._timing.probe_s:
+            self._health, self._troubled_s = self._health - 1, now
+        probes: list[Probe] = []
+        for name, member in list(self._others.items()):
+            if member.record.state >= State.DEAD:
+                if now - member.since_s > self._timing.forget_s:
+                    self._forget(name)
+                continue
+            if member.record.state == State.SUSPECT and self._is_due(member, now):
+                self._set(member, replace(member.record, state=State.DEAD), now)
+            elif member.probe is None:
+                if now - member.heard_s > self._timing.silent_s:
+                    probes.append(self._probe(member, now))
+            elif now - member.probe_sent_s > self._timing.probe_s * (1 + self._health):
+                self._probe_failed(member, now)
+                probes.append(self._probe(member, now))
+        return probes
+
+    # ---- what goes out
+
+    def rumours(self, to: str) -> tuple[Rumour, ...]:
+        """Those to piggyback on a frame to `to`, the least sent first; counted as sent."""
+        chosen: list[Rumour] = []
+        member = self._others.get(to)
+        if member is not None and member.record.state in (State.SUSPECT, State.DEAD):
+            # In every frame, past any count: it alone can refute this, and must hear of it.
+            chosen.append(Rumour(member.record, self.me.name if member.record.state == State.SUSPECT else ""))
+        limit = math.ceil(self._timing.spread * math.log2(len(self.live()) + 2))
+        for key, (rumour, sent) in sorted(self._queue.items(), key=lambda item: item[1][1]):
+            if len(chosen) == MAX_RUMOURS:
+                break
+            if rumour.record.name == to:
+                continue
+            chosen.append(rumour)
+            if sent + 1 >= limit:
+                del self._queue[key]
+            else:
+                self._queue[key] = (rumour, sent + 1)
+        return tuple(chosen)
+
+    # ---- inside
+
+    def _answer(self, record: Record, now: float) -> None:
+        """Somebody said something of us: it is refuted when it would win over what we say ourselves."""
+        if self.me.state == State.LEFT or record.order[:3] <= self.me.order[:3]:
+            return
+        if record.epoch > self.me.epoch:
+            # An earlier life of ours whose clock ran ahead.
+            self.me = replace(self.me, epoch=record.epoch + 1, incarnation=0)
+        else:
+            self.me = replace(self.me, incarnation=record.incarnation + 1)
+            self._trouble(now)
+        self._spread_me()
+
+    def _admit(self, rumour: Rumour, now: float) -> None:
+        if not self.admits(rumour.record.name):
+            self.refused_names += 1
+            return
+        if len(self._others) >= MAX_KNOWN - 1:
+            gone = [name for name, member in self._others.items() if member.record.state >= State.DEAD]
+            self._forget(min(gone, key=lambda name: self._others[name].since_s))  # live ones are fewer than that
+        member = self._others[rumour.record.name] = _Member(rumour.record, now, now)
+        if rumour.record.state == State.SUSPECT:
+            member.accusers = {rumour.by}
+        self._events.append(MemberChanged(rumour.record, None))
+        self._spread(rumour)
+
+    def _set(self, member: _Member, record: Record, now: float, *, accuser: str = "") -> None:
+        before, member.record, member.since_s = member.record, record, now
+        if record.state != State.SUSPECT:
+            member.probe = None
+        if record.state == State.ALIVE:
+            member.heard_s = max(member.heard_s, now - self._timing.silent_s / 2)  # time to show itself
+        member.accusers = {accuser} if record.state == State.SUSPECT else set()
+        if (before.state, before.epoch, before.address) != (record.state, record.epoch, record.address):
+            self._events.append(MemberChanged(record, before.state))
+        self._spread(Rumour(record, accuser if record.state == State.SUSPECT else ""))
+
+    def _confirm(self, member: _Member, accuser: str) -> None:
+        """One more holds the suspicion. Told on while it still shortens the time."""
+        if accuser not in member.accusers and len(member.accusers) <= self._timing.confirmations:
+            member.accusers.add(accuser)
+            self._spread(Rumour(member.record, accuser))
+
+    def _suspect(self, member: _Member, now: float) -> None:
+        if member.record.state == State.ALIVE:
+            self._set(member, replace(member.record, state=State.SUSPECT), now, accuser=self.me.name)
+        else:
+            self._confirm(member, self.me.name)
+
+    def _is_due(self, member: _Member, now: float) -> bool:
+        """Whether a suspicion has become a death. One whom we hear ourselves only needs to be told."""
+        silent = now - member.heard_s > self._timing.silent_s
+        return silent and now - member.since_s > self.suspicion_s(len(member.accusers))
+
+    def _probe(self, member: _Member, now: float) -> Probe:
+        name = member.record.name
+        able = [other for other in self.live() if other != name and self._others[other].record.state == State.ALIVE]
+        self._probes += 1
+        via = tuple(self._rng.sample(able, min(self._timing.vias, len(able))))
+        member.probe, member.probe_sent_s, member.nacks = Probe(self._probes, name, via), now, set()
+        return member.probe
+
+    def _probe_failed(self, member: _Member, now: float) -> None:
+        if member.probe is not None and len(member.nacks) < len(member.probe.via):
+            self._trouble(now)  # those asked did not even say no: perhaps nothing reaches us
+        self._suspect(member, now)
+
+    def _stood_still(self, gap: float, now: float) -> None:
+        """Our own loop hung: that time counts for nobody's silence, and for no suspicion."""
+        self._trouble(now)
+        for member in self._others.values():
+            member.heard_s += gap
+            member.since_s += gap
+            member.probe_sent_s += gap
+
+    def _trouble(self, now: float) -> None:
+        self._health, self._troubled_s = min(_MAX_HEALTH, self._health + 1), now
+
+    def _forget(self, name: str) -> None:
+        del self._others[name]
+        self._unspread(name)
+
+    def _spread_me(self) -> None:
+        self._spread(Rumour(self.me, ""))
+
+    def _spread(self, rumour: Rumour) -> None:
+        if (
+            rumour.record.state != State.SUSPECT
+            or (old := self._queued(rumour.record.name)) is None
+            or old != rumour.record
+        ):
+            self._unspread(rumour.record.name)
+        self._queue[rumour.record.name, rumour.by] = (rumour, 0)
+
+    def _queued(self, name: str) -> Record | None:
+        return next((rumour.record for (about, _), (rumour, _) in self._queue.items() if about == name), None)
+
+    def _unspread(self, name: str) -> None:
+        for key in [key for key in self._queue if key[0] == name]:
+            del self._queue[key]

@@ -1,0 +1,214 @@
+"""Shared facts: merging in any order, tombstones, whose word counts, and how far a clock may be off."""
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from caraserve.cluster import facts as module
+from caraserve.cluster.facts import (
+    BUCKETS,
+    MAX_KEY,
+    MAX_VALUE,
+    SHARED,
+    TOMBSTONE_S,
+    Adapter,
+    Fact,
+    Facts,
+    HybridClock,
+    Load,
+    Shelf,
+    fact_fits,
+)
+from caraserve.errors import InvalidRequest
+
+WALL_MS = 1_700_000_000_000
+HLC = WALL_MS << 16
+ADAPTER = Adapter("sql", "digest-1", 16, 1000)
+
+some_facts = st.lists(
+    st.builds(
+        Fact,
+        key=st.sampled_from(["a", "b", "c", "d"]),
+        value=st.sampled_from([("x", 1), ("y", 2), ()]),
+        hlc=st.integers(HLC, HLC + 3),
+        node=st.sampled_from(["n1", "n2"]),
+        deleted=st.booleans(),
+    ),
+    max_size=12,
+)
+
+
+def shelf_of(facts: list[Fact]) -> Shelf:
+    shelf = Shelf()
+    for fact in facts:
+        shelf.merge(fact)
+    return shelf
+
+
+@given(facts=some_facts, seed=st.integers(0, 99))
+def test_merging_does_the_same_in_any_order_and_any_number_of_times(facts: list[Fact], seed: int) -> None:
+    again = facts + facts[: len(facts) // 2]
+    Random(seed).shuffle(again)
+    one, other = shelf_of(facts), shelf_of(again)
+    assert sorted(one, key=lambda fact: fact.key) == sorted(other, key=lambda fact: fact.key)
+    assert (one.root, one.sums, len(one)) == (other.root, other.sums, len(other))
+    assert shelf_of(list(one)).root == one.root
+
+
+@given(mine=some_facts, theirs=some_facts, third=some_facts)
+def test_joining_copies_is_associative_and_commutative(mine: list[Fact], theirs: list[Fact], third: list[Fact]) -> None:
+    left = shelf_of([*shelf_of([*mine, *theirs]), *third])
+    right = shelf_of([*shelf_of([*third, *theirs]), *mine])
+    assert left.root == right.root
+
+
+@given(mine=some_facts, theirs=some_facts)
+def test_buckets_that_differ_are_just_those_that_hold_differences(mine: list[Fact], theirs: list[Fact]) -> None:
+    one, other = shelf_of(mine), shelf_of(theirs)
+    differing = set(one.differing(other.sums))
+    assert all((one.bucket(i) == other.bucket(i)) or i in differing for i in range(BUCKETS) if len(one.bucket(i)) < 2)
+    for index in differing:
+        for fact in other.bucket(index):
+            one.merge(fact)
+        for fact in one.bucket(index):
+            other.merge(fact)
+    assert one.root == other.root
+
+
+def test_the_newer_word_wins_and_a_tombstone_stays() -> None:
+    one, other = Facts("n1"), Facts("n2")
+    first = one.register(ADAPTER, WALL_MS)
+    other.merge(SHARED, first, WALL_MS)
+    removed = other.remove("sql", WALL_MS - 5000)  # its clock is behind, but it has seen what it removes
+    one.merge(SHARED, removed, WALL_MS)
+    assert one.adapter("sql") is None
+    assert one.merge(SHARED, first, WALL_MS) == ([], [])
+    assert one.adapter("sql") is None
+    again = one.register(ADAPTER, WALL_MS + 1)
+    other.merge(SHARED, again, WALL_MS)
+    assert other.adapter("sql") == ADAPTER
+
+
+def test_saying_the_same_again_says_nothing() -> None:
+    facts = Facts("n1")
+    assert len(facts.register(ADAPTER, WALL_MS)) == 1
+    assert facts.register(ADAPTER, WALL_MS + 5) == []
+    assert len(facts.remove("sql", WALL_MS)) == 1
+    assert facts.remove("sql", WALL_MS) == []
+    assert facts.drop("digest-1", WALL_MS) == []
+
+
+def test_tombstones_go_after_their_time_and_do_not_come_in_again() -> None:
+    facts = Facts("n1")
+    facts.register(ADAPTER, WALL_MS)
+    removed = facts.remove("sql", WALL_MS)
+    later = WALL_MS + int(TOMBSTONE_S * 1000)
+    facts.expire(later)
+    assert len(facts.shelf(SHARED) or ()) == 1
+    facts.expire(later + 1)
+    assert facts.roots()[0] == (SHARED, 0)
+    assert facts.merge(SHARED, removed, later + 1) == ([], [])
+
+
+def test_a_fact_from_far_in_the_future_is_refused() -> None:
+    facts = Facts("n1")
+    ahead = Facts("n2").register(ADAPTER, WALL_MS + 3_700_000)
+    assert facts.merge(SHARED, ahead, WALL_MS) == ([], [])
+    assert facts.refused == 1
+    assert facts.merge(SHARED, ahead, WALL_MS + 200_000)[0] == ahead
+
+
+def test_only_the_holder_says_what_it_holds() -> None:
+    facts = Facts("n1")
+    facts.know("n2")
+    lie = Fact("digest-1", ("host",), HLC, "n3")
+    assert facts.merge("n2", [lie], WALL_MS) == ([], [])
+    truth = Facts("n2").hold("digest-1", ("host",), WALL_MS)
+    assert facts.merge("n2", truth, WALL_MS)[0] == truth
+    assert facts.holders("digest-1") == {"n2": ("host",)}
+    assert facts.merge("nobody", truth, WALL_MS) == ([], [])
+    facts.forget("n2")
+    assert facts.holders("digest-1") == {}
+
+
+def test_after_a_restart_what_others_remember_of_us_is_put_right() -> None:
+    before = Facts("n1")
+    kept, gone = before.hold("kept", ("disk",), WALL_MS), before.hold("gone", ("host",), WALL_MS + 60_000)
+    now = Facts("n1")  # its clock is a minute behind the one of its earlier life
+    now.hold("kept", ("disk",), WALL_MS)
+    _, answers = now.merge("n1", [*kept, *gone], WALL_MS)
+    assert [(fact.key, fact.deleted) for fact in answers] == [("gone", True)]
+    other = Facts("n2")
+    other.know("n1")
+    other.merge("n1", answers + kept + gone, WALL_MS)
+    assert other.holders("gone") == {}
+    assert other.holders("kept") == {"n1": ("disk",)}
+
+
+def test_the_newest_load_counts_and_has_an_age() -> None:
+    facts = Facts("n1")
+    busy, idle = Load(running=5), Load(running=0)
+    assert facts.take_load("n2", 7, 2, busy, 10.0)
+    assert not facts.take_load("n2", 7, 1, idle, 11.0)
+    assert not facts.take_load("n2", 7, 2, idle, 11.0)
+    assert facts.load("n2", 12.5) == (busy, 2.5)
+    assert facts.take_load("n2", 8, 0, idle, 13.0)  # a new life counts from the start
+    assert facts.load("n2", 13.0) == (idle, 0.0)
+    assert facts.load("n3", 13.0) is None
+
+
+@given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 2**20)), max_size=30))
+def test_the_clock_never_repeats_and_never_lies_behind(steps: list[tuple[bool, int]]) -> None:
+    clock, highest = HybridClock(), -1
+    for own, number in steps:
+        if own:
+            time = clock.next(number)
+            assert time > highest
+            assert time >= number << 16
+            highest = time
+        else:
+            clock.observe(number << 16)
+            highest = max(highest, number << 16)
+
+
+def test_a_full_shelf_takes_no_new_keys_but_new_words_on_old_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_FACTS", 2)
+    facts = Facts("n1")
+    facts.register(ADAPTER, WALL_MS)
+    facts.register(Adapter("b", "digest", 8, 1), WALL_MS)
+    with pytest.raises(InvalidRequest, match="at most"):
+        facts.register(Adapter("c", "digest", 8, 1), WALL_MS)
+    assert len(facts.register(Adapter("b", "digest-2", 8, 1), WALL_MS)) == 1
+    assert len(facts.shelf(SHARED) or ()) == 2
+
+
+@pytest.mark.parametrize("name", ["", "x" * (MAX_KEY + 1), "half a \ud800 pair"])
+def test_a_name_that_cannot_travel_is_refused_at_home(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="names of 1 to"):
+        Facts("n1").register(Adapter(name, "digest", 8, 1), WALL_MS)
+
+
+def test_values_are_bounded_together() -> None:
+    assert fact_fits("k", ("x" * MAX_VALUE,))
+    assert not fact_fits("k", ("x" * MAX_VALUE, "y"))
+    assert not fact_fits("k", (-1,))
+    assert not fact_fits("k", tuple(range(9)))
+
+
+def test_a_value_of_a_later_version_is_no_adapter_yet() -> None:
+    facts = Facts("n1")
+    facts.merge(SHARED, [Fact("new", ("digest", "rank 8"), HLC, "n2")], WALL_MS)
+    assert facts.adapter("new") is None
+    facts.merge(SHARED, [Fact("newer", ("digest", 8, 100, "more"), HLC, "n2")], WALL_MS)
+    assert facts.adapter("newer") == Adapter("newer", "digest", 8, 100)
+    assert [adapter.name for adapter in facts.adapters()] == ["newer"]
+
+
+@settings(max_examples=20)
+@given(count=st.integers(0, 300))
+def test_iteration_and_length_agree(count: int) -> None:
+    shelf = shelf_of([Fact(f"k{index}", (), HLC, "n1") for index in range(count)])
+    assert len(list(shelf)) == len(shelf) == count
+    assert sum(shelf.sums) % 2**64 == shelf.root
