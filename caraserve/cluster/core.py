@@ -1,0 +1,398 @@
+"""The whole of an instance's part in the cluster, without a socket: bytes and time in, bytes and events out. Level 4.
+
+Whoever does the I/O calls `connected`, `received`, `lost` and, ten times a second or more often, `tick`; after each, it
+does what `take_outputs` says and sends what `pull` gives for the links in `writable`. Nothing here waits, reads a clock
+or draws a number that was not handed in, so the tests and the simulator run what the server runs.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from random import Random
+
+from caraserve.cluster.dialling import Dialling
+from caraserve.cluster.facts import SHARED, Adapter, Fact, Facts, Load, Value
+from caraserve.cluster.links import Link, Nothing
+from caraserve.cluster.members import MAX_LIVE, Members, Record, Rumour, State
+from caraserve.cluster.ports import Close, Dial, FactsChanged, Output, PeerRefused, Quoted, RefusedUs, Settings
+from caraserve.cluster.seal import Keyring
+from caraserve.cluster.sharing import Sharing
+from caraserve.cluster.wire import (
+    MAX_ADDRESS,
+    MAX_NAME,
+    PROTOCOL,
+    Ack,
+    Beat,
+    Compare,
+    Hello,
+    Leave,
+    Malformed,
+    Message,
+    Nack,
+    Ping,
+    PingReq,
+    Quote,
+    Refuse,
+    Sync,
+    is_plain,
+)
+from caraserve.cluster.wire import Facts as FactsMessage
+from caraserve.errors import ConfigError
+
+CROWDED = (
+    f"the cluster has {MAX_LIVE} instances, the most that connect each to each; "
+    "run more of them in Kubernetes, behind llm-d's router over a Gateway API InferencePool"
+)
+_MAX_LINKS = 4 * MAX_LIVE  # strangers included, who have not shown a key yet
+_RELAYED = 2**40  # numbers of pings for others; those of our own probes are below
+_MAX_RELAYED = 4 * MAX_LIVE
+
+
+class Core:
+    """One instance. `now` is a monotonic clock's, `wall_ms` the time of day at that moment."""
+
+    def __init__(self, settings: Settings, keys: Keyring, rng: Random, now: float, wall_ms: int) -> None:
+        """Raises ConfigError for a name or address that others could not read."""
+        if not is_plain(settings.name, MAX_NAME) or not is_plain(settings.address, MAX_ADDRESS):
+            raise ConfigError(
+                f"--name {settings.name!r} at {settings.address!r}: plain ASCII, up to {MAX_NAME} characters"
+            )
+        me = Record(settings.name, settings.address, wall_ms, 0, State.ALIVE)
+        self.members = Members(me, settings.timing, rng, now)
+        self.facts = Facts(settings.name)
+        self.malformed = 0  # frames that were not what they should be
+        self._settings = settings
+        self._keys = keys
+        self._rng = rng
+        self._wall_offset_ms = wall_ms - now * 1000
+        self._sharing = Sharing(self.facts, rng)
+        self._dialling = Dialling(settings.name, settings.seeds, rng, now)
+        self._links: dict[int, Link] = {}
+        self._nonces: deque[str] = deque(maxlen=_MAX_LINKS)  # by which we know ourselves at the other end
+        self._peers: dict[str, Link] = {}  # the connection in use with each instance in session
+        self._spare: dict[int, float] = {}  # links that another one replaced, and since when
+        self._relayed: dict[int, tuple[str, int, float]] = {}  # ours → (who asked, its number, until)
+        self._relays = _RELAYED
+        self._load, self._sequence = Load(), 0
+        self._beat_s, self._sync_s = now, now + settings.sync_s * rng.random()
+        self._crowded = 0
+        self._outputs: list[Output] = []
+
+    # ---- what the I/O does with us
+
+    def connected(self, link: int, now: float, *, dialled: str | None = None) -> None:
+        """A connection stands; `dialled` is the address if it was we who asked for it."""
+        nonce = f"{self._rng.getrandbits(128):032x}"
+        self._nonces.append(nonce)
+        self._links[link] = Link(link, dialled, nonce, self._keys, now)
+        if len(self._links) > _MAX_LINKS or self.members.me.state == State.LEFT:
+            self._links[link].close("no room for another connection" if self._peers else "we are leaving")
+        self._settle()
+
+    def lost(self, link: int, now: float) -> None:
+        """A connection ended, whoever ended it."""
+        gone = self._links.pop(link, None)
+        self._spare.pop(link, None)
+        if gone is not None and gone.peer is not None and self._peers.get(gone.peer.name) is gone:
+            self._unlink(gone)
+            if self.members.me.state != State.LEFT:  # who leaves judges nobody any more
+                self.members.lost(gone.peer.name, now)
+        self._settle()
+
+    def received(self, link: int, frame: bytes, now: float) -> None:
+        """A frame came over a connection."""
+        source = self._links.get(link)
+        if source is not None and source.closing is None:
+            message = source.open(frame, now)
+            if isinstance(message, Malformed):
+                self.malformed += 1
+            elif isinstance(message, Hello):
+                self._greeted(source, message, now)
+            elif isinstance(message, Refuse):
+                if message.echo == source.nonce:
+                    peer = source.peer.name if source.peer else source.dialled or ""
+                    self._dialling.refused(source.dialled, now)
+                    self._outputs.append(RefusedUs(peer, message.reason))
+                    source.close("it refused us")
+            elif not isinstance(message, Nothing) and source.peer is not None:
+                self.members.heard(source.peer.name, now)
+                self._handle(source, source.peer.name, message, now)
+        self._settle()
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        if self.members.me.state != State.LEFT:
+            self._take_part(now)
+        self._watch_links(now)
+        self._settle()
+
+    def _take_part(self, now: float) -> None:
+        for probe in self.members.tick(now):
+            self._send(probe.target, Ping(probe.number, self.members.rumours(probe.target)))
+            for via in probe.via:
+                self._send(via, PingReq(probe.number, probe.target, self.members.rumours(via)))
+        for number in [number for number, (_, _, until) in self._relayed.items() if now > until]:
+            asker, asked, _ = self._relayed.pop(number)
+            self._send(asker, Nack(asked))
+        for message in self._sharing.take_news():
+            self._send_all(message)
+        if now >= self._beat_s:
+            self._beat_s = now + self._settings.beat_s
+            self._beat()
+        if now >= self._sync_s:
+            self._sync_s = now + self._settings.sync_s * (0.75 + self._rng.random() / 2)
+            self._tidy(now)
+            if self._peers:
+                self._send(self._rng.choice(list(self._peers)), self._sync(answer=False))
+        reached = [(link.dialled, link.peer) for link in self._links.values() if link.closing is None]
+        due = self._dialling.due(self.members.records()[1:], reached, now)
+        self._outputs += (Dial(address) for address in due)
+
+    def writable(self) -> list[int]:
+        """Links for which `pull` may give something."""
+        return [number for number, link in self._links.items() if link.waiting]
+
+    def pull(self, link: int, now: float) -> bytes | None:
+        """The next frame to send over a link. What is not pulled waits, within bounds."""
+        source = self._links.get(link)
+        if source is None:
+            return None
+        me, settings = self.members.me, self._settings
+        echo = source.peer.nonce if source.peer else ""
+        who = (settings.cluster, settings.model, me.name, me.address, me.epoch)
+        return source.pull(Hello(PROTOCOL, *who, source.nonce, echo, source.up), now)
+
+    def take_outputs(self) -> list[Output]:
+        """What to do and what happened, since the last call."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    # ---- what the server does with us
+
+    def set_load(self, load: Load, now: float, *, urgent: bool = False) -> None:
+        """Our load, for the next beat; `urgent` (drain, full) sends one with the next tick."""
+        self._load = load
+        if urgent:
+            self._beat_s = now
+
+    def register(self, adapter: Adapter, now: float) -> None:
+        """Names an adapter, everywhere. Raises InvalidRequest."""
+        self._sharing.tell(SHARED, self.facts.register(adapter, self._wall_ms(now)))
+
+    def remove(self, name: str, now: float) -> None:
+        """Takes an adapter's name away, everywhere."""
+        self._sharing.tell(SHARED, self.facts.remove(name, self._wall_ms(now)))
+
+    def hold(self, key: str, value: Value, now: float) -> None:
+        """Says that we hold a digest's bytes, or another fact about ourselves such as our profile."""
+        self._sharing.tell(self._settings.name, self.facts.hold(key, value, self._wall_ms(now)))
+
+    def drop(self, key: str, now: float) -> None:
+        """Says that it is so no more."""
+        self._sharing.tell(self._settings.name, self.facts.drop(key, self._wall_ms(now)))
+
+    def restore(self, facts: Iterable[Fact], now: float) -> None:
+        """Adapter names kept from an earlier life, tombstones among them."""
+        self.facts.merge(SHARED, facts, self._wall_ms(now))
+
+    def quote(self, peer: str, quote: Quote) -> bool:
+        """Asks a peer, or answers it; whether there is a connection to it."""
+        self._send(peer, quote)
+        return peer in self._peers
+
+    def peers(self) -> Iterator[str]:
+        """Instances in session with us."""
+        return iter(tuple(self._peers))
+
+    def rekey(self, keys: Keyring) -> None:
+        """Other secrets, from the next frame on."""
+        self._keys = keys
+        for link in self._links.values():
+            link.rekey(keys)
+
+    def leave(self, now: float) -> None:
+        """Says goodbye; then nobody is let in or dialled."""
+        self.members.leave()
+        self._send_all(Leave(self.members.me))
+        self._settle()
+
+    # ---- sessions
+
+    def _greeted(self, link: Link, hello: Hello, now: float) -> None:
+        if hello.nonce in self._nonces:
+            self._dialling.is_us(link.dialled)
+            link.close("it is our own address")
+            return
+        reason = self._objection(hello)
+        if reason is not None:
+            link.peer = hello
+            link.refuse(reason, now)
+            self._dialling.refused(link.dialled, now)
+            self._outputs.append(PeerRefused(f"{hello.name} at {hello.address}", reason))
+        elif link.greeted(hello, now):
+            self._begin(link, hello, now)
+
+    def _objection(self, hello: Hello) -> str | None:
+        settings = self._settings
+        if hello.protocol != PROTOCOL:
+            return f"{settings.name} speaks version {PROTOCOL} of the cluster's protocol, not {hello.protocol}"
+        if hello.cluster != settings.cluster:
+            return f"{settings.name} is of cluster {settings.cluster}, not {hello.cluster}"
+        if hello.model != settings.model:
+            return f"{settings.name} serves another base model ({settings.model}, not {hello.model})"
+        if hello.name == settings.name:
+            return f"an instance at {settings.address} is called {settings.name}, too; give each a --name of its own"
+        return None if self.members.admits(hello.name) else CROWDED
+
+    def _begin(self, link: Link, hello: Hello, now: float) -> None:
+        """A peer has proved that it knows a secret, and does so now."""
+        self.members.merge(Rumour(Record(hello.name, hello.address, hello.epoch, 0, State.ALIVE), ""), now)
+        self.members.heard(hello.name, now)
+        self._dialling.reached(link.dialled, hello.name)
+        old = self._peers.get(hello.name)
+        if old is not None and old.peer is not None:
+            # Both dialled, or one broke and only one end knows. Both ends must choose alike: of two connections from
+            # one side the newer, of two from both sides the one that the lesser name dialled.
+            same_side = (old.dialled is None) == (link.dialled is None)
+            lesser_dialled = (link.dialled is not None) == (self._settings.name < hello.name)
+            if not (same_side or lesser_dialled or hello.epoch > old.peer.epoch):
+                self._spare[link.number] = now
+                return
+            self._spare[old.number] = now
+        self._peers[hello.name] = link
+        link.send(self._sync(answer=False))
+
+    def _unlink(self, link: Link) -> None:
+        if link.peer is not None and self._peers.get(link.peer.name) is link:
+            del self._peers[link.peer.name]
+            self._sharing.lost(link.peer.name)
+
+    def _watch_links(self, now: float) -> None:
+        settings = self._settings
+        for link in self._links.values():
+            if link.up and now - link.heard_s > settings.link_silent_s:
+                link.close("nothing comes from it")
+            elif not link.up and now - link.opened_s > settings.handshake_s:
+                link.close("it did not greet in time")
+            elif not link.up and now - link.greeted_s > settings.greet_s:
+                link.greet()
+            elif now - self._spare.get(link.number, now) > settings.spare_s:
+                link.close("another connection to it is in use")
+
+    def _settle(self) -> None:
+        """Turns what the parts have come to into outputs."""
+        for event in self.members.take_events():
+            self.facts.know(event.record.name)
+            self._outputs.append(event)
+        if self.members.refused_names > self._crowded:
+            if not self._crowded:
+                self._outputs.append(PeerRefused("an instance", CROWDED))
+            self._crowded = self.members.refused_names
+        for link in self._links.values():
+            if link.closing is not None and not link.told:
+                link.told = True
+                self._unlink(link)
+                self._outputs.append(Close(link.number, link.closing))
+
+    # ---- messages
+
+    def _handle(self, link: Link, name: str, message: Message, now: float) -> None:
+        match message:
+            case Beat() | Sync() | Leave():
+                self._take_view(link, name, message, now)
+            case Ping() | PingReq() | Ack() | Nack():
+                self._take_probe(link, name, message, now)
+            case Compare():
+                for part in self._sharing.answer(message):
+                    link.send(part)
+            case FactsMessage(owner=owner):
+                news, question = self._sharing.take(name, message, now, self._wall_ms(now))
+                if news:
+                    self._outputs.append(FactsChanged(owner, tuple(news)))
+                if question is not None:
+                    link.send(question)
+            case Quote():
+                self._outputs.append(Quoted(name, message))
+
+    def _take_view(self, link: Link, name: str, message: Beat | Sync | Leave, now: float) -> None:
+        match message:
+            case Beat(record, sequence, load, names_root, held_root, rumours) if record.name == name:
+                self._merge((Rumour(record, ""), *rumours), now)
+                if self.members.get(name) is None:
+                    self._unlink(link)
+                    link.refuse(CROWDED, now)
+                    return
+                self.facts.take_load(name, record.epoch, sequence, load, now)
+                self._saw_roots(link, name, ((SHARED, names_root), (name, held_root)), now)
+            case Sync(answer, records, roots):
+                for record in records:
+                    self.members.merge(Rumour(record, name if record.state == State.SUSPECT else ""), now, by_sync=True)
+                self._saw_roots(link, name, roots, now)
+                if not answer:
+                    link.send(self._sync(answer=True))
+            case Leave(record) if record.name == name:
+                self._merge((Rumour(record, ""),), now)
+                link.close("it leaves")
+
+    def _take_probe(self, link: Link, name: str, message: Ping | PingReq | Ack | Nack, now: float) -> None:
+        match message:
+            case Ping(number, rumours):
+                self._merge(rumours, now)
+                link.send(Ack(number, self.members.me))
+            case PingReq(number, target, rumours):
+                self._merge(rumours, now)
+                self._relay(name, number, target, now)
+            case Ack(number, record):
+                asker, asked, _ = self._relayed.pop(number, ("", 0, 0.0))
+                self._send(asker, Ack(asked, record))
+                self.members.acked(number, record, now)
+            case Nack(number):
+                self.members.nacked(number, name)
+
+    def _merge(self, rumours: Iterable[Rumour], now: float) -> None:
+        for rumour in rumours:
+            self.members.merge(rumour, now)
+
+    def _saw_roots(self, link: Link, name: str, roots: Iterable[tuple[str, int]], now: float) -> None:
+        for owner, root in roots:
+            question = self._sharing.saw_root(name, owner, root, now)
+            if question is not None:
+                link.send(question)
+
+    def _relay(self, asker: str, number: int, target: str, now: float) -> None:
+        if target not in self._peers or len(self._relayed) >= _MAX_RELAYED:
+            self._send(asker, Nack(number))
+            return
+        self._relays += 1
+        # Its no must come before the asker gives up, or the asker would doubt itself.
+        self._relayed[self._relays] = (asker, number, now + 0.8 * self._settings.timing.probe_s)
+        self._send(target, Ping(self._relays, self.members.rumours(target)))
+
+    def _beat(self) -> None:
+        self._sequence += 1
+        names, mine = self.facts.shelf(SHARED), self.facts.shelf(self._settings.name)
+        roots = (names.root if names else 0, mine.root if mine else 0)
+        beat = Beat(self.members.me, self._sequence, self._load, *roots, ())
+        for name, link in self._peers.items():
+            link.send(replace(beat, rumours=self.members.rumours(name)))
+
+    def _sync(self, *, answer: bool) -> Sync:
+        return Sync(answer, self.members.records(), self.facts.roots())
+
+    def _tidy(self, now: float) -> None:
+        self.facts.expire(self._wall_ms(now))
+        for owner, _ in self.facts.roots():
+            if owner != SHARED and self.members.get(owner) is None:
+                self.facts.forget(owner)
+
+    def _send(self, name: str, message: Message) -> None:
+        link = self._peers.get(name)
+        if link is not None:
+            link.send(message)
+
+    def _send_all(self, message: Message) -> None:
+        for link in self._peers.values():
+            link.send(message)
+
+    def _wall_ms(self, now: float) -> int:
+        return int(self._wall_offset_ms + now * 1000)

@@ -1,0 +1,284 @@
+"""Many cores in one process, on a network that can be told to misbehave, under a clock that only moves when told to."""
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from random import Random
+
+from caraserve.cluster.core import Core
+from caraserve.cluster.links import MAX_WAITING
+from caraserve.cluster.members import MAX_KNOWN, MemberChanged, State, Timing
+from caraserve.cluster.ports import Close, Dial, Output, Settings
+from caraserve.cluster.seal import Keyring
+from caraserve.cluster.wire import MAX_FRAME
+
+SECRET = b"a secret of the tests"
+WALL_MS = 1_700_000_000_000
+TICK_S = 0.1
+SETTLED_S = 6.0  # two instances connected for so long, both ways, must not take each other for dead
+
+
+@dataclass
+class Node:
+    """One life of an instance."""
+
+    core: Core
+    ends: set[int] = field(default_factory=set)
+    stuck_until: float = 0.0  # its loop hangs: no ticks, and what arrives waits
+    outputs: list[tuple[float, Output]] = field(default_factory=list)
+    frames: int = 0
+    lag_ended: float = -100.0
+
+
+class Fleet:
+    """`loss` and `duplicates` are shares of frames; each frame has a delay of its own, so they overtake one another."""
+
+    def __init__(self, seed: int = 0, *, loss: float = 0.0, duplicates: float = 0.0, delay_s: float = 0.005) -> None:
+        self.rng = Random(seed)
+        self.now = 0.0
+        self.loss, self.duplicates, self.delay_s = loss, duplicates, delay_s
+        self.nodes: dict[str, Node] = {}
+        self.cut: set[tuple[str, str]] = set()  # (from, to): frames vanish and nobody can connect
+        self.last_cut: dict[tuple[str, str], float] = {}
+        self.false_deaths: list[str] = []
+        self.sent: Counter[str] = Counter()
+        self._ends: dict[int, str] = {}  # end of a connection → whose it is; its other end is `end ^ 1`
+        self._next_end = 0
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = 0
+        self._orders: dict[tuple[int, str], tuple[int, int, State, str]] = {}
+
+    # ---- instances
+
+    def start(self, name: str, seeds: Iterable[str] = (), **settings: object) -> Core:
+        """A new life; the clock of its machine is up to 5 s off."""
+        given = {
+            "cluster": "c",
+            "model": "m",
+            "address": f"{name}:1",
+            "seeds": tuple(f"{seed}:1" for seed in seeds),
+            **settings,
+        }
+        secrets = given.pop("secrets", (SECRET,))
+        skew = self.rng.uniform(-5, 5) if self.now else 0.0
+        core = Core(
+            Settings(name=name, **given),
+            Keyring(secrets),
+            Random(self.rng.random()),
+            self.now,
+            WALL_MS + int((self.now + skew) * 1000),
+        )
+        node = self.nodes[name] = Node(core)
+        self._at(self.rng.random() * TICK_S, lambda: self._tick(name, node))
+        return core
+
+    def kill(self, name: str, *, reset: bool = True) -> None:
+        """kill -9; `reset` False: its machine vanishes, and no connection says so."""
+        node = self.nodes.pop(name)
+        for end in node.ends:
+            if reset:
+                self._tell_lost(end ^ 1)
+            self._ends.pop(end, None)
+
+    def leave(self, name: str) -> None:
+        """An orderly end."""
+        node = self.nodes[name]
+        node.core.leave(self.now)
+        self._drain(name, node)
+        self.kill(name)
+
+    def stick(self, name: str, seconds: float) -> None:
+        """Its event loop hangs."""
+        self.nodes[name].stuck_until = self.now + seconds
+        if seconds > Timing().suspect_s / 2:
+            self.nodes[name].lag_ended = self.now + seconds
+
+    # ---- the network
+
+    def partition(self, one: Iterable[str], other: Iterable[str], *, reset: bool = False) -> None:
+        """Nothing passes between the two sides."""
+        for here in one:
+            for there in other:
+                self.cut |= {(here, there), (there, here)}
+        if reset:
+            for end, name in list(self._ends.items()):
+                if (name, self._ends.get(end ^ 1, name)) in self.cut:
+                    self._tell_lost(end, even_cut=True)
+
+    def heal(self) -> None:
+        """Everything passes again."""
+        for pair in self.cut:
+            self.last_cut[pair] = self.now
+        self.cut = set()
+
+    def run(self, seconds: float) -> None:
+        """Lets time pass."""
+        until = self.now + seconds
+        while self._queue and self._queue[0][0] <= until:
+            self.now, _, action = heapq.heappop(self._queue)
+            action()
+        self.now = until
+        self.check()
+
+    def run_until(self, condition: Callable[[], bool], seconds: float) -> float:
+        """Lets time pass until something holds; how long it took."""
+        start = self.now
+        while not condition():
+            assert self.now - start < seconds, f"not within {seconds} s"
+            self.run(0.02)
+        return self.now - start
+
+    # ---- what can be said of all
+
+    def agree(self) -> bool:
+        """Whether all living see exactly the living as alive."""
+        names = set(self.nodes)
+        return all(
+            set(node.core.members.live()) == names - {name}
+            and all(record.state == State.ALIVE for record in node.core.members.records() if record.name in names)
+            for name, node in self.nodes.items()
+        )
+
+    def same_facts(self) -> bool:
+        """Whether all hold the same names, and the same of what each living one holds."""
+        roots = [
+            {owner: root for owner, root in node.core.facts.roots() if not owner or owner in self.nodes}
+            for node in self.nodes.values()
+        ]
+        return all(mine == roots[0] for mine in roots)
+
+    def events(self, name: str) -> list[tuple[float, MemberChanged]]:
+        """What one instance said of the others."""
+        return [(when, event) for when, event in self.nodes[name].outputs if isinstance(event, MemberChanged)]
+
+    def state(self, viewer: str, name: str) -> State | None:
+        """What one instance believes of another."""
+        record = self.nodes[viewer].core.members.get(name)
+        return record.state if record else None
+
+    def check(self) -> None:
+        """What holds at every moment."""
+        assert self.false_deaths == []
+        for viewer, node in self.nodes.items():
+            records = node.core.members.records()
+            assert len(records) <= MAX_KNOWN
+            for record in records:
+                # Nobody knows a higher incarnation than the instance itself, and no view ever goes back.
+                if record.name in self.nodes:
+                    own = self.nodes[record.name].core.members.me
+                    # Another epoch is of an earlier life with a faster clock, of which this one has not heard yet.
+                    assert record.epoch != own.epoch or record.incarnation <= own.incarnation
+                key = (id(node.core), record.name)
+                assert self._orders.get(key, record.order) <= record.order, f"{viewer} went back on {record.name}"
+                self._orders[key] = record.order
+            for link in node.core._links.values():
+                assert link.waiting <= MAX_WAITING + 3
+
+    # ---- inside
+
+    def _at(self, delay: float, action: Callable[[], None]) -> None:
+        self._order += 1
+        heapq.heappush(self._queue, (self.now + delay, self._order, action))
+
+    def _tick(self, name: str, node: Node) -> None:
+        if self.nodes.get(name) is not node:
+            return
+        if self.now < node.stuck_until:
+            self._at(node.stuck_until - self.now, lambda: self._tick(name, node))
+            return
+        node.core.tick(self.now)
+        self._drain(name, node)
+        self._at(TICK_S, lambda: self._tick(name, node))
+
+    def _drain(self, name: str, node: Node) -> None:
+        outputs = node.core.take_outputs()
+        for end in node.core.writable():
+            while (frame := node.core.pull(end, self.now)) is not None:
+                self._send(name, end, frame)
+        for output in outputs:
+            node.outputs.append((self.now, output))
+            if isinstance(output, Dial):
+                self._at(self._delay(), lambda address=output.address: self._connect(name, node, address))
+            elif isinstance(output, Close):
+                self._tell_lost(output.link ^ 1)
+                self._lost(name, node, output.link)
+            elif isinstance(output, MemberChanged) and output.record.state == State.DEAD:
+                self._judge(name, output.record.name)
+
+    def _judge(self, viewer: str, name: str) -> None:
+        """A death was declared: it is false if the two could talk all the time and neither loop hung."""
+        alive = self.nodes.get(name)
+        pairs = ((viewer, name), (name, viewer))
+        calm = all(pair not in self.cut and self.now - self.last_cut.get(pair, -100.0) > SETTLED_S for pair in pairs)
+        if (
+            alive is not None
+            and calm
+            and all(self.now - node.lag_ended > SETTLED_S for node in (alive, self.nodes[viewer]))
+        ):
+            met = [when for when, event in self.events(viewer) if event.record.name == name]
+            if met and self.now - met[0] > SETTLED_S and alive.core.members.me.epoch == self._epoch_seen(viewer, name):
+                self.false_deaths.append(f"{viewer} says at {self.now:.2f} that {name} is dead")
+
+    def _epoch_seen(self, viewer: str, name: str) -> int:
+        record = self.nodes[viewer].core.members.get(name)
+        return record.epoch if record else 0
+
+    def _connect(self, name: str, node: Node, address: str) -> None:
+        other = address.partition(":")[0]
+        there = self.nodes.get(other)
+        if there is None or self.nodes.get(name) is not node or (name, other) in self.cut or (other, name) in self.cut:
+            return
+        end = self._next_end
+        self._next_end += 2
+        self._ends |= {end: name, end + 1: other}
+        node.ends.add(end)
+        there.ends.add(end + 1)
+        node.core.connected(end, self.now, dialled=address)
+        there.core.connected(end + 1, self.now)
+        self._drain(name, node)
+        self._drain(other, there)
+
+    def _send(self, name: str, end: int, frame: bytes) -> None:
+        assert len(frame) <= MAX_FRAME
+        self.nodes[name].frames += 1
+        self.sent[name] += 1
+        for _ in range(1 + (self.rng.random() < self.duplicates)):
+            if self.rng.random() >= self.loss:
+                self._at(self._delay(), lambda: self._deliver(name, end ^ 1, frame))
+
+    def _deliver(self, source: str, end: int, frame: bytes) -> None:
+        name = self._ends.get(end)
+        if name is None or (source, name) in self.cut:
+            return
+        node = self.nodes[name]
+        if self.now < node.stuck_until:
+            self._at(node.stuck_until - self.now + 0.001, lambda: self._deliver(source, end, frame))
+            return
+        node.core.received(end, frame, self.now)
+        self._drain(name, node)
+
+    def _tell_lost(self, end: int, *, even_cut: bool = False) -> None:
+        name, other = self._ends.get(end), self._ends.get(end ^ 1)
+        if name is not None and (even_cut or (other, name) not in self.cut):
+            node = self.nodes[name]
+            self._at(2 * self.delay_s, lambda: self._lost(name, node, end))  # after what was sent before it
+
+    def _lost(self, name: str, node: Node, end: int) -> None:
+        if self.nodes.get(name) is node and self._ends.pop(end, None) is not None:
+            node.ends.discard(end)
+            node.core.lost(end, self.now)
+            self._drain(name, node)
+
+    def _delay(self) -> float:
+        return self.delay_s * (0.2 + 1.6 * self.rng.random())
+
+
+def fleet_of(size: int, seed: int = 0, **network: float) -> Fleet:
+    """So many instances, each with the first two as seeds, that all know each other."""
+    fleet = Fleet(seed, **network)
+    names = [f"n{index}" for index in range(size)]
+    for name in names:
+        fleet.start(name, names[:2])
+    fleet.run_until(fleet.agree, 10)
+    return fleet

@@ -1,0 +1,188 @@
+"""Cores that meet noise, recordings, strangers and peers that do not read: nothing raises, is believed, or piles up."""
+
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from caraserve.cluster.core import Core
+from caraserve.cluster.facts import Load
+from caraserve.cluster.links import MAX_WAITING
+from caraserve.cluster.members import MemberChanged, Record, Rumour, State
+from caraserve.cluster.ports import Close, PeerRefused, Settings
+from caraserve.cluster.seal import HELLO, Keyring, seal
+from caraserve.cluster.wire import PROTOCOL, Hello, Quote, encode
+from tests.cluster.fleet import SECRET, WALL_MS
+
+
+def lone_core() -> Core:
+    return Core(Settings("c", "m", "a", "a:1"), Keyring((SECRET,)), Random(1), 0.0, WALL_MS)
+
+
+def pair() -> tuple[Core, Core, list[tuple[int, bytes]]]:
+    """Two cores in session over link 1, and all frames between them: (to whom, frame)."""
+    cores = [
+        Core(Settings("c", "m", name, f"{name}:1"), Keyring((SECRET,)), Random(name), 0.0, WALL_MS)
+        for name in ("a", "b")
+    ]
+    for core in cores:
+        core.connected(1, 0.0)
+    frames = exchange(cores[0], cores[1], 0.0)
+    assert set(cores[0].peers()) == {"b"}
+    return cores[0], cores[1], frames
+
+
+def exchange(one: Core, other: Core, now: float) -> list[tuple[int, bytes]]:
+    """Ticks both and carries frames until none is left."""
+    frames: list[tuple[int, bytes]] = []
+    one.tick(now)
+    other.tick(now)
+    quiet = False
+    while not quiet:
+        quiet = True
+        for index, (here, there) in enumerate(((one, other), (other, one))):
+            while (frame := here.pull(1, now)) is not None:
+                quiet = False
+                frames.append((1 - index, frame))
+                there.received(1, frame, now)
+    return frames
+
+
+def test_recorded_frames_are_worth_nothing_on_another_connection() -> None:
+    one, other, frames = pair()
+    frames += exchange(one, other, 0.3)
+    victim = Core(Settings("c", "m", "b", "b:1"), Keyring((SECRET,)), Random(5), 10.0, WALL_MS + 10_000)
+    victim.connected(1, 10.0)
+    for _ in range(2):
+        for to, frame in frames:
+            if to == 1:
+                victim.received(1, frame, 10.0)
+    assert set(victim.peers()) == set()
+    assert len(victim.members.records()) == 1
+
+
+def test_a_frame_sent_back_or_again_changes_nothing() -> None:
+    one, other, frames = pair()
+    frames += exchange(one, other, 0.3)
+    before = (one.members.records(), one.facts.load("b", 1.0), one.malformed)
+    assert before[1] is not None
+    for to, frame in frames:
+        if to == 0:
+            one.received(1, frame, 0.9)
+    assert (one.members.records(), one.facts.load("b", 1.0), one.malformed) == before
+    reflected = [frame for to, frame in frames if to == 1 and frame[:1] == b"S"][:5]
+    for frame in reflected:
+        one.received(1, frame, 0.9)
+    assert one.malformed == before[2] + len(reflected)
+    assert one.members.records() == before[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), junk=st.lists(st.binary(max_size=60), max_size=8))
+def test_no_bytes_make_it_raise_or_believe(seed: int, junk: list[bytes]) -> None:
+    rng = Random(seed)
+    one, other, frames = pair()
+    records = one.members.records()
+    for bytes_ in junk:
+        one.received(1, rng.choice([b"", b"H", b"S"]) + bytes_, 0.1)
+    for _, frame in rng.sample(frames, min(6, len(frames))):
+        at = rng.randrange(len(frame))
+        one.received(1, frame[:at] + bytes([frame[at] ^ 1 << rng.randrange(8)]) + frame[at + 1 :], 0.1)
+        one.received(1, frame[:at], 0.1)
+    one.received(99, b"H", 0.1)
+    assert one.members.records() == records
+    assert one.malformed > 0
+    exchange(one, other, 0.3)
+
+
+def test_a_connection_of_nothing_but_noise_is_closed() -> None:
+    core = lone_core()
+    core.connected(1, 0.0)
+    for _ in range(20):
+        core.received(1, b"GET / HTTP/1.1", 0.0)
+    assert core.take_outputs() == [Close(1, "its frames do not verify")]
+    assert core.pull(1, 0.0) is None
+    core.lost(1, 0.0)
+    assert core.writable() == []
+
+
+def test_one_that_never_greets_is_closed_and_so_is_one_that_falls_silent() -> None:
+    one, other, _ = pair()
+    one.connected(2, 0.0)
+    other.take_outputs()
+    one.take_outputs()
+    now = 0.0
+    closed = []
+    while now < 12:
+        now += 0.1
+        one.tick(now)
+        while one.pull(1, now) is not None or one.pull(2, now) is not None:
+            pass
+        closed += [(round(now), output.link) for output in one.take_outputs() if isinstance(output, Close)]
+    assert closed == [(5, 2), (10, 1)]
+
+
+def test_what_a_peer_does_not_read_is_bounded_and_the_newest_beat_replaces_the_older() -> None:
+    one, other, _ = pair()
+    now = 0.3
+    for step in range(30):
+        now += 0.25
+        one.set_load(Load(running=step), now)
+        one.tick(now)
+        exchange_back(other, one, now)
+    assert one._links[1].waiting < 100
+    frames = []
+    while (frame := one.pull(1, now)) is not None:
+        frames.append(frame)
+        other.received(1, frame, now)
+    assert len(frames) < 100
+    found = other.facts.load("a", now)
+    assert found is not None
+    assert found[0].running == 29
+    one.take_outputs()
+    for number in range(MAX_WAITING + 1):
+        one.quote("b", Quote(number, False, ()))
+    one.tick(now)
+    assert [output for output in one.take_outputs() if isinstance(output, Close)] == [
+        Close(1, "it does not read what it is sent")
+    ]
+    assert one._links[1].waiting == 0
+
+
+def exchange_back(source: Core, sink: Core, now: float) -> None:
+    """Only one of the two is heard."""
+    source.tick(now)
+    while (frame := source.pull(1, now)) is not None:
+        sink.received(1, frame, now)
+
+
+def test_strangers_cannot_take_all_connections() -> None:
+    core = lone_core()
+    for link in range(300):
+        core.connected(link, 0.0)
+    assert len([output for output in core.take_outputs() if isinstance(output, Close)]) == 300 - 256
+
+
+def test_another_version_is_told_so() -> None:
+    core = lone_core()
+    core.connected(1, 0.0)
+    hello = Hello(PROTOCOL + 1, "c", "m", "z", "z:1", WALL_MS, "nonce", "", False)
+    core.received(1, seal(HELLO, Keyring((SECRET,)).hello_keys()[0], 0, encode(hello)), 0.0)
+    assert any(isinstance(output, PeerRefused) and "version" in output.reason for output in core.take_outputs())
+
+
+def test_a_beat_speaks_only_for_its_sender() -> None:
+    one, other, _ = pair()
+    other.members.me = Record("somebody", "x:1", WALL_MS, 0, State.ALIVE)
+    exchange(one, other, 0.3)
+    assert one.facts.load("somebody", 0.3) is None
+    assert one.members.get("somebody") is None
+
+
+def test_events_name_every_change_once() -> None:
+    one, _, _ = pair()
+    one.take_outputs()
+    one.members.merge(Rumour(Record("z", "z:1", 5, 0, State.ALIVE), ""), 0.1)
+    one.tick(0.1)
+    events = [output for output in one.take_outputs() if isinstance(output, MemberChanged)]
+    assert [(event.record.name, event.before) for event in events] == [("z", None)]
