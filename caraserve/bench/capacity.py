@@ -6,12 +6,21 @@ capacity, and lower ones in proportion. Here the capacity is measured: requests 
 adapter on the device.
 """
 
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from caraserve.bench.client.endpoint import Endpoint
+from caraserve.bench.conduct import Conductor
 from caraserve.bench.records import Run
+from caraserve.bench.workload.arrivals import parse_arrivals
+from caraserve.bench.workload.build import WorkloadSpec, build
 from caraserve.bench.workload.presets import Preset, load_presets
+from caraserve.errors import ConfigError
 
 SHARE_OF_HIGHEST_RATE = 0.65
 CONCURRENCY = 32
-PROBE_REQUESTS = 96  # enough that the first and the last, when the loop is not full, do not count
+PROBE_REQUESTS = 4 * CONCURRENCY  # the first and the last of the four generations do not count
 
 
 def share_of_capacity(preset: Preset | None) -> float:
@@ -19,7 +28,7 @@ def share_of_capacity(preset: Preset | None) -> float:
     if preset is None or preset.rates is None:
         return SHARE_OF_HIGHEST_RATE
     kin = [
-        other.rates.default
+        max(other.rates.values)
         for other in load_presets().values()
         if other.rates is not None
         and (other.source.split(",")[0], other.base_model.default, other.hardware, other.lengths.default)
@@ -29,13 +38,38 @@ def share_of_capacity(preset: Preset | None) -> float:
 
 
 def capacity_per_s(run: Run) -> float:
-    """Requests a second while the loop was full: between the first end and the last sending. Raises ValueError when
-    too few were answered to say."""
-    done = sorted(record.done_s for record in run.records if record.error is None)
-    if len(done) < 2:
-        raise ValueError("too few requests were answered to measure the capacity")
-    last_sent_s = max(record.sent_s for record in run.records)
-    full = [at_s for at_s in done if at_s <= last_sent_s]
-    if len(full) < 2:
-        full = done  # fewer requests than places: the loop was never full for long
-    return (len(full) - 1) / (full[-1] - full[0]) if full[-1] > full[0] else len(done) / run.wall_s
+    """Requests a second while the loop was full: from the end of its first generation to that of the last but one. When
+    all requests are alike they end together, so whole generations must be counted. Raises ValueError when too few were
+    answered to say."""
+    done_s = sorted(record.done_s for record in run.records if record.error is None)
+    if len(done_s) < PROBE_REQUESTS:
+        raise ValueError(f"{PROBE_REQUESTS - len(done_s)} of {PROBE_REQUESTS} requests failed")
+    first, last = CONCURRENCY - 1, len(done_s) - CONCURRENCY - 1
+    return (last - first) / (done_s[last] - done_s[first])
+
+
+async def rate_here(
+    conductor: Conductor,
+    endpoint: Endpoint,
+    spec: WorkloadSpec,
+    names: Sequence[str],
+    preset: Preset | None,
+    notes: list[str],
+) -> float:
+    """The rate on this machine that compares with the setting's on its own; NaN when interrupted. Raises ConfigError
+    when the endpoint does not answer well enough to say."""
+    probe = replace(spec, arrivals=parse_arrivals("burst"), rate=None, num_requests=PROBE_REQUESTS, duration_s=None)
+    run = await conductor.play(endpoint, build(probe), names, "capacity", CONCURRENCY)
+    if conductor.stopped.is_set():
+        return math.nan
+    try:
+        capacity = capacity_per_s(run)
+    except ValueError as error:
+        raise ConfigError(f"the capacity cannot be measured: {error}") from None
+    share = share_of_capacity(preset)
+    asked = f"The setting's {preset.rates.default:g} requests/s are" if preset and preset.rates else "The load is"
+    notes.append(
+        f"This machine bears {capacity:.3g} requests/s with {CONCURRENCY} under way. {asked} taken for {share:.0%} of "
+        f"its machine's capacity, which is {share * capacity:.3g} requests/s here."
+    )
+    return share * capacity

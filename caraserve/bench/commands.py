@@ -4,11 +4,13 @@ Whatever computes is imported when it is asked for: the command line itself must
 """
 
 import argparse
+import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions
+from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, count, positive
 from caraserve.bench.synthetic import ITEMSIZE, SHAPES
 from caraserve.config import LOADING_MODES, parse_cpus
 
@@ -70,12 +72,19 @@ def _add_modes(kinds: Any) -> None:
     )
     group = modes.add_argument_group("modes")
     group.add_argument("--modes", type=_modes, default=LOADING_MODES, metavar="LIST", help=",".join(LOADING_MODES))
-    group.add_argument("--repeats", type=int, default=3, help="of every mode")
-    group.add_argument("--resident", type=int, metavar="N", help="adapters on the device at once (default a quarter)")
-    group.add_argument("--emulate-link-mb-per-s", type=float, metavar="MB", help="bandwidth to the device")
+    group.add_argument("--repeats", type=count, default=3, help="of every mode")
+    group.add_argument("--resident", type=count, metavar="N", help="adapters on the device at once (default a quarter)")
+    group.add_argument("--emulate-link-mb-per-s", type=positive, metavar="MB", help="bandwidth to the device")
+    group.add_argument(
+        "--calm-cores",
+        type=positive,
+        default=max(0.2, 0.1 * (os.cpu_count() or 1)),
+        metavar="X",
+        help="cores that other programs may use; a run that they disturbed more is made again, twice at most",
+    )
     group.add_argument(
         "--cores-used",
-        type=float,
+        type=positive,
         metavar="X",
         help="choose the rate so that `cached` keeps X cores busy (default: by this machine's capacity)",
     )
@@ -172,6 +181,7 @@ def _bench_modes(args: argparse.Namespace) -> int:
         targets=args.targets,
         dtype=args.dtype,
         emulate_link_mb_per_s=args.emulate_link_mb_per_s,
+        calm_cores=args.calm_cores,
         cores_used=args.cores_used,
         serve=args.serve_arguments,
     )
@@ -180,9 +190,17 @@ def _bench_modes(args: argparse.Namespace) -> int:
 
 def _asked(args: argparse.Namespace) -> Mapping[str, object]:
     """The arguments as given, for the report: enough to run it again, but no key."""
-    return {
-        name: value for name, value in vars(args).items() if name not in ("run", "api_key", "takes_serve_arguments")
-    }
+    unsaid = ("run", "api_key", "takes_serve_arguments")
+    asked = {name: value for name, value in vars(args).items() if name not in unsaid}
+    if (url := asked.get("url")) is not None:
+        asked["url"] = re.sub(r"//[^/]*@", "//", url)
+    theirs = list(args.serve_arguments)
+    for index, word in enumerate(theirs):
+        if word.startswith("--api-key="):
+            theirs[index] = "--api-key=…"
+        elif index > 0 and theirs[index - 1] == "--api-key":
+            theirs[index] = "…"
+    return asked | {"serve_arguments": theirs}
 
 
 def _compare(args: argparse.Namespace) -> int:

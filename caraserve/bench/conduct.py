@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import secrets
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -70,7 +71,7 @@ class Conductor:
         self, endpoint: Endpoint, workload: Workload, names: Sequence[str], label: str, concurrency: int | None = None
     ) -> Run:
         """One run; `concurrency` makes it a closed loop. Raises OSError when the endpoint cannot be reached."""
-        settings = self._settings if concurrency is None else replace(self._settings, max_concurrency=concurrency)
+        settings = self._fresh(concurrency or self._settings.max_concurrency)
         player = self._player = Player(endpoint, workload, names, settings, label)
         try:
             if self.stopped.is_set():
@@ -90,16 +91,21 @@ class Conductor:
         self.say(f"{label}: {len(run.records)} requests in {run.wall_s:.1f} s, {player.live.failed} failed")
         return run
 
-    async def warm(self, endpoint: Endpoint, names: Sequence[str], workload: Workload) -> None:
+    async def warm(self, endpoint: Endpoint, names: Sequence[str]) -> None:
         """Asks every adapter for a token, one after another: its files are read, as in a server that runs for long."""
         requests = tuple(PlannedRequest(index, 0.0, index, _WARM_TOKENS, 1) for index in range(len(names)))
-        settings = replace(self._settings, max_concurrency=1, seed=self._settings.seed + 1)
-        player = self._player = Player(endpoint, replace(workload, requests=requests), names, settings, "warm-up")
+        settings = self._fresh(1)
+        player = self._player = Player(endpoint, Workload(requests, ()), names, settings, "warm-up")
         try:
             if requests and not self.stopped.is_set():
                 await player.play()
         finally:
             self._player = None
+
+    def _fresh(self, concurrency: int | None) -> Settings:
+        """Prompts that no server has seen: with those of an earlier run, its prefix cache would answer. Only their
+        lengths are the workload's."""
+        return replace(self._settings, max_concurrency=concurrency, seed=secrets.randbits(63))
 
     @contextmanager
     def _showing(self, label: str, live: Live) -> Iterator["_Bar"]:
@@ -124,9 +130,9 @@ class _Bar:
 
 @contextmanager
 def interruptible(conductor: Conductor) -> Iterator[None]:
-    """Ctrl-C and SIGTERM interrupt the conductor, not the program."""
+    """Ctrl-C, a terminal that closes and SIGTERM interrupt the conductor, not the program."""
     loop = asyncio.get_running_loop()
-    signals = (signal.SIGINT, signal.SIGTERM)
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     for number in signals:
         loop.add_signal_handler(number, conductor.interrupt)
     try:

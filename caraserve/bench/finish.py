@@ -1,8 +1,9 @@
 """From measured runs to what the user gets: tables, files, one JSON line. Level 5."""
 
 import json
+import os
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 import uvloop
@@ -12,7 +13,7 @@ from rich.table import Table
 from caraserve.bench.options import ReportOptions
 from caraserve.bench.report.compare import compare, draw
 from caraserve.bench.report.files import document, load_saved, save
-from caraserve.bench.report.summary import summarize
+from caraserve.bench.report.summary import Summary, summarize
 from caraserve.bench.report.tables import tables
 from caraserve.bench.serve_run import Measured
 from caraserve.bench.workload.presets import find_preset, load_presets
@@ -26,23 +27,49 @@ def finish(
     kind: str, measure: Callable[[], Awaitable[Measured]], report: ReportOptions, asked: Mapping[str, object]
 ) -> int:
     """Measures, then says what came of it; returns the exit code. The last line of stdout is one JSON document."""
+    _make(report.save)
     try:
         measured = uvloop.run(_awaited(measure))
     except OSError as error:
         raise BackendFailed(f"the endpoint is gone: {error.strerror or error}") from error
     summaries = [summarize(run, measured.slo, report.percentiles) for run in measured.runs]
+    told = document(kind, summaries, asked, measured.notes)
+    try:
+        _tell(summaries, told, measured, report)
+    finally:
+        sys.stdout.write(json.dumps(told) + "\n")
+    if measured.failure is not None:
+        raise BackendFailed(f"ended early, with what was measured until then: {measured.failure}")
+    if not measured.runs or any(run.interrupted for run in measured.runs):
+        return _INTERRUPTED
+    return 0 if any(summary.completed for summary in summaries) else 1
+
+
+def _tell(summaries: Sequence[Summary], told: Mapping[str, object], measured: Measured, report: ReportOptions) -> None:
     console = _console()
     for table in tables(summaries, report.percentile_metrics):
         console.print(table)
     for summary in summaries:
         for reason in summary.invalid_because:
             console.print(f"{summary.label}: not valid: {reason}")
-    told = document(kind, summaries, asked, measured.notes)
+        if len(summaries) > 1:
+            for error, count in summary.errors.items():
+                console.print(f"{summary.label}: {count} failed: {error}")
     if report.save is not None:
         for path in save(report.save, told, measured.runs, summaries):
             console.print(f"written: {path}")
-    sys.stdout.write(json.dumps(told) + "\n")
-    return _INTERRUPTED if not measured.runs or any(run.interrupted for run in measured.runs) else 0
+
+
+def _make(folder: Path | None) -> None:
+    """Before anything is measured, not after."""
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--save {folder}: {error.strerror}") from error
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"--save {folder}: it cannot be written to")
 
 
 async def _awaited(measure: Callable[[], Awaitable[Measured]]) -> Measured:

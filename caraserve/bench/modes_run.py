@@ -5,25 +5,23 @@ one, and each mode's latencies are set against those of `cached` in the same rep
 """
 
 import asyncio
-import contextlib
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from caraserve.bench.capacity import CONCURRENCY, PROBE_REQUESTS, capacity_per_s, share_of_capacity
+from caraserve.bench.capacity import rate_here
 from caraserve.bench.client.endpoint import Endpoint, find_endpoint
 from caraserve.bench.client.player import Settings
 from caraserve.bench.conduct import Conductor, interruptible
 from caraserve.bench.objective import objective
 from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, with_rate
 from caraserve.bench.records import Run
-from caraserve.bench.serve_run import Measured
+from caraserve.bench.serve_run import Measured, keeping
 from caraserve.bench.servers import (
-    Interrupted,
     OwnServer,
     Synthetic,
+    api_key_in,
     busy_s,
     make_synthetic,
     own_server,
@@ -35,7 +33,6 @@ from caraserve.errors import ConfigError
 
 BASELINE = "cached"
 _ALL_ON_DEVICE = ("cached", "merged")
-_CALM_CORES = 0.2  # used by others: with more, a run is made again
 _TRIES = 3
 _CALM_PATIENCE_S = 20
 _ALONE_REQUESTS = 12  # one after another, to see what one costs
@@ -52,6 +49,7 @@ class ModesOptions:
     targets: str
     dtype: str
     emulate_link_mb_per_s: float | None
+    calm_cores: float  # that other programs may use: a run that more disturbed is made again
     cores_used: float | None  # by the server in `cached`, by which the rate is chosen; None: by capacity
     serve: tuple[str, ...]  # more arguments of `caraserve serve`, for every mode
 
@@ -60,17 +58,20 @@ async def bench_modes(options: ModesOptions, load: LoadOptions, report: ReportOp
     """Raises ConfigError or BackendFailed."""
     if BASELINE not in options.modes:
         raise ConfigError(f"--modes: all others are compared with {BASELINE}, which is missing")
-    if report.slo_scale is not None:
-        raise ConfigError("--slo-scale is for bench serve; modes are compared with cached")
+    _check(options, load, report)
     conductor = Conductor(Settings(load.seed, load.ignore_eos, load.concurrency))
     limits = objective(report.slo, None, load.preset)
-    measured = Measured([], limits.slo, [])  # limits that go by a run without adapters are not for modes
-    with interruptible(conductor), working_folder() as folder, contextlib.suppress(Interrupted):
+    measured = Measured([], limits.slo, [])
+    if limits.scale is not None:
+        measured.notes.append("The setting's objective goes by a run without adapters, which `bench serve` makes.")
+    with interruptible(conductor), working_folder() as folder, keeping(measured):
         bench = await asyncio.to_thread(_prepared, options, load, folder, measured.notes)
         spec = bench.spec
-        if load.auto_rate or load.request_rate is None or options.cores_used is not None:
+        if load.concurrency is None and load.request_rate is None and (load.auto_rate or load.rate_scale is None):
             rate = await _rate(conductor, bench, load, measured.notes)
             spec = spec if conductor.stopped.is_set() else with_rate(spec, rate)
+        spec = load.sized(spec)
+        measured.notes += build(spec).notes
         for note in measured.notes:
             conductor.say(note)
         for repeat in range(options.repeats):
@@ -81,6 +82,16 @@ async def bench_modes(options: ModesOptions, load: LoadOptions, report: ReportOp
                     measured.runs.append(await _run(conductor, bench, mode, repeated, measured.notes))
     measured.runs.sort(key=lambda run: (run.label != BASELINE, options.modes.index(run.label)))
     return measured
+
+
+def _check(options: ModesOptions, load: LoadOptions, report: ReportOptions) -> None:
+    """Raises ConfigError for what would have to be dropped in silence."""
+    if report.slo_scale is not None:
+        raise ConfigError("--slo-scale is for bench serve; modes are compared with cached")
+    if load.request_rate is not None and len(load.request_rate) > 1:
+        raise ConfigError("--request-rate: bench modes runs at one rate")
+    if options.cores_used is not None and (load.request_rate is not None or load.rate_scale is not None):
+        raise ConfigError("--cores-used chooses the rate; give it or a rate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +142,6 @@ def _prepared(options: ModesOptions, load: LoadOptions, folder: Path, notes: lis
     if link is not None:
         load_ms = mean_bytes / (link * 1e6) * 1000
         notes.append(f"The link to the device is emulated at {link:g} MB/s: {load_ms:.1f} ms for such an adapter.")
-    notes += workload.notes
     spec = replace(spec, adapters=count, scale=replace(spec.scale, adapters=1.0), max_context=context)
     return _Prepared(options, made, folder / "registry.sqlite", spec, resident)
 
@@ -141,11 +151,11 @@ async def _run(conductor: Conductor, bench: _Prepared, mode: str, spec: Workload
     tries: list[tuple[float, Run]] = []
     while len(tries) < _TRIES and not conductor.stopped.is_set():
         tries.append(await _measured(conductor, bench, mode, spec))
-        if tries[-1][0] < _CALM_CORES:
+        if tries[-1][0] <= bench.options.calm_cores:
             break
         conductor.say(f"{mode}: other programs used {tries[-1][0]:.1f} cores meanwhile")
     elsewhere, run = min(tries, key=lambda each: (each[1].interrupted, each[0]))
-    if elsewhere >= _CALM_CORES:
+    if elsewhere > bench.options.calm_cores:
         notes.append(f"While {mode} was measured (seed {spec.seed}), other programs used {elsewhere:.1f} cores.")
     return run
 
@@ -153,10 +163,10 @@ async def _run(conductor: Conductor, bench: _Prepared, mode: str, spec: Workload
 async def _measured(conductor: Conductor, bench: _Prepared, mode: str, spec: WorkloadSpec) -> tuple[float, Run]:
     """A fresh server in this mode: warmed up, then given the load; and the cores that other programs used meanwhile."""
     async with own_server(bench.arguments(mode), conductor.stopped) as server:
-        endpoint = await _endpoint(server, bench.made.names)
+        endpoint = await _endpoint(server, bench)
         workload = build(spec)
-        await conductor.warm(endpoint, bench.made.names, workload)
-        await _calm()
+        await conductor.warm(endpoint, bench.made.names)
+        await _calm(bench.options.calm_cores)
         ours_s, busy_before_s = server.cpu_s() + time.process_time(), busy_s()
         run = await conductor.play(endpoint, workload, bench.made.names, mode)
         ours_s = server.cpu_s() + time.process_time() - ours_s
@@ -164,53 +174,37 @@ async def _measured(conductor: Conductor, bench: _Prepared, mode: str, spec: Wor
     return (elsewhere_s / run.wall_s if run.wall_s else 0.0), run
 
 
-async def _calm() -> None:
+async def _calm(cores: float) -> None:
     """Returns when the whole machine has done next to nothing for a second, or after a while."""
     for _ in range(_CALM_PATIENCE_S):
         before_s = busy_s()
         await asyncio.sleep(1.0)
-        if busy_s() - before_s < _CALM_CORES:
+        if busy_s() - before_s < cores:
             return
 
 
-async def _endpoint(server: OwnServer, names: Sequence[str]) -> Endpoint:
-    return await find_endpoint(server.url, "openai", None, tuple(names))
+async def _endpoint(server: OwnServer, bench: _Prepared) -> Endpoint:
+    return await find_endpoint(server.url, "openai", api_key_in(bench.options.serve), bench.made.names)
 
 
 async def _rate(conductor: Conductor, bench: _Prepared, load: LoadOptions, notes: list[str]) -> float:
     """Requests a second: by the cores that they are to keep busy, or by the share of the capacity that the setting had
     of its own machine's. NaN when interrupted."""
-    by_cores = bench.options.cores_used is not None
-    count, concurrency = (_ALONE_REQUESTS, 1) if by_cores else (PROBE_REQUESTS, CONCURRENCY)
-    probe = build(replace(with_rate(bench.spec, math.inf), num_requests=count, duration_s=None))
     async with own_server(bench.arguments(BASELINE), conductor.stopped) as server:
-        endpoint = await _endpoint(server, bench.made.names)
-        await conductor.warm(endpoint, bench.made.names, probe)
+        endpoint = await _endpoint(server, bench)
+        await conductor.warm(endpoint, bench.made.names)
+        if bench.options.cores_used is None:
+            preset = find_preset(load.preset) if load.preset is not None else None
+            return await rate_here(conductor, endpoint, bench.spec, bench.made.names, preset, notes)
+        alone = replace(with_rate(bench.spec, math.inf), num_requests=_ALONE_REQUESTS, duration_s=None)
         cpu_s = server.cpu_s()
-        run = await conductor.play(endpoint, probe, bench.made.names, "calibration", concurrency)
+        await conductor.play(endpoint, build(alone), bench.made.names, "calibration", concurrency=1)
         cpu_s = server.cpu_s() - cpu_s
     if conductor.stopped.is_set():
         return math.nan
-    if bench.options.cores_used is not None:
-        rate = bench.options.cores_used * count / cpu_s
-        notes.append(
-            f"A request alone takes {1000 * cpu_s / count:.0f} ms of CPU here, so {rate:.3g} requests/s keep "
-            f"{bench.options.cores_used:g} cores busy."
-        )
-        return rate
-    return _by_capacity(run, bench.spec, load, notes)
-
-
-def _by_capacity(run: Run, spec: WorkloadSpec, load: LoadOptions, notes: list[str]) -> float:
-    preset = find_preset(load.preset) if load.preset is not None else None
-    try:
-        capacity = capacity_per_s(run)
-    except ValueError as error:
-        raise ConfigError(f"--rate-scale auto: {error}") from None
-    share = share_of_capacity(preset)
-    asked = f"The setting's {spec.rate:g} requests/s are" if preset is not None else "The load is"
+    rate = bench.options.cores_used * _ALONE_REQUESTS / cpu_s
     notes.append(
-        f"This machine bears {capacity:.3g} requests/s with {CONCURRENCY} under way and every adapter on the device. "
-        f"{asked} taken for {share:.0%} of the capacity, which is {share * capacity:.3g} requests/s here."
+        f"A request alone takes {1000 * cpu_s / _ALONE_REQUESTS:.0f} ms of CPU here, so {rate:.3g} requests/s keep "
+        f"{bench.options.cores_used:g} cores busy."
     )
-    return share * capacity
+    return rate

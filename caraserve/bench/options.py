@@ -10,18 +10,20 @@ from caraserve.bench.report.sheets import LATENCIES
 from caraserve.bench.synthetic import SHAPES
 from caraserve.bench.workload.arrivals import FORMS as ARRIVALS
 from caraserve.bench.workload.arrivals import parse_arrivals
-from caraserve.bench.workload.build import Scale, WorkloadSpec, spec_from_preset
+from caraserve.bench.workload.build import Scale, WorkloadSpec, server_share, spec_from_preset
 from caraserve.bench.workload.lengths import parse_lengths
 from caraserve.bench.workload.popularity import FORMS as POPULARITIES
 from caraserve.bench.workload.popularity import parse_popularity
 from caraserve.bench.workload.presets import find_preset
-from caraserve.bench.workload.traces import Trace, parse_trace
+from caraserve.bench.workload.traces import RateTrace, Trace, parse_trace
 from caraserve.errors import ConfigError
 from caraserve.model.spec import SITES
 
 TARGETS = {"qkv": SITES[:3], "all": SITES}
 _LENGTHS, _RATE, _REQUESTS, _ADAPTERS, _RANKS = "fixed:128/32", 1.0, 100, 8, (8, 16, 32, 64)
 _LEAST_SCALED_REQUESTS = 100  # fewer have no 99th percentile
+_MOST_SCALED_ADAPTERS = 512  # more are only files
+_VLLM_METRIC = {"e2el": "e2e"}
 _VLLM_ASSIGNMENT = {"random": "uniform"}  # where vLLM has another word for the same
 
 
@@ -55,10 +57,10 @@ class LoadOptions:
         group.add_argument("--preset", metavar="NAME", help="a paper's setting; `caraserve bench presets` lists them")
         group.add_argument("--trace", metavar="KIND:FILE", help="replay a trace's lengths, arrivals, adapters")
         group.add_argument("--lengths", metavar="NAME", help=f"of prompts and answers (default {_LENGTHS})")
-        group.add_argument("--random-input-len", type=_count, metavar="N", help="prompt tokens, all alike")
-        group.add_argument("--random-output-len", type=_count, metavar="N", help="output tokens, all alike")
+        group.add_argument("--random-input-len", type=count, metavar="N", help="prompt tokens, all alike")
+        group.add_argument("--random-output-len", type=count, metavar="N", help="output tokens, all alike")
         group.add_argument("--arrivals", metavar="NAME", help=f"{', '.join(_shown(ARRIVALS))} (default poisson)")
-        group.add_argument("--burstiness", type=_positive, metavar="X", help="gamma arrivals; 1 is poisson")
+        group.add_argument("--burstiness", type=positive, metavar="X", help="gamma arrivals; 1 is poisson")
         group.add_argument(
             "--request-rate",
             type=_rate,
@@ -73,19 +75,19 @@ class LoadOptions:
             help="times the rate; `auto`: at the share of this machine's capacity that the paper's machine ran at",
         )
         group.add_argument("--scale", type=_share, default=1.0, metavar="X", help="shrinks a preset's model and run")
-        group.add_argument("--num-prompts", type=_count, metavar="N", help=f"requests (default {_REQUESTS})")
-        group.add_argument("--duration-s", type=_positive, metavar="S", help="of sending, instead of --num-prompts")
+        group.add_argument("--num-prompts", type=count, metavar="N", help=f"requests (default {_REQUESTS})")
+        group.add_argument("--duration-s", type=positive, metavar="S", help="of sending, instead of --num-prompts")
         group.add_argument(
             "--lora-assignment",
             metavar="NAME",
             help=f"who asks for which adapter: {', '.join(_shown(POPULARITIES))} (default uniform)",
         )
         group.add_argument(
-            "--adapters", type=_count, metavar="N", help=f"used (default all, or {_ADAPTERS} random ones)"
+            "--adapters", type=count, metavar="N", help=f"used (default all, or {_ADAPTERS} random ones)"
         )
         group.add_argument("--ranks", type=_ranks, metavar="LIST", help="of random adapters in turn, as 8,16,32,64")
-        group.add_argument("--max-concurrency", type=_count, metavar="N", help="closed loop: so many under way at most")
-        group.add_argument("--max-model-len", type=_count, metavar="TOKENS", help="longer requests are cut to it")
+        group.add_argument("--max-concurrency", type=count, metavar="N", help="closed loop: so many under way at most")
+        group.add_argument("--max-model-len", type=count, metavar="TOKENS", help="longer requests are cut to it")
         group.add_argument(
             "--ignore-eos",
             action=argparse.BooleanOptionalAction,
@@ -99,7 +101,24 @@ class LoadOptions:
         values = {name: getattr(args, name) for name in cls.__slots__}
         if values["request_rate"] is not None:
             values["request_rate"] = tuple(values["request_rate"])
-        return cls(**values)
+        options = cls(**values)
+        options._check()
+        return options
+
+    def _check(self) -> None:
+        """No option is dropped in silence."""
+        pairs = (
+            ("--rate-scale auto", self.auto_rate, "--request-rate", self.request_rate),
+            ("--burstiness", self.burstiness, "--arrivals", self.arrivals),
+            ("--num-prompts", self.num_prompts, "--duration-s", self.duration_s),
+            ("--lengths", self.lengths, "--random-input-len", self.random_input_len),
+            ("--lengths", self.lengths, "--random-output-len", self.random_output_len),
+        )
+        for one, one_value, other, other_value in pairs:
+            if one_value and other_value is not None:
+                raise ConfigError(f"{one} and {other} say different things of the load; give one of them")
+        if self.preset is not None and (self.random_input_len is None) != (self.random_output_len is None):
+            raise ConfigError("--preset has lengths of its own; give both --random-input-len and --random-output-len")
 
     @property
     def auto_rate(self) -> bool:
@@ -119,8 +138,11 @@ class LoadOptions:
         if self.preset is not None:
             spec = spec_from_preset(find_preset(self.preset), trace=trace, seed=self.seed)
         else:
-            spec = _plain_spec(trace, self.seed)
-        return self._scaled(self._changed(spec, trace))
+            spec = _plain_spec(trace, self.adapters or _ADAPTERS, self.seed)
+        spec = self._changed(spec, trace)
+        if spec.rate is None and spec.arrivals.natural_rate is None:
+            spec = replace(spec, rate=_RATE)
+        return self._scaled(spec)
 
     def _changed(self, spec: WorkloadSpec, trace: Trace | None) -> WorkloadSpec:
         """What was asked for in place of the preset's."""
@@ -147,18 +169,21 @@ class LoadOptions:
     def _lengths(self) -> str | None:
         if self.random_input_len is None and self.random_output_len is None:
             return self.lengths
-        if self.lengths is not None:
-            raise ConfigError("--lengths and --random-input-len both say how long prompts are; give one of them")
         prompt, output = _LENGTHS.removeprefix("fixed:").split("/")
         return f"fixed:{self.random_input_len or prompt}/{self.random_output_len or output}"
 
     def _scaled(self, spec: WorkloadSpec) -> WorkloadSpec:
         rate = 1.0 if self.rate_scale is None or self.auto_rate else self.rate_scale
+        fewer = min(1.0, _MOST_SCALED_ADAPTERS / max(1, spec.adapters)) if self.scale < 1.0 else 1.0
+        return replace(spec, scale=Scale(rate=rate, adapters=fewer))
+
+    def sized(self, spec: WorkloadSpec) -> WorkloadSpec:
+        """The run as long as `--scale` wants it, now that its rate is known."""
         if self.scale == 1.0 or self.num_prompts is not None or self.duration_s is not None:
-            return replace(spec, scale=Scale(rate=rate))
-        count = spec.num_requests or (spec.duration_s or 0.0) * (spec.rate or _RATE) * rate
-        share = min(1.0, max(self.scale, _LEAST_SCALED_REQUESTS / count)) if count else self.scale
-        return replace(spec, scale=Scale(rate=rate, requests=share))
+            return spec
+        count = spec.num_requests or (spec.duration_s or 0.0) * spec.arrivals.rate(spec.rate) * spec.scale.rate
+        share = min(1.0, max(self.scale, _LEAST_SCALED_REQUESTS / count))
+        return replace(spec, scale=replace(spec.scale, requests=share))
 
     def model(self, asked: str | None) -> tuple[str, str | None]:
         """The random model to serve, and a note where it is smaller than the preset's."""
@@ -183,15 +208,17 @@ def with_rate(spec: WorkloadSpec, rate: float) -> WorkloadSpec:
     return replace(spec, rate=rate)
 
 
-def _plain_spec(trace: Trace | None, seed: int) -> WorkloadSpec:
+def _plain_spec(trace: Trace | None, adapters: int, seed: int) -> WorkloadSpec:
     """Without a preset: what a trace has, and for the rest what suits most."""
+    if isinstance(trace, RateTrace):
+        trace = server_share(trace, adapters, seed)
     from_trace = trace is not None
     return WorkloadSpec(
         lengths=parse_lengths("trace" if from_trace and hasattr(trace, "prompt_tokens") else _LENGTHS, trace),
         arrivals=parse_arrivals("trace" if from_trace and getattr(trace, "at_s", 0) is not None else "poisson", trace),
         rate=None if from_trace else _RATE,
         popularity=parse_popularity("trace" if from_trace and _names_adapters(trace) else "uniform", trace),
-        adapters=_ADAPTERS,
+        adapters=adapters,
         ranks=_RANKS,
         num_requests=_REQUESTS,
         seed=seed,
@@ -217,7 +244,7 @@ class ReportOptions:
         group = parser.add_argument_group("report")
         group.add_argument("--slo", metavar="LIMITS", help="latency limits in ms, as ttft:200,tpot:30")
         group.add_argument(
-            "--slo-scale", type=_positive, metavar="X", help="limit TPT to X times that of a run without adapters"
+            "--slo-scale", type=positive, metavar="X", help="limit TPT to X times that of a run without adapters"
         )
         group.add_argument(
             "--metric-percentiles",
@@ -255,7 +282,7 @@ def _number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
-def _positive(text: str) -> float:
+def positive(text: str) -> float:
     value = _number(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
@@ -277,21 +304,21 @@ def _rate(text: str) -> float:
 
 
 def _rate_scale(text: str) -> float:
-    return math.nan if text == "auto" else _positive(text)
+    return math.nan if text == "auto" else positive(text)
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def _ranks(text: str) -> tuple[int, ...]:
-    return tuple(_count(part.strip()) for part in text.split(","))
+    return tuple(count(part.strip()) for part in text.split(","))
 
 
 def _metrics(text: str) -> tuple[str, ...]:
-    names = tuple(part.strip() for part in text.split(","))
+    names = tuple(_VLLM_METRIC.get(part.strip(), part.strip()) for part in text.split(","))
     for name in names:
         if name not in LATENCIES:
             raise argparse.ArgumentTypeError(f"{name!r} is no latency; there are {', '.join(LATENCIES)}")

@@ -27,18 +27,20 @@ class Workload:
 class RequestRecord:
     """One request as it went; times count from the run's start.
 
-    `token_s` has the arrival of each output token's event; several tokens may share one. `error` is None for a complete
-    answer. `phases` is what the server said of where the time went, in ms, where it did.
+    `token_s` has the arrival of each output token, where the server names the tokens of an event, else of each event.
+    `error` is None for a complete answer. `phases` is what the server said of where the time went, in ms, where it did.
     """
 
     index: int
     model: str
-    rank: int | None
+    rank: int | None  # 0: the base model; None: an adapter whose rank nobody told
     due_s: float  # when the schedule wanted it sent
     sent_s: float
     done_s: float
     prompt_tokens: int
     output_tokens: int
+    asked_prompt_tokens: int | None = None
+    asked_output_tokens: int | None = None
     token_s: tuple[float, ...] = ()
     error: str | None = None
     phases: tuple[tuple[str, float], ...] = ()
@@ -62,3 +64,4 @@ class Run:
     records: tuple[RequestRecord, ...]  # by index; those never sent are not there
     wall_s: float
     interrupted: bool = False
+    concurrency: int | None = None  # a closed loop: requests waited until so few were under way; None: an open one

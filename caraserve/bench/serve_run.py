@@ -2,14 +2,12 @@
 
 import asyncio
 import contextlib
-import math
-import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from caraserve.bench.capacity import CONCURRENCY, PROBE_REQUESTS, capacity_per_s, share_of_capacity
+from caraserve.bench.capacity import rate_here
 from caraserve.bench.client.endpoint import Endpoint, find_endpoint
 from caraserve.bench.client.player import Settings
 from caraserve.bench.conduct import Conductor, interruptible
@@ -19,10 +17,10 @@ from caraserve.bench.records import Run, Workload
 from caraserve.bench.report.figures import SWEEP_MARK
 from caraserve.bench.report.slo import Slo
 from caraserve.bench.report.summary import summarize
-from caraserve.bench.servers import Interrupted, make_synthetic, own_server, working_folder
+from caraserve.bench.servers import Interrupted, api_key_in, make_synthetic, own_server, working_folder
 from caraserve.bench.workload.build import WorkloadSpec, build
 from caraserve.bench.workload.presets import find_preset
-from caraserve.errors import ConfigError
+from caraserve.errors import CaraServeError, ConfigError
 
 _RESIDENT_SHARE, _LEAST_RESIDENT = 8, 8  # of random adapters, where each is to be loaded for every request
 _DEVICE = ("--max-device-adapters-bytes",)
@@ -41,59 +39,89 @@ class Target:
     dtype: str
     serve: tuple[str, ...] | None  # arguments of `caraserve serve`; None: a random model, or the demo
 
+    def check(self, load: LoadOptions) -> None:
+        """Raises ConfigError where one thing asked for would have to be dropped for another."""
+        given = {"--url": self.url, "--random-model": self.random_model, "arguments after --": self.serve}
+        named = [name for name, value in given.items() if value is not None]
+        if len(named) > 1:
+            raise ConfigError(f"{' and '.join(named)} both say what is measured; give one of them")
+
 
 @dataclass(slots=True)
 class Measured:
-    """All that a report is made of."""
+    """All that a report is made of. `failure`: what ended the benchmark before its time."""
 
     runs: list[Run]
     slo: Slo | None
     notes: list[str]
+    failure: str | None = None
+
+
+@contextlib.contextmanager
+def keeping(measured: Measured) -> Iterator[None]:
+    """A failure after the first run ends the benchmark, but what was measured is kept."""
+    try:
+        yield
+    except Interrupted:
+        pass
+    except (OSError, CaraServeError) as error:
+        if not measured.runs:
+            raise
+        measured.failure = str(error)
 
 
 async def bench_serve(target: Target, load: LoadOptions, report: ReportOptions, label: str | None) -> Measured:
-    """Raises ConfigError, BackendFailed, or OSError when the endpoint goes away."""
+    """Raises ConfigError, BackendFailed, or OSError when nothing could be measured."""
+    target.check(load)
     conductor = Conductor(Settings(load.seed, load.ignore_eos, load.concurrency))
     limits = objective(report.slo, report.slo_scale, load.preset)
     measured = Measured([], limits.slo, [] if limits.note is None else [limits.note])
-    with interruptible(conductor), working_folder() as folder, contextlib.suppress(Interrupted):
+    with interruptible(conductor), working_folder() as folder, keeping(measured):
         own = None
         if target.url is None:
             own = await asyncio.to_thread(_own, target, load, folder, measured.notes)
         rate = None
         if load.auto_rate:
             async with _reached(target, own.cached if own is not None else None, conductor.stopped) as endpoint:
-                rate = await _auto_rate(conductor, endpoint, load, measured.notes)
+                spec, names = _for_endpoint(load.spec(), load, target, endpoint, [])
+                preset = find_preset(load.preset) if load.preset is not None else None
+                rate = await rate_here(conductor, endpoint, spec, names, preset, measured.notes)
         if not conductor.stopped.is_set():
             async with _reached(target, own.arguments if own is not None else None, conductor.stopped) as endpoint:
-                await _play(conductor, endpoint, load, rate, limits.scale, label, measured)
+                spec, names = _for_endpoint(load.spec(), load, target, endpoint, measured.notes)
+                if own is not None:
+                    await conductor.warm(endpoint, names)
+                rates = load.request_rate or (rate if rate is not None else spec.rate,)
+                specs = [load.sized(spec if each is None else with_rate(spec, each)) for each in rates]
+                await _play(conductor, endpoint, specs, names, limits.scale, label, measured)
     return measured
 
 
 async def _play(
     conductor: Conductor,
     endpoint: Endpoint,
-    load: LoadOptions,
-    rate: float | None,
+    specs: Sequence[WorkloadSpec],
+    names: Sequence[str],
     slo_scale: float | None,
     label: str | None,
     measured: Measured,
 ) -> None:
-    """The load at every rate asked for, or at the one found; before it without adapters, where limits go by that."""
-    spec, names = _for_endpoint(load.spec(), load, endpoint, measured.notes)
-    rates = [rate or spec.rate] if load.request_rate is None or rate is not None else list(load.request_rate)
-    workloads = [build(spec if each is None else with_rate(spec, each)) for each in rates]
+    """One load after another; before them the first without adapters, where limits go by that."""
+    workloads = [build(spec) for spec in specs]
     measured.notes += dict.fromkeys(note for workload in workloads for note in workload.notes)
     for note in measured.notes:
         conductor.say(note)
     if slo_scale is not None:
         base = await conductor.play(endpoint, _without_adapters(workloads[0]), names, "without adapters")
-        measured.slo = Slo.scaled(summarize(base), slo_scale)
-    for each, workload in zip(rates, workloads, strict=True):
         if conductor.stopped.is_set():
-            break
+            return
+        measured.slo = Slo.scaled(summarize(base), slo_scale)
+    for spec, workload in zip(specs, workloads, strict=True):
+        if conductor.stopped.is_set():
+            return
         shown = label or endpoint.base_model
-        shown = shown if len(rates) == 1 else f"{shown}{SWEEP_MARK}{each:g}/s"
+        if len(specs) > 1:
+            shown += f"{SWEEP_MARK}{'inf' if spec.rate is None else f'{spec.rate:g}'}/s"
         measured.runs.append(await conductor.play(endpoint, workload, names, shown))
 
 
@@ -105,7 +133,7 @@ async def _reached(target: Target, arguments: Sequence[str] | None, stopped: asy
         yield await find_endpoint(target.url, target.backend, target.api_key, target.lora_modules)
         return
     async with own_server(arguments, stopped) as server:
-        yield await find_endpoint(server.url, target.backend, os.environ.get("CARASERVE_API_KEY"), target.lora_modules)
+        yield await find_endpoint(server.url, target.backend, api_key_in(arguments), target.lora_modules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +161,10 @@ def _own(target: Target, load: LoadOptions, folder: Path, notes: list[str]) -> _
     device_bytes = made.room_bytes()
     cached = (*arguments, *_DEVICE, str(device_bytes), "--loading-mode", "cached")
     if spec.popularity.drops_after_use and made.names:
-        resident = min(len(made.names), max(_LEAST_RESIDENT, len(made.names) // _RESIDENT_SHARE))
+        count = len(made.names)
+        resident = max(1, min(count // 2, max(_LEAST_RESIDENT, count // _RESIDENT_SHARE)))
         device_bytes = made.room_bytes(resident)
-        notes.append(
-            f"The device holds {resident} of {len(made.names)} adapters, so that each has left it when its turn comes."
-        )
+        notes.append(f"The device holds {resident} of {count} adapters, so that each has left it when its turn comes.")
     return _Own((*arguments, *_DEVICE, str(device_bytes)), cached)
 
 
@@ -152,9 +179,9 @@ def _longest(workload: Workload) -> int:
 
 
 def _for_endpoint(
-    spec: WorkloadSpec, load: LoadOptions, endpoint: Endpoint, notes: list[str]
+    spec: WorkloadSpec, load: LoadOptions, target: Target, endpoint: Endpoint, notes: list[str]
 ) -> tuple[WorkloadSpec, tuple[str, ...]]:
-    """The load for the adapters that there are, and their names. Theirs are the ranks that count."""
+    """The load for the adapters that there are, and their names. Theirs are the ranks that count, if they are told."""
     names = endpoint.adapters
     if load.adapters is not None or load.preset is not None:
         wanted = max(1, round(spec.adapters * spec.scale.adapters)) if spec.adapters else 0
@@ -165,7 +192,14 @@ def _for_endpoint(
         names = names[:wanted]
     if not names:
         notes.append("No adapters: every request is for the base model.")
-    ranks = tuple(endpoint.ranks.get(name, 1) for name in names)
+    if endpoint.unlisted:
+        notes.append(f"The endpoint does not list {', '.join(endpoint.unlisted)} among its models.")
+    if names and not all(name in endpoint.ranks for name in names):
+        notes.append("The endpoint does not tell its adapters' ranks: where the load goes by them, those asked for do.")
+    if names and spec.popularity.drops_after_use and (target.url is not None or target.serve is not None):
+        notes.append("Adapters come in turn, but nothing makes them leave the device of a server that is not ours.")
+    spread = spec.ranks or (1,)
+    ranks = tuple(endpoint.ranks.get(name, spread[index % len(spread)]) for index, name in enumerate(names))
     limits = [limit for limit in (spec.max_context, endpoint.max_model_len) if limit is not None]
     return replace(
         spec,
@@ -174,28 +208,6 @@ def _for_endpoint(
         scale=replace(spec.scale, adapters=1.0),
         max_context=min(limits, default=None),
     ), names
-
-
-async def _auto_rate(conductor: Conductor, endpoint: Endpoint, load: LoadOptions, notes: list[str]) -> float:
-    """The rate here that compares with the paper's there."""
-    preset = find_preset(load.preset) if load.preset is not None else None
-    spec, names = _for_endpoint(load.spec(), load, endpoint, [])
-    workload = build(replace(with_rate(spec, math.inf), num_requests=PROBE_REQUESTS, duration_s=None))
-    run = await conductor.play(endpoint, workload, names, "capacity", CONCURRENCY)
-    if conductor.stopped.is_set():
-        return math.nan
-    try:
-        capacity = capacity_per_s(run)
-    except ValueError as error:
-        raise ConfigError(f"--rate-scale auto: {error}") from None
-    share = share_of_capacity(preset)
-    rate = share * capacity
-    asked = f"{spec.rate:g} requests/s" if spec.rate is not None else "load"
-    notes.append(
-        f"This machine bears {capacity:.3g} requests/s with {CONCURRENCY} under way. The setting's {asked} is taken "
-        f"for {share:.0%} of its machine's capacity, which is {rate:.3g} requests/s here."
-    )
-    return rate
 
 
 def _without_adapters(workload: Workload) -> Workload:

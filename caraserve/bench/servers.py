@@ -1,10 +1,13 @@
 """Servers that a benchmark starts and ends itself: `caraserve serve` in a process of its own. Level 5."""
 
+import argparse
 import asyncio
 import contextlib
+import ctypes
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 from collections import deque
@@ -21,6 +24,7 @@ _READY = re.compile(rb"ready at (http://\S+)")
 _START_S = 600.0  # a large model is read from a slow disk
 _END_S = 10.0
 _KEPT_LINES = 20  # of its output, to show when it fails
+_PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
@@ -99,6 +103,19 @@ def busy_s() -> float:
     return sum(map(int, (user, nice, system, *others))) / os.sysconf("SC_CLK_TCK")
 
 
+def _end_with_parent() -> None:
+    """In the server's process: it ends when the benchmark does, even when that is killed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def api_key_in(arguments: Sequence[str]) -> str | None:
+    """The key that a server is started with."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--api-key")
+    key: str | None = parser.parse_known_args(list(arguments))[0].api_key
+    return key
+
+
 class Interrupted(Exception):
     """Somebody wants to end before a server was ready: nothing could be measured on it."""
 
@@ -116,6 +133,8 @@ async def own_server(arguments: Sequence[str], stopped: asyncio.Event) -> AsyncI
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         start_new_session=True,  # a terminal's Ctrl-C is for the benchmark, which ends its server itself
+        preexec_fn=_end_with_parent,
+        env={name: value for name, value in os.environ.items() if name != "CARASERVE_API_KEY"},
     )
     assert process.stdout is not None
     output: deque[bytes] = deque(maxlen=_KEPT_LINES)

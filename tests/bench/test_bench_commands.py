@@ -14,6 +14,7 @@ import pytest
 
 FAKE = Path(__file__).with_name("fake_endpoint.py")
 PROFILE = Path(__file__).parents[1] / "profile.json"
+BUSY = ("--calm-cores", "1000")  # other tests may run beside these
 QUICK = ("--num-prompts", "12", "--request-rate", "100", "--random-input-len", "8", "--random-output-len", "4")
 
 
@@ -90,7 +91,7 @@ def test_without_an_endpoint_a_server_is_started_and_ended() -> None:
 def test_interrupted_it_reports_what_it_has_and_leaves_no_process() -> None:
     mark = uuid.uuid4().hex
     command = [sys.executable, "-m", "caraserve", "bench", "modes", "--random-model", "10M", "--adapters", "2"]
-    command += ["--modes", "cached,ondemand", "--repeats", "2", "--request-rate", "20", "--num-prompts", "400"]
+    command += [*BUSY, "--modes", "cached,ondemand", "--repeats", "2", "--request-rate", "20", "--num-prompts", "400"]
     env, pipe = os.environ | {"CARASERVE_TEST_MARK": mark}, subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True, env=env) as process:
         try:
@@ -127,7 +128,17 @@ def test_interrupted_before_its_server_is_ready_it_ends_at_once() -> None:
 
 
 def test_modes_are_set_against_cached(tmp_path: Path) -> None:
-    modes = ("--modes", "cached,pipelined,merged", "--repeats", "1", "--resident", "1", "--emulate-link-mb-per-s", "50")
+    modes = (
+        "--modes",
+        "cached,pipelined,merged",
+        "--repeats",
+        "1",
+        "--resident",
+        "1",
+        "--emulate-link-mb-per-s",
+        "50",
+        *BUSY,
+    )
     load = ("--random-model", "10M", "--adapters", "4", "--ranks", "4,8", *QUICK)
     done = bench("modes", *modes, *load, "--save", str(tmp_path), "--", "--profile", str(PROFILE), "--cpu-threads", "1")
     document = last_line(done)

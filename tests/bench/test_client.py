@@ -172,6 +172,7 @@ def test_an_endpoint_that_is_none_is_refused(url: str, complaint: str) -> None:
         find(url)
 
 
-def test_an_adapter_that_the_endpoint_lacks_is_named(fake: Served) -> None:
-    with pytest.raises(ConfigError, match="no model 'nobody'"):
-        find(fake.url, ("nobody",))
+def test_an_adapter_that_the_endpoint_does_not_list_may_be_known_to_it(fake: Served) -> None:
+    endpoint = find(fake.url, ("refuse", "nobody"))
+    assert endpoint.adapters == ("refuse", "nobody")
+    assert endpoint.unlisted == ("nobody",)

@@ -33,7 +33,7 @@ class Asked:
 class Answer:
     """What a stream said. Lengths are the server's own count where it gave one."""
 
-    token_s: tuple[float, ...]  # an event each
+    token_s: tuple[float, ...]  # of each token, where events name theirs; else of each event
     output_tokens: int
     prompt_tokens: int | None
     phases: tuple[tuple[str, float], ...] = ()
@@ -53,9 +53,9 @@ class Dialect(Protocol):
 
 @dataclass(slots=True)
 class Said:
-    """One event: whether tokens came with it, and counts where it has them."""
+    """One event: how many tokens came with it, as far as it tells, and counts where it has them."""
 
-    tokens: bool
+    tokens: int
     output_tokens: int | None = None
     prompt_tokens: int | None = None
 
@@ -111,9 +111,11 @@ class LlamaCpp:
         }
 
     def read(self, event: dict[str, Any]) -> Said:
+        named = len(event.get("tokens") or ())
         if event.get("stop"):
-            return Said(bool(event.get("content")), event.get("tokens_predicted"), event.get("tokens_evaluated"))
-        return Said("content" in event)
+            tokens = named or int(bool(event.get("content")))
+            return Said(tokens, event.get("tokens_predicted"), event.get("tokens_evaluated"))
+        return Said(named or int("content" in event))
 
 
 def _openai_body(base: str, asked: Asked, output_tokens: int) -> dict[str, Any]:
@@ -131,17 +133,21 @@ def _openai_body(base: str, asked: Asked, output_tokens: int) -> dict[str, Any]:
 
 
 def _read_openai(event: dict[str, Any]) -> Said:
-    usage = event.get("usage") or {}
+    usage = event.get("usage")
+    usage = usage if isinstance(usage, dict) else {}
     counts = usage.get("completion_tokens"), usage.get("prompt_tokens")
     if not (choices := event.get("choices")):
-        return Said(False, *counts)
+        return Said(0, *counts)
     choice = choices[0]
     delta = choice.get("delta")
-    text = choice.get("text") if delta is None else delta.get("content")
-    if text or choice.get("token_ids"):
-        return Said(True, *counts)
+    text = choice.get("text") if delta is None else delta.get("content") or delta.get("reasoning_content")
+    if ids := choice.get("token_ids"):
+        return Said(len(ids), *counts)
     # A token without text of its own, such as half a character, is an event too; a role or an end is none.
-    return Said(choice.get("finish_reason") is None and text is not None and "role" not in (delta or {}), *counts)
+    halves = (
+        choice.get("finish_reason") is None and "role" not in (delta or {}) and (delta is None or "content" in delta)
+    )
+    return Said(int(bool(text) or halves), *counts)
 
 
 def request_head(dialect: Dialect, prefix: str, host: str, api_key: str | None) -> str:
@@ -181,11 +187,13 @@ def decode(dialect: Dialect, exchange: Exchange) -> Answer:
             event = orjson.loads(line[5:])
         except orjson.JSONDecodeError:
             return Answer(tuple(token_s), len(token_s), prompt_tokens, error=f"not JSON: {_shown(line)}")
-        if "error" in event:
+        if isinstance(event, dict) and event.get("error"):
             return Answer(tuple(token_s), len(token_s), prompt_tokens, phases, _message(orjson.dumps(event)))
-        said = dialect.read(event)
-        if said.tokens:
-            token_s.append(at_s)
+        try:
+            said = dialect.read(event)
+        except (AttributeError, KeyError, TypeError):
+            return Answer(tuple(token_s), len(token_s), prompt_tokens, error=f"not an event: {_shown(line)}")
+        token_s.extend([at_s] * said.tokens)
         output_tokens = said.output_tokens if said.output_tokens is not None else output_tokens
         prompt_tokens = said.prompt_tokens if said.prompt_tokens is not None else prompt_tokens
     if not token_s:

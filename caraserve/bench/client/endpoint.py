@@ -26,6 +26,9 @@ class Endpoint:
     api_key: str | None
     base_model: str
     adapters: tuple[str, ...]
+    unlisted: tuple[
+        str, ...
+    ]  # of them, those that it does not name among its models: a gateway may know them all the same
     ranks: Mapping[str, int]  # of adapters whose server tells them
     max_model_len: int | None  # tokens of prompt and answer, where the server tells
     dialect: Dialect
@@ -39,7 +42,11 @@ class Endpoint:
 async def find_endpoint(url: str, backend: str, api_key: str | None, adapters: tuple[str, ...] | None) -> Endpoint:
     """Asks the server at `url` for its models. `adapters`: those to use instead of all that it has. Raises ConfigError
     when nothing answers there, or a name is unknown."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"--url {url}: {error}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"--url {url}: write it as http://host:port")
     prefix = parts.path.rstrip("/").removesuffix("/v1")
@@ -48,20 +55,23 @@ async def find_endpoint(url: str, backend: str, api_key: str | None, adapters: t
     if backend == "llamacpp":
         base, ids = await _llamacpp_adapters(root, headers)
         known, ranks, most = tuple(ids), dict[str, int](), None
+        listed = set(ids)
         dialect: Dialect = LlamaCpp(ids)
     else:
-        base, known, ranks, most = await _openai_models(root, headers)
+        base, known, ranks, most, listed = await _openai_models(root, headers)
         dialect = OpenAICompletions(base) if backend == "openai" else OpenAIChat(base)
-    if adapters is not None and (missing := sorted(set(adapters) - set(known) - {base})):
-        raise ConfigError(f"--lora-modules: {root} has no model {missing[0]!r}; it has {', '.join(known) or base}")
+    unlisted = tuple(sorted(set(adapters or ()) - listed))
+    if unlisted and backend == "llamacpp":
+        raise ConfigError(f"--lora-modules: {root} has no adapter {unlisted[0]!r}; it has {', '.join(known) or 'none'}")
     return Endpoint(
         host=parts.hostname,
-        port=parts.port or (443 if parts.scheme == "https" else 80),
+        port=port or (443 if parts.scheme == "https" else 80),
         tls=ssl.create_default_context() if parts.scheme == "https" else None,
         prefix=prefix,
         api_key=api_key,
         base_model=base,
         adapters=known if adapters is None else adapters,
+        unlisted=unlisted,
         ranks=ranks,
         max_model_len=most,
         dialect=dialect,
@@ -70,8 +80,8 @@ async def find_endpoint(url: str, backend: str, api_key: str | None, adapters: t
 
 async def _openai_models(
     root: str, headers: Mapping[str, str]
-) -> tuple[str, tuple[str, ...], dict[str, int], int | None]:
-    """The base model, the models that have a parent, the ranks of those that have one, and the longest request."""
+) -> tuple[str, tuple[str, ...], dict[str, int], int | None, set[str]]:
+    """The base model, those that have a parent, the ranks of those that have one, the longest request, all names."""
     content = await _get(f"{root}/v1/models", headers)
     cards = content.get("data") if isinstance(content, dict) else None
     if not isinstance(cards, list) or not cards:
@@ -80,7 +90,8 @@ async def _openai_models(
     bases = [card["id"] for card in cards if not card.get("parent")]
     ranks = {card["id"]: card["rank"] for card in cards if isinstance(card.get("rank"), int)}
     lengths = [card["max_model_len"] for card in cards if isinstance(card.get("max_model_len"), int)]
-    return bases[0] if bases else cards[0]["parent"], adapters, ranks, min(lengths, default=None)
+    base = bases[0] if bases else cards[0]["parent"]
+    return base, adapters, ranks, min(lengths, default=None), {card["id"] for card in cards}
 
 
 async def _llamacpp_adapters(root: str, headers: Mapping[str, str]) -> tuple[str, dict[str, int]]:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -55,7 +56,6 @@ class Player:
         head = request_head(endpoint.dialect, endpoint.prefix, endpoint.host_header, endpoint.api_key)
         self._requests = [encode(endpoint.dialect, head, self._asked(planned)) for planned in self._planned]
         self._exchanges: dict[int, Exchange] = {}
-        self._due_s: dict[int, float] = {}
         self._waiting: list[int] = []  # closed loop: due, but there is no place for them
         self._stopped = False
         self.live = Live(len(self._planned))
@@ -65,19 +65,21 @@ class Player:
 
     async def play(self) -> Run:
         """Sends everything and waits for every answer. Raises OSError when the endpoint cannot be reached."""
+        _allow_many_connections()
         await self._connections.warm()
+        if self._stopped:
+            self._connections.close()
+            return Run(self._label, (), 0.0, interrupted=True, concurrency=self._settings.max_concurrency)
         with _undisturbed():
             started_s = time.perf_counter() + _LEAD_S
             moments_s = [started_s + planned.at_s for planned in self._planned]
-            for index, moment_s in enumerate(moments_s):
-                self._due_s[index] = moment_s
             if self._planned:
                 self._pacer = Pacer(moments_s, self._due)
                 await self._ended.wait()
             ended_s = time.perf_counter()
         self._connections.close()
         records = tuple(self._record(index, exchange, started_s) for index, exchange in sorted(self._exchanges.items()))
-        return Run(self._label, records, ended_s - started_s, self._stopped)
+        return Run(self._label, records, ended_s - started_s, self._stopped, self._settings.max_concurrency)
 
     def stop(self) -> None:
         """Sends nothing more and gives up what is under way: its requests are recorded as interrupted."""
@@ -116,7 +118,6 @@ class Player:
             return
         if self._waiting:
             index = self._waiting.pop(0)
-            self._due_s[index] = time.perf_counter()  # its turn has come now: a closed loop is never late
             self._send(index)
         elif live.done == live.total:
             self._ended.set()
@@ -141,12 +142,14 @@ class Player:
         return RequestRecord(
             index=planned.index,
             model=self._model(planned) or self._endpoint.base_model,
-            rank=self._endpoint.ranks.get(self._names[planned.adapter]) if planned.adapter is not None else None,
-            due_s=self._due_s[index] - started_s,
+            rank=self._endpoint.ranks.get(self._names[planned.adapter]) if planned.adapter is not None else 0,
+            due_s=planned.at_s,
             sent_s=exchange.sent_s - started_s,
             done_s=exchange.done_s - started_s,
             prompt_tokens=planned.prompt_tokens if answer.prompt_tokens is None else answer.prompt_tokens,
             output_tokens=answer.output_tokens,
+            asked_prompt_tokens=planned.prompt_tokens,
+            asked_output_tokens=planned.output_tokens,
             token_s=tuple(at_s - started_s for at_s in answer.token_s),
             error=answer.error,
             phases=answer.phases,
@@ -169,6 +172,12 @@ def _undisturbed() -> Iterator[None]:
             os.sched_setscheduler(0, policy, priority)
         if enabled:
             gc.enable()
+
+
+def _allow_many_connections() -> None:
+    """A request is a connection, and thousands may be under way: the soft limit is often 1024 files."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 Progress = Callable[[Live], None]

@@ -1,6 +1,6 @@
 """Two saved reports side by side: every figure of B over that of A. Level 5."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
@@ -78,6 +78,8 @@ def _lines(a: list[Summary], b: list[Summary]) -> Iterator[Line]:
     for field in _PER_SECOND:
         named = field.removesuffix("_per_s").replace("_", " ")
         yield Line(f"{named}/s", _mean([getattr(s, field) for s in a]), _mean([getattr(s, field) for s in b]))
+    yield Line("requests complete", _mean([s.completed for s in a]), _mean([s.completed for s in b]))
+    yield Line("requests failed", _mean([s.failed for s in a]), _mean([s.failed for s in b]))
     kept = [[s.attainment.share for s in side if s.attainment is not None] for side in (a, b)]
     if all(kept):
         yield Line("SLO attainment", _mean(kept[0]), _mean(kept[1]))
@@ -90,11 +92,16 @@ def _latency(side: list[Summary], metric: str, name: str) -> float | None:
     return _mean(known) if known else None
 
 
-def _mean(values: list[float]) -> float:
+def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
 def _differences(a: Saved, b: Saved) -> Iterator[tuple[str, str, str]]:
+    for name, side in (("A", a), ("B", b)):
+        for summary in side.runs:
+            if not summary.valid:
+                words = " ".join(summary.invalid_because)
+                yield f"{summary.label} is NOT VALID", words if name == "A" else NONE, words if name == "B" else NONE
     for kind in ("machine", "versions", "arguments"):
         mine, theirs = getattr(a, kind), getattr(b, kind)
         for name in sorted({*mine, *theirs}):

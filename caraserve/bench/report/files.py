@@ -14,6 +14,7 @@ from caraserve.bench.records import Run
 from caraserve.bench.report.figures import all_pictures
 from caraserve.bench.report.html import page
 from caraserve.bench.report.plain import read
+from caraserve.bench.report.ratios import every_ratio
 from caraserve.bench.report.summary import Summary
 from caraserve.errors import ConfigError
 
@@ -58,7 +59,8 @@ def document(
         "versions": versions(),
         "arguments": {name: _jsonable(value) for name, value in arguments.items()},
         "notes": list(notes),
-        "valid": all(summary.valid for summary in summaries),
+        "valid": bool(summaries) and all(summary.valid for summary in summaries),
+        "beside": every_ratio(summaries),
         "runs": [asdict(summary) for summary in summaries],
     }
 

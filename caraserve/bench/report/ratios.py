@@ -5,7 +5,7 @@ were measured one after the other: what the machine did meanwhile touches both a
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from caraserve.bench.report.summary import Summary
@@ -58,14 +58,62 @@ def beside(summaries: Sequence[Summary]) -> tuple[Beside, ...]:
     )
 
 
+def every_ratio(summaries: Sequence[Summary]) -> list[dict[str, object]]:
+    """For the JSON document: each figure of each label over the first one's, with its spread over repeats."""
+    grouped = by_label(summaries)
+    if not grouped:
+        return []
+    first = next(iter(grouped.values()))
+    return [
+        {
+            "label": label,
+            "repeats": len(repeats),
+            "ratios": {
+                name: {"mean": ratio.mean, "spread": ratio.spread}
+                for name, figure in _FIGURES.items()
+                if (ratio := _ratio_of(repeats, first, figure)) is not None
+            },
+        }
+        for label, repeats in grouped.items()
+    ]
+
+
+def _figure(metric: str, name: str) -> Callable[[Summary], float | None]:
+    def value(summary: Summary) -> float | None:
+        found = getattr(summary.latency, metric)
+        if found is None:
+            return None
+        return float(found.mean_ms) if name == "mean" else found.percentiles_ms.get(name)
+
+    return value
+
+
+_FIGURES: dict[str, Callable[[Summary], float | None]] = {
+    **{
+        f"{metric}_{name}": _figure(metric, name)
+        for metric in ("ttft", "tpot", "tpt", "itl", "e2e")
+        for name in ("mean", "p50", "p95", "p99")
+    },
+    "requests_per_s": lambda summary: summary.requests_per_s,
+    "output_tokens_per_s": lambda summary: summary.output_tokens_per_s,
+    "goodput_per_s": lambda summary: None if summary.attainment is None else summary.attainment.goodput_per_s,
+}
+
+
 def _mean(repeats: Sequence[Summary], metric: str) -> float | None:
     found = [value for summary in repeats if (value := mean_ms(summary, metric)) is not None]
     return statistics.fmean(found) if found else None
 
 
 def _ratio(repeats: Sequence[Summary], first: Sequence[Summary], metric: str) -> Ratio | None:
+    return _ratio_of(repeats, first, _figure(metric, "mean"))
+
+
+def _ratio_of(
+    repeats: Sequence[Summary], first: Sequence[Summary], figure: Callable[[Summary], float | None]
+) -> Ratio | None:
     # An interrupted benchmark may have one repeat more of the first mode than of the last.
-    pairs = [(mean_ms(mine, metric), mean_ms(base, metric)) for mine, base in zip(repeats, first, strict=False)]
+    pairs = [(figure(mine), figure(base)) for mine, base in zip(repeats, first, strict=False)]
     ratios = [mine / base for mine, base in pairs if mine is not None and base]
     if not ratios:
         return None

@@ -7,11 +7,13 @@ from caraserve.bench.report.ratios import RATIO_METRICS, Ratio, beside
 from caraserve.bench.report.summary import Distribution, Group, Summary
 
 NONE = "–"
+_FAR_LENGTH = 0.05  # from what was asked for: more is said loudly
 
 DEFINITIONS = (
     "TTFT: from sending to the first token. E2E: from sending to the last byte.",
     "TPOT: (E2E − TTFT) ÷ (tokens − 1). TPT: E2E ÷ tokens, so it contains queueing and prefill, as in the papers.",
-    "ITL: every gap between successive tokens; tokens of one event have a gap of 0.",
+    "ITL: every gap between successive tokens. Those of one event have a gap of 0 where the server names them; where "
+    "it does not, an event counts as one token.",
     "Latencies are of complete answers; percentiles interpolate between the two nearest requests.",
     "Decode interruption: a gap of more than 1.5 × the run's median gap (of gaps above 0); lost in it is what exceeds "
     "the median, shown as a share of the time between first and last tokens.",
@@ -76,6 +78,12 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
         share = NONE if late.share_of_gap is None else f"{late.share_of_gap:.2%}"
         times = f"{late.mean_ms:.2f} ms mean, {late.p99_ms:.2f} ms p99, {late.max_ms:.2f} ms at most"
         yield "sent late", f"{times}; mean is {share} of the mean gap"
+    if (held := summary.held) is not None:
+        how = f"at most {held.concurrency} requests under way"
+        yield "closed loop", f"{how}; {held.share_of_requests:.0%} waited for a place, {held.mean_ms:.1f} ms on average"
+    if (lengths := summary.lengths) is not None:
+        yield "prompt tokens", _length(lengths.prompt, lengths.prompt_asked)
+        yield "answer tokens", _length(lengths.output, lengths.output_asked)
     yield "lost to cold starts", percent(summary.cold_start_share)
     if (pauses := summary.interruptions) is not None:
         each = f"{pauses.median_per_request:g} median, {pauses.mean_per_request:.2f} mean"
@@ -86,6 +94,13 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "SLO", str(kept.slo)
         yield "SLO attainment", f"{kept.share:.1%} ({each})"
         yield "goodput", f"{kept.goodput_per_s:.2f} requests/s"
+
+
+def _length(got: float, asked: float | None) -> str:
+    if asked is None:
+        return f"{got:.1f} on average"
+    far = "; NOT what was asked for" if abs(got - asked) > _FAR_LENGTH * asked else ""
+    return f"{got:.1f} on average, {asked:.1f} asked for{far}"
 
 
 def _group_sheet(title: str, kind: str, groups: Sequence[Group]) -> Sheet:
@@ -103,7 +118,7 @@ def _group_sheet(title: str, kind: str, groups: Sequence[Group]) -> Sheet:
 
 
 def _rank(group: Group) -> str:
-    return NONE if group.rank is None else str(group.rank)
+    return NONE if not group.rank else str(group.rank)
 
 
 def beside_sheet(summaries: Sequence[Summary]) -> Sheet:

@@ -58,6 +58,25 @@ class Lateness:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """A closed loop's requests, from when they were due until there was a place for them."""
+
+    concurrency: int
+    mean_ms: float
+    share_of_requests: float  # that waited for more than a millisecond
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Means over complete answers, in tokens, by the server's count where it gave one."""
+
+    prompt: float
+    prompt_asked: float | None
+    output: float
+    output_asked: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Interruptions:
     """As the module's docstring defines them."""
 
@@ -85,7 +104,7 @@ class Group:
 
     name: str
     members: int  # adapters in it
-    rank: int | None  # None: the base model, or several
+    rank: int | None  # 0: the base model; None: nobody told it, or several
     requests: int
     failed: int
     ttft_mean_ms: float | None
@@ -111,7 +130,9 @@ class Summary:
     output_tokens_per_s: float
     total_tokens_per_s: float  # prompts included
     latency: Latency
-    lateness: Lateness | None
+    lateness: Lateness | None  # None in a closed loop, which sends when it has a place
+    held: Held | None  # in a closed loop
+    lengths: Lengths | None
     valid: bool
     invalid_because: tuple[str, ...]
     cold_start_share: float | None  # (load + stalled) / e2e, over requests whose server says; None: none does
@@ -125,7 +146,7 @@ def summarize(run: Run, slo: Slo | None = None, percentiles: Sequence[float] = (
     """All of it; the 95th percentile is added to those asked for."""
     columns = Columns.of(run.records)
     wanted = tuple(sorted({*map(float, percentiles), _DRAWN_PERCENTILE}))
-    lateness = _lateness(columns)
+    lateness = _lateness(columns) if run.concurrency is None else None
     reasons = tuple(_reasons(columns, lateness))
     completed = int(columns.ok.sum())
     output_tokens = int(columns.output_tokens[columns.ok].sum())
@@ -138,12 +159,14 @@ def summarize(run: Run, slo: Slo | None = None, percentiles: Sequence[float] = (
         errors=dict(Counter(record.error for record in run.records if record.error is not None).most_common()),
         interrupted=run.interrupted,
         wall_s=run.wall_s,
-        offered_per_s=None if lateness is None or not lateness.mean_gap_ms else 1e3 / lateness.mean_gap_ms,
+        offered_per_s=_offered_per_s(columns),
         requests_per_s=_per_s(completed, run),
         output_tokens_per_s=_per_s(output_tokens, run),
         total_tokens_per_s=_per_s(output_tokens + int(columns.prompt_tokens[columns.ok].sum()), run),
         latency=_latency(columns, wanted),
         lateness=lateness,
+        held=None if run.concurrency is None else _held(run.concurrency, columns),
+        lengths=_lengths(run.records),
         valid=not reasons,
         invalid_because=reasons,
         cold_start_share=_cold_start_share(run.records),
@@ -190,9 +213,39 @@ def _lateness(columns: Columns) -> Lateness | None:
     )
 
 
+def _offered_per_s(columns: Columns) -> float | None:
+    span_s = float(np.ptp(columns.due_s)) if columns.due_s.size else 0.0
+    return (columns.due_s.size - 1) / span_s if span_s > 0 else None
+
+
+def _held(concurrency: int, columns: Columns) -> Held:
+    waited_ms = 1e3 * np.maximum(columns.sent_s - columns.due_s, 0.0)
+    known = bool(waited_ms.size)
+    return Held(
+        concurrency, float(waited_ms.mean()) if known else 0.0, float((waited_ms > 1.0).mean()) if known else 0.0
+    )
+
+
+def _lengths(records: Sequence[RequestRecord]) -> Lengths | None:
+    complete = [record for record in records if record.error is None]
+    if not complete:
+        return None
+
+    def mean(values: list[int | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return sum(known) / len(known) if known else None
+
+    return Lengths(
+        prompt=mean([record.prompt_tokens for record in complete]) or 0.0,
+        prompt_asked=mean([record.asked_prompt_tokens for record in complete]),
+        output=mean([record.output_tokens for record in complete]) or 0.0,
+        output_asked=mean([record.asked_output_tokens for record in complete]),
+    )
+
+
 def _reasons(columns: Columns, lateness: Lateness | None) -> list[str]:
     reasons = []
-    if lateness is None:
+    if not columns.sent_s.size:
         reasons.append("No request was sent.")
     elif not columns.ok.any():
         reasons.append("No request was answered.")
@@ -261,7 +314,7 @@ def _by_rank(records: Sequence[RequestRecord], columns: Columns, kept: Bools | N
     ranks = sorted(adapters, key=lambda rank: -1 if rank is None else rank)
     return tuple(
         _group(
-            "base model" if rank is None else str(rank),
+            "unknown" if rank is None else str(rank) if rank else "base model",
             len(adapters[rank]),
             rank,
             of == (-1 if rank is None else rank),

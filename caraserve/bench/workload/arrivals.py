@@ -40,6 +40,7 @@ class Arrivals:
     text: str  # what parse_arrivals() makes it from
     draw: Draw = field(repr=False)  # times in s at a mean of one a second, never falling
     natural_rate: float | None = None  # requests a second where no rate is asked for; None: one must be
+    recorded: Callable[[int], Times] | None = field(default=None, repr=False)  # times as a trace has them, unscaled
 
     def rate(self, asked: float | None) -> float:
         """Requests a second: those asked for, else the trace's own."""
@@ -53,6 +54,8 @@ class Arrivals:
 
     def times(self, rng: np.random.Generator, rate: float | None, count: int) -> Times:
         """When each of `count` requests arrives, in s from the run's start, in order."""
+        if rate is None and self.recorded is not None:
+            return self.recorded(count)
         return self.draw(rng, count) / self.rate(rate)
 
 
@@ -85,7 +88,8 @@ def _from_trace(text: str, trace: Trace | None) -> Arrivals:
     if trace.at_s is None:
         raise ConfigError(f"arrivals 'trace': {trace.source} has no times")
     period_s = _period_s(trace.at_s)
-    return Arrivals(text, _replay(trace), len(trace.at_s) / period_s if period_s > 0 else math.inf)
+    rate = len(trace.at_s) / period_s if period_s > 0 else math.inf
+    return Arrivals(text, _replay(trace), rate, lambda count: _recorded(trace, count)[:-1])
 
 
 def _period_s(at_s: Times) -> float:
@@ -94,15 +98,17 @@ def _period_s(at_s: Times) -> float:
     return float(at_s[-1]) * count / (count - 1) if count > 1 else 0.0
 
 
-def _replay(trace: RequestTrace) -> Draw:
-    at_s = trace.at_s
-    assert at_s is not None
-    period_s = _period_s(at_s)
+def _recorded(trace: RequestTrace, count: int) -> Times:
+    """The first arrivals and the one after them; a trace that ends begins again."""
+    assert trace.at_s is not None
+    index = np.arange(count + 1)
+    return trace.at_s[index % len(trace.at_s)] + index // len(trace.at_s) * _period_s(trace.at_s)
 
+
+def _replay(trace: RequestTrace) -> Draw:
     def draw(_: np.random.Generator, count: int) -> Times:
-        # One more than asked for: where the next would arrive ends the run, which makes its mean rate exact.
-        index = np.arange(count + 1)
-        times_s = at_s[index % len(at_s)] + index // len(at_s) * period_s
+        # Where the next would arrive ends the run, which makes its mean rate exact.
+        times_s = _recorded(trace, count)
         return times_s[:-1] * (count / times_s[-1]) if times_s[-1] > 0 else times_s[:-1]
 
     return draw

@@ -74,7 +74,8 @@ def build(spec: WorkloadSpec) -> Workload:
     adapters = max(1, round(spec.adapters * spec.scale.adapters)) if spec.adapters else 0
     ranks = tuple(spec.ranks[index % len(spec.ranks)] for index in range(adapters))
 
-    at_s = spec.arrivals.times(for_arrivals, rate, count)
+    as_recorded = spec.rate is None and spec.scale.rate == 1.0
+    at_s = spec.arrivals.times(for_arrivals, None if as_recorded else rate, count)
     (prompts, outputs), shortened = _lengths(spec, for_lengths, count)
     dealt: list[int] | list[None] = [None] * count
     if ranks:
