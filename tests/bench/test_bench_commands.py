@@ -150,6 +150,62 @@ def test_modes_are_set_against_cached(tmp_path: Path) -> None:
     assert "1.000" in again.stdout
 
 
+def test_every_run_has_prompts_that_no_prefix_cache_knows() -> None:
+    load = (
+        "--random-input-len",
+        "200",
+        "--random-output-len",
+        "2",
+        "--num-prompts",
+        "10",
+        "--request-rate",
+        "20",
+        "20",
+    )
+    document = last_line(
+        bench("serve", "--adapters", "1", *load, "--", "--cpu-threads", "1", "--loading-mode", "cached")
+    )
+    first, again = (run["latency"]["ttft"]["percentiles_ms"]["p50"] for run in document["runs"])  # type: ignore[attr-defined]
+    assert again > first / 3
+
+
+def test_what_was_measured_outlives_an_endpoint_that_does_not() -> None:
+    command = [sys.executable, str(FAKE), "ttft-5-tpot-1"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = f"http://127.0.0.1:{int(process.stdout.readline())}"
+            rates = ("--request-rate", "50", "20", "--num-prompts", "60", "--random-output-len", "2")
+            command = [sys.executable, "-m", "caraserve", "bench", "serve", "--url", url, *rates]
+            pipe = subprocess.PIPE
+            with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as measuring:
+                assert measuring.stderr is not None
+                while "@ 20/s: sending" not in measuring.stderr.readline():
+                    assert measuring.poll() is None
+                process.kill()
+                printed, errors = measuring.communicate(timeout=60)
+        finally:
+            process.kill()
+    document = json.loads(printed.splitlines()[-1])
+    assert document["runs"][0]["completed"] == 60
+    assert "Traceback" not in errors
+
+
+def test_an_endpoint_that_refuses_everything_is_a_failure(url: str) -> None:
+    done = bench("serve", "--url", url, "--lora-modules", "refuse", *QUICK)
+    assert done.returncode == 1
+    assert json.loads(done.stdout.splitlines()[-1])["valid"] is False
+
+
+def test_a_closed_loop_says_how_many_waited(url: str) -> None:
+    document = last_line(bench("serve", "--url", url, *QUICK, "--max-concurrency", "1"))
+    run = document["runs"][0]  # type: ignore[index]
+    assert run["lateness"] is None
+    assert run["held"]["concurrency"] == 1
+    assert run["held"]["share_of_requests"] > 0
+    assert run["offered_per_s"] == pytest.approx(100, rel=0.8)
+
+
 def test_presets_say_what_their_papers_leave_unsaid() -> None:
     assert "toppings-s1" in bench("presets").stdout
     assert "no duration" in bench("presets", "toppings-s1").stdout
@@ -166,6 +222,12 @@ def test_presets_say_what_their_papers_leave_unsaid() -> None:
         (("serve", "--", "--loading-mode", "magic"), "magic"),
         (("modes", "--modes", "ondemand"), "cached"),
         (("compare", "nowhere.json", "nowhere.json"), "nowhere.json"),
+        (("serve", "--save", "/proc/nowhere"), "/proc/nowhere"),
+        (("serve", "--url", "http://[::1"), "--url"),
+        (("serve", "--url", "http://127.0.0.1:1", "--", "model"), "arguments after --"),
+        (("modes", "--emulate-link-mb-per-s", "0"), "--emulate-link-mb-per-s"),
+        (("modes", "--repeats", "0"), "--repeats"),
+        (("modes", "--request-rate", "1", "2"), "one rate"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else value,
 )

@@ -44,6 +44,12 @@ def test_tokens_without_text_count_by_their_ids() -> None:
     assert decode(OpenAICompletions("base"), answered((1.0, stream))).token_s == (1.0,)
 
 
+def test_every_token_that_an_event_names_counts() -> None:
+    stream = b'data: {"choices":[{"text":"abc","token_ids":[5,6,7],"finish_reason":null}],"error":null}\n\n'
+    answer = decode(OpenAICompletions("base"), answered((1.0, stream)))
+    assert (answer.token_s, answer.error) == ((1.0, 1.0, 1.0), None)
+
+
 def test_chat_counts_content_and_not_its_role() -> None:
     stream = b"".join(
         b"data: " + json.dumps({"choices": [{"delta": delta, "finish_reason": None}]}).encode() + b"\r\n\r\n"
@@ -72,6 +78,8 @@ def test_llama_cpp_counts_its_own_tokens() -> None:
         (b'data: {"error":{"message":"out of memory"}}\n\n', 200, "out of memory"),
         (b"data: {nonsense\n\n", 200, "not JSON: data: {nonsense"),
         (b"data: [DONE]\n\n", 200, "the answer has no tokens"),
+        (b"data: 5\n\n", 200, "not an event: data: 5"),
+        (b'data: {"choices":[null]}\n\n', 200, 'not an event: data: {"choices":[null]}'),
     ],
 )
 def test_what_is_no_answer_is_an_error(body: bytes, status: int, error: str) -> None:

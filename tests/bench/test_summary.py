@@ -108,12 +108,24 @@ def test_groups_by_rank_and_adapter() -> None:
     records = (
         answered(0, 0.0, (0.1,), model="a", rank=64),
         answered(1, 0.0, (0.3,), model="a", rank=64),
-        answered(2, 0.0, (0.2,), model="base", rank=None),
+        answered(2, 0.0, (0.2,), model="base", rank=0),
     )
     summary = summarize(Run("groups", records, 1.0))
-    assert [(group.rank, group.requests) for group in summary.ranks] == [(None, 1), (64, 2)]
+    assert [(group.rank, group.requests) for group in summary.ranks] == [(0, 1), (64, 2)]
     assert [group.name for group in summary.adapters] == ["a", "base"]
     assert [group.ttft_mean_ms for group in summary.adapters] == pytest.approx([200, 200])
+
+
+def test_adapters_of_unknown_rank_are_not_the_base_model() -> None:
+    summary = summarize(Run("unknown", (answered(0, 0.0, (0.1,), rank=None),), 1.0))
+    assert [group.name for group in summary.ranks] == ["unknown"]
+
+
+def test_lengths_are_told_beside_those_asked_for() -> None:
+    record = answered(0, 0.0, (0.1, 0.2), asked_prompt_tokens=20, asked_output_tokens=4)
+    lengths = summarize(Run("short", (record,), 1.0)).lengths
+    assert lengths is not None
+    assert (lengths.prompt, lengths.prompt_asked, lengths.output, lengths.output_asked) == (10, 20, 2, 4)
 
 
 def test_a_run_without_an_answer_has_no_latencies() -> None:

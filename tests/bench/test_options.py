@@ -1,0 +1,105 @@
+"""What is asked for on the command line becomes that load, and what contradicts itself is refused."""
+
+import argparse
+
+import pytest
+
+from caraserve.bench.capacity import CONCURRENCY, PROBE_REQUESTS, capacity_per_s, share_of_capacity
+from caraserve.bench.commands import bench_parser
+from caraserve.bench.objective import objective
+from caraserve.bench.options import LoadOptions
+from caraserve.bench.records import RequestRecord, Run
+from caraserve.bench.report.slo import Slo
+from caraserve.bench.workload.build import build
+from caraserve.bench.workload.presets import find_preset
+from caraserve.errors import ConfigError
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    return bench_parser().parse_args(["serve", *words])
+
+
+def load(*words: str) -> LoadOptions:
+    return LoadOptions.from_args(parsed(*words))
+
+
+def test_without_options_the_load_is_small_and_poisson() -> None:
+    workload = build(load().spec())
+    assert len(workload.requests) == 100
+    assert {(each.prompt_tokens, each.output_tokens) for each in workload.requests} == {(128, 32)}
+
+
+def test_vllms_words_mean_what_they_mean_there() -> None:
+    spec = load("--random-input-len", "9", "--burstiness", "0.5", "--lora-assignment", "random").spec()
+    assert (spec.lengths.name, spec.arrivals.text, spec.popularity.text) == ("fixed:9/32", "gamma:0.5", "uniform")
+
+
+def test_a_preset_gives_way_to_what_is_asked_for() -> None:
+    spec = load("--preset", "toppings-s1", "--request-rate", "2", "--num-prompts", "7").spec()
+    assert (spec.rate, spec.num_requests, spec.popularity.text) == (2.0, 7, "distinct")
+
+
+def test_a_scaled_run_keeps_enough_requests_at_the_rate_that_it_has() -> None:
+    options = load("--preset", "toppings-s3", "--scale", "0.02", "--rate-scale", "0.5")
+    assert len(build(options.sized(options.spec())).requests) == 100
+
+
+def test_a_scaled_preset_has_a_smaller_model_and_says_so() -> None:
+    options = load("--preset", "toppings-s3", "--scale", "0.02")
+    model, note = options.model(None)
+    assert model == "100M"
+    assert note is not None
+    assert "in place of llama2-7b" in note
+
+
+def test_all_at_once_has_no_rate() -> None:
+    options = load("--request-rate", "inf", "--num-prompts", "3")
+    assert [each.at_s for each in build(options.spec()).requests] == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--rate-scale", "auto", "--request-rate", "2"),
+        ("--burstiness", "1", "--arrivals", "uniform"),
+        ("--num-prompts", "1", "--duration-s", "1"),
+        ("--lengths", "lmsys", "--random-input-len", "3"),
+        ("--preset", "toppings-s1", "--random-output-len", "3"),
+    ],
+    ids=lambda words: " ".join(words),
+)
+def test_two_words_for_one_thing_are_refused(words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="--"):
+        load(*words)
+
+
+def ended(*done_s: float) -> Run:
+    records = (RequestRecord(index, "m", 8, 0.0, 0.0, at_s, 1, 1) for index, at_s in enumerate(done_s))
+    return Run("capacity", tuple(records), max(done_s))
+
+
+def test_capacity_counts_whole_generations_of_requests_that_end_together() -> None:
+    together = [0.5 * (1 + index // CONCURRENCY) for index in range(PROBE_REQUESTS)]
+    assert capacity_per_s(ended(*together)) == pytest.approx(CONCURRENCY / 0.5)
+
+
+def test_capacity_of_requests_that_end_one_by_one() -> None:
+    assert capacity_per_s(ended(*(0.1 * index for index in range(PROBE_REQUESTS)))) == pytest.approx(10)
+
+
+def test_capacity_is_not_guessed_from_failures() -> None:
+    with pytest.raises(ValueError, match="failed"):
+        capacity_per_s(ended(1.0))
+
+
+@pytest.mark.parametrize(
+    ("preset", "share"), [("toppings-s1", 0.65), ("toppings-s2", 0.65 * 6 / 9), ("dlora-maf1-7b", 0.325)]
+)
+def test_the_highest_rate_of_a_setting_is_taken_for_two_thirds_of_its_machine(preset: str, share: float) -> None:
+    assert share_of_capacity(find_preset(preset)) == pytest.approx(share)
+
+
+def test_a_preset_brings_its_papers_objective() -> None:
+    assert objective(None, None, "slora-a10g-s1").slo == Slo(ttft_ms=6000)
+    assert objective(None, None, "toppings-testbed-30").scale == 1.5
+    assert objective("ttft:5", None, "slora-a10g-s1").slo == Slo(ttft_ms=5)
