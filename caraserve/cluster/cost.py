@@ -136,9 +136,7 @@ def total_cost(
     rather wait in a long queue than add to a short one."""
     if decode_after_ms > slo_ms:
         return math.inf
-    cost = own_weight * own_latency_ms
-    if requests > 0:
-        cost += (added_prefill_ms / output_tokens + added_decode_ms) * requests
+    cost = (added_prefill_ms / output_tokens + added_decode_ms) * requests + own_weight * own_latency_ms
     feel_cold = requests if cold_blocks else 0
     if own_weight == 0.0:  # otherwise in own_latency_ms
         feel_cold += 1

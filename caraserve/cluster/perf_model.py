@@ -24,7 +24,6 @@ _WINDOW = 128  # observations: some seconds of iterations
 _CHECK_EVERY = 32
 _TOLERANCE = 0.10  # median relative error that calls for a refit; fits of a quiet machine are within 0.04
 _GAIN = 0.9  # a refit has to lower that error to this share of it: otherwise the times only scatter
-_TRIMMED = 10  # one row in so many is left out of a fit: the worst, where a pause of the machine hit an iteration
 
 
 def decode_ms(
@@ -130,10 +129,8 @@ class _Line:
         return self._error(self.coefficients)
 
     def _error(self, coefficients: Sequence[float]) -> float:
-        return statistics.median(self._errors(coefficients)) if self._seen else 0.0
-
-    def _errors(self, coefficients: Sequence[float]) -> list[float]:
-        return [abs(_value(coefficients, x) - ms) / ms for x, ms in self._seen]
+        errors = [abs(_value(coefficients, x) - ms) / ms for x, ms in self._seen]
+        return statistics.median(errors) if errors else 0.0
 
     def _refit(self) -> bool:
         # Traffic of one kind says nothing of another: the profile's points stand in for what was not seen, moved by
@@ -141,22 +138,14 @@ class _Line:
         ratios = [ms / predicted for x, ms in self._seen if (predicted := _value(self.coefficients, x)) > 0]
         ratio = statistics.median(ratios) if ratios else 1.0
         anchored = [(x, ratio * ms) for x in self._anchors if (ms := _value(self.coefficients, x)) > 0]
-        # Rows over their times: least squares then weighs relative errors.
-        found = self._fitted([*self._seen, *anchored])
-        errors = self._errors(found)
-        limit = sorted(errors)[-1 - len(errors) // _TRIMMED]
-        kept = [row for row, error in zip(self._seen, errors, strict=True) if error <= limit]
-        found = self._fitted([*kept, *anchored])
+        # Rows over their times: least squares then weighs relative errors, and a pause of the machine errs by 1.
+        rows = [*self._seen, *anchored]
+        columns = zip(*([value / ms for value in x] for x, ms in rows), strict=True)
+        found, _ = fit_times([list(column) for column in columns], [1.0] * len(rows))
         if self._error(found) > _GAIN * self.error:
             return False
         self.coefficients = found
         return True
-
-    @staticmethod
-    def _fitted(rows: Sequence[tuple[tuple[float, ...], float]]) -> tuple[float, ...]:
-        columns = zip(*([value / ms for value in x] for x, ms in rows), strict=True)
-        coefficients, _ = fit_times([list(column) for column in columns], [1.0] * len(rows))
-        return coefficients
 
 
 def _value(coefficients: Sequence[float], x: Sequence[float]) -> float:
