@@ -10,42 +10,29 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from random import Random
 
+from caraserve.cluster import wire
 from caraserve.cluster.dialling import Dialling
 from caraserve.cluster.facts import SHARED, Adapter, Fact, Facts, Load, Value
 from caraserve.cluster.links import Link, Nothing
 from caraserve.cluster.members import MAX_LIVE, Members, Record, Rumour, State
-from caraserve.cluster.ports import Close, Dial, FactsChanged, Output, PeerRefused, Quoted, RefusedUs, Settings
+from caraserve.cluster.ports import (
+    CROWDED,
+    Close,
+    Dial,
+    FactsChanged,
+    Output,
+    PeerRefused,
+    Quoted,
+    RefusedUs,
+    Settings,
+    objection,
+)
+from caraserve.cluster.relays import Relays
 from caraserve.cluster.seal import Keyring
 from caraserve.cluster.sharing import Sharing
-from caraserve.cluster.wire import (
-    MAX_ADDRESS,
-    MAX_NAME,
-    PROTOCOL,
-    Ack,
-    Beat,
-    Compare,
-    Hello,
-    Leave,
-    Malformed,
-    Message,
-    Nack,
-    Ping,
-    PingReq,
-    Quote,
-    Refuse,
-    Sync,
-    is_plain,
-)
-from caraserve.cluster.wire import Facts as FactsMessage
 from caraserve.errors import ConfigError
 
-CROWDED = (
-    f"the cluster has {MAX_LIVE} instances, the most that connect each to each; "
-    "run more of them in Kubernetes, behind llm-d's router over a Gateway API InferencePool"
-)
 _MAX_LINKS = 4 * MAX_LIVE  # strangers included, who have not shown a key yet
-_RELAYED = 2**40  # numbers of pings for others; those of our own probes are below
-_MAX_RELAYED = 4 * MAX_LIVE
 
 
 class Core:
@@ -53,9 +40,9 @@ class Core:
 
     def __init__(self, settings: Settings, keys: Keyring, rng: Random, now: float, wall_ms: int) -> None:
         """Raises ConfigError for a name or address that others could not read."""
-        if not is_plain(settings.name, MAX_NAME) or not is_plain(settings.address, MAX_ADDRESS):
+        if not wire.is_plain(settings.name, wire.MAX_NAME) or not wire.is_plain(settings.address, wire.MAX_ADDRESS):
             raise ConfigError(
-                f"--name {settings.name!r} at {settings.address!r}: plain ASCII, up to {MAX_NAME} characters"
+                f"--name {settings.name!r} at {settings.address!r}: plain ASCII, up to {wire.MAX_NAME} characters"
             )
         me = Record(settings.name, settings.address, wall_ms, 0, State.ALIVE)
         self.members = Members(me, settings.timing, rng, now)
@@ -71,8 +58,7 @@ class Core:
         self._nonces: deque[str] = deque(maxlen=_MAX_LINKS)  # by which we know ourselves at the other end
         self._peers: dict[str, Link] = {}  # the connection in use with each instance in session
         self._spare: dict[int, float] = {}  # links that another one replaced, and since when
-        self._relayed: dict[int, tuple[str, int, float]] = {}  # ours → (who asked, its number, until)
-        self._relays = _RELAYED
+        self._relays = Relays(0.8 * settings.timing.probe_s)  # our no comes before the asker gives up on us
         self._load, self._sequence = Load(), 0
         self._beat_s, self._sync_s = now, now + settings.sync_s * rng.random()
         self._crowded = 0
@@ -95,7 +81,10 @@ class Core:
         self._spare.pop(link, None)
         if gone is not None and gone.peer is not None and self._peers.get(gone.peer.name) is gone:
             self._unlink(gone)
-            if self.members.me.state != State.LEFT:  # who leaves judges nobody any more
+            if (spare := self._other_link(gone.peer.name)) is not None:
+                self._peers[gone.peer.name] = spare
+                del self._spare[spare.number]
+            elif self.members.me.state != State.LEFT:  # who leaves judges nobody any more
                 self.members.lost(gone.peer.name, now)
         self._settle()
 
@@ -104,11 +93,11 @@ class Core:
         source = self._links.get(link)
         if source is not None and source.closing is None:
             message = source.open(frame, now)
-            if isinstance(message, Malformed):
+            if isinstance(message, wire.Malformed):
                 self.malformed += 1
-            elif isinstance(message, Hello):
+            elif isinstance(message, wire.Hello):
                 self._greeted(source, message, now)
-            elif isinstance(message, Refuse):
+            elif isinstance(message, wire.Refuse):
                 if message.echo == source.nonce:
                     peer = source.peer.name if source.peer else source.dialled or ""
                     self._dialling.refused(source.dialled, now)
@@ -128,12 +117,11 @@ class Core:
 
     def _take_part(self, now: float) -> None:
         for probe in self.members.tick(now):
-            self._send(probe.target, Ping(probe.number, self.members.rumours(probe.target)))
+            self._send(probe.target, wire.Ping(probe.number, self.members.rumours(probe.target)))
             for via in probe.via:
-                self._send(via, PingReq(probe.number, probe.target, self.members.rumours(via)))
-        for number in [number for number, (_, _, until) in self._relayed.items() if now > until]:
-            asker, asked, _ = self._relayed.pop(number)
-            self._send(asker, Nack(asked))
+                self._send(via, wire.PingReq(probe.number, probe.target, self.members.rumours(via)))
+        for asker, asked in self._relays.expired(now):
+            self._send(asker, wire.Nack(asked))
         for message in self._sharing.take_news():
             self._send_all(message)
         if now >= self._beat_s:
@@ -160,7 +148,7 @@ class Core:
         me, settings = self.members.me, self._settings
         echo = source.peer.nonce if source.peer else ""
         who = (settings.cluster, settings.model, me.name, me.address, me.epoch)
-        return source.pull(Hello(PROTOCOL, *who, source.nonce, echo, source.up), now)
+        return source.pull(wire.Hello(wire.PROTOCOL, *who, source.nonce, echo, source.up), now)
 
     def take_outputs(self) -> list[Output]:
         """What to do and what happened, since the last call."""
@@ -195,7 +183,7 @@ class Core:
         """Adapter names kept from an earlier life, tombstones among them."""
         self.facts.merge(SHARED, facts, self._wall_ms(now))
 
-    def quote(self, peer: str, quote: Quote) -> bool:
+    def quote(self, peer: str, quote: wire.Quote) -> bool:
         """Asks a peer, or answers it; whether there is a connection to it."""
         self._send(peer, quote)
         return peer in self._peers
@@ -203,6 +191,10 @@ class Core:
     def peers(self) -> Iterator[str]:
         """Instances in session with us."""
         return iter(tuple(self._peers))
+
+    def seed(self, addresses: tuple[str, ...]) -> None:
+        """Other addresses to find the cluster at, as when a DNS name resolves to others than before."""
+        self._dialling.seeds = addresses
 
     def rekey(self, keys: Keyring) -> None:
         """Other secrets, from the next frame on."""
@@ -213,17 +205,19 @@ class Core:
     def leave(self, now: float) -> None:
         """Says goodbye; then nobody is let in or dialled."""
         self.members.leave()
-        self._send_all(Leave(self.members.me))
+        self._send_all(wire.Leave(self.members.me))
         self._settle()
 
     # ---- sessions
 
-    def _greeted(self, link: Link, hello: Hello, now: float) -> None:
+    def _greeted(self, link: Link, hello: wire.Hello, now: float) -> None:
         if hello.nonce in self._nonces:
             self._dialling.is_us(link.dialled)
             link.close("it is our own address")
             return
-        reason = self._objection(hello)
+        reason = objection(self._settings, hello)
+        if reason is None and not self.members.admits(hello.name):
+            reason = CROWDED
         if reason is not None:
             link.peer = hello
             link.refuse(reason, now)
@@ -232,19 +226,7 @@ class Core:
         elif link.greeted(hello, now):
             self._begin(link, hello, now)
 
-    def _objection(self, hello: Hello) -> str | None:
-        settings = self._settings
-        if hello.protocol != PROTOCOL:
-            return f"{settings.name} speaks version {PROTOCOL} of the cluster's protocol, not {hello.protocol}"
-        if hello.cluster != settings.cluster:
-            return f"{settings.name} is of cluster {settings.cluster}, not {hello.cluster}"
-        if hello.model != settings.model:
-            return f"{settings.name} serves another base model ({settings.model}, not {hello.model})"
-        if hello.name == settings.name:
-            return f"an instance at {settings.address} is called {settings.name}, too; give each a --name of its own"
-        return None if self.members.admits(hello.name) else CROWDED
-
-    def _begin(self, link: Link, hello: Hello, now: float) -> None:
+    def _begin(self, link: Link, hello: wire.Hello, now: float) -> None:
         """A peer has proved that it knows a secret, and does so now."""
         self.members.merge(Rumour(Record(hello.name, hello.address, hello.epoch, 0, State.ALIVE), ""), now)
         self.members.heard(hello.name, now)
@@ -261,6 +243,11 @@ class Core:
             self._spare[old.number] = now
         self._peers[hello.name] = link
         link.send(self._sync(answer=False))
+
+    def _other_link(self, name: str) -> Link | None:
+        """The spare connection to an instance."""
+        links = (link for link in self._links.values() if link.number in self._spare and link.closing is None)
+        return next((link for link in links if link.peer is not None and link.peer.name == name), None)
 
     def _unlink(self, link: Link) -> None:
         if link.peer is not None and self._peers.get(link.peer.name) is link:
@@ -296,27 +283,27 @@ class Core:
 
     # ---- messages
 
-    def _handle(self, link: Link, name: str, message: Message, now: float) -> None:
+    def _handle(self, link: Link, name: str, message: wire.Message, now: float) -> None:
         match message:
-            case Beat() | Sync() | Leave():
+            case wire.Beat() | wire.Sync() | wire.Leave():
                 self._take_view(link, name, message, now)
-            case Ping() | PingReq() | Ack() | Nack():
+            case wire.Ping() | wire.PingReq() | wire.Ack() | wire.Nack():
                 self._take_probe(link, name, message, now)
-            case Compare():
+            case wire.Compare():
                 for part in self._sharing.answer(message):
                     link.send(part)
-            case FactsMessage(owner=owner):
+            case wire.Facts(owner=owner):
                 news, question = self._sharing.take(name, message, now, self._wall_ms(now))
                 if news:
                     self._outputs.append(FactsChanged(owner, tuple(news)))
                 if question is not None:
                     link.send(question)
-            case Quote():
+            case wire.Quote():
                 self._outputs.append(Quoted(name, message))
 
-    def _take_view(self, link: Link, name: str, message: Beat | Sync | Leave, now: float) -> None:
+    def _take_view(self, link: Link, name: str, message: wire.Beat | wire.Sync | wire.Leave, now: float) -> None:
         match message:
-            case Beat(record, sequence, load, names_root, held_root, rumours) if record.name == name:
+            case wire.Beat(record, sequence, load, names_root, held_root, rumours) if record.name == name:
                 self._merge((Rumour(record, ""), *rumours), now)
                 if self.members.get(name) is None:
                     self._unlink(link)
@@ -324,29 +311,31 @@ class Core:
                     return
                 self.facts.take_load(name, record.epoch, sequence, load, now)
                 self._saw_roots(link, name, ((SHARED, names_root), (name, held_root)), now)
-            case Sync(answer, records, roots):
+            case wire.Sync(answer, records, roots):
                 for record in records:
                     self.members.merge(Rumour(record, name if record.state == State.SUSPECT else ""), now, by_sync=True)
                 self._saw_roots(link, name, roots, now)
                 if not answer:
                     link.send(self._sync(answer=True))
-            case Leave(record) if record.name == name:
+            case wire.Leave(record) if record.name == name:
                 self._merge((Rumour(record, ""),), now)
                 link.close("it leaves")
 
-    def _take_probe(self, link: Link, name: str, message: Ping | PingReq | Ack | Nack, now: float) -> None:
+    def _take_probe(
+        self, link: Link, name: str, message: wire.Ping | wire.PingReq | wire.Ack | wire.Nack, now: float
+    ) -> None:
         match message:
-            case Ping(number, rumours):
+            case wire.Ping(number, rumours):
                 self._merge(rumours, now)
-                link.send(Ack(number, self.members.me))
-            case PingReq(number, target, rumours):
+                link.send(wire.Ack(number, self.members.me))
+            case wire.PingReq(number, target, rumours):
                 self._merge(rumours, now)
                 self._relay(name, number, target, now)
-            case Ack(number, record):
-                asker, asked, _ = self._relayed.pop(number, ("", 0, 0.0))
-                self._send(asker, Ack(asked, record))
+            case wire.Ack(number, record):
+                asker, asked = self._relays.answered(number)
+                self._send(asker, wire.Ack(asked, record))
                 self.members.acked(number, record, now)
-            case Nack(number):
+            case wire.Nack(number):
                 self.members.nacked(number, name)
 
     def _merge(self, rumours: Iterable[Rumour], now: float) -> None:
@@ -359,25 +348,23 @@ class Core:
             if question is not None:
                 link.send(question)
 
-    def _relay(self, asker: str, number: int, target: str, now: float) -> None:
-        if target not in self._peers or len(self._relayed) >= _MAX_RELAYED:
-            self._send(asker, Nack(number))
-            return
-        self._relays += 1
-        # Its no must come before the asker gives up, or the asker would doubt itself.
-        self._relayed[self._relays] = (asker, number, now + 0.8 * self._settings.timing.probe_s)
-        self._send(target, Ping(self._relays, self.members.rumours(target)))
+    def _relay(self, asker: str, asked: int, target: str, now: float) -> None:
+        number = self._relays.start(asker, asked, now) if target in self._peers else None
+        if number is None:
+            self._send(asker, wire.Nack(asked))
+        else:
+            self._send(target, wire.Ping(number, self.members.rumours(target)))
 
     def _beat(self) -> None:
         self._sequence += 1
         names, mine = self.facts.shelf(SHARED), self.facts.shelf(self._settings.name)
         roots = (names.root if names else 0, mine.root if mine else 0)
-        beat = Beat(self.members.me, self._sequence, self._load, *roots, ())
+        beat = wire.Beat(self.members.me, self._sequence, self._load, *roots, ())
         for name, link in self._peers.items():
             link.send(replace(beat, rumours=self.members.rumours(name)))
 
-    def _sync(self, *, answer: bool) -> Sync:
-        return Sync(answer, self.members.records(), self.facts.roots())
+    def _sync(self, *, answer: bool) -> wire.Sync:
+        return wire.Sync(answer, self.members.records(), self.facts.roots())
 
     def _tidy(self, now: float) -> None:
         self.facts.expire(self._wall_ms(now))
@@ -385,12 +372,12 @@ class Core:
             if owner != SHARED and self.members.get(owner) is None:
                 self.facts.forget(owner)
 
-    def _send(self, name: str, message: Message) -> None:
+    def _send(self, name: str, message: wire.Message) -> None:
         link = self._peers.get(name)
         if link is not None:
             link.send(message)
 
-    def _send_all(self, message: Message) -> None:
+    def _send_all(self, message: wire.Message) -> None:
         for link in self._peers.values():
             link.send(message)
 

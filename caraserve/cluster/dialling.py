@@ -22,7 +22,7 @@ class Dialling:
 
     def __init__(self, name: str, seeds: tuple[str, ...], rng: Random, now: float) -> None:
         self._name = name
-        self._seeds = seeds
+        self.seeds = seeds
         self._rng = rng
         self._due = {address: now + _SPREAD_S * rng.random() for address in seeds}
         self._names: dict[str, str] = {}  # a seed's address → who answered there, which may call itself otherwise
@@ -37,7 +37,7 @@ class Dialling:
         links = list(reached)
         names = {peer.name for _, peer in links if peer is not None} | {self._name}
         open_addresses = {dialled for dialled, _ in links}
-        wanted = {address: now for address in self._seeds if self._names.get(address) not in names}
+        wanted = {address: now for address in self.seeds if self._names.get(address) not in names}
         for record in known:
             if record.name not in names and record.state != State.LEFT:
                 first = _OTHER_SIDE_S if record.name < self._name else 0.0
@@ -50,8 +50,8 @@ class Dialling:
 
     def reached(self, address: str | None, name: str) -> None:
         """Somebody answered at an address of ours."""
-        if address in self._seeds:
-            self._names[address] = name
+        if address is not None and address in self.seeds:
+            self._names = {seed: who for seed, who in self._names.items() if seed in self.seeds} | {address: name}
 
     def is_us(self, address: str | None) -> None:
         """A seed is our own address, as when all are given the same list."""

@@ -222,8 +222,8 @@ class Members:
                 member.nacks.add(by)
 
     def leave(self) -> None:
-        """We go: said with a higher incarnation, so that no older word about us outlives it."""
-        self.me = replace(self.me, incarnation=self.me.incarnation + 1, state=State.LEFT)
+        """We go. No other state of this incarnation stands against that one."""
+        self.me = replace(self.me, state=State.LEFT)
         self._spread_me()
 
     # ---- what time brings

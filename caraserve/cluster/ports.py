@@ -4,8 +4,13 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from caraserve.cluster.facts import Fact
-from caraserve.cluster.members import MemberChanged, Timing
-from caraserve.cluster.wire import Quote
+from caraserve.cluster.members import MAX_LIVE, MemberChanged, Timing
+from caraserve.cluster.wire import PROTOCOL, Hello, Quote
+
+CROWDED = (
+    f"the cluster has {MAX_LIVE} instances, the most that connect each to each; "
+    "run more of them in Kubernetes, behind llm-d's router over a Gateway API InferencePool"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +79,16 @@ class Quoted:
 
 
 Output: TypeAlias = Dial | Close | MemberChanged | FactsChanged | PeerRefused | RefusedUs | Quoted
+
+
+def objection(settings: Settings, hello: Hello) -> str | None:
+    """Why who greets us so does not belong here, in words for the person who started it."""
+    if hello.protocol != PROTOCOL:
+        return f"{settings.name} speaks version {PROTOCOL} of the cluster's protocol, not {hello.protocol}"
+    if hello.cluster != settings.cluster:
+        return f"{settings.name} is of cluster {settings.cluster}, not {hello.cluster}"
+    if hello.model != settings.model:
+        return f"{settings.name} serves another base model ({settings.model}, not {hello.model})"
+    if hello.name == settings.name:
+        return f"an instance at {settings.address} is called {settings.name}, too; give each a --name of its own"
+    return None

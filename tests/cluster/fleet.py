@@ -106,6 +106,12 @@ class Fleet:
                 if (name, self._ends.get(end ^ 1, name)) in self.cut:
                     self._tell_lost(end, even_cut=True)
 
+    def break_connection(self, which: int) -> None:
+        """One of the connections that stand, the oldest being 0, breaks at both ends."""
+        end = sorted(end for end in self._ends if end % 2 == 0)[which]
+        self._tell_lost(end)
+        self._tell_lost(end + 1)
+
     def heal(self) -> None:
         """Everything passes again."""
         for pair in self.cut:

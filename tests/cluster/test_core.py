@@ -8,10 +8,10 @@ from statistics import median
 import pytest
 
 from caraserve.cluster import core as core_module
-from caraserve.cluster.core import CROWDED, Core
+from caraserve.cluster.core import Core
 from caraserve.cluster.facts import SHARED, Adapter, Load
 from caraserve.cluster.members import MAX_LIVE, State
-from caraserve.cluster.ports import Close, Dial, PeerRefused, Quoted, RefusedUs, Settings
+from caraserve.cluster.ports import CROWDED, Close, Dial, PeerRefused, Quoted, RefusedUs, Settings
 from caraserve.cluster.seal import Keyring
 from caraserve.cluster.wire import Quote
 from caraserve.errors import ConfigError
@@ -86,6 +86,30 @@ def test_two_of_one_name_are_told_so() -> None:
     assert "is called n0, too" in refused.reason
     answer = fleet.nodes["n0"].core.pull(1001, fleet.now)
     assert answer is not None
+
+
+def test_other_seeds_are_dialled_from_then_on() -> None:
+    fleet = Fleet(1)
+    fleet.start("a")
+    fleet.start("b")
+    fleet.run(2)
+    assert not fleet.agree()
+    fleet.nodes["a"].core.seed(("a:1", "b:1"))
+    fleet.run_until(fleet.agree, 1)
+
+
+def test_of_two_connections_either_may_break_without_a_suspicion() -> None:
+    for which in (0, 1):
+        fleet = Fleet(2)
+        fleet.start("a", ["b"])
+        fleet.start("b", ["a"])
+        fleet.run_until(lambda f=fleet: all(len(node.core._links) == 2 for node in f.nodes.values()), 1)
+        fleet.run_until(fleet.agree, 1)
+        fleet.run(0.1)
+        fleet.break_connection(which)
+        fleet.run(5)
+        assert [event.record.state for name in "ab" for _, event in fleet.events(name)] == [State.ALIVE] * 2
+        assert all(node.core.peers() for node in fleet.nodes.values())
 
 
 @pytest.mark.parametrize(
@@ -317,7 +341,7 @@ def test_the_same_inputs_give_the_same_outputs() -> None:
 
 def test_the_core_reads_no_clock_draws_no_lot_and_touches_no_file() -> None:
     folder = Path(core_module.__file__).parent
-    pure = ("members", "facts", "wire", "seal", "links", "sharing", "dialling", "ports", "core", "copies")
+    pure = ("members", "facts", "wire", "seal", "links", "sharing", "dialling", "ports", "core", "relays", "copies")
     barred = {"time", "datetime", "asyncio", "threading", "os", "socket", "secrets", "uuid", "pathlib", "aiohttp"}
     for name in pure:
         for node in ast.walk(ast.parse((folder / f"{name}.py").read_text(encoding="utf-8"))):

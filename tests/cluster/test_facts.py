@@ -55,6 +55,7 @@ def test_merging_does_the_same_in_any_order_and_any_number_of_times(facts: list[
     assert sorted(one, key=lambda fact: fact.key) == sorted(other, key=lambda fact: fact.key)
     assert (one.root, one.sums, len(one)) == (other.root, other.sums, len(other))
     assert shelf_of(list(one)).root == one.root
+    assert not any(one.merge(fact) for fact in again)  # nothing of it is news any more
 
 
 @given(mine=some_facts, theirs=some_facts, third=some_facts)
