@@ -241,7 +241,7 @@ def test_views_converge_on_a_network_that_loses_frames(loss: float) -> None:
         fleet.start(f"n{index}", ["n0"])
     fleet.run_until(fleet.agree, 6)
     fleet.nodes["n1"].core.register(Adapter("sql", "d", 8, 1), fleet.now)
-    fleet.run_until(fleet.same_facts, 6)
+    fleet.run_until(fleet.same_facts, 12)
     fleet.run(60)
     deaths = [event for name in fleet.nodes for _, event in fleet.events(name) if event.record.state == State.DEAD]
     assert deaths == []

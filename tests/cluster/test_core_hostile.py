@@ -9,7 +9,7 @@ from caraserve.cluster.core import Core
 from caraserve.cluster.facts import Load
 from caraserve.cluster.links import MAX_WAITING
 from caraserve.cluster.members import MemberChanged, Record, Rumour, State
-from caraserve.cluster.ports import Close, PeerRefused, Settings
+from caraserve.cluster.ports import Close, PeerRefused, Quoted, Settings
 from caraserve.cluster.seal import HELLO, Keyring, seal
 from caraserve.cluster.wire import PROTOCOL, Hello, Quote, encode
 from tests.cluster.fleet import SECRET, WALL_MS
@@ -75,6 +75,28 @@ def test_a_frame_sent_back_or_again_changes_nothing() -> None:
         one.received(1, frame, 0.9)
     assert one.malformed == before[2] + len(reflected)
     assert one.members.records() == before[0]
+
+
+def test_a_question_that_comes_twice_is_asked_once() -> None:
+    one, other, _ = pair()
+    other.take_outputs()
+    one.quote("b", Quote(1, False, ("adapter",)))
+    frame = one.pull(1, 0.1)
+    assert frame is not None
+    for _ in range(3):
+        other.received(1, frame, 0.1)
+    assert other.take_outputs() == [Quoted("a", Quote(1, False, ("adapter",)))]
+
+
+def test_rumours_of_a_beat_that_was_replaced_still_go_out() -> None:
+    one, other, _ = pair()
+    for name in "xyz":
+        one.members.merge(Rumour(Record(name, f"{name}:1", 5, 0, State.ALIVE), ""), 0.3)
+        for _ in range(30):  # as often as a rumour is sent, and no frame leaves
+            one.set_load(Load(), 0.3, urgent=True)
+            one.tick(0.3)
+    exchange_back(one, other, 0.3)
+    assert {record.name for record in other.members.records()} == set("abxyz")
 
 
 @settings(max_examples=60, deadline=None)
