@@ -47,7 +47,8 @@ class Plan:
     epoch: int
     shares: Mapping[str, tuple[Share, ...]]  # an adapter's fractions sum to 1; largest first
     classes: Mapping[str, int]  # instance → the rank that it is for
-    peak: float = 1.0  # the largest utilisation over the mean that was promised: see hysteresis in placement.py
+    peak: float = 1.0  # the largest utilisation over the mean: this and the next are promised, see placement.py
+    strange: float = 0.0  # share of the load on instances for another rank
     overfull: tuple[str, ...] = ()  # instances with more bytes than they store: no room for a first copy anywhere
     digest: str = ""
     members: Mapping[int, frozenset[str]] = field(init=False)  # rank → its class's instances
@@ -65,10 +66,11 @@ class Plan:
         shares: Mapping[str, tuple[Share, ...]],
         classes: Mapping[str, int],
         peak: float = 1.0,
+        strange: float = 0.0,
         overfull: tuple[str, ...] = (),
     ) -> Self:
         """A plan with its digest."""
-        return cls(epoch, shares, classes, peak, overfull, _digest(shares, classes))
+        return cls(epoch, shares, classes, peak, strange, overfull, _digest(shares, classes))
 
     def holds_over(self, other: "Plan | None") -> bool:
         """Whether this plan replaces the other. Any two members that know both answer alike."""

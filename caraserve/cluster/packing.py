@@ -12,7 +12,6 @@ from operator import attrgetter
 
 from caraserve.cluster.assignment import AdapterDemand, Plan, Server, Share, mixed, word
 
-
 _LEAST = 0.01
 
 
@@ -26,7 +25,8 @@ class PlacementOptions:
     least_fraction: float = 0.1  # of an equal part: what a copy serves at least, so that its adapter stays warm
     rounding: float = 1.25  # load over its servers' target that a class bears before the rest goes to other ranks
     stay: float = 1.05  # utilisation over the target up to which an instance keeps the adapters that it had
-    hysteresis: float = 0.15
+    hysteresis: float = 0.15  # by how much the peak may be over what was promised
+    strangers: float = 0.05  # and the share of the load on instances for another rank
 
 
 @dataclass(slots=True)
@@ -82,6 +82,7 @@ class Packing:
         self._target = math.fsum(loads.values()) / math.fsum(node.server.speed for node in nodes)
         self._parts: dict[str, dict[str, float]] = {}  # adapter → instance → fraction
         self._adopted: list[str] = []
+        self._placed: list[AdapterDemand] = []
         self._overfull: set[str] = set()
 
     def adopt(self, adapters: Iterable[AdapterDemand]) -> None:
@@ -89,6 +90,7 @@ class Packing:
         for adapter in adapters:
             if self._previous and adapter.name in self._previous.shares:
                 self._adopted.append(adapter.name)
+                self._placed.append(adapter)
                 for share in self._previous.shares[adapter.name]:
                     self._by_name[share.instance].take(adapter, share.fraction * self._loads[adapter.name])
         self._overfull |= {node.server.name for node in self._nodes if node.num_bytes > node.server.capacity_bytes}
@@ -96,6 +98,7 @@ class Packing:
     def fill(self, adapters: Iterable[AdapterDemand]) -> None:
         """Places these adapters beside what is there."""
         ordered = sorted(adapters, key=lambda adapter: (-self._loads[adapter.name], adapter.name))
+        self._placed += ordered
         pieces = self._pieces(ordered)
         homes: dict[str, Node] = {}
         for piece in pieces:
@@ -114,7 +117,16 @@ class Packing:
             shares[name] = tuple(Share(instance, fraction / total) for instance, fraction in ordered)
         classes = {node.server.name: node.rank for node in self._nodes}
         peak = max(node.level for node in self._nodes) / self._target if self._target > 0 else 1.0
-        return Plan.made(epoch, shares, classes, peak, tuple(sorted(self._overfull)))
+        # Without any load, bytes stand for it, as they do when instances are divided among ranks.
+        weights = {one.name: self._loads[one.name] if self._target > 0 else one.num_bytes for one in self._placed}
+        strange = math.fsum(
+            weights[one.name] * share.fraction
+            for one in self._placed
+            for share in shares[one.name]
+            if classes[share.instance] != one.rank
+        )
+        strange /= math.fsum(weights.values()) or 1.0
+        return Plan.made(epoch, shares, classes, peak, strange, tuple(sorted(self._overfull)))
 
     # --- step 4: what a class cannot carry ---
 

@@ -12,12 +12,13 @@ instances of its rank. The steps are the paper's, with these repairs:
   and adapters their instances while the budgets and the target allow it
 - every adapter has copies inside its class, more when it is hot: a choice that makes routing by old views harmless
 
-`packing.py` has steps 3 and 4. Hysteresis: a plan stays as long as it keeps its promise, the largest utilisation over
-the mean at the time it was made.
+`packing.py` has steps 3 and 4. Hysteresis: a plan stays as long as it keeps what it promised when it was made, the
+largest utilisation over the mean and the share of the load among strangers of another rank.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from caraserve.cluster.assignment import AdapterDemand, Plan, Server, word
 from caraserve.cluster.packing import Node, Packing, PlacementOptions
@@ -34,7 +35,7 @@ def place(
     """The plan of an epoch. `operating_points`: tokens/s of one server by rank, within the SLO. The order of adapters
     and servers does not matter. Raises ValueError without servers, or for a rank without an operating point."""
     options = options or PlacementOptions()
-    known = sorted(adapters, key=lambda adapter: adapter.name)
+    known = sorted(adapters, key=lambda adapter: adapter.name)  # sums of floats depend on their order
     machines = sorted(servers, key=lambda server: server.name)
     if not machines:
         raise ValueError("no instance to place adapters on")
@@ -42,19 +43,20 @@ def place(
         raise ValueError(f"no operating point for rank {min(missing)}")
     loads = {adapter.name: adapter.tokens_per_s / operating_points[adapter.rank] for adapter in known}
     kept = _kept(known, machines, loads, previous, options) if previous else None
-    if kept and previous and kept.peak <= previous.peak * (1 + options.hysteresis):
-        return _published(kept, epoch, previous.peak)
+    if kept and previous and _as_good(kept, previous, options):
+        return replace(kept, epoch=epoch, peak=previous.peak, strange=previous.strange)
     ranks = _divided(known, machines, loads, previous)
     packing = Packing([Node(m, word(m.name), ranks[m.name]) for m in machines], loads, previous, options)
     packing.fill(known)
     plan = packing.plan(epoch)
-    if kept and kept.peak <= plan.peak * (1 + options.hysteresis):
-        return _published(kept, epoch, kept.peak)  # no better one is to be had: this is the promise from now on
+    if kept and _as_good(kept, plan, options):
+        return replace(kept, epoch=epoch)  # no better one is to be had: what it does is the promise from now on
     return plan
 
 
-def _published(plan: Plan, epoch: int, peak: float) -> Plan:
-    return Plan(epoch, plan.shares, plan.classes, peak, plan.overfull, plan.digest)
+def _as_good(plan: Plan, other: Plan, options: PlacementOptions) -> bool:
+    level = plan.peak <= other.peak * (1 + options.hysteresis)
+    return level and plan.strange <= other.strange + options.strangers
 
 
 def _kept(

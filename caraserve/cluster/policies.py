@@ -7,6 +7,7 @@ one that belongs to a policy.
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from math import inf
+from operator import attrgetter
 from typing import Literal, get_args
 
 from caraserve.cluster.assignment import (
@@ -36,6 +37,7 @@ Routing = Literal[
 ]
 ROUTINGS: tuple[str, ...] = get_args(Routing)
 
+_REQUESTS = attrgetter("backlog.requests")
 _SHORTLIST = 8  # candidates kept after the first stage
 _QUOTES = 4  # of them asked, at random: always the same best ones would herd again
 
@@ -128,11 +130,11 @@ class Auto:
             rankings.append(ranking)
         else:  # nobody holds it end to end: stay where at least the iterations do
             ranking = next((r for r in rankings if r and r[0][0].cost < inf), rankings[-1])
-        taken = {name for _, _, name in ranking}
-        nearer = {one.name: index for index, circle in reversed([*enumerate(circles)]) for one in circle}
-        left = [one for one in fleet.able if one.name not in taken]
-        left.sort(key=lambda one: (nearer.get(one.name, len(circles)), one.backlog.requests))
-        return _two_stage(ranking, (one.name for one in left), fleet.me, chance)
+        # Whoever is left stands by, for refusals: near ones first, and of these the least busy.
+        left = {one.name: one for circle in [*circles, fleet.able] for one in sorted(circle, key=_REQUESTS)}
+        for _, _, name in ranking:
+            del left[name]
+        return _two_stage(ranking, left, fleet.me, chance)
 
 
 def _circles(arrival: Arrival, fleet: Fleet) -> list[AbstractSet[str]]:
@@ -209,11 +211,11 @@ class FirstFit:
         """The first with room, in order of names; when all are full the least full."""
         fit = [one.name for one in fleet.able if one.backlog.requests < self._most_requests]
         full = [one for one in fleet.able if one.backlog.requests >= self._most_requests]
-        return Proposal((*fit, *(one.name for one in sorted(full, key=lambda one: one.backlog.requests))))
+        return Proposal((*fit, *(one.name for one in sorted(full, key=_REQUESTS))))
 
 
 def _by_requests(instances: Iterable[Instance], chance: Chance) -> tuple[str, ...]:
-    return tuple(one.name for one in sorted(shuffled(instances, chance), key=lambda one: one.backlog.requests))
+    return tuple(one.name for one in sorted(shuffled(instances, chance), key=_REQUESTS))
 
 
 class MostIdle:

@@ -34,6 +34,12 @@ def test_background_moves_keep_to_their_rate() -> None:
     assert 11 <= len(held) <= 13  # 200 bytes at once, 100 a second after that, the last on credit
 
 
+def test_an_idle_hour_saves_up_no_more_than_the_burst() -> None:
+    plan, adapters = wanting(50)
+    mover = Mover("me", MigrationLimits(bytes_per_s=100.0, burst_bytes=200.0, concurrent=99))
+    assert len(mover.fetches(plan, set(), adapters, 3600.0)) == 2
+
+
 def test_an_adapter_larger_than_the_burst_still_moves() -> None:
     plan, adapters = wanting(2, num_bytes=1000)
     mover = Mover("me", MigrationLimits(bytes_per_s=100.0, burst_bytes=10.0, concurrent=9))
@@ -48,7 +54,7 @@ def test_an_adapter_is_let_go_only_when_all_its_instances_have_it() -> None:
     held = {"a", "mine", "newer than the plan"}
     assert mover.drops(plan, held, {"a": {"x", "me"}}) == []
     assert mover.drops(plan, held, {}) == []
-    assert mover.drops(plan, held, {"a": {"x", "y", "me"}, "mine": {"x"}, "newer than the plan": {"x"}}) == ["a"]
+    assert mover.drops(plan, held, {"a": {"x", "y", "me"}, "mine": {"me", "x"}, "newer than the plan": {"x"}}) == ["a"]
 
 
 # --- dLoRA ---

@@ -297,6 +297,12 @@ def test_auto_prefers_an_iteration_within_the_slo_when_no_answer_is_end_to_end()
     assert first("auto", seen, short) == "i00"
 
 
+def test_auto_leaves_a_long_queue_though_its_iterations_are_within_the_slo() -> None:
+    waiting = Backlog(5, 5, ((8, 10),), 20_000, 160_000)  # 2 s of prefill over 50 tokens
+    instances = [Instance(name, PADDED, waiting, LINKS) for name in ("i00", "i01")] + [instance("i02", 5)]
+    assert first("auto", Fleet("elsewhere", tuple(instances), {}, PLAN)) == "i02"
+
+
 def test_auto_tries_the_class_next_when_its_own_refuse() -> None:
     seen = fleet({"i00": (1, 8), "i01": (1, 8), "i02": (9, 8), "i03": (0, 8)}, PLAN)
     order = propose(policy("auto"), ARRIVAL, seen, random.Random(0)).order

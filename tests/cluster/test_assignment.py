@@ -1,0 +1,53 @@
+"""Who makes a plan, which of two holds, and what demand it is made for."""
+
+from collections import Counter
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from caraserve.cluster.assignment import Plan, Share, extrapolated, planners, rendezvous
+
+
+def test_of_two_plans_the_later_epoch_holds_then_the_greater_digest() -> None:
+    shares: Mapping[str, tuple[Share, ...]] = {"a": (Share("s", 1.0),)}
+    first, second = Plan.made(1, shares, {"s": 8}), Plan.made(2, shares, {"s": 8})
+    other = Plan.made(1, shares, {"s": 16})
+    assert first.holds_over(None)
+    assert second.holds_over(first)
+    assert not first.holds_over(second)
+    assert first.holds_over(other) != other.holds_over(first)
+    assert not first.holds_over(first)
+    assert first.digest == second.digest != other.digest
+
+
+@given(st.sets(st.sampled_from([f"s{index}" for index in range(20)]), min_size=2), st.integers(0, 50))
+def test_the_second_planner_is_the_first_once_that_is_gone(members: set[str], epoch: int) -> None:
+    order = planners(epoch, members)
+    assert set(order) == members
+    assert planners(epoch, members - {order[0]}) == order[1:]
+
+
+def test_epochs_are_planned_in_turn() -> None:
+    members = [f"s{index}" for index in range(5)]
+    counts = Counter(planners(epoch, members)[0] for epoch in range(1000))
+    assert min(counts.values()) > 140
+    assert len({tuple(rendezvous(f"key {index}", members)) for index in range(2000)}) == 120  # all the orders there are
+
+
+@pytest.mark.parametrize(
+    ("previous", "latest", "expected"),
+    [
+        (None, 50.0, 50.0),
+        (40.0, 50.0, 60.0),
+        (10.0, 50.0, 90.0),
+        (0.0, 50.0, 100.0),
+        (200.0, 50.0, 25.0),
+        (5.0, 0.0, 0.0),
+    ],
+)
+def test_demand_goes_on_in_a_line_within_a_factor_of_two(
+    previous: float | None, latest: float, expected: float
+) -> None:
+    assert extrapolated(previous, latest) == expected
