@@ -178,6 +178,20 @@ def test_a_rank_without_a_server_goes_to_the_next_higher_one() -> None:
         assert {plan.classes[instance] for instance in plan.instances(name)} == {16}
 
 
+def test_a_rank_between_two_classes_goes_up_even_where_down_is_nearer() -> None:
+    adapters = [adapter("s", 32, 30.0), adapter("cold", 32), adapter("m", 16, 800.0), adapter("l", 64, 400.0)]
+    plan = place(adapters, servers(4), POINTS, 1)
+    assert set(plan.classes.values()) == {16, 64}
+    for name in ("s", "cold"):
+        assert {plan.classes[instance] for instance in plan.instances(name)} == {64}
+
+
+def test_unequal_servers_serve_by_their_speed() -> None:
+    machines = [Server("slow", 1000, 1.0), Server("fast", 1000, 3.0)]
+    plan = place([adapter("a", 8, 1000.0)], machines, POINTS, 1)
+    assert {share.instance: share.fraction for share in plan.shares["a"]} == pytest.approx({"slow": 0.25, "fast": 0.75})
+
+
 def test_what_a_class_cannot_carry_goes_up_before_it_goes_down() -> None:
     # Rank 16 deserves 1.6 of 4 servers and gets two; of rank 8's 1.4, what its one server cannot bear goes up to 16.
     adapters = [adapter(f"a{index}", 8, 280.0) for index in range(10)]

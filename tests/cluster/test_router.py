@@ -304,9 +304,10 @@ def test_auto_leaves_a_long_queue_though_its_iterations_are_within_the_slo() -> 
 
 
 def test_auto_tries_the_class_next_when_its_own_refuse() -> None:
-    seen = fleet({"i00": (1, 8), "i01": (1, 8), "i02": (9, 8), "i03": (0, 8)}, PLAN)
+    plan = plan_of({"a": {"i00": 0.5, "i01": 0.5}}, {**CLASSES, "i04": 8})
+    seen = fleet({"i00": (1, 8), "i01": (1, 8), "i02": (9, 8), "i03": (0, 8), "i04": (4, 8)}, plan)
     order = propose(policy("auto"), ARRIVAL, seen, random.Random(0)).order
-    assert order[2:] == ("i02", "i03")
+    assert order[2:] == ("i04", "i02", "i03")  # of the class the less busy one first
 
 
 def test_auto_takes_an_adapter_that_no_plan_knows_to_its_ranks_class() -> None:
