@@ -125,3 +125,16 @@ def test_promises_survive_a_restart() -> None:
     new.restore({DIGEST}, one.promises(4.0), 100.0)
     assert new.ask(DIGEST, TTL_S, 105.0) is None
     assert new.ask(DIGEST, TTL_S, 106.1) is not None
+
+
+def test_an_answer_to_an_earlier_question_does_not_count() -> None:
+    one, other = two_holders()
+    first = one.ask(DIGEST, TTL_S, 0.0)
+    assert first is not None
+    assert other.promise(DIGEST, TTL_S, 0.1)
+    one.give_up(DIGEST)
+    second = one.ask(DIGEST, TTL_S, 20.0)
+    assert second is not None
+    assert not one.answered(DIGEST, first, True, 20.1)  # that promise has run out
+    assert one.has(DIGEST)
+    assert one.answered(DIGEST, second, True, 20.2)

@@ -218,6 +218,17 @@ def test_a_partition_heals_into_one_view_within_two_seconds(reset: bool) -> None
     assert all(fleet.state(name, "n5") == State.DEAD for name in fleet.nodes)
 
 
+def test_halves_find_each_other_though_every_seed_is_gone() -> None:
+    fleet = fleet_of(4)
+    fleet.kill("n0")
+    fleet.kill("n1")
+    fleet.partition(["n2"], ["n3"])
+    fleet.run(40)
+    assert fleet.state("n2", "n3") == State.DEAD
+    fleet.heal()
+    fleet.run_until(fleet.agree, 2)
+
+
 def test_a_cut_between_two_is_bridged_by_the_others() -> None:
     fleet = fleet_of(4)
     fleet.partition(["n0"], ["n1"])
