@@ -15,12 +15,18 @@ def pin(cores: Sequence[int]) -> None:
 
 @contextmanager
 def deaf_to_interrupts() -> Iterator[None]:
-    """Processes started inside never see a terminal's Ctrl-C: whoever started them does, and ends them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Processes started inside never see a terminal's Ctrl-C: whoever started them does, and ends them. And it sees it
+    only when they are started whole: one that is half started would complain of its parent."""
+    came: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # what the processes inherit
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            raise KeyboardInterrupt
 
 
 @contextmanager
