@@ -102,7 +102,7 @@ def time_scale(values_ms: Sequence[float] | Floats) -> tuple[float, str]:
 
 def picture(figure: Any, name: str, title: str) -> Picture:
     """Draws it, white behind for the PNG, nothing behind for the SVG."""
-    from matplotlib import rc_context
+    from matplotlib import rc_context  # type: ignore[import-not-found, unused-ignore]
 
     png, svg = io.BytesIO(), io.StringIO()
     # Text stays text: it can be found, copied, and follows the page's colour. The salt makes files repeatable.
