@@ -190,7 +190,7 @@ def _bench_modes(args: argparse.Namespace) -> int:
 
 def _asked(args: argparse.Namespace) -> Mapping[str, object]:
     """The arguments as given, for the report: enough to run it again, but no key."""
-    unsaid = ("run", "api_key", "takes_serve_arguments")
+    unsaid = ("run", "api_key", "save", "takes_serve_arguments")  # a folder here is of no use elsewhere
     asked = {name: value for name, value in vars(args).items() if name not in unsaid}
     if (url := asked.get("url")) is not None:
         asked["url"] = re.sub(r"//[^/]*@", "//", url)
