@@ -74,14 +74,20 @@ class Plan:
 
     `merged`: the adapter slot that all rows have; the pass is to run without LoRA kernels, over base weights into which
     this adapter is merged. Its weights have all arrived.
+
+    `aside`: the one row is a prompt that CPU workers help with, on a lane of its own (`Limits.assists_aside`): other
+    plans pass it, it ends when it ends, and until then its slot, its blocks and its adapter are not to be touched.
     """
 
     starts: tuple[SlotStart, ...]
     grants: tuple[BlockGrant, ...]
     rows: tuple[Row, ...]
     merged: int | None = None
+    aside: bool = False
 
     def __post_init__(self) -> None:
+        if self.aside and (len(self.rows) != 1 or self.merged is not None):
+            raise AssertionError("aside goes one row alone")
         if self.merged is None:
             return
         if self.merged == BASE_ADAPTER_SLOT or any(row.adapter_slot != self.merged for row in self.rows):
@@ -97,7 +103,8 @@ class RowResult:
     """What one row gave: the token sampled (None if the row does not sample), scores where asked for.
 
     `cpu_layers`: layers whose LoRA was computed by CPU workers, the adapter's weights not having arrived; `waited_ms`:
-    time for which the iteration stood still until weights of this row's adapter arrived.
+    time for which the iteration stood still until weights of this row's adapter arrived. `void`: nothing was computed,
+    for the CPU workers have failed; the row is to be launched again, without them.
     """
 
     token_id: int | None
@@ -105,6 +112,7 @@ class RowResult:
     prompt_scored: tuple[TokenLogprob, ...] = ()
     cpu_layers: int = 0
     waited_ms: float = 0.0
+    void: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ in the order of issue; between streams there is no order but what events and wor
 except `synchronize`, `allocate`, `register_host` and what says so.
 """
 
+from collections.abc import Callable
 from typing import NewType, Protocol
 
 Stream = NewType("Stream", int)
@@ -80,6 +81,10 @@ class Driver(Protocol):
         """Pins host memory and maps it; returns its address on the device. Slow, stalls other calls: before serving."""
 
     def unregister_host(self, host_address: int) -> None: ...
+
+    def run(self, stream: Stream, issue: Callable[[], None]) -> None:
+        """Issues kernels: `issue` calls torch, Triton or the raw kernels' launcher, whose current stream is `stream`
+        meanwhile. It allocates nothing on the device and asks nothing of it, for it may be captured."""
 
     def begin_capture(self, stream: Stream) -> None:
         """Operations issued on `stream` go into a graph from now on, and do not run."""

@@ -15,15 +15,29 @@ from caraserve.plan import Plan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """Device memory that KV blocks and adapters share. Whoever admits keeps within it; where things lie is the
+    backend's to say: it cures holes by moving, so sums are all that counts."""
+
+    num_bytes: int
+    block_bytes: int  # of a KV block
+    granule_bytes: int  # an adapter takes whole ones, and so do all KV blocks together
+    adapter_bytes: int  # most that adapters may take together
+    least_blocks: int  # KV blocks that adapters never take
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """Fixed when the backend starts; all memory behind them is allocated by then."""
 
-    num_blocks: int  # KV blocks
+    num_blocks: int  # KV blocks; where memory is shared, what there are at the start
     block_tokens: int  # tokens in a KV block
     num_slots: int  # requests that can hold device state at once
     adapter_slots: int  # entries of the device adapter table, the base model's slot 0 included
     max_step_tokens: int  # tokens in one iteration
     max_context: int  # positions of one request
+    shared: SharedMemory | None = None  # None: KV blocks and adapters have memory of their own
+    assists_aside: bool = False  # whether rows that CPU workers help with go in plans of their own (`Plan.aside`)
 
 
 class Backend(Protocol):
@@ -36,7 +50,8 @@ class Backend(Protocol):
     host_memory: NDArray[np.uint8]  # for the host tier: CPU workers see it, and copies to the device are fast
 
     def launch(self, plan: Plan, done: Callable[[StepResult | Exception], None]) -> None:
-        """Queues one iteration. Returns at once. `done` is called exactly once, in launch order."""
+        """Queues one iteration. Returns at once. `done` is called exactly once, in launch order but for plans that go
+        aside."""
 
     def load_adapter(
         self,
@@ -55,6 +70,10 @@ class Backend(Protocol):
 
     def unload_adapter(self, slot: int) -> None:
         """Unbinds `slot` once every plan launched so far has run, and gives its memory back."""
+
+    def resize_kv(self, blocks: int, done: Callable[[], None]) -> None:
+        """KV blocks are [0, blocks) from now on, where memory is shared. Fewer: for plans launched from now on, and
+        what adapters take at once. More: from `done` on, for adapters may have to be moved first."""
 
     def close(self) -> None:
         """Ends the backend's threads. Plans launched before are finished or failed, never forgotten."""
