@@ -10,26 +10,21 @@ Call points, all on the event loop's thread and all below a microsecond or two, 
     observe_preemption    when a running request gives up its KV blocks
     observe_response      by the HTTP layer, for each response
 
-Counts are plain numbers without locks; `collect` turns them into Prometheus' families when somebody scrapes. No label
-holds a client's text but adapter names, of which at most `MAX_ADAPTER_LABELS` are shown. Level 2.
+Counts are plain numbers without locks; `render` writes them as text when somebody scrapes. No label holds a client's
+text but adapter names, whose number is bounded. What llm-d's router, vLLM's production-stack and AIBrix read, and how,
+is in `tests/http/test_fleet_routers.py`. Level 2.
 """
 
 import time
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
-
+from caraserve.exposition import Histogram, family, histograms, label_set
 from caraserve.request import Finish
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-MAX_ADAPTER_LABELS = 128  # names shown for each tier, and in each list of `vllm:lora_requests_info`
+MAX_HOST_SERIES = 512  # adapters of the host tier that are shown one by one, the most recently used
 _RECENT = 512  # values that the live page's percentiles are taken from
 
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
@@ -102,30 +97,6 @@ class WorkerCounts:
     redone: int = 0
 
 
-class _Histogram:
-    """Counts by bucket. A tenth of prometheus-client's time for an observation, as it takes no locks."""
-
-    __slots__ = ("_bounds", "_counts", "_sum")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1  # bucket i holds values in (bound[i-1], bound[i]]
-        self._sum += value
-
-    def export(self) -> tuple[list[tuple[str, float]], float]:
-        """Cumulative buckets as (upper bound, count), and the sum of all values."""
-        names = [f"{float(bound)}" for bound in self._bounds] + ["+Inf"]
-        total, buckets = 0, []
-        for name, count in zip(names, self._counts, strict=True):
-            total += count
-            buckets.append((name, float(total)))
-        return buckets, self._sum
-
-
 @dataclass(frozen=True, slots=True)
 class Latencies:
     """Median and 95th percentile of recent values, in milliseconds; None while there are none."""
@@ -134,8 +105,8 @@ class Latencies:
     p95_ms: float | None
 
 
-class Metrics(Collector):
-    """All counts of one server, in a registry of its own. `block_tokens`: tokens in a KV block."""
+class Metrics:
+    """All counts of one server. `block_tokens`: tokens in a KV block; `max_loras`: adapters that fit on the device."""
 
     def __init__(
         self,
@@ -146,25 +117,23 @@ class Metrics(Collector):
         workers: Callable[[], WorkerCounts] = WorkerCounts,
         merges: Callable[[], int] = int,
     ) -> None:
-        self._labels = {"model_name": model_name, "engine": "0"}
+        self._labels = label_set({"model_name": model_name, "engine": "0"})
         self._max_loras = max_loras
         self._block_tokens = block_tokens
         self._workers, self._merges = workers, merges
-        self._snapshot: SnapshotView | None = None
-        self._ranks: Mapping[str, int] = {}
         self.computed_tokens = 0  # prompt and output tokens over all iterations
-        self._iteration_tokens = _Histogram(_ITERATION_TOKENS)
-        self._iteration_s = _Histogram(_SHORT_S)
-        self._first_token_s = _Histogram(_SHORT_S)
-        self._token_gap_s = _Histogram(_SHORT_S)
-        self._per_output_token_s = _Histogram(_SHORT_S)
-        self._e2e_s = _Histogram(_LONG_S)
-        self._inference_s = _Histogram(_LONG_S)
-        self._phase_s = {phase: _Histogram(_LONG_S) for phase in ("queued", "load", "prefill", "decode")}
-        self._prompt_sizes = _Histogram(_TOKENS)
-        self._output_sizes = _Histogram(_TOKENS)
-        self._load_s = _Histogram(_SHORT_S)
-        self._stalled_s = _Histogram(_SHORT_S)
+        self._iteration_tokens = Histogram(_ITERATION_TOKENS)
+        self._iteration_s = Histogram(_SHORT_S)
+        self._first_token_s = Histogram(_SHORT_S)
+        self._token_gap_s = Histogram(_SHORT_S)
+        self._per_output_token_s = Histogram(_SHORT_S)
+        self._e2e_s = Histogram(_LONG_S)
+        self._inference_s = Histogram(_LONG_S)
+        self._phase_s = {phase: Histogram(_LONG_S) for phase in ("queued", "load", "prefill", "decode")}
+        self._prompt_sizes = Histogram(_TOKENS)
+        self._output_sizes = Histogram(_TOKENS)
+        self._load_s = Histogram(_SHORT_S)
+        self._stalled_s = Histogram(_SHORT_S)
         self._cpu_layers = 0
         self._prompt_tokens = self._output_tokens = self._cached_tokens = self._preemptions = 0
         self._finished = dict.fromkeys(_REASONS, 0)
@@ -172,8 +141,6 @@ class Metrics(Collector):
         self._responses: dict[tuple[str, int], int] = {}
         self._recent_first_s: deque[float] = deque(maxlen=_RECENT)
         self._recent_gap_s: deque[float] = deque(maxlen=_RECENT)
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
 
     def observe_iteration(self, num_tokens: int, ms: float) -> None:
         self.computed_tokens += num_tokens
@@ -213,7 +180,8 @@ class Metrics(Collector):
     def observe_load(self, mode: str, seconds: float, *, outcome: str = "ok") -> None:
         """`mode`: a loading mode's name; `outcome`: `ok`, or a word for what went wrong."""
         self._loads[mode, outcome] = self._loads.get((mode, outcome), 0) + 1
-        self._load_s.observe(seconds)
+        if outcome == "ok":
+            self._load_s.observe(seconds)
 
     def observe_preemption(self) -> None:
         self._preemptions += 1
@@ -228,84 +196,89 @@ class Metrics(Collector):
     def token_gap(self) -> Latencies:
         return _latencies(self._recent_gap_s)
 
-    def render(self, snapshot: SnapshotView, ranks: Mapping[str, int]) -> bytes:
-        """The text that Prometheus reads, 0.0.4. `ranks`: of adapters by name."""
-        self._snapshot, self._ranks = snapshot, ranks
-        return generate_latest(self._registry)
+    def render(self, snapshot: SnapshotView, rank_of: Callable[[str], int]) -> bytes:
+        """The text that Prometheus reads, 0.0.4. `rank_of`: an adapter's rank by its name."""
+        parts = [*self._state(snapshot), *self._residency(snapshot, rank_of), *self._counters(), *self._histograms()]
+        return "".join(parts).encode()
 
-    def collect(self) -> Iterator[Metric]:
-        """Called by the registry within `render`."""
-        if self._snapshot is not None:
-            yield from self._state(self._snapshot)
-            yield from self._residency(self._snapshot)
-        yield from self._counters()
-        yield from self._histograms()
-
-    def _state(self, snapshot: SnapshotView) -> Iterator[Metric]:
+    def _state(self, snapshot: SnapshotView) -> Iterator[str]:
         total = snapshot.kv_total_blocks
+        used = snapshot.kv_used_blocks / total if total else 0.0
         yield self._gauge("vllm:num_requests_running", "Requests in the batch.", snapshot.running)
         yield self._gauge("vllm:num_requests_waiting", "Requests in the queue.", snapshot.waiting)
-        used = snapshot.kv_used_blocks / total if total else 0.0
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 1 for all.", used)
-        info = {"block_size": str(self._block_tokens), "num_gpu_blocks": str(total), "engine": "0"}
-        yield _one(GaugeMetricFamily, "vllm:cache_config_info", "The KV cache's sizes.", info, 1)
-        # Gateways take the sample with the newest time; both lists describe this moment, also when they are empty.
-        loras = {
-            "max_lora": str(self._max_loras),
-            "running_lora_adapters": ",".join(_shown(snapshot.running_adapters)),
-            "waiting_lora_adapters": ",".join(_shown(snapshot.waiting_adapters)),
-        }
-        yield _one(GaugeMetricFamily, "vllm:lora_requests_info", "Adapters of open requests.", loras, time.time())
-        yield self._gauge("caraserve:draining", "1 while the server is stopping.", float(snapshot.draining))
+        yield self._gauge("vllm:gpu_cache_usage_perc", "The same by its older name, which some routers read.", used)
+        yield self._gauge("vllm:cpu_cache_usage_perc", "KV blocks swapped out: there are none.", 0)
+        sizes = label_set({"block_size": str(self._block_tokens), "num_gpu_blocks": str(total), "engine": "0"})
+        yield family("vllm:cache_config_info", "gauge", "The KV cache's sizes.", [(sizes, 1)])
+        yield family("vllm:lora_requests_info", "gauge", "Adapters here.", [(self._adapters(snapshot), time.time())])
+        yield self._gauge("caraserve:draining", "1 while the server is stopping.", int(snapshot.draining))
 
-    def _residency(self, snapshot: SnapshotView) -> Iterator[Metric]:
-        tiers = {"gpu": snapshot.device_adapters, "cpu": snapshot.host_adapters}
-        for level, names in tiers.items():
-            text = f"Adapters in the {'device' if level == 'gpu' else 'host'} tier."
-            yield self._gauge(f"vllm:num_{level}_loaded_lora_adapters", text, len(names))
-        yield self._gauge("vllm:max_gpu_lora_adapters", "Adapters that the device may hold.", self._max_loras)
-        labels = ("adapter_name", "level", "pinned", "rank", *self._labels)
-        loaded = GaugeMetricFamily("vllm:lora_adapter_loaded", "1 for an adapter in a tier.", labels=labels)
-        for level, names in tiers.items():
-            for name in _shown(names):
-                rank = str(self._ranks.get(name, 0))
-                loaded.add_metric([name, level, "false", rank, *self._labels.values()], 1)
-        yield loaded
+    def _adapters(self, snapshot: SnapshotView) -> str:
+        """Routers take the sample with the newest time, and prefer an instance whose `running_lora_adapters` has the
+        adapter: there, then, stands what is on the device, in use or not, and under waiting what is on its way."""
+        device, active = set(snapshot.device_adapters), {*snapshot.running_adapters, *snapshot.waiting_adapters}
+        there = sorted(device, key=lambda name: (name not in active, name))
+        return label_set(
+            {
+                "max_lora": str(self._max_loras),
+                "running_lora_adapters": ",".join(there[: self._max_loras]),
+                "waiting_lora_adapters": ",".join(sorted(active - device)[: self._max_loras]),
+            }
+        )
 
-    def _counters(self) -> Iterator[Metric]:
-        yield self._counter("vllm:prompt_tokens", "Prompt tokens of ended requests.", self._prompt_tokens)
-        yield self._counter("vllm:generation_tokens", "Output tokens of ended requests.", self._output_tokens)
-        yield self._counter("vllm:num_preemptions", "Requests that gave up their KV blocks.", self._preemptions)
-        yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", self._prompt_tokens)
-        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", self._cached_tokens)
+    def _residency(self, snapshot: SnapshotView, rank_of: Callable[[str], int]) -> Iterator[str]:
+        device, host = snapshot.device_adapters, snapshot.host_adapters
+        yield self._gauge("vllm:num_gpu_loaded_lora_adapters", "Adapters in the device tier.", len(device))
+        yield self._gauge("vllm:num_cpu_loaded_lora_adapters", "Adapters in the host tier.", len(host))
+        yield self._gauge("vllm:max_gpu_lora_adapters", "Adapters that fit on the device.", self._max_loras)
+        shown = [*(("gpu", name) for name in device[: self._max_loras])]
+        shown += [("cpu", name) for name in host[:MAX_HOST_SERIES]]
+        # Names are of letters, digits and . _ : - alone, so they need no escapes.
+        loaded: list[tuple[str, float]] = [
+            (f'adapter_name="{name}",level="{level}",pinned="false",rank="{rank_of(name)}",{self._labels}', 1)
+            for level, name in shown
+        ]
+        yield family("vllm:lora_adapter_loaded", "gauge", "1 for an adapter in a tier.", loaded)
+
+    def _counters(self) -> Iterator[str]:
+        queries, hits = self._prompt_tokens, self._cached_tokens
+        yield self._counter("vllm:prompt_tokens_total", "Prompt tokens of ended requests.", queries)
+        yield self._counter("vllm:generation_tokens_total", "Output tokens of ended requests.", self._output_tokens)
+        yield self._counter("vllm:num_preemptions_total", "Requests that gave up their KV blocks.", self._preemptions)
+        for old in ("", "gpu_"):  # vLLM's name now, and the one that production-stack reads
+            yield self._counter(f"vllm:{old}prefix_cache_queries_total", "Prompt tokens looked up.", queries)
+            yield self._counter(f"vllm:{old}prefix_cache_hits_total", "Prompt tokens found.", hits)
         yield self._counters_by(
-            "vllm:request_success",
+            "vllm:request_success_total",
             "Ended requests.",
             ("finished_reason",),
             [([_REASONS[reason]], count) for reason, count in self._finished.items()],
         )
         yield self._counter(
-            "caraserve:cpu_lora_layers", "Layers of ended requests whose LoRA came from CPU workers.", self._cpu_layers
+            "caraserve:cpu_lora_layers_total",
+            "Layers of ended requests whose LoRA came from CPU workers.",
+            self._cpu_layers,
         )
         yield from self._worker_counts(self._workers())
         yield self._counter(
-            "caraserve:adapter_merges", "Adapters merged into the base weights (mode merged).", self._merges()
+            "caraserve:adapter_merges_total", "Adapters merged into the base weights (mode merged).", self._merges()
         )
         yield self._counters_by(
-            "caraserve:adapter_loads", "Adapters brought to the device.", ("mode", "outcome"), self._loads.items()
+            "caraserve:adapter_loads_total", "Adapters brought to the device.", ("mode", "outcome"), self._loads.items()
         )
         responses = [((route, str(status)), count) for (route, status), count in self._responses.items()]
-        yield self._counters_by("caraserve:http_responses", "HTTP responses.", ("route", "status"), responses)
+        yield self._counters_by("caraserve:http_responses_total", "HTTP responses.", ("route", "status"), responses)
 
-    def _worker_counts(self, counts: WorkerCounts) -> Iterator[Metric]:
+    def _worker_counts(self, counts: WorkerCounts) -> Iterator[str]:
         yield self._gauge("caraserve:lora_workers", "CPU LoRA workers that are there.", counts.alive)
-        yield self._counter("caraserve:lora_worker_deaths", "CPU LoRA workers replaced.", counts.deaths)
-        yield self._counter("caraserve:lora_worker_slices", "Slices of layers handed over.", counts.slices)
+        yield self._counter("caraserve:lora_worker_deaths_total", "CPU LoRA workers replaced.", counts.deaths)
+        yield self._counter("caraserve:lora_worker_slices_total", "Slices of layers handed over.", counts.slices)
         yield self._counter(
-            "caraserve:lora_worker_redone", "Modules of slices that the device had to compute itself.", counts.redone
+            "caraserve:lora_worker_redone_total", "Modules of slices that the device had to compute.", counts.redone
         )
 
-    def _histograms(self) -> Iterator[Metric]:
+    def _histograms(self) -> Iterator[str]:
         yield self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", self._first_token_s)
         yield self._histogram("vllm:inter_token_latency_seconds", "Between two tokens.", self._token_gap_s)
         yield self._histogram(
@@ -319,52 +292,35 @@ class Metrics(Collector):
         yield self._histogram("vllm:iteration_tokens_total", "Tokens in an iteration.", self._iteration_tokens)
         yield self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", self._prompt_sizes)
         yield self._histogram("vllm:request_generation_tokens", "Output tokens of a request.", self._output_sizes)
-        yield self._histogram("vllm:lora_adapter_load_seconds", "Bringing an adapter to the device.", self._load_s)
+        yield self._histogram(
+            "vllm:lora_adapter_load_seconds", "Asked for to on the device.", self._load_s, 'transition="activate",'
+        )
         yield self._histogram("caraserve:iteration_seconds", "An iteration on the device.", self._iteration_s)
         yield self._histogram(
             "caraserve:adapter_stall_seconds", "A request's iterations waiting for its weights.", self._stalled_s
         )
-        labels = ("phase", *self._labels)
-        phases = HistogramMetricFamily("caraserve:request_phase_seconds", "Where requests' time goes.", labels=labels)
-        for phase, histogram in self._phase_s.items():
-            phases.add_metric([phase, *self._labels.values()], *histogram.export())
-        yield phases
+        yield histograms(
+            "caraserve:request_phase_seconds",
+            "Where requests' time goes.",
+            [(f'phase="{phase}",{self._labels}', histogram) for phase, histogram in self._phase_s.items()],
+        )
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        return _one(GaugeMetricFamily, name, text, self._labels, value)
+    def _gauge(self, name: str, text: str, value: float) -> str:
+        return family(name, "gauge", text, [(self._labels, value)])
 
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        return _one(CounterMetricFamily, name, text, self._labels, value)
+    def _counter(self, name: str, text: str, value: float) -> str:
+        return family(name, "counter", text, [(self._labels, value)])
 
     def _counters_by(
         self, name: str, text: str, labels: tuple[str, ...], counts: Iterable[tuple[Sequence[str], int]]
-    ) -> Metric:
-        family = CounterMetricFamily(name, text, labels=(*labels, *self._labels))
-        for values, count in counts:
-            family.add_metric([*values, *self._labels.values()], count)
-        return family
+    ) -> str:
+        samples = [
+            (f"{label_set(dict(zip(labels, values, strict=True)))},{self._labels}", count) for values, count in counts
+        ]
+        return family(name, "counter", text, samples)
 
-    def _histogram(self, name: str, text: str, histogram: _Histogram) -> Metric:
-        family = HistogramMetricFamily(name, text, labels=tuple(self._labels))
-        family.add_metric(list(self._labels.values()), *histogram.export())
-        return family
-
-
-def _one(
-    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
-    name: str,
-    text: str,
-    labels: Mapping[str, str],
-    value: float,
-) -> Metric:
-    family = kind(name, text, labels=tuple(labels))
-    family.add_metric(list(labels.values()), value)
-    return family
-
-
-def _shown(names: Sequence[str]) -> list[str]:
-    """Names in an order that stays, so that the same adapters remain shown from scrape to scrape."""
-    return sorted(set(names))[:MAX_ADAPTER_LABELS]
+    def _histogram(self, name: str, text: str, histogram: Histogram, labels: str = "") -> str:
+        return histograms(name, text, [(labels + self._labels, histogram)])
 
 
 def _latencies(recent_s: Sequence[float]) -> Latencies:

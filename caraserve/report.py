@@ -30,7 +30,7 @@ class EngineSnapshot:
     running_adapters: tuple[str, ...]
     waiting_adapters: tuple[str, ...]
     device_adapters: tuple[str, ...]
-    host_adapters: tuple[str, ...]
+    host_adapters: tuple[str, ...]  # the most recently used first
     draining: bool
 
     @classmethod
@@ -44,7 +44,7 @@ class EngineSnapshot:
             running_adapters=_names(line.running),
             waiting_adapters=_names([*line.waiting, *line.loading]),
             device_adapters=tuple(sorted(name for version in residency.on_device() for name in version.names)),
-            host_adapters=tuple(sorted(name for version in residency.in_host() for name in version.names)),
+            host_adapters=tuple(name for version in reversed(residency.in_host()) for name in sorted(version.names)),
             draining=draining,
         )
 

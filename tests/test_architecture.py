@@ -27,7 +27,7 @@ LEVELS = {
     **dict.fromkeys(("__init__", "config", "request", "plan", "errors", "units", "log", "trace", "demo"), 0),
     **dict.fromkeys(("profile", "fits"), 0),
     **dict.fromkeys(("model", "cpu", "gpu"), 1),
-    **dict.fromkeys(("scheduler", "merging", "fairness", "stream", "metrics", "kv", "adapters"), 2),
+    **dict.fromkeys(("scheduler", "merging", "fairness", "stream", "metrics", "exposition", "kv", "adapters"), 2),
     **dict.fromkeys(("tokenizer", "detokenizer", "chat_template", "probes", "lora_rate"), 2),
     "loop": 3,
     "line": 3,
@@ -45,6 +45,7 @@ NEIGHBOURS = {
     ("gpu", "model"),
     ("gpu", "cpu"),
     ("scheduler", "kv"),
+    ("metrics", "exposition"),
     ("tokenizer", "detokenizer"),
     ("tokenizer", "chat_template"),
     ("loop", "line"),
@@ -64,7 +65,6 @@ HOMES = {
     "llvmlite": {"cpu"},
     "aiohttp": {"http", "cluster", "bench"},
     "orjson": {"http", "cluster", "bench"},
-    "prometheus_client": {"metrics"},
     "safetensors": {"model", "adapters"},
     "tokenizers": {"tokenizer"},
     "jinja2": {"chat_template"},
@@ -148,7 +148,8 @@ def test_heavy_packages_stay_at_home(path: Path) -> None:
 @pytest.mark.parametrize("path", MODULES, ids=relative)
 def test_the_product_does_not_need_the_test_extra(path: Path) -> None:
     needed = {name.split(".")[0] for name, _ in imports(path)}
-    assert not needed & {"transformers", "peft", "openai", "hypothesis", "pytest", "accelerate", "huggingface_hub"}
+    extra = {"transformers", "peft", "openai", "hypothesis", "pytest", "accelerate", "huggingface_hub"}
+    assert not needed & (extra | {"prometheus_client", "kubernetes_validate", "yaml"})
 
 
 @pytest.mark.parametrize("name", PURE)

@@ -60,6 +60,7 @@ def make_app(
             web.get("/ping", pages.health),
             web.post("/ping", pages.health),
             web.get("/version", pages.version),
+            web.get("/load", pages.load),
             web.get("/metrics", pages.metrics),
             web.get("/stats", pages.stats),
             web.get("/", pages.dashboard),

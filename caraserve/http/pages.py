@@ -7,9 +7,9 @@ from aiohttp import web
 
 from caraserve import __version__
 from caraserve.errors import Draining
+from caraserve.exposition import CONTENT_TYPE
 from caraserve.http.context import CONTEXT
 from caraserve.http.messages import json_response
-from caraserve.metrics import CONTENT_TYPE
 
 _SHOWN_ADAPTERS = 200  # in each tier; the counts are of all
 _PAGE = files("caraserve.http").joinpath("dashboard.html").read_bytes()
@@ -38,10 +38,16 @@ async def version(request: web.Request) -> web.Response:
     return json_response({"version": __version__})
 
 
+async def load(request: web.Request) -> web.Response:
+    """vLLM's count of requests under way."""
+    snapshot = request.app[CONTEXT].engine.snapshot()
+    return json_response({"server_load": snapshot.running + snapshot.waiting})
+
+
 async def metrics(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
-    ranks = {adapter.name: adapter.rank for adapter in context.engine.adapters()}
-    body = context.metrics.render(context.engine.snapshot(), ranks)
+    engine = context.engine
+    body = context.metrics.render(engine.snapshot(), lambda name: engine.adapter(name).rank)
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
 

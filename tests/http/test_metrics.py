@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from caraserve.metrics import MAX_ADAPTER_LABELS, Metrics
+from caraserve.metrics import MAX_HOST_SERIES, Metrics
 from caraserve.request import Finish, FinishReason, Phases
 from tests.http.fake_engine import FakeSnapshot
 from tests.http.serving import new_metrics
@@ -17,7 +17,7 @@ LABELS = {"model_name": "org/base", "engine": "0"}
 def samples(metrics: Metrics, snapshot: FakeSnapshot | None = None) -> dict[str, list[tuple[dict[str, str], float]]]:
     """What a scraper reads, by sample name."""
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
-    text = metrics.render(snapshot or FakeSnapshot(), {"a": 8, "b": 64}).decode()
+    text = metrics.render(snapshot or FakeSnapshot(), {"a": 8, "b": 64}.__getitem__).decode()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             found.setdefault(sample.name, []).append((sample.labels, sample.value))
@@ -42,13 +42,6 @@ async def test_state_is_that_of_the_snapshot() -> None:
     assert found["vllm:cache_config_info"] == [({"block_size": "16", "num_gpu_blocks": "100", "engine": "0"}, 1.0)]
 
 
-async def test_gateways_see_which_adapters_run() -> None:
-    before_s = time.time()
-    ((labels, value),) = samples(new_metrics(), FakeSnapshot(waiting_adapters=("c",)))["vllm:lora_requests_info"]
-    assert labels == {"max_lora": "64", "running_lora_adapters": "a,b", "waiting_lora_adapters": "c"}
-    assert before_s <= value <= time.time()
-
-
 async def test_residency_by_tier() -> None:
     found = samples(new_metrics())
     assert found["vllm:num_gpu_loaded_lora_adapters"] == [(LABELS, 2.0)]
@@ -68,9 +61,16 @@ async def test_merges_are_counted_where_they_happen() -> None:
 async def test_ten_thousand_adapters_do_not_swell_the_page() -> None:
     names = tuple(f"adapter-{index}-{'x' * 100}" for index in range(10_000))
     snapshot = FakeSnapshot(running_adapters=names, waiting_adapters=names, device_adapters=names, host_adapters=names)
-    text = new_metrics().render(snapshot, {})
-    assert text.count(b"vllm:lora_adapter_loaded{") == 2 * MAX_ADAPTER_LABELS
-    assert len(text) < 200_000
+    text = new_metrics().render(snapshot, lambda name: 8)
+    assert text.count(b"vllm:lora_adapter_loaded{") == 64 + MAX_HOST_SERIES  # a device holds 64 here
+    assert len(text) < 250_000
+
+
+async def test_of_the_host_tier_the_most_recently_used_are_shown() -> None:
+    names = tuple(f"adapter-{index}" for index in range(10_000))
+    text = new_metrics().render(FakeSnapshot(host_adapters=names), lambda name: 8).decode()
+    assert f'adapter_name="adapter-{MAX_HOST_SERIES - 1}",level="cpu"' in text
+    assert f'adapter_name="adapter-{MAX_HOST_SERIES}",level="cpu"' not in text
 
 
 async def test_an_ended_request_is_counted_everywhere() -> None:
@@ -122,6 +122,20 @@ async def test_buckets_are_cumulative_and_hold_their_upper_bound() -> None:
     assert metrics.computed_tokens == 1_000_018
 
 
+async def test_a_name_may_hold_any_character() -> None:
+    metrics = Metrics('a"b\\c\nd', max_loras=64, block_tokens=16)
+    ((labels, _),) = samples(metrics)["vllm:num_requests_running"]
+    assert labels == {"model_name": 'a"b\\c\nd', "engine": "0"}
+
+
+async def test_only_loads_that_succeeded_are_timed() -> None:
+    metrics = new_metrics()
+    metrics.observe_load("auto", 9.0, outcome="failed")
+    found = samples(metrics)
+    assert [value for _, value in found["vllm:lora_adapter_load_seconds_count"]] == [0.0]
+    assert found["caraserve:adapter_loads_total"] == [(LABELS | {"mode": "auto", "outcome": "failed"}, 1.0)]
+
+
 async def test_tokens_and_loads() -> None:
     metrics = new_metrics()
     metrics.observe_first_token(0.2)
@@ -132,7 +146,7 @@ async def test_tokens_and_loads() -> None:
     found = samples(metrics)
     assert found["vllm:time_to_first_token_seconds_sum"] == [(LABELS, 0.2)]
     assert found["vllm:inter_token_latency_seconds_count"] == [(LABELS, 2.0)]
-    assert found["vllm:lora_adapter_load_seconds_sum"] == [(LABELS, 0.5)]
+    assert found["vllm:lora_adapter_load_seconds_sum"] == [(LABELS | {"transition": "activate"}, 0.5)]
     assert found["caraserve:adapter_loads_total"] == [(LABELS | {"mode": "overlapped", "outcome": "ok"}, 1.0)]
     assert found["vllm:num_preemptions_total"] == [(LABELS, 1.0)]
 

@@ -192,10 +192,10 @@ async def test_metrics_count_responses_by_route_not_by_url() -> None:
     text = answer.body.decode()
     assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
     assert (
-        'caraserve:http_responses_total{engine="0",model_name="org/base",route="/v1/models/{model}",status="404"} 1.0'
+        'caraserve:http_responses_total{route="/v1/models/{model}",status="404",model_name="org/base",engine="0"} 1\n'
         in text
     )
-    assert 'route="unknown",status="404"} 1.0' in text
+    assert 'route="unknown",status="404",model_name="org/base",engine="0"} 1\n' in text
     assert "secret-1" not in text
 
 
