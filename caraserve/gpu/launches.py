@@ -5,9 +5,11 @@ arguments in silence, so nobody else writes argument lists. Addresses are the de
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
+from caraserve.gpu.driver import Stream
 from caraserve.gpu.items import THREADS
 from caraserve.model.layout import A_COLUMNS, MAX_RANK
 
@@ -26,6 +28,17 @@ class Launch:
     grid: int
     block: int
     arguments: tuple[np.generic, ...]
+
+
+class Kernels(Protocol):
+    """Who runs launches: a device, or tests on the host."""
+
+    @property
+    def bgmv_grid(self) -> int:
+        """Blocks of the BGMV kernels that run at once."""
+
+    def launch(self, launch: Launch, stream: Stream) -> None:
+        """Issues a kernel on a stream. Allocates nothing and waits for nothing, so that it may be captured."""
 
 
 @dataclass(frozen=True, slots=True)
