@@ -7,9 +7,11 @@ from numpy.typing import NDArray
 
 from caraserve.cpu.adapters import DeviceAdapters
 from caraserve.cpu.assist import WORKERS
-from caraserve.cpu.records import BATCH, SAMPLE, SCORE, filled
+from caraserve.cpu.records import BATCH, filled
+from caraserve.model import outputs
+from caraserve.model.outputs import Found, Output
 from caraserve.plan import BASE_ADAPTER_SLOT, Plan, Row, RowResult
-from caraserve.request import MAX_LOGPROBS, TokenLogprob
+from caraserve.request import MAX_LOGPROBS
 
 Words = NDArray[np.int64]
 
@@ -20,7 +22,7 @@ class HostBatch:
 
     record: NDArray[np.void]
     arrays: tuple[Words, ...]
-    out_logprobs: Words
+    outputs: Output
     chosen: Words  # [outputs]
     logprob: NDArray[np.float32]  # [outputs]
     top_ids: Words  # [outputs, MAX_LOGPROBS]
@@ -64,7 +66,7 @@ def build_batch(plan: Plan, adapters: DeviceAdapters, prompt_tokens: Words, shap
     np.cumsum(counts, out=first[1:])
     starts = np.array([row.start for row in rows], np.int64)
     segments = _segments(rows, first) if plan.merged is None else []
-    out_token, out_kind, out_logprobs = (np.array(part, np.int64) for part in _outputs(rows, first, prompt_tokens))
+    wanted = outputs.outputs_of(rows, prompt_tokens)
     traced = shape.layers if shape.traced else 0
     tables = {
         "sources": np.zeros((shape.layers, len(segments)), np.int64),
@@ -80,18 +82,18 @@ def build_batch(plan: Plan, adapters: DeviceAdapters, prompt_tokens: Words, shap
         "segment_tokens": np.array([segment.tokens for segment in segments], np.int64),
         "segment_adapter": np.array([segment.adapter_slot for segment in segments], np.int64),
         "segment_assist": np.array([segment.assist for segment in segments], np.int64),
-        "out_token": out_token,
-        "out_kind": out_kind,
-        "out_logprobs": out_logprobs,
+        "out_token": wanted.token,
+        "out_kind": wanted.kind,
+        "out_logprobs": wanted.logprobs,
         **tables,
     }
-    outputs = len(out_token)
+    count = len(wanted.token)
     record = filled(
         BATCH,
         tokens=int(first[-1]),
         rows=len(rows),
         segments=len(segments),
-        outputs=outputs,
+        outputs=count,
         max_rank=max((int(adapters.max_rank[segment.adapter_slot]) for segment in segments), default=0),
         arriving=any(adapters.is_arriving(segment.adapter_slot) for segment in segments),
         **{name: int(array.ctypes.data) if array.size else 0 for name, array in arrays.items()},
@@ -99,11 +101,11 @@ def build_batch(plan: Plan, adapters: DeviceAdapters, prompt_tokens: Words, shap
     return HostBatch(
         record=record,
         arrays=tuple(arrays.values()),
-        out_logprobs=out_logprobs,
-        chosen=np.zeros(outputs, np.int64),
-        logprob=np.zeros(outputs, np.float32),
-        top_ids=np.zeros((outputs, MAX_LOGPROBS), np.int64),
-        top_logprobs=np.zeros((outputs, MAX_LOGPROBS), np.float32),
+        outputs=wanted,
+        chosen=np.zeros(count, np.int64),
+        logprob=np.zeros(count, np.float32),
+        top_ids=np.zeros((count, MAX_LOGPROBS), np.int64),
+        top_logprobs=np.zeros((count, MAX_LOGPROBS), np.float32),
         segments=tuple(segments),
         **tables,
     )
@@ -123,48 +125,10 @@ def _segments(rows: tuple[Row, ...], first: Words) -> list[Segment]:
     return segments
 
 
-def scored_positions(row: Row, prompt_tokens: int) -> range:
-    """Positions of `row` whose following prompt token is to be scored."""
-    if row.prompt_logprobs is None:
-        return range(0)
-    return range(row.start, min(row.start + row.count, prompt_tokens - 1))
-
-
-def _outputs(rows: tuple[Row, ...], first: Words, prompt_tokens: Words) -> tuple[list[int], list[int], list[int]]:
-    tokens: list[int] = []
-    kinds: list[int] = []
-    logprobs: list[int] = []
-    for index, row in enumerate(rows):
-        base = int(first[index])
-        for position in scored_positions(row, int(prompt_tokens[row.slot])):
-            tokens.append(base + position - row.start)
-            kinds.append(SCORE)
-            logprobs.append(row.prompt_logprobs or 0)
-        if row.samples:
-            tokens.append(base + row.count - 1)
-            kinds.append(SAMPLE)
-            logprobs.append(-1 if row.logprobs is None else row.logprobs)
-    return tokens, kinds, logprobs
-
-
 def collect(plan: Plan, batch: HostBatch, prompt_tokens: Words) -> tuple[RowResult, ...]:
     """Row results in the plan's order."""
-    chosen = batch.chosen.tolist()
-    loads = _loads(batch)
-    results = []
-    index = 0
-    for row in plan.rows:
-        count = len(scored_positions(row, int(prompt_tokens[row.slot])))
-        prompt = tuple(_scored(batch, at) for at in range(index, index + count))
-        index += count
-        token, scored = None, None
-        if row.samples:
-            token = chosen[index]
-            scored = _scored(batch, index) if row.logprobs is not None else None
-            index += 1
-        cpu_layers, waited_ms = loads.get(row.adapter_slot, (0, 0.0))
-        results.append(RowResult(token, scored, prompt, cpu_layers, waited_ms))
-    return tuple(results)
+    found = Found(batch.chosen, batch.logprob, batch.top_ids, batch.top_logprobs)
+    return outputs.collect(plan, batch.outputs, found, prompt_tokens, _loads(batch))
 
 
 def _loads(batch: HostBatch) -> dict[int, tuple[int, float]]:
@@ -175,9 +139,3 @@ def _loads(batch: HostBatch) -> dict[int, tuple[int, float]]:
         segment.adapter_slot: (int((batch.sources[:, at] == WORKERS).sum()), float(batch.waited_ns[at]) / 1e6)
         for at, segment in enumerate(batch.segments)
     }
-
-
-def _scored(batch: HostBatch, index: int) -> TokenLogprob:
-    count = int(batch.out_logprobs[index])
-    top = zip(batch.top_ids[index, :count].tolist(), batch.top_logprobs[index, :count].tolist(), strict=True)
-    return TokenLogprob(int(batch.chosen[index]), float(batch.logprob[index]), tuple(top))

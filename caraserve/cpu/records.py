@@ -18,7 +18,6 @@ from caraserve.cpu.simd import I64, load_i64
 ATTN_NORM, WQ, WK, WV, WO, WG, WU, WD, BQ, BK, BV, BO, BG, BU, BD, Q_NORM, K_NORM, MLP_NORM = range(18)
 NUM_WEIGHTS = 18
 NO_WINDOW = 1 << 30
-SAMPLE, SCORE = 0, 1  # kinds of output rows: draw a token, or score the prompt token that follows
 
 
 def _record(*words: str, floats: tuple[str, ...] = ()) -> np.dtype[np.void]:

@@ -27,7 +27,6 @@ from caraserve.cpu.records import (
     LORA_ENTRY,
     MLP_NORM,
     NUM_WEIGHTS,
-    SAMPLE,
     WQ,
     address_of,
     batch_at,
@@ -41,6 +40,7 @@ from caraserve.cpu.sampling import best_tokens, choose, log_sum_exp
 from caraserve.cpu.simd import fetch_add, load_acquire, spin_pause, store_release
 from caraserve.cpu.tiles import call_by_address
 from caraserve.model.layout import PANEL
+from caraserve.model.outputs import SAMPLE
 
 LORA_ENTRY_BYTES = LORA_ENTRY.itemsize
 # numpy integers, or Numba would compile what takes them once for each

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from caraserve.cpu.records import SAMPLE
 from caraserve.cpu.sampling import MAX_END_IDS, SLOT_SAMPLING
 from caraserve.gpu.triton_attention import TokenTables
+from caraserve.model.outputs import SAMPLE
 from caraserve.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from caraserve.cpu.records import SAMPLE, SCORE
 from caraserve.cpu.sampling import SLOT_SAMPLING, choose, uniform, write_sampling
 from caraserve.gpu.triton_attention import TokenTables
 from caraserve.gpu.triton_sampling import Outputs, SamplerState, sample, score
+from caraserve.model.outputs import SAMPLE, SCORE
 from caraserve.plan import SlotSampling
 from caraserve.request import MAX_LOGPROBS
 
