@@ -121,6 +121,7 @@ class Metrics:
         self._max_loras = max_loras
         self._block_tokens = block_tokens
         self._workers, self._merges = workers, merges
+        self._more: list[Callable[[str], Iterable[str]]] = []
         self.computed_tokens = 0  # prompt and output tokens over all iterations
         self._iteration_tokens = Histogram(_ITERATION_TOKENS)
         self._iteration_s = Histogram(_SHORT_S)
@@ -196,9 +197,16 @@ class Metrics:
     def token_gap(self) -> Latencies:
         return _latencies(self._recent_gap_s)
 
+    def show(self, more: Callable[[str], Iterable[str]]) -> None:
+        """Adds what another part knows: `more` is given the labels of every sample and writes whole families, whenever
+        somebody scrapes."""
+        self._more.append(more)
+
     def render(self, snapshot: SnapshotView, rank_of: Callable[[str], int]) -> bytes:
         """The text that Prometheus reads, 0.0.4. `rank_of`: an adapter's rank by its name."""
         parts = [*self._state(snapshot), *self._residency(snapshot, rank_of), *self._counters(), *self._histograms()]
+        for more in self._more:
+            parts += more(self._labels)
         return "".join(parts).encode()
 
     def _state(self, snapshot: SnapshotView) -> Iterator[str]:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from caraserve.exposition import family
 from caraserve.metrics import MAX_HOST_SERIES, Metrics
 from caraserve.request import Finish, FinishReason, Phases
 from tests.http.fake_engine import FakeSnapshot
@@ -18,8 +19,8 @@ def samples(metrics: Metrics, snapshot: FakeSnapshot | None = None) -> dict[str,
     """What a scraper reads, by sample name."""
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
     text = metrics.render(snapshot or FakeSnapshot(), {"a": 8, "b": 64}.__getitem__).decode()
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
+    for found_family in text_string_to_metric_families(text):
+        for sample in found_family.samples:
             found.setdefault(sample.name, []).append((sample.labels, sample.value))
     return found
 
@@ -172,3 +173,9 @@ def _timed(metrics: Metrics, finish: Finish) -> float:
         metrics.observe_finish(finish)
         metrics.observe_token_gap(0.01)
     return time.perf_counter() - started_s
+
+
+async def test_other_parts_add_families_of_their_own() -> None:
+    metrics = new_metrics()
+    metrics.show(lambda labels: [family("caraserve:extra", "gauge", "More.", [(labels, 7)])])
+    assert samples(metrics)["caraserve:extra"] == [(LABELS, 7.0)]
