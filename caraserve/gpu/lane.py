@@ -13,7 +13,7 @@ from caraserve.gpu.copier import Copier
 from caraserve.gpu.driver import Driver, Graph, Stream
 from caraserve.gpu.handover import Book, Entry
 from caraserve.gpu.pool import Grant, Move
-from caraserve.gpu.timeline import NOTHING, Lane, Marks, Timelines, at, covers
+from caraserve.gpu.timeline import Lane, Marks, Timelines, at
 from caraserve.gpu.transfers import Source
 from caraserve.model.layout import GROUPS
 
@@ -33,7 +33,7 @@ class Pass(Protocol):
         """The base model's part."""
 
     def lora(self, layer: int, group: int, stream: Stream) -> None:
-        """Adds the adapters' part from weights on the device."""
+        """Adds the adapters' part from weights on the device; nothing for a batch without."""
 
     def publish(self, layer: int, group: int, hand_over: "HandOver", stream: Stream) -> None:
         """Decides once, for all blocks, whether the layer has arrived: its ready word is `hand_over.ready_generation`.
@@ -84,23 +84,6 @@ def issue_moves(
     timelines.mark(Lane.COMPUTE)
 
 
-class Staging:
-    """Pinned buffers from which iterations' metadata is copied, in turn: none is written while a copy may read it."""
-
-    def __init__(self, timelines: Timelines, count: int = 2) -> None:
-        self._timelines = timelines
-        self._read_until = [NOTHING] * count
-
-    def take(self) -> int | None:
-        """A buffer that may be written; None when all may be read still."""
-        passed = self._timelines.passed()
-        return next((index for index, marks in enumerate(self._read_until) if covers(passed, marks)), None)
-
-    def used(self, index: int, until: Marks) -> None:
-        """A buffer will be read until then."""
-        self._read_until[index] = until
-
-
 @dataclass(frozen=True, slots=True)
 class Replay:
     """A captured pass. `gate`: the word by which a gated one waits for layers; None: it waits for nothing."""
@@ -113,8 +96,6 @@ def issue_pass(
     work: Pass,
     stream: Stream,
     layers: int,
-    *,
-    with_lora: bool,
     before_layer: Callable[[int], None] = lambda layer: None,
 ) -> None:
     """All layers of a pass, one after another; run or captured."""
@@ -124,14 +105,11 @@ def issue_pass(
         for group in range(len(GROUPS)):
             work.before(layer, group, stream)
             work.project(layer, group, stream)
-            if with_lora:
-                work.lora(layer, group, stream)
+            work.lora(layer, group, stream)
     work.end(stream)
 
 
-def capture_pass(
-    driver: Driver, work: Pass, stream: Stream, layers: int, *, with_lora: bool, gate: int | None
-) -> Replay:
+def capture_pass(driver: Driver, work: Pass, stream: Stream, layers: int, gate: int | None) -> Replay:
     """A graph of a pass. A gated one gets to layer l when the word at `gate` has reached l + 1."""
 
     def wait(layer: int) -> None:
@@ -139,7 +117,7 @@ def capture_pass(
             driver.wait_value(stream, gate, layer + 1)
 
     driver.begin_capture(stream)
-    issue_pass(work, stream, layers, with_lora=with_lora, before_layer=wait)
+    issue_pass(work, stream, layers, wait)
     return Replay(driver.end_capture(stream), gate)
 
 
@@ -154,7 +132,7 @@ class IterationLane:
         self, metadata: Callable[[Stream], None], work: Pass | Replay, slots: Collection[int], after: Marks
     ) -> int:
         """Issues one iteration and returns its mark. `metadata` issues the one copy of what kernels read of the batch;
-        a replay finds it where it was captured. `slots`: adapters of its rows. `after`: other lanes' work that wrote
+        a replay finds it where it was captured. `slots`: adapters of its rows that may not have arrived. `after`: other lanes' work that wrote
         what it reads, or read what it writes."""
         self._copier.commit(slots, self._layers)
         self._timelines.wait(Lane.COMPUTE, after)
@@ -170,10 +148,7 @@ class IterationLane:
                 work,
                 self._stream,
                 self._layers,
-                with_lora=bool(slots),
-                before_layer=lambda layer: self._timelines.wait(
-                    Lane.COMPUTE, self._copier.arrival_of_all(slots, layer)
-                ),
+                lambda layer: self._timelines.wait(Lane.COMPUTE, self._copier.arrival_of_all(slots, layer)),
             )
         return self._timelines.mark(Lane.COMPUTE)
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caraserve.gpu.handover import LOOK_S
-from caraserve.gpu.lane import ASSISTED_CHUNK_TOKENS, AssistedChunk, Staging, capture_pass, chunk_ends
+from caraserve.gpu.lane import ASSISTED_CHUNK_TOKENS, AssistedChunk, capture_pass, chunk_ends
 from caraserve.gpu.timeline import NOTHING, Lane, at
 from caraserve.gpu.transfers import Source
 from caraserve.model.layout import GROUPS
@@ -40,7 +40,7 @@ def test_an_iteration_waits_for_each_layer_it_uses_captured_or_not(seed: int) ->
             world.iterations.launch(world.metadata, work, slots, NOTHING)
         else:
             gate = GATE if kind == "gated" else None
-            captured = capture_pass(world.driver, work, stream, LAYERS, with_lora=bool(slots), gate=gate)
+            captured = capture_pass(world.driver, work, stream, LAYERS, gate)
             world.iterations.launch(world.metadata, captured, slots, NOTHING)
         for _ in range(random.choice([0, 3, 40])):
             world.driver.step(random.randrange)
@@ -48,8 +48,7 @@ def test_an_iteration_waits_for_each_layer_it_uses_captured_or_not(seed: int) ->
             world.copier.pump()
     world.driver.run(random.randrange)
     for work in passes:
-        kernels = 3 if work.slots else 2
-        assert len(work.done) == 2 + LAYERS * len(GROUPS) * kernels
+        assert len(work.done) == 2 + LAYERS * len(GROUPS) * 3
 
 
 def test_what_is_on_its_way_to_nobody_is_not_waited_for() -> None:
@@ -71,7 +70,7 @@ def test_layers_run_while_later_ones_are_on_their_way() -> None:
         world.driver.issue(world.lanes.streams[Lane.COPY], Operation("slow", ready=lambda: False))
         work = FakePass(world, [1])
         stream = world.lanes.streams[Lane.COMPUTE]
-        launched = work if gate is None else capture_pass(world.driver, work, stream, LAYERS, with_lora=True, gate=gate)
+        launched = work if gate is None else capture_pass(world.driver, work, stream, LAYERS, gate)
         world.iterations.launch(world.metadata, launched, [1], NOTHING)
         world.settle()
         assert work.done[-1] == ("lora", 0, len(GROUPS) - 1)
@@ -89,19 +88,6 @@ def test_a_pass_comes_after_what_its_caller_names() -> None:
             world.assist.launch(world.metadata, work, world.chunk(1, 1, [WAIT] * LAYERS), after)
         world.settle()
         assert work.done == []
-
-
-def test_a_staging_buffer_is_written_only_when_its_copy_has_run() -> None:
-    world = World()
-    staging = Staging(world.lanes)
-    for expected in (0, 1):
-        index = staging.take()
-        assert index == expected
-        world.iterations.launch(world.metadata, FakePass(world, []), [], NOTHING)
-        staging.used(index, at(Lane.COMPUTE, world.lanes.issued()[Lane.COMPUTE]))
-    assert staging.take() is None
-    world.settle()
-    assert staging.take() == 0
 
 
 # --- assisted prefills ---
@@ -210,7 +196,7 @@ def test_decoding_does_not_wait_for_a_lane_that_waits_for_workers() -> None:
     stream = world.lanes.streams[Lane.COMPUTE]
     for gate in (None, GATE):
         work = FakePass(world, [2])
-        captured = capture_pass(world.driver, work, stream, LAYERS, with_lora=True, gate=gate)
+        captured = capture_pass(world.driver, work, stream, LAYERS, gate)
         world.iterations.launch(world.metadata, captured, [2], NOTHING)
         world.settle()
         assert work.done[-1] == ("end", 0, 0)
