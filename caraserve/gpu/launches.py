@@ -179,6 +179,11 @@ def pool_move(grid: int, moves: int, count: int) -> Launch:
     return Launch("memory", "pool_move", grid, BYTES_THREADS, _pointers(moves, count))
 
 
+def wait_word(address: int, value: int) -> Launch:
+    """Until a word has reached a value: `driver.has_reached`. One warp."""
+    return Launch("memory", "wait_word", 1, WARP, (*_pointers(address), np.uint32(value)))
+
+
 MOVE_WORDS = 6  # target, target pitch, source (0: zeros), source pitch, width, rows
 
 

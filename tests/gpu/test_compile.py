@@ -94,6 +94,13 @@ def test_waiting_looks_at_memory_itself(compiled: Mapping[Unit, Compiled], unit:
     assert [op for op in code["handoff_add"] if op.startswith("LD") and ".128" in op and "STRONG.SYS" in op]
 
 
+@pytest.mark.parametrize("unit", [unit for unit in UNITS if unit.source == "memory" and unit.arch in READ], ids=named)
+def test_waiting_for_a_word_looks_at_memory_itself_and_naps(compiled: Mapping[Unit, Compiled], unit: Unit) -> None:
+    code = instructions(compiled[unit].cubin)["wait_word"]
+    assert [op for op in code if op.startswith("LD") and "STRONG.SYS" in op]
+    assert "NANOSLEEP" in {op.split(".")[0] for op in code}
+
+
 def test_a_source_that_is_wrong_is_refused_with_the_compilers_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "sources", lambda name: {"bad.cu": "__global__ void f() { undeclared(); }"})
     with pytest.raises(nvrtc.CompilationFailed, match=r'bad\.cu.*\n*.*"undeclared" is undefined'):
@@ -111,7 +118,7 @@ def test_a_digest_changes_with_all_that_the_code_depends_on() -> None:
 def test_a_second_start_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unit, library = Unit("memory", Dtype.F32, "sm_90"), nvrtc.load()
     first = nvrtc.cubin_file(unit, tmp_path / "new", library)
-    assert set(cubin.kernels(first.read_bytes())) == {"kv_append", "pool_move"}
+    assert set(cubin.kernels(first.read_bytes())) == {"kv_append", "pool_move", "wait_word"}
     monkeypatch.delattr(nvrtc.Nvrtc, "compile")
     assert nvrtc.cubin_file(unit, tmp_path / "new", library) == first
     assert list((tmp_path / "new").iterdir()) == [first]
@@ -133,12 +140,13 @@ EVERY_LAUNCH = (
     launches.add(1, 0, 0, ROWS, ONE, 64, (0,)),
     launches.kv_append(1, 0, 0, 16, 0, 1, 16, 16, 16, 0, 0),
     launches.pool_move(1, 0, 0),
+    launches.wait_word(0, 0),
 )
 
 
 @pytest.mark.parametrize("launch", EVERY_LAUNCH, ids=lambda launch: launch.kernel)
 def test_arguments_are_as_wide_as_the_source_declares(launch: launches.Launch) -> None:
-    widths = {"int": np.int32, "i64": np.int64}
+    widths = {"int": np.int32, "i64": np.int64, "u32": np.uint32}
     declared = nvrtc.kernels(launch.source)[launch.kernel]
     expected = [np.uint64 if "*" in text else widths[text.split()[0]] for text in declared]
     assert [type(argument) for argument in launch.arguments] == expected

@@ -39,3 +39,8 @@ KERNEL __launch_bounds__(256) pool_move(const Move* moves, const int* count) {
         }
     }
 }
+
+// Until a word that counts round is at `value` or beyond it: what a stream memory operation does, where there is none.
+KERNEL __launch_bounds__(32) wait_word(const u32* word, u32 value) {
+    while ((int)(load_acquire(word) - value) < 0) nap();
+}
