@@ -1,17 +1,15 @@
-"""Which captured graph an iteration takes, which are captured when, and which give way. Pure; level 1.
+"""Which graphs are captured, and which one an iteration takes. Pure; level 1.
 
 A graph is captured for a number of rows or tokens; a smaller batch is filled up with padding rows, which belong to no
-request and write to a block that nobody reads. Everything else a graph finds in device tables, so one graph serves any
-mix of adapters and ranks. Graphs take memory; how much may be taken is fixed at start, and a graph is captured only
-while no lane waits for anything, because capturing and instantiating hold locks that a wait's way out might need.
+request and are skipped by whatever reads or writes keys and values. Everything else a graph finds in device tables, so one graph serves any
+mix of adapters and ranks. Graphs take memory, of which so much may be taken as is fixed at start. All are captured
+before serving: capturing and instantiating hold locks that a wait's way out might need.
 """
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from caraserve.plan import BASE_ADAPTER_SLOT, Plan
-
-SCRATCH_BLOCKS = 1  # beyond the KV blocks that requests have: padding rows write there
 
 _DECODE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _MIXED_SIZES = (64, 128, 256, 512, 1024, 2048)
@@ -81,12 +79,6 @@ def _up_to(sizes: tuple[int, ...], most: int) -> list[int]:
 
 
 @dataclass(slots=True)
-class _Captured:
-    num_bytes: int
-    used: int  # the iteration that took it last
-
-
-@dataclass(slots=True)
 class GraphSet:
     """The graphs of one backend."""
 
@@ -95,17 +87,16 @@ class GraphSet:
     budget_bytes: int
     expected_bytes: Callable[[Bucket], int]
     merging: bool = False
-    _captured: dict[Bucket, _Captured] = field(default_factory=dict)
-    _wanted: dict[Bucket, int] = field(default_factory=dict)  # iterations that had to do without
-    _iteration: int = 0
+    _captured: dict[Bucket, int] = field(default_factory=dict)  # bytes
+    _chosen: dict[Bucket, Bucket | None] = field(default_factory=dict)  # what `choose` has said
 
     @property
     def num_bytes(self) -> int:
         """Memory that graphs take."""
-        return sum(entry.num_bytes for entry in self._captured.values())
+        return sum(self._captured.values())
 
-    def at_start(self) -> list[Bucket]:
-        """What to capture before serving: the most useful that fit, largest first, so that the smaller reuse memory."""
+    def to_capture(self) -> list[Bucket]:
+        """The most useful that fit, largest first, so that the smaller reuse memory."""
         chosen: list[Bucket] = []
         left = self.budget_bytes
         for bucket in buckets(self.max_rows, self.max_tokens, merging=self.merging):
@@ -114,54 +105,32 @@ class GraphSet:
                 left -= num_bytes
         return sorted(chosen, key=lambda bucket: (-bucket.size, bucket))
 
-    def choose(self, wanted: Bucket) -> Bucket | None:
-        """The captured graph that serves best; None: kernel by kernel."""
-        self._iteration += 1
-        if wanted.size > (self.max_tokens if wanted.is_mixed else self.max_rows):
-            raise AssertionError(f"an iteration of {wanted.size} exceeds the backend's limits")
-        ideal = self._ideal(wanted)
-        serving = [bucket for bucket in self._captured if bucket.serves(wanted)]
-        best = min(serving, key=lambda bucket: (bucket.cost, bucket), default=None)
-        if best is not None and best.size > max(ideal.size if ideal else 0, _MOST_PADDING * wanted.size):
-            best = None
-        if best is not None:
-            self._captured[best].used = self._iteration
-        if ideal is not None and best != ideal:
-            self._wanted[ideal] = self._wanted.get(ideal, 0) + 1
-        return best
-
-    def to_capture(self, *, is_idle: bool) -> Bucket | None:
-        """The graph that was missed most, if it may be captured now. `is_idle`: nothing waits on the device."""
-        fitting = [bucket for bucket in self._wanted if self.expected_bytes(bucket) <= self.budget_bytes]
-        if not is_idle or not fitting:
-            return None
-        return max(fitting, key=lambda bucket: (self._wanted[bucket], bucket))
-
-    def make_room(self, bucket: Bucket, in_flight: Collection[Bucket]) -> list[Bucket] | None:
-        """Graphs to be destroyed before `bucket` is captured, longest unused first; None when not enough may go.
-        `in_flight`: launched, and not known to have run."""
-        excess = self.num_bytes + self.expected_bytes(bucket) - self.budget_bytes
-        order = sorted((b for b in self._captured if b not in in_flight), key=lambda b: (self._captured[b].used, b))
-        going: list[Bucket] = []
-        while excess > 0 and order:
-            going.append(order.pop(0))
-            excess -= self._captured[going[-1]].num_bytes
-        if excess > 0:
-            return None
-        for gone in going:
-            del self._captured[gone]
-        return going
-
     def captured(self, bucket: Bucket, num_bytes: int) -> bool:
         """Notes a graph and what it took. False when it took too much after all: it is to be destroyed."""
-        self._wanted.pop(bucket, None)
         if self.num_bytes + num_bytes > self.budget_bytes:
             return False
-        self._captured[bucket] = _Captured(num_bytes, self._iteration)
+        self._captured[bucket] = num_bytes
+        self._chosen.clear()
         return True
 
-    def _ideal(self, wanted: Bucket) -> Bucket | None:
-        """The best there may be that serves."""
+    def choose(self, wanted: Bucket) -> Bucket | None:
+        """The captured graph that serves best; None: kernel by kernel."""
+        if wanted not in self._chosen:
+            self._chosen[wanted] = self._best(wanted)
+        return self._chosen[wanted]
+
+    def _best(self, wanted: Bucket) -> Bucket | None:
+        if wanted.size > (self.max_tokens if wanted.is_mixed else self.max_rows):
+            raise AssertionError(f"an iteration of {wanted.size} exceeds the backend's limits")
+        serving = [bucket for bucket in self._captured if bucket.serves(wanted)]
+        best = min(serving, key=lambda bucket: (bucket.cost, bucket), default=None)
+        if best is None or best.size <= max(self._ideal_size(wanted), _MOST_PADDING * wanted.size):
+            return best
+        return None
+
+    def _ideal_size(self, wanted: Bucket) -> int:
+        """Of the best there may be that serves."""
         every = buckets(self.max_rows, self.max_tokens, merging=self.merging)
         serving = (bucket for bucket in every if bucket.serves(wanted))
-        return min(serving, key=lambda bucket: (bucket.cost, bucket), default=None)
+        ideal = min(serving, key=lambda bucket: (bucket.cost, bucket), default=None)
+        return 0 if ideal is None else ideal.size

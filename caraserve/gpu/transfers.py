@@ -10,28 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 PIECE_BYTES = 16 << 20  # 0.3 ms of an H200's link
-_LEAST_GROUP_BYTES = 2 << 20  # below this a copy's own cost shows
-_SAFETY = 0.8  # of the time that a group takes to compute may be spent on loading the next
 _WINDOW_S = 0.001  # issued ahead: what the thread that issues may sleep
-
-
-def layer_groups(layer_ends: Sequence[int], layer_s: float, bytes_per_s: float) -> tuple[int, ...]:
-    """Where groups of layers end, so that a prefill of `layer_s` a layer finds each group loaded after the first: one
-    may take to load what the one before it takes to compute, less a margin, and a layer that takes longer is a group of
-    its own. Layers without modules belong to the group before; at the front they are one of no bytes."""
-    ends: list[int] = []
-    start, allowed_s = 0, _LEAST_GROUP_BYTES / bytes_per_s
-    largest = max((high - low for low, high in zip((0, *layer_ends), layer_ends, strict=False)), default=0)
-    if largest / bytes_per_s > layer_s:
-        allowed_s = 0.0  # loading is the slower: nothing is gained by a larger group
-    for end in range(1, len(layer_ends) + 1):
-        begin_bytes = layer_ends[start - 1] if start else 0
-        is_full = end - start > 1 and (layer_ends[end - 1] - begin_bytes) / bytes_per_s > allowed_s
-        if is_full and layer_ends[end - 1] > layer_ends[end - 2]:
-            ends.append(end - 1)
-            allowed_s = _SAFETY * layer_s * (end - 1 - start)
-            start = end - 1
-    return (*ends, len(layer_ends))
 
 
 @dataclass(frozen=True, slots=True)

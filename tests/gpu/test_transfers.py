@@ -1,7 +1,6 @@
 """The link: sizes of groups, which piece goes next, when it is expected."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from random import Random
 
 import numpy as np
@@ -16,7 +15,6 @@ from caraserve.gpu.transfers import (
     Source,
     Use,
     groups_of,
-    layer_groups,
     source,
 )
 
@@ -29,58 +27,7 @@ def ends(*sizes: int) -> tuple[int, ...]:
     return tuple(int(end) for end in np.cumsum(sizes))
 
 
-def exposed_s(layer_ends: Sequence[int], group_ends: Sequence[int], layer_s: float, bytes_per_s: float) -> float:
-    """By how much loading delays a prefill that begins with it."""
-    free_s, spent_s, start = 0.0, 0.0, 0
-    for end in group_ends:
-        free_s += (layer_ends[end - 1] - (layer_ends[start - 1] if start else 0)) / bytes_per_s
-        spent_s = max(spent_s, free_s) + layer_s * (end - start)
-        start = end
-    return spent_s - layer_s * len(layer_ends)
-
-
-# --- sizes of groups ---
-
-
-def test_groups_grow_as_fast_as_computing_outruns_loading() -> None:
-    layer = 2 * MB
-    assert layer_groups(ends(*[layer] * 31), 1.0, 2.5 * layer) == (1, 3, 7, 15, 31)  # twice as many each
-
-
-def test_where_loading_is_slower_each_layer_goes_alone() -> None:
-    assert layer_groups(ends(*[3 * MB] * 5), 1.0, 2.0 * MB) == (1, 2, 3, 4, 5)
-    assert layer_groups(ends(*[MB] * 4), 1.0, 0.5 * MB) == (1, 2, 3, 4)
-
-
-def test_small_layers_begin_with_a_group_worth_a_copy() -> None:
-    assert layer_groups(ends(*[MB // 2] * 12), 1.0, 1.25 * MB)[0] == 4
-
-
-def test_layers_without_modules_go_with_the_group_before() -> None:
-    assert layer_groups(ends(0, 3 * MB, 0, 0, 3 * MB, 0), 1.0, 2.0 * MB) == (1, 4, 6)
-    assert layer_groups(ends(0, 0), 1.0, 1.0) == (2,)
-    assert layer_groups((), 1.0, 1.0) == (0,)
-
-
-@given(
-    st.lists(st.sampled_from([0, MB // 2, MB, 4 * MB]), min_size=1, max_size=40),
-    st.floats(0.01, 10.0),
-)
-def test_when_loading_keeps_up_nothing_waits_but_for_the_first_group(sizes: list[int], layer_s: float) -> None:
-    layer_ends, link = ends(*sizes), 4.0 * MB
-    groups = layer_groups(layer_ends, layer_s, link)
-    assert groups[-1] == len(sizes)
-    assert all(low < high for low, high in pairwise(groups))
-    if layer_s * 0.8 >= 1.0:  # the largest layer takes a second
-        assert exposed_s(layer_ends, groups, layer_s, link) == pytest.approx(layer_ends[groups[0] - 1] / link, abs=1e-9)
-
-
-def test_the_figures_of_an_h200_come_out() -> None:
-    link, layer_s = 53e9, 124e-6
-    rank_64 = ends(*[3_146_000] * 32)  # q, k, v of a 7B: 59 µs a layer
-    assert exposed_s(rank_64, layer_groups(rank_64, layer_s, link), layer_s, link) < 0.09e-3
-    rank_8 = ends(*[393_000] * 32)
-    assert exposed_s(rank_8, layer_groups(rank_8, layer_s, link), layer_s, link) < 0.06e-3
+# --- groups ---
 
 
 def test_groups_of_an_image_ignore_ends_that_are_none() -> None:
