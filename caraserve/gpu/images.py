@@ -1,0 +1,230 @@
+"""Adapters on the device and on their way to it: room in the pool, entries in the tables, copies in the queue. Level 1.
+
+Residency has made sure that the sums fit; where bytes lie is decided here. An adapter that is being copied, or that an
+assisted prefill reads, stays where it is, so room in one piece may be missing for a moment though there is enough in
+all: then the load waits until one of these is done, and whoever launches a plan that names it waits with it.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from caraserve.gpu import padding
+from caraserve.gpu.copier import Copier, Image
+from caraserve.gpu.driver import Driver, Stream
+from caraserve.gpu.items import AdapterItems, adapter_items
+from caraserve.gpu.lane import issue_moves
+from caraserve.gpu.pool import DevicePool, Move
+from caraserve.gpu.ring import Ring
+from caraserve.gpu.tables import GROUP_SITES, AdapterTables, column
+from caraserve.gpu.timeline import NOTHING, Lane, Marks, Timelines, at, latest
+from caraserve.gpu.transfers import Group, Use, groups_of
+from caraserve.model.layout import GROUPS, AdapterSpec, HostAdapter
+from caraserve.model.spec import SITES, ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Registered host memory; the device may have another address for it."""
+
+    host_base: int
+    device_base: int
+
+    def on_device(self, host_address: int) -> int:
+        return host_address - self.host_base + self.device_base
+
+
+@dataclass(slots=True)
+class Bound:
+    """What a slot means. `stored`: as the bytes lie in the pool; `generation`: what ready words get when a layer has
+    arrived, 0 until the load is queued."""
+
+    adapter: HostAdapter
+    stored: AdapterSpec
+    items: tuple[AdapterItems, ...]  # by group
+    groups: tuple[frozenset[int], ...]  # by layer: groups of modules that the adapter has
+    generation: int = 0
+    is_loading: bool = True
+    used: Marks = NOTHING  # after the last iteration or prefill that reads it
+
+
+class DeviceImages:
+    """The launching thread's alone."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        timelines: Timelines,
+        copier: Copier,
+        ring: Ring,
+        pool: DevicePool,
+        memory: Tensor,
+        tables: AdapterTables,
+        spec: ModelSpec,
+        host: HostMemory,
+        *,
+        padded_rank: int | None = None,
+        with_ready_words: bool = False,
+        now: Callable[[], float],
+    ) -> None:
+        """`memory`: the pool's bytes. `padded_rank`: rows that every module takes, in the padded baseline."""
+        self._driver, self._timelines, self._copier, self._ring = driver, timelines, copier, ring
+        self.pool, self.memory, self.tables = pool, memory, tables
+        self._spec, self._host, self._padded_rank, self._now = spec, host, padded_rank, now
+        words = (tables.slots, spec.layers) if with_ready_words else (0, 0)
+        self._ready = torch.zeros(words, dtype=torch.int32, device=memory.device)
+        self.bound: dict[int, Bound] = {}
+        self.bindings = 0  # how often any slot's meaning has changed
+        self._waiting: deque[Callable[[], bool]] = deque()  # for room in one piece, in the order of asking
+        self._unplaced: set[int] = set()
+
+    # --- what residency asks ---
+
+    def load(self, adapter: HostAdapter, slot: int, group_ends: Sequence[int], done: Callable[[], None]) -> None:
+        """Binds an adapter to a slot and queues its copy."""
+        spec = adapter.spec
+        stored = spec if self._padded_rank is None else padding.padded(spec, self._spec, self._padded_rank)
+        self.bound[slot] = Bound(adapter, stored, self._items(slot, stored), _groups_by_layer(stored, self._spec))
+        self.bindings += 1
+        self._unplaced.add(slot)
+        self._when_there_is_room(lambda: self._place(slot, group_ends, done))
+
+    def unload(self, slot: int) -> None:
+        """Gives a slot's memory back; its load has ended."""
+        bound = self.bound.pop(slot)
+        if bound.is_loading:
+            raise AssertionError(f"adapter slot {slot} is unloaded while it is being loaded")
+        self.pool.release(slot, bound.used)
+
+    def resize_kv(self, blocks: int, done: Callable[[], None]) -> None:
+        """As model/backend.py says. Blocks that go have been used by iterations."""
+
+        def resize() -> bool:
+            until = at(Lane.COMPUTE, self._timelines.issued()[Lane.COMPUTE])
+            grant = self.pool.resize_kv(blocks, until=until, moved=self._timelines.next(Lane.COMPUTE))
+            if grant is None:
+                return False
+            issue_moves(self._driver, self._timelines, self.memory.data_ptr(), grant, self._relocate)
+            self._timelines.wait(Lane.COMPUTE, grant.after)
+            done()
+            return True
+
+        if blocks < self.pool.kv_blocks:
+            resize()
+        else:
+            self._when_there_is_room(resize)
+
+    # --- what launches ask ---
+
+    def pump(self) -> None:
+        """Notes what has arrived, issues what comes next, and places what found no room."""
+        self._copier.pump()
+        self.pool.forget(self._timelines.known)
+        while self._waiting and self._waiting[0]():
+            self._waiting.popleft()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `pump` is to be called again soon."""
+        return bool(self._waiting) or any(bound.is_loading for bound in self.bound.values())
+
+    def place_all(self, slots: Collection[int]) -> None:
+        """Returns when all of these have their places; mostly at once."""
+        while self._unplaced.intersection(slots):
+            self._timelines.synchronize(Lane.COPY)
+            self._timelines.synchronize(Lane.ASSIST)
+            self.pump()
+
+    def arriving(self, slots: Collection[int]) -> list[int]:
+        """Those of which layers may be missing."""
+        return [slot for slot in slots if slot in self.bound and self.bound[slot].is_loading]
+
+    def used(self, slots: Collection[int], lane: Lane, number: int) -> None:
+        """A pass that reads adapters ends with a lane's mark of that number."""
+        marks = at(lane, number)
+        for slot in slots:
+            bound = self.bound[slot]
+            bound.used = latest(bound.used, marks)
+
+    def bytes_of(self, slot: int) -> Tensor:
+        """Where an adapter's bytes lie now."""
+        start = self.pool.place_of(slot)
+        return self.memory[start : start + self.bound[slot].stored.num_bytes]
+
+    def ready_words(self, slot: int) -> list[int]:
+        """Addresses of the words that tell which layers of a slot have arrived."""
+        row = self._ready[slot]
+        return [row.data_ptr() + row.element_size() * layer for layer in range(row.numel())]
+
+    # --- inside ---
+
+    def _when_there_is_room(self, attempt: Callable[[], bool]) -> None:
+        if self._waiting or not attempt():
+            self._waiting.append(attempt)
+
+    def _place(self, slot: int, group_ends: Sequence[int], done: Callable[[], None]) -> bool:
+        bound = self.bound[slot]
+        stored = bound.stored
+        grant = self.pool.place(slot, stored.num_bytes, self._timelines.next(Lane.COMPUTE))
+        if grant is None:
+            return False
+        base = self.memory.data_ptr()
+        issue_moves(self._driver, self._timelines, base, grant, self._relocate)
+        self._unplaced.discard(slot)
+        self._write_column(slot, base + grant.start)
+
+        def arrived() -> None:
+            bound.is_loading = False
+            self.pool.let_go(slot)
+            done()
+
+        source = self._host.on_device(int(bound.adapter.data.ctypes.data)) if bound.adapter.data.size else 0
+        groups = groups_of(bound.adapter.spec.layer_ends, group_ends)
+        image = Image(
+            slot=slot,
+            source=source,
+            target=base + grant.start,
+            num_bytes=stored.num_bytes,
+            groups=groups,
+            after=grant.after,
+            ready=self.ready_words(slot) if self._ready.numel() else (),
+            rows=None if self._padded_rank is None else lambda group: self._rows(bound, group),
+        )
+        bound.generation = self._copier.load(image, Use(self._now()), arrived)
+        return True
+
+    def _rows(self, bound: Bound, group: Group) -> list[padding.Rows]:
+        layers = range(group.first_layer, group.end_layer)
+        return padding.copies(bound.adapter.spec, bound.stored, self._spec, layers)
+
+    def _relocate(self, move: Move, stream: Stream) -> None:
+        """After an adapter's bytes have moved; the compute lane's order puts it before the next iteration."""
+        self._write_column(move.slot, self.memory.data_ptr() + move.target)
+
+    def _write_column(self, slot: int, base: int) -> None:
+        tables, made = self.tables, column(self.bound[slot].stored, self._spec.layers, base)
+        pairs = ((tables.a, made.a), (tables.b, made.b), (tables.rank, made.rank), (tables.scale, made.scale))
+        for table, values in (*pairs, (tables.dtype, made.dtype)):
+            size = table.element_size()
+            self._ring.send_column(table.data_ptr() + size * slot, size * tables.slots, values, Lane.COMPUTE)
+
+    def _items(self, slot: int, stored: AdapterSpec) -> tuple[AdapterItems, ...]:
+        ranks = [0] * len(SITES)
+        for span in stored.spans:
+            ranks[span.site] = max(ranks[span.site], span.padded_rank)
+        made = []
+        for group, sites in zip(GROUPS, GROUP_SITES, strict=True):
+            outputs = [self._spec.site_shape(site)[1] for site in group]
+            made.append(adapter_items(slot, [ranks[site] for site in sites], stored.dtype, outputs))
+        return tuple(made)
+
+
+def _groups_by_layer(stored: AdapterSpec, model: ModelSpec) -> tuple[frozenset[int], ...]:
+    group_of = {site: group for group, sites in enumerate(GROUP_SITES) for site in sites}
+    groups: list[set[int]] = [set() for _ in range(model.layers)]
+    for span in stored.spans:
+        groups[span.layer].add(group_of[span.site])
+    return tuple(frozenset(found) for found in groups)
