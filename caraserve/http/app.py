@@ -45,6 +45,7 @@ def make_app(
     """The application over `engine`; it owns no resources but its own tasks."""
     app = web.Application(middlewares=[_guard], client_max_size=config.max_body_bytes)
     app[CONTEXT] = Context(engine, metrics, config, allow_lora_updates, timings or HttpTimings(), time.time())
+    app[admin.MODELS] = admin.ModelList()
     app.on_response_prepare.append(_send_request_id)
     app.on_cleanup.append(_close)
     app.add_routes(

@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 
+from caraserve.http.admin import MODELS
+from caraserve.http.app import make_app
+from caraserve.http.context import CONTEXT
 from tests.http.fake_engine import BOS, FakeEngine
-from tests.http.serving import serving
+from tests.http.serving import http_config, new_metrics, serving
 
 
 async def test_models_are_the_base_and_its_adapters() -> None:
@@ -26,6 +29,27 @@ async def test_models_are_the_base_and_its_adapters() -> None:
         "max_model_len": 1000,
         "permission": [],
     }
+
+
+async def test_the_list_follows_every_change() -> None:
+    fake = FakeEngine()
+    async with serving(fake) as client:
+
+        async def names() -> list[str]:
+            return [card["id"] for card in (await client.get("/v1/models")).json["data"]]
+
+        assert await names() == await names() == ["org/base", "a", "b"]
+        await fake.unload_adapter("a")
+        assert await names() == ["org/base", "b"]
+        await fake.load_adapter("b", "/elsewhere")
+        assert (await client.get("/v1/models")).json["data"][1]["root"] == "/elsewhere"
+
+
+async def test_routers_that_poll_the_list_get_the_same_bytes_until_it_changes() -> None:
+    fake = FakeEngine()
+    app = make_app(fake, http_config(), new_metrics(), allow_lora_updates=False)
+    first = app[MODELS].body(app[CONTEXT])
+    assert app[MODELS].body(app[CONTEXT]) is first
 
 
 @pytest.mark.parametrize(("path", "model"), [("org/base", "org/base"), ("org%2Fbase", "org/base"), ("v:1.x", "v:1.x")])
