@@ -1,0 +1,164 @@
+"""What adapters add to a pass: by BGMV for rows that decode, by segments for prompts, or by CPU workers. Level 1.
+
+Rows of both kinds may be in one batch: each has its own room in `part`, and both kernels read the same device tables.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from caraserve.gpu import launches, letters
+from caraserve.gpu.batch import DeviceBatch, Shape
+from caraserve.gpu.driver import Driver, Stream
+from caraserve.gpu.launches import BYTES_THREADS, Kernels
+from caraserve.gpu.tables import AdapterTables
+from caraserve.gpu.triton_lora import Segments, SiteTables, lora_expand, lora_shrink
+from caraserve.gpu.weights import columns_of
+from caraserve.gpu.workspace import Workspace
+from caraserve.model.layout import GROUPS
+from caraserve.model.spec import ModelSpec
+from caraserve.units import ceil_div
+
+_MOST_HOST_BLOCKS = 32  # of the kernels that read or write host memory: enough to keep the link full
+_NUMBERS_PER_THREAD = 4
+
+
+@dataclass(frozen=True, slots=True)
+class AssistTerms:
+    """Where the hand-overs of one assisted chunk are written down. Addresses are the device's; entries are counted as
+    `HandOver.entry`, and only those that are handed over are read.
+
+    Outcomes stand in `gate` at the chunk's adapter slot, one hand-over's after another's: the LoRA kernels read there
+    whether they are to compute.
+    """
+
+    slot: int
+    gate: Tensor  # int32 [adapter slots]
+    letters: Sequence[int]  # by entry: as letters.py writes them
+    host_x: Sequence[int]  # by entry: fp32 rows, where the letter says
+    host_strides: Sequence[int]  # by entry: numbers between rows
+    asked: int  # int64 [workers]: the incarnations last asked
+    counter: int  # uint32, 0 between launches
+    errors: int  # uint32: gets a bit when the chunk is void
+
+    @property
+    def outcome(self) -> int:
+        """Address of the word that says who computes."""
+        return self.gate.data_ptr() + self.slot * self.gate.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """What is the same in every layer for modules that read the same input."""
+
+    x: Tensor  # [most tokens, inputs]
+    y: Tensor  # [most tokens, outputs of all modules]
+    x_rows: launches.Rows
+    y_rows: launches.Rows
+    projections: launches.Projections
+    delta_columns: tuple[int, ...]
+    delta_stride: int
+
+    @classmethod
+    def of(cls, spec: ModelSpec, group: int, x: Tensor, y: Tensor) -> "_Group":
+        columns, widths = columns_of(spec, group)
+        delta_columns, delta_stride = letters.delta_columns([letters.Module(width) for width in widths])
+        x_rows, y_rows = (launches.Rows(rows.data_ptr(), rows.stride(0), rows.shape[1]) for rows in (x, y))
+        return cls(x, y, x_rows, y_rows, launches.Projections(columns, widths), delta_columns, delta_stride)
+
+
+class LoraLane:
+    """What the passes of one lane have in common."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        batch: DeviceBatch,
+        tables: AdapterTables,
+        workspace: Workspace,
+        kernels: Kernels,
+        driver: Driver,
+    ) -> None:
+        self.batch, self.workspace, self.kernels, self.driver = batch, workspace, kernels, driver
+        activations = workspace.activations
+        pairs = zip(activations.inputs, activations.outputs, strict=True)
+        self.groups = [_Group.of(spec, group, *pair) for group, pair in enumerate(pairs)]
+        places = [(layer, group) for layer in range(spec.layers) for group in range(len(GROUPS))]
+        self.raw_tables = {place: tables.for_launch(*place) for place in places}
+        self.triton_tables = {place: tables.for_triton(*place) for place in places}
+
+    def pass_over(self, shape: Shape, assist: AssistTerms | None = None) -> "LoraPass":
+        """For a batch of a shape."""
+        return LoraPass(self, shape, assist)
+
+
+class LoraPass:
+    """Issues the LoRA of one pass; methods as those of lane.Pass. Allocates nothing on the device."""
+
+    def __init__(self, lane: LoraLane, shape: Shape, assist: AssistTerms | None) -> None:
+        self._lane, self._shape, self._assist = lane, shape, assist
+        self._parts = lane.workspace.parts(shape.tokens)
+        self._launch_parts = [
+            launches.Part(part.data_ptr(), shape.tokens, len(group), lane.workspace.max_rank)
+            for part, group in zip(self._parts, GROUPS, strict=True)
+        ]
+        cut, count = lane.batch.segments, shape.segments
+        self._segments = Segments(cut.order, cut.first[:count], cut.rows[:count], cut.slot[:count])
+
+    def add(self, layer: int, group: int, stream: Stream, gate: Tensor | None = None) -> None:
+        """From weights on the device. `gate`: int32 [slots], not 0: not of this adapter."""
+        if self._shape.has_items:
+            self._add_to_decoding_rows(layer, group, stream, 0 if gate is None else gate.data_ptr())
+        if self._shape.segments:
+            tables = self._lane.triton_tables[layer, group]
+            tables = tables if gate is None else replace(tables, gate=gate)
+            self._lane.driver.run(stream, lambda: self._add_to_prompts(group, tables))
+
+    def publish(self, group: int, entry: int, stream: Stream) -> None:
+        """Hands x over to the workers, or finds that this is not needed."""
+        assist, lane = self._terms(), self._lane
+        x = lane.groups[group].x_rows
+        launch = launches.publish(
+            _host_blocks(self._shape.tokens * x.columns),
+            assist.letters[entry],
+            x,
+            assist.host_x[entry],
+            assist.host_strides[entry],
+            assist.asked,
+            assist.counter,
+            assist.outcome,
+        )
+        lane.kernels.launch(launch, stream)
+
+    def add_handed_over(self, layer: int, group: int, entry: int, stream: Stream) -> None:
+        """What the workers made of x, or what weights on the device do; nothing, when neither came."""
+        assist, lane = self._terms(), self._lane
+        letter, of = assist.letters[entry], lane.groups[group]
+        lane.kernels.launch(launches.wait(letter, assist.outcome, assist.errors), stream)
+        blocks = min(self._shape.tokens, _MOST_HOST_BLOCKS)
+        deltas = of.delta_stride, of.delta_columns
+        lane.kernels.launch(launches.add(blocks, letter, assist.outcome, of.y_rows, of.projections, *deltas), stream)
+        self.add(layer, group, stream, assist.gate)
+
+    def _terms(self) -> AssistTerms:
+        if self._assist is None:
+            raise AssertionError("a pass without terms hands nothing over")
+        return self._assist
+
+    def _add_to_decoding_rows(self, layer: int, group: int, stream: Stream, gate: int) -> None:
+        lane, part = self._lane, self._launch_parts[group]
+        tables, items, of = lane.raw_tables[layer, group], lane.batch.items[group], lane.groups[group]
+        tables = replace(tables, gate=gate) if gate else tables
+        grid = lane.kernels.bgmv_grid
+        lane.kernels.launch(launches.shrink(grid, tables, items.shrink, of.x_rows, part), stream)
+        lane.kernels.launch(launches.expand(grid, tables, items.expand, part, of.y_rows, of.projections), stream)
+
+    def _add_to_prompts(self, group: int, tables: SiteTables) -> None:
+        of, part, projections = self._lane.groups[group], self._parts[group], self._lane.groups[group].projections
+        lora_shrink(of.x, part, self._segments, tables)
+        lora_expand(of.y, part, self._segments, tables, projections.columns, projections.outputs)
+
+
+def _host_blocks(numbers: int) -> int:
+    return min(ceil_div(numbers, BYTES_THREADS * _NUMBERS_PER_THREAD), _MOST_HOST_BLOCKS)

@@ -1,0 +1,230 @@
+"""The base model's weights on the device: modules that read the same input are one matrix. Level 1.
+
+Memory is made first and filled tensor by tensor, from a checkpoint's files by way of pinned buffers or at random on the
+device itself, so that nothing is ever there twice.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from caraserve.cpu.weights import Raw, Read
+from caraserve.errors import ModelLoadError
+from caraserve.model.layout import A_COLUMNS, GROUPS, Dtype
+from caraserve.model.rope import rope_tables
+from caraserve.model.spec import ModelSpec
+
+TORCH_DTYPES = {Dtype.F32: torch.float32, Dtype.BF16: torch.bfloat16, Dtype.F16: torch.float16}
+_STAGING_BYTES = 32 << 20
+_STAGING_BUFFERS = 2  # one is written while the other is on its way
+_DUMMY_STD = 0.02
+
+Fill = Callable[[str, Tensor], None]  # tensor name, where it is to be
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """One or more modules that read the same input, their outputs side by side."""
+
+    weight: Tensor  # [outputs, inputs]
+    bias: Tensor | None  # [outputs]
+    transposed: Tensor  # of weight: a view
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None) -> "Linear":
+        return cls(weight, bias, weight.t())
+
+    def apply(self, x: Tensor, out: Tensor) -> None:
+        """`out = x weightᵀ + bias`, [tokens, …]; allocates nothing."""
+        if self.bias is None:
+            torch.mm(x, self.transposed, out=out)
+        else:
+            torch.addmm(self.bias, x, self.transposed, out=out)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Norms are float32."""
+
+    attention_norm: Tensor  # [hidden]
+    mlp_norm: Tensor  # [hidden]
+    head_norms: tuple[Tensor, Tensor] | None  # [head dim] each: of q, of k
+    linears: tuple[Linear, ...]  # by group of layout.GROUPS
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """All that a pass reads of the base model."""
+
+    layers: tuple[Layer, ...]
+    embedding: Tensor  # [vocab, hidden]
+    head: Linear  # [vocab, hidden]; the embedding itself where they are tied
+    final_norm: Tensor  # float32 [hidden]
+    cos: Tensor  # float32 [positions, head dim / 2]
+    sin: Tensor  # likewise
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+
+def columns_of(spec: ModelSpec, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(first columns, widths) of a group's modules in a row of its output."""
+    widths = tuple(spec.site_shape(site)[1] for site in GROUPS[group])
+    return tuple(sum(widths[:index]) for index in range(len(widths))), widths
+
+
+def num_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """What `load` takes of the device, but for norms, biases and rotary tables."""
+    return spec.num_parameters * dtype.itemsize
+
+
+def progress_steps(spec: ModelSpec) -> int:
+    """How often `load` calls `progress`."""
+    return spec.layers + 1
+
+
+def load(
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    max_context: int,
+    device: torch.device,
+    fill: Fill,
+    progress: Callable[[], None] = lambda: None,
+) -> Weights:
+    """Makes room on `device` and has it filled; calls `progress` after each layer and after the embeddings.
+
+    Raises ModelLoadError for sizes that the kernels do not have, and what `fill` raises.
+    """
+    for name, size in (("hidden_size", spec.hidden), ("intermediate_size", spec.intermediate)):
+        if size % A_COLUMNS:
+            raise ModelLoadError(f"config.json: {name} {size} is not a multiple of {A_COLUMNS}, which CUDA needs")
+    maker = _Maker(spec, dtype, device, fill)
+    layers = []
+    for layer in range(spec.layers):
+        layers.append(maker.layer(layer))
+        progress()
+    vocabulary = (spec.vocab_size, spec.hidden)
+    embedding = maker.tensor("model.embed_tokens.weight", vocabulary)
+    head = embedding if spec.tied_embeddings else maker.tensor("lm_head.weight", vocabulary)
+    cos, sin = (torch.from_numpy(table).to(device) for table in rope_tables(spec.rope, spec.head_dim, max_context))
+    final_norm = maker.norm("model.norm.weight", spec.hidden)
+    progress()
+    return Weights(tuple(layers), embedding, Linear.of(head, None), final_norm, cos, sin)
+
+
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    """Makes tensors and fills them."""
+
+    spec: ModelSpec
+    dtype: torch.dtype
+    device: torch.device
+    fill: Fill
+
+    def layer(self, index: int) -> Layer:
+        prefix = f"model.layers.{index}"
+        attention, mlp, spec = f"{prefix}.self_attn", f"{prefix}.mlp", self.spec
+        places = ((attention, spec.qkv_bias), (attention, spec.o_bias), (mlp, spec.mlp_bias), (mlp, spec.mlp_bias))
+        linears = [self._linear(group, *place) for group, place in enumerate(places)]
+        head_norms = None
+        if spec.qk_norm:
+            q, k = (self.norm(f"{attention}.{name}_norm.weight", spec.head_dim) for name in "qk")
+            head_norms = q, k
+        return Layer(
+            self.norm(f"{prefix}.input_layernorm.weight", spec.hidden),
+            self.norm(f"{prefix}.post_attention_layernorm.weight", spec.hidden),
+            head_norms,
+            tuple(linears),
+        )
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        made = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.fill(name, made)
+        return made
+
+    def norm(self, name: str, size: int) -> Tensor:
+        made = torch.empty(size, dtype=torch.float32, device=self.device)
+        self.fill(name, made)
+        return made
+
+    def _linear(self, group: int, prefix: str, biased: bool) -> Linear:
+        inputs = self.spec.site_shape(GROUPS[group][0])[0]
+        columns, widths = columns_of(self.spec, group)
+        weight = torch.empty((sum(widths), inputs), dtype=self.dtype, device=self.device)
+        bias = torch.empty(sum(widths), dtype=self.dtype, device=self.device) if biased else None
+        for site, column, width in zip(GROUPS[group], columns, widths, strict=True):
+            self.fill(f"{prefix}.{site}.weight", weight[column : column + width])
+            if bias is not None:
+                self.fill(f"{prefix}.{site}.bias", bias[column : column + width])
+        return Linear.of(weight, bias)
+
+
+def from_reader(read: Read, device: torch.device) -> Fill:
+    """Fills with a checkpoint's tensors, converted where the dtypes differ. Raises what `read` raises."""
+    upload = _Staging(device).upload if device.type == "cuda" else _put
+
+    def fill(name: str, target: Tensor) -> None:
+        raw, dtype = read(name, tuple(target.shape))
+        upload(raw, dtype, target)
+
+    return fill
+
+
+def dummy(seed: int, device: torch.device) -> Fill:
+    """Fills with random weights of plausible size, made on the device; norms are one and biases zero. The same seed
+    gives the same model on the same kind of device."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def fill(name: str, target: Tensor) -> None:
+        if target.dim() == 1:
+            target.fill_(float(name.endswith("norm.weight")))
+        else:
+            target.normal_(0.0, _DUMMY_STD, generator=generator)
+
+    return fill
+
+
+def _put(raw: Raw, dtype: Dtype, target: Tensor) -> None:
+    target.copy_(torch.from_numpy(raw).view(TORCH_DTYPES[dtype]))
+
+
+class _Staging:
+    """Pinned buffers by which tensors go to a CUDA device, and room there for pieces that are to be converted."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pinned = [
+            torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(_STAGING_BUFFERS)
+        ]
+        cuda: Any = torch.cuda  # its types are not stated
+        self._passed = [cuda.Event() for _ in self._pinned]
+        self._arrived = torch.empty(_STAGING_BYTES, dtype=torch.uint8, device=device)
+        self._turn = 0
+
+    def upload(self, raw: Raw, dtype: Dtype, target: Tensor) -> None:
+        """`raw` may be written as soon as this returns."""
+        source, flat = torch.from_numpy(raw).view(TORCH_DTYPES[dtype]).view(-1), target.view(-1)
+        step = _STAGING_BYTES // dtype.itemsize
+        for start in range(0, math.prod(target.shape), step):
+            piece = source[start : start + step]
+            self._turn = (self._turn + 1) % len(self._pinned)
+            self._passed[self._turn].synchronize()
+            size = piece.numel() * dtype.itemsize
+            pinned = self._pinned[self._turn][:size].view(piece.dtype)
+            pinned.copy_(piece)
+            to = flat[start : start + step]
+            if piece.dtype is to.dtype:
+                to.copy_(pinned, non_blocking=True)
+            else:
+                arrived = self._arrived[:size].view(piece.dtype)
+                arrived.copy_(pinned, non_blocking=True)
+                to.copy_(arrived)
+            self._passed[self._turn].record()
