@@ -126,8 +126,15 @@ class HostBatch:
             empty[self._places[name]] = value
         self._empty = empty
 
-    def fill(self, words: Ints, rows: tuple[Row, ...], outputs: Output, context: int) -> Shape:
-        """Writes a batch into `words` [num_words]. `context`: no row has more positions."""
+    def empty(self) -> Ints:
+        """A batch of no rows, [num_words]."""
+        return self._empty.copy()
+
+    def fill(
+        self, words: Ints, rows: tuple[Row, ...], outputs: Output, *, with_lora: bool = True, all_prompt: bool = False
+    ) -> Shape:
+        """Writes a batch into `words` [num_words]. `with_lora`: whether adapters are applied by kernels. `all_prompt`:
+        rows of one token are prompt chunks, too."""
         words[:] = self._empty
         counts = np.array([row.count for row in rows], np.int32)
         first = np.zeros(len(rows) + 1, np.int32)
@@ -136,15 +143,16 @@ class HostBatch:
         starts = np.array([row.start for row in rows], np.int32)
         self._put(words, "slot", np.repeat(np.array([row.slot for row in rows], np.int32), counts))
         self._put(words, "position", np.arange(total, dtype=np.int32) + np.repeat(starts - first[:-1], counts))
-        decodes = counts == 1
+        decodes = (counts == 1) & (not all_prompt)
         self._put(words, "row_token", first[:-1][decodes])
         tiles = self._put_tiles(words, first[:-1][~decodes], counts[~decodes])
         for name, values in zip(("out_token", "out_kind", "out_wanted"), outputs.arrays(), strict=True):
             self._put(words, name, values)
-        adapters = np.array([row.adapter_slot for row in rows], np.int32)
+        adapters = np.array([row.adapter_slot * with_lora for row in rows], np.int32)
         prompts = np.repeat(np.where(decodes, BASE_ADAPTER_SLOT, adapters), counts)
         segments = self._put_segments(words, prompts) if prompts.any() else 0
         has_items = bool((adapters[decodes] != BASE_ADAPTER_SLOT).any())
+        context = int(starts[decodes].max(initial=-1)) + 1
         return Shape(total, int(decodes.sum()), tiles, len(outputs.token), segments, has_items, context)
 
     def _put(self, words: Ints, name: str, values: NDArray[np.integer]) -> None:

@@ -20,7 +20,8 @@ _WORDS = 1 << 32
 class Image:
     """Where an adapter comes from and where it goes. `ready`: a word per layer, which is set to the load's `generation`
     when the layer has arrived: a kernel that compares can never take the last owner's layers for these. `rows`: how the
-    layers of a group are copied, if not byte by byte over bytes that need no zeros before."""
+    layers of a group are copied, if not byte by byte over bytes that need no zeros before. `arrived` is called when a
+    group is seen to be there."""
 
     slot: int
     source: int
@@ -30,6 +31,7 @@ class Image:
     after: Marks  # when the bytes may be written
     ready: Sequence[int] = ()
     rows: Callable[[Group], Sequence[Rows]] | None = None
+    arrived: Callable[[Group], None] = lambda group: None
 
 
 @dataclass(slots=True)
@@ -40,6 +42,7 @@ class _Loading:
     marks: list[int] = field(default_factory=list)  # of the groups issued whole, on the copy lane
     last: int = 0  # mark of the last piece
     has_begun: bool = False
+    seen: int = 0  # groups of which `arrived` has been told
 
 
 class Copier:
@@ -64,6 +67,10 @@ class Copier:
         passed = self._timelines.passed()[Lane.COPY]
         while self._in_flight and self._in_flight[0][0] <= passed:
             self._queue.arrived(self._in_flight.popleft()[1])
+        for load in self._loads.values():
+            while load.seen < len(load.marks) and load.marks[load.seen] <= passed:
+                load.image.arrived(load.image.groups[load.seen])
+                load.seen += 1
         complete = [load for load in self._loads.values() if self._is_complete(load) and load.marks[-1] <= passed]
         for load in complete:
             del self._loads[load.image.slot]

@@ -93,5 +93,8 @@ class Driver(Protocol):
 
     def launch_graph(self, graph: Graph, stream: Stream) -> None: ...
 
+    def free_bytes(self) -> int:
+        """Device memory that nobody has."""
+
     def destroy_graph(self, graph: Graph) -> None:
         """The graph must have run."""

@@ -1,9 +1,9 @@
 """Which graphs are captured, and which one an iteration takes. Pure; level 1.
 
 A graph is captured for a number of rows or tokens; a smaller batch is filled up with padding rows, which belong to no
-request and are skipped by whatever reads or writes keys and values. Everything else a graph finds in device tables, so one graph serves any
-mix of adapters and ranks. Graphs take memory, of which so much may be taken as is fixed at start. All are captured
-before serving: capturing and instantiating hold locks that a wait's way out might need.
+request and are skipped by whatever reads or writes keys and values. Everything else a graph finds in device tables, so
+one graph serves any mix of adapters and ranks. Graphs take memory, of which so much may be taken as is fixed at start.
+All are captured before serving: capturing and instantiating hold locks that a wait's way out might need.
 """
 
 from collections.abc import Callable, Collection, Iterator

@@ -7,7 +7,7 @@ all: then the load waits until one of these is done, and whoever launches a plan
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -44,11 +44,11 @@ class Bound:
 
     adapter: HostAdapter
     stored: AdapterSpec
-    items: tuple[AdapterItems, ...]  # by group
     groups: tuple[frozenset[int], ...]  # by layer: groups of modules that the adapter has
     generation: int = 0
     is_loading: bool = True
     used: Marks = NOTHING  # after the last iteration or prefill that reads it
+    arrivals: list[tuple[int, float]] = field(default_factory=list)  # (first layer of a group, when it was seen there)
 
 
 class DeviceImages:
@@ -77,6 +77,7 @@ class DeviceImages:
         words = (tables.slots, spec.layers) if with_ready_words else (0, 0)
         self._ready = torch.zeros(words, dtype=torch.int32, device=memory.device)
         self.bound: dict[int, Bound] = {}
+        self.items: list[list[AdapterItems | None]] = [[None] * tables.slots for _ in GROUPS]  # by group, by slot
         self.bindings = 0  # how often any slot's meaning has changed
         self._waiting: deque[Callable[[], bool]] = deque()  # for room in one piece, in the order of asking
         self._unplaced: set[int] = set()
@@ -87,7 +88,9 @@ class DeviceImages:
         """Binds an adapter to a slot and queues its copy."""
         spec = adapter.spec
         stored = spec if self._padded_rank is None else padding.padded(spec, self._spec, self._padded_rank)
-        self.bound[slot] = Bound(adapter, stored, self._items(slot, stored), _groups_by_layer(stored, self._spec))
+        self.bound[slot] = Bound(adapter, stored, _groups_by_layer(stored, self._spec))
+        for items, made in zip(self.items, self._items(slot, stored), strict=True):
+            items[slot] = made
         self.bindings += 1
         self._unplaced.add(slot)
         self._when_there_is_room(lambda: self._place(slot, group_ends, done))
@@ -131,12 +134,9 @@ class DeviceImages:
         """Whether `pump` is to be called again soon."""
         return bool(self._waiting) or any(bound.is_loading for bound in self.bound.values())
 
-    def place_all(self, slots: Collection[int]) -> None:
-        """Returns when all of these have their places; mostly at once."""
-        while self._unplaced.intersection(slots):
-            self._timelines.synchronize(Lane.COPY)
-            self._timelines.synchronize(Lane.ASSIST)
-            self.pump()
+    def are_placed(self, slots: Collection[int]) -> bool:
+        """Whether all of these have their places; mostly they do. If not, `pump` until they have."""
+        return self._unplaced.isdisjoint(slots)
 
     def arriving(self, slots: Collection[int]) -> list[int]:
         """Those of which layers may be missing."""
@@ -192,6 +192,7 @@ class DeviceImages:
             after=grant.after,
             ready=self.ready_words(slot) if self._ready.numel() else (),
             rows=None if self._padded_rank is None else lambda group: self._rows(bound, group),
+            arrived=lambda group: bound.arrivals.append((group.first_layer, self._now())),
         )
         bound.generation = self._copier.load(image, Use(self._now()), arrived)
         return True

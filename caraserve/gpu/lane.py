@@ -131,9 +131,9 @@ class IterationLane:
     def launch(
         self, metadata: Callable[[Stream], None], work: Pass | Replay, slots: Collection[int], after: Marks
     ) -> int:
-        """Issues one iteration and returns its mark. `metadata` issues the one copy of what kernels read of the batch;
-        a replay finds it where it was captured. `slots`: adapters of its rows that may not have arrived. `after`: other lanes' work that wrote
-        what it reads, or read what it writes."""
+        """Issues one iteration and returns its mark. `metadata` issues the copies of what kernels read of the batch; a
+        replay finds it where it was captured. `slots`: adapters of its rows that may not have arrived. `after`: other
+        lanes' work that wrote what it reads, or read what it writes."""
         self._copier.commit(slots, self._layers)
         self._timelines.wait(Lane.COMPUTE, after)
         metadata(self._stream)

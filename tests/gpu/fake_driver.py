@@ -186,6 +186,12 @@ class FakeDriver:
         for operation in self._graphs[graph]:
             self.issue(stream, replace(operation))
 
+    def free_bytes(self) -> int:
+        return len(self.memory) - self._allocated
+
+    def run(self, stream: Stream, issue: Callable[[], None]) -> None:
+        self.issue(stream, Operation("kernels", end=issue))
+
     def destroy_graph(self, graph: Graph) -> None:
         del self._graphs[graph]
 
@@ -235,7 +241,7 @@ class FakeDriver:
             self._end(stream)
         return True
 
-    def run(self, choose: Choose = lambda count: 0) -> None:
+    def run_all(self, choose: Choose = lambda count: 0) -> None:
         """Steps until nothing is left. Raises Stuck when something is that cannot run."""
         while self.step(choose):
             pass

@@ -122,9 +122,9 @@ def test_no_kernel_reads_a_layer_before_its_copy(seed: int) -> None:
     for _ in range(50):
         world.act()
     while world.open:
-        world.driver.run(random.randrange)
+        world.driver.run_all(random.randrange)
         world.copier.pump()
-    world.driver.run(random.randrange)
+    world.driver.run_all(random.randrange)
     assert world.queue.queued_bytes == 0
     world.copier.pump()
     assert world.queue.in_flight == 0
@@ -153,8 +153,8 @@ def test_whoever_gets_the_bytes_of_a_cancelled_load_comes_after_what_was_issued(
         assert (until == NOTHING) == (pieces == 0)
         world.lanes.wait(Lane.COMPUTE, until)
         world.driver.issue(world.lanes.streams[Lane.COMPUTE], Operation("KV", writes=[(0, 4 * PIECE)]))
-        world.driver.run(lambda count: 0)
-        world.driver.run(lambda count: count - 1)
+        world.driver.run_all(lambda count: 0)
+        world.driver.run_all(lambda count: count - 1)
         assert world.copier.cancel(1) == NOTHING
         assert world.queue.queued_bytes == 0
 
@@ -165,7 +165,7 @@ def test_the_ready_words_of_a_load_say_which_one_it_was() -> None:
         world.load()
     while world.open:
         world.copier.pump()
-        world.driver.run()
+        world.driver.run_all()
     for slot, generation in world.generation.items():
         assert [world.driver.word(word) for word in world.ready(slot)] == [generation] * LAYERS
 
@@ -242,7 +242,7 @@ def test_a_padded_adapter_has_all_rows_and_the_rest_are_zeros(rank: int) -> None
         lambda: None,
     )
     copier.pump()
-    driver.run()
+    driver.run_all()
     for narrow, span in zip(spec.spans, wide.spans, strict=True):
         inputs, outputs = MODEL.site_shape(SITES[span.site])
         columns, panels = align_up(inputs, A_COLUMNS), align_up(outputs, PANEL) // PANEL

@@ -46,7 +46,7 @@ def test_an_iteration_waits_for_each_layer_it_uses_captured_or_not(seed: int) ->
             world.driver.step(random.randrange)
         if random.random() < 0.5:
             world.copier.pump()
-    world.driver.run(random.randrange)
+    world.driver.run_all(random.randrange)
     for work in passes:
         assert len(work.done) == 2 + LAYERS * len(GROUPS) * 3
 
@@ -143,7 +143,7 @@ def test_layers_of_the_last_owner_are_never_taken_for_those_of_the_next() -> Non
     world = World()
     world.bring(1)
     world.copier.pump()
-    world.driver.run()
+    world.driver.run_all()
     world.copier.pump()
     chunk = world.chunk(1, world.bring(1), [WORKERS] * LAYERS)
     work = world.assisted(chunk)
@@ -185,7 +185,7 @@ def test_every_hand_over_is_answered_or_given_up_under_any_schedule(seed: int) -
         assert len(answers) == 2 * sources.count(WORKERS)
         assert given_up or "skip" not in answers
         world.books.give_back(book, world.lives if given_up else [])
-    world.driver.run(random.randrange)
+    world.driver.run_all(random.randrange)
     assert decode.done[-1] == ("end", 0, 0)
 
 
@@ -201,4 +201,4 @@ def test_decoding_does_not_wait_for_a_lane_that_waits_for_workers() -> None:
         world.settle()
         assert work.done[-1] == ("end", 0, 0)
     with pytest.raises(Stuck):
-        world.driver.run()
+        world.driver.run_all()

@@ -332,7 +332,7 @@ def test_no_byte_changes_hands_while_something_launched_may_touch_it(seed: int) 
     world = World(random)
     for _ in range(60):
         world.act()
-    world.driver.run(random.randrange)
+    world.driver.run_all(random.randrange)
     world.look()
     assert not world.loading
     assert not world.lent

@@ -32,7 +32,7 @@ def test_everything_arrives_as_it_was_when_it_was_sent(seed: int) -> None:
             lanes.mark(lane)
         for _ in range(random.choice([0, 0, 5])):
             driver.step(random.randrange)
-    driver.run(random.randrange)
+    driver.run_all(random.randrange)
     for at, data in wanted:
         assert driver.memory[at : at + len(data)].tobytes() == data
 
@@ -41,5 +41,5 @@ def test_a_column_goes_to_places_a_pitch_apart() -> None:
     driver = FakeDriver(4096)
     ring = Ring(driver, Timelines(driver), driver.memory[:RING_BYTES], 0)
     ring.send_column(TARGET, 24, np.array([7, 8, 9], np.int64), Lane.COMPUTE)
-    driver.run()
+    driver.run_all()
     assert driver.memory[TARGET : TARGET + 72].view(np.int64).tolist() == [7, 0, 0, 8, 0, 0, 9, 0, 0]

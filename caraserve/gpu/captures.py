@@ -1,0 +1,74 @@
+"""Captured passes: made once before serving, then launched as one operation each. Level 1."""
+
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+import torch
+
+from caraserve.gpu.batch import Capacity, Shape
+from caraserve.gpu.driver import Driver, Stream
+from caraserve.gpu.graphs import Bucket, GraphSet, shape_of
+from caraserve.gpu.lane import Pass, Replay, capture_pass, issue_pass
+from caraserve.gpu.triton_lora import most_segments
+from caraserve.plan import Plan
+
+
+class Decoder(Protocol):
+    """Makes passes over one lane's batch."""
+
+    def work(self, shape: Shape) -> Pass: ...
+
+
+def shape_for(bucket: Bucket, capacity: Capacity, max_context: int) -> Shape:
+    """The largest batch that a bucket takes."""
+    if not bucket.is_mixed:
+        return Shape(bucket.size, bucket.size, 0, bucket.size, 0, bucket.lora, max_context)
+    rows = min(capacity.rows, bucket.size)
+    tiles = bucket.size // capacity.tile_tokens + rows
+    segments = most_segments(bucket.size, min(capacity.adapters, rows)) if bucket.lora else 0
+    return Shape(bucket.size, rows, tiles, rows, segments, bucket.lora, max_context)
+
+
+class Captures:
+    """The graphs of the iteration lane, by bucket. The launching thread's alone."""
+
+    def __init__(self, driver: Driver, graphs: GraphSet, capacity: Capacity, max_context: int, layers: int) -> None:
+        self._driver, self._graphs, self._capacity = driver, graphs, capacity
+        self._max_context, self._layers = max_context, layers
+        self._replays: dict[Bucket, Replay] = {}
+
+    def capture_all(
+        self,
+        decoders: Callable[[Bucket], Decoder],
+        stream: Stream,
+        device: torch.device,
+        settle: Callable[[], None],
+        advance: Callable[[], None],
+    ) -> None:
+        """Captures every bucket that has room. The batch in device memory is one of no rows: each pass is run once
+        before, so that all its kernels are loaded. `settle` waits for the stream; `advance` is called for each."""
+        wanted = self._graphs.to_capture()
+        self._gates = torch.zeros(max(1, len(wanted)), dtype=torch.int32, device=device)
+        for index, bucket in enumerate(wanted):
+            work = decoders(bucket).work(shape_for(bucket, self._capacity, self._max_context))
+            issue_pass(work, stream, self._layers)
+            settle()
+            gate = self._gates[index].data_ptr() if bucket.gated else None
+            before = self._driver.free_bytes()
+            replay = capture_pass(self._driver, work, stream, self._layers, gate)
+            if self._graphs.captured(bucket, max(0, before - self._driver.free_bytes())):
+                self._replays[bucket] = replay
+            else:
+                self._driver.destroy_graph(replay.graph)
+            advance()
+
+    @property
+    def count(self) -> int:
+        """How many `capture_all` will make."""
+        return len(self._graphs.to_capture())
+
+    def find(self, plan: Plan, arriving: Collection[int]) -> Replay | None:
+        """The graph for a plan; None: it is launched kernel by kernel."""
+        wanted = shape_of(plan, arriving)
+        chosen = None if wanted is None else self._graphs.choose(wanted)
+        return None if chosen is None else self._replays[chosen]
