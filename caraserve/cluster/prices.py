@@ -53,4 +53,4 @@ def gauges(
     yield family("caraserve:slo_headroom_ratio", "gauge", "Share of the SLO that such an iteration leaves.", headrooms)
     yield family("caraserve:queued_prefill_seconds", "gauge", "Prefill of all queued prompts.", [(labels, queue_s)])
     yield family("caraserve:batch_max_rank", "gauge", "Largest rank here.", [(labels, backlog.rank_max)])
-    yield family("caraserve:batch_rank_sum", "gauge", "Sum of the requests' ranks.", [(labels, backlog.rank_sum)])
+    yield family("caraserve:batch_summed_rank", "gauge", "Sum of the requests' ranks.", [(labels, backlog.rank_sum)])

@@ -72,9 +72,14 @@ def test_every_value_is_finite() -> None:
         assert all(math.isfinite(value) for value in scraped(backlog).values())
 
 
+def test_no_gauge_ends_as_a_part_of_a_histogram_does() -> None:
+    """Parsers by line, llm-d's and AIBrix's among them, take such a sample for the histogram's."""
+    assert not [name for name, _ in scraped(LOW) if name.endswith(("_sum", "_count", "_bucket", "_total"))]
+
+
 def test_the_batch_and_the_queue_are_told() -> None:
     found = scraped(Backlog(running=2, queued=1, ranks=((8, 2), (64, 1)), queued_tokens=100, queued_token_ranks=6400))
     assert found["caraserve:batch_max_rank", ""] == 64
-    assert found["caraserve:batch_rank_sum", ""] == 80
+    assert found["caraserve:batch_summed_rank", ""] == 80
     assert found["caraserve:queued_prefill_seconds", ""] == pytest.approx(0.020)
     assert found["caraserve:next_decode_seconds", "0"] == pytest.approx((32 + 0.004 * 4 * 64) / 1000)
