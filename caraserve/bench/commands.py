@@ -12,6 +12,7 @@ from typing import Any
 
 from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, count, positive
 from caraserve.bench.synthetic import ITEMSIZE, SHAPES
+from caraserve.cluster.policies import ROUTINGS
 from caraserve.config import LOADING_MODES, parse_cpus
 
 LORA_PARTS = ("kernels", "round-trip", "threads")
@@ -37,6 +38,7 @@ def bench_parser() -> argparse.ArgumentParser:
     _add_serve(kinds)
     _add_modes(kinds)
     _add_lora(kinds)
+    _add_cluster(kinds)
     _add_compare(kinds)
     _add_presets(kinds)
     return bench
@@ -137,6 +139,49 @@ def _add_lora(kinds: Any) -> None:
     lora.add_argument("--quick", action="store_true", help="fewer points and repeats")
     _add_save(lora)
     lora.set_defaults(run=_lora)
+
+
+def _add_cluster(kinds: Any) -> None:
+    cluster = kinds.add_parser(
+        "cluster",
+        help="simulate a fleet under routing policies",
+        description="Simulates a fleet with the functions that route and place in a real one, under a virtual clock. "
+        "Without --preset or --trace it is Toppings' simulation: 60 instances, 40,000 adapters, 340 requests/s.",
+    )
+    group = cluster.add_argument_group("fleet")
+    group.add_argument("--routing", type=_routings, default=ROUTINGS, metavar="LIST", help=",".join(ROUTINGS))
+    group.add_argument("--instances", type=count, metavar="N", help="(default: as many as the preset has)")
+    group.add_argument(
+        "--kernel",
+        choices=("padded", "unpadded", "measured"),
+        default="padded",
+        help="how ranks in a batch add up: BGMV's way, MBGMV's, or as a profile was measured (default %(default)s)",
+    )
+    group.add_argument("--profile", type=Path, metavar="FILE", help="times of a measured machine, not of the papers'")
+    group.add_argument("--slo-scale", type=positive, default=1.5, metavar="X", help="TPT within X times the base's")
+    group.add_argument("--beat-ms", type=positive, default=250.0, metavar="MS", help="between an instance's load beats")
+    group.add_argument("--routers", type=count, metavar="N", help="instances that clients send to (default: all)")
+    group.add_argument("--need-attainment", type=positive, metavar="X", help="find the least fleet with this share")
+    group.add_argument("--need-ttft-p95-ms", type=positive, metavar="MS", help="and with 95 %% of TTFTs under this")
+    group.add_argument("--processes", type=count, metavar="N", help="(default: one for each core)")
+    LoadOptions.add_arguments(cluster)
+    _add_save(cluster)
+    cluster.set_defaults(run=_cluster)
+
+
+def _routings(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in ROUTINGS:
+            raise argparse.ArgumentTypeError(f"{name!r} is no routing policy; there are {', '.join(ROUTINGS)}")
+    return tuple(dict.fromkeys(names))
+
+
+def _cluster(args: argparse.Namespace) -> int:
+    from caraserve.bench.cluster.run import ClusterOptions, bench_cluster
+
+    options = ClusterOptions(**{name: getattr(args, name) for name in ClusterOptions.__slots__})
+    return bench_cluster(options, LoadOptions.from_args(args), _asked(args))
 
 
 def _add_save(kind: argparse.ArgumentParser) -> None:

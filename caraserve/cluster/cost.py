@@ -68,18 +68,20 @@ class Backlog:
     kv_tokens: float = math.inf  # that its memory holds
     kv_free_tokens: float = math.inf  # of them, after what the queued requests will take: below zero when they wait
     queue_room: float = math.inf  # requests that it takes before it refuses
+    requests: int = field(init=False)  # running and queued
     rank_sum: int = field(init=False)
     rank_max: int = field(init=False)
 
     def __post_init__(self) -> None:
         # Once here, not for every request that passes this candidate by.
-        object.__setattr__(self, "rank_sum", sum(rank * count for rank, count in self.ranks))
-        object.__setattr__(self, "rank_max", max((rank for rank, count in self.ranks if count), default=0))
-
-    @property
-    def requests(self) -> int:
-        """Running and queued."""
-        return self.running + self.queued
+        rank_sum = rank_max = 0
+        for rank, count in self.ranks:
+            rank_sum += rank * count
+            if count and rank > rank_max:
+                rank_max = rank
+        object.__setattr__(self, "requests", self.running + self.queued)
+        object.__setattr__(self, "rank_sum", rank_sum)
+        object.__setattr__(self, "rank_max", rank_max)
 
     def plus(self, rank: int, prompt_tokens: int, output_tokens: float) -> "Backlog":
         """The backlog once this request is queued there as well."""
@@ -150,7 +152,7 @@ def estimate(
     rank, tokens, output_tokens = arrival.rank, arrival.prompt_tokens, arrival.output_tokens
     if backlog.queue_room <= 0 or tokens + output_tokens > backlog.kv_tokens:
         return Estimate(math.inf, math.inf)
-    requests = backlog.running + backlog.queued
+    requests = backlog.requests
     before_ms = model.decode_ms(requests, backlog.rank_sum, backlog.rank_max)
     after_ms = model.decode_ms(requests + 1, backlog.rank_sum + rank, max(backlog.rank_max, rank))
     queue_ms = model.prefill_ms(backlog.queued_tokens, backlog.queued_token_ranks)
@@ -162,9 +164,14 @@ def estimate(
     latency_ms = (prefill_ms + cold_ms + room_ms) / output_tokens + after_ms
     if short_tokens > 0:
         return Estimate(math.inf, latency_ms)
+    added_prefill_ms, added_decode_ms = prefill_ms - queue_ms, after_ms - before_ms
+    if own_weight > 0.0:
+        # What it adds wherever it goes is no reason to go anywhere, and times a batch's size it would outweigh how long
+        # each answer takes. What is left is what its rank does to the ranks there.
+        added_prefill_ms, added_decode_ms = 0.0, max(0.0, added_decode_ms - model.alpha_ms * rank - model.gamma_ms)
     cost = total_cost(
-        prefill_ms - queue_ms,
-        after_ms - before_ms,
+        added_prefill_ms,
+        added_decode_ms,
         after_ms,
         arrival.slo_ms,
         output_tokens,

@@ -1,9 +1,8 @@
 """How long an instance's next iteration takes: Toppings §5, eq. 2, kept true while the instance serves. Pure; level 4.
 
 `cost.py` asks it for every candidate of a request, so a prediction is a few multiplications on sums that a load beat
-carries. `decode_ms`, `prefill_ms` and `operating_point` take plain numbers and call nothing, so that a simulator can
-compile the very functions that route. `DriftWatch` compares predicted with observed times and refits a model that has
-drifted: another clock speed, a neighbour on the machine, a profile made in haste.
+carries. The functions at the top take plain numbers and call nothing. `DriftWatch` compares predicted with observed
+times and refits a model that has drifted: another clock speed, a neighbour on the machine, a profile made in haste.
 """
 
 import dataclasses
@@ -42,6 +41,14 @@ def prefill_ms(base_ms: float, token_ms: float, token_rank_ms: float, tokens: in
     if tokens == 0:
         return 0.0
     return base_ms + token_ms * tokens + token_rank_ms * token_ranks
+
+
+def mixed_ms(decoding_ms: float, beta_ms: float, prefilling_ms: float, base_ms: float) -> float:
+    """One iteration with tokens of both kinds. It reads the weights and is launched once: of the two fixed parts the
+    lesser falls away."""
+    if decoding_ms == 0.0 or prefilling_ms == 0.0:
+        return decoding_ms + prefilling_ms
+    return decoding_ms + prefilling_ms - min(beta_ms, base_ms)
 
 
 def operating_point(
@@ -93,6 +100,11 @@ class PerfModel:
     def prefill_ms(self, tokens: int, token_ranks: int) -> float:
         """One iteration over prompts of so many tokens; `token_ranks` is Σ tokens · rank."""
         return prefill_ms(self.prefill_base_ms, self.prefill_token_ms, self.prefill_token_rank_ms, tokens, token_ranks)
+
+    def iteration_ms(self, requests: int, rank_sum: int, rank_max: int, tokens: int, token_ranks: int) -> float:
+        """A token for each of the decoding requests, and so many tokens of prompts beside them."""
+        decoding_ms = self.decode_ms(requests, rank_sum, rank_max)
+        return mixed_ms(decoding_ms, self.beta_ms, self.prefill_ms(tokens, token_ranks), self.prefill_base_ms)
 
     def operating_point(
         self, rank: int, slo_ms: float, prompt_tokens: float, output_tokens: float, most_requests: int

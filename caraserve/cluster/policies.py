@@ -4,8 +4,8 @@
 one that belongs to a policy.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from operator import attrgetter
 from typing import Literal, get_args
@@ -20,7 +20,7 @@ from caraserve.cluster.assignment import (
 )
 from caraserve.cluster.cost import Arrival, Estimate, Tier
 from caraserve.cluster.placement import place
-from caraserve.cluster.router import Chance, Fleet, Instance, Policy, Proposal, drawn, shuffled
+from caraserve.cluster.router import Chance, Fleet, Instance, Order, Policy, Proposal, drawn, shuffled
 from caraserve.errors import ConfigError
 
 Routing = Literal[
@@ -37,7 +37,7 @@ Routing = Literal[
 ]
 ROUTINGS: tuple[str, ...] = get_args(Routing)
 
-_REQUESTS = attrgetter("backlog.requests")
+_NAME, _REQUESTS = attrgetter("name"), attrgetter("backlog.requests")
 _SHORTLIST = 8  # candidates kept after the first stage
 _QUOTES = 4  # of them asked, at random: always the same best ones would herd again
 
@@ -56,15 +56,30 @@ def make_plan(
     operating_points: Mapping[int, float],
     epoch: int,
     previous: Plan | None = None,
+    padded: bool = True,
 ) -> Plan | None:
-    """The plan that a policy goes by; None if it needs none."""
+    """The plan that a policy goes by; None if it needs none. `padded`: whether a batch's largest rank slows down the
+    others in it."""
     if routing == "s-lora-random":
         return random_plan([*adapters], [*servers], epoch)
     if routing == "s-lora-contiguous":
         return contiguous_plan([*adapters], [*servers], epoch)
+    if routing == "auto" and not padded:
+        adapters = _of_one_class(adapters, operating_points)
     if routing in ("auto", "loraserve"):
         return place(adapters, servers, operating_points, epoch, previous)
     return None
+
+
+def _of_one_class(adapters: Iterable[AdapterDemand], operating_points: Mapping[int, float]) -> list[AdapterDemand]:
+    """The same demand as of one rank. Where ranks do not slow one another down, classes only divide the fleet into
+    parts that cannot help one another out."""
+    known = list(adapters)
+    rank = max((adapter.rank for adapter in known), default=0)
+    return [
+        replace(one, rank=rank, tokens_per_s=one.tokens_per_s * operating_points[rank] / operating_points[one.rank])
+        for one in known
+    ]
 
 
 # --- by cost, in two stages ---
@@ -84,7 +99,7 @@ def _ranking(candidates: Iterable[Instance], arrival: Arrival, fleet: Fleet, wei
     return ranking
 
 
-def _two_stage(ranking: Ranking, others: Iterable[str], me: str, chance: Chance) -> Proposal:
+def _two_stage(ranking: Ranking, others: Callable[[], Iterable[str]], me: str, chance: Chance) -> Proposal:
     """Quotes for some of the best; the rest of the ranking and the others behind them."""
     best = ranking[:_SHORTLIST]
     within = [entry for entry in best if entry[0].cost < inf]
@@ -96,18 +111,19 @@ def _two_stage(ranking: Ranking, others: Iterable[str], me: str, chance: Chance)
     else:  # past the SLO everywhere: here views err most, so more quotes
         chosen = {name for _, _, name in best}
     asked = tuple(name for _, _, name in best if name in chosen)
-    rest = [name for _, _, name in ranking if name not in chosen]
-    return Proposal((*asked, *rest, *others), asked, {name: worth for worth, _, name in best if name in chosen})
+    order = Order(asked, lambda: [*(name for _, _, name in ranking), *others()])
+    return Proposal(order, asked, {name: worth for worth, _, name in best if name in chosen})
 
 
 class RankAware:
     """Toppings: Algorithm 1 over the whole fleet, the fetch of a missing adapter charged."""
 
-    minds_slo = True
+    minds_slo, own_weight = True, 0.0
 
     def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
         """The least added cost to those who are there."""
-        return _two_stage(_ranking(fleet.able, arrival, fleet, 0.0, chance), (), fleet.me, chance)
+        ranking = _ranking(fleet.able, arrival, fleet, self.own_weight, chance)
+        return _two_stage(ranking, lambda: (), fleet.me, chance)
 
 
 class Auto:
@@ -117,33 +133,34 @@ class Auto:
     all. So adapters spread only when their own instances are full, and ranks mix only when their class is. Cost is
     computed only as far out as that goes: most requests stay with a few candidates."""
 
-    minds_slo = True
+    minds_slo, own_weight = True, 1.0
 
     def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
         """The least cost, on the smallest circle of instances that holds the promise."""
-        circles = [[one for one in fleet.able if one.name in names] for names in _circles(arrival, fleet)]
+        circles = [fleet.named(names) for names in _circles(arrival, fleet)]
         rankings: list[Ranking] = []
         for circle in [*circles, fleet.able]:
-            ranking = _ranking(circle, arrival, fleet, 1.0, chance)
+            ranking = _ranking(circle, arrival, fleet, self.own_weight, chance)
             if ranking and ranking[0][0].cost < inf and ranking[0][0].latency_ms <= arrival.slo_ms:
                 break
             rankings.append(ranking)
         else:  # nobody holds it end to end: stay where at least the iterations do
             ranking = next((r for r in rankings if r and r[0][0].cost < inf), rankings[-1])
-        # Whoever is left stands by, for refusals: near ones first, and of these the least busy.
-        left = {one.name: one for circle in [*circles, fleet.able] for one in sorted(circle, key=_REQUESTS)}
-        for _, _, name in ranking:
-            del left[name]
-        return _two_stage(ranking, left, fleet.me, chance)
+
+        def others() -> list[str]:
+            """For refusals: near ones first, and of these the least busy."""
+            return [one.name for circle in [*circles, fleet.able] for one in sorted(circle, key=_REQUESTS)]
+
+        return _two_stage(ranking, others, fleet.me, chance)
 
 
-def _circles(arrival: Arrival, fleet: Fleet) -> list[AbstractSet[str]]:
+def _circles(arrival: Arrival, fleet: Fleet) -> list[Iterable[str]]:
     """The adapter's instances by the plan, and its rank's: the class of the next rank up, else of the highest."""
     if fleet.plan is None or arrival.adapter is None:
         return []  # the base model pads nobody and is everywhere
     members = fleet.plan.members
     rank = min((rank for rank in members if rank >= arrival.rank), default=max(members, default=0))
-    return [set(fleet.plan.instances(arrival.adapter)), members.get(rank, frozenset())]
+    return [sorted(fleet.plan.instances(arrival.adapter)), sorted(members.get(rank, ()))]
 
 
 # --- by a plan alone ---
@@ -152,11 +169,11 @@ def _circles(arrival: Arrival, fleet: Fleet) -> list[AbstractSet[str]]:
 class ByPlan:
     """LoRAServe: an instance drawn by its fraction φ. S-LoRA's static plans have one instance of fraction 1."""
 
-    minds_slo = False
+    minds_slo, own_weight = False, 0.0
 
     def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
         """Draws among the adapter's instances; an adapter that the plan does not know goes by its hash."""
-        names = {instance.name for instance in fleet.able}
+        names = set(map(_NAME, fleet.able))
         shares = fleet.plan.shares.get(arrival.adapter, ()) if fleet.plan and arrival.adapter is not None else ()
         left = [(share.instance, share.fraction) for share in shares if share.instance in names]
         order = []
@@ -164,45 +181,53 @@ class ByPlan:
             order.append(drawn(left, chance))
             left = [entry for entry in left if entry[0] != order[-1]]
         if order:
-            return Proposal((*order, *sorted(names.difference(order))))
+            return Proposal(Order(order, lambda: sorted(names)))
         if arrival.adapter is None:
-            return Proposal(tuple(shuffled(sorted(names), chance)))
+            return Proposal(_any(fleet.able, chance))
         return Proposal(tuple(rendezvous(arrival.adapter, names)))
 
 
 # --- without cost or plan ---
 
 
+def _any(instances: Sequence[Instance], chance: Chance) -> Order:
+    """A random order of which mostly the first is wanted."""
+    first = (instances[int(chance.random() * len(instances))].name,) if instances else ()
+    return Order(first, lambda: shuffled((instance.name for instance in instances), chance))
+
+
 class Random:
     """Any instance."""
 
-    minds_slo = False
+    minds_slo, own_weight = False, 0.0
 
     def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
         """All in random order."""
-        return Proposal(tuple(shuffled((instance.name for instance in fleet.able), chance)))
+        return Proposal(_any(fleet.able, chance))
 
 
 class RoundRobin:
     """One after the other, as far as this router sees."""
 
-    minds_slo = False
+    minds_slo, own_weight = False, 0.0
 
     def __init__(self) -> None:
         self._next = 0
 
     def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
         """In order of names, from where the last request left off."""
-        names = [instance.name for instance in fleet.able]
-        start = self._next % len(names) if names else 0
+        able = fleet.able
+        start = self._next % len(able) if able else 0
         self._next += 1
-        return Proposal((*names[start:], *names[:start]))
+        return Proposal(
+            Order([one.name for one in able[start : start + 1]], lambda: map(_NAME, (*able[start:], *able[:start])))
+        )
 
 
 class FirstFit:
     """Punica: fills instances one by one up to a batch size, which decides its result."""
 
-    minds_slo = False
+    minds_slo, own_weight = False, 0.0
 
     def __init__(self, most_requests: int = 32) -> None:
         self._most_requests = most_requests
@@ -210,18 +235,21 @@ class FirstFit:
     def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
         """The first with room, in order of names; when all are full the least full."""
         fit = [one.name for one in fleet.able if one.backlog.requests < self._most_requests]
-        full = [one for one in fleet.able if one.backlog.requests >= self._most_requests]
-        return Proposal((*fit, *(one.name for one in sorted(full, key=_REQUESTS))))
+        return Proposal(Order(fit, lambda: (one.name for one in sorted(fleet.able, key=_REQUESTS))))
 
 
-def _by_requests(instances: Iterable[Instance], chance: Chance) -> tuple[str, ...]:
-    return tuple(one.name for one in sorted(shuffled(instances, chance), key=_REQUESTS))
+def _by_requests(instances: Sequence[Instance], chance: Chance) -> Order:
+    if not instances:
+        return Order(())
+    least = min(map(_REQUESTS, instances))
+    first = _any([one for one in instances if one.backlog.requests == least], chance)[:1]
+    return Order(first, lambda: (one.name for one in sorted(shuffled(instances, chance), key=_REQUESTS)))
 
 
 class MostIdle:
     """CaraServe's baseline: the fewest requests."""
 
-    minds_slo = False
+    minds_slo, own_weight = False, 0.0
 
     def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
         """By requests there."""
@@ -231,13 +259,16 @@ class MostIdle:
 class Dlora:
     """dLoRA's dispatch: the fewest requests among those who have the adapter. `migration.py` has its rebalancing."""
 
-    minds_slo = False
+    minds_slo, own_weight = False, 0.0
 
     def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
         """Holders by requests there, then the others."""
         holders = [one for one in fleet.able if fleet.tier(arrival.adapter, one.name) is not Tier.ABSENT]
         others = [one for one in fleet.able if fleet.tier(arrival.adapter, one.name) is Tier.ABSENT]
-        return Proposal((*_by_requests(holders, chance), *_by_requests(others, chance)))
+        if not holders:
+            return Proposal(_by_requests(others, chance))
+        nearest = _by_requests(holders, chance)
+        return Proposal(Order(nearest[:1], lambda: (*nearest, *_by_requests(others, chance))))
 
 
 _POLICIES: Mapping[str, Callable[[], Policy]] = {

@@ -12,10 +12,10 @@ refuse. Where each rule comes from:
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar, overload
 
 from caraserve.cluster.assignment import Plan
 from caraserve.cluster.cost import Arrival, Backlog, Estimate, Links, Tier, estimate
@@ -27,6 +27,8 @@ _PATIENCE = 0.2  # share of the time to the first token that may pass with being
 Reason = Literal["slo", "full", "draining", "no-adapter", "stale-epoch"]
 
 T = TypeVar("T")
+
+_ABLE, _NAME = attrgetter("able"), attrgetter("name")
 
 
 class Chance(Protocol):
@@ -63,19 +65,67 @@ class Fleet:
     able: tuple[Instance, ...] = field(init=False)  # the candidates, by name: equal views give equal orders
 
     def __post_init__(self) -> None:
-        able = (instance for instance in self.instances if instance.able)
-        object.__setattr__(self, "able", tuple(sorted(able, key=attrgetter("name"))))
+        object.__setattr__(self, "able", tuple(sorted(filter(_ABLE, self.instances), key=_NAME)))
+
+    def named(self, names: Iterable[str]) -> list[Instance]:
+        """The able ones of these names, as ordered there; nobody else is looked at."""
+        at = {instance.name: instance for instance in self.able}
+        return [at[name] for name in names if name in at]
 
     def tier(self, adapter: str | None, name: str) -> Tier:
         """Where an instance has an adapter, as far as is known. The base model is with everyone."""
         return Tier.DEVICE if adapter is None else self.tiers.get(adapter, {}).get(name, Tier.ABSENT)
 
 
+class Order(Sequence[str]):
+    """Names, best first, each once. All but the first few are wanted only after refusals, so they are put in order when
+    somebody asks for them; `rest` may name the first ones again."""
+
+    __slots__ = ("_known", "_rest")
+
+    def __init__(self, known: Sequence[str], rest: Callable[[], Iterable[str]] | None = None) -> None:
+        self._known, self._rest = tuple(known), rest
+
+    def _all(self) -> tuple[str, ...]:
+        if self._rest is not None:
+            self._known = tuple(dict.fromkeys((*self._known, *self._rest())))
+            self._rest = None
+        return self._known
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[str, ...]: ...
+    def __getitem__(self, index: int | slice) -> str | tuple[str, ...]:
+        if isinstance(index, int) and 0 <= index < len(self._known):
+            return self._known[index]
+        return self._all()[index]
+
+    def __bool__(self) -> bool:
+        return bool(self._known or self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def __iter__(self) -> Iterator[str]:
+        known = self._known
+        yield from known
+        yield from self._all()[len(known) :]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._all() == tuple(other)
+
+    def __repr__(self) -> str:
+        return f"Order({self._all()!r})"
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """An order of instances, best first, and those of its front whose exact quotes decide between them."""
 
-    order: tuple[str, ...]
+    order: Sequence[str]
     ask: tuple[str, ...] = ()  # the router's own instance may be among them: its view of itself is its quote
     estimates: Mapping[str, Estimate] = field(default_factory=dict)  # by the views, of those asked at least
 
@@ -86,6 +136,10 @@ class Policy(Protocol):
     @property
     def minds_slo(self) -> bool:
         """Whether an instance may refuse what would break the SLO there; otherwise requests insist."""
+
+    @property
+    def own_weight(self) -> float:
+        """Weight of the request's own time in the estimates that it compares, quotes included."""
 
     def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
         """The order for a request that has not been forwarded."""
@@ -98,12 +152,14 @@ def propose(policy: Policy, arrival: Arrival, fleet: Fleet, chance: Chance) -> P
     return policy.propose(arrival, fleet, chance)
 
 
-def settle(proposal: Proposal, quotes: Mapping[str, Estimate | None]) -> tuple[str, ...]:
+def settle(proposal: Proposal, quotes: Mapping[str, Estimate | None]) -> Sequence[str]:
     """The order once quotes are in. The asked compete for its front; where no quote came in time (None or missing),
     the old estimate stands."""
+    if not proposal.ask:
+        return proposal.order
     known = {name: quotes.get(name) or proposal.estimates[name] for name in proposal.ask}
     front = sorted(known, key=known.__getitem__)  # stable: ties keep the drawn order
-    return (*front, *(name for name in proposal.order if name not in known))
+    return Order(front, lambda: proposal.order)
 
 
 # --- refusals ---
@@ -153,10 +209,12 @@ def next_target(
     that know no SLO.
 
     It ends whatever they answer: nobody is asked twice but one who is then told to, and nobody is told to twice."""
+    if not attempts:  # as far as most requests get: what follows wants all of the order
+        return Target(order[0], insists) if order else None
     refusals = {target.name: refusal for target, refusal in attempts}
     insisted = {target.name for target, _ in attempts if target.insists}
     untried = [name for name in order if name not in refusals]
-    if untried and (not attempts or (len(attempts) < ATTEMPTS and elapsed_ms < _PATIENCE * ttft_ms)):
+    if untried and len(attempts) < ATTEMPTS and elapsed_ms < _PATIENCE * ttft_ms:
         return Target(untried[0], insists)
     could = {
         name: refusal.estimate
@@ -181,6 +239,10 @@ class Ledger:
         self._transit_s = transit_s  # a request this much older than a beat's arrival is in the beat
         self._most_s = most_s
         self._sent: dict[str, list[tuple[float, Arrival]]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        """Whether anything was sent there that no beat shows yet."""
+        return name in self._sent
 
     def sent(self, name: str, arrival: Arrival, now_s: float) -> None:
         """This request has been forwarded there."""
