@@ -12,6 +12,7 @@ from typing import Any
 
 from caraserve.errors import ConfigError
 from caraserve.gpu import nvrtc
+from caraserve.gpu.driver import Stream
 from caraserve.gpu.launches import BLOCKS_PER_SM, Launch
 from caraserve.model.layout import Dtype
 
@@ -19,7 +20,7 @@ _OF_ACTIVATIONS = ("bgmv", "handoff")  # the others move bytes of whatever type
 
 
 @dataclass(frozen=True, slots=True)
-class _Stream:
+class _Handle:
     """All that CuPy's launcher wants of a stream is its handle. Its own stream objects would push a current stream."""
 
     ptr: int
@@ -56,9 +57,9 @@ class CudaKernels:
         """Blocks of the BGMV kernels that run at once."""
         return BLOCKS_PER_SM * self.multiprocessors
 
-    def launch(self, launch: Launch, stream: int) -> None:
-        """Issues a launch on a stream, given by its handle (torch's `cuda_stream`). May be captured.
+    def launch(self, launch: Launch, stream: Stream) -> None:
+        """Issues a launch on a stream, which is its CUstream. May be captured.
 
         Must be called from a thread on which the device is current.
         """
-        self._kernels[launch.kernel]((launch.grid,), (launch.block,), launch.arguments, stream=_Stream(stream))
+        self._kernels[launch.kernel]((launch.grid,), (launch.block,), launch.arguments, stream=_Handle(stream))

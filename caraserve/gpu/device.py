@@ -186,6 +186,10 @@ class CudaDriver:
     def launch_graph(self, graph: Graph, stream: Stream) -> None:
         self._call("cuGraphLaunch", graph, stream)
 
+    def free_bytes(self) -> int:
+        self._enter()
+        return self._cuda.memory()[0]
+
     def destroy_graph(self, graph: Graph) -> None:
         self._call("cuGraphExecDestroy", graph)
 

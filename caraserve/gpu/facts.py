@@ -1,7 +1,6 @@
 """What a device is and has, for reports: its size, its link, what the system grants. Level 1."""
 
 import resource
-from ctypes import byref, c_size_t
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,8 +32,7 @@ def device_facts(cuda: Cuda, device: int = 0, pci_devices: Path = _PCI_DEVICES) 
     """Makes the device's primary context current on this thread, which starts the device if nobody has."""
     handle = cuda.number("cuDeviceGet", device)
     cuda.call("cuCtxSetCurrent", cuda.number("cuDevicePrimaryCtxRetain", handle))
-    free, total = c_size_t(), c_size_t()
-    cuda.call("cuMemGetInfo_v2", byref(free), byref(total))
+    free_bytes, memory_bytes = cuda.memory()
     pci_bus_id = cuda.text("cuDeviceGetPCIBusId", handle)
     lockable, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return DeviceFacts(
@@ -42,8 +40,8 @@ def device_facts(cuda: Cuda, device: int = 0, pci_devices: Path = _PCI_DEVICES) 
         capability=capability(cuda, handle),
         multiprocessors=cuda.attribute(Attribute.MULTIPROCESSOR_COUNT, handle),
         l2_bytes=cuda.attribute(Attribute.L2_CACHE_SIZE, handle),
-        memory_bytes=total.value,
-        free_bytes=free.value,
+        memory_bytes=memory_bytes,
+        free_bytes=free_bytes,
         driver_version=cuda.number("cuDriverGetVersion"),
         has_stream_memory_operations=bool(cuda.attribute(Attribute.CAN_USE_64_BIT_STREAM_MEM_OPS, handle)),
         uses_host_pointers=bool(cuda.attribute(Attribute.CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM, handle)),

@@ -114,7 +114,7 @@ class Cuda:
         for name, types in _PROTOTYPES.items():
             function = getattr(loaded, name, None)
             if function is None:
-                raise DriverError(f"{library} has no {name}: the NVIDIA driver is too old")
+                raise DriverError(f"{library} lacks {name}: it is too old")
             function.argtypes, function.restype = types, c_int
             self._calls[name] = function
         self.call("cuInit", 0)
@@ -142,6 +142,12 @@ class Cuda:
         buffer = ctypes.create_string_buffer(256)
         self.call(name, buffer, len(buffer), *arguments)
         return buffer.value.decode(errors="replace")
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes that nobody has, and all bytes, of the device whose context is current."""
+        free, total = c_size_t(), c_size_t()
+        self.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        return free.value, total.value
 
     def attribute(self, attribute: Attribute, device: int) -> int:
         """A property of a device."""

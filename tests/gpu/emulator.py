@@ -21,7 +21,7 @@ _FLAGS = (
     *("-Wno-unknown-pragmas", "-Wno-unused-function", "-U_FORTIFY_SOURCE"),
 )
 # The compiler makes its own start files once and keeps them: here, whether or not there is a home folder.
-_CACHES = dict.fromkeys(("ZIG_LOCAL_CACHE_DIR", "ZIG_GLOBAL_CACHE_DIR"), f"{tempfile.gettempdir()}/zig-{os.getuid()}")
+CACHES = dict.fromkeys(("ZIG_LOCAL_CACHE_DIR", "ZIG_GLOBAL_CACHE_DIR"), f"{tempfile.gettempdir()}/zig-{os.getuid()}")
 
 
 @cache
@@ -35,9 +35,7 @@ def _library(source: str, activation: Dtype) -> ctypes.CDLL:
         macros = [f"-D{name}={value}" for name, value in nvrtc.definitions(activation).items()]
         target = Path(folder) / "kernels.so"
         command = [sys.executable, "-m", "ziglang", "c++", *_FLAGS, *macros, "main.cpp", "-o", str(target)]
-        done = subprocess.run(
-            command, cwd=folder, env=os.environ | _CACHES, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, cwd=folder, env=os.environ | CACHES, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return ctypes.CDLL(str(target))
 

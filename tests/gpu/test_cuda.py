@@ -10,6 +10,7 @@ import pytest
 from caraserve.errors import ConfigError
 from caraserve.gpu import launches, nvrtc
 from caraserve.gpu.cuda import CudaKernels
+from caraserve.gpu.driver import Stream
 from caraserve.model.layout import Dtype
 from tests.gpu import cubin
 
@@ -44,7 +45,7 @@ def test_a_launch_goes_to_its_kernel_on_the_stream_given(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "cupy", cupy(calls))
     kernels = CudaKernels(Dtype.BF16, cache)
     launch = launches.wait(1, 2, 3)
-    kernels.launch(launch, 0xBEEF)
+    kernels.launch(launch, Stream(0xBEEF))
     assert calls == [("handoff_wait", (1,), (32,), launch.arguments, 0xBEEF)]
     assert kernels.bgmv_grid == 5 * 132
     names = sorted(path.name.rsplit("-", 1)[0] for path in cache.iterdir())

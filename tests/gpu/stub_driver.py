@@ -1,0 +1,62 @@
+"""A library in the place of CUDA's driver, which does on host memory what it is asked: libcuda_stub.c."""
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.gpu.emulator import CACHES
+
+_SOURCE = Path(__file__).with_name("libcuda_stub.c")
+_FLAGS = ("-std=c11", "-O1", "-fPIC", "-shared", "-Wall", "-Werror", "-fno-sanitize=all")
+
+
+def build(folder: Path) -> Path:
+    """The library's file."""
+    target = folder / "libcuda.so"
+    command = [sys.executable, "-m", "ziglang", "cc", *_FLAGS, str(_SOURCE), "-o", str(target)]
+    done = subprocess.run(command, env=os.environ | CACHES, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+class Stub:
+    """What tests say to the library and ask of it, besides CUDA's calls."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self._library = ctypes.CDLL(self.path)
+        self._library.stub_log.restype = ctypes.c_char_p
+        self._library.stub_reset()
+
+    @property
+    def log(self) -> list[str]:
+        """Calls with the arguments that are numbers, in order."""
+        text: bytes = self._library.stub_log()
+        return text.decode().splitlines()
+
+    def calls(self, name: str) -> list[tuple[int, ...]]:
+        """The arguments of every call of a function."""
+        lines = (line.split() for line in self.log)
+        return [tuple(map(int, arguments)) for called, *arguments in lines if called == name]
+
+    @property
+    def unmet_waits(self) -> int:
+        """Waits for words that had not got there: on a device they would have lasted."""
+        return int(self._library.stub_unmet())
+
+    def set_attribute(self, attribute: int, value: int) -> None:
+        self._library.stub_attribute(attribute, value)
+
+    def set_busy(self, busy: bool) -> None:
+        """Whether work is left that events wait for."""
+        self._library.stub_busy(busy)
+
+    def set_gap(self, gap: int) -> None:
+        """Bytes between what is registered next and what went before, on the device."""
+        self._library.stub_chunk_gap(ctypes.c_longlong(gap))
+
+    def fail(self, name: str, status: int) -> None:
+        """The next call of a function answers with an error."""
+        self._library.stub_fail(name.encode(), status)
