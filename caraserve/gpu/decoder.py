@@ -43,30 +43,19 @@ class Decoder:
         self.sampler = SamplerState(state.sampling, state.history, workspace.weights, workspace.counts)
         self.windows = tuple(window or NO_WINDOW for window in spec.windows)
 
-    def work(
-        self,
-        shape: Shape,
-        *,
-        weights: Weights | None = None,
-        assist: AssistTerms | None = None,
-        results: int | None = None,
-    ) -> Pass:
-        """The kernels of a pass over the batch's first places.
+    def work(self, shape: Shape, *, weights: Weights | None = None, assist: AssistTerms | None = None) -> Pass:
+        """The kernels of a pass over the batch's first places; results are left in the batch.
 
         `weights`: the base's with an adapter merged, over which there is no LoRA. `assist`: of the chunk's hand-overs.
-        `results`: the device's address of pinned host memory that gets the batch's results; None: they are left where
-        they are.
         """
-        return _Pass(self, shape, weights, assist, results)
+        return _Pass(self, shape, weights, assist)
 
 
 class _Pass:
     """Views of the lane's memory for one shape, and what is issued on them."""
 
-    def __init__(
-        self, decoder: Decoder, shape: Shape, merged: Weights | None, assist: AssistTerms | None, results: int | None
-    ) -> None:
-        self._of, self._shape, self._results = decoder, shape, results
+    def __init__(self, decoder: Decoder, shape: Shape, merged: Weights | None, assist: AssistTerms | None) -> None:
+        self._of, self._shape = decoder, shape
         self._weights = decoder.weights if merged is None else merged
         self._lora: LoraPass | None = None
         if merged is None and shape.has_lora:
@@ -103,9 +92,6 @@ class _Pass:
 
     def end(self, stream: Stream) -> None:
         self._run(stream, self._choose)
-        if self._results is not None:
-            results = self._of.batch.results
-            self._of.driver.copy_to_host(self._results, results.data_ptr(), results.nbytes, stream)
 
     def _run(self, stream: Stream, issue: Callable[[], None]) -> None:
         self._of.driver.run(stream, issue)

@@ -66,11 +66,11 @@ class Workspace:
 
     def decode_pieces(self, shape: Shape) -> list[tuple[slice, DecodeScratch]]:
         """Rows that decode, as many at once as there is room for at this length of context."""
-        one = self.scratch.within(1, shape.context).best.numel()
-        most = self.scratch.best.numel() // one
+        if shape.decode_rows == 0:
+            return []
+        most = self.scratch.best.numel() // self.scratch.within(1, shape.context).best.numel()
         step = shape.decode_rows if most >= shape.decode_rows else most // _ROWS_STEP * _ROWS_STEP
-        starts = range(0, shape.decode_rows, step) if shape.decode_rows else ()
-        ends = [(start, min(start + step, shape.decode_rows)) for start in starts]
+        ends = [(start, min(start + step, shape.decode_rows)) for start in range(0, shape.decode_rows, step)]
         return [(slice(start, end), self.scratch.within(end - start, shape.context)) for start, end in ends]
 
 
