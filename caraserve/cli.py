@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from caraserve import __version__
-from caraserve.config import EngineConfig, HttpConfig, LoraConfig, ModelConfig
+from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
 from caraserve.errors import CaraServeError, ConfigError
 
 
@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Serves a base model and LoRA adapters behind one OpenAI-compatible endpoint.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    for config in (ModelConfig, LoraConfig, EngineConfig, HttpConfig):
+    for config in (ModelConfig, LoraConfig, EngineConfig, HttpConfig, ClusterConfig):
         config.add_arguments(serve)
     serve.set_defaults(run=_serve)
     _add_profile(
@@ -74,7 +74,8 @@ def _serve(args: argparse.Namespace) -> int:
 
     http = HttpConfig.from_args(args)
     log.configure(http.log_format, http.log_level)
-    uvloop.run(serve(ModelConfig.from_args(args), LoraConfig.from_args(args), EngineConfig.from_args(args), http))
+    configs = ModelConfig.from_args(args), LoraConfig.from_args(args), EngineConfig.from_args(args)
+    uvloop.run(serve(*configs, http, ClusterConfig.from_args(args)))
     return 0
 
 

@@ -264,6 +264,79 @@ class HttpConfig(_FromArgs):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ClusterConfig(_FromArgs):
+    """Which other instances this one serves with. No peers: it serves alone."""
+
+    peers: tuple[str, ...]
+    name: str | None
+    advertise: str | None
+    peer_host: str | None
+    peer_port: int | None
+    cluster_name: str
+    cluster_secret_file: Path | None
+    cluster_tls_cert: Path | None
+    cluster_tls_key: Path | None
+    cluster_tls_ca: Path | None
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        group = parser.add_argument_group("cluster")
+        group.add_argument(
+            "--peers",
+            type=_peers,
+            default=(),
+            metavar="HOST:PORT,…",
+            help="some of the other instances, or a DNS name of all; this one may be among them",
+        )
+        group.add_argument("--name", help="this instance's name, one of its own (default: where others reach it)")
+        group.add_argument(
+            "--advertise",
+            type=_address,
+            metavar="HOST:PORT",
+            help="where others reach this one, if not where it listens",
+        )
+        group.add_argument("--peer-port", type=_port, metavar="PORT", help="a port of its own for other instances")
+        group.add_argument("--peer-host", metavar="HOST", help="address of --peer-port (default: --host)")
+        group.add_argument(
+            "--cluster-name", default="caraserve", metavar="NAME", help="clusters of other names are strange"
+        )
+        group.add_argument(
+            "--cluster-secret-file",
+            type=Path,
+            metavar="FILE",
+            help="secrets that instances know each other by, one to a line: the first signs, all verify; read again "
+            "when it changes. Needed where others than this machine's processes can connect",
+        )
+        group.add_argument("--cluster-tls-cert", type=Path, metavar="FILE", help="PEM, for --peer-port")
+        group.add_argument("--cluster-tls-key", type=Path, metavar="FILE", help="PEM")
+        group.add_argument("--cluster-tls-ca", type=Path, metavar="FILE", help="PEM; what it signs may connect")
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """(host, port) of HOST:PORT or [IPV6]:PORT. Raises ValueError."""
+    host, colon, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if bracketed else host
+    if not (colon and host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise ValueError(f"{address!r}: write HOST:PORT")
+    if ":" in host and not bracketed:
+        raise ValueError(f"{address!r}: write [IPV6]:PORT")
+    return host, int(port)
+
+
+def _address(text: str) -> str:
+    try:
+        split_address(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _peers(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(_address(part.strip()) for part in text.split(",") if part.strip()))
+
+
 def _port(text: str) -> int:
     if not text.isdigit() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port; use 0 to 65535")

@@ -81,6 +81,11 @@ class Line:
         self._starts, self._grants = [], []
         return news
 
+    def waiting_tokens(self) -> int:
+        """Prompts of the waiting requests, and their answers at full length."""
+        waiting = (opened.request for opened in self.waiting)
+        return sum(request.prompt_tokens + request.asked.params.max_tokens for request in waiting)
+
     def check(self) -> None:
         """Raises AssertionError when a slot or a block has no owner, or two."""
         self.pool.check([opened.request.blocks for opened in self.running])

@@ -25,7 +25,7 @@ from caraserve.line import Line, Open
 from caraserve.merging import MergeRule
 from caraserve.model.backend import Backend
 from caraserve.plan import Plan, Row, RowResult, StepResult
-from caraserve.report import EngineSnapshot, Metrics
+from caraserve.report import EngineSnapshot, Metrics, Watch, Workload
 from caraserve.request import Finish, FinishReason, GenerateRequest, Phase, Request, TokenDelta, TokenLogprob
 from caraserve.scheduler import grants, has_work, plan_iteration
 from caraserve.stream import Stream
@@ -70,6 +70,7 @@ class Engine:
         self.default_sampling = tokenizer.default_sampling
         self.max_model_len = backend.limits.max_context
         self.draining = False
+        self.watch: Watch | None = None
         self._backend, self._limits = backend, backend.limits
         self._config, self._metrics, self._now = config, metrics, now
         self._exclusive_loads, self._merging = exclusive_loads, merging
@@ -132,6 +133,10 @@ class Engine:
     def snapshot(self) -> EngineSnapshot:
         """The state that metrics and the page show."""
         return EngineSnapshot.of(self._line, self.catalog.residency, draining=self.draining)
+
+    def workload(self, response_tokens: float) -> Workload:
+        """What there is to do, for those who predict it."""
+        return Workload.of(self._line, self.catalog, self._limits, self._config.max_queue, response_tokens)
 
     async def drain(self, timeout_s: float) -> None:
         """Takes no new requests, lets the open ones end, and cancels those that have not after `timeout_s`."""
@@ -247,6 +252,8 @@ class Engine:
         if launched.num_tokens == len(launched.rows):
             self._decode_s += 0.2 * (duration_s - self._decode_s)
         self._metrics.observe_iteration(launched.num_tokens, 1000 * duration_s)
+        if self.watch is not None:
+            self.watch(launched.rows, 1000 * duration_s)
         self._tokens_per_s += 0.1 * (launched.num_tokens / max(duration_s, 1e-6) - self._tokens_per_s)
         for (opened, row), result in zip(launched.rows, outcome.rows, strict=True):
             if opened.request.phase is not Phase.FINISHED:
@@ -388,7 +395,4 @@ class Engine:
 
     def _retry_after_s(self) -> float:
         """About how long the queue's prompts and answers take at the recent rate."""
-        tokens = sum(
-            opened.request.prompt_tokens + opened.request.asked.params.max_tokens for opened in self._line.waiting
-        )
-        return min(60.0, max(1.0, tokens / self._tokens_per_s if self._tokens_per_s else 1.0))
+        return min(60.0, max(1.0, self._line.waiting_tokens() / self._tokens_per_s if self._tokens_per_s else 1.0))

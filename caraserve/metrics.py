@@ -178,6 +178,10 @@ class Metrics:
         if finish.completion_tokens > 1:
             self._per_output_token_s.observe(phases.decode_ms / 1000 / (finish.completion_tokens - 1))
 
+    def answers(self) -> tuple[int, int]:
+        """Requests that have ended so far, and the tokens of their answers."""
+        return sum(self._finished.values()), self._output_tokens
+
     def observe_load(self, mode: str, seconds: float, *, outcome: str = "ok") -> None:
         """`mode`: a loading mode's name; `outcome`: `ok`, or a word for what went wrong."""
         self._loads[mode, outcome] = self._loads.get((mode, outcome), 0) + 1

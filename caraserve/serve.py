@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -22,18 +23,23 @@ from caraserve import demo
 from caraserve.adapters.catalog import AdapterReader, Catalog, CatalogRules
 from caraserve.adapters.registry import Registry
 from caraserve.adapters.residency import Residency
-from caraserve.config import PRELOADED_MODES, EngineConfig, HttpConfig, LoraConfig, ModelConfig
+from caraserve.config import PRELOADED_MODES, ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
 from caraserve.cpu.arena import Arena
 from caraserve.errors import ConfigError, ModelLoadError
 from caraserve.loop import Engine
 from caraserve.merging import MergeRule
 from caraserve.metrics import Metrics, WorkerCounts
+from caraserve.model.digest import model_digest
 from caraserve.model.layout import Dtype
 from caraserve.model.spec import ModelSpec, load_spec
+from caraserve.profile import Profile
 from caraserve.tokenizer import load_tokenizer
 from caraserve.trace import Trace
 from caraserve.tuning import loading_rules, tuned
 from caraserve.units import human_bytes
+
+if TYPE_CHECKING:
+    from caraserve.cluster.node import Node
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +59,7 @@ class Served:
     metrics: Metrics
     spec: ModelSpec
     complaints: list[str]  # adapters of an earlier run that cannot be served
+    profile: Profile | None
 
 
 def with_demo(model: ModelConfig, lora: LoraConfig) -> tuple[ModelConfig, LoraConfig]:
@@ -136,7 +143,7 @@ async def build_engine(
     stack.push_async_callback(_end_task, task)
     if mode in PRELOADED_MODES:
         await catalog.preloaded()
-    return Served(engine, metrics, spec, complaints)
+    return Served(engine, metrics, spec, complaints, profile)
 
 
 def build_cpu_backend(  # type: ignore[no-untyped-def]
@@ -262,26 +269,68 @@ async def _end_task(task: "asyncio.Task[None]") -> None:
 
 
 async def serve(
-    model_config: ModelConfig, lora_config: LoraConfig, engine_config: EngineConfig, http_config: HttpConfig
+    model_config: ModelConfig,
+    lora_config: LoraConfig,
+    engine_config: EngineConfig,
+    http_config: HttpConfig,
+    cluster_config: ClusterConfig,
 ) -> None:
-    """Serves until SIGTERM or SIGINT, then drains. Raises ConfigError or ModelLoadError when it cannot start."""
+    """Serves until SIGTERM or SIGINT, then drains. Raises ConfigError or ModelLoadError when it cannot start, and
+    ConfigError when its cluster turns it away."""
+    from caraserve import fleet
     from caraserve.http.app import make_app, start_http
+    from caraserve.http.peers import add_peer_routes, start_peer_http
 
     model_config, lora_config = with_demo(model_config, lora_config)
+    admission = fleet.check_cluster(cluster_config, http_config) if cluster_config.peers else None
     async with AsyncExitStack() as stack:
         served = await build_engine(stack, model_config, lora_config, engine_config)
         for complaint in served.complaints:
             log.warning("%s", complaint)
-        app = make_app(
-            served.engine, http_config, served.metrics, allow_lora_updates=lora_config.allow_runtime_lora_updating
-        )
+        node = None
+        if admission is not None:
+            digest = model_identity(model_config, engine_config, served.spec)
+            node = fleet.make_node(cluster_config, lora_config, admission, digest)
+        allow = lora_config.allow_runtime_lora_updating
+        app = make_app(served.engine, http_config, served.metrics, allow_lora_updates=allow, cluster=node)
+        if node is not None and cluster_config.peer_port is None:
+            add_peer_routes(app, node)
         runner, port = await start_http(app, http_config)
         stack.push_async_callback(runner.cleanup)
         stop = _watch_signals()
+        if node is not None and admission is not None:
+            where = http_config.host, port
+            if cluster_config.peer_port is not None:
+                host = cluster_config.peer_host or http_config.host
+                runner, peer_port = await start_peer_http(
+                    node, app, host, cluster_config.peer_port, admission.listening
+                )
+                stack.push_async_callback(runner.cleanup)
+                where = host, peer_port
+            links = fleet.links_of(served.profile, lora_config)
+            await fleet.join(stack, node, served.engine, served.metrics, served.profile, cluster_config, links, where)
         _announce(served, http_config.host, port)
-        await stop.wait()
+        await _ended(stop, node)
         log.info("draining: no new requests; up to %.0f s for those running", http_config.drain_timeout_s)
         await served.engine.drain(http_config.drain_timeout_s)
+        if node is not None and node.ended.done():
+            node.ended.result()
+
+
+async def _ended(stop: asyncio.Event, node: "Node | None") -> None:
+    """Returns when a signal came, or when the cluster has no place for us."""
+    waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(stop.wait())]
+    if node is not None:
+        waits.append(node.ended)
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    waits[0].cancel()
+
+
+def model_identity(model: ModelConfig, engine: EngineConfig, spec: ModelSpec) -> str:
+    """What must be the same on all instances for their answers to be the same."""
+    assert model.model is not None
+    weights = f"dummy {engine.seed}" if model.load_format == "dummy" else "checkpoint"
+    return model_digest(model.model, spec.dtype if model.dtype == "auto" else model.dtype, weights)
 
 
 def _watch_signals() -> asyncio.Event:

@@ -36,6 +36,7 @@ LEVELS = {
     "cluster": 4,
     **dict.fromkeys(("http", "bench"), 5),
     "serve": 6,
+    "fleet": 6,
     "tuning": 6,
     **dict.fromkeys(("cli", "profile_command", "__main__"), 7),
 }
@@ -52,6 +53,7 @@ NEIGHBOURS = {
     ("loop", "report"),
     ("report", "line"),
     ("serve", "tuning"),
+    ("serve", "fleet"),
     ("cli", "profile_command"),
     ("__main__", "cli"),
 }

@@ -79,6 +79,7 @@ class Catalog:
         rules: CatalogRules,
     ) -> None:
         self.residency = residency
+        self.on_change: Callable[[str, AdapterInfo | None], None] = lambda name, info: None  # loaded or unloaded
         self._spec, self._registry = spec, registry
         self._reader, self._rules = reader, rules
         self._infos: dict[str, AdapterInfo] = {}
@@ -90,10 +91,14 @@ class Catalog:
 
     def get(self, name: str) -> AdapterInfo:
         """Raises NotFound."""
-        info = self._infos.get(name)
+        info = self.find(name)
         if info is None:
             raise NotFound(f"the model {name!r} does not exist", param="model")
         return info
+
+    def find(self, name: str) -> AdapterInfo | None:
+        """The adapter of that name, if any."""
+        return self._infos.get(name)
 
     def pin(self, name: str) -> Version:
         """The version that `name` means now, held for a request. Raises NotFound."""
@@ -116,6 +121,7 @@ class Catalog:
                 )
             await self._on_thread(self._registry.put, info)
             self._add(info)
+            self.on_change(name, info)
             return info
 
     async def unload(self, name: str) -> None:
@@ -126,6 +132,7 @@ class Catalog:
         with self._exclusively(name):
             await self._on_thread(self._registry.remove, name)
             del self._infos[name]
+            self.on_change(name, None)
             await self.residency.forgotten(self.residency.unregister(name))
 
     def add_at_start(self, modules: Iterable[tuple[str, Path]], progress: Callable[[], None]) -> list[str]:

@@ -101,7 +101,8 @@ class Core:
                 if message.echo == source.nonce:
                     peer = source.peer.name if source.peer else source.dialled or ""
                     self._dialling.refused(source.dialled, now)
-                    self._outputs.append(RefusedUs(peer, message.reason))
+                    later = source.peer is not None and source.peer.epoch <= self.members.me.epoch
+                    self._outputs.append(RefusedUs(peer, message.reason, later or message.reason == CROWDED))
                     source.close("it refused us")
             elif not isinstance(message, Nothing) and source.peer is not None:
                 self.members.heard(source.peer.name, now)

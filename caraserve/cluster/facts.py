@@ -69,9 +69,11 @@ class Load:
     running: int = 0
     queued: int = 0
     ranks: tuple[tuple[int, int], ...] = ()  # (rank, requests): the maximum must fall when a request ends
-    queued_tokens: int = 0
-    free_blocks: int = 0
-    free_slots: int = 0
+    queued_tokens: int = 0  # of prompts not yet prefilled
+    queued_token_ranks: int = 0  # Σ tokens · rank of them
+    kv_tokens: int = 0  # that its memory holds
+    kv_free_tokens: int = 0  # of them, after what the queued requests will take: below zero when they wait
+    queue_room: int = 0  # requests that it takes before it refuses
     response_tokens: float = 0.0  # mean length of late
     iteration_age_s: float = 0.0  # alive is not able: an engine may hang under a loop that answers
     lag_s: float = 0.0

@@ -64,10 +64,15 @@ class PeerRefused:
 
 @dataclass(frozen=True, slots=True)
 class RefusedUs:
-    """Somebody turned us away: in a cluster that is full, or not ours, there is no place to serve from."""
+    """Somebody turned us away. `ours_to_go`: in a cluster that is full, or not ours, there is no place to serve from.
+
+    Two that do not belong together turn each other away, and only the later started goes: who has served for hours does
+    not stop for another's mistake.
+    """
 
     peer: str
     reason: str
+    ours_to_go: bool
 
 
 @dataclass(frozen=True, slots=True)

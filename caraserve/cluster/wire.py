@@ -166,6 +166,12 @@ def _count(value: object) -> int:
     return value
 
 
+def _whole(value: object) -> int:
+    if type(value) is not int or abs(value) >= 2**62:
+        raise _WrongError("a whole number")
+    return value
+
+
 def _word(value: object) -> int:
     if type(value) is not int or not 0 <= value < 2**64:
         raise _WrongError("a 64-bit number")
@@ -257,7 +263,7 @@ _MEMBER: Check[Record] = _shape(Record, _NAME, _ADDRESS, _count, _count, _state)
 _RUMOURS = _many(_shape(Rumour, _MEMBER, _OWNER), MAX_RUMOURS)
 _LOAD: Check[Load] = _shape(
     *(Load, _status, _count, _count, _many(_pair(_count, _count), _MAX_RANKS)),
-    *(_count, _count, _count, _real, _real, _real),
+    *(_count, _count, _count, _whole, _count, _real, _real, _real),
 )
 _VALUE: Check[Value] = _many(_value_item, 8)
 _raw_fact: Check[Fact] = _shape(Fact, _key, _VALUE, _count, _NAME, _flag)

@@ -10,7 +10,7 @@ import orjson
 from aiohttp import web
 
 from caraserve.config import ADAPTER_NAME
-from caraserve.errors import AdapterRejected, Forbidden
+from caraserve.errors import AdapterRejected, Forbidden, NotFound
 from caraserve.http.context import CONTEXT, Context
 from caraserve.http.engine_api import AdapterView, find_adapter
 from caraserve.http.fields import Fields
@@ -92,7 +92,12 @@ async def unload_lora_adapter(request: web.Request) -> web.Response:
     name = _required(fields, "lora_name")
     fields.raw("lora_int_id")  # vLLM's own number for an adapter; the name says it all
     log_unknown(request, fields)
-    await context.to_the_end(context.engine.unload_adapter(name))
+    try:
+        await context.to_the_end(context.engine.unload_adapter(name))
+    except NotFound:
+        if context.cluster is None or context.cluster.adapter(name) is None:
+            raise
+        context.cluster.remove(name)
     log.info("adapter %r unloaded", name)
     return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 

@@ -7,6 +7,7 @@ connections are refused, handlers get the drain timeout, then they are cancelled
 import errno
 import logging
 import re
+import ssl
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -16,10 +17,10 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from caraserve.config import HttpConfig
 from caraserve.errors import CaraServeError, ConfigError
-from caraserve.http import admin, chat, openai, pages, tokens
+from caraserve.http import admin, chat, cluster_pages, openai, pages, tokens
 from caraserve.http.auth import check_access
 from caraserve.http.context import CONTEXT, REQUEST_ID, Context, HttpTimings
-from caraserve.http.engine_api import EngineApi
+from caraserve.http.engine_api import ClusterApi, EngineApi
 from caraserve.http.messages import error_body, error_response, json_response, refusal_response
 from caraserve.metrics import Metrics
 
@@ -41,10 +42,11 @@ def make_app(
     *,
     allow_lora_updates: bool,
     timings: HttpTimings | None = None,
+    cluster: ClusterApi | None = None,
 ) -> web.Application:
-    """The application over `engine`; it owns no resources but its own tasks."""
+    """The application over `engine`; it owns no resources but its own tasks. `cluster`: None where it serves alone."""
     app = web.Application(middlewares=[_guard], client_max_size=config.max_body_bytes)
-    app[CONTEXT] = Context(engine, metrics, config, allow_lora_updates, timings or HttpTimings(), time.time())
+    app[CONTEXT] = Context(engine, metrics, config, allow_lora_updates, timings or HttpTimings(), time.time(), cluster)
     app[admin.MODELS] = admin.ModelList()
     app.on_response_prepare.append(_send_request_id)
     app.on_cleanup.append(_close)
@@ -54,6 +56,8 @@ def make_app(
             web.post("/v1/chat/completions", chat.chat_completions),
             web.get("/v1/models", admin.list_models),
             web.get("/v1/models/{model:.+}", admin.show_model),
+            web.get("/v1/cluster", cluster_pages.members),
+            web.get("/v1/cluster/adapters", cluster_pages.adapters),
             web.post("/tokenize", tokens.tokenize),
             web.post("/detokenize", tokens.detokenize),
             web.get("/health", pages.health),
@@ -117,7 +121,14 @@ async def _close(app: web.Application) -> None:
 
 
 async def start_http(app: web.Application, config: HttpConfig) -> tuple[web.AppRunner, int]:
-    """Listens; returns the runner and the port, which differs from `config.port` where that is 0.
+    """Listens where the configuration says; see `listen`."""
+    return await listen(app, config, config.host, config.port)
+
+
+async def listen(
+    app: web.Application, config: HttpConfig, host: str, port: int, tls: ssl.SSLContext | None = None
+) -> tuple[web.AppRunner, int]:
+    """Listens; returns the runner and the port, which differs from `port` where that is 0.
 
     Raises ConfigError when the address cannot be listened on.
     """
@@ -136,15 +147,14 @@ async def start_http(app: web.Application, config: HttpConfig) -> tuple[web.AppR
     )
     await runner.setup()
     try:
-        await web.TCPSite(runner, config.host, config.port, backlog=1024).start()
+        await web.TCPSite(runner, host, port, backlog=1024, ssl_context=tls).start()
     except OSError as error:
         await runner.cleanup()
-        raise ConfigError(_cannot_listen(error, config)) from None
+        raise ConfigError(_cannot_listen(error, f"{host}:{port}")) from None
     return runner, int(runner.addresses[0][1])
 
 
-def _cannot_listen(error: OSError, config: HttpConfig) -> str:
-    where = f"{config.host}:{config.port}"
+def _cannot_listen(error: OSError, where: str) -> str:
     if error.errno == errno.EADDRINUSE:
         return f"cannot listen on {where}: another process does; choose another --port, or 0 for any free one"
     if error.errno == errno.EACCES:

@@ -11,11 +11,13 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from caraserve.cluster.sockets import PATH as PEER_PATH
 from caraserve.config import HttpConfig
 from caraserve.errors import Forbidden, Unauthorized
 
-# Probes, the scraper and the page's own text; all the rest needs the key.
-_OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/version", "/metrics"})
+# Probes, the scraper, the page's own text, and other instances, who prove themselves otherwise; all the rest needs the
+# key.
+_OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/version", "/metrics", PEER_PATH})
 
 
 def check_access(request: web.Request, config: HttpConfig) -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from caraserve.config import HttpConfig
-from caraserve.http.engine_api import EngineApi
+from caraserve.http.engine_api import ClusterApi, EngineApi
 from caraserve.metrics import Metrics
 
 log = logging.getLogger("caraserve.http")
@@ -38,6 +38,7 @@ class Context:
     allow_lora_updates: bool
     timings: HttpTimings
     started_s: float  # unix time
+    cluster: ClusterApi | None = None  # None: this server serves alone
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
     async def to_the_end(self, work: Coroutine[Any, Any, _T]) -> _T:

@@ -1,8 +1,11 @@
 """What the HTTP layer needs of the engine, as protocols: `loop.Engine` satisfies them, and so does the tests' fake."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from caraserve.cluster.cost import Tier
+from caraserve.cluster.facts import Adapter, Load
+from caraserve.cluster.members import Record
 from caraserve.errors import NotFound
 from caraserve.metrics import SnapshotView
 from caraserve.request import GenerateRequest, TokenDelta
@@ -94,6 +97,29 @@ class EngineApi(Protocol):
         """Returns when no request uses the adapter any more. Raises NotFound."""
 
     def snapshot(self) -> SnapshotView: ...
+
+
+class ClusterApi(Protocol):
+    """The instances that serve together with this one; `cluster.Node` satisfies it."""
+
+    @property
+    def name(self) -> str: ...
+
+    def members(self) -> tuple[Record, ...]:
+        """Everybody known, this instance first."""
+
+    def load(self, name: str) -> tuple[Load, float] | None:
+        """The newest load of an instance, and its age in seconds."""
+
+    def adapters(self) -> Iterator[Adapter]: ...
+
+    def adapter(self, name: str) -> Adapter | None: ...
+
+    def holders(self, digest: str) -> Mapping[str, Tier]:
+        """Who has an adapter's bytes."""
+
+    def remove(self, name: str) -> None:
+        """Takes an adapter's name away on all instances."""
 
 
 def find_adapter(engine: EngineApi, model: str) -> AdapterView | None:

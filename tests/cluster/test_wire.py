@@ -49,7 +49,8 @@ rumours = st.lists(st.builds(Rumour, records, maybe), max_size=4).map(tuple)
 loads = st.builds(
     Load,
     st.sampled_from(["starting", "serving", "draining"]),
-    *(counts, counts, st.lists(st.tuples(counts, counts), max_size=5).map(tuple), counts, counts, counts),
+    *(counts, counts, st.lists(st.tuples(counts, counts), max_size=5).map(tuple)),
+    *(counts, counts, counts, st.integers(-(2**62) + 1, 2**62 - 1), counts),
     *(reals, reals, reals),
 )
 facts = st.one_of(
@@ -167,7 +168,7 @@ def test_the_largest_messages_fit_into_a_frame() -> None:
     record = Record("n" * MAX_NAME, "a" * MAX_ADDRESS, highest, highest, State.SUSPECT)
     rumour = Rumour(record, "n" * MAX_NAME)
     load = Load(
-        "starting", *(highest, highest, ((highest, highest),) * 64), *(highest, highest, highest), 1e300, 1e300, 1e300
+        "starting", *(highest, highest, ((highest, highest),) * 64), *(highest, highest, highest, -highest, highest), *(1e300,) * 3
     )
     fact = Fact("\x00" * MAX_KEY, ("\x00" * MAX_VALUE, *[highest] * 7), highest, "n" * MAX_NAME)
     largest: list[Message] = [

@@ -1,0 +1,158 @@
+"""What an instance says of itself, and what others make of it: load beats, its performance model, its holdings. Pure.
+
+    engine's Workload ─► Load ──beat──► Backlog ─┐
+    PerfModel, Links  ─► facts ─shelf─► the same ─┴─► router.Instance
+    digests by tier   ─► facts ─shelf─► holders
+
+Whatever arrives may be of another version of this program or wrong: it is then as if nothing had been said. Level 4.
+"""
+
+import dataclasses
+from collections.abc import Collection, Iterator
+
+from caraserve.cluster.cost import Backlog, Links, Tier
+from caraserve.cluster.facts import Load, Status, Value
+from caraserve.cluster.members import Record, State
+from caraserve.cluster.perf_model import PerfModel
+from caraserve.cluster.router import Instance
+from caraserve.report import Workload
+
+MODEL, LINKS = ":model", ":links"  # keys on an instance's own shelf; all others there are digests of adapters
+
+STALE_S = 1.0  # a load older than four beats is of an instance that has trouble
+_HUNG_S, _HUNG_ITERATIONS = 2.0, 10.0  # an iteration may take so long, or so many times what is predicted
+
+
+# --- load ---
+
+
+def load_of(
+    work: Workload, status: Status, response_tokens: float, iteration_age_s: float = 0.0, lag_s: float = 0.0
+) -> Load:
+    """The load to publish. `iteration_age_s`: since the last iteration ended, if there is work."""
+    return Load(
+        status=status,
+        running=work.running,
+        queued=work.queued,
+        ranks=tuple(sorted(work.ranks.items())),
+        queued_tokens=work.queued_tokens,
+        queued_token_ranks=work.queued_token_ranks,
+        kv_tokens=work.kv_tokens,
+        kv_free_tokens=work.kv_free_tokens,
+        queue_room=work.queue_room,
+        response_tokens=response_tokens,
+        iteration_age_s=iteration_age_s,
+        lag_s=lag_s,
+    )
+
+
+def backlog_of(load: Load) -> Backlog:
+    """What the cost function asks of an instance, from its load."""
+    return Backlog(
+        running=load.running,
+        queued=load.queued,
+        ranks=load.ranks,
+        queued_tokens=load.queued_tokens,
+        queued_token_ranks=load.queued_token_ranks,
+        kv_tokens=load.kv_tokens,
+        kv_free_tokens=load.kv_free_tokens,
+        queue_room=load.queue_room,
+    )
+
+
+# --- performance model and links ---
+
+
+def model_value(model: PerfModel) -> Value:
+    """A model as a fact's value: floats as texts, exactly."""
+    return _value(dataclasses.astuple(model))
+
+
+def model_of(value: Value) -> PerfModel | None:
+    """The model in a fact's value; None if there is none in it."""
+    try:
+        alpha_ms, gamma_ms, beta_ms, padded, *rates = map(float, value)
+        base_ms, token_ms, token_rank_ms = rates
+        return PerfModel(alpha_ms, gamma_ms, beta_ms, bool(padded), base_ms, token_ms, token_rank_ms)
+    except ValueError:
+        return None
+
+
+def links_value(links: Links) -> Value:
+    """Links as a fact's value."""
+    return _value(dataclasses.astuple(links))
+
+
+def links_of(value: Value) -> Links:
+    """The links in a fact's value. Of an instance that said nothing of them: as fast as they could be."""
+    try:
+        load_ms, load_rate, disk_rate, fetch_ms, fetch_rate, blocks = map(float, value)
+    except ValueError:
+        return Links()
+    if not (min(load_ms, fetch_ms) >= 0 and min(load_rate, disk_rate, fetch_rate) > 0):
+        return Links()
+    return Links(load_ms, load_rate, disk_rate, fetch_ms, fetch_rate, bool(blocks))
+
+
+def _value(numbers: tuple[float | bool, ...]) -> Value:
+    return tuple(repr(float(number)) for number in numbers)  # which reads back exactly
+
+
+# --- an instance as a router sees it ---
+
+
+def instance_of(record: Record, load: Load, model: PerfModel, links: Links, age_s: float) -> Instance:
+    """An instance as a router sees it. `age_s`: of the load."""
+    able = record.state == State.ALIVE and age_s <= STALE_S and load.status == "serving" and not is_hung(load, model)
+    return Instance(record.name, model, backlog_of(load), links, able)
+
+
+def is_hung(load: Load, model: PerfModel) -> bool:
+    """Alive is not able: an engine may hang under a loop that answers."""
+    rank_sum = sum(rank * count for rank, count in load.ranks)
+    rank_max = max((rank for rank, _ in load.ranks), default=0)
+    predicted_ms = model.decode_ms(load.running + load.queued, rank_sum, rank_max)
+    predicted_ms += model.prefill_ms(load.queued_tokens, load.queued_token_ranks)
+    return load.iteration_age_s > max(_HUNG_S, _HUNG_ITERATIONS * predicted_ms / 1000)
+
+
+# --- holdings ---
+
+
+class Holdings:
+    """Which digests an instance holds, and how near to its device, as last said."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, Tier] = {}
+        self._upper: set[str] = set()  # those said to be above the disk
+
+    def changes(self, device: Collection[str], host: Collection[str]) -> Iterator[tuple[str, Tier]]:
+        """What to say anew, given the digests on the device and in the host tier. Cheap where most are on disk."""
+        now = dict.fromkeys(host, Tier.HOST) | dict.fromkeys(device, Tier.DEVICE)
+        for digest in self._upper - now.keys():
+            now[digest] = Tier.DISK
+        self._upper = {digest for digest, tier in now.items() if tier < Tier.DISK and digest in self._said}
+        for digest, tier in now.items():
+            if self._said.get(digest, tier) is not tier:
+                self._said[digest] = tier
+                yield digest, tier
+
+    def add(self, digest: str) -> bool:
+        """Its bytes are on our disk now. Whether that is news."""
+        if digest in self._said:
+            return False
+        self._said[digest] = Tier.DISK
+        return True
+
+    def drop(self, digest: str) -> None:
+        """We hold it no more."""
+        self._said.pop(digest, None)
+        self._upper.discard(digest)
+
+
+def tier_of(value: Value) -> Tier:
+    """The tier in a holder's fact; the farthest that still has bytes, if it is none we know."""
+    match value:
+        case (int(number), *_) if number in (Tier.DEVICE, Tier.HOST):
+            return Tier(number)
+    return Tier.DISK

@@ -1,0 +1,147 @@
+"""What makes a server one of several: its part in the cluster, checked, built and wired. Level 6; for `serve.py`.
+
+check_cluster   before anything is loaded: secrets, TLS, addresses
+make_node       with the engine; its routes go into the application
+join            when the port listens
+"""
+
+import asyncio
+import logging
+import signal
+import ssl
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from random import Random
+
+from caraserve.cluster.addresses import check_count, is_loopback, is_wildcard, join_address, outward_address
+from caraserve.cluster.cost import Links
+from caraserve.cluster.names_file import NamesFile, beside
+from caraserve.cluster.node import Node, NodeConfig
+from caraserve.cluster.perf_model import DriftWatch
+from caraserve.cluster.publisher import Publisher
+from caraserve.cluster.seal import Keyring
+from caraserve.cluster.secret_file import LOOPBACK_SECRET, SecretFile
+from caraserve.config import ClusterConfig, HttpConfig, LoraConfig, split_address
+from caraserve.errors import ConfigError
+from caraserve.loop import Engine
+from caraserve.metrics import Metrics
+from caraserve.profile import Profile
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What an instance shows to others, and asks of them."""
+
+    keys: SecretFile | Keyring
+    listening: ssl.SSLContext | None
+    dialling: ssl.SSLContext | None
+
+
+def check_cluster(cluster: ClusterConfig, http: HttpConfig) -> Admission:
+    """Raises ConfigError for what cannot work or would be open to anybody."""
+    check_count(cluster.peers)
+    if cluster.peer_host is not None and cluster.peer_port is None:
+        raise ConfigError("--peer-host is the address of --peer-port; give both")
+    listening, dialling = _tls(cluster)
+    if cluster.cluster_secret_file is not None:
+        return Admission(SecretFile(cluster.cluster_secret_file), listening, dialling)
+    advertised = [cluster.advertise] if cluster.advertise else []
+    hosts = [cluster.peer_host or http.host, *(split_address(address)[0] for address in (*advertised, *cluster.peers))]
+    for host in hosts:
+        if not is_loopback(host):
+            raise ConfigError(
+                f"--cluster-secret-file is needed: without a secret, anybody who reaches {host} could join"
+            )
+    return Admission(Keyring((LOOPBACK_SECRET,)), listening, dialling)
+
+
+def _tls(cluster: ClusterConfig) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:
+    """Contexts for listening and for dialling: whoever shows a certificate of the CA is let in, whatever its name. That
+    CA is the cluster's own, and addresses of instances come and go."""
+    files = cluster.cluster_tls_cert, cluster.cluster_tls_key, cluster.cluster_tls_ca
+    if files == (None, None, None):
+        return None, None
+    cert, key, ca = files
+    if cert is None or key is None or ca is None:
+        raise ConfigError("--cluster-tls-cert, --cluster-tls-key and --cluster-tls-ca belong together; give all three")
+    if cluster.peer_port is None:
+        raise ConfigError("--cluster-tls-cert needs --peer-port: clients speak plain HTTP on --port")
+    contexts = []
+    for kind in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
+        context = ssl.SSLContext(kind)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_REQUIRED
+        try:
+            context.load_cert_chain(cert, key)
+            context.load_verify_locations(ca)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"--cluster-tls-cert {cert}, -key {key}, -ca {ca}: {error.strerror or error}") from None
+        contexts.append(context)
+    return contexts[0], contexts[1]
+
+
+def make_node(cluster: ClusterConfig, lora: LoraConfig, admission: Admission, model: str) -> Node:
+    """`model`: the base model's digest. Raises ConfigError."""
+    if lora.registry is None:
+        log.warning("without --registry this instance forgets the cluster's adapters when it ends")
+    names = NamesFile(beside(lora.registry) if lora.registry else None)
+    config = NodeConfig(cluster.cluster_name, cluster.name, model, cluster.peers, admission.keys, admission.dialling)
+    return Node(config, names, rng=Random())
+
+
+async def join(
+    stack: AsyncExitStack,
+    node: Node,
+    engine: Engine,
+    metrics: Metrics,
+    profile: Profile | None,
+    cluster: ClusterConfig,
+    links: Links,
+    where: tuple[str, int],
+) -> Publisher:
+    """Connects the engine with the cluster. `where`: host and port on which others can connect now. `stack` undoes it.
+
+    Raises ConfigError.
+    """
+    if profile is None:
+        log.warning("without a profile of this machine no instance can predict this one; give --profile")
+    drift = DriftWatch(profile) if profile else None
+    publisher = Publisher(node, engine, metrics.answers, drift, links)
+    node.load_now, node.on_names = publisher.load_now, publisher.take_names
+    stack.push_async_callback(node.stop)
+    await node.start(_advertised(cluster, *where))
+    publisher.announce()
+    engine.watch, engine.catalog.on_change = publisher.watch, publisher.changed
+    metrics.show(publisher.families)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, node.reread_secrets)
+    task = asyncio.create_task(publisher.run(), name="cluster publisher")
+    stack.push_async_callback(_end, task)
+    return publisher
+
+
+def links_of(profile: Profile | None, lora: LoraConfig) -> Links:
+    """How fast adapters come onto this instance's device, as far as the profile knows."""
+    blocks = lora.loading_mode == "ondemand"
+    if profile is None:
+        return Links(blocks_batch=blocks)
+    return Links(profile.link_latency_ms, profile.link_bytes_per_s / 1000, blocks_batch=blocks)
+
+
+def _advertised(cluster: ClusterConfig, host: str, port: int) -> str:
+    if cluster.advertise is not None:
+        return cluster.advertise
+    if not is_wildcard(host):
+        return join_address(host, port)
+    for peer in cluster.peers:
+        if (found := outward_address(peer)) is not None:
+            return join_address(found, port)
+    raise ConfigError(f"--host {host} is no address that others could connect to; give --advertise HOST:PORT")
+
+
+async def _end(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task

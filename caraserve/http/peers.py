@@ -1,0 +1,31 @@
+"""What other instances ask over HTTP, on the serving port or on one of its own. Called by `serve.py`.
+
+Peers know each other by their secrets, inside the connection, and need no API key.
+"""
+
+import ssl
+
+from aiohttp import web
+
+from caraserve.cluster.node import Node
+from caraserve.cluster.sockets import PATH
+from caraserve.http.app import listen
+from caraserve.http.context import CONTEXT
+
+
+def add_peer_routes(app: web.Application, node: Node) -> None:
+    """All routes for other instances. Whatever is added for them belongs here, so that it is on the right port."""
+    app.add_routes([web.get(PATH, node.accept)])
+
+
+async def start_peer_http(
+    node: Node, served: web.Application, host: str, port: int, tls: ssl.SSLContext | None
+) -> tuple[web.AppRunner, int]:
+    """Listens for other instances alone, with the engine of the application `served`; the runner and the port.
+
+    Raises ConfigError.
+    """
+    app = web.Application()
+    app[CONTEXT] = served[CONTEXT]
+    add_peer_routes(app, node)
+    return await listen(app, served[CONTEXT].config, host, port, tls)
