@@ -17,7 +17,8 @@ from caraserve.cluster.facts import Adapter, Load, Status
 from caraserve.cluster.members import State
 from caraserve.cluster.node import Node
 from caraserve.cluster.perf_model import DriftWatch
-from caraserve.cluster.published import Holdings, load_of
+from caraserve.cluster.prices import Typical, gauges
+from caraserve.cluster.published import Holdings, backlog_of, load_of
 from caraserve.errors import CaraServeError
 from caraserve.exposition import family
 from caraserve.line import Open
@@ -167,6 +168,8 @@ class Publisher:
         yield by("caraserve:prediction_error_ratio", "gauge", text, "phase", errors)
         text = "Times that the performance model was fitted anew."
         yield family("caraserve:model_refits_total", "counter", text, [(labels, self._drift.refits)])
+        typical = Typical(output_tokens=self._response_tokens)
+        yield from gauges(self._drift.model, backlog_of(self.load_now(0.0)), labels, typical)
 
     def _count(self, phase: str, predicted_ms: float, observed_ms: float) -> None:
         predicted, observed = self._times_ms[phase]

@@ -1,15 +1,20 @@
 """The cost function as numbers for routers that know only scalars of an instance."""
 
 import math
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from caraserve.cluster.cost import Arrival, Backlog, estimate
-from caraserve.cluster.perf_model import PerfModel
+from caraserve.cluster.cost import Arrival, Backlog, Links, estimate
+from caraserve.cluster.perf_model import DriftWatch, PerfModel
 from caraserve.cluster.prices import USUAL_RANKS, Typical, gauges, price
+from caraserve.cluster.publisher import Publisher
+from caraserve.profile import load
+from caraserve.report import Workload
 
 PADDED = PerfModel(0.004, 0.0, 32.0, True, 10.0, 0.1, 0.0)
 TYPICAL = Typical()
@@ -83,3 +88,20 @@ def test_the_batch_and_the_queue_are_told() -> None:
     assert found["caraserve:batch_summed_rank", ""] == 80
     assert found["caraserve:queued_prefill_seconds", ""] == pytest.approx(0.020)
     assert found["caraserve:next_decode_seconds", "0"] == pytest.approx((32 + 0.004 * 4 * 64) / 1000)
+
+
+def test_an_instance_shows_the_prices_of_what_it_has_to_do() -> None:
+    profile = load(Path(__file__).parent.parent / "profile.json")
+
+    def shown(running: int) -> dict[str, float]:
+        work = Workload(running, 0, {64: running}, 0, 0, 100_000, 90_000, 10)
+        engine = SimpleNamespace(workload=lambda response_tokens: work, draining=False)
+        node = SimpleNamespace(members=tuple)
+        publisher = Publisher(node, engine, lambda: (0, 0), DriftWatch(profile), Links())  # type: ignore[arg-type]
+        text = "".join(publisher.families('model_name="base"'))
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        return {s.labels["rank"]: s.value for s in samples if s.name == "caraserve:request_price"}
+
+    idle, busy = shown(0), shown(32)
+    assert set(idle) == {str(rank) for rank in USUAL_RANKS}
+    assert all(idle[rank] < busy[rank] for rank in idle)
