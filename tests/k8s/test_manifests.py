@@ -1,0 +1,335 @@
+"""The manifests in scripts/k8s: valid by their schemas, at one with one another and with the server they start."""
+
+import copy
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from caraserve.cli import _parser
+from caraserve.cluster.cost import Backlog
+from caraserve.cluster.perf_model import PerfModel
+from caraserve.cluster.prices import gauges
+from caraserve.http.app import make_app
+from tests.http.fake_engine import FakeEngine, FakeSnapshot
+from tests.http.serving import http_config, new_metrics
+from tests.k8s.kustomize import Built, Document, build, documents
+from tests.k8s.schemas import CUSTOM, PICKER_CONFIG
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "scripts" / "k8s"
+# The oldest with which they must work, where `sleep` in preStop is there without being asked for; and the newest.
+KUBERNETES = ("1.30", "1.37")
+
+
+@cache
+def whole() -> Built:
+    return build(FOLDER)
+
+
+def named(document: Document) -> str:
+    return f"{document['kind']}/{document['metadata']['name']}"
+
+
+def pod() -> Document:
+    spec: Document = whole().one("StatefulSet")["spec"]["template"]["spec"]
+    return spec
+
+
+def server() -> Document:
+    (container,) = pod()["containers"]
+    return dict(container)
+
+
+def arguments() -> Any:
+    """What the server makes of the manifest's arguments, with the variables that Kubernetes puts in."""
+    values = [argument.replace("$(POD_NAME)", "caraserve-0") for argument in server()["args"]]
+    return _parser().parse_args(values)
+
+
+def picker_config() -> Document:
+    (path,) = whole().config_maps["caraserve-picker"]
+    (config,) = documents(path)
+    return config
+
+
+# --- schemas ---
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+@pytest.mark.parametrize("document", [d for d in whole().documents if d["kind"] not in CUSTOM], ids=named)
+def test_kubernetes_accepts_it(document: Document, version: str) -> None:
+    kubernetes_validate.validate(document, version, strict=True)
+
+
+@pytest.mark.parametrize("folder", ["base", "."])
+def test_the_base_stands_alone_and_the_whole_with_its_patches(folder: str) -> None:
+    kubernetes_validate.validate(build(FOLDER / folder).one("StatefulSet"), KUBERNETES[-1], strict=True)
+
+
+@pytest.mark.parametrize("document", [d for d in whole().documents if d["kind"] in CUSTOM], ids=named)
+def test_others_kinds_have_the_fields_of_their_types(document: Document) -> None:
+    jsonschema.validate(document, CUSTOM[document["kind"]])
+
+
+def test_the_pickers_configuration_has_the_fields_of_its_type() -> None:
+    jsonschema.validate(picker_config(), PICKER_CONFIG)
+
+
+@pytest.mark.parametrize("kind", sorted(CUSTOM))
+def test_a_misspelt_field_would_be_refused(kind: str) -> None:
+    document = copy.deepcopy(whole().of(kind)[0])
+    document["spec"]["selectr"] = {}
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(document, CUSTOM[kind])
+
+
+def test_every_manifest_is_part_of_the_whole() -> None:
+    used = {named(document) for document in whole().documents}
+    found = [d for path in FOLDER.rglob("*.yaml") for d in documents(path) if "metadata" in d]
+    assert {named(document) for document in found} == used
+    assert len(used) == len(whole().documents)
+
+
+# --- the server they start ---
+
+
+def test_the_server_knows_every_argument() -> None:
+    assert arguments().model == Path("/models/base")
+
+
+def test_ports_are_those_that_the_server_listens_on() -> None:
+    ports = {port["name"]: port["containerPort"] for port in server()["ports"]}
+    assert ports == {"http": arguments().port, "peers": arguments().peer_port}
+
+
+def test_production_stacks_operator_finds_the_port() -> None:
+    """It loads adapters at port 8000 of a pod that has no port named `container-port`."""
+    assert arguments().port == 8000
+    assert arguments().allow_runtime_lora_updating
+
+
+def test_it_listens_to_other_machines() -> None:
+    assert arguments().host == "0.0.0.0"
+
+
+def test_every_probe_asks_for_a_page_that_exists() -> None:
+    app = make_app(FakeEngine(), http_config(), new_metrics(), allow_lora_updates=False)
+    pages = {route.resource.canonical for route in app.router.routes() if route.method == "GET" and route.resource}
+    probes = {name: server()[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")}
+    assert {probe["path"] for probe in probes.values()} <= pages
+    assert {probe["port"] for probe in probes.values()} == {"http"}
+    assert probes["readiness"]["path"] == "/ready"  # 503 while it drains
+    assert probes["liveness"]["path"] == "/health"  # 200 while it drains
+
+
+def test_pods_get_the_time_that_draining_takes() -> None:
+    """Kubernetes counts the preStop hook in; after the drain, slow clients have 30 s for their last bytes."""
+    grace_s = pod()["terminationGracePeriodSeconds"]
+    assert grace_s >= server()["lifecycle"]["preStop"]["sleep"]["seconds"] + arguments().drain_timeout_s + 30
+
+
+def test_new_requests_go_elsewhere_before_the_server_refuses_them() -> None:
+    readiness = server()["readinessProbe"]
+    seconds = server()["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert seconds > readiness["periodSeconds"] * readiness["failureThreshold"]
+
+
+def test_the_picker_follows_a_stream_to_its_end() -> None:
+    picker = whole().one("Deployment", "caraserve-picker")["spec"]["template"]["spec"]
+    assert picker["terminationGracePeriodSeconds"] >= pod()["terminationGracePeriodSeconds"]
+
+
+def test_paths_in_the_arguments_lie_on_volumes() -> None:
+    mounts = {mount["mountPath"]: mount.get("readOnly", False) for mount in server()["volumeMounts"]}
+    read = [arguments().model, arguments().adapters_dir, arguments().cluster_secret_file]
+    assert all(any(path.is_relative_to(mount) for mount in mounts) for path in read)
+    written = [arguments().registry, *(Path(e["value"]) for e in server()["env"] if e["name"] == "XDG_CACHE_HOME")]
+    writable = [mount for mount, read_only in mounts.items() if not read_only]
+    assert all(any(path.is_relative_to(mount) for mount in writable) for path in written)
+
+
+@pytest.mark.parametrize("workload", [*whole().of("StatefulSet"), *whole().of("Deployment")], ids=named)
+def test_what_is_mounted_is_a_volume_and_the_other_way_round(workload: Document) -> None:
+    spec = workload["spec"]["template"]["spec"]
+    volumes = {volume["name"] for volume in spec["volumes"]}
+    volumes |= {claim["metadata"]["name"] for claim in workload["spec"].get("volumeClaimTemplates", ())}
+    assert {mount["name"] for container in spec["containers"] for mount in container["volumeMounts"]} == volumes
+
+
+def test_the_root_file_system_is_read_only_so_there_is_another_place_for_temporary_files() -> None:
+    assert server()["securityContext"]["readOnlyRootFilesystem"]
+    assert "/tmp" in {mount["mountPath"] for mount in server()["volumeMounts"]}
+
+
+# --- one another ---
+
+
+def references() -> Iterator[tuple[str, str]]:
+    """(kind, name) of everything that workloads, pools, routes and roles refer to."""
+    for workload in (*whole().of("StatefulSet"), *whole().of("Deployment")):
+        if "serviceName" in workload["spec"]:
+            yield "Service", workload["spec"]["serviceName"]
+        yield from pod_references(workload["spec"]["template"]["spec"])
+    for pool in whole().of("InferencePool"):
+        yield "Service", pool["spec"]["endpointPickerRef"]["name"]
+    for route in whole().of("HTTPRoute"):
+        yield from (("Gateway", parent["name"]) for parent in route["spec"]["parentRefs"])
+        yield from ((ref["kind"], ref["name"]) for rule in route["spec"]["rules"] for ref in rule["backendRefs"])
+    for binding in whole().of("RoleBinding"):
+        yield binding["roleRef"]["kind"], binding["roleRef"]["name"]
+        yield from ((subject["kind"], subject["name"]) for subject in binding["subjects"])
+
+
+def pod_references(spec: Document) -> Iterator[tuple[str, str]]:
+    if "serviceAccountName" in spec:
+        yield "ServiceAccount", spec["serviceAccountName"]
+    for volume in spec["volumes"]:
+        if "secret" in volume:
+            yield "Secret", volume["secret"]["secretName"]
+        if "configMap" in volume:
+            yield "ConfigMap", volume["configMap"]["name"]
+        if "persistentVolumeClaim" in volume:
+            yield "PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]
+    for variable in [variable for container in spec["containers"] for variable in container.get("env", ())]:
+        secret = variable.get("valueFrom", {}).get("secretKeyRef")
+        if secret is not None and not secret.get("optional"):
+            yield "Secret", secret["name"]
+
+
+@pytest.mark.parametrize("reference", sorted(set(references())), ids="/".join)
+def test_what_is_referred_to_is_there(reference: tuple[str, str]) -> None:
+    there = {(document["kind"], document["metadata"]["name"]) for document in whole().documents}
+    there |= {("Secret", name) for name in whole().secrets} | {("ConfigMap", name) for name in whole().config_maps}
+    assert reference in there
+
+
+def test_the_secret_is_mounted_under_the_name_that_the_server_reads() -> None:
+    assert [arguments().cluster_secret_file.name] == whole().secrets["caraserve-cluster"]
+
+
+def test_the_secret_itself_is_not_kept() -> None:
+    assert (FOLDER / "base" / ".gitignore").read_text(encoding="utf-8").split() == whole().secrets["caraserve-cluster"]
+
+
+def test_services_pools_and_monitors_select_the_instances() -> None:
+    labels = whole().one("StatefulSet")["spec"]["template"]["metadata"]["labels"].items()
+    selectors = [service["spec"]["selector"] for service in whole().of("Service") if "picker" not in named(service)]
+    selectors += [whole().one(kind)["spec"]["selector"]["matchLabels"] for kind in ("InferencePool", "PodMonitor")]
+    selectors += [whole().one("PodDisruptionBudget")["spec"]["selector"]["matchLabels"]]
+    selectors += [whole().one("StatefulSet")["spec"]["selector"]["matchLabels"]]
+    assert all(selector.items() <= labels for selector in selectors)
+
+
+def test_services_lead_to_ports_that_their_pods_have() -> None:
+    picker = whole().one("Deployment", "caraserve-picker")["spec"]["template"]["spec"]["containers"][0]
+    for service in whole().of("Service"):
+        container = picker if "picker" in named(service) else server()
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= {
+            port["name"] for port in container["ports"]
+        }
+
+
+def test_instances_find_one_another_before_they_are_ready() -> None:
+    """A pod has a name of its own below a headless service, and before it is ready only if that lists such pods."""
+    peers = whole().one("Service", "caraserve-peers")["spec"]
+    assert (peers["clusterIP"], peers["publishNotReadyAddresses"]) == ("None", True)
+    port = arguments().peer_port
+    assert [entry["port"] for entry in peers["ports"]] == [port]
+    assert arguments().peers == (f"caraserve-peers:{port}",)
+    assert arguments().advertise == f"caraserve-0.caraserve-peers:{port}"
+    assert arguments().name == "caraserve-0"
+
+
+def test_the_pool_leads_to_the_servers_port_and_the_pickers() -> None:
+    pool = whole().one("InferencePool")["spec"]
+    assert pool["targetPorts"] == [{"number": arguments().port}]
+    ports = whole().one("Service", "caraserve-picker")["spec"]["ports"]
+    assert pool["endpointPickerRef"]["port"]["number"] in {port["port"] for port in ports}
+
+
+def test_the_gpu_is_asked_for_once_and_only_with_its_component() -> None:
+    assert server()["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    (base,) = build(FOLDER / "base").one("StatefulSet")["spec"]["template"]["spec"]["containers"]
+    assert base["resources"]["limits"] == base["resources"]["requests"]  # guaranteed, whole cores
+
+
+# --- the picker's configuration ---
+
+
+def plugins() -> dict[str, Document]:
+    return {plugin.get("name", plugin["type"]): plugin for plugin in picker_config()["plugins"]}
+
+
+def test_the_picker_refers_to_plugins_that_it_has() -> None:
+    config = picker_config()
+    used = [entry["pluginRef"] for profile in config["schedulingProfiles"] for entry in profile["plugins"]]
+    for source in config["dataLayer"]["sources"]:
+        used += [source["pluginRef"], *(extractor["pluginRef"] for extractor in source["extractors"])]
+    assert set(used) <= set(plugins())
+    assert set(plugins()) - set(used) == {"single-profile-handler"}
+
+
+def test_the_picker_knows_the_instances_by_their_label() -> None:
+    labels = whole().one("StatefulSet")["spec"]["template"]["metadata"]["labels"]
+    (engine,) = plugins()["core-metrics-extractor"]["parameters"]["engineConfigs"]
+    assert engine["name"] == labels["llm-d.ai/engine-type"]
+
+
+def test_every_metric_that_the_picker_reads_is_one_that_an_instance_shows() -> None:
+    metrics = new_metrics()
+    metrics.show(lambda labels: gauges(PerfModel(0.004, 0.0, 32.0, True, 10.0, 0.1, 0.0), Backlog(), labels))
+    text = metrics.render(FakeSnapshot(), lambda name: 8).decode()
+    (engine,) = plugins()["core-metrics-extractor"]["parameters"]["engineConfigs"]
+    specs = [value for key, value in engine.items() if key.endswith("Spec")]
+    specs += [metric["metricSpec"] for metric in engine["customMetrics"]]
+    for spec in specs:
+        assert f"\n{spec.replace('}', ',') if '{' in spec else spec + '{'}" in text
+
+
+def test_scorers_read_attributes_that_the_extractor_writes() -> None:
+    (engine,) = plugins()["core-metrics-extractor"]["parameters"]["engineConfigs"]
+    written = {metric["attributeKey"] for metric in engine["customMetrics"]}
+    scorers = [p["parameters"] for p in plugins().values() if p["type"] == "endpoint-attribute-scorer"]
+    assert {scorer["attributeKey"] for scorer in scorers} == written
+
+
+def test_the_pickers_arguments_name_its_pool_and_its_file() -> None:
+    (container,) = whole().one("Deployment", "caraserve-picker")["spec"]["template"]["spec"]["containers"]
+    given = dict(argument.removeprefix("--").split("=", 1) for argument in container["args"])
+    assert given["pool-name"] == whole().one("InferencePool")["metadata"]["name"]
+    (mount,) = container["volumeMounts"]
+    (path,) = whole().config_maps["caraserve-picker"]
+    assert given["config-file"] == f"{mount['mountPath']}/{path.name}"
+    ports = {port["name"]: str(port["containerPort"]) for port in container["ports"]}
+    assert (given["grpc-port"], given["grpc-health-port"]) == (ports["grpc"], ports["grpc-health"])
+
+
+# --- the image ---
+
+
+def test_the_image_starts_what_the_manifest_calls() -> None:
+    lines = (FOLDER / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    assert 'ENTRYPOINT ["caraserve"]' in lines
+    assert server()["args"][0] == "serve"
+    assert f"USER {pod()['securityContext']['runAsUser']}" in lines
+    (exposed,) = [line.split()[1:] for line in lines if line.startswith("EXPOSE")]
+    assert exposed == [str(port["containerPort"]) for port in server()["ports"]]
+
+
+def test_the_image_copies_files_that_exist() -> None:
+    lines = (FOLDER / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    copied = [name for line in lines if line.startswith("COPY") and "--from" not in line for name in line.split()[1:-1]]
+    assert copied
+    assert all((ROOT / name).exists() for name in copied)
+
+
+def test_the_images_of_the_folders_are_those_that_the_dockerfile_says_how_to_build() -> None:
+    text = (FOLDER / "Dockerfile").read_text(encoding="utf-8")
+    (gpu,) = yaml.safe_load((FOLDER / "gpu" / "kustomization.yaml").read_text(encoding="utf-8"))["images"]
+    assert f"-t {gpu['name']}:{gpu['newTag']} " in text
