@@ -71,6 +71,7 @@ class WorkerState:
     deaths: int
     is_busy: bool
     is_asleep: bool
+    incarnation: int  # number of the present life; 0: nobody is there
 
 
 class Workers:
@@ -130,6 +131,7 @@ class Workers:
                 worker.deaths,
                 worker.is_busy,
                 bool(worker.word(ASLEEP)),
+                worker.word(INCARNATION),
             )
             for worker in self._workers
         ]

@@ -103,13 +103,20 @@ class Copier:
         marks = self.arrival(slot, layer)
         return marks is not None and covers(self._timelines.known, marks)
 
+    def group_of(self, slot: int, layer: int) -> int | None:
+        """The group that brings a layer; None: there is no load, or it has ended."""
+        load = self._loads.get(slot)
+        if load is None:
+            return None
+        return next(index for index, group in enumerate(load.image.groups) if layer < group.end_layer)
+
     def arrival(self, slot: int, layer: int) -> Marks | None:
         """After what a layer is there; None: its group has not been issued."""
         load = self._loads.get(slot)
         if load is None:
             return NOTHING  # arrived, and seen to
-        group = next(index for index, group in enumerate(load.image.groups) if layer < group.end_layer)
-        return at(Lane.COPY, load.marks[group]) if group < len(load.marks) else None
+        group = self.group_of(slot, layer)
+        return at(Lane.COPY, load.marks[group]) if group is not None and group < len(load.marks) else None
 
     def arrival_of_all(self, slots: Collection[int], layer: int) -> Marks:
         """After what a layer of several adapters is there; all of it must have been issued, by `commit` for example."""

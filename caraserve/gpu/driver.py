@@ -96,5 +96,8 @@ class Driver(Protocol):
     def free_bytes(self) -> int:
         """Device memory that nobody has."""
 
+    def total_bytes(self) -> int:
+        """Device memory in all."""
+
     def destroy_graph(self, graph: Graph) -> None:
         """The graph must have run."""

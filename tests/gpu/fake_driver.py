@@ -189,6 +189,9 @@ class FakeDriver:
     def free_bytes(self) -> int:
         return len(self.memory) - self._allocated
 
+    def total_bytes(self) -> int:
+        return len(self.memory)
+
     def run(self, stream: Stream, issue: Callable[[], None]) -> None:
         self.issue(stream, Operation("kernels", end=issue))
 

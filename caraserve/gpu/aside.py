@@ -1,0 +1,351 @@
+"""Prefills that CPU workers help with, beside iterations: chunk by chunk on the assist lane (Toppings §4.2). Level 1.
+
+Before a chunk is launched, a letter for each layer and group that may have to be handed over says what each worker is
+to do; whether it is sent, the device decides when it gets there. A chunk whose workers fail is void as a whole, and so
+is the rest of its prompt: the engine does it again without help. Chunks of one prompt follow one another; chunks of
+several may be under way, as many as there are books.
+"""
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from caraserve.cpu.workers import Workers
+from caraserve.gpu import letters
+from caraserve.gpu.batch import DeviceBatch, HostBatch, Shape
+from caraserve.gpu.copier import Copier
+from caraserve.gpu.driver import Driver, DriverError, Stream
+from caraserve.gpu.guard import Guard, lives_of
+from caraserve.gpu.handover import Book, Books, Life
+from caraserve.gpu.host import HandOverRoom, HostRegion, RegionWords, inputs_of, x_stride
+from caraserve.gpu.images import Bound, DeviceImages, HostMemory
+from caraserve.gpu.iteration import Done, ResultBlocks, copy_results
+from caraserve.gpu.lane import AssistedChunk, AssistLane, Pass, chunk_ends
+from caraserve.gpu.lora_pass import AssistTerms
+from caraserve.gpu.results import Waiter
+from caraserve.gpu.ring import Ring
+from caraserve.gpu.slots import RequestSlots
+from caraserve.gpu.timeline import Lane, Timelines, at, latest
+from caraserve.gpu.transfers import LinkQueue, Source, source
+from caraserve.model.layout import GROUPS
+from caraserve.model.outputs import Found, Output, collect, outputs_of
+from caraserve.model.spec import SITES, ModelSpec
+from caraserve.plan import Plan, Row, RowResult, StepResult
+
+_WAIT_NS = 10_000_000_000  # for weights that are on their way, once no worker is waited for: they do come
+_UNKNOWN_S = 0.002  # what a hand-over may be expected to take where nothing was measured
+
+WorkOf = Callable[[Shape, AssistTerms], Pass]
+
+
+@dataclass(slots=True)
+class Predictions:
+    """What is expected of this machine; set when it is known. Only how well it goes depends on them."""
+
+    layer_s: Callable[[int], float] = lambda tokens: 0.0  # to compute a layer of a prefill of so many tokens
+    hand_over_s: Callable[[int, int], float] = lambda tokens, rank: _UNKNOWN_S  # of one group of one layer, at a rank
+    tokens_per_worker: Callable[[int], int] = lambda rank: 64  # most of a slice
+
+
+@dataclass(slots=True)
+class Counts:
+    """Since the start."""
+
+    slices: int = 0  # asked of workers
+    void_chunks: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    """One plan that went aside."""
+
+    plan: Plan
+    done: Done
+    issued: int  # mark of the compute lane, after which the device knows its slot and its blocks
+    ends: deque[int]
+    at: int  # where its next chunk begins
+    started_s: float
+    cpu_layers: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    prompt: _Prompt
+    row: Row
+    outputs: Output
+    book: Book
+    number: int
+
+
+class Asides:
+    """The launching thread's alone."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        timelines: Timelines,
+        ring: Ring,
+        lane: AssistLane,
+        copier: Copier,
+        queue: LinkQueue,
+        images: DeviceImages,
+        slots: RequestSlots,
+        batch: DeviceBatch,
+        host: HostBatch,
+        region: HostRegion,
+        memory: HostMemory,
+        results: ResultBlocks,
+        workers: Workers,
+        guard: Guard,
+        waiter: Waiter,
+        work_of: WorkOf,
+        spec: ModelSpec,
+        wake: Callable[[], None],
+    ) -> None:
+        """`wake` has the launching thread call `go_on`."""
+        self._driver, self._timelines, self._ring, self._lane = driver, timelines, ring, lane
+        self._copier, self._queue, self._images, self._slots = copier, queue, images, slots
+        self._batch, self._host, self._region, self._memory = batch, host, region, memory
+        self._results, self._workers, self._guard, self._waiter = results, workers, guard, waiter
+        self._work_of, self._spec, self._wake = work_of, spec, wake
+        entries = spec.layers * len(GROUPS)
+        self._words = RegionWords(region.region)
+        self._rooms = {room.book: room for room in region.rooms}
+        self._books = Books(self._words, [Book.at(room.book, entries) for room in region.rooms])
+        device = batch.words.device
+        self._letter_words = letters.letter_bytes(max(1, len(workers))) // 8
+        self._letters = torch.zeros((entries, self._letter_words), dtype=torch.int64, device=device)
+        self._gate = torch.zeros(images.tables.slots, dtype=torch.int32, device=device)
+        self._asked = torch.zeros(max(1, len(workers)), dtype=torch.int64, device=device)
+        self._flags = torch.zeros(2, dtype=torch.int32, device=device)  # publish's counter, errors
+        self._batch_words = host.empty()
+        self._numbers = [0] * len(workers)  # of hand-overs, by worker
+        self._waiting: deque[_Prompt] = deque()
+        self._under_way: list[_Chunk] = []
+        self._returned: SimpleQueue[Callable[[], None]] = SimpleQueue()  # what is to be done about chunks that ended
+        self.predictions = Predictions()
+        self.counts = Counts()
+
+    def launch(self, plan: Plan, done: Done) -> None:
+        """Takes a plan whose slot and blocks have just been written on the compute lane."""
+        (row,) = plan.rows
+        ends = deque(chunk_ends(row.start, row.start + row.count))
+        issued = self._timelines.mark(Lane.COMPUTE)
+        self._waiting.append(_Prompt(plan, done, issued, ends, row.start, time.monotonic()))
+        self.go_on()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `go_on` is to be called again soon."""
+        return bool(self._waiting)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether some plan has not ended."""
+        return bool(self._waiting or self._under_way)
+
+    def await_return(self, timeout_s: float) -> None:
+        """Waits until a chunk that is under way has ended, if one is."""
+        if self._under_way:
+            with contextlib.suppress(Empty):
+                self._returned.get(timeout=timeout_s)()
+
+    def go_on(self) -> None:
+        """Sees to chunks that have ended, and launches what there are books for."""
+        while not self._returned.empty():
+            self._returned.get()()
+        while self._waiting:
+            lives = lives_of(self._workers)
+            self._books.tidy(lives)
+            if not self._images.are_placed([self._waiting[0].plan.rows[0].adapter_slot]):
+                return
+            book = self._books.take()
+            if book is None:
+                return
+            self._launch_chunk(self._waiting.popleft(), book, lives)
+
+    # --- one chunk ---
+
+    def _launch_chunk(self, prompt: _Prompt, book: Book, lives: Sequence[Life]) -> None:
+        (whole,) = prompt.plan.rows
+        end = prompt.ends.popleft()
+        is_last = not prompt.ends
+        row = replace(whole, start=prompt.at, count=end - prompt.at, samples=whole.samples and is_last)
+        row = row if row.samples else replace(row, logprobs=None)
+        outputs = outputs_of((row,), self._slots.prompt_tokens)
+        shape = self._host.fill(self._batch_words, (row,), outputs, all_prompt=True)
+        slot, bound = row.adapter_slot, self._images.bound[row.adapter_slot]
+        chunk = AssistedChunk(
+            slot=slot,
+            book=book,
+            sources=self._sources(bound, slot, row.count, lives),
+            groups=bound.groups,
+            ready=self._images.ready_words(slot),
+            ready_generation=bound.generation,
+        )
+        written = self._write_letters(chunk, bound, row, lives)
+        terms = self._terms(chunk)
+        if not self._under_way:
+            self._workers.keep_vigil(True)
+        self._guard.watch(book, {index: self._hand_over_s(row, bound) for _, _, index, _ in chunk.hand_overs()})
+
+        def metadata(stream: Stream) -> None:
+            self._ring.send(self._batch.words.data_ptr(), self._batch_words, Lane.ASSIST)
+            for index, letter in written:
+                self._ring.send(self._letters[index].data_ptr(), letter, Lane.ASSIST)
+            self._driver.fill(self._flags.data_ptr(), self._flags.nbytes, stream)
+
+        self._images.pool.hold(slot)
+        after = latest(at(Lane.COMPUTE, prompt.issued), self._images.pool.moved(slot))
+        number = self._lane.launch(metadata, self._work_of(shape, terms), chunk, after)
+        self._images.used([slot], Lane.ASSIST, number)
+        prompt.at = end
+        launched = _Chunk(prompt, row, outputs, book, number)
+        self._under_way.append(launched)
+        self._return_results(launched)
+
+    def _return_results(self, chunk: _Chunk) -> None:
+        stream = self._timelines.streams[Lane.ASSIST]
+        results, address = self._results.take()
+        copy_results(self._driver, self._batch, chunk.outputs, results, address, stream)
+        errors = results.block[-4:].view(np.int32)
+        where = address + results.block.nbytes - 4
+        self._driver.copy_to_host(where, self._flags[1].data_ptr(), 4, stream)
+        prompt_tokens = self._slots.prompt_tokens.copy()
+
+        def ended(failure: DriverError | None) -> None:
+            found = Found(results.chosen, results.logprob, results.top_ids, results.top_logprobs)
+            made = None
+            if failure is None:
+                made = collect(Plan((), (), (chunk.row,)), chunk.outputs, found, prompt_tokens)[0]
+            is_void = bool(errors[0])
+            self._results.give_back(results, address)
+            self._returned.put(lambda: self._ended(chunk, failure, made, is_void=is_void))
+            self._wake()
+
+        self._waiter.when_done(stream, ended)
+
+    def _ended(self, chunk: _Chunk, failure: DriverError | None, made: RowResult | None, *, is_void: bool) -> None:
+        self._under_way.remove(chunk)
+        self._images.pool.let_go(chunk.row.adapter_slot)
+        given_up = self._guard.forget(chunk.book)
+        prompt, book = chunk.prompt, chunk.book
+        for index, entry in enumerate(book.entries):
+            if self._words.load(entry.x_flag) == book.generation:
+                prompt.cpu_layers.add(index // len(GROUPS))
+        self._books.give_back(book, lives_of(self._workers) if given_up or is_void or failure is not None else ())
+        if not self._under_way:
+            self._workers.keep_vigil(False)
+        if failure is not None:
+            prompt.done(failure)
+        elif given_up or is_void:
+            self.counts.void_chunks += 1
+            self._finish(prompt, RowResult(None, void=True))
+        elif prompt.ends:
+            self._waiting.append(prompt)
+        else:
+            assert made is not None
+            self._finish(prompt, replace(made, cpu_layers=len(prompt.cpu_layers)))
+
+    @staticmethod
+    def _finish(prompt: _Prompt, result: RowResult) -> None:
+        prompt.done(StepResult((result,), prompt.started_s, time.monotonic()))
+
+    # --- what a chunk is made of ---
+
+    def _sources(self, bound: Bound, slot: int, tokens: int, lives: Sequence[Life]) -> list[Source]:
+        """What is expected of each layer when the device gets there."""
+        now_s, layer_s = time.monotonic(), self.predictions.layer_s(tokens)
+        expected = self._queue.arrivals(slot, now_s)
+        issued_s = now_s + self._queue.in_flight / self._queue.bytes_per_s
+        can_help = any(life.incarnation is not None and life.is_idle for life in lives)
+        stall_s = self.predictions.hand_over_s(tokens, bound.stored.rank) if can_help else None
+        found = []
+        for layer in range(self._spec.layers):
+            group = self._copier.group_of(slot, layer)
+            found.append(
+                source(
+                    arrived=group is None or self._copier.has_arrived(slot, layer),
+                    arrives_s=issued_s if group is None else expected.get(group, issued_s),
+                    use_s=now_s + layer * layer_s,
+                    stall_s=stall_s,
+                )
+            )
+        return found
+
+    def _hand_over_s(self, row: Row, bound: Bound) -> float:
+        return self.predictions.hand_over_s(row.count, bound.stored.rank)
+
+    def _write_letters(
+        self, chunk: AssistedChunk, bound: Bound, row: Row, lives: Sequence[Life]
+    ) -> list[tuple[int, NDArray[np.int64]]]:
+        """(entry, letter) of each hand-over."""
+        idle = [life.worker for life in lives if life.incarnation is not None and life.is_idle]
+        slices = letters.cut(row.count, self.predictions.tokens_per_worker(bound.stored.rank), max(1, len(idle)))
+        room, written = self._rooms[chunk.book.offset], []
+        for layer, group, index, entry in chunk.hand_overs():
+            modules = self._modules(bound, layer, group)
+            _, stride = letters.delta_columns(modules)
+            errands = [
+                self._errand(worker, first, rows, room.deltas + 4 * stride * first)
+                for worker, (first, rows) in zip(idle, slices, strict=False)
+            ]
+            region = letters.Region(
+                self._memory.device_base, room.x, x_stride(self._spec, group), inputs_of(self._spec, group)
+            )
+            terms = letters.Terms(
+                deadline_ns=_WAIT_NS,
+                arrived=chunk.ready[layer],
+                wanted=chunk.ready_generation,
+                status=self._memory.device_base + chunk.book.status,
+                generation=chunk.book.generation,
+                x_flag=self._memory.device_base + entry.x_flag,
+                y_flag=self._memory.device_base + entry.y_flag,
+            )
+            letter = np.zeros(letters.letter_bytes(len(errands)) // 8, np.int64)
+            letters.write_letter(letter, errands, modules, region, terms)
+            self.counts.slices += len(errands)
+            written.append((index, letter))
+        return written
+
+    def _errand(self, worker: int, first: int, rows: int, deltas: int) -> letters.Errand:
+        self._numbers[worker] += 1
+        block = self._memory.on_device(int(self._region.blocks.ctypes.data)) + worker * self._region.block_bytes
+        return letters.Errand(worker, block, self._numbers[worker], first, rows, deltas)
+
+    def _modules(self, bound: Bound, layer: int, group: int) -> list[letters.Module]:
+        """As they lie in the host tier, where workers read them."""
+        adapter = bound.adapter
+        base = self._region.region.offset(int(adapter.data.ctypes.data))
+        spans = {span.site: span for span in adapter.spec.spans if span.layer == layer}
+        modules = []
+        for site in GROUPS[group]:
+            outputs = self._spec.site_shape(site)[1]
+            if (span := spans.get(SITES.index(site))) is None:
+                modules.append(letters.Module(outputs))
+            else:
+                a, b = base + span.a_offset, base + span.b_offset
+                modules.append(letters.Module(outputs, span.padded_rank, adapter.spec.dtype, span.scale, a, b))
+        return modules
+
+    def _terms(self, chunk: AssistedChunk) -> AssistTerms:
+        room: HandOverRoom = self._rooms[chunk.book.offset]
+        entries = range(self._spec.layers * len(GROUPS))
+        base, size = self._letters.data_ptr(), 8 * self._letter_words
+        return AssistTerms(
+            slot=chunk.slot,
+            gate=self._gate,
+            letters=[base + size * index for index in entries],
+            host_x=[self._memory.device_base + room.x] * len(entries),
+            host_strides=[x_stride(self._spec, index % len(GROUPS)) for index in entries],
+            asked=self._asked.data_ptr(),
+            counter=self._flags[0].data_ptr(),
+            errors=self._flags[1].data_ptr(),
+        )

@@ -1,0 +1,195 @@
+"""The CUDA backend: a thread that launches, lanes of device work, and threads that wait for its results. Level 1.
+
+`serve.py` builds it, `loop.py` launches plans on it, `adapters/residency.py` loads adapters into it. Everything asked
+of it goes to the launching thread in the order of asking; that thread never waits for the device but for what its
+helpers say. `assemble.py` makes the parts.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+
+from caraserve.cpu.round_trip import RoundTrip
+from caraserve.cpu.workers import Workers
+from caraserve.gpu.assemble import GpuDevice, GpuSizes, Parts, assemble
+from caraserve.gpu.timeline import Lane
+from caraserve.gpu.weights import Weights
+from caraserve.model.layout import HostAdapter
+from caraserve.model.spec import ModelSpec
+from caraserve.plan import BASE_ADAPTER_SLOT, Plan, StepResult
+
+log = logging.getLogger(__name__)
+
+_PUMP_S = 0.001  # between two looks at the link while anything is on its way
+_NICE = -5  # of the launching thread, where that is allowed: a device that waits for it stands still
+
+Done = Callable[[StepResult | Exception], None]
+
+
+class CudaBackend:
+    """See model/backend.py for the contract."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, sizes: GpuSizes, device: GpuDevice) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._parts: Parts = assemble(spec, weights, sizes, device, lambda: self._jobs.put(_nothing))
+        self.limits = self._parts.limits
+        self.host_memory = self._parts.region.arena
+        self.workers: Workers = self._parts.workers
+        self._thread = threading.Thread(target=self._run, name="caraserve-launch", daemon=True)
+        self._thread.start()
+
+    # --- before serving ---
+
+    @property
+    def warm_up_steps(self) -> int:
+        """How often `warm_up` calls `advance`."""
+        return self._parts.warm_up_steps
+
+    def warm_up(self, advance: Callable[[], None] = lambda: None) -> None:
+        """Loads every kernel and captures the graphs; to be called once, before any plan. Raises what goes wrong."""
+        result: SimpleQueue[Exception | None] = SimpleQueue()
+
+        def warm() -> None:
+            try:
+                self._parts.warm_up(advance)
+            except Exception as error:
+                result.put(error)
+            else:
+                result.put(None)
+
+        self._jobs.put(warm)
+        if (error := result.get()) is not None:
+            raise error
+
+    def start_workers(self, tokens_per_worker: Callable[[int], int]) -> None:
+        """Starts the CPU LoRA workers; to be called once. Returns at once: until they are there, layers that they would
+        compute are waited for. `tokens_per_worker(rank)`: most tokens of a slice."""
+        self.set_slices(tokens_per_worker)
+        self.workers.start()
+
+    def set_slices(self, tokens_per_worker: Callable[[int], int]) -> None:
+        """Sets the most tokens of a slice by rank."""
+        self._parts.asides.predictions.tokens_per_worker = tokens_per_worker
+
+    def predict(self, layer_s: Callable[[int], float], hand_over_s: Callable[[int, int], float]) -> None:
+        """What is known of this machine: a layer's time in a prefill of so many tokens, a hand-over's of so many tokens
+        at a rank."""
+        self._parts.asides.predictions.layer_s = layer_s
+        self._parts.asides.predictions.hand_over_s = hand_over_s
+
+    def set_link_speed(self, bytes_per_s: float) -> None:
+        """What the link to the device was measured to carry."""
+        self._parts.queue.bytes_per_s = bytes_per_s
+
+    def time_hand_over(self, slot: int, tokens: int) -> RoundTrip | None:
+        """Not known: the device hands over in the middle of a pass, and nothing here sees when."""
+        return None
+
+    # --- counts ---
+
+    @property
+    def slices_handed_over(self) -> int:
+        """Slices of layers that CPU workers were to be asked for so far; the device may have found them needless."""
+        return self._parts.asides.counts.slices
+
+    @property
+    def modules_redone(self) -> int:
+        """Assisted chunks that were given up, a worker having died or stopped."""
+        return self._parts.asides.counts.void_chunks
+
+    @property
+    def adapters_merged(self) -> int:
+        """How often an adapter was merged into the base weights."""
+        return self._parts.merges
+
+    # --- serving ---
+
+    def launch(self, plan: Plan, done: Done) -> None:
+        """Queues one iteration; `done` is called on a thread of the backend's."""
+        self._jobs.put(lambda: self._launch(plan, done))
+
+    def load_adapter(
+        self,
+        adapter: HostAdapter,
+        slot: int,
+        done: Callable[[Exception | None], None],
+        group_ends: Sequence[int] = (),
+    ) -> None:
+        """Binds after all that was launched before; `done` is called on the launching thread."""
+
+        def load() -> None:
+            try:
+                self._parts.images.load(adapter, slot, group_ends, lambda: done(None))
+            except Exception as error:
+                done(error)
+
+        self._jobs.put(load)
+
+    def unload_adapter(self, slot: int) -> None:
+        """Gives the memory back; who gets it comes after all plans launched so far."""
+        self._jobs.put(lambda: self._parts.images.unload(slot))
+
+    def resize_kv(self, blocks: int, done: Callable[[], None]) -> None:
+        """As the contract says; `done` is called on the launching thread."""
+        self._jobs.put(lambda: self._parts.images.resize_kv(blocks, done))
+
+    def close(self) -> None:
+        """Lets everything launched end, then ends threads and workers."""
+        self._jobs.put(None)
+        self._thread.join()
+        self._parts.close()
+
+    # --- the launching thread ---
+
+    def _run(self) -> None:
+        self._parts.enter_thread()
+        _be_quick()
+        while True:
+            try:
+                job = self._jobs.get(timeout=_PUMP_S if self._parts.is_busy else None)
+            except Empty:
+                job = self._parts.pump
+            if job is None:
+                break
+            try:
+                job()
+                if self._parts.is_busy or job is _nothing:
+                    self._parts.pump()
+            except Exception:
+                log.exception("the device refuses an operation")
+        while self._parts.asides.is_open:
+            self._parts.asides.await_return(_PUMP_S)
+            self._parts.pump()
+
+    def _launch(self, plan: Plan, done: Done) -> None:
+        try:
+            self._await_places({row.adapter_slot for row in plan.rows} - {BASE_ADAPTER_SLOT})
+            self._parts.slots.apply(plan)
+            if plan.aside:
+                self._parts.asides.launch(plan, done)
+            else:
+                self._parts.iterations.launch(plan, done)
+        except Exception as error:
+            failure = error  # the name of an exception does not outlive its clause
+            self._parts.waiter.after_those(lambda: done(failure))
+
+    def _await_places(self, slots: set[int]) -> None:
+        """Mostly nothing: there is room in one piece for adapters before anybody names them."""
+        while not self._parts.images.are_placed(slots):
+            self._parts.timelines.synchronize(Lane.COPY)
+            self._parts.asides.await_return(_PUMP_S)
+            self._parts.pump()
+
+
+def _nothing() -> None:
+    """A job that makes the launching thread look around."""
+
+
+def _be_quick() -> None:
+    """Before other threads of the host, if we may."""
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+    except OSError:
+        log.debug("the launching thread keeps its priority")
