@@ -21,6 +21,7 @@ from caraserve.units import ceil_div
 
 NO_WINDOW = 1 << 30
 SPLIT_TOKENS = 256  # short enough that one long request fills a GPU, long enough that merging costs little
+_MOST_PROGRAMS = 2048  # of `decode_kernel`, unless there are more rows: some for each place that a GPU has for them
 _LOG2_E = 1.4426950408889634
 
 
@@ -107,28 +108,31 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One program: the query heads of one row that share a key-value head, over one split of its context."""
-    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """One program: the query heads of one row that share a key-value head, over every so manieth split of its context.
+    Which program computes a split changes nothing of it."""
+    row, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(row_token + row).to(tl.int64)
     position = tl.load(token_position + token, mask=token >= 0, other=-1)
     low = tl.maximum(position - window + 1, 0)
-    start = tl.maximum(split * SPLIT, low // BN * BN)
-    end = tl.minimum((split + 1) * SPLIT, position + 1)
-    if start < end:
+    split = low // SPLIT + tl.program_id(2)
+    if split * SPLIT <= position:
         member, column = tl.arange(0, BM), tl.arange(0, DIM_PAD)
         query_head = head * GROUP + member
         inside = (member < GROUP)[:, None] & (column < DIM)[None, :]
         queries = tl.load(q + token * q_stride + query_head[:, None] * DIM + column[None, :], mask=inside, other=0.0)
         blocks = block_table + tl.load(token_slot + token).to(tl.int64) * table_stride
-        total, top, weight = _attend_tile(
-            queries, tl.full((BM,), 0, tl.int32) + position, keys + head * key_head, values + head * value_head,
-            blocks, start, end, scale, window, key_block, key_token, value_block, value_token,
-            DIM, DIM_PAD, BLOCK, BM, BN,
-        )  # fmt: skip
-        place = (tl.cast(row, tl.int64) * tl.num_programs(1) * GROUP + query_head) * splits + split  # [BM]
-        tl.store(sums + place[:, None] * DIM + column[None, :], total, mask=inside)
-        tl.store(best + place, top, mask=member < GROUP)
-        tl.store(mass + place, weight, mask=member < GROUP)
+        places = (tl.cast(row, tl.int64) * tl.num_programs(1) * GROUP + query_head) * splits  # [BM]
+        while split * SPLIT <= position:
+            total, top, weight = _attend_tile(
+                queries, tl.full((BM,), 0, tl.int32) + position, keys + head * key_head, values + head * value_head,
+                blocks, tl.maximum(split * SPLIT, low // BN * BN), tl.minimum((split + 1) * SPLIT, position + 1),
+                scale, window, key_block, key_token, value_block, value_token, DIM, DIM_PAD, BLOCK, BM, BN,
+            )  # fmt: skip
+            place = places + split
+            tl.store(sums + place[:, None] * DIM + column[None, :], total, mask=inside)
+            tl.store(best + place, top, mask=member < GROUP)
+            tl.store(mass + place, weight, mask=member < GROUP)
+            split += tl.num_programs(2)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -210,6 +214,12 @@ def prefill_tile_tokens(dtype: torch.dtype) -> int:
     return prefill_shape(dtype)["BM"]
 
 
+def decode_programs(rows: int, kv_heads: int, splits: int) -> int:
+    """Programs among which the splits of a row's context are dealt out: as many as fill a GPU, since a captured graph
+    starts them for the longest context, most of them in vain."""
+    return min(splits, max(1, _MOST_PROGRAMS // (rows * kv_heads)))
+
+
 def attend_decode(
     q: Tensor,
     cache: PagedCache,
@@ -227,7 +237,7 @@ def attend_decode(
     group = q.shape[1] // dim // kv_heads
     _, heads, splits, _ = scratch.sums.shape
     rows = row_token.shape[0]
-    decode_kernel[(rows, kv_heads, splits)](
+    decode_kernel[(rows, kv_heads, decode_programs(rows, kv_heads, splits))](
         q, cache.keys, cache.values, cache.block_table, row_token, tokens.slot, tokens.position,
         scratch.sums, scratch.best, scratch.mass, _LOG2_E * dim**-0.5, window, q.stride(0), cache.block_table.stride(0),
         *cache.keys.stride()[:3], *cache.values.stride()[:3], splits,

@@ -105,7 +105,7 @@ def _shrink_tile(  # type: ignore[no-untyped-def]
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])  # or a new size of batch would compile once more while requests wait
 def shrink_kernel(  # type: ignore[no-untyped-def]
     x, part, order, segment_first, segment_rows, segment_slot, a_table, rank_table, dtype_table, gate,
     stride, k, slots, tokens,
@@ -162,7 +162,7 @@ def _expand_tile(  # type: ignore[no-untyped-def]
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def expand_kernel(  # type: ignore[no-untyped-def]
     y, part, order, segment_first, segment_rows, segment_slot, b_table, rank_table, scale_table, dtype_table, gate,
     y_stride, column0, column1, column2, width0, width1, width2, slots, tokens,

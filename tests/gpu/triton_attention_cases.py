@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from caraserve.gpu import triton_attention
 from caraserve.gpu.triton_attention import (
     NO_WINDOW,
     SPLIT_TOKENS,
@@ -13,6 +14,7 @@ from caraserve.gpu.triton_attention import (
     TokenTables,
     attend_decode,
     attend_prefill,
+    decode_programs,
     prefill_tile_tokens,
 )
 from tests.gpu.honest_dots import honest_dots
@@ -149,3 +151,23 @@ def test_a_query_s_bits_do_not_depend_on_chunk_or_batch(window: int) -> None:
     together = decode(q[:4], cache, tokens, [0, 1, 2, 3], window, 3 * SPLIT_TOKENS)
     alone = decode(q[:4], cache, tokens, [1], window, int(positions[1]) + 1)
     assert torch.equal(together[1], alone[1])
+
+
+@pytest.mark.parametrize("window", [NO_WINDOW, 300])
+def test_a_row_s_bits_do_not_depend_on_how_many_programs_it_has(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+    heads, dim, rows, most = 2, 64, [1, 0, -1], 4 * SPLIT_TOKENS
+    cache, q = make_cache(2, most, 1, dim, torch.float32), queries(2, heads, dim, torch.float32)
+    tokens = tables([0, 1], [most - 1, SPLIT_TOKENS + 7])
+    outs = []
+    for programs in (1, 6, 2048):  # for a row: one, two, one for each split
+        monkeypatch.setattr(triton_attention, "_MOST_PROGRAMS", programs)
+        outs.append(decode(q, cache, tokens, rows, window, most))
+    assert torch.equal(outs[0], outs[2])
+    assert torch.equal(outs[1], outs[2])
+
+
+def test_many_rows_have_a_program_each_and_one_row_has_one_for_each_split() -> None:
+    assert decode_programs(1, 8, 512) == 256
+    assert decode_programs(1, 8, 16) == 16
+    assert decode_programs(64, 8, 512) == 4
+    assert decode_programs(512, 32, 512) == 1
