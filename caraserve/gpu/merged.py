@@ -1,0 +1,97 @@
+"""Base weights with one adapter merged into them, beside the base's own. Level 1.
+
+For the loading mode `merged`, after dLoRA. Only matrices of which the adapter has a module are written; all others are
+the base's. To unmerge is to use the base's again, which is exact and costs nothing. The price is the memory of the
+base's linear modules, once more.
+
+Products are summed in fp32 and added in one rounding. Where an adapter's dtype is not the model's, A and B are rounded
+to it first, which is little beside the rounding of the sum.
+"""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from caraserve.gpu.driver import Driver, Stream
+from caraserve.gpu.weights import TORCH_DTYPES, Layer, Linear, Weights, columns_of
+from caraserve.model.layout import A_COLUMNS, GROUPS, PANEL, AdapterSpec, Dtype, SiteSpan
+from caraserve.model.spec import SITES, ModelSpec
+from caraserve.units import align_up
+
+
+class MergedWeights:
+    """Room for every linear module, and which adapter is in it. The launching thread's alone."""
+
+    def __init__(self, spec: ModelSpec, base: Weights, max_rank: int) -> None:
+        """`max_rank`: of any adapter, with its padding."""
+        self._spec, self._base = spec, base
+        self._room = [
+            tuple(Linear.of(torch.empty_like(linear.weight), linear.bias) for linear in layer.linears)
+            for layer in base.layers
+        ]
+        inputs, outputs = (max(spec.site_shape(site)[side] for site in SITES) for side in range(2))
+        # A and B in the model's dtype, as plain matrices.
+        self._a = torch.empty(max_rank * inputs, dtype=base.dtype, device=base.device)
+        self._b = torch.empty(align_up(outputs, PANEL) * max_rank, dtype=base.dtype, device=base.device)
+        self._held: tuple[Hashable, Weights] | None = None
+        self.merges = 0
+
+    def holding(self, key: Hashable, adapter: AdapterSpec, image: Tensor, driver: Driver, stream: Stream) -> Weights:
+        """Weights with an adapter merged, for what is issued on `stream` from now on.
+
+        `key`: what tells this adapter, where it lies now, from all others; the same as last time is not merged again.
+        `image`: uint8, the adapter's bytes on the device. Allocates nothing there.
+        """
+        if self._held is None or self._held[0] != key:
+            spans = {(span.layer, SITES[span.site]): span for span in adapter.spans}
+            weights = self._with(spans)
+            driver.run(stream, lambda: self._merge(spans, adapter.dtype, image))
+            self._held = key, weights
+            self.merges += 1
+        return self._held[1]
+
+    def _with(self, spans: Mapping[tuple[int, str], SiteSpan]) -> Weights:
+        """The base's weights, but the merged ones where the adapter has a module."""
+
+        def layer(index: int, base: Layer) -> Layer:
+            places = enumerate(zip(base.linears, self._room[index], strict=True))
+            chosen = [
+                room if any((index, site) in spans for site in GROUPS[group]) else linear
+                for group, (linear, room) in places
+            ]
+            return replace(base, linears=tuple(chosen))
+
+        return replace(self._base, layers=tuple(layer(index, base) for index, base in enumerate(self._base.layers)))
+
+    def _merge(self, spans: Mapping[tuple[int, str], SiteSpan], dtype: Dtype, image: Tensor) -> None:
+        for layer, group in sorted({(layer, _group_of(site)) for layer, site in spans}):
+            base, room = self._base.layers[layer].linears[group].weight, self._room[layer][group].weight
+            for site, column, width in zip(GROUPS[group], *columns_of(self._spec, group), strict=True):
+                before, after = base[column : column + width], room[column : column + width]
+                span = spans.get((layer, site))
+                if span is None:
+                    after.copy_(before)
+                else:
+                    a, b = self._unpack(span, dtype, image)
+                    torch.addmm(before, b, a, alpha=span.scale, out=after)
+
+    def _unpack(self, span: SiteSpan, dtype: Dtype, image: Tensor) -> tuple[Tensor, Tensor]:
+        """A [rank, inputs] and B [outputs, rank] of a module, until the next one is unpacked."""
+        inputs, outputs = self._spec.site_shape(SITES[span.site])
+        rank, panels = span.padded_rank, align_up(outputs, PANEL) // PANEL
+
+        def stored(offset: int, shape: tuple[int, ...]) -> Tensor:
+            num_bytes = torch.Size(shape).numel() * dtype.itemsize
+            return image[offset : offset + num_bytes].view(TORCH_DTYPES[dtype]).view(shape)
+
+        a = self._a[: rank * inputs].view(rank, inputs)
+        a.copy_(stored(span.a_offset, (rank, align_up(inputs, A_COLUMNS)))[:, :inputs])
+        b = self._b[: panels * PANEL * rank].view(panels, PANEL, rank)
+        b.copy_(stored(span.b_offset, (panels, rank, PANEL)).transpose(1, 2))
+        return a, b.view(-1, rank)[:outputs]
+
+
+def _group_of(site: str) -> int:
+    return next(group for group, sites in enumerate(GROUPS) if site in sites)
