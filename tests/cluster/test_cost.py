@@ -95,10 +95,20 @@ def test_a_cold_start_costs_its_wait_and_all_of_the_batch_where_it_blocks() -> N
     assert blocking.cost - warm.cost == pytest.approx(5 * 60 / 40)
 
 
-def test_its_own_time_counts_as_much_as_its_weight() -> None:
+def test_with_its_own_time_in_the_cost_what_it_adds_anywhere_is_left_out() -> None:
     backlog, arrival = decoding(4, 8), Arrival("a", 8, 100, 40.0)
-    others, all_of_it = of(MODEL, backlog, arrival, 60.0), of(MODEL, backlog, arrival, 60.0, own_weight=1.0)
-    assert all_of_it.cost == pytest.approx(others.cost - 60 / 40 + others.latency_ms)  # the cold start not twice
+    found = of(MODEL, backlog, arrival, 60.0, own_weight=2.0)
+    assert found.cost == pytest.approx(2 * found.latency_ms)  # the cold start is in it
+
+
+def test_what_its_rank_does_to_the_ranks_there_stays_in() -> None:
+    model = PerfModel(0.01, 0.5, 20.0, True, 10.0, 0.1, 0.001)
+    same, larger = Arrival("a", 8, 100, 40.0), Arrival("a", 64, 100, 40.0)
+    backlog = decoding(4, 8)
+    alike, mixed = of(model, backlog, same, own_weight=1.0), of(model, backlog, larger, own_weight=1.0)
+    assert alike.cost == pytest.approx(alike.latency_ms)
+    padding_ms = 0.01 * (5 * 64 - 4 * 8 - 64)  # four requests of rank 8 become as slow as rank 64
+    assert mixed.cost == pytest.approx(mixed.latency_ms + 4 * padding_ms)
 
 
 # --- holes of the pseudo-code ---

@@ -88,6 +88,14 @@ class Batches:
         """Memory that all requests here take or wait for: what dLoRA balances."""
         return self._machine.kv_tokens - self._kv_free + self._kv_promised
 
+    def check(self) -> None:
+        """Raises AssertionError when an instance on which nothing is left does not know it."""
+        left = (len(self._loading), len(self._waiting), len(self._prefilling), len(self._decoding))
+        assert not any(left), f"requests are left: {left}"
+        assert (self._kv_free, self._kv_promised) == (self._machine.kv_tokens, 0), "memory is lost"
+        assert (self._rank_sum, self._queued_tokens, self._queued_token_ranks) == (0, 0, 0), "sums differ"
+        assert not self._ranks, "ranks are left"
+
     # --- requests ---
 
     def deliver(self, request: SimRequest, now: int, ready: int) -> None:
@@ -157,6 +165,9 @@ class Batches:
         self.tokens += self._count * len(self._decoding)
         self.busy_ns += now - self._start
         self._first = last + 1
+        if self._trace is not None:
+            tokens = sum(count for _, count in self._chunks)
+            self._trace.append(Iterations(self._start, self._each, self._count, len(self._decoding), tokens))
         decoding = self._decoding
         if decoding and decoding[0][0] == last:
             while decoding and decoding[0][0] == last:
@@ -216,7 +227,7 @@ class Batches:
             count = self._decoding[0][0] + 1 - number
             if waiting and number < waiting[0][0] < number + count:
                 count = waiting[0][0] - number
-            self._run(count, self._model.decode_ms(running, self._rank_sum, self._rank_max), 0)
+            self._run(count, self._model.decode_ms(running, self._rank_sum, self._rank_max))
         else:
             self._chunks, self._count, self._stop = [], 0, FOREVER
 
@@ -242,12 +253,10 @@ class Batches:
             tokens += count
             token_ranks += count * request.rank
         each_ms = self._model.iteration_ms(running, self._rank_sum, self._rank_max, tokens, token_ranks)
-        self._run(1, each_ms, tokens)
+        self._run(1, each_ms)
         self._chunks = chunks
 
-    def _run(self, count: int, each_ms: float, tokens: int) -> None:
+    def _run(self, count: int, each_ms: float) -> None:
         self._chunks = []
         self._count, self._each = count, max(1, round(each_ms * MS))
         self._stop = self._start + count * self._each
-        if self._trace is not None:
-            self._trace.append(Iterations(self._start, self._each, count, len(self._decoding), tokens))

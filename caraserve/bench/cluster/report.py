@@ -1,5 +1,6 @@
 """Tables, figures and JSON of simulated fleets. Level 5; pure but for drawing."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -58,10 +59,21 @@ def _moved_row(one: Outcome) -> tuple[str, ...]:
 
 def as_json(one: Found) -> dict[str, Any]:
     """One policy. `wall_s` alone differs between two runs of one seed."""
-    tried = [{"instances": size.instances, "attainment": size.attainment} for size in one.tried]
-    for row, size in zip(tried, one.tried, strict=True):
-        row["ttft_p95_ms"] = size.ttft_p95_ms
-    return asdict(one.at_size) | {"needed": one.needed, "tried": tried, "wall_s": round(one.wall_s, 3)}
+    tried = [
+        {"instances": size.instances, "attainment": size.attainment, "ttft_p95_ms": size.ttft_p95_ms}
+        for size in one.tried
+    ]
+    told = asdict(one.at_size) | {"needed": one.needed, "tried": tried, "wall_s": round(one.wall_s, 3)}
+    return {name: finite(value) for name, value in told.items()}
+
+
+def finite(value: Any) -> Any:
+    """The same with null for what JSON has no number for: the latencies of requests that nobody took."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: finite(inner) for name, inner in value.items()}
+    return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def pictures(found: Sequence[Found]) -> list[Picture]:

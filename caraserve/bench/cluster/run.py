@@ -13,10 +13,12 @@ from rich.console import Console
 from caraserve import profile as profiles
 from caraserve.bench.about import versions
 from caraserve.bench.cluster.machines import Machine, of_papers, of_profile
-from caraserve.bench.cluster.report import as_json, pictures, sheets
+from caraserve.bench.cluster.outcome import Outcome
+from caraserve.bench.cluster.report import as_json, finite, pictures, sheets
 from caraserve.bench.cluster.simulation import Setting
-from caraserve.bench.cluster.sweep import Goal, Study, base, find_all
+from caraserve.bench.cluster.sweep import Found, Goal, Study, base, find_all
 from caraserve.bench.options import LoadOptions
+from caraserve.bench.records import Workload
 from caraserve.bench.report.tables import table
 from caraserve.bench.workload.build import build
 from caraserve.bench.workload.presets import find_preset
@@ -68,10 +70,21 @@ def bench_cluster(options: ClusterOptions, load: LoadOptions, asked: Mapping[str
     found = list(find_all(study, workload, options.routing, min(processes, len(options.routing))))
     for sheet in sheets(found):
         console.print(table(sheet))
-    told = {
+    told = finite(_document(study, workload, bare, found, asked))
+    if options.save is not None:
+        for path in _save(options.save, told, found):
+            console.print(f"written: {path}")
+    sys.stdout.write(json.dumps(told) + "\n")
+    return 0
+
+
+def _document(
+    study: Study, workload: Workload, bare: Outcome, found: Sequence[Found], asked: Mapping[str, object]
+) -> dict[str, object]:
+    return {
         "bench": "cluster",
         "versions": versions(),
-        "arguments": {name: value for name, value in asked.items() if name not in ("save", "profile")},
+        "arguments": {name: value for name, value in asked.items() if name not in ("profile", "processes")},
         "notes": [*NOTES, *workload.notes],
         "machine": _told(study.machine),
         "instances": study.instances,
@@ -80,11 +93,6 @@ def bench_cluster(options: ClusterOptions, load: LoadOptions, asked: Mapping[str
         "slo_ms": study.setting.slo_ms,
         "runs": [as_json(one) for one in found],
     }
-    if options.save is not None:
-        for path in _save(options.save, told, found):
-            console.print(f"written: {path}")
-    sys.stdout.write(json.dumps(told, default=list) + "\n")
-    return 0
 
 
 def _study(options: ClusterOptions, load: LoadOptions) -> Study:
@@ -119,9 +127,9 @@ def _make(folder: Path) -> None:
         raise ConfigError(f"--save {folder}: {error.strerror}") from error
 
 
-def _save(folder: Path, told: Mapping[str, object], found: Sequence[object]) -> list[Path]:
-    contents = {"cluster.json": (json.dumps(told, indent=1, default=list) + "\n").encode()}
-    contents |= {f"{drawn.name}.png": drawn.png for drawn in pictures(found)}  # type: ignore[arg-type]
+def _save(folder: Path, told: Mapping[str, object], found: Sequence[Found]) -> list[Path]:
+    contents = {"cluster.json": (json.dumps(told, indent=1) + "\n").encode()}
+    contents |= {f"{drawn.name}.png": drawn.png for drawn in pictures(found)}
     try:
         for name, content in contents.items():
             (folder / name).write_bytes(content)
