@@ -15,7 +15,6 @@ from caraserve.gpu.libcuda import Attribute, Cuda, Memcpy2D
 
 _CHUNK_BYTES = 8 << 30  # of host memory registered by one call, which fails for a very large one
 _HUGE_PAGE_BYTES = 2 << 20  # chunks meet where pages do: none is registered twice
-_WORD_MASK = 0xFFFFFFFF
 
 
 class Torch(Protocol):
@@ -115,7 +114,6 @@ class CudaDriver:
             self._call("cuMemsetD8Async", target, 0, num_bytes, stream)
 
     def write_value(self, stream: Stream, address: int, value: int) -> None:
-        value &= _WORD_MASK
         if self._has_memory_operations:
             self._call("cuStreamWriteValue32_v2", stream, address, value, libcuda.STREAM_WRITE_VALUE_DEFAULT)
         else:
@@ -123,7 +121,6 @@ class CudaDriver:
 
     def wait_value(self, stream: Stream, address: int, value: int) -> None:
         """One warp waits where streams themselves cannot, under WSL for example."""
-        value &= _WORD_MASK
         if self._has_memory_operations:
             self._call("cuStreamWaitValue32_v2", stream, address, value, libcuda.STREAM_WAIT_VALUE_GEQ)
         else:

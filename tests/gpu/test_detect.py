@@ -120,8 +120,8 @@ def test_a_driver_that_dies_or_hangs_takes_nobody_along(library: Path, monkeypat
     monkeypatch.setattr(subprocess, "run", run)
     assert look(str(library)) == (None, "the NVIDIA driver cannot be used: status -11")
 
-    def hang(*arguments: object, **options: object) -> None:
-        raise subprocess.TimeoutExpired([], 60)
+    def hang(*arguments: object, timeout: float, **options: object) -> None:
+        raise subprocess.TimeoutExpired([], timeout)
 
     monkeypatch.setattr(subprocess, "run", hang)
     assert look(str(library)) == (None, "the NVIDIA driver did not start within 60 s")

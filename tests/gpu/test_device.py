@@ -134,8 +134,8 @@ def test_another_thread_may_wait(world: World) -> None:
 
     def wait() -> None:
         try:
-            world.driver.synchronize(event)
             world.driver.is_done(event)
+            world.driver.synchronize(event)
         except DriverError as error:
             failures.append(error)
 
@@ -257,8 +257,9 @@ def test_a_word_is_waited_for_as_it_counts_round(world: World, word: int, value:
 def test_where_streams_cannot_wait_a_kernel_does(stub: Stub) -> None:
     stub.set_attribute(Attribute.CAN_USE_64_BIT_STREAM_MEM_OPS, 0)
     world = World(stub)
+    after = world.word(8)
     world.driver.write_value(world.stream, world.host + 4, 2**32 - 2)
-    assert world.word(4) == 2**32 - 2
+    assert (world.word(4), world.word(8)) == (2**32 - 2, after)
     world.driver.wait_value(world.stream, world.host + 4, 2**32 - 2)
     assert world.kernels.launched == [(launches.wait_word(world.host + 4, 2**32 - 2), world.stream)]
 
