@@ -187,6 +187,10 @@ class CudaDriver:
         self._enter()
         return self._cuda.memory()[0]
 
+    def total_bytes(self) -> int:
+        self._enter()
+        return self._cuda.memory()[1]
+
     def destroy_graph(self, graph: Graph) -> None:
         self._call("cuGraphExecDestroy", graph)
 
