@@ -1,57 +1,15 @@
-// The CUDA driver API as far as CaraServe calls it, for tests without a device: true prototypes, done at once on host
-// memory. Built with `-include cuda.h` where there is one, the compiler holds these prototypes against the real ones.
+// The CUDA driver API as far as CaraServe calls it, for tests without a device: done at once on host memory. The compiler
+// holds these prototypes against the real ones.
 //
 // It refuses what a driver would: handles and addresses that it did not give out, threads without a context, streams
 // that capture when they should not. Addresses on the device are not those of the host, so mixing them up shows.
+#include <cuda.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-#ifndef CUDA_VERSION
-typedef enum {
-    CUDA_SUCCESS = 0, CUDA_ERROR_INVALID_VALUE = 1, CUDA_ERROR_OUT_OF_MEMORY = 2, CUDA_ERROR_NOT_INITIALIZED = 3,
-    CUDA_ERROR_INVALID_DEVICE = 101, CUDA_ERROR_INVALID_CONTEXT = 201, CUDA_ERROR_INVALID_HANDLE = 400,
-    CUDA_ERROR_NOT_READY = 600, CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED = 713, CUDA_ERROR_NOT_SUPPORTED = 801,
-    CUDA_ERROR_STREAM_CAPTURE_UNMATCHED = 903,
-} CUresult;
-typedef enum { CU_MEMORYTYPE_UNIFIED = 4 } CUmemorytype;
-typedef enum { CU_STREAM_CAPTURE_MODE_GLOBAL, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL } CUstreamCaptureMode;
-typedef enum {
-    CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16,
-    CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE = 38,
-    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75,
-    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76,
-    CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91,
-    CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS = 122,
-} CUdevice_attribute;
-typedef int CUdevice;
-typedef unsigned long long CUdeviceptr;
-typedef uint32_t cuuint32_t;
-typedef struct CUctx_st* CUcontext;
-typedef struct CUstream_st* CUstream;
-typedef struct CUevent_st* CUevent;
-typedef struct CUgraph_st* CUgraph;
-typedef struct CUgraphExec_st* CUgraphExec;
-typedef struct CUarray_st* CUarray;
-typedef struct {
-    size_t srcXInBytes, srcY;
-    CUmemorytype srcMemoryType;
-    const void* srcHost;
-    CUdeviceptr srcDevice;
-    CUarray srcArray;
-    size_t srcPitch;
-    size_t dstXInBytes, dstY;
-    CUmemorytype dstMemoryType;
-    void* dstHost;
-    CUdeviceptr dstDevice;
-    CUarray dstArray;
-    size_t dstPitch;
-    size_t WidthInBytes, Height;
-} CUDA_MEMCPY2D;
-#endif
 
 enum { MOST = 4096, KINDS = 6 };
 enum Kind { CONTEXT = 1, STREAM, EVENT, GRAPH, EXEC };

@@ -4,10 +4,15 @@ import ctypes
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from tests.gpu.emulator import CACHES
 
+_TRITON = find_spec("triton")
+assert _TRITON is not None
+assert _TRITON.origin is not None
+HEADER = Path(_TRITON.origin).parent / "backends/nvidia/include/cuda.h"  # comes with Triton
 _SOURCE = Path(__file__).with_name("libcuda_stub.c")
 _FLAGS = ("-std=c11", "-O1", "-fPIC", "-shared", "-Wall", "-Werror", "-fno-sanitize=all")
 
@@ -15,7 +20,17 @@ _FLAGS = ("-std=c11", "-O1", "-fPIC", "-shared", "-Wall", "-Werror", "-fno-sanit
 def build(folder: Path) -> Path:
     """The library's file."""
     target = folder / "libcuda.so"
-    command = [sys.executable, "-m", "ziglang", "cc", *_FLAGS, str(_SOURCE), "-o", str(target)]
+    command = [
+        sys.executable,
+        "-m",
+        "ziglang",
+        "cc",
+        *_FLAGS,
+        f"-isystem{HEADER.parent}",
+        str(_SOURCE),
+        "-o",
+        str(target),
+    ]
     done = subprocess.run(command, env=os.environ | CACHES, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return target
