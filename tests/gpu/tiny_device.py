@@ -1,0 +1,231 @@
+"""A tiny model on a device, asked for one pass after another: torch's CPU, Triton's interpreter and the emulated raw
+kernels where there is no GPU, or the real ones."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from caraserve.adapters.peft import inspect_adapter, read_adapter
+from caraserve.cpu.sampling import SLOT_SAMPLING, write_sampling
+from caraserve.cpu.weights import folder_reader
+from caraserve.gpu.batch import Capacity, HostBatch, Results, Shape, decode_slots, make_batch
+from caraserve.gpu.decoder import Decoder
+from caraserve.gpu.driver import Driver, Stream
+from caraserve.gpu.items import AdapterItems, adapter_items, plan_items
+from caraserve.gpu.lane import issue_pass
+from caraserve.gpu.launches import Launch
+from caraserve.gpu.state import BLOCK_TOKENS, block_bytes, make_state
+from caraserve.gpu.tables import GROUP_SITES, AdapterTables, column
+from caraserve.gpu.triton_attention import prefill_tile_tokens
+from caraserve.gpu.weights import TORCH_DTYPES, Weights, from_reader, load
+from caraserve.gpu.workspace import make_workspace
+from caraserve.model.layout import GROUPS, AdapterSpec, Dtype, HostAdapter, aligned_bytes
+from caraserve.model.outputs import Found, collect, outputs_of
+from caraserve.model.spec import SITES, ModelSpec, load_spec
+from caraserve.plan import Plan, Row, RowResult, SlotSampling
+from caraserve.units import ceil_div
+from tests.gpu.emulator import run as emulate
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SLOTS, ADAPTER_SLOTS, MAX_CONTEXT, MAX_RANK = 6, 6, 320, 64
+STREAM = Stream(0)
+GREEDY = SlotSampling(0, 0, 0.0, 1.0, 0, 0.0, 0.0, 0.0, 1.0, 0, (), ())
+
+
+class AtOnce:
+    """A driver whose operations have run when they are issued."""
+
+    def run(self, stream: Stream, issue: Callable[[], None]) -> None:
+        issue()
+
+
+class Kernels:
+    """The raw kernels of whatever device there is."""
+
+    bgmv_grid = 3
+
+    def __init__(self, activation: Dtype) -> None:
+        self._activation, self._real = activation, None
+        self.watch: Callable[[Launch], None] | None = None  # told of every launch
+        if DEVICE.type == "cuda":
+            from caraserve.gpu.cuda import CudaKernels
+
+            self._real = CudaKernels(activation)
+
+    def launch(self, launch: Launch, stream: Stream) -> None:
+        if self.watch is not None:
+            self.watch(launch)
+        if self._real is None:
+            emulate(launch, self._activation)
+        else:
+            self._real.launch(launch, Stream(torch.cuda.current_stream().cuda_stream))
+
+
+@dataclass(frozen=True)
+class Bound:
+    """An adapter in the pool."""
+
+    folder: Path
+    spec: AdapterSpec
+    image: Tensor  # uint8
+    host: HostAdapter
+    items: list[AdapterItems]  # by group
+
+
+@dataclass
+class TinyDevice:
+    """One lane, and all that it reads. Each request slot has blocks of its own."""
+
+    folder: Path
+    dtype: Dtype = Dtype.F32
+    max_tokens: int = 64
+    bound: dict[int, Bound] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.spec: ModelSpec = load_spec(self.folder)
+        dtype = TORCH_DTYPES[self.dtype]
+        fill = from_reader(folder_reader(self.folder), DEVICE)
+        self.weights: Weights = load(self.spec, dtype, MAX_CONTEXT, DEVICE, fill)
+        per_slot = ceil_div(MAX_CONTEXT, BLOCK_TOKENS)
+        num_bytes = block_bytes(self.spec, dtype) * per_slot * SLOTS
+        self.pool = torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE)
+        self.forget()
+        self.state = make_state(self.spec, dtype, self.pool, SLOTS, MAX_CONTEXT)
+        blocks = torch.randperm(SLOTS * per_slot, generator=torch.Generator().manual_seed(0)).to(torch.int32)
+        self.state.block_table.copy_(blocks.view(SLOTS, per_slot))
+        self.tables = AdapterTables(self.spec, ADAPTER_SLOTS, DEVICE)
+        capacity = Capacity(self.max_tokens, SLOTS, self.max_tokens, prefill_tile_tokens(dtype), ADAPTER_SLOTS)
+        self.host = HostBatch(capacity)
+        self.batch = make_batch(self.spec, capacity, MAX_RANK, DEVICE)
+        self.workspace = make_workspace(self.spec, dtype, capacity, MAX_RANK, MAX_CONTEXT, DEVICE)
+        self.driver = cast(Driver, AtOnce())
+        self.kernels = Kernels(self.dtype)
+        parts = self.spec, self.weights, self.state, self.batch, self.tables, self.workspace
+        self.decoder = Decoder(*parts, self.kernels, self.driver)
+        self.sampling = np.zeros(SLOTS, SLOT_SAMPLING)
+
+    def bind(self, slot: int, folder: Path) -> Bound:
+        data = aligned_bytes(inspect_adapter(folder, self.spec).num_bytes)
+        host = read_adapter(folder, self.spec, data)
+        image = torch.from_numpy(host.data).to(DEVICE)
+        made = column(host.spec, self.spec.layers, image.data_ptr())
+        for name in ("a", "b", "rank", "scale"):
+            values = torch.from_numpy(getattr(made, name)).view(self.spec.layers, len(SITES))
+            getattr(self.tables, name)[:, :, slot] = values.to(DEVICE)
+        self.tables.dtype[slot] = int(made.dtype[0])
+        most = made.rank.reshape(self.spec.layers, len(SITES)).max(0)
+        items = [
+            adapter_items(
+                slot, most[list(sites)].tolist(), host.spec.dtype, [self.spec.site_shape(s)[1] for s in group]
+            )
+            for sites, group in zip(GROUP_SITES, GROUPS, strict=True)
+        ]
+        self.bound[slot] = Bound(folder, host.spec, image, host, items)
+        return self.bound[slot]
+
+    def forget(self) -> None:
+        """Keys and values are no numbers from now on."""
+        self.pool.fill_(0xFF)
+
+    def start(self, slot: int, token_ids: Sequence[int], sampling: SlotSampling = GREEDY) -> None:
+        """A request takes a slot."""
+        ids = torch.tensor(list(token_ids), dtype=torch.int32, device=DEVICE)
+        self.state.history[slot, : len(ids)] = ids
+        write_sampling(self.sampling, slot, replace(sampling, prompt_tokens=len(token_ids)))
+        self.state.sampling.copy_(torch.from_numpy(self.sampling.view(np.uint8).reshape(SLOTS, -1)))
+
+    def fill(self, rows: Sequence[Row], *, with_lora: bool = True, all_prompt: bool = False) -> Shape:
+        """Writes the batch; rows are in the order of their adapters."""
+        words, outputs = self.host.empty(), outputs_of(tuple(rows), self._prompt_tokens)
+        shape = self.host.fill(words, tuple(rows), outputs, with_lora=with_lora, all_prompt=all_prompt)
+        self.batch.words.copy_(torch.from_numpy(words))
+        for group in range(len(GROUPS)) if shape.has_items else ():
+            self._fill_items(group, decode_slots(tuple(rows)))
+        return shape
+
+    def _fill_items(self, group: int, slots: NDArray[np.int32]) -> None:
+        by_slot = [self.bound[slot].items[group] if slot in self.bound else None for slot in range(ADAPTER_SLOTS)]
+        made, lists = plan_items(slots, by_slot), self.batch.lists
+        for launch, items in enumerate((made.shrink, made.expand)):
+            lists.lists[group][launch][: len(items)] = torch.from_numpy(items).to(DEVICE)
+            lists.counts[group, launch] = len(items)
+        lists.groups[: len(made.groups)] = torch.from_numpy(made.groups).to(DEVICE)
+
+    def run(
+        self,
+        rows: Sequence[Row],
+        *,
+        shape: Callable[[Shape], Shape] = lambda shape: shape,
+        weights: Weights | None = None,
+    ) -> tuple[RowResult, ...]:
+        """One pass. `shape`: from the exact one to the one that is used. `weights`: merged ones."""
+        used = shape(self.fill(rows, with_lora=weights is None))
+        issue_pass(self.decoder.work(used, weights=weights), STREAM, self.spec.layers)
+        return self.results(rows)
+
+    def results(self, rows: Sequence[Row]) -> tuple[RowResult, ...]:
+        """Of the last pass."""
+        results = Results(self.batch.results.cpu().numpy().copy(), self.host.capacity.outputs)
+        found = Found(results.chosen, results.logprob, results.top_ids, results.top_logprobs)
+        outputs = outputs_of(tuple(rows), self._prompt_tokens)
+        return collect(Plan((), (), tuple(rows)), outputs, found, self._prompt_tokens)
+
+    @property
+    def _prompt_tokens(self) -> NDArray[np.int64]:
+        return np.asarray(self.sampling["prompt_tokens"], np.int64)
+
+
+@dataclass
+class Request:
+    """What a test asks for, and the answer so far."""
+
+    slot: int
+    prompt: list[int]
+    adapter: int = 0
+    chunk: int = 1 << 20  # tokens of its prompt in one pass
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    done: int = 0  # tokens whose keys and values are kept
+    output: list[int] = field(default_factory=list)
+    results: list[RowResult] = field(default_factory=list)
+
+    def row(self) -> Row:
+        """The next pass's."""
+        known = len(self.prompt) + len(self.output)
+        count = min(known - self.done, self.chunk)
+        samples = self.done + count == known
+        logprobs = self.logprobs if samples else None
+        return Row(self.slot, self.done, count, self.adapter, samples, logprobs, self.prompt_logprobs)
+
+
+def serve(device: TinyDevice, requests: Sequence[Request], new: int, **how: Any) -> None:
+    """Passes over all requests together until each has at least `new` tokens."""
+    ordered = sorted(requests, key=lambda request: request.adapter)
+    for request in ordered:
+        device.start(request.slot, request.prompt)
+    while any(len(request.output) < new for request in ordered):
+        step(device, ordered, **how)
+
+
+def step(device: TinyDevice, ordered: Sequence[Request], **how: Any) -> None:
+    """One pass over requests in the order of their adapters."""
+    rows = [request.row() for request in ordered]
+    for request, row, result in zip(ordered, rows, device.run(rows, **how), strict=True):
+        request.done += row.count
+        request.results.append(result)
+        if result.token_id is not None:
+            request.output.append(result.token_id)
+
+
+def bind_all(device: TinyDevice, adapters: Mapping[str, Path]) -> dict[str, int]:
+    """Adapters in slots from 1 on, by name."""
+    slots = {name: slot for slot, name in enumerate(adapters, start=1)}
+    for name, slot in slots.items():
+        device.bind(slot, adapters[name])
+    return slots
