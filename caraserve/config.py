@@ -131,7 +131,7 @@ class LoraConfig(_FromArgs):
     adapters_dir: Path | None
     registry: Path | None
     loading_mode: str
-    max_device_adapters_bytes: int
+    lora_pool_bytes: int | None
     max_host_adapters_bytes: int
     lora_cpus: tuple[int, ...] | None
     emulate_link_mb_per_s: float | None
@@ -164,11 +164,10 @@ class LoraConfig(_FromArgs):
             help="what happens when a request's adapter is not on the device",
         )
         group.add_argument(
-            "--max-device-adapters-bytes",
+            "--lora-pool-bytes",
             type=_bytes,
-            default=1 << 30,
             metavar="SIZE",
-            help="device memory for adapters (default 1GiB)",
+            help="most device memory for adapters (default: 1GiB on the CPU; what KV blocks leave free on a GPU)",
         )
         group.add_argument(
             "--max-host-adapters-bytes",

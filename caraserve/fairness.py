@@ -7,6 +7,7 @@ tenant that comes back is lifted to the least counter of those waiting: time awa
 
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from typing import Generic, TypeVar
 
 _PROMPT_WEIGHT, _OUTPUT_WEIGHT = 1.0, 2.0  # an output token costs a whole iteration's turn, a prompt token a share
@@ -42,6 +43,13 @@ class FairQueue(Generic[W]):
         """The first item of every tenant, least served tenant first."""
         tenants = sorted(self._queues, key=lambda tenant: (self._served[tenant], tenant))
         return [(tenant, self._queues[tenant][0]) for tenant in tenants]
+
+    def upcoming(self, count: int) -> list[W]:
+        """About the first `count` items to come: the tenants' first ones, then their second ones, and so on."""
+        queues = [self._queues[tenant] for tenant, _ in self.in_order()]
+        depth = min(count, max(map(len, queues), default=0))
+        turns = (queue[turn] for turn in range(depth) for queue in queues if turn < len(queue))
+        return list(islice(turns, count))
 
     def pop(self, tenant: str) -> W:
         """Takes the tenant's first item."""

@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from caraserve.adapters.loading import Choice, Start
 from caraserve.adapters.residency import Residency
-from caraserve.adapters.version import Version
+from caraserve.adapters.version import Tier, Version
 from caraserve.detokenizer import Detokenizer
 from caraserve.fairness import FairQueue
-from caraserve.kv.blocks import BlockPool
 from caraserve.kv.prefix import next_key, root_key
 from caraserve.model.backend import Limits
 from caraserve.plan import BASE_ADAPTER_SLOT, BlockGrant, SlotSampling, SlotStart
@@ -24,6 +24,9 @@ from caraserve.stream import Stream
 from caraserve.units import ceil_div
 
 log = logging.getLogger(__name__)
+
+_MOST_AHEAD = 16  # one part in so many of all KV blocks may be asked for ahead of need
+_PREFETCHED = 8  # requests in the queue whose adapters are read ahead
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +42,9 @@ class Open:
     reused: int = 0  # blocks taken from the prefix index when it last took a slot
     uses: bool = False  # whether `version` is held on the device
     assist: bool = False  # whether CPU workers may compute layers of `version` that have not arrived
+    is_helpable: bool = True  # False after they have failed it
+    is_aside: bool = False  # whether a plan aside with it is under way
+    choice: Choice | None = None  # how it began, where mode `auto` has chosen
     prompt_scored: int = 0
     last_token_s: float | None = None
 
@@ -58,15 +64,26 @@ class Line:
         eos_ids: frozenset[int],
         *,
         prefix_caching: bool,
+        prefetching: bool,
         observe_preemption: Callable[[], None],
         now: Callable[[], float],
     ) -> None:
-        self.pool = BlockPool(limits.num_blocks)
+        self.pool = residency.room.pool
         self.waiting: FairQueue[Open] = FairQueue()
         self.loading: deque[Open] = deque()  # admitted; waits for its adapter, a slot or blocks
         self.running: list[Open] = []  # in the order of admission
+        self._leaving: list[Open] = []  # ended, but a plan aside still uses what they hold
         self._limits, self._residency, self._eos_ids = limits, residency, eos_ids
-        self._prefix_caching, self._observe_preemption, self._now = prefix_caching, observe_preemption, now
+        iteration_blocks = ceil_div(limits.max_step_tokens, limits.block_tokens) + limits.num_slots
+        self._most_taken = iteration_blocks  # by one iteration
+        self._ahead = max(1, min(iteration_blocks, residency.room.most_blocks // _MOST_AHEAD))
+        self._start_lacks = 0  # blocks that the next request to start waits for
+        self._prefix_caching, self._prefetching, self._observe_preemption = (
+            prefix_caching,
+            prefetching,
+            observe_preemption,
+        )
+        self._now = now
         self._free_slots = list(range(limits.num_slots - 1, -1, -1))
         self.next_start_s: float | None = None  # when a request that waits for its adapter may start; set by `admit`
         self._starts: list[SlotStart] = []  # of requests that took a slot since the last launch
@@ -88,12 +105,22 @@ class Line:
 
     def check(self) -> None:
         """Raises AssertionError when a slot or a block has no owner, or two."""
-        self.pool.check([opened.request.blocks for opened in self.running])
-        assert len(self._free_slots) + len(self.running) == self._limits.num_slots, "a slot is lost"
+        holders = [*self.running, *self._leaving]
+        self.pool.check([opened.request.blocks for opened in holders])
+        assert len(self._free_slots) + len(holders) == self._limits.num_slots, "a slot is lost"
+        assert all(opened.is_aside for opened in self._leaving), "one that has ended is kept for nothing"
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all that ended requests held has been given back."""
+        return not self._leaving
 
     def admit(self) -> None:
-        """Queue → loading, as far as slots may come free. Adapters that are not on the device begin to load."""
-        while len(self.loading) + len(self.running) < self._limits.num_slots and self._residency.admits:
+        """Queue → loading, as far as slots may come free. Adapters that are not on the device begin to load; those of
+        the next in the queue are read ahead."""
+        if self._residency.claims_memory:
+            self._residency.fill_device()  # blocks may have been given back since
+        while self._places_taken() < self._limits.num_slots and self._residency.admits:
             order = self.waiting.in_order()
             if not order:
                 break
@@ -101,11 +128,18 @@ class Line:
             self.waiting.charge(opened.request.asked.tenant, opened.request.prompt_tokens, 0)
             self._hold_adapter(opened)
             self.loading.append(opened)
+        if self.waiting and self._prefetching:
+            for opened in self.waiting.upcoming(_PREFETCHED):
+                if opened.version is not None:
+                    self._residency.prefetch(opened.version)
+
+    def _places_taken(self) -> int:
+        return len(self.loading) + len(self.running) + len(self._leaving)
 
     def start(self, begins_s: float) -> None:
         """Loading → running, as far as slots and blocks are free and adapters are there, or will be when an iteration
         that begins at `begins_s` needs them."""
-        self.next_start_s = None
+        self.next_start_s, self._start_lacks = None, 0
         for opened in list(self.loading):
             if self._free_slots and self._may_start(opened, begins_s):
                 if not self._start(opened):
@@ -117,18 +151,95 @@ class Line:
         """Whether a request's adapter is on the device, or will be by the time that it is needed."""
         if opened.version is None:
             return True
-        tokens = min(total_tokens(opened.request), self._limits.max_step_tokens)
-        start = self._residency.start_of(opened.version, tokens, begins_s)
+        start = self._start_of(opened, begins_s, may_assist=opened.is_helpable and self._has_helpers())
         if start is None:
             return False
         opened.assist = start.assist
+        self._note_choice(opened, opened.version, start)
+        return self._is_time(start, begins_s)
+
+    def _start_of(self, opened: Open, begins_s: float, *, may_assist: bool) -> Start | None:
+        assert opened.version is not None
+        left = total_tokens(opened.request) - opened.request.computed
+        tokens = min(left, self._limits.max_step_tokens)
+        return self._residency.arrivals.start_of(opened.version, tokens, begins_s, may_assist=may_assist)
+
+    def _is_time(self, start: Start, begins_s: float) -> bool:
         if start.at_s <= begins_s:
             return True
         self.next_start_s = min(start.at_s, self.next_start_s or start.at_s)
         return False
 
+    def _note_choice(self, opened: Open, version: Version, start: Start) -> None:
+        if start.ends_s is None:
+            return
+        if opened.choice is None:
+            is_there = version.tier is Tier.DEVICE
+            opened.choice = Choice("cached" if is_there else "pipelined", self._now(), start.ends_s)
+        if start.assist and not opened.choice.is_observed:
+            opened.choice.name = "assisted"
+
+    # --- plans aside ---
+
+    def _has_helpers(self) -> bool:
+        """Whether one more prompt may go aside; always, where they go with the others."""
+        if not self._limits.aside_plans:
+            return True
+        helped = sum(self.goes_aside(opened) for opened in self.running)
+        return helped + len(self._leaving) < self._limits.aside_plans
+
+    def goes_aside(self, opened: Open) -> bool:
+        """Whether a plan aside is under way for a running request, or is to be launched next."""
+        if opened.is_aside:
+            return True
+        if not (self._limits.aside_plans and opened.assist and opened.request.phase is Phase.PREFILL):
+            return False
+        return opened.version is not None and opened.version.tier is Tier.COPYING
+
+    def is_ready(self, opened: Open, begins_s: float) -> bool:
+        """Whether a running request may be in an iteration that begins then: it would stop at layers of its adapter
+        that have not arrived, and all others with it."""
+        if opened.version is None or opened.version.tier is not Tier.COPYING:
+            return True
+        start = self._start_of(opened, begins_s, may_assist=False)
+        return start is not None and self._is_time(start, begins_s)
+
+    def begin_aside(self, opened: Open) -> None:
+        """A plan aside is launched. Until it has ended, whatever becomes of the request, its slot, its blocks and its
+        adapter stay as they are."""
+        assert opened.version is not None
+        opened.is_aside = True
+        self._residency.begin_aside(opened.version)
+
+    def end_aside(self, opened: Open) -> None:
+        """It has ended."""
+        assert opened.version is not None
+        opened.is_aside = False
+        self._residency.end_aside(opened.version)
+        if opened in self._leaving:
+            self._leaving.remove(opened)
+            self._give_back(opened)
+
+    # --- memory ---
+
+    def growable(self) -> int:
+        """KV blocks that there could be more; 0 while there are enough for any iteration."""
+        return 0 if self.pool.available >= self._most_taken else self._residency.device.growable()
+
+    def grow(self, lacking: int) -> None:
+        """Asks for KV blocks where memory is shared: those that running requests lack, those that the next one to start
+        lacks, and some ahead of need, so that normally nobody waits. The latter two come after adapters that admitted
+        requests wait for."""
+        short = self._ahead - self.pool.available
+        if lacking or self._start_lacks or (self.running and short > 0):
+            self._residency.grow_kv(lacking, self._start_lacks + max(0, short) + self._ahead)
+
+    # --- slots ---
+
     def _hold_adapter(self, opened: Open) -> None:
-        if opened.version is not None and not opened.uses:
+        if opened.version is None:
+            self._residency.passed()
+        elif not opened.uses:
             opened.uses = True
             self._residency.use(opened.version)
 
@@ -137,6 +248,8 @@ class Line:
         request = opened.request
         needed = ceil_div(total_tokens(request) + 1, self._limits.block_tokens)
         if self.running and needed > self.pool.available:
+            lacks = needed - self.pool.available
+            self._start_lacks = lacks if lacks <= self._residency.device.growable() else 0
             return False
         self.loading.remove(opened)
         request.slot = self._free_slots.pop()
@@ -191,9 +304,8 @@ class Line:
         request = opened.request
         log.debug("%s is preempted after %d tokens", request.asked.request_id, len(request.output_ids))
         self.running.remove(opened)
-        assert request.slot is not None
-        self._free_slots.append(request.slot)
-        request.slot, request.blocks, request.computed = None, [], 0
+        self._free_slot(request)
+        request.computed = 0
         request.to(Phase.PREEMPTED, self._now())
         self.loading.appendleft(opened)
         self._observe_preemption()
@@ -211,18 +323,37 @@ class Line:
             opened.published += 1
 
     def take_out(self, opened: Open) -> None:
-        """Removes a request from the queue it is in, with its slot and blocks."""
+        """Removes a request from where it is, with all that it holds; while a plan aside is under way, that stays."""
         request = opened.request
         if opened in self.running:
             self.running.remove(opened)
-            self.pool.release(request.blocks)
-            assert request.slot is not None
-            self._free_slots.append(request.slot)
-            request.slot, request.blocks = None, []
+            if opened.is_aside:
+                self._leaving.append(opened)
+                return
         elif opened in self.loading:
             self.loading.remove(opened)
         else:
             self.waiting.remove(request.asked.tenant, opened)
+        self._give_back(opened)
+
+    def _give_back(self, opened: Open) -> None:
+        request = opened.request
+        if request.slot is not None:
+            self.pool.release(request.blocks)
+            self._free_slot(request)
+        if opened.version is not None:
+            if opened.uses:
+                self._residency.unuse(opened.version)
+            self._residency.unpin(opened.version)
+
+    def _free_slot(self, request: Request) -> None:
+        """The slot of a request whose blocks have been released. What the device was still to be told of them is void:
+        the blocks may be gone by then."""
+        assert request.slot is not None
+        self._starts = [start for start in self._starts if start.slot != request.slot]
+        self._grants = [grant for grant in self._grants if grant.slot != request.slot]
+        self._free_slots.append(request.slot)
+        request.slot, request.blocks = None, []
 
 
 def _tokens(request: Request, start: int, end: int) -> tuple[int, ...]:

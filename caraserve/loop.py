@@ -9,41 +9,29 @@ applies plans in launch order, so whoever gets them next writes after that itera
 """
 
 import asyncio
-import contextlib
 import logging
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 from caraserve.adapters.catalog import Catalog
 from caraserve.adapters.registry import AdapterInfo
 from caraserve.adapters.version import Tier, Version
 from caraserve.config import EngineConfig
 from caraserve.errors import BackendFailed, CaraServeError, ContextLengthExceeded, Draining, Overloaded
+from caraserve.launcher import Launched, Launcher, undo
 from caraserve.line import Line, Open
 from caraserve.merging import MergeRule
 from caraserve.model.backend import Backend
-from caraserve.plan import Plan, Row, RowResult, StepResult
+from caraserve.plan import Row, RowResult, StepResult
 from caraserve.report import EngineSnapshot, Metrics, Watch, Workload
 from caraserve.request import Finish, FinishReason, GenerateRequest, Phase, Request, TokenDelta, TokenLogprob
-from caraserve.scheduler import grants, has_work, plan_iteration
 from caraserve.stream import Stream
 from caraserve.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 _DRAIN_RETRY_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Launched:
-    """An iteration on its way: which request each row belongs to, and where the result will come."""
-
-    rows: tuple[tuple[Open, Row], ...]
-    result: "asyncio.Future[StepResult | Exception]"
-    num_tokens: int
-    begins_s: float  # expected
 
 
 class Engine:
@@ -73,13 +61,14 @@ class Engine:
         self.watch: Watch | None = None
         self._backend, self._limits = backend, backend.limits
         self._config, self._metrics, self._now = config, metrics, now
-        self._exclusive_loads, self._merging = exclusive_loads, merging
+        self._exclusive_loads = exclusive_loads
         self._seeds = random.Random(config.seed)
         self._line = Line(
             backend.limits,
             catalog.residency,
             tokenizer.eos_ids,
             prefix_caching=config.enable_prefix_caching,
+            prefetching=not exclusive_loads,
             observe_preemption=metrics.observe_preemption,
             now=now,
         )
@@ -89,6 +78,7 @@ class Engine:
         self._decode_s = 0.0  # an iteration without prefill, of late
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
+        self._launcher = Launcher(backend, self._line, merging, self._wake.set)
         self._idle = asyncio.Event()
         self._idle.set()
         catalog.residency.on_change(self._wake.set)
@@ -156,29 +146,26 @@ class Engine:
 
     # --- the loop ---
 
-    def on_loop(self, call: Callable[[], None]) -> None:
-        """Runs `call` on the event loop; for callbacks from other threads, the loop's end included."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(call)
-
     async def run(self) -> None:
         """Turns until cancelled."""
-        pending: _Launched | None = None
+        pending: Launched | None = None
         while True:
             self._wake.clear()
+            self._retire_aside()
             self._drop_cancelled()
             self._fail_unloadable()
             self._line.admit()
             begins_s = self._next_begins_s(pending)
             self._line.start(begins_s)
-            launched = self._launch_next(begins_s)
+            exclusive_load = self._exclusive_loads and self.catalog.residency.loading
+            launched = None if exclusive_load else self._launcher.launch(begins_s)
             if pending is not None:
-                self._retire(pending, await pending.result)  # frees what the next turn may admit
+                await self._retire_iteration(pending)  # frees what the next turn may admit
             elif launched is None:
                 await self._sleep()
             pending = launched
 
-    def _next_begins_s(self, pending: _Launched | None) -> float:
+    def _next_begins_s(self, pending: Launched | None) -> float:
         """When an iteration launched now will begin: not before the one under way could be done."""
         now_s = self._now()
         return now_s if pending is None else max(now_s, pending.begins_s + self._decode_s)
@@ -198,75 +185,65 @@ class Engine:
             if opened.version is not None and opened.version.tier is Tier.FAILED:
                 self._finish(opened, "error", error=opened.version.error)
 
-    def _launch_next(self, begins_s: float) -> _Launched | None:
-        if self._exclusive_loads and self.catalog.residency.loading:
-            return None
-        order, served, merged = self._precedence()
-        by_request = {opened.request: opened for opened in order}
-        slots = [opened.adapter_slot for opened in order]
-        decision = plan_iteration(list(by_request), slots, self._line.pool, self._limits, served)
-        for request in decision.preempted:
-            self._line.preempt(by_request[request])
-        if not decision.scheduled:
-            return None
-        starts, reused = self._line.new_in_slots()
-        plan = Plan(
-            starts=starts,
-            grants=(*reused, *grants(decision.scheduled)),
-            rows=tuple(replace(e.row, assist=by_request[e.request].assist) for e in decision.scheduled),
-            merged=merged,
-        )
-        for entry in decision.scheduled:
-            entry.request.blocks += entry.blocks
-            entry.request.computed += entry.row.count
-            entry.request.launched_outputs += entry.row.samples
-            self._line.publish(by_request[entry.request])
-        result: asyncio.Future[StepResult | Exception] = self._loop.create_future()
-
-        def settle(outcome: StepResult | Exception) -> None:
-            if not result.done():  # the engine may have been stopped meanwhile
-                result.set_result(outcome)
-
-        self._backend.launch(plan, lambda outcome: self.on_loop(lambda: settle(outcome)))
-        rows = tuple((by_request[e.request], e.row) for e in decision.scheduled)
-        return _Launched(rows, result, plan.num_tokens, begins_s)
-
-    def _precedence(self) -> tuple[list[Open], int, int | None]:
-        """Running requests, first served first; how many may be served; the adapter slot that is merged for them."""
-        running = self._line.running
-        if self._merging is None:
-            return running, len(running), None
-        able = [opened for opened in running if has_work(opened.request, self._limits)]
-        choice = self._merging.choose([opened.adapter_slot for opened in able])
-        served = [able[index] for index in choice.serve]
-        return [*served, *(opened for opened in running if opened not in served)], len(served), choice.merged
-
     # --- retiring ---
 
-    def _retire(self, launched: _Launched, outcome: StepResult | Exception) -> None:
-        """Hands the results to their requests; those of requests that have ended meanwhile are dropped."""
+    async def _retire_iteration(self, launched: Launched) -> None:
+        """Once it has ended; plans aside that end before it are retired at once."""
+        while (outcome := await self._launcher.outcome_of(launched)) is None:
+            self._retire_aside()
+        self._retire(launched, outcome)
+
+    def _retire_aside(self) -> None:
+        """Hands results of plans aside to their requests, and gives back what those that have ended still hold."""
+        for launched in self._launcher.take_ended_aside():
+            ((opened, row),), outcome = launched.rows, launched.result.result()
+            self._line.end_aside(opened)
+            if isinstance(outcome, Exception):
+                log.error("a plan aside failed", exc_info=outcome)
+                self._fail([opened], outcome)
+            elif outcome.rows[0].void:
+                undo(opened, row)
+            elif opened.request.phase is not Phase.FINISHED:
+                self._line.publish(opened)
+                self._deliver(launched, outcome)
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._open == 0 and self._line.is_settled:
+            self._idle.set()
+
+    def _retire(self, launched: Launched, outcome: StepResult | Exception) -> None:
+        """What came of an iteration, failure included."""
         if isinstance(outcome, Exception):
-            self._fail(launched, outcome)
+            self._fail_iteration(launched, outcome)
             return
         duration_s = outcome.done_s - outcome.started_s
         if launched.num_tokens == len(launched.rows):
             self._decode_s += 0.2 * (duration_s - self._decode_s)
-        self._metrics.observe_iteration(launched.num_tokens, 1000 * duration_s)
         if self.watch is not None:
             self.watch(launched.rows, 1000 * duration_s)
         self._tokens_per_s += 0.1 * (launched.num_tokens / max(duration_s, 1e-6) - self._tokens_per_s)
+        self._deliver(launched, outcome)
+
+    def _deliver(self, launched: Launched, outcome: StepResult) -> None:
+        """Hands the results to their requests; those of requests that have ended meanwhile are dropped."""
+        self._metrics.observe_iteration(launched.num_tokens, 1000 * (outcome.done_s - outcome.started_s))
         for (opened, row), result in zip(launched.rows, outcome.rows, strict=True):
             if opened.request.phase is not Phase.FINISHED:
                 opened.request.cpu_layers += result.cpu_layers
                 opened.request.stalled_ms += result.waited_ms
+                self._observe_choice(opened, outcome.done_s)
                 self._retire_row(opened, row, result, outcome.done_s)
 
-    def _fail(self, launched: _Launched, cause: Exception) -> None:
+    def _fail_iteration(self, launched: Launched, cause: Exception) -> None:
         """Ends the requests of a failed iteration, and those that may have reused blocks which it was to fill."""
         log.error("an iteration failed", exc_info=cause)
         self._line.pool.forget_all()
         lost = [opened for opened, _ in launched.rows]
         lost += [opened for opened in self._line.running if opened.request.phase is Phase.PREFILL and opened.reused]
+        self._fail(lost, cause)
+
+    def _fail(self, lost: list[Open], cause: Exception) -> None:
         for opened in lost:
             if opened.request.phase is not Phase.FINISHED:
                 self._finish(opened, "error", error=BackendFailed(f"the iteration failed: {cause}"))
@@ -309,6 +286,15 @@ class Engine:
         first: tuple[TokenLogprob | None, ...] = (None,) if opened.prompt_scored == 0 else ()
         opened.prompt_scored += len(new)
         opened.stream.put(TokenDelta("", (), prompt_logprobs=(*first, *new)))
+
+    def _observe_choice(self, opened: Open, done_s: float) -> None:
+        """Once for each request: how its first chunk began, and whether it took as long as was expected."""
+        choice = opened.choice
+        if choice is None or choice.is_observed:
+            return
+        choice.is_observed = True
+        expected_s = choice.ends_s - choice.chosen_s
+        self._metrics.observe_choice(choice.name, 1000 * expected_s, 1000 * (done_s - choice.chosen_s))
 
     def _observe_token(self, opened: Open, done_s: float) -> None:
         if opened.last_token_s is None:
@@ -373,13 +359,8 @@ class Engine:
         request = opened.request
         self._line.take_out(opened)
         request.to(Phase.FINISHED, self._now())
-        if opened.version is not None:
-            if opened.uses:
-                self.catalog.residency.unuse(opened.version)
-            self.catalog.residency.unpin(opened.version)
         self._open -= 1
-        if self._open == 0:
-            self._idle.set()
+        self._settle()
         finish = Finish(
             reason=reason,
             prompt_tokens=request.prompt_tokens,

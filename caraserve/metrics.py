@@ -139,6 +139,7 @@ class Metrics:
         self._prompt_tokens = self._output_tokens = self._cached_tokens = self._preemptions = 0
         self._finished = dict.fromkeys(_REASONS, 0)
         self._loads: dict[tuple[str, str], int] = {}
+        self._choices: dict[str, tuple[int, float, float]] = {}  # count, predicted and observed seconds
         self._responses: dict[tuple[str, int], int] = {}
         self._recent_first_s: deque[float] = deque(maxlen=_RECENT)
         self._recent_gap_s: deque[float] = deque(maxlen=_RECENT)
@@ -187,6 +188,11 @@ class Metrics:
         self._loads[mode, outcome] = self._loads.get((mode, outcome), 0) + 1
         if outcome == "ok":
             self._load_s.observe(seconds)
+
+    def observe_choice(self, choice: str, predicted_ms: float, observed_ms: float) -> None:
+        """`choice`: how `auto` had a request begin; times from then to the end of its first chunk."""
+        count, predicted_s, observed_s = self._choices.get(choice, (0, 0.0, 0.0))
+        self._choices[choice] = count + 1, predicted_s + predicted_ms / 1000, observed_s + observed_ms / 1000
 
     def observe_preemption(self) -> None:
         self._preemptions += 1
@@ -279,8 +285,22 @@ class Metrics:
         yield self._counters_by(
             "caraserve:adapter_loads_total", "Adapters brought to the device.", ("mode", "outcome"), self._loads.items()
         )
+        yield from self._loading_choices()
         responses = [((route, str(status)), count) for (route, status), count in self._responses.items()]
         yield self._counters_by("caraserve:http_responses_total", "HTTP responses.", ("route", "status"), responses)
+
+    def _loading_choices(self) -> Iterator[str]:
+        texts = (
+            ("caraserve:loading_choice_total", "Requests by how mode auto had them begin."),
+            (
+                "caraserve:loading_choice_predicted_seconds_total",
+                "From then to the end of their first chunks, expected.",
+            ),
+            ("caraserve:loading_choice_observed_seconds_total", "The same as it came."),
+        )
+        for index, (name, text) in enumerate(texts):
+            counts = [((choice,), values[index]) for choice, values in self._choices.items()]
+            yield self._counters_by(name, text, ("choice",), counts)
 
     def _worker_counts(self, counts: WorkerCounts) -> Iterator[str]:
         yield self._gauge("caraserve:lora_workers", "CPU LoRA workers that are there.", counts.alive)
@@ -324,7 +344,7 @@ class Metrics:
         return family(name, "counter", text, [(self._labels, value)])
 
     def _counters_by(
-        self, name: str, text: str, labels: tuple[str, ...], counts: Iterable[tuple[Sequence[str], int]]
+        self, name: str, text: str, labels: tuple[str, ...], counts: Iterable[tuple[Sequence[str], float]]
     ) -> str:
         samples = [
             (f"{label_set(dict(zip(labels, values, strict=True)))},{self._labels}", count) for values, count in counts

@@ -75,7 +75,7 @@ class Plan:
     `merged`: the adapter slot that all rows have; the pass is to run without LoRA kernels, over base weights into which
     this adapter is merged. Its weights have all arrived.
 
-    `aside`: the one row is a prompt that CPU workers help with, on a lane of its own (`Limits.assists_aside`): other
+    `aside`: the one row is a prompt that CPU workers help with, on a lane of its own (`Limits.aside_plans`): other
     plans pass it, it ends when it ends, and until then its slot, its blocks and its adapter are not to be touched.
     """
 

@@ -47,7 +47,7 @@ class EngineSnapshot:
             running=len(line.running),
             waiting=len(line.waiting) + len(line.loading),
             kv_used_blocks=line.pool.used,
-            kv_total_blocks=line.pool.num_blocks,
+            kv_total_blocks=residency.room.most_blocks,
             running_adapters=_names(line.running),
             waiting_adapters=_names([*line.waiting, *line.loading]),
             device_adapters=tuple(sorted(name for version in residency.on_device() for name in version.names)),
@@ -89,14 +89,16 @@ class Workload:
             ranks[rank] = ranks.get(rank, 0) + count
             token_ranks += rank * tokens[version]
         all_tokens = sum(tokens.values())
+        residency = catalog.residency
+        free_blocks = line.pool.available + residency.device.growable()
         return cls(
             running=len(line.running),
             queued=queued,
             ranks=ranks,
             queued_tokens=all_tokens,
             queued_token_ranks=token_ranks,
-            kv_tokens=limits.num_blocks * limits.block_tokens,
-            kv_free_tokens=line.pool.available * limits.block_tokens - all_tokens - round(queued * response_tokens),
+            kv_tokens=residency.room.most_blocks * limits.block_tokens,
+            kv_free_tokens=free_blocks * limits.block_tokens - all_tokens - round(queued * response_tokens),
             queue_room=max(0, max_queue - len(line.waiting)),
         )
 

@@ -27,10 +27,14 @@ class Scheduled:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One iteration: rows in the plan's order, and requests that must give up their slot and blocks."""
+    """One iteration: rows in the plan's order, and requests that must give up their slot and blocks.
+
+    `lacking`: blocks beyond the pool's that requests left out of the iteration wait for.
+    """
 
     scheduled: tuple[Scheduled, ...]
     preempted: tuple[Request, ...]
+    lacking: int = 0
 
 
 def total_tokens(request: Request) -> int:
@@ -62,48 +66,47 @@ class _Pass:
     adapter_slots: Sequence[int]
     pool: BlockPool
     limits: Limits
+    growable: int
     tokens_left: int
     scheduled: dict[Request, tuple[Scheduled, int]] = field(default_factory=dict)
     preempted: list[Request] = field(default_factory=list)
+    left_out: dict[Request, int] = field(default_factory=dict)  # until the pool has grown; blocks kept for each
+
+    @property
+    def lacking(self) -> int:
+        return max(0, sum(self.left_out.values()) - self.pool.available)
 
     def add(self, index: int) -> None:
         """Schedules as much of a request as the budgets allow; may preempt later ones, or the request itself."""
         request = self.running[index]
         if request in self.preempted or not has_work(request, self.limits) or self.tokens_left == 0:
             return
-        total = total_tokens(request)
-        count = min(total - request.computed, self.tokens_left)
-        wants_scores = request.asked.params.prompt_logprobs is not None and request.computed < request.prompt_tokens
-        if wants_scores:
-            count = min(count, PROMPT_LOGPROBS_CHUNK_TOKENS)
+        count = _chunk(request, self.tokens_left)
         blocks = self._take(index, blocks_missing(request, request.computed + count, self.limits.block_tokens))
         if blocks is None:
             return
-        samples = request.computed + count == total and wants_output(request, self.limits)
-        params = request.asked.params
-        assert request.slot is not None
-        row = Row(
-            slot=request.slot,
-            start=request.computed,
-            count=count,
-            adapter_slot=self.adapter_slots[index],
-            samples=samples,
-            logprobs=params.logprobs if samples else None,
-            prompt_logprobs=params.prompt_logprobs if wants_scores else None,
-        )
+        row = _row(request, count, self.adapter_slots[index], self.limits)
         self.scheduled[request] = Scheduled(request, row, tuple(blocks)), index
         self.tokens_left -= count
 
     def _take(self, index: int, count: int) -> list[int] | None:
-        while (blocks := self.pool.take(count)) is None:
+        """Blocks, from others if need be. None: the request has lost its own, or waits for the pool to grow."""
+        if count == 0:
+            return []
+        request = self.running[index]
+        while (kept := count + sum(self.left_out.values())) > self.pool.available:
+            if kept - self.pool.available <= self.growable:
+                self.left_out[request] = count
+                return None
             victim = self._victim()
             if victim is None:
                 return None
             self.preempted.append(victim)
+            self.left_out.pop(victim, None)
             self.pool.release(victim.blocks)
-            if victim is self.running[index]:
+            if victim is request:
                 return None
-        return blocks
+        return self.pool.take(count)
 
     def _victim(self) -> Request | None:
         """The last in line that holds blocks and is not in this iteration. The first of all is never one, so that
@@ -120,20 +123,57 @@ def plan_iteration(
     pool: BlockPool,
     limits: Limits,
     served: int | None = None,
+    growable: int = 0,
 ) -> Decision:
     """Plans one iteration over `running`, first served first (by admission, if nobody asks for another order), with
-    each request's adapter slot. Those behind the first `served` keep what they hold, unless blocks run out.
+    each request's adapter slot. Those behind the first `served` keep what they hold, unless blocks run out. As long as
+    the pool can grow, by `growable` blocks, whoever finds none is left out and nobody loses any.
 
     Blocks of preempted requests are already back in the pool; blocks granted are taken from it.
     """
-    budget = _Pass(running, adapter_slots, pool, limits, limits.max_step_tokens)
+    budget = _Pass(running, adapter_slots, pool, limits, growable, limits.max_step_tokens)
     decoding = [total_tokens(request) - request.computed == 1 for request in running[:served]]
     for wanted in (True, False):
         for index, decodes in enumerate(decoding):
             if decodes is wanted:
                 budget.add(index)
     ordered = sorted(budget.scheduled.values(), key=lambda entry: (entry[0].row.adapter_slot, entry[1]))
-    return Decision(tuple(entry for entry, _ in ordered), tuple(budget.preempted))
+    return Decision(tuple(entry for entry, _ in ordered), tuple(budget.preempted), budget.lacking)
+
+
+def plan_aside(request: Request, adapter_slot: int, pool: BlockPool, limits: Limits) -> Scheduled | int:
+    """One row of all that is left of a prompt, as far as one plan takes it; or how many blocks it lacks. Blocks granted
+    are taken from the pool; nobody loses any for it."""
+    count = _chunk(request, limits.max_step_tokens)
+    missing = blocks_missing(request, request.computed + count, limits.block_tokens)
+    blocks = pool.take(missing)
+    if blocks is None:
+        return missing - pool.available
+    return Scheduled(request, _row(request, count, adapter_slot, limits), tuple(blocks))
+
+
+def _chunk(request: Request, most: int) -> int:
+    count = min(total_tokens(request) - request.computed, most)
+    return min(count, PROMPT_LOGPROBS_CHUNK_TOKENS) if _wants_scores(request) else count
+
+
+def _wants_scores(request: Request) -> bool:
+    return request.asked.params.prompt_logprobs is not None and request.computed < request.prompt_tokens
+
+
+def _row(request: Request, count: int, adapter_slot: int, limits: Limits) -> Row:
+    samples = request.computed + count == total_tokens(request) and wants_output(request, limits)
+    params = request.asked.params
+    assert request.slot is not None
+    return Row(
+        slot=request.slot,
+        start=request.computed,
+        count=count,
+        adapter_slot=adapter_slot,
+        samples=samples,
+        logprobs=params.logprobs if samples else None,
+        prompt_logprobs=params.prompt_logprobs if _wants_scores(request) else None,
+    )
 
 
 def grants(scheduled: Sequence[Scheduled]) -> tuple[BlockGrant, ...]:

@@ -26,6 +26,7 @@ from caraserve.adapters.residency import Residency
 from caraserve.config import PRELOADED_MODES, ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
 from caraserve.cpu.arena import Arena
 from caraserve.errors import ConfigError, ModelLoadError
+from caraserve.kv.room import Room
 from caraserve.loop import Engine
 from caraserve.merging import MergeRule
 from caraserve.metrics import Metrics, WorkerCounts
@@ -46,6 +47,7 @@ log = logging.getLogger(__name__)
 _DEFAULT_CONTEXT_TOKENS = 8192  # where the model allows more; --max-model-len raises it
 _DEFAULT_STEP_TOKENS = 256  # past the roofline's knee of a CPU, where larger chunks gain nothing
 _ADAPTER_SLOTS = 1025  # entries of the device adapter table; bytes are the bound that matters
+_ADAPTER_BYTES = 1 << 30  # for adapters, where they have device memory of their own
 _KV_SHARE, _KV_MOST_BYTES = 0.3, 8 << 30  # of the free memory, for the KV cache by default
 
 _DTYPES = {"float32": Dtype.F32, "bfloat16": Dtype.BF16, "float16": Dtype.F16}
@@ -109,9 +111,11 @@ async def build_engine(
     stack.callback(registry.close)
     arena = Arena(backend.host_memory)
     mode = lora_config.loading_mode
+    pool_bytes = lora_config.lora_pool_bytes
+    room = Room(backend.limits, _ADAPTER_BYTES if pool_bytes is None else pool_bytes)
     residency = Residency(
         backend,
-        lora_config.max_device_adapters_bytes,
+        room,
         arena,
         reader.read,
         on_loop,
@@ -122,7 +126,7 @@ async def build_engine(
     rules = CatalogRules(
         base_name,
         _root(lora_config),
-        lora_config.max_device_adapters_bytes,
+        room.most_adapter_bytes,
         arena.num_bytes,
         keep_on_device=mode in PRELOADED_MODES,
     )

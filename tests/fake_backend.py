@@ -4,6 +4,10 @@ A KV entry is a hash of the adapter bound to the row's slot, the token at its po
 found through the block table*. A block used by two requests, a prefix shared across adapters, a stale adapter or a
 badly resumed request therefore gives wrong tokens, which `expected` computes without blocks.
 Nothing runs by itself: the test says what ends next, so that it can try every order.
+
+Where memory is shared, KV blocks and adapters are kept to one sum, and what a block held is lost when it goes. A plan
+aside begins in the lane's order, like all others, but ends when the test says so, and reads and writes as late as that:
+whatever is taken away from under it shows in its tokens.
 """
 
 import hashlib
@@ -12,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +27,7 @@ from caraserve.model.backend import Limits
 from caraserve.model.layout import AdapterSpec, Dtype, HostAdapter
 from caraserve.plan import BASE_ADAPTER_SLOT, Plan, Row, RowResult, StepResult
 from caraserve.request import TokenLogprob
+from caraserve.units import align_up
 
 VOCAB_SIZE = 97
 ADAPTER_BYTES = 100
@@ -50,6 +56,16 @@ def host_adapter(digest: str, into: NDArray[np.uint8]) -> HostAdapter:
 
 
 @dataclass
+class Aside:
+    """A plan aside that has begun."""
+
+    row: Row
+    tokens: list[int]
+    adapter: int
+    done: Callable[[StepResult | Exception], None]
+
+
+@dataclass
 class FakeBackend:
     """Runs its lane's jobs (plans, bindings) in launch order, one at each `step`.
 
@@ -62,20 +78,108 @@ class FakeBackend:
     host_memory: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
     lane: deque[Callable[[], None]] = field(default_factory=deque)
     copies: list[Callable[[bool], None]] = field(default_factory=list)  # beside the lane; each ends as a job of it
+    resizes: list[Callable[[], None]] = field(default_factory=list)  # KV blocks that room is being made for
+    asides: list[Aside] = field(default_factory=list)  # begun; each ends when `end_aside` says so
     arriving: set[int] = field(default_factory=set)  # slots
     bound: dict[int, int] = field(default_factory=lambda: {BASE_ADAPTER_SLOT: _BASE})
     launched: list[Plan] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)  # what no correct engine asks for
     fail_next: bool = False
+    kv_blocks: int = 0  # that there are
+    kv_claimed: int = 0  # those under way included
+    images: dict[int, HostAdapter] = field(default_factory=dict)  # by slot, as it was told
     now_s: float = 0.0
+    _under_way: list[Plan] = field(default_factory=list)  # aside, begun or not
     _history: dict[int, list[int]] = field(default_factory=dict)
     _prompt_tokens: dict[int, int] = field(default_factory=dict)
     _tables: dict[int, dict[int, int]] = field(default_factory=dict)
     _entries: dict[tuple[int, int], int] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.kv_blocks = self.kv_claimed = self.limits.num_blocks
+
     def launch(self, plan: Plan, done: Callable[[StepResult | Exception], None]) -> None:
         self.launched.append(plan)
-        self.lane.append(lambda: done(self._run(plan)))
+        self._check_launched(plan)
+        if plan.aside:
+            self.lane.append(lambda: self._begin_aside(plan, done))
+        else:
+            self.lane.append(lambda: done(self._run(plan)))
+
+    def _check_launched(self, plan: Plan) -> None:
+        """What can be seen from a plan alone."""
+        beyond = [block for grant in plan.grants for block in grant.blocks if block >= self.kv_blocks]
+        if beyond:
+            self.faults.append(f"blocks {beyond} are named of {self.kv_blocks}")
+        if taken := {row.slot for row in plan.rows} & {other.rows[0].slot for other in self._under_way}:
+            self.faults.append(f"slots {taken} are in a plan aside")
+        if plan.aside:
+            self._under_way.append(plan)
+            if len(self._under_way) > self.limits.aside_plans:
+                self.faults.append(f"{len(self._under_way)} plans are aside")
+        if any(row.assist for row in plan.rows) and self.limits.aside_plans and not plan.aside:
+            self.faults.append("workers are to help within an iteration")
+
+    def _begin_aside(self, plan: Plan, done: Callable[[StepResult | Exception], None]) -> None:
+        self._apply(plan)
+        (row,) = plan.rows
+
+        def told(outcome: StepResult | Exception) -> None:
+            self._under_way.remove(plan)
+            done(outcome)
+
+        self.asides.append(Aside(row, self._history[row.slot], self.bound[row.adapter_slot], told))
+
+    def end_aside(self, index: int, outcome: Literal["done", "void", "failed"] = "done") -> None:
+        """Ends one that has begun. Where it gave nothing, its blocks hold what nobody knows."""
+        aside = self.asides.pop(index)
+        row = aside.row
+        if self._history[row.slot] is not aside.tokens or self.bound.get(row.adapter_slot) != aside.adapter:
+            self.faults.append(f"{row} has lost its slot or its adapter")
+        self.now_s += 1.0
+        if outcome == "done":
+            aside.done(self._result(self._run_row(row)))
+            return
+        for position in range(row.start, row.start + row.count):
+            self._entries[self._place(row.slot, position)] = -position
+        aside.done(self._result(RowResult(None, void=True)) if outcome == "void" else RuntimeError("the lane failed"))
+
+    def _result(self, *rows: RowResult) -> StepResult:
+        return StepResult(rows, self.now_s - 1.0, self.now_s)
+
+    def resize_kv(self, blocks: int, done: Callable[[], None]) -> None:
+        if self.limits.shared is None or self.kv_claimed != self.kv_blocks:
+            self.faults.append("KV blocks are asked for at the wrong time")
+        self.kv_claimed = blocks
+        self._check_memory()
+        if blocks > self.kv_blocks:
+
+            def granted() -> None:
+                self.kv_blocks = blocks
+                done()
+
+            self.resizes.append(granted)
+            return
+        self.kv_blocks = blocks
+
+        def lose() -> None:
+            for place in [place for place in self._entries if place[0] >= blocks]:
+                del self._entries[place]
+
+        self.lane.append(lose)
+        done()
+
+    def _check_memory(self) -> None:
+        shared = self.limits.shared
+        if shared is None:
+            return
+        adapters = sum(align_up(image.spec.num_bytes, shared.granule_bytes) for image in self.images.values())
+        if align_up(self.kv_claimed * shared.block_bytes, shared.granule_bytes) + adapters > shared.num_bytes:
+            self.faults.append("KV blocks and adapters overlap")
+        if align_up(shared.least_blocks * shared.block_bytes, shared.granule_bytes) + adapters > shared.num_bytes:
+            self.faults.append("adapters have taken the last KV blocks")
+        if adapters > shared.adapter_bytes:
+            self.faults.append("adapters are over their cap")
 
     def load_adapter(
         self,
@@ -84,6 +188,9 @@ class FakeBackend:
         done: Callable[[Exception | None], None],
         group_ends: Sequence[int] = (),
     ) -> None:
+        self.images[slot] = adapter
+        self._check_memory()
+
         def bind() -> None:
             if slot in self.bound:
                 self.faults.append(f"adapter slot {slot} is bound twice")
@@ -98,6 +205,8 @@ class FakeBackend:
         self.copies.append(lambda copied: self.lane.append(lambda: end(copied)))
 
     def unload_adapter(self, slot: int) -> None:
+        del self.images[slot]
+
         def unbind() -> None:
             self.arriving.discard(slot)
             if self.bound.pop(slot, None) is None:
@@ -113,13 +222,16 @@ class FakeBackend:
         """Ends the lane's first job."""
         self.lane.popleft()()
 
-    def _run(self, plan: Plan) -> StepResult | Exception:
+    def _apply(self, plan: Plan) -> None:
         for start in plan.starts:
             self._history[start.slot] = list(start.token_ids)
             self._prompt_tokens[start.slot] = start.sampling.prompt_tokens
             self._tables[start.slot] = {}
         for grant in plan.grants:
             self._tables[grant.slot].update(enumerate(grant.blocks, grant.first))
+
+    def _run(self, plan: Plan) -> StepResult | Exception:
+        self._apply(plan)
         if self.fail_next:
             self.fail_next = False
             for row in plan.rows:  # what a failed iteration leaves behind is nobody's guess
@@ -130,7 +242,7 @@ class FakeBackend:
             return RuntimeError("the device failed")
         self._check_merged(plan)
         self.now_s += 1.0
-        return StepResult(tuple(map(self._run_row, plan.rows)), self.now_s - 1.0, self.now_s)
+        return self._result(*map(self._run_row, plan.rows))
 
     def _check_merged(self, plan: Plan) -> None:
         """Merged weights answer for one adapter, and only as it is once it has arrived."""

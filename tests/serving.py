@@ -45,7 +45,7 @@ def lora_config(
         adapters_dir=adapters_dir,
         registry=registry,
         loading_mode=mode,
-        max_device_adapters_bytes=device_bytes,
+        lora_pool_bytes=device_bytes,
         max_host_adapters_bytes=host_bytes,
         lora_cpus=lora_cpus,
         emulate_link_mb_per_s=link_mb_per_s,

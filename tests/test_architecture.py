@@ -31,6 +31,7 @@ LEVELS = {
     **dict.fromkeys(("tokenizer", "detokenizer", "chat_template", "probes", "lora_rate"), 2),
     "loop": 3,
     "line": 3,
+    "launcher": 3,
     "report": 3,
     "calibrate": 3,
     "cluster": 4,
@@ -46,10 +47,13 @@ NEIGHBOURS = {
     ("gpu", "model"),
     ("gpu", "cpu"),
     ("scheduler", "kv"),
+    ("adapters", "kv"),
     ("metrics", "exposition"),
     ("tokenizer", "detokenizer"),
     ("tokenizer", "chat_template"),
     ("loop", "line"),
+    ("loop", "launcher"),
+    ("launcher", "line"),
     ("loop", "report"),
     ("report", "line"),
     ("serve", "tuning"),
@@ -77,7 +81,7 @@ HOMES = {
 # Files whose decisions are functions of their arguments: no clock, no chance, no input or output. They import the
 # standard library, level 0, one another, and the limits that a backend states.
 ROUTING = ("perf_model", "cost", "assignment", "packing", "placement", "migration", "router", "policies")
-PURE = ("scheduler.py", "merging.py", "fairness.py", "kv/blocks.py", "kv/prefix.py")
+PURE = ("scheduler.py", "merging.py", "fairness.py", "kv/blocks.py", "kv/prefix.py", "kv/room.py")
 PURE += tuple(f"cluster/{name}.py" for name in ROUTING)
 PURE_IMPORTS = {"caraserve.kv.blocks", "caraserve.kv.prefix", "caraserve.fairness", "caraserve.model.backend"}
 PURE_IMPORTS |= {f"caraserve.cluster.{name}" for name in ROUTING}

@@ -167,7 +167,7 @@ def test_sigterm_lets_a_running_stream_end_and_exits_0() -> None:
         (["--lora-modules", "x=/nowhere"], 2, "/nowhere"),
         (["--max-model-len", "999999"], 2, "--max-model-len"),
         (["--kv-cache-bytes", "1KiB"], 2, "--kv-cache-bytes"),
-        (["--loading-mode", "cached", "--max-device-adapters-bytes", "1MB"], 2, "--max-device-adapters-bytes"),
+        (["--loading-mode", "cached", "--lora-pool-bytes", "1MB"], 2, "--lora-pool-bytes"),
         (["--port", "99999"], 2, "not a port"),
     ],
 )

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from caraserve.adapters.peft import inspect_adapter, read_adapter, resolve_adapter_path
 from caraserve.adapters.registry import AdapterInfo, Registry
-from caraserve.adapters.residency import Residency, too_large
-from caraserve.adapters.version import Version
+from caraserve.adapters.residency import Residency
+from caraserve.adapters.version import Version, too_large
 from caraserve.config import check_adapter_name
 from caraserve.errors import AdapterRejected, CaraServeError, ConfigError, Forbidden, NotFound
 from caraserve.model.layout import HostAdapter
@@ -165,11 +165,12 @@ class Catalog:
     async def preloaded(self) -> None:
         """Returns when every adapter is on the device, for modes that keep them there. Raises ConfigError when not all
         can be."""
-        total = sum({info.digest: info.num_bytes for info in self._infos.values()}.values())
+        room = self.residency.room
+        total = sum({info.digest: room.takes(info.num_bytes) for info in self._infos.values()}.values())
         if total > self._rules.device_bytes:
             raise ConfigError(
                 f"--loading-mode cached and merged keep all adapters on the device: they take {total} bytes there, "
-                f"more than --max-device-adapters-bytes {self._rules.device_bytes}"
+                f"more than --lora-pool-bytes {self._rules.device_bytes}"
             )
         await self.residency.settled()
         for info in self._infos.values():
@@ -215,7 +216,7 @@ class Catalog:
     def _refused_size(self, num_bytes: int) -> AdapterRejected | None:
         """The reason why an adapter of so many bytes can never be served, if there is one."""
         if num_bytes > self._rules.device_bytes:
-            return too_large(num_bytes, self._rules.device_bytes, "--max-device-adapters-bytes")
+            return too_large(num_bytes, self._rules.device_bytes, "--lora-pool-bytes")
         if num_bytes > self._rules.host_bytes:
             return too_large(num_bytes, self._rules.host_bytes, "--max-host-adapters-bytes")
         return None

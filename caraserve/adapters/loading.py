@@ -8,7 +8,7 @@ has not arrived in spite of them is waited for or computed, never guessed.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from caraserve.model.layout import AdapterSpec
@@ -38,10 +38,24 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A prefill may start at `at_s`, with or without CPU workers for layers that have not arrived by then."""
+    """A prefill may start at `at_s`, with or without CPU workers for layers that have not arrived by then.
+
+    `ends_s`: when its first chunk is expected to be done, where `auto` has chosen.
+    """
 
     at_s: float
     assist: bool
+    ends_s: float | None = field(default=None, compare=False)
+
+
+@dataclass(slots=True)
+class Choice:
+    """What `auto` has chosen for a request's cold or warm start: predicted, and to be compared with what came of it."""
+
+    name: Literal["cached", "pipelined", "assisted"]
+    chosen_s: float
+    ends_s: float  # expected end of its first chunk
+    is_observed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +84,33 @@ class Loading:
             size *= growth
         return tuple(ends[1:])
 
-    def start(self, now_s: float, groups: Sequence[Group], spec: AdapterSpec, tokens: int) -> Start:
-        """When a prefill whose first chunk has so many tokens may start."""
+    def start(
+        self, now_s: float, groups: Sequence[Group], spec: AdapterSpec, tokens: int, *, may_assist: bool = True
+    ) -> Start:
+        """When a prefill whose first chunk has so many tokens may start. `may_assist`: whether CPU workers may help."""
         layer_ms = self._layer_ms(tokens, spec.rank)
         at_s = now_s
         for layer, group in zip((0, *(group.end for group in groups)), groups, strict=False):
             at_s = max(at_s, group.arrives_s - layer * layer_ms / 1000)
-        if self.mode == "pipelined" or self.workers == 0:
-            return Start(at_s, assist=False)
+        if self.mode == "pipelined" or self.workers == 0 or not may_assist:
+            return self._begin(at_s, layer_ms, assist=False)
         if self.mode == "assisted":
             return Start(now_s, assist=True)
-        gain_ms = 1000 * (at_s - now_s) - self._assisted_ms(now_s, groups, spec, tokens)
+        extra_ms = self._assisted_ms(now_s, groups, spec, tokens)
+        gain_ms = 1000 * (at_s - now_s) - extra_ms
         if gain_ms > max(_LEAST_GAIN_MS, _LEAST_GAIN_SHARE * layer_ms * self.layers):
-            return Start(now_s, assist=True)
-        return Start(at_s, assist=False)
+            return self._begin(now_s, layer_ms, extra_ms, assist=True)
+        return self._begin(at_s, layer_ms, assist=False)
+
+    def start_loaded(self, now_s: float, spec: AdapterSpec | None, tokens: int) -> Start:
+        """The same where the whole adapter is there."""
+        if self.mode != "auto" or spec is None:
+            return Start(now_s, assist=False)
+        return self._begin(now_s, self._layer_ms(tokens, spec.rank), assist=False)
+
+    def _begin(self, at_s: float, layer_ms: float, extra_ms: float = 0.0, *, assist: bool) -> Start:
+        ends_s = at_s + (layer_ms * self.layers + extra_ms) / 1000 if self.mode == "auto" else None
+        return Start(at_s, assist, ends_s)
 
     def _layer_ms(self, tokens: int, rank: int) -> float:
         assert self.costs is not None

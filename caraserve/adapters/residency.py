@@ -7,23 +7,25 @@ name loaded again points to a new one, and the old one lives until its last requ
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from caraserve.adapters.arrivals import Arrivals
+from caraserve.adapters.device_tier import DeviceTier
 from caraserve.adapters.host_tier import HostTier
-from caraserve.adapters.loading import LAYERWISE_MODES, Group, Loading, Start
-from caraserve.adapters.version import Counters, Tier, Version
+from caraserve.adapters.loading import Loading
+from caraserve.adapters.version import Counters, Tier, Version, too_large
 from caraserve.cpu.arena import Arena
 from caraserve.errors import AdapterRejected, CaraServeError
+from caraserve.kv.room import Room
 from caraserve.model.backend import Backend
-from caraserve.model.layout import AdapterSpec, HostAdapter
-from caraserve.plan import BASE_ADAPTER_SLOT
+from caraserve.model.layout import HostAdapter
 
-_HALF_LIFE_S = 60.0  # of the request rate that eviction goes by
 MAX_BYPASSES = 64  # admissions that may pass an adapter which waits for device room
+_MOST_PREFETCHES = 2  # reads at a time for requests that are not admitted yet: more would only share the disk
 
 Read = Callable[[Path, NDArray[np.uint8], Callable[[HostAdapter | CaraServeError], None]], None]
 
@@ -38,7 +40,7 @@ class Residency:
     def __init__(
         self,
         backend: Backend,
-        device_bytes: int,
+        room: Room,
         arena: Arena,
         read: Read,
         on_loop: Callable[[Callable[[], None]], None],
@@ -46,9 +48,9 @@ class Residency:
         loading: Loading,
         observe_load: Callable[[float, bool], None] = lambda seconds, ok: None,  # seconds since asked, success
     ) -> None:
-        self._backend, self._device_budget, self._read = backend, device_bytes, read
-        self._on_loop, self._now, self._loading = on_loop, now, loading
-        self._link_free_s = 0.0  # when the link is expected to have done all that it was asked
+        self._backend, self.room, self._read = backend, room, read
+        self._on_loop, self._now = on_loop, now
+        self.arrivals = Arrivals(loading, now)
         self._changed: Callable[[], None] = lambda: None
         self._observe_load = observe_load
         self._settling: list[asyncio.Event] = []
@@ -57,12 +59,11 @@ class Residency:
         self._names: dict[str, Version] = {}
         self._host = HostTier(arena)
         self._unread: deque[Version] = deque()  # on disk, waiting for room in the arena
-        self._device_bytes = 0
-        self._resident: dict[str, Version] = {}  # COPYING or DEVICE
-        self._free_slots = list(range(backend.limits.adapter_slots - 1, BASE_ADAPTER_SLOT, -1))
+        self.device = DeviceTier(backend, room, lambda version: version.device_bytes * version.rate_at(now()))
         self._wanting: deque[Version] = deque()  # in the host tier, waiting for device room
         self._bypasses = 0
         self.loading = 0  # reads and copies under way
+        self._prefetching: set[str] = set()  # digests
         self.counters = Counters()
 
     # --- names and pins ---
@@ -136,7 +137,7 @@ class Residency:
     def use(self, version: Version) -> None:
         """A request is admitted: the version is to come to the device and stay there until `unuse`."""
         version.uses += 1
-        self._rate(version)
+        version.count_admission(self._now())
         self._bypasses += 1 if self._wanting else 0
         if version.tier is Tier.DEVICE:
             self.counters.device_hits += 1
@@ -147,6 +148,20 @@ class Residency:
         elif version.tier in (Tier.DISK, Tier.FAILED) and version not in self._unread:
             version.asked_s = self._now()
             self._queue_read(version)
+        elif version.tier is Tier.READING and version.uses == 1:
+            version.asked_s = self._now()
+
+    def passed(self) -> None:
+        """A request without adapter is admitted, which may take memory that an adapter waits for."""
+        self._bypasses += 1 if self.claims_memory else 0
+
+    def prefetch(self, version: Version) -> None:
+        """A request that is not admitted yet will want the version: it is read into the host tier, as far as there is
+        room that no open request has a claim to."""
+        if version.tier is not Tier.DISK or version.digest in self._host or self._unread:
+            return
+        if len(self._prefetching) < _MOST_PREFETCHES and self._read_into_host(version, self._claims_image):
+            self._prefetching.add(version.digest)
 
     def unuse(self, version: Version) -> None:
         """An admitted request has ended or gone back to the queue."""
@@ -155,7 +170,19 @@ class Residency:
             if version.uses == 0 and version in queue:
                 queue.remove(version)
         self._read_waiting()
-        self._fill_device()
+        self.fill_device()
+
+    def begin_aside(self, version: Version) -> None:
+        """A plan goes aside: CPU workers read the version's image until `end_aside`, whatever has arrived by then."""
+        version.asides += 1
+
+    def end_aside(self, version: Version) -> None:
+        """It has ended."""
+        version.asides -= 1
+        if version.asides == 0:
+            if version.copy_error is not None:
+                self._copied(version, version.copy_error)
+            self._read_waiting()
 
     def preload(self, name: str) -> None:
         """Brings a version to the device and keeps it there for ever."""
@@ -163,18 +190,12 @@ class Residency:
 
     def check(self) -> None:
         """Raises AssertionError when sums differ from their parts."""
-        on_device = list(self._resident.values())
-        assert all(version.tier in (Tier.COPYING, Tier.DEVICE) for version in on_device), "not resident"
-        assert self._device_bytes == sum(version.device_bytes for version in on_device), "device bytes differ"
-        slots = [version.slot for version in on_device]
-        assert len({*slots, *self._free_slots}) == len(slots) + len(self._free_slots), "a slot has two owners"
-        assert len(slots) + len(self._free_slots) == self._backend.limits.adapter_slots - 1, "a slot is lost"
+        self.device.check()
         self._host.check({digest for digest, version in self._versions.items() if version.tier is Tier.READING})
-        assert self._device_bytes <= self._device_budget, "the device tier is over its budget"
 
     def on_device(self) -> list[Version]:
         """Versions that requests can run on now."""
-        return [version for version in self._resident.values() if version.tier is Tier.DEVICE]
+        return self.device.ready()
 
     def in_host(self) -> list[Version]:
         """Versions whose image is in the host tier, whether or not it is on the device as well."""
@@ -196,7 +217,10 @@ class Residency:
             version.to(Tier.HOST)
             self._arrived(version, image)
             return True
-        extent = self._host.take(version.digest, version.num_bytes, self._needs_image, self._evict_from_host)
+        return self._read_into_host(version, self._needs_image)
+
+    def _read_into_host(self, version: Version, is_needed: Callable[[str], bool]) -> bool:
+        extent = self._host.take(version.digest, version.num_bytes, is_needed, self._evict_from_host)
         if extent is None:
             return False
         version.to(Tier.READING)
@@ -209,12 +233,18 @@ class Residency:
     def _needs_image(self, digest: str) -> bool:
         """Whether an image is about to be copied to the device, or is being copied: kernels may read it meanwhile."""
         version = self._versions.get(digest)
-        return version is not None and (
-            version.tier is Tier.COPYING or (version.tier is Tier.HOST and version.uses > 0)
-        )
+        if version is None:
+            return False
+        return version.tier is Tier.COPYING or version.asides > 0 or (version.tier is Tier.HOST and version.uses > 0)
+
+    def _claims_image(self, digest: str) -> bool:
+        """Whether an open request needs an image, or will."""
+        version = self._versions.get(digest)
+        return self._needs_image(digest) or (version is not None and version.tier is Tier.HOST and version.pins > 0)
 
     def _read_done(self, version: Version, result: HostAdapter | CaraServeError) -> None:
         self.loading -= 1
+        self._prefetching.discard(version.digest)
         if isinstance(result, HostAdapter) and result.spec.digest != version.digest:
             result = AdapterRejected(f"{version.folder.name}: the files have changed since the adapter was loaded")
         if isinstance(result, CaraServeError):
@@ -235,8 +265,8 @@ class Residency:
 
     def _arrived(self, version: Version, image: HostAdapter) -> None:
         version.device_bytes = image.spec.num_bytes
-        if version.device_bytes > self._device_budget:
-            self._fail(version, too_large(version.device_bytes, self._device_budget, "--max-device-adapters-bytes"))
+        if version.device_bytes > self.room.most_adapter_bytes:
+            self._fail(version, too_large(version.device_bytes, self.room.most_adapter_bytes, "--lora-pool-bytes"))
         elif version.uses:
             self._want(version)
         else:
@@ -265,10 +295,10 @@ class Residency:
 
     def _want(self, version: Version) -> None:
         self._wanting.append(version)
-        self._fill_device()
+        self.fill_device()
 
-    def _fill_device(self) -> None:
-        """Starts copies in the order of asking, as far as idle adapters make room."""
+    def fill_device(self) -> None:
+        """Starts copies in the order of asking, as far as idle adapters and KV blocks that nobody holds make room."""
         while self._wanting:
             version = self._wanting[0]
             image = self._host.get(version.digest)
@@ -277,92 +307,72 @@ class Residency:
                 if version.uses:
                     self._queue_read(version)
                 continue
-            if not self._make_room(version.device_bytes):
+            if not self.device.make_room(version.device_bytes, self._evict_from_device):
                 return
             self._wanting.popleft()
             self._bypasses = 0
             self._copy(version, image)
 
-    def _make_room(self, num_bytes: int) -> bool:
-        """Evicts idle adapters, least (reload time × recent rate) first; all or nothing."""
-        idle = sorted(
-            (v for v in self._resident.values() if v.tier is Tier.DEVICE and v.uses == 0),
-            key=lambda version: version.device_bytes * self._decayed(version),
-        )
-        excess = self._device_bytes + num_bytes - self._device_budget
-        slots_missing = 0 if self._free_slots else 1
-        victims: list[Version] = []
-        while idle and (excess > 0 or len(victims) < slots_missing):
-            victims.append(idle.pop(0))
-            excess -= victims[-1].device_bytes
-        if excess > 0 or len(victims) < slots_missing:
-            return False
-        for victim in victims:
-            self._drop_from_device(victim)
-            self.counters.device_evictions += 1
-        return True
+    @property
+    def claims_memory(self) -> bool:
+        """Whether an adapter that an admitted request needs waits for memory which KV blocks take."""
+        wanted = self._wanting and self.room.is_shared
+        return bool(wanted and not self.room.over_cap(self._wanting[0].device_bytes))
+
+    def grow_kv(self, needed: int, ahead: int) -> None:
+        """Asks for KV blocks that requests need now, and for some ahead of need where no adapter waits for memory. Idle
+        adapters give way. Nothing happens while blocks are under way."""
+        ahead = 0 if self.claims_memory else ahead
+        self.device.grow_kv(needed + ahead, self._evict_from_device, lambda: self._on_loop(self._kv_grown))
+
+    def _kv_grown(self) -> None:
+        self.room.grown()
+        self.fill_device()
+        self._notify()
 
     def _copy(self, version: Version, image: HostAdapter) -> None:
         version.to(Tier.COPYING)
-        version.slot = self._free_slots.pop()
-        self._device_bytes += version.device_bytes
-        self._resident[version.digest] = version
+        self.device.add(version)
         self._host.touch(version.digest)
         self.loading += 1
-        ends = self._loading.group_ends(image.spec)
-        version.spec, version.groups = image.spec, self._expect(image.spec, ends)
+        version.spec, version.groups = image.spec, self.arrivals.expect(image.spec)
 
         def done(error: Exception | None) -> None:
             self._on_loop(lambda: self._copied(version, error))
 
-        self._backend.load_adapter(image, version.slot, done, ends)
-
-    def _expect(self, spec: AdapterSpec, ends: Sequence[int]) -> tuple[Group, ...]:
-        """When groups of layers are expected on the device, behind all loads before."""
-        starts_s = max(self._now(), self._link_free_s)
-        speed = self._loading.link_bytes_per_s
-        self._link_free_s = starts_s + spec.num_bytes / speed
-        return tuple(Group(end, starts_s + spec.layer_ends[end - 1] / speed) for end in ends)
-
-    def start_of(self, version: Version, tokens: int, begins_s: float) -> Start | None:
-        """When a request whose first chunk has so many tokens may run on a version, `begins_s` at the earliest; None:
-        not yet known."""
-        if version.tier is Tier.DEVICE:
-            return Start(begins_s, assist=False)
-        if version.tier is Tier.COPYING and self._loading.mode in LAYERWISE_MODES:
-            assert version.spec is not None
-            return self._loading.start(begins_s, version.groups, version.spec, tokens)
-        return None
+        self._backend.load_adapter(image, version.slot, done, [group.end for group in version.groups])
 
     def _copied(self, version: Version, error: Exception | None) -> None:
+        if error is not None and version.asides:
+            version.copy_error = error  # its memory cannot be taken from under the plan
+            return
+        version.copy_error = None
         self.loading -= 1
-        if not any(other.tier is Tier.COPYING and other is not version for other in self._resident.values()):
-            self._link_free_s = self._now()  # whatever was expected
+        if not self.device.is_arriving(beside=version):
+            self.arrivals.all_there()
         if error is not None:
             self._backend.unload_adapter(version.slot)
-            self._release_device(version)
+            self.device.remove(version)
             self._fail(version, CaraServeError(f"the adapter could not be copied to the device: {error}"))
             self._read_waiting()
-            self._fill_device()
+            self.fill_device()
             return
         version.to(Tier.DEVICE)
         version.groups = ()
         self._observe_load(self._now() - version.asked_s, True)
         self._forget_if_unused(version)
         self._read_waiting()  # its image may give way now
-        self._fill_device()  # whoever asked for it may have left meanwhile: then it can give way at once
+        self.fill_device()  # whoever asked for it may have left meanwhile: then it can give way at once
         self._notify()
 
     def _drop_from_device(self, version: Version) -> None:
         self._backend.unload_adapter(version.slot)
-        self._release_device(version)
+        self.device.remove(version)
         version.to(Tier.HOST if version.digest in self._host else Tier.DISK)
 
-    def _release_device(self, version: Version) -> None:
-        del self._resident[version.digest]
-        self._free_slots.append(version.slot)
-        version.slot = BASE_ADAPTER_SLOT
-        self._device_bytes -= version.device_bytes
+    def _evict_from_device(self, version: Version) -> None:
+        self._drop_from_device(version)
+        self.counters.device_evictions += 1
 
     # --- forgetting and rates ---
 
@@ -387,14 +397,3 @@ class Residency:
         waiting, self._settling = self._settling, []
         for event in waiting:
             event.set()
-
-    def _decayed(self, version: Version) -> float:
-        return float(version.rate * 0.5 ** ((self._now() - version.rated_s) / _HALF_LIFE_S))
-
-    def _rate(self, version: Version) -> None:
-        version.rate, version.rated_s = self._decayed(version) + 1.0, self._now()
-
-
-def too_large(num_bytes: int, budget_bytes: int, flag: str) -> AdapterRejected:
-    """The refusal of an adapter that can never be in a tier."""
-    return AdapterRejected(f"the adapter takes {num_bytes} bytes, more than {flag} {budget_bytes}")

@@ -8,9 +8,11 @@ from enum import Enum
 from pathlib import Path
 
 from caraserve.adapters.loading import Group
-from caraserve.errors import CaraServeError
+from caraserve.errors import AdapterRejected, CaraServeError
 from caraserve.model.layout import AdapterSpec
 from caraserve.plan import BASE_ADAPTER_SLOT
+
+_HALF_LIFE_S = 60.0  # of the rate that eviction goes by
 
 
 class Tier(Enum):
@@ -36,7 +38,8 @@ TIER_CHANGES: dict[Tier, frozenset[Tier]] = {
 
 @dataclass(slots=True, eq=False)
 class Version:
-    """One adapter version. `pins`: requests not yet finished. `uses`: those of them that are admitted."""
+    """One adapter version. `pins`: requests not yet finished. `uses`: those of them that are admitted. `asides`: plans
+    under way beside the others in which CPU workers read its image."""
 
     digest: str
     folder: Path
@@ -44,12 +47,14 @@ class Version:
     tier: Tier = Tier.DISK
     pins: int = 0
     uses: int = 0
+    asides: int = 0
     names: set[str] = field(default_factory=set)
     slot: int = BASE_ADAPTER_SLOT
     device_bytes: int = 0
     spec: AdapterSpec | None = None  # known once it has been in the host tier
     groups: tuple[Group, ...] = ()  # expected on the device while COPYING
     error: CaraServeError | None = None
+    copy_error: Exception | None = None  # of a copy that has failed under a plan aside
     asked_s: float = 0.0  # when the load under way began
     rate: float = 0.0  # admissions, decayed
     rated_s: float = 0.0
@@ -59,6 +64,14 @@ class Version:
         if tier not in TIER_CHANGES[self.tier]:
             raise AssertionError(f"adapter {self.digest[:12]}: {self.tier.name} cannot become {tier.name}")
         self.tier = tier
+
+    def rate_at(self, now_s: float) -> float:
+        """Admissions, those longer ago counting less."""
+        return float(self.rate * 0.5 ** ((now_s - self.rated_s) / _HALF_LIFE_S))
+
+    def count_admission(self, now_s: float) -> None:
+        """One more."""
+        self.rate, self.rated_s = self.rate_at(now_s) + 1.0, now_s
 
 
 @dataclass(slots=True)
@@ -71,3 +84,8 @@ class Counters:
     device_evictions: int = 0
     host_evictions: int = 0
     failures: int = 0
+
+
+def too_large(num_bytes: int, budget_bytes: int, flag: str) -> AdapterRejected:
+    """The refusal of an adapter that can never be in a tier."""
+    return AdapterRejected(f"the adapter takes {num_bytes} bytes, more than {flag} {budget_bytes}")

@@ -112,7 +112,7 @@ class _Prepared:
             *self.made.arguments,
             *("--registry", str(self.registry)),
             *("--loading-mode", mode),
-            *("--max-device-adapters-bytes", str(self.made.room_bytes(held))),
+            *("--lora-pool-bytes", str(self.made.room_bytes(held))),
             *("--max-host-adapters-bytes", str(2 * self.made.room_bytes() + (256 << 20))),
             *(("--emulate-link-mb-per-s", f"{link:g}") if link is not None else ()),
             *self.options.serve,

@@ -23,7 +23,7 @@ from caraserve.bench.workload.presets import find_preset
 from caraserve.errors import CaraServeError, ConfigError
 
 _RESIDENT_SHARE, _LEAST_RESIDENT = 8, 8  # of random adapters, where each is to be loaded for every request
-_DEVICE = ("--max-device-adapters-bytes",)
+_DEVICE = ("--lora-pool-bytes",)
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,6 +182,10 @@ class CpuBackend:
         """Unbinds on the lane, after every plan launched so far."""
         self._jobs.put(lambda: self._adapters.unbind(slot))
 
+    def resize_kv(self, blocks: int, done: Callable[[], None]) -> None:
+        """Never called: KV blocks and adapters have memory of their own here."""
+        raise AssertionError(f"{blocks} KV blocks: there are {self.limits.num_blocks}, once and for all")
+
     def close(self) -> None:
         """Runs what was launched, then ends the threads."""
         self._link.close()

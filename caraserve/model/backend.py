@@ -37,7 +37,7 @@ class Limits:
     max_step_tokens: int  # tokens in one iteration
     max_context: int  # positions of one request
     shared: SharedMemory | None = None  # None: KV blocks and adapters have memory of their own
-    assists_aside: bool = False  # whether rows that CPU workers help with go in plans of their own (`Plan.aside`)
+    aside_plans: int = 0  # at most so many plans go aside at a time (`Plan.aside`); 0: the device has no such lane
 
 
 class Backend(Protocol):
@@ -51,7 +51,8 @@ class Backend(Protocol):
 
     def launch(self, plan: Plan, done: Callable[[StepResult | Exception], None]) -> None:
         """Queues one iteration. Returns at once. `done` is called exactly once, in launch order but for plans that go
-        aside."""
+        aside: these begin after the iterations launched before them, later ones pass them. Starts and grants of all
+        plans take effect in launch order."""
 
     def load_adapter(
         self,

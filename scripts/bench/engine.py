@@ -178,7 +178,7 @@ async def start_engine(
         adapters_dir=None,
         registry=None,
         loading_mode="cached",
-        max_device_adapters_bytes=_ADAPTER_BYTES,
+        lora_pool_bytes=_ADAPTER_BYTES,
         max_host_adapters_bytes=_ADAPTER_BYTES,
         lora_cpus=None,
         emulate_link_mb_per_s=None,

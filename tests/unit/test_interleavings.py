@@ -1,224 +1,32 @@
 """Whatever ends first, every finished request has the tokens it would have had alone. Over a device that is a hash."""
 
 import asyncio
-import contextlib
 import random
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from caraserve.adapters.catalog import Catalog, CatalogRules
-from caraserve.adapters.loading import LAYERWISE_MODES, Loading
-from caraserve.adapters.registry import AdapterInfo, Registry
-from caraserve.adapters.residency import Residency
-from caraserve.cpu.arena import Arena
 from caraserve.errors import BackendFailed
-from caraserve.loop import Engine
-from caraserve.merging import MergeRule
-from caraserve.model.backend import Limits
-from caraserve.model.layout import aligned_bytes
-from caraserve.request import Finish, GenerateRequest, SamplingParams, TokenDelta
-from caraserve.stream import Stream
-from tests.fake_backend import ADAPTER_BYTES, FakeBackend, FakeReader, FakeTokenizer, expected
-
-CONTEXT = 48
-MAX_IDLE_TURNS = 50
-
-
-class _Metrics:
-    preemptions = 0
-
-    def observe_preemption(self) -> None:
-        self.preemptions += 1
-
-    def observe_iteration(self, num_tokens: int, ms: float) -> None: ...
-    def observe_first_token(self, seconds: float) -> None: ...
-    def observe_token_gap(self, seconds: float) -> None: ...
-    def observe_finish(self, finish: Finish) -> None: ...
-
-
-class _Costs:
-    """A machine on which a token takes a tenth of a second."""
-
-    def prefill_ms(self, tokens: int, rank: int) -> float:
-        return 100.0 * tokens
-
-    def cpu_lora_ms(self, tokens: int, rank: int, targets: str) -> float:
-        return 10.0 * tokens
-
-
-class _Catalog(Catalog):
-    """Reads no disk: a path is its adapter's digest."""
-
-    def _inspect(self, name: str, path: str, *, trusted: bool = False) -> AdapterInfo:
-        return AdapterInfo(name, path, path, 8, ("q_proj",), ADAPTER_BYTES, 0.0)
-
-
-@dataclass
-class Asked:
-    """A request under way and what came of it."""
-
-    prompt: tuple[int, ...]
-    digest: str | None
-    params: SamplingParams
-    stream: Stream
-    deltas: list[TokenDelta] = field(default_factory=list)
-
-    async def collect(self) -> "Asked":
-        async for delta in self.stream:
-            self.deltas.append(delta)
-        return self
-
-    @property
-    def finish(self) -> Finish:
-        assert self.deltas[-1].finish is not None
-        return self.deltas[-1].finish
-
-    @property
-    def tokens(self) -> list[int]:
-        return [token for delta in self.deltas for token in delta.token_ids]
-
-    def check(self) -> None:
-        """Never a wrong token: a request that did not come to its end has the beginning of the right ones."""
-        right = expected(self.prompt, self.digest, min(self.params.max_tokens, CONTEXT - len(self.prompt)))
-        assert self.tokens == right[: len(self.tokens)]
-        if self.finish.reason == "length":
-            assert self.tokens == right
-
-
-@dataclass
-class World:
-    """An engine over a fake device, and the choice of what ends next."""
-
-    engine: Engine
-    backend: FakeBackend
-    reader: FakeReader
-    metrics: _Metrics
-    rng: random.Random
-    read_failures: float = 0.0
-    plan_failures: float = 0.0
-    copy_failures: float = 0.0
-
-    def ask(self, prompt: Sequence[int], name: str | None, **params: Any) -> tuple[Asked, "asyncio.Task[Asked]"]:
-        settings = SamplingParams(**{"temperature": 0.0} | params)
-        digest = None if name is None else self.engine.adapter(name).digest
-        request = GenerateRequest("r", tuple(prompt), name, settings, arrival_s=0.0)
-        asked = Asked(tuple(prompt), digest, settings, self.engine.submit(request))
-        return asked, asyncio.create_task(asked.collect())
-
-    def end_something(self) -> bool:
-        """Ends one read, copy or iteration; False when there is none."""
-        ways = [way for way in (self.reader.reads, self.backend.copies, self.backend.lane) if way]
-        if not ways:
-            return False
-        way = self.rng.choice(ways)
-        if way is self.backend.lane:
-            self.backend.fail_next = self.rng.random() < self.plan_failures
-            self.backend.step()
-            self.backend.fail_next = False
-        elif way is self.reader.reads:
-            self.reader.reads.pop(self.rng.randrange(len(self.reader.reads)))(self.rng.random() >= self.read_failures)
-        else:
-            copied = self.rng.random() >= self.copy_failures
-            self.backend.copies.pop(self.rng.randrange(len(self.backend.copies)))(copied)
-        return True
-
-    async def until_done(self, tasks: "Sequence[asyncio.Task[Asked]]") -> None:
-        idle = 0
-        while not all(task.done() for task in tasks):
-            for _ in range(self.rng.randrange(1, 6)):
-                await asyncio.sleep(0)
-            idle = 0 if self.end_something() else idle + 1
-            assert idle < MAX_IDLE_TURNS, "nothing is under way, and yet requests wait"
-
-    async def settle(self) -> None:
-        """Ends all that is under way."""
-        for _ in range(MAX_IDLE_TURNS):
-            await asyncio.sleep(0)
-            while self.end_something():  # noqa: ASYNC110
-                await asyncio.sleep(0)
-
-
-@contextlib.asynccontextmanager
-async def world(
-    rng: random.Random,
-    *,
-    adapters: int = 4,
-    device_adapters: int = 2,
-    blocks: int = 14,
-    step_tokens: int = 16,
-    slots: int = 5,
-    exclusive: bool = False,
-    keep_on_device: bool = False,
-    mode: str = "overlapped",
-) -> AsyncIterator[World]:
-    limits = Limits(
-        num_blocks=blocks,
-        block_tokens=4,
-        num_slots=slots,
-        adapter_slots=device_adapters + 2,
-        max_step_tokens=step_tokens,
-        max_context=CONTEXT,
-    )
-    backend = FakeBackend(limits, layerwise=mode in LAYERWISE_MODES)
-    reader, metrics = FakeReader(), _Metrics()
-    loop = asyncio.get_running_loop()
-    device_bytes, arena = device_adapters * ADAPTER_BYTES, Arena(aligned_bytes(4 * ADAPTER_BYTES))
-    residency = Residency(
-        backend,
-        device_bytes,
-        arena,
-        reader.read,
-        lambda call: loop.call_soon(call) and None,
-        lambda: backend.now_s,
-        Loading(mode, layers=1, link_bytes_per_s=ADAPTER_BYTES / 3, costs=_Costs(), workers=1),
-    )
-    registry = Registry(None)
-    rules = CatalogRules("base", None, device_bytes, arena.num_bytes, keep_on_device)
-    catalog = _Catalog(None, registry, residency, reader, rules)  # type: ignore[arg-type]
-    catalog.add_at_start([(f"a{index}", Path(f"digest-{index}")) for index in range(adapters)], lambda: None)
-    config = type("Config", (), {"max_queue": 10_000, "seed": 0, "enable_prefix_caching": True})
-    engine = Engine(
-        base_name="base",
-        backend=backend,
-        catalog=catalog,
-        tokenizer=FakeTokenizer(),  # type: ignore[arg-type]
-        config=config,  # type: ignore[arg-type]
-        metrics=metrics,
-        exclusive_loads=exclusive,
-        merging=MergeRule(slots, credits_each=2.0) if mode == "merged" else None,  # credits are soon used up
-        now=lambda: backend.now_s,
-    )
-    running = asyncio.create_task(engine.run())
-    try:
-        yield World(engine, backend, reader, metrics, rng)
-        engine.check()
-        snapshot = engine.snapshot()
-        assert (snapshot.running, snapshot.waiting, snapshot.kv_used_blocks) == (0, 0, 0)
-        assert backend.faults == []
-        if running.done():
-            await running
-    finally:
-        running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await running
-        reader.close()
-        registry.close()
+from tests.engine_world import world
 
 
 async def random_run(
-    seed: int, *, plan_failures: float = 0.0, read_failures: float = 0.0, copy_failures: float = 0.0, **kind: Any
+    seed: int,
+    *,
+    plan_failures: float = 0.0,
+    read_failures: float = 0.0,
+    copy_failures: float = 0.0,
+    aside_failures: float = 0.0,
+    **kind: Any,
 ) -> int:
     """Random requests, arrivals, cancellations and failures; returns how often somebody was preempted."""
     rng = random.Random(seed)
     stems = [[rng.randrange(97) for _ in range(24)] for _ in range(2)]
     async with world(rng, **kind) as here:
-        here.plan_failures, here.read_failures, here.copy_failures = plan_failures, read_failures, copy_failures
+        here.plan_failures, here.aside_failures = plan_failures, aside_failures
+        here.read_failures, here.copy_failures = read_failures, copy_failures
         asked, tasks = [], []
         for _ in range(rng.randrange(3, 16)):
             prompt = rng.choice(stems)[: rng.choice((0, 4, 9, 16, 24))] + [rng.randrange(97)] * rng.randrange(1, 8)
@@ -251,6 +59,8 @@ KINDS = {
     "device_adapters": st.sampled_from([1, 2, 4]),
     "exclusive": st.booleans(),
     "mode": st.sampled_from(["overlapped", "pipelined", "assisted", "auto", "merged"]),
+    "spare_bytes": st.sampled_from([None, None, 0, 70, 150, 500]),
+    "aside_plans": st.sampled_from([0, 1, 3]),
 }
 bounded = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
@@ -277,6 +87,18 @@ def test_a_copy_that_fails_under_running_requests_costs_only_them(seed: int, **k
 @given(seed=st.integers(0, 2**32), **KINDS)
 def test_a_failed_iteration_never_gives_anybody_a_wrong_token(seed: int, **kind: Any) -> None:
     asyncio.run(random_run(seed, plan_failures=0.1, **kind))
+
+
+@bounded
+@given(seed=st.integers(0, 2**32), **KINDS | {"mode": st.just("assisted"), "aside_plans": st.sampled_from([1, 3])})
+def test_a_plan_aside_that_fails_costs_nobody_else_a_token(seed: int, **kind: Any) -> None:
+    asyncio.run(random_run(seed, aside_failures=0.4, **kind))
+
+
+@bounded
+@given(seed=st.integers(0, 2**32), **KINDS | {"mode": st.just("assisted"), "aside_plans": st.sampled_from([1, 3])})
+def test_whatever_fails_beside_plans_aside_nobody_gets_a_wrong_token(seed: int, **kind: Any) -> None:
+    asyncio.run(random_run(seed, plan_failures=0.1, copy_failures=0.2, aside_failures=0.2, **kind))
 
 
 def test_the_small_pool_does_force_preemption() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from caraserve.plan import BASE_ADAPTER_SLOT, Plan, Row
-from tests.unit.test_interleavings import world
+from tests.engine_world import world
 
 
 def row(slot: int, adapter_slot: int) -> Row:

@@ -13,6 +13,7 @@ from caraserve.adapters.residency import MAX_BYPASSES, Residency
 from caraserve.adapters.version import TIER_CHANGES, Tier, Version
 from caraserve.cpu.arena import Arena
 from caraserve.errors import AdapterRejected, CaraServeError
+from caraserve.kv.room import Room
 from caraserve.model.backend import Limits
 from caraserve.model.layout import ALIGN_BYTES, AdapterSpec, Dtype, HostAdapter, aligned_bytes
 from caraserve.plan import Plan, StepResult
@@ -40,6 +41,9 @@ class Device:
         self.bound[slot] = adapter.spec.digest
         self.copies.append(lambda: done(self.failures.pop(adapter.spec.digest, None)))
 
+    def resize_kv(self, blocks: int, done: Callable[[], None]) -> None:
+        raise AssertionError("KV blocks have memory of their own here")
+
     def unload_adapter(self, slot: int) -> None:
         del self.bound[slot]
 
@@ -60,7 +64,7 @@ class World:
         self.arena = Arena(aligned_bytes(host_bytes))
         self.residency = Residency(
             self.device,
-            device_bytes,
+            Room(self.device.limits, device_bytes),
             self.arena,
             self._read,
             lambda call: call(),

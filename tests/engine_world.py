@@ -1,0 +1,242 @@
+"""An engine over a device that is a hash, and the choice of what ends next."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from caraserve.adapters.catalog import Catalog, CatalogRules
+from caraserve.adapters.loading import LAYERWISE_MODES, Loading
+from caraserve.adapters.registry import AdapterInfo, Registry
+from caraserve.adapters.residency import Residency
+from caraserve.cpu.arena import Arena
+from caraserve.kv.room import Room
+from caraserve.loop import Engine
+from caraserve.merging import MergeRule
+from caraserve.model.backend import Limits, SharedMemory
+from caraserve.model.layout import aligned_bytes
+from caraserve.request import Finish, GenerateRequest, SamplingParams, TokenDelta
+from caraserve.stream import Stream
+from caraserve.units import align_up
+from tests.fake_backend import ADAPTER_BYTES, FakeBackend, FakeReader, FakeTokenizer, expected
+
+Way = TypeVar("Way")
+
+CONTEXT, BLOCK_TOKENS = 48, 4
+MAX_IDLE_TURNS = 50
+
+
+class _Metrics:
+    preemptions = 0
+
+    def observe_preemption(self) -> None:
+        self.preemptions += 1
+
+    def observe_iteration(self, num_tokens: int, ms: float) -> None: ...
+    def observe_first_token(self, seconds: float) -> None: ...
+    def observe_token_gap(self, seconds: float) -> None: ...
+    def observe_finish(self, finish: Finish) -> None: ...
+    def observe_choice(self, choice: str, predicted_ms: float, observed_ms: float) -> None: ...
+
+
+class _Costs:
+    """A machine on which a token takes a tenth of a second."""
+
+    def prefill_ms(self, tokens: int, rank: int) -> float:
+        return 100.0 * tokens
+
+    def cpu_lora_ms(self, tokens: int, rank: int, targets: str) -> float:
+        return 10.0 * tokens
+
+
+class _Catalog(Catalog):
+    """Reads no disk: a path is its adapter's digest."""
+
+    def _inspect(self, name: str, path: str, *, trusted: bool = False) -> AdapterInfo:
+        return AdapterInfo(name, path, path, 8, ("q_proj",), ADAPTER_BYTES, 0.0)
+
+
+@dataclass
+class Asked:
+    """A request under way and what came of it."""
+
+    prompt: tuple[int, ...]
+    digest: str | None
+    params: SamplingParams
+    stream: Stream
+    deltas: list[TokenDelta] = field(default_factory=list)
+
+    async def collect(self) -> "Asked":
+        async for delta in self.stream:
+            self.deltas.append(delta)
+        return self
+
+    @property
+    def finish(self) -> Finish:
+        assert self.deltas[-1].finish is not None
+        return self.deltas[-1].finish
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for delta in self.deltas for token in delta.token_ids]
+
+    def check(self) -> None:
+        """Never a wrong token: a request that did not come to its end has the beginning of the right ones."""
+        right = expected(self.prompt, self.digest, min(self.params.max_tokens, CONTEXT - len(self.prompt)))
+        assert self.tokens == right[: len(self.tokens)]
+        if self.finish.reason == "length":
+            assert self.tokens == right
+
+
+@dataclass
+class World:
+    """An engine over a fake device, and the choice of what ends next."""
+
+    engine: Engine
+    backend: FakeBackend
+    reader: FakeReader
+    metrics: _Metrics
+    rng: random.Random
+    read_failures: float = 0.0
+    plan_failures: float = 0.0
+    copy_failures: float = 0.0
+    aside_failures: float = 0.0  # void or worse
+
+    def ask(self, prompt: Sequence[int], name: str | None, **params: Any) -> tuple[Asked, "asyncio.Task[Asked]"]:
+        settings = SamplingParams(**{"temperature": 0.0} | params)
+        digest = None if name is None else self.engine.adapter(name).digest
+        request = GenerateRequest("r", tuple(prompt), name, settings, arrival_s=0.0)
+        asked = Asked(tuple(prompt), digest, settings, self.engine.submit(request))
+        return asked, asyncio.create_task(asked.collect())
+
+    def end_something(self) -> bool:
+        """Ends one read, copy, iteration, plan aside or growth of the KV pool; False when there is none."""
+        self.engine.check()
+        backend = self.backend
+        ways = [
+            (queue, end)
+            for queue, end in (
+                (backend.lane, self._end_iteration),
+                (self.reader.reads, lambda: self._any(self.reader.reads)(self.rng.random() >= self.read_failures)),
+                (backend.copies, lambda: self._any(backend.copies)(self.rng.random() >= self.copy_failures)),
+                (backend.resizes, lambda: self._any(backend.resizes)()),
+                (backend.asides, self._end_aside),
+            )
+            if queue
+        ]
+        if not ways:
+            return False
+        self.rng.choice(ways)[1]()
+        return True
+
+    def _end_iteration(self) -> None:
+        self.backend.fail_next = self.rng.random() < self.plan_failures
+        self.backend.step()
+        self.backend.fail_next = False
+
+    def _end_aside(self) -> None:
+        failed = self.rng.random() < self.aside_failures
+        index = self.rng.randrange(len(self.backend.asides))
+        self.backend.end_aside(index, self.rng.choice(("void", "failed")) if failed else "done")
+
+    def _any(self, queue: list[Way]) -> Way:
+        return queue.pop(self.rng.randrange(len(queue)))
+
+    async def until_done(self, tasks: "Sequence[asyncio.Task[Asked]]") -> None:
+        idle = 0
+        while not all(task.done() for task in tasks):
+            for _ in range(self.rng.randrange(1, 6)):
+                await asyncio.sleep(0)
+            idle = 0 if self.end_something() else idle + 1
+            assert idle < MAX_IDLE_TURNS, "nothing is under way, and yet requests wait"
+
+    async def settle(self) -> None:
+        """Ends all that is under way."""
+        for _ in range(MAX_IDLE_TURNS):
+            await asyncio.sleep(0)
+            while self.end_something():  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+
+def shared_memory(spare_bytes: int, blocks: int, adapters: int) -> SharedMemory:
+    """Room for one adapter and for the KV blocks of one request at least."""
+    least = CONTEXT // BLOCK_TOKENS
+    sizes = {"block_bytes": 30, "granule_bytes": 40, "least_blocks": least}
+    one_each = align_up(least * 30, 40) + align_up(ADAPTER_BYTES, 40)
+    at_start = align_up(blocks * 30, 40)
+    return SharedMemory(max(one_each, at_start) + spare_bytes, adapter_bytes=adapters * 120 + 30, **sizes)
+
+
+@contextlib.asynccontextmanager
+async def world(
+    rng: random.Random,
+    *,
+    adapters: int = 4,
+    device_adapters: int = 2,
+    blocks: int = 14,
+    step_tokens: int = 16,
+    slots: int = 5,
+    exclusive: bool = False,
+    keep_on_device: bool = False,
+    mode: str = "overlapped",
+    spare_bytes: int | None = None,
+    aside_plans: int = 0,
+) -> AsyncIterator[World]:
+    """`spare_bytes`: beyond what `blocks` blocks and the largest adapter need, where they share memory."""
+    limits = Limits(
+        num_blocks=blocks,
+        block_tokens=BLOCK_TOKENS,
+        num_slots=slots,
+        adapter_slots=device_adapters + 2,
+        max_step_tokens=step_tokens,
+        max_context=CONTEXT,
+        shared=None if spare_bytes is None else shared_memory(spare_bytes, blocks, device_adapters),
+        aside_plans=aside_plans,
+    )
+    backend = FakeBackend(limits, layerwise=mode in LAYERWISE_MODES)
+    reader, metrics = FakeReader(), _Metrics()
+    loop = asyncio.get_running_loop()
+    room, arena = Room(limits, device_adapters * ADAPTER_BYTES), Arena(aligned_bytes(4 * ADAPTER_BYTES))
+    residency = Residency(
+        backend,
+        room,
+        arena,
+        reader.read,
+        lambda call: loop.call_soon(call) and None,
+        lambda: backend.now_s,
+        Loading(mode, layers=1, link_bytes_per_s=ADAPTER_BYTES / 3, costs=_Costs(), workers=1),
+    )
+    registry = Registry(None)
+    rules = CatalogRules("base", None, room.most_adapter_bytes, arena.num_bytes, keep_on_device)
+    catalog = _Catalog(None, registry, residency, reader, rules)  # type: ignore[arg-type]
+    catalog.add_at_start([(f"a{index}", Path(f"digest-{index}")) for index in range(adapters)], lambda: None)
+    config = type("Config", (), {"max_queue": 10_000, "seed": 0, "enable_prefix_caching": True})
+    engine = Engine(
+        base_name="base",
+        backend=backend,
+        catalog=catalog,
+        tokenizer=FakeTokenizer(),  # type: ignore[arg-type]
+        config=config,  # type: ignore[arg-type]
+        metrics=metrics,
+        exclusive_loads=exclusive,
+        merging=MergeRule(slots, credits_each=2.0) if mode == "merged" else None,  # credits are soon used up
+        now=lambda: backend.now_s,
+    )
+    running = asyncio.create_task(engine.run())
+    try:
+        yield World(engine, backend, reader, metrics, rng)
+        engine.check()
+        snapshot = engine.snapshot()
+        assert (snapshot.running, snapshot.waiting, snapshot.kv_used_blocks) == (0, 0, 0)
+        assert backend.faults == []
+        if running.done():
+            await running
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        reader.close()
+        registry.close()
