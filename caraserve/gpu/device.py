@@ -124,6 +124,7 @@ class CudaDriver:
         if self._has_memory_operations:
             self._call("cuStreamWaitValue32_v2", stream, address, value, libcuda.STREAM_WAIT_VALUE_GEQ)
         else:
+            self._enter()
             self._kernels.launch(launches.wait_word(address, value), stream)
 
     def allocate(self, num_bytes: int) -> int:
