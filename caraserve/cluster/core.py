@@ -261,7 +261,7 @@ class Core:
             if link.up and now - link.heard_s > settings.link_silent_s:
                 link.close("nothing comes from it")
             elif not link.up and now - link.opened_s > settings.handshake_s:
-                link.close("it did not greet in time")
+                link.give_up()
             elif not link.up and now - link.greeted_s > settings.greet_s:
                 link.greet()
             elif now - self._spare.get(link.number, now) > settings.spare_s:
@@ -280,7 +280,7 @@ class Core:
             if link.closing is not None and not link.told:
                 link.told = True
                 self._unlink(link)
-                self._outputs.append(Close(link.number, link.closing))
+                self._outputs.append(Close(link.number, link.closing, link.dialled))
 
     # ---- messages
 

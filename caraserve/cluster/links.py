@@ -15,6 +15,7 @@ from caraserve.cluster.members import MAX_RUMOURS
 from caraserve.cluster.seal import HELLO, SESSION, Keyring, ReplayWindow, seal, unseal
 from caraserve.cluster.wire import Beat, Hello, Malformed, Message, Refuse, decode, encode
 
+STRANGER = "it knows no secret of ours; is its --cluster-secret-file another one?"
 MAX_WAITING = 256  # control frames for a peer that does not read; after that its connection is dropped
 _MAX_BAD = 16  # frames that do not verify or decode; after that, too
 
@@ -70,7 +71,7 @@ class Link:
         if isinstance(message, Malformed):
             self._bad += 1
             if self._bad > _MAX_BAD:
-                self.close("its frames do not verify")
+                self.close("its frames do not verify" if self.peer else STRANGER)
         elif self.barred and not isinstance(message, Refuse):
             return Nothing.STALE
         elif not isinstance(message, Nothing):
@@ -130,6 +131,10 @@ class Link:
             self._control.append(message)
         else:
             self.close("it does not read what it is sent")
+
+    def give_up(self) -> None:
+        """The handshake has taken too long."""
+        self.close(STRANGER if self._bad and self.peer is None else "it did not greet in time")
 
     def greet(self) -> None:
         """Says Hello again."""

@@ -23,8 +23,8 @@ and what calls them back, each a plain attribute that is set before `start`:
                                     is the other side, and gives None when no answer came in time
     node.load_now(lag_s) -> Load    our load, for every beat
 
-`add_peer_routes` of http/peers.py puts `node.accept` on a port. Forwarded requests and adapter bytes belong on that port,
-too: `record.address` is the only address that is known of an instance.
+`add_peer_routes` of http/peers.py puts `node.accept` on a port. Forwarded requests and adapter bytes belong on that
+port, too: `record.address` is the only address that is known of an instance.
 """
 
 import asyncio
@@ -43,6 +43,7 @@ from caraserve.cluster.addresses import check_count, resolved
 from caraserve.cluster.core import Core
 from caraserve.cluster.cost import Links, Tier
 from caraserve.cluster.facts import SHARED, Adapter, Fact, Load
+from caraserve.cluster.links import STRANGER
 from caraserve.cluster.members import MemberChanged, Record, State
 from caraserve.cluster.names_file import NamesFile
 from caraserve.cluster.perf_model import PerfModel
@@ -303,7 +304,9 @@ class Node:
                 sockets.dial(output.address)
             elif isinstance(output, Close):
                 sockets.close(output.link)
-                log.debug("connection %d ends: %s", output.link, output.reason)
+                who = output.dialled or "an instance that connected to us"
+                level = logging.WARNING if output.reason == STRANGER else logging.DEBUG
+                self._say(level, output.reason, who, "the connection with %s ends: %s", who, output.reason)
             else:
                 self._take(output)
         sockets.flush(core.writable())

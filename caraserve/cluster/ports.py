@@ -44,6 +44,7 @@ class Close:
 
     link: int
     reason: str
+    dialled: str | None  # the address, if it was we who asked for the connection
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import os
 import socket
 import ssl
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 import aiohttp
@@ -48,7 +48,8 @@ class Ends(Protocol):
 class _Socket:
     link: int
     stream: _WebSocket
-    wake: asyncio.Event
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    greeted: asyncio.Event = field(default_factory=asyncio.Event)
     closing: bool = False
 
 
@@ -124,14 +125,14 @@ class Sockets:
         """The whole life of a connection, in a task that lives no longer than it."""
         task = asyncio.current_task()
         assert task is not None
-        here = _Socket(next(self._links), stream, asyncio.Event())
+        here = _Socket(next(self._links), stream)
         self._conversations.add(task)
         self._open[here.link] = here
         _on_kernel_socket(stream, _give_up_early)
-        # The core greets first, so that a refusal of ours never comes before our name.
         self._ends.connected(here.link, dialled)
         writer = asyncio.create_task(self._write(here), name="cluster writer")
         try:
+            await here.greeted.wait()  # before we read anything: a refusal of ours must not come before our name
             async for message in stream:
                 if message.type is not aiohttp.WSMsgType.BINARY or here.closing:
                     break
@@ -148,10 +149,12 @@ class Sockets:
             while True:
                 while (frame := self._ends.pull(here.link)) is not None:
                     await here.stream.send_bytes(frame)
+                    here.greeted.set()
                 if here.closing:
                     break
                 await here.wake.wait()
                 here.wake.clear()
+        here.greeted.set()
         await here.stream.close()  # and so the reader ends, too
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from caraserve.cluster.core import Core
 from caraserve.cluster.facts import Load
-from caraserve.cluster.links import MAX_WAITING
+from caraserve.cluster.links import MAX_WAITING, STRANGER
 from caraserve.cluster.members import MemberChanged, Record, Rumour, State
 from caraserve.cluster.ports import Close, PeerRefused, Quoted, Settings
 from caraserve.cluster.seal import HELLO, Keyring, seal
@@ -122,7 +122,7 @@ def test_a_connection_of_nothing_but_noise_is_closed() -> None:
     core.connected(1, 0.0)
     for _ in range(20):
         core.received(1, b"GET / HTTP/1.1", 0.0)
-    assert core.take_outputs() == [Close(1, "its frames do not verify")]
+    assert core.take_outputs() == [Close(1, STRANGER, None)]
     assert core.pull(1, 0.0) is None
     core.lost(1, 0.0)
     assert core.writable() == []
@@ -166,7 +166,7 @@ def test_what_a_peer_does_not_read_is_bounded_and_the_newest_beat_replaces_the_o
         one.quote("b", Quote(number, False, ()))
     one.tick(now)
     assert [output for output in one.take_outputs() if isinstance(output, Close)] == [
-        Close(1, "it does not read what it is sent")
+        Close(1, "it does not read what it is sent", one._links[1].dialled)
     ]
     assert one._links[1].waiting == 0
 

@@ -168,7 +168,10 @@ def test_the_largest_messages_fit_into_a_frame() -> None:
     record = Record("n" * MAX_NAME, "a" * MAX_ADDRESS, highest, highest, State.SUSPECT)
     rumour = Rumour(record, "n" * MAX_NAME)
     load = Load(
-        "starting", *(highest, highest, ((highest, highest),) * 64), *(highest, highest, highest, -highest, highest), *(1e300,) * 3
+        "starting",
+        *(highest, highest, ((highest, highest),) * 64),
+        *(highest, highest, highest, -highest, highest),
+        *(1e300, 1e300, 1e300),
     )
     fact = Fact("\x00" * MAX_KEY, ("\x00" * MAX_VALUE, *[highest] * 7), highest, "n" * MAX_NAME)
     largest: list[Message] = [

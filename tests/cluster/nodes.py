@@ -1,0 +1,160 @@
+"""Instances with real sockets in one process, each on a port of its own."""
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from aiohttp import web
+
+from caraserve.cluster.facts import Load
+from caraserve.cluster.members import State
+from caraserve.cluster.names_file import NamesFile
+from caraserve.cluster.node import Node, NodeConfig
+from caraserve.cluster.seal import Keyring
+from caraserve.cluster.secret_file import SecretFile
+from caraserve.http.peers import add_peer_routes
+
+KEYS = Keyring((b"a secret of the tests",))
+LOAD = Load("serving", kv_tokens=1000, kv_free_tokens=1000, queue_room=10)
+
+
+async def until(condition: Callable[[], bool], seconds: float) -> None:
+    """Returns as soon as something holds; fails if that takes longer."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 -- whatever a test waits for has no event
+            await asyncio.sleep(0.01)
+
+
+class Relay:
+    """A TCP relay before an instance that can be cut: connections break, and no new ones come through."""
+
+    def __init__(self, port: int) -> None:
+        self.is_cut = False
+        self._to = port
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def start(self) -> int:
+        self._server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    def cut(self) -> None:
+        self.is_cut = True
+        for writer in self._writers:
+            writer.transport.abort()
+
+    def heal(self) -> None:
+        self.is_cut = False
+
+    async def close(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        self.cut()
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.is_cut:
+            writer.transport.abort()
+            return
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._to)
+        self._writers |= {writer, far_writer}
+        with contextlib.suppress(ConnectionError):
+            await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
+        self._writers -= {writer, far_writer}
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(65536):
+            writer.write(data)
+            await writer.drain()
+    writer.close()
+
+
+@dataclass
+class Instance:
+    """A node that others can connect to."""
+
+    node: Node
+    runner: web.AppRunner
+    address: str
+    relay: Relay | None
+
+    async def stop(self) -> None:
+        """An orderly end."""
+        await self.node.stop()
+        await self.runner.cleanup()
+        if self.relay is not None:
+            await self.relay.close()
+
+    def sees(self, name: str) -> State | None:
+        record = self.node.record(name)
+        return record.state if record else None
+
+
+class Instances:
+    """Those started in one test; all are stopped at its end."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.running: dict[str, Instance] = {}
+        self._first: str | None = None
+
+    async def start(
+        self,
+        name: str,
+        *,
+        peers: tuple[str, ...] | None = None,
+        keys: SecretFile | Keyring = KEYS,
+        model: str = "m",
+        behind_relay: bool = False,
+        tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None,
+        called: str | None = None,
+        prepare: Callable[[Node], None] = lambda node: None,
+    ) -> Instance:
+        """Joins the first one started, unless told whom. `tls`: for listening and for dialling."""
+        names = NamesFile(self._folder / f"{name}.db")
+        seeds = peers if peers is not None else (self._first,) if self._first else ("127.0.0.1:1",)
+        node = Node(
+            NodeConfig("tests", called or name, model, seeds, keys, tls[1] if tls else None), names, rng=Random(name)
+        )
+        node.load_now = lambda lag_s: LOAD
+        prepare(node)
+        app = web.Application()
+        add_peer_routes(app, node)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls[0] if tls else None).start()
+        port = int(runner.addresses[0][1])
+        relay = Relay(port) if behind_relay else None
+        address = f"127.0.0.1:{await relay.start() if relay else port}"
+        self._first = self._first or address
+        await node.start(address)
+        instance = self.running[name] = Instance(node, runner, address, relay)
+        return instance
+
+    async def stop(self, name: str) -> None:
+        if name in self.running:
+            await self.running.pop(name).stop()
+
+    def agree(self) -> bool:
+        """Whether all see exactly all others, alive."""
+        names = set(self.running)
+        return all(
+            {record.name for record in one.node.members() if record.state == State.ALIVE} == names
+            and all(record.state in (State.ALIVE, State.LEFT) for record in one.node.members())
+            for one in self.running.values()
+        )
+
+
+@contextlib.asynccontextmanager
+async def instances(folder: Path) -> AsyncIterator[Instances]:
+    """Nobody yet; whoever is started inside is stopped at the end."""
+    started = Instances(folder)
+    try:
+        yield started
+    finally:
+        await asyncio.gather(*(started.stop(name) for name in list(started.running)))

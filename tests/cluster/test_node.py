@@ -1,0 +1,220 @@
+"""Instances find each other over real sockets, share what they know, and end in order."""
+
+import asyncio
+import contextlib
+import logging
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from caraserve.cluster.cost import Links, Tier
+from caraserve.cluster.facts import Adapter
+from caraserve.cluster.members import State
+from caraserve.cluster.node import Body
+from caraserve.cluster.perf_model import PerfModel
+from caraserve.cluster.seal import Keyring
+from caraserve.cluster.secret_file import SecretFile
+from caraserve.errors import ConfigError
+from tests.cluster.nodes import LOAD, Instances, instances, until
+
+MODEL = PerfModel(0.01, 0.1, 5.0, False, 1.0, 0.05, 0.001)
+LINKS = Links(1.0, 1000.0)
+OLD, NEW = b"the old secret of this cluster", b"the new secret of this cluster"
+
+
+async def together(running: Instances, *names: str) -> None:
+    for name in names:
+        await running.start(name)
+    await until(running.agree, 4)
+
+
+async def test_five_see_each_other_and_one_that_leaves_is_suspected_by_nobody(tmp_path: Path) -> None:
+    seen: list[State] = []
+    async with instances(tmp_path) as running:
+        await together(running, "a", "b", "c", "d", "e")
+        for one in running.running.values():
+            one.node.on_member = lambda record, before: seen.append(record.state)
+        await running.stop("e")
+        await until(running.agree, 1)
+        assert all(one.sees("e") == State.LEFT for one in running.running.values())
+        assert seen == [State.LEFT] * 4
+
+
+async def test_a_name_is_known_everywhere_and_forgotten_everywhere(tmp_path: Path) -> None:
+    adapter = Adapter("poet", "d1", 8, 4096)
+    heard: list[object] = []
+    async with instances(tmp_path) as running:
+        await together(running, "a", "b", "c")
+        a, b, c = (running.running[name].node for name in "abc")
+        c.on_names = heard.append
+        a.register(adapter)
+        a.hold("d1", Tier.HOST)
+        await until(lambda: b.adapter("poet") == c.adapter("poet") == adapter, 2)
+        await until(lambda: c.holders("d1") == {"a": Tier.HOST}, 2)
+        b.remove("poet")
+        await until(lambda: a.adapter("poet") is None and c.adapter("poet") is None, 2)
+        assert heard == [{"poet": adapter}, {"poet": None}]
+
+
+async def test_only_the_living_hold_anything(tmp_path: Path) -> None:
+    async with instances(tmp_path) as running:
+        await together(running, "a", "b")
+        running.running["b"].node.hold("d1", Tier.DEVICE)
+        a = running.running["a"].node
+        await until(lambda: a.holders("d1") == {"b": Tier.DEVICE}, 2)
+        await running.stop("b")
+        await until(lambda: a.holders("d1") == {}, 2)
+
+
+async def test_names_and_what_was_removed_survive_a_restart_of_all(tmp_path: Path) -> None:
+    async with instances(tmp_path) as running:
+        await together(running, "a", "b")
+        a, b = running.running["a"].node, running.running["b"].node
+        for index in range(1000):
+            a.register(Adapter(f"n{index}", f"d{index}", 8, 10))
+        b.register(Adapter("gone", "d", 8, 10))
+        await until(lambda: sum(1 for _ in b.adapters()) == sum(1 for _ in a.adapters()) == 1001, 5)
+        a.remove("gone")
+        await until(lambda: b.adapter("gone") is None, 2)
+    async with instances(tmp_path) as running:
+        alone = (await running.start("b")).node
+        assert {adapter.name for adapter in alone.adapters()} == {f"n{index}" for index in range(1000)}
+        await running.start("a")
+        await until(running.agree, 4)
+        assert alone.adapter("gone") is None
+
+
+async def test_a_router_sees_loads_and_performance_models(tmp_path: Path) -> None:
+    async with instances(tmp_path) as running:
+        await together(running, "a", "b")
+        a, b = running.running["a"].node, running.running["b"].node
+        assert a.instances() == ()
+        b.publish(MODEL, LINKS)
+        await until(lambda: len(a.instances()) == 1 and a.instances()[0].able, 2)
+        (seen,) = a.instances()
+        assert (seen.name, seen.model, seen.links) == ("b", MODEL, LINKS)
+        assert (seen.backlog.kv_tokens, seen.backlog.queue_room) == (LOAD.kv_tokens, LOAD.queue_room)
+        assert a.instances()[0] is a.instances()[0]
+
+
+async def test_a_question_is_answered_and_one_to_nobody_is_not(tmp_path: Path) -> None:
+    def answer(peer: str, body: Body) -> Body:
+        return (peer, *body, 0.5)
+
+    async with instances(tmp_path) as running:
+        await together(running, "a", "b")
+        a, b = running.running["a"].node, running.running["b"].node
+        b.on_question = answer
+        assert await a.ask("b", ("cost", 8), 1.0) == ("a", "cost", 8, 0.5)
+        assert await asyncio.gather(*(a.ask("b", (index,), 1.0) for index in range(3))) == [
+            ("a", index, 0.5) for index in range(3)
+        ]
+        assert await a.ask("nobody", (), 1.0) is None
+        b.core.leave(0.0)  # it hears nobody any more
+        assert await a.ask("b", (), 0.05) is None
+
+
+async def test_a_wrong_secret_never_gets_in_and_is_said_to_be_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    async with instances(tmp_path) as running:
+        await together(running, "a", "b")
+        stranger = await running.start("stranger", keys=Keyring((b"some other secret of somebody",)))
+        await until(lambda: "--cluster-secret-file" in caplog.text, 10)
+        assert [record.name for record in stranger.node.members()] == ["stranger"]
+        assert running.running["a"].sees("stranger") is None
+
+
+async def test_secrets_change_without_a_pause(tmp_path: Path) -> None:
+    files = {name: tmp_path / f"{name}.secrets" for name in "ab"}
+    for file in files.values():
+        file.write_bytes(OLD + b"\n")
+    secrets = {name: SecretFile(file) for name, file in files.items()}
+    left: list[State] = []
+    async with instances(tmp_path) as running:
+        for name in "ab":
+            one = await running.start(name, keys=secrets[name])
+            one.node.on_member = lambda record, before: left.append(record.state)
+        await until(running.agree, 4)
+        for content in (OLD + b"\n" + NEW, NEW + b"\n" + OLD + b"\n", NEW):
+            for name, file in files.items():
+                file.write_bytes(content)
+                running.running[name].node.reread_secrets()
+                await asyncio.sleep(0.3)  # the two differ, and speak
+        running.running["a"].node.register(Adapter("after", "d", 8, 1))
+        await until(lambda: running.running["b"].node.adapter("after") is not None, 2)
+        assert left == [State.ALIVE] * 2
+
+
+async def test_a_secret_file_that_became_useless_changes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "secrets"
+    file.write_bytes(OLD)
+    secrets = SecretFile(file)
+    async with instances(tmp_path) as running:
+        await running.start("a", keys=secrets)
+        await running.start("b", keys=Keyring((OLD,)))
+        await until(running.agree, 4)
+        file.write_bytes(b"short")
+        running.running["a"].node.reread_secrets()
+        running.running["a"].node.register(Adapter("after", "d", 8, 1))
+        await until(lambda: running.running["b"].node.adapter("after") is not None, 2)
+
+
+@pytest.mark.parametrize(("settings", "reason"), [({"model": "other"}, "base model"), ({"called": "a"}, "called a")])
+async def test_who_does_not_belong_here_goes_and_who_was_here_stays(
+    tmp_path: Path, settings: dict[str, str], reason: str
+) -> None:
+    async with instances(tmp_path) as running:
+        await together(running, "a", "b")
+        a = running.running["a"]
+        stranger = await running.start("stranger", peers=(a.address,), **settings)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=reason):
+            async with asyncio.timeout(5):
+                await stranger.node.ended
+        await running.stop("stranger")
+        await until(running.agree, 3)
+        assert not a.node.ended.done()
+
+
+async def test_a_partition_heals_within_two_seconds(tmp_path: Path) -> None:
+    async with instances(tmp_path) as running:
+        first = await running.start("a", behind_relay=True)
+        await running.start("b", behind_relay=True, peers=(first.address,))
+        await until(running.agree, 4)
+        pair = [running.running[name] for name in "ab"]
+        pair[0].node.register(Adapter("before", "d", 8, 1))
+        for one in pair:
+            assert one.relay is not None
+            one.relay.cut()
+        await until(lambda: pair[0].sees("b") == pair[1].sees("a") == State.SUSPECT, 0.5)
+        await until(lambda: pair[0].sees("b") == pair[1].sees("a") == State.DEAD, 5)
+        pair[0].node.register(Adapter("on a", "d", 8, 1))
+        pair[1].node.register(Adapter("on b", "d", 8, 1))
+        for one in pair:
+            assert one.relay is not None
+            one.relay.heal()
+        await until(running.agree, 2)
+        await until(lambda: all({x.name for x in one.node.adapters()} == {"before", "on a", "on b"} for one in pair), 2)
+
+
+async def test_no_web_page_can_join(tmp_path: Path) -> None:
+    async with instances(tmp_path) as running, aiohttp.ClientSession() as session:
+        one = await running.start("a")
+        with pytest.raises(aiohttp.WSServerHandshakeError) as caught:
+            await session.ws_connect(f"http://{one.address}/cluster/ws", origin="http://evil.example")
+        assert caught.value.status == 403
+
+
+@pytest.mark.parametrize("frame", [b"", b"H", b"\x00" * 200_000, b"S" + b"x" * 100])
+async def test_rubbish_disturbs_nobody(tmp_path: Path, frame: bytes) -> None:
+    async with instances(tmp_path) as running, aiohttp.ClientSession() as session:
+        await together(running, "a", "b")
+        async with session.ws_connect(f"http://{running.running['a'].address}/cluster/ws") as stream:
+            with contextlib.suppress(ConnectionError):
+                for _ in range(30):
+                    await stream.send_bytes(frame)
+            while (await stream.receive(timeout=5)).type is aiohttp.WSMsgType.BINARY:
+                pass
+        assert running.agree()
