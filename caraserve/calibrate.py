@@ -119,12 +119,13 @@ def measure(
     measure_handoff: Callable[[], float] | None = None,
     dtype: str | None = None,
     threads: int | None = None,
+    accelerator: str = "",
 ) -> Profile:
     """Measures an idle backend and leaves no adapter on it.
 
     `progress` is told the share done; `measure_handoff` returns `Profile.handoff_ms`. `dtype` of the base weights is
-    the checkpoint's unless given; `threads` those chosen for computing, if they were. Raises BackendFailed or
-    ConfigError.
+    the checkpoint's unless given; `threads` those chosen for computing, if they were; `accelerator` the name of the
+    device, if it is none of the CPU's. Raises BackendFailed or ConfigError.
     """
     started_s = time.monotonic()
     effort = _QUICK if quick else _FULL
@@ -141,7 +142,7 @@ def measure(
     decode = [DecodePoint(len(ranks), sum(ranks), max(ranks), probe.ms) for ranks, probe in probes.decode.items()]
     return Profile(
         schema=SCHEMA,
-        machine=machine_key(),
+        machine=machine_key(accelerator),
         model=model_key(model, dtype, threads),
         made_unix_s=time.time(),
         quick=quick,

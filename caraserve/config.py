@@ -17,6 +17,7 @@ from caraserve.errors import ConfigError
 from caraserve.units import parse_bytes
 
 LOADING_MODES = ("cached", "merged", "ondemand", "overlapped", "pipelined", "assisted", "auto")
+LORA_KERNELS = ("bgmv", "bgmv-padded")
 PRELOADED_MODES = ("cached", "merged")  # all adapters are on the device from the start
 _MOST_CORE = 8191  # Linux's own limit
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
@@ -40,6 +41,16 @@ def _at_least(least: float, kind: type[int] | type[float] = int) -> Any:
         return value
 
     return parse
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: write a share above 0 and up to 1")
+    return value
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:
@@ -131,6 +142,7 @@ class LoraConfig(_FromArgs):
     adapters_dir: Path | None
     registry: Path | None
     loading_mode: str
+    lora_kernel: str
     lora_pool_bytes: int | None
     max_host_adapters_bytes: int
     lora_cpus: tuple[int, ...] | None
@@ -162,6 +174,12 @@ class LoraConfig(_FromArgs):
             choices=LOADING_MODES,
             default="auto",
             help="what happens when a request's adapter is not on the device",
+        )
+        group.add_argument(
+            "--lora-kernel",
+            choices=LORA_KERNELS,
+            default="bgmv",
+            help="bgmv-padded: every adapter costs as much as the largest, as in the literature's baseline; GPU only",
         )
         group.add_argument(
             "--lora-pool-bytes",
@@ -203,7 +221,9 @@ class LoraConfig(_FromArgs):
 class EngineConfig(_FromArgs):
     """Batching and memory; None means that the backend chooses."""
 
-    max_num_seqs: int
+    device: str
+    gpu_memory_utilization: float
+    max_num_seqs: int | None
     max_num_batched_tokens: int | None
     max_queue: int
     kv_cache_bytes: int | None
@@ -215,10 +235,27 @@ class EngineConfig(_FromArgs):
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group("scheduling and memory")
-        group.add_argument("--max-num-seqs", type=_at_least(1), default=64, help="requests in one iteration")
+        group.add_argument(
+            "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU if there is one"
+        )
+        group.add_argument(
+            "--gpu-memory-utilization",
+            type=_share,
+            default=0.9,
+            metavar="SHARE",
+            help="of the GPU's memory, that may be used",
+        )
+        group.add_argument(
+            "--max-num-seqs", type=_at_least(1), help="requests in one iteration (default 64, on a GPU 256)"
+        )
         group.add_argument("--max-num-batched-tokens", type=_at_least(1), help="tokens in one iteration")
         group.add_argument("--max-queue", type=_at_least(1), default=4096, help="waiting requests before 429")
-        group.add_argument("--kv-cache-bytes", type=_bytes, metavar="SIZE", help="memory for the KV cache")
+        group.add_argument(
+            "--kv-cache-bytes",
+            type=_bytes,
+            metavar="SIZE",
+            help="memory for the KV cache; on a GPU, for adapters as well",
+        )
         group.add_argument(
             "--enable-prefix-caching",
             action=argparse.BooleanOptionalAction,

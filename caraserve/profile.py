@@ -240,10 +240,11 @@ def _parsed(kind: Any, value: Any, where: str) -> Any:
 # --- names ---
 
 
-def machine_key() -> str:
-    """This machine: its CPU's name and the cores that this process may use."""
+def machine_key(accelerator: str = "") -> str:
+    """This machine: its CPU's name and the cores that this process may use, and its accelerator, if that is used."""
     cores = len(os.sched_getaffinity(0))
-    return f"{_slug(_cpu_name())}-{cores}-core{'s' if cores > 1 else ''}"
+    key = f"{_slug(_cpu_name())}-{cores}-core{'s' if cores > 1 else ''}"
+    return f"{key}-{_slug(accelerator)}" if accelerator else key
 
 
 def _cpu_name() -> str:

@@ -11,11 +11,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from caraserve.backends import build_backend
 from caraserve.config import EngineConfig, LoraConfig, ModelConfig
 from caraserve.errors import ConfigError
 from caraserve.model.spec import load_spec
 from caraserve.profile import LineFit, Profile, default_path
-from caraserve.serve import build_cpu_backend, with_demo
+from caraserve.serve import with_demo
 from caraserve.tuning import make_profile
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ def profile(
     model_config, lora_config = with_demo(model_config, lora_config)
     assert model_config.model is not None
     spec = load_spec(model_config.model)
-    backend = build_cpu_backend(spec, model_config, engine_config, lora_config)
+    backend = build_backend(spec, model_config, engine_config, lora_config)
     dtype = spec.dtype if model_config.dtype == "auto" else model_config.dtype
     try:
         backend.start_workers(lambda rank: _SLICE_TOKENS)

@@ -10,47 +10,40 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import Progress
 
 from caraserve import demo
 from caraserve.adapters.catalog import AdapterReader, Catalog, CatalogRules
 from caraserve.adapters.registry import Registry
 from caraserve.adapters.residency import Residency
+from caraserve.backends import ADAPTER_SLOTS, ServingBackend, build_backend
 from caraserve.config import PRELOADED_MODES, ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
 from caraserve.cpu.arena import Arena
-from caraserve.errors import ConfigError, ModelLoadError
+from caraserve.errors import ConfigError
 from caraserve.kv.room import Room
 from caraserve.loop import Engine
 from caraserve.merging import MergeRule
 from caraserve.metrics import Metrics, WorkerCounts
 from caraserve.model.digest import model_digest
-from caraserve.model.layout import Dtype
 from caraserve.model.spec import ModelSpec, load_spec
 from caraserve.profile import Profile
+from caraserve.progress import progress
 from caraserve.tokenizer import load_tokenizer
 from caraserve.trace import Trace
 from caraserve.tuning import loading_rules, tuned
-from caraserve.units import human_bytes
 
 if TYPE_CHECKING:
     from caraserve.cluster.node import Node
 
 log = logging.getLogger(__name__)
 
-_DEFAULT_CONTEXT_TOKENS = 8192  # where the model allows more; --max-model-len raises it
-_DEFAULT_STEP_TOKENS = 256  # past the roofline's knee of a CPU, where larger chunks gain nothing
-_ADAPTER_SLOTS = 1025  # entries of the device adapter table; bytes are the bound that matters
 _ADAPTER_BYTES = 1 << 30  # for adapters, where they have device memory of their own
-_KV_SHARE, _KV_MOST_BYTES = 0.3, 8 << 30  # of the free memory, for the KV cache by default
-
-_DTYPES = {"float32": Dtype.F32, "bfloat16": Dtype.BF16, "float16": Dtype.F16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +55,7 @@ class Served:
     spec: ModelSpec
     complaints: list[str]  # adapters of an earlier run that cannot be served
     profile: Profile | None
+    device: str
 
 
 def with_demo(model: ModelConfig, lora: LoraConfig) -> tuple[ModelConfig, LoraConfig]:
@@ -88,9 +82,9 @@ async def build_engine(
     trace = None if engine_config.trace is None else Trace(engine_config.trace)
     if trace is not None:
         stack.callback(trace.close)
-    backend = build_cpu_backend(spec, model_config, engine_config, lora_config, trace)
+    backend = build_backend(spec, model_config, engine_config, lora_config, trace)
     stack.callback(backend.close)
-    with _progress("profile", 100) as advance:
+    with progress("profile", 100) as advance:
         profile = tuned(backend, spec, model_config, engine_config, lora_config, advance)
     loop = asyncio.get_running_loop()
 
@@ -100,7 +94,7 @@ async def build_engine(
 
     metrics = Metrics(
         base_name,
-        max_loras=_ADAPTER_SLOTS - 1,
+        max_loras=ADAPTER_SLOTS - 1,
         block_tokens=backend.limits.block_tokens,
         workers=lambda: _worker_counts(backend),
         merges=lambda: backend.adapters_merged,
@@ -147,51 +141,10 @@ async def build_engine(
     stack.push_async_callback(_end_task, task)
     if mode in PRELOADED_MODES:
         await catalog.preloaded()
-    return Served(engine, metrics, spec, complaints, profile)
+    return Served(engine, metrics, spec, complaints, profile, backend.device_name)
 
 
-def build_cpu_backend(  # type: ignore[no-untyped-def]
-    spec: ModelSpec, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, trace: Trace | None = None
-):
-    """A warm CPU backend, its LoRA workers not yet started. Raises ConfigError or ModelLoadError."""
-    from caraserve.cpu.backend import CpuBackend, CpuSizes  # compiles kernels: late, after all that can be refused
-    from caraserve.cpu.weights import dummy_reader, folder_reader, load_model, progress_steps
-
-    assert model.model is not None
-    dtype = _dtype(spec, model.dtype)
-    context = min(spec.max_position, model.max_model_len or _DEFAULT_CONTEXT_TOKENS)
-    if model.max_model_len is not None and model.max_model_len > spec.max_position:
-        raise ConfigError(
-            f"--max-model-len {model.max_model_len} is more than the model's {spec.max_position} positions"
-        )
-    kv_bytes, lora_cpus = _kv_bytes(spec, context, engine.kv_cache_bytes), _lora_cpus(lora)
-    read = dummy_reader(engine.seed, dtype) if model.load_format == "dummy" else folder_reader(model.model)
-    with _progress("weights", progress_steps(spec)) as advance:
-        loaded = load_model(spec, dtype, context, read, advance)
-    sizes = CpuSizes(
-        threads=engine.cpu_threads or _compute_threads(len(os.sched_getaffinity(0))),
-        num_slots=engine.max_num_seqs,
-        adapter_slots=_ADAPTER_SLOTS,
-        max_step_tokens=max(engine.max_num_batched_tokens or _DEFAULT_STEP_TOKENS, engine.max_num_seqs),
-        max_context=context,
-        kv_cache_bytes=kv_bytes,
-        host_bytes=lora.max_host_adapters_bytes,
-        lora_cpus=lora_cpus,
-    )
-    backend = CpuBackend(spec, loaded, sizes, trace)
-    started_s = time.monotonic()
-    backend.warm_up(merging=lora.loading_mode == "merged")
-    log.debug("kernels ready after %.1f s", time.monotonic() - started_s)
-    return backend
-
-
-def _compute_threads(cores: int) -> int:
-    """All cores but one, which the event loop keeps; of two cores both, where half the speed would be too dear: there
-    the loop's 99th percentile lateness is 2 to 3 ms instead of 0.6."""
-    return cores if cores <= 2 else cores - 1
-
-
-def _worker_counts(backend) -> WorkerCounts:  # type: ignore[no-untyped-def]
+def _worker_counts(backend: ServingBackend) -> WorkerCounts:
     states = backend.workers.states()
     return WorkerCounts(
         alive=sum(state.pid is not None for state in states),
@@ -199,37 +152,6 @@ def _worker_counts(backend) -> WorkerCounts:  # type: ignore[no-untyped-def]
         slices=backend.slices_handed_over,
         redone=backend.modules_redone,
     )
-
-
-def _lora_cpus(lora: LoraConfig) -> tuple[int, ...]:
-    """Cores of the CPU LoRA workers: all but the first, left to the event loop; none where no mode uses them."""
-    if lora.loading_mode not in ("assisted", "auto"):
-        return ()
-    usable = sorted(os.sched_getaffinity(0))
-    if lora.lora_cpus is None:
-        return tuple(usable[1:] or usable)
-    if missing := set(lora.lora_cpus) - set(usable):
-        raise ConfigError(f"--lora-cpus names core {min(missing)}; this process may use {usable}")
-    return lora.lora_cpus
-
-
-def _dtype(spec: ModelSpec, asked: str) -> Dtype:
-    name = spec.dtype if asked == "auto" else asked
-    if name not in _DTYPES:
-        raise ModelLoadError(f"config.json: dtype {name!r} is not supported; give --dtype {', '.join(_DTYPES)}")
-    return _DTYPES[name]
-
-
-def _kv_bytes(spec: ModelSpec, context: int, asked: int | None) -> int:
-    """The KV cache's size: at least one request of full length must fit, or it could never run."""
-    least = spec.kv_bytes_per_token(4) * (context + 16)
-    if asked is not None and asked < least:
-        raise ConfigError(
-            f"--kv-cache-bytes {asked} is too small: one request of {context} tokens needs {least} bytes "
-            f"({human_bytes(least)}); raise it or lower --max-model-len"
-        )
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return asked or max(least, min(_KV_MOST_BYTES, int(_KV_SHARE * free)))
 
 
 def _root(lora: LoraConfig) -> Path | None:
@@ -244,19 +166,8 @@ def _add_adapters(catalog: Catalog, lora: LoraConfig) -> list[str]:
         folders = sorted(path for path in lora.adapters_dir.iterdir() if (path / "adapter_config.json").is_file())
         named = {name for name, _ in modules}
         modules += [(path.name, path) for path in folders if path.name not in named]
-    with _progress("adapters", len(modules)) as advance:
+    with progress("adapters", len(modules)) as advance:
         return catalog.add_at_start(modules, advance)
-
-
-@contextlib.contextmanager
-def _progress(label: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on a terminal, one log line elsewhere."""
-    console = Console(stderr=True)
-    started_s = time.monotonic()
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(label, total=total)
-        yield lambda: progress.advance(task)
-    log.info("%s loaded in %.1f s", label, time.monotonic() - started_s)
 
 
 def _stop_on_defect(task: "asyncio.Task[None]") -> None:
@@ -361,7 +272,7 @@ def _announce(served: Served, host: str, port: int) -> None:
     more = f" and {len(infos) - 8} more" if len(infos) > 8 else ""
     millions = served.spec.num_parameters / 1e6
     console = Console(stderr=False, soft_wrap=True, highlight=False, markup=False)
-    console.print(f"CaraServe is ready at {url}  ({engine.base_name}, {millions:.1f}M parameters, on the CPU)")
+    console.print(f"CaraServe is ready at {url}  ({engine.base_name}, {millions:.1f}M parameters, on {served.device})")
     console.print(f"adapters: {shown or 'none'}{more}")
     name = infos[0].name if infos else engine.base_name
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Tell me about the sea."}}]}}'

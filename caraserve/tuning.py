@@ -15,7 +15,7 @@ from caraserve.model.spec import ModelSpec
 from caraserve.profile import Profile, default_path, load, machine_key
 
 if TYPE_CHECKING:
-    from caraserve.cpu.backend import CpuBackend
+    from caraserve.backends import ServingBackend
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _BIRTH_S = 20.0  # until the workers are given up for the profile: they appear w
 
 
 def tuned(
-    backend: "CpuBackend",
+    backend: "ServingBackend",
     spec: ModelSpec,
     model: ModelConfig,
     engine: EngineConfig,
@@ -44,7 +44,7 @@ def tuned(
     if lora.loading_mode in LAYERWISE_MODES:
         try:
             profile = _found_or_made(backend, spec, model, engine, lora, advance)
-            backend.set_slices(profile.tokens_per_worker)
+            backend.use(profile)
         except ConfigError as error:
             if lora.profile is not None:
                 raise
@@ -55,7 +55,7 @@ def tuned(
 
 
 def _found_or_made(
-    backend: "CpuBackend",
+    backend: "ServingBackend",
     spec: ModelSpec,
     model: ModelConfig,
     engine: EngineConfig,
@@ -63,7 +63,7 @@ def _found_or_made(
     advance: Callable[[], None],
 ) -> Profile:
     dtype = spec.dtype if model.dtype == "auto" else model.dtype
-    path = lora.profile or default_path(machine_key(), model_key(spec, dtype, engine.cpu_threads))
+    path = lora.profile or default_path(machine_key(backend.accelerator), model_key(spec, dtype, engine.cpu_threads))
     profile = _known(path, required=lora.profile is not None)
     backend.start_workers(lambda rank: _UNPROFILED_SLICE_TOKENS)
     if profile is None:
@@ -76,7 +76,7 @@ def _found_or_made(
 
 
 def make_profile(
-    backend: "CpuBackend",
+    backend: "ServingBackend",
     spec: ModelSpec,
     dtype: str,
     threads: int | None,
@@ -100,10 +100,11 @@ def make_profile(
         measure_handoff=handoff_ms if there else None,
         dtype=dtype,
         threads=threads,
+        accelerator=backend.accelerator,
     )
 
 
-def loading_rules(backend: "CpuBackend", spec: ModelSpec, profile: Profile | None, lora: LoraConfig) -> Loading:
+def loading_rules(backend: "ServingBackend", spec: ModelSpec, profile: Profile | None, lora: LoraConfig) -> Loading:
     """The loading mode on this machine. Without a profile nobody can say when a layer will be needed."""
     mode = "overlapped" if profile is None and lora.loading_mode in LAYERWISE_MODES else lora.loading_mode
     bytes_per_s = math.inf if profile is None else profile.link_bytes_per_s
@@ -115,7 +116,7 @@ def loading_rules(backend: "CpuBackend", spec: ModelSpec, profile: Profile | Non
         costs=profile,
         workers=len(backend.workers),
         handoff_ms=_USUAL_HANDOFF_MS if measured_ms is None else measured_ms,
-        shared_cores=True,
+        shared_cores=backend.shares_cores,
     )
 
 

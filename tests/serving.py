@@ -45,6 +45,7 @@ def lora_config(
         adapters_dir=adapters_dir,
         registry=registry,
         loading_mode=mode,
+        lora_kernel="bgmv",
         lora_pool_bytes=device_bytes,
         max_host_adapters_bytes=host_bytes,
         lora_cpus=lora_cpus,
@@ -65,6 +66,8 @@ def engine_config(
     trace: Path | None = None,
 ) -> EngineConfig:
     return EngineConfig(
+        device="cpu",
+        gpu_memory_utilization=0.9,
         max_num_seqs=seqs,
         max_num_batched_tokens=step_tokens,
         max_queue=max_queue,

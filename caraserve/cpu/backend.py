@@ -32,6 +32,7 @@ from caraserve.model.backend import Limits
 from caraserve.model.layout import HostAdapter
 from caraserve.model.spec import ModelSpec
 from caraserve.plan import BASE_ADAPTER_SLOT, Plan, Row, SlotSampling, SlotStart, StepResult
+from caraserve.profile import Profile
 from caraserve.trace import Trace
 from caraserve.units import align_up, ceil_div
 
@@ -55,6 +56,9 @@ class CpuSizes:
 
 class CpuBackend:
     """Runs plans in launch order on one lane thread and its team; see model/backend.py for the contract."""
+
+    device_name, accelerator = "the CPU", ""
+    shares_cores = True  # CPU LoRA workers compute where iterations do
 
     def __init__(self, spec: ModelSpec, loaded: LoadedModel, sizes: CpuSizes, trace: Trace | None = None) -> None:
         block_bytes = spec.kv_bytes_per_token(4) * BLOCK_TOKENS
@@ -112,6 +116,10 @@ class CpuBackend:
     def set_slices(self, tokens_per_worker: Callable[[int], int]) -> None:
         """Sets the most tokens of a slice by rank; the lane reads it at each hand-over."""
         self._buffers.set_tokens_per_worker(tokens_per_worker)
+
+    def use(self, profile: Profile) -> None:
+        """Slices go by what was measured of this machine."""
+        self.set_slices(profile.tokens_per_worker)
 
     def emulate_link(self, bytes_per_s: float) -> None:
         """Slows loading down to a stated bandwidth from now on."""

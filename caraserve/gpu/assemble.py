@@ -41,6 +41,7 @@ from caraserve.model.backend import Limits, SharedMemory
 from caraserve.model.layout import MAX_RANK
 from caraserve.model.spec import ModelSpec
 from caraserve.plan import Plan
+from caraserve.trace import Trace
 from caraserve.units import align_up, ceil_div, human_bytes
 
 _RING_BYTES = 64 << 20
@@ -58,6 +59,7 @@ class GpuDevice:
     driver: Driver
     kernels: Kernels
     device: torch.device
+    name: str
     enter_thread: Callable[[], None] = lambda: None  # makes the device current on a new thread
 
 
@@ -152,7 +154,14 @@ class Parts:
         self.region.region.close()
 
 
-def assemble(spec: ModelSpec, weights: Weights, sizes: GpuSizes, device: GpuDevice, wake: Callable[[], None]) -> Parts:
+def assemble(
+    spec: ModelSpec,
+    weights: Weights,
+    sizes: GpuSizes,
+    device: GpuDevice,
+    wake: Callable[[], None],
+    trace: Trace | None = None,
+) -> Parts:
     """Takes the memory and joins the parts. `wake` has the launching thread look around. Raises ConfigError when the
     device is too small."""
     driver, torch_device, dtype = device.driver, device.device, weights.dtype
@@ -233,6 +242,7 @@ def assemble(spec: ModelSpec, weights: Weights, sizes: GpuSizes, device: GpuDevi
         captures,
         work_of,
         spec.layers,
+        trace,
     )
     asides = Asides(
         driver,

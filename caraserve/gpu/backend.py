@@ -13,15 +13,19 @@ from queue import Empty, SimpleQueue
 
 from caraserve.cpu.round_trip import RoundTrip
 from caraserve.cpu.workers import Workers
+from caraserve.errors import ConfigError
 from caraserve.gpu.assemble import GpuDevice, GpuSizes, Parts, assemble
 from caraserve.gpu.timeline import Lane
 from caraserve.gpu.weights import Weights
 from caraserve.model.layout import HostAdapter
 from caraserve.model.spec import ModelSpec
 from caraserve.plan import BASE_ADAPTER_SLOT, Plan, StepResult
+from caraserve.profile import Profile
+from caraserve.trace import Trace
 
 log = logging.getLogger(__name__)
 
+_USUAL_HANDOFF_MS = 0.05  # a round trip beyond its compute
 _PUMP_S = 0.001  # between two looks at the link while anything is on its way
 _NICE = -5  # of the launching thread, where that is allowed: a device that waits for it stands still
 
@@ -31,9 +35,15 @@ Done = Callable[[StepResult | Exception], None]
 class CudaBackend:
     """See model/backend.py for the contract."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, sizes: GpuSizes, device: GpuDevice) -> None:
+    shares_cores = False  # CPU LoRA workers have cores that iterations do not need
+
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, sizes: GpuSizes, device: GpuDevice, trace: Trace | None = None
+    ) -> None:
+        self.device_name = self.accelerator = device.name
+        self._layers = spec.layers
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._parts: Parts = assemble(spec, weights, sizes, device, lambda: self._jobs.put(_nothing))
+        self._parts: Parts = assemble(spec, weights, sizes, device, lambda: self._jobs.put(_nothing), trace)
         self.limits = self._parts.limits
         self.host_memory = self._parts.region.arena
         self.workers: Workers = self._parts.workers
@@ -66,22 +76,24 @@ class CudaBackend:
     def start_workers(self, tokens_per_worker: Callable[[int], int]) -> None:
         """Starts the CPU LoRA workers; to be called once. Returns at once: until they are there, layers that they would
         compute are waited for. `tokens_per_worker(rank)`: most tokens of a slice."""
-        self.set_slices(tokens_per_worker)
+        self._parts.asides.predictions.tokens_per_worker = tokens_per_worker
         self.workers.start()
 
-    def set_slices(self, tokens_per_worker: Callable[[int], int]) -> None:
-        """Sets the most tokens of a slice by rank."""
-        self._parts.asides.predictions.tokens_per_worker = tokens_per_worker
+    def use(self, profile: Profile) -> None:
+        """Predictions go by what was measured of this machine."""
+        layers, predictions = self._layers, self._parts.asides.predictions
+        handoff_s = (profile.handoff_ms or _USUAL_HANDOFF_MS) / 1000
+        workers = max(1, len(self.workers))
+        predictions.tokens_per_worker = profile.tokens_per_worker
+        predictions.layer_s = lambda tokens: profile.prefill_ms(tokens, 0) / 1000 / layers
+        predictions.hand_over_s = lambda tokens, rank: (
+            handoff_s + profile.cpu_lora_ms(tokens, rank, "qkv") / 1000 / workers
+        )
+        self._parts.queue.bytes_per_s = profile.link_bytes_per_s
 
-    def predict(self, layer_s: Callable[[int], float], hand_over_s: Callable[[int, int], float]) -> None:
-        """What is known of this machine: a layer's time in a prefill of so many tokens, a hand-over's of so many tokens
-        at a rank."""
-        self._parts.asides.predictions.layer_s = layer_s
-        self._parts.asides.predictions.hand_over_s = hand_over_s
-
-    def set_link_speed(self, bytes_per_s: float) -> None:
-        """What the link to the device was measured to carry."""
-        self._parts.queue.bytes_per_s = bytes_per_s
+    def emulate_link(self, bytes_per_s: float) -> None:
+        """Raises ConfigError: the link is what it is."""
+        raise ConfigError("--emulate-link-mb-per-s is for the CPU, where there is no link; leave it out on a GPU")
 
     def time_hand_over(self, slot: int, tokens: int) -> RoundTrip | None:
         """Not known: the device hands over in the middle of a pass, and nothing here sees when."""

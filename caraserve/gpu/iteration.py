@@ -23,6 +23,7 @@ from caraserve.gpu.slots import RequestSlots
 from caraserve.gpu.timeline import NOTHING, Lane, Timelines
 from caraserve.model.outputs import Found, Output, collect, outputs_of
 from caraserve.plan import BASE_ADAPTER_SLOT, Plan, StepResult
+from caraserve.trace import Trace
 
 Done = Callable[[StepResult | Exception], None]
 WorkOf = Callable[[Plan, Shape], Pass]  # the pass of a plan that no graph serves
@@ -100,7 +101,9 @@ class Iterations:
         captures: Captures,
         work_of: WorkOf,
         layers: int,
+        trace: Trace | None = None,
     ) -> None:
+        self._trace = trace
         self._driver, self._timelines, self._ring, self._lane, self._waiter = driver, timelines, ring, lane, waiter
         self._images, self._slots, self._batch, self._host = images, slots, batch, host
         self._results, self._captures, self._work_of, self._layers = results, captures, work_of, layers
@@ -149,6 +152,9 @@ class Iterations:
                 }
                 outcome = StepResult(collect(plan, outputs, found, prompt_tokens, loads), started_s, done_s)
             self._results.give_back(results, address)
+            if self._trace is not None:
+                name = f"{plan.num_tokens} tokens of {len(plan.rows)} requests"
+                self._trace.span("device", name, int(started_s * 1e9), int(done_s * 1e9))
             done(outcome)
 
         self._waiter.when_done(stream, ended)

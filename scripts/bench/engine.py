@@ -178,6 +178,7 @@ async def start_engine(
         adapters_dir=None,
         registry=None,
         loading_mode="cached",
+        lora_kernel="bgmv",
         lora_pool_bytes=_ADAPTER_BYTES,
         max_host_adapters_bytes=_ADAPTER_BYTES,
         lora_cpus=None,
@@ -186,6 +187,8 @@ async def start_engine(
         allow_runtime_lora_updating=False,
     )
     engine_config = EngineConfig(
+        device="cpu",
+        gpu_memory_utilization=0.9,
         max_num_seqs=max(args.concurrency),
         max_num_batched_tokens=None,
         max_queue=4096,

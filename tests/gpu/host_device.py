@@ -1,5 +1,5 @@
-"""A whole device on this machine's CPU: torch's CPU tensors, Triton's interpreter, the raw kernels compiled for the host,
-and streams that run when somebody waits for them, in an order that a seed chooses.
+"""A whole device on this machine's CPU: torch's CPU tensors, Triton's interpreter, the raw kernels compiled for the
+host, and streams that run when somebody waits for them, in an order that a seed chooses.
 
 Triton's interpreter must have been chosen before its modules are imported: see triton_interpreter.py.
 """
@@ -209,7 +209,7 @@ class HostKernels:
 def host_device(activation: Dtype = Dtype.F32, seed: int = 0) -> tuple[GpuDevice, HostDriver]:
     """A device of its own."""
     driver = HostDriver(seed)
-    return GpuDevice(driver, HostKernels(driver, activation), torch.device("cpu")), driver
+    return GpuDevice(driver, HostKernels(driver, activation), torch.device("cpu"), "a device on the host"), driver
 
 
 def _move(target: int, source: int, num_bytes: int) -> None:
