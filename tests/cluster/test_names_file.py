@@ -1,0 +1,65 @@
+"""Names and tombstones outlive the process; a file that cannot be used is refused with the reason."""
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from caraserve.cluster.facts import TOMBSTONE_S, Fact
+from caraserve.cluster.names_file import NamesFile, beside
+from caraserve.errors import ConfigError
+
+NOW_MS = 1_700_000_000_000
+HLC = NOW_MS << 16
+NAME = Fact("poet", ("d1", 8, 4096), HLC, "a")
+GONE = Fact("pirate", (), HLC + 1, "b", deleted=True)
+
+
+def kept(path: Path, wall_ms: int = NOW_MS) -> list[Fact]:
+    with closing(NamesFile(path)) as names:
+        return sorted(names.restore(wall_ms), key=lambda fact: fact.key, reverse=True)
+
+
+def test_names_and_tombstones_come_back_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "names.db"
+    with closing(NamesFile(path)) as names:
+        names.save([NAME, GONE])
+        names.save([])
+    assert kept(path) == [NAME, GONE]
+
+
+def test_the_newest_of_a_name_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "names.db"
+    with closing(NamesFile(path)) as names:
+        for count in range(50):
+            names.save([Fact("poet", ("d", count), HLC + count, "a")])
+    assert kept(path) == [Fact("poet", ("d", 49), HLC + 49, "a")]
+
+
+def test_tombstones_that_nobody_needs_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "names.db"
+    with closing(NamesFile(path)) as names:
+        names.save([NAME, GONE])
+    assert kept(path, NOW_MS + int(TOMBSTONE_S * 1000) + 1000) == [NAME]
+    assert kept(path) == [NAME]
+
+
+def test_without_a_file_nothing_is_kept() -> None:
+    with closing(NamesFile(None)) as names:
+        names.save([NAME])
+    with closing(NamesFile(None)) as names:
+        assert names.restore(NOW_MS) == []
+
+
+def test_a_file_in_use_or_of_another_kind_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "names.db"
+    with closing(NamesFile(path)), pytest.raises(ConfigError, match="another server may use it"):
+        NamesFile(path)
+    other = tmp_path / "text"
+    other.write_text("no database " * 100)
+    with pytest.raises(ConfigError, match="text"):
+        NamesFile(other)
+
+
+def test_it_lies_beside_the_registry() -> None:
+    assert beside(Path("/data/registry.db")) == Path("/data/registry.cluster.db")
