@@ -157,7 +157,14 @@ def _add_cluster(kinds: Any) -> None:
         default="padded",
         help="how ranks in a batch add up: BGMV's way, MBGMV's, or as a profile was measured (default %(default)s)",
     )
-    group.add_argument("--profile", type=Path, metavar="FILE", help="times of a measured machine, not of the papers'")
+    group.add_argument(
+        "--profile",
+        type=Path,
+        nargs="+",
+        default=(),
+        metavar="FILE",
+        help="times of measured machines, not the papers'",
+    )
     group.add_argument("--slo-scale", type=positive, default=1.5, metavar="X", help="TPT within X times the base's")
     group.add_argument("--beat-ms", type=positive, default=250.0, metavar="MS", help="between an instance's load beats")
     group.add_argument("--routers", type=count, metavar="N", help="instances that clients send to (default: all)")
@@ -180,7 +187,8 @@ def _routings(text: str) -> tuple[str, ...]:
 def _cluster(args: argparse.Namespace) -> int:
     from caraserve.bench.cluster.run import ClusterOptions, bench_cluster
 
-    options = ClusterOptions(**{name: getattr(args, name) for name in ClusterOptions.__slots__})
+    asked = {name: getattr(args, name) for name in ClusterOptions.__slots__}
+    options = ClusterOptions(**asked | {"profile": tuple(args.profile)})
     return bench_cluster(options, LoadOptions.from_args(args), _asked(args))
 
 

@@ -242,8 +242,10 @@ def _by_requests(instances: Sequence[Instance], chance: Chance) -> Order:
     if not instances:
         return Order(())
     least = min(map(_REQUESTS, instances))
-    first = _any([one for one in instances if one.backlog.requests == least], chance)[:1]
-    return Order(first, lambda: (one.name for one in sorted(shuffled(instances, chance), key=_REQUESTS)))
+    idlest = [one for one in instances if one.backlog.requests == least]
+    return Order(
+        (_any(idlest, chance)[0],), lambda: (one.name for one in sorted(shuffled(instances, chance), key=_REQUESTS))
+    )
 
 
 class MostIdle:
@@ -268,7 +270,7 @@ class Dlora:
         if not holders:
             return Proposal(_by_requests(others, chance))
         nearest = _by_requests(holders, chance)
-        return Proposal(Order(nearest[:1], lambda: (*nearest, *_by_requests(others, chance))))
+        return Proposal(Order((nearest[0],), lambda: (*nearest, *_by_requests(others, chance))))
 
 
 _POLICIES: Mapping[str, Callable[[], Policy]] = {

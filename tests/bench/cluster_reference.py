@@ -48,8 +48,10 @@ def play(machine: Machine, requests: list[Plain]) -> list[tuple[int, int, int, i
         decoding = [one for one in running if one.computed == one.prompt]
         budget = machine.max_step_tokens - len(decoding)
         chunks = []
-        for one in running:
-            if one.computed < one.prompt and budget > 0:
+        prefilling = [one for one in running if one.computed < one.prompt]
+        last_token = [one for one in prefilling if one.prompt - one.computed == 1]
+        for one in last_token + [one for one in prefilling if one not in last_token]:
+            if budget > 0:
                 count = min(budget, one.prompt - one.computed)
                 chunks.append((one, count))
                 budget -= count

@@ -18,6 +18,10 @@ MS = 1_000_000  # nanoseconds
 FOREVER = 1 << 62
 
 
+def _chunked(request: "SimRequest") -> bool:
+    return request.left != 1
+
+
 class SimRequest:
     """One request on its way. Times in ns; −1: not yet."""
 
@@ -245,7 +249,8 @@ class Batches:
         budget = self._machine.max_step_tokens - running
         tokens = token_ranks = 0
         chunks = []
-        for request in self._prefilling:
+        # A last token of a prompt is scheduled as one of an answer is: before all chunks.
+        for request in sorted(self._prefilling, key=_chunked):
             count = min(request.left, budget - tokens)
             if count == 0:
                 break

@@ -49,7 +49,6 @@ class Planner:
         self.replans = routing in ("auto", "loraserve")
         machine = nodes[0].machine
         self._bytes = [rank * machine.rank_bytes for rank in self._ranks]
-        self._servers = [Server(node.name, node.machine.host_adapter_bytes) for node in nodes]
         count = max(1, len(workload.requests))
         prompt = sum(one.prompt_tokens for one in workload.requests) / count
         output = sum(one.output_tokens for one in workload.requests) / count
@@ -57,12 +56,22 @@ class Planner:
             rank: machine.model.operating_point(rank, slo_ms, prompt, output, machine.max_running)
             for rank in set(self._ranks)
         }
+        self._servers = [
+            Server(node.name, node.machine.host_adapter_bytes, self._speed(node, slo_ms, prompt, output))
+            for node in nodes
+        ]
         self._tokens: dict[int, int] = {}
         self._rates: dict[int, float] = {}
         self._since = 0
         self._epoch = 0
         self._moves: list[deque[int]] = [deque() for _ in nodes]
         self._credit = [0.0] * len(nodes)
+
+    def _speed(self, node: "Node", slo_ms: float, prompt: float, output: float) -> float:
+        """Beside the machine of the operating points, which is the first one's; by the mean over ranks."""
+        limit = node.machine.max_running
+        own = [node.machine.model.operating_point(rank, slo_ms, prompt, output, limit) for rank in sorted(self._points)]
+        return sum(own) / sum(self._points[rank] for rank in sorted(self._points)) if own else 1.0
 
     def begin(self) -> None:
         """Where adapters are before the first request."""

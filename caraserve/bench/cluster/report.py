@@ -58,12 +58,12 @@ def _moved_row(one: Outcome) -> tuple[str, ...]:
 
 
 def as_json(one: Found) -> dict[str, Any]:
-    """One policy. `wall_s` alone differs between two runs of one seed."""
+    """One policy; the same for every run of one seed."""
     tried = [
         {"instances": size.instances, "attainment": size.attainment, "ttft_p95_ms": size.ttft_p95_ms}
         for size in one.tried
     ]
-    told = asdict(one.at_size) | {"needed": one.needed, "tried": tried, "wall_s": round(one.wall_s, 3)}
+    told = asdict(one.at_size) | {"needed": one.needed, "tried": tried}
     return {name: finite(value) for name, value in told.items()}
 
 

@@ -22,6 +22,7 @@ from caraserve.bench.records import Workload
 from caraserve.bench.report.tables import table
 from caraserve.bench.workload.build import build
 from caraserve.bench.workload.presets import find_preset
+from caraserve.cluster.perf_model import Kernel
 from caraserve.errors import ConfigError
 
 _PRESET = "toppings-sim"
@@ -41,8 +42,8 @@ class ClusterOptions:
 
     routing: tuple[str, ...]
     instances: int | None  # None: as many as the preset has
-    kernel: str
-    profile: Path | None
+    kernel: Kernel
+    profile: tuple[Path, ...]
     slo_scale: float
     beat_ms: float
     routers: int | None
@@ -86,7 +87,7 @@ def _document(
         "versions": versions(),
         "arguments": {name: value for name, value in asked.items() if name not in ("profile", "processes")},
         "notes": [*NOTES, *workload.notes],
-        "machine": _told(study.machine),
+        "machines": [_told(machine) for machine in study.machines],
         "instances": study.instances,
         "requests": len(workload.requests),
         "base": asdict(bare),
@@ -101,17 +102,16 @@ def _study(options: ClusterOptions, load: LoadOptions) -> Study:
     if options.need_attainment is not None or options.need_ttft_p95_ms is not None:
         goal = Goal(options.need_attainment, options.need_ttft_p95_ms)
     setting = Setting((), "auto", inf, routers=options.routers, beat_ms=options.beat_ms, seed=load.seed)
-    return Study(_machine(options), instances, setting, goal)
+    return Study(_machines(options), instances, setting, goal)
 
 
-def _machine(options: ClusterOptions) -> Machine:
-    if options.profile is None:
-        if options.kernel == "measured":
-            raise ConfigError("--kernel measured needs --profile; the papers' machine has padded and unpadded kernels")
-        return of_papers("padded" if options.kernel == "padded" else "unpadded")
-    like = of_papers("padded")
-    kernel = {"padded": "padded", "unpadded": "unpadded"}.get(options.kernel, "measured")
-    return of_profile(profiles.load(options.profile), kernel, like)  # type: ignore[arg-type]
+def _machines(options: ClusterOptions) -> tuple[Machine, ...]:
+    if options.profile:
+        like = of_papers("padded")
+        return tuple(of_profile(profiles.load(file), options.kernel, like) for file in options.profile)
+    if options.kernel == "measured":
+        raise ConfigError("--kernel measured needs --profile; the papers' machine has padded and unpadded kernels")
+    return (of_papers(options.kernel),)
 
 
 def _told(machine: Machine) -> dict[str, object]:

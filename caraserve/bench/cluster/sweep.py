@@ -4,7 +4,6 @@ Runs are spread over processes; each process has the workload from the one that 
 """
 
 import multiprocessing
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -32,9 +31,9 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What is simulated: a workload on fleets of one machine."""
+    """What is simulated: a workload on fleets of any size."""
 
-    machine: Machine
+    machines: tuple[Machine, ...]  # of its instances in turn
     instances: int
     setting: Setting  # its machines and routing are put in for each run
     goal: Goal | None = None
@@ -48,15 +47,15 @@ class Found:
     at_size: Outcome
     tried: tuple[Outcome, ...] = ()
     needed: int | None = None  # instances; None: no goal, or not met
-    wall_s: float = 0.0  # of the run at the study's size, on one core
 
 
 def base(study: Study, workload: Workload, slo_scale: float) -> Outcome:
     """The same requests without adapters, in turn to every instance. Its SLO is the study's: so many times its own mean
     time per token."""
     bare = Workload(tuple(replace(request, adapter=None) for request in workload.requests), ())
-    machines = (without_adapters(study.machine),) * study.instances
-    simulation = Simulation(replace(study.setting, machines=machines, routing="round-robin", routers=1), bare)
+    sized = _sized(study, "round-robin", study.instances)
+    machines = tuple(map(without_adapters, sized.machines))
+    simulation = Simulation(replace(sized, machines=machines, routers=1), bare)
     simulation.run()
     mean_ms = outcome(simulation, "round-robin", inf).tpt_mean_ms
     return outcome(simulation, "round-robin", slo_scale * mean_ms)
@@ -64,19 +63,19 @@ def base(study: Study, workload: Workload, slo_scale: float) -> Outcome:
 
 def find(study: Study, workload: Workload, routing: str) -> Found:
     """One policy's runs, one after another."""
-    at_size, wall_s = _run(_sized(study, routing, study.instances), workload)
+    at_size = _run(_sized(study, routing, study.instances), workload)
     if study.goal is None:
-        return Found(at_size, wall_s=wall_s)
+        return Found(at_size)
     tried = {study.instances: at_size}
 
     def enough(count: int) -> bool:
         if count not in tried:
-            tried[count] = _run(_sized(study, routing, count), workload)[0]
+            tried[count] = _run(_sized(study, routing, count), workload)
         assert study.goal is not None
         return study.goal.met(tried[count])
 
     needed = _least(enough, study.instances, study.most_instances)
-    return Found(at_size, tuple(tried[count] for count in sorted(tried)), needed, wall_s)
+    return Found(at_size, tuple(tried[count] for count in sorted(tried)), needed)
 
 
 def _least(enough: Callable[[int], bool], start: int, most: int) -> int | None:
@@ -96,15 +95,14 @@ def _least(enough: Callable[[int], bool], start: int, most: int) -> int | None:
 
 
 def _sized(study: Study, routing: str, instances: int) -> Setting:
-    return replace(study.setting, machines=(study.machine,) * instances, routing=routing)
+    machines = tuple(study.machines[number % len(study.machines)] for number in range(instances))
+    return replace(study.setting, machines=machines, routing=routing)
 
 
-def _run(setting: Setting, workload: Workload) -> tuple[Outcome, float]:
+def _run(setting: Setting, workload: Workload) -> Outcome:
     simulation = Simulation(setting, workload)
-    began = time.perf_counter()
     simulation.run()
-    wall_s = time.perf_counter() - began
-    return outcome(simulation, setting.routing, setting.slo_ms), wall_s
+    return outcome(simulation, setting.routing, setting.slo_ms)
 
 
 _of_this_process: list[tuple[Study, Workload]] = []
