@@ -102,17 +102,17 @@ class _Pass:
             if victim is None:
                 return None
             self.preempted.append(victim)
-            self.left_out.pop(victim, None)
             self.pool.release(victim.blocks)
             if victim is request:
                 return None
         return self.pool.take(count)
 
     def _victim(self) -> Request | None:
-        """The last in line that holds blocks and is not in this iteration. The first of all is never one, so that
-        somebody always gets to the end."""
+        """The last in line that holds blocks and neither is in this iteration nor waits for the pool to grow. The first
+        of all is never one, so that somebody always gets to the end."""
         for request in reversed(self.running[1:]):
-            if request not in self.scheduled and request not in self.preempted and request.blocks:
+            spared = request in self.scheduled or request in self.preempted or request in self.left_out
+            if request.blocks and not spared:
                 return request
         return None
 

@@ -30,7 +30,12 @@ MAX_IDLE_TURNS = 50
 
 
 class _Metrics:
-    preemptions = 0
+    def __init__(self) -> None:
+        self.preemptions = 0
+        self.choices: list[tuple[str, float, float]] = []
+
+    def observe_choice(self, choice: str, predicted_ms: float, observed_ms: float) -> None:
+        self.choices.append((choice, predicted_ms, observed_ms))
 
     def observe_preemption(self) -> None:
         self.preemptions += 1
@@ -39,7 +44,6 @@ class _Metrics:
     def observe_first_token(self, seconds: float) -> None: ...
     def observe_token_gap(self, seconds: float) -> None: ...
     def observe_finish(self, finish: Finish) -> None: ...
-    def observe_choice(self, choice: str, predicted_ms: float, observed_ms: float) -> None: ...
 
 
 class _Costs:

@@ -56,3 +56,13 @@ def test_an_item_can_be_taken_out_of_the_middle() -> None:
         queue.push("t", item)
     queue.remove("t", "b")
     assert list(queue) == ["a", "c"]
+
+
+def test_the_next_to_come_are_every_tenants_first_then_every_tenants_second() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for tenant, item in (("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"), ("c", "c1"), ("c", "c2")):
+        queue.push(tenant, item)
+    queue.charge("a", 100, 0)
+    assert queue.upcoming(5) == ["b1", "c1", "a1", "c2", "a2"]
+    assert queue.upcoming(99) == ["b1", "c1", "a1", "c2", "a2", "a3"]
+    assert len(queue) == 6

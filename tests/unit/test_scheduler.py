@@ -5,7 +5,7 @@ import pytest
 from caraserve.kv.blocks import BlockPool
 from caraserve.model.backend import Limits
 from caraserve.request import GenerateRequest, Phase, Request, SamplingParams
-from caraserve.scheduler import PROMPT_LOGPROBS_CHUNK_TOKENS, Decision, plan_iteration
+from caraserve.scheduler import PROMPT_LOGPROBS_CHUNK_TOKENS, Decision, Scheduled, plan_aside, plan_iteration
 
 
 def limits(step_tokens: int = 64, blocks: int = 100) -> Limits:
@@ -123,3 +123,57 @@ def test_an_iteration_never_exceeds_its_tokens(step_tokens: int) -> None:
     running = [request(slot, 30 + slot) for slot in range(6)]
     decision = plan(running, BlockPool(100), limits(step_tokens))
     assert sum(entry.row.count for entry in decision.scheduled) == step_tokens
+
+
+def test_while_the_pool_can_grow_whoever_finds_no_block_is_left_out_and_nobody_loses_any() -> None:
+    pool = BlockPool(4)
+    first = holding(pool, request(0, 32, computed=32, outputs=1), 2)
+    last = holding(pool, request(1, 31, computed=31, outputs=1), 2)
+    decision = plan_iteration([first, last], [0, 0], pool, limits(blocks=4), growable=1)
+    assert rows(decision) == [(1, 31, 1, True)]
+    assert (decision.preempted, decision.lacking) == ((), 1)
+
+
+def test_who_is_left_out_keeps_its_claim_to_free_blocks() -> None:
+    """Otherwise others would take them from iteration to iteration."""
+    pool = BlockPool(3)
+    first, second = request(0, 64), request(1, 16)
+    decision = plan_iteration([first, second], [0, 0], pool, limits(128, blocks=3), growable=9)
+    assert (rows(decision), decision.lacking, pool.used) == ([], 2, 0)
+
+
+def test_where_the_pool_cannot_grow_enough_the_latest_is_preempted() -> None:
+    pool = BlockPool(5)
+    first = holding(pool, request(0, 80, computed=32), 2)
+    last = holding(pool, request(1, 31, computed=31, outputs=1), 2)
+    decision = plan_iteration([first, last], [0, 0], pool, limits(blocks=5), served=1, growable=1)
+    assert decision.preempted == (last,)
+    assert rows(decision) == [(0, 32, 48, True)]
+
+
+def test_one_that_is_left_out_is_not_preempted_for_another() -> None:
+    """Both lack a block, and there will be one more: the second gives way."""
+    pool = BlockPool(7)
+    first = holding(pool, request(0, 30, computed=30, outputs=1), 2)
+    second = holding(pool, request(1, 32, computed=32, outputs=1), 2)
+    third = holding(pool, request(2, 48, computed=48, outputs=1), 3)
+    decision = plan_iteration([first, second, third], [0] * 3, pool, limits(blocks=7), growable=1)
+    assert rows(decision) == [(0, 30, 1, True)]
+    assert decision.preempted == (third,)
+
+
+def test_a_plan_aside_is_all_that_is_left_of_a_prompt_as_far_as_one_plan_takes_it() -> None:
+    pool = BlockPool(100)
+    whole = plan_aside(request(0, 40, computed=16), 3, pool, limits())
+    assert isinstance(whole, Scheduled)
+    assert (whole.row.start, whole.row.count, whole.row.adapter_slot, whole.row.samples) == (16, 24, 3, True)
+    piece = plan_aside(request(1, 100), 3, pool, limits())
+    assert isinstance(piece, Scheduled)
+    assert (piece.row.count, piece.row.samples) == (64, False)
+
+
+def test_a_plan_aside_takes_blocks_from_nobody() -> None:
+    pool = BlockPool(3)
+    holding(pool, request(0, 32, computed=32, outputs=1), 2)
+    assert plan_aside(request(1, 40), 3, pool, limits()) == 2
+    assert pool.available == 1
