@@ -147,7 +147,7 @@ class Core:
         if source is None:
             return None
         me, settings = self.members.me, self._settings
-        echo = source.peer.nonce if source.peer else ""
+        echo = source.peer.nonce if source.peer and not source.barred else ""
         who = (settings.cluster, settings.model, me.name, me.address, me.epoch)
         return source.pull(wire.Hello(wire.PROTOCOL, *who, source.nonce, echo, source.up), now)
 

@@ -42,6 +42,7 @@ class Link:
         self._keys = keys
         self._verify_key: bytes | None = None  # the one that the last frame was signed with
         self._greet = True
+        self._named = False  # it has been told who we are
         self._refusal: Refuse | None = None
         self._window = ReplayWindow()
         self._sent = 0
@@ -143,12 +144,13 @@ class Link:
     def refuse(self, reason: str, now: float) -> None:
         """Tells the peer why, and is deaf to it from then on. It ends the connection, or the time to greet does.
 
-        Closing here would let our refusal and its own, when both object, cross and get lost.
+        Closing here would let our refusal and its own, when both object, cross and get lost. If it does not know us
+        yet it is told first who refuses it: it may object as well, and the two then know which of them goes.
         """
         if self.peer is not None and not self.barred:
             self._refusal = Refuse(self.peer.nonce, reason)
         self.barred, self.up, self.opened_s = True, False, now
-        self._beat, self._greet = None, False
+        self._beat, self._greet = None, not self._named
         self._control.clear()
 
     def close(self, reason: str) -> None:
@@ -165,12 +167,12 @@ class Link:
 
     def pull(self, hello: Hello, now: float) -> bytes | None:
         """The next frame; `hello` is what to say if it is a greeting. Signed only here, so numbers go up in order."""
+        if self._greet:
+            self._greet, self._named, self.greeted_s = False, True, now
+            return seal(HELLO, self._keys.hello_keys()[0], 0, encode(hello))
         if self._refusal is not None:
             body, self._refusal = encode(self._refusal), None
             return seal(HELLO, self._keys.hello_keys()[0], 0, body)
-        if self._greet:
-            self._greet, self.greeted_s = False, now
-            return seal(HELLO, self._keys.hello_keys()[0], 0, encode(hello))
         if not self.up:
             return None
         message: Message | None = self._control.popleft() if self._control else self._beat

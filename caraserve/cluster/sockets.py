@@ -49,7 +49,6 @@ class _Socket:
     link: int
     stream: _WebSocket
     wake: asyncio.Event = field(default_factory=asyncio.Event)
-    greeted: asyncio.Event = field(default_factory=asyncio.Event)
     closing: bool = False
 
 
@@ -132,7 +131,6 @@ class Sockets:
         self._ends.connected(here.link, dialled)
         writer = asyncio.create_task(self._write(here), name="cluster writer")
         try:
-            await here.greeted.wait()  # before we read anything: a refusal of ours must not come before our name
             async for message in stream:
                 if message.type is not aiohttp.WSMsgType.BINARY or here.closing:
                     break
@@ -149,12 +147,10 @@ class Sockets:
             while True:
                 while (frame := self._ends.pull(here.link)) is not None:
                     await here.stream.send_bytes(frame)
-                    here.greeted.set()
                 if here.closing:
                     break
                 await here.wake.wait()
                 here.wake.clear()
-        here.greeted.set()
         await here.stream.close()  # and so the reader ends, too
 
 
