@@ -35,6 +35,20 @@ reduction: Callable[..., Any] = numba.njit(fastmath={"reassoc", "nsz"}, **_OPTIO
 entry: Callable[..., Any] = numba.njit(cache=True, **_OPTIONS)
 
 
+def variant(name: object) -> Callable[[Callable[..., Any]], Any]:
+    """`kernel` for a function that is made several times over, with other values around it: each needs a name.
+
+    Compiled code from the cache is linked by name in any process, and Numba tells functions of one name apart only by a
+    number that counts up in the order of that process: code that two processes have cached would be mixed up.
+    """
+
+    def compiled(function: Callable[..., Any]) -> Any:
+        function.__qualname__ += f"_{name}"
+        return kernel(function)
+
+    return compiled
+
+
 def apart(num_words: int) -> Callable[[Callable[..., None]], Any]:
     """Compiles a function of int64 arguments by itself, to be called by its `.address`.
 

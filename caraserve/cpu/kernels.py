@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from caraserve.cpu.jit import apart, kernel
+from caraserve.cpu.jit import apart, kernel, variant
 from caraserve.cpu.records import word
 from caraserve.cpu.simd import (
     DTYPE_BF16,
@@ -49,7 +49,7 @@ def _gemm_rows(dtype: int) -> Any:
     tile1, tile2, tile3 = gemm_tile(1, 4, dtype), gemm_tile(2, 4, dtype), gemm_tile(3, 4, dtype)
     tile4, tile5, tile6 = gemm_tile(4, 4, dtype), gemm_tile(5, 4, dtype), gemm_tile(6, 4, dtype)
 
-    @kernel
+    @variant(dtype)
     def gemm_rows(x, x_stride, rows, w, k, y, y_stride, accumulate):  # type: ignore[no-untyped-def]
         while rows > 0:
             tiles = (rows + 5) // 6
@@ -82,7 +82,7 @@ def _dot_rows(dtype: int) -> Any:
     tile1, tile2, tile3 = (dot_tile(rows, RANK_GROUP, dtype) for rows in (1, 2, 3))
     itemsize_bytes = 4 if dtype == DTYPE_F32 else 2
 
-    @kernel
+    @variant(dtype)
     def dot_piece(x, x_stride, rows, a, a_stride, k, y, y_stride, kept, begins, ends, scale):  # type: ignore[no-untyped-def]
         while rows >= 3:
             tile3(x, x_stride, a, a_stride, k, y, y_stride, kept, begins, ends, scale)
@@ -95,7 +95,7 @@ def _dot_rows(dtype: int) -> Any:
         elif rows == 1:
             tile1(x, x_stride, a, a_stride, k, y, y_stride, kept, begins, ends, scale)
 
-    @kernel
+    @variant(dtype)
     def dot_rows(x, x_stride, rows, a, a_stride, k, y, y_stride, scale):  # type: ignore[no-untyped-def]
         kept = _kept()
         for first in range(0, rows, _KEPT_ROWS):
