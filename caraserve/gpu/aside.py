@@ -19,21 +19,18 @@ from numpy.typing import NDArray
 
 from caraserve.cpu.workers import Workers
 from caraserve.gpu import letters
-from caraserve.gpu.batch import DeviceBatch, HostBatch, Shape
-from caraserve.gpu.copier import Copier
-from caraserve.gpu.driver import Driver, DriverError, Stream
+from caraserve.gpu.channels import Channels, LaneParts
+from caraserve.gpu.driver import DriverError, Stream
 from caraserve.gpu.guard import Guard, lives_of
 from caraserve.gpu.handover import Book, Books, Life
 from caraserve.gpu.host import HandOverRoom, HostRegion, RegionWords, inputs_of, x_stride
 from caraserve.gpu.images import Bound, DeviceImages, HostMemory
-from caraserve.gpu.iteration import Done, ResultBlocks, copy_results
-from caraserve.gpu.lane import AssistedChunk, AssistLane, Pass, chunk_ends
+from caraserve.gpu.iteration import Done, copy_results
+from caraserve.gpu.lane import AssistedChunk, AssistLane, chunk_ends
 from caraserve.gpu.lora_pass import AssistTerms
-from caraserve.gpu.results import Waiter
-from caraserve.gpu.ring import Ring
 from caraserve.gpu.slots import RequestSlots
-from caraserve.gpu.timeline import Lane, Timelines, at, latest
-from caraserve.gpu.transfers import LinkQueue, Source, source
+from caraserve.gpu.timeline import Lane, at, latest
+from caraserve.gpu.transfers import Source, source
 from caraserve.model.layout import GROUPS
 from caraserve.model.outputs import Found, Output, collect, outputs_of
 from caraserve.model.spec import SITES, ModelSpec
@@ -41,8 +38,6 @@ from caraserve.plan import Plan, Row, RowResult, StepResult
 
 _WAIT_NS = 10_000_000_000  # for weights that are on their way, once no worker is waited for: they do come
 _UNKNOWN_S = 0.002  # what a hand-over may be expected to take where nothing was measured
-
-WorkOf = Callable[[Shape, AssistTerms], Pass]
 
 
 @dataclass(slots=True)
@@ -52,6 +47,16 @@ class Predictions:
     layer_s: Callable[[int], float] = lambda tokens: 0.0  # to compute a layer of a prefill of so many tokens
     hand_over_s: Callable[[int, int], float] = lambda tokens, rank: _UNKNOWN_S  # of one group of one layer, at a rank
     tokens_per_worker: Callable[[int], int] = lambda rank: 64  # most of a slice
+
+
+@dataclass(frozen=True, slots=True)
+class Helpers:
+    """The CPU workers, what they share with the device, and who sees to it that nobody waits for them in vain."""
+
+    region: HostRegion
+    memory: HostMemory
+    workers: Workers
+    guard: Guard
 
 
 @dataclass(slots=True)
@@ -89,32 +94,24 @@ class Asides:
 
     def __init__(
         self,
-        driver: Driver,
-        timelines: Timelines,
-        ring: Ring,
-        lane: AssistLane,
-        copier: Copier,
-        queue: LinkQueue,
+        channels: Channels,
+        parts: LaneParts,
         images: DeviceImages,
         slots: RequestSlots,
-        batch: DeviceBatch,
-        host: HostBatch,
-        region: HostRegion,
-        memory: HostMemory,
-        results: ResultBlocks,
-        workers: Workers,
-        guard: Guard,
-        waiter: Waiter,
-        work_of: WorkOf,
+        helpers: Helpers,
         spec: ModelSpec,
         wake: Callable[[], None],
     ) -> None:
         """`wake` has the launching thread call `go_on`."""
-        self._driver, self._timelines, self._ring, self._lane = driver, timelines, ring, lane
-        self._copier, self._queue, self._images, self._slots = copier, queue, images, slots
-        self._batch, self._host, self._region, self._memory = batch, host, region, memory
-        self._results, self._workers, self._guard, self._waiter = results, workers, guard, waiter
-        self._work_of, self._spec, self._wake = work_of, spec, wake
+        self._driver, self._timelines, self._ring = channels.driver, channels.timelines, channels.ring
+        self._copier, self._queue = channels.copier, channels.queue
+        self._images, self._slots, self._spec, self._wake = images, slots, spec, wake
+        self._batch, self._host, self._results, self._waiter = parts.batch, parts.host, parts.results, parts.waiter
+        self._decoder = parts.decoder
+        self._region, self._memory = helpers.region, helpers.memory
+        self._workers, self._guard = helpers.workers, helpers.guard
+        self._lane = AssistLane(self._driver, self._timelines, self._copier, self._memory.device_base)
+        region, workers, batch, host = self._region, self._workers, self._batch, self._host
         entries = spec.layers * len(GROUPS)
         self._words = RegionWords(region.region)
         self._rooms = {room.book: room for room in region.rooms}
@@ -204,7 +201,7 @@ class Asides:
 
         self._images.pool.hold(slot)
         after = latest(at(Lane.COMPUTE, prompt.issued), self._images.pool.moved(slot))
-        number = self._lane.launch(metadata, self._work_of(shape, terms), chunk, after)
+        number = self._lane.launch(metadata, self._decoder.work(shape, assist=terms), chunk, after)
         self._images.used([slot], Lane.ASSIST, number)
         prompt.at = end
         launched = _Chunk(prompt, row, outputs, book, number)

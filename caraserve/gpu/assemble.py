@@ -6,16 +6,17 @@ left of the share that may be used, less what graphs will take.
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from caraserve.cpu.workers import Workers
 from caraserve.errors import ConfigError
-from caraserve.gpu.aside import Asides
-from caraserve.gpu.batch import Capacity, HostBatch, Shape, make_batch, result_bytes
+from caraserve.gpu.aside import Asides, Helpers
+from caraserve.gpu.batch import Capacity, DeviceBatch, HostBatch, Shape, make_batch, result_bytes
 from caraserve.gpu.captures import Captures
+from caraserve.gpu.channels import Channels, LaneParts
 from caraserve.gpu.copier import Copier
 from caraserve.gpu.decoder import Decoder
 from caraserve.gpu.driver import Driver
@@ -23,11 +24,12 @@ from caraserve.gpu.graphs import Bucket, GraphSet
 from caraserve.gpu.guard import Guard
 from caraserve.gpu.host import BOOKS, HostRegion, RegionWords
 from caraserve.gpu.images import DeviceImages, HostMemory
-from caraserve.gpu.iteration import Iterations, ResultBlocks
-from caraserve.gpu.lane import ASSISTED_CHUNK_TOKENS, AssistLane, IterationLane, Pass, issue_pass
+from caraserve.gpu.iteration import Iterations
+from caraserve.gpu.lane import ASSISTED_CHUNK_TOKENS, issue_pass
 from caraserve.gpu.launches import Kernels
+from caraserve.gpu.merged import MergedWeights
 from caraserve.gpu.pool import GRANULE_BYTES, DevicePool
-from caraserve.gpu.results import Waiter
+from caraserve.gpu.results import ResultBlocks, Waiter
 from caraserve.gpu.ring import Ring
 from caraserve.gpu.slots import RequestSlots
 from caraserve.gpu.state import BLOCK_TOKENS, block_bytes, make_state
@@ -36,11 +38,11 @@ from caraserve.gpu.timeline import NOTHING, Lane, Timelines
 from caraserve.gpu.transfers import LinkQueue
 from caraserve.gpu.triton_attention import prefill_tile_tokens
 from caraserve.gpu.weights import Weights
-from caraserve.gpu.workspace import make_workspace
+from caraserve.gpu.works import Works
+from caraserve.gpu.workspace import Workspace, make_workspace
 from caraserve.model.backend import Limits, SharedMemory
 from caraserve.model.layout import MAX_RANK
 from caraserve.model.spec import ModelSpec
-from caraserve.plan import Plan
 from caraserve.trace import Trace
 from caraserve.units import align_up, ceil_div, human_bytes
 
@@ -81,33 +83,23 @@ class GpuSizes:
     pool_bytes: int | None = None  # None: what is left
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Parts:
-    """All of them, joined."""
+    """All of them, joined. `lanes`: of iterations, of assisted prefills."""
 
     limits: Limits
-    region: HostRegion
     device: GpuDevice
-    timelines: Timelines
+    spec: ModelSpec
+    max_context: int
+    channels: Channels
     images: DeviceImages
     slots: RequestSlots
-    queue: LinkQueue
-    iterations: Iterations
-    asides: Asides
-    workers: Workers
-    guard: Guard
-    waiter: Waiter
-    aside_waiter: Waiter
+    lanes: tuple[LaneParts, ...]
     captures: Captures
-    decoder: Decoder
-    capacity: Capacity
-    layers: int
-    max_context: int
-    merges: int = 0
-
-    def enter_thread(self) -> None:
-        """To be called first on the launching thread."""
-        self.device.enter_thread()
+    works: Works
+    iterations: Iterations
+    helpers: Helpers
+    asides: Asides
 
     @property
     def is_busy(self) -> bool:
@@ -121,24 +113,26 @@ class Parts:
 
     @property
     def warm_up_steps(self) -> int:
+        """How often `warm_up` calls `advance`."""
         return len(list(self._shapes())) + self.captures.count
 
     def warm_up(self, advance: Callable[[], None]) -> None:
         """Runs every kernel once in each of its forms, then captures the graphs; on the launching thread."""
-        stream = self.timelines.streams[Lane.COMPUTE]
+        lane, stream = self.lanes[0], self.channels.timelines.streams[Lane.COMPUTE]
+        self.channels.ring.send(lane.batch.words.data_ptr(), lane.host.empty(), Lane.COMPUTE)
         for shape in self._shapes():
-            issue_pass(self.decoder.work(shape), stream, self.layers)
+            issue_pass(lane.decoder.work(shape), stream, self.spec.layers)
             self._settle()
             advance()
-        self.captures.capture_all(lambda bucket: self.decoder, stream, self.device.device, self._settle, advance)
+        self.captures.capture_all(self.works.to_capture, stream, self.device.device, self._settle, advance)
 
     def _settle(self) -> None:
-        self.timelines.mark(Lane.COMPUTE)
-        self.timelines.synchronize(Lane.COMPUTE)
+        self.channels.timelines.mark(Lane.COMPUTE)
+        self.channels.timelines.synchronize(Lane.COMPUTE)
 
     def _shapes(self) -> Iterator[Shape]:
         """Kernels are compiled apart for sizes of one, for multiples of sixteen, and for all others."""
-        capacity = self.capacity
+        capacity = self.lanes[0].capacity
         for tokens in (1, 2, 16):
             if tokens <= capacity.tokens:
                 rows, segments = min(tokens, capacity.rows), min(1, capacity.segments)
@@ -146,12 +140,13 @@ class Parts:
 
     def close(self) -> None:
         """After the launching thread has ended."""
-        self.waiter.close()
-        self.aside_waiter.close()
-        self.guard.close()
-        self.workers.close()
-        self.device.driver.unregister_host(self.region.region.base)
-        self.region.region.close()
+        for lane in self.lanes:
+            lane.waiter.close()
+        self.helpers.guard.close()
+        self.helpers.workers.close()
+        region = self.helpers.region.region
+        self.device.driver.unregister_host(region.base)
+        region.close()
 
 
 def assemble(
@@ -164,127 +159,110 @@ def assemble(
 ) -> Parts:
     """Takes the memory and joins the parts. `wake` has the launching thread look around. Raises ConfigError when the
     device is too small."""
-    driver, torch_device, dtype = device.driver, device.device, weights.dtype
-    max_rank = sizes.padded_rank or MAX_RANK
-    tile_tokens = prefill_tile_tokens(dtype)
-    outputs = sizes.max_step_tokens + sizes.num_slots
-    capacity = Capacity(sizes.max_step_tokens, sizes.num_slots, outputs, tile_tokens, sizes.adapter_slots - 1)
-    aside_capacity = Capacity(ASSISTED_CHUNK_TOKENS, 1, ASSISTED_CHUNK_TOKENS, tile_tokens, 1)
-    tables = AdapterTables(spec, sizes.adapter_slots, torch_device)
-    batches = [make_batch(spec, each, max_rank, torch_device) for each in (capacity, aside_capacity)]
-    rooms = [
-        make_workspace(spec, dtype, each, max_rank, sizes.max_context, torch_device)
-        for each in (capacity, aside_capacity)
-    ]
-    memory = torch.empty(_pool_bytes(driver, sizes), dtype=torch.uint8, device=torch_device)
-    state = make_state(spec, dtype, memory, sizes.num_slots, sizes.max_context)
-    limits = _limits(spec, dtype, sizes, memory.numel())
-    assert limits.shared is not None
-    shared = limits.shared
-    pool = DevicePool(
-        shared.num_bytes, shared.block_bytes, lora_bytes=shared.adapter_bytes, least_kv_blocks=shared.least_blocks
-    )
-    pool.resize_kv(limits.num_blocks, until=NOTHING, moved=NOTHING)
-
-    workers_count = len(sizes.lora_cpus)
-    block_size = (
-        result_bytes(max(capacity.outputs, aside_capacity.outputs)) + 64
-    )  # an assisted chunk's error word is the last
-    region = HostRegion(spec, workers_count, _RING_BYTES, block_size, _ITERATIONS_AHEAD + BOOKS, sizes.host_bytes)
-    host = HostMemory(region.region.base, driver.register_host(region.region.base, region.region.num_bytes))
-    workers = Workers(region.region, region.blocks, sizes.lora_cpus, region.block_bytes)
-
-    timelines = Timelines(driver)
-    ring = Ring(driver, timelines, region.ring, host.on_device(int(region.ring.ctypes.data)))
-    queue = LinkQueue(_UNKNOWN_LINK_BYTES_PER_S)
-    copier = Copier(driver, timelines, queue)
+    driver, capacities = device.driver, _capacities(weights, sizes)
+    tables = AdapterTables(spec, sizes.adapter_slots, device.device)
+    merged = MergedWeights(spec, weights, MAX_RANK) if sizes.merging else None
+    rooms = [_lane_memory(spec, weights, sizes, capacity, device) for capacity in capacities]
+    memory = torch.empty(_pool_bytes(driver, sizes), dtype=torch.uint8, device=device.device)
+    state = make_state(spec, weights.dtype, memory, sizes.num_slots, sizes.max_context)
+    limits = _limits(spec, weights.dtype, sizes, memory.numel())
+    region, host = _host_memory(spec, sizes, capacities, driver)
+    channels = _channels(driver, region, host)
     images = DeviceImages(
-        driver,
-        timelines,
-        copier,
-        ring,
-        pool,
+        channels,
+        _pool(limits),
         memory,
         tables,
         spec,
         host,
         padded_rank=sizes.padded_rank,
-        with_ready_words=workers_count > 0,
+        with_ready_words=bool(sizes.lora_cpus),
         now=time.monotonic,
     )
-    slots = RequestSlots(state, ring)
-    decoders = [
-        Decoder(spec, weights, state, batch, tables, room, device.kernels, driver)
-        for batch, room in zip(batches, rooms, strict=True)
-    ]
     blocks = [(block, host.on_device(int(block.ctypes.data))) for block in region.results]
+    lanes = [
+        LaneParts(
+            capacity,
+            batch,
+            HostBatch(capacity),
+            Decoder(spec, weights, state, batch, tables, workspace, device.kernels, driver),
+            ResultBlocks(own, capacity.outputs),
+            Waiter(driver, f"caraserve-{name}"),
+        )
+        for capacity, (batch, workspace), own, name in zip(
+            capacities,
+            rooms,
+            (blocks[:_ITERATIONS_AHEAD], blocks[_ITERATIONS_AHEAD:]),
+            ("results", "asides"),
+            strict=True,
+        )
+    ]
+    slots = RequestSlots(state, channels.ring)
     graphs = GraphSet(
         sizes.num_slots, sizes.max_step_tokens, sizes.graph_bytes, _expected_bytes(spec), merging=sizes.merging
     )
-    captures = Captures(driver, graphs, capacity, sizes.max_context, spec.layers)
-    waiter, aside_waiter = Waiter(driver, "caraserve-results"), Waiter(driver, "caraserve-asides")
-    guard = Guard(RegionWords(region.region), workers)
-
-    def work_of(plan: Plan, shape: Shape) -> Pass:
-        return decoders[0].work(shape)
-
-    iterations = Iterations(
-        driver,
-        timelines,
-        ring,
-        IterationLane(driver, timelines, copier, spec.layers),
-        waiter,
-        images,
-        slots,
-        batches[0],
-        HostBatch(capacity),
-        ResultBlocks(blocks[:_ITERATIONS_AHEAD], outputs),
-        captures,
-        work_of,
-        spec.layers,
-        trace,
-    )
-    asides = Asides(
-        driver,
-        timelines,
-        ring,
-        AssistLane(driver, timelines, copier, host.device_base),
-        copier,
-        queue,
-        images,
-        slots,
-        batches[1],
-        HostBatch(aside_capacity),
-        region,
-        host,
-        ResultBlocks(blocks[_ITERATIONS_AHEAD:], aside_capacity.outputs),
-        workers,
-        guard,
-        aside_waiter,
-        lambda shape, terms: decoders[1].work(shape, assist=terms),
-        spec,
-        wake,
-    )
+    captures = Captures(driver, graphs, lanes[0].capacity, sizes.max_context, spec.layers)
+    works = Works(lanes[0].decoder, images, channels, merged)
+    workers = Workers(region.region, region.blocks, sizes.lora_cpus, region.block_bytes)
+    helpers = Helpers(region, host, workers, Guard(RegionWords(region.region), workers))
     return Parts(
-        limits,
-        region,
-        device,
-        timelines,
-        images,
-        slots,
-        queue,
-        iterations,
-        asides,
-        workers,
-        guard,
-        waiter,
-        aside_waiter,
-        captures,
-        decoders[0],
-        capacity,
-        spec.layers,
-        sizes.max_context,
+        limits=limits,
+        device=device,
+        spec=spec,
+        max_context=sizes.max_context,
+        channels=channels,
+        images=images,
+        slots=slots,
+        lanes=tuple(lanes),
+        captures=captures,
+        works=works,
+        iterations=Iterations(channels, lanes[0], images, slots, captures, works, spec, trace),
+        helpers=helpers,
+        asides=Asides(channels, lanes[1], images, slots, helpers, spec, wake),
     )
+
+
+def _capacities(weights: Weights, sizes: GpuSizes) -> tuple[Capacity, Capacity]:
+    """Of iterations and of assisted prefills."""
+    tile_tokens = prefill_tile_tokens(weights.dtype)
+    outputs = sizes.max_step_tokens + sizes.num_slots  # every token scored, every row sampled
+    iterations = Capacity(sizes.max_step_tokens, sizes.num_slots, outputs, tile_tokens, sizes.adapter_slots - 1)
+    return iterations, Capacity(ASSISTED_CHUNK_TOKENS, 1, ASSISTED_CHUNK_TOKENS + 1, tile_tokens, 1)
+
+
+def _lane_memory(
+    spec: ModelSpec, weights: Weights, sizes: GpuSizes, capacity: Capacity, device: GpuDevice
+) -> tuple[DeviceBatch, Workspace]:
+    max_rank = sizes.padded_rank or MAX_RANK
+    workspace = make_workspace(spec, weights.dtype, capacity, max_rank, sizes.max_context, device.device)
+    return make_batch(spec, capacity, max_rank, device.device), workspace
+
+
+def _host_memory(
+    spec: ModelSpec, sizes: GpuSizes, capacities: Sequence[Capacity], driver: Driver
+) -> tuple[HostRegion, HostMemory]:
+    most_outputs = max(capacity.outputs for capacity in capacities)
+    block_bytes = result_bytes(most_outputs) + 64  # an assisted chunk's error word is the last
+    blocks = _ITERATIONS_AHEAD + BOOKS
+    region = HostRegion(spec, len(sizes.lora_cpus), _RING_BYTES, block_bytes, blocks, sizes.host_bytes)
+    base = region.region.base
+    return region, HostMemory(base, driver.register_host(base, region.region.num_bytes))
+
+
+def _channels(driver: Driver, region: HostRegion, host: HostMemory) -> Channels:
+    timelines, queue = Timelines(driver), LinkQueue(_UNKNOWN_LINK_BYTES_PER_S)
+    ring = Ring(driver, timelines, region.ring, host.on_device(int(region.ring.ctypes.data)))
+    return Channels(driver, timelines, ring, queue, Copier(driver, timelines, queue))
+
+
+def _pool(limits: Limits) -> DevicePool:
+    shared = limits.shared
+    assert shared is not None
+    pool = DevicePool(
+        shared.num_bytes, shared.block_bytes, lora_bytes=shared.adapter_bytes, least_kv_blocks=shared.least_blocks
+    )
+    pool.resize_kv(limits.num_blocks, until=NOTHING, moved=NOTHING)
+    return pool
 
 
 def _expected_bytes(spec: ModelSpec) -> Callable[[Bucket], int]:

@@ -45,8 +45,8 @@ class CudaBackend:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._parts: Parts = assemble(spec, weights, sizes, device, lambda: self._jobs.put(_nothing), trace)
         self.limits = self._parts.limits
-        self.host_memory = self._parts.region.arena
-        self.workers: Workers = self._parts.workers
+        self.host_memory = self._parts.helpers.region.arena
+        self.workers: Workers = self._parts.helpers.workers
         self._thread = threading.Thread(target=self._run, name="caraserve-launch", daemon=True)
         self._thread.start()
 
@@ -89,7 +89,7 @@ class CudaBackend:
         predictions.hand_over_s = lambda tokens, rank: (
             handoff_s + profile.cpu_lora_ms(tokens, rank, "qkv") / 1000 / workers
         )
-        self._parts.queue.bytes_per_s = profile.link_bytes_per_s
+        self._parts.channels.queue.bytes_per_s = profile.link_bytes_per_s
 
     def emulate_link(self, bytes_per_s: float) -> None:
         """Raises ConfigError: the link is what it is."""
@@ -114,7 +114,7 @@ class CudaBackend:
     @property
     def adapters_merged(self) -> int:
         """How often an adapter was merged into the base weights."""
-        return self._parts.merges
+        return self._parts.works.merges
 
     # --- serving ---
 
@@ -156,7 +156,7 @@ class CudaBackend:
     # --- the launching thread ---
 
     def _run(self) -> None:
-        self._parts.enter_thread()
+        self._parts.device.enter_thread()
         _be_quick()
         while True:
             try:
@@ -185,12 +185,12 @@ class CudaBackend:
                 self._parts.iterations.launch(plan, done)
         except Exception as error:
             failure = error  # the name of an exception does not outlive its clause
-            self._parts.waiter.after_those(lambda: done(failure))
+            self._parts.lanes[0].waiter.after_those(lambda: done(failure))
 
     def _await_places(self, slots: set[int]) -> None:
         """Mostly nothing: there is room in one piece for adapters before anybody names them."""
         while not self._parts.images.are_placed(slots):
-            self._parts.timelines.synchronize(Lane.COPY)
+            self._parts.channels.timelines.synchronize(Lane.COPY)
             self._parts.asides.await_return(_PUMP_S)
             self._parts.pump()
 

@@ -1,7 +1,6 @@
 """Captured passes: made once before serving, then launched as one operation each. Level 1."""
 
 from collections.abc import Callable, Collection
-from typing import Protocol
 
 import torch
 
@@ -11,12 +10,6 @@ from caraserve.gpu.graphs import Bucket, GraphSet, shape_of
 from caraserve.gpu.lane import Pass, Replay, capture_pass, issue_pass
 from caraserve.gpu.triton_lora import most_segments
 from caraserve.plan import Plan
-
-
-class Decoder(Protocol):
-    """Makes passes over one lane's batch."""
-
-    def work(self, shape: Shape) -> Pass: ...
 
 
 def shape_for(bucket: Bucket, capacity: Capacity, max_context: int) -> Shape:
@@ -39,7 +32,7 @@ class Captures:
 
     def capture_all(
         self,
-        decoders: Callable[[Bucket], Decoder],
+        work_of: Callable[[Bucket, Shape], Pass],
         stream: Stream,
         device: torch.device,
         settle: Callable[[], None],
@@ -50,7 +43,7 @@ class Captures:
         wanted = self._graphs.to_capture()
         self._gates = torch.zeros(max(1, len(wanted)), dtype=torch.int32, device=device)
         for index, bucket in enumerate(wanted):
-            work = decoders(bucket).work(shape_for(bucket, self._capacity, self._max_context))
+            work = work_of(bucket, shape_for(bucket, self._capacity, self._max_context))
             issue_pass(work, stream, self._layers)
             settle()
             gate = self._gates[index].data_ptr() if bucket.gated else None

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from caraserve.gpu import padding
-from caraserve.gpu.copier import Copier, Image
-from caraserve.gpu.driver import Driver, Stream
+from caraserve.gpu.channels import Channels
+from caraserve.gpu.copier import Image
+from caraserve.gpu.driver import Stream
 from caraserve.gpu.items import AdapterItems, adapter_items
 from caraserve.gpu.lane import issue_moves
 from caraserve.gpu.pool import DevicePool, Move
-from caraserve.gpu.ring import Ring
 from caraserve.gpu.tables import GROUP_SITES, AdapterTables, column
-from caraserve.gpu.timeline import NOTHING, Lane, Marks, Timelines, at, latest
+from caraserve.gpu.timeline import NOTHING, Lane, Marks, at, latest
 from caraserve.gpu.transfers import Group, Use, groups_of
 from caraserve.model.layout import GROUPS, AdapterSpec, HostAdapter
 from caraserve.model.spec import SITES, ModelSpec
@@ -56,10 +56,7 @@ class DeviceImages:
 
     def __init__(
         self,
-        driver: Driver,
-        timelines: Timelines,
-        copier: Copier,
-        ring: Ring,
+        channels: Channels,
         pool: DevicePool,
         memory: Tensor,
         tables: AdapterTables,
@@ -71,7 +68,8 @@ class DeviceImages:
         now: Callable[[], float],
     ) -> None:
         """`memory`: the pool's bytes. `padded_rank`: rows that every module takes, in the padded baseline."""
-        self._driver, self._timelines, self._copier, self._ring = driver, timelines, copier, ring
+        self._driver, self._timelines = channels.driver, channels.timelines
+        self._copier, self._ring = channels.copier, channels.ring
         self.pool, self.memory, self.tables = pool, memory, tables
         self._spec, self._host, self._padded_rank, self._now = spec, host, padded_rank, now
         words = (tables.slots, spec.layers) if with_ready_words else (0, 0)

@@ -6,47 +6,29 @@ next iteration may be launched before this one has begun. Results come on the wa
 
 import time
 from collections.abc import Callable, Mapping
-from queue import SimpleQueue
 
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.gpu.batch import DeviceBatch, HostBatch, Results, Shape, decode_slots
+from caraserve.gpu.batch import DeviceBatch, Results, decode_slots
 from caraserve.gpu.captures import Captures
+from caraserve.gpu.channels import Channels, LaneParts
 from caraserve.gpu.driver import Driver, DriverError, Stream
 from caraserve.gpu.images import Bound, DeviceImages
 from caraserve.gpu.items import plan_items
-from caraserve.gpu.lane import IterationLane, Pass
-from caraserve.gpu.results import Waiter
+from caraserve.gpu.lane import IterationLane
 from caraserve.gpu.ring import Ring
 from caraserve.gpu.slots import RequestSlots
-from caraserve.gpu.timeline import NOTHING, Lane, Timelines
+from caraserve.gpu.timeline import NOTHING, Lane
+from caraserve.gpu.works import Works
 from caraserve.model.outputs import Found, Output, collect, outputs_of
+from caraserve.model.spec import ModelSpec
 from caraserve.plan import BASE_ADAPTER_SLOT, Plan, StepResult
 from caraserve.trace import Trace
 
 Done = Callable[[StepResult | Exception], None]
-WorkOf = Callable[[Plan, Shape], Pass]  # the pass of a plan that no graph serves
 
 _CHOSEN_AND_LOGPROB_BYTES = 8  # of an output; its alternatives follow behind those of all outputs
-
-
-class ResultBlocks:
-    """Pinned blocks that results are copied into, as many as iterations may be under way."""
-
-    def __init__(self, blocks: list[tuple[NDArray[np.uint8], int]], outputs: int) -> None:
-        """`blocks`: memory and its device address."""
-        self._free: SimpleQueue[tuple[Results, int]] = SimpleQueue()
-        for memory, address in blocks:
-            self._free.put((Results(memory, outputs), address))
-
-    def take(self) -> tuple[Results, int]:
-        """Waits while all are in use, which more iterations ahead than there are blocks would be needed for."""
-        return self._free.get()
-
-    def give_back(self, results: Results, address: int) -> None:
-        """Its contents have been read."""
-        self._free.put((results, address))
 
 
 def copy_results(
@@ -88,27 +70,22 @@ class Iterations:
 
     def __init__(
         self,
-        driver: Driver,
-        timelines: Timelines,
-        ring: Ring,
-        lane: IterationLane,
-        waiter: Waiter,
+        channels: Channels,
+        parts: LaneParts,
         images: DeviceImages,
         slots: RequestSlots,
-        batch: DeviceBatch,
-        host: HostBatch,
-        results: ResultBlocks,
         captures: Captures,
-        work_of: WorkOf,
-        layers: int,
+        works: Works,
+        spec: ModelSpec,
         trace: Trace | None = None,
     ) -> None:
-        self._trace = trace
-        self._driver, self._timelines, self._ring, self._lane, self._waiter = driver, timelines, ring, lane, waiter
-        self._images, self._slots, self._batch, self._host = images, slots, batch, host
-        self._results, self._captures, self._work_of, self._layers = results, captures, work_of, layers
-        self._lists = BatchLists(ring, images, batch, Lane.COMPUTE)
-        self._words = host.empty()
+        self._driver, self._timelines, self._ring = channels.driver, channels.timelines, channels.ring
+        self._lane = IterationLane(self._driver, self._timelines, channels.copier, spec.layers)
+        self._waiter, self._batch, self._host, self._results = parts.waiter, parts.batch, parts.host, parts.results
+        self._images, self._slots, self._captures, self._works = images, slots, captures, works
+        self._layers, self._trace = spec.layers, trace
+        self._lists = BatchLists(self._ring, images, self._batch, Lane.COMPUTE)
+        self._words = self._host.empty()
         self._ended_s = 0.0  # when the iteration before was done
 
     def launch(self, plan: Plan, done: Done) -> None:
@@ -119,8 +96,9 @@ class Iterations:
         shape = self._host.fill(self._words, plan.rows, outputs, with_lora=with_lora)
         adapters = {row.adapter_slot for row in plan.rows} - {BASE_ADAPTER_SLOT}
         arriving = self._images.arriving(adapters)
+        self._works.prepare(plan)
         replay = self._captures.find(plan, arriving)
-        work = self._work_of(plan, shape) if replay is None else replay
+        work = self._works.of_plan(plan, shape) if replay is None else replay
         self._lists.send(decode_slots(plan.rows) if with_lora else np.zeros(0, np.int32))
 
         def metadata(stream: Stream) -> None:

@@ -1,14 +1,14 @@
 """Base weights with one adapter merged into them, beside the base's own. Level 1.
 
-For the loading mode `merged`, after dLoRA. Only matrices of which the adapter has a module are written; all others are
-the base's. To unmerge is to use the base's again, which is exact and costs nothing. The price is the memory of the
-base's linear modules, once more.
+For the loading mode `merged`, after dLoRA. Every linear module is there twice, so that passes over merged weights, and
+graphs of them, find them in one place; what an adapter has no module in equals the base's. To unmerge is to use the
+base's again, which is exact and costs nothing.
 
 Products are summed in fp32 and added in one rounding. Where an adapter's dtype is not the model's, A and B are rounded
 to it first, which is little beside the rounding of the sum.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
@@ -27,47 +27,42 @@ class MergedWeights:
     def __init__(self, spec: ModelSpec, base: Weights, max_rank: int) -> None:
         """`max_rank`: of any adapter, with its padding."""
         self._spec, self._base = spec, base
-        self._room = [
-            tuple(Linear.of(torch.empty_like(linear.weight), linear.bias) for linear in layer.linears)
-            for layer in base.layers
-        ]
+        self.weights = replace(base, layers=tuple(_copied(layer) for layer in base.layers))
         inputs, outputs = (max(spec.site_shape(site)[side] for site in SITES) for side in range(2))
         # A and B in the model's dtype, as plain matrices.
         self._a = torch.empty(max_rank * inputs, dtype=base.dtype, device=base.device)
         self._b = torch.empty(align_up(outputs, PANEL) * max_rank, dtype=base.dtype, device=base.device)
-        self._held: tuple[Hashable, Weights] | None = None
+        self._held: str | None = None
+        self._changed: frozenset[tuple[int, int]] = frozenset()  # (layer, group) that differ from the base
         self.merges = 0
 
-    def holding(self, key: Hashable, adapter: AdapterSpec, image: Tensor, driver: Driver, stream: Stream) -> Weights:
-        """Weights with an adapter merged, for what is issued on `stream` from now on.
+    def merge(self, adapter: AdapterSpec, image: Tensor, driver: Driver, stream: Stream) -> None:
+        """Has an adapter merged for what is issued on `stream` from now on. The same as last time is not merged again.
 
-        `key`: what tells this adapter, where it lies now, from all others; the same as last time is not merged again.
         `image`: uint8, the adapter's bytes on the device. Allocates nothing there.
         """
-        if self._held is None or self._held[0] != key:
-            spans = {(span.layer, SITES[span.site]): span for span in adapter.spans}
-            weights = self._with(spans)
-            driver.run(stream, lambda: self._merge(spans, adapter.dtype, image))
-            self._held = key, weights
-            self.merges += 1
-        return self._held[1]
+        if self._held == adapter.digest:
+            return
+        spans = {(span.layer, SITES[span.site]): span for span in adapter.spans}
+        changed = frozenset((layer, _group_of(site)) for layer, site in spans)
+        left = self._changed - changed
+        driver.run(stream, lambda: self._merge(spans, changed, left, adapter.dtype, image))
+        self._held, self._changed = adapter.digest, changed
+        self.merges += 1
 
-    def _with(self, spans: Mapping[tuple[int, str], SiteSpan]) -> Weights:
-        """The base's weights, but the merged ones where the adapter has a module."""
-
-        def layer(index: int, base: Layer) -> Layer:
-            places = enumerate(zip(base.linears, self._room[index], strict=True))
-            chosen = [
-                room if any((index, site) in spans for site in GROUPS[group]) else linear
-                for group, (linear, room) in places
-            ]
-            return replace(base, linears=tuple(chosen))
-
-        return replace(self._base, layers=tuple(layer(index, base) for index, base in enumerate(self._base.layers)))
-
-    def _merge(self, spans: Mapping[tuple[int, str], SiteSpan], dtype: Dtype, image: Tensor) -> None:
-        for layer, group in sorted({(layer, _group_of(site)) for layer, site in spans}):
-            base, room = self._base.layers[layer].linears[group].weight, self._room[layer][group].weight
+    def _merge(
+        self,
+        spans: Mapping[tuple[int, str], SiteSpan],
+        changed: Collection[tuple[int, int]],
+        left: Collection[tuple[int, int]],
+        dtype: Dtype,
+        image: Tensor,
+    ) -> None:
+        for layer, group in left:
+            self.weights.layers[layer].linears[group].weight.copy_(self._base.layers[layer].linears[group].weight)
+        for layer, group in changed:
+            base = self._base.layers[layer].linears[group].weight
+            room = self.weights.layers[layer].linears[group].weight
             for site, column, width in zip(GROUPS[group], *columns_of(self._spec, group), strict=True):
                 before, after = base[column : column + width], room[column : column + width]
                 span = spans.get((layer, site))
@@ -91,6 +86,11 @@ class MergedWeights:
         b = self._b[: panels * PANEL * rank].view(panels, PANEL, rank)
         b.copy_(stored(span.b_offset, (panels, rank, PANEL)).transpose(1, 2))
         return a, b.view(-1, rank)[:outputs]
+
+
+def _copied(layer: Layer) -> Layer:
+    linears = tuple(Linear.of(linear.weight.clone(), linear.bias) for linear in layer.linears)
+    return replace(layer, linears=linears)
 
 
 def _group_of(site: str) -> int:

@@ -1,5 +1,6 @@
 """From the device back to whoever launched: a thread that waits for iterations, one after another, in a blocking call
-of the driver's, so that neither the launching thread nor the event loop ever does. Level 1.
+of the driver's, so that neither the launching thread nor the event loop ever does; and the memory that results come in.
+Level 1.
 """
 
 import logging
@@ -8,6 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
 
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.gpu.batch import Results
 from caraserve.gpu.driver import Driver, DriverError, Event, Stream
 
 log = logging.getLogger(__name__)
@@ -60,3 +65,21 @@ class Waiter:
                 awaited.ended(failure)
             except Exception:
                 log.exception("a result could not be handed over")
+
+
+class ResultBlocks:
+    """Pinned blocks that results are copied into, as many as iterations may be under way."""
+
+    def __init__(self, blocks: list[tuple[NDArray[np.uint8], int]], outputs: int) -> None:
+        """`blocks`: memory and its device address."""
+        self._free: SimpleQueue[tuple[Results, int]] = SimpleQueue()
+        for memory, address in blocks:
+            self._free.put((Results(memory, outputs), address))
+
+    def take(self) -> tuple[Results, int]:
+        """Waits while all are in use, which more iterations ahead than there are blocks would be needed for."""
+        return self._free.get()
+
+    def give_back(self, results: Results, address: int) -> None:
+        """Its contents have been read."""
+        self._free.put((results, address))

@@ -151,10 +151,10 @@ def test_merged_adapters_answer_like_peft_one_after_another(llama: Subject, rng:
     before = [linear.weight.clone() for layer in device.weights.layers for linear in layer.linears]
     for name in ("all", "mixed", "mlp"):
         bound = device.bound[NAMES.index(name)]
-        held = [merged.holding(name, bound.spec, bound.image, device.driver, STREAM) for _ in range(2)]
-        assert held[0] is held[1]
+        for _ in range(2):
+            merged.merge(bound.spec, bound.image, device.driver, STREAM)
         request = Request(0, prompt_of(rng, 6), NAMES.index(name), logprobs=0)
-        serve(device, [request], 2, weights=held[0])
+        serve(device, [request], 2, weights=merged.weights)
         llama.check([request])
     assert merged.merges == 3
     after = [linear.weight for layer in device.weights.layers for linear in layer.linears]
@@ -170,7 +170,8 @@ def test_bf16_answers_like_peft_but_for_rounding(llama: Subject, rng: random.Ran
     check_roughly(llama, requests)
     merged = MergedWeights(device.spec, device.weights, MAX_RANK)
     again = Request(2, requests[0].prompt, 1, logprobs=0)
-    serve(device, [again], 1, weights=merged.holding(0, bound.spec, bound.image, device.driver, STREAM))
+    merged.merge(bound.spec, bound.image, device.driver, STREAM)
+    serve(device, [again], 1, weights=merged.weights)
     check_roughly(llama, [again])
 
 
