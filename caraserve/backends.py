@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -27,6 +28,7 @@ _CPU_SEQS, _GPU_SEQS = 64, 256
 # Past the roofline's knee, where larger chunks gain nothing.
 _CPU_STEP_TOKENS, _GPU_STEP_TOKENS = 256, 2048
 _KV_SHARE, _KV_MOST_BYTES = 0.3, 8 << 30  # of the free memory, for the KV cache by default
+_SWITCH_S = 0.0005  # that a thread may keep Python's lock from others: a device waits for those that launch
 _CUDA_PADDED_RANK = 64  # rows that every module takes with --lora-kernel bgmv-padded, unless adapters need more
 
 _DTYPES = {"float32": Dtype.F32, "bfloat16": Dtype.BF16, "float16": Dtype.F16}
@@ -125,6 +127,7 @@ def build_cuda_backend(
     assert model.model is not None
     dtype, context = dtype_of(spec, model.dtype), _context(spec, model)
     seqs, lora_cpus = engine.max_num_seqs or _GPU_SEQS, _lora_cpus(lora)
+    sys.setswitchinterval(_SWITCH_S)
     device = open_device(dtype)
     if model.load_format == "dummy":
         fill = dummy(engine.seed, device.device)
