@@ -1,0 +1,118 @@
+"""A device with the raw kernels of one dtype, a stream, and a watch for it. Level 5.
+
+Everything is issued on one stream, torch's too. Whoever measures waits (`settle`) before he reads what was issued, or
+writes what issued work still reads: on a device of the host it has not run before.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any, NewType, Protocol
+
+import torch
+from torch import Tensor
+
+from caraserve.gpu.assemble import GpuDevice
+from caraserve.gpu.driver import Stream
+from caraserve.gpu.launches import Launch
+from caraserve.gpu.weights import TORCH_DTYPES
+from caraserve.model.layout import Dtype
+
+Mark = NewType("Mark", object)
+
+
+class Stopwatch(Protocol):
+    """When a device gets to points of its streams."""
+
+    def mark(self, stream: Stream) -> Mark:
+        """A point: all that was issued on the stream so far."""
+
+    def between_us(self, start: Mark, end: Mark) -> float:
+        """Waits until the device has passed both."""
+
+
+class CudaStopwatch:
+    """By events of the device's."""
+
+    def __init__(self) -> None:
+        self._cuda: Any = torch.cuda  # its types are not stated
+        self._streams: dict[int, Any] = {}
+
+    def mark(self, stream: Stream) -> Mark:
+        if stream not in self._streams:
+            self._streams[stream] = self._cuda.ExternalStream(stream)
+        event = self._cuda.Event(enable_timing=True)
+        event.record(self._streams[stream])
+        return Mark(event)
+
+    def between_us(self, start: Mark, end: Mark) -> float:
+        first: Any = start
+        last: Any = end
+        last.synchronize()
+        return 1000.0 * float(first.elapsed_time(last))
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """One thread's."""
+
+    device: GpuDevice
+    dtype: Dtype  # of activations
+    stopwatch: Stopwatch
+    stream: Stream
+    l2_bytes: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return TORCH_DTYPES[self.dtype]
+
+    @property
+    def place(self) -> torch.device:
+        return self.device.device
+
+    def enter(self) -> None:
+        """The calling thread's torch works on this stream from now on."""
+        self.device.enter_thread()
+        self.device.driver.run(self.stream, lambda: None)
+        self.settle()
+
+    def launch(self, launch: Launch) -> None:
+        """Issues a raw kernel."""
+        self.device.kernels.launch(launch, self.stream)
+
+    def run(self, issue: Callable[[], None]) -> None:
+        """Issues what torch and Triton are called for."""
+        self.device.driver.run(self.stream, issue)
+
+    def settle(self) -> None:
+        """Waits for all that was issued."""
+        event = self.device.driver.create_event()
+        self.device.driver.record(event, self.stream)
+        self.device.driver.synchronize(event)
+
+    def random(self, generator: torch.Generator, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Standard normal numbers; `generator` is one of this place."""
+        made = torch.empty(shape, dtype=torch.float32, device=self.place)
+        return made.normal_(generator=generator).to(dtype or self.torch_dtype)
+
+    def generator(self, seed: int) -> torch.Generator:
+        return torch.Generator(self.place).manual_seed(seed)
+
+    def median_us(self, issue: Callable[[], None], replays: int) -> float:
+        """Issues work once, captures it, replays it so often; the median time of a replay."""
+        driver = self.device.driver
+        issue()
+        self.settle()  # its kernels are loaded: that must not happen while a graph is captured
+        driver.begin_capture(self.stream)
+        issue()
+        graph = driver.end_capture(self.stream)
+        driver.launch_graph(graph, self.stream)
+        marks = [self.stopwatch.mark(self.stream)]
+        for _ in range(replays):
+            driver.launch_graph(graph, self.stream)
+            marks.append(self.stopwatch.mark(self.stream))
+        self.settle()
+        times = [self.stopwatch.between_us(start, end) for start, end in pairwise(marks)]
+        driver.destroy_graph(graph)
+        return median(times)

@@ -1,0 +1,96 @@
+"""Stage `correct`: every kernel beside fp64 on random cases, and a whole model beside the CPU's. Level 5.
+
+Memory that a kernel is not to read, or that it is to write, is full of what is no number. A row's bits are compared
+alone and among others for all kernels of ours; the base model's products are cuBLAS', which promises no such thing.
+"""
+
+from collections.abc import Callable
+
+from caraserve.bench.gpu.accelerator import Accelerator
+from caraserve.bench.gpu.backends import TINY_CONTEXT, TinyModel, cpu_backend, cuda_backend
+from caraserve.bench.gpu.correct_lora import check_bgmv, check_prefill_lora
+from caraserve.bench.gpu.correct_model import check_attention, check_layers, check_rotation
+from caraserve.bench.gpu.correct_rest import check_moves, check_sampling
+from caraserve.bench.gpu.outcome import Outcome, WrongResult
+from caraserve.bench.gpu.rig import Rig
+from caraserve.bench.gpu.session import Prompt, Session, tokens
+from caraserve.gpu.assemble import GpuSizes
+from caraserve.model.backend import Backend
+from caraserve.model.layout import Dtype
+
+Check = Callable[[Rig, Accelerator, int], float]
+_CHECKS: dict[str, Check] = {
+    "decode LoRA": check_bgmv,
+    "prefill LoRA": check_prefill_lora,
+    "attention": check_attention,
+    "rotation and KV append": check_rotation,
+    "norm, SiLU, embedding": check_layers,
+    "sampling": check_sampling,
+    "moves": check_moves,
+}
+_FULL_CASES = ("decode LoRA", "prefill LoRA")  # of random ranks; the others have fewer
+_SLOTS, _STEP_TOKENS = 6, 64
+_CHUNK = 24
+_LENGTHS = (3, 40, 17, 61, 24, 1)  # of prompts
+_KEPT_S = 30.0  # for the tiny model
+
+
+def correct(rig: Rig) -> Outcome:
+    """Raises WrongResult at the first of them."""
+    outcome = Outcome()
+    for dtype in rig.effort.dtypes:
+        acc = rig.accelerator(dtype)
+        for name, check in _CHECKS.items():
+            cases = rig.effort.cases if name in _FULL_CASES else max(1, rig.effort.cases // 8)
+            shares = []
+            for case in range(cases):
+                if case and rig.left_s < _KEPT_S:
+                    break
+                shares.append(check(rig, acc, case))
+            outcome.figures.setdefault(name, {})[dtype.name.lower()] = {
+                "cases": len(shares),
+                "worst_share_of_tolerance": max(shares),
+            }
+    counts = [each["cases"] for by_dtype in outcome.figures.values() for each in by_dtype.values()]
+    outcome.say("kernels beside fp64", f"{sum(counts)} random cases right")
+    outcome.figures["tiny_model_tokens"] = _check_model(rig)
+    outcome.say("a whole model beside the CPU's, fp32", "token for token, launched and replayed")
+    return outcome
+
+
+def _check_model(rig: Rig) -> int:
+    """Kernel by kernel, and by graphs."""
+    model, new = TinyModel.write(rig.folder), rig.effort.tiny_new
+    with cpu_backend(model, _SLOTS, _SLOTS, _STEP_TOKENS) as judge:
+        expected = _served(judge, model, new)
+    for way, warm in (("launched", False), ("replayed", True)):
+        sizes = GpuSizes(
+            num_slots=_SLOTS,
+            adapter_slots=_SLOTS,
+            max_step_tokens=_STEP_TOKENS,
+            max_context=TINY_CONTEXT,
+            memory_utilization=0.9,
+            host_bytes=8 << 20,
+            pool_bytes=64 << 20,
+        )
+        with cuda_backend(rig, model.spec, Dtype.F32, sizes, folder=model.folder, warm=warm) as backend:
+            got = _served(backend, model, new)
+        for prompt, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
+            if ours != theirs:
+                at = next(index for index, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
+                raise WrongResult(f"tiny model, {way}: token {at} of answer {prompt} is not the CPU's")
+    return sum(map(len, expected))
+
+
+def _served(backend: Backend, model: TinyModel, new_tokens: int) -> list[list[int]]:
+    """Requests of all adapters and of the base model, some sharing one."""
+    session, vocab = Session(backend, TINY_CONTEXT - 1), model.spec.vocab_size
+    session.make_room(_SLOTS)
+    for slot, adapter in enumerate(model.read(backend.host_memory), start=1):
+        session.load(adapter, slot)
+    adapters = (0, 1, 2, 3, 4, 2)
+    prompts = [
+        Prompt(slot, tokens(length, vocab, slot), adapter)
+        for slot, (length, adapter) in enumerate(zip(_LENGTHS, adapters, strict=True))
+    ]
+    return session.serve(prompts, new_tokens, _CHUNK)

@@ -1,0 +1,95 @@
+"""LoRA kernels beside fp64: random ranks, dtypes and sizes, and a row's bits alone and among others. Level 5."""
+
+import random
+
+import numpy as np
+import torch
+
+from caraserve.bench.gpu.accelerator import Accelerator
+from caraserve.bench.gpu.adapters import TOLERANCE, Adapters, DecodingRows, Site
+from caraserve.bench.gpu.outcome import check_close, check_same_bits
+from caraserve.bench.gpu.rig import Rig
+from caraserve.gpu.triton_lora import PLANES, Segments, cut_segments, lora_expand, lora_shrink
+from caraserve.model.layout import Dtype
+
+_RANKS = (0, 8, 8, 16, 24, 64, 128, 256)
+_MOST_SLOTS = 6
+_TENSOR_CORES = {Dtype.F32: 1e-4, Dtype.BF16: 2.0**-6, Dtype.F16: 2.0**-9}  # what is shrunk is rounded, too
+
+
+def check_bgmv(rig: Rig, acc: Accelerator, case: int) -> float:
+    """Decode LoRA. Returns the largest share of the tolerance, as all checks do."""
+    rng = random.Random(case)
+    site = _random_site(rig, rng)
+    rows = [rng.randrange(site.slots) for _ in range(rng.choice((1, 3, 16, 64)))]
+    adapters = Adapters(acc, site, layers=1, pool_bytes=rig.effort.lora_pool_bytes, seed=case)
+    batch = DecodingRows(acc, adapters, rows, seed=case)
+    before, expected = batch.y.clone(), batch.expected(0)
+    batch.issue(0)
+    acc.settle()
+    worst = check_close(f"decode LoRA, case {case}, {acc.dtype.name}", batch.results(), expected, TOLERANCE[acc.dtype])
+    row = rng.randrange(len(rows))
+    alone = DecodingRows(acc, adapters, [rows[row]])
+    alone.x.copy_(batch.x[row : row + 1])
+    alone.y.copy_(before[row : row + 1])
+    acc.settle()
+    alone.issue(0)
+    acc.settle()
+    check_same_bits(f"decode LoRA, case {case}", alone.results(), batch.results()[row : row + 1])
+    return worst
+
+
+def check_prefill_lora(rig: Rig, acc: Accelerator, case: int) -> float:
+    """LoRA of prompts on tensor cores."""
+    rng = random.Random(1000 + case)
+    site = _random_site(rig, rng)
+    tokens = rng.choice((1, 40, 130))
+    slots = [rng.randrange(site.slots) for _ in range(tokens)]
+    adapters = Adapters(acc, site, layers=1, pool_bytes=rig.effort.lora_pool_bytes, seed=case)
+    generator = acc.generator(case)
+    x = acc.random(generator, tokens, site.inputs)
+    y = acc.random(generator, tokens, site.width)
+    expected = adapters.add_to(y, x, slots, 0)
+    before = y.clone()
+    _prefill(acc, adapters, x, y, slots)
+    tolerance = _TENSOR_CORES[acc.dtype]
+    worst = check_close(f"prefill LoRA, case {case}, {acc.dtype.name}", y, expected, tolerance)
+    token = rng.randrange(tokens)
+    one = slice(token, token + 1)
+    alone = before[one].clone()
+    _prefill(acc, adapters, x[one].clone(), alone, [slots[token]])
+    check_same_bits(f"prefill LoRA, case {case}", alone, y[one])
+    return worst
+
+
+def _prefill(acc: Accelerator, adapters: Adapters, x: torch.Tensor, y: torch.Tensor, slots: list[int]) -> None:
+    site = adapters.site
+    parts = cut_segments(np.array(slots, np.int32))
+    order, first, rows, slot = (torch.from_numpy(part).to(acc.place) for part in parts)
+    if not len(first):
+        return
+    ranks = max(8, *(max(of_slots) for of_slots in site.ranks))
+    shape = (PLANES, len(slots), len(site.outputs), ranks)
+    part = torch.full(shape, torch.nan, dtype=torch.float32, device=acc.place)
+    segments, tables = Segments(order, first, rows, slot), adapters.site_tables(0)
+
+    def both() -> None:
+        lora_shrink(x, part, segments, tables)
+        lora_expand(y, part, segments, tables, site.columns, site.outputs)
+
+    acc.run(both)
+    acc.settle()
+
+
+def _random_site(rig: Rig, rng: random.Random) -> Site:
+    """Every other one as wide as the model, the rest of odd sizes."""
+    hidden = rig.effort.shape.hidden
+    if rng.random() < 0.5:
+        inputs, outputs = hidden, (hidden,) * rng.choice((1, 3))
+    else:
+        inputs = rng.randrange(1, hidden)
+        outputs = tuple(rng.randrange(1, hidden) for _ in range(rng.choice((1, 2, 3))))
+    slots = rng.randrange(1, _MOST_SLOTS)
+    most = max(rig.effort.lora_ranks)
+    ranks = [[0, *(min(rng.choice(_RANKS), 2 * most) for _ in range(slots))] for _ in outputs]
+    return Site(inputs, outputs, ranks, [rng.choice(list(Dtype)) for _ in range(slots + 1)])

@@ -1,0 +1,102 @@
+"""Sampling beside the CPU's, and moves of bytes. Level 5."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from caraserve.bench.gpu.accelerator import Accelerator
+from caraserve.bench.gpu.outcome import WrongResult, check_close
+from caraserve.bench.gpu.rig import Rig
+from caraserve.bench.gpu.session import greedy
+from caraserve.cpu.sampling import SLOT_SAMPLING, choose, write_sampling
+from caraserve.gpu import launches
+from caraserve.gpu.triton_attention import TokenTables
+from caraserve.gpu.triton_sampling import Outputs, SamplerState, sample, score
+from caraserve.model.outputs import SAMPLE
+from caraserve.request import MAX_LOGPROBS
+
+_WAYS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 40, "top_p": 0.9},
+    {"temperature": 1.3, "min_p": 0.05},
+    {"temperature": 0.8, "presence_penalty": 0.5, "frequency_penalty": 0.2, "repetition_penalty": 1.2},
+    {"logit_bias": ((11, 30.0), (12, 29.5))},
+)
+_KNOWN = 40  # tokens of a request so far
+
+
+def check_sampling(rig: Rig, acc: Accelerator, case: int) -> float:
+    """The tokens that the CPU backend would take, and their log-probabilities."""
+    rows, vocab, rng = len(_WAYS), rig.effort.vocab, np.random.default_rng(case)
+    table = np.zeros(rows, SLOT_SAMPLING)
+    for slot, way in enumerate(_WAYS):
+        write_sampling(table, slot, replace(greedy(3), seed=1000 * case + slot, **way))
+    history = rng.integers(0, vocab, (rows, _KNOWN + 2)).astype(np.int32)
+    logits = 3.0 * acc.random(acc.generator(case), rows, vocab)
+    outputs = _outputs(acc, rows)
+    position = torch.full((rows,), _KNOWN, dtype=torch.int32, device=acc.place)
+    state = SamplerState(
+        torch.from_numpy(table.view(np.uint8).reshape(rows, -1).copy()).to(acc.place),
+        torch.from_numpy(history.copy()).to(acc.place),
+        torch.full((2, vocab), torch.nan, device=acc.place),
+        torch.zeros((2, vocab), dtype=torch.int32, device=acc.place),
+    )
+
+    def issue() -> None:
+        sample(logits, outputs, TokenTables(outputs.token, position), state)
+        score(logits, outputs)
+
+    acc.run(issue)
+    acc.settle()
+    values = logits.float().cpu().numpy()
+    copies, seen = np.zeros(vocab, np.float32), np.zeros(vocab, np.uint8)
+    known = history.astype(np.int64)
+    wanted = [int(choose(values[row], _KNOWN, known[row], table[row], copies, seen)) for row in range(rows)]
+    if outputs.chosen.tolist() != wanted or state.history[:, _KNOWN + 1].tolist() != wanted:
+        raise WrongResult(f"sampling, case {case}: {outputs.chosen.tolist()} were taken, the CPU takes {wanted}")
+    scores = torch.log_softmax(logits.double(), dim=1)[range(rows), wanted]
+    return check_close("log-probabilities", outputs.logprob, scores, 1e-5)
+
+
+def _outputs(acc: Accelerator, rows: int) -> Outputs:
+    def ints(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=acc.place)
+
+    tops = rows, MAX_LOGPROBS
+    return Outputs(
+        ints(list(range(rows))),
+        ints([SAMPLE] * rows),
+        ints([2] * rows),
+        ints([-7] * rows),
+        torch.full((rows,), torch.nan, device=acc.place),
+        torch.full(tops, -7, dtype=torch.int32, device=acc.place),
+        torch.full(tops, torch.nan, device=acc.place),
+    )
+
+
+def check_moves(rig: Rig, acc: Accelerator, case: int) -> float:
+    """Rectangles of bytes to their places, zeros where there is no source, and nothing anywhere else."""
+    size = 1 << 14
+    memory = torch.randint(1, 255, (size,), dtype=torch.uint8, generator=acc.generator(case), device=acc.place)
+    expected, base = memory.clone(), memory.data_ptr()
+    moves = ((0, 64, 8192, 96, 48, 7), (1024, 2048, 12288, 2048, 2048, 1), (4096, 128, None, 0, 112, 5))
+    table = np.zeros((len(moves), launches.MOVE_WORDS), np.int64)
+    for index, (target, target_pitch, source, source_pitch, width, rows) in enumerate(moves):
+        table[index] = (base + target, target_pitch, 0, source_pitch, width, rows)
+        if source is not None:
+            table[index, 2] = base + source
+        for row in range(rows):
+            to = target + row * target_pitch
+            at = 0 if source is None else source + row * source_pitch
+            expected[to : to + width] = 0 if source is None else memory[at : at + width]
+    on_device = torch.from_numpy(table).to(acc.place)
+    count = torch.tensor([len(moves)], dtype=torch.int32, device=acc.place)
+    acc.settle()
+    acc.launch(launches.pool_move(1 + case % 7, on_device.data_ptr(), count.data_ptr()))
+    acc.settle()
+    if not torch.equal(memory, expected):
+        raise WrongResult(f"moves of bytes, case {case}: {int((memory != expected).sum())} bytes are wrong")
+    return 0.0

@@ -1,0 +1,123 @@
+"""Stage `limits`: what the device and its link carry, which everything else is set against. Level 5."""
+
+from functools import partial
+
+import torch
+
+from caraserve.bench.gpu.accelerator import Accelerator
+from caraserve.bench.gpu.outcome import Outcome, WrongResult
+from caraserve.bench.gpu.rig import Rig
+from caraserve.cpu.shared import SharedRegion
+from caraserve.model.layout import Dtype
+
+_SMALLEST_COPY_BYTES = 64 << 10
+_STEP = 8  # between sizes of copies
+_COPIES = 10
+_KEY = "copy_bytes_per_s"
+
+
+def copy_bytes_per_s(rig: Rig, acc: Accelerator) -> float:
+    """Bytes read and written a second by a copy on the device: known from the stage, or measured now."""
+    known = rig.known.get("limits", {}).get(_KEY)
+    return float(known) if known else _copy_on_device(rig, acc)
+
+
+def limits(rig: Rig) -> Outcome:
+    """Raises WrongResult when what comes back is not what went there."""
+    acc = rig.accelerator(Dtype.BF16)
+    outcome = Outcome()
+    region = SharedRegion(2 * rig.effort.copy_bytes)
+    base = acc.device.driver.register_host(region.base, region.num_bytes)
+    try:
+        _check_link(rig, acc, region, base)
+        on_device = _copy_on_device(rig, acc)
+        outcome.figures[_KEY] = on_device
+        outcome.say("copy on the device, read and written", f"{on_device / 1e12:.2f} TB/s")
+        _link(rig, acc, base, outcome)
+    finally:
+        acc.settle()
+        acc.device.driver.unregister_host(region.base)
+        region.close()
+    flops = _gemm(rig, acc)
+    outcome.figures["gemm_flop_per_s"] = flops
+    outcome.say(f"product of {rig.effort.gemm}² matrices, bf16", f"{flops / 1e12:.0f} TFLOP/s")
+    return outcome
+
+
+def _copy_on_device(rig: Rig, acc: Accelerator) -> float:
+    size = 4 * rig.effort.copy_bytes
+    source, target = (torch.zeros(size, dtype=torch.uint8, device=acc.place) for _ in range(2))
+    driver = acc.device.driver
+
+    def copy() -> None:
+        driver.copy_on_device(target.data_ptr(), source.data_ptr(), size, acc.stream)
+
+    return 2e6 * size / acc.median_us(copy, rig.effort.replays)
+
+
+def _check_link(rig: Rig, acc: Accelerator, region: SharedRegion, base: int) -> None:
+    """There and back again."""
+    size, driver = rig.effort.copy_bytes, acc.device.driver
+    there, back = region.bytes[:size], region.bytes[size : 2 * size]
+    there[:: 1 << 10] = 0xA5
+    there[-1], back[:] = 0x5A, 0
+    device = torch.zeros(size, dtype=torch.uint8, device=acc.place)
+    acc.settle()
+    driver.copy_to_device(device.data_ptr(), base, size, acc.stream)
+    driver.copy_to_host(base + size, device.data_ptr(), size, acc.stream)
+    acc.settle()
+    if not (there == back).all():
+        raise WrongResult(f"{size} bytes went to the device and came back otherwise")
+
+
+def _link(rig: Rig, acc: Accelerator, base: int, outcome: Outcome) -> None:
+    """Copies of all sizes, there, back, and both at once."""
+    effort, driver = rig.effort, acc.device.driver
+    room = torch.zeros(2 * effort.copy_bytes, dtype=torch.uint8, device=acc.place)
+    device = room.data_ptr()
+    there, back = {}, {}
+    for size in _sizes(effort.copy_bytes):
+        to_device = partial(driver.copy_to_device, device, base, size, acc.stream)
+        to_host = partial(driver.copy_to_host, base, device, size, acc.stream)
+        there[size] = 1e6 * size / acc.median_us(to_device, effort.replays)
+        back[size] = 1e6 * size / acc.median_us(to_host, effort.replays)
+    both = _both_ways(rig, acc, base, device)
+    outcome.figures |= {"to_device_bytes_per_s": there, "to_host_bytes_per_s": back, "both_ways_bytes_per_s": both}
+    for what, speeds in (("host to device", there), ("device to host", back)):
+        outcome.say(what, f"{max(speeds.values()) / 1e9:.1f} GB/s")
+    outcome.say("both at once", f"{both / 1e9:.1f} GB/s")
+
+
+def _sizes(most: int) -> list[int]:
+    sizes = [most]
+    while sizes[-1] // _STEP >= _SMALLEST_COPY_BYTES:
+        sizes.append(sizes[-1] // _STEP)
+    return sizes
+
+
+def _both_ways(rig: Rig, acc: Accelerator, base: int, device: int) -> float:
+    """Bytes a second of both directions together, in copies side by side on two streams."""
+    size, driver = rig.effort.copy_bytes, acc.device.driver
+    other, begun, ended = driver.create_stream(0), driver.create_event(), driver.create_event()
+    start = acc.stopwatch.mark(acc.stream)
+    driver.record(begun, acc.stream)
+    driver.wait_event(other, begun)
+    for _ in range(_COPIES):
+        driver.copy_to_device(device, base, size, acc.stream)
+        driver.copy_to_host(base + size, device + size, size, other)
+    driver.record(ended, other)
+    driver.wait_event(acc.stream, ended)
+    end = acc.stopwatch.mark(acc.stream)
+    acc.settle()
+    return 2e6 * _COPIES * size / acc.stopwatch.between_us(start, end)
+
+
+def _gemm(rig: Rig, acc: Accelerator) -> float:
+    size, generator = rig.effort.gemm, acc.generator(0)
+    a, b = (acc.random(generator, size, size) for _ in range(2))  # on zeros it would run faster
+    c = torch.empty_like(a)
+
+    def multiply() -> None:
+        torch.mm(a, b, out=c)
+
+    return 2e6 * size**3 / acc.median_us(lambda: acc.run(multiply), _COPIES)

@@ -1,0 +1,140 @@
+"""Stage `lora`: LoRA of decode, in time and in bytes; also what `caraserve bench lora` shows of a GPU. Level 5.
+
+A step of a model is replayed as one graph: layer after layer, every layer other weights, in all more than the L2 cache
+holds. The floor is the time in which the device copies as many bytes as the adapters have.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from caraserve.bench.gpu.accelerator import Accelerator
+from caraserve.bench.gpu.adapters import TOLERANCE, Adapters, DecodingRows, Site
+from caraserve.bench.gpu.limits import copy_bytes_per_s
+from caraserve.bench.gpu.outcome import Outcome, check_close
+from caraserve.bench.gpu.rig import Rig
+from caraserve.model.layout import Dtype
+from caraserve.units import ceil_div
+
+_PROJECTIONS = 3  # q, k and v
+_LAYERS_LEAST, _LAYERS_MOST = 4, 320
+_MIX = (8, 16, 32, 64)
+_SHARE_TARGET = 0.8  # of the floor, where weights are what counts
+_MIX_TARGET = 1.10
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPoint:
+    """q, k and v of one layer, every row another adapter."""
+
+    rows: int
+    ranks: tuple[int, ...]  # that rows have in turn
+    us: float
+    mbytes: float  # of adapters
+    share_of_floor: float
+    torch_us: float | None  # the same by torch.bmm, from stacked weights of one rank
+
+    @property
+    def name(self) -> str:
+        return f"n {self.rows}, rank {'+'.join(map(str, self.ranks))}"
+
+
+def lora(rig: Rig) -> Outcome:
+    """Raises WrongResult before anything is timed."""
+    acc = rig.accelerator(Dtype.BF16)
+    bytes_per_s = copy_bytes_per_s(rig, acc)
+    points, outcome = list(measure(rig, acc, bytes_per_s)), Outcome()
+    outcome.figures = {"copy_bytes_per_s": bytes_per_s, "points": [asdict(point) for point in points]}
+    _judge(rig, points, outcome)
+    return outcome
+
+
+def measure(rig: Rig, acc: Accelerator, bytes_per_s: float) -> Iterator[LoraPoint]:
+    """Every number of rows at every rank, then mixes of ranks; what is left out, for want of time, is the last."""
+    effort = rig.effort
+    wanted: list[tuple[int, tuple[int, ...]]] = [
+        (rows, (rank,)) for rank in effort.lora_ranks for rows in effort.lora_rows
+    ]
+    mix = tuple(rank for rank in _MIX if rank in effort.lora_ranks)
+    wanted += [(rows, mix) for rows in effort.lora_rows if rows >= len(mix) > 1]
+    wanted.sort(key=lambda each: -each[0])  # the targets are of the most rows
+    for rows, ranks in wanted:
+        if rig.left_s > 0:
+            yield _point(rig, acc, rows, ranks, bytes_per_s)
+
+
+def _point(rig: Rig, acc: Accelerator, rows: int, ranks: tuple[int, ...], bytes_per_s: float) -> LoraPoint:
+    hidden, effort = rig.effort.shape.hidden, rig.effort
+    by_slot = [0, *(ranks[row % len(ranks)] for row in range(rows))]
+    site = Site(hidden, (hidden,) * _PROJECTIONS, [by_slot] * _PROJECTIONS, [acc.dtype] * (rows + 1))
+    slots = range(1, rows + 1)
+    num_bytes = site.num_bytes(slots)
+    layers = min(max(_LAYERS_LEAST, ceil_div(2 * acc.l2_bytes, num_bytes)), _LAYERS_MOST)
+    adapters = Adapters(acc, site, layers, effort.lora_pool_bytes)
+    batch = DecodingRows(acc, adapters, slots)
+    expected = batch.expected(0)
+    batch.issue(0)
+    acc.settle()
+    check_close(f"LoRA of decode, {rows} rows of rank {ranks}", batch.results(), expected, TOLERANCE[acc.dtype])
+
+    def step() -> None:
+        for layer in range(layers):
+            batch.issue(layer)
+
+    us = acc.median_us(step, effort.replays) / layers
+    floor_us = 1e6 * num_bytes / bytes_per_s
+    torch_us = _bmm_us(rig, acc, rows, ranks[0], layers) if len(ranks) == 1 else None
+    return LoraPoint(rows, ranks, us, num_bytes / 1e6, floor_us / us, torch_us)
+
+
+def _bmm_us(rig: Rig, acc: Accelerator, rows: int, rank: int, layers: int) -> float:
+    """Two batched products a layer over weights stacked by row: what torch alone could do, if stacking were free."""
+    hidden, generator = rig.effort.shape.hidden, acc.generator(2)
+    per_layer = 2 * _PROJECTIONS * rows * rank * hidden
+    layers = max(1, min(layers, rig.effort.lora_pool_bytes // (per_layer * acc.dtype.itemsize)))
+    x = acc.random(generator, rows, 1, hidden)
+    a = acc.random(generator, layers, rows, hidden, _PROJECTIONS * rank)
+    b = acc.random(generator, layers, _PROJECTIONS * rows, rank, hidden)
+    shrunk = torch.empty((rows, 1, _PROJECTIONS * rank), dtype=acc.torch_dtype, device=acc.place)
+    parts = torch.empty((_PROJECTIONS * rows, 1, rank), dtype=acc.torch_dtype, device=acc.place)
+    y = torch.empty((_PROJECTIONS * rows, 1, hidden), dtype=acc.torch_dtype, device=acc.place)
+
+    def multiply() -> None:
+        for layer in range(layers):
+            torch.bmm(x, a[layer], out=shrunk)
+            torch.bmm(parts, b[layer], out=y)
+
+    return acc.median_us(lambda: acc.run(multiply), rig.effort.replays) / layers
+
+
+def _judge(rig: Rig, points: Sequence[LoraPoint], outcome: Outcome) -> None:
+    most = max(rig.effort.lora_rows)
+    alone = {point.ranks[0]: point for point in points if point.rows == most and len(point.ranks) == 1}
+    for rank, point in alone.items():
+        text = f"{point.us:.1f} µs, {point.share_of_floor:.0%} of copying"
+        if rank == 64:
+            outcome.say(f"LoRA {point.name}", text, f"≥ {_SHARE_TARGET:.0%}", point.share_of_floor >= _SHARE_TARGET)
+        else:
+            outcome.say(f"LoRA {point.name}", text)
+        if point.torch_us is not None:
+            outcome.figures.setdefault("times_torch", {})[point.name] = point.torch_us / point.us
+    for mix in (point for point in points if len(point.ranks) > 1 and point.rows == most):
+        if not all(rank in alone for rank in mix.ranks):
+            continue
+        ratio = mix.us * len(mix.ranks) / sum(alone[rank].us for rank in mix.ranks)
+        padded = alone[max(mix.ranks)].us / mix.us
+        outcome.figures["mix_over_sum"], outcome.figures["padded_over_mix"] = ratio, padded
+        outcome.at_most(f"{mix.name} ÷ the sum of its parts", ratio, _MIX_TARGET)
+        outcome.say("the same, padded to its largest rank", f"{padded:.2f} times as long")
+
+
+def table_rows(points: Sequence[LoraPoint]) -> Iterator[tuple[str, ...]]:
+    """For `caraserve bench lora`: rows, ranks, µs, share of the floor, times torch."""
+    for point in points:
+        times = "–" if point.torch_us is None else f"{point.torch_us / point.us:.1f}"
+        ranks = "+".join(map(str, point.ranks))
+        yield str(point.rows), ranks, f"{point.us:.1f}", f"{point.mbytes:.1f}", f"{point.share_of_floor:.0%}", times
+
+
+HEADS = ("rows", "rank", "µs a layer", "MB", "of the copying bandwidth", "× torch.bmm")
