@@ -77,6 +77,7 @@ class Line:
         iteration_blocks = ceil_div(limits.max_step_tokens, limits.block_tokens) + limits.num_slots
         self._most_taken = iteration_blocks  # by one iteration
         self._ahead = max(1, min(iteration_blocks, residency.room.most_blocks // _MOST_AHEAD))
+        self._read_ahead_at: tuple[int, int] | None = None
         self._start_lacks = 0  # blocks that the next request to start waits for
         self._prefix_caching, self._prefetching, self._observe_preemption = (
             prefix_caching,
@@ -129,9 +130,17 @@ class Line:
             self._hold_adapter(opened)
             self.loading.append(opened)
         if self.waiting and self._prefetching:
-            for opened in self.waiting.upcoming(_PREFETCHED):
-                if opened.version is not None:
-                    self._residency.prefetch(opened.version)
+            self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        """Only after a change of the queue or of the reads under way: there may be thousands of tenants."""
+        seen = len(self.waiting), self._residency.loading
+        if seen == self._read_ahead_at:
+            return
+        for opened in self.waiting.upcoming(_PREFETCHED):
+            if opened.version is not None:
+                self._residency.prefetch(opened.version)
+        self._read_ahead_at = len(self.waiting), self._residency.loading
 
     def _places_taken(self) -> int:
         return len(self.loading) + len(self.running) + len(self._leaving)
