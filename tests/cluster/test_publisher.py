@@ -1,0 +1,105 @@
+"""One engine's part in the cluster: what it publishes of its work and adapters, and what it does with others' names."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from caraserve import demo
+from caraserve.cluster.cost import Links, Tier
+from caraserve.cluster.facts import Adapter
+from caraserve.cluster.perf_model import DriftWatch, PerfModel
+from caraserve.cluster.publisher import Publisher
+from caraserve.loop import Engine
+from caraserve.profile import load
+from tests.cluster.nodes import Instances, instances, until
+from tests.serving import PROFILE, engine_config, lora_config, model_config, running, submit
+
+PROMPT = tuple(range(5, 45))
+ADAPTERS = {name: demo.adapters_folder() / name for name in ("poet", "chef")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """The first engine on a machine compiles kernels, for longer than a coroutine's test may take."""
+
+    async def body() -> None:
+        async with running(model_config(demo.model_folder()), lora_config({}), engine_config(seqs=2)):
+            pass
+
+    asyncio.run(body())
+
+
+@asynccontextmanager
+async def published(folder: Path) -> AsyncIterator[tuple[Engine, Publisher, Instances]]:
+    """Instance a has an engine and two adapters; b is in the cluster and has none."""
+    lora = lora_config(ADAPTERS, adapters_dir=demo.adapters_folder(), mode="overlapped")
+    lora.lora_modules[:] = [module for module in lora.lora_modules if module.name in ADAPTERS]
+    async with (
+        running(model_config(demo.model_folder()), lora, engine_config(seqs=2)) as engine,
+        instances(folder) as group,
+    ):
+        a = (await group.start("a")).node
+        publisher = Publisher(a, engine, lambda: (0, 0), DriftWatch(load(PROFILE)), Links())
+        a.load_now, a.on_names = publisher.load_now, publisher.take_names
+        engine.watch, engine.catalog.on_change = publisher.watch, publisher.changed
+        publisher.announce()
+        await group.start("b")
+        await until(group.agree, 4)
+        yield engine, publisher, group
+
+
+async def test_others_learn_of_adapters_and_of_the_machine(tmp_path: Path) -> None:
+    async with published(tmp_path) as (engine, _, group):
+        b = group.running["b"].node
+        poet = engine.adapter("poet")
+        await until(lambda: b.adapter("poet") == Adapter("poet", poet.digest, poet.rank, poet.num_bytes), 3)
+        await until(lambda: b.holders(poet.digest) == {"a": Tier.DISK}, 3)
+        await until(lambda: [one.model for one in b.instances()] == [PerfModel.of(load(PROFILE))], 3)
+        await engine.unload_adapter("poet")
+        await until(lambda: b.adapter("poet") is None, 3)
+
+
+async def test_what_others_remove_is_unloaded_and_what_they_add_is_wanted(tmp_path: Path) -> None:
+    async with published(tmp_path) as (engine, publisher, group):
+        wanted: list[Adapter] = []
+        publisher.on_wanted = wanted.append
+        b = group.running["b"].node
+        await until(lambda: b.adapter("chef") is not None, 3)
+        b.remove("chef")
+        await until(lambda: [info.name for info in engine.adapters()].count("chef") == 0, 3)
+        b.register(Adapter("new", "d", 8, 1))
+        await until(lambda: wanted == [Adapter("new", "d", 8, 1)], 3)
+
+
+async def test_a_load_counts_what_runs_and_what_waits(tmp_path: Path) -> None:
+    async with published(tmp_path) as (engine, publisher, _):
+        ranks = {name: engine.adapter(name).rank for name in ADAPTERS}
+        tasks = [submit(engine, PROMPT, name, max_tokens=30) for name in ("poet", "poet", "chef", None)]
+        await asyncio.sleep(0)
+        said = publisher.load_now(0.0)
+        assert said.running + said.queued == 4
+        assert dict(said.ranks) == {0: 1, ranks["poet"]: 2, ranks["chef"]: 1}
+        assert said.queued_tokens == 4 * len(PROMPT)
+        assert said.queued_token_ranks == len(PROMPT) * (2 * ranks["poet"] + ranks["chef"])
+        assert said.kv_free_tokens < said.kv_tokens - said.queued_tokens
+        await asyncio.gather(*tasks)
+        idle = publisher.load_now(0.0)
+        assert (idle.running, idle.queued, idle.ranks, idle.queued_tokens) == (0, 0, (), 0)
+        assert idle.kv_free_tokens == idle.kv_tokens
+
+
+async def test_predicted_stands_beside_observed(tmp_path: Path) -> None:
+    async with published(tmp_path) as (engine, publisher, _):
+        await submit(engine, PROMPT, "poet", max_tokens=10)
+        values = {}
+        for line in "".join(publisher.families('x="y"')).splitlines():
+            if not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                values[name] = float(value)
+        for phase in ("decode", "prefill"):
+            for kind in ("predicted", "observed"):
+                assert values[f'caraserve:{kind}_iteration_seconds_total{{phase="{phase}",x="y"}}'] > 0
+        assert values['caraserve:cluster_members{state="alive",x="y"}'] == 2
