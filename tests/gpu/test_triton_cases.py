@@ -24,5 +24,5 @@ def test_all_cases_pass_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *cases]
     root = FOLDER.parent.parent
     result = subprocess.run(command, cwd=root, env=os.environ | settings, capture_output=True, text=True)
-    assert len(cases) == 4
+    assert len(cases) == 6
     assert result.returncode == 0, result.stdout + result.stderr

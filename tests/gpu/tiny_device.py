@@ -113,7 +113,7 @@ class TinyDevice:
     def bind(self, slot: int, folder: Path) -> Bound:
         data = aligned_bytes(inspect_adapter(folder, self.spec).num_bytes)
         host = read_adapter(folder, self.spec, data)
-        image = torch.from_numpy(host.data).to(DEVICE)
+        image = torch.from_numpy(host.data.copy()).to(DEVICE)
         made = column(host.spec, self.spec.layers, image.data_ptr())
         for name in ("a", "b", "rank", "scale"):
             values = torch.from_numpy(getattr(made, name)).view(self.spec.layers, len(SITES))

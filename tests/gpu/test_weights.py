@@ -1,0 +1,107 @@
+"""Base weights as the CUDA backend keeps them, read from a checkpoint or made up."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from caraserve.cpu.weights import folder_reader
+from caraserve.errors import ModelLoadError
+from caraserve.gpu.weights import Weights, columns_of, dummy, from_reader, load, num_bytes, progress_steps
+from caraserve.model.layout import GROUPS
+from caraserve.model.spec import ModelSpec, load_spec, parse_spec
+from tests.oracle.models import FAMILIES, make_model
+
+CPU = torch.device("cpu")
+SMALL = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelSpec, Weights]:
+    spec = load_spec(folder)
+    return spec, load(spec, dtype, 32, CPU, from_reader(folder_reader(folder), CPU))
+
+
+def all_tensors(weights: Weights) -> list[Tensor]:
+    """The matrices, each once."""
+    linears = [linear.weight for layer in weights.layers for linear in layer.linears]
+    return [*linears, weights.embedding, *([] if weights.head.weight is weights.embedding else [weights.head.weight])]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tensor_of_a_checkpoint_has_its_place(family: str, tmp_path: Path) -> None:
+    spec, weights = loaded(make_model(tmp_path, family))
+    left = load_file(tmp_path / "model.safetensors")
+
+    def takes(name: str, found: Tensor) -> None:
+        assert torch.equal(left.pop(name), found), name
+
+    for index, layer in enumerate(weights.layers):
+        prefix = f"model.layers.{index}"
+        for group, (sites, linear) in enumerate(zip(GROUPS, layer.linears, strict=True)):
+            for site, column, width in zip(sites, *columns_of(spec, group), strict=True):
+                name = f"{prefix}.{'mlp' if group > 1 else 'self_attn'}.{site}"
+                takes(f"{name}.weight", linear.weight[column : column + width])
+                if linear.bias is not None:
+                    takes(f"{name}.bias", linear.bias[column : column + width])
+        takes(f"{prefix}.input_layernorm.weight", layer.attention_norm)
+        takes(f"{prefix}.post_attention_layernorm.weight", layer.mlp_norm)
+        for name, norm in zip("qk", layer.head_norms or (), strict=False):
+            takes(f"{prefix}.self_attn.{name}_norm.weight", norm)
+    takes("model.embed_tokens.weight", weights.embedding)
+    takes("model.norm.weight", weights.final_norm)
+    if not spec.tied_embeddings:
+        takes("lm_head.weight", weights.head.weight)
+    assert left == {}
+    assert (weights.head.weight is weights.embedding) == spec.tied_embeddings
+
+
+@pytest.mark.parametrize(("stored", "kept"), [("bfloat16", torch.float16), ("float32", torch.bfloat16)])
+def test_weights_are_rounded_to_the_dtype_asked_for_and_norms_are_not(
+    stored: str, kept: torch.dtype, tmp_path: Path
+) -> None:
+    _, weights = loaded(make_model(tmp_path, "llama3", dtype=stored), kept)
+    file = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(weights.embedding, file["model.embed_tokens.weight"].to(kept))
+    assert torch.equal(weights.final_norm, file["model.norm.weight"].float())
+    assert {tensor.dtype for tensor in all_tensors(weights)} == {kept}
+
+
+def test_dummy_weights_are_the_seed_s() -> None:
+    spec = parse_spec(SMALL)
+    first, again, other = (load(spec, torch.bfloat16, 32, CPU, dummy(seed, CPU)) for seed in (1, 1, 2))
+    for mine, same, different in zip(*map(all_tensors, (first, again, other)), strict=True):
+        assert torch.equal(mine, same)
+        assert not torch.equal(mine, different)
+        assert 0.015 < float(mine.float().std()) < 0.025
+    assert torch.all(first.final_norm == 1)
+
+
+def test_how_far_loading_has_got_is_told() -> None:
+    spec = parse_spec(SMALL)
+    told: list[None] = []
+    weights = load(spec, torch.float16, 32, CPU, dummy(0, CPU), lambda: told.append(None))
+    assert len(told) == progress_steps(spec)
+    assert sum(tensor.nbytes for tensor in all_tensors(weights)) == num_bytes(spec, torch.float16)
+
+
+def test_sizes_that_the_kernels_do_not_have_are_refused() -> None:
+    spec = parse_spec(SMALL | {"intermediate_size": 100})
+    with pytest.raises(ModelLoadError, match="intermediate_size 100 is not a multiple of 16"):
+        load(spec, torch.float32, 32, CPU, dummy(0, CPU))
+
+
+def test_a_checkpoint_without_a_tensor_is_refused(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, "llama3")
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
+    with pytest.raises(ModelLoadError, match=r"layers\.2\.self_attn\.q_proj\.weight is missing"):
+        loaded(folder)
