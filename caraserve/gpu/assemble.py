@@ -63,6 +63,7 @@ class GpuDevice:
     device: torch.device
     name: str
     enter_thread: Callable[[], None] = lambda: None  # makes the device current on a new thread
+    synchronize: Callable[[], None] = lambda: None  # waits for all streams, torch's own as well; before serving only
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,9 @@ class Parts:
             issue_pass(lane.decoder.work(shape), stream, self.spec.layers)
             self._settle()
             advance()
-        self.captures.capture_all(self.works.to_capture, stream, self.device.device, self._settle, advance)
+        self.captures.make_gates(self.device.device)
+        self.device.synchronize()
+        self.captures.capture_all(self.works.to_capture, stream, self._settle, advance)
 
     def _settle(self) -> None:
         self.channels.timelines.mark(Lane.COMPUTE)
@@ -205,6 +208,7 @@ def assemble(
     works = Works(lanes[0].decoder, images, channels, merged)
     workers = Workers(region.region, region.blocks, sizes.lora_cpus, region.block_bytes)
     helpers = Helpers(region, host, workers, Guard(RegionWords(region.region), workers))
+    device.synchronize()  # memory was filled on torch's stream, which no other waits for
     return Parts(
         limits=limits,
         device=device,

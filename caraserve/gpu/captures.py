@@ -30,19 +30,20 @@ class Captures:
         self._max_context, self._layers = max_context, layers
         self._replays: dict[Bucket, Replay] = {}
 
+    def make_gates(self, device: torch.device) -> None:
+        """Words by which graphs wait for layers; to be called first."""
+        self._gates = torch.zeros(max(1, self.count), dtype=torch.int32, device=device)
+
     def capture_all(
         self,
         work_of: Callable[[Bucket, Shape], Pass],
         stream: Stream,
-        device: torch.device,
         settle: Callable[[], None],
         advance: Callable[[], None],
     ) -> None:
         """Captures every bucket that has room. The batch in device memory is one of no rows: each pass is run once
         before, so that all its kernels are loaded. `settle` waits for the stream; `advance` is called for each."""
-        wanted = self._graphs.to_capture()
-        self._gates = torch.zeros(max(1, len(wanted)), dtype=torch.int32, device=device)
-        for index, bucket in enumerate(wanted):
+        for index, bucket in enumerate(self._graphs.to_capture()):
             work = work_of(bucket, shape_for(bucket, self._capacity, self._max_context))
             issue_pass(work, stream, self._layers)
             settle()

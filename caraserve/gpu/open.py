@@ -18,4 +18,11 @@ def open_device(activation: Dtype) -> GpuDevice:
     kernels = CudaKernels(activation)
     driver = CudaDriver(Cuda(), kernels)
     name = torch.cuda.get_device_name(0)
-    return GpuDevice(driver, kernels, torch.device("cuda", 0), name, lambda: torch.cuda.set_device(0))
+    return GpuDevice(
+        driver,
+        kernels,
+        torch.device("cuda", 0),
+        name,
+        enter_thread=lambda: torch.cuda.set_device(0),
+        synchronize=torch.cuda.synchronize,
+    )

@@ -39,11 +39,10 @@ class Linear:
         return cls(weight, bias, weight.t())
 
     def apply(self, x: Tensor, out: Tensor) -> None:
-        """`out = x weightᵀ + bias`, [tokens, …]; allocates nothing."""
-        if self.bias is None:
-            torch.mm(x, self.transposed, out=out)
-        else:
-            torch.addmm(self.bias, x, self.transposed, out=out)
+        """`out = x weightᵀ + bias`, [tokens, …]; allocates nothing, which a product with a bias in one call might."""
+        torch.mm(x, self.transposed, out=out)
+        if self.bias is not None:
+            out.add_(self.bias)
 
 
 @dataclass(frozen=True, slots=True)
