@@ -7,7 +7,7 @@ import pytest
 from caraserve.cluster.core import Core
 from caraserve.cluster.facts import Adapter
 from caraserve.cluster.members import MemberChanged, State
-from caraserve.cluster.ports import CROWDED, Close, RefusedUs, Settings
+from caraserve.cluster.ports import CROWDED, Close, Quoted, RefusedUs, Settings
 from caraserve.cluster.seal import HELLO, Keyring, seal
 from caraserve.cluster.wire import Facts, Hello, Quote, Refuse, decode, encode
 from tests.cluster.fleet import SECRET, WALL_MS
@@ -113,6 +113,18 @@ def test_nothing_is_sent_over_a_connection_that_is_to_be_closed() -> None:
     assert [output.link for output in b.take_outputs() if isinstance(output, Close)] == [1]
     assert list(b.peers()) == []
     assert not b.quote("a", Quote(1, False, ()))
+
+
+def test_what_arrives_over_a_connection_that_is_to_be_closed_is_not_read() -> None:
+    a, b = core("a"), core("b")
+    connect(a, b, 1, 0.0)
+    a.quote("b", Quote(7, False, ()))
+    late = a.pull(1, 0.4)
+    assert late is not None
+    a.leave(0.5)
+    carry(a, b, (1,), 0.5)
+    b.received(1, late, 0.6)
+    assert [output for output in b.take_outputs() if isinstance(output, Quoted)] == []
 
 
 def test_what_was_asked_over_a_connection_that_broke_is_asked_again_over_the_next() -> None:
