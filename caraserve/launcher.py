@@ -147,4 +147,4 @@ def undo(opened: Open, row: Row) -> None:
     adapter is expected to arrive in time."""
     opened.request.computed -= row.count
     opened.request.launched_outputs -= row.samples
-    opened.assist = opened.is_helpable = False
+    opened.assist = False

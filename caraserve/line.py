@@ -42,7 +42,6 @@ class Open:
     reused: int = 0  # blocks taken from the prefix index when it last took a slot
     uses: bool = False  # whether `version` is held on the device
     assist: bool = False  # whether CPU workers may compute layers of `version` that have not arrived
-    is_helpable: bool = True  # False after they have failed it
     is_aside: bool = False  # whether a plan aside with it is under way
     choice: Choice | None = None  # how it began, where mode `auto` has chosen
     prompt_scored: int = 0
@@ -160,7 +159,7 @@ class Line:
         """Whether a request's adapter is on the device, or will be by the time that it is needed."""
         if opened.version is None:
             return True
-        start = self._start_of(opened, begins_s, may_assist=opened.is_helpable and self._has_helpers())
+        start = self._start_of(opened, begins_s, may_assist=self._has_helpers())
         if start is None:
             return False
         opened.assist = start.assist
@@ -239,6 +238,7 @@ class Line:
         """Asks for KV blocks where memory is shared: those that running requests lack, those that the next one to start
         lacks, and some ahead of need, so that normally nobody waits. The latter two come after adapters that admitted
         requests wait for."""
+        self._residency.room.wanted_blocks = self.pool.num_blocks + lacking if lacking else 0
         short = self._ahead - self.pool.available
         if lacking or self._start_lacks or (self.running and short > 0):
             self._residency.grow_kv(lacking, self._start_lacks + max(0, short) + self._ahead)

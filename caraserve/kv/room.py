@@ -4,7 +4,8 @@ Both take from one sum where a device has them share its memory (`SharedMemory`)
 rest. `adapters/residency.py` asks before it copies an adapter, and asks for more blocks when requests need them. Where
 things lie is the backend's to say, so these are accounts, not addresses.
 
-    KV gives way to an adapter     down to the highest block that a request holds, and never below `least_blocks`
+    KV gives way to an adapter     down to the highest block that a request holds, and never below `least_blocks`; not
+                                   at all while running requests wait for blocks
     adapters give way to KV        those that nobody uses; who goes first is residency's choice
 
 Blocks that are asked for count from then on, but nobody gets them before the backend has made room (`grown`).
@@ -24,6 +25,7 @@ class Room:
         self.is_shared = limits.shared is not None
         self.pool = BlockPool(limits.num_blocks)
         self.adapter_bytes = 0  # taken by adapters
+        self.wanted_blocks = 0  # in all, while running requests wait for some; 0 while none does
         self._memory = limits.shared or own
         self._kv_blocks = limits.num_blocks  # those asked for included
         if self.is_shared and self._memory.least_blocks * limits.block_tokens < limits.max_context:
@@ -57,7 +59,7 @@ class Room:
 
     def excess(self, num_bytes: int) -> int:
         """Bytes that other adapters must give up before one of so many can come, when KV gives up all it may."""
-        least = self._kv_blocks if self.is_growing else self.pool.held_end
+        least = self._kv_blocks if self.is_growing else max(self.pool.held_end, self.wanted_blocks)
         over = self._kv_bytes(least) + self.adapter_bytes + self.takes(num_bytes) - self._memory.num_bytes
         return max(0, over, self.over_cap(num_bytes))
 

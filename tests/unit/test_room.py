@@ -123,6 +123,16 @@ def test_blocks_that_are_under_way_are_claimed_and_cannot_be_taken() -> None:
     assert memory.excess(500) == 0
 
 
+def test_blocks_that_running_requests_wait_for_are_not_taken_as_soon_as_they_are_there() -> None:
+    memory = room(10)
+    memory.wanted_blocks = 20
+    memory.grow(20)
+    memory.grown()
+    assert memory.excess(500) == 600 + 520 - 1000
+    memory.wanted_blocks = 0
+    assert memory.excess(500) == 0
+
+
 def test_kv_grows_only_into_what_adapters_leave() -> None:
     memory = room(10)
     memory.add_adapter(400)

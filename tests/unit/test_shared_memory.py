@@ -112,6 +112,19 @@ def test_blocks_are_asked_for_ahead_so_that_an_iteration_later_is_soon_enough() 
     with_world(test, spare=900, blocks=6, device_adapters=4)
 
 
+def test_running_requests_get_their_blocks_before_an_adapter_that_waits() -> None:
+    async def test(here: World) -> None:
+        base = [here.ask(range(index, index + 12), None, max_tokens=12)[1] for index in range(2)]
+        await turn()
+        _, cold = here.ask([3, 4], "a0", max_tokens=2)
+        await turn()
+        here.reader.reads.pop()(True)
+        await here.until_done([*base, cold])
+        assert here.metrics.preemptions == 0
+
+    with_world(test, spare=120, blocks=8, device_adapters=1)
+
+
 def test_a_waiting_adapter_gets_room_though_requests_of_the_base_model_keep_coming() -> None:
     """They may pass it a bounded number of times."""
 
