@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,10 +20,27 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from caraserve.cpu.sampling import SLOT_SAMPLING
-from caraserve.gpu.triton_attention import DecodeScratch, PagedCache, TokenTables, attend_decode, attend_prefill
+from caraserve.gpu.batch import Capacity, Shape, make_batch
+from caraserve.gpu.decoder import Decoder
+from caraserve.gpu.driver import Driver, Stream
+from caraserve.gpu.lane import issue_pass
+from caraserve.gpu.launches import Kernels
+from caraserve.gpu.state import make_state
+from caraserve.gpu.tables import AdapterTables
+from caraserve.gpu.triton_attention import (
+    DecodeScratch,
+    PagedCache,
+    TokenTables,
+    attend_decode,
+    attend_prefill,
+    prefill_tile_tokens,
+)
 from caraserve.gpu.triton_layers import embed, rms_norm, rotate_and_append, silu_mul
 from caraserve.gpu.triton_lora import PLANES, Segments, SiteTables, lora_expand, lora_shrink
 from caraserve.gpu.triton_sampling import Outputs, SamplerState, sample, score
+from caraserve.gpu.weights import load
+from caraserve.gpu.workspace import make_workspace
+from caraserve.model.spec import parse_spec
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227}
 TOKENS, HIDDEN, INNER, HEADS, KV_HEADS, SLOTS, VOCAB = 64, 4096, 11008, 32, 8, 48, 32000
@@ -42,6 +59,12 @@ class Launch:
     kernel: Any
     arguments: dict[str, Any]
     options: dict[str, int]
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What Triton would compile once for all."""
+        values = (value.dtype if isinstance(value, Tensor) else value for value in self.arguments.values())
+        return (self.kernel, *values)
 
     def compile(self, capability: int) -> Any:
         """As Triton would at the first launch: what it specialises on is a size of 1 or a multiple of 16."""
@@ -131,6 +154,46 @@ def launch_sampling(dtype: torch.dtype) -> None:
     score(logits, outputs)
 
 
+def launch_pass(dtype: torch.dtype) -> None:
+    """All that a decoder launches for rows that decode and prompts, with adapters; its memory is none at all."""
+    nowhere = torch.device("meta")
+    spec = parse_spec(
+        {
+            "model_type": "qwen3",
+            "vocab_size": VOCAB,
+            "hidden_size": HIDDEN,
+            "intermediate_size": INNER,
+            "num_hidden_layers": 2,
+            "num_attention_heads": HEADS,
+            "num_key_value_heads": KV_HEADS,
+            "head_dim": 128,
+        }
+    )
+    weights = load(spec, dtype, 2048, nowhere, lambda name, target: None)
+    state = make_state(spec, dtype, torch.empty(1 << 30, dtype=torch.uint8, device=nowhere), SLOTS, 2048)
+    capacity = Capacity(TOKENS, SLOTS, TOKENS, prefill_tile_tokens(dtype), SLOTS)
+    parts = make_batch(spec, capacity, 64, nowhere), AdapterTables(spec, SLOTS, nowhere)
+    workspace = make_workspace(spec, dtype, capacity, 64, 2048, nowhere)
+    decoder = Decoder(spec, weights, state, *parts, workspace, cast(Kernels, NoKernels()), cast(Driver, AtOnce()))
+    issue_pass(decoder.work(Shape(TOKENS, 7, 3, 9, 4, True, 2048)), Stream(0), spec.layers)
+
+
+class NoKernels:
+    """The raw kernels are compiled elsewhere."""
+
+    bgmv_grid = 1
+
+    def launch(self, launch: object, stream: Stream) -> None:
+        pass
+
+
+class AtOnce:
+    """A driver that calls what launches kernels."""
+
+    def run(self, stream: Stream, issue: Callable[[], None]) -> None:
+        issue()
+
+
 def stack_bytes(compiled: Any, folder: Path) -> int:
     """What a thread spills, or keeps in local memory for other reasons."""
     path = folder / "kernel.cubin"
@@ -177,3 +240,11 @@ def test_fp32_and_high_ranks_fit_where_memory_is_least(launches: list[Launch], t
     launch_attention(torch.float32, 128)
     launch_lora(torch.float32, 512, gated=False)
     check(launches, 86, tmp_path)
+
+
+def test_a_decoder_s_own_launches_fit_where_memory_is_least(launches: list[Launch], tmp_path: Path) -> None:
+    """With the strides, dtypes and sizes that the product has."""
+    launch_pass(torch.bfloat16)
+    distinct = {launch.identity: launch for launch in launches}
+    assert len({launch.kernel for launch in distinct.values()}) == 11
+    check(list(distinct.values()), 86, tmp_path)
