@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine_world import World, world
+from caraserve.adapters.residency import MAX_BYPASSES
+from tests.engine_world import Asked, World, world
 
 
 def with_world(test: Callable[[World], Awaitable[None]], *, spare: int, **kind: Any) -> None:
@@ -194,3 +195,68 @@ def test_a_finished_server_can_give_all_its_memory_to_either(seed: int) -> None:
         assert room.blocks_without(room.adapter_bytes) == room.most_blocks
 
     with_world(test, spare=200, blocks=15, device_adapters=4)
+
+
+async def waiting_for_memory(here: World) -> "tuple[asyncio.Task[Asked], list[asyncio.Task[Asked]]]":
+    """An adapter waits, for two requests of the base model hold the blocks in whose place it would be."""
+    base = [here.ask([index] * 40, None, max_tokens=8)[1] for index in range(2)]
+    await turn()
+    while here.engine.catalog.residency.room.pool.held_end < 22:
+        here.backend.step()
+        await turn()
+    _, cold = here.ask([3, 4], "a0", max_tokens=2)
+    await turn()
+    here.reader.reads.pop()(True)
+    await turn()
+    assert not here.backend.copies
+    assert here.engine.catalog.residency.claims_memory
+    return cold, base
+
+
+def test_an_adapter_gets_its_memory_when_requests_without_adapter_have_ended() -> None:
+    async def test(here: World) -> None:
+        cold, base = await waiting_for_memory(here)
+        await here.until_done([cold, *base])
+        assert on_device(here) == ("a0",)
+
+    with_world(test, spare=0, blocks=24, device_adapters=4)
+
+
+def test_no_blocks_are_asked_for_ahead_while_an_adapter_waits_for_memory() -> None:
+    async def test(here: World) -> None:
+        cold, base = await waiting_for_memory(here)
+        here.engine.catalog.residency.grow_kv(0, 3)
+        assert not here.backend.resizes
+        await here.until_done([cold, *base])
+
+    with_world(test, spare=40, blocks=24, device_adapters=4)
+
+
+def test_admissions_without_adapter_count_among_those_that_pass_one_that_waits_for_memory() -> None:
+    async def test(here: World) -> None:
+        cold, base = await waiting_for_memory(here)
+        residency = here.engine.catalog.residency
+        for _ in range(MAX_BYPASSES):
+            assert residency.admits
+            residency.passed()
+        assert not residency.admits
+        await here.until_done([cold, *base])
+        assert residency.admits
+
+    with_world(test, spare=0, blocks=24, device_adapters=4)
+
+
+def test_of_a_request_that_left_before_its_first_launch_the_device_is_told_nothing() -> None:
+    """Its blocks may be gone by then."""
+
+    async def test(here: World) -> None:
+        await serve(here, None, prompt=20)
+        asked, _ = here.ask(range(20), None, max_tokens=3)
+        line = here.engine._line
+        line.start(0.0)
+        assert line.running[0].request.blocks
+        asked.stream.cancel()
+        await turn()
+        assert line.new_in_slots() == ((), ())
+
+    with_world(test, spare=0, blocks=24, device_adapters=4)
