@@ -263,7 +263,11 @@ def _pool(limits: Limits) -> DevicePool:
     shared = limits.shared
     assert shared is not None
     pool = DevicePool(
-        shared.num_bytes, shared.block_bytes, lora_bytes=shared.adapter_bytes, least_kv_blocks=shared.least_blocks
+        shared.num_bytes,
+        shared.block_bytes,
+        lora_bytes=shared.adapter_bytes,
+        least_kv_blocks=shared.least_blocks,
+        granule=shared.granule_bytes,
     )
     pool.resize_kv(limits.num_blocks, until=NOTHING, moved=NOTHING)
     return pool

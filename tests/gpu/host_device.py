@@ -1,11 +1,12 @@
-"""A whole device on this machine's CPU: torch's CPU tensors, Triton's interpreter, the raw kernels compiled for the
-host, and streams that run when somebody waits for them, in an order that a seed chooses.
+"""A whole device on this machine's CPU: torch's CPU tensors, the raw kernels compiled for the host, and streams that
+run when somebody waits for them. Triton's kernels run through its interpreter, or torch_kernels.py stands in for them.
 
-Triton's interpreter must have been chosen before its modules are imported: see triton_interpreter.py.
+Between streams there is no order but what events and words make: a seed chooses one, and a stream can be told to run
+`last`, when no other can, so that nobody comes after its work by luck. What a copy is about to write is no number in
+any dtype while the copy is under way, and so is what a move has left behind.
 """
 
 import ctypes
-import os
 import threading
 import time
 import traceback
@@ -19,38 +20,57 @@ import torch
 from caraserve.gpu.assemble import GpuDevice
 from caraserve.gpu.driver import DriverError, Event, Graph, Stream, has_reached
 from caraserve.gpu.launches import Launch
+from caraserve.gpu.timeline import Lane
 from caraserve.model.layout import Dtype
 from tests.gpu import emulator
+from tests.gpu.desk import AWAITED
 
 _STUCK_S = 60.0
+_LOOK_S = 0.0002  # between two looks at words that a worker in another process is to write
 _AHEAD = 40  # operations that a stream may run while somebody asks whether another has
+_NO_NUMBER = 0xFF  # in every byte
 
 
 @dataclass(slots=True)
 class _Operation:
+    """`begin`: a step before `run`, others' may come between; it returns what says whether `run` may come."""
+
     run: Callable[[], None]
     ready: Callable[[], bool] = lambda: True
+    begin: Callable[[], Callable[[], bool]] | None = None
 
 
 @dataclass(slots=True)
 class _Stream:
     waiting: deque[_Operation] = field(default_factory=deque)
+    is_over: Callable[[], bool] | None = None  # of the operation that has begun
     capture: list[_Operation] | None = None
+
+    @property
+    def is_able(self) -> bool:
+        """Whether it has a step to take."""
+        if not self.waiting:
+            return False
+        return self.waiting[0].ready() if self.is_over is None else self.is_over()
 
 
 class HostDriver:
     """The Driver protocol on host memory. Operations run on the thread that waits."""
 
-    def __init__(self, seed: int = 0, memory_bytes: int = 1 << 30) -> None:
+    def __init__(self, seed: int = 0, last: Lane | None = None, memory_bytes: int = 1 << 30) -> None:
         self._random = Random(seed)
+        self._last = last
         self._memory_bytes = memory_bytes
-        self._lock = threading.RLock()
+        self._lock = threading.Condition(threading.RLock())
         self._streams: dict[int, _Stream] = {}
         self._events: dict[int, list[bool]] = {}  # of the last record: whether it has run
         self._graphs: dict[int, list[_Operation]] = {}
         self._allocated: dict[int, object] = {}
         self._next = 0
+        self._link_free_s = 0.0
         self.failed = False  # set by a test: the device has died
+        self.held: set[Lane] = set()  # set by a test: lanes that stand still
+        self.link_bytes_per_s: float | None = None  # set by a test: of the copy lane; None: it is as fast as can be
         self.replays = 0
 
     def create_stream(self, priority: int) -> Stream:
@@ -90,33 +110,33 @@ class HostDriver:
         while not recorded[0]:
             with self._lock:
                 self._check()
-                moved = self._step()
-            if not moved:
-                os.sched_yield()  # a worker in another process is to write a word
+                if not self._step():
+                    self._lock.wait(_LOOK_S)
             if time.monotonic() > until_s:
                 raise DriverError("nothing moves any more")
 
     def copy_to_device(self, target: int, source: int, num_bytes: int, stream: Stream) -> None:
-        self._issue(stream, lambda: _move(target, source, num_bytes))
+        self._copy([(target, source, num_bytes)], stream)
 
     def copy_rows_to_device(
         self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int, stream: Stream
     ) -> None:
-        def run() -> None:
-            for row in range(rows):
-                _move(target + row * target_pitch, source + row * source_pitch, width)
-
-        self._issue(stream, run)
+        self._copy([(target + row * target_pitch, source + row * source_pitch, width) for row in range(rows)], stream)
 
     def copy_to_host(self, target: int, source: int, num_bytes: int, stream: Stream) -> None:
-        self._issue(stream, lambda: _move(target, source, num_bytes))
+        self._copy([(target, source, num_bytes)], stream)
 
     def copy_on_device(self, target: int, source: int, num_bytes: int, stream: Stream) -> None:
         assert target + num_bytes <= source or source + num_bytes <= target, "a copy overlaps itself"
-        self._issue(stream, lambda: _move(target, source, num_bytes))
+
+        def run() -> None:
+            _move(target, source, num_bytes)
+            _set(source, _NO_NUMBER, num_bytes)
+
+        self._issue(stream, run)
 
     def fill(self, target: int, num_bytes: int, stream: Stream) -> None:
-        self._issue(stream, lambda: _clear(target, num_bytes))
+        self._issue(stream, lambda: _set(target, 0, num_bytes))
 
     def write_value(self, stream: Stream, address: int, value: int) -> None:
         self._issue(stream, lambda: _set_word(address, value))
@@ -155,7 +175,9 @@ class HostDriver:
     def launch_graph(self, graph: Graph, stream: Stream) -> None:
         self.replays += 1
         with self._lock:
+            self._check()
             self._streams[stream].waiting.extend(self._graphs[graph])
+            self._lock.notify_all()
 
     def free_bytes(self) -> int:
         return self._memory_bytes
@@ -170,28 +192,76 @@ class HostDriver:
         self._next += 1
         return self._next
 
-    def _issue(self, stream: Stream, run: Callable[[], None], ready: Callable[[], bool] = lambda: True) -> None:
+    def issue(self, stream: Stream, run: Callable[[], None], ready: Callable[[], bool]) -> None:
+        """A kernel that waits for something, without holding up other streams meanwhile."""
+        self._issue(stream, run, ready)
+
+    def _issue(
+        self,
+        stream: Stream,
+        run: Callable[[], None],
+        ready: Callable[[], bool] = lambda: True,
+        begin: Callable[[], Callable[[], bool]] | None = None,
+    ) -> None:
+        operation = _Operation(run, ready, begin)
         if (capture := self._streams[stream].capture) is not None:
-            capture.append(_Operation(run, ready))
+            capture.append(operation)
             return
         with self._lock:
             self._check()
-            self._streams[stream].waiting.append(_Operation(run, ready))
+            self._streams[stream].waiting.append(operation)
+            self._lock.notify_all()
+
+    def _copy(self, pieces: list[tuple[int, int, int]], stream: Stream) -> None:
+        """(target, source, bytes) of each."""
+
+        def begin() -> Callable[[], bool]:
+            for target, _, num_bytes in pieces:
+                _set(target, _NO_NUMBER, num_bytes)
+            return self._link_time(stream, sum(num_bytes for _, _, num_bytes in pieces))
+
+        def run() -> None:
+            for piece in pieces:
+                _move(*piece)
+
+        self._issue(stream, run, begin=begin)
+
+    def _link_time(self, stream: Stream, num_bytes: int) -> Callable[[], bool]:
+        """Whether so many bytes that begin to go over the link now have arrived."""
+        if self.link_bytes_per_s is None or self._streams[stream] is not self._of(Lane.COPY):
+            return lambda: True
+        until_s = max(self._link_free_s, time.monotonic()) + num_bytes / self.link_bytes_per_s
+        self._link_free_s = until_s
+        return lambda: time.monotonic() >= until_s
+
+    def _of(self, lane: Lane) -> _Stream:
+        """Streams are made in the lanes' order."""
+        return list(self._streams.values())[lane]
 
     def _check(self) -> None:
         if self.failed:
             raise DriverError("the device has failed")
 
     def _step(self) -> bool:
-        able = [stream for stream in self._streams.values() if stream.waiting and stream.waiting[0].ready()]
-        if able:
-            operation = self._random.choice(able).waiting.popleft()
-            try:
-                operation.run()
-            except Exception as error:
-                traceback.print_exc()
-                raise DriverError(f"an operation failed: {error}") from error
-        return bool(able)
+        """One step of some stream; False when none has any to take."""
+        held = [self._of(lane) for lane in self.held]
+        able = [stream for stream in self._streams.values() if stream not in held and stream.is_able]
+        if not able:
+            return False
+        first = [stream for stream in able if self._last is None or stream is not self._of(self._last)]
+        stream = self._random.choice(first or able)
+        operation = stream.waiting[0]
+        if operation.begin is not None and stream.is_over is None:
+            stream.is_over = operation.begin()
+            return True
+        stream.is_over = None
+        stream.waiting.popleft()
+        try:
+            operation.run()
+        except Exception as error:
+            traceback.print_exc()
+            raise DriverError(f"an operation failed: {error}") from error
+        return True
 
 
 class HostKernels:
@@ -203,12 +273,23 @@ class HostKernels:
         self._driver, self._activation = driver, activation
 
     def launch(self, launch: Launch, stream: Stream) -> None:
-        self._driver.run(stream, lambda: emulator.run(launch, self._activation))
+        waits = launch.kernel == "handoff_wait"
+        self._driver.issue(
+            stream,
+            lambda: emulator.run(launch, self._activation),
+            (lambda: _has_come(*map(int, launch.arguments[:2]))) if waits else (lambda: True),
+        )
 
 
-def host_device(activation: Dtype = Dtype.F32, seed: int = 0) -> tuple[GpuDevice, HostDriver]:
+def _has_come(letter: int, outcome: int) -> bool:
+    """Whether a hand-over's wait, once nobody is asked, would find what it waits for."""
+    arrived, wanted, status, generation = (ctypes.c_int64 * 8).from_address(letter)[4:]
+    return _word(outcome) != AWAITED or _word(arrived) == wanted or _word(status) == generation
+
+
+def host_device(activation: Dtype = Dtype.F32, seed: int = 0, last: Lane | None = None) -> tuple[GpuDevice, HostDriver]:
     """A device of its own."""
-    driver = HostDriver(seed)
+    driver = HostDriver(seed, last)
     return GpuDevice(driver, HostKernels(driver, activation), torch.device("cpu"), "a device on the host"), driver
 
 
@@ -224,5 +305,5 @@ def _set_word(address: int, value: int) -> None:
     ctypes.c_uint32.from_address(address).value = value
 
 
-def _clear(target: int, num_bytes: int) -> None:
-    ctypes.memset(target, 0, num_bytes)
+def _set(address: int, value: int, num_bytes: int) -> None:
+    ctypes.memset(address, value, num_bytes)
