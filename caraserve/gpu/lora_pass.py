@@ -11,7 +11,7 @@ from torch import Tensor
 from caraserve.gpu import launches, letters
 from caraserve.gpu.batch import DeviceBatch, Shape
 from caraserve.gpu.driver import Driver, Stream
-from caraserve.gpu.launches import BYTES_THREADS, Kernels
+from caraserve.gpu.launches import BYTES_THREADS, Kernels, Launch
 from caraserve.gpu.tables import AdapterTables
 from caraserve.gpu.triton_lora import Segments, SiteTables, lora_expand, lora_shrink
 from caraserve.gpu.weights import columns_of
@@ -85,12 +85,26 @@ class LoraLane:
         pairs = zip(activations.inputs, activations.outputs, strict=True)
         self.groups = [_Group.of(spec, group, *pair) for group, pair in enumerate(pairs)]
         places = [(layer, group) for layer in range(spec.layers) for group in range(len(GROUPS))]
-        self.raw_tables = {place: tables.for_launch(*place) for place in places}
         self.triton_tables = {place: tables.for_triton(*place) for place in places}
+        self._raw_tables = {place: tables.for_launch(*place) for place in places}
+        self._for_decoding: dict[tuple[int, int, int], tuple[Launch, Launch]] = {}
 
     def pass_over(self, shape: Shape, assist: AssistTerms | None = None) -> "LoraPass":
         """For a batch of a shape."""
         return LoraPass(self, shape, assist)
+
+    def for_decoding(self, layer: int, group: int, gate: int) -> tuple[Launch, Launch]:
+        """Shrink and expand of rows that decode. Made once, for they are the same for every batch."""
+        if (layer, group, gate) not in self._for_decoding:
+            tables = replace(self._raw_tables[layer, group], gate=gate)
+            items, of, room = self.batch.items[group], self.groups[group], self.workspace.parts[group]
+            part = launches.Part(room.data_ptr(), *room.shape[1:])
+            grid = self.kernels.bgmv_grid
+            self._for_decoding[layer, group, gate] = (
+                launches.shrink(grid, tables, items.shrink, of.x_rows, part),
+                launches.expand(grid, tables, items.expand, part, of.y_rows, of.projections),
+            )
+        return self._for_decoding[layer, group, gate]
 
 
 class LoraPass:
@@ -98,18 +112,14 @@ class LoraPass:
 
     def __init__(self, lane: LoraLane, shape: Shape, assist: AssistTerms | None) -> None:
         self._lane, self._shape, self._assist = lane, shape, assist
-        self._parts = lane.workspace.parts(shape.tokens)
-        self._launch_parts = [
-            launches.Part(part.data_ptr(), shape.tokens, len(group), lane.workspace.max_rank)
-            for part, group in zip(self._parts, GROUPS, strict=True)
-        ]
         cut, count = lane.batch.segments, shape.segments
         self._segments = Segments(cut.order, cut.first[:count], cut.rows[:count], cut.slot[:count])
 
     def add(self, layer: int, group: int, stream: Stream, gate: Tensor | None = None) -> None:
         """From weights on the device. `gate`: int32 [slots], not 0: not of this adapter."""
         if self._shape.has_items:
-            self._add_to_decoding_rows(layer, group, stream, 0 if gate is None else gate.data_ptr())
+            for launch in self._lane.for_decoding(layer, group, 0 if gate is None else gate.data_ptr()):
+                self._lane.kernels.launch(launch, stream)
         if self._shape.segments:
             tables = self._lane.triton_tables[layer, group]
             tables = tables if gate is None else replace(tables, gate=gate)
@@ -146,18 +156,10 @@ class LoraPass:
             raise AssertionError("a pass without terms hands nothing over")
         return self._assist
 
-    def _add_to_decoding_rows(self, layer: int, group: int, stream: Stream, gate: int) -> None:
-        lane, part = self._lane, self._launch_parts[group]
-        tables, items, of = lane.raw_tables[layer, group], lane.batch.items[group], lane.groups[group]
-        tables = replace(tables, gate=gate) if gate else tables
-        grid = lane.kernels.bgmv_grid
-        lane.kernels.launch(launches.shrink(grid, tables, items.shrink, of.x_rows, part), stream)
-        lane.kernels.launch(launches.expand(grid, tables, items.expand, part, of.y_rows, of.projections), stream)
-
     def _add_to_prompts(self, group: int, tables: SiteTables) -> None:
-        of, part, projections = self._lane.groups[group], self._parts[group], self._lane.groups[group].projections
+        of, part = self._lane.groups[group], self._lane.workspace.parts[group]
         lora_shrink(of.x, part, self._segments, tables)
-        lora_expand(of.y, part, self._segments, tables, projections.columns, projections.outputs)
+        lora_expand(of.y, part, self._segments, tables, of.projections.columns, of.projections.outputs)
 
 
 def _host_blocks(numbers: int) -> int:

@@ -1,5 +1,6 @@
 """A lane's activations: memory made once for its largest batch, of which each pass takes the first rows. Level 1."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -51,18 +52,12 @@ class Workspace:
     """Everything that a lane's kernels write and nobody else reads."""
 
     activations: Activations
-    part: Tensor  # float32: what LoRA's shrink leaves for its expand
-    max_rank: int
+    parts: tuple[Tensor, ...]  # float32 [PLANES, tokens, modules, max rank], by group: what LoRA's shrink leaves
     scratch: DecodeScratch
     wanted: Tensor  # [outputs at once, hidden] normed rows whose logits are wanted
     logits: Tensor  # [outputs at once, vocab]
     weights: Tensor  # float32 [programs, vocab], for sampling
     counts: Tensor  # int32 [programs, vocab], zero between launches
-
-    def parts(self, tokens: int) -> tuple[Tensor, ...]:
-        """float32 [PLANES, tokens, modules, max rank], by group of layout.GROUPS."""
-        shapes = [(PLANES, tokens, len(group), self.max_rank) for group in GROUPS]
-        return tuple(self.part[: torch.Size(shape).numel()].view(shape) for shape in shapes)
 
     def decode_pieces(self, shape: Shape) -> list[tuple[slice, DecodeScratch]]:
         """Rows that decode, as many at once as there is room for at this length of context."""
@@ -86,12 +81,11 @@ def make_workspace(
     widths = (spec.hidden, spec.hidden, q + 2 * kv, q, spec.hidden, 2 * spec.intermediate, spec.intermediate)
     outputs = min(capacity.outputs, OUTPUTS_AT_ONCE)
     programs = min(outputs, _SAMPLING_PROGRAMS)
-    most_modules = max(len(group) for group in GROUPS)
-    part = PLANES * capacity.tokens * most_modules * max_rank
+    shapes = [(PLANES, capacity.tokens, len(group), max_rank) for group in GROUPS]
+    part = torch.zeros(max(map(math.prod, shapes)), dtype=torch.float32, device=device)  # of one group at a time
     return Workspace(
         Activations(*(rows(capacity.tokens, width) for width in widths)),
-        torch.zeros(part, dtype=torch.float32, device=device),
-        max_rank,
+        tuple(part[: math.prod(shape)].view(shape) for shape in shapes),
         _scratch(spec, capacity.rows, max_context, device),
         rows(outputs, spec.hidden),
         rows(outputs, spec.vocab_size),

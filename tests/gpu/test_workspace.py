@@ -63,8 +63,8 @@ def test_nobody_decodes() -> None:
 def test_a_pass_takes_the_first_rows() -> None:
     space = made()
     first = space.activations.first(5)
-    for group, part in enumerate(space.parts(5)):
-        assert part.shape == (4, 5, len(GROUPS[group]), 16)
+    for group, part in enumerate(space.parts):
+        assert part.shape == (4, 64, len(GROUPS[group]), 16)
         assert first.inputs[group].shape == (5, SPEC.site_shape(GROUPS[group][0])[0])
         assert first.outputs[group].shape == (5, sum(SPEC.site_shape(site)[1] for site in GROUPS[group]))
     assert first.hidden.data_ptr() == space.activations.hidden.data_ptr()
