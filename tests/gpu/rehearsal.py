@@ -36,6 +36,7 @@ SMALL = Effort(
     cases=2,
     vocab=160,
     context=40,
+    tiny_lengths=(3, 9),
     tiny_new=3,
     dtypes=(Dtype.F32,),
     rounds=24,

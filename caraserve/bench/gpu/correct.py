@@ -29,9 +29,8 @@ _CHECKS: dict[str, Check] = {
     "moves": check_moves,
 }
 _FULL_CASES = ("decode LoRA", "prefill LoRA")  # of random ranks; the others have fewer
-_SLOTS, _STEP_TOKENS = 6, 64
-_CHUNK = 24
-_LENGTHS = (3, 40, 17, 61, 24, 1)  # of prompts
+_ADAPTER_SLOTS = 5
+_CHUNK = 24  # of prompts, in tokens
 _KEPT_S = 30.0  # for the tiny model
 
 
@@ -60,21 +59,22 @@ def correct(rig: Rig) -> Outcome:
 
 def _check_model(rig: Rig) -> int:
     """Kernel by kernel, and by graphs."""
-    model, new = TinyModel.write(rig.folder), rig.effort.tiny_new
-    with cpu_backend(model, _SLOTS, _SLOTS, _STEP_TOKENS) as judge:
-        expected = _served(judge, model, new)
+    model, slots = TinyModel.write(rig.folder), len(rig.effort.tiny_lengths)
+    step_tokens = max(slots, sum(min(length, _CHUNK) for length in rig.effort.tiny_lengths))
+    with cpu_backend(model, slots, _ADAPTER_SLOTS, step_tokens) as judge:
+        expected = _served(rig, judge, model)
     for way, warm in (("launched", False), ("replayed", True)):
         sizes = GpuSizes(
-            num_slots=_SLOTS,
-            adapter_slots=_SLOTS,
-            max_step_tokens=_STEP_TOKENS,
+            num_slots=slots,
+            adapter_slots=_ADAPTER_SLOTS,
+            max_step_tokens=step_tokens,
             max_context=TINY_CONTEXT,
             memory_utilization=0.9,
             host_bytes=8 << 20,
             pool_bytes=64 << 20,
         )
         with cuda_backend(rig, model.spec, Dtype.F32, sizes, folder=model.folder, warm=warm) as backend:
-            got = _served(backend, model, new)
+            got = _served(rig, backend, model)
         for prompt, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
             if ours != theirs:
                 at = next(index for index, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
@@ -82,15 +82,11 @@ def _check_model(rig: Rig) -> int:
     return sum(map(len, expected))
 
 
-def _served(backend: Backend, model: TinyModel, new_tokens: int) -> list[list[int]]:
-    """Requests of all adapters and of the base model, some sharing one."""
-    session, vocab = Session(backend, TINY_CONTEXT - 1), model.spec.vocab_size
-    session.make_room(_SLOTS)
+def _served(rig: Rig, backend: Backend, model: TinyModel) -> list[list[int]]:
+    """Requests of the base model and of all adapters, some sharing one."""
+    session, vocab, lengths = Session(backend, TINY_CONTEXT - 1), model.spec.vocab_size, rig.effort.tiny_lengths
+    session.make_room(len(lengths))
     for slot, adapter in enumerate(model.read(backend.host_memory), start=1):
         session.load(adapter, slot)
-    adapters = (0, 1, 2, 3, 4, 2)
-    prompts = [
-        Prompt(slot, tokens(length, vocab, slot), adapter)
-        for slot, (length, adapter) in enumerate(zip(_LENGTHS, adapters, strict=True))
-    ]
-    return session.serve(prompts, new_tokens, _CHUNK)
+    prompts = [Prompt(slot, tokens(length, vocab, slot), slot % _ADAPTER_SLOTS) for slot, length in enumerate(lengths)]
+    return session.serve(prompts, rig.effort.tiny_new, _CHUNK)

@@ -14,7 +14,8 @@ class Effort:
     cases: int  # random ones, of each kernel
     vocab: int  # of the tests of sampling
     context: int  # longest of the tests of attention
-    tiny_new: int  # tokens for each request of the tiny model
+    tiny_lengths: tuple[int, ...]  # of prompts of the tiny model
+    tiny_new: int  # tokens for each of them
     dtypes: tuple[Dtype, ...]  # of activations that are tested
     rounds: int  # of publishing and waiting
     rounds_at_once: int
@@ -42,6 +43,7 @@ FULL = Effort(
     cases=24,
     vocab=32000,
     context=2100,
+    tiny_lengths=(3, 40, 17, 61, 24, 1),
     tiny_new=24,
     dtypes=(Dtype.BF16, Dtype.F16, Dtype.F32),
     rounds=100_000,

@@ -1,0 +1,212 @@
+"""Stage `protocol`: what device and CPU workers agree on holds, however often and whoever dies. Level 5."""
+
+import os
+import signal
+import time
+from dataclasses import replace
+from queue import SimpleQueue
+
+from caraserve.bench.gpu.backends import TINY_CONTEXT, TinyModel, cuda_backend
+from caraserve.bench.gpu.outcome import Outcome, WrongResult
+from caraserve.bench.gpu.rig import Rig
+from caraserve.bench.gpu.rounds import counter, play
+from caraserve.bench.gpu.session import Prompt, Session, tokens, wait_for_load
+from caraserve.bench.gpu.standing_link import StandingLink
+from caraserve.cpu.workers import Workers
+from caraserve.errors import BackendFailed
+from caraserve.gpu.assemble import GpuSizes
+from caraserve.gpu.backend import CudaBackend
+from caraserve.model.layout import Dtype, HostAdapter
+from caraserve.plan import Plan, Row, StepResult
+from caraserve.profile import SCHEMA, Decode, DecodePoint, LoraRate, Prefill, PrefillPoint, Profile
+
+_RELEASE_TARGET_MS = 5.0
+_PROMPT_TOKENS = 12
+_DECODES = 8
+_BIRTH_S = 60.0
+_ADAPTER_SLOT, _BYSTANDER, _ASSISTED = 1, 0, 1
+# A link on which nothing ever arrives in time, and hand-overs that may take a while before they are given up.
+_PROFILE = Profile(
+    schema=SCHEMA,
+    machine="",
+    model="",
+    made_unix_s=0.0,
+    quick=True,
+    link_bytes_per_s=1.0,
+    link_latency_ms=0.0,
+    handoff_ms=20.0,
+    lora=(LoraRate(8, "qkv", 1e6), LoraRate(8, "all", 1e6)),
+    prefill=Prefill.fitted([PrefillPoint(1, 0, 1.0)]),
+    decode=Decode.fitted([DecodePoint(1, 0, 0, 1.0)]),
+)
+
+
+def protocol(rig: Rig) -> Outcome:
+    """Raises WrongResult for a sum that is wrong or a prompt that is not given up."""
+    outcome = Outcome()
+    _rounds(rig, outcome)
+    _lives(rig, outcome)
+    return outcome
+
+
+def _rounds(rig: Rig, outcome: Outcome) -> None:
+    effort = rig.effort
+    acc = rig.accelerator(effort.dtypes[0])
+    generator = acc.generator(0)
+    with counter(rig, acc) as desk:
+        for name, by_stream in (("stream", True), ("kernel", False)):
+            play(desk, min(effort.rounds_at_once, effort.rounds), generator, by_stream=by_stream)  # kernels are loaded
+            spent_s, done, until_s = 0.0, 0, rig.left_s / 2
+            while done < effort.rounds and rig.left_s > until_s * 0.6:
+                spent_s += play(desk, effort.rounds_at_once, generator, by_stream=by_stream) * effort.rounds_at_once
+                done += effort.rounds_at_once
+            us = 1e6 * spent_s / max(done, 1)
+            outcome.figures[f"wait_by_{name}"] = {"rounds": done, "us_a_round": us}
+            outcome.say(f"{done} hand-overs, waiting by {name}", f"all right, {us:.1f} µs each")
+
+
+class _Patient:
+    """A tiny model, an adapter whose weights do not come, and workers that may be stopped."""
+
+    def __init__(self, backend: CudaBackend, link: StandingLink, model: TinyModel) -> None:
+        self.backend, self.link = backend, link
+        self.session = Session(backend, TINY_CONTEXT - 1)
+        self.session.make_room(2)
+        self.adapter: HostAdapter = model.read(backend.host_memory)[0]
+        self.vocab = model.spec.vocab_size
+        self.asked = Prompt(_ASSISTED, tokens(_PROMPT_TOKENS, self.vocab, 3), _ADAPTER_SLOT)
+        self._row = Row(_ASSISTED, 0, _PROMPT_TOKENS, _ADAPTER_SLOT, samples=True)
+        self._loading: SimpleQueue[Exception | None] = SimpleQueue()
+        self.right = self._alone()
+
+    @property
+    def workers(self) -> Workers:
+        return self.backend.workers
+
+    def _alone(self) -> int | None:
+        """The prompt's token when all weights are there."""
+        self.session.load(self.adapter, _ADAPTER_SLOT)
+        token = self.once_more()
+        self.backend.unload_adapter(_ADAPTER_SLOT)
+        return token
+
+    def once_more(self) -> int | None:
+        """Without help."""
+        (ended,) = self.session.run(self.session.started([self.asked], [self._row]))
+        return ended.result.rows[0].token_id
+
+    def begin(self) -> None:
+        """The prompt goes aside, while its weights stand still."""
+        self.link.hold()
+        self._loading = self.session.begin_load(self.adapter, _ADAPTER_SLOT)
+        self.session.launch(self.session.started([self.asked], [replace(self._row, assist=True)], aside=True))
+
+    def end(self) -> None:
+        """The weights come; the prompt is right without help."""
+        self.link.release()
+        wait_for_load(self._loading)
+        if self.once_more() != self.right:
+            raise WrongResult("a prompt that was given up is not right when it is computed again")
+        self.backend.unload_adapter(_ADAPTER_SLOT)
+        if not self.workers.await_all(_BIRTH_S):
+            raise BackendFailed("a CPU LoRA worker that died was not replaced")
+
+    def await_asked(self) -> None:
+        """Until the device has asked a worker that does not answer."""
+        until_s = time.monotonic() + _BIRTH_S
+        while not any(state.is_busy for state in self.workers.states()):
+            if time.monotonic() > until_s:
+                raise WrongResult("the device has not asked a CPU worker whose help it was to wait for")
+            os.sched_yield()
+
+    def signal(self, number: signal.Signals) -> None:
+        for state in self.workers.states():
+            if state.pid is not None:
+                os.kill(state.pid, number)
+
+
+def _lives(rig: Rig, outcome: Outcome) -> None:
+    model = TinyModel.write(rig.folder)
+    opened = rig.open(Dtype.F32)[0]
+    link = StandingLink(opened.driver)
+    sizes = GpuSizes(
+        num_slots=2,
+        adapter_slots=2,
+        max_step_tokens=_PROMPT_TOKENS + 1,
+        max_context=TINY_CONTEXT,
+        memory_utilization=0.9,
+        host_bytes=8 << 20,
+        pool_bytes=32 << 20,
+        graph_bytes=rig.effort.replays * (8 << 20),
+        lora_cpus=rig.cores(2),
+    )
+    device = replace(opened, driver=link.driver)
+    with cuda_backend(rig, model.spec, Dtype.F32, sizes, folder=model.folder, device=device, warm=True) as backend:
+        backend.start_workers(lambda rank: 64)
+        backend.use(_PROFILE)
+        if not backend.workers.await_all(_BIRTH_S):
+            raise BackendFailed("the CPU LoRA workers are not there")
+        patient = _Patient(backend, link, model)
+        _helped(patient, outcome)
+        _stopped(patient, outcome)
+        _killed(patient, outcome)
+    link.close()
+
+
+def _helped(patient: _Patient, outcome: Outcome) -> None:
+    """Every layer by workers, and the same token."""
+    patient.begin()
+    (made,) = patient.session.next().result.rows
+    if made.void or made.token_id != patient.right:
+        raise WrongResult(f"with CPU workers' help the token is {made.token_id}, without it {patient.right}")
+    outcome.figures["cpu_layers"] = made.cpu_layers
+    outcome.say("a prompt whose weights do not come", f"right, {made.cpu_layers} layers by CPU workers")
+    patient.end()
+
+
+def _stopped(patient: _Patient, outcome: Outcome) -> None:
+    """Others decode while the prompt waits in vain, until it is given up."""
+    bystander = Prompt(_BYSTANDER, tokens(4, patient.vocab), 0)
+    patient.session.run(patient.session.started([bystander], [Row(_BYSTANDER, 0, 4, 0, samples=True)]))
+    patient.signal(signal.SIGSTOP)
+    try:
+        patient.begin()
+        patient.await_asked()
+        started_s = time.monotonic()
+        for index in range(_DECODES):
+            patient.session.launch(Plan((), (), (Row(_BYSTANDER, 4 + index, 1, 0, samples=True),)))
+        ended = [patient.session.next() for _ in range(_DECODES + 1)]
+    finally:
+        patient.signal(signal.SIGCONT)
+    void = [index for index, each in enumerate(ended) if each.result.rows[0].void]
+    if len(void) != 1:
+        raise WrongResult("a prompt whose workers stand still was not given up")
+    passed = void[0]  # iterations that ended before it
+    given_up_ms = 1000 * (ended[passed].told_s - started_s)
+    outcome.figures |= {"decodes_beside": passed, "given_up_ms": given_up_ms}
+    told = f"{passed} of {_DECODES} iterations passed it"
+    outcome.say("a prompt that waits for workers", told, f"{_DECODES}", passed == _DECODES)
+    outcome.say("… is given up after", f"{given_up_ms:.1f} ms")
+    patient.end()
+
+
+def _killed(patient: _Patient, outcome: Outcome) -> None:
+    """The device is released soon after its workers have died."""
+    times_ms = []
+    for _ in range(3):
+        patient.signal(signal.SIGSTOP)
+        patient.begin()
+        patient.await_asked()
+        patient.signal(signal.SIGKILL)
+        died_s = time.monotonic()
+        ended = patient.session.next()
+        if not _is_void(ended.result):
+            raise WrongResult("a prompt whose workers are dead was not given up")
+        times_ms.append(1000 * (ended.told_s - died_s))
+        patient.end()
+    outcome.figures["released_ms"] = times_ms
+    outcome.at_most("ms from a worker's death to its release", max(times_ms), _RELEASE_TARGET_MS)
+
+
+def _is_void(result: StepResult) -> bool:
+    return result.rows[0].void

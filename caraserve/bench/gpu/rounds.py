@@ -1,0 +1,157 @@
+"""Hand-overs to CPU workers, over and over: the device publishes, waits and adds; every sum is looked at. Level 5.
+
+Each round has another x at the same place of host memory, so that a flag that came before its data, or a sum made too
+soon, shows as the sum of an older x.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from caraserve.bench.gpu.accelerator import Accelerator
+from caraserve.bench.gpu.adapters import TOLERANCE
+from caraserve.bench.gpu.backends import shape_spec, synthetic_adapter
+from caraserve.bench.gpu.outcome import WrongResult, check_close
+from caraserve.bench.gpu.rig import Rig
+from caraserve.bench.synthetic import Shape
+from caraserve.cpu import handoff
+from caraserve.cpu.shared import PAGE_BYTES, SharedRegion
+from caraserve.cpu.workers import Workers
+from caraserve.errors import BackendFailed
+from caraserve.gpu import launches, letters
+from caraserve.model.layout import PANEL, Dtype, HostAdapter
+from caraserve.model.spec import SITES
+from caraserve.units import align_up
+
+_SHAPE = Shape(hidden=128, layers=1, intermediate=128, vocab=64, heads=2, kv_heads=2)
+_QKV = SITES[:3]
+_RANK, _ROWS = 8, 4
+_WORDS_BYTES = 192  # status and the two flags, each on a line of its own
+_PATIENCE_NS = 10_000_000_000
+_BIRTH_S = 60.0
+_BY_WORKERS = 1  # an outcome, as in handoff.cu
+_NUMBER, _GENERATION = 0x5EED_0001, 0x5EED_0002  # stand where a letter has what differs between rounds
+
+
+@dataclass(slots=True)
+class Counter:
+    """Workers with their region, and the device's words for them."""
+
+    acc: Accelerator
+    region: SharedRegion
+    base: int  # the region's address on the device
+    workers: Workers
+    blocks: NDArray[np.uint8]
+    adapter: HostAdapter
+    words: NDArray[np.uint32]  # status, x_flag, y_flag
+    host_x: NDArray[np.uint8]
+    deltas: NDArray[np.uint8]
+    rounds_done: int = 0
+
+    def on_device(self, array: NDArray[np.generic]) -> int:
+        return self.base + self.region.offset(int(array.ctypes.data))
+
+
+@contextmanager
+def counter(rig: Rig, acc: Accelerator) -> Iterator[Counter]:
+    """With one worker."""
+    spec, block_bytes = shape_spec(_SHAPE, 64), align_up(handoff.block_bytes(1), PAGE_BYTES)
+    region = SharedRegion(1 << 21)
+    blocks, words = region.carve(block_bytes), region.carve(_WORDS_BYTES).view(np.uint32)
+    adapter = synthetic_adapter(spec, Dtype.F16, _RANK, _QKV, region.carve(1 << 18))
+    host_x, deltas = region.carve(4 * _ROWS * _SHAPE.hidden), region.carve(4 * _ROWS * 3 * _SHAPE.hidden)
+    base = acc.device.driver.register_host(region.base, region.num_bytes)
+    workers = Workers(region, blocks, rig.cores(1), block_bytes)
+    workers.start()
+    try:
+        if not workers.await_all(_BIRTH_S):
+            raise BackendFailed(f"no CPU LoRA worker was there within {_BIRTH_S:.0f} s")
+        workers.keep_vigil(True)
+        yield Counter(acc, region, base, workers, blocks, adapter, words, host_x, deltas)
+    finally:
+        workers.close()
+        acc.device.driver.unregister_host(region.base)
+        region.close()
+
+
+def play(desk: Counter, rounds: int, generator: torch.Generator, *, by_stream: bool) -> float:
+    """So many rounds, looked at when all are done; s of each. `by_stream`: the stream waits for the worker's bell, and
+    not a kernel for its number. Raises WrongResult."""
+    acc, width, columns = desk.acc, 3 * _SHAPE.hidden, tuple(range(0, 3 * _SHAPE.hidden, _SHAPE.hidden))
+    x = acc.random(generator, rounds, _ROWS, _SHAPE.hidden)
+    y = acc.random(generator, rounds, _ROWS, width)
+    expected = y.double() + x.double() @ _product(desk).to(acc.place)
+    asked = torch.zeros(1, dtype=torch.int64, device=acc.place)
+    counted, errors = (torch.zeros(1, dtype=torch.int32, device=acc.place) for _ in range(2))
+    outcomes = torch.full((rounds,), -1, dtype=torch.int32, device=acc.place)
+    arrived = torch.zeros(1, dtype=torch.int32, device=acc.place)  # the weights, which never do
+    made = _letters(desk, rounds, arrived.data_ptr())
+    on_device = torch.from_numpy(made).to(acc.place)
+    projections = launches.Projections(columns, (_SHAPE.hidden,) * 3)
+    acc.settle()
+    started_s = time.monotonic()
+    for index in range(rounds):
+        letter, outcome = on_device[index].data_ptr(), outcomes.data_ptr() + 4 * index
+        rows = launches.Rows(x[index].data_ptr(), _SHAPE.hidden, _SHAPE.hidden)
+        state = asked.data_ptr(), counted.data_ptr(), outcome
+        acc.launch(launches.publish(2, letter, rows, desk.on_device(desk.host_x), _SHAPE.hidden, *state))
+        if by_stream:
+            generation = desk.rounds_done + index + 1
+            acc.device.driver.wait_value(acc.stream, desk.on_device(desk.words[32:]), generation)
+        acc.launch(launches.wait(letter, outcome, errors.data_ptr()))
+        target = launches.Rows(y[index].data_ptr(), width, width)
+        acc.launch(launches.add(2, letter, outcome, target, projections, width, columns))
+    acc.settle()
+    spent_s = time.monotonic() - started_s
+    desk.rounds_done += rounds
+    if int(errors[0]) or not bool((outcomes == _BY_WORKERS).all()):
+        late = int((outcomes != _BY_WORKERS).sum())
+        raise WrongResult(f"{late} of {rounds} hand-overs were not answered by the worker")
+    check_close("what workers computed", y, expected, 2 * TOLERANCE[acc.dtype])
+    return spent_s / rounds
+
+
+def _letters(desk: Counter, rounds: int, arrived: int) -> NDArray[np.int64]:
+    """[rounds, words]: one letter, with each round's numbers."""
+    spans = {span.site: span for span in desk.adapter.spec.spans}
+    image = desk.region.offset(int(desk.adapter.data.ctypes.data))
+    modules = [
+        letters.Module(
+            _SHAPE.hidden,
+            _RANK,
+            desk.adapter.spec.dtype,
+            spans[site].scale,
+            image + spans[site].a_offset,
+            image + spans[site].b_offset,
+        )
+        for site in range(len(_QKV))
+    ]
+    offset_of = desk.region.offset
+    errand = letters.Errand(0, desk.on_device(desk.blocks), _NUMBER, 0, _ROWS, offset_of(int(desk.deltas.ctypes.data)))
+    region = letters.Region(desk.base, offset_of(int(desk.host_x.ctypes.data)), _SHAPE.hidden, _SHAPE.hidden)
+    flags = [desk.on_device(desk.words[at:]) for at in (0, 16, 32)]
+    terms = letters.Terms(_PATIENCE_NS, arrived, 1, flags[0], _GENERATION, flags[1], flags[2])
+    letter = np.zeros(letters.letter_bytes(1) // 8, np.int64)
+    letters.write_letter(letter, [errand], modules, region, terms)
+    made = np.tile(letter, (rounds, 1))
+    numbers = desk.rounds_done + 1 + np.arange(rounds)
+    for placeholder in (_NUMBER, _GENERATION):
+        made[:, letter == placeholder] = numbers[:, None]
+    return made
+
+
+def _product(desk: Counter) -> torch.Tensor:
+    """A B of the three projections side by side, [inputs, outputs], float64."""
+    parts, data = [], desk.adapter.data
+    for span in desk.adapter.spec.spans:
+        size = 2 * _RANK * _SHAPE.hidden
+        a = data[span.a_offset : span.a_offset + size].view(np.float16).reshape(_RANK, _SHAPE.hidden)
+        b = data[span.b_offset : span.b_offset + size].view(np.float16).reshape(-1, _RANK, PANEL)
+        wide = np.concatenate(list(b), axis=1)
+        parts.append(span.scale * a.astype(np.float64).T @ wide.astype(np.float64))
+    return torch.from_numpy(np.concatenate(parts, axis=1))

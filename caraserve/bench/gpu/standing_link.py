@@ -1,0 +1,52 @@
+"""A link to the device that can be made to stand still: a driver whose copies of adapters wait for a word. Level 5."""
+
+from typing import Any, cast
+
+import numpy as np
+
+from caraserve.cpu.shared import SharedRegion
+from caraserve.gpu.driver import Driver, Stream
+from caraserve.gpu.timeline import Lane
+
+
+class StandingLink:
+    """Everything but copies on the copy lane goes straight to the real driver."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._region = SharedRegion(64)
+        self._word = self._region.carve(64).view(np.uint32)
+        self._address = driver.register_host(self._region.base, self._region.num_bytes)
+        self._streams: list[Stream] = []
+        self._awaited = 0
+
+    @property
+    def driver(self) -> Driver:
+        """For whoever is to be held up."""
+        return cast(Driver, self)
+
+    def hold(self) -> None:
+        """Copies issued from now on wait."""
+        self._awaited += 1
+
+    def release(self) -> None:
+        """Copies go on."""
+        self._word[0] = self._awaited
+
+    def close(self) -> None:
+        """When nobody waits any more."""
+        self._driver.unregister_host(self._region.base)
+        self._region.close()
+
+    def create_stream(self, priority: int) -> Stream:
+        """The lanes' come first, in their order."""
+        self._streams.append(self._driver.create_stream(priority))
+        return self._streams[-1]
+
+    def copy_to_device(self, target: int, source: int, num_bytes: int, stream: Stream) -> None:
+        if stream == self._streams[Lane.COPY]:
+            self._driver.wait_value(stream, self._address, self._awaited)
+        self._driver.copy_to_device(target, source, num_bytes, stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._driver, name)
