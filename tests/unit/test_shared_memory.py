@@ -260,3 +260,18 @@ def test_of_a_request_that_left_before_its_first_launch_the_device_is_told_nothi
         assert line.new_in_slots() == ((), ())
 
     with_world(test, spare=0, blocks=24, device_adapters=4)
+
+
+def test_blocks_are_asked_for_when_the_next_request_to_start_lacks_them() -> None:
+    async def test(here: World) -> None:
+        tasks = [here.ask([1] * 40, None, max_tokens=8)[1]]
+        await turn()
+        tasks.append(here.ask([2] * 40, None, max_tokens=8)[1])
+        while here.backend.kv_claimed < 20:
+            await turn()
+            assert here.engine.snapshot().running == 1
+            assert here.backend.lane or here.backend.resizes, "the second waits until the first has ended"
+            (here.backend.resizes.pop() if here.backend.resizes else here.backend.step)()
+        await here.until_done(tasks)
+
+    with_world(test, spare=900, blocks=11, device_adapters=4, step_tokens=64)
