@@ -12,6 +12,8 @@
     ├── Forbidden                  403  switched off by the operator
     ├── Overloaded                 429  the waiting queue is full; `retry_after_s`
     ├── Draining                   503  the server is stopping; `retry_after_s`
+    ├── Unreachable                503  no instance that can be reached has the adapter's bytes; `retry_after_s`
+    ├── InstanceLost               502  the instance that was answering has gone
     └── BackendFailed              500  an iteration failed on the device
 
 Each class carries the HTTP status and OpenAI's `type` and `code`. Level 0: imports nothing of ours.
@@ -113,6 +115,25 @@ class Draining(CaraServeError):
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class Unreachable(CaraServeError):
+    """The adapter is known, but no instance that can be reached gives its bytes."""
+
+    status = 503
+    type = "server_error"
+    code = "adapter_unavailable"
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message, param="model")
+        self.retry_after_s = retry_after_s
+
+
+class InstanceLost(CaraServeError):
+    """Another instance was answering and has gone; the same request may be sent again."""
+
+    status = 502
+    code = "instance_lost"
 
 
 class BackendFailed(CaraServeError):

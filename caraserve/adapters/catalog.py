@@ -10,18 +10,19 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from caraserve.adapters.manifest import DIGEST
 from caraserve.adapters.peft import inspect_adapter, read_adapter, resolve_adapter_path
 from caraserve.adapters.registry import AdapterInfo, Registry
 from caraserve.adapters.residency import Residency
-from caraserve.adapters.version import Version, too_large
+from caraserve.adapters.version import Pooled, Source, Version, too_large
 from caraserve.config import check_adapter_name
 from caraserve.errors import AdapterRejected, CaraServeError, ConfigError, Forbidden, NotFound
-from caraserve.model.layout import HostAdapter
+from caraserve.model.layout import MAX_RANK, HostAdapter
 from caraserve.model.spec import ModelSpec
 
 T = TypeVar("T")
@@ -40,15 +41,25 @@ class CatalogRules:
     keep_on_device: bool  # modes `cached` and `merged`: every adapter is loaded at once and stays
 
 
+Done: TypeAlias = Callable[[HostAdapter | CaraServeError], None]
+
+
 class AdapterReader:
-    """Reads adapter folders on threads of its own and answers on the event loop."""
+    """Reads adapter folders on threads of its own and answers on the event loop. `fetch` gets what no folder here has;
+    a server that serves alone is never asked for it."""
 
     def __init__(self, spec: ModelSpec, on_loop: Callable[[Callable[[], None]], None]) -> None:
+        self.fetch: Callable[[str, NDArray[np.uint8], Done], None] | None = None  # of a digest
         self._spec, self._on_loop = spec, on_loop
         self.executor = ThreadPoolExecutor(_READERS, "caraserve-read")
 
-    def read(self, folder: Path, into: NDArray[np.uint8], done: Callable[[HostAdapter | CaraServeError], None]) -> None:
+    def read(self, source: Source, into: NDArray[np.uint8], done: Done) -> None:
         """Reads and checks a whole adapter; `done` is called on the event loop with it or with what was wrong."""
+        if isinstance(source, Pooled):
+            assert self.fetch is not None, "nobody else has adapters"
+            self.fetch(source.digest, into, done)
+            return
+        folder = source
 
         def work() -> None:
             result: HostAdapter | CaraServeError
@@ -112,9 +123,10 @@ class Catalog:
         with self._exclusively(name):
             info = await self._on_thread(self._inspect, name, path)
             old = self._infos.get(name)
-            if old is not None and old.digest == info.digest:
+            is_same = old is not None and old.digest == info.digest
+            if old is not None and is_same and old.targets:
                 return old
-            if old is not None and not inplace:
+            if old is not None and not (inplace or is_same):  # an adopted one has a folder from now on
                 raise AdapterRejected(
                     f"The lora adapter {name!r} has already been loaded; set load_inplace to replace it",
                     param="lora_name",
@@ -123,6 +135,18 @@ class Catalog:
             self._add(info)
             self.on_change(name, info)
             return info
+
+    def adopt(self, name: str, digest: str, rank: int, num_bytes: int) -> None:
+        """A name that other instances gave a meaning; its bytes come from them when a request needs them. What the
+        name meant here drains. Raises AdapterRejected or Forbidden for what this instance cannot serve."""
+        self._refuse_if_all_stay()
+        self._check_name(name)
+        if not (DIGEST.fullmatch(digest) and 0 < rank <= MAX_RANK and num_bytes > 0):
+            raise AdapterRejected(f"the adapter {name!r} was registered by another version of this program")
+        if (refusal := self._refused_size(num_bytes)) is not None:
+            raise refusal
+        self._infos[name] = AdapterInfo(name, digest, digest, rank, (), num_bytes, created_s=time.time())
+        self.residency.register(name, digest, Pooled(digest), num_bytes)
 
     async def unload(self, name: str) -> None:
         """Takes the name away at once; returns when the last request of its version has ended. Raises NotFound."""

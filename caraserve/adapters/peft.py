@@ -3,23 +3,23 @@
 `catalog.py` inspects a folder when it is registered; residency has it read when a request needs it.
 """
 
-import hashlib
-import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from caraserve.adapters.manifest import ChunkHasher, identified
 from caraserve.adapters.peft_config import PeftConfig, read_config, refusal
 from caraserve.adapters.peft_names import module_name
 from caraserve.errors import AdapterRejected, NotFound
-from caraserve.model.layout import A_COLUMNS, PANEL, AdapterSpec, Dtype, HostAdapter, SiteSpan, lay_out
+from caraserve.model.layout import A_COLUMNS, PANEL, AdapterSpec, Dtype, HostAdapter, SiteSpan, aligned_bytes, lay_out
 from caraserve.model.spec import SITES, ModelSpec
 from caraserve.model.tensorfile import TensorFile, TensorFileError
 from caraserve.units import align_up, ceil_div
@@ -45,9 +45,12 @@ class _Pair:
 
 
 def inspect_adapter(folder: Path, model: ModelSpec) -> AdapterSpec:
-    """Checks everything but the values, and computes the digest. Raises AdapterRejected."""
+    """Checks everything, and computes the digest. Raises AdapterRejected."""
     with _opened(folder) as file:
-        return _specify(folder, file, model)[0]
+        spec, pairs = _specify(folder, file, model)
+        starts = (0, *spec.layer_ends)
+        layer = aligned_bytes(max(end - start for start, end in pairwise(starts)))
+        return _fill(file, spec, pairs, model, lambda start, end: layer[: end - start])
 
 
 def read_adapter(folder: Path, model: ModelSpec, into: NDArray[np.uint8]) -> HostAdapter:
@@ -56,25 +59,40 @@ def read_adapter(folder: Path, model: ModelSpec, into: NDArray[np.uint8]) -> Hos
         spec, pairs = _specify(folder, file, model)
         if spec.num_bytes > into.nbytes:
             raise AdapterRejected(f"{folder.name}: the files have changed since the adapter was loaded")
-        data = into[: spec.num_bytes]
+        spec = _fill(file, spec, pairs, model, lambda start, end: into[start:end])
+        return HostAdapter(spec, into[: spec.num_bytes])
+
+
+def _fill(
+    file: TensorFile,
+    spec: AdapterSpec,
+    pairs: Mapping[Site, _Pair],
+    model: ModelSpec,
+    room: Callable[[int, int], NDArray[np.uint8]],
+) -> AdapterSpec:
+    """Lays out layer after layer where `room` says; the spec with its digest."""
+    hasher = ChunkHasher(spec.layer_ends)
+    for layer, (start, end) in enumerate(pairwise((0, *spec.layer_ends))):
+        data = room(start, end)
         data[:] = 0
-        for span in spec.spans:
-            pair = pairs[span.layer, SITES[span.site]]
+        for span in (span for span in spec.spans if span.layer == layer):
+            pair = pairs[layer, SITES[span.site]]
             inputs, outputs = model.site_shape(SITES[span.site])
-            _place_a(_values(file, pair.a, spec.dtype), data, span, inputs)
-            _place_b(_values(file, pair.b, spec.dtype), data, span, outputs)
-        return HostAdapter(spec, data)
+            _place_a(_values(file, pair.a, spec.dtype), data, span, span.a_offset - start, inputs)
+            _place_b(_values(file, pair.b, spec.dtype), data, span, span.b_offset - start, outputs)
+        hasher.update(data.data)
+    return identified(spec, hasher.hashes)
 
 
-def _place_a(values: NDArray[np.generic], data: NDArray[np.uint8], span: SiteSpan, inputs: int) -> None:
+def _place_a(values: NDArray[np.generic], data: NDArray[np.uint8], span: SiteSpan, offset: int, inputs: int) -> None:
     """values: [rank, in]."""
     shape = span.padded_rank, align_up(inputs, A_COLUMNS)
-    _view(data, span.a_offset, shape, values.dtype)[: span.rank, :inputs] = values
+    _view(data, offset, shape, values.dtype)[: span.rank, :inputs] = values
 
 
-def _place_b(values: NDArray[np.generic], data: NDArray[np.uint8], span: SiteSpan, outputs: int) -> None:
+def _place_b(values: NDArray[np.generic], data: NDArray[np.uint8], span: SiteSpan, offset: int, outputs: int) -> None:
     """values: [out, rank], as PEFT keeps it."""
-    panels = _view(data, span.b_offset, (ceil_div(outputs, PANEL), span.padded_rank, PANEL), values.dtype)
+    panels = _view(data, offset, (ceil_div(outputs, PANEL), span.padded_rank, PANEL), values.dtype)
     whole = outputs // PANEL
     panels[:whole, : span.rank] = values[: whole * PANEL].reshape(whole, PANEL, span.rank).transpose(0, 2, 1)
     panels[whole:, : span.rank, : outputs % PANEL] = values[whole * PANEL :].T
@@ -126,18 +144,15 @@ def _opened(folder: Path) -> Iterator[TensorFile]:
 
 
 def _specify(folder: Path, file: TensorFile, model: ModelSpec) -> tuple[AdapterSpec, dict[Site, _Pair]]:
+    """An adapter's layout, still without identity, and its tensors."""
     config = read_config(folder)
     pairs = _pairs(file, config, model)
     kinds = {file.dtype(name) for pair in pairs.values() for name in (pair.a, pair.b)}
     dtype = kinds.pop() if len(kinds) == 1 else Dtype.F32  # fp32 holds every mixture exactly
     spans, layer_ends = lay_out(model, dtype, {site: (pair.rank, pair.scale) for site, pair in pairs.items()})
-    # Not the configuration's text: two that come to the same ranks and scales are the same adapter.
-    digest = hashlib.sha256(json.dumps([(s.layer, s.site, s.rank, s.scale) for s in spans]).encode())
-    for chunk in file.chunks():
-        digest.update(chunk)
     sites = {site for _, site in pairs}
     spec = AdapterSpec(
-        digest=digest.hexdigest(),
+        digest="",  # follows from the bytes
         dtype=dtype,
         rank=max(pair.rank for pair in pairs.values()),
         targets=tuple(site for site in SITES if site in sites),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from caraserve.errors import CaraServeError, ConfigError
 
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
 _SCHEMA = """
 CREATE TABLE adapters (
     name TEXT PRIMARY KEY, digest TEXT NOT NULL, path TEXT NOT NULL, rank INTEGER NOT NULL, targets TEXT NOT NULL,

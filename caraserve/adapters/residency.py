@@ -8,7 +8,6 @@ name loaded again points to a new one, and the old one lives until its last requ
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +16,7 @@ from caraserve.adapters.arrivals import Arrivals
 from caraserve.adapters.device_tier import DeviceTier
 from caraserve.adapters.host_tier import HostTier
 from caraserve.adapters.loading import Loading
-from caraserve.adapters.version import Counters, Tier, Version, too_large
+from caraserve.adapters.version import Counters, Pooled, Source, Tier, Version, too_large
 from caraserve.cpu.arena import Arena
 from caraserve.errors import AdapterRejected, CaraServeError
 from caraserve.kv.room import Room
@@ -27,13 +26,13 @@ from caraserve.model.layout import HostAdapter
 MAX_BYPASSES = 64  # admissions that may pass an adapter which waits for device room
 _MOST_PREFETCHES = 2  # reads at a time for requests that are not admitted yet: more would only share the disk
 
-Read = Callable[[Path, NDArray[np.uint8], Callable[[HostAdapter | CaraServeError], None]], None]
+Read = Callable[[Source, NDArray[np.uint8], Callable[[HostAdapter | CaraServeError], None]], None]
 
 
 class Residency:
     """Moves versions between tiers. Not thread-safe: everything, callbacks included, runs on the event loop.
 
-    `read(folder, into, done)` reads an adapter into an extent of the arena elsewhere and calls `done` on the event
+    `read(source, into, done)` reads an adapter into an extent of the arena elsewhere and calls `done` on the event
     loop; callbacks of the backend are brought there by `on_loop`.
     """
 
@@ -49,12 +48,10 @@ class Residency:
         observe_load: Callable[[float, bool], None] = lambda seconds, ok: None,  # seconds since asked, success
     ) -> None:
         self._backend, self.room, self._read = backend, room, read
-        self._on_loop, self._now = on_loop, now
+        self._on_loop, self._now, self._observe_load = on_loop, now, observe_load
         self.arrivals = Arrivals(loading, now)
         self._changed: Callable[[], None] = lambda: None
-        self._observe_load = observe_load
-        self._settling: list[asyncio.Event] = []
-        self._draining: list[tuple[Version, asyncio.Event]] = []
+        self._waiting: list[asyncio.Event] = []
         self._versions: dict[str, Version] = {}
         self._names: dict[str, Version] = {}
         self._host = HostTier(arena)
@@ -68,12 +65,13 @@ class Residency:
 
     # --- names and pins ---
 
-    def register(self, name: str, digest: str, folder: Path, num_bytes: int) -> None:
+    def register(self, name: str, digest: str, source: Source, num_bytes: int) -> None:
         """Points `name` at a version of so many bytes; the version it pointed at before drains."""
         version = self._versions.get(digest)
         if version is None:
-            version = self._versions[digest] = Version(digest, folder, num_bytes)
-        version.folder = folder  # the same bytes may have moved
+            version = self._versions[digest] = Version(digest, source, num_bytes)
+        if not isinstance(source, Pooled):
+            version.source = source  # the same bytes may have moved
         old = self._names.get(name)
         self._names[name] = version
         version.names.add(name)
@@ -106,18 +104,26 @@ class Residency:
 
     async def forgotten(self, version: Version) -> None:
         """Returns when an unregistered version's last request has ended and its memory has been given back."""
-        if version.names or self.is_forgotten(version):
-            return
-        event = asyncio.Event()
-        self._draining.append((version, event))
-        await event.wait()
+        while not (version.names or self.is_forgotten(version)):
+            await self.next_change()
 
     async def settled(self) -> None:
         """Returns when no load is under way or wanted."""
         while self.loading or self._wanting or self._unread:
-            event = asyncio.Event()
-            self._settling.append(event)
-            await event.wait()
+            await self.next_change()
+
+    async def next_change(self) -> None:
+        """Returns when a version has changed its tier or lost a pin."""
+        self._waiting.append(event := asyncio.Event())
+        await event.wait()
+
+    def find(self, digest: str) -> Version | None:
+        """The version of that digest, if a name or a request has it."""
+        return self._versions.get(digest)
+
+    def image(self, digest: str) -> HostAdapter | None:
+        """What the host tier has of a digest."""
+        return self._host.get(digest)
 
     def error_of(self, name: str) -> CaraServeError | None:
         """Why the last load of a name failed, if it did."""
@@ -227,7 +233,7 @@ class Residency:
         version.error = None
         self.loading += 1
         self.counters.disk_reads += 1
-        self._read(version.folder, extent, lambda result: self._read_done(version, result))
+        self._read(version.source, extent, lambda result: self._read_done(version, result))
         return True
 
     def _needs_image(self, digest: str) -> bool:
@@ -246,7 +252,7 @@ class Residency:
         self.loading -= 1
         self._prefetching.discard(version.digest)
         if isinstance(result, HostAdapter) and result.spec.digest != version.digest:
-            result = AdapterRejected(f"{version.folder.name}: the files have changed since the adapter was loaded")
+            result = AdapterRejected(f"{version.source.name}: the files have changed since the adapter was loaded")
         if isinstance(result, CaraServeError):
             self._host.drop(version.digest)
             self._fail(version, result)
@@ -374,8 +380,6 @@ class Residency:
         self._drop_from_device(version)
         self.counters.device_evictions += 1
 
-    # --- forgetting and rates ---
-
     def _forget_if_unused(self, version: Version) -> None:
         if version.pins or version.names or self.is_forgotten(version):
             return
@@ -387,13 +391,10 @@ class Residency:
             self._drop_from_host(version.digest)
         del self._versions[version.digest]
         self._read_waiting()
-        for entry in [entry for entry in self._draining if entry[0] is version]:
-            entry[1].set()
-            self._draining.remove(entry)
         self._notify()
 
     def _notify(self) -> None:
         self._changed()
-        waiting, self._settling = self._settling, []
+        waiting, self._waiting = self._waiting, []
         for event in waiting:
             event.set()

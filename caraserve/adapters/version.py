@@ -6,6 +6,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import TypeAlias
 
 from caraserve.adapters.loading import Group
 from caraserve.errors import AdapterRejected, CaraServeError
@@ -36,13 +37,28 @@ TIER_CHANGES: dict[Tier, frozenset[Tier]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """Where an adapter's bytes are that no folder here has: with other instances, or in our cache of theirs."""
+
+    digest: str
+
+    @property
+    def name(self) -> str:
+        """For messages, as a folder's name is."""
+        return self.digest[:12]
+
+
+Source: TypeAlias = Path | Pooled
+
+
 @dataclass(slots=True, eq=False)
 class Version:
     """One adapter version. `pins`: requests not yet finished. `uses`: those of them that are admitted. `asides`: plans
     under way beside the others in which CPU workers read its image."""
 
     digest: str
-    folder: Path
+    source: Source
     num_bytes: int  # of its image in the host tier
     tier: Tier = Tier.DISK
     pins: int = 0

@@ -36,6 +36,14 @@ class Keyring:
         """For frames in one direction of one connection, by the nonces of both ends."""
         return self._derive(f"session {sender} {receiver}".encode())
 
+    def request_keys(self) -> tuple[bytes, ...]:
+        """For HTTP requests."""
+        return self._derive(b"request")
+
+    def forward_keys(self) -> tuple[bytes, ...]:
+        """For requests that one instance forwards to another."""
+        return self._derive(b"forward")
+
     def _derive(self, use: bytes) -> tuple[bytes, ...]:
         return tuple(hmac.digest(secret, b"caraserve " + use, "sha256") for secret in self._secrets)
 

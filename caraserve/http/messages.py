@@ -12,7 +12,15 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from caraserve.errors import CaraServeError, Draining, InvalidRequest, Overloaded, PayloadTooLarge, Unauthorized
+from caraserve.errors import (
+    CaraServeError,
+    Draining,
+    InvalidRequest,
+    Overloaded,
+    PayloadTooLarge,
+    Unauthorized,
+    Unreachable,
+)
 from caraserve.http.context import CONTEXT, REQUEST_ID
 from caraserve.http.fields import Fields, parse_object
 from caraserve.units import human_bytes
@@ -21,16 +29,17 @@ log = logging.getLogger("caraserve.http")
 
 
 async def read_object(request: web.Request) -> Fields:
-    """Reads the body as one JSON object; a missing content type is taken as JSON.
+    """Reads the body as one JSON object. Raises as `read_body`, and InvalidRequest."""
+    return Fields(parse_object(await read_body(request)))
+
+
+async def read_body(request: web.Request) -> bytes:
+    """The body of a request with JSON; a missing content type is taken as JSON.
 
     Raises HTTPUnsupportedMediaType, HTTPRequestTimeout, PayloadTooLarge or InvalidRequest.
     """
     if "Content-Type" in request.headers and request.content_type != "application/json":
         raise web.HTTPUnsupportedMediaType(text="Send the header Content-Type: application/json.")
-    return Fields(parse_object(await _read(request)))
-
-
-async def _read(request: web.Request) -> bytes:
     limit = request.app[CONTEXT].config.max_body_bytes
     too_large = PayloadTooLarge(f"The body is larger than {human_bytes(limit)}, which is this server's limit.")
     if (request.content_length or 0) > limit:
@@ -68,7 +77,7 @@ def fault_body(error: CaraServeError) -> dict[str, Any]:
 def error_response(error: CaraServeError) -> web.Response:
     """The answer for a fault of ours or the client's, with the headers that its status wants."""
     headers = {}
-    if isinstance(error, Overloaded | Draining):
+    if isinstance(error, Overloaded | Draining | Unreachable):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
         headers["retry-after-ms"] = str(max(1, math.ceil(1000 * error.retry_after_s)))
     if isinstance(error, Unauthorized):

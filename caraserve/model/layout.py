@@ -77,6 +77,7 @@ class AdapterSpec:
     targets: tuple[str, ...]  # adapted modules, in the order of SITES
     layer_ends: tuple[int, ...]  # [layers] where each layer's bytes end; a layer without modules has none
     spans: tuple[SiteSpan, ...]  # ordered by layer, then by group
+    chunks: tuple[bytes, ...] = ()  # sha256 of each piece of the bytes, as `adapters/manifest.py` cuts them
 
     @property
     def num_bytes(self) -> int:

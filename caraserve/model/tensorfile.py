@@ -9,7 +9,6 @@ import os
 import stat
 import struct
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,7 +23,6 @@ _DTYPES = {"F32": Dtype.F32, "BF16": Dtype.BF16, "F16": Dtype.F16}
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _MAX_INDEX_BYTES = 64 << 20
 _MAX_HEADER_BYTES = 16 << 20  # some 150,000 tensors; parsed, a header takes tens of times its size
-_CHUNK_BYTES = 1 << 20
 
 
 class TensorFileError(Exception):
@@ -67,14 +65,6 @@ class TensorFile:
         values = np.empty(self.shape(name), self.dtype(name).storage)
         self._read_into(values.reshape(-1).view(np.uint8).data, self._start + self._entry(name)["data_offsets"][0])
         return values
-
-    def chunks(self) -> Iterator[memoryview]:
-        """All bytes of the file, piece by piece; each piece is valid until the next is asked for."""
-        buffer = memoryview(bytearray(_CHUNK_BYTES))
-        for offset in range(0, self._status.st_size, _CHUNK_BYTES):
-            piece = buffer[: self._status.st_size - offset]
-            self._read_into(piece, offset)
-            yield piece
 
     def check_unchanged(self) -> None:
         """Raises TensorFileError when the file has been written since it was opened: what was read may be a mixture."""

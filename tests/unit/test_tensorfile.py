@@ -77,12 +77,6 @@ def test_values_outlive_the_file_and_belong_to_the_caller(tmp_path: Path) -> Non
     np.testing.assert_array_equal(raw, np.array([1, 2], np.float32))
 
 
-def test_chunks_are_the_whole_file(tmp_path: Path) -> None:
-    save_file({"w": torch.arange(700_000, dtype=torch.float32)}, tmp_path / "model.safetensors")
-    with TensorFile(tmp_path / "model.safetensors") as file:
-        assert b"".join(bytes(chunk) for chunk in file.chunks()) == (tmp_path / "model.safetensors").read_bytes()
-
-
 MALFORMED: dict[str, tuple[Any, bytes]] = {
     "not JSON": (b"{nonsense", b""),
     "not an object": ([1, 2], b""),

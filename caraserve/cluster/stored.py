@@ -1,0 +1,141 @@
+"""Adapters that came from other instances, on our disk: one file each, named by its digest alone. Level 4.
+
+    file = magic, length of the manifest, manifest, zeros up to a page, image
+
+A file is written beside its place, flushed and renamed, so what has its name is whole; and it is checked against its
+digest whenever it is read, since disks err. What others say never becomes part of a path: a name is 64 hex digits.
+"""
+
+import contextlib
+import os
+import shutil
+import struct
+import tempfile
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.adapters.manifest import DIGEST, MAX_MANIFEST_BYTES, ChunkHasher, manifest_of, read_manifest
+from caraserve.errors import AdapterRejected, ConfigError
+from caraserve.model.layout import HostAdapter
+from caraserve.model.spec import ModelSpec
+from caraserve.units import align_up
+
+_MAGIC = b"CARAIMG1"
+_HEAD = struct.Struct("<8sQ")
+_PAGE = 4096
+_UNFINISHED = ".part"
+
+
+def beside(registry: Path) -> Path:
+    """Where adapters of other instances are kept, given the registry's file."""
+    return registry.with_name(f"{registry.stem}.adapters")
+
+
+class Stored:
+    """The folder. Methods that touch the disk are for other threads, one at a time; the rest is the event loop's."""
+
+    def __init__(self, folder: Path | None, model: ModelSpec) -> None:
+        """`folder` None: a new one, gone at the end. Raises ConfigError."""
+        self._temporary = folder is None
+        self._model = model
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="caraserve-adapters-")) if folder is None else folder
+            self._folder.mkdir(exist_ok=True)
+            self._sizes: OrderedDict[str, int] = OrderedDict(self._found())  # the least recently used first
+        except OSError as error:
+            raise ConfigError(f"{folder}, which keeps other instances' adapters: {error.strerror}") from None
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._sizes
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files."""
+        return sum(self._sizes.values())
+
+    def digests(self) -> list[str]:
+        """What is here, the least recently used first."""
+        return list(self._sizes)
+
+    def used(self, digest: str) -> None:
+        """It was read just now, or written."""
+        if digest in self._sizes:
+            self._sizes.move_to_end(digest)
+
+    def added(self, digest: str, num_bytes: int) -> None:
+        """`write` has written it."""
+        self._sizes[digest] = num_bytes
+
+    def forget(self, digest: str) -> None:
+        """It may not be read any more; `delete` then takes the file away."""
+        self._sizes.pop(digest, None)
+
+    def close(self) -> None:
+        """The end of a folder that was made for this run alone."""
+        if self._temporary:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    # --- on another thread ---
+
+    def write(self, image: HostAdapter) -> int:
+        """Writes a file and returns its size. Raises OSError, and then there is none."""
+        manifest = manifest_of(image.spec)
+        head = _HEAD.pack(_MAGIC, len(manifest)) + manifest
+        path = self._path(image.spec.digest)
+        unfinished = path.with_name(path.name + _UNFINISHED)
+        try:
+            with unfinished.open("wb") as file:
+                file.write(head.ljust(align_up(len(head), _PAGE), b"\0"))
+                file.write(image.data.data)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.rename(path)
+        except OSError:
+            unfinished.unlink(missing_ok=True)
+            raise
+        return path.stat().st_size
+
+    def read(self, digest: str, into: NDArray[np.uint8]) -> HostAdapter:
+        """Reads and checks an image. Raises AdapterRejected when the file is not what it should be."""
+        try:
+            with self._path(digest).open("rb") as file:
+                magic, length = _HEAD.unpack(file.read(_HEAD.size))
+                if magic != _MAGIC or length > MAX_MANIFEST_BYTES:
+                    raise AdapterRejected(f"adapter {digest[:12]}: the file kept of it is not one of ours")
+                spec = read_manifest(file.read(length), digest, self._model)
+                file.seek(align_up(_HEAD.size + length, _PAGE))
+                if spec.num_bytes > into.nbytes:
+                    raise AdapterRejected(f"adapter {digest[:12]} has {spec.num_bytes} bytes, not {into.nbytes}")
+                data = into[: spec.num_bytes]
+                if file.readinto(data.data) != spec.num_bytes:
+                    raise AdapterRejected(f"adapter {digest[:12]}: the file kept of it was cut short")
+        except (OSError, struct.error) as error:
+            raise AdapterRejected(f"adapter {digest[:12]}: the file kept of it cannot be read: {error}") from None
+        hasher = ChunkHasher(spec.layer_ends)
+        hasher.update(data.data)
+        if tuple(hasher.hashes) != spec.chunks:
+            raise AdapterRejected(f"adapter {digest[:12]}: the file kept of it has changed")
+        return HostAdapter(spec, data)
+
+    def delete(self, digest: str) -> None:
+        """Takes a file away; harmless where there is none."""
+        with contextlib.suppress(OSError):
+            self._path(digest).unlink()
+
+    def _path(self, digest: str) -> Path:
+        assert DIGEST.fullmatch(digest), "only digests are names"
+        return self._folder / digest
+
+    def _found(self) -> list[tuple[str, int]]:
+        """Files of an earlier run, and none that it did not finish."""
+        found = []
+        for path in self._folder.iterdir():
+            if path.name.endswith(_UNFINISHED) and DIGEST.fullmatch(path.name.removesuffix(_UNFINISHED)):
+                path.unlink()
+            elif DIGEST.fullmatch(path.name) and path.is_file() and not path.is_symlink():
+                status = path.stat()
+                found.append((status.st_atime, path.name, status.st_size))
+        return [(name, size) for _, name, size in sorted(found)]

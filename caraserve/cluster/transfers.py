@@ -1,0 +1,136 @@
+"""Bytes of adapters from other instances' memory into ours, on a thread of their own. Level 4.
+
+The event loop that serves requests only hears how a range went: receiving and hashing take it no time. A chunk counts
+when its hash is right; what came after the last such one is as if it had not come.
+"""
+
+import asyncio
+import hashlib
+import ssl
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from enum import Enum
+from typing import Any, TypeVar
+
+import aiohttp
+
+from caraserve.adapters.manifest import MAX_MANIFEST_BYTES
+from caraserve.cluster.lending import PATH
+from caraserve.cluster.seal import Keyring
+from caraserve.cluster.signing import HEADER, signature
+
+T = TypeVar("T")
+
+_CONNECT_S = 1.0
+_SILENT_S = 5.0  # without a byte: the peer is as good as gone
+_KEPT_ALIVE_S = 15.0
+
+
+class Trouble(Enum):
+    """Why a peer did not give what it was asked for."""
+
+    FAILED = "failed"  # no connection, or it broke
+    BUSY = "busy"
+    ABSENT = "absent"  # it has no such bytes
+    CORRUPT = "corrupt"  # they are others than they should be
+
+
+class Transfers:
+    """Asks other instances for what they hold."""
+
+    def __init__(self, keys: Callable[[], Keyring], tls: ssl.SSLContext | None) -> None:
+        """`tls`: for dialling; None: peers speak plain HTTP."""
+        self._keys, self._tls = keys, tls
+        self._session: aiohttp.ClientSession | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="caraserve-exchange", daemon=True)
+        self._thread.start()
+
+    async def page(self, address: str, path: str, most_bytes: int) -> bytes | Trouble:
+        """The whole of a small answer."""
+        return await self._there(self._page(f"http://{address}{path}", self._signed(path), most_bytes))
+
+    async def manifest(self, address: str, digest: str) -> bytes | Trouble:
+        """An adapter's manifest, unchecked."""
+        return await self.page(address, f"{PATH}/{digest}/manifest", MAX_MANIFEST_BYTES)
+
+    async def chunks(
+        self, address: str, digest: str, start: int, ends: Sequence[int], hashes: Sequence[bytes], into: memoryview
+    ) -> tuple[int, Trouble | None]:
+        """Bytes of an image from `start` on, into `into`, which is as long: chunks up to `ends` (of the image) with
+        these hashes. How many of them came and were right, and what kept the next one from it."""
+        path = f"{PATH}/{digest}?from={start}&to={ends[-1]}"
+        sizes = [end - begin for begin, end in zip((start, *ends), ends, strict=False)]
+        return await self._there(self._chunks(f"http://{address}{path}", self._signed(path), sizes, hashes, into))
+
+    async def close(self) -> None:
+        """Ends what is under way, and the thread."""
+        await self._there(self._end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+        self._loop.close()
+
+    def _signed(self, path: str) -> dict[str, str]:
+        return {HEADER: signature(self._keys(), "GET", path, time.time())}
+
+    async def _there(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    # --- on the thread ---
+
+    def _get(self, url: str, headers: dict[str, str]) -> Any:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_ALIVE_S)
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_SILENT_S)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
+        scheme = "https" if self._tls else "http"
+        return self._session.get(url.replace("http", scheme, 1), headers=headers, ssl=self._tls or True)
+
+    async def _page(self, url: str, headers: dict[str, str], most_bytes: int) -> bytes | Trouble:
+        try:
+            async with self._get(url, headers) as answer:
+                if (trouble := _trouble(answer.status)) is not None:
+                    return trouble
+                body = bytearray()
+                while (piece := await answer.content.readany()) and len(body) <= most_bytes:
+                    body += piece
+                return bytes(body) if len(body) <= most_bytes else Trouble.CORRUPT
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+            return Trouble.FAILED
+
+    async def _chunks(
+        self, url: str, headers: dict[str, str], sizes: Sequence[int], hashes: Sequence[bytes], into: memoryview
+    ) -> tuple[int, Trouble | None]:
+        count = at = checked = 0
+        try:
+            async with self._get(url, headers) as answer:
+                if (trouble := _trouble(answer.status)) is not None:
+                    return 0, trouble
+                while piece := await answer.content.readany():
+                    if at + len(piece) > len(into):
+                        return count, Trouble.CORRUPT
+                    into[at : at + len(piece)] = piece
+                    at += len(piece)
+                    while count < len(sizes) and at - checked >= sizes[count]:
+                        if hashlib.sha256(into[checked : checked + sizes[count]]).digest() != hashes[count]:
+                            return count, Trouble.CORRUPT
+                        checked += sizes[count]
+                        count += 1
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+            return count, Trouble.FAILED
+        return count, None if count == len(sizes) else Trouble.FAILED
+
+    async def _end(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+
+def _trouble(status: int) -> Trouble | None:
+    if status in (200, 206):
+        return None
+    return {503: Trouble.BUSY, 404: Trouble.ABSENT}.get(status, Trouble.FAILED)

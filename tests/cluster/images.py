@@ -1,0 +1,32 @@
+"""Adapter images of random bytes for a small model, with the digests that they have."""
+
+import numpy as np
+
+from caraserve.adapters.manifest import ChunkHasher, identified
+from caraserve.model.layout import AdapterSpec, Dtype, HostAdapter, aligned_bytes, lay_out
+from caraserve.model.spec import SITES, ModelSpec, parse_spec
+
+TARGETS = SITES[:3]
+MODEL: ModelSpec = parse_spec(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 96,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    }
+)
+
+
+def image(rank: int = 8, seed: int = 0) -> HostAdapter:
+    """Equal arguments, equal images."""
+    modules = {(layer, site): (rank, 2.0) for layer in range(MODEL.layers) for site in TARGETS}
+    spans, layer_ends = lay_out(MODEL, Dtype.F32, modules)
+    data = aligned_bytes(layer_ends[-1])
+    data[:] = np.frombuffer(np.random.default_rng(seed).bytes(data.nbytes), np.uint8)
+    hasher = ChunkHasher(layer_ends)
+    hasher.update(data.data)
+    spec = AdapterSpec("", Dtype.F32, rank, TARGETS, layer_ends, spans)
+    return HostAdapter(identified(spec, hasher.hashes), data)

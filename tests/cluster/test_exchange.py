@@ -1,0 +1,172 @@
+"""Fetching an adapter from others: from several, past wrong bytes and deaths, or not at all and saying so."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+
+from caraserve.adapters.manifest import chunk_ends, manifest_of
+from caraserve.cluster.cost import Tier
+from caraserve.cluster.exchange import Exchange
+from caraserve.cluster.transfers import Trouble
+from caraserve.errors import AdapterRejected, Unreachable
+from caraserve.model.layout import HostAdapter, aligned_bytes
+from tests.cluster.images import MODEL, image
+
+
+class Peer:
+    """Another instance that has an image, and may be of little use."""
+
+    def __init__(self, held: HostAdapter) -> None:
+        self.held = held
+        self.tier = Tier.HOST
+        self.is_dead = self.is_wrong = False
+        self.busy_times = 0
+        self.dies_after: int | None = None  # chunks
+        self.given: list[int] = []  # starts of chunks
+
+    def give(self, start: int, ends: Sequence[int], into: memoryview) -> tuple[int, Trouble | None]:
+        if self.is_dead:
+            return 0, Trouble.FAILED
+        if self.busy_times:
+            self.busy_times -= 1
+            return 0, Trouble.BUSY
+        if self.is_wrong:
+            into[:1] = b"?"
+            return 0, Trouble.CORRUPT
+        for count, (begin, end) in enumerate(zip((start, *ends), ends, strict=False)):
+            if self.dies_after is not None and len(self.given) >= self.dies_after:
+                self.is_dead = True
+                return count, Trouble.FAILED
+            into[begin - start : end - start] = self.held.data[begin:end].data
+            self.given.append(begin)
+        return len(ends), None
+
+
+class World:
+    """Peers by name, as peers and as the wire to them."""
+
+    def __init__(self, **peers: Peer) -> None:
+        self.peers = peers
+        self.most_under_way = self.under_way = 0
+        self.manifests: Counter[str] = Counter()
+
+    def holders(self, digest: str) -> Mapping[str, Tier]:
+        return {name: peer.tier for name, peer in self.peers.items() if peer.held.spec.digest == digest}
+
+    def address(self, name: str) -> str | None:
+        return name
+
+    async def news(self, timeout_s: float) -> None:
+        await asyncio.sleep(min(timeout_s, 0.02))
+
+    async def manifest(self, address: str, digest: str) -> bytes | Trouble:
+        peer = self.peers[address]
+        self.manifests[address] += 1
+        if peer.is_dead:
+            return Trouble.FAILED
+        return manifest_of(peer.held.spec) + (b" " if peer.is_wrong else b"")
+
+    async def chunks(
+        self, address: str, digest: str, start: int, ends: Sequence[int], hashes: Sequence[bytes], into: memoryview
+    ) -> tuple[int, Trouble | None]:
+        self.under_way += ends[-1] - start
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        await asyncio.sleep(0)
+        self.under_way -= ends[-1] - start
+        return self.peers[address].give(start, ends, into)
+
+
+HELD = image(rank=64, seed=1)
+CHUNKS = len(chunk_ends(HELD.spec.layer_ends))
+
+
+async def fetched(world: World, held: HostAdapter = HELD, patience_s: float = 0.3) -> HostAdapter:
+    exchange = Exchange(world, world, MODEL, patience_s=patience_s)
+    got = await exchange.fetch(held.spec.digest, aligned_bytes(held.spec.num_bytes))
+    assert got.spec == held.spec
+    assert np.array_equal(got.data, held.data)
+    assert exchange.counts.num_bytes == held.spec.num_bytes
+    return got
+
+
+async def test_an_adapter_comes_from_several_holders_and_each_byte_once() -> None:
+    world = World(a=Peer(HELD), b=Peer(HELD), c=Peer(HELD), d=Peer(HELD))
+    await fetched(world)
+    given = [peer.given for peer in world.peers.values()]
+    assert sum(map(len, given)) == CHUNKS
+    assert sum(map(bool, given)) == 3
+    assert sum(world.manifests.values()) == 1
+
+
+async def test_the_first_layers_come_first() -> None:
+    world = World(a=Peer(HELD))
+    await fetched(world)
+    assert world.peers["a"].given == sorted(world.peers["a"].given)
+
+
+async def test_what_a_dead_holder_did_not_give_comes_from_another_and_nothing_twice() -> None:
+    dying, other = Peer(HELD), Peer(HELD)
+    dying.dies_after, other.tier = 3, Tier.DISK
+    await fetched(World(a=dying, b=other))
+    assert len(dying.given) == 3
+    assert sorted(dying.given + other.given) == [0, *chunk_ends(HELD.spec.layer_ends)[:-1]]
+
+
+async def test_wrong_bytes_of_one_are_taken_from_another() -> None:
+    wrong = Peer(HELD)
+    wrong.is_wrong = True
+    await fetched(World(a=wrong, b=Peer(HELD)))
+
+
+async def test_who_gave_wrong_bytes_twice_is_not_asked_for_them_again() -> None:
+    wrong = Peer(HELD)
+    world = World(a=wrong)
+    exchange = Exchange(world, world, MODEL, patience_s=0.1)
+    wrong.is_wrong = True
+    for _ in range(2):
+        with pytest.raises(Unreachable):
+            await exchange.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+    assert world.manifests["a"] == 2
+
+
+async def test_a_busy_holder_is_waited_for() -> None:
+    busy = Peer(HELD)
+    busy.busy_times = 2
+    await fetched(World(a=busy), patience_s=0.5)
+
+
+async def test_a_holder_that_appears_while_it_is_looked_for_is_found() -> None:
+    world = World()
+    asyncio.get_running_loop().call_later(0.05, world.peers.update, {"late": Peer(HELD)})
+    await fetched(world)
+
+
+@pytest.mark.parametrize("names", [(), ("a",), ("a", "b")])
+async def test_when_no_holder_gives_it_that_is_said_and_counted(names: tuple[str, ...]) -> None:
+    world = World(**{name: Peer(HELD) for name in names})
+    for peer in world.peers.values():
+        peer.is_dead = True
+    exchange = Exchange(world, world, MODEL, patience_s=0.1)
+    with pytest.raises(Unreachable, match="cannot be fetched now") as caught:
+        await exchange.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+    assert caught.value.status == 503
+    assert (exchange.counts.fetched, exchange.counts.failed, exchange.under_way) == (0, 1, 0)
+
+
+async def test_all_fetches_together_have_a_bounded_part_under_way() -> None:
+    held = [image(rank=64, seed=seed) for seed in range(6)]
+    world = World(**{f"{index}-{copy}": Peer(one) for index, one in enumerate(held) for copy in range(3)})
+    exchange = Exchange(world, world, MODEL)
+    await asyncio.gather(*(exchange.fetch(one.spec.digest, aligned_bytes(one.spec.num_bytes)) for one in held))
+    assert world.most_under_way <= 8 * 4 * (1 << 20)
+    assert exchange.counts.fetched == 6
+
+
+async def test_one_that_is_larger_than_was_registered_is_refused_before_a_byte_of_it_comes() -> None:
+    world = World(a=Peer(HELD))
+    with pytest.raises(AdapterRejected, match="more than was registered"):
+        await Exchange(world, world, MODEL).fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes - 1))
+    assert world.peers["a"].given == []
