@@ -20,7 +20,7 @@ _HOMES = 2  # copies of each adapter without a plan
 
 
 @lru_cache(maxsize=4)  # many runs of one fleet ask for the same
-def _homes(adapters: tuple[str, ...], instances: tuple[str, ...]) -> list[list[str]]:
+def homes(adapters: tuple[str, ...], instances: tuple[str, ...]) -> list[list[str]]:
     """Where each adapter's durable copies are."""
     points = [(word(name), name) for name in instances]
     found = []
@@ -80,8 +80,8 @@ class Planner:
             for number, name in enumerate(self._adapters):
                 self._put(number, plan.instances(name))
         else:
-            homes = _homes(tuple(self._adapters), tuple(node.name for node in self._nodes))
-            for number, names in enumerate(homes):
+            found = homes(tuple(self._adapters), tuple(node.name for node in self._nodes))
+            for number, names in enumerate(found):
                 self._put(number, names)
         for node in self._nodes:
             for number, tier in node.shelf.changed.items():
