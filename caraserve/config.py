@@ -13,10 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from caraserve.endpoints import parse_address, parse_peers, parse_port
 from caraserve.errors import ConfigError
 from caraserve.units import parse_bytes
 
 LOADING_MODES = ("cached", "merged", "ondemand", "overlapped", "pipelined", "assisted", "auto")
+ROUTINGS = (
+    *("auto", "rank-aware", "loraserve", "random", "round-robin", "first-fit", "most-idle", "dlora"),
+    *("s-lora-random", "s-lora-contiguous", "local"),
+)
 LORA_KERNELS = ("bgmv", "bgmv-padded")
 PRELOADED_MODES = ("cached", "merged")  # all adapters are on the device from the start
 _MOST_CORE = 8191  # Linux's own limit
@@ -283,7 +288,7 @@ class HttpConfig(_FromArgs):
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group("HTTP")
         group.add_argument("--host", default="127.0.0.1", help="address to listen on")
-        group.add_argument("--port", type=_port, default=8000, help="port to listen on; 0 picks a free one")
+        group.add_argument("--port", type=parse_port, default=8000, help="port to listen on; 0 picks a free one")
         group.add_argument("--api-key", default=os.environ.get("CARASERVE_API_KEY"), help="key that /v1 requires")
         group.add_argument("--max-body-bytes", type=_bytes, default=16 << 20, metavar="SIZE", help="larger bodies: 413")
         group.add_argument(
@@ -314,13 +319,16 @@ class ClusterConfig(_FromArgs):
     cluster_tls_cert: Path | None
     cluster_tls_key: Path | None
     cluster_tls_ca: Path | None
+    routing: str | None
+    slo_ttft_ms: float | None
+    slo_tpot_ms: float | None
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group("cluster")
         group.add_argument(
             "--peers",
-            type=_peers,
+            type=parse_peers,
             default=(),
             metavar="HOST:PORT,…",
             help="some of the other instances, or a DNS name of all; this one may be among them",
@@ -328,11 +336,11 @@ class ClusterConfig(_FromArgs):
         group.add_argument("--name", help="this instance's name, one of its own (default: where others reach it)")
         group.add_argument(
             "--advertise",
-            type=_address,
+            type=parse_address,
             metavar="HOST:PORT",
             help="where others reach this one, if not where it listens",
         )
-        group.add_argument("--peer-port", type=_port, metavar="PORT", help="a port of its own for other instances")
+        group.add_argument("--peer-port", type=parse_port, metavar="PORT", help="a port of its own for other instances")
         group.add_argument("--peer-host", metavar="HOST", help="address of --peer-port (default: --host)")
         group.add_argument(
             "--cluster-name", default="caraserve", metavar="NAME", help="clusters of other names are strange"
@@ -347,36 +355,24 @@ class ClusterConfig(_FromArgs):
         group.add_argument("--cluster-tls-cert", type=Path, metavar="FILE", help="PEM, for --peer-port")
         group.add_argument("--cluster-tls-key", type=Path, metavar="FILE", help="PEM")
         group.add_argument("--cluster-tls-ca", type=Path, metavar="FILE", help="PEM; what it signs may connect")
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """(host, port) of HOST:PORT or [IPV6]:PORT. Raises ValueError."""
-    host, colon, port = address.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    host = host[1:-1] if bracketed else host
-    if not (colon and host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        raise ValueError(f"{address!r}: write HOST:PORT")
-    if ":" in host and not bracketed:
-        raise ValueError(f"{address!r}: write [IPV6]:PORT")
-    return host, int(port)
-
-
-def _address(text: str) -> str:
-    try:
-        split_address(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
-def _peers(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(_address(part.strip()) for part in text.split(",") if part.strip()))
-
-
-def _port(text: str) -> int:
-    if not text.isdigit() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port; use 0 to 65535")
-    return int(text)
+        group.add_argument(
+            "--routing",
+            choices=ROUTINGS,
+            help="which instance answers a request, by whose rule (default: auto); local: the one that gets it, for "
+            "instances behind a router that chooses among them",
+        )
+        group.add_argument(
+            "--slo-ttft-ms",
+            type=_at_least(1, float),
+            metavar="MS",
+            help="time to the first token to promise: how long a request may look for an instance (default: none)",
+        )
+        group.add_argument(
+            "--slo-tpot-ms",
+            type=_at_least(0.001, float),
+            metavar="MS",
+            help="time per token to promise: where it would be missed, requests go elsewhere (default: none)",
+        )
 
 
 def check_adapter_name(name: str, base: str) -> None:

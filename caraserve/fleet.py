@@ -2,6 +2,7 @@
 
 check_cluster   before anything is loaded: secrets, TLS, addresses
 make_node       with the engine; its routes go into the application
+make_dispatch   the same, for requests that other instances may answer
 join            when the port listens
 """
 
@@ -11,18 +12,25 @@ import signal
 import ssl
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from math import inf
 from random import Random
 
 from caraserve.cluster.addresses import check_count, is_loopback, is_wildcard, join_address, outward_address
 from caraserve.cluster.cost import Links
+from caraserve.cluster.forward import Forwarding, Slo
+from caraserve.cluster.hop import Gate
+from caraserve.cluster.members import Record, State
 from caraserve.cluster.names_file import NamesFile, beside
 from caraserve.cluster.node import Node, NodeConfig
 from caraserve.cluster.perf_model import DriftWatch
 from caraserve.cluster.publisher import Publisher
 from caraserve.cluster.seal import Keyring
 from caraserve.cluster.secret_file import LOOPBACK_SECRET, SecretFile
-from caraserve.config import ClusterConfig, HttpConfig, LoraConfig, split_address
+from caraserve.config import ClusterConfig, HttpConfig, LoraConfig
+from caraserve.endpoints import split_address
 from caraserve.errors import ConfigError
+from caraserve.http.dispatch import Dispatch
+from caraserve.http.relay import Relays
 from caraserve.loop import Engine
 from caraserve.metrics import Metrics
 from caraserve.profile import Profile
@@ -92,9 +100,22 @@ def make_node(cluster: ClusterConfig, lora: LoraConfig, admission: Admission, mo
     return Node(config, names, rng=Random())
 
 
+def make_dispatch(node: Node, engine: Engine, cluster: ClusterConfig, admission: Admission) -> Dispatch:
+    """What other instances answer for this one, and this one for others. `close` its relays when HTTP has ended."""
+
+    def keys() -> Keyring:
+        return admission.keys.keys if isinstance(admission.keys, SecretFile) else admission.keys
+
+    slo = Slo(cluster.slo_ttft_ms or inf, cluster.slo_tpot_ms or inf)
+    routing = cluster.routing or "auto"
+    forwarding = Forwarding(node, routing, slo, engine.catalog.find, lambda: engine.draining, rng=Random())
+    return Dispatch(forwarding, Relays(lambda: node.name, keys, admission.dialling), Gate(lambda: node.name, keys))
+
+
 async def join(
     stack: AsyncExitStack,
     node: Node,
+    dispatch: Dispatch,
     engine: Engine,
     metrics: Metrics,
     profile: Profile | None,
@@ -111,11 +132,21 @@ async def join(
     drift = DriftWatch(profile) if profile else None
     publisher = Publisher(node, engine, metrics.answers, drift, links)
     node.load_now, node.on_names = publisher.load_now, publisher.take_names
+    forwarding, relays = dispatch.forwarding, dispatch.relays
+    node.on_question = forwarding.quote
+
+    def take_member(record: Record, before: State | None) -> None:
+        if record.state == State.DEAD:  # whoever left has ended its streams first
+            relays.dead(record.name)
+
+    node.on_member = take_member
     stack.push_async_callback(node.stop)
     await node.start(_advertised(cluster, *where))
     publisher.announce()
+    forwarding.joined = True
     engine.watch, engine.catalog.on_change = publisher.watch, publisher.changed
     metrics.show(publisher.families)
+    metrics.show(forwarding.tallies.families)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, node.reread_secrets)
     task = asyncio.create_task(publisher.run(), name="cluster publisher")
     stack.push_async_callback(_end, task)

@@ -197,23 +197,32 @@ async def serve(
     from caraserve.http.peers import add_peer_routes, start_peer_http
 
     model_config, lora_config = with_demo(model_config, lora_config)
+    if cluster_config.routing is not None and not cluster_config.peers:
+        raise ConfigError("--routing chooses among the instances of --peers; give both")
     admission = fleet.check_cluster(cluster_config, http_config) if cluster_config.peers else None
     async with AsyncExitStack() as stack:
         served = await build_engine(stack, model_config, lora_config, engine_config)
         for complaint in served.complaints:
             log.warning("%s", complaint)
-        node = None
+        node = dispatch = None
         if admission is not None:
             digest = model_identity(model_config, engine_config, served.spec)
             node = fleet.make_node(cluster_config, lora_config, admission, digest)
+            dispatch = fleet.make_dispatch(node, served.engine, cluster_config, admission)
+            stack.push_async_callback(dispatch.relays.close)
         allow = lora_config.allow_runtime_lora_updating
-        app = make_app(served.engine, http_config, served.metrics, allow_lora_updates=allow, cluster=node)
+        app = make_app(
+            *(served.engine, http_config, served.metrics),
+            allow_lora_updates=allow,
+            cluster=node,
+            dispatch=dispatch,
+        )
         if node is not None and cluster_config.peer_port is None:
             add_peer_routes(app, node)
         runner, port = await start_http(app, http_config)
         stack.push_async_callback(runner.cleanup)
         stop = _watch_signals()
-        if node is not None and admission is not None:
+        if node is not None and admission is not None and dispatch is not None:
             where = http_config.host, port
             if cluster_config.peer_port is not None:
                 host = cluster_config.peer_host or http_config.host
@@ -223,7 +232,9 @@ async def serve(
                 stack.push_async_callback(runner.cleanup)
                 where = host, peer_port
             links = fleet.links_of(served.profile, lora_config)
-            await fleet.join(stack, node, served.engine, served.metrics, served.profile, cluster_config, links, where)
+            await fleet.join(
+                *(stack, node, dispatch, served.engine, served.metrics, served.profile, cluster_config, links, where)
+            )
         _announce(served, http_config.host, port)
         await _ended(stop, node)
         log.info("draining: no new requests; up to %.0f s for those running", http_config.drain_timeout_s)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from caraserve.cluster.members import MAX_LIVE
 from caraserve.cluster.ports import CROWDED
-from caraserve.config import split_address
+from caraserve.endpoints import split_address
 from caraserve.errors import ConfigError
 
 

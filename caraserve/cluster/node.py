@@ -18,6 +18,7 @@ What others build on it, all on the event loop and without waiting:
 and what calls them back, each a plain attribute that is set before `start`:
 
     node.on_names(news)             names that others gave or took away: {name: Adapter, or None for a removed one}
+    node.on_held()                  what some instance holds has changed, or who is alive
     node.on_member(record, before)  an instance came, came back, fell under suspicion, died or left
     node.on_question(peer, body) -> body    another instance asks for a quote; `await node.ask(peer, body, timeout_s)`
                                     is the other side, and gives None when no answer came in time
@@ -98,6 +99,7 @@ class Node:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.on_names: Callable[[Mapping[str, Adapter | None]], None] = lambda news: None
         self.on_member: Callable[[Record, State | None], None] = lambda record, before: None
+        self.on_held: Callable[[], None] = lambda: None
         self.on_question: Callable[[str, Body], Body] = lambda peer, body: ()
         self.load_now: Callable[[float], Load] = lambda lag_s: Load("serving", lag_s=lag_s)
         self._config, self._names, self._rng, self._now = config, names, rng, now
@@ -121,7 +123,7 @@ class Node:
         wall_ms = int(time.time() * 1000)
         self.name = self._config.name or address
         settings = Settings(self._config.cluster, self._config.model, self.name, address, seeds)
-        core = Core(settings, self._keys, self._rng, self._now(), wall_ms)
+        core = Core(settings, self.keys, self._rng, self._now(), wall_ms)
         core.restore(self._names.restore(wall_ms), self._now())
         self._core, self._sockets = core, Sockets(self, self._config.tls)
         for work in (self._tick, self._look_around):
@@ -146,6 +148,12 @@ class Node:
             await self._sockets.end()
         self._names.close()
         self.ended.cancel()
+
+    @property
+    def keys(self) -> Keyring:
+        """The secrets that hold now."""
+        keys = self._config.keys
+        return keys.keys if isinstance(keys, SecretFile) else keys
 
     # ---- what is known
 
@@ -172,13 +180,25 @@ class Node:
         live = (self.core.members.me, *filter(None, map(self.record, self.core.members.live())))
         return tuple(instance for record in live if (instance := self._instance(record)) is not None)
 
+    @property
+    def names_version(self) -> int:
+        """Another number whenever names or what they mean have changed."""
+        shelf = self._core.facts.shelf(SHARED) if self._core else None
+        return shelf.root if shelf else 0
+
     def adapters(self) -> Iterator[Adapter]:
         """All names and what they mean, in no order."""
-        return self.core.facts.adapters()
+        return self._core.facts.adapters() if self._core else iter(())
 
     def adapter(self, name: str) -> Adapter | None:
         """What a name means; None if nobody gave it."""
-        return self.core.facts.adapter(name)
+        return self._core.facts.adapter(name) if self._core else None
+
+    def given_s(self, name: str) -> float | None:
+        """When a name was last given or taken away, in unix time; None if it never was."""
+        shelf = self.core.facts.shelf(SHARED)
+        fact = shelf.get(name) if shelf else None
+        return fact.time_ms / 1000 if fact else None
 
     def holders(self, digest: str) -> dict[str, Tier]:
         """Who has its bytes and how near to their device. Only those alive: suspects may be back, and are left out."""
@@ -260,11 +280,6 @@ class Node:
 
     # ---- inside
 
-    @property
-    def _keys(self) -> Keyring:
-        keys = self._config.keys
-        return keys.keys if isinstance(keys, SecretFile) else keys
-
     async def _tick(self) -> None:
         planned_s = self._now()
         while True:
@@ -316,9 +331,12 @@ class Node:
             case MemberChanged(record, before):
                 log.info("%s at %s is %s", record.name, record.address, record.state.name.lower())
                 self.on_member(record, before)
+                self.on_held()
             case FactsChanged(owner, facts) if owner == SHARED:
                 self._names.save(facts)
                 self.on_names({fact.key: self.adapter(fact.key) for fact in facts})
+            case FactsChanged():
+                self.on_held()
             case PeerRefused(peer, reason):
                 self._say(logging.WARNING, "refused", peer, "%s is refused: %s", peer, reason)
             case RefusedUs(peer, reason, ours_to_go):

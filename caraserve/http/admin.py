@@ -12,7 +12,7 @@ from aiohttp import web
 from caraserve.config import ADAPTER_NAME
 from caraserve.errors import AdapterRejected, Forbidden, NotFound
 from caraserve.http.context import CONTEXT, Context
-from caraserve.http.engine_api import AdapterView, find_adapter
+from caraserve.http.engine_api import AdapterView, far_adapter, find_adapter
 from caraserve.http.fields import Fields
 from caraserve.http.messages import json_response, log_unknown, read_object
 
@@ -28,13 +28,20 @@ class ModelList:
 
     def __init__(self) -> None:
         self._adapters: list[AdapterView] | None = None
+        self._far = 0  # the version of the cluster's names
         self._body = b""
 
     def body(self, context: Context) -> bytes:
-        adapters = list(context.engine.adapters())
-        if adapters != self._adapters:
-            cards = [_card(context, None), *(_card(context, adapter) for adapter in adapters)]
-            self._adapters, self._body = adapters, orjson.dumps({"object": "list", "data": cards})
+        adapters, cluster = list(context.engine.adapters()), context.cluster
+        far = cluster.names_version if cluster else 0
+        if adapters != self._adapters or far != self._far:
+            here = {adapter.name for adapter in adapters}
+            others = (
+                [far_adapter(context, one) for one in cluster.adapters() if one.name not in here] if cluster else []
+            )
+            listed = [*adapters, *sorted(others, key=lambda adapter: adapter.name)]
+            cards = [_card(context, None), *(_card(context, adapter) for adapter in listed)]
+            self._adapters, self._far, self._body = adapters, far, orjson.dumps({"object": "list", "data": cards})
         return self._body
 
 
@@ -48,7 +55,7 @@ async def list_models(request: web.Request) -> web.Response:
 
 async def show_model(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
-    return json_response(_card(context, find_adapter(context.engine, request.match_info["model"])))
+    return json_response(_card(context, find_adapter(context, request.match_info["model"])))
 
 
 def _card(context: Context, adapter: AdapterView | None) -> dict[str, Any]:

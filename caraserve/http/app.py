@@ -15,11 +15,13 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from caraserve.cluster.hop import INSTANCE
 from caraserve.config import HttpConfig
 from caraserve.errors import CaraServeError, ConfigError
 from caraserve.http import admin, chat, cluster_pages, openai, pages, tokens
 from caraserve.http.auth import check_access
-from caraserve.http.context import CONTEXT, REQUEST_ID, Context, HttpTimings
+from caraserve.http.context import ANSWERED_HERE, CONTEXT, REQUEST_ID, Context, HttpTimings
+from caraserve.http.dispatch import Dispatch
 from caraserve.http.engine_api import ClusterApi, EngineApi
 from caraserve.http.messages import error_body, error_response, json_response, refusal_response
 from caraserve.metrics import Metrics
@@ -43,12 +45,13 @@ def make_app(
     allow_lora_updates: bool,
     timings: HttpTimings | None = None,
     cluster: ClusterApi | None = None,
+    dispatch: Dispatch | None = None,
 ) -> web.Application:
-    """The application over `engine`; it owns no resources but its own tasks. `cluster`: None where it serves alone."""
-    app = web.Application(middlewares=[_guard], client_max_size=config.max_body_bytes)
-    app[CONTEXT] = Context(engine, metrics, config, allow_lora_updates, timings or HttpTimings(), time.time(), cluster)
+    """The application over `engine`; it owns no resources but its own tasks. `cluster`, `dispatch`: None where it
+    serves alone."""
+    timings = timings or HttpTimings()
+    app = bare_app(Context(engine, metrics, config, allow_lora_updates, timings, time.time(), cluster, dispatch))
     app[admin.MODELS] = admin.ModelList()
-    app.on_response_prepare.append(_send_request_id)
     app.on_cleanup.append(_close)
     app.add_routes(
         [
@@ -74,6 +77,14 @@ def make_app(
     for prefix in ("/v1", ""):  # vLLM's routes, and SGLang's of the same meaning
         app.router.add_post(f"{prefix}/load_lora_adapter", admin.load_lora_adapter)
         app.router.add_post(f"{prefix}/unload_lora_adapter", admin.unload_lora_adapter)
+    return app
+
+
+def bare_app(context: Context) -> web.Application:
+    """An application without routes, in which every request passes the middleware."""
+    app = web.Application(middlewares=[_guard], client_max_size=context.config.max_body_bytes)
+    app[CONTEXT] = context
+    app.on_response_prepare.append(_sign)
     return app
 
 
@@ -112,8 +123,10 @@ def _check_header_size(request: web.Request) -> None:
         raise web.HTTPRequestHeaderFieldsTooLarge(text=f"Headers of {size} bytes; {MAX_HEADER_BYTES} are allowed.")
 
 
-async def _send_request_id(request: web.Request, response: web.StreamResponse) -> None:
+async def _sign(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["X-Request-Id"] = request[REQUEST_ID]
+    if ANSWERED_HERE in request:
+        response.headers[INSTANCE] = request[ANSWERED_HERE]
 
 
 async def _close(app: web.Application) -> None:

@@ -11,19 +11,19 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from caraserve.cluster.sockets import PATH as PEER_PATH
+from caraserve.cluster.hop import PREFIX as PEER_PREFIX
 from caraserve.config import HttpConfig
 from caraserve.errors import Forbidden, Unauthorized
 
 # Probes, the scraper, the page's own text, and other instances, who prove themselves otherwise; all the rest needs the
 # key.
-_OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/version", "/metrics", PEER_PATH})
+_OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/version", "/metrics"})
 
 
 def check_access(request: web.Request, config: HttpConfig) -> None:
     """Raises Unauthorized or Forbidden."""
     if config.api_key:
-        if request.path not in _OPEN_PATHS:
+        if request.path not in _OPEN_PATHS and not request.path.startswith(f"{PEER_PREFIX}/"):
             _check_key(request.headers.get("Authorization", ""), config.api_key)
     elif _is_local(config.host):
         _check_local_origin(request)

@@ -13,11 +13,10 @@ from aiohttp import web
 
 from caraserve.errors import InvalidRequest
 from caraserve.http import params as sampling
-from caraserve.http.context import CONTEXT
-from caraserve.http.engine_api import EngineApi, TokenizerApi
+from caraserve.http.dispatch import answer, answer_forwarded
+from caraserve.http.engine_api import EngineApi, Find, TokenizerApi
 from caraserve.http.fields import Fields, shown
-from caraserve.http.generation import Job, respond
-from caraserve.http.messages import log_unknown, read_object
+from caraserve.http.generation import Job
 from caraserve.http.openai import (
     ENCODED_IN_PLACE_CHARACTERS,
     fan_out,
@@ -42,15 +41,16 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    fields = await read_object(request)
-    job = await parse_chat(fields, request.app[CONTEXT].engine)
-    log_unknown(request, fields)
-    return await respond(request, job)
+    return await answer(request, parse_chat)
 
 
-async def parse_chat(fields: Fields, engine: EngineApi) -> Job:
+async def forwarded_chat_completions(request: web.Request) -> web.StreamResponse:
+    return await answer_forwarded(request, parse_chat)
+
+
+async def parse_chat(fields: Fields, engine: EngineApi, find: Find) -> Job:
     """Raises InvalidRequest, ContextLengthExceeded or NotFound; they name the field."""
-    asked = parse_asked(fields, engine)
+    asked = parse_asked(fields, engine, find)
     fields.refuse(_UNSUPPORTED)
     _refuse_tools(fields)
     limit = fields.maybe_integer("max_completion_tokens", 1, (1 << 63) - 1)

@@ -4,13 +4,16 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
 
 from caraserve.config import HttpConfig
 from caraserve.http.engine_api import ClusterApi, EngineApi
 from caraserve.metrics import Metrics
+
+if TYPE_CHECKING:
+    from caraserve.http.dispatch import Dispatch
 
 log = logging.getLogger("caraserve.http")
 
@@ -39,6 +42,7 @@ class Context:
     timings: HttpTimings
     started_s: float  # unix time
     cluster: ClusterApi | None = None  # None: this server serves alone
+    dispatch: "Dispatch | None" = None  # None: it answers all requests itself
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
     async def to_the_end(self, work: Coroutine[Any, Any, _T]) -> _T:
@@ -63,3 +67,4 @@ class Context:
 
 CONTEXT = web.AppKey("CONTEXT", Context)
 REQUEST_ID = web.RequestKey("REQUEST_ID", str)
+ANSWERED_HERE = web.RequestKey("ANSWERED_HERE", str)  # our name, where another instance's request got to an answer

@@ -1,6 +1,7 @@
 """What the HTTP layer needs of the engine, as protocols: `loop.Engine` satisfies them, and so does the tests' fake."""
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from caraserve.cluster.cost import Tier
@@ -111,6 +112,10 @@ class ClusterApi(Protocol):
     def load(self, name: str) -> tuple[Load, float] | None:
         """The newest load of an instance, and its age in seconds."""
 
+    @property
+    def names_version(self) -> int:
+        """Another number whenever names or what they mean have changed."""
+
     def adapters(self) -> Iterator[Adapter]: ...
 
     def adapter(self, name: str) -> Adapter | None: ...
@@ -122,16 +127,52 @@ class ClusterApi(Protocol):
         """Takes an adapter's name away on all instances."""
 
 
-def find_adapter(engine: EngineApi, model: str) -> AdapterView | None:
-    """The adapter that `model` names, None for the base. `base:adapter` is SGLang's way to say `adapter`.
+Find = Callable[[str], str | None]
+"""The adapter that a request's model means, None for the base. Raises NotFound with param `model`."""
+
+
+@dataclass(frozen=True, slots=True)
+class FarAdapter:
+    """An adapter that other instances have, as the API lists it."""
+
+    name: str
+    path: str  # of no file here: the digest of its contents
+    rank: int
+    num_bytes: int
+    created_s: float
+
+
+class Served(Protocol):
+    """What is served here: `Context` has it."""
+
+    @property
+    def engine(self) -> EngineApi: ...
+
+    @property
+    def cluster(self) -> ClusterApi | None: ...
+
+    @property
+    def started_s(self) -> float: ...
+
+
+def find_adapter(served: Served, model: str) -> AdapterView | None:
+    """The adapter that `model` names, here or in the cluster; None for the base. `base:adapter` is SGLang's way to say
+    `adapter`.
 
     Raises NotFound with param `model`.
     """
-    if model == engine.base_name:
+    base = served.engine.base_name
+    if model == base:
         return None
-    for name in (model, model.removeprefix(f"{engine.base_name}:")):
+    for name in (model, model.removeprefix(f"{base}:")):
         try:
-            return engine.adapter(name)
+            return served.engine.adapter(name)
         except NotFound:
-            continue
+            if served.cluster is not None and (far := served.cluster.adapter(name)) is not None:
+                return far_adapter(served, far)
     raise NotFound(f"The model {model[:200]!r} does not exist; GET /v1/models lists those that do.", param="model")
+
+
+def far_adapter(served: Served, adapter: Adapter) -> FarAdapter:
+    """A name that the cluster knows, with what is known of it."""
+    return FarAdapter(adapter.name, adapter.digest, adapter.rank, adapter.num_bytes, served.started_s)

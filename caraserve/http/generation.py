@@ -6,7 +6,7 @@ Whatever way the handler ends, a disconnect included, every stream is cancelled,
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -75,13 +75,16 @@ def parse_delivery(fields: Fields) -> Delivery:
     return Delivery(stream, include_usage, include_usage and continuous, fields.boolean("return_token_ids", False))
 
 
-async def respond(request: web.Request, job: Job) -> web.StreamResponse:
-    """Runs the job. Raises CaraServeError when nothing has been sent yet."""
+async def respond(
+    request: web.Request, job: Job, told: Callable[[Sequence[Finish]], None] = lambda finishes: None
+) -> web.StreamResponse:
+    """Runs the job. `told`: how its requests ended, if they all ended well. Raises CaraServeError when nothing has been
+    sent yet."""
     streams = _submit(request.app[CONTEXT].engine, job.requests)
     try:
         if job.delivery.stream:
-            return await _stream(request, job, streams)
-        return await _gather(job, streams)
+            return await _stream(request, job, streams, told)
+        return await _gather(job, streams, told)
     finally:
         for stream in streams:
             stream.cancel()
@@ -99,9 +102,10 @@ def _submit(engine: EngineApi, requests: Sequence[GenerateRequest]) -> list[Stre
     return streams
 
 
-async def _gather(job: Job, streams: Sequence[StreamApi]) -> web.Response:
+async def _gather(job: Job, streams: Sequence[StreamApi], told: Callable[[Sequence[Finish]], None]) -> web.Response:
     answers = await _together([_collect(stream) for stream in streams])
     finishes = [_checked(answer.finish) for answer in answers]
+    told(finishes)
     body = {
         **job.whole_head,
         "choices": [choice.whole(answer) for choice, answer in zip(job.choices, answers, strict=True)],
@@ -127,7 +131,9 @@ async def _collect(stream: StreamApi) -> TokenDelta:
     return TokenDelta("".join(text), tuple(token_ids), tuple(logprobs), tuple(prompt_logprobs), finish)
 
 
-async def _stream(request: web.Request, job: Job, streams: Sequence[StreamApi]) -> web.StreamResponse:
+async def _stream(
+    request: web.Request, job: Job, streams: Sequence[StreamApi], told: Callable[[Sequence[Finish]], None]
+) -> web.StreamResponse:
     frame = ChunkFrame(job.chunk_head, job.first_head, usage_null=job.delivery.include_usage)
     async with EventStream(request, request.app[CONTEXT].timings) as out:
         try:
@@ -136,6 +142,7 @@ async def _stream(request: web.Request, job: Job, streams: Sequence[StreamApi]) 
                 for choice, stream, asked in zip(job.choices, streams, job.requests, strict=True)
             ]
             finishes = await _together(pumps)
+            told(finishes)
             if job.delivery.include_usage:
                 await out.send(frame.usage(total_usage(finishes, job.n)))
             await out.send(comment(f"phases {_phases(finishes)}") + DONE)  # its headers left long ago

@@ -1,6 +1,7 @@
 """POST /v1/completions: body → `Job`, deltas → choices in OpenAI's shape.
 
-Called by `app.py`; `params.py` reads the sampling fields and `generation.py` runs the job.
+Called by `app.py`; `params.py` reads the sampling fields, `dispatch.py` finds who answers, `generation.py` runs
+the job.
 """
 
 import asyncio
@@ -13,11 +14,10 @@ from aiohttp import web
 
 from caraserve.errors import InvalidRequest
 from caraserve.http import params as sampling
-from caraserve.http.context import CONTEXT
-from caraserve.http.engine_api import EngineApi, TokenizerApi, find_adapter
+from caraserve.http.dispatch import answer, answer_forwarded
+from caraserve.http.engine_api import EngineApi, Find, TokenizerApi
 from caraserve.http.fields import Fields, shown, token_ids
-from caraserve.http.generation import MAX_CHOICES, Delivery, Job, parse_delivery, respond
-from caraserve.http.messages import log_unknown, read_object
+from caraserve.http.generation import MAX_CHOICES, Delivery, Job, parse_delivery
 from caraserve.request import MAX_LOGPROBS, Finish, GenerateRequest, SamplingParams, TokenDelta, TokenLogprob
 
 DEFAULT_MAX_TOKENS = 16
@@ -30,10 +30,11 @@ Prompt = str | list[Any]
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    fields = await read_object(request)
-    job = await parse_completion(fields, request.app[CONTEXT].engine)
-    log_unknown(request, fields)
-    return await respond(request, job)
+    return await answer(request, parse_completion)
+
+
+async def forwarded_completions(request: web.Request) -> web.StreamResponse:
+    return await answer_forwarded(request, parse_completion)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,13 +50,12 @@ class Asked:
     delivery: Delivery
 
 
-def parse_asked(fields: Fields, engine: EngineApi) -> Asked:
+def parse_asked(fields: Fields, engine: EngineApi, find: Find) -> Asked:
     """Raises NotFound or InvalidRequest naming the field."""
     model = fields.maybe_text("model", longest=1024) or engine.base_name
-    adapter = find_adapter(engine, model)
     return Asked(
         model=model,
-        adapter=None if adapter is None else adapter.name,
+        adapter=find(model),
         n=fields.integer("n", 1, sampling.MAX_N, 1),
         tenant=fields.maybe_text("user", longest=256) or "default",
         cache_salt=fields.maybe_text("cache_salt", longest=256) or "",
@@ -64,9 +64,9 @@ def parse_asked(fields: Fields, engine: EngineApi) -> Asked:
     )
 
 
-async def parse_completion(fields: Fields, engine: EngineApi) -> Job:
+async def parse_completion(fields: Fields, engine: EngineApi, find: Find) -> Job:
     """Raises InvalidRequest, ContextLengthExceeded or NotFound; they name the field."""
-    asked = parse_asked(fields, engine)
+    asked = parse_asked(fields, engine, find)
     fields.refuse(_UNSUPPORTED)
     echo = fields.boolean("echo", False)
     logprobs = fields.maybe_integer("logprobs", 0, MAX_LOGPROBS)

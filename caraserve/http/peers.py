@@ -7,15 +7,23 @@ import ssl
 
 from aiohttp import web
 
+from caraserve.cluster.hop import PREFIX
 from caraserve.cluster.node import Node
 from caraserve.cluster.sockets import PATH
-from caraserve.http.app import listen
+from caraserve.http import chat, openai
+from caraserve.http.app import bare_app, listen
 from caraserve.http.context import CONTEXT
 
 
 def add_peer_routes(app: web.Application, node: Node) -> None:
     """All routes for other instances. Whatever is added for them belongs here, so that it is on the right port."""
-    app.add_routes([web.get(PATH, node.accept)])
+    app.add_routes(
+        [
+            web.get(PATH, node.accept),
+            web.post(f"{PREFIX}/v1/completions", openai.forwarded_completions),
+            web.post(f"{PREFIX}/v1/chat/completions", chat.forwarded_chat_completions),
+        ]
+    )
 
 
 async def start_peer_http(
@@ -25,7 +33,6 @@ async def start_peer_http(
 
     Raises ConfigError.
     """
-    app = web.Application()
-    app[CONTEXT] = served[CONTEXT]
+    app = bare_app(served[CONTEXT])
     add_peer_routes(app, node)
     return await listen(app, served[CONTEXT].config, host, port, tls)

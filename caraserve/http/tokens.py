@@ -15,9 +15,10 @@ _MOST_TOKENS = 1 << 20
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    engine = request.app[CONTEXT].engine
+    context = request.app[CONTEXT]
+    engine = context.engine
     fields = await read_object(request)
-    find_adapter(engine, fields.maybe_text("model", longest=1024) or engine.base_name)
+    find_adapter(context, fields.maybe_text("model", longest=1024) or engine.base_name)
     add_special_tokens = fields.boolean("add_special_tokens", True)
     with_text = fields.boolean("return_token_strs", False)
     if fields.raw("messages") is not None:
@@ -34,9 +35,10 @@ async def tokenize(request: web.Request) -> web.Response:
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    engine = request.app[CONTEXT].engine
+    context = request.app[CONTEXT]
+    engine = context.engine
     fields = await read_object(request)
-    find_adapter(engine, fields.maybe_text("model", longest=1024) or engine.base_name)
+    find_adapter(context, fields.maybe_text("model", longest=1024) or engine.base_name)
     tokens = fields.array("tokens", _MOST_TOKENS)
     if fields.raw("tokens") is None:
         raise InvalidRequest(f"tokens must be a list of token ids, not {shown(None)}.", param="tokens")

@@ -10,7 +10,8 @@ import pytest
 
 from caraserve.cluster.addresses import is_loopback, is_wildcard, join_address, outward_address, resolved
 from caraserve.cluster.secret_file import SecretFile
-from caraserve.config import ClusterConfig, HttpConfig, split_address
+from caraserve.config import ClusterConfig, HttpConfig
+from caraserve.endpoints import split_address
 from caraserve.errors import ConfigError
 from caraserve.fleet import Admission, check_cluster
 from tests.cluster.nodes import instances, until

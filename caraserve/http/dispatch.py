@@ -1,0 +1,171 @@
+"""Requests for answers: who gives them, this instance or another one. Called by `openai.py`, `chat.py`, `peers.py`.
+
+A client's request is parsed here in any case, so that faults in it never travel, and so that routing knows what it
+asks for. What another instance forwards is answered here or refused: that handler has no way on.
+"""
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from aiohttp import web
+
+from caraserve.cluster.cost import Estimate
+from caraserve.cluster.forward import Forwarding, Here, Peer, Trip
+from caraserve.cluster.hop import REFUSED, Gate, refusal_text
+from caraserve.cluster.router import Refusal
+from caraserve.cluster.tallies import count
+from caraserve.errors import Draining, Overloaded, Unreachable
+from caraserve.http.context import ANSWERED_HERE, CONTEXT, REQUEST_ID
+from caraserve.http.engine_api import EngineApi, Find, find_adapter
+from caraserve.http.fields import Fields, parse_object
+from caraserve.http.generation import Job, respond
+from caraserve.http.messages import error_response, log_unknown, read_body
+from caraserve.http.relay import Parcel, RefusedError, Relays, UnreachedError, body_digest
+from caraserve.request import Finish
+
+log = logging.getLogger("caraserve.http")
+
+_RETRY_S = 1.0
+
+Parse = Callable[[Fields, EngineApi, Find], Awaitable[Job]]
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """An instance's part in a fleet, as far as requests go."""
+
+    forwarding: Forwarding
+    relays: Relays
+    gate: Gate
+
+
+async def answer(request: web.Request, parse: Parse) -> web.StreamResponse:
+    """A client's request."""
+    context = request.app[CONTEXT]
+    body = await read_body(request)
+    values = parse_object(body)
+    dispatch, seed = context.dispatch, None
+    if dispatch is not None and dispatch.forwarding.forwards and values.get("seed") is None:
+        seed = values["seed"] = dispatch.forwarding.draw_seed()
+    job = await _parsed(request, values, parse, lambda model: _named(find_adapter(context, model)))
+    if dispatch is None:
+        return await respond(request, job)
+    return await _Journey(request, dispatch, job).run(body, seed)
+
+
+async def answer_forwarded(request: web.Request, parse: Parse) -> web.StreamResponse:
+    """A client's request that another instance has forwarded. It is answered here or refused."""
+    dispatch = request.app[CONTEXT].dispatch
+    if dispatch is None or not dispatch.forwarding.joined:
+        raise web.HTTPServiceUnavailable(text="This instance has not joined its cluster yet.")
+    body = await read_body(request)
+    hop = dispatch.gate.admit(request.path, request.headers, await body_digest(body), int(time.time() * 1000))
+    request[ANSWERED_HERE] = dispatch.forwarding.name
+    values = parse_object(body)
+    if hop.seed is not None:
+        values["seed"] = hop.seed
+    job = await _parsed(request, values, parse, lambda model: hop.adapter)
+    journey = _Journey(request, dispatch, job, hop=1)
+    refusal = dispatch.forwarding.refusal(journey.arrival, insists=hop.insists, digest=hop.digest)
+    if refusal is not None:
+        count(dispatch.forwarding.tallies.refused, refusal.reason)
+        error = Overloaded(f"this instance does not take the request now: {refusal.reason}", retry_after_s=_RETRY_S)
+        response = error_response(error)
+        response.headers[REFUSED] = refusal_text(refusal)
+        return response
+    dispatch.forwarding.tallies.received += 1
+    return await journey.here()
+
+
+async def _parsed(request: web.Request, values: dict[str, Any], parse: Parse, find: Find) -> Job:
+    fields = Fields(values)
+    job = await parse(fields, request.app[CONTEXT].engine, find)
+    log_unknown(request, fields)
+    return job
+
+
+def _named(adapter: Any) -> str | None:
+    return None if adapter is None else str(adapter.name)
+
+
+class _Journey:
+    """One request that this instance or another one answers."""
+
+    def __init__(self, request: web.Request, dispatch: Dispatch, job: Job, hop: int = 0) -> None:
+        self._request, self._job = request, job
+        self._forwarding, self._relays = dispatch.forwarding, dispatch.relays
+        self._adapter = job.requests[0].adapter
+        # Of a body with several prompts or answers the largest stands for all: it decides where they fit.
+        prompt_tokens = max(len(one.prompt_ids) for one in job.requests)
+        max_tokens = max(one.params.max_tokens for one in job.requests)
+        self.arrival = self._forwarding.arrival(self._adapter, prompt_tokens, max_tokens, hop)
+
+    async def run(self, body: bytes, seed: int | None) -> web.StreamResponse:
+        """Goes wherever the request may be answered, until it is. Raises CaraServeError when nothing has been sent."""
+        trip = await self._forwarding.begin(self.arrival)
+        words: web.Response | None = None
+        while (stop := trip.next()) is not None:
+            try:
+                if isinstance(stop, Here):
+                    return await self.here()
+                return await self._there(stop, trip, body, seed)
+            except (Overloaded, Draining, Unreachable) as error:
+                words = error_response(error)
+                trip.failed(Refusal("full" if isinstance(error, Overloaded) else "draining", Estimate(inf, inf)))
+            except RefusedError as refused:
+                words = refused.response
+                trip.failed(refused.refusal)
+            except UnreachedError:
+                trip.failed(None)
+        if words is not None:
+            return words
+        raise Unreachable("No instance that has the adapter can be reached now.", retry_after_s=_RETRY_S)
+
+    async def here(self) -> web.StreamResponse:
+        """Answers. Raises CaraServeError when nothing has been sent yet."""
+        await self._forwarding.obtain(self._adapter)
+        predicted_ms = self._began(self._forwarding.name)
+
+        def told(finishes: Sequence[Finish]) -> None:
+            for finish in finishes:
+                self._forwarding.answered(self._adapter, finish.completion_tokens)
+            self._observe(self._forwarding.name, predicted_ms, finishes[0].phases.e2e_ms, finishes[0].completion_tokens)
+
+        return await respond(self._request, self._job, told)
+
+    async def _there(self, peer: Peer, trip: Trip, body: bytes, seed: int | None) -> web.StreamResponse:
+        """Has another instance answer. Raises RefusedError or UnreachedError when nothing has been sent yet."""
+        tallies = self._forwarding.tallies
+        meant = None if self._adapter is None else self._forwarding.means(self._adapter)
+        parcel = Parcel(
+            body, await body_digest(body), trip.id, self._adapter, "" if meant is None else meant.digest, seed
+        )
+        predicted_ms, began_s = self._began(peer.name), time.perf_counter()
+        try:
+            carried = await self._relays.carry(self._request, peer, parcel)
+        except UnreachedError as error:
+            log.warning("request %s: no answer from %s: %s", self._request[REQUEST_ID], peer.name, error)
+            count(tallies.unreached, peer.name)
+            self._forwarding.shun(peer.name)
+            raise
+        if carried.lost:
+            log.warning("request %s: %s has gone in the middle of an answer", self._request[REQUEST_ID], peer.name)
+            count(tallies.lost, peer.name)
+        else:
+            count(tallies.forwarded, peer.name)
+            self._observe(peer.name, predicted_ms, 1000 * (time.perf_counter() - began_s), carried.tokens)
+        return carried.response
+
+    def _began(self, name: str) -> float:
+        predicted_ms = self._forwarding.began(name, self.arrival)
+        for _ in self._job.requests[1:]:
+            self._forwarding.began(name, self.arrival)
+        return predicted_ms
+
+    def _observe(self, name: str, predicted_ms: float, took_ms: float, tokens: int) -> None:
+        if len(self._job.requests) == 1 and tokens > 0 and self.arrival.hop == 0:
+            self._forwarding.tallies.observe_latency(name, predicted_ms, took_ms / tokens)
