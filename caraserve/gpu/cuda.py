@@ -42,6 +42,7 @@ class CudaKernels:
         folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "caraserve" / "cubins"
         self.multiprocessors: int = device.attributes["MultiProcessorCount"]
         self._kernels: dict[str, Any] = {}
+        self.registers: dict[str, int] = {}  # of a thread, by kernel
         for source in nvrtc.SOURCES:
             dtype = activation if source in _OF_ACTIVATIONS else Dtype.F32
             unit = nvrtc.Unit(source, dtype, f"sm_{device.compute_capability}")
@@ -51,6 +52,7 @@ class CudaKernels:
                 # Asking for this loads it, and a kernel that spills would not be the one that was measured.
                 assert kernel.local_size_bytes == 0, f"{name} spills on {unit.arch}"
                 self._kernels[name] = kernel
+                self.registers[name] = int(kernel.num_regs)
 
     @property
     def bgmv_grid(self) -> int:

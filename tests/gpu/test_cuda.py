@@ -17,7 +17,7 @@ from tests.gpu import cubin
 
 class Kernel:
     def __init__(self, name: str, calls: list[Any], spills: bool) -> None:
-        self.name, self.calls, self.local_size_bytes = name, calls, 8 * spills
+        self.name, self.calls, self.local_size_bytes, self.num_regs = name, calls, 8 * spills, 90
 
     def __call__(self, grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...], *, stream: Any) -> None:
         self.calls.append((self.name, grid, block, arguments, stream.ptr))

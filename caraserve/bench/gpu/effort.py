@@ -19,6 +19,7 @@ class Effort:
     dtypes: tuple[Dtype, ...]  # of activations that are tested
     rounds: int  # of publishing and waiting
     rounds_at_once: int
+    kills: int  # of workers that are waited for
     copy_bytes: int  # of the largest copy that is timed
     gemm: int  # side of the square matrices
     replays: int
@@ -32,6 +33,8 @@ class Effort:
     cold_ranks: tuple[int, ...]
     cold_prompts: tuple[int, ...]
     cold_repeats: int
+    graph_bytes: int
+    model_pool_bytes: int | None  # for keys, values and adapters; None: what is there
     bystanders: int  # requests that decode while others arrive
     arrivals: int  # of cold requests beside them
     host_bytes: int  # for adapters
@@ -48,6 +51,7 @@ FULL = Effort(
     dtypes=(Dtype.BF16, Dtype.F16, Dtype.F32),
     rounds=100_000,
     rounds_at_once=1000,
+    kills=5,
     copy_bytes=256 << 20,
     gemm=8192,
     replays=50,
@@ -61,6 +65,8 @@ FULL = Effort(
     cold_ranks=(16, 64, 256),
     cold_prompts=(16, 128, 1024),
     cold_repeats=3,
+    graph_bytes=1 << 30,
+    model_pool_bytes=None,
     bystanders=32,
     arrivals=12,
     host_bytes=8 << 30,

@@ -137,7 +137,7 @@ def _lives(rig: Rig, outcome: Outcome) -> None:
         memory_utilization=0.9,
         host_bytes=8 << 20,
         pool_bytes=32 << 20,
-        graph_bytes=rig.effort.replays * (8 << 20),
+        graph_bytes=rig.effort.graph_bytes,
         lora_cpus=rig.cores(2),
     )
     device = replace(opened, driver=link.driver)
@@ -149,7 +149,7 @@ def _lives(rig: Rig, outcome: Outcome) -> None:
         patient = _Patient(backend, link, model)
         _helped(patient, outcome)
         _stopped(patient, outcome)
-        _killed(patient, outcome)
+        _killed(patient, rig.effort.kills, outcome)
     link.close()
 
 
@@ -190,10 +190,10 @@ def _stopped(patient: _Patient, outcome: Outcome) -> None:
     patient.end()
 
 
-def _killed(patient: _Patient, outcome: Outcome) -> None:
+def _killed(patient: _Patient, kills: int, outcome: Outcome) -> None:
     """The device is released soon after its workers have died."""
     times_ms = []
-    for _ in range(3):
+    for _ in range(kills):
         patient.signal(signal.SIGSTOP)
         patient.begin()
         patient.await_asked()

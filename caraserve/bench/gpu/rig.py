@@ -2,12 +2,13 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from caraserve.bench.gpu.accelerator import Accelerator, CudaStopwatch, Stopwatch
 from caraserve.bench.gpu.effort import FULL, Effort
+from caraserve.bench.gpu.modes_process import run_bench_modes
 from caraserve.bench.gpu.outcome import Figures
 from caraserve.gpu.assemble import GpuDevice
 from caraserve.gpu.facts import DeviceFacts, device_facts
@@ -28,6 +29,7 @@ class Rig:
     budget_s: float = 60.0
     known: Mapping[str, Figures] = field(default_factory=dict)
     server_arguments: tuple[str, ...] = ()  # of `caraserve bench modes`, besides the stage's own
+    bench_modes: Callable[[Sequence[str], float], None] = run_bench_modes
     started_s: float = field(default_factory=time.monotonic)
 
     def accelerator(self, dtype: Dtype) -> Accelerator:

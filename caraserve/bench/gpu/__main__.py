@@ -1,0 +1,53 @@
+"""One stage, in a process of its own: `python -m caraserve.bench.gpu --stage NAME --folder DIR`. Level 5.
+
+DIR has the figures of earlier stages in `known.json` and gets a `report.json`. `run.py` starts it.
+"""
+
+import argparse
+import json
+import logging
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from caraserve.bench.gpu.outcome import WrongResult
+from caraserve.bench.gpu.rig import Rig, real_rig
+from caraserve.bench.gpu.run import Report, named
+from caraserve.bench.gpu.stages import Stage
+from caraserve.gpu.detect import prepare_environment
+
+
+def main() -> int:
+    """The exit code is 0 whenever there is a report."""
+    parser = argparse.ArgumentParser(prog="caraserve.bench.gpu")
+    parser.add_argument("--stage", required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--budget-s", type=float, required=True)
+    parser.add_argument("server", nargs="*", help="more arguments of `caraserve bench modes`")
+    args = parser.parse_args()
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
+    prepare_environment()
+    (stage,) = named(args.stage)
+    known = json.loads((args.folder / "known.json").read_text(encoding="utf-8"))
+    report = of_stage(stage, lambda: real_rig(args.folder, args.budget_s, known, tuple(args.server)))
+    # Written whole or not at all: whoever reads it may have given this process up.
+    made = args.folder / "report.json.new"
+    made.write_text(report.written(), encoding="utf-8")
+    made.replace(args.folder / "report.json")
+    return 0
+
+
+def of_stage(stage: Stage, rig: Callable[[], Rig]) -> Report:
+    """What a stage found, or what kept it from finding anything, whatever that was."""
+    try:
+        outcome = stage.run(rig())
+    except WrongResult as error:
+        return Report(error=f"WRONG: {error}")
+    except Exception as error:
+        return Report(error=f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+    return Report(outcome.figures, tuple(outcome.lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""Stage `build`: all kernels are compiled and loaded, and kept for the stages that follow. Level 5."""
+
+import time
+from dataclasses import replace
+
+from caraserve.bench.gpu.backends import cuda_backend, shape_spec
+from caraserve.bench.gpu.big import DTYPE
+from caraserve.bench.gpu.outcome import Outcome
+from caraserve.bench.gpu.rig import Rig
+from caraserve.gpu.assemble import GpuSizes
+from caraserve.gpu.cuda import CudaKernels
+from caraserve.model.layout import Dtype
+
+_LAYERS = 1  # kernels are the same in all
+_CONTEXT = 512
+
+
+def build(rig: Rig) -> Outcome:
+    """The raw kernels for each type of activations, and a pass of each shape over one layer of the large model."""
+    outcome = Outcome()
+    for dtype in Dtype:
+        started_s = time.monotonic()
+        device, _ = rig.open(dtype)
+        spent_s = time.monotonic() - started_s
+        figures: dict[str, object] = {"s": spent_s}
+        if isinstance(device.kernels, CudaKernels):
+            figures["registers"] = device.kernels.registers
+        outcome.figures[dtype.name.lower()] = figures
+    raw_s = sum(each["s"] for each in outcome.figures.values())
+    outcome.say("raw kernels, three types, no spills", f"{raw_s:.1f} s")
+    started_s = time.monotonic()
+    spec = shape_spec(replace(rig.effort.shape, layers=_LAYERS), 2 * _CONTEXT)
+    sizes = GpuSizes(
+        num_slots=2,
+        adapter_slots=2,
+        max_step_tokens=16,
+        max_context=_CONTEXT,
+        memory_utilization=0.85,
+        host_bytes=1 << 20,
+        pool_bytes=64 << 20,
+        graph_bytes=rig.effort.graph_bytes,
+    )
+    with cuda_backend(rig, spec, DTYPE, sizes):
+        outcome.figures["triton_s"] = time.monotonic() - started_s
+    outcome.say("Triton's kernels for a large model", f"{outcome.figures['triton_s']:.1f} s")
+    return outcome

@@ -1,0 +1,193 @@
+"""Stage `cold`: what an adapter that is not on the device costs its request, and everybody else. Level 5.
+
+The exposed time is that from asking for adapter and prompt to the first token, less a warm prompt's. `ondemand` and
+`overlapped` are the same for the request itself: they wait for the whole adapter, and differ for those who decode.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import median
+
+import numpy as np
+
+from caraserve.bench.gpu.big import Big, big
+from caraserve.bench.gpu.outcome import Outcome
+from caraserve.bench.gpu.rig import Rig
+from caraserve.bench.gpu.session import wait_for_load
+from caraserve.model.layout import AdapterSpec, HostAdapter
+from caraserve.model.spec import SITES
+from caraserve.plan import Plan, Row
+
+_SITES = {"qkv": SITES[:3], "all": SITES}
+_MODES = ("ondemand", "pipelined", "assisted")
+_UNKNOWN_LINK_BYTES_PER_S = 25e9
+_COPY_S = 6e-6  # of issuing one, whatever its size
+_PIPELINED_TARGET = 1.2  # of what was predicted
+_NOISE_MS = 0.3  # below that nothing is said about a prediction
+_ITL_TARGET = 1.05
+_SLOT = 1
+_BIRTH_S = 60.0
+_WORKERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ColdPoint:
+    """One adapter and one prompt. Exposed times by mode, in ms; predicted for two of them."""
+
+    targets: str
+    rank: int
+    tokens: int
+    mbytes: float
+    warm_ms: float
+    exposed_ms: dict[str, float]
+    predicted_ms: dict[str, float]
+
+
+def cold(rig: Rig) -> Outcome:
+    """Speed alone."""
+    effort, outcome = rig.effort, Outcome()
+    link = max(rig.known.get("limits", {}).get("to_device_bytes_per_s", {}).values(), default=_UNKNOWN_LINK_BYTES_PER_S)
+    context = max(*effort.cold_prompts, 2 * min(effort.contexts))
+    with big(rig, effort.bystanders + 1, context, effort.arrivals + 2, workers=_WORKERS) as subject:
+        subject.session.make_room(effort.bystanders + 1)
+        subject.backend.start_workers(lambda rank: 64)
+        subject.backend.workers.await_all(_BIRTH_S)
+        points = []
+        for rank in effort.cold_ranks:
+            for targets, sites in _SITES.items():
+                points += _points(rig, subject, targets, sites, rank, float(link))
+        _judge(points, outcome)
+        _bystanders(rig, subject, outcome)
+    return outcome
+
+
+def _points(rig: Rig, subject: Big, targets: str, sites: Sequence[str], rank: int, link: float) -> list[ColdPoint]:
+    subject.forget_adapters()
+    adapter, points = subject.adapter(rank, sites), []
+    for count in rig.effort.cold_prompts:
+        if adapter is None or rig.left_s < rig.budget_s / 4:
+            break
+        wait_for_load(subject.session.begin_load(adapter, _SLOT))
+        warm_ms = _median(rig, partial(_asked_ms, subject, count))
+        subject.backend.unload_adapter(_SLOT)
+        exposed = {mode: _median(rig, partial(_cold_ms, subject, adapter, count, mode)) - warm_ms for mode in _MODES}
+        predicted = _predicted(adapter.spec, warm_ms, link)
+        points.append(ColdPoint(targets, rank, count, adapter.spec.num_bytes / 1e6, warm_ms, exposed, predicted))
+    return points
+
+
+def _median(rig: Rig, once_ms: Callable[[], float]) -> float:
+    return median(once_ms() for _ in range(rig.effort.cold_repeats))
+
+
+def _asked_ms(subject: Big, count: int, *, aside: bool = False) -> float:
+    """From asking for a prompt to its token."""
+    started_s = time.monotonic()
+    (ended,) = subject.session.run(subject.prompt_plan(count, _SLOT, 0, aside=aside))
+    return 1000 * (ended.told_s - started_s)
+
+
+def _cold_ms(subject: Big, adapter: HostAdapter, count: int, mode: str) -> float:
+    started_s = time.monotonic()
+    groups = () if mode == "ondemand" else group_ends(adapter.spec)
+    loading = subject.session.begin_load(adapter, _SLOT, groups)
+    if mode == "ondemand":
+        wait_for_load(loading)
+    _asked_ms(subject, count, aside=mode == "assisted")
+    spent_ms = 1000 * (time.monotonic() - started_s)
+    if mode != "ondemand":
+        wait_for_load(loading)
+    subject.backend.unload_adapter(_SLOT)
+    return spent_ms
+
+
+def group_ends(spec: AdapterSpec) -> tuple[int, ...]:
+    """Every layer a group of its own: what the link's queue makes of it is one copy after another."""
+    return tuple(range(1, len(spec.layer_ends)))
+
+
+def _predicted(spec: AdapterSpec, warm_ms: float, link: float) -> dict[str, float]:
+    """Loads that are much longer than a layer's computing are exposed but for what is computed meanwhile."""
+    layers = len(spec.layer_ends)
+    load_ms = 1000 * (spec.num_bytes / layers / link + _COPY_S)
+    compute_ms = warm_ms / layers
+    hidden_ms = (layers - 1) * min(load_ms, compute_ms)
+    return {"ondemand": 1000 * spec.num_bytes / link, "pipelined": layers * load_ms - hidden_ms}
+
+
+def _judge(points: Sequence[ColdPoint], outcome: Outcome) -> None:
+    outcome.figures["exposed"] = [asdict(point) for point in points]
+    for point in points:
+        told = ", ".join(f"{mode} {exposed_ms:.2f}" for mode, exposed_ms in point.exposed_ms.items())
+        expected, got = point.predicted_ms["pipelined"], point.exposed_ms["pipelined"]
+        name = f"cold {point.targets} rank {point.rank}, {point.tokens} tokens: ms exposed"
+        if max(expected, got) < _NOISE_MS:
+            outcome.say(name, told)
+        else:
+            met = got <= _PIPELINED_TARGET * expected + _NOISE_MS
+            outcome.say(name, told, f"pipelined ≈ {expected:.2f}", met)
+
+
+# --- those who decode meanwhile ---
+
+
+def _bystanders(rig: Rig, subject: Big, outcome: Outcome) -> None:
+    """Gaps between tokens of running requests, while adapters arrive with requests and while the same are there."""
+    effort, context = rig.effort, min(rig.effort.contexts)
+    subject.forget_adapters()
+    adapter = subject.adapter(64 if 64 in effort.cold_ranks else effort.cold_ranks[0], _SITES["qkv"])
+    if adapter is None:
+        return
+    subject.fill(effort.bystanders, context)
+    gaps: dict[str, list[float]] = {}
+    for name in ("warm", "overlapped", "pipelined"):
+        gaps[name] = _gaps_ms(subject, adapter, context, name)
+    figures = {
+        name: {"p50_ms": float(np.percentile(each, 50)), "p99_ms": float(np.percentile(each, 99))}
+        for name, each in gaps.items()
+    }
+    outcome.figures["itl"] = figures
+    told = f"p50 {figures['warm']['p50_ms']:.2f}, p99 {figures['warm']['p99_ms']:.2f} ms"
+    outcome.say(f"{effort.bystanders} requests decode while warm ones arrive", told)
+    for name in ("overlapped", "pipelined"):
+        ratio = figures[name]["p99_ms"] / figures["warm"]["p99_ms"]
+        outcome.at_most(f"p99 of their gaps while cold ones do, {name} ÷ warm", ratio, _ITL_TARGET)
+
+
+def _gaps_ms(subject: Big, adapter: HostAdapter, context: int, mode: str) -> list[float]:
+    """One arrival after another, several iterations apart; two iterations are always under way. `overlapped`: the
+    prompt joins when its adapter is there; `pipelined`: at once, and waits for layers."""
+    effort = subject.rig.effort
+    decodes = tuple(Row(slot, context, 1, 0, samples=True) for slot in range(effort.bystanders))
+    newcomer, spacing, count = (
+        effort.bystanders,
+        effort.decodes // 2 + 1,
+        effort.cold_prompts[len(effort.cold_prompts) // 2],
+    )
+    if mode == "warm":
+        wait_for_load(subject.session.begin_load(adapter, _SLOT))
+    session, told, started = subject.session, [], 0
+    loading = None
+    session.launch(Plan((), (), decodes))
+    for turn in range(spacing * effort.arrivals):
+        if turn % spacing == 0 and mode != "warm":
+            loading = session.begin_load(adapter, _SLOT, group_ends(adapter.spec))
+        joins = turn % spacing == 0 if mode != "overlapped" else loading is not None and not loading.empty()
+        if joins:
+            prompt = subject.prompt_plan(count, _SLOT, newcomer)
+            session.launch(Plan(prompt.starts, prompt.grants, (*decodes, *prompt.rows)))
+            started += 1
+        else:
+            session.launch(Plan((), (), decodes))
+        told.append(session.next().told_s)
+        has_ended = turn % spacing == spacing - 1
+        if loading is not None and (has_ended or (joins and mode == "overlapped")):
+            wait_for_load(loading)
+            subject.backend.unload_adapter(_SLOT)
+            loading = None
+    told.append(session.next().told_s)
+    if mode == "warm":
+        subject.backend.unload_adapter(_SLOT)
+    return [1000 * gap for gap in np.diff(told)]

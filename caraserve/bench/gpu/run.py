@@ -1,0 +1,164 @@
+"""Runs the stages one after another, each in a process of its own: one that fails or hangs takes no other with it, and
+leaves the device as it found it. Level 5.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from caraserve.bench.gpu.outcome import Figures, Line
+from caraserve.bench.gpu.stages import STAGES, Stage
+
+_GRACE_S = 30.0  # beyond a stage's budget: it leaves points out when that is spent, and is killed after this
+_WIDTH = 140
+RESULTS = Path("scripts/bench/results")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Of one stage, from its process. `error`: why there is no result, or a wrong one."""
+
+    figures: Figures = field(default_factory=dict)
+    lines: tuple[Line, ...] = ()
+    error: str = ""
+
+    @classmethod
+    def read(cls, text: str) -> "Report":
+        """What `written` gave."""
+        content = json.loads(text)
+        return cls(content["figures"], tuple(Line(**line) for line in content["lines"]), content["error"])
+
+    def written(self) -> str:
+        """JSON."""
+        lines = [{name: getattr(line, name) for name in Line.__slots__} for line in self.lines]
+        return json.dumps({"figures": self.figures, "lines": lines, "error": self.error})
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A stage that was begun, or not: then `error` says why."""
+
+    stage: Stage
+    report: Report
+    spent_s: float
+
+
+RunStage = Callable[[Stage, Mapping[str, Figures], Path], Report]
+
+
+def check(stages: Sequence[Stage], run: RunStage, folder: Path, results: Path, budget_s: float) -> int:
+    """Runs stages, prints the table, writes the file after each; 1 if anything was wrong or did not end."""
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False, soft_wrap=True)
+    started_s, ran = time.monotonic(), list[Ran]()
+    for stage in stages:
+        left_s = budget_s - (time.monotonic() - started_s)
+        begun_s = time.monotonic()
+        if (
+            doubt := next((each.stage.name for each in ran if each.stage.decides and each.report.error), None)
+        ) is not None:
+            report = Report(error=f"not begun: {doubt} found something wrong")
+        elif left_s < stage.budget_s / 2:
+            report = Report(error=f"not begun: {left_s:.0f} s are left of {budget_s:.0f}")
+        else:
+            console.print(f"{stage.name}: {stage.says} …")
+            known = {each.stage.name: each.report.figures for each in ran}
+            report = run(stage, known, folder)
+        ran.append(Ran(stage, report, time.monotonic() - begun_s))
+        file = _write(ran, results)
+        if report.error:
+            console.print(f"{stage.name}: {report.error}")
+    console.print(_table(ran))
+    console.print(f"{time.monotonic() - started_s:.0f} s in all; written to {file}")
+    return int(any(each.report.error for each in ran))
+
+
+def in_a_process(server_arguments: Sequence[str]) -> RunStage:
+    """Runs a stage by `python -m caraserve.bench.gpu`."""
+
+    def run(stage: Stage, known: Mapping[str, Figures], folder: Path) -> Report:
+        mine = folder / stage.name
+        mine.mkdir()
+        (mine / "known.json").write_text(json.dumps(known), encoding="utf-8")
+        command = [sys.executable, "-m", "caraserve.bench.gpu", "--stage", stage.name, "--folder", str(mine)]
+        return _awaited([*command, "--", *server_arguments], mine / "report.json", stage.budget_s)
+
+    return run
+
+
+def _awaited(command: Sequence[str], file: Path, budget_s: float) -> Report:
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        code = process.wait(budget_s + _GRACE_S)
+    except subprocess.TimeoutExpired:
+        return Report(error=f"killed: it took longer than {budget_s + _GRACE_S:.0f} s")
+    finally:
+        _end_group(process)
+    if not file.exists():
+        return Report(error=f"ended with {code} and without a report; what it said stands above")
+    return Report.read(file.read_text(encoding="utf-8"))
+
+
+def _end_group(process: "subprocess.Popen[bytes]") -> None:
+    """Whatever a stage has left behind: it has a group of its own."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    finally:
+        process.wait()
+
+
+def _write(ran: Sequence[Ran], results: Path) -> Path:
+    """One JSON document of all that is known so far, named after the device."""
+    facts: Mapping[str, Any] = next((each.report.figures.get("device", {}) for each in ran), {})
+    words = str(facts.get("name", "unknown")).lower().replace("nvidia", "").split()
+    file = results / f"gpu_check_{'_'.join(words) or 'unknown'}.json"
+    document = {
+        "check": "gpu",
+        "schema": 1,
+        "stages": {
+            each.stage.name: {
+                "s": round(each.spent_s, 1),
+                "error": each.report.error,
+                "figures": each.report.figures,
+                "missed": [line.what for line in each.report.lines if line.met is False],
+            }
+            for each in ran
+        },
+    }
+    results.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return file
+
+
+def _table(ran: Sequence[Ran]) -> Table:
+    table = Table(title="GPU check", title_justify="left")
+    for head in ("stage", "s", "what", "found", "target", ""):
+        table.add_column(head, justify="right" if head == "s" else "left")
+    for each in ran:
+        marks = {True: "met", False: "MISSED", None: ""}
+        rows = [(line.what, line.value, line.target, marks[line.met]) for line in each.report.lines]
+        if each.report.error:
+            rows.append((each.report.error.splitlines()[0], "", "", "FAILED"))
+        for index, row in enumerate(rows or [("nothing to say", "", "", "")]):
+            names = (each.stage.name, f"{each.spent_s:.0f}") if index == 0 else ("", "")
+            table.add_row(*names, *row, end_section=index == len(rows) - 1)
+    return table
+
+
+def named(text: str) -> list[Stage]:
+    """Stages of a list as `lora,model`. Raises ValueError that says which there are."""
+    by_name = {stage.name: stage for stage in STAGES}
+    if unknown := [name for name in text.split(",") if name not in by_name]:
+        raise ValueError(f"{unknown[0]!r} is no stage; there are {', '.join(by_name)}")
+    return [by_name[name] for name in text.split(",")]

@@ -1,0 +1,57 @@
+"""Stage `server`: the server itself under a paper's load, in several loading modes. Level 5.
+
+Running requests' gaps between tokens in a mode that loads are set against those in `cached`, under the same requests:
+what is left is what cold requests cost those that run.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from caraserve.bench.gpu.outcome import Outcome
+from caraserve.bench.gpu.rig import Rig
+from caraserve.errors import BackendFailed
+
+_BASELINE = "cached"
+_TTFT_TARGET, _GAP_TARGET = 1.02, 1.05
+_KEPT_S = 5.0  # of the stage's time, for what comes after
+
+
+def server(rig: Rig) -> Outcome:
+    """Raises BackendFailed when the benchmark does not end well."""
+    folder = rig.folder / "report"
+    rig.bench_modes(arguments(rig.server_arguments, folder), rig.left_s - _KEPT_S)
+    try:
+        report = json.loads((folder / "modes.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BackendFailed(f"bench modes left no report: {error}") from error
+    outcome = Outcome({"runs": report["runs"], "notes": report["notes"], "arguments": report["arguments"]})
+    _judge(report["runs"], outcome)
+    return outcome
+
+
+def arguments(more: Sequence[str], folder: Path) -> list[str]:
+    """Of `caraserve bench modes`. What stands in `more` comes last, and so goes before what stands here."""
+    ours = ["--preset", "toppings-s3", "--random-model", "llama2-7b", "--repeats", "1", "--calm-cores", "64"]
+    own = list(more)
+    at = own.index("--") if "--" in own else len(own)
+    return [*ours, *own[:at], "--save", str(folder), *own[at:]]
+
+
+def _judge(runs: Sequence[dict[str, Any]], outcome: Outcome) -> None:
+    base = next(run for run in runs if run["label"] == _BASELINE)
+    for run in runs:
+        latency, told = run["latency"], f"{run['completed']} of {run['sent']} requests"
+        mean_ms = latency["ttft"]["mean_ms"] if latency["ttft"] else float("nan")
+        outcome.say(f"server, {run['label']}", f"{told}, mean TTFT {mean_ms:.1f} ms")
+        if run is base or not latency["itl"]:
+            continue
+        ratio = mean_ms / base["latency"]["ttft"]["mean_ms"]
+        gap = latency["itl"]["percentiles_ms"]["p99"] / base["latency"]["itl"]["percentiles_ms"]["p99"]
+        outcome.figures.setdefault("beside_cached", {})[run["label"]] = {"ttft": ratio, "itl_p99": gap}
+        if run["label"] == "auto":
+            outcome.at_most("server, auto ÷ cached, mean TTFT", ratio, _TTFT_TARGET)
+            outcome.at_most("server, running requests' p99 gap, cold arrivals ÷ warm", gap, _GAP_TARGET)
+        else:
+            outcome.say(f"server, {run['label']} ÷ cached", f"mean TTFT {ratio:.2f}, p99 gap {gap:.2f}")
