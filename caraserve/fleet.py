@@ -102,14 +102,11 @@ def make_node(cluster: ClusterConfig, lora: LoraConfig, admission: Admission, mo
 
 def make_dispatch(node: Node, engine: Engine, cluster: ClusterConfig, admission: Admission) -> Dispatch:
     """What other instances answer for this one, and this one for others. `close` its relays when HTTP has ended."""
-
-    def keys() -> Keyring:
-        return admission.keys.keys if isinstance(admission.keys, SecretFile) else admission.keys
-
     slo = Slo(cluster.slo_ttft_ms or inf, cluster.slo_tpot_ms or inf)
     routing = cluster.routing or "auto"
     forwarding = Forwarding(node, routing, slo, engine.catalog.find, lambda: engine.draining, rng=Random())
-    return Dispatch(forwarding, Relays(lambda: node.name, keys, admission.dialling), Gate(lambda: node.name, keys))
+    relays = Relays(lambda: node.name, lambda: node.keys, admission.dialling)
+    return Dispatch(forwarding, relays, Gate(lambda: node.name, lambda: node.keys))
 
 
 async def join(

@@ -1,0 +1,226 @@
+"""Several servers over fake engines that forward to one another, and peers that send whatever a test wants."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from math import inf
+from random import Random
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from caraserve.cluster.cost import Backlog, Tier
+from caraserve.cluster.facts import Adapter, Load
+from caraserve.cluster.forward import Body, Forwarding, Slo
+from caraserve.cluster.hop import HOP, INSTANCE, PREFIX, Gate
+from caraserve.cluster.members import Record, State
+from caraserve.cluster.perf_model import PerfModel
+from caraserve.cluster.router import Instance
+from caraserve.cluster.seal import Keyring
+from caraserve.http import chat, openai
+from caraserve.http.app import make_app, start_http
+from caraserve.http.context import HttpTimings
+from caraserve.http.dispatch import Dispatch
+from caraserve.http.relay import Relays
+from tests.http.fake_engine import FakeEngine
+from tests.http.serving import Client, http_config, new_metrics
+
+KEYS = Keyring((b"a secret of the tests",))
+MODEL = PerfModel(0.01, 0.1, 5.0, False, 1.0, 0.05, 0.001)
+
+
+@dataclass
+class World:
+    """What is true, and what every instance sees unless a test gives it another view."""
+
+    records: dict[str, Record] = field(default_factory=dict)
+    loads: dict[str, Backlog] = field(default_factory=dict)
+    names: dict[str, Adapter] = field(default_factory=dict)
+    held: dict[str, dict[str, Tier]] = field(default_factory=dict)
+    routers: dict[str, Forwarding] = field(default_factory=dict)
+
+    def add(self, name: str, port: int) -> None:
+        self.records[name] = Record(name, f"127.0.0.1:{port}", 1, 0, State.ALIVE)
+        self.loads[name] = Backlog()
+
+
+class View:
+    """The cluster as one instance sees it. `stale`: other instances than there are in truth."""
+
+    def __init__(self, name: str, world: World) -> None:
+        self.name = name
+        self.stale: tuple[Instance, ...] | None = None
+        self.names_version = 1
+        self._world = world
+
+    def instances(self) -> tuple[Instance, ...]:
+        if self.stale is not None:
+            return self.stale
+        return tuple(Instance(name, MODEL, backlog) for name, backlog in self._world.loads.items())
+
+    def record(self, name: str) -> Record | None:
+        return self._world.records.get(name)
+
+    def adapter(self, name: str) -> Adapter | None:
+        return self._world.names.get(name)
+
+    def adapters(self) -> Iterator[Adapter]:
+        return iter(self._world.names.values())
+
+    def holders(self, digest: str) -> Mapping[str, Tier]:
+        return self._world.held.get(digest, {})
+
+    async def ask(self, peer: str, body: Body, timeout_s: float) -> Body | None:
+        router = self._world.routers.get(peer)
+        return None if router is None else router.quote(self.name, body)
+
+    def members(self) -> tuple[Record, ...]:
+        return tuple(self._world.records.values())
+
+    def load(self, name: str) -> tuple[Load, float] | None:
+        return None
+
+    def remove(self, name: str) -> None:
+        self._world.names.pop(name, None)
+
+
+@dataclass
+class Server:
+    """One instance."""
+
+    engine: FakeEngine
+    view: View
+    dispatch: Dispatch
+    client: Client
+    carried: list[tuple[str, str]]  # (peer, id) of everything it has tried to forward
+
+    @property
+    def tallies(self) -> Any:
+        return self.dispatch.forwarding.tallies
+
+
+class CountingRelays(Relays):
+    """Relays that note what they carry."""
+
+    carried: list[tuple[str, str]]
+
+    async def carry(self, request: Any, peer: Any, parcel: Any) -> Any:
+        self.carried.append((peer.name, parcel.id))
+        return await super().carry(request, peer, parcel)
+
+
+RawPeer = Callable[[web.Request, "RawAnswer"], Awaitable[web.StreamResponse]]
+
+
+@dataclass
+class RawAnswer:
+    """What reached a raw peer, for the test."""
+
+    bodies: list[bytes] = field(default_factory=list)
+    hops: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[Mapping[str, str]] = field(default_factory=list)
+
+
+class Fleet:
+    """The instances of one test."""
+
+    def __init__(self, stack: AsyncExitStack, session: aiohttp.ClientSession, routing: str, slo: Slo) -> None:
+        self.world = World()
+        self.servers: dict[str, Server] = {}
+        self._stack, self._session, self._routing, self._slo = stack, session, routing, slo
+
+    def __getitem__(self, name: str) -> Server:
+        return self.servers[name]
+
+    async def start(
+        self, name: str, engine: FakeEngine | None = None, timings: HttpTimings | None = None, **settings: Any
+    ) -> Server:
+        """An instance with a fake engine."""
+        engine = engine or FakeEngine()
+        view = View(name, self.world)
+        forwarding = Forwarding(
+            view, self._routing, self._slo, engine.loaded.get, lambda: engine.draining, rng=Random(name)
+        )
+        forwarding.joined = True
+        relays = CountingRelays(lambda: name, lambda: KEYS, None)
+        relays.carried = []
+        self._stack.push_async_callback(relays.close)
+        dispatch = Dispatch(forwarding, relays, Gate(lambda: name, lambda: KEYS))
+        config = http_config(**settings)
+        app = make_app(
+            *(engine, config, new_metrics()),
+            allow_lora_updates=True,
+            timings=timings,
+            cluster=view,
+            dispatch=dispatch,
+        )
+        app.router.add_post(f"{PREFIX}/v1/completions", openai.forwarded_completions)
+        app.router.add_post(f"{PREFIX}/v1/chat/completions", chat.forwarded_chat_completions)
+        runner, port = await start_http(app, config)
+        self._stack.push_async_callback(runner.cleanup)
+        self.world.add(name, port)
+        self.world.routers[name] = forwarding
+        for adapter in engine.loaded.values():
+            self.world.names[adapter.name] = Adapter(adapter.name, adapter.digest, adapter.rank, adapter.num_bytes)
+            self.world.held.setdefault(adapter.digest, {})[name] = Tier.HOST
+        server = Server(engine, view, dispatch, Client(self._session, port), relays.carried)
+        self.servers[name] = server
+        return server
+
+    async def start_raw(self, name: str, handler: RawPeer) -> RawAnswer:
+        """A peer whose every byte the test decides. It says that it is an instance; the rest is the handler's."""
+        seen = RawAnswer()
+
+        async def take(request: web.Request) -> web.StreamResponse:
+            seen.bodies.append(await request.read())
+            seen.hops.append(json.loads(request.headers[HOP]))
+            seen.headers.append(request.headers)
+            return await handler(request, seen)
+
+        async def sign(request: web.Request, response: web.StreamResponse) -> None:
+            response.headers[INSTANCE] = name
+
+        app = web.Application()
+        app.router.add_post(PREFIX + "/{path:.*}", take)
+        app.on_response_prepare.append(sign)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self._stack.push_async_callback(runner.cleanup)
+        self.world.add(name, int(runner.addresses[0][1]))
+        return seen
+
+    def add_absent(self, name: str) -> None:
+        """An instance that nobody reaches: the cluster has not noticed yet."""
+        self.world.add(name, 1)
+
+
+@asynccontextmanager
+async def fleet(*names: str, routing: str = "first-fit", slo: Slo | None = None) -> AsyncIterator[Fleet]:
+    """Instances of these names. With `first-fit`, requests go to the first by name that has room for them."""
+    async with AsyncExitStack() as stack:
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        running = Fleet(stack, session, routing, slo or Slo())
+        for name in names:
+            await running.start(name)
+        yield running
+
+
+async def streamed(*pieces: bytes, request: web.Request, die: bool = False) -> web.StreamResponse:
+    """Writes these bytes as an event stream; `die`: and cuts the connection."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    await response.prepare(request)
+    for piece in pieces:
+        await response.write(piece)
+        await asyncio.sleep(0)
+    if die:
+        assert request.transport is not None
+        request.transport.abort()
+    return response
+
+
+FULL = Backlog(running=40)  # for first-fit
+NEVER = inf

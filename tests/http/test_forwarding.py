@@ -1,0 +1,445 @@
+"""A request that another instance answers: what the client gets, and what it costs when somebody fails or leaves."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from caraserve.cluster.cost import Backlog, Tier
+from caraserve.cluster.facts import Adapter
+from caraserve.cluster.forward import Slo
+from caraserve.cluster.hop import HOP, INSTANCE, PREFIX, SIGNATURE
+from caraserve.errors import BackendFailed, Draining, Overloaded
+from caraserve.http.context import HttpTimings
+from tests.http.fake_engine import FakeAdapter, FakeEngine
+from tests.http.fleet import FULL, RawAnswer, fleet, streamed
+from tests.http.test_streaming import begun, raw_post, read_chunk, read_event
+
+EVENTS = tuple(b'data: {"n":%d}\n\n' % number for number in range(200))
+DONE = b"data: [DONE]\n\n"
+
+
+# --- what the client gets ---
+
+
+async def test_any_instance_takes_any_request_and_one_answers() -> None:
+    async with fleet("a", "b", "c") as running:
+        for name in "abc":
+            for fields in ({}, {"stream": True}):
+                answer = await running[name].client.complete(**fields, model="b")
+                assert answer.status == 200
+        assert [len(running[name].engine.requests) for name in "abc"] == [6, 0, 0]
+        assert (running["b"].tallies.forwarded, running["a"].tallies.received) == ({"a": 2}, 4)
+
+
+async def test_an_answer_is_the_same_as_from_the_instance_itself() -> None:
+    async with fleet("a", "b") as running:
+        for post in ("complete", "chat"):
+            for fields in ({}, {"stream": True, "stream_options": {"include_usage": True}}, {"n": 2}):
+                one, other = [await getattr(running[name].client, post)(seed=1, **fields) for name in "ab"]
+                assert same(one.body) == same(other.body)
+                assert one.headers["Content-Type"] == other.headers["Content-Type"]
+                assert one.headers.get("x-caraserve-phases") == other.headers.get("x-caraserve-phases")
+        assert not running["b"].engine.requests
+
+
+def same(body: bytes) -> bytes:
+    """An answer without its id and its time."""
+    lines = []
+    for line in body.split(b"\n"):
+        value = line.removeprefix(b"data: ")
+        if value.startswith(b"{"):
+            document = json.loads(value)
+            del document["id"], document["created"]
+            line = json.dumps(document).encode()
+        lines.append(line)
+    return b"\n".join(lines)
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+async def test_a_stream_passes_byte_for_byte_however_it_is_cut(size: int) -> None:
+    text = b"".join(EVENTS) + b": phases x\n\n" + DONE
+
+    async def send(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        return await streamed(*pieces, request=request)
+
+    async with fleet("b") as running:
+        await running.start_raw("a", send)
+        assert (await running["b"].client.complete(stream=True)).body == text
+
+
+async def test_events_come_as_they_are_sent() -> None:
+    go = asyncio.Event()
+
+    async def send(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+        response = await streamed(EVENTS[0], EVENTS[1][:5], request=request)
+        await go.wait()
+        await response.write(EVENTS[1][5:] + DONE)
+        return response
+
+    async with fleet("b") as running:
+        await running.start_raw("a", send)
+        client = running["b"].client
+        async with client.session.post(f"{client.url}/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+            assert await read_event(answer) + b"\n\n" == EVENTS[0]
+            go.set()
+            assert await answer.content.read() == EVENTS[1] + DONE
+
+
+async def test_a_fault_of_the_client_does_not_travel() -> None:
+    async with fleet("a", "b") as running:
+        answer = await running["b"].client.complete(temperature=-1)
+        assert (answer.status, answer.error["param"]) == (400, "temperature")
+        assert not running["b"].carried
+
+
+async def test_a_fault_of_the_answering_instance_keeps_its_status_and_words() -> None:
+    def fail(request: Any) -> Any:
+        return [*begun(request)][:0]
+
+    async with fleet("b") as running:
+        a = await running.start("a", FakeEngine(script=fail))
+        asked = asyncio.create_task(running["b"].client.complete())
+        (stream,) = await a.engine.submitted()
+        stream.end(0, "error", BackendFailed("the iteration failed: boom"))
+        answer = await asked
+        assert (answer.status, answer.error["code"]) == (500, "backend_failed")
+        assert "boom" in answer.error["message"]
+        assert not running["b"].engine.requests
+
+
+async def test_ids_traces_tenant_and_seed_go_along_and_the_clients_key_does_not() -> None:
+    async def send(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+        return web.json_response({})
+
+    async with fleet() as running:
+        b = await running.start("b", api_key="secret")
+        seen = await running.start_raw("a", send)
+        headers = {"X-Request-Id": "r-1", "traceparent": "00-abc-01", "Authorization": "Bearer secret"}
+        answer = await b.client.complete(headers=headers, user="alice", seed=5)
+        assert answer.headers["X-Request-Id"] == "r-1"
+        (got,), (body,), (hop,) = seen.headers, seen.bodies, seen.hops
+        assert (got["X-Request-Id"], got["traceparent"]) == ("r-1", "00-abc-01")
+        assert "Authorization" not in got
+        assert json.loads(body) == {"prompt": "ab", "user": "alice", "seed": 5}
+        assert hop["seed"] is None
+        await b.client.complete(headers=headers)
+        assert seen.hops[1]["seed"] is not None
+
+
+async def test_an_instance_trusts_the_cluster_and_needs_no_key_of_it() -> None:
+    async with fleet() as running:
+        a, b = await running.start("a", api_key="of a"), await running.start("b", api_key="of b")
+        answer = await b.client.complete(headers={"Authorization": "Bearer of b"}, user="alice")
+        assert (answer.status, [request.tenant for request in a.engine.requests]) == (200, ["alice"])
+
+
+# --- leaving, waiting ---
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_before_the_first_token_ends_the_request_there(stream: bool) -> None:
+    async with fleet("b") as running:
+        a = await running.start("a", FakeEngine(script=None))
+        asked = asyncio.create_task(running["b"].client.complete(stream=stream))
+        (there,) = await a.engine.submitted()
+        asked.cancel()
+        await there.cancelled.wait()
+
+
+async def test_a_client_that_leaves_in_the_middle_ends_the_request_there() -> None:
+    async with fleet("b") as running:
+        a = await running.start("a", FakeEngine(script=begun))
+        reader, writer = await raw_post(running["b"].client, "/v1/completions", {"prompt": "ab", "stream": True})
+        await reader.readuntil(b"data: ")
+        writer.transport.abort()
+        (there,) = await a.engine.submitted()
+        await there.cancelled.wait()
+        assert running["b"].tallies.lost == {}
+
+
+async def test_a_client_that_does_not_read_holds_up_its_own_stream_and_takes_no_memory() -> None:
+    sent, ended = 0, asyncio.Event()
+    piece = b"data: %b\n\n" % (b"x" * 65536)
+
+    async def send(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+        nonlocal sent
+        response = await streamed(request=request)
+        try:
+            while True:
+                await response.write(piece)
+                sent += len(piece)
+        finally:
+            ended.set()
+
+    async with fleet("b") as running:
+        await running.start_raw("a", send)
+        reader, writer = await raw_post(running["b"].client, "/v1/completions", {"prompt": "ab", "stream": True})
+        await reader.readuntil(b"data: ")
+        before = -1
+        while sent != before:  # until the kernel's buffers are full and nobody moves
+            before = sent
+            await asyncio.sleep(0.1)
+        assert sent < 64 << 20
+        writer.transport.abort()
+        await ended.wait()
+
+
+# --- failures ---
+
+
+async def test_before_the_first_byte_another_instance_tries_with_the_same_id_and_seed() -> None:
+    async def die(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    async def serve(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+        return await streamed(*EVENTS, DONE, request=request)
+
+    async with fleet("d") as running:
+        running.add_absent("a")
+        dead, alive = await running.start_raw("b", die), await running.start_raw("c", serve)
+        answer = await running["d"].client.complete(stream=True)
+        assert answer.body == b"".join(EVENTS) + DONE
+        (one,), (two,) = dead.hops, alive.hops
+        assert (one["id"], one["seed"]) == (two["id"], two["seed"])
+        assert one["attempt"] < two["attempt"]
+        assert running["d"].tallies.unreached == {"a": 1, "b": 1}
+        assert running["d"].tallies.retried == 2
+
+
+async def test_the_one_that_was_asked_draws_the_seed_that_the_others_got() -> None:
+    async with fleet("b") as running:
+        await running.start("a", FakeEngine(refusals={0: Overloaded("full", retry_after_s=1)}))
+        await running["b"].client.complete(n=2)
+        seeds = [request.params.seed for request in running["b"].engine.requests]
+        assert len(seeds) == 2
+        assert None not in seeds
+
+
+@pytest.mark.parametrize("how", ["connection", "membership"])
+async def test_a_stream_whose_instance_dies_ends_with_an_error(how: str) -> None:
+    waiting = asyncio.Event()
+
+    async def send(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+        response = await streamed(EVENTS[0], EVENTS[1][:7], request=request, die=how == "connection")
+        with suppress(asyncio.CancelledError):
+            await waiting.wait()
+        return response
+
+    async with fleet("b", "c") as running:
+        await running.start_raw("a", send)
+        client = running["b"].client
+        async with client.session.post(f"{client.url}/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+            assert await read_event(answer) + b"\n\n" == EVENTS[0]
+            if how == "membership":
+                running["b"].dispatch.relays.dead("a")
+            error = (await read_chunk(answer))["error"]
+            assert (error["code"], error["type"]) == ("instance_lost", "server_error")
+            assert await answer.content.read() == DONE
+        assert running["b"].tallies.lost == {"a": 1}
+        assert not running["b"].engine.requests
+        assert not running["c"].engine.requests
+        waiting.set()
+
+
+async def test_a_stream_that_ends_without_its_end_is_lost_too() -> None:
+    async def send(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+        return await streamed(EVENTS[0], request=request)
+
+    async with fleet("b") as running:
+        await running.start_raw("a", send)
+        answer = await running["b"].client.complete(stream=True)
+        assert [event.get("error", {}).get("code") for event in answer.events] == [None, "instance_lost"]
+
+
+async def test_an_instance_found_dead_before_its_first_byte_costs_nothing() -> None:
+    async with fleet("b") as running:
+        a = await running.start("a", FakeEngine(script=None))
+        asked = asyncio.create_task(running["b"].client.complete(stream=True))
+        (there,) = await a.engine.submitted()
+        running["b"].dispatch.relays.dead("a")
+        assert (await asked).status == 200
+        await there.cancelled.wait()
+        assert len(running["b"].engine.requests) == 1
+
+
+async def test_half_an_answer_that_is_no_stream_is_asked_for_again() -> None:
+    async def cut(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": "1000"})
+        await response.prepare(request)
+        await response.write(b'{"id":')
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    async with fleet("b") as running:
+        await running.start_raw("a", cut)
+        answer = await running["b"].client.complete()
+        assert answer.json["choices"][0]["text"] == "Hi!"
+
+
+@pytest.mark.parametrize("error", [Overloaded("full", retry_after_s=3), Draining("stopping", retry_after_s=3)])
+async def test_an_instance_that_takes_nothing_is_passed_over(error: Exception) -> None:
+    async with fleet("c") as running:
+        a = await running.start("a", FakeEngine(refusals={0: error}))
+        b = await running.start("b")
+        assert (await running["c"].client.complete()).status == 200
+        assert [len(server.engine.requests) for server in (a, b, running["c"])] == [0, 1, 0]
+        assert running["c"].carried == [("a", running["c"].carried[0][1]), ("b", running["c"].carried[0][1])]
+
+
+async def test_when_all_are_full_the_client_is_told_so() -> None:
+    full = {number: Overloaded("7 requests are waiting", retry_after_s=3) for number in range(9)}
+    async with fleet() as running:
+        for name in "abcd":
+            await running.start(name, FakeEngine(refusals=dict(full)))
+        answer = await running["d"].client.complete(stream=True)
+        assert (answer.status, answer.error["code"], answer.headers["Retry-After"]) == (429, "rate_limit_exceeded", "3")
+
+
+async def test_full_ones_that_say_so_in_their_beats_are_not_asked() -> None:
+    async with fleet("a", "b") as running:
+        running.world.loads["a"] = FULL
+        await running["b"].client.complete()
+        assert not running["b"].carried
+
+
+async def test_an_instance_that_stops_still_finds_others_for_its_clients() -> None:
+    async with fleet("a", "b") as running:
+        running["a"].engine.draining = True
+        running["a"].view.stale = tuple(one for one in running["b"].view.instances() if one.name == "b")
+        assert (await running["a"].client.complete()).status == 200
+        assert len(running["b"].engine.requests) == 1
+
+
+async def test_silence_of_a_stream_is_filled_once() -> None:
+    async with fleet() as running:
+        timings = HttpTimings(ping_s=0.05)
+        a = await running.start("a", FakeEngine(script=begun), timings)
+        b = await running.start("b", timings=timings)
+        async with b.client.session.post(f"{b.client.url}/v1/completions", json={"prompt": "x", "stream": True}) as got:
+            await read_chunk(got)
+            assert [await read_event(got) for _ in range(3)] == [b": ping"] * 3
+            (there,) = await a.engine.submitted()
+            there.end()
+
+
+# --- adapters ---
+
+
+async def test_an_adapter_that_is_not_here_is_listed_and_answered_by_who_has_it() -> None:
+    async with fleet("a", "b") as running:
+        c = await running.start("c", FakeEngine(loaded={"far": FakeAdapter("far", "/far", 16, digest="f")}))
+        models = (await running["a"].client.get("/v1/models")).json["data"]
+        assert [(model["id"], model["rank"]) for model in models] == [
+            ("org/base", None),
+            ("a", 8),
+            ("b", 8),
+            ("far", 16),
+        ]
+        assert (await running["a"].client.get("/v1/models/far")).json["root"] == "f"
+        assert (await running["a"].client.complete(model="far")).json["model"] == "far"
+        assert [request.adapter for request in c.engine.requests] == ["far"]
+        assert (await running["a"].client.complete(model="nobody's")).status == 404
+
+
+async def test_an_adapter_whose_holders_are_away_is_unavailable_not_unknown() -> None:
+    async with fleet("a") as running:
+        running.world.names["far"] = Adapter("far", "f", 8, 1)
+        running.world.held["f"] = {"z": Tier.HOST}
+        answer = await running["a"].client.complete(model="far")
+        assert (answer.status, answer.error["code"]) == (503, "adapter_unavailable")
+
+
+async def test_an_instance_that_means_something_else_by_a_name_does_not_answer() -> None:
+    async with fleet("b") as running:
+        a = await running.start("a", FakeEngine(loaded={"poet": FakeAdapter("poet", "/old", digest="old")}))
+        b = await running.start("c", FakeEngine(loaded={"poet": FakeAdapter("poet", "/new", digest="new")}))
+        running.world.held["new"]["a"] = Tier.HOST  # a view of the past
+        running["b"].engine.loaded["poet"] = FakeAdapter("poet", "/old", digest="old")
+        assert (await running["b"].client.complete(model="poet")).status == 200
+        assert [len(server.engine.requests) for server in (a, running["b"], b)] == [0, 0, 1]
+
+
+async def test_base_models_may_have_other_names_elsewhere() -> None:
+    async with fleet("b") as running:
+        a = await running.start("a", FakeEngine(base_name="called/otherwise"))
+        answer = await running["b"].client.complete(model="org/base")
+        assert (answer.json["model"], len(a.engine.requests)) == ("org/base", 1)
+
+
+# --- who may ---
+
+
+async def test_only_a_signed_request_gets_in_and_only_once() -> None:
+    caught: list[tuple[str, Mapping[str, str], bytes]] = []
+
+    async def catch(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+        headers = {name: request.headers[name] for name in (HOP, SIGNATURE, "Content-Type")}
+        caught.append((request.path, headers, seen.bodies[-1]))
+        return web.json_response({})
+
+    async with fleet("b", "c") as running:
+        await running.start_raw("a", catch)
+        await running["b"].client.complete()
+        ((path, headers, body),) = caught
+        real = running.world.records.pop("a")
+        running.world.loads.pop("a")
+        a = await running.start("a")
+        assert real.name == "a"
+
+        async def post(to: str = path, body: bytes = body, **changes: str) -> int:
+            answer = await a.client.request("POST", to, data=body, headers={**headers, **changes})
+            assert (INSTANCE in answer.headers) == (answer.status == 200)
+            return answer.status
+
+        assert await post(**{SIGNATURE: "0" * 64}) == 403
+        assert await post(**{HOP: headers[HOP].replace('"b"', '"c"')}) == 403
+        assert await post(body=body.replace(b"ab", b"ba")) == 403
+        assert await post(f"{PREFIX}/v1/chat/completions") == 403
+        assert (await running["c"].client.request("POST", path, data=body, headers=headers)).status == 403
+        assert await post() == 200
+        assert await post() == 403
+        assert len(a.engine.requests) == 1
+
+
+async def test_a_client_cannot_say_that_its_request_was_forwarded() -> None:
+    async with fleet("a", "b") as running:
+        await running["b"].client.complete(headers={HOP: '{"id":"x"}', SIGNATURE: "0" * 64})
+        assert running["b"].carried
+
+
+async def test_nothing_is_forwarded_where_a_router_in_front_has_chosen() -> None:
+    async with fleet("a", "b", routing="local") as running:
+        await running["b"].client.complete()
+        assert len(running["b"].engine.requests) == 1
+
+
+async def test_what_an_slo_forbids_goes_elsewhere_and_at_last_to_the_least_bad() -> None:
+    def loaded(requests: int) -> Backlog:
+        return Backlog(requests, 0, ((0, requests),))
+
+    async with fleet("a", "b", routing="rank-aware", slo=Slo(tpot_ms=10)) as running:
+        running.world.loads |= {"a": loaded(60), "b": loaded(90)}
+        assert (await running["b"].client.complete()).status == 200
+        assert len(running["a"].engine.requests) == 1
+
+
+async def test_metrics_tell_what_was_predicted_beside_what_was_seen() -> None:
+    async with fleet("a", "b") as running:
+        await running["b"].client.complete()
+        running.world.loads["a"] = FULL
+        await asyncio.sleep(0.03)
+        await running["b"].client.complete(stream=True)
+        tallies = running["b"].tallies
+        assert set(tallies.latencies) == {"a", "b"}
+        text = "".join(tallies.families('model_name="m"'))
+        assert 'caraserve:forwarded_requests_total{instance="a",model_name="m"} 1' in text
+        assert 'caraserve:routing_decision_seconds_count{model_name="m"} 2' in text
