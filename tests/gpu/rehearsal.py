@@ -3,17 +3,33 @@
 Triton's interpreter must have been chosen before this is imported.
 """
 
+import argparse
+import json
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from caraserve.bench.commands import bench_parser
+from caraserve.bench.gpu.__main__ import of_stage
 from caraserve.bench.gpu.accelerator import Mark
 from caraserve.bench.gpu.effort import Effort
+from caraserve.bench.gpu.outcome import Figures
 from caraserve.bench.gpu.rig import Opened, Rig
+from caraserve.bench.gpu.run import Report, check, named
+from caraserve.bench.gpu.stages import STAGES, Stage
+from caraserve.bench.records import RequestRecord, Run
+from caraserve.bench.report.files import document
+from caraserve.bench.report.summary import summarize
 from caraserve.bench.synthetic import Shape
+from caraserve.gpu.assemble import GpuDevice
 from caraserve.gpu.driver import Stream
 from caraserve.gpu.facts import DeviceFacts
+from caraserve.gpu.launches import Launch
 from caraserve.model.layout import Dtype
 from tests.gpu.host_device import HostDriver, host_device
 
@@ -80,14 +96,69 @@ class HostStopwatch:
         return max(1e6 * (last[0] - first[0]), 1e-3)
 
 
-def rehearsal_rig(folder: Path, known: Mapping[str, Any] | None = None) -> Rig:
+class Kernels:
+    """Raw kernels, one of which is not launched."""
+
+    def __init__(self, real: Any, missing: str) -> None:
+        self._real, self._missing, self.bgmv_grid = real, missing, real.bgmv_grid
+
+    def launch(self, launch: Launch, stream: Stream) -> None:
+        if launch.kernel != self._missing:
+            self._real.launch(launch, stream)
+
+
+def opener(missing: str = "") -> Callable[[Dtype], Opened]:
     """One device for each dtype."""
     opened: dict[Dtype, Opened] = {}
 
     def open_(dtype: Dtype) -> Opened:
         if dtype not in opened:
             device, driver = host_device(dtype, seed=dtype.value)
-            opened[dtype] = device, HostStopwatch(driver)
+            used: GpuDevice = replace(device, kernels=Kernels(device.kernels, missing))
+            opened[dtype] = used, HostStopwatch(driver)
         return opened[dtype]
 
-    return Rig(open_, FACTS, SMALL, folder, 120.0, known or {})
+    return open_
+
+
+def told(argv: Sequence[str], timeout_s: float) -> None:
+    """In the place of `caraserve bench modes`: takes the arguments that it would, and leaves such a report."""
+    assert timeout_s > 0
+    args = bench_parser().parse_args(["modes", *argv])
+    runs = [
+        Run(mode, tuple(answered(index, gap_s) for index in range(4)), wall_s=1.0)
+        for mode, gap_s in zip(args.modes, (0.010, 0.011), strict=True)
+    ]
+    summaries = [summarize(run, None, (50.0, 99.0)) for run in runs]
+    args.save.mkdir()
+    (args.save / "modes.json").write_text(json.dumps(document("modes", summaries, {}, [])), encoding="utf-8")
+
+
+def answered(index: int, gap_s: float) -> RequestRecord:
+    sent_s = 0.1 * index
+    times_s = tuple(sent_s + gap_s * token for token in (1, 2, 3))
+    return RequestRecord(index, "base", None, sent_s, sent_s, times_s[-1], 5, 3, token_s=times_s)
+
+
+def main() -> int:
+    """All stages or some, in this process; the exit code is that of `scripts/gpu_check`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", default=",".join(stage.name for stage in STAGES))
+    parser.add_argument("--without", default="", help="a raw kernel that is not launched")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    open_ = opener(args.without)
+
+    def run(stage: Stage, known: Mapping[str, Figures], folder: Path) -> Report:
+        mine = folder / stage.name
+        mine.mkdir(parents=True)
+        server = ("--modes", "cached,auto", "--num-prompts", "4")
+        rig = Rig(open_, FACTS, SMALL, mine, 120.0, known, server, told)
+        return of_stage(stage, lambda: replace(rig, started_s=time.monotonic()))
+
+    return check(named(args.only), run, args.folder, args.folder / "result.json", 1000.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

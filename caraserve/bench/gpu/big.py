@@ -16,7 +16,6 @@ from caraserve.model.spec import ModelSpec
 from caraserve.plan import Plan, Row
 
 DTYPE = Dtype.BF16
-_STEP_TOKENS = 2048
 _THREADS = "caraserve-"  # begin the names of a backend's threads
 _SETTLING = 2  # iterations that begin before those that count are queued
 
@@ -90,7 +89,7 @@ def big(rig: Rig, slots: int, context: int, adapter_slots: int, *, workers: int 
     sizes = GpuSizes(
         num_slots=slots,
         adapter_slots=adapter_slots,
-        max_step_tokens=max(slots, min(_STEP_TOKENS, *[max(rig.effort.prompts)])),
+        max_step_tokens=max(*rig.effort.prompts, max(rig.effort.cold_prompts) + slots),
         max_context=context + 16,
         memory_utilization=0.85,
         host_bytes=rig.effort.host_bytes,

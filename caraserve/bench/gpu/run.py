@@ -4,6 +4,7 @@ leaves the device as it found it. Level 5.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -56,17 +56,15 @@ class Ran:
 RunStage = Callable[[Stage, Mapping[str, Figures], Path], Report]
 
 
-def check(stages: Sequence[Stage], run: RunStage, folder: Path, results: Path, budget_s: float) -> int:
+def check(stages: Sequence[Stage], run: RunStage, folder: Path, file: Path, budget_s: float) -> int:
     """Runs stages, prints the table, writes the file after each; 1 if anything was wrong or did not end."""
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False, soft_wrap=True)
     started_s, ran = time.monotonic(), list[Ran]()
     for stage in stages:
         left_s = budget_s - (time.monotonic() - started_s)
         begun_s = time.monotonic()
-        if (
-            doubt := next((each.stage.name for each in ran if each.stage.decides and each.report.error), None)
-        ) is not None:
-            report = Report(error=f"not begun: {doubt} found something wrong")
+        if wrong := [each.stage.name for each in ran if each.stage.decides and each.report.error]:
+            report = Report(error=f"not begun: {wrong[0]} found something wrong")
         elif left_s < stage.budget_s / 2:
             report = Report(error=f"not begun: {left_s:.0f} s are left of {budget_s:.0f}")
         else:
@@ -74,7 +72,7 @@ def check(stages: Sequence[Stage], run: RunStage, folder: Path, results: Path, b
             known = {each.stage.name: each.report.figures for each in ran}
             report = run(stage, known, folder)
         ran.append(Ran(stage, report, time.monotonic() - begun_s))
-        file = _write(ran, results)
+        _write(ran, file)
         if report.error:
             console.print(f"{stage.name}: {report.error}")
     console.print(_table(ran))
@@ -90,17 +88,19 @@ def in_a_process(server_arguments: Sequence[str]) -> RunStage:
         mine.mkdir()
         (mine / "known.json").write_text(json.dumps(known), encoding="utf-8")
         command = [sys.executable, "-m", "caraserve.bench.gpu", "--stage", stage.name, "--folder", str(mine)]
-        return _awaited([*command, "--", *server_arguments], mine / "report.json", stage.budget_s)
+        command += ["--budget-s", str(stage.budget_s)]
+        return awaited([*command, "--", *server_arguments], mine / "report.json", stage.budget_s + _GRACE_S)
 
     return run
 
 
-def _awaited(command: Sequence[str], file: Path, budget_s: float) -> Report:
-    process = subprocess.Popen(command, start_new_session=True)
+def awaited(command: Sequence[str], file: Path, most_s: float, pass_fds: Sequence[int] = ()) -> Report:
+    """What a stage's process has left in a file; whatever it has started ends with it."""
+    process = subprocess.Popen(command, start_new_session=True, pass_fds=pass_fds)
     try:
-        code = process.wait(budget_s + _GRACE_S)
+        code = process.wait(most_s)
     except subprocess.TimeoutExpired:
-        return Report(error=f"killed: it took longer than {budget_s + _GRACE_S:.0f} s")
+        return Report(error=f"killed: it took longer than {most_s:.0f} s")
     finally:
         _end_group(process)
     if not file.exists():
@@ -118,27 +118,29 @@ def _end_group(process: "subprocess.Popen[bytes]") -> None:
         process.wait()
 
 
-def _write(ran: Sequence[Ran], results: Path) -> Path:
-    """One JSON document of all that is known so far, named after the device."""
-    facts: Mapping[str, Any] = next((each.report.figures.get("device", {}) for each in ran), {})
-    words = str(facts.get("name", "unknown")).lower().replace("nvidia", "").split()
-    file = results / f"gpu_check_{'_'.join(words) or 'unknown'}.json"
+def file_name(device: str) -> str:
+    """Of the results on a device of that name."""
+    words = re.findall(r"[a-z0-9]+", device.lower().replace("nvidia", ""))
+    return f"gpu_check_{'_'.join(words)}.json"
+
+
+def _write(ran: Sequence[Ran], file: Path) -> None:
+    """One JSON document of all that is known so far. Of an error the first line: the rest may name places here."""
     document = {
         "check": "gpu",
         "schema": 1,
         "stages": {
             each.stage.name: {
                 "s": round(each.spent_s, 1),
-                "error": each.report.error,
+                "error": each.report.error.split("\n", 1)[0],
                 "figures": each.report.figures,
                 "missed": [line.what for line in each.report.lines if line.met is False],
             }
             for each in ran
         },
     }
-    results.mkdir(parents=True, exist_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    return file
 
 
 def _table(ran: Sequence[Ran]) -> Table:
