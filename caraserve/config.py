@@ -322,6 +322,7 @@ class ClusterConfig(_FromArgs):
     routing: str | None
     slo_ttft_ms: float | None
     slo_tpot_ms: float | None
+    adapter_disk_bytes: int
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -360,6 +361,13 @@ class ClusterConfig(_FromArgs):
             choices=ROUTINGS,
             help="which instance answers a request, by whose rule (default: auto); local: the one that gets it, for "
             "instances behind a router that chooses among them",
+        )
+        group.add_argument(
+            "--adapter-disk-bytes",
+            type=_bytes,
+            default=64 << 30,
+            metavar="SIZE",
+            help="disk, beside --registry, for adapters fetched from other instances (default 64GiB)",
         )
         group.add_argument(
             "--slo-ttft-ms",

@@ -29,6 +29,7 @@ from caraserve.cluster.secret_file import LOOPBACK_SECRET, SecretFile
 from caraserve.config import ClusterConfig, HttpConfig, LoraConfig
 from caraserve.endpoints import split_address
 from caraserve.errors import ConfigError
+from caraserve.fleet_adapters import FleetAdapters
 from caraserve.http.dispatch import Dispatch
 from caraserve.http.relay import Relays
 from caraserve.loop import Engine
@@ -113,6 +114,7 @@ async def join(
     stack: AsyncExitStack,
     node: Node,
     dispatch: Dispatch,
+    adapters: FleetAdapters,
     engine: Engine,
     metrics: Metrics,
     profile: Profile | None,
@@ -130,7 +132,7 @@ async def join(
     publisher = Publisher(node, engine, metrics.answers, drift, links)
     node.load_now, node.on_names = publisher.load_now, publisher.take_names
     forwarding, relays = dispatch.forwarding, dispatch.relays
-    node.on_question = forwarding.quote
+    adapters.prepare(publisher, forwarding)
 
     def take_member(record: Record, before: State | None) -> None:
         if record.state == State.DEAD:  # whoever left has ended its streams first
@@ -141,8 +143,9 @@ async def join(
     await node.start(_advertised(cluster, *where))
     publisher.announce()
     forwarding.joined = True
-    engine.watch, engine.catalog.on_change = publisher.watch, publisher.changed
+    engine.watch = publisher.watch
     metrics.show(publisher.families)
+    adapters.join(stack, publisher, engine, metrics)
     metrics.show(forwarding.tallies.families)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, node.reread_secrets)
     task = asyncio.create_task(publisher.run(), name="cluster publisher")

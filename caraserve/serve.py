@@ -56,6 +56,7 @@ class Served:
     complaints: list[str]  # adapters of an earlier run that cannot be served
     profile: Profile | None
     device: str
+    reader: AdapterReader
 
 
 def with_demo(model: ModelConfig, lora: LoraConfig) -> tuple[ModelConfig, LoraConfig]:
@@ -141,7 +142,7 @@ async def build_engine(
     stack.push_async_callback(_end_task, task)
     if mode in PRELOADED_MODES:
         await catalog.preloaded()
-    return Served(engine, metrics, spec, complaints, profile, backend.device_name)
+    return Served(engine, metrics, spec, complaints, profile, backend.device_name, reader)
 
 
 def _worker_counts(backend: ServingBackend) -> WorkerCounts:
@@ -193,6 +194,7 @@ async def serve(
     """Serves until SIGTERM or SIGINT, then drains. Raises ConfigError or ModelLoadError when it cannot start, and
     ConfigError when its cluster turns it away."""
     from caraserve import fleet
+    from caraserve.fleet_adapters import make_fleet_adapters
     from caraserve.http.app import make_app, start_http
     from caraserve.http.peers import add_peer_routes, start_peer_http
 
@@ -204,12 +206,16 @@ async def serve(
         served = await build_engine(stack, model_config, lora_config, engine_config)
         for complaint in served.complaints:
             log.warning("%s", complaint)
-        node = dispatch = None
+        node = dispatch = adapters = None
         if admission is not None:
             digest = model_identity(model_config, engine_config, served.spec)
             node = fleet.make_node(cluster_config, lora_config, admission, digest)
             dispatch = fleet.make_dispatch(node, served.engine, cluster_config, admission)
             stack.push_async_callback(dispatch.relays.close)
+            adapters = make_fleet_adapters(
+                *(node, served.engine, served.reader, served.spec, lora_config, cluster_config, admission.dialling)
+            )
+            stack.push_async_callback(adapters.close)
         allow = lora_config.allow_runtime_lora_updating
         app = make_app(
             *(served.engine, http_config, served.metrics),
@@ -217,23 +223,24 @@ async def serve(
             cluster=node,
             dispatch=dispatch,
         )
-        if node is not None and cluster_config.peer_port is None:
-            add_peer_routes(app, node)
+        if node is not None and adapters is not None and cluster_config.peer_port is None:
+            add_peer_routes(app, node, adapters.routes())
         runner, port = await start_http(app, http_config)
         stack.push_async_callback(runner.cleanup)
         stop = _watch_signals()
-        if node is not None and admission is not None and dispatch is not None:
+        if node is not None and admission is not None and dispatch is not None and adapters is not None:
             where = http_config.host, port
             if cluster_config.peer_port is not None:
                 host = cluster_config.peer_host or http_config.host
                 runner, peer_port = await start_peer_http(
-                    node, app, host, cluster_config.peer_port, admission.listening
+                    *(node, app, host, cluster_config.peer_port, admission.listening, adapters.routes())
                 )
                 stack.push_async_callback(runner.cleanup)
                 where = host, peer_port
             links = fleet.links_of(served.profile, lora_config)
             await fleet.join(
-                *(stack, node, dispatch, served.engine, served.metrics, served.profile, cluster_config, links, where)
+                *(stack, node, dispatch, adapters, served.engine, served.metrics, served.profile),
+                *(cluster_config, links, where),
             )
         _announce(served, http_config.host, port)
         await _ended(stop, node)

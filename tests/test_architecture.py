@@ -37,7 +37,7 @@ LEVELS = {
     "cluster": 4,
     **dict.fromkeys(("http", "bench"), 5),
     "serve": 6,
-    "fleet": 6,
+    **dict.fromkeys(("fleet", "fleet_adapters"), 6),
     **dict.fromkeys(("tuning", "backends", "progress"), 6),
     **dict.fromkeys(("cli", "profile_command", "__main__"), 7),
 }
@@ -62,6 +62,8 @@ NEIGHBOURS = {
     ("backends", "progress"),
     ("tuning", "backends"),
     ("serve", "fleet"),
+    ("serve", "fleet_adapters"),
+    ("fleet", "fleet_adapters"),
     ("cli", "profile_command"),
     ("__main__", "cli"),
 }

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,22 +52,24 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def fleet(ports: list[int], folder: Path) -> Iterator[dict[str, Server]]:
-    """Starts an instance on each port, all at once, and always ends them."""
+def fleet(
+    ports: list[int], folder: Path, more: Callable[[str], Sequence[str]] = lambda name: ()
+) -> Iterator[dict[str, Server]]:
+    """Starts an instance on each port, all at once, and always ends them. `more`: arguments of an instance."""
     peers = ",".join(f"127.0.0.1:{port}" for port in ports[:2])
     sizes = ("--kv-cache-bytes", "16MiB", "--max-host-adapters-bytes", "16MiB", "--cpu-threads", "1")
     with contextlib.ExitStack() as stack:
         processes = []
-        for name, port in zip(NAMES, ports, strict=True):
+        for name, port in zip(NAMES, ports, strict=False):
             own = ("--name", name, "--registry", str(folder / f"{name}.db"), "--port", str(port), "--peers", peers)
             command = [sys.executable, "-m", "caraserve", "serve", "--profile", str(PROFILE), *own, *sizes]
-            command += ["--lora-cpus", "0", "--allow-runtime-lora-updating"]
+            command += ["--lora-cpus", "0", "--allow-runtime-lora-updating", *more(name)]
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
             stack.callback(_end, process)
             processes.append(process)
         with ThreadPoolExecutor(len(ports)) as pool:
             servers = pool.map(_ready, processes, ports)
-        yield dict(zip(NAMES, servers, strict=True))
+        yield dict(zip(NAMES, servers, strict=False))
 
 
 def _ready(process: "subprocess.Popen[str]", port: int) -> Server:

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from aiohttp import web
@@ -34,6 +35,9 @@ _MOST_UPLOADS = 8
 _MOST_READ = 2  # images in memory outside the host tier
 _KEPT_S = 5.0
 _UPLOAD_S = 60.0  # of a range; an adapter is held so long for one who reads slowly
+
+
+Routes: TypeAlias = list[web.RouteDef]
 
 
 class Busy(Exception):

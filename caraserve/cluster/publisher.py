@@ -69,40 +69,54 @@ class Publisher:
         self._iterated_s: float | None = None  # when the last iteration ended, while there is work
         self._times_ms = dict.fromkeys(("decode", "prefill"), (0.0, 0.0))  # predicted, observed; of all so far
         self._unloads: set[asyncio.Task[None]] = set()
+        self._taken: set[str] = set()  # names being unloaded because others took them away
 
     def announce(self) -> None:
-        """All adapters that this instance starts with. Names that the cluster knows so already stay as old as they
-        are: whoever took one away while we were down wins."""
+        """All adapters that this instance starts with. A name that the cluster gave another meaning, or took away,
+        after ours was loaded has that meaning here, too."""
         for info in self._engine.catalog.all():
-            self.changed(info.name, info)
+            given_s = self._node.given_s(info.name)
+            if given_s is not None and given_s > info.created_s and not self._means(info.name, info.digest):
+                self.hold(info.digest, Tier.DISK)
+                self.take_names({info.name: self._node.adapter(info.name)})
+            else:
+                self.changed(info.name, info)
         if self._drift is not None:
             self._node.publish(self._drift.model, self._links)
 
     def changed(self, name: str, info: AdapterInfo | None) -> None:
         """An adapter was loaded here, or unloaded."""
         if info is None:
-            self._node.remove(name)
+            if name not in self._taken:
+                self._node.remove(name)
             return
         try:
             self._node.register(Adapter(name, info.digest, info.rank, info.num_bytes))
         except CaraServeError as error:
             log.warning("adapter %s serves on this instance alone: %s", name, error.message)
-        if self._holdings.add(info.digest):
-            self._node.hold(info.digest, Tier.DISK)
+        self.hold(info.digest, Tier.DISK)
+
+    def hold(self, digest: str, tier: Tier) -> None:
+        """All its bytes are here, and verified."""
+        if self._holdings.add(digest):
+            self._node.hold(digest, tier)
+
+    def drop(self, digest: str) -> None:
+        """They are not."""
+        self._holdings.drop(digest)
+        self._node.drop(digest)
 
     def take_names(self, news: Mapping[str, Adapter | None]) -> None:
         """Names that others gave or took away."""
         for name, adapter in news.items():
             here = self._engine.catalog.find(name)
             if adapter is None:
-                if here is not None:
+                if here is not None and name not in self._taken:
                     self._start(self._unload(name))
-            elif here is None:
+            elif here is None or here.digest != adapter.digest:
+                if here is not None:
+                    log.warning("adapter %s has other contents now: %s, not %s", name, adapter.digest, here.digest)
                 self.on_wanted(adapter)
-            elif here.digest != adapter.digest:
-                log.warning(
-                    "adapter %s has other contents elsewhere: %s there, %s here", name, adapter.digest, here.digest
-                )
 
     def load_now(self, lag_s: float) -> Load:
         """What the next beat says."""
@@ -187,9 +201,17 @@ class Publisher:
         self._unloads.add(task)
         task.add_done_callback(self._unloads.discard)
 
+    def _means(self, name: str, digest: str) -> bool:
+        adapter = self._node.adapter(name)
+        return adapter is not None and adapter.digest == digest
+
     async def _unload(self, name: str) -> None:
+        self._taken.add(name)
         try:
             await self._engine.unload_adapter(name)
             log.info("adapter %s was removed from the cluster", name)
         except CaraServeError as error:
             log.warning("adapter %s was removed from the cluster and stays here: %s", name, error.message)
+        finally:
+            self._taken.discard(name)
+        self.take_names({name: self._node.adapter(name)} if self._node.adapter(name) else {})  # given again meanwhile

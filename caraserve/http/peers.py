@@ -4,6 +4,7 @@ Peers know each other by their secrets, inside the connection, and need no API k
 """
 
 import ssl
+from collections.abc import Sequence
 
 from aiohttp import web
 
@@ -15,24 +16,30 @@ from caraserve.http.app import bare_app, listen
 from caraserve.http.context import CONTEXT
 
 
-def add_peer_routes(app: web.Application, node: Node) -> None:
+def add_peer_routes(app: web.Application, node: Node, more: Sequence[web.RouteDef] = ()) -> None:
     """All routes for other instances. Whatever is added for them belongs here, so that it is on the right port."""
     app.add_routes(
         [
             web.get(PATH, node.accept),
             web.post(f"{PREFIX}/v1/completions", openai.forwarded_completions),
             web.post(f"{PREFIX}/v1/chat/completions", chat.forwarded_chat_completions),
+            *more,
         ]
     )
 
 
 async def start_peer_http(
-    node: Node, served: web.Application, host: str, port: int, tls: ssl.SSLContext | None
+    node: Node,
+    served: web.Application,
+    host: str,
+    port: int,
+    tls: ssl.SSLContext | None,
+    more: Sequence[web.RouteDef] = (),
 ) -> tuple[web.AppRunner, int]:
     """Listens for other instances alone, with the engine of the application `served`; the runner and the port.
 
     Raises ConfigError.
     """
     app = bare_app(served[CONTEXT])
-    add_peer_routes(app, node)
+    add_peer_routes(app, node, more)
     return await listen(app, served[CONTEXT].config, host, port, tls)

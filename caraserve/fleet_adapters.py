@@ -1,0 +1,122 @@
+"""What makes the fleet's adapters this server's own: the pool, the placement, and the way of their bytes, wired.
+Level 6; for `fleet.py` and `serve.py`."""
+
+import asyncio
+import ssl
+import time
+from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from caraserve.adapters.catalog import AdapterReader
+from caraserve.cluster.forward import Forwarding
+from caraserve.cluster.lending import Routes
+from caraserve.cluster.mending import Mending
+from caraserve.cluster.node import Body, Node
+from caraserve.cluster.planner import Planner
+from caraserve.cluster.pool import HOLD, Pool
+from caraserve.cluster.publisher import Publisher
+from caraserve.cluster.stored import Stored, beside
+from caraserve.cluster.transfers import Transfers
+from caraserve.config import PRELOADED_MODES, ClusterConfig, LoraConfig
+from caraserve.line import Open
+from caraserve.loop import Engine
+from caraserve.metrics import Metrics
+from caraserve.model.spec import ModelSpec
+from caraserve.plan import Row
+
+_PLANNED = ("auto", "loraserve", "s-lora-random", "s-lora-contiguous")  # routings that go by a placement
+
+
+@dataclass(frozen=True, slots=True)
+class FleetAdapters:
+    """Made with the node, joined with it, closed after it."""
+
+    node: Node
+    pool: Pool
+    transfers: Transfers
+    planner: Planner | None
+    can_fetch: bool  # False: the adapters of the start are all that this instance will ever serve
+
+    def routes(self) -> Routes:
+        """For the port on which other instances ask."""
+        return [*self.pool.lending.routes(), *(self.planner.routes() if self.planner else ())]
+
+    def prepare(self, publisher: Publisher, forwarding: Forwarding) -> None:
+        """Before the node starts."""
+        node, pool = self.node, self.pool
+
+        def answer(peer: str, body: Body) -> Body:
+            return pool.answer(peer, body) if body[:1] == (HOLD,) else forwarding.quote(peer, body)
+
+        node.on_question, publisher.on_wanted = answer, pool.adopt
+        if self.can_fetch:
+            forwarding.exchange = pool
+        if self.planner is not None:
+            self.planner.on_plan = forwarding.adopt
+
+    def join(self, stack: AsyncExitStack, publisher: Publisher, engine: Engine, metrics: Metrics) -> None:
+        """When the node has started, and this instance's own adapters are announced. `stack` undoes it."""
+        self.pool.begin(publisher)
+        engine.catalog.on_change = self.pool.changed
+        metrics.show(self.pool.families)
+        _run(stack, self.pool.run())
+        planner = self.planner
+        if planner is None:
+            return
+        demand = planner.demand
+
+        def watch(rows: Sequence[tuple[Open, Row]], ms: float) -> None:
+            publisher.watch(rows, ms)
+            wall_s = time.time()
+            for opened, row in rows:
+                asked = opened.request.asked
+                if asked.adapter is not None and row.start + row.count >= opened.request.prompt_tokens:
+                    demand.count(asked.adapter, wall_s)
+
+        engine.watch = watch
+        metrics.show(planner.families)
+        _run(stack, planner.run())
+        if self.can_fetch:
+            mending = Mending(self.node, self.pool)
+            metrics.show(mending.families)
+            _run(stack, mending.run(lambda: planner.plan))
+
+    async def close(self) -> None:
+        """Ends transfers."""
+        await self.pool.close()
+        await self.transfers.close()
+
+
+def make_fleet_adapters(
+    node: Node,
+    engine: Engine,
+    reader: AdapterReader,
+    model: ModelSpec,
+    lora: LoraConfig,
+    cluster: ClusterConfig,
+    tls: ssl.SSLContext | None,
+) -> FleetAdapters:
+    """`tls`: for dialling. Raises ConfigError."""
+    stored = Stored(beside(lora.registry) if lora.registry else None, model)
+    transfers = Transfers(lambda: node.keys, tls)
+    pool = Pool(node, engine.catalog, reader, stored, transfers, model, cluster.adapter_disk_bytes)
+    routing = cluster.routing or "auto"
+    planner = None
+    if routing in _PLANNED:
+        slo_ms = cluster.slo_tpot_ms or inf
+        planner = Planner(node, transfers, routing, lora.max_host_adapters_bytes, slo_ms)
+    return FleetAdapters(node, pool, transfers, planner, lora.loading_mode not in PRELOADED_MODES)
+
+
+def _run(stack: AsyncExitStack, work: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.create_task(work)
+
+    async def end() -> None:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    stack.push_async_callback(end)
