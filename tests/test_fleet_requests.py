@@ -1,0 +1,79 @@
+"""Several `caraserve serve` processes answer for one another, and one of them is killed while they do."""
+
+import json
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tests.test_cluster import NAMES, Server, all_alive, fleet, free_ports, until
+
+TOKENS = 384
+VOICES = ("caraserve-demo", "poet", "chef", "pirate")
+ASKED: list[dict[str, Any]] = [
+    {"model": voice, "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, "return_token_ids": True, **how}
+    for voice in VOICES
+    for prompt, how in (("The sea", {"temperature": 0}), ("A storm", {"temperature": 1, "seed": 7}))
+]
+
+
+def stream(server: Server, asked: dict[str, Any]) -> tuple[list[int], str | None]:
+    """The tokens of a stream and the error that it ended with; [DONE] must end it in any case."""
+    request = urllib.request.Request(
+        server.url + "/v1/completions",
+        json.dumps(asked | {"stream": True}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    tokens: list[int] = []
+    error = None
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        lines = [line.decode().removeprefix("data: ").strip() for line in answer if line.startswith(b"data: ")]
+    assert lines[-1] == "[DONE]"
+    for line in lines[:-1]:
+        document = json.loads(line)
+        if "error" in document:
+            error = document["error"]["code"]
+        else:
+            tokens += document["choices"][0]["token_ids"]
+    return tokens, error
+
+
+def whole(server: Server, asked: dict[str, Any]) -> list[int]:
+    tokens: list[int] = server.ask("/v1/completions", asked)["choices"][0]["token_ids"]
+    return tokens
+
+
+def first_tokens(server: Server) -> int:
+    """How many answers it has begun so far."""
+    lines = server.ask("/metrics").splitlines()
+    return int(next(line for line in lines if line.startswith("vllm:time_to_first_token_seconds_count{")).split()[-1])
+
+
+def test_every_request_ends_though_an_instance_is_killed(tmp_path: Path) -> None:
+    with fleet(free_ports(len(NAMES)), tmp_path) as servers, ThreadPoolExecutor(32) as pool:
+        a, b, c = servers.values()
+        until(lambda: all_alive(servers), 4)
+        until(lambda: all(len(one.ask("/v1/cluster")["data"]) == 3 for one in (a, b)), 4)
+        # What each is to be answered: the same tokens wherever it was asked for.
+        right = [whole(a, asked) for asked in ASKED]
+        assert [whole(b, asked) for asked in ASKED] == right
+        assert all(len(tokens) == TOKENS for tokens in right)
+
+        before = first_tokens(c)
+        streams = [(index, pool.submit(stream, one, ASKED[index])) for index in range(8) for one in (a, b)]
+        until(lambda: first_tokens(c) >= before + 3, 30)
+        c.process.kill()
+        late = [(index, pool.submit(whole, one, ASKED[index])) for index in range(8) for one in (a, b)]
+        late_streams = [(index, pool.submit(stream, one, ASKED[index])) for index in range(4) for one in (a, b)]
+        assert [answer.result(60) for _, answer in late] == [right[index] for index, _ in late]
+        assert [answer.result(60) for _, answer in late_streams] == [(right[index], None) for index, _ in late_streams]
+        ended = [(index, *answer.result(60)) for index, answer in streams]
+        lost = [tokens == right[index][: len(tokens)] for index, tokens, code in ended if code == "instance_lost"]
+        kept = [tokens == right[index] for index, tokens, code in ended if code is None]
+        assert len(lost) + len(kept) == len(streams), [code for _, _, code in ended]
+        assert lost, "nothing was under way on the one that was killed"
+        assert all(lost)
+        assert all(kept)
+        # The metrics of those who are left agree: what was lost was lost by them, once each.
+        counted = [line for one in (a, b) for line in one.ask("/metrics").splitlines() if "lost_streams_total{" in line]
+        assert sum(int(line.split()[-1]) for line in counted) == len(lost)
