@@ -14,7 +14,7 @@ import pytest
 from caraserve import demo
 from caraserve.bench.commands import bench_parser
 from caraserve.bench.workload.presets import find_preset
-from caraserve.config import EngineConfig, HttpConfig, LoraConfig, ModelConfig
+from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -34,7 +34,7 @@ def commands(program: str) -> list[list[str]]:
 
 def serve_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(exit_on_error=False)
-    for config in (ModelConfig, LoraConfig, EngineConfig, HttpConfig):
+    for config in (ModelConfig, LoraConfig, EngineConfig, HttpConfig, ClusterConfig):
         config.add_arguments(parser)
     return parser
 

@@ -56,10 +56,13 @@ def documents(path: Path) -> list[Document]:
 
 
 def _add(document: Document, change: Document) -> None:
-    """RFC 6902's `add` of a field."""
+    """RFC 6902's `add` of a field, or to the end of a list."""
     assert change["op"] == "add", f"{change['op']} is not understood here"
     *way, last = [part.replace("~1", "/").replace("~0", "~") for part in change["path"].removeprefix("/").split("/")]
     here: Any = document
     for part in way:
         here = here[int(part)] if isinstance(here, list) else here[part]
-    here[last] = change["value"]
+    if last == "-":
+        here.append(change["value"])
+    else:
+        here[last] = change["value"]

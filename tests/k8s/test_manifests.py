@@ -253,6 +253,13 @@ def test_the_pool_leads_to_the_servers_port_and_the_pickers() -> None:
     assert pool["endpointPickerRef"]["port"]["number"] in {port["port"] for port in ports}
 
 
+def test_only_one_of_them_routes() -> None:
+    """With a picker in front, instances answer what they get; without, they choose among themselves."""
+    (base,) = build(FOLDER / "base").one("StatefulSet")["spec"]["template"]["spec"]["containers"]
+    assert arguments().routing == "local"
+    assert not [argument for argument in base["args"] if argument.startswith("--routing")]
+
+
 def test_the_gpu_is_asked_for_once_and_only_with_its_component() -> None:
     assert server()["resources"]["limits"]["nvidia.com/gpu"] == "1"
     (base,) = build(FOLDER / "base").one("StatefulSet")["spec"]["template"]["spec"]["containers"]
