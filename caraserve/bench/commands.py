@@ -13,9 +13,9 @@ from typing import Any
 from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, count, positive
 from caraserve.bench.synthetic import ITEMSIZE, SHAPES
 from caraserve.cluster.policies import ROUTINGS
-from caraserve.config import LOADING_MODES, parse_cpus
+from caraserve.config import LOADING_MODES, LORA_KERNELS, parse_cpus
 
-LORA_PARTS = ("kernels", "round-trip", "threads")
+LORA_PARTS = ("kernels", "round-trip", "threads", "gpu")
 _BACKENDS = ("openai", "openai-chat", "llamacpp")
 
 
@@ -74,6 +74,14 @@ def _add_modes(kinds: Any) -> None:
     )
     group = modes.add_argument_group("modes")
     group.add_argument("--modes", type=_modes, default=LOADING_MODES, metavar="LIST", help=",".join(LOADING_MODES))
+    group.add_argument(
+        "--lora-kernel",
+        dest="lora_kernels",
+        type=_kernels,
+        default=(),
+        metavar="LIST",
+        help=f"every mode with each of {','.join(LORA_KERNELS)} in turn; GPU only (default: the server's)",
+    )
     group.add_argument("--repeats", type=count, default=3, help="of every mode")
     group.add_argument("--resident", type=count, metavar="N", help="adapters on the device at once (default a quarter)")
     group.add_argument("--emulate-link-mb-per-s", type=positive, metavar="MB", help="bandwidth to the device")
@@ -110,6 +118,14 @@ def _modes(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(modes))
 
 
+def _kernels(text: str) -> tuple[str, ...]:
+    kernels = tuple(text.split(","))
+    for kernel in kernels:
+        if kernel not in LORA_KERNELS:
+            raise argparse.ArgumentTypeError(f"{kernel!r} is no LoRA kernel; there are {', '.join(LORA_KERNELS)}")
+    return tuple(dict.fromkeys(kernels))
+
+
 def _add_compare(kinds: Any) -> None:
     compare = kinds.add_parser("compare", help="set two saved reports side by side")
     compare.add_argument("a", type=Path, metavar="A.json")
@@ -127,12 +143,12 @@ def _add_presets(kinds: Any) -> None:
 def _add_lora(kinds: Any) -> None:
     lora = kinds.add_parser(
         "lora",
-        help="what the CPU LoRA path costs on this machine",
+        help="what LoRA costs on this machine",
         description="Measures the CPU LoRA kernels beside torch and NumPy on one core, hand-overs to CPU LoRA workers "
-        "beside a UNIX socket, and the workers beside torch's threads.",
+        "beside a UNIX socket, the workers beside torch's threads, and a GPU's decode kernels beside torch.bmm.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    lora.add_argument("--parts", nargs="+", choices=LORA_PARTS, default=LORA_PARTS, help="what to measure")
+    lora.add_argument("--parts", nargs="+", choices=LORA_PARTS, help="what to measure (all that this machine has)")
     lora.add_argument(
         "--lora-cpus", type=parse_cpus, metavar="LIST", help="cores to measure on, as 1-3,6 (default: all)"
     )
@@ -233,6 +249,7 @@ def _bench_modes(args: argparse.Namespace) -> int:
         random_model=args.random_model,
         targets=args.targets,
         dtype=args.dtype,
+        lora_kernels=args.lora_kernels,
         emulate_link_mb_per_s=args.emulate_link_mb_per_s,
         calm_cores=args.calm_cores,
         cores_used=args.cores_used,

@@ -49,6 +49,7 @@ class ModesOptions:
     targets: str
     dtype: str
     emulate_link_mb_per_s: float | None
+    lora_kernels: tuple[str, ...]  # each mode with each of them; empty: the server's own choice
     calm_cores: float  # that other programs may use: a run that more disturbed is made again
     cores_used: float | None  # by the server in `cached`, by which the rate is chosen; None: by capacity
     serve: tuple[str, ...]  # more arguments of `caraserve serve`, for every mode
@@ -74,14 +75,37 @@ async def bench_modes(options: ModesOptions, load: LoadOptions, report: ReportOp
         measured.notes += build(spec).notes
         for note in measured.notes:
             conductor.say(note)
+        ways = ways_of(options)
         for repeat in range(options.repeats):
-            turn = repeat % len(options.modes)
-            for mode in (*options.modes[turn:], *options.modes[:turn]):
+            turn = repeat % len(ways)
+            for way in (*ways[turn:], *ways[:turn]):
                 if not conductor.stopped.is_set():
                     repeated = replace(spec, seed=load.seed + repeat)
-                    measured.runs.append(await _run(conductor, bench, mode, repeated, measured.notes))
-    measured.runs.sort(key=lambda run: (run.label != BASELINE, options.modes.index(run.label)))
+                    measured.runs.append(await _run(conductor, bench, way, repeated, measured.notes))
+    labels = [way.label for way in ways]
+    measured.runs.sort(key=lambda run: (run.label != BASELINE, labels.index(run.label)))
     return measured
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A loading mode with a LoRA kernel. `label`: the mode alone, where the kernel is the first that was asked for."""
+
+    mode: str
+    kernel: str | None  # None: the server's own choice
+    label: str
+
+
+def ways_of(options: ModesOptions) -> list[Way]:
+    """Kernels alternate within a mode, so that what drifts drifts for both."""
+    if not options.lora_kernels:
+        return [Way(mode, None, mode) for mode in options.modes]
+    first = options.lora_kernels[0]
+    return [
+        Way(mode, kernel, mode if kernel == first else f"{mode} {kernel}")
+        for mode in options.modes
+        for kernel in options.lora_kernels
+    ]
 
 
 def _check(options: ModesOptions, load: LoadOptions, report: ReportOptions) -> None:
@@ -104,14 +128,15 @@ class _Prepared:
     spec: WorkloadSpec
     resident: int
 
-    def arguments(self, mode: str) -> tuple[str, ...]:
+    def arguments(self, way: Way) -> tuple[str, ...]:
         """Of `caraserve serve`."""
-        held = None if mode in _ALL_ON_DEVICE else self.resident
+        held = None if way.mode in _ALL_ON_DEVICE else self.resident
         link = self.options.emulate_link_mb_per_s
         return (
             *self.made.arguments,
             *("--registry", str(self.registry)),
-            *("--loading-mode", mode),
+            *("--loading-mode", way.mode),
+            *(("--lora-kernel", way.kernel) if way.kernel is not None else ()),
             *("--lora-pool-bytes", str(self.made.room_bytes(held))),
             *("--max-host-adapters-bytes", str(2 * self.made.room_bytes() + (256 << 20))),
             *(("--emulate-link-mb-per-s", f"{link:g}") if link is not None else ()),
@@ -146,29 +171,29 @@ def _prepared(options: ModesOptions, load: LoadOptions, folder: Path, notes: lis
     return _Prepared(options, made, folder / "registry.sqlite", spec, resident)
 
 
-async def _run(conductor: Conductor, bench: _Prepared, mode: str, spec: WorkloadSpec, notes: list[str]) -> Run:
+async def _run(conductor: Conductor, bench: _Prepared, way: Way, spec: WorkloadSpec, notes: list[str]) -> Run:
     """A run during which nobody else used the machine; after some tries, the one with the least of that."""
     tries: list[tuple[float, Run]] = []
     while len(tries) < _TRIES and not conductor.stopped.is_set():
-        tries.append(await _measured(conductor, bench, mode, spec))
+        tries.append(await _measured(conductor, bench, way, spec))
         if tries[-1][0] <= bench.options.calm_cores:
             break
-        conductor.say(f"{mode}: other programs used {tries[-1][0]:.1f} cores meanwhile")
+        conductor.say(f"{way.label}: other programs used {tries[-1][0]:.1f} cores meanwhile")
     elsewhere, run = min(tries, key=lambda each: (each[1].interrupted, each[0]))
     if elsewhere > bench.options.calm_cores:
-        notes.append(f"While {mode} was measured (seed {spec.seed}), other programs used {elsewhere:.1f} cores.")
+        notes.append(f"While {way.label} was measured (seed {spec.seed}), other programs used {elsewhere:.1f} cores.")
     return run
 
 
-async def _measured(conductor: Conductor, bench: _Prepared, mode: str, spec: WorkloadSpec) -> tuple[float, Run]:
+async def _measured(conductor: Conductor, bench: _Prepared, way: Way, spec: WorkloadSpec) -> tuple[float, Run]:
     """A fresh server in this mode: warmed up, then given the load; and the cores that other programs used meanwhile."""
-    async with own_server(bench.arguments(mode), conductor.stopped) as server:
+    async with own_server(bench.arguments(way), conductor.stopped) as server:
         endpoint = await _endpoint(server, bench)
         workload = build(spec)
         await conductor.warm(endpoint, bench.made.names)
         await _calm(bench.options.calm_cores)
         ours_s, busy_before_s = server.cpu_s() + time.process_time(), busy_s()
-        run = await conductor.play(endpoint, workload, bench.made.names, mode)
+        run = await conductor.play(endpoint, workload, bench.made.names, way.label)
         ours_s = server.cpu_s() + time.process_time() - ours_s
         elsewhere_s = busy_s() - busy_before_s - ours_s
     return (elsewhere_s / run.wall_s if run.wall_s else 0.0), run
@@ -190,7 +215,8 @@ async def _endpoint(server: OwnServer, bench: _Prepared) -> Endpoint:
 async def _rate(conductor: Conductor, bench: _Prepared, load: LoadOptions, notes: list[str]) -> float:
     """Requests a second: by the cores that they are to keep busy, or by the share of the capacity that the setting had
     of its own machine's. NaN when interrupted."""
-    async with own_server(bench.arguments(BASELINE), conductor.stopped) as server:
+    baseline = next(way for way in ways_of(bench.options) if way.label == BASELINE)
+    async with own_server(bench.arguments(baseline), conductor.stopped) as server:
         endpoint = await _endpoint(server, bench)
         await conductor.warm(endpoint, bench.made.names)
         if bench.options.cores_used is None:

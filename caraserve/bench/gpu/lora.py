@@ -127,14 +127,3 @@ def _judge(rig: Rig, points: Sequence[LoraPoint], outcome: Outcome) -> None:
         outcome.figures["mix_over_sum"], outcome.figures["padded_over_mix"] = ratio, padded
         outcome.at_most(f"{mix.name} ÷ the sum of its parts", ratio, _MIX_TARGET)
         outcome.say("the same, padded to its largest rank", f"{padded:.2f} times as long")
-
-
-def table_rows(points: Sequence[LoraPoint]) -> Iterator[tuple[str, ...]]:
-    """For `caraserve bench lora`: rows, ranks, µs, share of the floor, times torch."""
-    for point in points:
-        times = "–" if point.torch_us is None else f"{point.torch_us / point.us:.1f}"
-        ranks = "+".join(map(str, point.ranks))
-        yield str(point.rows), ranks, f"{point.us:.1f}", f"{point.mbytes:.1f}", f"{point.share_of_floor:.0%}", times
-
-
-HEADS = ("rows", "rank", "µs a layer", "MB", "of the copying bandwidth", "× torch.bmm")

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from caraserve.bench.gpu.lora import LoraPoint
 from caraserve.bench.lora.handover import RoundTripPoint, ThreadsPoint
 from caraserve.bench.lora.kernels import KernelPoint
 from caraserve.units import ceil_div
@@ -15,7 +16,10 @@ _COLUMNS = 3  # of panels in the figure
 
 
 def tables(
-    kernels: Sequence[KernelPoint], round_trips: Sequence[RoundTripPoint], threads: Sequence[ThreadsPoint]
+    kernels: Sequence[KernelPoint],
+    round_trips: Sequence[RoundTripPoint],
+    threads: Sequence[ThreadsPoint],
+    gpu: Sequence[LoraPoint] = (),
 ) -> Iterator[Table]:
     """One for each part that was measured."""
     if kernels:
@@ -24,6 +28,8 @@ def tables(
         yield _round_trip_table(round_trips)
     if threads:
         yield _threads_table(threads)
+    if gpu:
+        yield _gpu_table(gpu)
 
 
 def _kernel_table(points: Sequence[KernelPoint]) -> Table:
@@ -69,6 +75,22 @@ def _threads_table(points: Sequence[ThreadsPoint]) -> Table:
         ratio = point.torch_ms / point.workers_ms
         row = str(point.cores), str(point.rank), f"{point.workers_ms:.2f}", f"{point.torch_ms:.2f}", f"{ratio:.2f}"
         table.add_row(*row)
+    return table
+
+
+def _gpu_table(points: Sequence[LoraPoint]) -> Table:
+    table = Table(title="q, k and v of one layer on the GPU, every row another adapter, bf16", title_justify="left")
+    for head in ("rows", "rank", "µs", "MB", "of its copying bandwidth", "× torch.bmm"):
+        table.add_column(head, justify="right")
+    for point in points:
+        table.add_row(
+            str(point.rows),
+            "+".join(map(str, point.ranks)),
+            f"{point.us:.1f}",
+            f"{point.mbytes:.1f}",
+            f"{point.share_of_floor:.0%}",
+            "–" if point.torch_us is None else f"{point.torch_us / point.us:.1f}",
+        )
     return table
 
 

@@ -1,7 +1,8 @@
-"""`caraserve bench lora`: what the CPU LoRA path costs on this machine, part by part. Level 5.
+"""`caraserve bench lora`: what LoRA costs on this machine, on its CPU and on its GPU if there is one. Level 5.
 
-Three questions: how near a core's peak the kernels come, and torch and NumPy beside them; what a hand-over to workers
-costs beyond their computing, over shared memory and over a UNIX socket; and what workers do beside torch's own threads.
+Three questions of the CPU: how near a core's peak the kernels come, and torch and NumPy beside them; what a hand-over
+to workers costs beyond their computing, over shared memory and over a UNIX socket; and what workers do beside torch's
+own threads.
 """
 
 import json
@@ -15,11 +16,15 @@ from rich.console import Console
 from rich.progress import Progress
 
 from caraserve.bench.about import machine, versions
+from caraserve.bench.commands import LORA_PARTS
+from caraserve.bench.gpu.lora import LoraPoint
+from caraserve.bench.lora.gpu import gpu_points
 from caraserve.bench.lora.handover import Rig, RoundTripPoint, ThreadsPoint, beside_threads, round_trips
 from caraserve.bench.lora.kernels import KernelPoint, cases, measure
 from caraserve.bench.lora.process import pinned_process
 from caraserve.bench.lora.report import draw, tables
 from caraserve.errors import ConfigError
+from caraserve.gpu.detect import detect
 from caraserve.model.layout import Dtype
 
 _HIDDEN = 4096  # of Llama-2-7B
@@ -37,10 +42,11 @@ class Effort:
     dtypes: tuple[Dtype, ...]
     hand_overs: int
     rounds: int  # of workers and threads in turn
+    gpu_s: float  # that its kernels may be measured for
 
 
-FULL = Effort(_HIDDEN, (8, 16, 32, 64, 128), (1, 4, 16, 64, 256), (Dtype.F16, Dtype.BF16, Dtype.F32), 300, 15)
-QUICK = Effort(_HIDDEN, (8, 64), (16, 64), (Dtype.F16,), 30, 3)
+FULL = Effort(_HIDDEN, (8, 16, 32, 64, 128), (1, 4, 16, 64, 256), (Dtype.F16, Dtype.BF16, Dtype.F32), 300, 15, 60.0)
+QUICK = Effort(_HIDDEN, (8, 64), (16, 64), (Dtype.F16,), 30, 3, 15.0)
 
 
 @dataclass(slots=True)
@@ -52,6 +58,7 @@ class LoraReport:
     kernels: list[KernelPoint] = field(default_factory=list)
     round_trips: list[RoundTripPoint] = field(default_factory=list)
     threads: list[ThreadsPoint] = field(default_factory=list)
+    gpu: list[LoraPoint] = field(default_factory=list)
     complete: bool = False
 
     def document(self) -> dict[str, object]:
@@ -59,9 +66,11 @@ class LoraReport:
         return {"bench": "lora", "machine": machine(), "versions": versions(), **asdict(self)}
 
 
-def bench_lora(parts: Sequence[str], cores: Sequence[int] | None, effort: Effort, save: Path | None) -> None:
+def bench_lora(parts: Sequence[str] | None, cores: Sequence[int] | None, effort: Effort, save: Path | None) -> None:
     """Measures, prints tables and one JSON line; writes JSON and a PNG to a folder. Ctrl-C ends it early with what
-    there is. Raises ConfigError for cores or a folder that cannot be used."""
+    there is. `parts` None: all that this machine has. Raises ConfigError for cores, a folder or a GPU that cannot be
+    used."""
+    parts = _parts(parts)
     here = sorted(os.sched_getaffinity(0))
     cores = tuple(cores) if cores else (*here[1:], here[0])  # the first core is what the event loop would have
     if missing := sorted(set(cores) - set(here)):
@@ -82,12 +91,22 @@ def bench_lora(parts: Sequence[str], cores: Sequence[int] | None, effort: Effort
     _show(report, save)
 
 
+def _parts(asked: Sequence[str] | None) -> Sequence[str]:
+    """A GPU that is asked for must be there; one that is not is looked for."""
+    if asked is not None:
+        if "gpu" in asked:
+            detect("cuda")
+        return asked
+    return [part for part in LORA_PARTS if part != "gpu" or detect("auto").device == "cuda"]
+
+
 def _steps(parts: Sequence[str], effort: Effort, cores: int) -> int:
     worker_counts = len({1, cores})
     counts = {
         "kernels": len(effort.ranks) * len(effort.tokens) * len(effort.dtypes),
         "round-trip": 2 * worker_counts * len(_ROUND_TRIP_TOKENS),
         "threads": worker_counts * len(effort.ranks),
+        "gpu": 1,
     }
     return sum(counts[part] for part in parts)
 
@@ -98,6 +117,9 @@ def _measure(report: LoraReport, parts: Sequence[str], effort: Effort, advance: 
             for case in cases(effort.hidden, effort.ranks, effort.tokens, effort.dtypes):
                 report.kernels.append(pool.submit(measure, case).result())
                 advance()
+    if "gpu" in parts:
+        report.gpu += gpu_points(effort.gpu_s)
+        advance()
     if not {"round-trip", "threads"} & set(parts):
         return
     adapters = [(Dtype.F16, _ROUND_TRIP_RANK), *((Dtype.F32, rank) for rank in effort.ranks)]
@@ -124,7 +146,7 @@ def _make(folder: Path) -> None:
 
 def _show(report: LoraReport, save: Path | None) -> None:
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    for table in tables(report.kernels, report.round_trips, report.threads):
+    for table in tables(report.kernels, report.round_trips, report.threads, report.gpu):
         console.print(table)
     document = json.dumps(report.document())
     if save is not None:
