@@ -5,6 +5,7 @@ import ast
 import json
 import os
 import re
+import runpy
 import shlex
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -13,6 +14,7 @@ import pytest
 
 from caraserve import demo
 from caraserve.bench.commands import bench_parser
+from caraserve.bench.gpu import run as stages
 from caraserve.bench.workload.presets import find_preset
 from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
 
@@ -51,7 +53,10 @@ def test_the_two_commands_stand_at_the_top() -> None:
 
 def test_every_command_is_one_of_ours_or_curl() -> None:
     lines = [line for block in blocks("bash") for line in block.replace("\\\n", " ").splitlines() if line]
-    assert {line.split()[0] for line in lines} == {"scripts/serve", "scripts/test", "curl", ".venv/bin/caraserve"}
+    assert {line.split()[0] for line in lines} == {
+        *("scripts/serve", "scripts/test", "scripts/gpu_check"),
+        *("curl", ".venv/bin/caraserve"),
+    }
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"\b(?:scripts|caraserve|tests)/[\w./]+\w", TEXT))))
@@ -59,7 +64,7 @@ def test_files_named_exist(path: str) -> None:
     assert (ROOT / path).exists()
 
 
-@pytest.mark.parametrize("script", ["scripts/serve", "scripts/test", ".ci/run"])
+@pytest.mark.parametrize("script", ["scripts/serve", "scripts/test", "scripts/gpu_check", ".ci/run"])
 def test_commands_can_be_run(script: str) -> None:
     assert os.access(ROOT / script, os.X_OK)
 
@@ -75,6 +80,13 @@ def test_benchmarks_exist_with_their_options(arguments: list[str]) -> None:
     args = bench_parser().parse_args(arguments[1:])
     if getattr(args, "preset", None) is not None:
         assert find_preset(args.preset).name
+
+
+@pytest.mark.parametrize("arguments", commands("scripts/gpu_check"), ids=shlex.join)
+def test_gpu_check_takes_these_arguments(arguments: list[str]) -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "gpu_check"))
+    args = script["parser"]().parse_args(arguments)
+    assert all(stages.named(names) for names in (args.only, args.skip) if names is not None)
 
 
 @pytest.mark.parametrize("option", sorted(set(re.findall(r"`(--[\w-]+)`", TEXT))))
