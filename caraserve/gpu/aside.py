@@ -190,7 +190,7 @@ class Asides:
         written = self._write_letters(chunk, bound, row, lives)
         terms = self._terms(chunk)
         if not self._under_way:
-            self._workers.keep_vigil(True)
+            self._attend(True)
         self._guard.watch(book, {index: self._hand_over_s(row, bound) for _, _, index, _ in chunk.hand_overs()})
 
         def metadata(stream: Stream) -> None:
@@ -239,7 +239,7 @@ class Asides:
                 prompt.cpu_layers.add(index // len(GROUPS))
         self._books.give_back(book, lives_of(self._workers) if given_up or is_void or failure is not None else ())
         if not self._under_way:
-            self._workers.keep_vigil(False)
+            self._attend(False)
         if failure is not None:
             prompt.done(failure)
         elif given_up or is_void:
@@ -254,6 +254,12 @@ class Asides:
     @staticmethod
     def _finish(prompt: _Prompt, result: RowResult) -> None:
         prompt.done(StepResult((result,), prompt.started_s, time.monotonic()))
+
+    def _attend(self, under_way: bool) -> None:
+        """Has workers stay awake, and those that have stopped be replaced, while chunks are under way: a book that one
+        of these may still write to is nobody's until then."""
+        self._workers.keep_vigil(under_way)
+        self._workers.watch(under_way)
 
     # --- what a chunk is made of ---
 

@@ -96,13 +96,15 @@ KERNEL __launch_bounds__(256) handoff_publish(const Letter* letter, const activa
     const Errand& errand = letter->errand[sends ? threadIdx.x : 0];
     if (sends && !is_free(errand, asked)) busy = 1; // all who write this write the same
     const bool asks = !arrived && !given_up;
-    if (threadIdx.x == 0 && letter->x_flag != 0 && asks) store_release((i64*)letter->x_flag, letter->generation);
     if (threadIdx.x == 0 && letter->y_flag != 0 && asks) {
         *(i64*)(letter->y_flag + BELL_LEFT) = letter->errands;
         *(i64*)(letter->y_flag + BELL_VALUE) = letter->generation;
         fence_system();
     }
     __syncthreads();
+    // Before anybody is asked, for it says that workers are waited for.
+    if (threadIdx.x == 0 && letter->x_flag != 0 && asks && !busy)
+        store_release((i64*)letter->x_flag, letter->generation);
     if (sends && !busy) {
         for (int i = 0; i < SLICE_WORDS; i++) word(errand, SLICES)[i] = errand.slice[i];
         *word(errand, COUNT) = 1;

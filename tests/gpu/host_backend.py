@@ -1,0 +1,163 @@
+"""The CUDA backend over the device of host_device.py: under a whole engine, or alone."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import caraserve.backends
+from caraserve.adapters.peft import inspect_adapter, read_adapter
+from caraserve.config import EngineConfig, LoraConfig, ModelConfig
+from caraserve.cpu.weights import folder_reader
+from caraserve.gpu import assemble, weights
+from caraserve.gpu import open as opening
+from caraserve.gpu.assemble import GpuDevice, GpuSizes, Parts
+from caraserve.gpu.backend import CudaBackend
+from caraserve.gpu.detect import Choice
+from caraserve.gpu.host import BOOKS
+from caraserve.gpu.timeline import Lane
+from caraserve.loop import Engine
+from caraserve.model.layout import Dtype, HostAdapter
+from caraserve.model.spec import load_spec
+from tests.gpu.host_device import HostDriver, host_device
+from tests.serving import running
+
+GRANULE_BYTES = 32 << 10  # tiny adapters differ in how many they take
+KV_BLOCK_BYTES = 8 << 10  # of the models here in fp32
+NO_NUMBER = 0xFF  # in every byte
+PATIENCE_S = 60.0
+
+
+@dataclass
+class Host:
+    """A device and the backend over it."""
+
+    driver: HostDriver
+    backend: CudaBackend
+
+    @property
+    def parts(self) -> Parts:
+        return self.backend._parts
+
+    def on_launching_thread(self, job: Any) -> Any:
+        """What a job gives, run between others."""
+        from queue import SimpleQueue
+
+        result: SimpleQueue[Any] = SimpleQueue()
+
+        def run() -> None:
+            try:
+                result.put((job(), None))
+            except BaseException as error:
+                result.put((None, error))
+
+        self.backend._jobs.put(run)
+        value, error = result.get(timeout=PATIENCE_S)
+        if error is not None:
+            raise error
+        return value
+
+    def check_at_rest(self) -> None:
+        """Nothing is under way, and everything that passes and loads held has been given back."""
+        self.on_launching_thread(self._check_at_rest)
+
+    def _check_at_rest(self) -> None:
+        parts = self.parts
+        parts.images.pool.check()
+        assert not parts.is_busy
+        assert not parts.asides.is_open
+        assert all(extent.holds == 0 for extent in parts.images.pool._extents), "an adapter is held for nothing"
+        assert set(parts.images.pool._by_slot) == set(parts.images.bound), "an adapter's bytes are nobody's"
+        assert [lane.results._free.qsize() for lane in parts.lanes] == [3, BOOKS]
+        for lane in Lane:
+            parts.channels.timelines.mark(lane)
+            parts.channels.timelines.synchronize(lane)
+        parts.channels.timelines.passed()
+        ring = parts.channels.ring
+        while ring._in_use:
+            before = len(ring._in_use)
+            ring._reclaim()
+            assert len(ring._in_use) < before, "a part of the ring waits for a mark that nobody makes"
+        parts.asides._books.tidy(())
+        assert parts.asides._books.available == len(parts.helpers.region.rooms)
+
+
+@asynccontextmanager
+async def serving(
+    model: ModelConfig,
+    lora: LoraConfig,
+    engine: EngineConfig,
+    *,
+    seed: int = 0,
+    last: Lane | None = None,
+    **sizes: Any,
+) -> AsyncIterator[tuple[Engine, Host]]:
+    """A running engine over a device of its own; at the end every count must add up. `sizes`: fields of GpuSizes that
+    differ from what the settings say."""
+    drivers: list[HostDriver] = []
+
+    def open_device(dtype: Dtype) -> GpuDevice:
+        device, driver = host_device(dtype, seed, last)
+        drivers.append(driver)
+        return device
+
+    def with_sizes(**fields: Any) -> GpuSizes:
+        return GpuSizes(**fields | {"adapter_slots": 16, "graph_bytes": 0} | sizes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opening, "open_device", open_device)
+        patch.setattr(assemble, "GpuSizes", with_sizes)
+        patch.setattr(assemble, "GRANULE_BYTES", GRANULE_BYTES)
+        patch.setattr(caraserve.backends, "detect", lambda device: Choice("cuda"))
+        async with running(model, lora, replace(engine, device="cuda")) as served:
+            backend = served._backend
+            assert isinstance(backend, CudaBackend)
+            host = Host(drivers[0], backend)
+            spoil_pool(host)
+            yield served, host
+            await served.drain(PATIENCE_S)
+            await asyncio.to_thread(host.check_at_rest)
+
+
+def spoil_pool(host: Host) -> None:
+    """Memory that nobody has written is no number, but for adapters that are there."""
+    if not host.parts.images.bound:
+        host.parts.images.memory.fill_(NO_NUMBER)
+
+
+@contextmanager
+def alone(folder: Path, *, seed: int = 0, last: Lane | None = None, **sizes: Any) -> Iterator[Host]:
+    """A backend that a test asks itself, with room for about four adapters."""
+    spec = load_spec(folder)
+    device, driver = host_device(Dtype.F32, seed, last)
+    fill = weights.from_reader(folder_reader(folder), device.device)
+    fields: dict[str, Any] = {
+        "num_slots": 4, "adapter_slots": 12, "max_step_tokens": 64, "max_context": 128, "memory_utilization": 0.5,
+        "host_bytes": 4 << 20, "graph_bytes": 0, "pool_bytes": 40 * GRANULE_BYTES,
+    }  # fmt: skip
+    loaded = weights.load(spec, weights.TORCH_DTYPES[Dtype.F32], 128, device.device, fill)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assemble, "GRANULE_BYTES", GRANULE_BYTES)
+        backend = CudaBackend(spec, loaded, GpuSizes(**fields | sizes), device)
+        host = Host(driver, backend)
+        spoil_pool(host)
+        try:
+            backend.warm_up()
+            yield host
+        finally:
+            driver.held.clear()
+            backend.close()
+
+
+def host_tier(host: Host, folders: Mapping[str, Path], model: Path) -> dict[str, HostAdapter]:
+    """Adapters in the backend's host memory, one after another."""
+    spec, at, found = load_spec(model), 0, {}
+    for name, folder in folders.items():
+        num_bytes = inspect_adapter(folder, spec).num_bytes
+        found[name] = read_adapter(folder, spec, host.backend.host_memory[at : at + num_bytes])
+        at += -(-num_bytes // 4096) * 4096
+    return found

@@ -1,0 +1,247 @@
+"""A whole engine over the CUDA backend and a device on the host: whatever the mode, the memory and the order of the
+streams, the tokens are those of transformers and peft."""
+
+import asyncio
+import random
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from caraserve.config import LOADING_MODES, PRELOADED_MODES
+from caraserve.gpu.driver import Stream
+from caraserve.gpu.lane import Replay
+from caraserve.gpu.pool import Move
+from caraserve.gpu.timeline import Lane
+from caraserve.line import Line, Open
+from caraserve.plan import Plan
+from tests.gpu.host_backend import GRANULE_BYTES, Host, serving
+from tests.gpu.torch_kernels import torch_kernels
+from tests.oracle.models import ALL_TARGETS, VOCAB_SIZE, make_adapter, make_model
+from tests.oracle.oracle import Oracle
+from tests.serving import MIB, Answer, engine_config, lora_config, model_config, running, submit
+
+CONTEXT = 200
+KINDS: dict[str, dict[str, object]] = {
+    "r8": {"rank": 8, "targets": ALL_TARGETS},
+    "r13": {"rank": 13, "targets": ("q_proj", "k_proj", "v_proj"), "rslora": True},
+    "r64": {"rank": 64, "targets": ALL_TARGETS, "dtype": "bfloat16"},
+    "half": {"rank": 24, "targets": ALL_TARGETS, "dtype": "float16"},
+    "mlp": {"rank": 5, "targets": ("gate_proj", "up_proj", "down_proj"), "layers": [1]},
+    "mixed": {"rank": 4, "targets": ("k_proj", "o_proj", "down_proj"), "rank_pattern": {"o_proj": 40}},
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, its adapters and their judge."""
+
+    model: Path
+    adapters: dict[str, Path]
+    oracle: Oracle
+
+    def check(self, asked: Sequence[tuple[list[int], str | None]], answers: Sequence[Answer], tokens: int) -> None:
+        for (prompt, adapter), answer in zip(asked, answers, strict=True):
+            assert answer.finish.reason == "length", answer.finish
+            assert len(answer.token_ids) == tokens
+            self.oracle.check_greedy(prompt, adapter, answer.token_ids)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stand_in() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more would only wait for one another
+    with torch_kernels():
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    folder = tmp_path_factory.mktemp("backend")
+    model = make_model(folder / "model", "llama3")
+    adapters = {
+        name: make_adapter(folder / name, model, seed=seed, **kind)  # type: ignore[arg-type]
+        for seed, (name, kind) in enumerate(KINDS.items())
+    }
+    return Subject(model, adapters, Oracle(model, adapters))
+
+
+def prompt_of(rng: random.Random, tokens: int) -> list[int]:
+    return [rng.randrange(2, VOCAB_SIZE) for _ in range(tokens)]
+
+
+def some_requests(rng: random.Random, names: Sequence[str | None], count: int) -> list[tuple[list[int], str | None]]:
+    return [(prompt_of(rng, rng.choice((1, 3, 17, 40, 100))), rng.choice(names)) for _ in range(count)]
+
+
+def ask(
+    subject: Subject,
+    asked: Sequence[tuple[list[int], str | None]],
+    tokens: int,
+    *,
+    mode: str = "pipelined",
+    pool_granules: int = 24,
+    device_bytes: int | None = None,
+    gap_s: float = 0.0,
+    padded: bool = False,
+    seqs: int = 6,
+    step_tokens: int = 48,
+    params: dict[str, Any] | None = None,
+    prepare: Callable[[Host], None] = lambda host: None,
+    **device: Any,
+) -> list[Answer]:
+    """Answers of an engine of its own, to requests that come one after another. `prepare`: before the first."""
+    pool_bytes = pool_granules * GRANULE_BYTES
+    lora = lora_config(subject.adapters, mode=mode, device_bytes=device_bytes or pool_bytes, host_bytes=4 * MIB)
+    lora = replace(lora, lora_kernel="bgmv-padded") if padded else lora
+    engine = engine_config(seqs=seqs, step_tokens=step_tokens, kv_bytes=pool_bytes)
+
+    async def serve() -> list[Answer]:
+        model = model_config(subject.model, max_model_len=CONTEXT)
+        async with serving(model, lora, engine, **device) as (served, host):
+            if len(host.backend.workers):
+                assert host.backend.workers.await_all(30)
+            prepare(host)
+            tasks = []
+            for prompt, name in asked:
+                tasks.append(submit(served, prompt, name, max_tokens=tokens, **params or {}))
+                await asyncio.sleep(gap_s)
+            return await asyncio.gather(*tasks)
+
+    return asyncio.run(serve())
+
+
+def orders() -> list[object]:
+    """Every mode in some order, and those that load beside iterations with copies late and with iterations late."""
+    cases: list[tuple[str, Lane | None]] = [(mode, None) for mode in LOADING_MODES]
+    cases += [
+        (mode, last) for mode in ("overlapped", "pipelined", "auto", "merged") for last in (Lane.COPY, Lane.COMPUTE)
+    ]
+    return [pytest.param(*case, id=f"{case[0]}-{'any' if case[1] is None else case[1].name}") for case in cases]
+
+
+@pytest.mark.parametrize(("mode", "last"), orders())
+def test_every_mode_answers_like_peft(subject: Subject, mode: str, last: Lane | None) -> None:
+    """Memory for three adapters or so, which come and go and are moved, while KV blocks grow and shrink beside them."""
+    rng = random.Random(f"{mode} {last}")
+    asked = some_requests(rng, [None, *subject.adapters], 16)
+    granules, gap_s = 64 if mode in PRELOADED_MODES else 24, rng.choice((0.0, 0.02))
+    seed = rng.randrange(1 << 30)
+    answers = ask(subject, asked, 5, mode=mode, pool_granules=granules, gap_s=gap_s, seed=seed, last=last)
+    subject.check(asked, answers, 5)
+
+
+class Seen:
+    """What became of an engine's launches."""
+
+    def __init__(self) -> None:
+        self.replays: list[bool] = []  # of each iteration that took a graph: whether it was gated
+        self.moved = 0  # adapters
+
+    def look_at(self, host: Host, *, link_bytes_per_s: float | None = None) -> None:
+        host.driver.link_bytes_per_s = link_bytes_per_s
+        captures, images = host.parts.captures, host.parts.images
+        find, relocate = captures.find, images._relocate
+
+        def finding(plan: Plan, arriving: Collection[int]) -> Replay | None:
+            replay = find(plan, arriving)
+            self.replays += [] if replay is None else [replay.gate is not None]
+            return replay
+
+        def relocating(move: Move, stream: Stream) -> None:
+            self.moved += 1
+            relocate(move, stream)
+
+        captures.find, images._relocate = finding, relocating  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("last", [None, Lane.COPY, Lane.GATE])
+def test_graphs_answer_like_kernels_launched_one_by_one(subject: Subject, last: Lane | None) -> None:
+    """Also while layers are on their way, over a link that is slower than any iteration."""
+    rng, seen = random.Random(f"graphs {last}"), Seen()
+    asked = some_requests(rng, [None, *subject.adapters], 12)
+    device = {"seed": 1, "last": last, "graph_bytes": 1 << 30}
+    answers = ask(subject, asked, 5, prepare=lambda host: seen.look_at(host, link_bytes_per_s=5e6), **device)
+    subject.check(asked, answers, 5)
+    assert {True, False} <= set(seen.replays)
+
+
+def test_merged_weights_are_captured_too(subject: Subject) -> None:
+    rng, seen = random.Random(5), Seen()
+    asked = some_requests(rng, ["r8", "mlp", None], 8)
+    answers = ask(subject, asked, 5, mode="merged", pool_granules=64, prepare=seen.look_at, graph_bytes=1 << 30)
+    subject.check(asked, answers, 5)
+    assert seen.replays
+
+
+@pytest.mark.parametrize("last", [Lane.COPY, Lane.COMPUTE])
+def test_adapters_are_moved_while_others_come_and_go(subject: Subject, last: Lane) -> None:
+    rng, seen = random.Random(8), Seen()
+    asked = [(prompt_of(rng, rng.choice((2, 30, 90))), name) for _ in range(5) for name in rng.sample(sorted(KINDS), 6)]
+    answers = ask(subject, asked, 3, pool_granules=22, gap_s=0.01, seed=2, last=last, prepare=seen.look_at)
+    subject.check(asked, answers, 3)
+    assert seen.moved > 0
+
+
+def test_the_padded_baseline_answers_like_peft(subject: Subject) -> None:
+    """Every module of every adapter takes as many rows as the largest may have."""
+    rng = random.Random(6)
+    asked = some_requests(rng, [None, *subject.adapters], 10)
+    answers = ask(subject, asked, 4, padded=True, pool_granules=120, device_bytes=100 * GRANULE_BYTES, last=Lane.COPY)
+    subject.check(asked, answers, 4)
+
+
+def test_preempted_requests_lose_no_token(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    preempted: list[Open] = []
+    preempt = Line.preempt
+
+    def counting(line: Line, opened: Open) -> None:
+        preempted.append(opened)
+        preempt(line, opened)
+
+    monkeypatch.setattr(Line, "preempt", counting)
+    rng = random.Random(7)
+    asked = [(prompt_of(rng, 90), name) for name in (None, "r13", None, "r8", None, "r13")]
+    subject.check(asked, ask(subject, asked, 60, pool_granules=16), 60)
+    assert preempted
+
+
+def test_prefixes_are_computed_once(subject: Subject) -> None:
+    rng = random.Random(8)
+    stem = prompt_of(rng, 70)
+    asked = [(stem + prompt_of(rng, 5), name) for name in ("r8", None) for _ in range(3)]
+    answers = ask(subject, asked, 4, gap_s=0.3, seqs=2)
+    subject.check(asked, answers, 4)
+    assert sum(answer.finish.cached_tokens for answer in answers) >= 4 * 64
+
+
+def test_scores_of_tokens_and_prompts_are_those_of_peft(subject: Subject) -> None:
+    rng = random.Random(9)
+    asked = [(prompt_of(rng, 90), name) for name in ("half", None, "mixed")]
+    answers = ask(subject, asked, 4, params={"logprobs": 3, "prompt_logprobs": 0})
+    subject.check(asked, answers, 4)
+    for (prompt, name), answer in zip(asked, answers, strict=True):
+        scores = [entry.logprob for entry in answer.logprobs]
+        subject.oracle.check_logprobs(prompt, name, answer.token_ids, scores)
+        first, *rest = answer.prompt_logprobs
+        assert first is None
+        scores = [entry.logprob for entry in rest if entry is not None]
+        subject.oracle.check_logprobs(prompt[:1], name, prompt[1:], scores)
+        assert all(entry.top[0][1] >= entry.logprob - 1e-6 and len(entry.top) == 3 for entry in answer.logprobs)
+
+
+def test_samples_are_those_of_the_cpu_backend(subject: Subject) -> None:
+    rng = random.Random(10)
+    params = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "presence_penalty": 0.5}
+    asked = some_requests(rng, [None, "r8", "r64"], 6)
+    answers = ask(subject, asked, 8, params=params)
+
+    async def on_the_cpu() -> list[Answer]:
+        async with running(model_config(subject.model), lora_config(subject.adapters), engine_config()) as engine:
+            return await asyncio.gather(*(submit(engine, *each, max_tokens=8, **params) for each in asked))
+
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in asyncio.run(on_the_cpu())]

@@ -1,0 +1,353 @@
+"""Prompts that real CPU workers help with, over the CUDA backend and a device on the host whose link stands still when
+a test wants it to: who computes what, and what becomes of a prompt whose workers die, stop or are not there."""
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from caraserve.cpu import workers
+from caraserve.gpu.aside import Asides
+from caraserve.gpu.timeline import Lane
+from caraserve.loop import Engine
+from tests.gpu.host_backend import NO_NUMBER, Host, serving
+from tests.gpu.torch_kernels import torch_kernels
+from tests.oracle.models import ALL_TARGETS, VOCAB_SIZE, make_adapter, make_model
+from tests.oracle.oracle import Oracle
+from tests.serving import MIB, Answer, engine_config, lora_config, model_config, submit
+
+LAYERS, CONTEXT = 2, 256
+CORES = tuple(sorted(os.sched_getaffinity(0)))
+PATIENCE_S = 60.0
+STUCK_S = workers._STUCK_S
+LONG = 150  # tokens: two chunks
+TOKENS = 3
+
+Subject = tuple[Path, dict[str, Path], Oracle]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stand_in() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch_kernels():
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    folder = tmp_path_factory.mktemp("assisted")
+    model = make_model(folder / "model", "llama3")
+    kinds: dict[str, dict[str, Any]] = {
+        "r8": {"rank": 8, "targets": ALL_TARGETS},
+        "r13": {"rank": 13, "targets": ("q_proj", "k_proj", "v_proj"), "rslora": True},
+        "half": {"rank": 24, "targets": ALL_TARGETS, "dtype": "float16"},
+        "mixed": {"rank": 4, "targets": ("k_proj", "o_proj", "down_proj"), "rank_pattern": {"o_proj": 40}},
+    }
+    adapters = {
+        name: make_adapter(folder / name, model, seed=i, **kind) for i, (name, kind) in enumerate(kinds.items())
+    }
+    return model, adapters, Oracle(model, adapters)
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For standing still, which a worker on a machine with much to do may seem to."""
+    monkeypatch.setattr(workers, "_STUCK_S", PATIENCE_S)
+
+
+@dataclass
+class Office:
+    """A serving engine, its device and its workers."""
+
+    engine: Engine
+    host: Host
+    oracle: Oracle
+
+    @property
+    def asides(self) -> Asides:
+        return self.host.parts.asides
+
+    @property
+    def driver(self) -> Any:
+        return self.host.driver
+
+    def pids(self) -> list[int]:
+        return [state.pid for state in self.host.backend.workers.states() if state.pid is not None]
+
+    def strike(self, blow: signal.Signals) -> None:
+        """All workers."""
+        for pid in self.pids():
+            os.kill(pid, blow)
+
+    def ask(self, name: str | None, tokens: int, seed: int = 0) -> "asyncio.Task[Answer]":
+        return submit(self.engine, prompt_of(tokens, seed), name, max_tokens=TOKENS)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Looks again and again, between two jobs of the launching thread: what it does in one is seen whole."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not await asyncio.to_thread(self.host.on_launching_thread, holds):  # noqa: ASYNC110 (no event of ours)
+                await asyncio.sleep(0.001)
+
+    async def until_asked(self) -> None:
+        """Workers have been asked for a layer."""
+        await self.until(lambda: any(state.is_busy for state in self.host.backend.workers.states()))
+
+    async def until_launched(self, prompts: int = 1) -> None:
+        """Chunks are on the lane, their letters written."""
+        await self.until(lambda: len(self.asides._under_way) >= prompts)
+
+    async def until_loaded(self) -> None:
+        await self.until(lambda: not any(bound.is_loading for bound in self.host.parts.images.bound.values()))
+
+    async def help_with(self, name: str, tokens: int, seed: int = 0) -> int:
+        """A prompt that nobody but workers can compute; its weights are under way again when it is done. Returns how
+        many layers were theirs."""
+        before = self.asides.counts.slices
+        self.driver.held = {Lane.COPY}
+        answer = self.ask(name, tokens, seed)
+        await self.until(lambda: not self.asides.is_open and self.asides.counts.slices > before)
+        self.driver.held = set()
+        return await self.check(name, tokens, answer, seed)
+
+    def patient(self, hand_over_s: float) -> None:
+        """What a hand-over may be expected to take: workers are given up after some five times that."""
+        self.asides.predictions.hand_over_s = lambda tokens, rank: hand_over_s
+
+    async def check(self, name: str | None, tokens: int, answer: "asyncio.Task[Answer]", seed: int = 0) -> int:
+        """Waits for the right answer. Returns how many layers were the workers'."""
+        done = await asyncio.wait_for(answer, PATIENCE_S)
+        assert done.finish.reason == "length", done.finish
+        assert len(done.token_ids) == TOKENS
+        self.oracle.check_greedy(prompt_of(tokens, seed), name, done.token_ids)
+        return done.finish.phases.cpu_layers
+
+
+def prompt_of(tokens: int, seed: int = 0) -> list[int]:
+    rng = random.Random(f"{tokens} {seed}")
+    return [rng.randrange(2, VOCAB_SIZE) for _ in range(tokens)]
+
+
+@asynccontextmanager
+async def office(subject: Subject, *, cores: tuple[int, ...] = CORES, **device: Any) -> AsyncIterator[Office]:
+    """Weights are expected to take for ever, so that every layer is the workers' that are idle."""
+    model, adapters, oracle = subject
+    lora = lora_config(adapters, mode="assisted", device_bytes=2 * MIB, host_bytes=4 * MIB, lora_cpus=cores)
+    settings = engine_config(seqs=6, step_tokens=256, kv_bytes=2 * MIB)
+    async with serving(model_config(model, max_model_len=CONTEXT), lora, settings, **device) as (engine, host):
+        assert host.backend.workers.await_all(PATIENCE_S)
+        made = Office(engine, host, oracle)
+        made.patient(5.0)
+        host.parts.channels.queue.bytes_per_s = 1e-6
+        try:
+            yield made
+        finally:
+            made.driver.held.clear()
+            made.strike(signal.SIGCONT)
+
+
+def test_workers_compute_every_layer_while_nothing_arrives(subject: Subject) -> None:
+    """Prompts of one chunk and of two, one after another: later ones begin where workers are idle again."""
+
+    async def serve() -> None:
+        async with office(subject) as at:
+            for name, tokens in (("r8", 20), ("half", LONG), ("r13", 1), ("mixed", 40)):
+                assert await at.help_with(name, tokens) == LAYERS
+            assert at.host.backend.modules_redone == 0
+
+    asyncio.run(serve())
+
+
+def test_as_many_prompts_go_aside_as_there_are_books(subject: Subject) -> None:
+    """Two are launched before the device has begun; the third waits."""
+
+    async def serve() -> None:
+        async with office(subject) as at:
+            at.driver.held = {Lane.COPY, Lane.ASSIST}
+            asked = [("r8", 20), ("half", 40), ("mixed", 9)]
+            answers = [at.ask(*each) for each in asked]
+            await at.until_launched(2)
+            assert await at.check(None, 5, at.ask(None, 5)) == 0
+            first = list(at.asides._under_way)
+            assert len(first) == 2
+            at.driver.held = {Lane.COPY}
+            await at.until(lambda: not any(chunk in at.asides._under_way for chunk in first))
+            at.driver.held = set()
+            layers = [await at.check(*each, answer) for each, answer in zip(asked, answers, strict=True)]
+            assert layers[:2] == [LAYERS, LAYERS]
+            assert at.host.backend.modules_redone == 0
+
+    asyncio.run(serve())
+
+
+def test_the_device_takes_weights_that_have_come_before_it_gets_there(subject: Subject) -> None:
+    """Letters are written, but what workers would read is no number by then: nobody asks them."""
+
+    async def serve() -> None:
+        async with office(subject) as at:
+            at.driver.held = {Lane.ASSIST}
+            answer = at.ask("r8", 20)
+            await at.until_launched()
+            await at.until_loaded()
+            for bound in at.host.parts.images.bound.values():
+                bound.adapter.data[:] = NO_NUMBER
+            at.driver.held = set()
+            assert await at.check("r8", 20, answer) == 0
+            assert all(state.hand_overs == 0 for state in at.host.backend.workers.states())
+
+    asyncio.run(serve())
+
+
+def test_layers_come_from_both_sides_over_a_slow_link(subject: Subject) -> None:
+    async def serve() -> None:
+        async with office(subject, last=Lane.COPY) as at:
+            at.driver.link_bytes_per_s = 1e6
+            asked = [(name, tokens) for name in ("r8", "half", "mixed", "r13") for tokens in (30, 3)]
+            answers = [at.ask(*each, seed=3) for each in asked]
+            layers = [await at.check(*each, answer, seed=3) for each, answer in zip(asked, answers, strict=True)]
+            assert at.host.backend.slices_handed_over > 0
+            assert 0 < sum(layers) < LAYERS * len(asked)
+
+    asyncio.run(serve())
+
+
+def test_decoding_goes_on_while_a_chunk_waits_for_workers(subject: Subject) -> None:
+    async def serve() -> None:
+        async with office(subject) as at:
+            at.patient(PATIENCE_S)
+            at.driver.held = {Lane.COPY}
+            at.strike(signal.SIGSTOP)
+            stuck = at.ask("r8", 20)
+            await at.until_asked()
+            for tokens in (1, 40):
+                assert await at.check(None, tokens, at.ask(None, tokens)) == 0
+            assert not stuck.done()
+            assert at.asides.is_open
+            at.strike(signal.SIGCONT)
+            await at.until(lambda: not at.asides.is_open)
+            at.driver.held = set()
+            assert await at.check("r8", 20, stuck) == LAYERS
+
+    asyncio.run(serve())
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_prompt_whose_workers_fail_it_is_done_again_without_them(
+    subject: Subject, blow: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a slice. Nobody else loses a token, and when they have been replaced, workers help again."""
+    if blow is signal.SIGSTOP:
+        monkeypatch.setattr(workers, "_STUCK_S", STUCK_S)
+
+    async def serve() -> None:
+        async with office(subject) as at:
+            at.patient(5.0 if blow is signal.SIGKILL else 0.0)
+            at.driver.held = {Lane.COPY}
+            beside = [at.ask(None, tokens) for tokens in (1, 90)]
+            at.strike(signal.SIGSTOP)
+            answer = at.ask("half", LONG)
+            if blow is signal.SIGKILL:
+                await at.until_asked()
+                at.strike(blow)
+            await at.until(lambda: at.host.backend.modules_redone > 0)
+            at.driver.held = set()
+            assert await at.check("half", LONG, answer) == 0
+            assert at.host.backend.modules_redone == 1
+            for tokens, other in zip((1, 90), beside, strict=True):
+                await at.check(None, tokens, other)
+            await at.until(lambda: sum(s.deaths for s in at.host.backend.workers.states()) > 0)
+            assert await asyncio.to_thread(at.host.backend.workers.await_all, PATIENCE_S)
+            at.patient(5.0)
+            assert await at.help_with("mixed", 30) == LAYERS
+
+    asyncio.run(serve())
+
+
+def test_a_layer_whose_worker_has_gone_waits_for_its_weights(subject: Subject) -> None:
+    """Asked for in the letter, dead when the device gets there, and nobody in its place."""
+
+    async def serve() -> None:
+        async with office(subject) as at:
+            zygote = at.host.backend.workers._zygote
+            assert zygote is not None
+            at.driver.held = {Lane.COPY, Lane.ASSIST}
+            answer = at.ask("r8", 20)
+            await at.until_launched()
+            os.kill(zygote.pid, signal.SIGSTOP)
+            try:
+                at.strike(signal.SIGKILL)
+                await at.until(lambda: not at.pids())
+                at.driver.held = {Lane.COPY}
+                assert await at.check(None, 7, at.ask(None, 7)) == 0
+                assert not answer.done()
+                at.driver.held = set()
+                assert await at.check("r8", 20, answer) == 0
+            finally:
+                os.kill(zygote.pid, signal.SIGCONT)
+            assert at.host.backend.modules_redone == 0
+
+    asyncio.run(serve())
+
+
+def test_without_workers_every_layer_waits(subject: Subject) -> None:
+    """From the first moment on: a letter names nobody."""
+
+    async def serve() -> None:
+        async with office(subject) as at:
+            zygote = at.host.backend.workers._zygote
+            assert zygote is not None
+            os.kill(zygote.pid, signal.SIGSTOP)
+            at.strike(signal.SIGKILL)
+            await at.until(lambda: not at.pids())
+            answers = [at.ask(name, 25) for name in ("r8", "half")]
+            layers = [await at.check(name, 25, answer) for name, answer in zip(("r8", "half"), answers, strict=True)]
+            os.kill(zygote.pid, signal.SIGCONT)
+            assert layers == [0, 0]
+            assert at.host.backend.slices_handed_over == 0
+
+    asyncio.run(serve())
+
+
+def test_numbers_of_chunks_count_round(subject: Subject) -> None:
+    async def serve() -> None:
+        async with office(subject) as at:
+            for book in at.asides._books._free:
+                book.generation = (1 << 32) - 2
+            for number, name in enumerate(("r8", "half", "mixed", "r13")):
+                assert await at.help_with(name, LONG, seed=number) == LAYERS
+            assert at.host.backend.modules_redone == 0
+            assert all(book.generation < 8 for book in at.asides._books._free)
+
+    asyncio.run(serve())
+
+
+def test_who_goes_away_while_aside_leaves_nothing_behind(subject: Subject) -> None:
+    """Its slot and its blocks are given back when the device has done with them, and not before."""
+
+    async def serve() -> None:
+        async with office(subject) as at:
+            at.patient(PATIENCE_S)
+            at.driver.held = {Lane.COPY}
+            at.strike(signal.SIGSTOP)
+            answer = at.ask("half", LONG)
+            await at.until_asked()
+            answer.cancel()
+            await at.until(lambda: len(at.engine._line._leaving) == 1)
+            assert await at.check(None, 60, at.ask(None, 60)) == 0
+            at.engine.check()
+            assert len(at.engine._line._leaving) == 1
+            at.strike(signal.SIGCONT)
+            await at.until(lambda: at.engine._line.is_settled)
+            at.driver.held = set()
+            assert await at.check("half", 12, at.ask("half", 12)) == 0
+
+    asyncio.run(serve())

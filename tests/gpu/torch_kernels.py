@@ -1,0 +1,204 @@
+"""What the Triton kernels compute, in torch and numpy on the host: for tests of all that is around them.
+
+Triton's interpreter takes a hundred times as long. That the kernels compute the same is what triton_*_cases.py hold
+them to; tests of the whole backend through the interpreter are in triton_backend_cases.py.
+"""
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from caraserve.cpu.sampling import SLOT_SAMPLING, choose
+from caraserve.gpu import decoder, lora_pass
+from caraserve.gpu.batch import NO_TOKEN
+from caraserve.gpu.triton_attention import NO_WINDOW, DecodeScratch, PagedCache, TokenTables
+from caraserve.gpu.triton_lora import Segments, SiteTables
+from caraserve.gpu.triton_sampling import Outputs, SamplerState
+from caraserve.gpu.weights import TORCH_DTYPES
+from caraserve.model.layout import A_COLUMNS, PANEL, Dtype
+from caraserve.model.outputs import SAMPLE
+from caraserve.units import align_up
+
+
+@contextmanager
+def torch_kernels() -> Iterator[None]:
+    """Passes use these instead of Triton's."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("embed", "rms_norm", "rotate_and_append", "silu_mul", "attend_decode", "attend_prefill"):
+            patch.setattr(decoder, name, globals()[name])
+        for name in ("sample", "score"):
+            patch.setattr(decoder, name, globals()[name])
+        for name in ("lora_shrink", "lora_expand"):
+            patch.setattr(lora_pass, name, globals()[name])
+        yield
+
+
+def embed(history: Tensor, weight: Tensor, tokens: TokenTables, hidden: Tensor) -> None:
+    for row in range(len(hidden)):
+        slot, position = int(tokens.slot[row]), int(tokens.position[row])
+        hidden[row] = 0.0 if position == NO_TOKEN else weight[int(history[slot, position])]
+
+
+def rms_norm(
+    hidden: Tensor, weight: Tensor, out: Tensor, eps: float, delta: Tensor | None = None, rows: Tensor | None = None
+) -> None:
+    named = list(range(len(out))) if rows is None else rows.tolist()
+    at = [row for row in named if row != NO_TOKEN]
+    if delta is not None:
+        hidden[at] += delta[at]
+    normed = _normed(hidden[at], weight, eps)
+    out[[index for index, row in enumerate(named) if row != NO_TOKEN]] = normed
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def rotate_and_append(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    tokens: TokenTables,
+    cache: PagedCache,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+) -> None:
+    block, kv_heads, dim = cache.keys.shape[1:]
+    heads = qkv.shape[1] // dim - 2 * kv_heads
+    for row in range(len(qkv)):
+        slot, position = int(tokens.slot[row]), int(tokens.position[row])
+        if position == NO_TOKEN:
+            continue
+        q, k, v = torch.split(qkv[row].view(-1, dim), [heads, kv_heads, kv_heads])
+        if norms is not None:
+            q, k = _normed(q, norms[0], eps), _normed(k, norms[1], eps)
+        place = int(cache.block_table[slot, position // block]), position % block
+        cache.keys[place] = _rotated(k, cos[position], sin[position])
+        cache.values[place] = v
+        qkv[row, : heads * dim] = _rotated(q, cos[position], sin[position]).reshape(-1)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    left, right = x.chunk(2, -1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+
+
+def silu_mul(gate_up: Tensor, out: Tensor) -> None:
+    gate, up = gate_up.chunk(2, -1)
+    out.copy_(torch.nn.functional.silu(gate) * up)
+
+
+def attend_decode(
+    q: Tensor,
+    cache: PagedCache,
+    tokens: TokenTables,
+    row_token: Tensor,
+    out: Tensor,
+    scratch: DecodeScratch,
+    window: int = NO_WINDOW,
+) -> None:
+    for row in row_token.tolist():
+        if row != NO_TOKEN:
+            _attend(q, cache, tokens, row, 1, out, window)
+
+
+def attend_prefill(
+    q: Tensor,
+    cache: PagedCache,
+    tokens: TokenTables,
+    tile_first: Tensor,
+    tile_tokens: Tensor,
+    out: Tensor,
+    window: int = NO_WINDOW,
+) -> None:
+    for first, count in zip(tile_first.tolist(), tile_tokens.tolist(), strict=True):
+        if count:
+            _attend(q, cache, tokens, first, count, out, window)
+
+
+def _attend(q: Tensor, cache: PagedCache, tokens: TokenTables, row: int, count: int, out: Tensor, window: int) -> None:
+    """Of `count` tokens of one request from a row on."""
+    slot, position = int(tokens.slot[row]), int(tokens.position[row])
+    block, kv_heads, dim = cache.keys.shape[1:]
+    end = position + count
+    blocks = cache.block_table[slot, : -(-end // block)].long()
+    keys, values = (part[blocks].reshape(-1, kv_heads, dim)[:end] for part in (cache.keys, cache.values))
+    queries = q[row : row + count].view(count, kv_heads, -1, dim)
+    scores = torch.einsum("thgd,shd->hgts", queries, keys) * dim**-0.5
+    at, seen = torch.arange(position, end)[:, None], torch.arange(end)[None, :]
+    scores = scores.masked_fill((seen > at) | (seen <= at - window), float("-inf"))
+    weights = scores.softmax(-1)
+    # What is masked may be no number.
+    values = torch.where((seen > at - window).any(0)[:, None, None], values, 0.0)
+    out[row : row + count] = torch.einsum("hgts,shd->thgd", weights, values).reshape(count, -1)
+
+
+def lora_shrink(x: Tensor, part: Tensor, segments: Segments, tables: SiteTables) -> None:
+    for rows, slot in _segments(segments, tables):
+        for projection in range(part.shape[2]):
+            rank = int(tables.rank[projection, slot])
+            if rank:
+                inputs = x.shape[1]
+                address, dtype = int(tables.a[projection, slot]), Dtype(int(tables.dtype[slot]))
+                a = _at(address, (rank, align_up(inputs, A_COLUMNS)), dtype)[:, :inputs]
+                part[:, rows, projection, :rank] = 0.0
+                part[0, rows, projection, :rank] = x[rows].float() @ a.T
+
+
+def lora_expand(
+    y: Tensor, part: Tensor, segments: Segments, tables: SiteTables, columns: tuple[int, ...], outputs: tuple[int, ...]
+) -> None:
+    for rows, slot in _segments(segments, tables):
+        for projection, (column, width) in enumerate(zip(columns, outputs, strict=True)):
+            rank = int(tables.rank[projection, slot])
+            if rank:
+                address, dtype = int(tables.b[projection, slot]), Dtype(int(tables.dtype[slot]))
+                panels = _at(address, (align_up(width, PANEL) // PANEL, rank, PANEL), dtype)
+                b = panels.transpose(0, 1).reshape(rank, -1)[:, :width]
+                delta = part[:, rows, projection, :rank].sum(0) @ b
+                y[rows, column : column + width] += float(tables.scale[projection, slot]) * delta
+
+
+def _segments(segments: Segments, tables: SiteTables) -> Iterator[tuple[list[int], int]]:
+    """(rows, adapter slot) of those that are computed here."""
+    parts = zip(segments.first.tolist(), segments.rows.tolist(), segments.slot.tolist(), strict=True)
+    for first, count, slot in parts:
+        if count and (tables.gate is None or int(tables.gate[slot]) == 0):
+            yield segments.order[first : first + count].tolist(), slot
+
+
+def _at(address: int, shape: tuple[int, ...], dtype: Dtype) -> Tensor:
+    """float32, of what lies at an address."""
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    memory: NDArray[np.uint8] = np.frombuffer(ctypes.string_at(address, num_bytes), np.uint8).copy()
+    return torch.from_numpy(memory).view(TORCH_DTYPES[dtype]).view(shape).float()
+
+
+def sample(logits: Tensor, outputs: Outputs, tokens: TokenTables, state: SamplerState) -> None:
+    table, vocab = state.table.numpy().view(SLOT_SAMPLING)[:, 0], logits.shape[1]
+    for row in range(len(logits)):
+        token = int(outputs.token[row])
+        if token == NO_TOKEN:
+            continue
+        slot, position = int(tokens.slot[token]), int(tokens.position[token])
+        if int(outputs.kind[row]) == SAMPLE:
+            rooms = np.zeros(vocab, np.float32), np.zeros(vocab, np.uint8)
+            history = state.history[slot].numpy().astype(np.int64)
+            state.history[slot, position + 1] = int(choose(logits[row].numpy(), position, history, table[slot], *rooms))
+        outputs.chosen[row] = state.history[slot, position + 1]
+
+
+def score(logits: Tensor, outputs: Outputs) -> None:
+    for row in range(len(logits)):
+        wanted = int(outputs.wanted[row])
+        if int(outputs.token[row]) != NO_TOKEN and wanted >= 0:
+            logprobs = logits[row].float().log_softmax(-1)
+            outputs.logprob[row] = logprobs[int(outputs.chosen[row])]
+            top = logprobs.topk(wanted)
+            outputs.top_ids[row, :wanted], outputs.top_logprobs[row, :wanted] = top.indices.int(), top.values
