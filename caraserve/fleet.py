@@ -31,6 +31,7 @@ from caraserve.endpoints import split_address
 from caraserve.errors import ConfigError
 from caraserve.fleet_adapters import FleetAdapters
 from caraserve.http.dispatch import Dispatch
+from caraserve.http.queue_moves import QueueMoves
 from caraserve.http.relay import Relays
 from caraserve.loop import Engine
 from caraserve.metrics import Metrics
@@ -107,7 +108,8 @@ def make_dispatch(node: Node, engine: Engine, cluster: ClusterConfig, admission:
     routing = cluster.routing or "auto"
     forwarding = Forwarding(node, routing, slo, engine.catalog.find, lambda: engine.draining, rng=Random())
     relays = Relays(lambda: node.name, lambda: node.keys, admission.dialling)
-    return Dispatch(forwarding, relays, Gate(lambda: node.name, lambda: node.keys))
+    gate = Gate(lambda: node.name, lambda: node.keys)
+    return Dispatch(forwarding, relays, gate, QueueMoves(engine, forwarding))
 
 
 async def join(
@@ -148,8 +150,11 @@ async def join(
     adapters.join(stack, publisher, engine, metrics)
     metrics.show(forwarding.tallies.families)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, node.reread_secrets)
-    task = asyncio.create_task(publisher.run(), name="cluster publisher")
-    stack.push_async_callback(_end, task)
+    works = {"publisher": publisher.run()}
+    if cluster.routing == "dlora":
+        works["queue moves"] = dispatch.moves.run()
+    for name, work in works.items():
+        stack.push_async_callback(_end, asyncio.create_task(work, name=f"cluster {name}"))
     return publisher
 
 

@@ -124,6 +124,10 @@ class Engine:
         """The state that metrics and the page show."""
         return EngineSnapshot.of(self._line, self.catalog.residency, draining=self.draining)
 
+    def waiting(self) -> set[str]:
+        """Ids of the requests that have not begun."""
+        return {opened.request.asked.request_id for opened in self._line.waiting}
+
     def workload(self, response_tokens: float) -> Workload:
         """What there is to do, for those who predict it."""
         return Workload.of(self._line, self.catalog, self._limits, self._config.max_queue, response_tokens)

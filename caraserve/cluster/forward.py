@@ -11,7 +11,7 @@ request that was forwarded already never gets here: `refusal` says whether this 
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from random import Random
@@ -225,6 +225,15 @@ class Forwarding:
         fleet = self._views.fleet(arrival.adapter, digest, holders_only=self.exchange is None)
         return propose(self._policy, arrival, fleet, self._rng)
 
+    def outstanding(self, adapters: Iterable[str | None]) -> tuple[dict[str, float], dict[str | None, set[str]]]:
+        """Tokens that every able instance still has to do, about; and who of them has which of these adapters."""
+        able = self._views.fleet(None, "", holders_only=False).able
+        mean = self._lengths.expected(None)
+        tokens = {one.name: one.backlog.queued_tokens + one.backlog.requests * mean for one in able}
+        tokens.setdefault(self.name, 0.0)
+        tiers = {adapter: self._views.tiers(self._digest(adapter)) for adapter in adapters if adapter is not None}
+        return tokens, {adapter: set(held) & tokens.keys() for adapter, held in tiers.items()}
+
     def shun(self, name: str) -> None:
         """Nothing comes from there just now."""
         self._views.shun(name)
@@ -287,6 +296,9 @@ class Trip:
         """It was not answered there: refused, or (None) nobody knows why."""
         assert self._target is not None
         self._attempts.append((self._target, refusal))
+        if refusal is not None and refusal.reason == "stale-epoch":  # it waited there for a while, in vain
+            self._been_here = False
+            self._order = self._forwarding.propose(self._arrival).order
 
     def _next_target(self) -> Target | None:
         elapsed_ms = 1000 * (self._forwarding.now() - self._began_s)

@@ -13,6 +13,7 @@ class Tallies:
     """Counts of one instance. Instances' names are labels: there are at most 64, and those that were."""
 
     received: int = 0  # from other instances, and answered here
+    moved: int = 0  # waiting requests that we handed back, for others to answer
     retried: int = 0  # attempts after the first
     refused: dict[str, int] = field(default_factory=dict)  # by us, by reason
     forwarded: dict[str, int] = field(default_factory=dict)  # by instance, and answered there
@@ -41,6 +42,8 @@ class Tallies:
         yield counter("refused_requests", "Requests of other instances that went back.", "reason", self.refused)
         text = "Requests of other instances that were answered here."
         yield family("caraserve:received_requests_total", "counter", text, [(labels, self.received)])
+        text = "Waiting requests that went to another instance."
+        yield family("caraserve:moved_requests_total", "counter", text, [(labels, self.moved)])
         text = "Attempts to have a request answered, after its first."
         yield family("caraserve:retried_requests_total", "counter", text, [(labels, self.retried)])
         text = "Time that choosing an instance took, without questions to others."

@@ -24,12 +24,14 @@ from caraserve.http.engine_api import EngineApi, Find, find_adapter
 from caraserve.http.fields import Fields, parse_object
 from caraserve.http.generation import Job, respond
 from caraserve.http.messages import error_response, log_unknown, read_body
+from caraserve.http.queue_moves import QueueMoves
 from caraserve.http.relay import Parcel, RefusedError, Relays, UnreachedError, body_digest
 from caraserve.request import Finish
 
 log = logging.getLogger("caraserve.http")
 
 _RETRY_S = 1.0
+_MOVED = Refusal("stale-epoch", Estimate(inf, inf))
 
 Parse = Callable[[Fields, EngineApi, Find], Awaitable[Job]]
 
@@ -41,6 +43,7 @@ class Dispatch:
     forwarding: Forwarding
     relays: Relays
     gate: Gate
+    moves: QueueMoves
 
 
 async def answer(request: web.Request, parse: Parse) -> web.StreamResponse:
@@ -71,14 +74,19 @@ async def answer_forwarded(request: web.Request, parse: Parse) -> web.StreamResp
     job = await _parsed(request, values, parse, lambda model: hop.adapter)
     journey = _Journey(request, dispatch, job, hop=1)
     refusal = dispatch.forwarding.refusal(journey.arrival, insists=hop.insists, digest=hop.digest)
-    if refusal is not None:
-        count(dispatch.forwarding.tallies.refused, refusal.reason)
-        error = Overloaded(f"this instance does not take the request now: {refusal.reason}", retry_after_s=_RETRY_S)
-        response = error_response(error)
-        response.headers[REFUSED] = refusal_text(refusal)
-        return response
-    dispatch.forwarding.tallies.received += 1
-    return await journey.here()
+    if refusal is None:
+        try:
+            response = await journey.here()
+        except _MovedError:
+            refusal = _MOVED
+        else:
+            dispatch.forwarding.tallies.received += 1
+            return response
+    count(dispatch.forwarding.tallies.refused, refusal.reason)
+    error = Overloaded(f"this instance does not take the request now: {refusal.reason}", retry_after_s=_RETRY_S)
+    refused = error_response(error)
+    refused.headers[REFUSED] = refusal_text(refusal)
+    return refused
 
 
 async def _parsed(request: web.Request, values: dict[str, Any], parse: Parse, find: Find) -> Job:
@@ -92,12 +100,16 @@ def _named(adapter: Any) -> str | None:
     return None if adapter is None else str(adapter.name)
 
 
+class _MovedError(Exception):
+    """The request waited here, and is to be answered elsewhere."""
+
+
 class _Journey:
     """One request that this instance or another one answers."""
 
     def __init__(self, request: web.Request, dispatch: Dispatch, job: Job, hop: int = 0) -> None:
         self._request, self._job = request, job
-        self._forwarding, self._relays = dispatch.forwarding, dispatch.relays
+        self._forwarding, self._relays, self._moves = dispatch.forwarding, dispatch.relays, dispatch.moves
         self._adapter = job.requests[0].adapter
         # Of a body with several prompts or answers the largest stands for all: it decides where they fit.
         prompt_tokens = max(len(one.prompt_ids) for one in job.requests)
@@ -116,6 +128,8 @@ class _Journey:
             except (Overloaded, Draining, Unreachable) as error:
                 words = error_response(error)
                 trip.failed(Refusal("full" if isinstance(error, Overloaded) else "draining", Estimate(inf, inf)))
+            except _MovedError:
+                trip.failed(_MOVED)
             except RefusedError as refused:
                 words = refused.response
                 trip.failed(refused.refusal)
@@ -126,7 +140,7 @@ class _Journey:
         raise Unreachable("No instance that has the adapter can be reached now.", retry_after_s=_RETRY_S)
 
     async def here(self) -> web.StreamResponse:
-        """Answers. Raises CaraServeError when nothing has been sent yet."""
+        """Answers. Raises CaraServeError or _MovedError when nothing has been sent yet."""
         await self._forwarding.obtain(self._adapter)
         predicted_ms = self._began(self._forwarding.name)
 
@@ -135,7 +149,13 @@ class _Journey:
                 self._forwarding.answered(self._adapter, finish.completion_tokens)
             self._observe(self._forwarding.name, predicted_ms, finishes[0].phases.e2e_ms, finishes[0].completion_tokens)
 
-        return await respond(self._request, self._job, told)
+        with self._moves.answering(self._job, self.arrival) as here:
+            try:
+                return await respond(self._request, self._job, told, here.running)
+            except Draining:
+                if here.moved:
+                    raise _MovedError from None
+                raise
 
     async def _there(self, peer: Peer, trip: Trip, body: bytes, seed: int | None) -> web.StreamResponse:
         """Has another instance answer. Raises RefusedError or UnreachedError when nothing has been sent yet."""

@@ -1,6 +1,6 @@
 """What the HTTP layer needs of the engine, as protocols: `loop.Engine` satisfies them, and so does the tests' fake."""
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -98,6 +98,9 @@ class EngineApi(Protocol):
         """Returns when no request uses the adapter any more. Raises NotFound."""
 
     def snapshot(self) -> SnapshotView: ...
+
+    def waiting(self) -> Set[str]:
+        """Ids of the requests that have not begun."""
 
 
 class ClusterApi(Protocol):

@@ -64,6 +64,19 @@ class Job:
     first_head: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(slots=True, eq=False)
+class Running:
+    """A job under way, for whoever may want to end it early."""
+
+    streams: Sequence[StreamApi] = ()
+    out: EventStream | None = None
+
+    @property
+    def touched(self) -> bool:
+        """Whether the client may have been sent something."""
+        return self.out is not None and self.out.started
+
+
 def parse_delivery(fields: Fields) -> Delivery:
     """Raises InvalidRequest naming the field."""
     stream = fields.boolean("stream", False)
@@ -76,14 +89,18 @@ def parse_delivery(fields: Fields) -> Delivery:
 
 
 async def respond(
-    request: web.Request, job: Job, told: Callable[[Sequence[Finish]], None] = lambda finishes: None
+    request: web.Request,
+    job: Job,
+    told: Callable[[Sequence[Finish]], None] = lambda finishes: None,
+    running: Running | None = None,
 ) -> web.StreamResponse:
     """Runs the job. `told`: how its requests ended, if they all ended well. Raises CaraServeError when nothing has been
     sent yet."""
-    streams = _submit(request.app[CONTEXT].engine, job.requests)
+    running = running or Running()
+    running.streams = streams = _submit(request.app[CONTEXT].engine, job.requests)
     try:
         if job.delivery.stream:
-            return await _stream(request, job, streams, told)
+            return await _stream(request, job, running, told)
         return await _gather(job, streams, told)
     finally:
         for stream in streams:
@@ -132,14 +149,15 @@ async def _collect(stream: StreamApi) -> TokenDelta:
 
 
 async def _stream(
-    request: web.Request, job: Job, streams: Sequence[StreamApi], told: Callable[[Sequence[Finish]], None]
+    request: web.Request, job: Job, running: Running, told: Callable[[Sequence[Finish]], None]
 ) -> web.StreamResponse:
     frame = ChunkFrame(job.chunk_head, job.first_head, usage_null=job.delivery.include_usage)
     async with EventStream(request, request.app[CONTEXT].timings) as out:
+        running.out = out
         try:
             pumps = [
                 _pump(out, frame, choice, stream, asked if job.delivery.continuous_usage else None)
-                for choice, stream, asked in zip(job.choices, streams, job.requests, strict=True)
+                for choice, stream, asked in zip(job.choices, running.streams, job.requests, strict=True)
             ]
             finishes = await _together(pumps)
             told(finishes)

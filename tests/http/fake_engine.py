@@ -203,5 +203,8 @@ class FakeEngine:
     async def unload_adapter(self, name: str) -> None:
         del self.loaded[self.adapter(name).name]
 
+    def waiting(self) -> set[str]:
+        return {stream.request.request_id for stream in self.streams if not stream.taken}
+
     def snapshot(self) -> FakeSnapshot:
         return self.shown

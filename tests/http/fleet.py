@@ -24,6 +24,7 @@ from caraserve.http import chat, openai
 from caraserve.http.app import make_app, start_http
 from caraserve.http.context import HttpTimings
 from caraserve.http.dispatch import Dispatch
+from caraserve.http.queue_moves import QueueMoves
 from caraserve.http.relay import Relays
 from tests.http.fake_engine import FakeEngine
 from tests.http.serving import Client, http_config, new_metrics
@@ -148,7 +149,8 @@ class Fleet:
         relays = CountingRelays(lambda: name, lambda: KEYS, None)
         relays.carried = []
         self._stack.push_async_callback(relays.close)
-        dispatch = Dispatch(forwarding, relays, Gate(lambda: name, lambda: KEYS))
+        gate = Gate(lambda: name, lambda: KEYS)
+        dispatch = Dispatch(forwarding, relays, gate, QueueMoves(engine, forwarding))
         config = http_config(**settings)
         app = make_app(
             *(engine, config, new_metrics()),
