@@ -33,12 +33,18 @@ log = logging.getLogger(__name__)
 PATH = "/cluster/placement"
 PLAN, ROOM = ":plan", ":room"  # keys on an instance's own shelf: (epoch, digest); bytes of adapters that it stores
 
-_TURN_S = 1.0
-_SETTLE_S = 3.0  # after joining, for the others to be known
-_SILENCE_S = 10.0  # of the one whose turn it is; then it is the next one's
 _MAKING_S = 120.0
 _MAX_DEMAND_BYTES = 8 << 20
 _RUNNING = 64  # requests that an instance serves at once, where it is asked how much it can do
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How often, and how long for whom."""
+
+    look_s: float = 1.0
+    settle_s: float = 3.0  # after joining, for the others to be known
+    silence_s: float = 10.0  # of the one whose turn it is; then it is the next one's
 
 
 @dataclass(slots=True)
@@ -61,6 +67,7 @@ class Planner:
         slo_ms: float,
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
+        pace: Pace | None = None,
     ) -> None:
         """`room_bytes`: of adapters that this instance stores. `slo_ms`: time per token that is promised."""
         self.demand = Demand()
@@ -69,7 +76,7 @@ class Planner:
         self.made = self.failed = 0
         self._node, self._transfers = node, transfers
         self._routing, self._room_bytes, self._slo_ms = routing, room_bytes, slo_ms
-        self._now, self._wall = now, wall
+        self._now, self._wall, self._pace = now, wall, pace or Pace()
         self._body = b""  # the plan, encoded
         self._adopted_s = 0.0
 
@@ -82,13 +89,13 @@ class Planner:
         self._node.core.hold(ROOM, (self._room_bytes,), self._now())
         joined_s = self._wall()
         while True:
-            await asyncio.sleep(_TURN_S)
+            await asyncio.sleep(self._pace.look_s)
             await self._adopt_published()
             epoch = int(self._wall() / STEP_S)
             if self.plan is not None and self.plan.epoch >= epoch:
                 continue
-            waited_s = self._wall() - max(epoch * STEP_S, joined_s + _SETTLE_S)
-            if waited_s >= _SILENCE_S * self._turn(epoch):
+            waited_s = self._wall() - max(epoch * STEP_S, joined_s + self._pace.settle_s)
+            if waited_s >= self._pace.silence_s * self._turn(epoch):
                 await self._make(epoch)
 
     # --- making ---

@@ -29,7 +29,7 @@ from caraserve.cluster.facts import Adapter
 from caraserve.cluster.lending import Lending
 from caraserve.cluster.node import Body, Node
 from caraserve.cluster.publisher import Publisher
-from caraserve.cluster.stored import Stored
+from caraserve.cluster.stored import Stored, size_of
 from caraserve.cluster.transfers import Transfers
 from caraserve.errors import AdapterRejected, CaraServeError, Forbidden, NotFound
 from caraserve.exposition import family
@@ -263,10 +263,11 @@ class Pool:
         """Writes what has been fetched to our disk; then we hold it, and say so."""
         try:
             async with self.lending.image_of(digest) as image:
-                if not await self._make_room(image.spec.num_bytes):
+                size = size_of(image)
+                if not await self._make_room(size):
                     self.unkept += 1
                     return
-                size = await self._on_thread(self._disk, self._stored.write, image)
+                await self._on_thread(self._disk, self._stored.write, image)
         except CaraServeError:
             return  # nobody wants it any more
         except OSError as error:

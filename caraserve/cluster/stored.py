@@ -80,15 +80,14 @@ class Stored:
 
     # --- on another thread ---
 
-    def write(self, image: HostAdapter) -> int:
-        """Writes a file and returns its size. Raises OSError, and then there is none."""
-        manifest = manifest_of(image.spec)
-        head = _HEAD.pack(_MAGIC, len(manifest)) + manifest
+    def write(self, image: HostAdapter) -> None:
+        """Writes a file. Raises OSError, and then there is none."""
+        head = _head(image)
         path = self._path(image.spec.digest)
         unfinished = path.with_name(path.name + _UNFINISHED)
         try:
             with unfinished.open("wb") as file:
-                file.write(head.ljust(align_up(len(head), _PAGE), b"\0"))
+                file.write(head)
                 file.write(image.data.data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -96,7 +95,6 @@ class Stored:
         except OSError:
             unfinished.unlink(missing_ok=True)
             raise
-        return path.stat().st_size
 
     def read(self, digest: str, into: NDArray[np.uint8]) -> HostAdapter:
         """Reads and checks an image. Raises AdapterRejected when the file is not what it should be."""
@@ -139,3 +137,14 @@ class Stored:
                 status = path.stat()
                 found.append((status.st_atime, path.name, status.st_size))
         return [(name, size) for _, name, size in sorted(found)]
+
+
+def size_of(image: HostAdapter) -> int:
+    """Bytes of the file that an image takes."""
+    return len(_head(image)) + image.spec.num_bytes
+
+
+def _head(image: HostAdapter) -> bytes:
+    manifest = manifest_of(image.spec)
+    size = _HEAD.size + len(manifest)
+    return (_HEAD.pack(_MAGIC, len(manifest)) + manifest).ljust(align_up(size, _PAGE), b"\0")

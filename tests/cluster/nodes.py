@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -114,6 +114,7 @@ class Instances:
         tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None,
         called: str | None = None,
         prepare: Callable[[Node], None] = lambda node: None,
+        routes: Callable[[Node], Sequence[web.RouteDef]] = lambda node: (),
     ) -> Instance:
         """Joins the first one started, unless told whom. `tls`: for listening and for dialling."""
         names = NamesFile(self._folder / f"{name}.db")
@@ -124,7 +125,7 @@ class Instances:
         node.load_now = lambda lag_s: LOAD
         prepare(node)
         app = web.Application()
-        add_peer_routes(app, node)
+        add_peer_routes(app, node, routes(node))
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls[0] if tls else None).start()

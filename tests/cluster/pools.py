@@ -1,0 +1,180 @@
+"""Instances in one process that share adapters: real sockets, folders, host tiers and catalogs; no device, no model."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from caraserve.adapters.catalog import AdapterReader, Catalog, CatalogRules
+from caraserve.adapters.loading import Loading
+from caraserve.adapters.registry import Registry
+from caraserve.adapters.residency import Residency
+from caraserve.adapters.version import Tier
+from caraserve.cluster.cost import Links
+from caraserve.cluster.node import Node
+from caraserve.cluster.pool import Pool
+from caraserve.cluster.publisher import Publisher
+from caraserve.cluster.stored import Stored
+from caraserve.cluster.transfers import Transfers
+from caraserve.cpu.arena import Arena
+from caraserve.kv.room import Room
+from caraserve.model.backend import Limits
+from caraserve.model.layout import HostAdapter, aligned_bytes
+from tests.cluster.nodes import KEYS, Instance, Instances, instances, until
+from tests.fake_backend import FakeBackend
+from tests.unit.folders import SPEC, tensors_for, write_adapter
+
+_LIMITS = Limits(num_blocks=1, block_tokens=16, num_slots=1, adapter_slots=9, max_step_tokens=1, max_context=1)
+_MIB = 1 << 20
+
+
+def write_folder(folder: Path, seed: int) -> Path:
+    """A small adapter; another one for each seed."""
+    tensors = tensors_for()
+    first = next(iter(tensors))
+    tensors[first] = tensors[first] + np.float32(seed)
+    return write_adapter(folder, tensors=tensors)
+
+
+@dataclass
+class _Engine:
+    """What a publisher is told of: an engine without work."""
+
+    catalog: Catalog
+    draining: bool = False
+
+    async def unload_adapter(self, name: str) -> None:
+        await self.catalog.unload(name)
+
+
+@dataclass
+class Member:
+    """One instance."""
+
+    folder: Path
+    host_bytes: int = _MIB
+    most_bytes: int = _MIB  # of others' adapters on its disk
+    instance: Instance = field(init=False)
+    catalog: Catalog = field(init=False)
+    residency: Residency = field(init=False)
+    pool: Pool = field(init=False)
+    publisher: Publisher = field(init=False)
+    stored: Stored = field(init=False)
+    _reader: AdapterReader = field(init=False)
+    _transfers: Transfers = field(init=False)
+    _tasks: list["asyncio.Task[None]"] = field(default_factory=list)
+
+    def make(self, node: Node) -> None:
+        loop = asyncio.get_running_loop()
+        self._reader = AdapterReader(SPEC, lambda call: loop.call_soon_threadsafe(call) and None)
+        room, arena = Room(_LIMITS, _MIB), Arena(aligned_bytes(self.host_bytes))
+        loading = Loading("overlapped", SPEC.layers, 1e9, None)
+        self.residency = Residency(
+            *(FakeBackend(_LIMITS), room, arena, self._reader.read),
+            *(lambda call: loop.call_soon(call) and None, loop.time, loading),
+        )
+        rules = CatalogRules("base", None, room.most_adapter_bytes, arena.num_bytes, keep_on_device=False)
+        self.catalog = Catalog(SPEC, Registry(None), self.residency, self._reader, rules)
+        self.stored = Stored(self.folder, SPEC)
+        self._transfers = Transfers(lambda: KEYS, None)
+        self.pool = Pool(node, self.catalog, self._reader, self.stored, self._transfers, SPEC, self.most_bytes)
+        self.publisher = Publisher(node, _Engine(self.catalog), lambda: (0, 0), None, Links())  # type: ignore[arg-type]
+        node.on_names, node.on_question = self.publisher.take_names, self.pool.answer
+        self.publisher.on_wanted = self.pool.adopt
+
+    def begin(self, instance: Instance) -> None:
+        self.instance = instance
+        self.publisher.announce()
+        self.pool.begin(self.publisher)
+        self.catalog.on_change = self.pool.changed
+        self._tasks.append(asyncio.create_task(self.pool.run()))
+
+    @property
+    def node(self) -> Node:
+        return self.instance.node
+
+    async def want(self, name: str) -> HostAdapter:
+        """As a request does: waits for an adapter in the host tier. Raises what kept it away."""
+        version = self.catalog.pin(name)
+        try:
+            if version.tier is Tier.FAILED:
+                version.to(Tier.DISK)
+            self.residency.prefetch(version)
+            while version.tier is Tier.READING:
+                await self.residency.next_change()
+            if version.error is not None:
+                raise version.error
+            image = self.residency.image(version.digest)
+            assert image is not None, "it was not even read"
+            return image
+        finally:
+            self.residency.unpin(version)
+
+    def evict(self, name: str) -> None:
+        """Its image leaves the host tier."""
+        self.residency._evict_from_host(self.catalog.get(name).digest)
+
+    def knows(self, *names: str) -> bool:
+        return all(self.catalog.find(name) is not None for name in names)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.pool.close()
+        await self._transfers.close()
+        self._reader.close()
+        self.residency.check()
+
+
+class Pools:
+    """Those of one test."""
+
+    def __init__(self, group: Instances, folder: Path) -> None:
+        self._group, self._folder = group, folder
+        self.members: dict[str, Member] = {}
+
+    async def start(self, name: str, **sizes: int) -> Member:
+        folder = self._folder / f"{name}.adapters"
+        member = self.members[name] = Member(folder, **sizes)
+
+        def prepare(node: Node) -> None:
+            member.make(node)
+
+        instance = await self._group.start(name, prepare=prepare, routes=lambda node: member.pool.lending.routes())
+        member.begin(instance)
+        await until(self._group.agree, 4)
+        return member
+
+    async def load(self, member: Member, name: str, seed: int) -> str:
+        """An adapter from a folder of that member's; its digest. All others know it."""
+        path = write_folder(self._folder / f"folders {name} {seed}", seed)
+        info = await member.catalog.load(name, str(path), inplace=True)
+        await until(lambda: all(_means(one, name, info.digest) for one in self.members.values()), 3)
+        await until(lambda: all(one.node.holders(info.digest) for one in self.members.values()), 3)
+        return info.digest
+
+    async def stop(self, name: str) -> None:
+        member = self.members.pop(name)
+        await self._group.stop(name)
+        await member.close()
+
+
+def _means(member: Member, name: str, digest: str) -> bool:
+    info = member.catalog.find(name)
+    return info is not None and info.digest == digest
+
+
+@contextlib.asynccontextmanager
+async def pools(folder: Path) -> AsyncIterator[Pools]:
+    """Nobody yet; whoever is started inside is stopped at the end."""
+    async with instances(folder) as group:
+        started = Pools(group, folder)
+        try:
+            yield started
+        finally:
+            for name in list(started.members):
+                await started.stop(name)

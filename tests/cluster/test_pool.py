@@ -1,0 +1,242 @@
+"""Adapters of the fleet on its instances: fetched, kept, promised, let go; never lost while anybody means them."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from caraserve.cluster.cost import Tier
+from caraserve.cluster.facts import Adapter
+from caraserve.cluster.pool import HOLD
+from caraserve.cluster.seal import Keyring
+from caraserve.cluster.stored import size_of
+from caraserve.cluster.transfers import Transfers, Trouble
+from caraserve.errors import Unreachable
+from tests.cluster.nodes import KEYS, until
+from tests.cluster.pools import pools
+
+
+async def test_what_one_loaded_another_fetches_and_then_holds_too(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        digest = await fleet.load(a, "poet", 1)
+        assert b.pool.find("poet") is None
+        image = await b.want("poet")
+        assert np.array_equal(image.data, (await a.want("poet")).data)
+        assert image.spec.digest == digest
+        await until(lambda: set(a.node.holders(digest)) == {"a", "b"}, 3)
+        assert b.pool.find("poet") is not None
+        assert b.stored.digests() == [digest]
+
+
+async def test_the_second_read_is_from_the_own_disk_also_after_a_restart(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        digest = await fleet.load(a, "poet", 1)
+        await b.want("poet")
+        await until(lambda: digest in b.stored, 3)
+        await fleet.stop("a")
+        b.evict("poet")
+        await b.want("poet")
+        await fleet.stop("b")
+        b = await fleet.start("b")
+        await b.want("poet")
+        assert b.pool.exchange.counts.fetched == 0
+        assert b.node.holders(digest) == {"b": Tier.DISK}
+
+
+async def test_a_kept_file_that_has_changed_is_fetched_again(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        digest = await fleet.load(a, "poet", 1)
+        right = (await b.want("poet")).data.copy()
+        await until(lambda: digest in b.stored, 3)
+        path = b.folder / digest
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        b.evict("poet")
+        assert np.array_equal((await b.want("poet")).data, right)
+        assert b.pool.exchange.counts.fetched == 2
+        await until(lambda: digest in b.stored and path.read_bytes()[-1:] == bytes([content[-1] ^ 1]), 3)
+
+
+async def test_the_third_gets_it_from_the_second_when_the_first_is_gone(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b, c = [await fleet.start(name) for name in "abc"]
+        digest = await fleet.load(a, "poet", 1)
+        await b.want("poet")
+        await until(lambda: "b" in c.node.holders(digest), 3)
+        await fleet.stop("a")
+        b.evict("poet")  # it reads it from its disk for others, and its host tier stays as it is
+        await c.want("poet")
+        assert b.residency.image(digest) is None
+
+
+async def test_when_all_who_had_it_are_gone_that_is_said_and_others_are_served(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        digest = await fleet.load(a, "poet", 1)
+        await fleet.load(a, "chef", 2)
+        await b.want("chef")
+        await fleet.stop("a")
+        await until(lambda: not b.node.holders(digest), 3)
+        with pytest.raises(Unreachable, match="no instance that has it is there"):
+            await b.want("poet")
+        await b.want("chef")
+
+
+async def test_a_name_that_gets_another_meaning_gets_it_everywhere(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        old = await fleet.load(a, "poet", 1)
+        await b.want("poet")
+        await until(lambda: old in b.stored, 3)
+        new = await fleet.load(a, "poet", 2)
+        assert (await b.want("poet")).spec.digest == new
+        await until(lambda: old not in b.stored and not (b.folder / old).exists(), 5)
+        assert set(b.node.holders(old)) <= {"a"}
+
+
+async def test_what_was_removed_is_deleted_and_only_that(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        digests = {name: await fleet.load(a, name, seed) for seed, name in enumerate(("poet", "chef"))}
+        for name in digests:
+            await b.want(name)
+        await until(lambda: set(b.stored.digests()) == set(digests.values()), 3)
+        b.node.remove("poet")
+        await b.catalog.unload("poet")
+        await until(lambda: b.stored.digests() == [digests["chef"]] and not a.knows("poet"), 5)
+        await until(lambda: [path.name for path in b.folder.iterdir()] == [digests["chef"]], 3)
+
+
+# --- the last copy ---
+
+
+async def test_a_copy_goes_only_against_anothers_promise(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b, c = [await fleet.start(name) for name in "abc"]
+        digest = await fleet.load(a, "poet", 1)
+        await b.want("poet")
+        await c.want("poet")
+        await until(lambda: set(a.node.holders(digest)) == set("abc"), 3)
+        assert await b.pool.let_go(digest)
+        assert digest not in b.stored
+        await until(lambda: set(a.node.holders(digest)) == set("ac"), 3)
+        await fleet.stop("a")
+        await until(lambda: set(c.node.holders(digest)) == {"c"}, 3)
+        assert not await c.pool.let_go(digest)
+        assert digest in c.stored
+
+
+async def test_two_that_would_both_delete_keep_one_at_least(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b, c = [await fleet.start(name) for name in "abc"]
+        digest = await fleet.load(a, "poet", 1)
+        await b.want("poet")
+        await c.want("poet")
+        await until(lambda: set(a.node.holders(digest)) == set("abc"), 3)
+        await fleet.stop("a")
+        await until(lambda: set(b.node.holders(digest)) == set(c.node.holders(digest)) == set("bc"), 3)
+        await asyncio.gather(b.pool.let_go(digest), c.pool.let_go(digest))
+        assert digest in b.stored or digest in c.stored
+
+
+async def test_after_a_restart_what_was_promised_is_still_kept(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        digest = await fleet.load(a, "poet", 1)
+        await b.want("poet")
+        await until(lambda: digest in b.stored, 3)
+        assert b.pool.answer("a", (HOLD, digest, 30.0)) == (1,)
+        await fleet.stop("b")
+        b = await fleet.start("b")
+        await until(lambda: "a" in b.node.holders(digest), 3)
+        assert not await b.pool.let_go(digest)
+
+
+@pytest.mark.parametrize(
+    "body", [(HOLD,), (HOLD, "d"), (HOLD, 1, 2), (HOLD, "d", "x"), (HOLD, "d", -1.0), (HOLD, "?", 5.0)]
+)
+async def test_nothing_is_promised_that_is_not_held(tmp_path: Path, body: tuple[str | int | float, ...]) -> None:
+    async with pools(tmp_path) as fleet:
+        a = await fleet.start("a")
+        assert a.pool.answer("b", body) == (0,)
+
+
+async def test_a_full_disk_lets_the_least_recently_used_go_if_others_keep_it(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a = await fleet.start("a")
+        first = await fleet.load(a, "first", 1)
+        size = size_of(await a.want("first"))
+        b = await fleet.start("b", most_bytes=2 * size)
+        others = [await fleet.load(a, name, seed) for seed, name in ((2, "second"), (3, "third"))]
+        for name in ("first", "second", "third"):
+            await b.want(name)
+            digest = b.catalog.get(name).digest
+            await until(lambda digest=digest: digest in b.stored, 3)
+        assert b.stored.digests() == others
+        await until(lambda: sum(path.stat().st_size for path in b.folder.iterdir()) == 2 * size, 3)
+        await until(lambda: set(a.node.holders(first)) == {"a"}, 3)
+
+
+async def test_what_finds_no_room_on_disk_is_served_and_not_held(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b", most_bytes=1)
+        digest = await fleet.load(a, "poet", 1)
+        await b.want("poet")
+        await until(lambda: b.pool.unkept == 1, 3)
+        assert set(b.node.holders(digest)) == {"a"}
+        assert b.pool.answer("a", (HOLD, digest, 5.0)) == (0,)
+
+
+# --- what others say ---
+
+
+@pytest.mark.parametrize("digest", ["../../etc/passwd", "", "A" * 64, "0" * 63])
+async def test_a_digest_that_is_none_is_neither_adopted_nor_a_path(tmp_path: Path, digest: str) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        a.node.register(Adapter("odd", digest or "x", 8, 10))
+        await until(lambda: b.node.adapter("odd") is not None, 3)
+        assert not b.knows("odd")
+
+
+async def test_only_who_signs_gets_bytes_and_only_those_that_are_there(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a = await fleet.start("a")
+        digest = await fleet.load(a, "poet", 1)
+        image = await a.want("poet")
+        ends, hashes, into = [image.spec.num_bytes], list(image.spec.chunks), bytearray(image.spec.num_bytes)
+        where, wires = a.instance.address, [Transfers(lambda: KEYS, None)]
+        ours = wires[0]
+        wires.append(stranger := Transfers(lambda: Keyring((b"some other secret of somebody",)), None))
+        try:
+            assert await ours.chunks(where, digest, 0, ends, hashes, memoryview(into)) == (1, None)
+            assert into == image.data.tobytes()
+            assert await ours.chunks(where, digest, 0, ends, [b"?" * 32], memoryview(into)) == (0, Trouble.CORRUPT)
+            beyond = [image.spec.num_bytes + 1]
+            assert await ours.chunks(where, digest, 0, beyond, hashes, memoryview(into)) == (0, Trouble.FAILED)
+            assert await ours.manifest(where, "0" * 64) is Trouble.ABSENT
+            assert await ours.manifest("127.0.0.1:1", digest) is Trouble.FAILED
+            assert await stranger.manifest(where, digest) is Trouble.FAILED
+            assert await stranger.chunks(where, digest, 0, ends, hashes, memoryview(into)) == (0, Trouble.FAILED)
+        finally:
+            for wire in wires:
+                await wire.close()
+
+
+async def test_files_that_were_not_finished_and_files_of_others_are_no_adapters(tmp_path: Path) -> None:
+    folder = tmp_path / "a.adapters"
+    folder.mkdir()
+    unfinished, foreign, link = folder / f"{'a' * 64}.part", folder / "notes.txt", folder / ("b" * 64)
+    unfinished.write_bytes(b"half")
+    foreign.write_bytes(b"mine")
+    link.symlink_to("/etc/passwd")
+    async with pools(tmp_path) as fleet:
+        a = await fleet.start("a")
+        assert a.stored.digests() == []
+    assert not unfinished.exists()
+    assert foreign.read_bytes() == b"mine"
