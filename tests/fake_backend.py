@@ -204,6 +204,9 @@ class FakeBackend:
         self.lane.append(bind)
         self.copies.append(lambda copied: self.lane.append(lambda: end(copied)))
 
+    def device_bytes(self, spec: AdapterSpec) -> int:
+        return spec.num_bytes
+
     def unload_adapter(self, slot: int) -> None:
         del self.images[slot]
 

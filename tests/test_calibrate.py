@@ -17,7 +17,7 @@ from caraserve.cli import main
 from caraserve.errors import BackendFailed, ConfigError
 from caraserve.lora_rate import LayerLora
 from caraserve.model.backend import Limits
-from caraserve.model.layout import A_COLUMNS, PANEL, Dtype, HostAdapter, aligned_bytes
+from caraserve.model.layout import A_COLUMNS, PANEL, AdapterSpec, Dtype, HostAdapter, aligned_bytes
 from caraserve.model.spec import SITES, ModelSpec, load_spec, parse_spec
 from caraserve.plan import BASE_ADAPTER_SLOT, Plan, Row, StepResult
 from caraserve.probes import adapter_spec, random_adapter
@@ -100,6 +100,9 @@ class ExactBackend:
         self.ranks = self.ranks | {slot: adapter.spec.rank}
         self.most_ranks = max(self.most_ranks, self.ranks, key=len)
         done(None)
+
+    def device_bytes(self, spec: AdapterSpec) -> int:
+        return spec.num_bytes
 
     def unload_adapter(self, slot: int) -> None:
         self.ranks = {bound: rank for bound, rank in self.ranks.items() if bound != slot}

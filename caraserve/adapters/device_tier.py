@@ -3,9 +3,10 @@
 
 from collections.abc import Callable
 
-from caraserve.adapters.version import Tier, Version
+from caraserve.adapters.version import Tier, Version, too_large
 from caraserve.kv.room import Room
 from caraserve.model.backend import Backend
+from caraserve.model.layout import AdapterSpec
 from caraserve.plan import BASE_ADAPTER_SLOT
 
 
@@ -26,6 +27,13 @@ class DeviceTier:
     def is_arriving(self, beside: Version) -> bool:
         """Whether a version other than `beside` is being copied."""
         return any(other.tier is Tier.COPYING and other is not beside for other in self._versions.values())
+
+    def measure(self, spec: AdapterSpec) -> int:
+        """Bytes that an adapter will take. Raises AdapterRejected for one that can never be there."""
+        num_bytes = self._backend.device_bytes(spec)
+        if num_bytes > self._room.most_adapter_bytes:
+            raise too_large(num_bytes, self._room.most_adapter_bytes, "--lora-pool-bytes")
+        return num_bytes
 
     def make_room(self, num_bytes: int, evict: Callable[[Version], None]) -> bool:
         """Room and a slot for an adapter: idle ones give way, all or nothing."""

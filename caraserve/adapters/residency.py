@@ -16,7 +16,7 @@ from caraserve.adapters.arrivals import Arrivals
 from caraserve.adapters.device_tier import DeviceTier
 from caraserve.adapters.host_tier import HostTier
 from caraserve.adapters.loading import Loading
-from caraserve.adapters.version import Counters, Pooled, Source, Tier, Version, too_large
+from caraserve.adapters.version import Counters, Pooled, Source, Tier, Version
 from caraserve.cpu.arena import Arena
 from caraserve.errors import AdapterRejected, CaraServeError
 from caraserve.kv.room import Room
@@ -270,13 +270,13 @@ class Residency:
                 return
 
     def _arrived(self, version: Version, image: HostAdapter) -> None:
-        version.device_bytes = image.spec.num_bytes
-        if version.device_bytes > self.room.most_adapter_bytes:
-            self._fail(version, too_large(version.device_bytes, self.room.most_adapter_bytes, "--lora-pool-bytes"))
-        elif version.uses:
-            self._want(version)
+        try:
+            version.device_bytes = self.device.measure(image.spec)
+        except AdapterRejected as refusal:
+            self._fail(version, refusal)
         else:
-            self._forget_if_unused(version)
+            go_on = self._want if version.uses else self._forget_if_unused
+            go_on(version)
         self._notify()
 
     def _drop_from_host(self, digest: str) -> None:

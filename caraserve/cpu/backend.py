@@ -29,7 +29,7 @@ from caraserve.cpu.tracing import trace_batch
 from caraserve.cpu.weights import LoadedModel
 from caraserve.cpu.workers import Workers
 from caraserve.model.backend import Limits
-from caraserve.model.layout import HostAdapter
+from caraserve.model.layout import AdapterSpec, HostAdapter
 from caraserve.model.spec import ModelSpec
 from caraserve.plan import BASE_ADAPTER_SLOT, Plan, Row, SlotSampling, SlotStart, StepResult
 from caraserve.profile import Profile
@@ -185,6 +185,10 @@ class CpuBackend:
             image.lose()
             failure = error
         self._jobs.put(lambda: done(failure))
+
+    def device_bytes(self, spec: AdapterSpec) -> int:
+        """As many as in the host tier."""
+        return spec.num_bytes
 
     def unload_adapter(self, slot: int) -> None:
         """Unbinds on the lane, after every plan launched so far."""

@@ -17,7 +17,7 @@ from caraserve.errors import ConfigError
 from caraserve.gpu.assemble import GpuDevice, GpuSizes, Parts, assemble
 from caraserve.gpu.timeline import Lane
 from caraserve.gpu.weights import Weights
-from caraserve.model.layout import HostAdapter
+from caraserve.model.layout import AdapterSpec, HostAdapter
 from caraserve.model.spec import ModelSpec
 from caraserve.plan import BASE_ADAPTER_SLOT, Plan, StepResult
 from caraserve.profile import Profile
@@ -130,14 +130,11 @@ class CudaBackend:
         group_ends: Sequence[int] = (),
     ) -> None:
         """Binds after all that was launched before; `done` is called on the launching thread."""
+        self._jobs.put(lambda: self._parts.images.load(adapter, slot, group_ends, done))
 
-        def load() -> None:
-            try:
-                self._parts.images.load(adapter, slot, group_ends, lambda: done(None))
-            except Exception as error:
-                done(error)
-
-        self._jobs.put(load)
+    def device_bytes(self, spec: AdapterSpec) -> int:
+        """With the rows that padding adds."""
+        return self._parts.images.stored(spec).num_bytes
 
     def unload_adapter(self, slot: int) -> None:
         """Gives the memory back; who gets it comes after all plans launched so far."""

@@ -26,6 +26,9 @@ from caraserve.model.layout import GROUPS, AdapterSpec, HostAdapter
 from caraserve.model.spec import SITES, ModelSpec
 
 
+Loaded = Callable[[Exception | None], None]
+
+
 @dataclass(frozen=True, slots=True)
 class HostMemory:
     """Registered host memory; the device may have another address for it."""
@@ -46,6 +49,7 @@ class Bound:
     stored: AdapterSpec
     groups: tuple[frozenset[int], ...]  # by layer: groups of modules that the adapter has
     generation: int = 0
+    is_placed: bool = False
     is_loading: bool = True
     used: Marks = NOTHING  # after the last iteration or prefill that reads it
     arrivals: list[tuple[int, float]] = field(default_factory=list)  # (first layer of a group, when it was seen there)
@@ -78,27 +82,39 @@ class DeviceImages:
         self.items: list[list[AdapterItems | None]] = [[None] * tables.slots for _ in GROUPS]  # by group, by slot
         self.bindings = 0  # how often any slot's meaning has changed
         self._waiting: deque[Callable[[], bool]] = deque()  # for room in one piece, in the order of asking
-        self._unplaced: set[int] = set()
+        self._loading: dict[int, Loaded] = {}  # who is to be told
 
     # --- what residency asks ---
 
-    def load(self, adapter: HostAdapter, slot: int, group_ends: Sequence[int], done: Callable[[], None]) -> None:
-        """Binds an adapter to a slot and queues its copy."""
-        spec = adapter.spec
-        stored = spec if self._padded_rank is None else padding.padded(spec, self._spec, self._padded_rank)
+    def load(self, adapter: HostAdapter, slot: int, group_ends: Sequence[int], done: Loaded) -> None:
+        """Binds an adapter to a slot and queues its copy. `done` is told what has failed, if anything has."""
+        stored = self.stored(adapter.spec)
         self.bound[slot] = Bound(adapter, stored, _groups_by_layer(stored, self._spec))
         for items, made in zip(self.items, self._items(slot, stored), strict=True):
             items[slot] = made
         self.bindings += 1
-        self._unplaced.add(slot)
-        self._when_there_is_room(lambda: self._place(slot, group_ends, done))
+        self._loading[slot] = done
+
+        def place() -> bool:
+            try:
+                return self._place(slot, group_ends)
+            except Exception as error:
+                self._end_load(slot, error)
+                return True
+
+        self._when_there_is_room(place)
+
+    def stored(self, spec: AdapterSpec) -> AdapterSpec:
+        """As an adapter's bytes lie in the pool. Raises AdapterRejected for more rows than there are. Any thread's."""
+        return spec if self._padded_rank is None else padding.padded(spec, self._spec, self._padded_rank)
 
     def unload(self, slot: int) -> None:
         """Gives a slot's memory back; its load has ended."""
         bound = self.bound.pop(slot)
         if bound.is_loading:
             raise AssertionError(f"adapter slot {slot} is unloaded while it is being loaded")
-        self.pool.release(slot, bound.used)
+        if bound.is_placed:
+            self.pool.release(slot, bound.used)
 
     def resize_kv(self, blocks: int, done: Callable[[], None]) -> None:
         """As model/backend.py says. Blocks that go have been used by iterations."""
@@ -127,14 +143,20 @@ class DeviceImages:
         while self._waiting and self._waiting[0]():
             self._waiting.popleft()
 
+    def fail(self, failure: Exception) -> None:
+        """The device has failed: nothing arrives any more, and nothing is moved."""
+        self._waiting.clear()
+        for slot in list(self._loading):
+            self._end_load(slot, failure)
+
     @property
     def is_busy(self) -> bool:
         """Whether `pump` is to be called again soon."""
-        return bool(self._waiting) or any(bound.is_loading for bound in self.bound.values())
+        return bool(self._waiting or self._loading)
 
     def are_placed(self, slots: Collection[int]) -> bool:
         """Whether all of these have their places; mostly they do. If not, `pump` until they have."""
-        return self._unplaced.isdisjoint(slots)
+        return all(self.bound[slot].is_placed for slot in slots)
 
     def arriving(self, slots: Collection[int]) -> list[int]:
         """Those of which layers may be missing."""
@@ -163,21 +185,24 @@ class DeviceImages:
         if self._waiting or not attempt():
             self._waiting.append(attempt)
 
-    def _place(self, slot: int, group_ends: Sequence[int], done: Callable[[], None]) -> bool:
+    def _end_load(self, slot: int, failure: Exception | None) -> None:
+        self.bound[slot].is_loading = False
+        self._loading.pop(slot)(failure)
+
+    def _place(self, slot: int, group_ends: Sequence[int]) -> bool:
         bound = self.bound[slot]
         stored = bound.stored
         grant = self.pool.place(slot, stored.num_bytes, self._timelines.next(Lane.COMPUTE))
         if grant is None:
             return False
+        bound.is_placed = True
         base = self.memory.data_ptr()
         issue_moves(self._driver, self._timelines, base, grant, self._relocate)
-        self._unplaced.discard(slot)
         self._write_column(slot, base + grant.start)
 
         def arrived() -> None:
-            bound.is_loading = False
             self.pool.let_go(slot)
-            done()
+            self._end_load(slot, None)
 
         source = self._host.on_device(int(bound.adapter.data.ctypes.data)) if bound.adapter.data.size else 0
         groups = groups_of(bound.adapter.spec.layer_ends, group_ends)

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.model.layout import HostAdapter
+from caraserve.model.layout import AdapterSpec, HostAdapter
 from caraserve.plan import Plan, StepResult
 
 
@@ -68,6 +68,9 @@ class Backend(Protocol):
         waits for them or, where `Row.assist` says so, has CPU workers compute the layer's LoRA from `adapter.data`,
         which must lie in `host_memory` and stay as it is until `done`.
         """
+
+    def device_bytes(self, spec: AdapterSpec) -> int:
+        """What an adapter takes on the device. Raises AdapterRejected for one that can never be there."""
 
     def unload_adapter(self, slot: int) -> None:
         """Unbinds `slot` once every plan launched so far has run, and gives its memory back."""

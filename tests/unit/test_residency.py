@@ -44,6 +44,9 @@ class Device:
     def resize_kv(self, blocks: int, done: Callable[[], None]) -> None:
         raise AssertionError("KV blocks have memory of their own here")
 
+    def device_bytes(self, spec: AdapterSpec) -> int:
+        return spec.num_bytes
+
     def unload_adapter(self, slot: int) -> None:
         del self.bound[slot]
 
