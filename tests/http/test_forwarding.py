@@ -2,20 +2,15 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from caraserve.cluster.cost import Backlog, Tier
-from caraserve.cluster.facts import Adapter
-from caraserve.cluster.forward import Slo
-from caraserve.cluster.hop import HOP, INSTANCE, PREFIX, SIGNATURE
 from caraserve.errors import BackendFailed, Draining, Overloaded
 from caraserve.http.context import HttpTimings
-from tests.http.fake_engine import FakeAdapter, FakeEngine
+from tests.http.fake_engine import FakeEngine
 from tests.http.fleet import FULL, RawAnswer, fleet, streamed
 from tests.http.test_streaming import begun, raw_post, read_chunk, read_event
 
@@ -329,117 +324,3 @@ async def test_silence_of_a_stream_is_filled_once() -> None:
             assert [await read_event(got) for _ in range(3)] == [b": ping"] * 3
             (there,) = await a.engine.submitted()
             there.end()
-
-
-# --- adapters ---
-
-
-async def test_an_adapter_that_is_not_here_is_listed_and_answered_by_who_has_it() -> None:
-    async with fleet("a", "b") as running:
-        c = await running.start("c", FakeEngine(loaded={"far": FakeAdapter("far", "/far", 16, digest="f")}))
-        models = (await running["a"].client.get("/v1/models")).json["data"]
-        assert [(model["id"], model["rank"]) for model in models] == [
-            ("org/base", None),
-            ("a", 8),
-            ("b", 8),
-            ("far", 16),
-        ]
-        assert (await running["a"].client.get("/v1/models/far")).json["root"] == "f"
-        assert (await running["a"].client.complete(model="far")).json["model"] == "far"
-        assert [request.adapter for request in c.engine.requests] == ["far"]
-        assert (await running["a"].client.complete(model="nobody's")).status == 404
-
-
-async def test_an_adapter_whose_holders_are_away_is_unavailable_not_unknown() -> None:
-    async with fleet("a") as running:
-        running.world.names["far"] = Adapter("far", "f", 8, 1)
-        running.world.held["f"] = {"z": Tier.HOST}
-        answer = await running["a"].client.complete(model="far")
-        assert (answer.status, answer.error["code"]) == (503, "adapter_unavailable")
-
-
-async def test_an_instance_that_means_something_else_by_a_name_does_not_answer() -> None:
-    async with fleet("b") as running:
-        a = await running.start("a", FakeEngine(loaded={"poet": FakeAdapter("poet", "/old", digest="old")}))
-        b = await running.start("c", FakeEngine(loaded={"poet": FakeAdapter("poet", "/new", digest="new")}))
-        running.world.held["new"]["a"] = Tier.HOST  # a view of the past
-        running["b"].engine.loaded["poet"] = FakeAdapter("poet", "/old", digest="old")
-        assert (await running["b"].client.complete(model="poet")).status == 200
-        assert [len(server.engine.requests) for server in (a, running["b"], b)] == [0, 0, 1]
-
-
-async def test_base_models_may_have_other_names_elsewhere() -> None:
-    async with fleet("b") as running:
-        a = await running.start("a", FakeEngine(base_name="called/otherwise"))
-        answer = await running["b"].client.complete(model="org/base")
-        assert (answer.json["model"], len(a.engine.requests)) == ("org/base", 1)
-
-
-# --- who may ---
-
-
-async def test_only_a_signed_request_gets_in_and_only_once() -> None:
-    caught: list[tuple[str, Mapping[str, str], bytes]] = []
-
-    async def catch(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
-        headers = {name: request.headers[name] for name in (HOP, SIGNATURE, "Content-Type")}
-        caught.append((request.path, headers, seen.bodies[-1]))
-        return web.json_response({})
-
-    async with fleet("b", "c") as running:
-        await running.start_raw("a", catch)
-        await running["b"].client.complete()
-        ((path, headers, body),) = caught
-        real = running.world.records.pop("a")
-        running.world.loads.pop("a")
-        a = await running.start("a")
-        assert real.name == "a"
-
-        async def post(to: str = path, body: bytes = body, **changes: str) -> int:
-            answer = await a.client.request("POST", to, data=body, headers={**headers, **changes})
-            assert (INSTANCE in answer.headers) == (answer.status == 200)
-            return answer.status
-
-        assert await post(**{SIGNATURE: "0" * 64}) == 403
-        assert await post(**{HOP: headers[HOP].replace('"b"', '"c"')}) == 403
-        assert await post(body=body.replace(b"ab", b"ba")) == 403
-        assert await post(f"{PREFIX}/v1/chat/completions") == 403
-        assert (await running["c"].client.request("POST", path, data=body, headers=headers)).status == 403
-        assert await post() == 200
-        assert await post() == 403
-        assert len(a.engine.requests) == 1
-
-
-async def test_a_client_cannot_say_that_its_request_was_forwarded() -> None:
-    async with fleet("a", "b") as running:
-        await running["b"].client.complete(headers={HOP: '{"id":"x"}', SIGNATURE: "0" * 64})
-        assert running["b"].carried
-
-
-async def test_nothing_is_forwarded_where_a_router_in_front_has_chosen() -> None:
-    async with fleet("a", "b", routing="local") as running:
-        await running["b"].client.complete()
-        assert len(running["b"].engine.requests) == 1
-
-
-async def test_what_an_slo_forbids_goes_elsewhere_and_at_last_to_the_least_bad() -> None:
-    def loaded(requests: int) -> Backlog:
-        return Backlog(requests, 0, ((0, requests),))
-
-    async with fleet("a", "b", routing="rank-aware", slo=Slo(tpot_ms=10)) as running:
-        running.world.loads |= {"a": loaded(60), "b": loaded(90)}
-        assert (await running["b"].client.complete()).status == 200
-        assert len(running["a"].engine.requests) == 1
-
-
-async def test_metrics_tell_what_was_predicted_beside_what_was_seen() -> None:
-    async with fleet("a", "b") as running:
-        await running["b"].client.complete()
-        running.world.loads["a"] = FULL
-        await asyncio.sleep(0.03)
-        await running["b"].client.complete(stream=True)
-        tallies = running["b"].tallies
-        assert set(tallies.latencies) == {"a", "b"}
-        text = "".join(tallies.families('model_name="m"'))
-        assert 'caraserve:forwarded_requests_total{instance="a",model_name="m"} 1' in text
-        assert 'caraserve:routing_decision_seconds_count{model_name="m"} 2' in text

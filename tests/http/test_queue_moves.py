@@ -13,7 +13,7 @@ BUSY = Backlog(running=10, queued=30, queued_tokens=3000)
 LOOK_S = 0.03  # until everybody has looked at the world again
 
 
-async def waiting_at_a(running: Fleet, entry: str) -> "tuple[asyncio.Task[object], FakeStream]":
+async def waiting_at_a(running: Fleet, entry: str) -> "tuple[asyncio.Task[Answer], FakeStream]":
     """A request that waits at a, which was idle when it came and is the busiest now."""
     running.world.loads |= {"a": Backlog(), "b": BUSY, "c": BUSY}
     asked = asyncio.create_task(running[entry].client.complete(model="b", stream=True))
