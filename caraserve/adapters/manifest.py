@@ -83,7 +83,7 @@ def read_manifest(body: bytes, digest: str, model: ModelSpec) -> AdapterSpec:
         if written != _FORMAT:
             raise ValueError(f"format {written}")
         sites = {(layer, SITES[site]): (rank, scale) for layer, site, rank, scale in map(_module, modules)}
-        if len(sites) != len(modules) or not all(layer < model.layers for layer, _ in sites):
+        if not sites or len(sites) != len(modules) or not all(layer < model.layers for layer, _ in sites):
             raise ValueError("modules")
         spans, layer_ends = lay_out(model, Dtype(dtype), sites)
         hashes = tuple(bytes.fromhex(one) for one in chunks)

@@ -17,7 +17,6 @@ from caraserve.exposition import family
 
 log = logging.getLogger(__name__)
 
-_TURN_S = 1.0
 _MOST_DROPS = 4  # in a turn
 _AGAIN_S = 30.0  # before a move that failed is tried again
 
@@ -26,10 +25,15 @@ class Mending:
     """This instance's moves."""
 
     def __init__(
-        self, node: Node, pool: Pool, limits: MigrationLimits | None = None, now: Callable[[], float] = time.monotonic
+        self,
+        node: Node,
+        pool: Pool,
+        limits: MigrationLimits | None = None,
+        now: Callable[[], float] = time.monotonic,
+        turn_s: float = 1.0,
     ) -> None:
         self.fetched = self.failed = self.dropped = 0
-        self._node, self._pool, self._now = node, pool, now
+        self._node, self._pool, self._now, self._turn_s = node, pool, now, turn_s
         self._mover = Mover(node.name, limits or MigrationLimits())
         self._plan: Plan | None = None
         self._mine: Plan | None = None  # the part of it that is for this instance
@@ -42,7 +46,7 @@ class Mending:
         """Until cancelled. `plan`: the one that holds."""
         try:
             while True:
-                await asyncio.sleep(_TURN_S)
+                await asyncio.sleep(self._turn_s)
                 if (held := plan()) is not None:
                     if held is not self._plan:
                         await self._take(held)
@@ -73,7 +77,7 @@ class Mending:
     def _fetch(self) -> None:
         assert self._mine is not None
         now = self._now()
-        done = {name for name in self._wanted if self._pool.find(name) is not None or self._later_s.get(name, 0) > now}
+        done = {name for name in self._wanted if self._pool.holds_name(name) or self._later_s.get(name, 0) > now}
         for name in self._mover.fetches(self._mine, done, self._wanted, now):
             task = asyncio.create_task(self._bring(name))
             self._moves.add(task)

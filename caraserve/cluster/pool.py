@@ -102,6 +102,7 @@ class Pool:
         self._swept = True
         self._disk = ThreadPoolExecutor(1, "caraserve-stored")
         self._tasks: set[asyncio.Task[None]] = set()
+        self._keeping: dict[str, asyncio.Task[None]] = {}
         self._complained: set[str] = set()
         node.on_held = holders.changed
         reader.fetch = self.fetch
@@ -178,8 +179,8 @@ class Pool:
         return info if info is not None and self.has(info.digest) else None
 
     def has(self, digest: str) -> bool:
-        """Whether all its bytes are here."""
-        return self._copies.has(digest) or self._catalog.residency.image(digest) is not None
+        """Whether all its bytes are here, be it in memory alone."""
+        return self.holds(digest) or self._catalog.residency.image(digest) is not None
 
     # --- bytes ---
 
@@ -188,7 +189,7 @@ class Pool:
         self._start(self._fetch(digest, into, done))
 
     async def bring(self, name: str) -> bool:
-        """Fetches an adapter because the plan wants it here; whether it is now. Requests go first."""
+        """Has an adapter here, and holds it, because the plan wants that; whether it is so now. Requests go first."""
         info = self._catalog.find(name)
         version = self._catalog.residency.find(info.digest) if info is not None else None
         if version is None:
@@ -196,7 +197,18 @@ class Pool:
         self._catalog.residency.prefetch(version)
         while version.tier is LocalTier.READING:
             await self._catalog.residency.next_change()
-        return self.has(version.digest)
+        if not self.holds(version.digest) and self.has(version.digest):
+            await self._keep(version.digest)
+        return self.holds(version.digest)
+
+    def holds_name(self, name: str) -> bool:
+        """The same of what a name means."""
+        info = self._catalog.find(name)
+        return info is not None and self.holds(info.digest)
+
+    def holds(self, digest: str) -> bool:
+        """Whether its bytes are here to stay, so that others may count on them."""
+        return self._copies.has(digest)
 
     def spare(self) -> Iterator[tuple[str, str]]:
         """(name, digest) of what came from others and no name that the plan wants here has."""
@@ -260,7 +272,14 @@ class Pool:
         return image
 
     async def _keep(self, digest: str) -> None:
-        """Writes what has been fetched to our disk; then we hold it, and say so."""
+        """Writes what has been fetched to our disk; then we hold it, and say so. Two who ask wait for one writing."""
+        task = self._keeping.get(digest)
+        if task is None:
+            task = self._keeping[digest] = self._start(self._write(digest))
+            task.add_done_callback(lambda _: self._keeping.pop(digest, None))
+        await asyncio.shield(task)
+
+    async def _write(self, digest: str) -> None:
         try:
             async with self.lending.image_of(digest) as image:
                 size = size_of(image)
@@ -332,10 +351,11 @@ class Pool:
     async def _on_thread(self, executor: Any, function: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(executor, function, *arguments)
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     # --- numbers ---
 

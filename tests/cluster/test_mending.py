@@ -1,0 +1,92 @@
+"""Moving towards the plan: what it wants here comes, what others now have goes, and nothing goes before."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from caraserve.cluster.assignment import Plan, Share
+from caraserve.cluster.mending import Mending
+from caraserve.cluster.migration import MigrationLimits
+from tests.cluster.nodes import until
+from tests.cluster.pools import Member, Pools, pools
+
+CLASSES = {"a": 8, "b": 8, "c": 8}
+
+
+def plan(epoch: int, **where: str) -> Plan:
+    """`poet="bc"`: an equal share of poet on b and on c."""
+    shares = {name: tuple(Share(one, 1 / len(names)) for one in names) for name, names in where.items()}
+    return Plan.made(epoch, shares, CLASSES)
+
+
+@contextlib.asynccontextmanager
+async def mended(fleet: Pools, limits: MigrationLimits | None = None) -> AsyncIterator[list[Plan]]:
+    """All members move towards the last plan in the list."""
+    plans: list[Plan] = []
+    moves = [Mending(one.node, one.pool, limits, turn_s=0.05) for one in fleet.members.values()]
+    tasks = [asyncio.create_task(one.run(lambda: plans[-1] if plans else None)) for one in moves]
+    try:
+        yield plans
+    finally:
+        for task in tasks:
+            task.cancel()
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(one, asyncio.CancelledError) for one in done), done
+
+
+async def test_adapters_come_where_the_plan_wants_them_and_go_where_it_does_not(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b, c = [await fleet.start(name) for name in "abc"]
+        digest = await fleet.load(a, "poet", 1)
+        async with mended(fleet) as plans:
+            plans.append(plan(1, poet="ab"))
+            await until(lambda: set(a.node.holders(digest)) == {"a", "b"}, 5)
+            plans.append(plan(2, poet="ac"))
+            await until(lambda: set(a.node.holders(digest)) == {"a", "c"}, 5)
+            assert (digest in b.stored, digest in c.stored) == (False, True)
+            plans.append(plan(3, poet="bc"))
+            await until(lambda: set(a.node.holders(digest)) == {"a", "b", "c"}, 5)  # a's folder is its user's
+
+
+async def test_nothing_goes_while_those_who_should_have_it_do_not(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        digest = await fleet.load(a, "poet", 1)
+        await b.want("poet")
+        await until(lambda: digest in b.stored, 3)
+        async with mended(fleet) as plans:
+            plans.append(plan(1, poet="c"))  # which is not there
+            await fleet.load(a, "chef", 2)
+            plans.append(plan(2, poet="c", chef="b"))
+            chef = b.catalog.get("chef").digest
+            await until(lambda: chef in b.stored, 5)  # several turns
+            assert digest in b.stored
+
+
+async def test_moves_keep_to_their_rate_and_the_debt_of_one_is_paid_before_the_next(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        digests = [await fleet.load(a, f"n{index}", index) for index in range(4)]
+        async with mended(fleet, MigrationLimits(bytes_per_s=0.0, burst_bytes=1.0, concurrent=2)) as plans:
+            plans.append(plan(1, **{f"n{index}": "b" for index in range(4)}))
+            await until(lambda: len(b.stored.digests()) == 1, 5)
+            await asyncio.sleep(0.3)  # several turns
+            assert len(b.stored.digests()) == 1
+            assert set(b.stored.digests()) < set(digests)
+
+
+async def test_what_the_plan_wants_is_not_what_makes_room_on_a_full_disk(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b", most_bytes=13_000)
+        poet, _ = await fleet.load(a, "poet", 1), await fleet.load(a, "chef", 2)
+        async with mended(fleet) as plans:
+            plans.append(plan(1, poet="b", chef="a"))
+            await until(lambda: poet in b.stored, 5)
+            await b.want("chef")
+            await until(lambda: b.pool.unkept == 1, 3)
+            assert _holds(b, poet)
+
+
+def _holds(member: Member, digest: str) -> bool:
+    return digest in member.stored
