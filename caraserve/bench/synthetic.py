@@ -3,7 +3,9 @@ no checkpoint at hand. Level 5.
 """
 
 import json
+import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -90,7 +92,8 @@ def write_adapters(
 ) -> dict[str, Path]:
     """Writes `count` random peft adapters, whose ranks go round `ranks`; returns name → folder."""
     paths = {f"adapter-{index:02}": folder / f"adapter-{index:02}" for index in range(count)}
-    for index, path in enumerate(paths.values()):
+
+    def write(index: int, path: Path) -> None:
         rank = ranks[index % len(ranks)]
         path.mkdir(parents=True)
         config = {
@@ -105,6 +108,9 @@ def write_adapters(
         (path / "adapter_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         shapes = dict(_adapter_shapes(spec, rank, targets))
         _write_safetensors(path / "adapter_model.safetensors", shapes, dtype, seed=1000 + index)
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # drawing numbers leaves other threads alone
+        list(pool.map(write, range(count), paths.values()))
     return paths
 
 

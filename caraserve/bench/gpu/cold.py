@@ -19,10 +19,12 @@ from caraserve.bench.gpu.session import wait_for_load
 from caraserve.model.layout import AdapterSpec, HostAdapter
 from caraserve.model.spec import SITES
 from caraserve.plan import Plan, Row
+from caraserve.profile import SCHEMA, Decode, DecodePoint, LoraRate, Prefill, PrefillPoint, Profile, Targets
 
-_SITES = {"qkv": SITES[:3], "all": SITES}
+_SITES: dict[Targets, Sequence[str]] = {"qkv": SITES[:3], "all": SITES}
 _MODES = ("ondemand", "pipelined", "assisted")
 _UNKNOWN_LINK_BYTES_PER_S = 25e9
+_CORE_FLOP_PER_S = 60e9  # that a core's LoRA kernel is assumed to reach
 _COPY_S = 6e-6  # of issuing one, whatever its size
 _PIPELINED_TARGET = 1.2  # of what was predicted
 _NOISE_MS = 0.3  # below that nothing is said about a prediction
@@ -54,6 +56,7 @@ def cold(rig: Rig) -> Outcome:
         subject.session.make_room(effort.bystanders + 1)
         subject.backend.start_workers(lambda rank: 64)
         subject.backend.workers.await_all(_BIRTH_S)
+        subject.backend.use(_profile(rig, subject, float(link)))
         points = []
         for rank in effort.cold_ranks:
             for targets, sites in _SITES.items():
@@ -61,6 +64,26 @@ def cold(rig: Rig) -> Outcome:
         _judge(points, outcome)
         _bystanders(rig, subject, outcome)
     return outcome
+
+
+def _profile(rig: Rig, subject: Big, link: float) -> Profile:
+    """What the backend's predictions go by: the link, and warm prompts of the base model."""
+    prompts = [PrefillPoint(count, 0, subject.prefill_ms(count, 0)) for count in rig.effort.cold_prompts]
+    flop = 4 * subject.spec.hidden * len(_SITES["qkv"])  # of a token and a rank row
+    rates = [LoraRate(rank, targets, _CORE_FLOP_PER_S / flop / rank) for targets in _SITES for rank in (8, 64)]
+    return Profile(
+        schema=SCHEMA,
+        machine="",
+        model="",
+        made_unix_s=time.time(),
+        quick=True,
+        link_bytes_per_s=link,
+        link_latency_ms=1000 * _COPY_S,
+        handoff_ms=None,
+        lora=tuple(rates),
+        prefill=Prefill.fitted(prompts),
+        decode=Decode.fitted([DecodePoint(1, 0, 0, 1.0)]),
+    )
 
 
 def _points(rig: Rig, subject: Big, targets: str, sites: Sequence[str], rank: int, link: float) -> list[ColdPoint]:

@@ -10,7 +10,7 @@ from caraserve.bench.gpu.adapters import TOLERANCE, Adapters, DecodingRows, Site
 from caraserve.bench.gpu.outcome import check_close, check_same_bits
 from caraserve.bench.gpu.rig import Rig
 from caraserve.gpu.triton_lora import PLANES, Segments, cut_segments, lora_expand, lora_shrink
-from caraserve.model.layout import Dtype
+from caraserve.model.layout import MAX_RANK, Dtype
 
 _RANKS = (0, 8, 8, 16, 24, 64, 128, 256)
 _MOST_SLOTS = 6
@@ -68,8 +68,7 @@ def _prefill(acc: Accelerator, adapters: Adapters, x: torch.Tensor, y: torch.Ten
     order, first, rows, slot = (torch.from_numpy(part).to(acc.place) for part in parts)
     if not len(first):
         return
-    ranks = max(8, *(max(of_slots) for of_slots in site.ranks))
-    shape = (PLANES, len(slots), len(site.outputs), ranks)
+    shape = (PLANES, len(slots), len(site.outputs), MAX_RANK)  # as a lane has it, whatever its adapters
     part = torch.full(shape, torch.nan, dtype=torch.float32, device=acc.place)
     segments, tables = Segments(order, first, rows, slot), adapters.site_tables(0)
 

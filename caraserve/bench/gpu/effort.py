@@ -48,7 +48,7 @@ FULL = Effort(
     context=2100,
     tiny_lengths=(3, 40, 17, 61, 24, 1),
     tiny_new=24,
-    dtypes=(Dtype.BF16, Dtype.F16, Dtype.F32),
+    dtypes=(Dtype.BF16, Dtype.F32, Dtype.F16),
     rounds=100_000,
     rounds_at_once=1000,
     kills=5,
@@ -69,5 +69,5 @@ FULL = Effort(
     model_pool_bytes=None,
     bystanders=32,
     arrivals=12,
-    host_bytes=8 << 30,
+    host_bytes=2 << 30,
 )

@@ -23,6 +23,7 @@ from caraserve.profile import SCHEMA, Decode, DecodePoint, LoraRate, Prefill, Pr
 _RELEASE_TARGET_MS = 5.0
 _PROMPT_TOKENS = 12
 _DECODES = 8
+_ROUNDS_SHARE = 0.3  # of the stage's time, for each way of waiting
 _BIRTH_S = 60.0
 _ADAPTER_SLOT, _BYSTANDER, _ASSISTED = 1, 0, 1
 # A link on which nothing ever arrives in time, and hand-overs that may take a while before they are given up.
@@ -56,8 +57,8 @@ def _rounds(rig: Rig, outcome: Outcome) -> None:
     with counter(rig, acc) as desk:
         for name, by_stream in (("stream", True), ("kernel", False)):
             play(desk, min(effort.rounds_at_once, effort.rounds), generator, by_stream=by_stream)  # kernels are loaded
-            spent_s, done, until_s = 0.0, 0, rig.left_s / 2
-            while done < effort.rounds and rig.left_s > until_s * 0.6:
+            spent_s, done, until_s = 0.0, 0, rig.left_s - _ROUNDS_SHARE * rig.budget_s
+            while done < effort.rounds and rig.left_s > until_s:
                 spent_s += play(desk, effort.rounds_at_once, generator, by_stream=by_stream) * effort.rounds_at_once
                 done += effort.rounds_at_once
             us = 1e6 * spent_s / max(done, 1)

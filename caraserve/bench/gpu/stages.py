@@ -25,12 +25,12 @@ class Stage:
 
 STAGES = (
     Stage("env", 15, "device, driver, packages"),
-    Stage("build", 70, "all kernels compiled and loaded", decides=True),
-    Stage("correct", 100, "kernels beside fp64, a tiny model beside the CPU's", decides=True),
+    Stage("build", 50, "all kernels compiled and loaded", decides=True),
+    Stage("correct", 130, "kernels beside fp64, a tiny model beside the CPU's", decides=True),
     Stage("protocol", 45, "hand-overs to CPU workers, workers stopped and killed", decides=True),
     Stage("limits", 25, "copies, link, matrix product"),
-    Stage("lora", 50, "LoRA of decode by rows and ranks"),
-    Stage("model", 80, "decode and prefill of a 7B shape"),
-    Stage("cold", 70, "what cold requests cost themselves and others"),
-    Stage("server", 120, "`caraserve bench modes` on a 7B shape"),
+    Stage("lora", 45, "LoRA of decode by rows and ranks"),
+    Stage("model", 70, "decode and prefill of a 7B shape"),
+    Stage("cold", 60, "what cold requests cost themselves and others"),
+    Stage("server", 130, "`caraserve bench modes` on a 7B shape"),
 )
