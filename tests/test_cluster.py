@@ -102,6 +102,12 @@ def all_alive(servers: dict[str, Server]) -> bool:
     return all(server.states() == dict.fromkeys(NAMES, "alive") for server in servers.values())
 
 
+def plan_of(server: Server) -> float:
+    """The time step of the placement that it goes by; 0: none."""
+    (line,) = [line for line in server.ask("/metrics").splitlines() if line.startswith("caraserve:plan_epoch{")]
+    return float(line.rpartition(" ")[2])
+
+
 def test_the_life_of_a_fleet(tmp_path: Path) -> None:
     ports = free_ports(len(NAMES))
     poet = {"lora_name": "bard", "lora_path": str(demo.adapters_folder() / "poet")}
@@ -129,6 +135,7 @@ def test_the_life_of_a_fleet(tmp_path: Path) -> None:
     with fleet(ports, tmp_path) as servers:
         until(lambda: all_alive(servers), 4)
         assert all("bard" in server.adapters() for server in servers.values())
+        until(lambda: len({plan_of(server) for server in servers.values()}) == 1 and plan_of(servers["a"]) > 0, 20)
         answer = servers["a"].ask("/v1/completions", {"model": "bard", "prompt": "O sea", "max_tokens": 4})
         assert answer["usage"]["completion_tokens"] == 4
 

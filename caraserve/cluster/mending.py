@@ -1,12 +1,13 @@
 """Moves towards the plan in the background: adapters that it wants here come, those that others now have go. Level 4.
 
-Slowly, and one after the other: requests that need an adapter fetch it at once and do not wait for this.
+Slowly, and a few at a time, however many there are: requests that need an adapter fetch it at once and do not wait for
+this, and neither does the event loop.
 """
 
 import asyncio
-import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator
 
 from caraserve.cluster.assignment import AdapterDemand, Plan
 from caraserve.cluster.migration import MigrationLimits, Mover
@@ -15,8 +16,7 @@ from caraserve.cluster.planner import restricted
 from caraserve.cluster.pool import Pool
 from caraserve.exposition import family
 
-log = logging.getLogger(__name__)
-
+_LOOKED_AT = 200  # adapters, in a turn and for each direction
 _MOST_DROPS = 4  # in a turn
 _AGAIN_S = 30.0  # before a move that failed is tried again
 
@@ -37,7 +37,8 @@ class Mending:
         self._mover = Mover(node.name, limits or MigrationLimits())
         self._plan: Plan | None = None
         self._mine: Plan | None = None  # the part of it that is for this instance
-        self._wanted: Mapping[str, AdapterDemand] = {}
+        self._missing: deque[str] = deque()  # of that part, hot ones first; some of them may be here already
+        self._looked_at = 0  # of what is on our disk
         self._later_s: dict[str, float] = {}
         self._moves: set[asyncio.Task[None]] = set()
         pool.wanted = lambda name: self._mine is not None and name in self._mine.shares
@@ -61,24 +62,30 @@ class Mending:
         ends = {"fetched": self.fetched, "failed": self.failed, "dropped": self.dropped}
         samples = [(f'outcome="{outcome}",{labels}', count) for outcome, count in ends.items()]
         yield family("caraserve:plan_moves_total", "counter", "Adapters moved because of the plan.", samples)
-        wanted = len(self._wanted)
+        wanted = len(self._mine.shares) if self._mine is not None else 0
         yield family("caraserve:plan_adapters", "gauge", "Adapters that the plan has here.", [(labels, wanted)])
 
     async def _take(self, plan: Plan) -> None:
-        mine = await asyncio.to_thread(_part_of, plan, self._node.name)
-        self._plan, self._mine, self._later_s = plan, mine, {}
-        # Hot ones have more copies: that is what tells them here.
-        self._wanted = {
-            name: AdapterDemand(name, known.rank, known.num_bytes, float(len(shares)))
-            for name, shares in mine.shares.items()
-            if (known := self._node.adapter(name)) is not None
-        }
+        mine, missing = await asyncio.to_thread(_part_of, plan, self._node.name)
+        self._plan, self._mine, self._missing, self._later_s = plan, mine, missing, {}
 
     def _fetch(self) -> None:
+        """Starts what may be started of the next that are missing."""
         assert self._mine is not None
         now = self._now()
-        done = {name for name in self._wanted if self._pool.holds_name(name) or self._later_s.get(name, 0) > now}
-        for name in self._mover.fetches(self._mine, done, self._wanted, now):
+        wanted: dict[str, AdapterDemand] = {}
+        for _ in range(min(_LOOKED_AT, len(self._missing))):
+            name = self._missing.popleft()
+            known = self._node.adapter(name)
+            if known is None or self._pool.holds_name(name):
+                continue
+            if self._later_s.get(name, 0.0) > now:
+                self._missing.append(name)  # after all others
+            else:
+                copies = len(self._mine.shares[name])  # hot ones have more: that is what tells them here
+                wanted[name] = AdapterDemand(name, known.rank, known.num_bytes, float(copies))
+        self._missing.extendleft(reversed(wanted))
+        for name in self._mover.fetches(restricted(self._mine, list(wanted)), frozenset(), wanted, now):
             task = asyncio.create_task(self._bring(name))
             self._moves.add(task)
             task.add_done_callback(self._moves.discard)
@@ -94,12 +101,18 @@ class Mending:
             self._mover.done(name)
 
     async def _drop(self, plan: Plan) -> None:
-        spare = {name: digest for name, digest in self._pool.spare() if name in plan.shares}
+        """Lets some of what is not for this instance go, if those whom it is for have it."""
+        digests = self._pool.stored_digests()
+        start = self._looked_at if self._looked_at < len(digests) else 0
+        self._looked_at = start + _LOOKED_AT
+        spare = dict(self._pool.spare(digests[start : self._looked_at]))
         holders = {name: self._node.holders(digest).keys() for name, digest in spare.items()}
         for name in self._mover.drops(restricted(plan, list(spare)), spare.keys(), holders)[:_MOST_DROPS]:
             if await self._pool.let_go(spare[name]):
                 self.dropped += 1
 
 
-def _part_of(plan: Plan, name: str) -> Plan:
-    return restricted(plan, [adapter for adapter in plan.shares if name in plan.instances(adapter)])
+def _part_of(plan: Plan, name: str) -> tuple[Plan, deque[str]]:
+    """What is for an instance, and its names, hot ones first."""
+    mine = restricted(plan, [adapter for adapter in plan.shares if name in plan.instances(adapter)])
+    return mine, deque(sorted(mine.shares, key=lambda adapter: (-len(mine.shares[adapter]), adapter)))

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -210,9 +210,13 @@ class Pool:
         """Whether its bytes are here to stay, so that others may count on them."""
         return self._copies.has(digest)
 
-    def spare(self) -> Iterator[tuple[str, str]]:
-        """(name, digest) of what came from others and no name that the plan wants here has."""
-        for digest in self._stored.digests():
+    def stored_digests(self) -> list[str]:
+        """What came from others and is on our disk."""
+        return self._stored.digests()
+
+    def spare(self, digests: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """(name, digest) of those that no name which the plan wants here has."""
+        for digest in digests:
             version = self._catalog.residency.find(digest)
             if version is not None and not any(map(self.wanted, version.names)):
                 yield from ((name, digest) for name in version.names)
