@@ -178,7 +178,7 @@ class DevicePool:
         but would have the next load wait for a lane that waits for CPU workers."""
         extent = self._by_slot.pop(slot)
         self._extents.remove(extent)
-        self._give_back(extent.start, extent.end, until)
+        self._give_back(extent.start, extent.end, latest(until, extent.moved))  # it may be on its way there still
 
     # --- KV blocks ---
 

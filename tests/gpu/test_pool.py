@@ -224,6 +224,7 @@ class World:
         self.pool = DevicePool(self.size, BLOCK, lora_bytes=20 * GRANULE, least_kv_blocks=1, granule=GRANULE)
         self.sizes: dict[int, int] = {}
         self.arrives: dict[int, Marks] = {}
+        self.used: dict[int, Marks] = {}  # after the last kernel that reads it
         self.loading: dict[int, Marks] = {}
         self.lent: list[tuple[int, Marks]] = []  # to the assist lane
         self.kv_after = NOTHING
@@ -257,9 +258,9 @@ class World:
         issue_moves(self.driver, self.lanes, 0, grant, lambda move, stream: None)
 
     def evict(self, slot: int) -> None:
-        self.pool.release(slot, self.lanes.issued())
+        self.pool.release(slot, latest(self.arrives[slot], self.used.get(slot, NOTHING)))
         self.copied.discard(slot)
-        for table in (self.sizes, self.arrives, self.loading):
+        for table in (self.sizes, self.arrives, self.loading, self.used):
             table.pop(slot, None)
         self.lent = [entry for entry in self.lent if entry[0] != slot]
 
@@ -278,6 +279,7 @@ class World:
             self.lanes.wait(lane, self.pool.moved(slot))
         self.kernel(lane, reads=(start, start + num_bytes))
         mark = self.lanes.mark(lane)
+        self.used[slot] = latest(self.used.get(slot, NOTHING), at(lane, mark))
         if lane is Lane.ASSIST:
             self.pool.hold(slot)
             self.lent.append((slot, at(lane, mark)))
