@@ -202,12 +202,14 @@ def _draw(values, weights, top, position, words, floats, vocab, TILE: tl.constex
     target = tl.umulhi(bits, mass.to(tl.uint64)).to(tl.int64)  # ⌊uniform · mass⌋, below mass
     start, before = 0, tl.full((), 0, tl.int64)
     here = tl.sum(_tile_masses(weights, 0, vocab, floor, TILE), 0)
-    while before + here <= target:
+    # The second condition holds of itself unless no weight is a number: then there is nothing to draw from.
+    while (before + here <= target) & (start + TILE < vocab):
         before += here
         start += TILE
         here = tl.sum(_tile_masses(weights, start, vocab, floor, TILE), 0)
     running = before + tl.cumsum(_tile_masses(weights, start, vocab, floor, TILE), 0)
-    return tl.min(tl.where(running > target, start + tl.arange(0, TILE), vocab), 0)
+    drawn = tl.min(tl.where(running > target, start + tl.arange(0, TILE), vocab), 0)
+    return tl.where(drawn < vocab, drawn, 0)
 
 
 @triton.jit(do_not_specialize=["outputs"])  # or the first batch of 16 would compile once more while requests wait

@@ -136,6 +136,19 @@ def test_greedy_takes_the_first_of_equals() -> None:
     assert Bench([{}, {}]).run(logits, [0, 1], [3, 3], [SAMPLE] * 2) == [130, 0]
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.parametrize("way", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5, "top_k": 3}])
+def test_a_row_without_a_usable_number_ends_like_the_cpu_s_and_harms_no_other(way: dict[str, Any]) -> None:
+    bench, logits = Bench([way] * 3), random_logits(3)
+    logits[0] = float("nan")
+    logits[1, 300] = float("inf")
+    outputs = make_outputs([0, 1, 2], [SAMPLE] * 3, [-1] * 3)
+    tokens = TokenTables(*(torch.tensor(part, dtype=torch.int32, device=DEVICE) for part in ([0, 1, 2], [8, 8, 8])))
+    sample(logits.to(DEVICE), outputs, tokens, bench.state)
+    assert outputs.chosen.tolist()[1:] == [bench.on_the_cpu(logits[slot], slot, 8) for slot in (1, 2)]
+    assert 0 <= int(outputs.chosen[0]) < VOCAB
+
+
 def test_a_scored_row_reads_its_token_from_the_history() -> None:
     bench = Bench([{}, {}])
     chosen = bench.run(random_logits(2), [0, 1], [8, 8], [SCORE, SAMPLE])
