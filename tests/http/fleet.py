@@ -54,6 +54,7 @@ class View:
     def __init__(self, name: str, world: World) -> None:
         self.name = name
         self.stale: tuple[Instance, ...] | None = None
+        self.names: dict[str, Adapter] | None = None
         self.names_version = 1
         self._world = world
 
@@ -66,7 +67,7 @@ class View:
         return self._world.records.get(name)
 
     def adapter(self, name: str) -> Adapter | None:
-        return self._world.names.get(name)
+        return (self._world.names if self.names is None else self.names).get(name)
 
     def adapters(self) -> Iterator[Adapter]:
         return iter(self._world.names.values())

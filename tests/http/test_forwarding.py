@@ -10,7 +10,7 @@ from aiohttp import web
 
 from caraserve.errors import BackendFailed, Draining, Overloaded
 from caraserve.http.context import HttpTimings
-from tests.http.fake_engine import FakeEngine
+from tests.http.fake_engine import FakeAdapter, FakeEngine
 from tests.http.fleet import FULL, RawAnswer, fleet, streamed
 from tests.http.test_streaming import begun, raw_post, read_chunk, read_event
 
@@ -281,13 +281,27 @@ async def test_half_an_answer_that_is_no_stream_is_asked_for_again() -> None:
 
 
 @pytest.mark.parametrize("error", [Overloaded("full", retry_after_s=3), Draining("stopping", retry_after_s=3)])
-async def test_an_instance_that_takes_nothing_is_passed_over(error: Exception) -> None:
+@pytest.mark.parametrize(("entry", "asked"), [("c", ["a", "b"]), ("a", ["b"])])
+async def test_an_instance_that_takes_nothing_is_passed_over(error: Exception, entry: str, asked: list[str]) -> None:
     async with fleet("c") as running:
         a = await running.start("a", FakeEngine(refusals={0: error}))
         b = await running.start("b")
-        assert (await running["c"].client.complete()).status == 200
+        assert (await running[entry].client.complete()).status == 200
         assert [len(server.engine.requests) for server in (a, b, running["c"])] == [0, 1, 0]
-        assert running["c"].carried == [("a", running["c"].carried[0][1]), ("b", running["c"].carried[0][1])]
+        assert [name for name, _ in running[entry].carried] == asked
+        assert len({one for _, one in running[entry].carried}) == 1
+
+
+async def test_when_nobody_else_is_there_the_words_of_the_one_that_was_asked_come_back() -> None:
+    async with fleet() as running:
+        far = FakeEngine(
+            refusals={0: Overloaded("9 wait", retry_after_s=7)}, loaded={"far": FakeAdapter("far", "/far", digest="f")}
+        )
+        await running.start("a", far)
+        await running.start("b")
+        answer = await running["b"].client.complete(model="far")
+        assert (answer.status, answer.headers["Retry-After"], answer.headers["retry-after-ms"]) == (429, "7", "7000")
+        assert answer.error["message"] == "9 wait"
 
 
 async def test_when_all_are_full_the_client_is_told_so() -> None:

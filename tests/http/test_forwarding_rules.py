@@ -28,6 +28,7 @@ async def test_an_adapter_that_is_not_here_is_listed_and_answered_by_who_has_it(
         assert (await running["a"].client.get("/v1/models/far")).json["root"] == "f"
         assert (await running["a"].client.complete(model="far")).json["model"] == "far"
         assert [request.adapter for request in c.engine.requests] == ["far"]
+        assert [name for name, _ in running["a"].carried] == ["c"]
         assert (await running["a"].client.complete(model="nobody's")).status == 404
 
 
@@ -47,6 +48,17 @@ async def test_an_instance_that_means_something_else_by_a_name_does_not_answer()
         running["b"].engine.loaded["poet"] = FakeAdapter("poet", "/old", digest="old")
         assert (await running["b"].client.complete(model="poet")).status == 200
         assert [len(server.engine.requests) for server in (a, running["b"], b)] == [0, 0, 1]
+
+
+async def test_an_instance_that_has_not_heard_what_a_name_means_now_does_not_answer() -> None:
+    async with fleet("b") as running:
+        a = await running.start("a", FakeEngine(loaded={"poet": FakeAdapter("poet", "/old", digest="old")}))
+        a.view.names = dict(running.world.names)
+        c = await running.start("c", FakeEngine(loaded={"poet": FakeAdapter("poet", "/new", digest="new")}))
+        running.world.held["new"]["a"] = Tier.HOST
+        assert (await running["b"].client.complete(model="poet")).status == 200
+        assert [len(server.engine.requests) for server in (a, c)] == [0, 1]
+        assert a.tallies.refused == {"no-adapter": 1}
 
 
 async def test_base_models_may_have_other_names_elsewhere() -> None:

@@ -1,0 +1,210 @@
+"""What routing rests on: views with what was sent on top, quotes, expected lengths; and who may forward."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from caraserve.cluster.cost import Backlog, Estimate, Tier
+from caraserve.cluster.facts import Adapter
+from caraserve.cluster.forward import Body, Forwarding, Here, Peer, Slo
+from caraserve.cluster.hop import HOP, Gate, Hop, refusal_of, refusal_text, signed
+from caraserve.cluster.members import Record, State
+from caraserve.cluster.perf_model import PerfModel
+from caraserve.cluster.policies import ROUTINGS
+from caraserve.cluster.router import Instance, Refusal
+from caraserve.cluster.seal import Keyring
+from caraserve.config import ROUTINGS as FLAG
+from caraserve.errors import Forbidden
+
+MODEL = PerfModel(0.01, 0.1, 5.0, False, 1.0, 0.05, 0.001)
+OLD, NEW = b"the old secret of this cluster", b"the new secret of this cluster"
+PATH = "/cluster/v1/completions"
+HOP_OF_B = Hop("id", 1, "b", "a", None, "", 5, insists=False, time_ms=1_000_000)
+
+
+class Cluster:
+    """Instances a, b, …; we are a. Quotes are what `quotes` says."""
+
+    def __init__(self, *requests: int) -> None:
+        self.name = "a"
+        self.quotes: dict[str, Body] = {}
+        self.seen = {
+            name: Instance(name, MODEL, Backlog(count, 0, ((0, count),)))
+            for name, count in zip("abcdef", requests, strict=False)
+        }
+        self.dead: set[str] = set()
+
+    def instances(self) -> tuple[Instance, ...]:
+        return tuple(self.seen.values())
+
+    def record(self, name: str) -> Record | None:
+        return Record(name, f"{name}:1", 1, 0, State.DEAD if name in self.dead else State.ALIVE)
+
+    def adapter(self, name: str) -> Adapter | None:
+        return None
+
+    def holders(self, digest: str) -> Mapping[str, Tier]:
+        return {}
+
+    async def ask(self, peer: str, body: Body, timeout_s: float) -> Body | None:
+        return self.quotes.get(peer)
+
+
+def clock() -> Iterator[float]:
+    """A second passes with every look."""
+    yield from map(float, range(10**6))
+
+
+def forwarding(cluster: Cluster, routing: str = "most-idle", *, frozen: bool = False) -> Forwarding:
+    ticks = clock()
+    made = Forwarding(
+        *(cluster, routing, Slo(), lambda name: None, lambda: False),
+        rng=Random(1),
+        now=(lambda: 0.0) if frozen else (lambda: next(ticks)),
+    )
+    made.joined = True
+    return made
+
+
+def test_the_flag_knows_every_policy_and_one_that_is_none() -> None:
+    assert set(FLAG) == {*ROUTINGS, "local"}
+
+
+def test_a_burst_at_one_entry_is_spread_before_any_beat_shows_it() -> None:
+    router = forwarding(Cluster(0, 0, 0), frozen=True)
+    arrival = router.arrival(None, 10, 10)
+    went = []
+    for _ in range(6):
+        went.append(router.propose(arrival).order[0])
+        router.began(went[-1], arrival)
+    assert sorted(went) == [*"aabbcc"]
+
+
+def test_what_a_beat_does_not_show_yet_stays_on_top_of_it() -> None:
+    now = 0.0
+    cluster = Cluster(0, 0)
+    router = Forwarding(cluster, "most-idle", Slo(), lambda name: None, lambda: False, rng=Random(1), now=lambda: now)
+    router.joined = True
+    arrival = router.arrival(None, 10, 10)
+    cluster.seen["a"] = dataclasses.replace(cluster.seen["a"], backlog=Backlog(1))
+    router.propose(arrival)
+    for _ in range(2):
+        router.began("b", arrival)
+    now = 0.03  # b's next beat was on its way already when the requests left
+    cluster.seen["b"] = dataclasses.replace(cluster.seen["b"], backlog=Backlog())
+    assert router.propose(arrival).order[0] == "a"
+    now = 0.2  # and this one knows
+    cluster.seen["b"] = dataclasses.replace(cluster.seen["b"], backlog=Backlog())
+    assert router.propose(arrival).order[0] == "b"
+
+
+def test_an_instance_that_could_not_be_reached_is_left_alone_for_a_while() -> None:
+    now = 0.0
+    router = Forwarding(
+        Cluster(5, 0), "most-idle", Slo(), lambda name: None, lambda: False, rng=Random(1), now=lambda: now
+    )
+    router.joined = True
+    arrival = router.arrival(None, 10, 10)
+    router.shun("b")
+    assert list(router.propose(arrival).order) == ["a"]
+    now = 2.0
+    assert list(router.propose(arrival).order) == ["b", "a"]
+
+
+async def test_quotes_decide_among_the_best() -> None:
+    cluster = Cluster(50, 0, 0, 0)
+    cluster.quotes = {"b": (9.0, 9.0), "c": (1.0, 1.0), "d": (-1.0, -1.0)}
+    router = forwarding(cluster, "rank-aware")
+    stop = (await router.begin(router.arrival(None, 10, 10))).next()
+    assert stop == Peer("c", "c:1", 1, insists=False)
+
+
+async def test_the_dead_are_passed_over_whatever_the_views_say() -> None:
+    cluster = Cluster(50, 0, 1)
+    cluster.dead = {"b", "c"}
+    router = forwarding(cluster)
+    assert isinstance((await router.begin(router.arrival(None, 10, 10))).next(), Here)
+
+
+def test_a_quote_is_what_the_request_would_cost_here() -> None:
+    router = forwarding(Cluster(3, 0), "rank-aware")
+    cost, latency_ms = router.quote("b", ("route", "", 10, 10.0))
+    own = Cluster(3, 0).seen["a"].estimate(router.arrival(None, 10, 10), Tier.DEVICE, 0.0)
+    assert (cost, latency_ms) == own
+    assert router.quote("b", ("route", "nobody's", 10, 10.0)) == (-1.0, -1.0)
+
+
+@given(st.lists(st.one_of(st.text(), st.integers(), st.floats(allow_nan=False)), max_size=6))
+def test_any_question_gets_an_answer(body: list[str | int | float]) -> None:
+    forwarding(Cluster(1)).quote("b", tuple(body))
+
+
+def test_answers_are_expected_to_be_as_long_as_those_before() -> None:
+    router = forwarding(Cluster(0))
+    before = router.arrival("poet", 10, 1000).output_tokens
+    for _ in range(200):
+        router.answered("poet", 20)
+    assert router.arrival("poet", 10, 1000).output_tokens < min(before, 30)
+    assert router.arrival("poet", 10, 7).output_tokens == 7
+
+
+# --- who may forward ---
+
+
+def headers(keys: Keyring = Keyring((NEW,)), hop: Hop = HOP_OF_B) -> dict[str, str]:  # noqa: B008 -- never changes
+    return signed(keys, PATH, hop, b"digest")
+
+
+def gate(*secrets: bytes) -> Gate:
+    return Gate(lambda: "a", lambda: Keyring(secrets))
+
+
+def test_a_hop_says_what_was_signed() -> None:
+    assert gate(NEW).admit(PATH, headers(), b"digest", HOP_OF_B.time_ms) == HOP_OF_B
+
+
+def test_secrets_may_be_changed_while_requests_are_on_their_way() -> None:
+    assert gate(OLD, NEW).admit(PATH, headers(), b"digest", HOP_OF_B.time_ms)
+    with pytest.raises(Forbidden):
+        gate(OLD).admit(PATH, headers(), b"digest", HOP_OF_B.time_ms)
+
+
+@pytest.mark.parametrize("late_ms", [-31_000, 31_000])
+def test_an_old_hop_is_worth_nothing(late_ms: int) -> None:
+    with pytest.raises(Forbidden, match="clocks"):
+        gate(NEW).admit(PATH, headers(), b"digest", HOP_OF_B.time_ms + late_ms)
+
+
+def test_a_hop_is_remembered_as_long_as_it_would_be_good() -> None:
+    door = gate(NEW)
+    door.admit(PATH, headers(), b"digest", HOP_OF_B.time_ms - 29_000)
+    for number in range(100):
+        other = dataclasses.replace(HOP_OF_B, attempt=2 + number)
+        door.admit(PATH, headers(hop=other), b"digest", HOP_OF_B.time_ms)
+    with pytest.raises(Forbidden, match="taken"):
+        door.admit(PATH, headers(), b"digest", HOP_OF_B.time_ms + 29_000)
+
+
+@given(st.text(max_size=50), st.text(max_size=50))
+def test_nothing_unsigned_gets_in(text: str, signature: str) -> None:
+    with pytest.raises(Forbidden):
+        gate(NEW).admit(PATH, {HOP: text, "X-CaraServe-Signature": signature}, b"digest", 0)
+
+
+@given(
+    st.sampled_from(["slo", "full", "draining", "no-adapter", "stale-epoch"]),
+    st.floats(0, allow_nan=False),
+    st.floats(0, allow_nan=False),
+)
+def test_a_refusal_survives_its_header(reason: str, cost: float, latency_ms: float) -> None:
+    refusal = Refusal(reason, Estimate(cost, latency_ms))  # type: ignore[arg-type]
+    assert refusal_of(refusal_text(refusal)) == refusal
+
+
+@given(st.text())
+def test_any_refusal_is_one(text: str) -> None:
+    assert refusal_of(text).estimate.cost >= 0
