@@ -28,10 +28,11 @@ _SOURCES = 3  # holders that give one adapter at a time
 _RUN = 4  # chunks asked for at once
 _MOST_RUNS = 8  # under way, of all adapters together
 _PATIENCE_S = 2.0  # without progress: what is held where may still be on its way to us
-_MOST_S = 60.0  # for holders that are all busy
+_MOST_S = 60.0  # the same, where all holders are busy
 _AGAIN_S = 0.25  # before a peer that failed or is busy is asked again
 _MOST_FAILURES = 3  # of one peer, for one adapter
-_MOST_WRONG = 2  # corrupt chunks of one peer, for one adapter; then never again
+_MOST_WRONG = 2  # corrupt chunks of one peer, for one adapter; then it is not asked for that one any more
+_BANNED_S = 60.0  # its disk may have been mended
 _MOST_BANS = 1000
 
 
@@ -73,7 +74,8 @@ class Counts:
 class _Fetch:
     digest: str
     into: NDArray[np.uint8]
-    gives_up_s: float
+    gives_up_s: float  # without progress and without anybody to ask
+    ends_s: float  # without progress
     spec: AdapterSpec | None = None
     ends: list[int] = field(default_factory=list)
     pending: deque[int] = field(default_factory=deque)  # chunks not yet here, the first ones first
@@ -106,16 +108,16 @@ class Exchange:
         self._peers, self._wire, self._model = peers, wire, model
         self._now, self._patience_s = now, patience_s
         self._runs = asyncio.Semaphore(_MOST_RUNS)
-        self._wrong: Counter[tuple[str, str]] = Counter()  # (digest, peer)
+        self._wrong: dict[tuple[str, str], tuple[int, float]] = {}  # (digest, peer) → corrupt chunks, the last of them
 
     async def fetch(self, digest: str, into: NDArray[np.uint8]) -> HostAdapter:
         """Fills `into` with an adapter's image. Raises Unreachable when nobody gives it, and AdapterRejected when it
         is none for this base model."""
         began_s = self._now()
-        fetch = _Fetch(digest, into, began_s + self._patience_s)
+        fetch = _Fetch(digest, into, began_s + self._patience_s, began_s + _MOST_S)
         self.under_way += 1
         try:
-            image = await self._filled(fetch, began_s + _MOST_S)
+            image = await self._filled(fetch)
         except (Unreachable, AdapterRejected):
             self.counts.failed += 1
             raise
@@ -126,7 +128,7 @@ class Exchange:
         self.counts.seconds += self._now() - began_s
         return image
 
-    async def _filled(self, fetch: _Fetch, ends_s: float) -> HostAdapter:
+    async def _filled(self, fetch: _Fetch) -> HostAdapter:
         while True:
             sources = self._sources(fetch)
             left = len(fetch.pending), fetch.spec is None
@@ -138,11 +140,13 @@ class Exchange:
                         group.create_task(self._take_from(fetch, name))
             if fetch.spec is not None and not fetch.pending:
                 return HostAdapter(fetch.spec, fetch.into[: fetch.spec.num_bytes])
-            if fetch.is_busy or (len(fetch.pending), fetch.spec is None) != left:
-                fetch.gives_up_s, fetch.is_busy = self._now() + self._patience_s, False
-            elif not sources and self._now() >= min(fetch.gives_up_s, ends_s):
-                raise self._unreachable(fetch)
-            if self._now() >= ends_s:
+            now = self._now()
+            if (len(fetch.pending), fetch.spec is None) != left:
+                fetch.gives_up_s, fetch.ends_s = now + self._patience_s, now + _MOST_S
+            elif fetch.is_busy:
+                fetch.gives_up_s = now + self._patience_s
+            fetch.is_busy = False
+            if now >= fetch.ends_s or (not sources and now >= fetch.gives_up_s):
                 raise self._unreachable(fetch)
             if not self._sources(fetch):
                 await self._peers.news(_AGAIN_S)
@@ -155,7 +159,7 @@ class Exchange:
             for name, tier in self._peers.holders(fetch.digest).items()
             if fetch.failures[name] < _MOST_FAILURES
             and fetch.again_s.get(name, now) <= now
-            and self._wrong[fetch.digest, name] < _MOST_WRONG
+            and not self._is_banned(fetch.digest, name)
         ]
         return [name for _, _, name in sorted(usable)]
 
@@ -196,7 +200,7 @@ class Exchange:
     def _note(self, fetch: _Fetch, name: str, trouble: Trouble) -> None:
         if trouble is Trouble.CORRUPT:
             self.counts.corrupt += 1
-            self._wrong[fetch.digest, name] += 1
+            self._wrong[fetch.digest, name] = self._wrong.get((fetch.digest, name), (0, 0.0))[0] + 1, self._now()
             while len(self._wrong) > _MOST_BANS:
                 del self._wrong[next(iter(self._wrong))]
         elif trouble is Trouble.ABSENT:
@@ -205,6 +209,13 @@ class Exchange:
             fetch.is_busy |= trouble is Trouble.BUSY
             fetch.failures[name] += trouble is Trouble.FAILED
             fetch.again_s[name] = self._now() + _AGAIN_S
+
+    def _is_banned(self, digest: str, name: str) -> bool:
+        count, last_s = self._wrong.get((digest, name), (0, 0.0))
+        if count >= _MOST_WRONG and self._now() - last_s > _BANNED_S:
+            del self._wrong[digest, name]
+            return False
+        return count >= _MOST_WRONG
 
     def _unreachable(self, fetch: _Fetch) -> Unreachable:
         holders = self._peers.holders(fetch.digest)

@@ -58,11 +58,12 @@ class Lending:
         self,
         residency: Residency,
         read: Callable[[Source, NDArray[np.uint8], Done], None],
+        lost: Callable[[str], None],
         keys: Callable[[], Keyring],
     ) -> None:
-        """`read`: an adapter from our disk, as residency's."""
+        """`read`: an adapter from our disk, as residency's. `lost` is told of a digest that cannot be read."""
         self.sent_bytes = self.refusals = 0
-        self._residency, self._read, self._keys = residency, read, keys
+        self._residency, self._read, self._lost, self._keys = residency, read, lost, keys
         self._uploads = 0
         self._reads: dict[str, _Read] = {}
 
@@ -165,7 +166,9 @@ class Lending:
 
         def done(result: HostAdapter | CaraServeError) -> None:
             wrong = isinstance(result, HostAdapter) and result.spec.digest != digest
-            entry.image = CaraServeError("its files have changed") if wrong else result
+            entry.image = CaraServeError("Its files have changed.") if wrong else result
+            if isinstance(entry.image, CaraServeError):
+                self._lost(digest)
             assert entry.there is not None
             entry.there.set()
 

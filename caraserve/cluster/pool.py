@@ -90,7 +90,7 @@ class Pool:
         """`most_bytes`: of other instances' adapters on our disk."""
         holders = Holders(node)
         self.exchange = Exchange(holders, transfers, model, now)
-        self.lending = Lending(catalog.residency, self._read_own, lambda: node.keys)
+        self.lending = Lending(catalog.residency, self._read_own, self._lost, lambda: node.keys)
         self.wanted: Callable[[str], bool] = lambda name: False  # whether the plan wants an adapter here
         self.unkept = self.deleted = 0
         self._node, self._catalog, self._reader = node, catalog, reader
@@ -223,7 +223,7 @@ class Pool:
 
     async def let_go(self, digest: str) -> bool:
         """Deletes what came from others, if one of them promises to keep it; whether it did."""
-        if digest not in self._stored:
+        if digest not in self._stored or digest in self._keeping:
             return False
         holders = [name for name in self._node.holders(digest) if name != self._node.name]
         random.shuffle(holders)
@@ -269,8 +269,7 @@ class Pool:
             image = await self._on_thread(self._reader.executor, self._stored.read, digest, into)
         except AdapterRejected as error:
             log.warning("%s; it is fetched again", error.message)
-            self._copies.lost(digest)
-            self._delete(digest)
+            self._lost(digest)
             return None
         self._stored.used(digest)
         return image
@@ -331,6 +330,13 @@ class Pool:
             elif version is None and digest in self._named:  # else its name may still be on its way to us
                 self._copies.lost(digest)
                 self._delete(digest)
+
+    def _lost(self, digest: str) -> None:
+        """Its bytes turned out to be gone or wrong: nobody may count on us any more."""
+        if self._copies.has(digest):
+            log.warning("adapter %s can no longer be read here", digest[:12])
+        self._copies.lost(digest)
+        self._delete(digest)
 
     def _delete(self, digest: str) -> None:
         """We hold it no more."""

@@ -132,10 +132,22 @@ async def test_who_gave_wrong_bytes_twice_is_not_asked_for_them_again() -> None:
     assert world.manifests["a"] == 2
 
 
+async def test_after_a_while_it_is_given_another_chance() -> None:
+    now_s = 0.0
+    wrong = Peer(HELD)
+    wrong.is_wrong = True
+    world = World(a=wrong)
+    exchange = Exchange(world, world, MODEL, now=lambda: now_s, patience_s=0.0)
+    with pytest.raises(Unreachable):
+        await exchange.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+    wrong.is_wrong, now_s = False, 61.0
+    await exchange.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+
+
 async def test_a_busy_holder_is_waited_for() -> None:
     busy = Peer(HELD)
-    busy.busy_times = 2
-    await fetched(World(a=busy), patience_s=0.5)
+    busy.busy_times = 4
+    await fetched(World(a=busy))
 
 
 async def test_a_holder_that_appears_while_it_is_looked_for_is_found() -> None:

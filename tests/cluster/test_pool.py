@@ -14,7 +14,7 @@ from caraserve.cluster.stored import size_of
 from caraserve.cluster.transfers import Transfers, Trouble
 from caraserve.errors import Unreachable
 from tests.cluster.nodes import KEYS, until
-from tests.cluster.pools import pools
+from tests.cluster.pools import pools, write_folder
 
 
 async def test_what_one_loaded_another_fetches_and_then_holds_too(tmp_path: Path) -> None:
@@ -44,6 +44,21 @@ async def test_the_second_read_is_from_the_own_disk_also_after_a_restart(tmp_pat
         await b.want("poet")
         assert b.pool.exchange.counts.fetched == 0
         assert b.node.holders(digest) == {"b": Tier.DISK}
+
+
+async def test_what_is_kept_waits_for_its_name_to_be_known_again(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        digest = await fleet.load(a, "poet", 1)
+        await b.want("poet")
+        await until(lambda: digest in b.stored, 3)
+        await fleet.stop("a")
+        await fleet.stop("b")
+        for file in tmp_path.glob("b.db*"):  # noqa: ASYNC240
+            file.unlink()
+        b = await fleet.start("b")
+        b.pool._sweep()
+        assert b.stored.digests() == [digest]
 
 
 async def test_a_kept_file_that_has_changed_is_fetched_again(tmp_path: Path) -> None:
@@ -85,6 +100,17 @@ async def test_when_all_who_had_it_are_gone_that_is_said_and_others_are_served(t
         with pytest.raises(Unreachable, match="no instance that has it is there"):
             await b.want("poet")
         await b.want("chef")
+
+
+async def test_who_cannot_read_its_folder_any_more_is_no_holder(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        digest = await fleet.load(a, "poet", 1)
+        write_folder(Path(a.catalog.get("poet").path), 2)
+        with pytest.raises(Unreachable):
+            await b.want("poet")
+        assert a.node.holders(digest) == {}
+        assert a.pool.answer("b", (HOLD, digest, 5.0)) == (0,)
 
 
 async def test_a_name_that_gets_another_meaning_gets_it_everywhere(tmp_path: Path) -> None:
