@@ -51,7 +51,7 @@ SMALL = Effort(
     shape=Shape(hidden=64, layers=1, intermediate=96, vocab=160, heads=4, kv_heads=2),
     cases=1,
     vocab=160,
-    context=40,
+    context=270,
     tiny_lengths=(3, 9),
     tiny_new=3,
     dtypes=(Dtype.F32,),
@@ -124,7 +124,7 @@ def opener(missing: str = "") -> Callable[[Dtype], Opened]:
 def told(argv: Sequence[str], timeout_s: float) -> None:
     """In the place of `caraserve bench modes`: takes the arguments that it would, and leaves such a report."""
     assert timeout_s > 0
-    args = bench_parser().parse_args(["modes", *argv])
+    args = bench_parser().parse_args(["modes", *argv[: argv.index("--")]])
     runs = [
         Run(mode, tuple(answered(index, gap_s) for index in range(4)), wall_s=1.0)
         for mode, gap_s in zip(args.modes, (0.010, 0.011), strict=True)
