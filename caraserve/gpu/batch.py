@@ -28,6 +28,7 @@ from caraserve.units import ceil_div
 
 Ints = NDArray[np.int32]
 NO_TOKEN = -1
+ALL_GROUPS = frozenset(range(len(GROUPS)))  # indices into layout.GROUPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +43,24 @@ class Shape:
     segments: int  # places of `segments`; 0: no prompt chunk has an adapter
     has_items: bool  # whether rows that decode have adapters
     context: int  # no row that decodes has more positions
+    groups: frozenset[int] = ALL_GROUPS  # of modules, in which any of the adapters has one
 
     @property
     def has_lora(self) -> bool:
         return self.has_items or self.segments > 0
+
+    def fits(self, larger: "Shape") -> bool:
+        """Whether a pass of another shape does for a batch of this one, filled up."""
+        return (
+            self.tokens <= larger.tokens
+            and self.decode_rows <= larger.decode_rows
+            and self.tiles <= larger.tiles
+            and self.outputs <= larger.outputs
+            and self.segments <= larger.segments
+            and self.has_items <= larger.has_items
+            and self.context <= larger.context
+            and (not self.has_lora or self.groups <= larger.groups)
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,22 +4,28 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from caraserve.gpu.batch import Capacity, Shape
+from caraserve.gpu.batch import ALL_GROUPS, Capacity, Shape
 from caraserve.gpu.driver import Driver, Stream
-from caraserve.gpu.graphs import Bucket, GraphSet, shape_of
+from caraserve.gpu.graphs import Bucket, GraphSet, bucket_of
 from caraserve.gpu.lane import Pass, Replay, capture_pass, issue_pass
 from caraserve.gpu.triton_lora import most_segments
 from caraserve.plan import Plan
 
+# What a mixed graph has room for besides its tokens. Programs for more than are there start for nothing; a batch that
+# needs more is launched kernel by kernel.
+_PROMPTS, _PROMPTS_ADAPTERS = 16, 8
+
 
 def shape_for(bucket: Bucket, capacity: Capacity, max_context: int) -> Shape:
     """The largest batch that a bucket takes."""
+    groups = frozenset({0}) if bucket.qkv_only else ALL_GROUPS
     if not bucket.is_mixed:
-        return Shape(bucket.size, bucket.size, 0, bucket.size, 0, bucket.lora, max_context)
+        return Shape(bucket.size, bucket.size, 0, bucket.size, 0, bucket.lora, max_context, groups)
     rows = min(capacity.rows, bucket.size)
-    tiles = bucket.size // capacity.tile_tokens + rows
-    segments = most_segments(bucket.size, min(capacity.adapters, rows)) if bucket.lora else 0
-    return Shape(bucket.size, rows, tiles, rows, segments, bucket.lora, max_context)
+    tiles = bucket.size // capacity.tile_tokens + min(rows, _PROMPTS)
+    adapters = min(capacity.adapters, rows, _PROMPTS_ADAPTERS)
+    segments = most_segments(bucket.size, adapters) if bucket.lora else 0
+    return Shape(bucket.size, rows, tiles, rows, segments, bucket.lora, max_context, groups)
 
 
 class Captures:
@@ -28,7 +34,7 @@ class Captures:
     def __init__(self, driver: Driver, graphs: GraphSet, capacity: Capacity, max_context: int, layers: int) -> None:
         self._driver, self._graphs, self._capacity = driver, graphs, capacity
         self._max_context, self._layers = max_context, layers
-        self._replays: dict[Bucket, Replay] = {}
+        self._replays: dict[Bucket, tuple[Replay, Shape]] = {}
 
     def make_gates(self, device: torch.device) -> None:
         """Words by which graphs wait for layers; to be called first."""
@@ -44,14 +50,15 @@ class Captures:
         """Captures every bucket that has room. The batch in device memory is one of no rows: each pass is run once
         before, so that all its kernels are loaded. `settle` waits for the stream; `advance` is called for each."""
         for index, bucket in enumerate(self._graphs.to_capture()):
-            work = work_of(bucket, shape_for(bucket, self._capacity, self._max_context))
+            shape = shape_for(bucket, self._capacity, self._max_context)
+            work = work_of(bucket, shape)
             issue_pass(work, stream, self._layers)
             settle()
             gate = self._gates[index].data_ptr() if bucket.gated else None
             before = self._driver.free_bytes()
             replay = capture_pass(self._driver, work, stream, self._layers, gate)
             if self._graphs.captured(bucket, max(0, before - self._driver.free_bytes())):
-                self._replays[bucket] = replay
+                self._replays[bucket] = replay, shape
             else:
                 self._driver.destroy_graph(replay.graph)
             advance()
@@ -61,8 +68,11 @@ class Captures:
         """How many `capture_all` will make."""
         return len(self._graphs.to_capture())
 
-    def find(self, plan: Plan, arriving: Collection[int]) -> Replay | None:
+    def find(self, plan: Plan, shape: Shape, arriving: Collection[int]) -> Replay | None:
         """The graph for a plan; None: it is launched kernel by kernel."""
-        wanted = shape_of(plan, arriving)
+        wanted = bucket_of(plan, arriving, shape.groups)
         chosen = None if wanted is None else self._graphs.choose(wanted)
-        return None if chosen is None else self._replays[chosen]
+        if chosen is None:
+            return None
+        replay, largest = self._replays[chosen]
+        return replay if shape.fits(largest) else None

@@ -12,18 +12,25 @@ from dataclasses import dataclass, field
 from caraserve.plan import BASE_ADAPTER_SLOT, Plan
 
 _DECODE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-_MIXED_SIZES = (64, 128, 256, 512, 1024, 2048)
-_MOST_PADDING = 4.0  # a graph of more than so many times the size costs more than launching one by one
+_MIXED_SIZES = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+# A graph of more than so many times the size costs more than launching one by one: small batches are over before the
+# next kernel is launched, large ones compute for nothing.
+_MOST_PADDING, _MOST_PADDING_OF_LARGE = 4.0, 1.15
+_LARGE_TOKENS = 512
+
+_QKV = frozenset({0})  # the group of modules that most adapters have alone
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Bucket:
-    """A graph's shape. Decode: `size` rows of one token each; mixed: `size` tokens of any rows. `gated`: it waits for
-    layers that are on their way. `merged`: over the weights that an adapter is merged into."""
+    """A graph's shape. Decode: `size` rows of one token each; mixed: `size` tokens of any rows. `qkv_only`: it has the
+    LoRA kernels of q, k and v alone. `gated`: it waits for layers that are on their way. `merged`: over the weights
+    that an adapter is merged into."""
 
     is_mixed: bool
     size: int
     lora: bool
+    qkv_only: bool = False
     gated: bool = False
     merged: bool = False
 
@@ -32,29 +39,31 @@ class Bucket:
         return (
             self.size >= wanted.size
             and (self.is_mixed or not wanted.is_mixed)
-            and (self.lora or not wanted.lora)
+            and (not wanted.lora or (self.lora and self.qkv_only <= wanted.qkv_only))
             and (self.gated or not wanted.gated)
             and self.merged == wanted.merged
         )
 
     @property
-    def cost(self) -> tuple[bool, bool, int, bool]:
+    def cost(self) -> tuple[bool, bool, int, bool, bool]:
         """What is less for the better choice among those that serve."""
-        return (self.is_mixed, self.gated, self.size, self.lora)
+        return (self.is_mixed, self.gated, self.size, self.lora, not self.qkv_only)
 
 
-def shape_of(plan: Plan, arriving: Collection[int]) -> Bucket | None:
+def bucket_of(plan: Plan, arriving: Collection[int], groups: Collection[int]) -> Bucket | None:
     """What a plan needs, its size exact; None: it is launched kernel by kernel. `arriving`: adapter slots of which
-    layers are missing."""
+    layers are missing; `groups`: of modules that its adapters have."""
     if any(row.prompt_logprobs is not None for row in plan.rows):
         return None  # every token is scored: far more logits than a graph has room for
     slots = {row.adapter_slot for row in plan.rows}
     is_mixed = plan.num_tokens > len(plan.rows)
     merged = plan.merged is not None
+    has_lora = not merged and slots != {BASE_ADAPTER_SLOT}
     return Bucket(
         is_mixed=is_mixed,
         size=plan.num_tokens if is_mixed else len(plan.rows),
-        lora=not merged and slots != {BASE_ADAPTER_SLOT},
+        lora=has_lora,
+        qkv_only=has_lora and _QKV.issuperset(groups),
         gated=not merged and not slots.isdisjoint(arriving),
         merged=merged,
     )
@@ -62,15 +71,21 @@ def shape_of(plan: Plan, arriving: Collection[int]) -> Bucket | None:
 
 def buckets(max_rows: int, max_tokens: int, *, merging: bool = False) -> Iterator[Bucket]:
     """All there may be, the most useful first."""
-    variants = [(False, False), (True, False), *([(False, True)] if merging else [])]
     for size in _up_to(_DECODE_SIZES, max_rows):
-        for lora, merged in variants:
-            yield Bucket(is_mixed=False, size=size, lora=lora, merged=merged)
-    for gated in (False, True):
-        for size in _up_to(_MIXED_SIZES, max(max_rows, max_tokens)):
-            for lora, merged in variants:
-                if not gated or lora:
-                    yield Bucket(is_mixed=True, size=size, lora=lora, gated=gated, merged=merged)
+        yield from _variants(size, is_mixed=False, merging=merging)
+    mixed = _up_to(_MIXED_SIZES, max(max_rows, max_tokens))
+    for size in mixed:
+        yield from _variants(size, is_mixed=True, merging=merging)
+    for size in mixed:
+        yield Bucket(is_mixed=True, size=size, lora=True, gated=True)
+
+
+def _variants(size: int, *, is_mixed: bool, merging: bool) -> Iterator[Bucket]:
+    yield Bucket(is_mixed, size, lora=False)
+    yield Bucket(is_mixed, size, lora=True, qkv_only=True)
+    yield Bucket(is_mixed, size, lora=True)
+    if merging:
+        yield Bucket(is_mixed, size, lora=False, merged=True)
 
 
 def _up_to(sizes: tuple[int, ...], most: int) -> list[int]:
@@ -124,9 +139,11 @@ class GraphSet:
             raise AssertionError(f"an iteration of {wanted.size} exceeds the backend's limits")
         serving = [bucket for bucket in self._captured if bucket.serves(wanted)]
         best = min(serving, key=lambda bucket: (bucket.cost, bucket), default=None)
-        if best is None or best.size <= max(self._ideal_size(wanted), _MOST_PADDING * wanted.size):
-            return best
-        return None
+        if best is None:
+            return None
+        if best.is_mixed and best.size > _LARGE_TOKENS:
+            return best if best.size <= _MOST_PADDING_OF_LARGE * wanted.size else None
+        return best if best.size <= max(self._ideal_size(wanted), _MOST_PADDING * wanted.size) else None
 
     def _ideal_size(self, wanted: Bucket) -> int:
         """Of the best there may be that serves."""

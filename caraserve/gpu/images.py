@@ -25,7 +25,6 @@ from caraserve.gpu.transfers import Group, Use, groups_of
 from caraserve.model.layout import GROUPS, AdapterSpec, HostAdapter
 from caraserve.model.spec import SITES, ModelSpec
 
-
 Loaded = Callable[[Exception | None], None]
 
 
@@ -53,6 +52,10 @@ class Bound:
     is_loading: bool = True
     used: Marks = NOTHING  # after the last iteration or prefill that reads it
     arrivals: list[tuple[int, float]] = field(default_factory=list)  # (first layer of a group, when it was seen there)
+    any_groups: frozenset[int] = field(init=False)  # of all layers together
+
+    def __post_init__(self) -> None:
+        self.any_groups = frozenset().union(*self.groups)
 
 
 class DeviceImages:
@@ -161,6 +164,10 @@ class DeviceImages:
     def arriving(self, slots: Collection[int]) -> list[int]:
         """Those of which layers may be missing."""
         return [slot for slot in slots if slot in self.bound and self.bound[slot].is_loading]
+
+    def groups_of(self, slots: Collection[int]) -> frozenset[int]:
+        """Groups of modules in which any of these has one."""
+        return frozenset().union(*(self.bound[slot].any_groups for slot in slots))
 
     def used(self, slots: Collection[int], lane: Lane, number: int) -> None:
         """A pass that reads adapters ends with a lane's mark of that number."""

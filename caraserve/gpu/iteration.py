@@ -6,6 +6,7 @@ next iteration may be launched before this one has begun. Results come on the wa
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,15 +96,17 @@ class Iterations:
         outputs = outputs_of(plan.rows, self._slots.prompt_tokens)
         shape = self._host.fill(self._words, plan.rows, outputs, with_lora=with_lora)
         adapters = {row.adapter_slot for row in plan.rows} - {BASE_ADAPTER_SLOT}
+        shape = replace(shape, groups=self._images.groups_of(adapters))
         arriving = self._images.arriving(adapters)
         self._works.prepare(plan)
-        replay = self._captures.find(plan, arriving)
+        replay = self._captures.find(plan, shape, arriving)
         work = self._works.of_plan(plan, shape) if replay is None else replay
         self._lists.send(decode_slots(plan.rows) if with_lora else np.zeros(0, np.int32))
 
         def metadata(stream: Stream) -> None:
             self._ring.send(self._batch.words.data_ptr(), self._words, Lane.COMPUTE)
 
+        self._timelines.passed()  # or events would pile up while nothing is loading
         number = self._lane.launch(metadata, work, arriving, NOTHING)
         self._images.used(adapters, Lane.COMPUTE, number)
         self._return_results(plan, outputs, {slot: self._images.bound[slot] for slot in arriving}, launched_s, done)

@@ -117,6 +117,8 @@ class LoraPass:
 
     def add(self, layer: int, group: int, stream: Stream, gate: Tensor | None = None) -> None:
         """From weights on the device. `gate`: int32 [slots], not 0: not of this adapter."""
+        if group not in self._shape.groups:
+            return
         if self._shape.has_items:
             for launch in self._lane.for_decoding(layer, group, 0 if gate is None else gate.data_ptr()):
                 self._lane.kernels.launch(launch, stream)

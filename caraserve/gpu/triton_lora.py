@@ -112,30 +112,35 @@ def shrink_kernel(  # type: ignore[no-untyped-def]
     PROJECTIONS: tl.constexpr, RANKS: tl.constexpr, HAS_GATE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One program: a segment, a tile of rank rows of one projection, one plane of K."""
-    segment, tile, plane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    tiles: tl.constexpr = (RANKS + BN - 1) // BN
-    projection, first = tile // tiles, tile % tiles * BN
+    """One program: a segment, one projection at all its rank rows, one plane of K."""
+    segment, projection, plane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, slot = tl.load(segment_rows + segment), tl.load(segment_slot + segment)
     entry = projection * slots + slot
     rank = _rank(rank_table, gate, entry, slot, HAS_GATE)
-    if (rows > 0) & (first < rank):
+    if rows > 0:
         lane = tl.arange(0, BM)
         is_row = lane < rows
         token = tl.load(order + tl.load(segment_first + segment) + lane, mask=is_row, other=0).to(tl.int64)
         width = tl.cdiv(tl.cdiv(k, _PLANES), BK) * BK
         start, end = plane * width, tl.minimum((plane + 1) * width, k)
         address, code = tl.load(a_table + entry), tl.load(dtype_table + slot)
-        # The branch is outside of the loop, which is pipelined only without one.
-        if code == _F32:
-            total = _shrink_tile(x, token, is_row, address, rank, first, start, end, stride, k, tl.float32, BM, BN, BK)
-        elif code == _BF16:
-            total = _shrink_tile(x, token, is_row, address, rank, first, start, end, stride, k, tl.bfloat16, BM, BN, BK)
-        else:
-            total = _shrink_tile(x, token, is_row, address, rank, first, start, end, stride, k, tl.float16, BM, BN, BK)
-        row = first + tl.arange(0, BN)
-        to = part + ((plane * tokens + token) * PROJECTIONS + projection)[:, None] * RANKS + row[None, :]
-        tl.store(to, total, mask=is_row[:, None] & (row < rank)[None, :])
+        to = part + ((plane * tokens + token) * PROJECTIONS + projection)[:, None] * RANKS
+        for first in range(0, rank, BN):
+            # The branch is outside of the loop over K, which is pipelined only without one.
+            if code == _F32:
+                total = _shrink_tile(
+                    x, token, is_row, address, rank, first, start, end, stride, k, tl.float32, BM, BN, BK
+                )
+            elif code == _BF16:
+                total = _shrink_tile(
+                    x, token, is_row, address, rank, first, start, end, stride, k, tl.bfloat16, BM, BN, BK
+                )
+            else:
+                total = _shrink_tile(
+                    x, token, is_row, address, rank, first, start, end, stride, k, tl.float16, BM, BN, BK
+                )
+            row = first + tl.arange(0, BN)
+            tl.store(to + row[None, :], total, mask=is_row[:, None] & (row < rank)[None, :])
 
 
 @triton.jit
@@ -219,7 +224,7 @@ def lora_shrink(x: Tensor, part: Tensor, segments: Segments, tables: SiteTables)
     """
     _, tokens, projections, ranks = part.shape
     shape = shrink_shape(x.dtype, ranks)
-    grid = (segments.rows.shape[0], projections * ceil_div(ranks, shape["BN"]), PLANES)
+    grid = (segments.rows.shape[0], projections, PLANES)
     shrink_kernel[grid](
         x, part, segments.order, segments.first, segments.rows, segments.slot,
         tables.a, tables.rank, tables.dtype, tables.rank if tables.gate is None else tables.gate,

@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caraserve.gpu.graphs import Bucket, GraphSet, buckets, shape_of
+from caraserve.gpu.graphs import Bucket, GraphSet, buckets, bucket_of
 from caraserve.plan import Plan, Row
 
 ROWS, TOKENS = 100, 1500
+ALL = (0, 1, 2, 3)  # groups of modules
 
 
 def graphs(budget: int = 10**9, bytes_each: int = 1, *, merging: bool = False) -> GraphSet:
@@ -29,21 +30,21 @@ def plan(*counts: int, adapter: int = 0, merged: int | None = None) -> Plan:
 
 
 def test_one_token_of_each_row_is_decoding_and_anything_more_is_mixed() -> None:
-    assert shape_of(plan(1, 1, 1), ()) == Bucket(is_mixed=False, size=3, lora=False)
-    assert shape_of(plan(1, 7), ()) == Bucket(is_mixed=True, size=8, lora=False)
-    assert shape_of(plan(1, 2), ()) == Bucket(is_mixed=True, size=3, lora=False)
+    assert bucket_of(plan(1, 1, 1), (), ALL) == Bucket(is_mixed=False, size=3, lora=False)
+    assert bucket_of(plan(1, 7), (), ALL) == Bucket(is_mixed=True, size=8, lora=False)
+    assert bucket_of(plan(1, 2), (), ALL) == Bucket(is_mixed=True, size=3, lora=False)
 
 
 def test_adapters_those_on_their_way_and_merged_ones_are_told_apart() -> None:
-    assert shape_of(plan(1, adapter=3), ()) == Bucket(is_mixed=False, size=1, lora=True)
-    assert shape_of(plan(9, adapter=3), {3}) == Bucket(is_mixed=True, size=9, lora=True, gated=True)
-    assert shape_of(plan(9, adapter=3), {4}) == Bucket(is_mixed=True, size=9, lora=True)
-    assert shape_of(plan(1, adapter=3, merged=3), {3}) == Bucket(is_mixed=False, size=1, lora=False, merged=True)
+    assert bucket_of(plan(1, adapter=3), (), ALL) == Bucket(is_mixed=False, size=1, lora=True)
+    assert bucket_of(plan(9, adapter=3), {3}, ALL) == Bucket(is_mixed=True, size=9, lora=True, gated=True)
+    assert bucket_of(plan(9, adapter=3), {4}, ALL) == Bucket(is_mixed=True, size=9, lora=True)
+    assert bucket_of(plan(1, adapter=3, merged=3), {3}, ALL) == Bucket(is_mixed=False, size=1, lora=False, merged=True)
 
 
 def test_a_plan_whose_every_token_is_scored_takes_no_graph() -> None:
     scored = Row(0, 0, 4, 0, samples=False, prompt_logprobs=0)
-    assert shape_of(Plan((), (), (scored,)), ()) is None
+    assert bucket_of(Plan((), (), (scored,)), (), ALL) is None
 
 
 # --- which graph it takes ---
@@ -54,9 +55,27 @@ def test_the_smallest_that_serves_is_taken_and_base_rows_pay_nothing_for_lora() 
     assert made.choose(Bucket(is_mixed=False, size=9, lora=False)) == Bucket(is_mixed=False, size=12, lora=False)
     assert made.choose(Bucket(is_mixed=False, size=9, lora=True)) == Bucket(is_mixed=False, size=12, lora=True)
     assert made.choose(Bucket(is_mixed=False, size=ROWS, lora=True)) == Bucket(is_mixed=False, size=ROWS, lora=True)
-    assert made.choose(Bucket(is_mixed=True, size=65, lora=True)) == Bucket(is_mixed=True, size=128, lora=True)
+    assert made.choose(Bucket(is_mixed=True, size=65, lora=True)) == Bucket(is_mixed=True, size=96, lora=True)
     wanted = Bucket(is_mixed=True, size=TOKENS, lora=True, gated=True)
     assert made.choose(wanted) == wanted
+
+
+def test_adapters_of_q_k_and_v_alone_do_not_pay_for_the_other_modules() -> None:
+    made = captured(graphs())
+    wanted = bucket_of(plan(1, 1, adapter=3), (), {0})
+    assert wanted == Bucket(is_mixed=False, size=2, lora=True, qkv_only=True)
+    assert made.choose(wanted) == wanted
+    assert bucket_of(plan(1, 1, adapter=3), (), {0, 3}) == Bucket(is_mixed=False, size=2, lora=True)
+    alone = graphs()
+    alone.captured(Bucket(is_mixed=False, size=4, lora=True, qkv_only=True), 1)
+    assert alone.choose(Bucket(is_mixed=False, size=2, lora=True)) is None
+    assert alone.choose(Bucket(is_mixed=False, size=2, lora=False)) is not None
+
+
+def test_a_large_batch_is_not_filled_up_by_much() -> None:
+    made = captured(graphs())
+    assert made.choose(Bucket(is_mixed=True, size=700, lora=False)) == Bucket(is_mixed=True, size=768, lora=False)
+    assert made.choose(Bucket(is_mixed=True, size=600, lora=False)) is None
 
 
 def test_another_graph_does_until_the_right_one_is_there() -> None:
