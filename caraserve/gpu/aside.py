@@ -166,7 +166,33 @@ class Asides:
             book = self._books.take()
             if book is None:
                 return
-            self._launch_chunk(self._waiting.popleft(), book, lives)
+            self._try_to_launch(self._waiting.popleft(), book, lives)
+
+    def fail(self, failure: Exception) -> None:
+        """The device has failed: what has not been launched never will be."""
+        while self._waiting:
+            self._waiting.popleft().done(failure)
+
+    def _try_to_launch(self, prompt: _Prompt, book: Book, lives: Sequence[Life]) -> None:
+        """Whoever's turn has come, it may be another's than that of the plan being launched now."""
+        slot = prompt.plan.rows[0].adapter_slot
+        if not self._under_way:
+            self._attend(True)
+        self._images.pool.hold(slot)
+        try:
+            self._launch_chunk(prompt, book, lives)
+        except Exception as error:
+            self._under_way = [chunk for chunk in self._under_way if chunk.book is not book]
+            self._guard.forget(book)
+            self._release(slot, book, lives_of(self._workers))
+            prompt.done(error)
+
+    def _release(self, slot: int, book: Book, late: Sequence[Life] = ()) -> None:
+        """What a chunk had. `late`: all workers, if one of them may write to it still."""
+        self._images.pool.let_go(slot)
+        self._books.give_back(book, late)
+        if not self._under_way:
+            self._attend(False)
 
     # --- one chunk ---
 
@@ -189,8 +215,6 @@ class Asides:
         )
         written = self._write_letters(chunk, bound, row, lives)
         terms = self._terms(chunk)
-        if not self._under_way:
-            self._attend(True)
         self._guard.watch(book, {index: self._hand_over_s(row, bound) for _, _, index, _ in chunk.hand_overs()})
 
         def metadata(stream: Stream) -> None:
@@ -199,7 +223,6 @@ class Asides:
                 self._ring.send(self._letters[index].data_ptr(), letter, Lane.ASSIST)
             self._driver.fill(self._flags.data_ptr(), self._flags.nbytes, stream)
 
-        self._images.pool.hold(slot)
         after = latest(at(Lane.COMPUTE, prompt.issued), self._images.pool.moved(slot))
         number = self._lane.launch(metadata, self._decoder.work(shape, assist=terms), chunk, after)
         self._images.used([slot], Lane.ASSIST, number)
@@ -231,15 +254,13 @@ class Asides:
 
     def _ended(self, chunk: _Chunk, failure: DriverError | None, made: RowResult | None, *, is_void: bool) -> None:
         self._under_way.remove(chunk)
-        self._images.pool.let_go(chunk.row.adapter_slot)
         given_up = self._guard.forget(chunk.book)
         prompt, book = chunk.prompt, chunk.book
         for index, entry in enumerate(book.entries):
             if self._words.load(entry.x_flag) == book.generation:
                 prompt.cpu_layers.add(index // len(GROUPS))
-        self._books.give_back(book, lives_of(self._workers) if given_up or is_void or failure is not None else ())
-        if not self._under_way:
-            self._attend(False)
+        has_failed = given_up or is_void or failure is not None
+        self._release(chunk.row.adapter_slot, book, lives_of(self._workers) if has_failed else ())
         if failure is not None:
             prompt.done(failure)
         elif given_up or is_void:

@@ -4,6 +4,8 @@ The order is one of memory: weights are there already; then what has a fixed siz
 left of the share that may be used, less what graphs will take.
 """
 
+import contextlib
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +21,7 @@ from caraserve.gpu.captures import Captures
 from caraserve.gpu.channels import Channels, LaneParts
 from caraserve.gpu.copier import Copier
 from caraserve.gpu.decoder import Decoder
-from caraserve.gpu.driver import Driver
+from caraserve.gpu.driver import Driver, DriverError
 from caraserve.gpu.graphs import Bucket, GraphSet
 from caraserve.gpu.guard import Guard
 from caraserve.gpu.host import BOOKS, HostRegion, RegionWords
@@ -45,6 +47,8 @@ from caraserve.model.layout import MAX_RANK
 from caraserve.model.spec import ModelSpec
 from caraserve.trace import Trace
 from caraserve.units import align_up, ceil_div, human_bytes
+
+log = logging.getLogger(__name__)
 
 _RING_BYTES = 64 << 20
 _ITERATIONS_AHEAD = 3
@@ -109,7 +113,12 @@ class Parts:
 
     def pump(self) -> None:
         """What is to be done now and then while anything is on its way."""
-        self.images.pump()
+        try:
+            self.images.pump()
+        except DriverError as error:
+            log.exception("the device has failed")
+            self.images.fail(error)
+            self.asides.fail(error)
         self.asides.go_on()
 
     @property
@@ -148,7 +157,8 @@ class Parts:
         self.helpers.guard.close()
         self.helpers.workers.close()
         region = self.helpers.region.region
-        self.device.driver.unregister_host(region.base)
+        with contextlib.suppress(DriverError):  # of a device that has failed
+            self.device.driver.unregister_host(region.base)
         region.close()
 
 

@@ -89,8 +89,8 @@ class Office:
         for pid in self.pids():
             os.kill(pid, blow)
 
-    def ask(self, name: str | None, tokens: int, seed: int = 0) -> "asyncio.Task[Answer]":
-        return submit(self.engine, prompt_of(tokens, seed), name, max_tokens=TOKENS)
+    def ask(self, name: str | None, tokens: int, seed: int = 0, **params: Any) -> "asyncio.Task[Answer]":
+        return submit(self.engine, prompt_of(tokens, seed), name, max_tokens=TOKENS, **params)
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Looks again and again, between two jobs of the launching thread: what it does in one is seen whole."""
@@ -167,23 +167,38 @@ def test_workers_compute_every_layer_while_nothing_arrives(subject: Subject) -> 
     asyncio.run(serve())
 
 
-def test_as_many_prompts_go_aside_as_there_are_books(subject: Subject) -> None:
-    """Two are launched before the device has begun; the third waits."""
+def test_all_tokens_of_a_prompt_are_scored(subject: Subject) -> None:
+    """In several plans, for so many are not scored at once."""
+
+    async def serve() -> None:
+        async with office(subject) as at:
+            at.driver.held = {Lane.COPY}
+            answer = at.ask("r8", LONG, prompt_logprobs=0)
+            await at.until(lambda: not at.asides.is_open and at.asides.counts.slices > 0)
+            at.driver.held = set()
+            assert await at.check("r8", LONG, answer) >= LAYERS  # of its first plan at least
+            prompt, (first, *rest) = prompt_of(LONG), (await answer).prompt_logprobs
+            assert first is None
+            scores = [entry.logprob for entry in rest if entry is not None]
+            at.oracle.check_logprobs(prompt[:1], "r8", prompt[1:], scores)
+
+    asyncio.run(serve())
+
+
+def test_prompts_aside_are_launched_before_others_have_ended(subject: Subject) -> None:
+    """Two, when the device has not begun with the first."""
 
     async def serve() -> None:
         async with office(subject) as at:
             at.driver.held = {Lane.COPY, Lane.ASSIST}
-            asked = [("r8", 20), ("half", 40), ("mixed", 9)]
+            asked = [("r8", 20), ("half", 40)]
             answers = [at.ask(*each) for each in asked]
             await at.until_launched(2)
             assert await at.check(None, 5, at.ask(None, 5)) == 0
-            first = list(at.asides._under_way)
-            assert len(first) == 2
             at.driver.held = {Lane.COPY}
-            await at.until(lambda: not any(chunk in at.asides._under_way for chunk in first))
+            await at.until(lambda: not at.asides.is_open)
             at.driver.held = set()
-            layers = [await at.check(*each, answer) for each, answer in zip(asked, answers, strict=True)]
-            assert layers[:2] == [LAYERS, LAYERS]
+            assert [await at.check(*each, answer) for each, answer in zip(asked, answers, strict=True)] == [LAYERS] * 2
             assert at.host.backend.modules_redone == 0
 
     asyncio.run(serve())
