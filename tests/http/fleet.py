@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from math import inf
 from random import Random
+from ssl import SSLContext
 from typing import Any
 
 import aiohttp
@@ -24,6 +25,7 @@ from caraserve.http import chat, openai
 from caraserve.http.app import make_app, start_http
 from caraserve.http.context import HttpTimings
 from caraserve.http.dispatch import Dispatch
+from caraserve.http.peers import start_peer_http
 from caraserve.http.queue_moves import QueueMoves
 from caraserve.http.relay import Relays
 from tests.http.fake_engine import FakeEngine
@@ -78,6 +80,9 @@ class View:
     async def ask(self, peer: str, body: Body, timeout_s: float) -> Body | None:
         router = self._world.routers.get(peer)
         return None if router is None else router.quote(self.name, body)
+
+    async def accept(self, request: web.Request) -> web.StreamResponse:
+        raise web.HTTPServiceUnavailable
 
     def members(self) -> tuple[Record, ...]:
         return tuple(self._world.records.values())
@@ -138,16 +143,21 @@ class Fleet:
         return self.servers[name]
 
     async def start(
-        self, name: str, engine: FakeEngine | None = None, timings: HttpTimings | None = None, **settings: Any
+        self,
+        name: str,
+        engine: FakeEngine | None = None,
+        timings: HttpTimings | None = None,
+        tls: tuple[SSLContext, SSLContext] | None = None,
+        **settings: Any,
     ) -> Server:
-        """An instance with a fake engine."""
+        """An instance with a fake engine. `tls`: for listening, on a port of its own for others, and for dialling."""
         engine = engine or FakeEngine()
         view = View(name, self.world)
         forwarding = Forwarding(
             view, self._routing, self._slo, engine.loaded.get, lambda: engine.draining, rng=Random(name)
         )
         forwarding.joined = True
-        relays = CountingRelays(lambda: name, lambda: KEYS, None)
+        relays = CountingRelays(lambda: name, lambda: KEYS, tls[1] if tls else None)
         relays.carried = []
         self._stack.push_async_callback(relays.close)
         gate = Gate(lambda: name, lambda: KEYS)
@@ -165,6 +175,11 @@ class Fleet:
         runner, port = await start_http(app, config)
         self._stack.push_async_callback(runner.cleanup)
         self.world.add(name, port)
+        if tls is not None:
+            node: Any = view
+            runner, peer_port = await start_peer_http(node, app, "127.0.0.1", 0, tls[0])
+            self._stack.push_async_callback(runner.cleanup)
+            self.world.add(name, peer_port)
         self.world.routers[name] = forwarding
         for adapter in engine.loaded.values():
             self.world.names[adapter.name] = Adapter(adapter.name, adapter.digest, adapter.rank, adapter.num_bytes)

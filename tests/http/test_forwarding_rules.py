@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from pathlib import Path
 
 from aiohttp import web
 
@@ -9,6 +10,7 @@ from caraserve.cluster.cost import Backlog, Tier
 from caraserve.cluster.facts import Adapter
 from caraserve.cluster.forward import Slo
 from caraserve.cluster.hop import HOP, INSTANCE, PREFIX, SIGNATURE
+from tests.cluster.test_admission import certificate, tls
 from tests.http.fake_engine import FakeAdapter, FakeEngine
 from tests.http.fleet import FULL, RawAnswer, fleet
 
@@ -101,6 +103,28 @@ async def test_only_a_signed_request_gets_in_and_only_once() -> None:
         assert await post() == 200
         assert await post() == 403
         assert len(a.engine.requests) == 1
+
+
+async def test_between_machines_requests_are_encrypted_and_clients_have_no_business_on_that_port(
+    tmp_path: Path,
+) -> None:
+    certificate(tmp_path, "ca")
+    certificate(tmp_path, "member", tmp_path / "ca")
+    member = tls(tmp_path, "member", "ca")
+    assert member.listening is not None
+    assert member.dialling is not None
+    async with fleet() as running:
+        for name in "ab":
+            await running.start(name, tls=(member.listening, member.dialling), api_key="secret")
+        key = {"Authorization": "Bearer secret"}
+        for stream in (False, True):
+            assert (await running["b"].client.complete(headers=key, stream=stream)).status == 200
+        assert len(running["a"].engine.requests) == 2
+        url = f"https://{running.world.records['a'].address}/v1/completions"
+        async with running["a"].client.session.post(url, json={"prompt": "x"}, ssl=member.dialling) as answer:
+            assert answer.status == 401
+        async with running["a"].client.session.post(url, json={}, headers=key, ssl=member.dialling) as answer:
+            assert answer.status == 404
 
 
 async def test_a_client_cannot_say_that_its_request_was_forwarded() -> None:
