@@ -1,0 +1,276 @@
+"""The CUDA backend without an engine, over a device on the host: loads, moves, resizes and plans in any order, a device
+that dies, and what is left when all has ended."""
+
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+
+from caraserve.gpu.driver import DriverError
+from caraserve.gpu.state import BLOCK_TOKENS
+from caraserve.gpu.timeline import Lane
+from caraserve.kv.room import Room
+from caraserve.model.layout import HostAdapter
+from caraserve.plan import BlockGrant, Plan, Row, SlotSampling, SlotStart, StepResult
+from tests.gpu.host_backend import PATIENCE_S, Host, alone, host_tier
+from tests.gpu.torch_kernels import torch_kernels
+from tests.oracle.models import ALL_TARGETS, VOCAB_SIZE, make_adapter, make_model
+from tests.oracle.oracle import Oracle
+
+Subject = tuple[Path, dict[str, Path], Oracle]
+Outcome = StepResult | Exception
+BLOCKS_EACH, SLOTS = 5, 4  # of a request
+ADAPTER_SLOTS = 12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stand_in() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch_kernels():
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    folder = tmp_path_factory.mktemp("alone")
+    model = make_model(folder / "model", "llama3")
+    kinds: dict[str, dict[str, Any]] = {
+        "r8": {"rank": 8, "targets": ALL_TARGETS},
+        "r13": {"rank": 13, "targets": ("q_proj", "k_proj", "v_proj"), "rslora": True},
+        "r64": {"rank": 64, "targets": ALL_TARGETS, "dtype": "bfloat16"},
+        "half": {"rank": 24, "targets": ALL_TARGETS, "dtype": "float16"},
+        "mlp": {"rank": 5, "targets": ("gate_proj", "up_proj", "down_proj"), "layers": [1]},
+        "big": {"rank": 48, "targets": ALL_TARGETS},
+    }
+    adapters = {
+        name: make_adapter(folder / name, model, seed=seed, **kind) for seed, (name, kind) in enumerate(kinds.items())
+    }
+    return model, adapters, Oracle(model, adapters)
+
+
+def prompt_of(rng: random.Random, tokens: int) -> list[int]:
+    return [rng.randrange(2, VOCAB_SIZE) for _ in range(tokens)]
+
+
+def prompt_plan(
+    slot: int, prompt: Sequence[int], blocks: Sequence[int], adapter: int = 0, *, aside: bool = False
+) -> Plan:
+    """A whole prompt and its first token."""
+    sampling = SlotSampling(len(prompt), 0, 0.0, 1.0, 0, 0.0, 0.0, 0.0, 1.0, 0, (), ())
+    row = Row(slot, 0, len(prompt), adapter, samples=True, assist=aside)
+    start = SlotStart(slot, tuple(prompt), sampling)
+    return Plan((start,), (BlockGrant(slot, 0, tuple(blocks)),), (row,), aside=aside)
+
+
+def base_plan(number: int) -> Plan:
+    slot = number % SLOTS
+    return prompt_plan(slot, base_prompt(number), range(slot * BLOCKS_EACH, (slot + 1) * BLOCKS_EACH))
+
+
+def base_prompt(number: int) -> list[int]:
+    return prompt_of(random.Random(number), 9)
+
+
+def check_base(oracle: Oracle, number: int, outcome: Outcome) -> None:
+    assert isinstance(outcome, StepResult)
+    token = outcome.rows[0].token_id
+    assert token is not None
+    oracle.check_greedy(base_prompt(number), None, [token])
+
+
+@dataclass
+class Served:
+    """A request of a `World`."""
+
+    prompt: list[int]
+    adapter: str | None
+    blocks: list[int]
+    output: list[int] = field(default_factory=list)
+
+    @property
+    def known(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+
+class World:
+    """Random requests and adapters, within the accounts that the engine keeps."""
+
+    def __init__(self, host: Host, tier: dict[str, HostAdapter], oracle: Oracle, rng: random.Random) -> None:
+        self.host, self.tier, self.oracle, self.rng = host, tier, oracle, rng
+        self.room = Room(host.backend.limits, 0)
+        self.slots: dict[str, int] = {}
+        self.loading: set[str] = set()
+        self.loads: SimpleQueue[tuple[str, Exception | None]] = SimpleQueue()
+        self.grown: SimpleQueue[None] = SimpleQueue()
+        self.requests: dict[int, Served] = {}
+
+    def step(self) -> None:
+        self.rng.choice((self.load, self.unload, self.grow, self.start, self.decode, self.decode, self.end))()
+        while not self.loads.empty():
+            self.loaded()
+        if self.room.is_growing and not self.grown.empty():
+            self.grown.get()
+            self.room.grown()
+        self.room.check()
+        self.host.on_launching_thread(self.host.parts.images.pool.check)
+
+    def load(self) -> None:
+        name = self.rng.choice(sorted(self.tier))
+        num_bytes = self.tier[name].spec.num_bytes
+        if name in self.slots or self.room.excess(num_bytes):
+            return
+        if self.room.add_adapter(num_bytes):
+            self.host.backend.resize_kv(self.room._kv_blocks, lambda: None)
+        self.slots[name] = min(set(range(1, ADAPTER_SLOTS)) - set(self.slots.values()))
+        self.loading.add(name)
+        self.host.backend.load_adapter(
+            self.tier[name], self.slots[name], lambda failure: self.loads.put((name, failure)), [1]
+        )
+
+    def loaded(self) -> None:
+        name, failure = self.loads.get(timeout=PATIENCE_S)
+        assert failure is None
+        self.loading.remove(name)
+
+    def unload(self) -> None:
+        used = {request.adapter for request in self.requests.values()}
+        idle = sorted(set(self.slots) - used - self.loading)
+        if idle:
+            name = self.rng.choice(idle)
+            self.host.backend.unload_adapter(self.slots.pop(name))
+            self.room.remove_adapter(self.tier[name].spec.num_bytes)
+
+    def grow(self) -> None:
+        blocks = self.room._kv_blocks + self.rng.randrange(1, 40)
+        if not self.room.is_growing and not self.room.excess_for_blocks(blocks):
+            self.room.grow(blocks)
+            self.host.backend.resize_kv(blocks, lambda: self.grown.put(None))
+
+    def start(self) -> None:
+        free = sorted(set(range(SLOTS)) - set(self.requests))
+        blocks = self.room.pool.take(BLOCKS_EACH) if free else None
+        if blocks is None:
+            return
+        name = self.rng.choice([None, *self.slots])
+        request = Served(prompt_of(self.rng, self.rng.choice((1, 7, 30))), name, blocks)
+        self.requests[free[0]] = request
+        self.run(prompt_plan(free[0], request.prompt, blocks, self.slots[name] if name else 0))
+
+    def decode(self) -> None:
+        rows = [
+            Row(slot, request.known - 1, 1, self.slots[request.adapter] if request.adapter else 0, samples=True)
+            for slot, request in self.requests.items()
+            if request.known < BLOCKS_EACH * BLOCK_TOKENS
+        ]
+        if rows:
+            self.run(Plan((), (), tuple(sorted(rows, key=lambda row: row.adapter_slot))))
+
+    def run(self, plan: Plan) -> None:
+        outcome: SimpleQueue[Outcome] = SimpleQueue()
+        self.host.backend.launch(plan, outcome.put)
+        result = outcome.get(timeout=PATIENCE_S)
+        assert isinstance(result, StepResult), result
+        for row, found in zip(plan.rows, result.rows, strict=True):
+            assert found.token_id is not None
+            self.requests[row.slot].output.append(found.token_id)
+
+    def end(self) -> None:
+        if self.requests:
+            request = self.requests.pop(self.rng.choice(sorted(self.requests)))
+            self.room.pool.release(request.blocks)
+            self.oracle.check_greedy(request.prompt, request.adapter, request.output)
+
+    def settle(self) -> None:
+        """Until nothing is left."""
+        while self.requests:
+            self.end()
+        while self.loading:
+            self.loaded()
+        while self.slots:
+            self.unload()
+
+
+@pytest.mark.parametrize(("seed", "last"), [(1, None), (2, Lane.COPY), (3, Lane.COMPUTE), (4, Lane.COPY)])
+def test_any_order_of_loads_and_plans_leaves_every_byte_to_its_owner(subject: Subject, seed: int, last: Lane) -> None:
+    model, adapters, oracle = subject
+    with alone(model, seed=seed, last=last, adapter_slots=ADAPTER_SLOTS) as host:
+        world = World(host, host_tier(host, adapters, model), oracle, random.Random(seed))
+        for _ in range(150):
+            world.step()
+        world.settle()
+        host.check_at_rest()
+        assert host.parts.images.pool.adapter_bytes == 0
+
+
+def test_what_was_launched_before_the_end_has_a_result(subject: Subject) -> None:
+    model, _, oracle = subject
+    results: SimpleQueue[Outcome] = SimpleQueue()
+    with alone(model) as host:
+        names = {thread.name for thread in threading.enumerate()}
+        for number in range(6):
+            host.backend.launch(base_plan(number), results.put)
+    for number in range(6):
+        check_base(oracle, number, results.get(timeout=PATIENCE_S))
+    ours = {"caraserve-launch", "caraserve-results", "caraserve-asides", "caraserve-guard"}
+    assert ours <= names
+    assert not ours & {thread.name for thread in threading.enumerate()}
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(host.parts.helpers.region.region.fd)
+
+
+def test_a_plan_that_cannot_be_launched_fails_alone_and_in_its_turn(subject: Subject) -> None:
+    model, _, oracle = subject
+    results: SimpleQueue[Outcome] = SimpleQueue()
+    with alone(model) as host:
+        for plan in (base_plan(0), prompt_plan(3, [5, 6], [20], adapter=7), base_plan(1)):
+            host.backend.launch(plan, results.put)
+        first, unknown, second = (results.get(timeout=PATIENCE_S) for _ in range(3))
+        assert isinstance(unknown, KeyError)
+        check_base(oracle, 0, first)
+        check_base(oracle, 1, second)
+        host.check_at_rest()
+
+
+@pytest.mark.parametrize("is_assisted", [False, True])
+def test_a_device_that_dies_leaves_nobody_waiting(subject: Subject, is_assisted: bool) -> None:
+    """Every plan and every load, under way or asked for later, ends with an error, plans in their order."""
+    model, adapters, _ = subject
+    ended: SimpleQueue[tuple[int, Outcome]] = SimpleQueue()
+    others: SimpleQueue[Outcome | None] = SimpleQueue()
+
+    def told(number: int) -> Callable[[Outcome], None]:
+        return lambda outcome: ended.put((number, outcome))
+
+    with alone(model, lora_cpus=(min(os.sched_getaffinity(0)),) if is_assisted else ()) as host:
+        tier, backend = host_tier(host, adapters, model), host.backend
+        host.driver.held = {Lane.COMPUTE, Lane.COPY, Lane.ASSIST}
+        backend.load_adapter(tier["r8"], 1, others.put, [1])
+        for number in (0, 1):
+            backend.launch(base_plan(number), told(number))
+        for slot in (1, 2, 3) if is_assisted else ():  # one more than there are books
+            blocks = range(slot * BLOCKS_EACH, (slot + 1) * BLOCKS_EACH)
+            backend.launch(prompt_plan(slot, [3, 4, 5], blocks, 1, aside=True), others.put)
+        host.on_launching_thread(lambda: None)
+        host.driver.failed = True
+        for number in (2, 3, 4):
+            backend.launch(base_plan(number), told(number))
+        backend.load_adapter(tier["r13"], 2, others.put, [1])
+        outcomes = [ended.get(timeout=PATIENCE_S) for _ in range(5)]
+        assert [number for number, _ in outcomes] == list(range(5))
+        assert all(isinstance(outcome, DriverError) for _, outcome in outcomes)
+        for _ in range(5 if is_assisted else 2):
+            assert isinstance(others.get(timeout=PATIENCE_S), DriverError)
+        for slot in (1, 2):
+            backend.unload_adapter(slot)
+        host.on_launching_thread(lambda: None)
+        assert not host.parts.is_busy
+        assert not host.parts.images.bound
