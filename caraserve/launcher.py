@@ -88,7 +88,9 @@ class Launcher:
     ) -> Launched:
         beside = not self._limits.aside_plans  # whether CPU workers help within iterations
         entries = [(by_request[entry.request], entry) for entry in decision.scheduled]
-        rows = tuple(replace(entry.row, assist=beside and opened.assist) for opened, entry in entries)
+        rows = tuple(
+            replace(entry.row, assist=True) if beside and opened.assist else entry.row for opened, entry in entries
+        )
         plan = self._plan(decision.scheduled, rows, merged=merged)
         for opened, entry in entries:
             self._account(entry)

@@ -5,6 +5,7 @@ allocates nothing here; all memory is the caller's. Kernels are made before anyt
 a graph is captured: loading a module takes locks under which a waiting device would wait for ever.
 """
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from caraserve.gpu import nvrtc
 from caraserve.gpu.driver import Stream
 from caraserve.gpu.launches import BLOCKS_PER_SM, Launch
 from caraserve.model.layout import Dtype
+
+log = logging.getLogger(__name__)
 
 _OF_ACTIVATIONS = ("bgmv", "handoff")  # the others move bytes of whatever type
 
@@ -49,8 +52,8 @@ class CudaKernels:
             module = cupy.RawModule(path=str(nvrtc.cubin_file(unit, folder, library)))
             for name in nvrtc.kernels(source):
                 kernel = module.get_function(name)
-                # Asking for this loads it, and a kernel that spills would not be the one that was measured.
-                assert kernel.local_size_bytes == 0, f"{name} spills on {unit.arch}"
+                if kernel.local_size_bytes:  # asking for this loads it
+                    log.warning("%s spills registers on %s: it will be slower than it was measured", name, unit.arch)
                 self._kernels[name] = kernel
                 self.registers[name] = int(kernel.num_regs)
 

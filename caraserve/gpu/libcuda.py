@@ -104,15 +104,20 @@ _PROTOTYPES: dict[str, tuple[type, ...]] = {
 }
 
 
+_QUERIES = ("cuEventQuery",)
+
+
 class Cuda:
-    """The library, initialized. Calls come from threads on which a context is current, and release Python's lock."""
+    """The library, initialized. Calls come from threads on which a context is current. They release Python's lock, for
+    almost any may wait for the device; a query never does, and is asked so often that getting the lock back would cost
+    more than it."""
 
     def __init__(self, library: str = LIBRARY) -> None:
         """Raises OSError when there is no such library, DriverError when it has no device."""
-        loaded = ctypes.CDLL(library)
+        loaded, quick = ctypes.CDLL(library), ctypes.PyDLL(library)
         self._calls: dict[str, Any] = {}
         for name, types in _PROTOTYPES.items():
-            function = getattr(loaded, name, None)
+            function = getattr(quick if name in _QUERIES else loaded, name, None)
             if function is None:
                 raise DriverError(f"{library} lacks {name}: it is too old")
             function.argtypes, function.restype = types, c_int

@@ -74,7 +74,7 @@ def collect(
 ) -> tuple[RowResult, ...]:
     """Row results in the plan's order. `loads`, by adapter slot: layers that CPU workers computed, and ms for which the
     iteration stood still for weights."""
-    chosen = found.chosen.tolist()
+    chosen = found.chosen[: len(outputs.token)].tolist()
     results = []
     index = 0
     for row in plan.rows:
