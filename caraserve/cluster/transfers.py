@@ -25,6 +25,7 @@ T = TypeVar("T")
 _CONNECT_S = 1.0
 _SILENT_S = 5.0  # without a byte: the peer is as good as gone
 _KEPT_ALIVE_S = 15.0
+_CLOSING_S = 0.05  # connections are closed some turns of the loop after their session says that it is
 
 
 class Trouble(Enum):
@@ -122,12 +123,13 @@ class Transfers:
         return count, None if count == len(sizes) else Trouble.FAILED
 
     async def _end(self) -> None:
-        if self._session is not None:
-            await self._session.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+            await asyncio.sleep(_CLOSING_S)
 
 
 def _trouble(status: int) -> Trouble | None:

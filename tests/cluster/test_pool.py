@@ -8,7 +8,7 @@ import pytest
 
 from caraserve.cluster.cost import Tier
 from caraserve.cluster.facts import Adapter
-from caraserve.cluster.pool import HOLD
+from caraserve.cluster.pool import HOLD, Holders
 from caraserve.cluster.seal import Keyring
 from caraserve.cluster.stored import size_of
 from caraserve.cluster.transfers import Transfers, Trouble
@@ -123,6 +123,42 @@ async def test_a_name_that_gets_another_meaning_gets_it_everywhere(tmp_path: Pat
         assert (await b.want("poet")).spec.digest == new
         await until(lambda: old not in b.stored and not (b.folder / old).exists(), 5)
         assert set(b.node.holders(old)) <= {"a"}
+
+
+async def test_another_name_for_what_lies_in_a_folder_here_is_read_from_there(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        digest = await fleet.load(a, "poet", 1)
+        b.node.register(Adapter("bard", digest, 4, a.catalog.get("poet").num_bytes))
+        await until(lambda: a.knows("bard"), 3)
+        assert (await a.want("bard")).spec.digest == digest
+        assert (a.pool.exchange.counts.fetched, a.pool.exchange.counts.failed) == (0, 0)
+
+
+async def test_a_name_given_again_while_its_last_request_ends_stays(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        await fleet.load(a, "poet", 1)
+        meaning = b.node.adapter("poet")
+        assert meaning is not None
+        running = b.catalog.pin("poet")
+        b.node.remove("poet")
+        await until(lambda: a.node.adapter("poet") is None and not a.knows("poet"), 3)
+        b.publisher.take_names({"poet": None})
+        await asyncio.sleep(0)  # the unloading has begun
+        b.node.register(meaning)
+        await until(lambda: not b.knows("poet"), 3)
+        b.residency.unpin(running)
+        await until(lambda: a.knows("poet") and b.knows("poet"), 3)
+        assert a.node.adapter("poet") == b.node.adapter("poet") == meaning
+
+
+async def test_nobody_fetches_from_itself(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a = await fleet.start("a")
+        digest = await fleet.load(a, "poet", 1)
+        assert a.node.holders(digest)
+        assert Holders(a.node).holders(digest) == {}
 
 
 async def test_what_was_removed_is_deleted_and_only_that(tmp_path: Path) -> None:

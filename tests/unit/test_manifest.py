@@ -72,6 +72,7 @@ HOSTILE: dict[str, Any] = {
     "another version": but(0, 2),
     "a dtype that is none": but(1, 7),
     "a layer too far": but(2, [[MODEL.layers, 0, 8, 1.0]]),
+    "a layer too far, of no bytes": [*GOOD[:2], [[0, 0, 8, 1.0], [MODEL.layers, 0, 8, 1.0]], GOOD[3][:1]],
     "a layer before the first": but(2, [[-1, 0, 8, 1.0]]),
     "a site that is none": but(2, [[0, 7, 8, 1.0]]),
     "a site from the end": but(2, [[0, -1, 8, 1.0]]),
