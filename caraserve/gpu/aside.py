@@ -9,34 +9,34 @@ several may be under way, as many as there are books.
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from caraserve.cpu.workers import Workers
-from caraserve.gpu import letters
+from caraserve.gpu.batch import Shape
 from caraserve.gpu.channels import Channels, LaneParts
 from caraserve.gpu.driver import DriverError, Stream
 from caraserve.gpu.guard import Guard, lives_of
 from caraserve.gpu.handover import Book, Books, Life
-from caraserve.gpu.host import HandOverRoom, HostRegion, RegionWords, inputs_of, x_stride
+from caraserve.gpu.host import HandOverRoom, HostRegion, RegionWords, x_stride
 from caraserve.gpu.images import Bound, DeviceImages, HostMemory
 from caraserve.gpu.iteration import Done, copy_results
-from caraserve.gpu.lane import AssistedChunk, AssistLane, chunk_ends
+from caraserve.gpu.lane import ASSISTED_CHUNK_TOKENS, AssistedChunk, AssistLane, chunk_ends
+from caraserve.gpu.letter_writer import LetterWriter
+from caraserve.gpu.letters import letter_bytes
 from caraserve.gpu.lora_pass import AssistTerms
 from caraserve.gpu.slots import RequestSlots
-from caraserve.gpu.timeline import Lane, at, latest
+from caraserve.gpu.timeline import NOTHING, Lane, at, latest
 from caraserve.gpu.transfers import Source, source
 from caraserve.model.layout import GROUPS
 from caraserve.model.outputs import Found, Output, collect, outputs_of
-from caraserve.model.spec import SITES, ModelSpec
+from caraserve.model.spec import ModelSpec
 from caraserve.plan import Plan, Row, RowResult, StepResult
 
-_WAIT_NS = 10_000_000_000  # for weights that are on their way, once no worker is waited for: they do come
 _UNKNOWN_S = 0.002  # what a hand-over may be expected to take where nothing was measured
 
 
@@ -81,6 +81,15 @@ class _Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class _Issuing:
+    """A chunk on its way to the device's queue; `layers` issues one more at each step."""
+
+    prompt: _Prompt
+    book: Book
+    layers: Iterator[None]
+
+
+@dataclass(frozen=True, slots=True)
 class _Chunk:
     prompt: _Prompt
     row: Row
@@ -117,15 +126,16 @@ class Asides:
         self._rooms = {room.book: room for room in region.rooms}
         self._books = Books(self._words, [Book.at(room.book, entries) for room in region.rooms])
         device = batch.words.device
-        self._letter_words = letters.letter_bytes(max(1, len(workers))) // 8
+        self._letter_words = letter_bytes(max(1, len(workers))) // 8
         self._letters = torch.zeros((entries, self._letter_words), dtype=torch.int64, device=device)
         self._gate = torch.zeros(images.tables.slots, dtype=torch.int32, device=device)
         self._asked = torch.zeros(max(1, len(workers)), dtype=torch.int64, device=device)
         self._flags = torch.zeros(2, dtype=torch.int32, device=device)  # publish's counter, errors
         self._batch_words = host.empty()
-        self._numbers = [0] * len(workers)  # of hand-overs, by worker
+        self._writer = LetterWriter(spec, region, self._memory)
         self._waiting: deque[_Prompt] = deque()
-        self._under_way: list[_Chunk] = []
+        self._issuing: _Issuing | None = None
+        self._under_way: list[_Chunk] = []  # issued whole
         self._returned: SimpleQueue[Callable[[], None]] = SimpleQueue()  # what is to be done about chunks that ended
         self.predictions = Predictions()
         self.counts = Counts()
@@ -141,62 +151,81 @@ class Asides:
     @property
     def is_busy(self) -> bool:
         """Whether `go_on` is to be called again soon."""
-        return bool(self._waiting)
+        return bool(self._waiting) or self.is_issuing
+
+    @property
+    def is_issuing(self) -> bool:
+        """Whether `go_on` is to be called again at once."""
+        return self._issuing is not None
 
     @property
     def is_open(self) -> bool:
         """Whether some plan has not ended."""
-        return bool(self._waiting or self._under_way)
+        return bool(self._under_way) or self.is_busy
 
     def await_return(self, timeout_s: float) -> None:
         """Waits until a chunk that is under way has ended, if one is."""
-        if self._under_way:
+        if self._under_way and not self.is_issuing:
             with contextlib.suppress(Empty):
                 self._returned.get(timeout=timeout_s)()
 
     def go_on(self) -> None:
-        """Sees to chunks that have ended, and launches what there are books for."""
+        """Sees to chunks that have ended, and issues a layer of the next if there is a book for it."""
         while not self._returned.empty():
             self._returned.get()()
-        while self._waiting:
-            lives = lives_of(self._workers)
-            self._books.tidy(lives)
-            if not self._images.are_placed([self._waiting[0].plan.rows[0].adapter_slot]):
-                return
-            book = self._books.take()
-            if book is None:
-                return
-            self._try_to_launch(self._waiting.popleft(), book, lives)
+            self._images.pump()  # what had to wait for the chunk's adapter to be free goes before the next chunk
+        if self._issuing is None:
+            self._begin_next()
+        if self._issuing is not None:
+            self._issue_layer(self._issuing)
 
     def fail(self, failure: Exception) -> None:
         """The device has failed: what has not been launched never will be."""
+        if self._issuing is not None:
+            self._give_up(self._issuing, failure)
         while self._waiting:
             self._waiting.popleft().done(failure)
 
-    def _try_to_launch(self, prompt: _Prompt, book: Book, lives: Sequence[Life]) -> None:
-        """Whoever's turn has come, it may be another's than that of the plan being launched now."""
-        slot = prompt.plan.rows[0].adapter_slot
+    def _begin_next(self) -> None:
+        if not self._waiting or not self._images.are_placed([self._waiting[0].plan.rows[0].adapter_slot]):
+            return
+        lives = lives_of(self._workers)
+        self._books.tidy(lives)
+        if (book := self._books.take()) is None:
+            return
+        prompt = self._waiting.popleft()
         if not self._under_way:
             self._attend(True)
-        self._images.pool.hold(slot)
+        self._images.pool.hold(prompt.plan.rows[0].adapter_slot)
+        self._issuing = _Issuing(prompt, book, self._issue_chunk(prompt, book, lives))
+
+    def _issue_layer(self, issuing: _Issuing) -> None:
+        """Whoever's turn it is, it may be another's than that of the plan being launched now."""
         try:
-            self._launch_chunk(prompt, book, lives)
+            next(issuing.layers)
+        except StopIteration:
+            self._issuing = None
         except Exception as error:
-            self._under_way = [chunk for chunk in self._under_way if chunk.book is not book]
-            self._guard.forget(book)
-            self._release(slot, book, lives_of(self._workers))
-            prompt.done(error)
+            self._give_up(issuing, error)
+
+    def _give_up(self, issuing: _Issuing, failure: Exception) -> None:
+        """A chunk that cannot be issued to its end."""
+        self._issuing = None
+        self._under_way = [chunk for chunk in self._under_way if chunk.book is not issuing.book]
+        self._guard.forget(issuing.book)
+        self._release(issuing.prompt.plan.rows[0].adapter_slot, issuing.book, lives_of(self._workers))
+        issuing.prompt.done(failure)
 
     def _release(self, slot: int, book: Book, late: Sequence[Life] = ()) -> None:
         """What a chunk had. `late`: all workers, if one of them may write to it still."""
         self._images.pool.let_go(slot)
         self._books.give_back(book, late)
-        if not self._under_way:
+        if not self._under_way and not self.is_issuing:
             self._attend(False)
 
     # --- one chunk ---
 
-    def _launch_chunk(self, prompt: _Prompt, book: Book, lives: Sequence[Life]) -> None:
+    def _issue_chunk(self, prompt: _Prompt, book: Book, lives: Sequence[Life]) -> Iterator[None]:
         (whole,) = prompt.plan.rows
         end = prompt.ends.popleft()
         is_last = not prompt.ends
@@ -213,18 +242,19 @@ class Asides:
             ready=self._images.ready_words(slot),
             ready_generation=bound.generation,
         )
-        written = self._write_letters(chunk, bound, row, lives)
+        written = self._writer.letters(chunk, bound.adapter, row.count, lives, self.predictions.tokens_per_worker)
+        self.counts.slices += sum(errands for _, _, errands in written)
         terms = self._terms(chunk)
         self._guard.watch(book, {index: self._hand_over_s(row, bound) for _, _, index, _ in chunk.hand_overs()})
 
         def metadata(stream: Stream) -> None:
             self._ring.send(self._batch.words.data_ptr(), self._batch_words, Lane.ASSIST)
-            for index, letter in written:
+            for index, letter, _ in written:
                 self._ring.send(self._letters[index].data_ptr(), letter, Lane.ASSIST)
             self._driver.fill(self._flags.data_ptr(), self._flags.nbytes, stream)
 
         after = latest(at(Lane.COMPUTE, prompt.issued), self._images.pool.moved(slot))
-        number = self._lane.launch(metadata, self._decoder.work(shape, assist=terms), chunk, after)
+        number = yield from self._lane.issue(metadata, self._decoder.work(shape, assist=terms), chunk, after)
         self._images.used([slot], Lane.ASSIST, number)
         prompt.at = end
         launched = _Chunk(prompt, row, outputs, book, number)
@@ -282,6 +312,27 @@ class Asides:
         self._workers.keep_vigil(under_way)
         self._workers.watch(under_way)
 
+    def warm_up(self, settle: Callable[[], None]) -> None:
+        """Runs every kernel of the lane once in each of its forms, over a hand-over that was given up before. `settle`
+        waits for the lane."""
+        book = self._books.take()
+        assert book is not None, "nothing is under way yet"
+        self._words.store(book.status, book.generation)
+        stream = self._timelines.streams[Lane.ASSIST]
+        self._ring.send(self._batch.words.data_ptr(), self._host.empty(), Lane.ASSIST)
+        chunk = AssistedChunk(0, book, [Source.WORKERS], [range(len(GROUPS))], self._images.ready_words(0), 1)
+        for index, letter, _ in self._writer.to_nobody(chunk):
+            self._ring.send(self._letters[index].data_ptr(), letter, Lane.ASSIST)
+        for tokens in (2, 16, ASSISTED_CHUNK_TOKENS):
+            work = self._decoder.work(Shape(tokens, 0, 1, 1, 1, False, 0), assist=self._terms(chunk))
+            for _ in self._lane.issue(lambda stream: None, work, chunk, NOTHING):
+                pass
+            settle()
+        self._driver.fill(self._flags.data_ptr(), self._flags.nbytes, stream)
+        settle()
+        self._books.give_back(book)
+        self._workers.keep_vigil(False)
+
     # --- what a chunk is made of ---
 
     def _sources(self, bound: Bound, slot: int, tokens: int, lives: Sequence[Life]) -> list[Source]:
@@ -306,58 +357,6 @@ class Asides:
 
     def _hand_over_s(self, row: Row, bound: Bound) -> float:
         return self.predictions.hand_over_s(row.count, bound.stored.rank)
-
-    def _write_letters(
-        self, chunk: AssistedChunk, bound: Bound, row: Row, lives: Sequence[Life]
-    ) -> list[tuple[int, NDArray[np.int64]]]:
-        """(entry, letter) of each hand-over."""
-        idle = [life.worker for life in lives if life.incarnation is not None and life.is_idle]
-        slices = letters.cut(row.count, self.predictions.tokens_per_worker(bound.stored.rank), max(1, len(idle)))
-        room, written = self._rooms[chunk.book.offset], []
-        for layer, group, index, entry in chunk.hand_overs():
-            modules = self._modules(bound, layer, group)
-            _, stride = letters.delta_columns(modules)
-            errands = [
-                self._errand(worker, first, rows, room.deltas + 4 * stride * first)
-                for worker, (first, rows) in zip(idle, slices, strict=False)
-            ]
-            region = letters.Region(
-                self._memory.device_base, room.x, x_stride(self._spec, group), inputs_of(self._spec, group)
-            )
-            terms = letters.Terms(
-                deadline_ns=_WAIT_NS,
-                arrived=chunk.ready[layer],
-                wanted=chunk.ready_generation,
-                status=self._memory.device_base + chunk.book.status,
-                generation=chunk.book.generation,
-                x_flag=self._memory.device_base + entry.x_flag,
-                y_flag=self._memory.device_base + entry.y_flag,
-            )
-            letter = np.zeros(letters.letter_bytes(len(errands)) // 8, np.int64)
-            letters.write_letter(letter, errands, modules, region, terms)
-            self.counts.slices += len(errands)
-            written.append((index, letter))
-        return written
-
-    def _errand(self, worker: int, first: int, rows: int, deltas: int) -> letters.Errand:
-        self._numbers[worker] += 1
-        block = self._memory.on_device(int(self._region.blocks.ctypes.data)) + worker * self._region.block_bytes
-        return letters.Errand(worker, block, self._numbers[worker], first, rows, deltas)
-
-    def _modules(self, bound: Bound, layer: int, group: int) -> list[letters.Module]:
-        """As they lie in the host tier, where workers read them."""
-        adapter = bound.adapter
-        base = self._region.region.offset(int(adapter.data.ctypes.data))
-        spans = {span.site: span for span in adapter.spec.spans if span.layer == layer}
-        modules = []
-        for site in GROUPS[group]:
-            outputs = self._spec.site_shape(site)[1]
-            if (span := spans.get(SITES.index(site))) is None:
-                modules.append(letters.Module(outputs))
-            else:
-                a, b = base + span.a_offset, base + span.b_offset
-                modules.append(letters.Module(outputs, span.padded_rank, adapter.spec.dtype, span.scale, a, b))
-        return modules
 
     def _terms(self, chunk: AssistedChunk) -> AssistTerms:
         room: HandOverRoom = self._rooms[chunk.book.offset]

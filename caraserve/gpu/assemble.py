@@ -100,6 +100,7 @@ class Parts:
     images: DeviceImages
     slots: RequestSlots
     lanes: tuple[LaneParts, ...]
+    copies: Waiter
     captures: Captures
     works: Works
     iterations: Iterations
@@ -124,7 +125,7 @@ class Parts:
     @property
     def warm_up_steps(self) -> int:
         """How often `warm_up` calls `advance`."""
-        return len(list(self._shapes())) + self.captures.count
+        return len(list(self._shapes())) + (self.limits.aside_plans > 0) + self.captures.count
 
     def warm_up(self, advance: Callable[[], None]) -> None:
         """Runs every kernel once in each of its forms, then captures the graphs; on the launching thread."""
@@ -134,13 +135,16 @@ class Parts:
             issue_pass(lane.decoder.work(shape), stream, self.spec.layers)
             self._settle()
             advance()
+        if self.limits.aside_plans:
+            self.asides.warm_up(lambda: self._settle(Lane.ASSIST))
+            advance()
         self.captures.make_gates(self.device.device)
         self.device.synchronize()
         self.captures.capture_all(self.works.to_capture, stream, self._settle, advance)
 
-    def _settle(self) -> None:
-        self.channels.timelines.mark(Lane.COMPUTE)
-        self.channels.timelines.synchronize(Lane.COMPUTE)
+    def _settle(self, lane: Lane = Lane.COMPUTE) -> None:
+        self.channels.timelines.mark(lane)
+        self.channels.timelines.synchronize(lane)
 
     def _shapes(self) -> Iterator[Shape]:
         """Kernels are compiled apart for sizes of one, for multiples of sixteen, and for all others."""
@@ -152,8 +156,12 @@ class Parts:
 
     def close(self) -> None:
         """After the launching thread has ended."""
-        for lane in self.lanes:
-            lane.waiter.close()
+        with contextlib.suppress(DriverError):  # of a device that has failed
+            for each in Lane:
+                self.channels.timelines.mark(each)
+                self.channels.timelines.synchronize(each)
+        for waiter in (*(lane.waiter for lane in self.lanes), self.copies):
+            waiter.close()
         self.helpers.guard.close()
         self.helpers.workers.close()
         region = self.helpers.region.region
@@ -176,11 +184,13 @@ def assemble(
     tables = AdapterTables(spec, sizes.adapter_slots, device.device)
     merged = MergedWeights(spec, weights, MAX_RANK) if sizes.merging else None
     rooms = [_lane_memory(spec, weights, sizes, capacity, device) for capacity in capacities]
+    region, host = _host_memory(spec, sizes, capacities, driver)
+    channels = _channels(driver, region, host)
+    _first_products(channels, weights)
     memory = torch.empty(_pool_bytes(driver, sizes), dtype=torch.uint8, device=device.device)
     state = make_state(spec, weights.dtype, memory, sizes.num_slots, sizes.max_context)
     limits = _limits(spec, weights.dtype, sizes, memory.numel())
-    region, host = _host_memory(spec, sizes, capacities, driver)
-    channels = _channels(driver, region, host)
+    copies = Waiter(driver, "caraserve-copies")
     images = DeviceImages(
         channels,
         _pool(limits),
@@ -190,6 +200,7 @@ def assemble(
         host,
         padded_rank=sizes.padded_rank,
         with_ready_words=bool(sizes.lora_cpus),
+        when_copied=lambda: copies.when_done(channels.timelines.streams[Lane.COPY], lambda failure: wake()),
         now=time.monotonic,
     )
     blocks = [(block, host.on_device(int(block.ctypes.data))) for block in region.results]
@@ -228,6 +239,7 @@ def assemble(
         images=images,
         slots=slots,
         lanes=tuple(lanes),
+        copies=copies,
         captures=captures,
         works=works,
         iterations=Iterations(channels, lanes[0], images, slots, captures, works, spec, trace),
@@ -237,11 +249,13 @@ def assemble(
 
 
 def _capacities(weights: Weights, sizes: GpuSizes) -> tuple[Capacity, Capacity]:
-    """Of iterations and of assisted prefills."""
+    """Of iterations and of assisted prefills. Room for results begins at multiples of 64 bytes in both, for kernels are
+    compiled apart where it does not."""
     tile_tokens = prefill_tile_tokens(weights.dtype)
-    outputs = sizes.max_step_tokens + sizes.num_slots  # every token scored, every row sampled
+    outputs = align_up(sizes.max_step_tokens + sizes.num_slots, 16)  # every token scored, every row sampled
     iterations = Capacity(sizes.max_step_tokens, sizes.num_slots, outputs, tile_tokens, sizes.adapter_slots - 1)
-    return iterations, Capacity(ASSISTED_CHUNK_TOKENS, 1, ASSISTED_CHUNK_TOKENS + 1, tile_tokens, 1)
+    chunk = align_up(ASSISTED_CHUNK_TOKENS + 1, 16)
+    return iterations, Capacity(ASSISTED_CHUNK_TOKENS, 1, chunk, tile_tokens, 1)
 
 
 def _lane_memory(
@@ -267,6 +281,20 @@ def _channels(driver: Driver, region: HostRegion, host: HostMemory) -> Channels:
     timelines, queue = Timelines(driver), LinkQueue(_UNKNOWN_LINK_BYTES_PER_S)
     ring = Ring(driver, timelines, region.ring, host.on_device(int(region.ring.ctypes.data)))
     return Channels(driver, timelines, ring, queue, Copier(driver, timelines, queue))
+
+
+def _first_products(channels: Channels, weights: Weights) -> None:
+    """torch's library takes memory for each stream that it is first used on: now, or it would while serving."""
+    one = torch.zeros((16, 16), dtype=weights.dtype, device=weights.device)
+    out = torch.empty_like(one)
+
+    def multiply() -> None:
+        torch.mm(one, one, out=out)
+
+    for lane in (Lane.COMPUTE, Lane.ASSIST):
+        channels.driver.run(channels.timelines.streams[lane], multiply)
+        channels.timelines.mark(lane)
+        channels.timelines.synchronize(lane)
 
 
 def _pool(limits: Limits) -> DevicePool:

@@ -43,12 +43,21 @@ class CudaBackend:
         self.device_name = self.accelerator = device.name
         self._layers = spec.layers
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._parts: Parts = assemble(spec, weights, sizes, device, lambda: self._jobs.put(_nothing), trace)
+        made: SimpleQueue[Parts | Exception] = SimpleQueue()
+
+        def make() -> Parts:
+            return assemble(spec, weights, sizes, device, lambda: self._jobs.put(_nothing), trace)
+
+        self._thread = threading.Thread(
+            target=self._run, args=(device, make, made), name="caraserve-launch", daemon=True
+        )
+        self._thread.start()
+        if isinstance(outcome := made.get(), Exception):
+            raise outcome
+        self._parts: Parts = outcome
         self.limits = self._parts.limits
         self.host_memory = self._parts.helpers.region.arena
         self.workers: Workers = self._parts.helpers.workers
-        self._thread = threading.Thread(target=self._run, name="caraserve-launch", daemon=True)
-        self._thread.start()
 
     # --- before serving ---
 
@@ -152,12 +161,19 @@ class CudaBackend:
 
     # --- the launching thread ---
 
-    def _run(self) -> None:
-        self._parts.device.enter_thread()
+    def _run(self, device: GpuDevice, make: Callable[[], Parts], made: "SimpleQueue[Parts | Exception]") -> None:
+        """Makes the parts first: libraries keep memory for each thread that launches, which is then this one's."""
+        device.enter_thread()
         _be_quick()
+        try:
+            self._parts = make()
+        except Exception as error:
+            made.put(error)
+            return
+        made.put(self._parts)
         while True:
             try:
-                job = self._jobs.get(timeout=_PUMP_S if self._parts.is_busy else None)
+                job = self._jobs.get(timeout=self._patience_s())
             except Empty:
                 job = self._parts.pump
             if job is None:
@@ -172,10 +188,16 @@ class CudaBackend:
             self._parts.asides.await_return(_PUMP_S)
             self._parts.pump()
 
+    def _patience_s(self) -> float | None:
+        """How long nothing is to be done but jobs."""
+        if self._parts.asides.is_issuing:
+            return 0.0
+        return _PUMP_S if self._parts.is_busy else None
+
     def _launch(self, plan: Plan, done: Done) -> None:
         try:
+            self._parts.slots.apply(plan)  # first: it may be of other requests as well, and is told once
             self._await_places({row.adapter_slot for row in plan.rows} - {BASE_ADAPTER_SLOT})
-            self._parts.slots.apply(plan)
             if plan.aside:
                 self._parts.asides.launch(plan, done)
             else:

@@ -32,6 +32,7 @@ class Image:
     ready: Sequence[int] = ()
     rows: Callable[[Group], Sequence[Rows]] | None = None
     arrived: Callable[[Group], None] = lambda group: None
+    issued: Callable[[], None] = lambda: None  # called when the last piece has been
 
 
 @dataclass(slots=True)
@@ -164,3 +165,5 @@ class Copier:
         self._in_flight.append((load.last, piece.end - piece.start))
         if piece.group is not None:
             load.marks.append(load.last)
+            if self._is_complete(load):
+                image.issued()

@@ -72,13 +72,16 @@ class DeviceImages:
         *,
         padded_rank: int | None = None,
         with_ready_words: bool = False,
+        when_copied: Callable[[], None] = lambda: None,
         now: Callable[[], float],
     ) -> None:
-        """`memory`: the pool's bytes. `padded_rank`: rows that every module takes, in the padded baseline."""
+        """`memory`: the pool's bytes. `padded_rank`: rows that every module takes, in the padded baseline.
+        `when_copied`: is to have `pump` called when what was issued on the copy lane so far has run."""
         self._driver, self._timelines = channels.driver, channels.timelines
         self._copier, self._ring = channels.copier, channels.ring
         self.pool, self.memory, self.tables = pool, memory, tables
         self._spec, self._host, self._padded_rank, self._now = spec, host, padded_rank, now
+        self._when_copied = when_copied
         words = (tables.slots, spec.layers) if with_ready_words else (0, 0)
         self._ready = torch.zeros(words, dtype=torch.int32, device=memory.device)
         self.bound: dict[int, Bound] = {}
@@ -223,6 +226,7 @@ class DeviceImages:
             ready=self.ready_words(slot) if self._ready.numel() else (),
             rows=None if self._padded_rank is None else lambda group: self._rows(bound, group),
             arrived=lambda group: bound.arrivals.append((group.first_layer, self._now())),
+            issued=self._when_copied,
         )
         bound.generation = self._copier.load(image, Use(self._now()), arrived)
         return True

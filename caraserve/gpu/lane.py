@@ -5,7 +5,7 @@ return at once. Whatever another lane must not overtake is said by marks (timeli
 CPU workers has a lane of its own, so that decoding goes on, and device memory of its own for its batch.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -198,11 +198,15 @@ class AssistLane:
         self._driver, self._timelines, self._copier, self._words = driver, timelines, copier, device_words
         self._stream = timelines.streams[Lane.ASSIST]
 
-    def launch(self, metadata: Callable[[Stream], None], work: Pass, chunk: AssistedChunk, after: Marks) -> int:
-        """Issues a chunk and returns its mark; as `IterationLane.launch`. The pool must hold the slot until then."""
-        waits = [layer for layer, source in enumerate(chunk.sources) if source is not Source.WORKERS]
-        if waits:
-            self._copier.commit([chunk.slot], waits[-1] + 1)
+    def issue(
+        self, metadata: Callable[[Stream], None], work: Pass, chunk: AssistedChunk, after: Marks
+    ) -> Generator[None, None, int]:
+        """Issues a chunk, a layer at a time, so that what is more urgent can be issued on other lanes in between, and
+        returns its mark; arguments as those of `IterationLane.launch`. The pool must hold the slot until then.
+
+        All that is missing of the adapter goes to the copy lane before: this lane may wait for it, and who issues here
+        may have to wait for this lane."""
+        self._copier.commit([chunk.slot], len(chunk.sources))
         asked = {
             (layer, group): self._told(chunk, layer, index, entry) for layer, group, index, entry in chunk.hand_overs()
         }
@@ -215,6 +219,7 @@ class AssistLane:
                 self._timelines.wait(Lane.ASSIST, self._copier.arrival_of_all([chunk.slot], layer))
             for group in range(len(GROUPS)):
                 self._issue_group(work, layer, group, asked, is_adapted=group in chunk.groups[layer])
+            yield
         work.end(stream)
         return self._timelines.mark(Lane.ASSIST)
 

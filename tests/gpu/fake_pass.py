@@ -127,6 +127,7 @@ class World:
         self.chunks: dict[int, Marks] = {}  # by slot: the last chunk that used it
         self.worked: set[tuple[int, int]] = set()
         self.now_s = 0.0
+        self.copies_run = True
         self.lives = [Life(0, 1, is_idle=True), Life(1, 2, is_idle=True)]
 
     # the words, as the host has them
@@ -170,8 +171,21 @@ class World:
     def assisted(self, chunk: AssistedChunk) -> FakePass:
         work = FakePass(self, [chunk.slot])
         self.watchdog.watch(chunk.book, {index: 0.001 for _, _, index, _ in chunk.hand_overs()})
-        self.chunks[chunk.slot] = at(Lane.ASSIST, self.assist.launch(self.metadata, work, chunk, NOTHING))
+        self.chunks[chunk.slot] = at(Lane.ASSIST, self.launch_chunk(work, chunk, NOTHING))
         return work
+
+    def hold_copies(self) -> None:
+        """What is copied from now on arrives when `copies_run` is set."""
+        self.copies_run = False
+        self.driver.issue(self.lanes.streams[Lane.COPY], Operation("slow", ready=lambda: self.copies_run))
+
+    def launch_chunk(self, work: FakePass, chunk: AssistedChunk, after: Marks) -> int:
+        issue = self.assist.issue(self.metadata, work, chunk, after)
+        while True:
+            try:
+                next(issue)
+            except StopIteration as end:
+                return int(end.value)
 
     def work(self, chunk: AssistedChunk) -> bool:
         """What living workers do: the first hand-over whose x is there and whose y is not. False if there is none."""

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caraserve.gpu.graphs import Bucket, GraphSet, buckets, bucket_of
+from caraserve.gpu.graphs import Bucket, GraphSet, bucket_of, buckets
 from caraserve.plan import Plan, Row
 
 ROWS, TOKENS = 100, 1500

@@ -12,6 +12,7 @@ WORKERS = Source.WORKERS
 
 def waiting_chunk(world: World) -> tuple[AssistedChunk, FakePass]:
     """A chunk that the device has got to, and whose first answer is waited for."""
+    world.hold_copies()
     chunk = world.chunk(1, world.bring(1), [WORKERS] * LAYERS)
     work = world.assisted(chunk)
     world.settle()
@@ -75,6 +76,7 @@ def test_whoever_takes_too_long_is_given_up_but_no_sooner() -> None:
 
 def test_time_counts_from_when_the_device_waits_for_each_hand_over_anew() -> None:
     world = World()
+    world.hold_copies()
     chunk = world.chunk(1, world.bring(1), [WORKERS] * LAYERS)
     world.assisted(chunk)
     for _ in range(100):  # the device is not there yet

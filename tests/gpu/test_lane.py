@@ -85,7 +85,7 @@ def test_a_pass_comes_after_what_its_caller_names() -> None:
         if other is Lane.ASSIST:
             world.iterations.launch(world.metadata, work, [], after)
         else:
-            world.assist.launch(world.metadata, work, world.chunk(1, 1, [WAIT] * LAYERS), after)
+            world.launch_chunk(work, world.chunk(1, 1, [WAIT] * LAYERS), after)
         world.settle()
         assert work.done == []
 
@@ -101,6 +101,7 @@ def test_chunks_are_capped_and_cover_the_prompt() -> None:
 
 def test_workers_compute_what_is_not_there_and_the_base_runs_beside_them() -> None:
     world = World()
+    world.hold_copies()
     chunk = world.chunk(1, world.bring(1), [WORKERS] * LAYERS)
     work = world.assisted(chunk)
     world.settle()
@@ -118,6 +119,12 @@ def test_workers_compute_what_is_not_there_and_the_base_runs_beside_them() -> No
     assert not world.watchdog.forget(chunk.book)
 
 
+def test_all_that_is_missing_goes_before_a_chunk_for_who_issues_may_have_to_wait_for_it() -> None:
+    world = World(piece_bytes=3)
+    world.assisted(world.chunk(1, world.bring(1), [WORKERS] * LAYERS))
+    assert world.copier.arrival(1, LAYERS - 1) is not None
+
+
 def test_every_hand_over_of_a_chunk_has_words_of_its_own() -> None:
     world = World()
     chunk = world.chunk(1, 1, [WORKERS] * LAYERS, groups=range(len(GROUPS)))
@@ -129,10 +136,11 @@ def test_every_hand_over_of_a_chunk_has_words_of_its_own() -> None:
 
 def test_a_layer_that_arrives_meanwhile_is_taken_from_the_device() -> None:
     world = World()
+    world.hold_copies()
     chunk = world.chunk(1, world.bring(1), [WORKERS] * LAYERS)
     work = world.assisted(chunk)
     world.settle()
-    world.copier.pump()
+    world.copies_run = True
     world.settle()  # the copy runs while layer 0 waits
     while world.work(chunk):
         world.settle()
@@ -145,6 +153,7 @@ def test_layers_of_the_last_owner_are_never_taken_for_those_of_the_next() -> Non
     world.copier.pump()
     world.driver.run_all()
     world.copier.pump()
+    world.hold_copies()
     chunk = world.chunk(1, world.bring(1), [WORKERS] * LAYERS)
     work = world.assisted(chunk)
     world.settle()
@@ -191,7 +200,8 @@ def test_every_hand_over_is_answered_or_given_up_under_any_schedule(seed: int) -
 
 def test_decoding_does_not_wait_for_a_lane_that_waits_for_workers() -> None:
     world = World()
-    world.assisted(world.chunk(1, world.bring(1), [WORKERS] * LAYERS))
+    never = 12345  # a generation of weights that nobody brings
+    world.assisted(world.chunk(1, never, [WORKERS] * LAYERS))
     world.bring(2)
     stream = world.lanes.streams[Lane.COMPUTE]
     for gate in (None, GATE):
