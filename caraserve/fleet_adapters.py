@@ -2,6 +2,7 @@
 Level 6; for `fleet.py` and `serve.py`."""
 
 import asyncio
+import logging
 import ssl
 import time
 from collections.abc import Coroutine, Sequence
@@ -26,6 +27,8 @@ from caraserve.loop import Engine
 from caraserve.metrics import Metrics
 from caraserve.model.spec import ModelSpec
 from caraserve.plan import Row
+
+log = logging.getLogger(__name__)
 
 _PLANNED = ("auto", "loraserve", "s-lora-random", "s-lora-contiguous")  # routings that go by a placement
 
@@ -111,12 +114,18 @@ def make_fleet_adapters(
     return FleetAdapters(node, pool, transfers, planner, lora.loading_mode not in PRELOADED_MODES)
 
 
+def _defect(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("a task of the fleet's adapters has stopped", exc_info=error)
+
+
 def _run(stack: AsyncExitStack, work: Coroutine[Any, Any, None]) -> None:
     task = asyncio.create_task(work)
+    task.add_done_callback(_defect)
 
     async def end() -> None:
         task.cancel()
-        with suppress(asyncio.CancelledError):
+        with suppress(asyncio.CancelledError, Exception):  # which has been logged
             await task
 
     stack.push_async_callback(end)

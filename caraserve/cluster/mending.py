@@ -16,8 +16,8 @@ from caraserve.cluster.planner import restricted
 from caraserve.cluster.pool import Pool
 from caraserve.exposition import family
 
-_LOOKED_AT = 200  # adapters, in a turn and for each direction
-_MOST_DROPS = 4  # in a turn
+_LOOKED_AT = 200  # adapters that may be missing, in a turn
+_SPARE_LOOKED_AT = 16  # of those on our disk, each of which means asking who else holds it
 _AGAIN_S = 30.0  # before a move that failed is tried again
 
 
@@ -104,10 +104,10 @@ class Mending:
         """Lets some of what is not for this instance go, if those whom it is for have it."""
         digests = self._pool.stored_digests()
         start = self._looked_at if self._looked_at < len(digests) else 0
-        self._looked_at = start + _LOOKED_AT
+        self._looked_at = start + _SPARE_LOOKED_AT
         spare = dict(self._pool.spare(digests[start : self._looked_at]))
         holders = {name: self._node.holders(digest).keys() for name, digest in spare.items()}
-        for name in self._mover.drops(restricted(plan, list(spare)), spare.keys(), holders)[:_MOST_DROPS]:
+        for name in self._mover.drops(restricted(plan, list(spare)), spare.keys(), holders):
             if await self._pool.let_go(spare[name]):
                 self.dropped += 1
 

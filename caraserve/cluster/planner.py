@@ -87,7 +87,7 @@ class Planner:
     async def run(self) -> None:
         """Until cancelled."""
         self._node.core.hold(ROOM, (self._room_bytes,), self._now())
-        joined_s = self._wall()
+        joined_s, again_s = self._wall(), self._now()
         while True:
             await asyncio.sleep(self._pace.look_s)
             await self._adopt_published()
@@ -95,8 +95,10 @@ class Planner:
             if self.plan is not None and self.plan.epoch >= epoch:
                 continue
             waited_s = self._wall() - max(epoch * STEP_S, joined_s + self._pace.settle_s)
-            if waited_s >= self._pace.silence_s * self._turn(epoch):
+            if waited_s >= self._pace.silence_s * self._turn(epoch) and self._now() >= again_s:
                 await self._make(epoch)
+                if self.plan is None or self.plan.epoch < epoch:
+                    again_s = self._now() + self._pace.silence_s
 
     # --- making ---
 

@@ -118,6 +118,20 @@ async def test_when_the_first_is_silent_the_second_makes_it(tmp_path: Path) -> N
         assert made[order[1]].made == 1
 
 
+async def test_a_plan_that_cannot_be_made_is_not_tried_all_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("caraserve.cluster.planner.ask", _fails)
+    async with planning(tmp_path, Clock(), "a") as (_, made):
+        await until(lambda: made["a"].failed == 1, 5)
+        await asyncio.sleep(0.3)  # several turns
+        assert made["a"].failed == 1
+
+
+async def _fails(body: bytes, previous: bytes, timeout_s: float) -> bytes:
+    raise OSError("it could not be started")
+
+
 async def _never(epoch: int) -> None:
     return
 
