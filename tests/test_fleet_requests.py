@@ -2,6 +2,8 @@
 
 import json
 import signal
+import subprocess
+import sys
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -93,3 +95,11 @@ def test_every_request_ends_though_an_instance_is_killed(tmp_path: Path) -> None
         assert [answer.result(60) for _, answer in late] == [right[index] for index, _ in late]
         assert [answer.result(60) for _, answer in streams] == [(right[index], None) for index, _ in streams]
         assert b.process.wait(20) == 0
+
+
+def test_routing_among_nobody_is_refused_in_a_line() -> None:
+    command = [sys.executable, "-m", "caraserve", "serve", "--routing", "random"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "--peers" in line
