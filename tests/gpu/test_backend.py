@@ -3,7 +3,7 @@ streams, the tokens are those of transformers and peft."""
 
 import asyncio
 import random
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,9 @@ import pytest
 import torch
 
 from caraserve.config import LOADING_MODES, PRELOADED_MODES
-from caraserve.gpu.driver import Stream
 from caraserve.gpu.lane import Replay
-from caraserve.gpu.pool import Move
 from caraserve.gpu.timeline import Lane
 from caraserve.line import Line, Open
-from caraserve.plan import Plan
 from tests.gpu.host_backend import GRANULE_BYTES, Host, serving
 from tests.gpu.torch_kernels import torch_kernels
 from tests.oracle.models import ALL_TARGETS, VOCAB_SIZE, make_adapter, make_model
@@ -147,14 +144,14 @@ class Seen:
         captures, images = host.parts.captures, host.parts.images
         find, relocate = captures.find, images._relocate
 
-        def finding(plan: Plan, arriving: Collection[int]) -> Replay | None:
-            replay = find(plan, arriving)
+        def finding(*asked: Any) -> Replay | None:
+            replay = find(*asked)
             self.replays += [] if replay is None else [replay.gate is not None]
             return replay
 
-        def relocating(move: Move, stream: Stream) -> None:
+        def relocating(*asked: Any) -> None:
             self.moved += 1
-            relocate(move, stream)
+            relocate(*asked)
 
         captures.find, images._relocate = finding, relocating  # type: ignore[method-assign]
 
@@ -164,7 +161,7 @@ def test_graphs_answer_like_kernels_launched_one_by_one(subject: Subject, last: 
     """Also while layers are on their way, over a link that is slower than any iteration."""
     rng, seen = random.Random(f"graphs {last}"), Seen()
     asked = some_requests(rng, [None, *subject.adapters], 12)
-    device = {"seed": 1, "last": last, "graph_bytes": 1 << 30}
+    device: dict[str, Any] = {"seed": 1, "last": last, "graph_bytes": 1 << 30}
     answers = ask(subject, asked, 5, prepare=lambda host: seen.look_at(host, link_bytes_per_s=5e6), **device)
     subject.check(asked, answers, 5)
     assert {True, False} <= set(seen.replays)
@@ -236,7 +233,7 @@ def test_scores_of_tokens_and_prompts_are_those_of_peft(subject: Subject) -> Non
 
 def test_samples_are_those_of_the_cpu_backend(subject: Subject) -> None:
     rng = random.Random(10)
-    params = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "presence_penalty": 0.5}
+    params: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "presence_penalty": 0.5}
     asked = some_requests(rng, [None, "r8", "r64"], 6)
     answers = ask(subject, asked, 8, params=params)
 
