@@ -89,7 +89,8 @@ HOMES = {
 ROUTING = ("perf_model", "cost", "assignment", "packing", "placement", "migration", "router", "policies")
 PURE = ("scheduler.py", "merging.py", "fairness.py", "kv/blocks.py", "kv/prefix.py", "kv/room.py")
 MEMBERSHIP = ("core", "ports", "dialling", "links", "seal", "facts", "members", "relays", "sharing", "wire", "copies")
-PURE += tuple(f"cluster/{name}.py" for name in (*ROUTING, *MEMBERSHIP))
+SHARED = ("signing", "demand", "plan_codec")
+PURE += tuple(f"cluster/{name}.py" for name in (*ROUTING, *MEMBERSHIP, *SHARED))
 PURE_IMPORTS = {"caraserve.kv.blocks", "caraserve.kv.prefix", "caraserve.fairness", "caraserve.model.backend"}
 PURE_IMPORTS |= {f"caraserve.cluster.{name}" for name in (*ROUTING, *MEMBERSHIP)}
 
