@@ -22,7 +22,7 @@ from caraserve.errors import BackendFailed, CaraServeError, ContextLengthExceede
 from caraserve.launcher import Launched, Launcher, undo
 from caraserve.line import Line, Open
 from caraserve.merging import MergeRule
-from caraserve.model.backend import Backend
+from caraserve.model.backend import Backend, DeviceLost
 from caraserve.plan import Row, RowResult, StepResult
 from caraserve.report import EngineSnapshot, Metrics, Watch, Workload
 from caraserve.request import Finish, FinishReason, GenerateRequest, Phase, Request, TokenDelta, TokenLogprob
@@ -58,6 +58,7 @@ class Engine:
         self.default_sampling = tokenizer.default_sampling
         self.max_model_len = backend.limits.max_context
         self.draining = False
+        self.failure: str | None = None  # why nothing will ever be answered again
         self.watch: Watch | None = None
         self._backend, self._limits = backend, backend.limits
         self._config, self._metrics, self._now = config, metrics, now
@@ -87,6 +88,8 @@ class Engine:
 
     def submit(self, asked: GenerateRequest) -> Stream:
         """Queues a request. Raises NotFound, ContextLengthExceeded, Overloaded or Draining, without any effect."""
+        if self.failure is not None:
+            raise BackendFailed(f"the device has failed: {self.failure}")
         if self.draining:
             raise Draining("the server is stopping", retry_after_s=_DRAIN_RETRY_S)
         if len(asked.prompt_ids) + min(asked.params.max_tokens, 1) > self.max_model_len:
@@ -248,6 +251,8 @@ class Engine:
         self._fail(lost, cause)
 
     def _fail(self, lost: list[Open], cause: Exception) -> None:
+        if isinstance(cause, DeviceLost):
+            self.failure = str(cause)
         for opened in lost:
             if opened.request.phase is not Phase.FINISHED:
                 self._finish(opened, "error", error=BackendFailed(f"the iteration failed: {cause}"))

@@ -8,6 +8,8 @@ except `synchronize`, `allocate`, `register_host` and what says so.
 from collections.abc import Callable
 from typing import NewType, Protocol
 
+from caraserve.model.backend import DeviceLost
+
 Stream = NewType("Stream", int)
 Event = NewType("Event", int)
 Graph = NewType("Graph", int)  # instantiated, ready to be launched
@@ -16,8 +18,8 @@ WORD_BYTES = 4
 _WORD = 1 << 8 * WORD_BYTES
 
 
-class DriverError(Exception):
-    """The driver refused an operation, or the device has failed."""
+class DriverError(DeviceLost):
+    """The driver refused an operation, or the device has failed: after most of what it refuses it runs nothing more."""
 
 
 def successor(number: int) -> int:

@@ -83,6 +83,10 @@ class EngineApi(Protocol):
     @property
     def draining(self) -> bool: ...
 
+    @property
+    def failure(self) -> str | None:
+        """Why nothing will ever be answered again; None: all is well."""
+
     def submit(self, request: GenerateRequest) -> StreamApi:
         """Raises NotFound, Overloaded, Draining or ContextLengthExceeded; then nothing has happened."""
 

@@ -6,7 +6,7 @@ from importlib.resources import files
 from aiohttp import web
 
 from caraserve import __version__
-from caraserve.errors import Draining
+from caraserve.errors import BackendFailed, Draining
 from caraserve.exposition import CONTENT_TYPE
 from caraserve.http.context import CONTEXT
 from caraserve.http.messages import json_response
@@ -23,7 +23,10 @@ _PAGE_HEADERS = {
 
 
 async def health(request: web.Request) -> web.Response:
-    """The event loop turns and the engine is there; also while draining, lest an orchestrator kills the rest."""
+    """The event loop turns and the engine is there; also while draining, lest an orchestrator kills the rest. Not when
+    the device has failed: then it should."""
+    if (failure := request.app[CONTEXT].engine.failure) is not None:
+        raise BackendFailed(f"The device has failed: {failure}")
     return web.Response()
 
 

@@ -155,6 +155,7 @@ class FakeEngine:
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     draining: bool = False
+    failure: str | None = None
     refusals: dict[int, Exception] = field(default_factory=dict)
     shown: FakeSnapshot = field(default_factory=FakeSnapshot)
     loaded: dict[str, FakeAdapter] = field(default_factory=lambda: {n: FakeAdapter(n, f"/adapters/{n}") for n in "ab"})

@@ -209,6 +209,14 @@ async def test_a_draining_instance_is_alive_but_not_ready() -> None:
     assert statuses == {"/health": 200, "/ping": 200, "/ready": 503, "/metrics": 200}
 
 
+async def test_an_instance_whose_device_has_failed_is_not_alive() -> None:
+    """Nobody but who restarts it can help."""
+    async with serving(FakeEngine(failure="CUDA_ERROR_ILLEGAL_ADDRESS")) as client:
+        answer = await client.get("/health")
+    assert answer.status == 500
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS" in answer.json["error"]["message"]
+
+
 async def test_server_load_is_what_vllm_calls_it() -> None:
     fake = FakeEngine(shown=FakeSnapshot(running=3, waiting=4))
     async with serving(fake) as client:
