@@ -18,7 +18,7 @@ from typing import Any
 from caraserve import demo
 from tests.serving import PROFILE
 
-NAMES = ("a", "b", "c")
+NAMES = ("a", "b", "c", "d", "e")
 
 
 @dataclass(frozen=True)
@@ -113,12 +113,12 @@ def test_the_life_of_a_fleet(tmp_path: Path) -> None:
     poet = {"lora_name": "bard", "lora_path": str(demo.adapters_folder() / "poet")}
     with fleet(ports, tmp_path) as servers:
         until(lambda: all_alive(servers), 4)
-        a, b, c = servers.values()
+        a, b, c, d, e = servers.values()
         until(lambda: all(one["load"] is not None for one in b.ask("/v1/cluster")["data"]), 1)
         assert {one["load"]["status"] for one in b.ask("/v1/cluster")["data"]} == {"serving"}
 
         a.ask("/v1/load_lora_adapter", poet)
-        until(lambda: "bard" in b.adapters() and "bard" in c.adapters(), 2)
+        until(lambda: all("bard" in server.adapters() for server in servers.values()), 2)
         assert c.adapters()["bard"]["digest"] == c.adapters()["poet"]["digest"]
         assert set(c.adapters()["bard"]["holders"]) == set(NAMES)
         b.ask("/v1/unload_lora_adapter", {"lora_name": "pirate"})
@@ -126,8 +126,8 @@ def test_the_life_of_a_fleet(tmp_path: Path) -> None:
         until(lambda: "pirate" not in [model["id"] for model in c.ask("/v1/models")["data"]], 2)
 
         c.process.kill()
-        until(lambda: a.states()["c"] != "alive" and b.states()["c"] != "alive", 0.5)
-        until(lambda: a.states()["c"] == b.states()["c"] == "dead", 3)
+        until(lambda: all(server.states()["c"] != "alive" for server in (a, b, d, e)), 0.5)
+        until(lambda: all(server.states()["c"] == "dead" for server in (a, b, d, e)), 3)
         b.process.send_signal(signal.SIGTERM)
         assert b.process.wait(20) == 0
         assert a.states()["b"] == "left"
