@@ -82,7 +82,8 @@ def test_every_request_ends_though_an_instance_is_killed(tmp_path: Path) -> None
         assert all(lost)
         assert all(kept)
         # The metrics of those who are left agree: what was lost was lost by them, once each.
-        counted = [line for one in (a, b, d, e) for line in one.ask("/metrics").splitlines() if "lost_streams_total{" in line]
+        metrics = [line for one in (a, b, d, e) for line in one.ask("/metrics").splitlines()]
+        counted = [line for line in metrics if "lost_streams_total{" in line]
         assert sum(int(line.split()[-1]) for line in counted) == len(lost)
 
         # One that is told to end ends what it has begun, and nobody's client notices.
