@@ -153,7 +153,7 @@ class Seen:
             self.moved += 1
             relocate(*asked)
 
-        captures.find, images._relocate = finding, relocating  # type: ignore[method-assign]
+        captures.find, images._relocate = finding, relocating  # type: ignore[method-assign, assignment]
 
 
 @pytest.mark.parametrize("last", [None, Lane.COPY, Lane.GATE])

@@ -5,6 +5,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -94,11 +95,21 @@ class Served:
     prompt: list[int]
     adapter: str | None
     blocks: list[int]
-    output: list[int] = field(default_factory=list)
+    tokens: "list[tuple[Future[Outcome], int]]" = field(default_factory=list)  # result of a plan, row
 
     @property
     def known(self) -> int:
-        return len(self.prompt) + len(self.output)
+        return len(self.prompt) + len(self.tokens)
+
+    def check(self, oracle: Oracle) -> None:
+        output = []
+        for future, row in self.tokens:
+            outcome = future.result(PATIENCE_S)
+            assert isinstance(outcome, StepResult), outcome
+            token = outcome.rows[row].token_id
+            assert token is not None
+            output.append(token)
+        oracle.check_greedy(self.prompt, self.adapter, output)
 
 
 class World:
@@ -112,9 +123,11 @@ class World:
         self.loads: SimpleQueue[tuple[str, Exception | None]] = SimpleQueue()
         self.grown: SimpleQueue[None] = SimpleQueue()
         self.requests: dict[int, Served] = {}
+        self.ended: list[Served] = []
 
     def step(self) -> None:
-        self.rng.choice((self.load, self.unload, self.grow, self.start, self.decode, self.decode, self.end))()
+        actions = (self.load, self.unload, self.grow, self.start, self.decode, self.decode, self.end, self.exchange)
+        self.rng.choice(actions)()
         while not self.loads.empty():
             self.loaded()
         if self.room.is_growing and not self.grown.empty():
@@ -175,24 +188,46 @@ class World:
             self.run(Plan((), (), tuple(sorted(rows, key=lambda row: row.adapter_slot))))
 
     def run(self, plan: Plan) -> None:
-        outcome: SimpleQueue[Outcome] = SimpleQueue()
-        self.host.backend.launch(plan, outcome.put)
-        result = outcome.get(timeout=PATIENCE_S)
-        assert isinstance(result, StepResult), result
-        for row, found in zip(plan.rows, result.rows, strict=True):
-            assert found.token_id is not None
-            self.requests[row.slot].output.append(found.token_id)
+        outcome: Future[Outcome] = Future()
+        self.host.backend.launch(plan, outcome.set_result)
+        for index, row in enumerate(plan.rows):
+            self.requests[row.slot].tokens.append((outcome, index))
 
     def end(self) -> None:
+        """Before its last tokens have come; whoever gets its memory comes after them."""
         if self.requests:
-            request = self.requests.pop(self.rng.choice(sorted(self.requests)))
-            self.room.pool.release(request.blocks)
-            self.oracle.check_greedy(request.prompt, request.adapter, request.output)
+            self.leave(self.rng.choice(sorted(self.requests)))
+
+    def leave(self, slot: int) -> None:
+        request = self.requests.pop(slot)
+        self.room.pool.release(request.blocks)
+        self.ended.append(request)
+
+    def exchange(self) -> None:
+        """Everybody leaves while their last iteration has not begun, and others' adapters come in place of theirs."""
+        while self.loading:
+            self.loaded()
+        for request in [*self.requests.values(), *self.ended]:
+            request.check(self.oracle)
+        self.ended = []
+        self.host.driver.held = {Lane.COMPUTE}
+        self.decode()
+        for slot in list(self.requests):
+            self.leave(slot)
+        while self.slots:
+            self.unload()
+        for _ in range(4):
+            self.load()
+        for _ in range(5):
+            self.host.on_launching_thread(self.host.parts.pump)
+        self.host.driver.held = set()
 
     def settle(self) -> None:
         """Until nothing is left."""
         while self.requests:
             self.end()
+        for request in self.ended:
+            request.check(self.oracle)
         while self.loading:
             self.loaded()
         while self.slots:
@@ -274,3 +309,21 @@ def test_a_device_that_dies_leaves_nobody_waiting(subject: Subject, is_assisted:
         host.on_launching_thread(lambda: None)
         assert not host.parts.is_busy
         assert not host.parts.images.bound
+
+
+def test_a_slot_means_another_adapter_to_the_same_batch(subject: Subject) -> None:
+    """One row that decodes, in the same adapter slot as the one before: nothing else of the batch has changed."""
+    model, adapters, oracle = subject
+    results: SimpleQueue[Outcome] = SimpleQueue()
+    loads: SimpleQueue[Exception | None] = SimpleQueue()
+    with alone(model) as host:
+        tier = host_tier(host, adapters, model)
+        for name in ("r13", "big", "r8"):
+            host.backend.load_adapter(tier[name], 1, loads.put)
+            assert loads.get(timeout=PATIENCE_S) is None
+            host.backend.launch(prompt_plan(0, [7], [0], adapter=1), results.put)
+            outcome = results.get(timeout=PATIENCE_S)
+            assert isinstance(outcome, StepResult)
+            assert outcome.rows[0].token_id is not None
+            oracle.check_greedy([7], name, [outcome.rows[0].token_id])
+            host.backend.unload_adapter(1)
