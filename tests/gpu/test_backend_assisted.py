@@ -323,7 +323,11 @@ def test_without_workers_every_layer_waits(subject: Subject) -> None:
             os.kill(zygote.pid, signal.SIGSTOP)
             at.strike(signal.SIGKILL)
             await at.until(lambda: not at.pids())
+            at.driver.held = {Lane.COPY}
             answers = [at.ask(name, 25) for name in ("r8", "half")]
+            await at.until_launched()
+            assert await at.check(None, 7, at.ask(None, 7)) == 0
+            at.driver.held = set()
             layers = [await at.check(name, 25, answer) for name, answer in zip(("r8", "half"), answers, strict=True)]
             os.kill(zygote.pid, signal.SIGCONT)
             assert layers == [0, 0]
