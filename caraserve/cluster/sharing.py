@@ -7,13 +7,14 @@ or a joiner would fetch everything from everyone.
 """
 
 from dataclasses import dataclass
+from itertools import chain, islice
 from random import Random
 
 from caraserve.cluster.facts import BUCKETS, Fact, Facts
 from caraserve.cluster.wire import Compare, batches
 from caraserve.cluster.wire import Facts as FactsMessage
 
-_MAX_ANSWER = 16  # frames; the rest is asked for again
+_MAX_ANSWER = 6  # frames, a millisecond's work; the rest is asked for again
 _MAX_NEWS = 10_000  # facts that wait to be pushed; what does not fit is found by comparing
 _NEWS_FRAMES = 4  # to each peer in one tick
 _ANSWER_S = 2.0
@@ -39,23 +40,27 @@ class Sharing:
         self._open: dict[str, _Question] = {}  # by owner
         # (owner, peer) → a root of the peer's that had nothing for us, and will not have: what we hold only grows.
         self._known: dict[tuple[str, str], int] = {}
-        self._news: dict[tuple[str, str], Fact] = {}
+        self._news: dict[str, dict[str, Fact]] = {}  # by owner and key
 
     def tell(self, owner: str, facts: list[Fact]) -> None:
         """Facts to push to every peer."""
+        room = _MAX_NEWS - sum(map(len, self._news.values()))
+        waiting = self._news.setdefault(owner, {})
         for fact in facts:
-            if len(self._news) < _MAX_NEWS or (owner, fact.key) in self._news:
-                self._news[owner, fact.key] = fact
+            if room > 0 or fact.key in waiting:
+                room -= fact.key not in waiting
+                waiting[fact.key] = fact
 
     def take_news(self) -> list[FactsMessage]:
         """The next frames for every peer."""
         frames: list[FactsMessage] = []
-        for owner in dict.fromkeys(owner for owner, _ in self._news):
-            facts = [fact for (whose, _), fact in self._news.items() if whose == owner]
-            for batch in batches(facts)[: _NEWS_FRAMES - len(frames)]:
-                frames.append(FactsMessage(0, owner, batch, 0, whole=False))
-                for fact in batch:
-                    del self._news[owner, fact.key]
+        for owner, waiting in self._news.items():
+            pieces = islice(batches(waiting.values()), _NEWS_FRAMES - len(frames))
+            frames += [FactsMessage(0, owner, piece, 0, whole=False) for piece in pieces]
+        for frame in frames:
+            for fact in frame.facts:
+                del self._news[frame.owner][fact.key]
+        self._news = {owner: waiting for owner, waiting in self._news.items() if waiting}
         return frames
 
     def saw_root(self, peer: str, owner: str, root: int, now: float) -> Compare | None:
@@ -75,15 +80,10 @@ class Sharing:
         # From a random place on: should they not be able to take in some bucket, the others still get their turn.
         start = self._rng.randrange(BUCKETS)
         buckets.sort(key=lambda index: (index - start) % BUCKETS)
-        facts: list[Fact] = []
-        pieces: list[tuple[Fact, ...]] = []
-        whole = True
-        for index in buckets if shelf is not None else ():
-            facts += shelf.bucket(index) if shelf is not None else ()
-            pieces = batches(facts)
-            if len(pieces) > _MAX_ANSWER:
-                pieces, whole = pieces[:_MAX_ANSWER], False
-                break
+        found = chain.from_iterable(map(shelf.bucket, buckets)) if shelf is not None else ()
+        pieces = list(islice(batches(found), _MAX_ANSWER + 1))
+        whole = len(pieces) <= _MAX_ANSWER
+        pieces = pieces[:_MAX_ANSWER]
         total = sum(map(len, pieces))
         return [FactsMessage(question.number, question.owner, piece, total, whole) for piece in pieces or [()]]
 

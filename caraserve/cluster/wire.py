@@ -6,7 +6,7 @@ A message is JSON: `["beat", …]`, its fields in order. Whatever does not decod
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TypeVar, cast, get_args
 
@@ -325,19 +325,20 @@ def encode(message: Message) -> bytes:
     )
 
 
-def batches(facts: list[Fact]) -> list[tuple[Fact, ...]]:
-    """Facts in order, cut so that each piece fits into a frame."""
-    pieces: list[list[Fact]] = []
-    room = 0
+def batches(facts: Iterable[Fact]) -> Iterator[tuple[Fact, ...]]:
+    """Facts in order, cut so that each piece fits into a frame. Reads no further than the pieces that are taken."""
+    piece: list[Fact] = []
+    room = BATCH_BYTES
     for fact in facts:
         # JSON escapes at worst six characters for one; a field around them costs a few more
         size = 6 * (len(fact.key) + len(fact.node) + sum(len(str(item)) + 4 for item in fact.value)) + 40
-        if not pieces or len(pieces[-1]) == MAX_BATCH or size > room:
-            pieces.append([])
-            room = BATCH_BYTES
-        pieces[-1].append(fact)
+        if piece and (len(piece) == MAX_BATCH or size > room):
+            yield tuple(piece)
+            piece, room = [], BATCH_BYTES
+        piece.append(fact)
         room -= size
-    return [tuple(piece) for piece in pieces]
+    if piece:
+        yield tuple(piece)
 
 
 def _plain(value: object) -> list[object]:

@@ -1,10 +1,14 @@
 """How facts travel between two: what is asked, how often, and what a lost frame costs."""
 
+from collections.abc import Iterable, Iterator
 from random import Random
 
-from caraserve.cluster.facts import SHARED, Adapter, Facts
+import pytest
+
+from caraserve.cluster import sharing as module
+from caraserve.cluster.facts import SHARED, Adapter, Fact, Facts
 from caraserve.cluster.sharing import Sharing
-from caraserve.cluster.wire import MAX_BATCH, Compare
+from caraserve.cluster.wire import MAX_BATCH, Compare, batches
 from caraserve.cluster.wire import Facts as FactsMessage
 
 WALL_MS = 1_700_000_000_000
@@ -44,7 +48,7 @@ def fetch(mine: Side, theirs: Side, question: Compare | None, now: float = 0.0) 
 def test_a_joiner_fetches_all_in_pieces_and_each_piece_once() -> None:
     mine, theirs = Side("a"), Side("b", 10_000)
     question = mine.sharing.saw_root("b", SHARED, theirs.root, 0.0)
-    assert 3 <= fetch(mine, theirs, question) <= 5  # 16 frames of 200 facts an answer
+    assert 9 <= fetch(mine, theirs, question) <= 11  # 6 frames of 200 facts an answer
     assert mine.root == theirs.root
 
 
@@ -120,6 +124,27 @@ def test_news_goes_out_once_and_in_bounded_frames() -> None:
         assert all(0 < len(frame.facts) <= MAX_BATCH for frame in frames)
         told += [fact.key for frame in frames for fact in frame.facts]
     assert sorted(told) == sorted([*(f"x{index}" for index in range(1500)), "d"])
+
+
+def test_neither_an_answer_nor_news_reads_many_more_facts_than_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = 0
+
+    def counted(facts: Iterable[Fact]) -> Iterator[tuple[Fact, ...]]:
+        def each() -> Iterator[Fact]:
+            nonlocal read
+            for fact in facts:
+                read += 1
+                yield fact
+
+        return batches(each())
+
+    monkeypatch.setattr(module, "batches", counted)
+    side = Side("a", 10_000)
+    side.sharing.tell(SHARED, list(side.facts.shelf(SHARED) or ()))
+    for send in (lambda: side.sharing.answer(Compare(1, SHARED, (0,) * 256)), side.sharing.take_news):
+        read = 0
+        sent = sum(len(frame.facts) for frame in send())
+        assert 600 <= sent <= read <= sent + 2 * MAX_BATCH
 
 
 def test_what_others_remember_of_us_wrongly_is_put_right_to_all() -> None:

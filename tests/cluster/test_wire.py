@@ -190,7 +190,7 @@ def test_the_largest_messages_fit_into_a_frame() -> None:
 @given(sizes=st.lists(st.integers(1, MAX_KEY), max_size=500))
 def test_batches_lose_nothing_and_keep_the_order(sizes: list[int]) -> None:
     given_facts = [Fact("k" * size, (), index, "n") for index, size in enumerate(sizes)]
-    pieces = batches(given_facts)
+    pieces = list(batches(given_facts))
     assert [fact for piece in pieces for fact in piece] == given_facts
     assert all(0 < len(piece) <= MAX_BATCH for piece in pieces)
 
