@@ -12,6 +12,7 @@
     ├── Forbidden                  403  switched off by the operator
     ├── Overloaded                 429  the waiting queue is full; `retry_after_s`
     ├── Draining                   503  the server is stopping; `retry_after_s`
+    ├── NotReady                   503  new requests are better sent elsewhere
     ├── Unreachable                503  no instance that can be reached has the adapter's bytes; `retry_after_s`
     ├── InstanceLost               502  the instance that was answering has gone
     └── BackendFailed              500  an iteration failed on the device
@@ -115,6 +116,13 @@ class Draining(CaraServeError):
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class NotReady(CaraServeError):
+    """The server cannot answer as it should, yet or any more."""
+
+    status = 503
+    code = "not_ready"
 
 
 class Unreachable(CaraServeError):

@@ -17,7 +17,7 @@ from random import Random
 
 from caraserve.cluster.addresses import check_count, is_loopback, is_wildcard, join_address, outward_address
 from caraserve.cluster.cost import Links
-from caraserve.cluster.forward import Forwarding, Slo
+from caraserve.cluster.forward import Forwarding, Slo, takes_nothing
 from caraserve.cluster.hop import Gate
 from caraserve.cluster.members import Record, State
 from caraserve.cluster.names_file import NamesFile, beside
@@ -109,7 +109,7 @@ def make_dispatch(node: Node, engine: Engine, cluster: ClusterConfig, admission:
     """What other instances answer for this one, and this one for others. `close` its relays when HTTP has ended."""
     slo = Slo(cluster.slo_ttft_ms or inf, cluster.slo_tpot_ms or inf)
     routing = cluster.routing or "auto"
-    forwarding = Forwarding(node, routing, slo, engine.catalog.find, lambda: engine.draining, rng=Random())
+    forwarding = Forwarding(node, routing, slo, engine.catalog.find, lambda: takes_nothing(engine), rng=Random())
     relays = Relays(lambda: node.name, lambda: node.keys, admission.dialling)
     gate = Gate(lambda: node.name, lambda: node.keys)
     return Dispatch(forwarding, relays, gate, QueueMoves(engine, forwarding))

@@ -39,6 +39,7 @@ from caraserve.cluster.views import Peers, Views
 LOCAL = "local"  # the routing that forwards nothing: whoever sends requests has chosen
 
 _QUOTE_S = 0.005
+_MOST_FAILURES = 2  # devices that may fail with one request: it may be what they fail of
 _NEVER = Estimate(inf, inf)
 
 Body = tuple[str | int | float, ...]
@@ -63,6 +64,21 @@ class Held(Protocol):
 
     @property
     def num_bytes(self) -> int: ...
+
+
+class Ending(Protocol):
+    """The part of an engine that says whether it goes on."""
+
+    @property
+    def draining(self) -> bool: ...
+
+    @property
+    def failure(self) -> str | None: ...
+
+
+def takes_nothing(engine: Ending) -> bool:
+    """Whether new requests belong elsewhere. An engine whose device has failed looks idle, and would draw them all."""
+    return engine.draining or engine.failure is not None
 
 
 class Exchange(Protocol):
@@ -283,11 +299,12 @@ class Trip:
         self._attempts: list[Attempt] = []
         self._target: Target | None = None
         self._been_here = False
+        self._given_up = False
         self._stops = 0
 
     def next(self) -> Here | Peer | None:
         """Where the request goes now. None: nobody takes it."""
-        stop = self._choose()
+        stop = None if self._given_up else self._choose()
         if self._attempts and stop is not None:
             self._forwarding.tallies.retried += 1
         return stop
@@ -299,6 +316,8 @@ class Trip:
         if refusal is not None and refusal.reason == "stale-epoch":  # it waited there for a while, in vain
             self._been_here = False
             self._order = self._forwarding.propose(self._arrival).order
+        reasons = [why.reason for _, why in self._attempts if why is not None]
+        self._given_up = reasons.count("failed") == _MOST_FAILURES
 
     def _next_target(self) -> Target | None:
         elapsed_ms = 1000 * (self._forwarding.now() - self._began_s)

@@ -14,6 +14,7 @@ from caraserve.adapters.catalog import Catalog
 from caraserve.adapters.registry import AdapterInfo
 from caraserve.cluster.cost import Links, Tier
 from caraserve.cluster.facts import Adapter, Load, Status
+from caraserve.cluster.forward import takes_nothing
 from caraserve.cluster.members import State
 from caraserve.cluster.node import Node
 from caraserve.cluster.perf_model import DriftWatch
@@ -37,6 +38,9 @@ class Working(Protocol):
 
     @property
     def draining(self) -> bool: ...
+
+    @property
+    def failure(self) -> str | None: ...
 
     @property
     def catalog(self) -> Catalog: ...
@@ -126,7 +130,7 @@ class Publisher:
         elif self._iterated_s is None:
             self._iterated_s = self._now()
         age_s = 0.0 if self._iterated_s is None else self._now() - self._iterated_s
-        status: Status = "draining" if self._engine.draining else "serving"
+        status: Status = "draining" if takes_nothing(self._engine) else "serving"
         return load_of(work, status, self._response_tokens, age_s, lag_s)
 
     def watch(self, rows: Sequence[tuple[Open, Row]], ms: float) -> None:

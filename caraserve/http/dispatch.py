@@ -16,9 +16,9 @@ from aiohttp import web
 from caraserve.cluster.cost import Estimate
 from caraserve.cluster.forward import Forwarding, Here, Peer, Trip
 from caraserve.cluster.hop import REFUSED, Gate, refusal_text
-from caraserve.cluster.router import Refusal
+from caraserve.cluster.router import Reason, Refusal
 from caraserve.cluster.tallies import count
-from caraserve.errors import Draining, Overloaded, Unreachable
+from caraserve.errors import BackendFailed, CaraServeError, Draining, Overloaded, Unreachable
 from caraserve.http.context import ANSWERED_HERE, CONTEXT, REQUEST_ID
 from caraserve.http.engine_api import EngineApi, Find, find_adapter
 from caraserve.http.fields import Fields, parse_object
@@ -100,6 +100,13 @@ def _named(adapter: Any) -> str | None:
     return None if adapter is None else str(adapter.name)
 
 
+def _reason(error: CaraServeError) -> Reason:
+    """Why this instance does not answer what another one may."""
+    if isinstance(error, Overloaded):
+        return "full"
+    return "failed" if isinstance(error, BackendFailed) else "draining"
+
+
 class _MovedError(Exception):
     """The request waited here, and is to be answered elsewhere."""
 
@@ -125,9 +132,9 @@ class _Journey:
                 if isinstance(stop, Here):
                     return await self.here()
                 return await self._there(stop, trip, body, seed)
-            except (Overloaded, Draining, Unreachable) as error:
+            except (Overloaded, Draining, Unreachable, BackendFailed) as error:
                 words = error_response(error)
-                trip.failed(Refusal("full" if isinstance(error, Overloaded) else "draining", Estimate(inf, inf)))
+                trip.failed(Refusal(_reason(error), Estimate(inf, inf)))
             except _MovedError:
                 trip.failed(_MOVED)
             except RefusedError as refused:

@@ -6,7 +6,7 @@ from importlib.resources import files
 from aiohttp import web
 
 from caraserve import __version__
-from caraserve.errors import BackendFailed, Draining
+from caraserve.errors import BackendFailed, Draining, NotReady
 from caraserve.exposition import CONTENT_TYPE
 from caraserve.http.context import CONTEXT
 from caraserve.http.messages import json_response
@@ -32,8 +32,11 @@ async def health(request: web.Request) -> web.Response:
 
 async def ready(request: web.Request) -> web.Response:
     """Whether new requests should be sent here."""
-    if request.app[CONTEXT].engine.draining:
+    engine = request.app[CONTEXT].engine
+    if engine.draining:
         raise Draining("The server is stopping.", retry_after_s=1.0)
+    if engine.failure is not None:
+        raise NotReady(f"The device has failed: {engine.failure}")
     return web.Response()
 
 

@@ -17,14 +17,15 @@ from ssl import SSLContext
 from typing import TypeVar
 
 import aiohttp
+import orjson
 from aiohttp import web
 
 from caraserve.cluster.cost import Estimate
 from caraserve.cluster.forward import Peer
 from caraserve.cluster.hop import INSTANCE, PREFIX, REFUSED, Hop, refusal_of, signed
-from caraserve.cluster.router import Refusal
+from caraserve.cluster.router import Reason, Refusal
 from caraserve.cluster.seal import Keyring
-from caraserve.errors import InstanceLost
+from caraserve.errors import BackendFailed, InstanceLost
 from caraserve.http.context import CONTEXT, REQUEST_ID
 from caraserve.http.messages import fault_body
 from caraserve.http.sse import DONE, EventStream, event
@@ -174,9 +175,8 @@ class _Passage:
         response = web.Response(body=body, status=upstream.status, headers=headers)
         if (refused := upstream.headers.get(REFUSED)) is not None:
             raise RefusedError(refusal_of(refused), response)
-        if upstream.status in (429, 503):
-            refusal = Refusal("full" if upstream.status == 429 else "draining", Estimate(inf, inf))
-            raise RefusedError(refusal, response)
+        if (reason := _reason(upstream.status, body)) is not None:
+            raise RefusedError(Refusal(reason, Estimate(inf, inf)), response)
         return Carried(response, _completion_tokens(body))
 
     async def _stream(self, upstream: aiohttp.ClientResponse) -> Carried:
@@ -220,6 +220,23 @@ async def _of_peer(work: Awaitable[T]) -> T:
         return await work
     except (aiohttp.ClientError, OSError) as error:
         raise _GoneError(f"{type(error).__name__}: {error}") from error
+
+
+def _reason(status: int, body: bytes) -> Reason | None:
+    """Why an error is one that another instance might not give; None: it is the answer."""
+    if status == 429:
+        return "full"
+    if status == 503:
+        return "draining"
+    return "failed" if status == 500 and _code(body) == BackendFailed.code else None
+
+
+def _code(body: bytes) -> object:
+    """Of an error in OpenAI's shape."""
+    try:
+        return orjson.loads(body)["error"]["code"]
+    except (orjson.JSONDecodeError, LookupError, TypeError):
+        return None
 
 
 def _completion_tokens(body: bytes) -> int:

@@ -91,6 +91,13 @@ async def test_a_load_counts_what_runs_and_what_waits(tmp_path: Path) -> None:
         assert idle.kv_free_tokens == idle.kv_tokens
 
 
+async def test_one_whose_device_has_failed_asks_for_nothing(tmp_path: Path) -> None:
+    async with published(tmp_path) as (engine, publisher, _):
+        assert publisher.load_now(0.0).status == "serving"
+        engine.failure = "out of its bus"
+        assert publisher.load_now(0.0).status == "draining"
+
+
 async def test_predicted_stands_beside_observed(tmp_path: Path) -> None:
     async with published(tmp_path) as (engine, publisher, _):
         await submit(engine, PROMPT, "poet", max_tokens=10)

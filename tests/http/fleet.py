@@ -15,7 +15,7 @@ from aiohttp import web
 
 from caraserve.cluster.cost import Backlog, Tier
 from caraserve.cluster.facts import Adapter, Load
-from caraserve.cluster.forward import Body, Forwarding, Slo
+from caraserve.cluster.forward import Body, Forwarding, Slo, takes_nothing
 from caraserve.cluster.hop import HOP, INSTANCE, PREFIX, Gate
 from caraserve.cluster.members import Record, State
 from caraserve.cluster.perf_model import PerfModel
@@ -154,7 +154,7 @@ class Fleet:
         engine = engine or FakeEngine()
         view = View(name, self.world)
         forwarding = Forwarding(
-            view, self._routing, self._slo, engine.loaded.get, lambda: engine.draining, rng=Random(name)
+            view, self._routing, self._slo, engine.loaded.get, lambda: takes_nothing(engine), rng=Random(name)
         )
         forwarding.joined = True
         relays = CountingRelays(lambda: name, lambda: KEYS, tls[1] if tls else None)

@@ -93,7 +93,7 @@ async def test_a_fault_of_the_client_does_not_travel() -> None:
         assert not running["b"].carried
 
 
-async def test_a_fault_of_the_answering_instance_keeps_its_status_and_words() -> None:
+async def test_a_request_whose_device_fails_before_the_first_byte_is_answered_by_another() -> None:
     def fail(request: Any) -> Any:
         return [*begun(request)][:0]
 
@@ -103,9 +103,28 @@ async def test_a_fault_of_the_answering_instance_keeps_its_status_and_words() ->
         (stream,) = await a.engine.submitted()
         stream.end(0, "error", BackendFailed("the iteration failed: boom"))
         answer = await asked
-        assert (answer.status, answer.error["code"]) == (500, "backend_failed")
-        assert "boom" in answer.error["message"]
-        assert not running["b"].engine.requests
+        assert answer.status == 200
+        assert len(running["b"].engine.requests) == 1
+
+
+async def test_a_request_that_two_devices_failed_with_goes_to_no_third() -> None:
+    async with fleet() as running:
+        for name in "abcd":
+            await running.start(name, FakeEngine(refusals={0: BackendFailed("the iteration failed: boom")}))
+        for entry, carried in (("d", ["a", "b"]), ("a", ["b"])):
+            answer = await running[entry].client.complete()
+            assert (answer.status, answer.error["code"]) == (500, "backend_failed")
+            assert "boom" in answer.error["message"]
+            assert [name for name, _ in running[entry].carried] == carried
+
+
+async def test_an_instance_whose_device_has_failed_takes_nothing() -> None:
+    async with fleet("a", "b") as running:
+        running["a"].engine.failure = "gone"
+        for entry in "ab":
+            assert (await running[entry].client.complete()).status == 200
+        assert [len(running[name].engine.requests) for name in "ab"] == [0, 2]
+        assert running["a"].tallies.refused == {"draining": 1}
 
 
 async def test_ids_traces_tenant_and_seed_go_along_and_the_clients_key_does_not() -> None:
@@ -280,7 +299,14 @@ async def test_half_an_answer_that_is_no_stream_is_asked_for_again() -> None:
         assert answer.json["choices"][0]["text"] == "Hi!"
 
 
-@pytest.mark.parametrize("error", [Overloaded("full", retry_after_s=3), Draining("stopping", retry_after_s=3)])
+@pytest.mark.parametrize(
+    "error",
+    [
+        Overloaded("full", retry_after_s=3),
+        Draining("stopping", retry_after_s=3),
+        BackendFailed("the device has failed"),
+    ],
+)
 @pytest.mark.parametrize(("entry", "asked"), [("c", ["a", "b"]), ("a", ["b"])])
 async def test_an_instance_that_takes_nothing_is_passed_over(error: Exception, entry: str, asked: list[str]) -> None:
     async with fleet("c") as running:

@@ -105,6 +105,13 @@ async def test_draining_server_is_healthy_but_not_ready() -> None:
     assert (ready.status, ready.headers["Retry-After"]) == (503, "1")
 
 
+async def test_a_server_whose_device_has_failed_is_not_ready() -> None:
+    async with serving(FakeEngine(failure="out of its bus")) as client:
+        ready = await client.get("/ready")
+    assert (ready.status, ready.error["code"]) == (503, "not_ready")
+    assert "out of its bus" in ready.error["message"]
+
+
 async def test_requests_that_run_at_the_stop_are_answered_and_new_connections_refused() -> None:
     fake = FakeEngine(script=None)
     app = make_app(fake, http_config(drain_timeout_s=10.0), new_metrics(), allow_lora_updates=False)
