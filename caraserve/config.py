@@ -351,7 +351,7 @@ class ClusterConfig(_FromArgs):
             type=Path,
             metavar="FILE",
             help="secrets that instances know each other by, one to a line: the first signs, all verify; read again "
-            "when it changes. Needed where others than this machine's processes can connect",
+            "when it changes. Needed where others than this machine's processes can connect, and with --api-key",
         )
         group.add_argument("--cluster-tls-cert", type=Path, metavar="FILE", help="PEM, for --peer-port")
         group.add_argument("--cluster-tls-key", type=Path, metavar="FILE", help="PEM")

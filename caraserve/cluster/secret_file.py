@@ -9,7 +9,7 @@ from pathlib import Path
 from caraserve.cluster.seal import Keyring
 from caraserve.errors import ConfigError
 
-# Instances on one machine's loopback interface trust whoever can reach it, as they do with requests.
+# Instances on one machine's loopback interface trust whoever can reach it, as they do with requests that need no key.
 LOOPBACK_SECRET = b"caraserve: every process of this machine may join"
 
 
