@@ -6,6 +6,7 @@ tombstone. Two copies compare one number, then 256, and then only what differs t
 Loads are not merged but replaced: the newest of each instance counts, with its age.
 """
 
+import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -15,7 +16,8 @@ from caraserve.errors import InvalidRequest
 
 SHARED = ""  # the owner of the shelf of adapter names; no instance has an empty name
 BUCKETS = 256
-MAX_FACTS = 100_000  # keys on one shelf, tombstones included
+MAX_FACTS = 100_000  # keys on one shelf
+MAX_TOMBSTONES = 100_000  # on one shelf, besides
 MAX_KEY, MAX_VALUE = 256, 4096  # characters of a key, and of a value's texts together
 MAX_ITEMS = 8  # in a value
 MAX_AHEAD_S = 3600.0  # a fact from further in the future comes of a wrong clock and would win for so long
@@ -23,6 +25,7 @@ MAX_AHEAD_S = 3600.0  # a fact from further in the future comes of a wrong clock
 # deleted on Friday; a month of tombstones costs 100 bytes each. Who comes back later than that must restore only
 # what it holds itself.
 TOMBSTONE_S = 30 * 86_400.0
+_MOST_EXPIRED = 200  # tombstones at once: a millisecond
 _MASK = 2**64 - 1
 _COUNTER_BITS = 16
 
@@ -108,16 +111,19 @@ class Shelf:
 
     def __init__(self) -> None:
         self.root = 0  # equal on two copies exactly when they hold the same, but for a chance of 2⁻⁶⁴
+        self.dropped = 0  # tombstones that went before their time: who still has what they buried brings it back
         self._facts: list[dict[str, Fact]] = [{} for _ in range(BUCKETS)]
         self._sums = [0] * BUCKETS
         self._size = 0
+        self._tombstones = 0
+        self._buried: list[tuple[int, str]] = []  # a heap of (hlc, key), one of each tombstone; others are out of date
 
     def __len__(self) -> int:
         return self._size
 
     def __iter__(self) -> Iterator[Fact]:
         for bucket in self._facts:
-            yield from bucket.values()
+            yield from tuple(bucket.values())  # so that it may change while somebody reads it in pieces
 
     @property
     def sums(self) -> tuple[int, ...]:
@@ -131,16 +137,18 @@ class Shelf:
     def merge(self, fact: Fact) -> bool:
         """Takes a fact in if it is newer; says whether it was. Commutative, associative, idempotent.
 
-        A full shelf takes no new keys, which its bound on memory is worth.
+        A full shelf takes no new keys, and of tombstones it keeps the newest: its bound on memory is worth that.
         """
         index = _bucket(fact.key)
         old = self._facts[index].get(fact.key)
-        if (old is not None and old.order >= fact.order) or (old is None and self._size >= MAX_FACTS):
+        if (old is not None and old.order >= fact.order) or (self._is_full(fact) and (old is None or old.deleted)):
             return False
         self._take_out(index, old)
         self._facts[index][fact.key] = fact
         self._add(index, _print(fact))
         self._size += 1
+        if fact.deleted:
+            self._bury(fact)
         return True
 
     def differing(self, sums: Iterable[int]) -> list[int]:
@@ -151,17 +159,52 @@ class Shelf:
         """All facts of one bucket."""
         return list(self._facts[index].values())
 
-    def expire(self, wall_ms: int) -> None:
-        """Drops tombstones past their time."""
-        for index in range(BUCKETS):
-            for fact in [fact for fact in self._facts[index].values() if is_expired(fact, wall_ms)]:
-                self._take_out(index, fact)
+    def at(self, index: int, key: str) -> Fact | None:
+        """`get` for who knows the key's bucket."""
+        return self._facts[index].get(key)
+
+    def expire(self, wall_ms: int, most: int) -> int:
+        """Drops tombstones past their time, so many at most. How many it were."""
+        for count in range(most):
+            oldest = self._oldest_tombstone()
+            if oldest is None or not is_expired(oldest, wall_ms):
+                return count
+            self._take_out(_bucket(oldest.key), oldest)
+        return most
+
+    def _is_full(self, fact: Fact) -> bool:
+        """Whether there is no room for one more fact of its kind; of tombstones an older one has to make room."""
+        if not fact.deleted:
+            return self._size - self._tombstones >= MAX_FACTS
+        oldest = self._oldest_tombstone() if self._tombstones >= MAX_TOMBSTONES else None
+        return oldest is not None and (oldest.hlc, oldest.key) >= (fact.hlc, fact.key)
+
+    def _bury(self, fact: Fact) -> None:
+        self._tombstones += 1
+        heapq.heappush(self._buried, (fact.hlc, fact.key))
+        if len(self._buried) > 2 * self._tombstones + _MOST_EXPIRED:
+            self._buried = sorted({entry for entry in self._buried if self._tombstone(entry)})  # which is a heap, too
+        if self._tombstones > MAX_TOMBSTONES and (oldest := self._oldest_tombstone()) is not None:
+            self._take_out(_bucket(oldest.key), oldest)
+            self.dropped += 1
+
+    def _oldest_tombstone(self) -> Fact | None:
+        while self._buried:
+            if (fact := self._tombstone(self._buried[0])) is not None:
+                return fact
+            heapq.heappop(self._buried)
+        return None
+
+    def _tombstone(self, entry: tuple[int, str]) -> Fact | None:
+        fact = self.get(entry[1])
+        return fact if fact is not None and fact.deleted and fact.hlc == entry[0] else None
 
     def _take_out(self, index: int, fact: Fact | None) -> None:
         if fact is not None:
             del self._facts[index][fact.key]
             self._add(index, -_print(fact))
             self._size -= 1
+            self._tombstones -= fact.deleted
 
     def _add(self, index: int, number: int) -> None:
         self._sums[index] = (self._sums[index] + number) & _MASK
@@ -261,11 +304,17 @@ class Facts:
         return True
 
     def expire(self, wall_ms: int) -> None:
-        """Drops tombstones past their time."""
+        """Drops tombstones past their time; the next call goes on where there are many."""
+        most = _MOST_EXPIRED
         for shelf in self._shelves.values():
-            shelf.expire(wall_ms)
+            most -= shelf.expire(wall_ms, most)
 
     # ---- what is asked of us
+
+    @property
+    def dropped(self) -> int:
+        """Tombstones that went before their time, for want of room."""
+        return sum(shelf.dropped for shelf in self._shelves.values())
 
     def load(self, name: str, now: float) -> tuple[Load, float] | None:
         """The newest load of another instance and its age in seconds."""
@@ -285,7 +334,8 @@ class Facts:
 
     def holders(self, key: str) -> dict[str, Value]:
         """Who says to hold it, and in which tier; the dead included until they are forgotten."""
-        found = ((owner, shelf.get(key)) for owner, shelf in self._shelves.items() if owner != SHARED)
+        index = _bucket(key)
+        found = ((owner, shelf.at(index, key)) for owner, shelf in self._shelves.items() if owner != SHARED)
         return {owner: fact.value for owner, fact in found if fact is not None and not fact.deleted}
 
 

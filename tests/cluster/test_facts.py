@@ -185,6 +185,83 @@ def test_a_full_shelf_takes_no_new_keys_but_new_words_on_old_ones(monkeypatch: p
     assert len(facts.shelf(SHARED) or ()) == 2
 
 
+def test_what_was_removed_takes_no_room_from_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_FACTS", 2)
+    facts = Facts("n1")
+    for index in range(5):
+        facts.register(Adapter(f"x{index}", "digest", 8, 1), WALL_MS)
+        facts.remove(f"x{index}", WALL_MS)
+    facts.register(ADAPTER, WALL_MS)
+    facts.register(Adapter("x0", "digest", 8, 1), WALL_MS)
+    with pytest.raises(InvalidRequest, match="at most"):
+        facts.register(Adapter("x1", "digest", 8, 1), WALL_MS)
+    assert {adapter.name for adapter in facts.adapters()} == {"sql", "x0"}
+
+
+def test_of_tombstones_the_newest_are_kept_and_the_others_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_TOMBSTONES", 3)
+    facts = Facts("n1")
+    for index in range(5):
+        facts.register(Adapter(f"x{index}", "digest", 8, 1), WALL_MS)
+    removed = [fact for index in range(5) for fact in facts.remove(f"x{index}", WALL_MS + index)]
+    assert sorted(fact.key for fact in facts.shelf(SHARED) or ()) == ["x2", "x3", "x4"]
+    assert facts.dropped == 2
+    assert facts.merge(SHARED, removed, WALL_MS) == ([], [])
+    assert facts.dropped == 2
+
+
+def test_a_tombstone_too_old_to_be_kept_still_takes_its_name_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_TOMBSTONES", 1)
+    shelf = shelf_of([Fact("a", ("d", 8, 1), HLC, "n1"), Fact("b", (), HLC + 9, "n1", deleted=True)])
+    assert shelf.merge(Fact("a", (), HLC + 1, "n1", deleted=True))
+    assert [fact.key for fact in shelf] == ["b"]
+
+
+buried = st.builds(
+    Fact, key=st.sampled_from("abcdef"), value=st.just(()), hlc=st.integers(HLC, HLC + 9), node=st.just("n1")
+).map(lambda fact: Fact(fact.key, (), fact.hlc, fact.node, deleted=True))
+
+
+@given(facts=st.lists(buried, max_size=20), seed=st.integers(0, 99))
+def test_copies_keep_the_same_tombstones_in_whatever_order_they_came(facts: list[Fact], seed: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MAX_TOMBSTONES", 3)
+        one, other = shelf_of(facts), shelf_of(Random(seed).sample(facts, len(facts)))
+        for fact in list(one):
+            other.merge(fact)
+        for fact in list(other):
+            one.merge(fact)
+        assert one.root == other.root
+        assert len(one) <= 3
+
+
+def test_tombstones_expire_some_at_a_time_and_those_given_again_not_at_all() -> None:
+    facts = Facts("n1")
+    count = 2 * module._MOST_EXPIRED
+    for _ in range(3):  # so that some are buried more than once
+        for index in range(count):
+            facts.register(Adapter(f"x{index}", "digest", 8, 1), WALL_MS)
+            facts.remove(f"x{index}", WALL_MS)
+    facts.register(Adapter("x0", "digest", 8, 1), WALL_MS)
+    later = WALL_MS + int(TOMBSTONE_S * 1000) + 1000
+    sizes = []
+    for _ in range(3):
+        facts.expire(later)
+        sizes.append(len(facts.shelf(SHARED) or ()))
+    assert sizes == [count - module._MOST_EXPIRED, 1, 1]
+    assert [adapter.name for adapter in facts.adapters()] == ["x0"]
+
+
+def test_a_shelf_may_change_while_its_names_are_read() -> None:
+    facts = Facts("n1")
+    for index in range(2000):
+        facts.register(Adapter(f"x{index}", "digest", 8, 1), WALL_MS)
+    for index, _ in enumerate(facts.adapters()):
+        facts.register(Adapter(f"y{index}", "digest", 8, 1), WALL_MS)
+        if index == 1000:
+            break
+
+
 @pytest.mark.parametrize("name", ["", "x" * (MAX_KEY + 1), "half a \ud800 pair"])
 def test_a_name_that_cannot_travel_is_refused_at_home(name: str) -> None:
     with pytest.raises(InvalidRequest, match="names of 1 to"):
