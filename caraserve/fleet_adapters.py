@@ -13,11 +13,12 @@ from typing import Any
 
 from caraserve.adapters.catalog import AdapterReader
 from caraserve.cluster.forward import Forwarding
+from caraserve.cluster.keeping import HOLD
 from caraserve.cluster.lending import Routes
 from caraserve.cluster.mending import Mending
 from caraserve.cluster.node import Body, Node
 from caraserve.cluster.planner import Planner
-from caraserve.cluster.pool import HOLD, Pool
+from caraserve.cluster.pool import Pool
 from caraserve.cluster.publisher import Publisher
 from caraserve.cluster.stored import Stored, beside
 from caraserve.cluster.transfers import Transfers
@@ -45,14 +46,14 @@ class FleetAdapters:
 
     def routes(self) -> Routes:
         """For the port on which other instances ask."""
-        return [*self.pool.lending.routes(), *(self.planner.routes() if self.planner else ())]
+        return [*self.pool.keeping.lending.routes(), *(self.planner.routes() if self.planner else ())]
 
     def prepare(self, publisher: Publisher, forwarding: Forwarding) -> None:
         """Before the node starts."""
         node, pool = self.node, self.pool
 
         def answer(peer: str, body: Body) -> Body:
-            return pool.answer(peer, body) if body[:1] == (HOLD,) else forwarding.quote(peer, body)
+            return pool.keeping.answer(peer, body) if body[:1] == (HOLD,) else forwarding.quote(peer, body)
 
         node.on_question, publisher.on_wanted = answer, pool.adopt
         if self.can_fetch:

@@ -41,7 +41,7 @@ class Mending:
         self._looked_at = 0  # of what is on our disk
         self._later_s: dict[str, float] = {}
         self._moves: set[asyncio.Task[None]] = set()
-        pool.wanted = lambda name: self._mine is not None and name in self._mine.shares
+        pool.keeping.wanted = lambda name: self._mine is not None and name in self._mine.shares
 
     async def run(self, plan: Callable[[], Plan | None]) -> None:
         """Until cancelled. `plan`: the one that holds."""
@@ -102,13 +102,13 @@ class Mending:
 
     async def _drop(self, plan: Plan) -> None:
         """Lets some of what is not for this instance go, if those whom it is for have it."""
-        digests = self._pool.stored_digests()
+        digests = self._pool.keeping.stored_digests()
         start = self._looked_at if self._looked_at < len(digests) else 0
         self._looked_at = start + _SPARE_LOOKED_AT
-        spare = dict(self._pool.spare(digests[start : self._looked_at]))
+        spare = dict(self._pool.keeping.spare(digests[start : self._looked_at]))
         holders = {name: self._node.holders(digest).keys() for name, digest in spare.items()}
         for name in self._mover.drops(restricted(plan, list(spare)), spare.keys(), holders):
-            if await self._pool.let_go(spare[name]):
+            if await self._pool.keeping.let_go(spare[name]):
                 self.dropped += 1
 
 

@@ -82,7 +82,7 @@ class Member:
         self._transfers = Transfers(lambda: KEYS, None)
         self.pool = Pool(node, self.catalog, self._reader, self.stored, self._transfers, SPEC, self.most_bytes)
         self.publisher = Publisher(node, _Engine(self.catalog), lambda: (0, 0), None, Links())  # type: ignore[arg-type]
-        node.on_names, node.on_question = self.publisher.take_names, self.pool.answer
+        node.on_names, node.on_question = self.publisher.take_names, self.pool.keeping.answer
         self.publisher.on_wanted = self.pool.adopt
 
     def begin(self, instance: Instance) -> None:
@@ -144,7 +144,9 @@ class Pools:
         def prepare(node: Node) -> None:
             member.make(node)
 
-        instance = await self._group.start(name, prepare=prepare, routes=lambda node: member.pool.lending.routes())
+        instance = await self._group.start(
+            name, prepare=prepare, routes=lambda node: member.pool.keeping.lending.routes()
+        )
         member.begin(instance)
         await until(self._group.agree, 4)
         return member

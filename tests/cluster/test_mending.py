@@ -84,7 +84,7 @@ async def test_what_the_plan_wants_is_not_what_makes_room_on_a_full_disk(tmp_pat
             plans.append(plan(1, poet="b", chef="a"))
             await until(lambda: poet in b.stored, 5)
             await b.want("chef")
-            await until(lambda: b.pool.unkept == 1, 3)
+            await until(lambda: b.pool.keeping.unkept == 1, 3)
             assert _holds(b, poet)
 
 

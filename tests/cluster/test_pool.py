@@ -8,7 +8,8 @@ import pytest
 
 from caraserve.cluster.cost import Tier
 from caraserve.cluster.facts import Adapter
-from caraserve.cluster.pool import HOLD, Holders
+from caraserve.cluster.keeping import HOLD
+from caraserve.cluster.pool import Holders
 from caraserve.cluster.seal import Keyring
 from caraserve.cluster.stored import size_of
 from caraserve.cluster.transfers import Transfers, Trouble
@@ -57,7 +58,7 @@ async def test_what_is_kept_waits_for_its_name_to_be_known_again(tmp_path: Path)
         for file in tmp_path.glob("b.db*"):  # noqa: ASYNC240
             file.unlink()
         b = await fleet.start("b")
-        b.pool._sweep()
+        b.pool.keeping.sweep()
         assert b.stored.digests() == [digest]
 
 
@@ -110,7 +111,7 @@ async def test_who_cannot_read_its_folder_any_more_is_no_holder(tmp_path: Path) 
         with pytest.raises(Unreachable):
             await b.want("poet")
         assert a.node.holders(digest) == {}
-        assert a.pool.answer("b", (HOLD, digest, 5.0)) == (0,)
+        assert a.pool.keeping.answer("b", (HOLD, digest, 5.0)) == (0,)
 
 
 async def test_a_name_that_gets_another_meaning_gets_it_everywhere(tmp_path: Path) -> None:
@@ -184,12 +185,12 @@ async def test_a_copy_goes_only_against_anothers_promise(tmp_path: Path) -> None
         await b.want("poet")
         await c.want("poet")
         await until(lambda: set(a.node.holders(digest)) == set("abc"), 3)
-        assert await b.pool.let_go(digest)
+        assert await b.pool.keeping.let_go(digest)
         assert digest not in b.stored
         await until(lambda: set(a.node.holders(digest)) == set("ac"), 3)
         await fleet.stop("a")
         await until(lambda: set(c.node.holders(digest)) == {"c"}, 3)
-        assert not await c.pool.let_go(digest)
+        assert not await c.pool.keeping.let_go(digest)
         assert digest in c.stored
 
 
@@ -202,7 +203,7 @@ async def test_two_that_would_both_delete_keep_one_at_least(tmp_path: Path) -> N
         await until(lambda: set(a.node.holders(digest)) == set("abc"), 3)
         await fleet.stop("a")
         await until(lambda: set(b.node.holders(digest)) == set(c.node.holders(digest)) == set("bc"), 3)
-        await asyncio.gather(b.pool.let_go(digest), c.pool.let_go(digest))
+        await asyncio.gather(b.pool.keeping.let_go(digest), c.pool.keeping.let_go(digest))
         assert digest in b.stored or digest in c.stored
 
 
@@ -212,11 +213,11 @@ async def test_after_a_restart_what_was_promised_is_still_kept(tmp_path: Path) -
         digest = await fleet.load(a, "poet", 1)
         await b.want("poet")
         await until(lambda: digest in b.stored, 3)
-        assert b.pool.answer("a", (HOLD, digest, 30.0)) == (1,)
+        assert b.pool.keeping.answer("a", (HOLD, digest, 30.0)) == (1,)
         await fleet.stop("b")
         b = await fleet.start("b")
         await until(lambda: "a" in b.node.holders(digest), 3)
-        assert not await b.pool.let_go(digest)
+        assert not await b.pool.keeping.let_go(digest)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +226,7 @@ async def test_after_a_restart_what_was_promised_is_still_kept(tmp_path: Path) -
 async def test_nothing_is_promised_that_is_not_held(tmp_path: Path, body: tuple[str | int | float, ...]) -> None:
     async with pools(tmp_path) as fleet:
         a = await fleet.start("a")
-        assert a.pool.answer("b", body) == (0,)
+        assert a.pool.keeping.answer("b", body) == (0,)
 
 
 async def test_a_full_disk_lets_the_least_recently_used_go_if_others_keep_it(tmp_path: Path) -> None:
@@ -249,9 +250,9 @@ async def test_what_finds_no_room_on_disk_is_served_and_not_held(tmp_path: Path)
         a, b = await fleet.start("a"), await fleet.start("b", most_bytes=1)
         digest = await fleet.load(a, "poet", 1)
         await b.want("poet")
-        await until(lambda: b.pool.unkept == 1, 3)
+        await until(lambda: b.pool.keeping.unkept == 1, 3)
         assert set(b.node.holders(digest)) == {"a"}
-        assert b.pool.answer("a", (HOLD, digest, 5.0)) == (0,)
+        assert b.pool.keeping.answer("a", (HOLD, digest, 5.0)) == (0,)
 
 
 # --- what others say ---

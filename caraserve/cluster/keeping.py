@@ -1,0 +1,261 @@
+"""The bytes that this instance holds for the fleet: kept, promised, handed out, let go. Level 4.
+
+    fetched ─► written to our disk ─► held: others may count on it
+    too much on disk, or the plan wants it elsewhere ─► another holder's promise ─► deleted
+
+Whatever only one instance holds is deleted by nobody; what lies in folders of the user's is never deleted.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.adapters.catalog import AdapterReader, Done
+from caraserve.adapters.residency import Residency
+from caraserve.adapters.version import Pooled, Source
+from caraserve.cluster.copies import Copies
+from caraserve.cluster.cost import Tier
+from caraserve.cluster.lending import Lending
+from caraserve.cluster.node import Body, Node
+from caraserve.cluster.publisher import Publisher
+from caraserve.cluster.stored import Stored, size_of
+from caraserve.errors import AdapterRejected, CaraServeError
+from caraserve.model.layout import HostAdapter
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+HOLD = "hold"  # kind of a question: will you keep this digest for so long?
+_PROMISE_S = 30.0
+_ANSWER_S = 1.0
+
+
+class Keeping:
+    """See above. Everything here runs on the event loop; disks have threads."""
+
+    def __init__(
+        self,
+        node: Node,
+        residency: Residency,
+        reader: AdapterReader,
+        stored: Stored,
+        most_bytes: int,
+        now: Callable[[], float],
+    ) -> None:
+        """`most_bytes`: of other instances' adapters on our disk."""
+        self.lending = Lending(residency, self._read_own, self._lost, lambda: node.keys)
+        self.wanted: Callable[[str], bool] = lambda name: False  # whether the plan wants an adapter here
+        self.unkept = self.deleted = 0
+        self._node, self._residency, self._reader = node, residency, reader
+        self._publisher: Publisher | None = None
+        self._stored, self._most_bytes, self._now = stored, most_bytes, now
+        self._copies = Copies()
+        self._held: set[str] = set()
+        self._named: set[str] = set()  # digests that some name has meant, since the start
+        self._swept = True
+        self._disk = ThreadPoolExecutor(1, "caraserve-stored")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._keeping: dict[str, asyncio.Task[None]] = {}
+
+    def begin(self, publisher: Publisher) -> None:
+        """After the node has started: takes stock of what an earlier life has kept, and may have promised."""
+        self._publisher = publisher
+        kept = dict.fromkeys(self._stored.digests(), _PROMISE_S)
+        self._copies.restore(set(kept), kept, self._now())
+        for digest in kept:
+            self._held.add(digest)
+            publisher.hold(digest, Tier.DISK)
+
+    async def close(self) -> None:
+        """Ends what is under way."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.get_running_loop().run_in_executor(None, self._disk.shutdown)
+        self._stored.close()
+
+    # --- what is here ---
+
+    @property
+    def num_held(self) -> int:
+        """Adapters whose bytes are here to stay."""
+        return len(self._held)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of what came from others, on our disk."""
+        return self._stored.num_bytes
+
+    def holds(self, digest: str) -> bool:
+        """Whether its bytes are here to stay, so that others may count on them."""
+        return self._copies.has(digest)
+
+    def stored_digests(self) -> list[str]:
+        """What came from others and is on our disk."""
+        return self._stored.digests()
+
+    def spare(self, digests: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """(name, digest) of those that no name which the plan wants here has."""
+        for digest in digests:
+            version = self._residency.find(digest)
+            if version is not None and not any(map(self.wanted, version.names)):
+                yield from ((name, digest) for name in version.names)
+
+    # --- names ---
+
+    def named(self, digest: str) -> None:
+        """Some name means it."""
+        self._named.add(digest)
+
+    def loaded(self, digest: str) -> None:
+        """It lies in a folder here, and some name means it."""
+        self.named(digest)
+        self._verified(digest)
+
+    def renamed(self) -> None:
+        """Some name means another thing, or none: what it meant before may be needed no more."""
+        self._swept = False
+
+    def sweep(self) -> None:
+        """What has no name is nobody's any more: its last copy may go."""
+        if self._swept:
+            return
+        self._swept = True
+        for digest in list(self._held):
+            version = self._residency.find(digest)
+            if version is not None and not version.names:
+                self._swept = False  # its last requests are under way
+            elif version is None and digest in self._named:  # else its name may still be on its way to us
+                self._copies.lost(digest)
+                self._delete(digest)
+
+    # --- reading ---
+
+    async def stored_image(self, digest: str, into: NDArray[np.uint8]) -> HostAdapter | None:
+        """From our disk; None when it is not there, or not as it should be."""
+        if digest not in self._stored:
+            return None
+        try:
+            image = await self._on_thread(self._reader.executor, self._stored.read, digest, into)
+        except AdapterRejected as error:
+            log.warning("%s; it is fetched again", error.message)
+            self._lost(digest)
+            return None
+        self._stored.used(digest)
+        return image
+
+    def _read_own(self, source: Source, into: NDArray[np.uint8], done: Done) -> None:
+        """From our disk alone: what others have, they hand out themselves."""
+        if isinstance(source, Pooled):
+            self._start(self._read_stored(source.digest, into, done))
+        else:
+            self._reader.read(source, into, done)
+
+    async def _read_stored(self, digest: str, into: NDArray[np.uint8], done: Done) -> None:
+        image = await self.stored_image(digest, into)
+        done(image if image is not None else CaraServeError(f"This instance does not have {digest}."))
+
+    # --- writing ---
+
+    async def keep(self, digest: str) -> None:
+        """Writes what has been fetched to our disk; then we hold it, and say so. Two who ask wait for one writing."""
+        task = self._keeping.get(digest)
+        if task is None:
+            task = self._keeping[digest] = self._start(self._write(digest))
+            task.add_done_callback(lambda _: self._keeping.pop(digest, None))
+        await asyncio.shield(task)
+
+    async def _write(self, digest: str) -> None:
+        try:
+            async with self.lending.image_of(digest) as image:
+                size = size_of(image)
+                if not await self._make_room(size):
+                    self.unkept += 1
+                    return
+                await self._on_thread(self._disk, self._stored.write, image)
+        except CaraServeError:
+            return  # nobody wants it any more
+        except OSError as error:
+            self.unkept += 1
+            log.warning("adapter %s cannot be kept on disk: %s", digest[:12], error.strerror)
+            return
+        self._stored.added(digest, size)
+        self._verified(digest)
+        self._publisher_now.hold(digest, Tier.HOST)
+        self._swept = False
+
+    async def _make_room(self, num_bytes: int) -> bool:
+        """Lets the least recently used go until so much fits; what the plan wants here stays."""
+        for digest in self._stored.digests():
+            if self._stored.num_bytes + num_bytes <= self._most_bytes:
+                break
+            version = self._residency.find(digest)
+            if version is None or not any(map(self.wanted, version.names)):
+                await self.let_go(digest)
+        return self._stored.num_bytes + num_bytes <= self._most_bytes
+
+    # --- letting go ---
+
+    async def let_go(self, digest: str) -> bool:
+        """Deletes what came from others, if one of them promises to keep it; whether it did."""
+        if digest not in self._stored or digest in self._keeping:
+            return False
+        holders = [name for name in self._node.holders(digest) if name != self._node.name]
+        random.shuffle(holders)
+        for holder in holders[:3]:
+            number = self._copies.ask(digest, _PROMISE_S, self._now())
+            if number is None:
+                return False
+            answer = await self._node.ask(holder, (HOLD, digest, _PROMISE_S), _ANSWER_S)
+            if self._copies.answered(digest, number, answer == (1,), self._now()):
+                self._delete(digest)
+                return True
+        return False
+
+    def answer(self, peer: str, body: Body) -> Body:
+        """For `Node.on_question`: another instance would delete, and asks us to keep ours."""
+        match body:
+            case (_, str(digest), float(ttl_s) | int(ttl_s)) if 0 < ttl_s <= 10 * _PROMISE_S:
+                return (int(self._copies.promise(digest, ttl_s, self._now())),)
+        return (0,)
+
+    def _verified(self, digest: str) -> None:
+        self._held.add(digest)
+        self._copies.verified(digest)
+
+    def _lost(self, digest: str) -> None:
+        """Its bytes turned out to be gone or wrong: nobody may count on us any more."""
+        if self._copies.has(digest):
+            log.warning("adapter %s can no longer be read here", digest[:12])
+        self._copies.lost(digest)
+        self._delete(digest)
+
+    def _delete(self, digest: str) -> None:
+        """We hold it no more."""
+        self._held.discard(digest)
+        self._publisher_now.drop(digest)
+        if digest in self._stored:
+            self.deleted += 1
+            self._stored.forget(digest)
+            self._disk.submit(self._stored.delete, digest)
+
+    @property
+    def _publisher_now(self) -> Publisher:
+        assert self._publisher is not None, "nothing has begun"
+        return self._publisher
+
+    async def _on_thread(self, executor: Any, function: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(executor, function, *arguments)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
