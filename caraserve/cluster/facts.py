@@ -8,7 +8,7 @@ Loads are not merged but replaced: the newest of each instance counts, with its 
 
 import heapq
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Literal, TypeAlias
 
@@ -159,10 +159,6 @@ class Shelf:
         """All facts of one bucket."""
         return list(self._facts[index].values())
 
-    def at(self, index: int, key: str) -> Fact | None:
-        """`get` for who knows the key's bucket."""
-        return self._facts[index].get(key)
-
     def expire(self, wall_ms: int, most: int) -> int:
         """Drops tombstones past their time, so many at most. How many it were."""
         for count in range(most):
@@ -225,6 +221,7 @@ class Facts:
         self._clock = HybridClock()
         self._shelves = {SHARED: Shelf(), me: Shelf()}
         self._held: dict[str, Value] = {}  # what we hold in truth, whatever others remember of an earlier life
+        self._holders: dict[str, dict[str, Value]] = {}  # by key: all shelves but that of names, the other way round
         self._loads: dict[str, tuple[tuple[int, int], Load, float]] = {}
 
     def shelf(self, owner: str) -> Shelf | None:
@@ -242,7 +239,8 @@ class Facts:
     def forget(self, owner: str) -> None:
         """That instance is gone for good."""
         if owner not in (SHARED, self._me):
-            self._shelves.pop(owner, None)
+            for fact in self._shelves.pop(owner, ()):
+                self._took(owner, replace(fact, deleted=True))
             self._loads.pop(owner, None)
 
     # ---- what we write
@@ -275,6 +273,7 @@ class Facts:
         fact = Fact(key, value or (), self._clock.next(wall_ms), self._me, deleted=value is None)
         if not self._shelves[owner].merge(fact):
             raise InvalidRequest(f"the cluster shares {MAX_FACTS:,} names at most; remove one before {key[:80]!r}")
+        self._took(owner, fact)
         return [fact]
 
     # ---- what others say
@@ -289,6 +288,7 @@ class Facts:
                 self.refused += 1
             elif not is_expired(fact, wall_ms) and shelf is not None and shelf.merge(fact):
                 self._clock.observe(fact.hlc)
+                self._took(owner, fact)
                 news.append(fact)
                 if owner == self._me:
                     # An earlier life of ours; its clock may have run ahead, so what is true is said again, later.
@@ -334,9 +334,19 @@ class Facts:
 
     def holders(self, key: str) -> dict[str, Value]:
         """Who says to hold it, and in which tier; the dead included until they are forgotten."""
-        index = _bucket(key)
-        found = ((owner, shelf.at(index, key)) for owner, shelf in self._shelves.items() if owner != SHARED)
-        return {owner: fact.value for owner, fact in found if fact is not None and not fact.deleted}
+        return dict(self._holders.get(key, ()))
+
+    def _took(self, owner: str, fact: Fact) -> None:
+        """A shelf has another fact now."""
+        if owner == SHARED:
+            return
+        holders = self._holders.setdefault(fact.key, {})
+        if fact.deleted:
+            holders.pop(owner, None)
+        else:
+            holders[owner] = fact.value
+        if not holders:
+            del self._holders[fact.key]
 
 
 def _adapter(fact: Fact) -> Adapter | None:

@@ -202,8 +202,9 @@ class Node:
 
     def holders(self, digest: str) -> dict[str, Tier]:
         """Who has its bytes and how near to their device. Only those alive: suspects may be back, and are left out."""
-        alive = {record.name for record in self.members() if record.state == State.ALIVE}
-        return {who: tier_of(value) for who, value in self.core.facts.holders(digest).items() if who in alive}
+        members = self.core.members
+        said = ((members.get(name), value) for name, value in self.core.facts.holders(digest).items())
+        return {record.name: tier_of(value) for record, value in said if record and record.state == State.ALIVE}
 
     # ---- what is said
 

@@ -1,13 +1,24 @@
 """The cluster as this instance sees it, as JSON for people and tools. Called by `app.py`."""
 
+import asyncio
+import contextlib
+import heapq
+import itertools
+import operator
+from collections.abc import Iterator
 from typing import Any
 
+import orjson
 from aiohttp import web
 
+from caraserve.cluster.facts import Adapter
 from caraserve.cluster.members import Record
 from caraserve.http.context import CONTEXT
 from caraserve.http.engine_api import ClusterApi
 from caraserve.http.messages import json_response
+
+_SLICE = 50  # adapters between two pauses: a millisecond's work
+_NAME = operator.attrgetter("name")
 
 
 async def members(request: web.Request) -> web.Response:
@@ -41,21 +52,38 @@ def _member(cluster: ClusterApi, record: Record) -> dict[str, Any]:
     }
 
 
-async def adapters(request: web.Request) -> web.Response:
-    """Every adapter's name that the cluster knows, and who holds its bytes in which tier."""
+async def adapters(request: web.Request) -> web.StreamResponse:
+    """Every adapter's name that the cluster knows, and who holds its bytes in which tier. There may be tens of
+    thousands: they are sorted and written some at a time, and requests in progress go on in between."""
     cluster = request.app[CONTEXT].cluster
-    data = (
-        [
-            {
-                "name": adapter.name,
-                "digest": adapter.digest,
-                "rank": adapter.rank,
-                "num_bytes": adapter.num_bytes,
-                "holders": {name: tier.name.lower() for name, tier in cluster.holders(adapter.digest).items()},
-            }
-            for adapter in sorted(cluster.adapters(), key=lambda adapter: adapter.name)
-        ]
-        if cluster
-        else []
-    )
-    return json_response({"object": "list", "data": data})
+    sorted_slices = []
+    for some in _slices(cluster.adapters() if cluster else iter(())):
+        sorted_slices.append(sorted(some, key=_NAME))
+        await asyncio.sleep(0)
+    response = web.StreamResponse(headers={"Content-Type": "application/json"})
+    with contextlib.suppress(ConnectionError):  # who asked has gone
+        await response.prepare(request)
+        await response.write(b'{"object":"list","data":[')
+        comma = b""
+        for some in _slices(heapq.merge(*sorted_slices, key=_NAME)):
+            await response.write(comma + b",".join(orjson.dumps(_adapter(cluster, adapter)) for adapter in some))
+            comma = b","
+            await asyncio.sleep(0)  # a write waits only for a slow reader
+        await response.write_eof(b"]}")
+    return response
+
+
+def _slices(adapters: Iterator[Adapter]) -> Iterator[list[Adapter]]:
+    while some := list(itertools.islice(adapters, _SLICE)):
+        yield some
+
+
+def _adapter(cluster: ClusterApi | None, adapter: Adapter) -> dict[str, Any]:
+    holders = cluster.holders(adapter.digest) if cluster else {}
+    return {
+        "name": adapter.name,
+        "digest": adapter.digest,
+        "rank": adapter.rank,
+        "num_bytes": adapter.num_bytes,
+        "holders": {name: tier.name.lower() for name, tier in holders.items()},
+    }

@@ -134,6 +134,30 @@ def test_only_the_holder_says_what_it_holds() -> None:
     assert facts.holders("digest-1") == {}
 
 
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["n1", "n2", "n3"]), st.sampled_from("ab"), st.sampled_from(["hold", "drop", "forget"])
+        ),
+        max_size=20,
+    )
+)
+def test_the_holders_of_a_digest_are_those_on_whose_shelves_it_is(steps: list[tuple[str, str, str]]) -> None:
+    facts = Facts("n1")
+    others = {name: Facts(name) for name in ("n2", "n3")}
+    for wall_ms, (name, key, step) in enumerate(steps, WALL_MS):
+        who = others.get(name, facts)
+        facts.know(name)
+        if step == "forget":
+            facts.forget(name)
+        else:
+            said = who.hold(key, (wall_ms % 3,), wall_ms) if step == "hold" else who.drop(key, wall_ms)
+            facts.merge(name, said, wall_ms)
+    for key in "ab":
+        found = {name: shelf.get(key) for name in ("n1", "n2", "n3") if (shelf := facts.shelf(name)) is not None}
+        assert facts.holders(key) == {name: fact.value for name, fact in found.items() if fact and not fact.deleted}
+
+
 def test_after_a_restart_what_others_remember_of_us_is_put_right() -> None:
     before = Facts("n1")
     kept, gone = before.hold("kept", ("disk",), WALL_MS), before.hold("gone", ("host",), WALL_MS + 60_000)

@@ -1,0 +1,97 @@
+"""What the cluster knows, as JSON: complete and in order, however much it is, and requests in progress go on."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, suppress
+
+import aiohttp
+import pytest
+
+from caraserve.cluster.cost import Tier
+from caraserve.cluster.facts import Adapter, Load
+from caraserve.cluster.members import Record
+from caraserve.http.app import make_app, start_http
+from tests.http.fake_engine import FakeEngine
+from tests.http.serving import Client, http_config, new_metrics
+
+
+class Cluster:
+    """It knows so many adapters, each on one instance, and counts how often it is asked for the next and for holders
+    without a pause in between."""
+
+    name = "a"
+    names_version = 1
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.asked = self.most_asked = 0
+
+    def pause(self) -> None:
+        self.most_asked, self.asked = max(self.most_asked, self.asked), 0
+
+    def members(self) -> tuple[Record, ...]:
+        return ()
+
+    def load(self, name: str) -> tuple[Load, float] | None:
+        return None
+
+    def adapters(self) -> Iterator[Adapter]:
+        for index in reversed(range(self._count)):
+            self.asked += 1
+            yield Adapter(f"adapter-{index}", f"digest-{index}", 8, 100)
+
+    def adapter(self, name: str) -> Adapter | None:
+        return None
+
+    def holders(self, digest: str) -> Mapping[str, Tier]:
+        self.asked += 1
+        return {"b": Tier.HOST}
+
+    def remove(self, name: str) -> None:
+        raise AssertionError("nothing is removed by looking")
+
+
+@asynccontextmanager
+async def looking(cluster: Cluster | None) -> AsyncIterator[Client]:
+    app = make_app(FakeEngine(), http_config(), new_metrics(), allow_lora_updates=False, cluster=cluster)
+    runner, port = await start_http(app, http_config())
+    try:
+        async with aiohttp.ClientSession() as session:
+            yield Client(session, port)
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("count", [0, 1, 49, 50, 51, 5000])
+async def test_all_adapters_are_listed_by_name_with_their_holders(count: int) -> None:
+    async with looking(Cluster(count)) as client:
+        answer = await client.get("/v1/cluster/adapters")
+    assert (answer.status, answer.headers["Content-Type"]) == (200, "application/json")
+    listed = answer.json
+    assert listed["object"] == "list"
+    assert [one["name"] for one in listed["data"]] == sorted(f"adapter-{index}" for index in range(count))
+    for one in listed["data"]:
+        digest = one["name"].replace("adapter", "digest")
+        assert one == {"name": one["name"], "digest": digest, "rank": 8, "num_bytes": 100, "holders": {"b": "host"}}
+
+
+async def test_a_server_that_serves_alone_lists_none() -> None:
+    async with looking(None) as client:
+        assert (await client.get("/v1/cluster/adapters")).json == {"object": "list", "data": []}
+
+
+async def test_others_have_their_turn_while_many_are_listed() -> None:
+    cluster = Cluster(5000)
+
+    async def take_turns() -> None:
+        while True:
+            cluster.pause()
+            await asyncio.sleep(0)
+
+    async with looking(cluster) as client:
+        turns = asyncio.create_task(take_turns())
+        await client.get("/v1/cluster/adapters")
+        turns.cancel()
+        with suppress(asyncio.CancelledError):
+            await turns
+    assert 0 < cluster.most_asked <= 100
