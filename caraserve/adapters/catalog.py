@@ -50,6 +50,7 @@ class AdapterReader:
 
     def __init__(self, spec: ModelSpec, on_loop: Callable[[Callable[[], None]], None]) -> None:
         self.fetch: Callable[[str, NDArray[np.uint8], Done], None] | None = None  # of a digest
+        self.on_read: Callable[[str, Path], None] = lambda digest, folder: None  # this is what the folder has
         self._spec, self._on_loop = spec, on_loop
         self.executor = ThreadPoolExecutor(_READERS, "caraserve-read")
 
@@ -69,7 +70,12 @@ class AdapterReader:
                 result = error
             except OSError as error:
                 result = AdapterRejected(f"{folder.name}: the adapter cannot be read: {error.strerror}")
-            self._on_loop(lambda: done(result))
+            self._on_loop(lambda: told(result))
+
+        def told(result: HostAdapter | CaraServeError) -> None:
+            done(result)
+            if isinstance(result, HostAdapter):
+                self.on_read(result.spec.digest, folder)
 
         self.executor.submit(work)
 

@@ -11,17 +11,20 @@ import logging
 import random
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.adapters.catalog import AdapterReader, Done
+from caraserve.adapters.catalog import AdapterReader, Done, stamp
+from caraserve.adapters.registry import AdapterInfo
 from caraserve.adapters.residency import Residency
 from caraserve.adapters.version import Pooled, Source
 from caraserve.cluster.copies import Copies
 from caraserve.cluster.cost import Tier
 from caraserve.cluster.lending import Lending
+from caraserve.cluster.names import known_adapters
 from caraserve.cluster.node import Body, Node
 from caraserve.cluster.publisher import Publisher
 from caraserve.cluster.stored import Stored, size_of
@@ -35,6 +38,7 @@ T = TypeVar("T")
 HOLD = "hold"  # kind of a question: will you keep this digest for so long?
 _PROMISE_S = 30.0
 _ANSWER_S = 1.0
+_LOOKED_AT = 200  # in a turn of the event loop
 
 
 class Keeping:
@@ -50,7 +54,7 @@ class Keeping:
         now: Callable[[], float],
     ) -> None:
         """`most_bytes`: of other instances' adapters on our disk."""
-        self.lending = Lending(residency, self._read_own, self._lost, lambda: node.keys)
+        self.lending = Lending(residency, self._read_own, self._unread, lambda: node.keys)
         self.wanted: Callable[[str], bool] = lambda name: False  # whether the plan wants an adapter here
         self.unkept = self.deleted = 0
         self._node, self._residency, self._reader = node, residency, reader
@@ -58,9 +62,12 @@ class Keeping:
         self._stored, self._most_bytes, self._now = stored, most_bytes, now
         self._copies = Copies()
         self._held: set[str] = set()
+        self._stamps: dict[str, str] = {}  # of files in folders here, when they had those bytes
         self._named: set[str] = set()  # digests that some name has meant, since the start
+        self._nameless: set[str] = set()  # those of them that no name seems to mean any more, while we look
         self._swept = True
         self._disk = ThreadPoolExecutor(1, "caraserve-stored")
+        reader.on_read = self._was_read
         self._tasks: set[asyncio.Task[None]] = set()
         self._keeping: dict[str, asyncio.Task[None]] = {}
 
@@ -113,33 +120,45 @@ class Keeping:
     def named(self, digest: str) -> None:
         """Some name means it."""
         self._named.add(digest)
+        self._nameless.discard(digest)
 
-    def loaded(self, digest: str) -> None:
+    def loaded(self, info: AdapterInfo) -> None:
         """It lies in a folder here, and some name means it."""
-        self.named(digest)
-        self._verified(digest)
+        self.named(info.digest)
+        self._stamps[info.digest] = info.stamp
+        self._verified(info.digest)
 
     def renamed(self) -> None:
         """Some name means another thing, or none: what it meant before may be needed no more."""
         self._swept = False
 
-    def sweep(self) -> None:
-        """What has no name is nobody's any more: its last copy may go."""
+    async def sweep(self) -> None:
+        """What has no name is nobody's any more: its last copy may go. One that this instance cannot serve under its
+        name is still its name's."""
         if self._swept:
             return
         self._swept = True
-        for digest in list(self._held):
+        for count, digest in enumerate(list(self._held)):
             version = self._residency.find(digest)
             if version is not None and not version.names:
                 self._swept = False  # its last requests are under way
             elif version is None and digest in self._named:  # else its name may still be on its way to us
+                self._nameless.add(digest)
+            if count % _LOOKED_AT == 0:
+                await asyncio.sleep(0)
+        if self._nameless:
+            async for adapter in known_adapters(self._node):
+                self._nameless.discard(adapter.digest)
+        while self._nameless:
+            digest = self._nameless.pop()
+            if self._residency.find(digest) is None:
                 self._copies.lost(digest)
                 self._delete(digest)
 
     # --- reading ---
 
     async def stored_image(self, digest: str, into: NDArray[np.uint8]) -> HostAdapter | None:
-        """From our disk; None when it is not there, or not as it should be."""
+        """From our disk; None when it is not there, or not as it should be, or cannot be read now."""
         if digest not in self._stored:
             return None
         try:
@@ -147,6 +166,9 @@ class Keeping:
         except AdapterRejected as error:
             log.warning("%s; it is fetched again", error.message)
             self._lost(digest)
+            return None
+        except OSError as error:  # too many open files, a disk that hangs: what it holds is still there
+            log.warning("adapter %s cannot be read from disk now: %s", digest[:12], error.strerror)
             return None
         self._stored.used(digest)
         return image
@@ -161,6 +183,13 @@ class Keeping:
     async def _read_stored(self, digest: str, into: NDArray[np.uint8], done: Done) -> None:
         image = await self.stored_image(digest, into)
         done(image if image is not None else CaraServeError(f"This instance does not have {digest}."))
+
+    def _was_read(self, digest: str, folder: Path) -> None:
+        """For `AdapterReader.on_read`: those who were told that we hold it no more hear that we do."""
+        version = self._residency.find(digest)
+        if digest not in self._held and version is not None and version.source == folder and version.names:
+            self._verified(digest)
+            self._publisher_now.hold(digest, Tier.HOST)
 
     # --- writing ---
 
@@ -230,6 +259,22 @@ class Keeping:
         self._held.add(digest)
         self._copies.verified(digest)
 
+    def _unread(self, digest: str, is_changed: bool) -> None:
+        """Its bytes could not be lent. An error of the moment is no reason to disown them."""
+        if is_changed:
+            self._lost(digest)
+        else:
+            self._start(self._look_at_folder(digest))
+
+    async def _look_at_folder(self, digest: str) -> None:
+        """Whether the files that an adapter was read from are still there, as they were."""
+        version = self._residency.find(digest)
+        if version is None or isinstance(version.source, Pooled):
+            return
+        found = await self._on_thread(self._reader.executor, stamp, version.source)
+        if found == "" or found != self._stamps.get(digest, found):
+            self._lost(digest)
+
     def _lost(self, digest: str) -> None:
         """Its bytes turned out to be gone or wrong: nobody may count on us any more."""
         if self._copies.has(digest):
@@ -240,6 +285,7 @@ class Keeping:
     def _delete(self, digest: str) -> None:
         """We hold it no more."""
         self._held.discard(digest)
+        self._stamps.pop(digest, None)
         self._publisher_now.drop(digest)
         if digest in self._stored:
             self.deleted += 1

@@ -58,12 +58,13 @@ class Lending:
         self,
         residency: Residency,
         read: Callable[[Source, NDArray[np.uint8], Done], None],
-        lost: Callable[[str], None],
+        unread: Callable[[str, bool], None],
         keys: Callable[[], Keyring],
     ) -> None:
-        """`read`: an adapter from our disk, as residency's. `lost` is told of a digest that cannot be read."""
+        """`read`: an adapter from our disk, as residency's. `unread` is told of a digest that it did not give, and
+        whether that is because the bytes there are others now."""
         self.sent_bytes = self.refusals = 0
-        self._residency, self._read, self._lost, self._keys = residency, read, lost, keys
+        self._residency, self._read, self._unread, self._keys = residency, read, unread, keys
         self._uploads = 0
         self._reads: dict[str, _Read] = {}
 
@@ -168,7 +169,7 @@ class Lending:
             wrong = isinstance(result, HostAdapter) and result.spec.digest != digest
             entry.image = CaraServeError("Its files have changed.") if wrong else result
             if isinstance(entry.image, CaraServeError):
-                self._lost(digest)
+                self._unread(digest, wrong)
             assert entry.there is not None
             entry.there.set()
 

@@ -92,7 +92,8 @@ class Pool:
         """After the node has started: takes stock of what is here, and of the names that are known."""
         self._publisher = publisher
         for info in self._catalog.all():
-            self.keeping.loaded(info.digest)
+            if info.stamp:  # else it is a name of the cluster's that has come already
+                self.keeping.loaded(info)
         self.keeping.begin(publisher)
         for adapter in list(self._node.adapters()):
             if self._catalog.find(adapter.name) is None:
@@ -102,7 +103,7 @@ class Pool:
         """Until cancelled: deletes what no name means any more."""
         while True:
             await asyncio.sleep(_SWEEP_S)
-            self.keeping.sweep()
+            await self.keeping.sweep()
 
     async def close(self) -> None:
         """Ends what is under way."""
@@ -131,7 +132,7 @@ class Pool:
         assert self._publisher is not None, "the pool has not begun"
         self._publisher.changed(name, info)
         if info is not None:
-            self.keeping.loaded(info.digest)
+            self.keeping.loaded(info)
         self.keeping.renamed()
 
     async def ensure(self, name: str) -> None:

@@ -97,7 +97,8 @@ class Stored:
             raise
 
     def read(self, digest: str, into: NDArray[np.uint8]) -> HostAdapter:
-        """Reads and checks an image. Raises AdapterRejected when the file is not what it should be."""
+        """Reads and checks an image. Raises AdapterRejected when the file is gone or not what it should be, and
+        OSError when it cannot be read now, which says nothing about what it holds."""
         try:
             with self._path(digest).open("rb") as file:
                 magic, length = _HEAD.unpack(file.read(_HEAD.size))
@@ -110,8 +111,10 @@ class Stored:
                 data = into[: spec.num_bytes]
                 if file.readinto(data.data) != spec.num_bytes:
                     raise AdapterRejected(f"adapter {digest[:12]}: the file kept of it was cut short")
-        except (OSError, struct.error) as error:
-            raise AdapterRejected(f"adapter {digest[:12]}: the file kept of it cannot be read: {error}") from None
+        except FileNotFoundError:
+            raise AdapterRejected(f"adapter {digest[:12]}: the file kept of it is gone") from None
+        except struct.error:
+            raise AdapterRejected(f"adapter {digest[:12]}: the file kept of it was cut short") from None
         hasher = ChunkHasher(spec.layer_ends)
         hasher.update(data.data)
         if tuple(hasher.hashes) != spec.chunks:

@@ -1,6 +1,7 @@
 """Adapters of the fleet on its instances: fetched, kept, promised, let go; never lost while anybody means them."""
 
 import asyncio
+import errno
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,12 @@ from caraserve.cluster.facts import Adapter
 from caraserve.cluster.keeping import HOLD
 from caraserve.cluster.pool import Holders
 from caraserve.cluster.seal import Keyring
-from caraserve.cluster.stored import size_of
+from caraserve.cluster.stored import Stored, size_of
 from caraserve.cluster.transfers import Transfers, Trouble
-from caraserve.errors import Unreachable
+from caraserve.errors import CaraServeError, Unreachable
+from caraserve.model.layout import HostAdapter
 from tests.cluster.nodes import KEYS, until
-from tests.cluster.pools import pools, write_folder
+from tests.cluster.pools import Member, pools, write_folder
 
 
 async def test_what_one_loaded_another_fetches_and_then_holds_too(tmp_path: Path) -> None:
@@ -58,7 +60,7 @@ async def test_what_is_kept_waits_for_its_name_to_be_known_again(tmp_path: Path)
         for file in tmp_path.glob("b.db*"):  # noqa: ASYNC240
             file.unlink()
         b = await fleet.start("b")
-        b.pool.keeping.sweep()
+        await b.pool.keeping.sweep()
         assert b.stored.digests() == [digest]
 
 
@@ -76,6 +78,90 @@ async def test_a_kept_file_that_has_changed_is_fetched_again(tmp_path: Path) -> 
         assert np.array_equal((await b.want("poet")).data, right)
         assert b.pool.exchange.counts.fetched == 2
         await until(lambda: digest in b.stored and path.read_bytes()[-1:] == bytes([content[-1] ^ 1]), 3)
+
+
+async def test_a_kept_file_that_cannot_be_opened_for_a_moment_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        digest = await fleet.load(a, "poet", 1)
+        await b.want("poet")
+        await until(lambda: digest in b.stored, 3)
+        await fleet.stop("a")
+        await until(lambda: set(b.node.holders(digest)) == {"b"}, 3)
+        b.evict("poet")
+        with monkeypatch.context() as patch:
+            patch.setattr(Stored, "read", _out_of_files)
+            with pytest.raises(Unreachable):
+                await b.want("poet")
+            await _lends_nothing(b, digest)
+        assert (await b.want("poet")).spec.digest == digest
+        assert set(b.node.holders(digest)) == {"b"}
+
+
+def _out_of_files(stored: Stored, digest: str, into: object) -> HostAdapter:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+async def _lends_nothing(member: Member, digest: str) -> None:
+    with pytest.raises(CaraServeError):
+        async with member.pool.keeping.lending.image_of(digest):
+            pass
+
+
+async def test_a_folder_that_cannot_be_read_for_a_moment_is_still_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pools(tmp_path) as fleet:
+        a = await fleet.start("a")
+        digest = await fleet.load(a, "poet", 1)
+        with monkeypatch.context() as patch:
+            patch.setattr("caraserve.adapters.catalog.read_adapter", _no_disk)
+            await _lends_nothing(a, digest)
+        await until(lambda: not a.pool.keeping._tasks, 3)  # its files have been looked at
+        assert set(a.node.holders(digest)) == {"a"}
+        async with a.pool.keeping.lending.image_of(digest) as image:
+            assert image.spec.digest == digest
+
+
+async def test_a_folder_that_is_gone_is_held_again_when_it_is_back_and_was_read(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        digest = await fleet.load(a, "poet", 1)
+        folder = Path(a.catalog.get("poet").path)
+        folder.rename(folder.with_name("away"))  # noqa: ASYNC240
+        await _lends_nothing(a, digest)
+        await until(lambda: not b.node.holders(digest), 3)
+        folder.with_name("away").rename(folder)  # noqa: ASYNC240
+        await a.want("poet")
+        await until(lambda: set(b.node.holders(digest)) == {"a"}, 3)
+
+
+def _no_disk(folder: Path, spec: object, into: object) -> HostAdapter:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+async def test_bytes_whose_name_cannot_be_served_here_are_kept_for_those_who_can(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        digest = await fleet.load(a, "poet", 1)
+        num_bytes = (await b.want("poet")).spec.num_bytes
+        await until(lambda: digest in b.stored, 3)
+        await fleet.stop("a")
+        too_many = 2 << 30
+        b.catalog.adopt("poet", "0" * 64, 8, num_bytes)  # b's only name for it now means another thing
+        b.node.register(Adapter("bard", digest, 8, too_many))
+        b.publisher.take_names({"bard": b.node.adapter("bard")})
+        assert not b.knows("bard")
+        b.pool.keeping.renamed()
+        await b.pool.keeping.sweep()
+        assert digest in b.stored
+        b.node.remove("bard")
+        b.node.remove("poet")
+        b.pool.keeping.renamed()
+        await b.pool.keeping.sweep()
+        assert digest not in b.stored
 
 
 async def test_the_third_gets_it_from_the_second_when_the_first_is_gone(tmp_path: Path) -> None:
