@@ -40,6 +40,7 @@ from caraserve.tuning import loading_rules, tuned
 
 if TYPE_CHECKING:
     from caraserve.cluster.node import Node
+    from caraserve.http.dispatch import Dispatch
 
 log = logging.getLogger(__name__)
 
@@ -245,9 +246,19 @@ async def serve(
         _announce(served, http_config.host, port)
         await _ended(stop, node)
         log.info("draining: no new requests; up to %.0f s for those running", http_config.drain_timeout_s)
-        await served.engine.drain(http_config.drain_timeout_s)
+        await _drained(served.engine, dispatch, http_config.drain_timeout_s)
         if node is not None and node.ended.done():
             node.ended.result()
+
+
+async def _drained(engine: Engine, dispatch: "Dispatch | None", timeout_s: float) -> None:
+    """Returns when all requests have ended, by themselves or because their time is over. Other instances answer new
+    ones for as long as this one has some of its own."""
+    clock = asyncio.get_running_loop().time
+    ends_s = clock() + timeout_s
+    await engine.drain(timeout_s)
+    if dispatch is not None:
+        await dispatch.relays.drain(ends_s - clock())
 
 
 async def _ended(stop: asyncio.Event, node: "Node | None") -> None:

@@ -97,6 +97,22 @@ def test_every_request_ends_though_an_instance_is_killed(tmp_path: Path) -> None
         assert b.process.wait(20) == 0
 
 
+def test_an_entry_whose_time_is_over_tells_the_clients_of_others_too(tmp_path: Path) -> None:
+    def more(name: str) -> tuple[str, ...]:
+        return *routing(name), "--drain-timeout", "0.1"
+
+    with fleet(free_ports(2), tmp_path, more) as servers, ThreadPoolExecutor(16) as pool:
+        a, b = servers.values()
+        until(lambda: bool(whole(a, ASKED[0])) and first_tokens(b) > 0, 10)  # a knows b well enough to send it requests
+        before = first_tokens(a), first_tokens(b)
+        streams = [(index, pool.submit(stream, a, ASKED[index])) for index in (*range(8), *range(8))]
+        until(lambda: first_tokens(a) >= before[0] + 2 and first_tokens(b) >= before[1] + 2, 30)
+        a.process.send_signal(signal.SIGTERM)
+        ended = [answer.result(60) for _, answer in streams]
+        assert {code for _, code in ended} == {"draining"}
+        assert a.process.wait(20) == 0
+
+
 def test_routing_among_nobody_is_refused_in_a_line() -> None:
     command = [sys.executable, "-m", "caraserve", "serve", "--routing", "random"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -1,7 +1,7 @@
 """The HTTP server: routes, the one middleware that all requests pass, and how it starts.
 
 Called by `serve.py`: `make_app` wires handlers to an engine, `start_http` listens. `runner.cleanup()` stops: new
-connections are refused, handlers get the drain timeout, then they are cancelled; call it when the engine has drained.
+connections are refused, handlers get a few seconds, then they are cancelled; call it when all requests have ended.
 """
 
 import errno
@@ -152,7 +152,7 @@ async def listen(
         access_log=None,
         logger=_protocol_log(),
         keepalive_timeout=timings.keepalive_s,
-        shutdown_timeout=config.drain_timeout_s,
+        shutdown_timeout=timings.stop_s,
         lingering_time=timings.linger_s,
         max_line_size=_MAX_HEADER_LINE_BYTES,
         max_field_size=_MAX_HEADER_LINE_BYTES,

@@ -29,6 +29,7 @@ class HttpTimings:
     body_s: float = 30.0  # from the end of the headers to the end of the body
     keepalive_s: float = 75.0  # between requests, and for the headers of the first
     linger_s: float = 5.0  # for a client to stop sending a body that has been refused
+    stop_s: float = 5.0  # for last bytes, when the server stops and all requests have ended
 
 
 @dataclass(frozen=True, slots=True)

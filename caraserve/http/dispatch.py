@@ -165,7 +165,7 @@ class _Journey:
                 raise
 
     async def _there(self, peer: Peer, trip: Trip, body: bytes, seed: int | None) -> web.StreamResponse:
-        """Has another instance answer. Raises RefusedError or UnreachedError when nothing has been sent yet."""
+        """Has another instance answer. Raises RefusedError, UnreachedError or Draining when nothing has been sent."""
         tallies = self._forwarding.tallies
         meant = None if self._adapter is None else self._forwarding.means(self._adapter)
         parcel = Parcel(
@@ -179,7 +179,7 @@ class _Journey:
             count(tallies.unreached, peer.name)
             self._forwarding.shun(peer.name)
             raise
-        if carried.lost:
+        if carried.end == "lost":
             log.warning("request %s: %s has gone in the middle of an answer", self._request[REQUEST_ID], peer.name)
             count(tallies.lost, peer.name)
         else:

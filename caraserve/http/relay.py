@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
 from ssl import SSLContext
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import aiohttp
 import orjson
@@ -25,7 +25,7 @@ from caraserve.cluster.forward import Peer
 from caraserve.cluster.hop import INSTANCE, PREFIX, REFUSED, Hop, refusal_of, signed
 from caraserve.cluster.router import Reason, Refusal
 from caraserve.cluster.seal import Keyring
-from caraserve.errors import BackendFailed, InstanceLost
+from caraserve.errors import BackendFailed, Draining, InstanceLost
 from caraserve.http.context import CONTEXT, REQUEST_ID
 from caraserve.http.messages import fault_body
 from caraserve.http.sse import DONE, EventStream, event
@@ -39,6 +39,7 @@ _PASSED_ON = ("traceparent", "tracestate", "baggage", "Content-Type")
 _PASSED_BACK = ("Content-Type", "Retry-After", "retry-after-ms", "x-caraserve-phases")
 
 T = TypeVar("T")
+End = Literal["whole", "lost", "cut"]  # lost: with its instance; cut: by its client's leaving, or our own stop
 
 
 class UnreachedError(Exception):
@@ -75,7 +76,7 @@ class Carried:
 
     response: web.StreamResponse
     tokens: int  # of it, as far as can be seen from outside
-    lost: bool = False
+    end: End = "whole"
 
 
 async def body_digest(body: bytes) -> bytes:
@@ -92,6 +93,9 @@ class Relays:
         """`tls`: for connecting; None: instances speak plain HTTP."""
         self._me, self._keys, self._scheme = me, keys, "https" if tls else "http"
         self._open: dict[str, set[asyncio.Timeout]] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = self._overdue = False
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S, ssl=tls or True)
         self._session = aiohttp.ClientSession(
             connector=connector,
@@ -106,23 +110,37 @@ class Relays:
         """Ends all connections."""
         await self._session.close()
 
+    async def drain(self, timeout_s: float) -> None:
+        """Forwards nothing more, lets what is under way end, and ends in an error what has not after `timeout_s`."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            self._overdue = True
+            for name in tuple(self._open):
+                self.dead(name)
+
     def dead(self, name: str) -> None:
         """Membership says so: whatever that instance was answering is lost, though its connections stand still."""
-        for scope in self._open.pop(name, ()):
+        for scope in self._open.get(name, ()):
             if not scope.expired():
                 scope.reschedule(0.0)
 
     async def carry(self, request: web.Request, peer: Peer, parcel: Parcel) -> Carried:
-        """Has `peer` answer a client's request. Raises UnreachedError or RefusedError, the client unaware."""
+        """Has `peer` answer a client's request. Raises UnreachedError, RefusedError or Draining, the client unaware."""
+        if self._draining:
+            raise Draining("The server is stopping.", retry_after_s=1.0)
         passage = _Passage(request, peer.name)
         try:
             async with asyncio.timeout(None) as scope:
                 with self._watched(peer.name, scope):
                     return await self._exchange(passage, peer, parcel)
         except (_GoneError, TimeoutError) as error:
-            if passage.out is None or not passage.out.started:
-                raise UnreachedError(str(error)) from error
-            return await passage.end_in_error()
+            stopped = Draining("The server stopped before the answer was complete.", retry_after_s=1.0)
+            if passage.out is not None and passage.out.started:
+                return await passage.end_in_error(stopped if self._overdue else None)
+            raise stopped if self._overdue else UnreachedError(str(error)) from error
 
     async def _exchange(self, passage: "_Passage", peer: Peer, parcel: Parcel) -> Carried:
         request = passage.request
@@ -145,12 +163,15 @@ class Relays:
     def _watched(self, name: str, scope: asyncio.Timeout) -> Iterator[None]:
         scopes = self._open.setdefault(name, set())
         scopes.add(scope)
+        self._idle.clear()
         try:
             yield
         finally:
             scopes.discard(scope)
-            if not scopes and self._open.get(name) is scopes:
+            if not scopes:
                 del self._open[name]
+            if not self._open:
+                self._idle.set()
 
 
 class _Passage:
@@ -198,20 +219,20 @@ class _Passage:
                 try:
                     await self.out.send(events)
                 except ConnectionError:
-                    return Carried(self.out.response, self._events)  # the client has left
+                    return Carried(self.out.response, self._events, "cut")
             if not done or waiting:
                 raise _GoneError(f"{self._name} stopped in the middle")
         return Carried(self.out.response, self._events)
 
-    async def end_in_error(self) -> Carried:
-        """A stream that its instance will not end."""
+    async def end_in_error(self, stopped: Draining | None) -> Carried:
+        """A stream that will not end by itself: its instance has gone, or this one (`stopped`) waits no longer."""
         assert self.out is not None
-        error = InstanceLost(f"The instance {self._name} that was answering has gone; send the request again.")
+        gone = InstanceLost(f"The instance {self._name} that was answering has gone; send the request again.")
         self.out.response.force_close()
         with contextlib.suppress(ConnectionError, TimeoutError):
             async with asyncio.timeout(self.request.app[CONTEXT].timings.write_s):
-                await self.out.send(event(fault_body(error)) + DONE)
-        return Carried(self.out.response, self._events, lost=True)
+                await self.out.send(event(fault_body(stopped or gone)) + DONE)
+        return Carried(self.out.response, self._events, "cut" if stopped else "lost")
 
 
 async def _of_peer(work: Awaitable[T]) -> T:

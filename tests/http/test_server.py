@@ -7,6 +7,7 @@ import pytest
 
 from caraserve.errors import ConfigError, Draining
 from caraserve.http.app import make_app, start_http
+from caraserve.http.context import HttpTimings
 from tests.http.fake_engine import FakeEngine, FakeSnapshot
 from tests.http.serving import http_config, new_metrics, serving
 
@@ -114,8 +115,8 @@ async def test_a_server_whose_device_has_failed_is_not_ready() -> None:
 
 async def test_requests_that_run_at_the_stop_are_answered_and_new_connections_refused() -> None:
     fake = FakeEngine(script=None)
-    app = make_app(fake, http_config(drain_timeout_s=10.0), new_metrics(), allow_lora_updates=False)
-    runner, port = await start_http(app, http_config(drain_timeout_s=10.0))
+    app = make_app(fake, http_config(), new_metrics(), allow_lora_updates=False)
+    runner, port = await start_http(app, http_config())
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 14\r\n\r\n{"prompt":"a"}')
     (stream,) = await fake.submitted()
@@ -133,10 +134,10 @@ async def test_requests_that_run_at_the_stop_are_answered_and_new_connections_re
     await stopping
 
 
-async def test_requests_that_outlast_the_drain_timeout_are_cancelled() -> None:
-    fake = FakeEngine(script=None)
-    config = http_config(drain_timeout_s=0.05)
-    runner, port = await start_http(make_app(fake, config, new_metrics(), allow_lora_updates=False), config)
+async def test_handlers_that_outlast_the_stop_are_cancelled() -> None:
+    fake, config, timings = FakeEngine(script=None), http_config(), HttpTimings(stop_s=0.05)
+    app = make_app(fake, config, new_metrics(), allow_lora_updates=False, timings=timings)
+    runner, port = await start_http(app, config)
     _, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 14\r\n\r\n{"prompt":"a"}')
     (stream,) = await fake.submitted()
