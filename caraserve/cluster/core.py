@@ -62,6 +62,7 @@ class Core:
         self._load, self._sequence = Load(), 0
         self._beat_s, self._sync_s = now, now + settings.sync_s * rng.random()
         self._crowded = 0
+        self._was_in = False  # in session with anybody, ever
         self._outputs: list[Output] = []
 
     # ---- what the I/O does with us
@@ -102,7 +103,9 @@ class Core:
                     peer = source.peer.name if source.peer else source.dialled or ""
                     self._dialling.refused(source.dialled, now)
                     later = source.peer is not None and source.peer.epoch <= self.members.me.epoch
-                    self._outputs.append(RefusedUs(peer, message.reason, later or message.reason == CROWDED))
+                    # Who has been in already had a place, and gets one again when there is room.
+                    ours_to_go = not self._was_in if message.reason == CROWDED else later
+                    self._outputs.append(RefusedUs(peer, message.reason, ours_to_go))
                     source.close("it refused us")
             elif not isinstance(message, Nothing) and source.peer is not None:
                 self.members.heard(source.peer.name, now)
@@ -229,6 +232,7 @@ class Core:
 
     def _begin(self, link: Link, hello: wire.Hello, now: float) -> None:
         """A peer has proved that it knows a secret, and does so now."""
+        self._was_in = True
         self.members.merge(Rumour(Record(hello.name, hello.address, hello.epoch, 0, State.ALIVE), ""), now)
         self.members.heard(hello.name, now)
         self._dialling.reached(link.dialled, hello.name)

@@ -65,7 +65,8 @@ class PeerRefused:
 
 @dataclass(frozen=True, slots=True)
 class RefusedUs:
-    """Somebody turned us away. `ours_to_go`: in a cluster that is full, or not ours, there is no place to serve from.
+    """Somebody turned us away. `ours_to_go`: in a cluster that was full when we came, or that is not ours, there is no
+    place to serve from.
 
     Two that do not belong together turn each other away, and only the later started goes: who has served for hours does
     not stop for another's mistake.

@@ -7,7 +7,7 @@ import pytest
 from caraserve.cluster.core import Core
 from caraserve.cluster.facts import Adapter
 from caraserve.cluster.members import MemberChanged, State
-from caraserve.cluster.ports import CROWDED, Close, Quoted, RefusedUs, Settings
+from caraserve.cluster.ports import CROWDED, Close, Dial, Quoted, RefusedUs, Settings
 from caraserve.cluster.seal import HELLO, Keyring, seal
 from caraserve.cluster.wire import Facts, Hello, Quote, Refuse, decode, encode
 from tests.cluster.fleet import SECRET, WALL_MS
@@ -179,12 +179,27 @@ def test_of_two_that_do_not_belong_together_the_later_started_is_to_go(later: st
     assert told == {later: [True], "b" if later == "a" else "a": [False]}
 
 
-def test_a_cluster_that_is_full_is_left_however_old_one_is() -> None:
-    a = core("a")
-    a.connected(1, 0.0, dialled="b:1")
-    frame = a.pull(1, 0.0)
+def refuse(one: Core, link: int, reason: str, now: float) -> list[bool]:
+    """Turns an instance away on a new connection; whether it is to go."""
+    one.connected(link, now, dialled="z:1")
+    frame = one.pull(link, now)
     assert frame is not None
     hello = decode(frame[_HEAD:])
     assert isinstance(hello, Hello)
-    a.received(1, seal(HELLO, KEYS.hello_keys()[0], 0, encode(Refuse(hello.nonce, CROWDED))), 0.1)
-    assert [output.ours_to_go for output in a.take_outputs() if isinstance(output, RefusedUs)] == [True]
+    one.received(link, seal(HELLO, KEYS.hello_keys()[0], 0, encode(Refuse(hello.nonce, reason))), now)
+    return [output.ours_to_go for output in one.take_outputs() if isinstance(output, RefusedUs)]
+
+
+def test_a_cluster_that_is_full_is_left_however_old_one_is() -> None:
+    assert refuse(core("a"), 1, CROWDED, 0.1) == [True]
+
+
+def test_who_was_in_the_cluster_stays_when_it_is_full_and_dials_again() -> None:
+    a, b = core("a"), core("b")
+    connect(a, b, 1, 0.0)
+    assert refuse(a, 2, CROWDED, 0.1) == [False]
+    a.lost(1, 0.2)
+    assert refuse(a, 3, CROWDED, 0.3) == [False]
+    for step in range(20):
+        a.tick(0.4 + step / 10)
+    assert "b:1" in {output.address for output in a.take_outputs() if isinstance(output, Dial)}
