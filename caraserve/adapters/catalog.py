@@ -50,7 +50,8 @@ class AdapterReader:
 
     def __init__(self, spec: ModelSpec, on_loop: Callable[[Callable[[], None]], None]) -> None:
         self.fetch: Callable[[str, NDArray[np.uint8], Done], None] | None = None  # of a digest
-        self.on_read: Callable[[str, Path], None] = lambda digest, folder: None  # this is what the folder has
+        # What a folder has, and its stamp from before it was read.
+        self.on_read: Callable[[str, Path, str], None] = lambda digest, folder, stamp: None
         self._spec, self._on_loop = spec, on_loop
         self.executor = ThreadPoolExecutor(_READERS, "caraserve-read")
 
@@ -64,18 +65,19 @@ class AdapterReader:
 
         def work() -> None:
             result: HostAdapter | CaraServeError
+            before = stamp(folder)
             try:
                 result = read_adapter(folder, self._spec, into)
             except CaraServeError as error:
                 result = error
             except OSError as error:
                 result = AdapterRejected(f"{folder.name}: the adapter cannot be read: {error.strerror}")
-            self._on_loop(lambda: told(result))
+            self._on_loop(lambda: told(result, before))
 
-        def told(result: HostAdapter | CaraServeError) -> None:
+        def told(result: HostAdapter | CaraServeError, before: str) -> None:
             done(result)
             if isinstance(result, HostAdapter):
-                self.on_read(result.spec.digest, folder)
+                self.on_read(result.spec.digest, folder, before)
 
         self.executor.submit(work)
 

@@ -11,6 +11,7 @@ import logging
 import random
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +30,7 @@ from caraserve.cluster.node import Body, Node
 from caraserve.cluster.publisher import Publisher
 from caraserve.cluster.stored import Stored, size_of
 from caraserve.errors import AdapterRejected, CaraServeError
-from caraserve.model.layout import HostAdapter
+from caraserve.model.layout import HostAdapter, aligned_bytes
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,9 @@ T = TypeVar("T")
 HOLD = "hold"  # kind of a question: will you keep this digest for so long?
 _PROMISE_S = 30.0
 _ANSWER_S = 1.0
+_NO, _YES, _LOOKING = range(3)  # answers to it; the last: ask again in a moment
+_LOOK_S = 0.25
+_SURE_S = 1.0  # after a look at files in a folder, which are not ours
 _LOOKED_AT = 200  # in a turn of the event loop
 
 
@@ -63,6 +67,10 @@ class Keeping:
         self._copies = Copies()
         self._held: set[str] = set()
         self._stamps: dict[str, str] = {}  # of files in folders here, when they had those bytes
+        self._looked_s: dict[str, float] = {}  # when those files were last as they had been
+        self._read: set[str] = set()  # of what is stored: read or written right, since the start
+        self._looking: set[str] = set()
+        self._looks = asyncio.Lock()
         self._named: set[str] = set()  # digests that some name has meant, since the start
         self._nameless: set[str] = set()  # those of them that no name seems to mean any more, while we look
         self._swept = True
@@ -171,6 +179,7 @@ class Keeping:
             log.warning("adapter %s cannot be read from disk now: %s", digest[:12], error.strerror)
             return None
         self._stored.used(digest)
+        self._read.add(digest)
         return image
 
     def _read_own(self, source: Source, into: NDArray[np.uint8], done: Done) -> None:
@@ -184,10 +193,13 @@ class Keeping:
         image = await self.stored_image(digest, into)
         done(image if image is not None else CaraServeError(f"This instance does not have {digest}."))
 
-    def _was_read(self, digest: str, folder: Path) -> None:
+    def _was_read(self, digest: str, folder: Path, before: str) -> None:
         """For `AdapterReader.on_read`: those who were told that we hold it no more hear that we do."""
         version = self._residency.find(digest)
-        if digest not in self._held and version is not None and version.source == folder and version.names:
+        if version is None or version.source != folder or not version.names:
+            return
+        self._stamps[digest] = before
+        if digest not in self._held:
             self._verified(digest)
             self._publisher_now.hold(digest, Tier.HOST)
 
@@ -216,6 +228,7 @@ class Keeping:
             log.warning("adapter %s cannot be kept on disk: %s", digest[:12], error.strerror)
             return
         self._stored.added(digest, size)
+        self._read.add(digest)
         self._verified(digest)
         self._publisher_now.hold(digest, Tier.HOST)
         self._swept = False
@@ -239,21 +252,40 @@ class Keeping:
         holders = [name for name in self._node.holders(digest) if name != self._node.name]
         random.shuffle(holders)
         for holder in holders[:3]:
-            number = self._copies.ask(digest, _PROMISE_S, self._now())
-            if number is None:
-                return False
-            answer = await self._node.ask(holder, (HOLD, digest, _PROMISE_S), _ANSWER_S)
-            if self._copies.answered(digest, number, answer == (1,), self._now()):
-                self._delete(digest)
-                return True
+            for pause_s in (0.0, _LOOK_S):
+                await asyncio.sleep(pause_s)
+                number = self._copies.ask(digest, _PROMISE_S, self._now())
+                if number is None:
+                    return False
+                answer = await self._node.ask(holder, (HOLD, digest, _PROMISE_S), _ANSWER_S)
+                if self._copies.answered(digest, number, answer == (_YES,), self._now()):
+                    self._delete(digest)
+                    return True
+                if answer != (_LOOKING,):
+                    break
         return False
 
     def answer(self, peer: str, body: Body) -> Body:
         """For `Node.on_question`: another instance would delete, and asks us to keep ours."""
         match body:
             case (_, str(digest), float(ttl_s) | int(ttl_s)) if 0 < ttl_s <= 10 * _PROMISE_S:
-                return (int(self._copies.promise(digest, ttl_s, self._now())),)
-        return (0,)
+                if not self._copies.has(digest):
+                    return (_NO,)
+                if not self._is_sure(digest):
+                    return (_LOOKING,)
+                return (_YES if self._copies.promise(digest, ttl_s, self._now()) else _NO,)
+        return (_NO,)
+
+    def _is_sure(self, digest: str) -> bool:
+        """Whether its bytes are known to be here. If not, we look, for the next time that somebody asks."""
+        if digest in self._stored:
+            sure = digest in self._read
+        else:
+            sure = self._now() - self._looked_s.get(digest, -inf) <= _SURE_S
+        if not sure and digest not in self._looking:
+            self._looking.add(digest)
+            self._start(self._look(digest)).add_done_callback(lambda _: self._looking.discard(digest))
+        return sure
 
     def _verified(self, digest: str) -> None:
         self._held.add(digest)
@@ -264,16 +296,35 @@ class Keeping:
         if is_changed:
             self._lost(digest)
         else:
-            self._start(self._look_at_folder(digest))
+            self._start(self._look(digest))
 
-    async def _look_at_folder(self, digest: str) -> None:
-        """Whether the files that an adapter was read from are still there, as they were."""
-        version = self._residency.find(digest)
-        if version is None or isinstance(version.source, Pooled):
+    async def _look(self, digest: str) -> None:
+        """Whether its bytes are still here, and as they were. One at a time: it may take a whole adapter's memory."""
+        async with self._looks:
+            version = self._residency.find(digest)
+            if digest in self._stored:
+                await self.stored_image(digest, aligned_bytes(self._stored.file_bytes(digest)))
+            elif version is not None and isinstance(version.source, Path):
+                await self._look_at_folder(digest, version.source, version.num_bytes)
+
+    async def _look_at_folder(self, digest: str, folder: Path, num_bytes: int) -> None:
+        found = await self._on_thread(self._reader.executor, stamp, folder)
+        if found and found == self._stamps.get(digest):
+            self._looked_s[digest] = self._now()
             return
-        found = await self._on_thread(self._reader.executor, stamp, version.source)
-        if found == "" or found != self._stamps.get(digest, found):
-            self._lost(digest)
+        if found:  # touched, or written anew: only reading tells
+            result: asyncio.Future[HostAdapter | CaraServeError] = asyncio.get_running_loop().create_future()
+
+            def done(read: HostAdapter | CaraServeError) -> None:
+                if not result.done():
+                    result.set_result(read)
+
+            self._reader.read(folder, aligned_bytes(num_bytes), done)
+            read = await result
+            if isinstance(read, HostAdapter) and read.spec.digest == digest:
+                self._looked_s[digest] = self._now()  # `_was_read` has the new stamp
+                return
+        self._lost(digest)
 
     def _lost(self, digest: str) -> None:
         """Its bytes turned out to be gone or wrong: nobody may count on us any more."""
@@ -286,6 +337,8 @@ class Keeping:
         """We hold it no more."""
         self._held.discard(digest)
         self._stamps.pop(digest, None)
+        self._looked_s.pop(digest, None)
+        self._read.discard(digest)
         self._publisher_now.drop(digest)
         if digest in self._stored:
             self.deleted += 1

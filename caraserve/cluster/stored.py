@@ -56,6 +56,10 @@ class Stored:
         """Of all files."""
         return sum(self._sizes.values())
 
+    def file_bytes(self, digest: str) -> int:
+        """Of one file."""
+        return self._sizes[digest]
+
     def digests(self) -> list[str]:
         """What is here, the least recently used first."""
         return list(self._sizes)

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import os
 from pathlib import Path
 
 import numpy as np
@@ -133,7 +134,7 @@ async def test_a_folder_that_is_gone_is_held_again_when_it_is_back_and_was_read(
         folder.rename(folder.with_name("away"))  # noqa: ASYNC240
         await _lends_nothing(a, digest)
         await until(lambda: not b.node.holders(digest), 3)
-        folder.with_name("away").rename(folder)  # noqa: ASYNC240
+        folder.with_name("away").rename(folder)
         await a.want("poet")
         await until(lambda: set(b.node.holders(digest)) == {"a"}, 3)
 
@@ -278,6 +279,52 @@ async def test_a_copy_goes_only_against_anothers_promise(tmp_path: Path) -> None
         await until(lambda: set(c.node.holders(digest)) == {"c"}, 3)
         assert not await c.pool.keeping.let_go(digest)
         assert digest in c.stored
+
+
+async def test_nobody_promises_a_folder_that_is_gone(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        digest = await fleet.load(a, "poet", 1)
+        await b.want("poet")
+        await until(lambda: set(a.node.holders(digest)) == {"a", "b"}, 3)
+        folder = Path(a.catalog.get("poet").path)
+        folder.rename(folder.with_name("away"))  # noqa: ASYNC240
+        assert not await b.pool.keeping.let_go(digest)
+        assert digest in b.stored
+        await until(lambda: set(b.node.holders(digest)) == {"b"}, 3)
+
+
+async def test_a_folder_that_was_only_touched_is_promised(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        digest = await fleet.load(a, "poet", 1)
+        await b.want("poet")
+        await until(lambda: set(a.node.holders(digest)) == {"a", "b"}, 3)
+        os.utime(Path(a.catalog.get("poet").path) / "adapter_model.safetensors", (1, 1))
+        await until(lambda: _promises(a, digest), 3)
+
+
+async def test_what_an_earlier_life_kept_is_promised_once_it_has_been_read(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        digests = [await fleet.load(a, name, seed) for seed, name in enumerate(("poet", "chef"))]
+        for name in ("poet", "chef"):
+            await b.want(name)
+        await until(lambda: set(b.stored.digests()) == set(digests), 3)
+        await fleet.stop("b")
+        right, wrong = digests
+        path = tmp_path / "b.adapters" / wrong
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        b = await fleet.start("b")
+        assert not _promises(b, right)
+        assert not _promises(b, wrong)
+        await until(lambda: _promises(b, right), 3)
+        await until(lambda: wrong not in b.stored, 3)
+        assert not _promises(b, wrong)
+
+
+def _promises(member: Member, digest: str) -> bool:
+    return member.pool.keeping.answer("x", (HOLD, digest, 5.0)) == (1,)
 
 
 async def test_two_that_would_both_delete_keep_one_at_least(tmp_path: Path) -> None:
