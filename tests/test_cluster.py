@@ -120,7 +120,7 @@ def test_the_life_of_a_fleet(tmp_path: Path) -> None:
         a.ask("/v1/load_lora_adapter", poet)
         until(lambda: all("bard" in server.adapters() for server in servers.values()), 2)
         assert c.adapters()["bard"]["digest"] == c.adapters()["poet"]["digest"]
-        assert set(c.adapters()["bard"]["holders"]) == set(NAMES)
+        until(lambda: set(c.adapters()["bard"]["holders"]) == set(NAMES), 2)
         b.ask("/v1/unload_lora_adapter", {"lora_name": "pirate"})
         until(lambda: all("pirate" not in server.adapters() for server in servers.values()), 2)
         until(lambda: "pirate" not in [model["id"] for model in c.ask("/v1/models")["data"]], 2)

@@ -53,8 +53,8 @@ def first_tokens(server: Server) -> int:
 
 
 def routing(name: str) -> tuple[str, str]:
-    """By cost, nobody knows who is asked; a's requests go to all in turn, so that each has some to lose."""
-    return "--routing", "round-robin" if name == "a" else "auto"
+    """By cost, nobody knows who is asked; those of some go to all in turn, so that each has some to lose."""
+    return "--routing", "round-robin" if name in "abd" else "auto"
 
 
 def test_every_request_ends_though_an_instance_is_killed(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ except `synchronize`, `allocate`, `register_host` and what says so.
 from collections.abc import Callable
 from typing import NewType, Protocol
 
-from caraserve.model.backend import DeviceLost
+from caraserve.errors import DeviceLost
 
 Stream = NewType("Stream", int)
 Event = NewType("Event", int)

@@ -40,10 +40,6 @@ class Limits:
     aside_plans: int = 0  # at most so many plans go aside at a time (`Plan.aside`); 0: the device has no such lane
 
 
-class DeviceLost(Exception):
-    """The device has failed for good: nothing that is launched from now on will run."""
-
-
 class Backend(Protocol):
     """A device that runs plans in launch order and copies adapters beside them.
 
