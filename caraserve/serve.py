@@ -211,6 +211,7 @@ async def serve(
         if admission is not None:
             digest = model_identity(model_config, engine_config, served.spec)
             node = fleet.make_node(cluster_config, lora_config, admission, digest)
+            stack.push_async_callback(node.close)
             dispatch = fleet.make_dispatch(node, served.engine, cluster_config, admission)
             stack.push_async_callback(dispatch.relays.close)
             adapters = make_fleet_adapters(

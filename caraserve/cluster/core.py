@@ -167,13 +167,17 @@ class Core:
         if urgent:
             self._beat_s = now
 
-    def register(self, adapter: Adapter, now: float) -> None:
-        """Names an adapter, everywhere. Raises InvalidRequest."""
-        self._sharing.tell(SHARED, self.facts.register(adapter, self._wall_ms(now)))
+    def register(self, adapter: Adapter, now: float) -> list[Fact]:
+        """Names an adapter, everywhere; gives what is to be kept of it. Raises InvalidRequest."""
+        facts = self.facts.register(adapter, self._wall_ms(now))
+        self._sharing.tell(SHARED, facts)
+        return facts
 
-    def remove(self, name: str, now: float) -> None:
-        """Takes an adapter's name away, everywhere."""
-        self._sharing.tell(SHARED, self.facts.remove(name, self._wall_ms(now)))
+    def remove(self, name: str, now: float) -> list[Fact]:
+        """Takes an adapter's name away, everywhere; gives what is to be kept of that."""
+        facts = self.facts.remove(name, self._wall_ms(now))
+        self._sharing.tell(SHARED, facts)
+        return facts
 
     def hold(self, key: str, value: Value, now: float) -> None:
         """Says that we hold a digest's bytes, or another fact about ourselves such as our profile."""

@@ -1,12 +1,14 @@
 """The names that all instances share, on disk: a cluster whose instances all restart still knows them. Level 4.
 
 A file beside the registry of this instance's own adapters. Tombstones are kept like names, or an instance that was away
-would bring back what was removed. Writes are queued to a thread: a lost one costs what the others tell us again.
+would bring back what was removed. A thread writes, and all that came meanwhile at once, without waiting for the disk: a
+lost one costs what the others tell us again.
 """
 
 import json
 import logging
 import sqlite3
+import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,6 +38,8 @@ class NamesFile:
         """Raises ConfigError when the file cannot be used."""
         self._where = str(path) if path else "in memory"
         self._writer = ThreadPoolExecutor(1, "caraserve-names")
+        self._lock = threading.Lock()
+        self._waiting: dict[str, Fact] = {}
         try:
             self._connection = sqlite3.connect(path or ":memory:", timeout=1.0, check_same_thread=False)
             try:
@@ -58,10 +62,12 @@ class NamesFile:
         return [fact for fact in facts if not is_expired(fact, wall_ms)]
 
     def save(self, facts: Iterable[Fact]) -> None:
-        """Writes them soon, in one transaction."""
-        rows = [(fact.key, json.dumps(fact.value), fact.hlc, fact.node, fact.deleted) for fact in facts]
-        if rows:
-            self._writer.submit(self._write, rows)
+        """Writes them soon, in one transaction with all that wait."""
+        with self._lock:
+            is_first = not self._waiting
+            self._waiting.update({fact.key: fact for fact in facts})
+            if is_first and self._waiting:
+                self._writer.submit(self._write)
 
     def close(self) -> None:
         """Writes what waits, and closes the file."""
@@ -72,6 +78,7 @@ class NamesFile:
         execute = self._connection.execute
         execute("PRAGMA locking_mode = EXCLUSIVE")
         execute("PRAGMA journal_mode = WAL")
+        execute("PRAGMA synchronous = NORMAL")
         (version,) = execute("PRAGMA user_version").fetchone()
         if version not in (0, _SCHEMA_VERSION):
             raise ValueError(f"it is of another version of this program (schema {version})")
@@ -81,7 +88,10 @@ class NamesFile:
                 execute(_SCHEMA)
                 execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
 
-    def _write(self, rows: list[tuple[str, str, int, str, bool]]) -> None:
+    def _write(self) -> None:
+        with self._lock:
+            facts, self._waiting = self._waiting.values(), {}
+        rows = [(fact.key, json.dumps(fact.value), fact.hlc, fact.node, fact.deleted) for fact in facts]
         try:
             with self._connection:
                 self._connection.executemany("INSERT OR REPLACE INTO names VALUES (?, ?, ?, ?, ?)", rows)

@@ -1,7 +1,8 @@
 """One instance in the cluster, with sockets and clocks: the core's I/O. Level 4.
 
     await node.start(address)       when HTTP listens: `address` is where others reach us
-    await node.stop()               says goodbye and closes everything
+    await node.stop()               says goodbye and closes all connections
+    await node.close()              closes the file of names, when HTTP has ended
     await node.ended                why we must stop, as a ConfigError, should the cluster turn us away
 
 What others build on it, all on the event loop and without waiting:
@@ -43,7 +44,7 @@ from aiohttp import web
 from caraserve.cluster.addresses import check_count, resolved
 from caraserve.cluster.core import Core
 from caraserve.cluster.cost import Links, Tier
-from caraserve.cluster.facts import SHARED, Adapter, Fact, Load
+from caraserve.cluster.facts import SHARED, Adapter, Load
 from caraserve.cluster.links import STRANGER
 from caraserve.cluster.members import MemberChanged, Record, State
 from caraserve.cluster.names_file import NamesFile
@@ -146,8 +147,11 @@ class Node:
             self._core.leave(self._now())
             self._settle()
             await self._sockets.end()
-        self._names.close()
         self.ended.cancel()
+
+    async def close(self) -> None:
+        """Ends what is left after `stop`, when nobody gives or takes away names any more: HTTP has ended."""
+        await asyncio.to_thread(self._names.close)
 
     @property
     def keys(self) -> Keyring:
@@ -210,13 +214,11 @@ class Node:
 
     def register(self, adapter: Adapter) -> None:
         """Gives a name its meaning on all instances. Raises InvalidRequest."""
-        self.core.register(adapter, self._now())
-        self._keep(adapter.name)
+        self._names.save(self.core.register(adapter, self._now()))
 
     def remove(self, name: str) -> None:
         """Takes a name away on all instances; harmless where nobody knows it."""
-        self.core.remove(name, self._now())
-        self._keep(name)
+        self._names.save(self.core.remove(name, self._now()))
 
     def hold(self, digest: str, tier: Tier) -> None:
         """We have its bytes, all of them and verified."""
@@ -371,12 +373,6 @@ class Node:
         instance = instance_of(record, load, model, links, age_s)
         self._views[record.name] = parts, instance
         return instance
-
-    def _keep(self, name: str) -> None:
-        shelf = self.core.facts.shelf(SHARED)
-        fact: Fact | None = shelf.get(name) if shelf else None
-        if fact is not None:
-            self._names.save([fact])
 
     def _say(self, level: int, kind: str, about: str, text: str, *values: object) -> None:
         """A log line, but not of one kind about one address all the time."""

@@ -87,6 +87,7 @@ class Instance:
         """An orderly end."""
         await self.node.stop()
         await self.runner.cleanup()
+        await self.node.close()
         if self.relay is not None:
             await self.relay.close()
 

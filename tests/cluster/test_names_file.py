@@ -1,5 +1,6 @@
 """Names and tombstones outlive the process; a file that cannot be used is refused with the reason."""
 
+import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -34,6 +35,29 @@ def test_the_newest_of_a_name_is_kept(tmp_path: Path) -> None:
         for count in range(50):
             names.save([Fact("poet", ("d", count), HLC + count, "a")])
     assert kept(path) == [Fact("poet", ("d", 49), HLC + 49, "a")]
+
+
+def test_what_comes_while_the_disk_is_busy_is_written_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "names.db"
+    ready, go_on = threading.Event(), threading.Event()
+    commits = 0
+
+    def count(statement: str) -> None:
+        nonlocal commits
+        commits += statement == "COMMIT"
+        ready.set()
+        go_on.wait()
+
+    with closing(NamesFile(path)) as names:
+        names._connection.set_trace_callback(count)
+        names.save([NAME])
+        ready.wait()
+        for index in range(1000):
+            names.save([Fact(f"n{index}", ("d", 8, 1), HLC + index, "a")])
+        go_on.set()
+        names._writer.shutdown(wait=True)
+        assert commits == 2
+    assert len(kept(path)) == 1001
 
 
 def test_tombstones_that_nobody_needs_are_dropped(tmp_path: Path) -> None:

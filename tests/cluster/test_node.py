@@ -11,6 +11,7 @@ import pytest
 from caraserve.cluster.cost import Links, Tier
 from caraserve.cluster.facts import Adapter
 from caraserve.cluster.members import State
+from caraserve.cluster.names_file import NamesFile
 from caraserve.cluster.node import Body
 from caraserve.cluster.perf_model import PerfModel
 from caraserve.cluster.seal import Keyring
@@ -83,6 +84,16 @@ async def test_names_and_what_was_removed_survive_a_restart_of_all(tmp_path: Pat
         await running.start("a")
         await until(running.agree, 4)
         assert alone.adapter("gone") is None
+
+
+async def test_a_name_taken_away_while_http_ends_is_remembered(tmp_path: Path) -> None:
+    async with instances(tmp_path) as running:
+        a = (await running.start("a")).node
+        a.register(Adapter("late", "d", 8, 10))
+        await a.stop()
+        a.remove("late")
+    with contextlib.closing(NamesFile(tmp_path / "a.db")) as names:
+        assert [(fact.key, fact.deleted) for fact in names.restore(0)] == [("late", True)]
 
 
 async def test_a_router_sees_loads_and_performance_models(tmp_path: Path) -> None:
