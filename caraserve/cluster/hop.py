@@ -2,7 +2,8 @@
 
 An instance answers a forwarded request itself or refuses it, so there is one hop whatever anybody's view says: the
 paths below have no way on. Only a header that verifies gets in there; on all other paths it means nothing, whoever
-sends it. The signature covers the path, the receiver and the body, and each hop is taken once.
+sends it. The signature covers the path, the receiver and the body's digest, so that a body is read only of those who
+know the secret. Each hop is taken once.
 """
 
 import dataclasses
@@ -41,12 +42,13 @@ class Hop:
     seed: int | None  # for a client that gave none, so that every attempt draws the same tokens
     insists: bool  # the receiver may refuse only what it cannot serve at all
     time_ms: int
+    body_digest: str  # SHA-256 in hex
 
 
-def signed(keys: Keyring, path: str, hop: Hop, body_digest: bytes) -> dict[str, str]:
+def signed(keys: Keyring, path: str, hop: Hop) -> dict[str, str]:
     """The headers that say it."""
     text = json.dumps(dataclasses.asdict(hop), separators=(",", ":"))
-    return {HOP: text, SIGNATURE: _mac(keys.forward_keys()[0], path, text, body_digest)}
+    return {HOP: text, SIGNATURE: _mac(keys.forward_keys()[0], path, text)}
 
 
 class Gate:
@@ -56,13 +58,14 @@ class Gate:
         self._me, self._keys = me, keys
         self._seen: OrderedDict[tuple[str, str, int], int] = OrderedDict()  # (sender, id, attempt) → its time
 
-    def admit(self, path: str, headers: Mapping[str, str], body_digest: bytes, wall_ms: int) -> Hop:
-        """The hop of a request's headers. Raises Forbidden with the reason, which an operator will want to know."""
+    def admit(self, path: str, headers: Mapping[str, str], wall_ms: int) -> Hop:
+        """The hop of a request's headers; its body has yet to be compared. Raises Forbidden with the reason, which an
+        operator will want to know."""
         text, signature = headers.get(HOP, ""), headers.get(SIGNATURE, "")
         keys = self._keys().forward_keys()
         given = signature.encode("utf-8", "surrogateescape")
         if len(text) > _MOST_HEADER or not any(
-            hmac.compare_digest(given, _mac(key, path, text, body_digest).encode()) for key in keys
+            hmac.compare_digest(given, _mac(key, path, text).encode()) for key in keys
         ):
             raise Forbidden("This address is for other instances: the request is not signed with the cluster's secret.")
         try:
@@ -114,6 +117,6 @@ def unnumber(value: float) -> float:
     return value if 0.0 <= value < float("inf") else float("inf")
 
 
-def _mac(key: bytes, path: str, text: str, body_digest: bytes) -> str:
-    message = b"\n".join((path.encode(), text.encode("utf-8", "surrogateescape"), body_digest))
+def _mac(key: bytes, path: str, text: str) -> str:
+    message = b"\n".join((path.encode(), text.encode("utf-8", "surrogateescape")))
     return hmac.digest(key, message, "sha256").hex()

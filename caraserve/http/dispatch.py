@@ -18,7 +18,7 @@ from caraserve.cluster.forward import Forwarding, Here, Peer, Trip
 from caraserve.cluster.hop import REFUSED, Gate, refusal_text
 from caraserve.cluster.router import Reason, Refusal
 from caraserve.cluster.tallies import count
-from caraserve.errors import BackendFailed, CaraServeError, Draining, Overloaded, Unreachable
+from caraserve.errors import BackendFailed, CaraServeError, Draining, Forbidden, Overloaded, Unreachable
 from caraserve.http.context import ANSWERED_HERE, CONTEXT, REQUEST_ID
 from caraserve.http.engine_api import EngineApi, Find, find_adapter
 from caraserve.http.fields import Fields, parse_object
@@ -65,8 +65,10 @@ async def answer_forwarded(request: web.Request, parse: Parse) -> web.StreamResp
     dispatch = request.app[CONTEXT].dispatch
     if dispatch is None or not dispatch.forwarding.joined:
         raise web.HTTPServiceUnavailable(text="This instance has not joined its cluster yet.")
+    hop = dispatch.gate.admit(request.path, request.headers, int(time.time() * 1000))
     body = await read_body(request)
-    hop = dispatch.gate.admit(request.path, request.headers, await body_digest(body), int(time.time() * 1000))
+    if await body_digest(body) != hop.body_digest:
+        raise Forbidden("The body is not the one that was signed.")
     request[ANSWERED_HERE] = dispatch.forwarding.name
     values = parse_object(body)
     if hop.seed is not None:

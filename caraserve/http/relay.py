@@ -63,7 +63,7 @@ class Parcel:
     """What is forwarded: the client's own body, and what its headers do not say."""
 
     body: bytes
-    digest: bytes  # of the body
+    digest: str  # of the body
     id: str
     adapter: str | None
     adapter_digest: str
@@ -79,11 +79,11 @@ class Carried:
     end: End = "whole"
 
 
-async def body_digest(body: bytes) -> bytes:
-    """What signatures say of a body."""
+async def body_digest(body: bytes) -> str:
+    """What a hop says of its body."""
     if len(body) > _HASHED_IN_PLACE:
-        return await asyncio.to_thread(lambda: hashlib.sha256(body).digest())
-    return hashlib.sha256(body).digest()
+        return await asyncio.to_thread(lambda: hashlib.sha256(body).hexdigest())
+    return hashlib.sha256(body).hexdigest()
 
 
 class Relays:
@@ -148,10 +148,11 @@ class Relays:
             *(parcel.id, peer.attempt, self._me(), peer.name, parcel.adapter, parcel.adapter_digest, parcel.seed),
             insists=peer.insists,
             time_ms=int(time.time() * 1000),
+            body_digest=parcel.digest,
         )
         path = PREFIX + request.path
         headers = {name: value for name in _PASSED_ON if (value := request.headers.get(name)) is not None}
-        headers |= signed(self._keys(), path, hop, parcel.digest) | {"X-Request-Id": request[REQUEST_ID]}
+        headers |= signed(self._keys(), path, hop) | {"X-Request-Id": request[REQUEST_ID]}
         url = f"{self._scheme}://{peer.address}{path}"
         upstream = await _of_peer(self._session.post(url, data=parcel.body, headers=headers, allow_redirects=False))
         try:

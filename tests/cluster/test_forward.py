@@ -23,7 +23,7 @@ from caraserve.errors import Forbidden
 MODEL = PerfModel(0.01, 0.1, 5.0, False, 1.0, 0.05, 0.001)
 OLD, NEW = b"the old secret of this cluster", b"the new secret of this cluster"
 PATH = "/cluster/v1/completions"
-HOP_OF_B = Hop("id", 1, "b", "a", None, "", 5, insists=False, time_ms=1_000_000)
+HOP_OF_B = Hop("id", 1, "b", "a", None, "", 5, insists=False, time_ms=1_000_000, body_digest="d")
 
 
 class Cluster:
@@ -156,7 +156,7 @@ def test_answers_are_expected_to_be_as_long_as_those_before() -> None:
 
 
 def headers(keys: Keyring = Keyring((NEW,)), hop: Hop = HOP_OF_B) -> dict[str, str]:  # noqa: B008 -- never changes
-    return signed(keys, PATH, hop, b"digest")
+    return signed(keys, PATH, hop)
 
 
 def gate(*secrets: bytes) -> Gate:
@@ -164,35 +164,35 @@ def gate(*secrets: bytes) -> Gate:
 
 
 def test_a_hop_says_what_was_signed() -> None:
-    assert gate(NEW).admit(PATH, headers(), b"digest", HOP_OF_B.time_ms) == HOP_OF_B
+    assert gate(NEW).admit(PATH, headers(), HOP_OF_B.time_ms) == HOP_OF_B
 
 
 def test_secrets_may_be_changed_while_requests_are_on_their_way() -> None:
-    assert gate(OLD, NEW).admit(PATH, headers(), b"digest", HOP_OF_B.time_ms)
+    assert gate(OLD, NEW).admit(PATH, headers(), HOP_OF_B.time_ms)
     with pytest.raises(Forbidden):
-        gate(OLD).admit(PATH, headers(), b"digest", HOP_OF_B.time_ms)
+        gate(OLD).admit(PATH, headers(), HOP_OF_B.time_ms)
 
 
 @pytest.mark.parametrize("late_ms", [-31_000, 31_000])
 def test_an_old_hop_is_worth_nothing(late_ms: int) -> None:
     with pytest.raises(Forbidden, match="clocks"):
-        gate(NEW).admit(PATH, headers(), b"digest", HOP_OF_B.time_ms + late_ms)
+        gate(NEW).admit(PATH, headers(), HOP_OF_B.time_ms + late_ms)
 
 
 def test_a_hop_is_remembered_as_long_as_it_would_be_good() -> None:
     door = gate(NEW)
-    door.admit(PATH, headers(), b"digest", HOP_OF_B.time_ms - 29_000)
+    door.admit(PATH, headers(), HOP_OF_B.time_ms - 29_000)
     for number in range(100):
         other = dataclasses.replace(HOP_OF_B, attempt=2 + number)
-        door.admit(PATH, headers(hop=other), b"digest", HOP_OF_B.time_ms)
+        door.admit(PATH, headers(hop=other), HOP_OF_B.time_ms)
     with pytest.raises(Forbidden, match="taken"):
-        door.admit(PATH, headers(), b"digest", HOP_OF_B.time_ms + 29_000)
+        door.admit(PATH, headers(), HOP_OF_B.time_ms + 29_000)
 
 
 @given(st.text(max_size=50), st.text(max_size=50))
 def test_nothing_unsigned_gets_in(text: str, signature: str) -> None:
     with pytest.raises(Forbidden):
-        gate(NEW).admit(PATH, {HOP: text, "X-CaraServe-Signature": signature}, b"digest", 0)
+        gate(NEW).admit(PATH, {HOP: text, "X-CaraServe-Signature": signature}, 0)
 
 
 @given(

@@ -83,8 +83,9 @@ async def test_only_a_signed_request_gets_in_and_only_once() -> None:
 
     async with fleet("b", "c") as running:
         await running.start_raw("a", catch)
-        await running["b"].client.complete()
-        ((path, headers, body),) = caught
+        for _ in range(2):
+            await running["b"].client.complete()
+        (path, headers, body), (_, others, _) = caught
         real = running.world.records.pop("a")
         running.world.loads.pop("a")
         a = await running.start("a")
@@ -97,12 +98,22 @@ async def test_only_a_signed_request_gets_in_and_only_once() -> None:
 
         assert await post(**{SIGNATURE: "0" * 64}) == 403
         assert await post(**{HOP: headers[HOP].replace('"b"', '"c"')}) == 403
-        assert await post(body=body.replace(b"ab", b"ba")) == 403
+        assert await post(body=body.replace(b"ab", b"ba"), **others) == 403
         assert await post(f"{PREFIX}/v1/chat/completions") == 403
         assert (await running["c"].client.request("POST", path, data=body, headers=headers)).status == 403
         assert await post() == 200
         assert await post() == 403
         assert len(a.engine.requests) == 1
+
+
+async def test_nothing_is_read_of_who_is_not_in_the_cluster() -> None:
+    async with fleet("a") as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", running["a"].client.port)
+        writer.write(
+            f"POST {PREFIX}/v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n".encode()
+        )
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 403")
+        writer.close()
 
 
 async def test_between_machines_requests_are_encrypted_and_clients_have_no_business_on_that_port(
