@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from caraserve.cluster.cost import Estimate
 from caraserve.cluster.router import Reason, Refusal
 from caraserve.cluster.seal import Keyring
-from caraserve.errors import Forbidden
+from caraserve.errors import Forbidden, Overloaded
 
 PREFIX = "/cluster"  # before the path at which the client asked
 HOP, SIGNATURE = "X-CaraServe-Hop", "X-CaraServe-Signature"
@@ -24,7 +24,7 @@ REFUSED = "X-CaraServe-Refused"  # with which an instance hands a request back b
 INSTANCE = "X-CaraServe-Instance"  # of the answers that a hop gets: whose they are
 
 _WINDOW_MS = 30_000  # that clocks may differ, with the time on the way
-_MOST_REMEMBERED = 100_000  # hops of the last minute
+_MOST_REMEMBERED = 100_000  # hops of the last minute, a few ten MB
 _MOST_HEADER = 8192
 _REASONS: tuple[Reason, ...] = ("slo", "full", "draining", "no-adapter", "stale-epoch")
 
@@ -60,7 +60,7 @@ class Gate:
 
     def admit(self, path: str, headers: Mapping[str, str], wall_ms: int) -> Hop:
         """The hop of a request's headers; its body has yet to be compared. Raises Forbidden with the reason, which an
-        operator will want to know."""
+        operator will want to know, and Overloaded when more hops came in a minute than can be remembered."""
         text, signature = headers.get(HOP, ""), headers.get(SIGNATURE, "")
         keys = self._keys().forward_keys()
         given = signature.encode("utf-8", "surrogateescape")
@@ -83,12 +83,11 @@ class Gate:
         key = (hop.sender, hop.id, hop.attempt)
         if key in self._seen:
             raise Forbidden("This hop has been taken already.")
-        self._seen[key] = hop.time_ms
-        while self._seen:
-            oldest = next(iter(self._seen))
-            if len(self._seen) <= _MOST_REMEMBERED and self._seen[oldest] > wall_ms - 2 * _WINDOW_MS:
-                break
+        while self._seen and self._seen[oldest := next(iter(self._seen))] <= wall_ms - 2 * _WINDOW_MS:
             del self._seen[oldest]
+        if len(self._seen) >= _MOST_REMEMBERED:  # to forget one that is still good would let it in again
+            raise Overloaded(f"{_MOST_REMEMBERED} requests were forwarded here within a minute", retry_after_s=1.0)
+        self._seen[key] = hop.time_ms
 
 
 def refusal_text(refusal: Refusal) -> str:

@@ -18,7 +18,7 @@ from caraserve.cluster.policies import ROUTINGS
 from caraserve.cluster.router import Instance, Refusal
 from caraserve.cluster.seal import Keyring
 from caraserve.config import ROUTINGS as FLAG
-from caraserve.errors import Forbidden
+from caraserve.errors import Forbidden, Overloaded
 
 MODEL = PerfModel(0.01, 0.1, 5.0, False, 1.0, 0.05, 0.001)
 OLD, NEW = b"the old secret of this cluster", b"the new secret of this cluster"
@@ -187,6 +187,18 @@ def test_a_hop_is_remembered_as_long_as_it_would_be_good() -> None:
         door.admit(PATH, headers(hop=other), HOP_OF_B.time_ms)
     with pytest.raises(Forbidden, match="taken"):
         door.admit(PATH, headers(), HOP_OF_B.time_ms + 29_000)
+
+
+def test_more_hops_than_can_be_remembered_are_refused_rather_than_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("caraserve.cluster.hop._MOST_REMEMBERED", 2)
+    door, later = gate(NEW), dataclasses.replace(HOP_OF_B, attempt=3, time_ms=HOP_OF_B.time_ms + 60_000)
+    for attempt in (1, 2):
+        door.admit(PATH, headers(hop=dataclasses.replace(HOP_OF_B, attempt=attempt)), HOP_OF_B.time_ms)
+    with pytest.raises(Overloaded):
+        door.admit(PATH, headers(hop=dataclasses.replace(HOP_OF_B, attempt=3)), HOP_OF_B.time_ms)
+    with pytest.raises(Forbidden, match="taken"):
+        door.admit(PATH, headers(), HOP_OF_B.time_ms)
+    door.admit(PATH, headers(hop=later), later.time_ms)
 
 
 @given(st.text(max_size=50), st.text(max_size=50))
