@@ -13,7 +13,7 @@ from random import Random
 from caraserve.cluster import wire
 from caraserve.cluster.dialling import Dialling
 from caraserve.cluster.facts import SHARED, Adapter, Fact, Facts, Load, Value
-from caraserve.cluster.links import Link, Nothing
+from caraserve.cluster.links import Link, Nothing, make_room
 from caraserve.cluster.members import MAX_LIVE, Members, Record, Rumour, State
 from caraserve.cluster.ports import (
     CROWDED,
@@ -32,7 +32,7 @@ from caraserve.cluster.seal import Keyring
 from caraserve.cluster.sharing import Sharing
 from caraserve.errors import ConfigError
 
-_MAX_LINKS = 4 * MAX_LIVE  # strangers included, who have not shown a key yet
+_MAX_NONCES = 4 * MAX_LIVE
 
 
 class Core:
@@ -55,7 +55,7 @@ class Core:
         self._sharing = Sharing(self.facts, rng)
         self._dialling = Dialling(settings.name, settings.seeds, rng, now)
         self._links: dict[int, Link] = {}
-        self._nonces: deque[str] = deque(maxlen=_MAX_LINKS)  # by which we know ourselves at the other end
+        self._nonces: deque[str] = deque(maxlen=_MAX_NONCES)  # by which we know ourselves at the other end
         self._peers: dict[str, Link] = {}  # the connection in use with each instance in session
         self._spare: dict[int, float] = {}  # links that another one replaced, and since when
         self._relays = Relays(0.8 * settings.timing.probe_s)  # our no comes before the asker gives up on us
@@ -70,10 +70,13 @@ class Core:
     def connected(self, link: int, now: float, *, dialled: str | None = None) -> None:
         """A connection stands; `dialled` is the address if it was we who asked for it."""
         nonce = f"{self._rng.getrandbits(128):032x}"
-        self._nonces.append(nonce)
         self._links[link] = Link(link, dialled, nonce, self._keys, now)
-        if len(self._links) > _MAX_LINKS or self.members.me.state == State.LEFT:
-            self._links[link].close("no room for another connection" if self._peers else "we are leaving")
+        if self.members.me.state == State.LEFT:
+            self._links[link].close("we are leaving")
+        elif dialled is not None:
+            self._nonces.append(nonce)
+        else:
+            make_room(self._links.values())
         self._settle()
 
     def lost(self, link: int, now: float) -> None:
@@ -219,7 +222,9 @@ class Core:
     # ---- sessions
 
     def _greeted(self, link: Link, hello: wire.Hello, now: float) -> None:
-        if hello.nonce in self._nonces:
+        is_us = hello.nonce in self._nonces or any(hello.nonce == one.nonce for one in self._links.values())
+        self._nonces.append(link.nonce)  # not before it has shown a key: strangers push nothing out
+        if is_us:
             self._dialling.is_us(link.dialled)
             link.close("it is our own address")
             return

@@ -8,16 +8,19 @@ no recording repeats a nonce drawn now.
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import replace
 from enum import Enum
 
-from caraserve.cluster.members import MAX_RUMOURS
+from caraserve.cluster.members import MAX_LIVE, MAX_RUMOURS
 from caraserve.cluster.seal import HELLO, SESSION, Keyring, ReplayWindow, seal, unseal
 from caraserve.cluster.wire import Beat, Hello, Malformed, Message, Refuse, decode, encode
 
 STRANGER = "it knows no secret of ours; is its --cluster-secret-file another one?"
 MAX_WAITING = 256  # control frames for a peer that does not read; after that its connection is dropped
 _MAX_BAD = 16  # frames that do not verify or decode; after that, too
+_MAX_STRANGERS = 2 * MAX_LIVE  # connections that others began and that are not in session yet
+_MAX_ACCEPTED = 4 * MAX_LIVE  # that others began
 
 
 class Nothing(Enum):
@@ -182,3 +185,14 @@ class Link:
             self._beat = None
         self._sent += 1
         return seal(SESSION, self._sign_key, self._sent, encode(message))
+
+
+def make_room(links: Iterable[Link]) -> None:
+    """For the last of them, if need be. Those who come and say nothing keep nobody out: the oldest of them goes, and
+    first one that has shown no key. What we dialled ourselves is not counted."""
+    accepted = [link for link in links if link.dialled is None and link.closing is None]
+    strangers = [link for link in accepted if not link.up]
+    if len(strangers) > _MAX_STRANGERS:
+        min(strangers, key=lambda link: (link.peer is not None, link.opened_s)).close("others wait for its place")
+    elif len(accepted) > _MAX_ACCEPTED:
+        accepted[-1].close("no room for another connection")

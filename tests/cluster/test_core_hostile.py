@@ -179,10 +179,50 @@ def exchange_back(source: Core, sink: Core, now: float) -> None:
 
 
 def test_strangers_cannot_take_all_connections() -> None:
-    core = lone_core()
-    for link in range(300):
-        core.connected(link, 0.0)
-    assert len([output for output in core.take_outputs() if isinstance(output, Close)]) == 300 - 256
+    one, _, _ = pair()
+    for link in range(100, 400):
+        one.connected(link, 0.1)
+    closed = [output.link for output in one.take_outputs() if isinstance(output, Close)]
+    assert closed == list(range(100, 400 - 128))  # the oldest, and not the one in session
+
+
+def test_who_shows_a_key_is_let_in_however_many_strangers_wait() -> None:
+    one = lone_core()
+    for link in range(100, 400):
+        one.connected(link, 0.0)
+    other = Core(Settings("c", "m", "b", "b:1"), Keyring((SECRET,)), Random(2), 0.0, WALL_MS)
+    for core in (one, other):
+        core.connected(1, 0.1)
+    hello = other.pull(1, 0.1)
+    assert hello is not None
+    one.received(1, hello, 0.1)
+    for link in range(400, 700):
+        one.connected(link, 0.1)
+    exchange(one, other, 0.2)
+    assert set(one.peers()) == {"b"}
+
+
+def test_strangers_keep_us_from_no_connection_that_we_begin() -> None:
+    one = lone_core()
+    for link in range(100, 700):
+        one.connected(link, 0.0)
+    one.take_outputs()
+    for link in range(700, 760):
+        one.connected(link, 0.1, dialled=f"peer-{link}:1")
+    assert [output for output in one.take_outputs() if isinstance(output, Close)] == []
+
+
+def test_strangers_do_not_make_us_forget_which_connection_is_to_ourselves() -> None:
+    one = lone_core()
+    one.connected(1, 0.0, dialled="own:1")
+    hello = one.pull(1, 0.0)
+    assert hello is not None
+    one.lost(1, 0.0)
+    for link in range(100, 500):
+        one.connected(link, 0.0)
+    one.take_outputs()
+    one.received(499, hello, 0.1)
+    assert [output.reason for output in one.take_outputs() if isinstance(output, Close)] == ["it is our own address"]
 
 
 def test_another_version_is_told_so() -> None:
