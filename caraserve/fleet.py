@@ -10,7 +10,7 @@ import asyncio
 import logging
 import signal
 import ssl
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from math import inf
 from random import Random
@@ -36,6 +36,7 @@ from caraserve.http.relay import Relays
 from caraserve.loop import Engine
 from caraserve.metrics import Metrics
 from caraserve.profile import Profile
+from caraserve.tasks import run_beside
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +163,7 @@ async def join(
     if cluster.routing == "dlora":
         works["queue moves"] = dispatch.moves.run()
     for name, work in works.items():
-        stack.push_async_callback(_end, asyncio.create_task(work, name=f"cluster {name}"))
+        run_beside(stack, work, f"cluster {name}")
     return publisher
 
 
@@ -184,9 +185,3 @@ def _advertised(cluster: ClusterConfig, host: str, port: int) -> str:
         if (found := outward_address(peer)) is not None:
             return join_address(found, port)
     raise ConfigError(f"--host {host} is no address that others could connect to; give --advertise HOST:PORT")
-
-
-async def _end(task: "asyncio.Task[None]") -> None:
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task

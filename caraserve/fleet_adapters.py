@@ -1,15 +1,12 @@
 """What makes the fleet's adapters this server's own: the pool, the placement, and the way of their bytes, wired.
 Level 6; for `fleet.py` and `serve.py`."""
 
-import asyncio
-import logging
 import ssl
 import time
-from collections.abc import Coroutine, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from math import inf
-from typing import Any
 
 from caraserve.adapters.catalog import AdapterReader
 from caraserve.cluster.forward import Forwarding
@@ -28,8 +25,7 @@ from caraserve.loop import Engine
 from caraserve.metrics import Metrics
 from caraserve.model.spec import ModelSpec
 from caraserve.plan import Row
-
-log = logging.getLogger(__name__)
+from caraserve.tasks import run_beside
 
 _PLANNED = ("auto", "loraserve", "s-lora-random", "s-lora-contiguous")  # routings that go by a placement
 
@@ -66,7 +62,7 @@ class FleetAdapters:
         self.pool.begin(publisher)
         engine.catalog.on_change = self.pool.changed
         metrics.show(self.pool.families)
-        _run(stack, self.pool.run())
+        run_beside(stack, self.pool.run(), "cluster pool")
         planner = self.planner
         if planner is None:
             return
@@ -82,11 +78,11 @@ class FleetAdapters:
 
         engine.watch = watch
         metrics.show(planner.families)
-        _run(stack, planner.run())
+        run_beside(stack, planner.run(), "cluster planner")
         if self.can_fetch:
             mending = Mending(self.node, self.pool)
             metrics.show(mending.families)
-            _run(stack, mending.run(lambda: planner.plan))
+            run_beside(stack, mending.run(lambda: planner.plan), "cluster mending")
 
     async def close(self) -> None:
         """Ends transfers."""
@@ -113,20 +109,3 @@ def make_fleet_adapters(
         slo_ms = cluster.slo_tpot_ms or inf
         planner = Planner(node, transfers, routing, lora.max_host_adapters_bytes, slo_ms)
     return FleetAdapters(node, pool, transfers, planner, lora.loading_mode not in PRELOADED_MODES)
-
-
-def _defect(task: "asyncio.Task[None]") -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.critical("a task of the fleet's adapters has stopped", exc_info=error)
-
-
-def _run(stack: AsyncExitStack, work: Coroutine[Any, Any, None]) -> None:
-    task = asyncio.create_task(work)
-    task.add_done_callback(_defect)
-
-    async def end() -> None:
-        task.cancel()
-        with suppress(asyncio.CancelledError, Exception):  # which has been logged
-            await task
-
-    stack.push_async_callback(end)

@@ -25,7 +25,7 @@ SOURCES = sorted(
 
 LEVELS = {
     **dict.fromkeys(("__init__", "config", "request", "plan", "errors", "units", "log", "trace", "demo"), 0),
-    **dict.fromkeys(("profile", "fits", "endpoints"), 0),
+    **dict.fromkeys(("profile", "fits", "endpoints", "tasks"), 0),
     **dict.fromkeys(("model", "cpu", "gpu"), 1),
     **dict.fromkeys(("scheduler", "merging", "fairness", "stream", "metrics", "exposition", "kv", "adapters"), 2),
     **dict.fromkeys(("tokenizer", "detokenizer", "chat_template", "probes", "lora_rate"), 2),

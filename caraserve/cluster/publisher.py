@@ -25,6 +25,7 @@ from caraserve.exposition import family
 from caraserve.line import Open
 from caraserve.plan import Row
 from caraserve.report import Workload, rank_of
+from caraserve.tasks import log_defect
 
 log = logging.getLogger(__name__)
 
@@ -201,9 +202,10 @@ class Publisher:
         self._answered = count, tokens
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(work, name="cluster unload")
         self._unloads.add(task)
         task.add_done_callback(self._unloads.discard)
+        task.add_done_callback(log_defect)
 
     def _means(self, name: str, digest: str) -> bool:
         adapter = self._node.adapter(name)

@@ -74,6 +74,19 @@ async def test_what_others_remove_is_unloaded_and_what_they_add_is_wanted(tmp_pa
         await until(lambda: wanted == [Adapter("new", "d", 8, 1)], 3)
 
 
+async def test_an_unload_that_fails_in_an_unforeseen_way_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(name: str) -> None:
+        raise ZeroDivisionError(name)
+
+    async with published(tmp_path) as (engine, publisher, _):
+        monkeypatch.setattr(engine, "unload_adapter", broken)
+        publisher.take_names({"chef": None})
+        await until(lambda: "has stopped" in caplog.text, 3)
+        assert "ZeroDivisionError: chef" in caplog.text
+
+
 async def test_a_load_counts_what_runs_and_what_waits(tmp_path: Path) -> None:
     async with published(tmp_path) as (engine, publisher, _):
         ranks = {name: engine.adapter(name).rank for name in ADAPTERS}
