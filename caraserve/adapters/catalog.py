@@ -146,15 +146,24 @@ class Catalog:
 
     def adopt(self, name: str, digest: str, rank: int, num_bytes: int) -> None:
         """A name that other instances gave a meaning; its bytes come from them when a request needs them. What the
-        name meant here drains. Raises AdapterRejected or Forbidden for what this instance cannot serve."""
+        name meant here drains, also when this raises AdapterRejected or Forbidden for what this instance cannot serve:
+        then it serves that name no more."""
+        try:
+            self._refuse_unservable(name, digest, rank, num_bytes)
+        except CaraServeError:
+            if self._infos.pop(name, None) is not None:
+                self.residency.unregister(name)
+            raise
+        self._infos[name] = AdapterInfo(name, digest, digest, rank, (), num_bytes, created_s=time.time())
+        self.residency.register(name, digest, Pooled(digest), num_bytes)
+
+    def _refuse_unservable(self, name: str, digest: str, rank: int, num_bytes: int) -> None:
         self._refuse_if_all_stay()
         self._check_name(name)
         if not (DIGEST.fullmatch(digest) and 0 < rank <= MAX_RANK and num_bytes > 0):
             raise AdapterRejected(f"the adapter {name!r} was registered by another version of this program")
         if (refusal := self._refused_size(num_bytes)) is not None:
             raise refusal
-        self._infos[name] = AdapterInfo(name, digest, digest, rank, (), num_bytes, created_s=time.time())
-        self.residency.register(name, digest, Pooled(digest), num_bytes)
 
     async def unload(self, name: str) -> None:
         """Takes the name away at once; returns when the last request of its version has ended. Raises NotFound."""
@@ -163,7 +172,8 @@ class Catalog:
         self._refuse_if_all_stay()
         with self._exclusively(name):
             await self._on_thread(self._registry.remove, name)
-            del self._infos[name]
+            if self._infos.pop(name, None) is None:
+                return  # the cluster took it away meanwhile
             self.on_change(name, None)
             await self.residency.forgotten(self.residency.unregister(name))
 

@@ -87,6 +87,9 @@ class Exchange(Protocol):
     async def ensure(self, name: str) -> None:
         """Returns when this instance can serve the adapter. Raises CaraServeError when it cannot."""
 
+    def can_get(self, name: str) -> bool:
+        """Whether its bytes are here, or with somebody who is there."""
+
 
 @dataclass(frozen=True, slots=True)
 class Slo:
@@ -163,7 +166,7 @@ class Forwarding:
 
     async def obtain(self, adapter: str | None) -> None:
         """Before this instance answers: gets an adapter that others have. Raises CaraServeError."""
-        if adapter is not None and self.exchange is not None and not self.has(adapter):
+        if adapter is not None and self.exchange is not None:
             await self.exchange.ensure(adapter)
 
     def arrival(self, adapter: str | None, prompt_tokens: int, max_tokens: int, hop: int = 0) -> Arrival:
@@ -194,7 +197,7 @@ class Forwarding:
         the one who forwards it knows it."""
         if arrival.adapter is not None and digest is not None and self._digest(arrival.adapter) != digest:
             return Refusal("no-adapter", _NEVER)
-        if not self.could_answer(arrival.adapter):
+        if not self._can_answer(arrival.adapter):
             return Refusal("no-adapter", _NEVER)
         own = self._views.of(self.name)
         if own is None:  # nothing is known of this machine's speed
@@ -215,7 +218,7 @@ class Forwarding:
 
     def _estimate(self, arrival: Arrival) -> Estimate:
         own, tier = self._views.of(self.name), self._tier(self.name, arrival.adapter)
-        if own is None or self._draining() or not self.could_answer(arrival.adapter):
+        if own is None or self._draining() or not self._can_answer(arrival.adapter):
             return _NEVER
         return own.estimate(arrival, tier, self._policy.own_weight if self._policy else 0.0)
 
@@ -278,6 +281,12 @@ class Forwarding:
     def could_answer(self, adapter: str | None) -> bool:
         """Whether this instance has what it takes, or could get it."""
         return adapter is None or self.exchange is not None or self.has(adapter)
+
+    def _can_answer(self, adapter: str | None) -> bool:
+        """The same now: whoever is asked takes nothing that would wait here for bytes which nobody has."""
+        if adapter is None or self.exchange is None:
+            return self.could_answer(adapter)
+        return self.exchange.can_get(adapter)
 
     def _digest(self, adapter: str) -> str:
         meant = self.means(adapter)

@@ -24,7 +24,7 @@ from caraserve.cluster.node import Node
 from caraserve.cluster.publisher import Publisher
 from caraserve.cluster.stored import Stored
 from caraserve.cluster.transfers import Transfers
-from caraserve.errors import CaraServeError, Forbidden, NotFound
+from caraserve.errors import CaraServeError, Forbidden, Unreachable
 from caraserve.exposition import family
 from caraserve.model.layout import HostAdapter
 from caraserve.model.spec import ModelSpec
@@ -32,6 +32,7 @@ from caraserve.model.spec import ModelSpec
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 1.0
+_PATIENCE_S = 0.5  # who holds what may still be on its way to us
 
 
 class Holders:
@@ -76,14 +77,14 @@ class Pool:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`most_bytes`: of other instances' adapters on our disk."""
-        holders = Holders(node)
-        self.exchange = Exchange(holders, transfers, model, now)
+        self._holders = Holders(node)
+        self.exchange = Exchange(self._holders, transfers, model, now)
         self.keeping = Keeping(node, catalog.residency, reader, stored, most_bytes, now)
-        self._node, self._catalog = node, catalog
+        self._node, self._catalog, self._now = node, catalog, now
         self._publisher: Publisher | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._complained: set[str] = set()
-        node.on_held = holders.changed
+        node.on_held = self._holders.changed
         reader.fetch = self.fetch
 
     # --- life ---
@@ -117,6 +118,7 @@ class Pool:
     def adopt(self, adapter: Adapter) -> None:
         """A name that another instance gave a meaning. One that cannot be served here is somebody else's to serve."""
         self.keeping.named(adapter.digest)
+        self.keeping.renamed()
         try:
             self._catalog.adopt(adapter.name, adapter.digest, adapter.rank, adapter.num_bytes)
         except Forbidden:
@@ -125,7 +127,6 @@ class Pool:
             if adapter.digest not in self._complained:
                 self._complained.add(adapter.digest)
                 log.warning("adapter %s of the cluster cannot be served here: %s", adapter.name, error.message)
-        self.keeping.renamed()
 
     def changed(self, name: str, info: AdapterInfo | None) -> None:
         """For `Catalog.on_change`: loaded from a folder here, or unloaded."""
@@ -136,15 +137,35 @@ class Pool:
         self.keeping.renamed()
 
     async def ensure(self, name: str) -> None:
-        """Begins to fetch an adapter that a request will want, so that it may be submitted. Raises CaraServeError."""
-        if self._catalog.find(name) is None:
-            adapter = self._node.adapter(name)
-            if adapter is None:
-                raise NotFound(f"the model {name!r} does not exist", param="model")
-            self._catalog.adopt(adapter.name, adapter.digest, adapter.rank, adapter.num_bytes)
-        version = self._catalog.residency.find(self._catalog.get(name).digest)
-        if version is not None:
-            self._catalog.residency.prefetch(version)
+        """Sees to it that a request may be submitted: that the name means here what it means to the cluster, and that
+        its bytes can be had, so that nobody waits in a slot for what cannot come. Raises CaraServeError."""
+        digest = self._meant(name)
+        ends_s = self._now() + _PATIENCE_S
+        while not self._is_in_reach(digest):
+            if (left_s := ends_s - self._now()) <= 0:
+                raise Unreachable(
+                    f"the adapter {name!r} cannot be fetched now: no instance that has it is there", retry_after_s=5.0
+                )
+            await self._holders.news(left_s)
+            digest = self._meant(name)
+
+    def _meant(self, name: str) -> str:
+        """The digest that a name means to the cluster, and then here, too."""
+        info, meant = self._catalog.find(name), self._node.adapter(name)
+        if meant is not None and (info is None or info.digest != meant.digest):
+            self._catalog.adopt(meant.name, meant.digest, meant.rank, meant.num_bytes)
+        return self._catalog.get(name).digest
+
+    def can_get(self, name: str) -> bool:
+        """Whether the bytes of what a name means are here, or with somebody who is there."""
+        meant = self._node.adapter(name) or self._catalog.find(name)
+        return meant is not None and self._is_in_reach(meant.digest)
+
+    def _is_in_reach(self, digest: str) -> bool:
+        version = self._catalog.residency.find(digest)
+        if version is not None and version.tier not in (LocalTier.DISK, LocalTier.FAILED):
+            return True  # in memory, or on its way there
+        return self.has(digest) or bool(self._holders.holders(digest))
 
     def find(self, name: str) -> AdapterInfo | None:
         """The adapter of that name if its bytes are here."""

@@ -220,3 +220,35 @@ def test_a_refusal_survives_its_header(reason: str, cost: float, latency_ms: flo
 @given(st.text())
 def test_any_refusal_is_one(text: str) -> None:
     assert refusal_of(text).estimate.cost >= 0
+
+
+class Without:
+    """An exchange that gets nothing, as nobody has it."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def ensure(self, name: str) -> None:
+        self.asked.append(name)
+
+    def can_get(self, name: str) -> bool:
+        return False
+
+
+async def test_what_nobody_has_is_neither_offered_nor_taken_from_another_instance() -> None:
+    router = forwarding(Cluster(0, 0))
+    router.exchange = Without()
+    assert router.refusal(router.arrival(None, 10, 10), insists=True) is None
+    refusal = router.refusal(router.arrival("poet", 10, 10), insists=True)
+    assert refusal is not None
+    assert refusal.reason == "no-adapter"
+    assert router.quote("b", ("route", "poet", 10, 10.0))[:1] == (-1.0,)  # infinite, on the wire
+
+
+async def test_before_an_answer_here_the_exchange_is_asked_also_for_a_name_that_is_known_here() -> None:
+    router = Forwarding(
+        Cluster(0), "most-idle", Slo(), lambda name: Adapter(name, "d", 8, 1), lambda: False, rng=Random(1)
+    )
+    router.joined, router.exchange = True, (without := Without())
+    await router.obtain("poet")
+    assert without.asked == ["poet"]

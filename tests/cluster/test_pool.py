@@ -15,7 +15,7 @@ from caraserve.cluster.pool import Holders
 from caraserve.cluster.seal import Keyring
 from caraserve.cluster.stored import Stored, size_of
 from caraserve.cluster.transfers import Transfers, Trouble
-from caraserve.errors import CaraServeError, Unreachable
+from caraserve.errors import AdapterRejected, CaraServeError, Unreachable
 from caraserve.model.layout import HostAdapter
 from tests.cluster.nodes import KEYS, until
 from tests.cluster.pools import Member, pools, write_folder
@@ -211,6 +211,43 @@ async def test_a_name_that_gets_another_meaning_gets_it_everywhere(tmp_path: Pat
         assert (await b.want("poet")).spec.digest == new
         await until(lambda: old not in b.stored and not (b.folder / old).exists(), 5)
         assert set(b.node.holders(old)) <= {"a"}
+
+
+async def test_a_name_whose_new_meaning_cannot_be_served_here_is_not_answered_by_its_old_one(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        old = await fleet.load(a, "poet", 1)
+        running = a.catalog.pin("poet")
+        b.node.register(Adapter("poet", "0" * 64, 8, 2 << 30))
+        await until(lambda: not a.knows("poet"), 3)
+        assert running.digest == old
+        with pytest.raises(AdapterRejected, match="more than"):
+            await a.pool.ensure("poet")
+        a.residency.unpin(running)
+
+
+async def test_a_request_gets_the_meaning_that_its_name_has_by_now(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        await fleet.load(a, "poet", 1)
+        b.publisher.on_wanted = a.publisher.on_wanted = lambda adapter: None  # nobody adopts it by itself
+        new = await a.catalog.load("poet", str(write_folder(tmp_path / "new", 2)), inplace=True)
+        await until(lambda: new.digest in {one.digest for one in b.node.adapters()}, 3)
+        assert b.catalog.get("poet").digest != new.digest
+        await b.pool.ensure("poet")
+        assert b.catalog.get("poet").digest == new.digest
+
+
+async def test_a_request_for_what_nobody_has_is_refused_before_it_takes_a_slot(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        await fleet.load(a, "poet", 1)
+        assert b.pool.can_get("poet")
+        await fleet.stop("a")
+        await until(lambda: not b.pool.can_get("poet"), 3)
+        with pytest.raises(Unreachable, match="no instance that has it is there"):
+            await b.pool.ensure("poet")
+        assert b.residency.counters.disk_reads == 0
 
 
 async def test_another_name_for_what_lies_in_a_folder_here_is_read_from_there(tmp_path: Path) -> None:
