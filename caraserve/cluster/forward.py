@@ -11,7 +11,7 @@ request that was forwarded already never gets here: `refusal` says whether this 
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from random import Random
@@ -253,6 +253,10 @@ class Forwarding:
         tiers = {adapter: self._views.tiers(self._digest(adapter)) for adapter in adapters if adapter is not None}
         return tokens, {adapter: set(held) & tokens.keys() for adapter, held in tiers.items()}
 
+    def holders(self, adapter: str | None) -> Collection[str]:
+        """Who has an adapter's bytes, as far as is known."""
+        return () if adapter is None else self._views.tiers(self._digest(adapter)).keys()
+
     def shun(self, name: str) -> None:
         """Nothing comes from there just now."""
         self._views.shun(name)
@@ -325,8 +329,16 @@ class Trip:
         if refusal is not None and refusal.reason == "stale-epoch":  # it waited there for a while, in vain
             self._been_here = False
             self._order = self._forwarding.propose(self._arrival).order
+        if refusal is not None and refusal.reason == "unreachable":
+            self._leave_to_holders()
         reasons = [why.reason for _, why in self._attempts if why is not None]
         self._given_up = reasons.count("failed") == _MOST_FAILURES
+
+    def _leave_to_holders(self) -> None:
+        """Whoever has not got the adapter would wait for it in vain, too."""
+        holders = self._forwarding.holders(self._arrival.adapter)
+        self._order = [name for name in self._order if name in holders]
+        self._been_here = self._been_here or self._forwarding.name not in holders
 
     def _next_target(self) -> Target | None:
         elapsed_ms = 1000 * (self._forwarding.now() - self._began_s)

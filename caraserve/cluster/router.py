@@ -24,7 +24,7 @@ from caraserve.cluster.perf_model import PerfModel
 ATTEMPTS = 3  # instances that may refuse one request
 _PATIENCE = 0.2  # share of the time to the first token that may pass with being refused
 
-Reason = Literal["slo", "full", "draining", "no-adapter", "stale-epoch", "failed"]
+Reason = Literal["slo", "full", "draining", "no-adapter", "stale-epoch", "failed", "unreachable"]
 
 T = TypeVar("T")
 

@@ -106,6 +106,8 @@ def _reason(error: CaraServeError) -> Reason:
     """Why this instance does not answer what another one may."""
     if isinstance(error, Overloaded):
         return "full"
+    if isinstance(error, Unreachable):
+        return "unreachable"
     return "failed" if isinstance(error, BackendFailed) else "draining"
 
 

@@ -25,7 +25,7 @@ from caraserve.cluster.forward import Peer
 from caraserve.cluster.hop import INSTANCE, PREFIX, REFUSED, Hop, refusal_of, signed
 from caraserve.cluster.router import Reason, Refusal
 from caraserve.cluster.seal import Keyring
-from caraserve.errors import BackendFailed, Draining, InstanceLost
+from caraserve.errors import BackendFailed, Draining, InstanceLost, Unreachable
 from caraserve.http.context import CONTEXT, REQUEST_ID
 from caraserve.http.messages import fault_body
 from caraserve.http.sse import DONE, EventStream, event
@@ -249,7 +249,7 @@ def _reason(status: int, body: bytes) -> Reason | None:
     if status == 429:
         return "full"
     if status == 503:
-        return "draining"
+        return "unreachable" if _code(body) == Unreachable.code else "draining"
     return "failed" if status == 500 and _code(body) == BackendFailed.code else None
 
 

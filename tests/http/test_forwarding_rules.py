@@ -4,12 +4,14 @@ import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
 from aiohttp import web
 
 from caraserve.cluster.cost import Backlog, Tier
 from caraserve.cluster.facts import Adapter
 from caraserve.cluster.forward import Slo
 from caraserve.cluster.hop import HOP, INSTANCE, PREFIX, SIGNATURE
+from caraserve.errors import Unreachable
 from tests.cluster.test_admission import certificate, tls
 from tests.http.fake_engine import FakeAdapter, FakeEngine
 from tests.http.fleet import FULL, RawAnswer, fleet
@@ -40,6 +42,36 @@ async def test_an_adapter_whose_holders_are_away_is_unavailable_not_unknown() ->
         running.world.held["f"] = {"z": Tier.HOST}
         answer = await running["a"].client.complete(model="far")
         assert (answer.status, answer.error["code"]) == (503, "adapter_unavailable")
+
+
+class Cut:
+    """An exchange that reaches nobody."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def ensure(self, name: str) -> None:
+        self.asked += 1
+        raise Unreachable(f"the adapter {name} cannot be fetched now", retry_after_s=5.0)
+
+    def can_get(self, name: str) -> bool:
+        return True  # as far as it knows
+
+
+@pytest.mark.parametrize("entry", ["a", "d"])
+@pytest.mark.parametrize("held", [False, True])
+async def test_an_adapter_that_one_cannot_fetch_is_asked_only_of_who_has_it(entry: str, held: bool) -> None:
+    async with fleet("a", "b", "c", "d") as running:
+        cuts = {name: Cut() for name in "abcd"}
+        for name, cut in cuts.items():
+            running[name].dispatch.forwarding.exchange = cut
+        running.world.names["far"] = Adapter("far", "f", 8, 1)
+        if held:
+            await running.start("e", FakeEngine(loaded={"far": FakeAdapter("far", "/far", digest="f")}))
+        answer = await running[entry].client.complete(model="far")
+        assert answer.status == (200 if held else 503)
+        assert held or answer.error["code"] == "adapter_unavailable"
+        assert {name: cut.asked for name, cut in cuts.items()} == {"a": 1, "b": 0, "c": 0, "d": 0}
 
 
 async def test_an_instance_that_means_something_else_by_a_name_does_not_answer() -> None:

@@ -1,0 +1,59 @@
+"""An instance that stops while others answer its clients."""
+
+import asyncio
+
+from aiohttp import web
+
+from caraserve.errors import Draining
+from tests.http.fleet import RawAnswer, fleet, streamed
+from tests.http.test_forwarding import DONE, EVENTS
+from tests.http.test_streaming import read_chunk, read_event
+
+
+async def test_at_the_end_streams_of_others_have_the_time_that_is_left() -> None:
+    go = asyncio.Event()
+
+    async def send(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+        response = await streamed(EVENTS[0], request=request)
+        await go.wait()
+        await response.write(DONE)
+        return response
+
+    async with fleet("b") as running:
+        await running.start_raw("a", send)
+        client, relays = running["b"].client, running["b"].dispatch.relays
+        async with client.session.post(f"{client.url}/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+            assert await read_event(answer) + b"\n\n" == EVENTS[0]
+            draining = asyncio.create_task(relays.drain(10.0))
+            await asyncio.sleep(0)
+            running["b"].engine.refusals[0] = Draining("stopping", retry_after_s=1.0)
+            refused = await client.complete()
+            assert (refused.status, refused.error["code"]) == (503, "draining")
+            assert not draining.done()
+            go.set()
+            assert await answer.content.read() == DONE
+        await draining
+
+
+async def test_when_it_is_over_they_end_with_an_error_and_what_has_not_begun_is_refused() -> None:
+    async def send(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+        if b"stream" not in seen.bodies[-1]:
+            arrived.set()
+        response = await streamed(*EVENTS[: b"stream" in seen.bodies[-1]], request=request)
+        await asyncio.Event().wait()
+        return response
+
+    arrived = asyncio.Event()
+    async with fleet("b") as running:
+        await running.start_raw("a", send)
+        client = running["b"].client
+        async with client.session.post(f"{client.url}/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+            assert await read_event(answer) + b"\n\n" == EVENTS[0]
+            whole = asyncio.create_task(client.complete())
+            await arrived.wait()
+            running["b"].engine.refusals[0] = Draining("stopping", retry_after_s=1.0)
+            await running["b"].dispatch.relays.drain(0.0)
+            assert (await read_chunk(answer))["error"]["code"] == "draining"
+            assert await answer.content.read() == DONE
+            assert (await whole).status == 503
+        assert running["b"].tallies.lost == {}
