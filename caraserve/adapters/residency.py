@@ -164,7 +164,7 @@ class Residency:
     def prefetch(self, version: Version) -> None:
         """A request that is not admitted yet will want the version: it is read into the host tier, as far as there is
         room that no open request has a claim to."""
-        if version.tier is not Tier.DISK or version.digest in self._host or self._unread:
+        if not version.may_be_read_ahead(self._now()) or version.digest in self._host or self._unread:
             return
         if len(self._prefetching) < _MOST_PREFETCHES and self._read_into_host(version, self._claims_image):
             self._prefetching.add(version.digest)
@@ -292,8 +292,7 @@ class Residency:
     def _fail(self, version: Version, error: CaraServeError) -> None:
         self.counters.failures += 1
         self._observe_load(self._now() - version.asked_s, False)
-        version.error = error
-        version.to(Tier.FAILED)
+        version.fail(error, self._now())
         self._forget_if_unused(version)
         self._notify()
 

@@ -13,6 +13,7 @@ from caraserve.errors import AdapterRejected, CaraServeError
 from caraserve.model.layout import AdapterSpec
 from caraserve.plan import BASE_ADAPTER_SLOT
 
+_AGAIN_S = 5.0  # after a failure, before a version is read ahead again; who is admitted tries at once
 _HALF_LIFE_S = 60.0  # of the rate that eviction goes by
 
 
@@ -70,6 +71,7 @@ class Version:
     spec: AdapterSpec | None = None  # known once it has been in the host tier
     groups: tuple[Group, ...] = ()  # expected on the device while COPYING
     error: CaraServeError | None = None
+    again_s: float = 0.0  # when it may be read ahead again, where it has failed
     copy_error: Exception | None = None  # of a copy that has failed under a plan aside
     asked_s: float = 0.0  # when the load under way began
     rate: float = 0.0  # admissions, decayed
@@ -80,6 +82,15 @@ class Version:
         if tier not in TIER_CHANGES[self.tier]:
             raise AssertionError(f"adapter {self.digest[:12]}: {self.tier.name} cannot become {tier.name}")
         self.tier = tier
+
+    def fail(self, error: CaraServeError, now_s: float) -> None:
+        """Its weights could not be read or copied."""
+        self.error, self.again_s = error, now_s + _AGAIN_S
+        self.to(Tier.FAILED)
+
+    def may_be_read_ahead(self, now_s: float) -> bool:
+        """Whether it is on disk alone, and no read has failed just now."""
+        return self.tier is Tier.DISK or (self.tier is Tier.FAILED and now_s >= self.again_s)
 
     def rate_at(self, now_s: float) -> float:
         """Admissions, those longer ago counting less."""

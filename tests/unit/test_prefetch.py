@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from caraserve.adapters.version import Tier
+from caraserve.errors import CaraServeError
 from caraserve.model.layout import ALIGN_BYTES
 from tests.engine_world import World, world
 from tests.unit.test_residency import World as Tiers
@@ -118,3 +119,20 @@ def test_one_who_leaves_while_its_adapter_is_read_ahead_leaves_no_trace() -> Non
     tiers.settle()
     assert tiers.residency.is_forgotten(version)
     assert tiers.arena.used_bytes == 0
+
+
+def test_what_could_not_be_read_ahead_is_tried_again_after_a_while() -> None:
+    tiers = Tiers()
+    tiers.add("a")
+    there, tiers.disk["a"] = tiers.disk["a"], CaraServeError("nobody has it")
+    version = tiers.residency.pin("a")
+    tiers.residency.prefetch(version)
+    tiers.settle()
+    tiers.disk["a"] = there
+    tiers.residency.prefetch(version)
+    tiers.settle()
+    assert version.tier is Tier.FAILED
+    tiers.now_s += 5.0
+    tiers.residency.prefetch(version)
+    tiers.settle()
+    assert version.tier is Tier.HOST
