@@ -267,6 +267,7 @@ class Forwarding:
             return {}
         body = ("route", arrival.adapter or "", arrival.prompt_tokens, float(arrival.output_tokens))
         answers = await asyncio.gather(*(self._cluster.ask(name, body, _QUOTE_S) for name in asked))
+        self.tallies.unquoted += answers.count(None)
         return dict(zip(asked, map(_quoted, answers), strict=True))
 
     def peer(self, target: Target, attempt: int) -> Peer | None:

@@ -15,6 +15,7 @@ class Tallies:
     received: int = 0  # from other instances, and answered here
     moved: int = 0  # waiting requests that we handed back, for others to answer
     retried: int = 0  # attempts after the first
+    unquoted: int = 0  # questions for a quote that got no answer in time
     refused: dict[str, int] = field(default_factory=dict)  # by us, by reason
     forwarded: dict[str, int] = field(default_factory=dict)  # by instance, and answered there
     unreached: dict[str, int] = field(default_factory=dict)  # by instance: no answer came from there
@@ -46,6 +47,8 @@ class Tallies:
         yield family("caraserve:moved_requests_total", "counter", text, [(labels, self.moved)])
         text = "Attempts to have a request answered, after its first."
         yield family("caraserve:retried_requests_total", "counter", text, [(labels, self.retried)])
+        text = "Quotes that did not come in time."
+        yield family("caraserve:missed_quotes_total", "counter", text, [(labels, self.unquoted)])
         text = "Time that choosing an instance took, without questions to others."
         yield histograms("caraserve:routing_decision_seconds", text, [(labels, self.decisions)])
         text = "Time that other instances' quotes took."

@@ -186,7 +186,7 @@ class _Journey:
         if carried.end == "lost":
             log.warning("request %s: %s has gone in the middle of an answer", self._request[REQUEST_ID], peer.name)
             count(tallies.lost, peer.name)
-        else:
+        elif carried.end == "whole" and carried.response.status < 500:
             count(tallies.forwarded, peer.name)
             self._observe(peer.name, predicted_ms, 1000 * (time.perf_counter() - began_s), carried.tokens)
         return carried.response

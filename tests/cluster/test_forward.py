@@ -123,6 +123,15 @@ async def test_quotes_decide_among_the_best() -> None:
     assert stop == Peer("c", "c:1", 1, insists=False)
 
 
+async def test_quotes_that_do_not_come_are_counted() -> None:
+    cluster = Cluster(50, 0, 0, 0)
+    cluster.quotes = {"b": (9.0, 9.0)}
+    router = forwarding(cluster, "rank-aware")
+    await router.begin(router.arrival(None, 10, 10))
+    assert router.tallies.unquoted == 2
+    assert 'caraserve:missed_quotes_total{x="y"} 2' in "".join(router.tallies.families('x="y"'))
+
+
 async def test_the_dead_are_passed_over_whatever_the_views_say() -> None:
     cluster = Cluster(50, 0, 1)
     cluster.dead = {"b", "c"}

@@ -263,6 +263,16 @@ async def test_a_stream_whose_instance_dies_ends_with_an_error(how: str) -> None
         waiting.set()
 
 
+async def test_a_mistake_there_is_passed_on_and_counts_as_no_answer() -> None:
+    async def fail(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+        return web.json_response({"error": {"code": None}}, status=500)
+
+    async with fleet("b") as running:
+        await running.start_raw("a", fail)
+        assert (await running["b"].client.complete()).status == 500
+        assert running["b"].tallies.forwarded == {}
+
+
 async def test_a_stream_that_ends_without_its_end_is_lost_too() -> None:
     async def send(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
         return await streamed(EVENTS[0], request=request)
