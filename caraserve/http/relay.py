@@ -205,16 +205,18 @@ class _Passage:
         timings = self.request.app[CONTEXT].timings
         # The other side fills silences; these are for its own.
         async with EventStream(self.request, replace(timings, ping_s=2 * timings.ping_s)) as self.out:
-            waiting = b""  # the beginning of an event: clients get whole ones, so that an error can follow any
+            waiting = bytearray()  # the beginning of an event: clients get whole ones, so that an error can follow any
             done = False
             while chunk := await _of_peer(upstream.content.readany()):
+                unseen = max(0, len(waiting) - 1)  # an event's end may be cut in two
                 waiting += chunk
-                end = waiting.rfind(b"\n\n") + 2
+                end = waiting.rfind(b"\n\n", unseen) + 2
                 if end < 2:
                     if len(waiting) > _LONGEST_EVENT:
                         raise _GoneError(f"{self._name} sent an event without end")
                     continue
-                events, waiting = waiting[:end], waiting[end:]
+                events = bytes(waiting[:end])
+                del waiting[:end]
                 self._events += events.count(b"data: {")
                 done = events.endswith(DONE)
                 try:
