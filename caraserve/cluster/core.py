@@ -13,7 +13,7 @@ from random import Random
 from caraserve.cluster import wire
 from caraserve.cluster.dialling import Dialling
 from caraserve.cluster.facts import SHARED, Adapter, Fact, Facts, Load, Value
-from caraserve.cluster.links import Link, Nothing, make_room
+from caraserve.cluster.links import Link, Nothing, make_room, replaces
 from caraserve.cluster.members import MAX_LIVE, Members, Record, Rumour, State
 from caraserve.cluster.ports import (
     CROWDED,
@@ -115,8 +115,10 @@ class Core:
                 self._handle(source, source.peer.name, message, now)
         self._settle()
 
-    def tick(self, now: float) -> None:
-        """Time has passed."""
+    def tick(self, now: float, wall_ms: int | None = None) -> None:
+        """Time has passed. `wall_ms`: the time of day now; clocks are put right while a server runs."""
+        if wall_ms is not None:
+            self._wall_offset_ms = wall_ms - now * 1000
         if self.members.me.state != State.LEFT:
             self._take_part(now)
         self._watch_links(now)
@@ -246,12 +248,8 @@ class Core:
         self.members.heard(hello.name, now)
         self._dialling.reached(link.dialled, hello.name)
         old = self._peers.get(hello.name)
-        if old is not None and old.peer is not None:
-            # Both dialled, or one broke and only one end knows. Both ends must choose alike: of two connections from
-            # one side the newer, of two from both sides the one that the lesser name dialled.
-            same_side = (old.dialled is None) == (link.dialled is None)
-            lesser_dialled = (link.dialled is not None) == (self._settings.name < hello.name)
-            if not (same_side or lesser_dialled or hello.epoch > old.peer.epoch):
+        if old is not None:
+            if not replaces(link, old, hello, self._settings.name):
                 self._spare[link.number] = now
                 return
             self._spare[old.number] = now

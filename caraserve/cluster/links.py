@@ -187,6 +187,15 @@ class Link:
         return seal(SESSION, self._sign_key, self._sent, encode(message))
 
 
+def replaces(new: Link, old: Link, hello: Hello, me: str) -> bool:
+    """Whether of two connections with the one that says `hello` the new one is to be used: both dialled, or one broke
+    and only one end knows. Both ends must choose alike: of two connections from one side the newer, of two from both
+    sides the one that the lesser name dialled."""
+    same_side = (old.dialled is None) == (new.dialled is None)
+    lesser_dialled = (new.dialled is not None) == (me < hello.name)
+    return same_side or lesser_dialled or (old.peer is not None and hello.epoch > old.peer.epoch)
+
+
 def make_room(links: Iterable[Link]) -> None:
     """For the last of them, if need be. Those who come and say nothing keep nobody out: the oldest of them goes, and
     first one that has shown no key. What we dialled ourselves is not counted."""

@@ -32,7 +32,6 @@ port, too: `record.address` is the only address that is known of an instance.
 import asyncio
 import itertools
 import logging
-import operator
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -50,17 +49,7 @@ from caraserve.cluster.members import MemberChanged, Record, State
 from caraserve.cluster.names_file import NamesFile
 from caraserve.cluster.perf_model import PerfModel
 from caraserve.cluster.ports import Close, Dial, FactsChanged, Output, PeerRefused, Quoted, RefusedUs, Settings
-from caraserve.cluster.published import (
-    LINKS,
-    MODEL,
-    STALE_S,
-    instance_of,
-    links_of,
-    links_value,
-    model_of,
-    model_value,
-    tier_of,
-)
+from caraserve.cluster.published import LINKS, MODEL, Seen, links_value, model_value, tier_of
 from caraserve.cluster.router import Instance
 from caraserve.cluster.seal import Keyring
 from caraserve.cluster.secret_file import SecretFile
@@ -111,9 +100,10 @@ class Node:
         self._beat_s, self._status = 0.0, "starting"
         self._numbers = itertools.count()
         self._questions: dict[tuple[str, int], asyncio.Future[Body]] = {}
-        self._views: dict[str, tuple[tuple[object, ...], Instance]] = {}
+        self._seen = Seen()
         self._told: dict[tuple[str, str], float] = {}
         self._unresolved: list[str] = []
+        self._refused = 0  # facts, when we last looked
 
     # ---- life
 
@@ -182,7 +172,9 @@ class Node:
     def instances(self) -> tuple[Instance, ...]:
         """What a router chooses among. Built anew only where a beat, a profile or a state has changed."""
         live = (self.core.members.me, *filter(None, map(self.record, self.core.members.live())))
-        return tuple(instance for record in live if (instance := self._instance(record)) is not None)
+        shelf = self.core.facts.shelf
+        seen = (self._seen.of(record, self.load(record.name), shelf(record.name)) for record in live)
+        return tuple(filter(None, seen))
 
     @property
     def names_version(self) -> int:
@@ -290,7 +282,7 @@ class Node:
             self._lag_s = max(now - planned_s, 0.8 * self._lag_s)
             if now >= self._beat_s:
                 self._beat(now)
-            self.core.tick(now)
+            self.core.tick(now, int(time.time() * 1000))
             self._settle()
             planned_s = self._now() + _TICK_S
             await asyncio.sleep(_TICK_S)
@@ -305,6 +297,12 @@ class Node:
         while True:
             await asyncio.sleep(_REREAD_S)
             self.reread_secrets()
+            if (refused := self.core.facts.refused) > self._refused:
+                self._refused = refused
+                text = (
+                    "%d facts from over an hour ahead, or of impostors, were refused: is a clock wrong, here or there?"
+                )
+                self._say(logging.WARNING, "clocks", "", text, refused)
             if self._now() >= resolve_s:
                 seeds, self._unresolved = await resolved(self._config.peers)
                 resolve_s = self._now() + (_REREAD_S if self._unresolved else _RESOLVE_S)
@@ -354,25 +352,6 @@ class Node:
             self.core.quote(peer, Quote(quote.number, True, self.on_question(peer, quote.body)))
         elif (future := self._questions.get((peer, quote.number))) is not None and not future.done():
             future.set_result(quote.body)
-
-    def _instance(self, record: Record) -> Instance | None:
-        found = self.load(record.name)
-        shelf = self.core.facts.shelf(record.name)
-        model_fact, links_fact = (shelf.get(key) if shelf else None for key in (MODEL, LINKS))
-        if found is None or model_fact is None:
-            return None
-        load, age_s = found
-        parts = (record, load, model_fact, links_fact, age_s > STALE_S)
-        known = self._views.get(record.name)
-        if known is not None and all(map(operator.is_, known[0], parts)):
-            return known[1]
-        model = model_of(model_fact.value)
-        if model is None:
-            return None
-        links = links_of(links_fact.value) if links_fact is not None else Links()
-        instance = instance_of(record, load, model, links, age_s)
-        self._views[record.name] = parts, instance
-        return instance
 
     def _say(self, level: int, kind: str, about: str, text: str, *values: object) -> None:
         """A log line, but not of one kind about one address all the time."""

@@ -8,10 +8,11 @@ Whatever arrives may be of another version of this program or wrong: it is then 
 """
 
 import dataclasses
+import operator
 from collections.abc import Collection, Iterator
 
 from caraserve.cluster.cost import Backlog, Links, Tier
-from caraserve.cluster.facts import Load, Status, Value
+from caraserve.cluster.facts import Load, Shelf, Status, Value
 from caraserve.cluster.members import Record, State
 from caraserve.cluster.perf_model import PerfModel
 from caraserve.cluster.router import Instance
@@ -105,6 +106,31 @@ def instance_of(record: Record, load: Load, model: PerfModel, links: Links, age_
     """An instance as a router sees it. `age_s`: of the load."""
     able = record.state == State.ALIVE and age_s <= STALE_S and load.status == "serving" and not is_hung(load, model)
     return Instance(record.name, model, backlog_of(load), links, able)
+
+
+class Seen:
+    """Instances as a router sees them, built anew only where a beat, a performance model or a state has changed."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[tuple[object, ...], Instance]] = {}
+
+    def of(self, record: Record, found: tuple[Load, float] | None, shelf: Shelf | None) -> Instance | None:
+        """An instance, from its newest load with its age and its own shelf. None if too little is known of it."""
+        model_fact, links_fact = (shelf.get(key) if shelf else None for key in (MODEL, LINKS))
+        if found is None or model_fact is None:
+            return None
+        load, age_s = found
+        parts = (record, load, model_fact, links_fact, age_s > STALE_S)
+        known = self._known.get(record.name)
+        if known is not None and all(map(operator.is_, known[0], parts)):
+            return known[1]
+        model = model_of(model_fact.value)
+        if model is None:
+            return None
+        links = links_of(links_fact.value) if links_fact is not None else Links()
+        instance = instance_of(record, load, model, links, age_s)
+        self._known[record.name] = parts, instance
+        return instance
 
 
 def is_hung(load: Load, model: PerfModel) -> bool:

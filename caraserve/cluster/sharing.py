@@ -8,6 +8,7 @@ or a joiner would fetch everything from everyone.
 
 from dataclasses import dataclass
 from itertools import chain, islice
+from math import inf
 from random import Random
 
 from caraserve.cluster.facts import BUCKETS, Fact, Facts
@@ -18,6 +19,7 @@ _MAX_ANSWER = 6  # frames, a millisecond's work; the rest is asked for again
 _MAX_NEWS = 10_000  # facts that wait to be pushed; what does not fit is found by comparing
 _NEWS_FRAMES = 4  # to each peer in one tick
 _ANSWER_S = 2.0
+_REFUSED_S = 30.0  # until facts that were refused are looked at again
 
 
 @dataclass(slots=True)
@@ -28,6 +30,7 @@ class _Question:
     until_s: float
     got: int = 0
     news: int = 0
+    refused: int = 0
 
 
 class Sharing:
@@ -38,8 +41,9 @@ class Sharing:
         self._rng = rng
         self._number = 0
         self._open: dict[str, _Question] = {}  # by owner
-        # (owner, peer) → a root of the peer's that had nothing for us, and will not have: what we hold only grows.
-        self._known: dict[tuple[str, str], int] = {}
+        # (owner, peer) → a root of the peer's that had nothing for us, and until when it will not have: what we hold
+        # only grows, but what was refused may be taken later, when a clock has been put right.
+        self._known: dict[tuple[str, str], tuple[int, float]] = {}
         self._news: dict[str, dict[str, Fact]] = {}  # by owner and key
 
     def tell(self, owner: str, facts: list[Fact]) -> None:
@@ -66,7 +70,8 @@ class Sharing:
     def saw_root(self, peer: str, owner: str, root: int, now: float) -> Compare | None:
         """A peer's root of a shelf; the question to ask it, if its copy may have what ours lacks."""
         shelf = self._facts.shelf(owner)
-        if shelf is None or shelf.root == root or self._known.get((owner, peer)) == root:
+        known, until_s = self._known.get((owner, peer), (None, 0.0))
+        if shelf is None or shelf.root == root or (known == root and now < until_s):
             return None
         question = self._open.get(owner)
         if question is not None and now < question.until_s:
@@ -89,6 +94,7 @@ class Sharing:
 
     def take(self, peer: str, message: FactsMessage, now: float, wall_ms: int) -> tuple[list[Fact], Compare | None]:
         """Takes facts in; gives those that were news, and the next question."""
+        refused = self._facts.refused
         news, answers = self._facts.merge(message.owner, message.facts, wall_ms)
         self.tell(message.owner, answers)
         question = self._open.get(message.owner)
@@ -96,6 +102,7 @@ class Sharing:
             return news, None
         question.got += len(message.facts)
         question.news += len(news)
+        question.refused += self._facts.refused - refused
         question.until_s = now + _ANSWER_S
         if question.got < message.total:
             return news, None
@@ -104,7 +111,7 @@ class Sharing:
             shelf = self._facts.shelf(message.owner)
             differs = shelf is not None and shelf.root != question.root
             return news, self._ask(peer, message.owner, question.root, now) if differs else None
-        self._known[message.owner, peer] = question.root
+        self._known[message.owner, peer] = question.root, now + _REFUSED_S if question.refused else inf
         return news, None
 
     def lost(self, peer: str) -> None:

@@ -179,6 +179,23 @@ def test_of_two_that_do_not_belong_together_the_later_started_is_to_go(later: st
     assert told == {later: [True], "b" if later == "a" else "a": [False]}
 
 
+def test_a_clock_that_is_put_right_under_way_is_right_from_then_on() -> None:
+    a = Core(Settings("c", "m", "a", "a:1"), KEYS, Random("a"), 0.0, 1000)  # just after 1970
+    b = core("b")
+    connect(a, b, 1, 0.0)
+    b.register(Adapter("poet", "d", 8, 1), 0.0)
+    b.tick(0.1)
+    carry(a, b, (1,), 0.1)
+    assert a.facts.adapter("poet") is None
+    assert a.facts.refused > 0
+    for step in range(350):
+        now = 0.2 + step / 10
+        a.tick(now, WALL_MS + int(now * 1000))
+        b.tick(now)
+        carry(a, b, (1,), now)
+    assert a.facts.adapter("poet") is not None
+
+
 def refuse(one: Core, link: int, reason: str, now: float) -> list[bool]:
     """Turns an instance away on a new connection; whether it is to go."""
     one.connected(link, now, dialled="z:1")

@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 import logging
+import time
 from pathlib import Path
 
 import aiohttp
 import pytest
 
 from caraserve.cluster.cost import Links, Tier
-from caraserve.cluster.facts import Adapter
+from caraserve.cluster.facts import SHARED, Adapter, Fact
 from caraserve.cluster.members import State
 from caraserve.cluster.names_file import NamesFile
 from caraserve.cluster.node import Body
@@ -94,6 +95,23 @@ async def test_a_name_taken_away_while_http_ends_is_remembered(tmp_path: Path) -
         a.remove("late")
     with contextlib.closing(NamesFile(tmp_path / "a.db")) as names:
         assert [(fact.key, fact.deleted) for fact in names.restore(0)] == [("late", True)]
+
+
+async def test_a_wrong_clock_is_said_to_be_one_and_may_be_put_right(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = time.time()
+    later_s = now_s + 7200
+    async with instances(tmp_path) as running:
+        await together(running, "a", "b")
+        a, b = running.running["a"].node, running.running["b"].node
+        b.core.facts.merge(SHARED, [Fact("ahead", ("d", 8, 10), int(later_s * 1000) << 16, "b")], int(later_s * 1000))
+        b.register(Adapter("poet", "d", 8, 10))
+        await until(lambda: "is a clock wrong" in caplog.text, 8)
+        assert a.adapter("poet") is None
+        monkeypatch.setattr("caraserve.cluster.node.time.time", lambda: later_s)
+        b.register(Adapter("pirate", "d", 8, 10))
+        await until(lambda: a.adapter("pirate") is not None, 4)
 
 
 async def test_a_router_sees_loads_and_performance_models(tmp_path: Path) -> None:

@@ -61,6 +61,14 @@ def test_who_has_more_learns_so_once_and_does_not_ask_again() -> None:
     assert mine.sharing.saw_root("b", SHARED, theirs.root, 9.0) is not None
 
 
+def test_what_was_refused_is_asked_for_again_but_not_all_the_time() -> None:
+    mine, theirs = Side("a"), Side("b")
+    theirs.facts.register(Adapter("ahead", "digest", 8, 1), WALL_MS + 7_200_000)
+    assert fetch(mine, theirs, mine.sharing.saw_root("b", SHARED, theirs.root, 0.0)) == 1
+    assert mine.sharing.saw_root("b", SHARED, theirs.root, 29.0) is None
+    assert mine.sharing.saw_root("b", SHARED, theirs.root, 31.0) is not None
+
+
 def test_a_new_connection_may_be_to_another_life_and_is_asked_again() -> None:
     mine, theirs = Side("a", 5), Side("b")
     theirs.copy(mine, 3)
