@@ -19,7 +19,6 @@ from caraserve.cluster.addresses import check_count, is_loopback, is_wildcard, j
 from caraserve.cluster.cost import Links
 from caraserve.cluster.forward import Forwarding, Slo, takes_nothing
 from caraserve.cluster.hop import Gate
-from caraserve.cluster.members import Record, State
 from caraserve.cluster.names_file import NamesFile, beside
 from caraserve.cluster.node import Node, NodeConfig
 from caraserve.cluster.perf_model import DriftWatch
@@ -145,11 +144,7 @@ async def join(
     forwarding, relays = dispatch.forwarding, dispatch.relays
     adapters.prepare(publisher, forwarding)
 
-    def take_member(record: Record, before: State | None) -> None:
-        if record.state == State.DEAD:  # whoever left has ended its streams first
-            relays.dead(record.name)
-
-    node.on_member = take_member
+    node.on_member = lambda record, before: relays.changed(record)
     stack.push_async_callback(node.stop)
     await node.start(_advertised(cluster, *where))
     publisher.announce()

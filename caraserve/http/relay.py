@@ -23,6 +23,7 @@ from aiohttp import web
 from caraserve.cluster.cost import Estimate
 from caraserve.cluster.forward import Peer
 from caraserve.cluster.hop import INSTANCE, PREFIX, REFUSED, Hop, refusal_of, signed
+from caraserve.cluster.members import Record, State
 from caraserve.cluster.router import Reason, Refusal
 from caraserve.cluster.seal import Keyring
 from caraserve.errors import BackendFailed, Draining, InstanceLost, Unreachable
@@ -93,6 +94,7 @@ class Relays:
         """`tls`: for connecting; None: instances speak plain HTTP."""
         self._me, self._keys, self._scheme = me, keys, "https" if tls else "http"
         self._open: dict[str, set[asyncio.Timeout]] = {}
+        self._epochs: dict[str, int] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = self._overdue = False
@@ -119,10 +121,17 @@ class Relays:
         except TimeoutError:
             self._overdue = True
             for name in tuple(self._open):
-                self.dead(name)
+                self._give_up(name)
 
-    def dead(self, name: str) -> None:
-        """Membership says so: whatever that instance was answering is lost, though its connections stand still."""
+    def changed(self, record: Record) -> None:
+        """Membership's news of an instance. Its death, or that it lives anew, means that whatever it was answering is
+        lost, though its connections stand still. One that left has ended its streams first."""
+        before = self._epochs.get(record.name, record.epoch)
+        self._epochs[record.name] = record.epoch
+        if record.state == State.DEAD or record.epoch != before:
+            self._give_up(record.name)
+
+    def _give_up(self, name: str) -> None:
         for scope in self._open.get(name, ()):
             if not scope.expired():
                 scope.reschedule(0.0)

@@ -3,11 +3,13 @@
 import asyncio
 import json
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from caraserve.cluster.members import State
 from caraserve.errors import BackendFailed, Draining, Overloaded
 from caraserve.http.context import HttpTimings
 from tests.http.fake_engine import FakeAdapter, FakeEngine
@@ -237,7 +239,7 @@ async def test_the_one_that_was_asked_draws_the_seed_that_the_others_got() -> No
         assert None not in seeds
 
 
-@pytest.mark.parametrize("how", ["connection", "membership"])
+@pytest.mark.parametrize("how", ["connection", "death", "another life"])
 async def test_a_stream_whose_instance_dies_ends_with_an_error(how: str) -> None:
     waiting = asyncio.Event()
 
@@ -252,8 +254,10 @@ async def test_a_stream_whose_instance_dies_ends_with_an_error(how: str) -> None
         client = running["b"].client
         async with client.session.post(f"{client.url}/v1/completions", json={"prompt": "x", "stream": True}) as answer:
             assert await read_event(answer) + b"\n\n" == EVENTS[0]
-            if how == "membership":
-                running["b"].dispatch.relays.dead("a")
+            relays, record = running["b"].dispatch.relays, running.world.records["a"]
+            relays.changed(record)
+            if how != "connection":
+                relays.changed(replace(record, state=State.DEAD) if how == "death" else replace(record, epoch=2))
             error = (await read_chunk(answer))["error"]
             assert (error["code"], error["type"]) == ("instance_lost", "server_error")
             assert await answer.content.read() == DONE
@@ -288,7 +292,7 @@ async def test_an_instance_found_dead_before_its_first_byte_costs_nothing() -> N
         a = await running.start("a", FakeEngine(script=None))
         asked = asyncio.create_task(running["b"].client.complete(stream=True))
         (there,) = await a.engine.submitted()
-        running["b"].dispatch.relays.dead("a")
+        running["b"].dispatch.relays.changed(replace(running.world.records["a"], state=State.DEAD))
         assert (await asked).status == 200
         await there.cancelled.wait()
         assert len(running["b"].engine.requests) == 1
