@@ -10,15 +10,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import orjson
 from aiohttp import web
 
 from caraserve.cluster.assignment import AdapterDemand, Plan, Server, Share, planners
 from caraserve.cluster.demand import STEP_S, Demand, Rates, expected
-from caraserve.cluster.facts import SHARED, Adapter
+from caraserve.cluster.facts import Adapter
 from caraserve.cluster.members import State
+from caraserve.cluster.names import known_adapters
 from caraserve.cluster.node import Node
 from caraserve.cluster.perf_model import PerfModel
 from caraserve.cluster.plan_codec import MAX_PLAN_BYTES, decoded
@@ -35,6 +36,7 @@ PLAN, ROOM = ":plan", ":room"  # keys on an instance's own shelf: (epoch, digest
 
 _MAKING_S = 120.0
 _MAX_DEMAND_BYTES = 8 << 20
+_AHEAD = 1  # steps by which another's clock may be before ours
 _RUNNING = 64  # requests that an instance serves at once, where it is asked how much it can do
 
 
@@ -47,12 +49,12 @@ class Pace:
     silence_s: float = 10.0  # of the one whose turn it is; then it is the next one's
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Known:
     """All adapters' names, and their demand."""
 
-    adapters: list[Adapter] = field(default_factory=list)
-    rates: list[Rates] = field(default_factory=list)
+    adapters: list[Adapter]
+    rates: list[Rates]
 
 
 class Planner:
@@ -90,8 +92,10 @@ class Planner:
         joined_s, again_s = self._wall(), self._now()
         while True:
             await asyncio.sleep(self._pace.look_s)
-            await self._adopt_published()
             epoch = int(self._wall() / STEP_S)
+            if self.plan is not None and self.plan.epoch > epoch + _AHEAD:
+                self.plan, self._body = None, b""  # our clock was ahead when we took it
+            await self._adopt_published(epoch + _AHEAD)
             if self.plan is not None and self.plan.epoch >= epoch:
                 continue
             waited_s = self._wall() - max(epoch * STEP_S, joined_s + self._pace.settle_s)
@@ -139,19 +143,14 @@ class Planner:
         others = [one for one in self._node.members()[1:] if one.state == State.ALIVE]
         path = f"{PATH}/demand?epoch={epoch}"
         bodies = await asyncio.gather(*(self._transfers.page(one.address, path, _MAX_DEMAND_BYTES) for one in others))
-        known = _Known(rates=[self.demand.rates(epoch), *(_rates(body) for body in bodies)])
-        facts = self._node.core.facts
-        shelf = facts.shelf(SHARED)
-        for bucket in range(len(shelf.sums) if shelf is not None else 0):
-            names = [fact.key for fact in shelf.bucket(bucket)] if shelf is not None else []
-            known.adapters += [adapter for name in names if (adapter := facts.adapter(name)) is not None]
-            await asyncio.sleep(0)
-        return known
+        others_rates = await asyncio.to_thread(lambda: [*map(_rates, bodies)])
+        return _Known([one async for one in known_adapters(self._node)], [self.demand.rates(epoch), *others_rates])
 
     # --- taking and telling ---
 
-    async def _adopt_published(self) -> None:
-        """Pulls the plan that holds over ours, from any who has it."""
+    async def _adopt_published(self, most_epoch: int) -> None:
+        """Pulls the plan that holds over ours, from any who has it. Those of later steps come of a clock that is wrong,
+        and would hold over all others for as long as it is."""
         held = self.plan
         ours = (held.epoch, held.digest) if held is not None else (-1, "")
         published: dict[tuple[int, str], list[str]] = {}
@@ -159,23 +158,26 @@ class Planner:
             shelf = self._node.core.facts.shelf(record.name)
             fact = shelf.get(PLAN) if shelf is not None and record.state == State.ALIVE else None
             match fact.value if fact is not None else ():
-                case (int(epoch), str(digest)) if (epoch, digest) > ours and digest.isalnum():
+                case (int(epoch), str(digest)) if ours < (epoch, digest) and epoch <= most_epoch and digest.isalnum():
                     published.setdefault((epoch, digest), []).append(record.address)
-        if not published:
-            return
-        best = max(published)
-        for address in published[best]:
-            body = await self._transfers.page(address, f"{PATH}/plans/{best[1]}", MAX_PLAN_BYTES)
-            if isinstance(body, Trouble):
-                continue
-            try:
-                plan = await asyncio.to_thread(decoded, body)
-            except ValueError as error:
-                log.warning("the plan at %s is of no use: %s", address, error)
-                continue
-            if (plan.epoch, plan.digest) == best:
-                self._adopt(plan, body)
-                return
+        for best in sorted(published, reverse=True):
+            for address in published[best]:
+                if await self._adopt_from(address, *best):
+                    return
+
+    async def _adopt_from(self, address: str, epoch: int, digest: str) -> bool:
+        body = await self._transfers.page(address, f"{PATH}/plans/{digest}", MAX_PLAN_BYTES)
+        if isinstance(body, Trouble):
+            return False
+        try:
+            plan = await asyncio.to_thread(decoded, body)
+        except ValueError as error:
+            log.warning("the plan at %s is of no use: %s", address, error)
+            return False
+        if (plan.epoch, plan.digest) != (epoch, digest):
+            return False
+        self._adopt(plan, body)
+        return True
 
     def _adopt(self, plan: Plan, body: bytes) -> None:
         if not plan.holds_over(self.plan):

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -12,11 +13,12 @@ import pytest
 from caraserve.cluster.assignment import AdapterDemand, Plan, Server, Share, planners
 from caraserve.cluster.cost import Links
 from caraserve.cluster.demand import STEP_S, Demand, expected
-from caraserve.cluster.facts import Adapter
+from caraserve.cluster.facts import Adapter, Facts
 from caraserve.cluster.node import Node
 from caraserve.cluster.perf_model import PerfModel
 from caraserve.cluster.plan_codec import decoded, encoded, packed
 from caraserve.cluster.plan_process import answer, ask, question
+from caraserve.cluster.planner import PLAN as PUBLISHED
 from caraserve.cluster.planner import Pace, Planner
 from caraserve.cluster.seal import Keyring
 from caraserve.cluster.transfers import Transfers, Trouble
@@ -126,6 +128,48 @@ async def test_a_plan_that_cannot_be_made_is_not_tried_all_the_time(
         await until(lambda: made["a"].failed == 1, 5)
         await asyncio.sleep(0.3)  # several turns
         assert made["a"].failed == 1
+
+
+async def test_a_clock_that_is_ahead_leads_nobody_else(tmp_path: Path) -> None:
+    clock = Clock()
+    async with planning(tmp_path, clock, "a", "b") as (_, made):
+        await until(lambda: agreed(made, EPOCH), 15)
+        ahead = Plan.made(EPOCH + 1000, {"small": (Share("a", 1.0),)}, {"a": 8, "b": 8})
+        made["a"]._make = made["b"]._make = _never  # type: ignore[method-assign]
+        made["a"]._adopt(ahead, encoded(ahead))
+        current = Plan.made(EPOCH + 1, {"small": (Share("b", 1.0),)}, {"a": 8, "b": 8})
+        assert await _takes(made["b"], ahead) is None
+        made["a"].plan = None
+        made["a"]._adopt(current, encoded(current))
+        assert await _takes(made["b"], current) == current
+        await until(lambda: agreed(made, EPOCH + 1), 5)
+
+
+async def test_where_the_latest_plan_cannot_be_had_the_one_before_it_is_taken(tmp_path: Path) -> None:
+    clock = Clock()
+    async with planning(tmp_path, clock, "a", "b", "c") as (_, made):
+        await until(lambda: agreed(made, EPOCH), 15)
+        for planner in made.values():
+            planner._make = _never  # type: ignore[method-assign]
+        late = Plan.made(EPOCH + 1, {"small": (Share("b", 1.0),)}, {"a": 8, "b": 8, "c": 8})
+        made["a"]._node.core.hold(PUBLISHED, (EPOCH + 1, "f" * 64), time.monotonic())  # and has no such plan
+        made["b"]._adopt(late, encoded(late))
+        assert late.digest < "f" * 64
+        await until(lambda: made["c"].plan == late, 5)
+
+
+async def _takes(planner: Planner, plan: Plan) -> Plan | None:
+    """The plan, if it is taken within several turns of its being known."""
+    facts = planner._node.core.facts
+    await until(lambda: any(_published(facts, name) == plan.digest for name in "ab"), 3)
+    await asyncio.sleep(0.3)
+    return planner.plan if planner.plan == plan else None
+
+
+def _published(facts: Facts, name: str) -> str:
+    shelf = facts.shelf(name)
+    fact = shelf.get(PUBLISHED) if shelf is not None else None
+    return str(fact.value[1]) if fact is not None and fact.value else ""
 
 
 async def _fails(body: bytes, previous: bytes, timeout_s: float) -> bytes:
