@@ -23,6 +23,7 @@ from caraserve.cluster.signing import HEADER, signature
 T = TypeVar("T")
 
 _CONNECT_S = 1.0
+_REACH_S = 2.0  # the name server's part in it included
 _SILENT_S = 5.0  # without a byte: the peer is as good as gone
 _KEPT_ALIVE_S = 15.0
 _CLOSING_S = 0.05  # connections are closed some turns of the loop after their session says that it is
@@ -83,7 +84,7 @@ class Transfers:
     def _get(self, url: str, headers: dict[str, str]) -> Any:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_ALIVE_S)
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_SILENT_S)
+            timeout = aiohttp.ClientTimeout(None, connect=_REACH_S, sock_connect=_CONNECT_S, sock_read=_SILENT_S)
             self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
         scheme = "https" if self._tls else "http"
         return self._session.get(url.replace("http", scheme, 1), headers=headers, ssl=self._tls or True)

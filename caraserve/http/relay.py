@@ -32,6 +32,7 @@ from caraserve.http.messages import fault_body
 from caraserve.http.sse import DONE, EventStream, event
 
 _CONNECT_S = 0.5
+_REACH_S = 1.0  # the name server's part in it included
 _IDLE_S = 15.0  # shorter than the server's own patience, so that it is never the one who closes
 _READ_BYTES = 64 << 10  # of an answer that wait here for a slow client, at most twice over
 _LONGEST_EVENT = 32 << 20
@@ -101,7 +102,7 @@ class Relays:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S, ssl=tls or True)
         self._session = aiohttp.ClientSession(
             connector=connector,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+            timeout=aiohttp.ClientTimeout(total=None, connect=_REACH_S, sock_connect=_CONNECT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             skip_auto_headers=("User-Agent", "Accept-Encoding"),

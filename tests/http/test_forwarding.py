@@ -230,6 +230,19 @@ async def test_before_the_first_byte_another_instance_tries_with_the_same_id_and
         assert running["d"].tallies.retried == 2
 
 
+async def test_a_name_server_that_says_nothing_holds_up_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def silent(*about: object, **more: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("caraserve.http.relay._REACH_S", 0.05)
+    async with fleet("b") as running:
+        running.add_absent("a")
+        running.world.records["a"] = replace(running.world.records["a"], address="a.example:1")
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", silent)
+        assert (await running["b"].client.complete()).status == 200
+        assert running["b"].tallies.unreached == {"a": 1}
+
+
 async def test_the_one_that_was_asked_draws_the_seed_that_the_others_got() -> None:
     async with fleet("b") as running:
         await running.start("a", FakeEngine(refusals={0: Overloaded("full", retry_after_s=1)}))
