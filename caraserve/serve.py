@@ -162,14 +162,16 @@ def _root(lora: LoraConfig) -> Path | None:
 
 def _add_adapters(catalog: Catalog, lora: LoraConfig) -> list[str]:
     modules = [(module.name, module.path) for module in lora.lora_modules]
+    found: set[str] = set()
     if lora.adapters_dir is not None:
         if not lora.adapters_dir.is_dir():
             raise ConfigError(f"--adapters-dir {str(lora.adapters_dir)!r} is not a folder")
         folders = sorted(path for path in lora.adapters_dir.iterdir() if (path / "adapter_config.json").is_file())
         named = {name for name, _ in modules}
-        modules += [(path.name, path) for path in folders if path.name not in named]
+        found = {path.name for path in folders} - named
+        modules += [(path.name, path) for path in folders if path.name in found]
     with progress("adapters", len(modules)) as advance:
-        return catalog.add_at_start(modules, advance)
+        return catalog.add_at_start(modules, advance, found=found)
 
 
 def _stop_on_defect(task: "asyncio.Task[None]") -> None:

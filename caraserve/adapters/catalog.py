@@ -6,7 +6,7 @@ Joins the registry (what is known, across restarts), the reader of PEFT folders,
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from caraserve.model.spec import ModelSpec
 
 T = TypeVar("T")
 
+_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _READERS = 2  # threads that read and check adapters: enough to keep a disk busy beside the compute threads
 
 
@@ -177,9 +178,14 @@ class Catalog:
             self.on_change(name, None)
             await self.residency.forgotten(self.residency.unregister(name))
 
-    def add_at_start(self, modules: Iterable[tuple[str, Path]], progress: Callable[[], None]) -> list[str]:
+    def add_at_start(
+        self, modules: Iterable[tuple[str, Path]], progress: Callable[[], None], *, found: Collection[str] = ()
+    ) -> list[str]:
         """Registers adapters before the server is up, and those that the registry remembers. Files that have not
         changed since they were last looked at are not read again. Returns complaints about remembered ones.
+
+        `found`: names of those that nobody asked for, as their folders lay there. They are as old as their files, so
+        that who removed one since then need not do so again.
 
         Raises ConfigError for one that was asked for and cannot be applied.
         """
@@ -193,6 +199,8 @@ class Catalog:
                     known = self._inspect(name, str(path), trusted=True)
                 except CaraServeError as error:
                     raise ConfigError(f"adapter {name!r} at {path}: {error.message}") from error
+                if name in found:
+                    known = replace(known, created_s=min(known.created_s, _changed_s(path)))
                 fresh.append(known)
             elif (refusal := self._refused_size(known.num_bytes)) is not None:
                 raise ConfigError(f"adapter {name!r} at {path}: {refusal.message}")
@@ -300,10 +308,15 @@ class _Exclusive:
         self._names.discard(self._name)
 
 
+def _changed_s(folder: Path) -> float:
+    """When an adapter's files were last written, in unix time."""
+    return max((folder / name).stat().st_mtime for name in _FILES)
+
+
 def stamp(folder: Path) -> str:
     """Changes when an adapter's files do: their sizes and times. Empty when they are not there."""
     try:
-        stats = [(folder / name).stat() for name in ("adapter_config.json", "adapter_model.safetensors")]
+        stats = [(folder / name).stat() for name in _FILES]
     except OSError:
         return ""
     return ",".join(f"{stat.st_size}:{stat.st_mtime_ns}" for stat in stats)

@@ -1,6 +1,7 @@
 """One engine's part in the cluster: what it publishes of its work and adapters, and what it does with others' names."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -72,6 +73,24 @@ async def test_what_others_remove_is_unloaded_and_what_they_add_is_wanted(tmp_pa
         await until(lambda: [info.name for info in engine.adapters()].count("chef") == 0, 3)
         b.register(Adapter("new", "d", 8, 1))
         await until(lambda: wanted == [Adapter("new", "d", 8, 1)], 3)
+
+
+@pytest.mark.parametrize("asked_for", [False, True])
+async def test_a_folder_that_lies_there_does_not_bring_back_what_was_removed(tmp_path: Path, asked_for: bool) -> None:
+    lora = lora_config(ADAPTERS if asked_for else {}, adapters_dir=demo.adapters_folder(), mode="overlapped")
+    removed_s = time.time()
+    async with instances(tmp_path) as group:
+        a = (await group.start("a")).node
+        a.register(Adapter("poet", "d", 8, 1))
+        a.remove("poet")
+        async with running(model_config(demo.model_folder()), lora, engine_config(seqs=2)) as engine:
+            assert (engine.adapter("poet").created_s < removed_s) is not asked_for
+            Publisher(a, engine, lambda: (0, 0), None, Links()).announce()
+            if asked_for:
+                assert a.adapter("poet") is not None
+            else:
+                await until(lambda: "poet" not in {info.name for info in engine.adapters()}, 3)
+                assert a.adapter("poet") is None
 
 
 async def test_an_unload_that_fails_in_an_unforeseen_way_is_said(
