@@ -335,7 +335,10 @@ class Node:
                 self.on_held()
             case FactsChanged(owner, facts) if owner == SHARED:
                 self._names.save(facts)
-                self.on_names({fact.key: self.adapter(fact.key) for fact in facts})
+                # What a later version means by a value is unknown here: as if nothing had been said, and no removal.
+                means = {fact.key: self.adapter(fact.key) for fact in facts}
+                gone = {fact.key for fact in facts if fact.deleted}
+                self.on_names({name: adapter for name, adapter in means.items() if adapter or name in gone})
             case FactsChanged():
                 self.on_held()
             case PeerRefused(peer, reason):

@@ -59,6 +59,21 @@ async def test_a_name_is_known_everywhere_and_forgotten_everywhere(tmp_path: Pat
         assert heard == [{"poet": adapter}, {"poet": None}]
 
 
+async def test_a_name_given_in_words_of_a_later_version_is_not_taken_for_a_removal(tmp_path: Path) -> None:
+    heard: dict[str, Adapter | None] = {}
+    async with instances(tmp_path) as running:
+        await together(running, "a", "b")
+        a, b = running.running["a"].node, running.running["b"].node
+        a.on_names = heard.update
+        wall_ms = int(time.time() * 1000)
+        later = Fact("poet", ("blake3", "digest"), wall_ms << 16, "b")
+        b.core.facts.merge(SHARED, [later], wall_ms)
+        b.register(Adapter("known", "d", 8, 10))
+        shelf = a.core.facts.shelf(SHARED)
+        await until(lambda: "known" in heard and shelf is not None and shelf.get("poet") == later, 4)
+        assert set(heard) == {"known"}
+
+
 async def test_only_the_living_hold_anything(tmp_path: Path) -> None:
     async with instances(tmp_path) as running:
         await together(running, "a", "b")
