@@ -3,6 +3,10 @@
 A file beside the registry of this instance's own adapters. Tombstones are kept like names, or an instance that was away
 would bring back what was removed. A thread writes, and all that came meanwhile at once, without waiting for the disk: a
 lost one costs what the others tell us again.
+
+Tombstones go after their time, so who was away for longer cannot tell a name that was removed meanwhile from one that
+was not. The file says when its server last ran; after so long its names are those that the others tell, and our own
+adapters.
 """
 
 import json
@@ -13,7 +17,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from caraserve.cluster.facts import Fact, is_expired
+from caraserve.cluster.facts import TOMBSTONE_S, Fact, is_expired
 from caraserve.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -24,6 +28,11 @@ CREATE TABLE names (
     name TEXT PRIMARY KEY, value TEXT NOT NULL, hlc INTEGER NOT NULL, node TEXT NOT NULL, deleted INTEGER NOT NULL
 ) WITHOUT ROWID
 """
+
+
+# Beside the first schema, so that earlier versions can go on with the file.
+_SEEN = "CREATE TABLE IF NOT EXISTS seen (only_row INTEGER PRIMARY KEY, wall_ms INTEGER NOT NULL)"
+_SEEN_EVERY_MS = 3_600_000
 
 
 def beside(registry: Path) -> Path:
@@ -40,6 +49,7 @@ class NamesFile:
         self._writer = ThreadPoolExecutor(1, "caraserve-names")
         self._lock = threading.Lock()
         self._waiting: dict[str, Fact] = {}
+        self._seen_ms = 0
         try:
             self._connection = sqlite3.connect(path or ":memory:", timeout=1.0, check_same_thread=False)
             try:
@@ -53,7 +63,14 @@ class NamesFile:
             ) from None
 
     def restore(self, wall_ms: int) -> list[Fact]:
-        """All names and the tombstones that somebody may still need; drops the others."""
+        """All names and the tombstones that somebody may still need; drops the others. Nothing after too long."""
+        ((seen_ms,),) = self._connection.execute("SELECT max(wall_ms) FROM seen").fetchall()
+        if seen_ms is not None and wall_ms - seen_ms > TOMBSTONE_S * 1000:
+            log.warning(
+                "%s was not in use for over %d days: its names are left out", self._where, TOMBSTONE_S // 86_400
+            )
+            with self._connection:
+                self._connection.execute("DELETE FROM names")
         rows = self._connection.execute("SELECT name, value, hlc, node, deleted FROM names").fetchall()
         facts = [Fact(name, tuple(json.loads(value)), hlc, node, bool(gone)) for name, value, hlc, node, gone in rows]
         expired = [(fact.key,) for fact in facts if is_expired(fact, wall_ms)]
@@ -68,6 +85,14 @@ class NamesFile:
             self._waiting.update({fact.key: fact for fact in facts})
             if is_first and self._waiting:
                 self._writer.submit(self._write)
+
+    def seen(self, wall_ms: int) -> None:
+        """We still run. Written once an hour."""
+        if wall_ms - self._seen_ms >= _SEEN_EVERY_MS:
+            self._seen_ms = wall_ms
+            # A clock that is behind takes nothing back.
+            text = "INSERT INTO seen VALUES (0, ?) ON CONFLICT DO UPDATE SET wall_ms = max(wall_ms, excluded.wall_ms)"
+            self._writer.submit(self._execute, text, [(wall_ms,)])
 
     def close(self) -> None:
         """Writes what waits, and closes the file."""
@@ -87,13 +112,17 @@ class NamesFile:
             if version == 0:
                 execute(_SCHEMA)
                 execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+            execute(_SEEN)
 
     def _write(self) -> None:
         with self._lock:
             facts, self._waiting = self._waiting.values(), {}
         rows = [(fact.key, json.dumps(fact.value), fact.hlc, fact.node, fact.deleted) for fact in facts]
+        self._execute("INSERT OR REPLACE INTO names VALUES (?, ?, ?, ?, ?)", rows)
+
+    def _execute(self, text: str, rows: Iterable[tuple[str | int, ...]]) -> None:
         try:
             with self._connection:
-                self._connection.executemany("INSERT OR REPLACE INTO names VALUES (?, ?, ?, ?, ?)", rows)
+                self._connection.executemany(text, rows)
         except sqlite3.Error as error:
             log.error("names of the cluster cannot be kept in %s: %s", self._where, error)

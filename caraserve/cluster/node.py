@@ -116,6 +116,7 @@ class Node:
         settings = Settings(self._config.cluster, self._config.model, self.name, address, seeds)
         core = Core(settings, self.keys, self._rng, self._now(), wall_ms)
         core.restore(self._names.restore(wall_ms), self._now())
+        self._names.seen(wall_ms)
         self._core, self._sockets = core, Sockets(self, self._config.tls)
         for work in (self._tick, self._look_around):
             task = asyncio.create_task(work(), name=f"cluster {work.__name__.strip('_')}")
@@ -297,6 +298,7 @@ class Node:
         while True:
             await asyncio.sleep(_REREAD_S)
             self.reread_secrets()
+            self._names.seen(int(time.time() * 1000))
             if (refused := self.core.facts.refused) > self._refused:
                 self._refused = refused
                 text = (

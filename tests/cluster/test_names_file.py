@@ -1,5 +1,6 @@
 """Names and tombstones outlive the process; a file that cannot be used is refused with the reason."""
 
+import sqlite3
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -66,6 +67,28 @@ def test_tombstones_that_nobody_needs_are_dropped(tmp_path: Path) -> None:
         names.save([NAME, GONE])
     assert kept(path, NOW_MS + int(TOMBSTONE_S * 1000) + 1000) == [NAME]
     assert kept(path) == [NAME]
+
+
+def test_who_was_away_for_longer_than_tombstones_last_brings_no_name_back(tmp_path: Path) -> None:
+    path = tmp_path / "names.db"
+    day_ms = 86_400_000
+    with closing(NamesFile(path)) as names:
+        names.save([NAME, GONE])
+        names.seen(NOW_MS)
+        names.seen(NOW_MS + 20 * day_ms)
+        names.seen(1000)  # a clock that is behind for once
+    assert kept(path, NOW_MS + 49 * day_ms) == [NAME]
+    assert kept(path, NOW_MS + 51 * day_ms) == []
+    assert kept(path, NOW_MS + 20 * day_ms) == []
+
+
+def test_a_file_of_before_last_sights_were_kept_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "names.db"
+    with closing(NamesFile(path)) as names:
+        names.save([NAME])
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("DROP TABLE seen")
+    assert kept(path, NOW_MS + int(TOMBSTONE_S * 1000) + 1000) == [NAME]
 
 
 def test_without_a_file_nothing_is_kept() -> None:
