@@ -10,6 +10,8 @@ import asyncio
 import logging
 import signal
 import ssl
+import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from math import inf
@@ -41,6 +43,8 @@ log = logging.getLogger(__name__)
 
 # A common disk, and a network of 10 Gbit/s: nobody has measured them here, and a holder is always to be preferred.
 _DISK_BYTES_PER_MS, _FETCH_MS, _FETCH_BYTES_PER_MS = 2e6, 5.0, 1e6
+
+_PATIENCE_S = 5.0  # until an instance that hears of no other one takes itself for the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +152,7 @@ async def join(
     stack.push_async_callback(node.stop)
     await node.start(_advertised(cluster, *where))
     publisher.announce()
-    forwarding.joined = True
+    forwarding.joined, forwarding.introduced = True, introduction(node)
     engine.watch = publisher.watch
     metrics.show(publisher.families)
     adapters.join(stack, publisher, engine, metrics)
@@ -160,6 +164,12 @@ async def join(
     for name, work in works.items():
         run_beside(stack, work, f"cluster {name}")
     return publisher
+
+
+def introduction(node: Node, now: Callable[[], float] = time.monotonic) -> Callable[[], bool]:
+    """Whether clients may come: this instance knows the cluster's names, or there is nobody to tell it any."""
+    ends_s = now() + _PATIENCE_S
+    return lambda: node.core.facts.agreed or now() >= ends_s
 
 
 def links_of(profile: Profile | None, lora: LoraConfig) -> Links:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,12 @@ class Server:
         with urllib.request.urlopen(request, timeout=10) as answer:
             text = answer.read().decode()
         return json.loads(text) if text.startswith("{") else text
+
+    def ready(self) -> bool:
+        try:
+            return self.ask("/ready") == ""
+        except urllib.error.HTTPError:
+            return False
 
     def states(self) -> dict[str, str]:
         return {member["name"]: member["state"] for member in self.ask("/v1/cluster")["data"]}
@@ -116,6 +123,7 @@ def test_the_life_of_a_fleet(tmp_path: Path) -> None:
         a, b, c, d, e = servers.values()
         until(lambda: all(one["load"] is not None for one in b.ask("/v1/cluster")["data"]), 1)
         assert {one["load"]["status"] for one in b.ask("/v1/cluster")["data"]} == {"serving"}
+        until(lambda: all(server.ready() for server in servers.values()), 2)
 
         a.ask("/v1/load_lora_adapter", poet)
         until(lambda: all("bard" in server.adapters() for server in servers.values()), 2)

@@ -217,6 +217,7 @@ class Facts:
 
     def __init__(self, me: str) -> None:
         self.refused = 0  # facts of wrong clocks or by writers who may not
+        self.agreed = False  # whether another instance's names have once been all among ours
         self._me = me
         self._clock = HybridClock()
         self._shelves = {SHARED: Shelf(), me: Shelf()}

@@ -132,6 +132,7 @@ class Forwarding:
         self.exchange: Exchange | None = None  # without one, requests go only to those who have their adapter
         self.tallies = Tallies()
         self.joined = False  # nobody is known before
+        self.introduced: Callable[[], bool] = lambda: False  # whether the cluster's names are known
         self._cluster, self._slo, self._find, self._draining = cluster, slo, find, draining
         self._policy = None if routing == LOCAL else policy(routing)
         self._rng = rng

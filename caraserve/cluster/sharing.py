@@ -11,7 +11,7 @@ from itertools import chain, islice
 from math import inf
 from random import Random
 
-from caraserve.cluster.facts import BUCKETS, Fact, Facts
+from caraserve.cluster.facts import BUCKETS, SHARED, Fact, Facts
 from caraserve.cluster.wire import Compare, batches
 from caraserve.cluster.wire import Facts as FactsMessage
 
@@ -72,6 +72,7 @@ class Sharing:
         shelf = self._facts.shelf(owner)
         known, until_s = self._known.get((owner, peer), (None, 0.0))
         if shelf is None or shelf.root == root or (known == root and now < until_s):
+            self._facts.agreed = self._facts.agreed or owner == SHARED
             return None
         question = self._open.get(owner)
         if question is not None and now < question.until_s:

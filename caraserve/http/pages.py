@@ -32,11 +32,14 @@ async def health(request: web.Request) -> web.Response:
 
 async def ready(request: web.Request) -> web.Response:
     """Whether new requests should be sent here."""
-    engine = request.app[CONTEXT].engine
+    context = request.app[CONTEXT]
+    engine = context.engine
     if engine.draining:
         raise Draining("The server is stopping.", retry_after_s=1.0)
     if engine.failure is not None:
         raise NotReady(f"The device has failed: {engine.failure}")
+    if context.dispatch is not None and not context.dispatch.forwarding.introduced():
+        raise NotReady("This instance has yet to hear from its cluster which adapters there are.")
     return web.Response()
 
 

@@ -102,6 +102,15 @@ async def test_base_models_may_have_other_names_elsewhere() -> None:
         assert (answer.json["model"], len(a.engine.requests)) == ("org/base", 1)
 
 
+async def test_an_instance_is_ready_when_it_knows_the_names_of_the_cluster() -> None:
+    async with fleet("a") as running:
+        early = await running["a"].client.get("/ready")
+        assert (early.status, early.error["code"]) == (503, "not_ready")
+        assert (await running["a"].client.get("/health")).status == 200
+        running["a"].dispatch.forwarding.introduced = lambda: True
+        assert (await running["a"].client.get("/ready")).status == 200
+
+
 # --- who may ---
 
 

@@ -1,0 +1,34 @@
+"""When an instance of a fleet takes itself for ready: it knows what the others know, or there are none."""
+
+import asyncio
+from pathlib import Path
+
+from caraserve.cluster.facts import Adapter
+from caraserve.fleet import introduction
+from tests.cluster.nodes import instances, until
+
+
+def test_one_that_joins_is_introduced_when_it_knows_all_names(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with asyncio.timeout(20), instances(tmp_path) as running:
+            a = (await running.start("a")).node
+            for number in range(500):
+                a.register(Adapter(f"poet-{number}", "d", 8, 1))
+            b = (await running.start("b")).node
+            ready = introduction(b, lambda: 0.0)
+            assert not ready()
+            await until(ready, 10)
+            assert len(list(b.adapters())) == 500
+
+    asyncio.run(body())
+
+
+def test_one_that_is_alone_does_not_wait_for_ever(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with asyncio.timeout(20), instances(tmp_path) as running:
+            times = iter((0.0, 4.9, 5.0))
+            ready = introduction((await running.start("a")).node, lambda: next(times))
+            assert not ready()
+            assert ready()
+
+    asyncio.run(body())
