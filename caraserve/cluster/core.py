@@ -230,7 +230,9 @@ class Core:
             self._dialling.is_us(link.dialled)
             link.close("it is our own address")
             return
-        reason = objection(self._settings, hello)
+        known = self._peers.get(hello.name)
+        heard = known is not None and now - known.heard_s <= self._settings.timing.silent_s
+        reason = objection(self._settings, hello, known.peer if known and heard else None)
         if reason is None and not self.members.admits(hello.name):
             reason = CROWDED
         if reason is not None:

@@ -88,14 +88,16 @@ class Quoted:
 Output: TypeAlias = Dial | Close | MemberChanged | FactsChanged | PeerRefused | RefusedUs | Quoted
 
 
-def objection(settings: Settings, hello: Hello) -> str | None:
-    """Why who greets us so does not belong here, in words for the person who started it."""
+def objection(settings: Settings, hello: Hello, known: Hello | None = None) -> str | None:
+    """Why who greets us so does not belong here, in words for the person who started it. `known`: who is in session
+    with us under that name and heard just now; a restarted instance is not."""
     if hello.protocol != PROTOCOL:
         return f"{settings.name} speaks version {PROTOCOL} of the cluster's protocol, not {hello.protocol}"
     if hello.cluster != settings.cluster:
         return f"{settings.name} is of cluster {settings.cluster}, not {hello.cluster}"
     if hello.model != settings.model:
         return f"{settings.name} serves another base model ({settings.model}, not {hello.model})"
-    if hello.name == settings.name:
-        return f"an instance at {settings.address} is called {settings.name}, too; give each a --name of its own"
+    address = settings.address if hello.name == settings.name else known.address if known is not None else hello.address
+    if hello.name == settings.name or address != hello.address:
+        return f"an instance at {address} is called {hello.name}, too; give each a --name of its own"
     return None

@@ -179,6 +179,19 @@ def test_of_two_that_do_not_belong_together_the_later_started_is_to_go(later: st
     assert told == {later: [True], "b" if later == "a" else "a": [False]}
 
 
+def test_of_two_of_one_name_that_know_only_a_third_the_second_is_told_so_until_the_first_is_silent() -> None:
+    first, third = core("a"), core("b")
+    connect(first, third, 1, 0.0)
+    second = Core(Settings("c", "m", "a", "elsewhere:1"), KEYS, Random(3), 0.5, WALL_MS + 500)
+    connect(second, third, 2, 0.5)
+    (refused,) = [output for output in second.take_outputs() if isinstance(output, RefusedUs)]
+    assert refused.reason == "an instance at a:1 is called a, too; give each a --name of its own"
+    assert refused.ours_to_go
+    assert third.members.get("a") == first.members.me
+    connect(second, third, 3, 2.0)
+    assert used(third, "a", (1, 3), 2.1) == [3]
+
+
 def test_a_clock_that_is_put_right_under_way_is_right_from_then_on() -> None:
     a = Core(Settings("c", "m", "a", "a:1"), KEYS, Random("a"), 0.0, 1000)  # just after 1970
     b = core("b")
