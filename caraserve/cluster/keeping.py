@@ -11,6 +11,7 @@ import logging
 import random
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ from caraserve.adapters.residency import Residency
 from caraserve.adapters.version import Pooled, Source
 from caraserve.cluster.copies import Copies
 from caraserve.cluster.cost import Tier
-from caraserve.cluster.lending import Lending
+from caraserve.cluster.lending import Busy, Lending
 from caraserve.cluster.names import known_adapters
 from caraserve.cluster.node import Body, Node
 from caraserve.cluster.publisher import Publisher
@@ -43,6 +44,7 @@ _NO, _YES, _LOOKING = range(3)  # answers to it; the last: ask again in a moment
 _LOOK_S = 0.25
 _SURE_S = 1.0  # after a look at files in a folder, which are not ours
 _LOOKED_AT = 200  # in a turn of the event loop
+_SAID_AT_ONCE = 20
 
 
 class Keeping:
@@ -60,7 +62,7 @@ class Keeping:
         """`most_bytes`: of other instances' adapters on our disk."""
         self.lending = Lending(residency, self._read_own, self._unread, lambda: node.keys)
         self.wanted: Callable[[str], bool] = lambda name: False  # whether the plan wants an adapter here
-        self.unkept = self.deleted = 0
+        self.unkept = self.unsaid = self.deleted = 0
         self._node, self._residency, self._reader = node, residency, reader
         self._publisher: Publisher | None = None
         self._stored, self._most_bytes, self._now = stored, most_bytes, now
@@ -84,9 +86,23 @@ class Keeping:
         self._publisher = publisher
         kept = dict.fromkeys(self._stored.digests(), _PROMISE_S)
         self._copies.restore(set(kept), kept, self._now())
-        for digest in kept:
-            self._held.add(digest)
-            publisher.hold(digest, Tier.DISK)
+        self._held |= kept.keys()
+        self._start(self._say_kept(kept))
+
+    async def _say_kept(self, digests: Iterable[str]) -> None:
+        for count, digest in enumerate(digests, 1):
+            if digest in self._held:
+                self._say_held(digest, Tier.DISK)
+            if count % _SAID_AT_ONCE == 0:
+                await asyncio.sleep(0)
+
+    def _say_held(self, digest: str, tier: Tier) -> None:
+        try:
+            self._publisher_now.hold(digest, tier)
+        except CaraServeError as error:  # it is said of so many already
+            self.unsaid += 1
+            self._publisher_now.drop(digest)
+            log.warning("nobody is told that adapter %s is here: %s", digest[:12], error.message)
 
     async def close(self) -> None:
         """Ends what is under way."""
@@ -201,41 +217,57 @@ class Keeping:
         self._stamps[digest] = before
         if digest not in self._held:
             self._verified(digest)
-            self._publisher_now.hold(digest, Tier.HOST)
+            self._say_held(digest, Tier.HOST)
 
     # --- writing ---
 
-    async def keep(self, digest: str) -> None:
-        """Writes what has been fetched to our disk; then we hold it, and say so. Two who ask wait for one writing."""
+    async def keep(self, digest: str, image: HostAdapter | None = None) -> None:
+        """Writes what has been fetched to our disk, `image` or what the host tier has; then we hold it, and say so.
+        Two who ask wait for one writing."""
         task = self._keeping.get(digest)
         if task is None:
-            task = self._keeping[digest] = self._start(self._write(digest))
+            task = self._keeping[digest] = self._start(self._write(digest, image))
             task.add_done_callback(lambda _: self._keeping.pop(digest, None))
         await asyncio.shield(task)
 
-    async def _write(self, digest: str) -> None:
+    async def _write(self, digest: str, image: HostAdapter | None) -> None:
         try:
-            async with self.lending.image_of(digest) as image:
-                size = size_of(image)
-                if not await self._make_room(size):
+            async with self.lending.image_of(digest) if image is None else nullcontext(image) as lent:
+                if not await self._written(lent):
                     self.unkept += 1
                     return
-                await self._on_thread(self._disk, self._stored.write, image)
         except CaraServeError:
             return  # nobody wants it any more
+        except Busy:
+            self.unkept += 1
+            return
         except OSError as error:
             self.unkept += 1
             log.warning("adapter %s cannot be kept on disk: %s", digest[:12], error.strerror)
             return
-        self._stored.added(digest, size)
         self._read.add(digest)
         self._verified(digest)
-        self._publisher_now.hold(digest, Tier.HOST)
+        self._say_held(digest, Tier.HOST if image is None else Tier.DISK)
         self._swept = False
+
+    async def _written(self, image: HostAdapter) -> bool:
+        """Whether there was room for it. Raises OSError."""
+        size = size_of(image)
+        if not await self._make_room(size):
+            return False
+        self._stored.reserve(size)  # others that are written meanwhile must not count on it
+        try:
+            await self._on_thread(self._disk, self._stored.write, image)
+            self._stored.added(image.spec.digest, size)
+        finally:
+            self._stored.reserve(-size)
+        return True
 
     async def _make_room(self, num_bytes: int) -> bool:
         """Lets the least recently used go until so much fits; what the plan wants here stays."""
-        for digest in self._stored.digests():
+        for count, digest in enumerate(self._stored.digests(), 1):
+            if count % _LOOKED_AT == 0:
+                await asyncio.sleep(0)
             if self._stored.num_bytes + num_bytes <= self._most_bytes:
                 break
             version = self._residency.find(digest)

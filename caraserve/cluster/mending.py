@@ -5,6 +5,7 @@ this, and neither does the event loop.
 """
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from caraserve.cluster.node import Node
 from caraserve.cluster.planner import restricted
 from caraserve.cluster.pool import Pool
 from caraserve.exposition import family
+
+log = logging.getLogger(__name__)
 
 _LOOKED_AT = 200  # adapters that may be missing, in a turn
 _SPARE_LOOKED_AT = 16  # of those on our disk, each of which means asking who else holds it
@@ -94,11 +97,13 @@ class Mending:
         try:
             if await self._pool.bring(name):
                 self.fetched += 1
-            else:
-                self.failed += 1
-                self._later_s[name] = self._now() + _AGAIN_S
+                return
+        except Exception:  # a defect of ours, which must not end the other moves
+            log.exception("adapter %s could not be moved here", name)
         finally:
             self._mover.done(name)
+        self.failed += 1
+        self._later_s[name] = self._now() + _AGAIN_S
 
     async def _drop(self, plan: Plan) -> None:
         """Lets some of what is not for this instance go, if those whom it is for have it."""

@@ -20,13 +20,14 @@ from caraserve.cluster.cost import Tier
 from caraserve.cluster.exchange import Exchange
 from caraserve.cluster.facts import Adapter
 from caraserve.cluster.keeping import Keeping
+from caraserve.cluster.names import known_adapters
 from caraserve.cluster.node import Node
 from caraserve.cluster.publisher import Publisher
 from caraserve.cluster.stored import Stored
 from caraserve.cluster.transfers import Transfers
 from caraserve.errors import CaraServeError, Forbidden, Unreachable
 from caraserve.exposition import family
-from caraserve.model.layout import HostAdapter
+from caraserve.model.layout import HostAdapter, aligned_bytes
 from caraserve.model.spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,10 @@ class Pool:
             if info.stamp:  # else it is a name of the cluster's that has come already
                 self.keeping.loaded(info)
         self.keeping.begin(publisher)
-        for adapter in list(self._node.adapters()):
+        self._start(self._adopt_known())
+
+    async def _adopt_known(self) -> None:
+        async for adapter in known_adapters(self._node):
             if self._catalog.find(adapter.name) is None:
                 self.adopt(adapter)
 
@@ -183,17 +187,21 @@ class Pool:
         self._start(self._fetch(digest, into, done))
 
     async def bring(self, name: str) -> bool:
-        """Has an adapter here, and holds it, because the plan wants that; whether it is so now. Requests go first."""
+        """Holds an adapter here because the plan wants that; whether it is so now. It goes by the host tier, whose
+        images are those of requests."""
         info = self._catalog.find(name)
-        version = self._catalog.residency.find(info.digest) if info is not None else None
-        if version is None:
+        if info is None:
             return False
-        self._catalog.residency.prefetch(version)
-        while version.tier is LocalTier.READING:
-            await self._catalog.residency.next_change()
-        if not self.keeping.holds(version.digest) and self.has(version.digest):
-            await self.keeping.keep(version.digest)
-        return self.keeping.holds(version.digest)
+        digest = info.digest
+        if not self.keeping.holds(digest):
+            image = None
+            if self._catalog.residency.image(digest) is None:
+                try:
+                    image = await self.exchange.fetch(digest, aligned_bytes(info.num_bytes))
+                except CaraServeError:
+                    return False
+            await self.keeping.keep(digest, image)
+        return self.keeping.holds(digest)
 
     def holds_name(self, name: str) -> bool:
         """The same of what a name means."""
@@ -240,6 +248,7 @@ class Pool:
             ("adapters_held", "gauge", "Adapters whose bytes this instance holds.", keeping.num_held),
             ("adapters_stored_bytes", "gauge", "Other instances' adapters on this disk.", keeping.stored_bytes),
             ("adapters_unkept_total", "counter", "Fetched adapters with no room on disk.", keeping.unkept),
+            ("adapters_unsaid_total", "counter", "Held adapters that nobody was told of.", keeping.unsaid),
             ("adapters_deleted_total", "counter", "Adapters deleted from this disk.", keeping.deleted),
         ):
             yield family(f"caraserve:{name}", kind, text, [(labels, value)])

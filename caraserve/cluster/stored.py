@@ -45,6 +45,7 @@ class Stored:
             self._folder = Path(tempfile.mkdtemp(prefix="caraserve-adapters-")) if folder is None else folder
             self._folder.mkdir(exist_ok=True)
             self._sizes: OrderedDict[str, int] = OrderedDict(self._found())  # the least recently used first
+            self._num_bytes = sum(self._sizes.values())
         except OSError as error:
             raise ConfigError(f"{folder}, which keeps other instances' adapters: {error.strerror}") from None
 
@@ -53,8 +54,8 @@ class Stored:
 
     @property
     def num_bytes(self) -> int:
-        """Of all files."""
-        return sum(self._sizes.values())
+        """Of all files, and of those that are about to be written."""
+        return self._num_bytes
 
     def file_bytes(self, digest: str) -> int:
         """Of one file."""
@@ -71,11 +72,16 @@ class Stored:
 
     def added(self, digest: str, num_bytes: int) -> None:
         """`write` has written it."""
+        self._num_bytes += num_bytes - self._sizes.pop(digest, 0)
         self._sizes[digest] = num_bytes
+
+    def reserve(self, num_bytes: int) -> None:
+        """So much is about to be written, or (negative) has been or will not be."""
+        self._num_bytes += num_bytes
 
     def forget(self, digest: str) -> None:
         """It may not be read any more; `delete` then takes the file away."""
-        self._sizes.pop(digest, None)
+        self._num_bytes -= self._sizes.pop(digest, 0)
 
     def close(self) -> None:
         """The end of a folder that was made for this run alone."""

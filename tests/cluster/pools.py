@@ -148,6 +148,7 @@ class Pools:
             name, prepare=prepare, routes=lambda node: member.pool.keeping.lending.routes()
         )
         member.begin(instance)
+        await asyncio.gather(*member.pool._tasks, *member.pool.keeping._tasks)  # what is known is taken up
         await until(self._group.agree, 4)
         return member
 

@@ -88,5 +88,42 @@ async def test_what_the_plan_wants_is_not_what_makes_room_on_a_full_disk(tmp_pat
             assert _holds(b, poet)
 
 
+async def test_moves_take_nothing_from_the_host_tier(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a = await fleet.start("a")
+        await fleet.load(a, "poet", 1)
+        num_bytes = (await a.want("poet")).data.nbytes
+        b = await fleet.start("b", host_bytes=num_bytes)
+        await until(lambda: b.knows("poet"), 3)
+        await b.want("poet")
+        digest = await fleet.load(a, "chef", 2)
+        async with mended(fleet) as plans:
+            plans.append(plan(1, chef="b"))
+            await until(lambda: digest in b.stored, 5)
+        assert b.residency.image(b.catalog.get("poet").digest) is not None
+        assert b.residency.image(digest) is None
+
+
+async def test_a_move_that_trips_over_a_defect_is_counted_and_others_go_on(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        poet, chef = await fleet.load(a, "poet", 1), await fleet.load(a, "chef", 2)
+        bring = b.pool.bring
+
+        async def trips(name: str) -> bool:
+            if name == "chef":
+                raise RuntimeError("a defect")
+            return await bring(name)
+
+        b.pool.bring = trips  # type: ignore[method-assign]
+        mending = Mending(b.node, b.pool, turn_s=0.05)
+        held = plan(1, chef="b", poet="b")
+        task = asyncio.create_task(mending.run(lambda: held))
+        await until(lambda: poet in b.stored and mending.failed == 1, 5)
+        assert chef not in b.stored
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
 def _holds(member: Member, digest: str) -> bool:
     return digest in member.stored

@@ -1,8 +1,7 @@
-"""Adapters of the fleet on its instances: fetched, kept, promised, let go; never lost while anybody means them."""
+"""Adapters of the fleet on its instances: fetched, kept, never lost while anybody means them."""
 
 import asyncio
 import errno
-import os
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from caraserve.cluster.facts import Adapter
 from caraserve.cluster.keeping import HOLD
 from caraserve.cluster.pool import Holders
 from caraserve.cluster.seal import Keyring
-from caraserve.cluster.stored import Stored, size_of
+from caraserve.cluster.stored import Stored
 from caraserve.cluster.transfers import Transfers, Trouble
 from caraserve.errors import AdapterRejected, CaraServeError, Unreachable
 from caraserve.model.layout import HostAdapter
@@ -297,132 +296,6 @@ async def test_what_was_removed_is_deleted_and_only_that(tmp_path: Path) -> None
         await b.catalog.unload("poet")
         await until(lambda: b.stored.digests() == [digests["chef"]] and not a.knows("poet"), 5)
         await until(lambda: [path.name for path in b.folder.iterdir()] == [digests["chef"]], 3)
-
-
-# --- the last copy ---
-
-
-async def test_a_copy_goes_only_against_anothers_promise(tmp_path: Path) -> None:
-    async with pools(tmp_path) as fleet:
-        a, b, c = [await fleet.start(name) for name in "abc"]
-        digest = await fleet.load(a, "poet", 1)
-        await b.want("poet")
-        await c.want("poet")
-        await until(lambda: set(a.node.holders(digest)) == set("abc"), 3)
-        assert await b.pool.keeping.let_go(digest)
-        assert digest not in b.stored
-        await until(lambda: set(a.node.holders(digest)) == set("ac"), 3)
-        await fleet.stop("a")
-        await until(lambda: set(c.node.holders(digest)) == {"c"}, 3)
-        assert not await c.pool.keeping.let_go(digest)
-        assert digest in c.stored
-
-
-async def test_nobody_promises_a_folder_that_is_gone(tmp_path: Path) -> None:
-    async with pools(tmp_path) as fleet:
-        a, b = await fleet.start("a"), await fleet.start("b")
-        digest = await fleet.load(a, "poet", 1)
-        await b.want("poet")
-        await until(lambda: set(a.node.holders(digest)) == {"a", "b"}, 3)
-        folder = Path(a.catalog.get("poet").path)
-        folder.rename(folder.with_name("away"))  # noqa: ASYNC240
-        assert not await b.pool.keeping.let_go(digest)
-        assert digest in b.stored
-        await until(lambda: set(b.node.holders(digest)) == {"b"}, 3)
-
-
-async def test_a_folder_that_was_only_touched_is_promised(tmp_path: Path) -> None:
-    async with pools(tmp_path) as fleet:
-        a, b = await fleet.start("a"), await fleet.start("b")
-        digest = await fleet.load(a, "poet", 1)
-        await b.want("poet")
-        await until(lambda: set(a.node.holders(digest)) == {"a", "b"}, 3)
-        os.utime(Path(a.catalog.get("poet").path) / "adapter_model.safetensors", (1, 1))
-        await until(lambda: _promises(a, digest), 3)
-
-
-async def test_what_an_earlier_life_kept_is_promised_once_it_has_been_read(tmp_path: Path) -> None:
-    async with pools(tmp_path) as fleet:
-        a, b = await fleet.start("a"), await fleet.start("b")
-        digests = [await fleet.load(a, name, seed) for seed, name in enumerate(("poet", "chef"))]
-        for name in ("poet", "chef"):
-            await b.want(name)
-        await until(lambda: set(b.stored.digests()) == set(digests), 3)
-        await fleet.stop("b")
-        right, wrong = digests
-        path = tmp_path / "b.adapters" / wrong
-        path.write_bytes(path.read_bytes()[:-1] + b"?")
-        b = await fleet.start("b")
-        assert not _promises(b, right)
-        assert not _promises(b, wrong)
-        await until(lambda: _promises(b, right), 3)
-        await until(lambda: wrong not in b.stored, 3)
-        assert not _promises(b, wrong)
-
-
-def _promises(member: Member, digest: str) -> bool:
-    return member.pool.keeping.answer("x", (HOLD, digest, 5.0)) == (1,)
-
-
-async def test_two_that_would_both_delete_keep_one_at_least(tmp_path: Path) -> None:
-    async with pools(tmp_path) as fleet:
-        a, b, c = [await fleet.start(name) for name in "abc"]
-        digest = await fleet.load(a, "poet", 1)
-        await b.want("poet")
-        await c.want("poet")
-        await until(lambda: set(a.node.holders(digest)) == set("abc"), 3)
-        await fleet.stop("a")
-        await until(lambda: set(b.node.holders(digest)) == set(c.node.holders(digest)) == set("bc"), 3)
-        await asyncio.gather(b.pool.keeping.let_go(digest), c.pool.keeping.let_go(digest))
-        assert digest in b.stored or digest in c.stored
-
-
-async def test_after_a_restart_what_was_promised_is_still_kept(tmp_path: Path) -> None:
-    async with pools(tmp_path) as fleet:
-        a, b = await fleet.start("a"), await fleet.start("b")
-        digest = await fleet.load(a, "poet", 1)
-        await b.want("poet")
-        await until(lambda: digest in b.stored, 3)
-        assert b.pool.keeping.answer("a", (HOLD, digest, 30.0)) == (1,)
-        await fleet.stop("b")
-        b = await fleet.start("b")
-        await until(lambda: "a" in b.node.holders(digest), 3)
-        assert not await b.pool.keeping.let_go(digest)
-
-
-@pytest.mark.parametrize(
-    "body", [(HOLD,), (HOLD, "d"), (HOLD, 1, 2), (HOLD, "d", "x"), (HOLD, "d", -1.0), (HOLD, "?", 5.0)]
-)
-async def test_nothing_is_promised_that_is_not_held(tmp_path: Path, body: tuple[str | int | float, ...]) -> None:
-    async with pools(tmp_path) as fleet:
-        a = await fleet.start("a")
-        assert a.pool.keeping.answer("b", body) == (0,)
-
-
-async def test_a_full_disk_lets_the_least_recently_used_go_if_others_keep_it(tmp_path: Path) -> None:
-    async with pools(tmp_path) as fleet:
-        a = await fleet.start("a")
-        first = await fleet.load(a, "first", 1)
-        size = size_of(await a.want("first"))
-        b = await fleet.start("b", most_bytes=2 * size)
-        others = [await fleet.load(a, name, seed) for seed, name in ((2, "second"), (3, "third"))]
-        for name in ("first", "second", "third"):
-            await b.want(name)
-            digest = b.catalog.get(name).digest
-            await until(lambda digest=digest: digest in b.stored, 3)
-        assert b.stored.digests() == others
-        await until(lambda: sum(path.stat().st_size for path in b.folder.iterdir()) == 2 * size, 3)
-        await until(lambda: set(a.node.holders(first)) == {"a"}, 3)
-
-
-async def test_what_finds_no_room_on_disk_is_served_and_not_held(tmp_path: Path) -> None:
-    async with pools(tmp_path) as fleet:
-        a, b = await fleet.start("a"), await fleet.start("b", most_bytes=1)
-        digest = await fleet.load(a, "poet", 1)
-        await b.want("poet")
-        await until(lambda: b.pool.keeping.unkept == 1, 3)
-        assert set(b.node.holders(digest)) == {"a"}
-        assert b.pool.keeping.answer("a", (HOLD, digest, 5.0)) == (0,)
 
 
 # --- what others say ---
