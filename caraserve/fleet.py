@@ -155,6 +155,7 @@ async def join(
     forwarding.joined, forwarding.introduced = True, introduction(node)
     engine.watch = publisher.watch
     metrics.show(publisher.families)
+    metrics.show(node.families)
     adapters.join(stack, publisher, engine, metrics)
     metrics.show(forwarding.tallies.families)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, node.reread_secrets)

@@ -139,7 +139,9 @@ def test_the_life_of_a_fleet(tmp_path: Path) -> None:
         b.process.send_signal(signal.SIGTERM)
         assert b.process.wait(20) == 0
         assert a.states()["b"] == "left"
-        assert 'caraserve:cluster_members{state="dead"' in a.ask("/metrics")
+        metrics = a.ask("/metrics")
+        assert 'caraserve:cluster_members{state="dead"' in metrics
+        assert "caraserve:cluster_facts_refused_total" in metrics
     with fleet(ports, tmp_path) as servers:
         until(lambda: all_alive(servers), 4)
         assert all("bard" in server.adapters() for server in servers.values())

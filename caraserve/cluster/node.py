@@ -56,6 +56,7 @@ from caraserve.cluster.secret_file import SecretFile
 from caraserve.cluster.sockets import Sockets
 from caraserve.cluster.wire import Quote
 from caraserve.errors import ConfigError
+from caraserve.exposition import family
 
 log = logging.getLogger(__name__)
 
@@ -252,6 +253,28 @@ class Node:
                     log.info("the cluster's secrets are new")
             except ConfigError as error:
                 self._say(logging.ERROR, "secrets", "", "%s; the secrets from before stay", error.message)
+
+    def families(self, labels: str) -> Iterator[str]:
+        """For GET /metrics: what we did not take in, or not keep."""
+        core = self.core
+        counts = {
+            "facts": (
+                core.facts.refused,
+                "Facts of other instances refused: from over an hour ahead, or of impostors.",
+            ),
+            "frames": (
+                core.malformed,
+                "Frames of other instances refused: not signed with a secret of ours, or no message.",
+            ),
+            "instances": (
+                core.members.refused_names,
+                "Times that an instance was not taken in, as there are too many.",
+            ),
+        }
+        for what, (count, text) in counts.items():
+            yield family(f"caraserve:cluster_{what}_refused_total", "counter", text, [(labels, count)])
+        text = "Removals of names forgotten before their time, for want of room."
+        yield family("caraserve:cluster_removals_dropped_total", "counter", text, [(labels, core.facts.dropped)])
 
     # ---- what happens on connections
 

@@ -129,6 +129,25 @@ async def test_a_wrong_clock_is_said_to_be_one_and_may_be_put_right(
         await until(lambda: a.adapter("pirate") is not None, 4)
 
 
+async def test_what_was_refused_is_counted_for_all_to_see(tmp_path: Path) -> None:
+    async with instances(tmp_path) as running:
+        await together(running, "a", "b")
+        a = running.running["a"].node
+        now_ms = int(time.time() * 1000)
+        a.core.facts.merge("b", [Fact("d1", (1,), now_ms << 16, "impostor")] * 3, now_ms)
+        a.core.received(0, b"no frame", a._now())
+        a.core.members.refused_names = 4
+        (shelf,) = [shelf for shelf in [a.core.facts.shelf(SHARED)] if shelf is not None]
+        shelf.dropped = 5
+        lines = [line for part in a.families('x="y"') for line in part.splitlines() if not line.startswith("#")]
+        assert lines == [
+            'caraserve:cluster_facts_refused_total{x="y"} 3',
+            'caraserve:cluster_frames_refused_total{x="y"} 1',
+            'caraserve:cluster_instances_refused_total{x="y"} 4',
+            'caraserve:cluster_removals_dropped_total{x="y"} 5',
+        ]
+
+
 async def test_a_router_sees_loads_and_performance_models(tmp_path: Path) -> None:
     async with instances(tmp_path) as running:
         await together(running, "a", "b")
