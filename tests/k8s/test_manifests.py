@@ -16,6 +16,7 @@ from caraserve.cluster.cost import Backlog
 from caraserve.cluster.perf_model import PerfModel
 from caraserve.cluster.prices import gauges
 from caraserve.http.app import make_app
+from caraserve.http.context import HttpTimings
 from tests.http.fake_engine import FakeEngine, FakeSnapshot
 from tests.http.serving import http_config, new_metrics
 from tests.k8s.kustomize import Built, Document, build, documents
@@ -129,9 +130,10 @@ def test_every_probe_asks_for_a_page_that_exists() -> None:
 
 
 def test_pods_get_the_time_that_draining_takes() -> None:
-    """Kubernetes counts the preStop hook in; after the drain, slow clients have 30 s for their last bytes."""
+    """Kubernetes counts the preStop hook in; after the drain, last bytes have their time on each of two ports."""
     grace_s = pod()["terminationGracePeriodSeconds"]
-    assert grace_s >= server()["lifecycle"]["preStop"]["sleep"]["seconds"] + arguments().drain_timeout_s + 30
+    before_s = server()["lifecycle"]["preStop"]["sleep"]["seconds"] + arguments().drain_timeout_s
+    assert grace_s >= before_s + 2 * HttpTimings().stop_s + 20
 
 
 def test_new_requests_go_elsewhere_before_the_server_refuses_them() -> None:
