@@ -137,6 +137,8 @@ class _Journey:
                     return await self.here()
                 return await self._there(stop, trip, body, seed)
             except (Overloaded, Draining, Unreachable, BackendFailed) as error:
+                if isinstance(error, BackendFailed):
+                    log.error("request %s failed: %s", self._request[REQUEST_ID], error.message)
                 words = error_response(error)
                 trip.failed(Refusal(_reason(error), Estimate(inf, inf)))
             except _MovedError:

@@ -109,7 +109,7 @@ async def test_a_request_whose_device_fails_before_the_first_byte_is_answered_by
         assert len(running["b"].engine.requests) == 1
 
 
-async def test_a_request_that_two_devices_failed_with_goes_to_no_third() -> None:
+async def test_a_request_that_two_devices_failed_with_goes_to_no_third(caplog: pytest.LogCaptureFixture) -> None:
     async with fleet() as running:
         for name in "abcd":
             await running.start(name, FakeEngine(refusals={0: BackendFailed("the iteration failed: boom")}))
@@ -118,6 +118,7 @@ async def test_a_request_that_two_devices_failed_with_goes_to_no_third() -> None
             assert (answer.status, answer.error["code"]) == (500, "backend_failed")
             assert "boom" in answer.error["message"]
             assert [name for name, _ in running[entry].carried] == carried
+        assert len([record for record in caplog.records if "boom" in record.message]) == 4  # each where it happened
 
 
 async def test_an_instance_whose_device_has_failed_takes_nothing() -> None:
