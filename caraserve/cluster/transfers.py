@@ -10,6 +10,8 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -77,7 +79,26 @@ class Transfers:
         return {HEADER: signature(self._keys(), "GET", path, time.time())}
 
     async def _there(self, work: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        """Whoever is cancelled meanwhile goes on only when the work has ended: it writes into memory of theirs."""
+        ended: Future[T] = Future()
+        tasks: list[asyncio.Task[T]] = []
+
+        def begin() -> None:
+            tasks.append(self._loop.create_task(work))
+            tasks[0].add_done_callback(lambda task: _pass_on(task, ended))
+
+        self._loop.call_soon_threadsafe(begin)
+        end = asyncio.wrap_future(ended)
+        try:
+            return await asyncio.shield(end)
+        except asyncio.CancelledError:
+            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            while not end.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([end])
+            if not end.cancelled():
+                end.exception()  # which nobody else will look at
+            raise
 
     # --- on the thread ---
 
@@ -131,6 +152,16 @@ class Transfers:
         if self._session is not None:
             await self._session.close()
             await asyncio.sleep(_CLOSING_S)
+
+
+def _pass_on(task: asyncio.Task[T], to: Future[T]) -> None:
+    """How a task on the thread has ended."""
+    if task.cancelled():
+        to.cancel()
+    elif (error := task.exception()) is not None:
+        to.set_exception(error)
+    else:
+        to.set_result(task.result())
 
 
 def _trouble(status: int) -> Trouble | None:
