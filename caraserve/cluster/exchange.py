@@ -29,6 +29,7 @@ _RUN = 4  # chunks asked for at once
 _MOST_RUNS = 8  # under way, of all adapters together
 _PATIENCE_S = 2.0  # without progress: what is held where may still be on its way to us
 _MOST_S = 60.0  # the same, where all holders are busy
+_SLOW_S = 5.0  # of a run, from one holder of several
 _AGAIN_S = 0.25  # before a peer that failed or is busy is asked again
 _MOST_FAILURES = 3  # of one peer, for one adapter
 _MOST_WRONG = 2  # corrupt chunks of one peer, for one adapter; then it is not asked for that one any more
@@ -102,11 +103,12 @@ class Exchange:
         model: ModelSpec,
         now: Callable[[], float] = time.monotonic,
         patience_s: float = _PATIENCE_S,
+        slow_s: float = _SLOW_S,
     ) -> None:
         self.counts = Counts()
         self.under_way = 0
         self._peers, self._wire, self._model = peers, wire, model
-        self._now, self._patience_s = now, patience_s
+        self._now, self._patience_s, self._slow_s = now, patience_s, slow_s
         self._runs = asyncio.Semaphore(_MOST_RUNS)
         self._wrong: dict[tuple[str, str], tuple[int, float]] = {}  # (digest, peer) → corrupt chunks, the last of them
 
@@ -188,14 +190,25 @@ class Exchange:
                     return
                 run = fetch.take_run()
                 start, ends = fetch.ends[run[0] - 1] if run[0] else 0, fetch.ends[run[0] : run[-1] + 1]
-                count, trouble = await self._wire.chunks(
-                    *(address, fetch.digest, start, ends, fetch.spec.chunks[run[0] : run[-1] + 1]),
-                    fetch.into[start : ends[-1]].data,
+                count, trouble = await self._chunks(
+                    fetch, name, address, start, ends, fetch.spec.chunks[run[0] : run[-1] + 1]
                 )
             fetch.pending.extendleft(reversed(run[count:]))
             if trouble is not None:
                 self._note(fetch, name, trouble)
                 return
+
+    async def _chunks(
+        self, fetch: _Fetch, name: str, address: str, start: int, ends: list[int], hashes: Sequence[bytes]
+    ) -> tuple[int, Trouble | None]:
+        """A run; given up when it takes long and there is another who may be faster."""
+        others = any(other != name for other in self._sources(fetch))
+        into = fetch.into[start : ends[-1]].data
+        try:
+            async with asyncio.timeout(self._slow_s if others else None):
+                return await self._wire.chunks(address, fetch.digest, start, ends, hashes, into)
+        except TimeoutError:
+            return 0, Trouble.FAILED
 
     def _note(self, fetch: _Fetch, name: str, trouble: Trouble) -> None:
         if trouble is Trouble.CORRUPT:

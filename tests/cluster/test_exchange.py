@@ -26,6 +26,8 @@ class Peer:
         self.busy_times = 0
         self.dies_after: int | None = None  # chunks
         self.given: list[int] = []  # starts of chunks
+        self.answers = asyncio.Event()
+        self.answers.set()
 
     def give(self, start: int, ends: Sequence[int], into: memoryview) -> tuple[int, Trouble | None]:
         if self.is_dead:
@@ -75,6 +77,7 @@ class World:
         self.under_way += ends[-1] - start
         self.most_under_way = max(self.most_under_way, self.under_way)
         await asyncio.sleep(0)
+        await self.peers[address].answers.wait()
         self.under_way -= ends[-1] - start
         return self.peers[address].give(start, ends, into)
 
@@ -99,6 +102,26 @@ async def test_an_adapter_comes_from_several_holders_and_each_byte_once() -> Non
     assert sum(map(len, given)) == CHUNKS
     assert sum(map(bool, given)) == 3
     assert sum(world.manifests.values()) == 1
+
+
+async def test_who_is_slow_is_not_waited_for_where_another_has_it_too() -> None:
+    slow = Peer(HELD)
+    slow.answers.clear()
+    world = World(a=slow, b=Peer(HELD))
+    exchange = Exchange(world, world, MODEL, slow_s=0.05)
+    async with asyncio.timeout(5):
+        await exchange.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+    assert slow.given == []
+
+
+async def test_who_is_slow_is_waited_for_where_nobody_else_has_it() -> None:
+    slow = Peer(HELD)
+    slow.answers.clear()
+    world = World(a=slow)
+    asyncio.get_running_loop().call_later(0.2, slow.answers.set)
+    exchange = Exchange(world, world, MODEL, slow_s=0.01)
+    await exchange.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+    assert exchange.counts.fetched == 1
 
 
 async def test_the_first_layers_come_first() -> None:
