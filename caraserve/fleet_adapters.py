@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import inf
 
 from caraserve.adapters.catalog import AdapterReader
-from caraserve.cluster.forward import Forwarding
+from caraserve.cluster.forward import LOCAL, Forwarding
 from caraserve.cluster.keeping import HOLD
 from caraserve.cluster.lending import Routes
 from caraserve.cluster.mending import Mending
@@ -90,6 +90,14 @@ class FleetAdapters:
         await self.transfers.close()
 
 
+def planned(routing: str) -> str | None:
+    """The routing by whose placement a fleet keeps its adapters; None: by none. Where somebody else routes there is one
+    all the same, or nothing would copy again what an instance had that is gone."""
+    if routing == LOCAL:
+        return "auto"
+    return routing if routing in _PLANNED else None
+
+
 def make_fleet_adapters(
     node: Node,
     engine: Engine,
@@ -103,9 +111,8 @@ def make_fleet_adapters(
     stored = Stored(beside(lora.registry) if lora.registry else None, model)
     transfers = Transfers(lambda: node.keys, tls)
     pool = Pool(node, engine.catalog, reader, stored, transfers, model, cluster.adapter_disk_bytes)
-    routing = cluster.routing or "auto"
     planner = None
-    if routing in _PLANNED:
+    if (routing := planned(cluster.routing or "auto")) is not None:
         slo_ms = cluster.slo_tpot_ms or inf
         planner = Planner(node, transfers, routing, lora.max_host_adapters_bytes, slo_ms)
     return FleetAdapters(node, pool, transfers, planner, lora.loading_mode not in PRELOADED_MODES)

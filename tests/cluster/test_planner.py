@@ -22,6 +22,7 @@ from caraserve.cluster.planner import PLAN as PUBLISHED
 from caraserve.cluster.planner import Pace, Planner
 from caraserve.cluster.seal import Keyring
 from caraserve.cluster.transfers import Transfers, Trouble
+from caraserve.fleet_adapters import planned
 from tests.cluster.nodes import KEYS, Instances, instances, until
 
 MODEL = PerfModel(0.01, 0.1, 5.0, True, 1.0, 0.05, 0.001)
@@ -192,6 +193,13 @@ async def test_strangers_learn_neither_demand_nor_plans(tmp_path: Path) -> None:
                 assert isinstance(await wire.page(address, path, 1 << 20), bytes) is gets_in
             assert await wire.page(address, "/cluster/placement/plans/0", 1 << 20) in (Trouble.ABSENT, Trouble.FAILED)
             await wire.close()
+
+
+@pytest.mark.parametrize(
+    ("routing", "by"), [("local", "auto"), ("auto", "auto"), ("s-lora-random", "s-lora-random"), ("most-idle", None)]
+)
+def test_a_fleet_that_others_route_for_has_a_placement_too(routing: str, by: str | None) -> None:
+    assert planned(routing) == by
 
 
 # --- plans as bytes ---
