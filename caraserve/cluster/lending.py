@@ -172,6 +172,7 @@ class Lending:
                 self._unread(digest, wrong)
             assert entry.there is not None
             entry.there.set()
+            self._drop(digest, entry)  # those who asked may have left meanwhile
 
         self._read(source, aligned_bytes(num_bytes), done)
         return entry

@@ -102,9 +102,18 @@ class Stored:
                 file.flush()
                 os.fsync(file.fileno())
             unfinished.rename(path)
+            self._flush_names()
         except OSError:
             unfinished.unlink(missing_ok=True)
             raise
+
+    def _flush_names(self) -> None:
+        """A file's new name is on disk when its folder is."""
+        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
     def read(self, digest: str, into: NDArray[np.uint8]) -> HostAdapter:
         """Reads and checks an image. Raises AdapterRejected when the file is gone or not what it should be, and

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -11,9 +11,10 @@ import pytest
 from caraserve.cluster.cost import Tier
 from caraserve.cluster.keeping import HOLD
 from caraserve.cluster.lending import Busy
-from caraserve.cluster.stored import size_of
+from caraserve.cluster.stored import Stored, size_of
 from caraserve.errors import InvalidRequest
 from caraserve.model.layout import HostAdapter
+from tests.cluster.images import MODEL, image
 from tests.cluster.nodes import until
 from tests.cluster.pools import Member, pools
 
@@ -191,3 +192,38 @@ async def test_what_is_kept_where_nobody_can_be_told_is_still_kept(
 
 def _full(digest: str, tier: Tier) -> None:
     raise InvalidRequest("the shelf is full")
+
+
+# --- lending and writing ---
+
+
+async def test_an_image_whose_asker_has_left_before_it_was_read_does_not_stay_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pools(tmp_path) as fleet:
+        a = await fleet.start("a")
+        digest = await fleet.load(a, "poet", 1)
+        lending = a.pool.keeping.lending
+        reads: list[Callable[[], None]] = []
+        read = a.pool.keeping._read_own
+        monkeypatch.setattr(lending, "_read", lambda *asked: reads.append(lambda: read(*asked)))
+        asker = asyncio.create_task(_borrow(a, digest))
+        await until(lambda: reads, 3)
+        asker.cancel()
+        await asyncio.gather(asker, return_exceptions=True)
+        reads[0]()
+        await until(lambda: not lending._reads, 3)  # sooner than one that somebody has used
+
+
+async def _borrow(member: Member, digest: str) -> None:
+    async with member.pool.keeping.lending.image_of(digest):
+        pass
+
+
+def test_a_file_that_was_written_has_its_name_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda number: flushed.append(Path(f"/proc/self/fd/{number}").resolve().name))
+    held = image()
+    stored = Stored(tmp_path / "kept", MODEL)
+    stored.write(held)
+    assert flushed == [f"{held.spec.digest}.part", "kept"]
