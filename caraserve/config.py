@@ -367,7 +367,8 @@ class ClusterConfig(_FromArgs):
             type=_bytes,
             default=64 << 30,
             metavar="SIZE",
-            help="disk, beside --registry, for adapters fetched from other instances (default 64GiB)",
+            help="disk, beside --registry, for adapters fetched from other instances (default 64GiB); without "
+            "--registry at most 1GiB, where temporary files are",
         )
         group.add_argument(
             "--slo-ttft-ms",

@@ -27,6 +27,7 @@ from caraserve.model.spec import ModelSpec
 from caraserve.plan import Row
 from caraserve.tasks import run_beside
 
+_TEMPORARY_BYTES = 1 << 30
 _PLANNED = ("auto", "loraserve", "s-lora-random", "s-lora-contiguous")  # routings that go by a placement
 
 
@@ -90,6 +91,11 @@ class FleetAdapters:
         await self.transfers.close()
 
 
+def disk_bytes(most_bytes: int, *, is_temporary: bool) -> int:
+    """What other instances' adapters may take on our disk. Where temporary files are is often memory, or small."""
+    return min(most_bytes, _TEMPORARY_BYTES) if is_temporary else most_bytes
+
+
 def planned(routing: str) -> str | None:
     """The routing by whose placement a fleet keeps its adapters; None: by none. Where somebody else routes there is one
     all the same, or nothing would copy again what an instance had that is gone."""
@@ -110,7 +116,8 @@ def make_fleet_adapters(
     """`tls`: for dialling. Raises ConfigError."""
     stored = Stored(beside(lora.registry) if lora.registry else None, model)
     transfers = Transfers(lambda: node.keys, tls)
-    pool = Pool(node, engine.catalog, reader, stored, transfers, model, cluster.adapter_disk_bytes)
+    most_bytes = disk_bytes(cluster.adapter_disk_bytes, is_temporary=lora.registry is None)
+    pool = Pool(node, engine.catalog, reader, stored, transfers, model, most_bytes)
     planner = None
     if (routing := planned(cluster.routing or "auto")) is not None:
         slo_ms = cluster.slo_tpot_ms or inf

@@ -7,10 +7,13 @@ digest whenever it is read, since disks err. What others say never becomes part 
 """
 
 import contextlib
+import fcntl
 import os
 import shutil
+import stat
 import struct
 import tempfile
+import time
 from collections import OrderedDict
 from pathlib import Path
 
@@ -27,6 +30,8 @@ _MAGIC = b"CARAIMG1"
 _HEAD = struct.Struct("<8sQ")
 _PAGE = 4096
 _UNFINISHED = ".part"
+_TEMPORARY = "caraserve-adapters-"
+_MADE_S = 60.0  # a folder so young may not have its lock yet
 
 
 def beside(registry: Path) -> Path:
@@ -39,11 +44,16 @@ class Stored:
 
     def __init__(self, folder: Path | None, model: ModelSpec) -> None:
         """`folder` None: a new one, gone at the end. Raises ConfigError."""
-        self._temporary = folder is None
+        self._lock: int | None = None  # of a folder made for this run alone
         self._model = model
         try:
-            self._folder = Path(tempfile.mkdtemp(prefix="caraserve-adapters-")) if folder is None else folder
-            self._folder.mkdir(exist_ok=True)
+            if folder is None:
+                _clear_temporary(Path(tempfile.gettempdir()))
+                self._folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY))
+                self._lock = _locked(self._folder)
+            else:
+                self._folder = folder
+                self._folder.mkdir(exist_ok=True)
             self._sizes: OrderedDict[str, int] = OrderedDict(self._found())  # the least recently used first
             self._num_bytes = sum(self._sizes.values())
         except OSError as error:
@@ -85,8 +95,10 @@ class Stored:
 
     def close(self) -> None:
         """The end of a folder that was made for this run alone."""
-        if self._temporary:
+        if self._lock is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = None
 
     # --- on another thread ---
 
@@ -159,6 +171,28 @@ class Stored:
                 status = path.stat()
                 found.append((status.st_atime, path.name, status.st_size))
         return [(name, size) for _, name, size in sorted(found)]
+
+
+def _locked(folder: Path) -> int | None:
+    """A descriptor that keeps others from clearing a folder away while this process lives; None: somebody has one."""
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(number)
+        return None
+    return number
+
+
+def _clear_temporary(parent: Path) -> None:
+    """Folders of runs that were killed: ours, nobody's any more, and not just being made."""
+    for old in parent.glob(f"{_TEMPORARY}*"):
+        with contextlib.suppress(OSError):
+            status = old.lstat()
+            is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if is_ours and time.time() - status.st_mtime > _MADE_S and (lock := _locked(old)) is not None:
+                shutil.rmtree(old, ignore_errors=True)
+                os.close(lock)
 
 
 def size_of(image: HostAdapter) -> int:

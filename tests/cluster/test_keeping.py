@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from caraserve.cluster.keeping import HOLD
 from caraserve.cluster.lending import Busy
 from caraserve.cluster.stored import Stored, size_of
 from caraserve.errors import InvalidRequest
+from caraserve.fleet_adapters import disk_bytes
 from caraserve.model.layout import HostAdapter
 from tests.cluster.images import MODEL, image
 from tests.cluster.nodes import until
@@ -227,3 +229,25 @@ def test_a_file_that_was_written_has_its_name_on_disk(tmp_path: Path, monkeypatc
     stored = Stored(tmp_path / "kept", MODEL)
     stored.write(held)
     assert flushed == [f"{held.spec.digest}.part", "kept"]
+
+
+def test_without_a_place_of_its_own_an_instance_takes_little_and_clears_what_killed_ones_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed, linked, young = [tmp_path / f"caraserve-adapters-{name}" for name in ("killed", "linked", "young")]
+    for folder in (killed, tmp_path / "mine", young):
+        folder.mkdir()
+        (folder / "file").touch()
+    linked.symlink_to(tmp_path / "mine")
+    running = Stored(None, MODEL)
+    for folder in (killed, running._folder):
+        os.utime(folder, (1, 1))
+    other = Stored(None, MODEL)
+    assert (running._folder.exists(), killed.exists(), young.exists()) == (True, False, True)
+    assert (tmp_path / "mine" / "file").exists()
+    for stored in (running, other):
+        stored.close()
+        assert not stored._folder.exists()
+    assert disk_bytes(64 << 30, is_temporary=True) <= 1 << 30
+    assert disk_bytes(64 << 30, is_temporary=False) == 64 << 30
