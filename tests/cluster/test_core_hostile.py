@@ -204,12 +204,15 @@ def test_who_shows_a_key_is_let_in_however_many_strangers_wait() -> None:
 
 def test_strangers_keep_us_from_no_connection_that_we_begin() -> None:
     one = lone_core()
+    for link in range(60):
+        one.connected(link, 0.0, dialled=f"peer-{link}:1")
     for link in range(100, 700):
-        one.connected(link, 0.0)
-    one.take_outputs()
+        one.connected(link, 0.1)
     for link in range(700, 760):
-        one.connected(link, 0.1, dialled=f"peer-{link}:1")
-    assert [output for output in one.take_outputs() if isinstance(output, Close)] == []
+        one.connected(link, 0.2, dialled=f"peer-{link}:1")
+    closed = [output for output in one.take_outputs() if isinstance(output, Close)]
+    assert len(closed) == 600 - 128
+    assert all(output.dialled is None for output in closed)
 
 
 def test_strangers_do_not_make_us_forget_which_connection_is_to_ourselves() -> None:
