@@ -32,6 +32,7 @@ from caraserve.cluster.publisher import Publisher
 from caraserve.cluster.stored import Stored, size_of
 from caraserve.errors import AdapterRejected, CaraServeError
 from caraserve.model.layout import HostAdapter, aligned_bytes
+from caraserve.tasks import log_defect
 
 log = logging.getLogger(__name__)
 
@@ -389,4 +390,5 @@ class Keeping:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(log_defect)
         return task

@@ -29,6 +29,7 @@ from caraserve.errors import CaraServeError, Forbidden, Unreachable
 from caraserve.exposition import family
 from caraserve.model.layout import HostAdapter, aligned_bytes
 from caraserve.model.spec import ModelSpec
+from caraserve.tasks import log_defect
 
 log = logging.getLogger(__name__)
 
@@ -229,6 +230,7 @@ class Pool:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(log_defect)
         return task
 
     # --- numbers ---

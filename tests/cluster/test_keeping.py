@@ -251,3 +251,18 @@ def test_without_a_place_of_its_own_an_instance_takes_little_and_clears_what_kil
         assert not stored._folder.exists()
     assert disk_bytes(64 << 30, is_temporary=True) <= 1 << 30
     assert disk_bytes(64 << 30, is_temporary=False) == 64 << 30
+
+
+async def test_work_beside_the_requests_that_fails_by_a_defect_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with pools(tmp_path) as fleet:
+        a = await fleet.start("a")
+        for start in (a.pool._start, a.pool.keeping._start):
+            task = start(_a_defect())
+            await asyncio.wait([task])
+        await until(lambda: caplog.text.count("RuntimeError: a defect") == 2, 3)
+
+
+async def _a_defect() -> None:
+    raise RuntimeError("a defect")
