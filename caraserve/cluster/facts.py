@@ -21,9 +21,8 @@ MAX_TOMBSTONES = 100_000  # on one shelf, besides
 MAX_KEY, MAX_VALUE = 256, 4096  # characters of a key, and of a value's texts together
 MAX_ITEMS = 8  # in a value
 MAX_AHEAD_S = 3600.0  # a fact from further in the future comes of a wrong clock and would win for so long
-# The notes behind this design say a day. A cluster that stands still over a weekend would then bring back what it
-# deleted on Friday; a month of tombstones costs 100 bytes each. Who comes back later than that must restore only
-# what it holds itself.
+# After a day, a cluster that stands still over a weekend would bring back what it deleted on Friday; a tombstone costs
+# 100 bytes. Who comes back later than that restores only what it holds itself (names_file.py).
 TOMBSTONE_S = 30 * 86_400.0
 _MOST_EXPIRED = 200  # tombstones at once: a millisecond
 _MASK = 2**64 - 1
