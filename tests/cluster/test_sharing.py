@@ -52,6 +52,16 @@ def test_a_joiner_fetches_all_in_pieces_and_each_piece_once() -> None:
     assert mine.root == theirs.root
 
 
+def test_two_agree_when_one_has_all_names_of_the_other() -> None:
+    mine, theirs = Side("a"), Side("b", 500)
+    assert mine.sharing.saw_root("a", "a", 0, 0.0) is None  # what one holds oneself says nothing of names
+    question = mine.sharing.saw_root("b", SHARED, theirs.root, 0.0)
+    assert not mine.facts.agreed
+    fetch(mine, theirs, question)
+    assert mine.sharing.saw_root("b", SHARED, theirs.root, 0.0) is None
+    assert mine.facts.agreed
+
+
 def test_who_has_more_learns_so_once_and_does_not_ask_again() -> None:
     mine, theirs = Side("a", 5), Side("b")
     theirs.copy(mine, 3)

@@ -70,13 +70,16 @@ async def test_a_stream_passes_byte_for_byte_however_it_is_cut(size: int) -> Non
         assert (await running["b"].client.complete(stream=True)).body == text
 
 
-async def test_events_come_as_they_are_sent() -> None:
-    go = asyncio.Event()
+@pytest.mark.parametrize("cut", [5, -1])
+async def test_events_come_as_they_are_sent(cut: int) -> None:
+    go, end = asyncio.Event(), asyncio.Event()
 
     async def send(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
-        response = await streamed(EVENTS[0], EVENTS[1][:5], request=request)
+        response = await streamed(EVENTS[0] + EVENTS[1][:cut], request=request)
         await go.wait()
-        await response.write(EVENTS[1][5:] + DONE)
+        await response.write(EVENTS[1][cut:])
+        await end.wait()
+        await response.write(DONE)
         return response
 
     async with fleet("b") as running:
@@ -85,7 +88,9 @@ async def test_events_come_as_they_are_sent() -> None:
         async with client.session.post(f"{client.url}/v1/completions", json={"prompt": "x", "stream": True}) as answer:
             assert await read_event(answer) + b"\n\n" == EVENTS[0]
             go.set()
-            assert await answer.content.read() == EVENTS[1] + DONE
+            assert await read_event(answer) + b"\n\n" == EVENTS[1]
+            end.set()
+            assert await answer.content.read() == DONE
 
 
 async def test_a_fault_of_the_client_does_not_travel() -> None:
