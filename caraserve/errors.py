@@ -17,8 +17,7 @@
     ├── InstanceLost               502  the instance that was answering has gone
     └── BackendFailed              500  an iteration failed on the device
 
-Each class carries the HTTP status and OpenAI's `type` and `code`. DeviceLost is no part of the tree: it is what a
-backend tells the engine, which ends requests with BackendFailed. Level 0: imports nothing of ours.
+Each class carries the HTTP status and OpenAI's `type` and `code`. Level 0: imports nothing of ours.
 """
 
 from typing import ClassVar
@@ -149,7 +148,3 @@ class BackendFailed(CaraServeError):
     """An iteration failed on the device; the requests in it are lost, others go on."""
 
     code = "backend_failed"
-
-
-class DeviceLost(Exception):
-    """The device has failed for good: nothing that is launched from now on will run."""

@@ -18,12 +18,12 @@ from caraserve.adapters.catalog import Catalog
 from caraserve.adapters.registry import AdapterInfo
 from caraserve.adapters.version import Tier, Version
 from caraserve.config import EngineConfig
-from caraserve.errors import BackendFailed, CaraServeError, ContextLengthExceeded, DeviceLost, Draining, Overloaded
+from caraserve.errors import BackendFailed, CaraServeError, ContextLengthExceeded, Draining, Overloaded
 from caraserve.launcher import Launched, Launcher, undo
 from caraserve.line import Line, Open
 from caraserve.merging import MergeRule
 from caraserve.model.backend import Backend
-from caraserve.plan import Row, RowResult, StepResult
+from caraserve.plan import DeviceLost, Row, RowResult, StepResult
 from caraserve.report import EngineSnapshot, Metrics, Watch, Workload
 from caraserve.request import Finish, FinishReason, GenerateRequest, Phase, Request, TokenDelta, TokenLogprob
 from caraserve.stream import Stream

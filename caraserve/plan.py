@@ -122,3 +122,7 @@ class StepResult:
     rows: tuple[RowResult, ...]
     started_s: float
     done_s: float
+
+
+class DeviceLost(Exception):
+    """In a result's place: the device has failed for good, and nothing that is launched from now on will run."""

@@ -8,7 +8,7 @@ except `synchronize`, `allocate`, `register_host` and what says so.
 from collections.abc import Callable
 from typing import NewType, Protocol
 
-from caraserve.errors import DeviceLost
+from caraserve.plan import DeviceLost
 
 Stream = NewType("Stream", int)
 Event = NewType("Event", int)
