@@ -137,10 +137,12 @@ async def test_a_clock_that_is_ahead_leads_nobody_else(tmp_path: Path) -> None:
         await until(lambda: agreed(made, EPOCH), 15)
         ahead = Plan.made(EPOCH + 1000, {"small": (Share("a", 1.0),)}, {"a": 8, "b": 8})
         made["a"]._make = made["b"]._make = _never  # type: ignore[method-assign]
+        made["a"]._wall = lambda: clock.wall_s + 1000 * STEP_S
         made["a"]._adopt(ahead, encoded(ahead))
         current = Plan.made(EPOCH + 1, {"small": (Share("b", 1.0),)}, {"a": 8, "b": 8})
         assert await _takes(made["b"], ahead) is None
-        made["a"].plan = None
+        made["a"]._wall = lambda: clock.wall_s  # it is set right, and the plan dropped
+        await until(lambda: made["a"].plan != ahead, 3)
         made["a"]._adopt(current, encoded(current))
         assert await _takes(made["b"], current) == current
         await until(lambda: agreed(made, EPOCH + 1), 5)
@@ -153,6 +155,7 @@ async def test_where_the_latest_plan_cannot_be_had_the_one_before_it_is_taken(tm
         for planner in made.values():
             planner._make = _never  # type: ignore[method-assign]
         late = Plan.made(EPOCH + 1, {"small": (Share("b", 1.0),)}, {"a": 8, "b": 8, "c": 8})
+        made["a"]._adopt_published = _never  # type: ignore[method-assign]
         made["a"]._node.core.hold(PUBLISHED, (EPOCH + 1, "f" * 64), time.monotonic())  # and has no such plan
         made["b"]._adopt(late, encoded(late))
         assert late.digest < "f" * 64
