@@ -95,7 +95,7 @@ def test_an_instance_shows_the_prices_of_what_it_has_to_do() -> None:
 
     def shown(running: int) -> dict[str, float]:
         work = Workload(running, 0, {64: running}, 0, 0, 100_000, 90_000, 10)
-        engine = SimpleNamespace(workload=lambda response_tokens: work, draining=False)
+        engine = SimpleNamespace(workload=lambda response_tokens: work, draining=False, failure=None)
         node = SimpleNamespace(members=tuple)
         publisher = Publisher(node, engine, lambda: (0, 0), DriftWatch(profile), Links())  # type: ignore[arg-type]
         text = "".join(publisher.families('model_name="base"'))
