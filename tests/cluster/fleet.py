@@ -255,9 +255,8 @@ class Fleet:
 
     def _deliver(self, source: str, end: int, frame: bytes) -> None:
         name = self._ends.get(end)
-        if name is None or (source, name) in self.cut:
+        if name is None or (source, name) in self.cut or (node := self.nodes.get(name)) is None:
             return
-        node = self.nodes[name]
         if self.now < node.stuck_until:
             self._at(node.stuck_until - self.now + 0.001, lambda: self._deliver(source, end, frame))
             return
@@ -266,8 +265,8 @@ class Fleet:
 
     def _tell_lost(self, end: int, *, even_cut: bool = False) -> None:
         name, other = self._ends.get(end), self._ends.get(end ^ 1)
-        if name is not None and (even_cut or (other, name) not in self.cut):
-            node = self.nodes[name]
+        if name is not None and (even_cut or (other, name) not in self.cut) and name in self.nodes:
+            node = self.nodes[name]  # not there, if it was connected to itself
             self._at(2 * self.delay_s, lambda: self._lost(name, node, end))  # after what was sent before it
 
     def _lost(self, name: str, node: Node, end: int) -> None:
