@@ -9,7 +9,7 @@ import pytest
 
 from caraserve import demo
 from caraserve.model.spec import load_spec
-from tests.test_cluster import Server, fleet, free_ports, until
+from tests.processes import Server, fleet, free_ports, until
 from tests.unit.folders import tensor_name, write_adapter
 
 COUNT = 1000
@@ -39,11 +39,6 @@ def listed(server: Server) -> set[str]:
     return {model["id"] for model in server.ask("/v1/models")["data"]}
 
 
-def value(server: Server, name: str) -> float:
-    lines = [line for line in server.ask("/metrics").splitlines() if line.startswith(name)]
-    return sum(float(line.rpartition(" ")[2]) for line in lines)
-
-
 def test_adapters_of_one_are_served_by_all_also_when_it_is_gone(tmp_path: Path) -> None:
     ports = free_ports(3)
     for name in "abc":
@@ -61,7 +56,7 @@ def test_adapters_of_one_are_served_by_all_also_when_it_is_gone(tmp_path: Path) 
         assert right[FIRST] != right[SECOND]
         assert {name: complete(b, name) for name in right} == right
         until(lambda: set(c.adapters()[FIRST]["holders"]) == {"a", "b"}, 5)
-        assert value(b, 'caraserve:adapter_fetches_total{outcome="ok"') == 2
+        assert b.metric('caraserve:adapter_fetches_total{outcome="ok"') == 2
 
         a.process.kill()
         until(lambda: c.states()["a"] == "dead", 5)
@@ -80,5 +75,5 @@ def test_adapters_of_one_are_served_by_all_also_when_it_is_gone(tmp_path: Path) 
         a, b = servers.values()
         until(lambda: names - listed(a) == names - listed(b) == {SECOND}, 5)
         assert complete(b, FIRST) == right[FIRST]
-        assert value(b, "caraserve:adapter_fetches_total") == 0
+        assert b.metric("caraserve:adapter_fetches_total") == 0
         assert complete(a, FIRST) == right[FIRST]

@@ -2,14 +2,12 @@
 
 import json
 import signal
-import subprocess
-import sys
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.test_cluster import NAMES, Server, all_alive, fleet, free_ports, until
+from tests.processes import NAMES, Server, all_alive, fleet, free_ports, refusal, until
 
 TOKENS = 384
 VOICES = ("caraserve-demo", "poet", "chef", "pirate")
@@ -48,8 +46,7 @@ def whole(server: Server, asked: dict[str, Any]) -> list[int]:
 
 def first_tokens(server: Server) -> int:
     """How many answers it has begun so far."""
-    lines = server.ask("/metrics").splitlines()
-    return int(next(line for line in lines if line.startswith("vllm:time_to_first_token_seconds_count{")).split()[-1])
+    return int(server.metric("vllm:time_to_first_token_seconds_count{"))
 
 
 def routing(name: str) -> tuple[str, str]:
@@ -114,8 +111,4 @@ def test_an_entry_whose_time_is_over_tells_the_clients_of_others_too(tmp_path: P
 
 
 def test_routing_among_nobody_is_refused_in_a_line() -> None:
-    command = [sys.executable, "-m", "caraserve", "serve", "--routing", "random"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert "--peers" in line
+    assert "--peers" in refusal("--routing", "random")

@@ -1,0 +1,129 @@
+"""Real `caraserve serve` processes on this machine: started together, asked over HTTP, and always ended."""
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Timer
+from typing import Any
+
+from tests.serving import PROFILE
+
+NAMES = ("a", "b", "c", "d", "e")
+
+
+@dataclass(frozen=True)
+class Server:
+    """A ready process of the fleet."""
+
+    process: "subprocess.Popen[str]"
+    url: str
+
+    def ask(self, path: str, body: object = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            text = answer.read().decode()
+        return json.loads(text) if text.startswith("{") else text
+
+    def ready(self) -> bool:
+        try:
+            return self.ask("/ready") == ""
+        except urllib.error.HTTPError:
+            return False
+
+    def states(self) -> dict[str, str]:
+        return {member["name"]: member["state"] for member in self.ask("/v1/cluster")["data"]}
+
+    def adapters(self) -> dict[str, Any]:
+        return {adapter["name"]: adapter for adapter in self.ask("/v1/cluster/adapters")["data"]}
+
+    def metric(self, series: str) -> float:
+        """The sum of the samples that begin so, of which there must be some."""
+        lines = [line for line in self.ask("/metrics").splitlines() if line.startswith(series)]
+        assert lines, f"no sample of {series}"
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody has now; all differ."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+@contextlib.contextmanager
+def fleet(
+    ports: list[int],
+    folder: Path,
+    more: Callable[[str], Sequence[str]] = lambda name: (),
+    *,
+    peers: Sequence[int] = (),
+    on_start: Callable[[str, int], None] = lambda name, pid: None,
+) -> Iterator[dict[str, Server]]:
+    """Starts an instance on each port, all at once, and always ends them. `more`: arguments of an instance; `peers`:
+    the ports at which all find one another, by default the first two; `on_start` is told of each process."""
+    seeds = ",".join(f"127.0.0.1:{port}" for port in peers or ports[:2])
+    sizes = ("--kv-cache-bytes", "16MiB", "--max-host-adapters-bytes", "16MiB", "--cpu-threads", "1")
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for name, port in zip(NAMES, ports, strict=False):
+            own = ("--name", name, "--registry", str(folder / f"{name}.db"), "--port", str(port), "--peers", seeds)
+            command = [sys.executable, "-m", "caraserve", "serve", "--profile", str(PROFILE), *own, *sizes]
+            command += ["--lora-cpus", "0", "--allow-runtime-lora-updating", *more(name)]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            stack.callback(_end, process)
+            on_start(name, process.pid)
+            processes.append(process)
+        with ThreadPoolExecutor(len(ports)) as pool:
+            servers = pool.map(_ready, processes, ports)
+        yield dict(zip(NAMES, servers, strict=False))
+
+
+def _ready(process: "subprocess.Popen[str]", port: int) -> Server:
+    killer = Timer(120, process.kill)  # one that never gets ready fails the test, not the run
+    killer.start()
+    assert process.stdout is not None
+    try:
+        assert any(line.startswith("try:") for line in process.stdout), f"it ended with {process.wait()}"
+    finally:
+        killer.cancel()
+    return Server(process, f"http://127.0.0.1:{port}")
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    process.kill()
+    process.wait()
+    if process.stdout:
+        process.stdout.close()
+
+
+def refusal(*arguments: str) -> str:
+    """The one line with which a process that cannot start so ends."""
+    command = [sys.executable, "-m", "caraserve", "serve", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+def until(condition: Callable[[], bool], seconds: float) -> None:
+    """Returns as soon as something holds; fails if that takes longer."""
+    ends = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < ends, f"not within {seconds} s"
+        Event().wait(0.02)
+
+
+def all_alive(servers: dict[str, Server]) -> bool:
+    return all(server.states() == dict.fromkeys(NAMES, "alive") for server in servers.values())
