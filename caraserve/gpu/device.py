@@ -5,7 +5,9 @@ All of it is in the device's primary context, which is torch's, Triton's and CuP
 
 import ctypes
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from caraserve.gpu import launches, libcuda
@@ -48,6 +50,19 @@ class CudaTorch:
         return int(self._cuda.memory_stats(self._device).get("allocation.all.allocated", 0))
 
 
+@dataclass(slots=True)
+class _Registered:
+    """Host memory in chunks that lie side by side on the device, too."""
+
+    chunks: list[int]  # where they begin on the host
+    device: int = 0  # where the first begins there
+
+    @property
+    def borders(self) -> list[int]:
+        """Where chunks meet on the device."""
+        return [self.device + chunk - self.chunks[0] for chunk in self.chunks[1:]]
+
+
 class CudaDriver:
     """The Driver protocol. A stream is its CUstream, an event its CUevent, a graph its CUgraphExec."""
 
@@ -59,7 +74,8 @@ class CudaDriver:
         self._threads = threading.local()  # those on which the context is current
         self._torch = torch or CudaTorch(device)
         self._has_memory_operations = bool(cuda.attribute(Attribute.CAN_USE_64_BIT_STREAM_MEM_OPS, handle))
-        self._registered: dict[int, list[int]] = {}  # host address → where its chunks begin
+        self._registered: dict[int, _Registered] = {}  # by host address
+        self._borders: list[int] = []  # where chunks meet, on the device and in order: no copy may cross one
         self._captures: dict[Stream, int] = {}  # torch's allocations before each
         self._enter()
 
@@ -90,6 +106,13 @@ class CudaDriver:
         self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int, stream: Stream
     ) -> None:
         if not width or not rows:
+            return
+        if cuts := self._cuts(source, (rows - 1) * source_pitch + width):
+            row = cuts[0] // source_pitch  # of its own: `_copy` knows how to cut it
+            self.copy_rows_to_device(target, target_pitch, source, source_pitch, width, row, stream)
+            self._copy(target + row * target_pitch, source + row * source_pitch, width, stream)
+            target, source, rows = target + (row + 1) * target_pitch, source + (row + 1) * source_pitch, rows - row - 1
+            self.copy_rows_to_device(target, target_pitch, source, source_pitch, width, rows, stream)
             return
         copy = Memcpy2D(
             srcMemoryType=libcuda.MEMORYTYPE_UNIFIED,
@@ -136,25 +159,26 @@ class CudaDriver:
     def register_host(self, host_address: int, num_bytes: int) -> int:
         """Raises DriverError, with nothing registered, when the driver refuses or scatters the memory."""
         flags = libcuda.MEMHOSTREGISTER_PORTABLE | libcuda.MEMHOSTREGISTER_DEVICEMAP
-        chunks = self._registered[host_address] = []
-        address, at, end = 0, host_address, host_address + num_bytes
+        made = self._registered[host_address] = _Registered([])
+        at, end = host_address, host_address + num_bytes
         try:
             while at < end:
                 stop = min(end, (at + _CHUNK_BYTES) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES)
                 self._call("cuMemHostRegister_v2", at, stop - at, flags)
-                chunks.append(at)
+                made.chunks.append(at)
                 mapped = self._number("cuMemHostGetDevicePointer_v2", at, 0)
-                address = address or mapped
-                if mapped != address + at - host_address:
+                made.device = made.device or mapped
+                if mapped != made.device + at - host_address:
                     raise DriverError(f"the driver mapped {num_bytes} bytes of host memory to addresses far apart")
                 at = stop
         except DriverError:
             self.unregister_host(host_address)
             raise
-        return address
+        self._borders = sorted(border for known in self._registered.values() for border in known.borders)
+        return made.device
 
     def unregister_host(self, host_address: int) -> None:
-        for chunk in self._registered.pop(host_address):
+        for chunk in self._registered.pop(host_address).chunks:
             self._call("cuMemHostUnregister", chunk)
 
     def run(self, stream: Stream, issue: Callable[[], None]) -> None:
@@ -197,8 +221,19 @@ class CudaDriver:
 
     def _copy(self, target: int, source: int, num_bytes: int, stream: Stream) -> None:
         """The driver sees from the addresses what is where; host memory's may be the device's for it."""
-        if num_bytes:
-            self._call("cuMemcpyAsync", target, source, num_bytes, stream)
+        ends = sorted({*self._cuts(target, num_bytes), *self._cuts(source, num_bytes), num_bytes})
+        for start, end in zip([0, *ends], ends, strict=False):
+            if end > start:
+                self._call("cuMemcpyAsync", target + start, source + start, end - start, stream)
+
+    def _cuts(self, address: int, num_bytes: int) -> list[int]:
+        """How far behind an address host memory goes on in another chunk, each time within so many bytes. CUDA promises
+        nothing of a copy that lies in two, not even that it is asynchronous."""
+        borders = self._borders
+        if not borders or num_bytes == 0:
+            return []
+        between = borders[bisect_right(borders, address) : bisect_left(borders, address + num_bytes)]
+        return [border - address for border in between]
 
     def _enter(self) -> None:
         if not hasattr(self._threads, "has_entered"):
