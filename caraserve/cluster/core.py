@@ -103,13 +103,7 @@ class Core:
                 self._greeted(source, message, now)
             elif isinstance(message, wire.Refuse):
                 if message.echo == source.nonce:
-                    peer = source.peer.name if source.peer else source.dialled or ""
-                    self._dialling.refused(source.dialled, now)
-                    later = source.peer is not None and source.peer.epoch <= self.members.me.epoch
-                    # Who has been in already had a place, and gets one again when there is room.
-                    ours_to_go = not self._was_in if message.reason == CROWDED else later
-                    self._outputs.append(RefusedUs(peer, message.reason, ours_to_go))
-                    source.close("it refused us")
+                    self._refused(source, message.reason, now)
             elif not isinstance(message, Nothing) and source.peer is not None:
                 self.members.heard(source.peer.name, now)
                 self._handle(source, source.peer.name, message, now)
@@ -224,10 +218,11 @@ class Core:
     # ---- sessions
 
     def _greeted(self, link: Link, hello: wire.Hello, now: float) -> None:
-        is_us = hello.nonce in self._nonces or any(hello.nonce == one.nonce for one in self._links.values())
+        ours = next((one for one in self._links.values() if one.nonce == hello.nonce), None)
+        is_us = ours is not None or hello.nonce in self._nonces
         self._nonces.append(link.nonce)  # not before it has shown a key: strangers push nothing out
         if is_us:
-            self._dialling.is_us(link.dialled)
+            self._dialling.is_us(ours.dialled if ours else link.dialled)
             link.close("it is our own address")
             return
         known = self._peers.get(hello.name)
@@ -242,6 +237,16 @@ class Core:
             self._outputs.append(PeerRefused(f"{hello.name} at {hello.address}", reason))
         elif link.greeted(hello, now):
             self._begin(link, hello, now)
+
+    def _refused(self, link: Link, reason: str, now: float) -> None:
+        self._dialling.refused(link.dialled, now)
+        if link.peer is None or link.peer.protocol == wire.PROTOCOL:  # else we have refused it, for the same reason
+            later = link.peer is not None and link.peer.epoch <= self.members.me.epoch
+            # Who has been in already had a place, and gets one again when there is room.
+            ours_to_go = not self._was_in if reason == CROWDED else later
+            name = link.peer.name if link.peer else link.dialled or ""
+            self._outputs.append(RefusedUs(name, reason, ours_to_go))
+        link.close("it refused us")
 
     def _begin(self, link: Link, hello: wire.Hello, now: float) -> None:
         """A peer has proved that it knows a secret, and does so now."""
@@ -269,15 +274,9 @@ class Core:
             self._sharing.lost(link.peer.name)
 
     def _watch_links(self, now: float) -> None:
-        settings = self._settings
         for link in self._links.values():
-            if link.up and now - link.heard_s > settings.link_silent_s:
-                link.close("nothing comes from it")
-            elif not link.up and now - link.opened_s > settings.handshake_s:
-                link.give_up()
-            elif not link.up and now - link.greeted_s > settings.greet_s:
-                link.greet()
-            elif now - self._spare.get(link.number, now) > settings.spare_s:
+            link.watch(self._settings, now)
+            if now - self._spare.get(link.number, now) > self._settings.spare_s:
                 link.close("another connection to it is in use")
 
     def _settle(self) -> None:

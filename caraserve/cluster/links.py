@@ -1,10 +1,11 @@
 """One connection to one peer: the handshake, what is signed and verified, and what waits to be sent. Pure. Level 4.
 
-    both send Hello(nonce) ─► each repeats the other's nonce ─► each that sees its own nonce repeated is in session
+    dialling: Hello(nonce) ─► dialled: Hello(nonce, repeats) ─► dialling: up, Hello(nonce, repeats) ─► dialled: up
 
-The dialled and the dialling side do the same. A Hello is said again until the other is in session too, so the handshake
-also survives a network that loses and reorders frames; nothing recorded from another connection gets past it, because
-no recording repeats a nonce drawn now.
+Whoever is dialled says nothing until a Hello came that a secret of ours signed: a stranger who connects learns nobody's
+name, address or model. (A recorded one is answered, too; who could record it has heard all of that.) Each is in session
+once it sees its own nonce repeated, and says Hello again until the other is, too. So the handshake survives a network
+that loses and reorders frames, and no recording gets past it, because none repeats a nonce drawn now.
 """
 
 from collections import deque
@@ -13,11 +14,14 @@ from dataclasses import replace
 from enum import Enum
 
 from caraserve.cluster.members import MAX_LIVE, MAX_RUMOURS
+from caraserve.cluster.ports import Settings
 from caraserve.cluster.seal import HELLO, SESSION, Keyring, ReplayWindow, seal, unseal
 from caraserve.cluster.wire import Beat, Hello, Malformed, Message, Refuse, decode, encode
 
 STRANGER = "it knows no secret of ours; is its --cluster-secret-file another one?"
+SILENT = "it does not answer our greeting; is its --cluster-secret-file another one?"
 MAX_WAITING = 256  # control frames for a peer that does not read; after that its connection is dropped
+_FIRST = 0.8  # of the time to greet: who dialled gives up first, so that both sides say why
 _MAX_BAD = 16  # frames that do not verify or decode; after that, too
 _MAX_STRANGERS = 2 * MAX_LIVE  # connections that others began and that are not in session yet
 _MAX_ACCEPTED = 4 * MAX_LIVE  # that others began
@@ -44,7 +48,7 @@ class Link:
         self.told = False  # and whether that was said
         self._keys = keys
         self._verify_key: bytes | None = None  # the one that the last frame was signed with
-        self._greet = True
+        self._greet = dialled is not None
         self._named = False  # it has been told who we are
         self._refusal: Refuse | None = None
         self._window = ReplayWindow()
@@ -136,13 +140,21 @@ class Link:
         else:
             self.close("it does not read what it is sent")
 
-    def give_up(self) -> None:
-        """The handshake has taken too long."""
-        self.close(STRANGER if self._bad and self.peer is None else "it did not greet in time")
+    def watch(self, settings: Settings, now: float) -> None:
+        """What time brings: a Hello is said again, and silence ends the connection."""
+        if self.up:
+            if now - self.heard_s > settings.link_silent_s:
+                self.close("nothing comes from it")
+        elif now - self.opened_s > settings.handshake_s * (1.0 if self.dialled is None else _FIRST):
+            self._give_up()
+        elif now - self.greeted_s > settings.greet_s:
+            self._greet = not self.barred and (self.dialled is not None or self.peer is not None)
 
-    def greet(self) -> None:
-        """Says Hello again."""
-        self._greet = not self.barred
+    def _give_up(self) -> None:
+        if self.peer is None and self._bad:
+            self.close(STRANGER)
+        else:
+            self.close(SILENT if self.peer is None and self.dialled is not None else "it did not greet in time")
 
     def refuse(self, reason: str, now: float) -> None:
         """Tells the peer why, and is deaf to it from then on. It ends the connection, or the time to greet does.

@@ -44,7 +44,7 @@ from caraserve.cluster.addresses import check_count, resolved
 from caraserve.cluster.core import Core
 from caraserve.cluster.cost import Links, Tier
 from caraserve.cluster.facts import SHARED, Adapter, Load
-from caraserve.cluster.links import STRANGER
+from caraserve.cluster.links import SILENT, STRANGER
 from caraserve.cluster.members import MemberChanged, Record, State
 from caraserve.cluster.names_file import NamesFile
 from caraserve.cluster.perf_model import PerfModel
@@ -346,7 +346,7 @@ class Node:
             elif isinstance(output, Close):
                 sockets.close(output.link)
                 who = output.dialled or "an instance that connected to us"
-                level = logging.WARNING if output.reason == STRANGER else logging.DEBUG
+                level = logging.WARNING if output.reason in (SILENT, STRANGER) else logging.DEBUG
                 self._say(level, output.reason, who, "the connection with %s ends: %s", who, output.reason)
             else:
                 self._take(output)

@@ -69,7 +69,8 @@ class RefusedUs:
     place to serve from.
 
     Two that do not belong together turn each other away, and only the later started goes: who has served for hours does
-    not stop for another's mistake.
+    not stop for another's mistake. Of two versions of the protocol neither goes, so that a fleet gets from one to the
+    next, and only `PeerRefused` tells of them.
     """
 
     peer: str
@@ -92,7 +93,10 @@ def objection(settings: Settings, hello: Hello, known: Hello | None = None) -> s
     """Why who greets us so does not belong here, in words for the person who started it. `known`: who is in session
     with us under that name and heard just now; a restarted instance is not."""
     if hello.protocol != PROTOCOL:
-        return f"{settings.name} speaks version {PROTOCOL} of the cluster's protocol, not {hello.protocol}"
+        return (
+            f"{settings.name} speaks version {PROTOCOL} of the cluster's protocol, not {hello.protocol}; "
+            "each serves without the other until both are of one version"
+        )
     if hello.cluster != settings.cluster:
         return f"{settings.name} is of cluster {settings.cluster}, not {hello.cluster}"
     if hello.model != settings.model:

@@ -15,7 +15,7 @@ import orjson
 from caraserve.cluster.facts import BUCKETS, MAX_KEY, MAX_VALUE, Fact, Load, Status, Value, fact_fits
 from caraserve.cluster.members import MAX_KNOWN, MAX_RUMOURS, Record, Rumour, State
 
-PROTOCOL = 1
+PROTOCOL = 2  # raised whenever instances of before and after could not work together
 MAX_NAME, MAX_ADDRESS = 64, 256  # characters
 MAX_FRAME = 128 * 1024  # bytes; the largest are 256 records with long addresses, and facts, which are cut to fit
 MAX_BATCH = 200  # facts in one frame: about a millisecond to take in
@@ -27,7 +27,10 @@ _MAX_RANKS = 64
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The first word on a connection, said again until both are `ready`: have seen the other repeat their nonce."""
+    """The first word on a connection, said again until both are `ready`: have seen the other repeat their nonce.
+
+    Every version begins with these fields.
+    """
 
     protocol: int
     cluster: str
@@ -268,8 +271,18 @@ _LOAD: Check[Load] = _shape(
 _VALUE: Check[Value] = _many(_value_item, 8)
 _raw_fact: Check[Fact] = _shape(Fact, _key, _VALUE, _count, _NAME, _flag)
 
+_own_hello = _shape(Hello, _count, _OWNER, _text(256, 0), _NAME, _ADDRESS, _count, _NONCE, _text(64, 0), _flag)
+
+
+def _hello(value: object) -> Hello:
+    """One of another version is read as far as it is known here, so that both sides can say which theirs is."""
+    if isinstance(value, list) and value and value[0] != PROTOCOL:
+        value = value[: len(fields(Hello))]
+    return _own_hello(value)
+
+
 _READERS: dict[str, Check[Message]] = {
-    "hello": _shape(Hello, _count, _OWNER, _text(256, 0), _NAME, _ADDRESS, _count, _NONCE, _text(64, 0), _flag),
+    "hello": _hello,
     "refuse": _shape(Refuse, _NONCE, _text(1000)),
     "beat": _shape(Beat, _MEMBER, _count, _LOAD, _word, _word, _RUMOURS),
     "ping": _shape(Ping, _count, _RUMOURS),

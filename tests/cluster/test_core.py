@@ -76,7 +76,7 @@ def test_a_seed_that_comes_late_and_calls_itself_otherwise_is_found() -> None:
 def test_two_of_one_name_are_told_so() -> None:
     fleet = fleet_of(2)
     core = Core(Settings("c", "m", "n0", "elsewhere:1"), Keyring((SECRET,)), Random(9), 0.0, WALL_MS)
-    core.connected(1, 0.0)
+    core.connected(1, 0.0, dialled="n0:1")
     core.tick(0.0)
     fleet.nodes["n0"].core.connected(1001, fleet.now)
     frame = core.pull(1, 0.0)
@@ -169,6 +169,7 @@ def test_a_machine_that_vanishes_without_a_word_is_dead_within_the_bound(size: i
 
 def test_who_leaves_is_never_suspect() -> None:
     fleet = fleet_of(4)
+    fleet.run(0.1)  # the last of them has heard the end of a handshake, too
     fleet.leave("n2")
     fleet.run(6)
     for name in fleet.nodes:

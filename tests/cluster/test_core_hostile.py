@@ -9,9 +9,9 @@ from caraserve.cluster.core import Core
 from caraserve.cluster.facts import Load
 from caraserve.cluster.links import MAX_WAITING, STRANGER
 from caraserve.cluster.members import MemberChanged, Record, Rumour, State
-from caraserve.cluster.ports import Close, PeerRefused, Quoted, Settings
-from caraserve.cluster.seal import HELLO, Keyring, seal
-from caraserve.cluster.wire import PROTOCOL, Hello, Quote, encode
+from caraserve.cluster.ports import Close, Quoted, Settings
+from caraserve.cluster.seal import Keyring
+from caraserve.cluster.wire import Quote
 from tests.cluster.fleet import SECRET, WALL_MS
 
 
@@ -20,13 +20,13 @@ def lone_core() -> Core:
 
 
 def pair() -> tuple[Core, Core, list[tuple[int, bytes]]]:
-    """Two cores in session over link 1, and all frames between them: (to whom, frame)."""
+    """Two cores in session over link 1, which the second one dialled, and all frames between them: (to whom, frame)."""
     cores = [
         Core(Settings("c", "m", name, f"{name}:1"), Keyring((SECRET,)), Random(name), 0.0, WALL_MS)
         for name in ("a", "b")
     ]
-    for core in cores:
-        core.connected(1, 0.0)
+    cores[0].connected(1, 0.0)
+    cores[1].connected(1, 0.0, dialled="a:1")
     frames = exchange(cores[0], cores[1], 0.0)
     assert set(cores[0].peers()) == {"b"}
     return cores[0], cores[1], frames
@@ -191,8 +191,8 @@ def test_who_shows_a_key_is_let_in_however_many_strangers_wait() -> None:
     for link in range(100, 400):
         one.connected(link, 0.0)
     other = Core(Settings("c", "m", "b", "b:1"), Keyring((SECRET,)), Random(2), 0.0, WALL_MS)
-    for core in (one, other):
-        core.connected(1, 0.1)
+    one.connected(1, 0.1)
+    other.connected(1, 0.1, dialled="a:1")
     hello = other.pull(1, 0.1)
     assert hello is not None
     one.received(1, hello, 0.1)
@@ -226,14 +226,6 @@ def test_strangers_do_not_make_us_forget_which_connection_is_to_ourselves() -> N
     one.take_outputs()
     one.received(499, hello, 0.1)
     assert [output.reason for output in one.take_outputs() if isinstance(output, Close)] == ["it is our own address"]
-
-
-def test_another_version_is_told_so() -> None:
-    core = lone_core()
-    core.connected(1, 0.0)
-    hello = Hello(PROTOCOL + 1, "c", "m", "z", "z:1", WALL_MS, "nonce", "", False)
-    core.received(1, seal(HELLO, Keyring((SECRET,)).hello_keys()[0], 0, encode(hello)), 0.0)
-    assert any(isinstance(output, PeerRefused) and "version" in output.reason for output in core.take_outputs())
 
 
 def test_a_beat_speaks_only_for_its_sender() -> None:

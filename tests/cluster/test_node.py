@@ -278,6 +278,6 @@ async def test_rubbish_disturbs_nobody(tmp_path: Path, frame: bytes) -> None:
             with contextlib.suppress(ConnectionError):
                 for _ in range(30):
                     await stream.send_bytes(frame)
-            while (await stream.receive(timeout=5)).type is aiohttp.WSMsgType.BINARY:
+            while (await stream.receive(timeout=20)).type is aiohttp.WSMsgType.BINARY:
                 pass
         assert running.agree()
