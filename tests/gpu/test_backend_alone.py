@@ -11,6 +11,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +21,7 @@ from caraserve.gpu.timeline import Lane
 from caraserve.kv.room import Room
 from caraserve.model.layout import HostAdapter
 from caraserve.plan import BlockGrant, Plan, Row, SlotSampling, SlotStart, StepResult
-from tests.gpu.host_backend import PATIENCE_S, Host, alone, host_tier
+from tests.gpu.host_backend import KV_BLOCK_BYTES, PATIENCE_S, Host, alone, host_tier
 from tests.gpu.torch_kernels import torch_kernels
 from tests.oracle.models import ALL_TARGETS, VOCAB_SIZE, make_adapter, make_model
 from tests.oracle.oracle import Oracle
@@ -327,3 +328,32 @@ def test_a_slot_means_another_adapter_to_the_same_batch(subject: Subject) -> Non
             assert outcome.rows[0].token_id is not None
             oracle.check_greedy([7], name, [outcome.rows[0].token_id])
             host.backend.unload_adapter(1)
+
+
+def test_keys_come_to_an_adapters_bytes_after_whoever_reads_these_on_another_lane(subject: Subject) -> None:
+    """A prefill aside may still be reading an adapter that has been unloaded, whose bytes KV blocks get."""
+    model, adapters, oracle = subject
+    results: SimpleQueue[Outcome] = SimpleQueue()
+    loads: SimpleQueue[Exception | None] = SimpleQueue()
+    with alone(model, last=Lane.ASSIST) as host:
+        image, images = host_tier(host, {"r8": adapters["r8"]}, model)["r8"], host.parts.images
+        host.backend.load_adapter(image, 1, loads.put)
+        assert loads.get(timeout=PATIENCE_S) is None
+        seen = np.empty(image.data.nbytes, np.uint8)
+        place = images.pool.place_of(1)
+
+        def read_aside() -> None:
+            timelines = host.parts.channels.timelines
+            source = images.bytes_of(1).data_ptr()
+            host.driver.copy_to_host(seen.ctypes.data, source, seen.nbytes, timelines.streams[Lane.ASSIST])
+            images.used([1], Lane.ASSIST, timelines.mark(Lane.ASSIST))
+
+        host.driver.held = {Lane.ASSIST}
+        host.on_launching_thread(read_aside)
+        host.backend.unload_adapter(1)
+        host.backend.resize_kv(images.pool.num_bytes // KV_BLOCK_BYTES, lambda: None)
+        host.backend.launch(prompt_plan(0, base_prompt(0), [place // KV_BLOCK_BYTES]), results.put)
+        host.on_launching_thread(lambda: None)
+        host.driver.held = set()
+        check_base(oracle, 0, results.get(timeout=PATIENCE_S))
+        assert (seen == image.data).all()
