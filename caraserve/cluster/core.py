@@ -14,7 +14,7 @@ from caraserve.cluster import wire
 from caraserve.cluster.dialling import Dialling
 from caraserve.cluster.facts import SHARED, Adapter, Fact, Facts, Load, Value
 from caraserve.cluster.links import Link, Nothing, make_room, replaces
-from caraserve.cluster.members import MAX_LIVE, Members, Record, Rumour, State
+from caraserve.cluster.members import MAX_LIVE, Members, NameShared, Record, Rumour, State
 from caraserve.cluster.ports import (
     CROWDED,
     Close,
@@ -25,6 +25,7 @@ from caraserve.cluster.ports import (
     Quoted,
     RefusedUs,
     Settings,
+    namesake_refused,
     objection,
 )
 from caraserve.cluster.relays import Relays
@@ -61,7 +62,7 @@ class Core:
         self._relays = Relays(0.8 * settings.timing.probe_s)  # our no comes before the asker gives up on us
         self._load, self._sequence = Load(), 0
         self._beat_s, self._sync_s = now, now + settings.sync_s * rng.random()
-        self._crowded = 0
+        self._crowded = False  # and it has been said
         self._was_in = False  # in session with anybody, ever
         self._outputs: list[Output] = []
 
@@ -242,10 +243,8 @@ class Core:
         self._dialling.refused(link.dialled, now)
         if link.peer is None or link.peer.protocol == wire.PROTOCOL:  # else we have refused it, for the same reason
             later = link.peer is not None and link.peer.epoch <= self.members.me.epoch
-            # Who has been in already had a place, and gets one again when there is room.
-            ours_to_go = not self._was_in if reason == CROWDED else later
-            name = link.peer.name if link.peer else link.dialled or ""
-            self._outputs.append(RefusedUs(name, reason, ours_to_go))
+            ours_to_go = not self._was_in and (later or reason == CROWDED)
+            self._outputs.append(RefusedUs(link.peer.name if link.peer else link.dialled or "", reason, ours_to_go))
         link.close("it refused us")
 
     def _begin(self, link: Link, hello: wire.Hello, now: float) -> None:
@@ -282,12 +281,14 @@ class Core:
     def _settle(self) -> None:
         """Turns what the parts have come to into outputs."""
         for event in self.members.take_events():
-            self.facts.know(event.record.name)
-            self._outputs.append(event)
-        if self.members.refused_names > self._crowded:
-            if not self._crowded:
-                self._outputs.append(PeerRefused("an instance", CROWDED))
-            self._crowded = self.members.refused_names
+            if isinstance(event, NameShared):
+                self._outputs.append(namesake_refused(self._settings, event.address))
+            else:
+                self.facts.know(event.record.name)
+                self._outputs.append(event)
+        if self.members.refused_names and not self._crowded:
+            self._crowded = True
+            self._outputs.append(PeerRefused("an instance", CROWDED))
         for link in self._links.values():
             if link.closing is not None and not link.told:
                 link.told = True

@@ -8,6 +8,9 @@ refutes a suspicion, or its own death.
       ▲────────────────── a higher incarnation, or a higher epoch ─────────┴──────────────────────────────┘
     LEFT is what an instance says of itself when it goes; only a higher epoch or incarnation of its own replaces it.
 
+An earlier life of ours whose clock ran ahead is outbid by a higher epoch. Two instances that share a name by mistake
+would outbid each other for ever, and whoever knows both would see the name move each time: both stop soon, and say so.
+
 From Lifeguard: probes wait longer when we ourselves are in trouble, a suspicion runs shorter the more instances hold
 it, a suspect is told so in every frame to it, and one whose own loop stood still gives no verdict about that time.
 (Das et al., "SWIM"; Dadgar et al., "Lifeguard".)
@@ -22,6 +25,7 @@ MAX_LIVE = 64  # n² connections and beats are fine to here; beyond, a router of
 MAX_KNOWN = 4 * MAX_LIVE  # records kept, with the dead and the departed: a bound on memory under invented names
 MAX_RUMOURS = 16  # in one frame
 _MAX_HEALTH = 4
+_MOST_OUTBIDS = 3  # of others of our name: earlier lives are few
 
 
 class State(IntEnum):
@@ -71,6 +75,13 @@ class MemberChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class NameShared:
+    """A living instance at that other address has our name."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
 class Probe:
     """Ping `target` yourself and ask each of `via` to do so; answers carry `number`."""
 
@@ -115,10 +126,11 @@ class Members:
         self._rng = rng
         self._others: dict[str, _Member] = {}
         self._queue: dict[tuple[str, str], tuple[Rumour, int]] = {}  # (name, accuser) → rumour, times sent
-        self._events: list[MemberChanged] = []
+        self._events: list[MemberChanged | NameShared] = []
         self._health = 0  # Lifeguard's: 0 is well; probes wait 1 + this many times as long
         self._troubled_s = self._ticked_s = now
         self._probes = 0
+        self._outbids, self._outbid = 0, ""  # how many times others of our name, and where the last one is
         self._spread_me()
 
     # ---- what is known
@@ -153,7 +165,7 @@ class Members:
         share = math.log(min(accusers, wanted + 1)) / math.log(wanted + 1) if accusers else 0.0
         return low * (timing.stretch - (timing.stretch - 1) * share)
 
-    def take_events(self) -> list[MemberChanged]:
+    def take_events(self) -> list[MemberChanged | NameShared]:
         """What changed since the last call, oldest first."""
         events, self._events = self._events, []
         return events
@@ -278,15 +290,24 @@ class Members:
 
     def _answer(self, record: Record, now: float) -> None:
         """Somebody said something of us: it is refuted when it would win over what we say ourselves."""
-        if self.me.state == State.LEFT or record.order[:3] <= self.me.order[:3]:
+        if self.me.state == State.LEFT or record.order <= self.me.order:
             return
-        if record.epoch > self.me.epoch:
-            # An earlier life of ours whose clock ran ahead.
+        is_elsewhere = record.address != self.me.address
+        if is_elsewhere and record.state < State.DEAD and not self._may_outbid(record.address):
+            return
+        if record.epoch > self.me.epoch or is_elsewhere:
             self.me = replace(self.me, epoch=record.epoch + 1, incarnation=0)
         else:
             self.me = replace(self.me, incarnation=record.incarnation + 1)
             self._trouble(now)
         self._spread_me()
+
+    def _may_outbid(self, address: str) -> bool:
+        """Whether to raise our epoch over that of our name at another address."""
+        if address == self._outbid:  # an earlier life would not have answered
+            self._events.append(NameShared(address))
+        self._outbids, self._outbid = self._outbids + 1, address
+        return self._outbids <= _MOST_OUTBIDS
 
     def _admit(self, rumour: Rumour, now: float) -> None:
         if not self.admits(rumour.record.name):

@@ -68,9 +68,9 @@ class RefusedUs:
     """Somebody turned us away. `ours_to_go`: in a cluster that was full when we came, or that is not ours, there is no
     place to serve from.
 
-    Two that do not belong together turn each other away, and only the later started goes: who has served for hours does
-    not stop for another's mistake. Of two versions of the protocol neither goes, so that a fleet gets from one to the
-    next, and only `PeerRefused` tells of them.
+    Who has served for hours does not stop for another's mistake: of two that do not belong together, and turn each
+    other away, only the later started goes, and nobody who has been in session with anyone. Of two versions of the
+    protocol neither goes, so that a fleet gets from one to the next, and only `PeerRefused` tells of them.
     """
 
     peer: str
@@ -103,5 +103,14 @@ def objection(settings: Settings, hello: Hello, known: Hello | None = None) -> s
         return f"{settings.name} serves another base model ({settings.model}, not {hello.model})"
     address = settings.address if hello.name == settings.name else known.address if known is not None else hello.address
     if hello.name == settings.name or address != hello.address:
-        return f"an instance at {address} is called {hello.name}, too; give each a --name of its own"
+        return _shared(hello.name, address)
     return None
+
+
+def namesake_refused(settings: Settings, address: str) -> PeerRefused:
+    """An instance of our own name there, of which others have told us, is not taken for us."""
+    return PeerRefused(f"{settings.name} at {address}", _shared(settings.name, settings.address))
+
+
+def _shared(name: str, address: str) -> str:
+    return f"an instance at {address} is called {name}, too; give each a --name of its own"

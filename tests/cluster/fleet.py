@@ -51,8 +51,8 @@ class Fleet:
 
     # ---- instances
 
-    def start(self, name: str, seeds: Iterable[str] = (), **settings: object) -> Core:
-        """A new life; the clock of its machine is up to 5 s off."""
+    def start(self, name: str, seeds: Iterable[str] = (), called: str | None = None, **settings: object) -> Core:
+        """A new life; the clock of its machine is up to 5 s off. `called`: as it calls itself, if not by `name`."""
         given = {
             "cluster": "c",
             "model": "m",
@@ -63,7 +63,7 @@ class Fleet:
         secrets = given.pop("secrets", (SECRET,))
         skew = self.rng.uniform(-5, 5) if self.now else 0.0
         core = Core(
-            Settings(name=name, **given),
+            Settings(name=called or name, **given),
             Keyring(secrets),
             Random(self.rng.random()),
             self.now,

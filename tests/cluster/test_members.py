@@ -73,7 +73,8 @@ class View:
         return known.state if known else None
 
     def events(self) -> list[tuple[str, State]]:
-        return [(event.record.name, event.record.state) for event in self.members.take_events()]
+        events = self.members.take_events()
+        return [(event.record.name, event.record.state) for event in events if isinstance(event, MemberChanged)]
 
 
 # ---- merging
