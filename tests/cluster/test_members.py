@@ -73,8 +73,7 @@ class View:
         return known.state if known else None
 
     def events(self) -> list[tuple[str, State]]:
-        events = self.members.take_events()
-        return [(event.record.name, event.record.state) for event in events if isinstance(event, MemberChanged)]
+        return [(e.record.name, e.record.state) for e in self.members.take_events() if isinstance(e, MemberChanged)]
 
 
 # ---- merging
