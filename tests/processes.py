@@ -15,7 +15,12 @@ from pathlib import Path
 from threading import Event, Timer
 from typing import Any
 
+import numpy as np
+
+from caraserve import demo
+from caraserve.model.spec import load_spec
 from tests.serving import PROFILE
+from tests.unit.folders import tensor_name, write_adapter
 
 NAMES = ("a", "b", "c", "d", "e")
 
@@ -36,7 +41,7 @@ class Server:
 
     def ready(self) -> bool:
         try:
-            return self.ask("/ready") == ""
+            return str(self.ask("/ready")) == ""
         except urllib.error.HTTPError:
             return False
 
@@ -115,6 +120,17 @@ def refusal(*arguments: str) -> str:
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     return line
+
+
+def tiny_adapter(folder: Path, seed: int) -> Path:
+    """An adapter of the demo's model, of a few kilobytes, that changes its answers; another one for each seed."""
+    inputs, outputs = load_spec(demo.model_folder()).site_shape("q_proj")
+    rng = np.random.default_rng(seed)
+    tensors = {
+        tensor_name(0, "q_proj", "A"): rng.standard_normal((1, inputs), np.float32),
+        tensor_name(0, "q_proj", "B"): rng.standard_normal((outputs, 1), np.float32),
+    }
+    return write_adapter(folder, {"r": 1, "lora_alpha": 64, "layers_to_transform": [0]}, tensors)
 
 
 def until(condition: Callable[[], bool], seconds: float) -> None:
