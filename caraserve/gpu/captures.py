@@ -1,15 +1,18 @@
 """Captured passes: made once before serving, then launched as one operation each. Level 1."""
 
+import logging
 from collections.abc import Callable, Collection
 
 import torch
 
 from caraserve.gpu.batch import ALL_GROUPS, Capacity, Shape
-from caraserve.gpu.driver import Driver, Stream
+from caraserve.gpu.driver import Driver, DriverError, Stream
 from caraserve.gpu.graphs import Bucket, GraphSet, bucket_of
 from caraserve.gpu.lane import Pass, Replay, capture_pass, issue_pass
 from caraserve.gpu.triton_lora import most_segments
 from caraserve.plan import Plan
+
+log = logging.getLogger(__name__)
 
 # What a mixed graph has room for besides its tokens. Programs for more than are there start for nothing; a batch that
 # needs more is launched kernel by kernel.
@@ -48,20 +51,33 @@ class Captures:
         advance: Callable[[], None],
     ) -> None:
         """Captures every bucket that has room. The batch in device memory is one of no rows: each pass is run once
-        before, so that all its kernels are loaded. `settle` waits for the stream; `advance` is called for each."""
+        before, so that all its kernels are loaded. `settle` waits for the stream; `advance` is called for each. Where
+        the driver captures no waits, there are no gated graphs: what would take one is launched kernel by kernel."""
+        refusal: DriverError | None = None
         for index, bucket in enumerate(self._graphs.to_capture()):
-            shape = shape_for(bucket, self._capacity, self._max_context)
-            work = work_of(bucket, shape)
-            issue_pass(work, stream, self._layers)
-            settle()
-            gate = self._gates[index].data_ptr() if bucket.gated else None
-            before = self._driver.free_bytes()
-            replay = capture_pass(self._driver, work, stream, self._layers, gate)
-            if self._graphs.captured(bucket, max(0, before - self._driver.free_bytes())):
-                self._replays[bucket] = replay, shape
-            else:
-                self._driver.destroy_graph(replay.graph)
+            if refusal is None or not bucket.gated:
+                shape = shape_for(bucket, self._capacity, self._max_context)
+                work = work_of(bucket, shape)
+                issue_pass(work, stream, self._layers)
+                settle()
+                try:
+                    self._capture(index, bucket, shape, work, stream)
+                except DriverError as error:
+                    if not bucket.gated:
+                        raise
+                    refusal = error
             advance()
+        if refusal is not None:
+            log.warning("no graphs for iterations that wait for adapters: the driver captures no waits (%s)", refusal)
+
+    def _capture(self, index: int, bucket: Bucket, shape: Shape, work: Pass, stream: Stream) -> None:
+        gate = self._gates[index].data_ptr() if bucket.gated else None
+        before = self._driver.free_bytes()
+        replay = capture_pass(self._driver, work, stream, self._layers, gate)
+        if self._graphs.captured(bucket, max(0, before - self._driver.free_bytes())):
+            self._replays[bucket] = replay, shape
+        else:
+            self._driver.destroy_graph(replay.graph)
 
     @property
     def count(self) -> int:

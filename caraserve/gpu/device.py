@@ -3,6 +3,7 @@
 All of it is in the device's primary context, which is torch's, Triton's and CuPy's, too.
 """
 
+import contextlib
 import ctypes
 import threading
 from bisect import bisect_left, bisect_right
@@ -194,16 +195,24 @@ class CudaDriver:
     def end_capture(self, stream: Stream) -> Graph:
         """Raises AssertionError when torch gave out memory meanwhile: the graph would write there for ever, whoever has
         it by then."""
-        captured = ctypes.c_void_p()
+        captured, before = ctypes.c_void_p(), self._captures.pop(stream)
         self._call("cuStreamEndCapture", stream, ctypes.byref(captured))
         try:
-            if given := self._torch.allocations() - self._captures.pop(stream):
+            if given := self._torch.allocations() - before:
                 raise AssertionError(f"torch gave out device memory {given} times while a graph was captured")
             graph = self._number("cuGraphInstantiateWithFlags", captured, 0)
         finally:
             self._call("cuGraphDestroy", captured)
         self._call("cuGraphUpload", graph, stream)  # or the first launch would do it
         return Graph(graph)
+
+    def abandon_capture(self, stream: Stream) -> None:
+        captured = ctypes.c_void_p()
+        del self._captures[stream]
+        with contextlib.suppress(DriverError):  # says that the capture has failed, and ends it all the same
+            self._call("cuStreamEndCapture", stream, ctypes.byref(captured))
+        if captured.value is not None:
+            self._call("cuGraphDestroy", captured)
 
     def launch_graph(self, graph: Graph, stream: Stream) -> None:
         self._call("cuGraphLaunch", graph, stream)

@@ -91,7 +91,11 @@ class Driver(Protocol):
     def begin_capture(self, stream: Stream) -> None:
         """Operations issued on `stream` go into a graph from now on, and do not run."""
 
-    def end_capture(self, stream: Stream) -> Graph: ...
+    def end_capture(self, stream: Stream) -> Graph:
+        """Raises DriverError, the capture being over, when no graph can be made of what was issued."""
+
+    def abandon_capture(self, stream: Stream) -> None:
+        """Ends a capture, and forgets what was issued."""
 
     def launch_graph(self, graph: Graph, stream: Stream) -> None: ...
 

@@ -45,7 +45,7 @@ class Pass(Protocol):
         book's status says that the chunk was given up; then it raises the pass's error word."""
 
     def end(self, stream: Stream) -> None:
-        """Samples, and copies the results to the host."""
+        """Samples; the results are left in the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +110,19 @@ def issue_pass(
 
 
 def capture_pass(driver: Driver, work: Pass, stream: Stream, layers: int, gate: int | None) -> Replay:
-    """A graph of a pass. A gated one gets to layer l when the word at `gate` has reached l + 1."""
+    """A graph of a pass. A gated one gets to layer l when the word at `gate` has reached l + 1. Raises DriverError,
+    with no capture under way, when the driver refuses something of it."""
 
     def wait(layer: int) -> None:
         if gate is not None:
             driver.wait_value(stream, gate, layer + 1)
 
     driver.begin_capture(stream)
-    issue_pass(work, stream, layers, wait)
+    try:
+        issue_pass(work, stream, layers, wait)
+    except BaseException:
+        driver.abandon_capture(stream)
+        raise
     return Replay(driver.end_capture(stream), gate)
 
 

@@ -182,6 +182,10 @@ class FakeDriver:
         self._graphs[number] = operations
         return Graph(number)
 
+    def abandon_capture(self, stream: Stream) -> None:
+        assert self._streams[stream].capture is not None, "no capture is under way"
+        self._streams[stream].capture = None
+
     def launch_graph(self, graph: Graph, stream: Stream) -> None:
         for operation in self._graphs[graph]:
             self.issue(stream, replace(operation))

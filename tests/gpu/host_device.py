@@ -172,6 +172,10 @@ class HostDriver:
         self._graphs[number] = operations
         return Graph(number)
 
+    def abandon_capture(self, stream: Stream) -> None:
+        assert self._streams[stream].capture is not None, "no capture is under way"
+        self._streams[stream].capture = None
+
     def launch_graph(self, graph: Graph, stream: Stream) -> None:
         self.replays += 1
         with self._lock:
@@ -187,6 +191,10 @@ class HostDriver:
 
     def destroy_graph(self, graph: Graph) -> None:
         del self._graphs[graph]
+
+    def captures(self, stream: Stream) -> bool:
+        """Whether what is issued goes into a graph."""
+        return self._streams[stream].capture is not None
 
     def _number(self) -> int:
         self._next += 1

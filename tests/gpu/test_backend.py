@@ -12,12 +12,15 @@ import pytest
 import torch
 
 from caraserve.config import LOADING_MODES, PRELOADED_MODES
+from caraserve.gpu import captures
 from caraserve.gpu.batch import Shape
+from caraserve.gpu.driver import DriverError, Stream
 from caraserve.gpu.lane import Replay
 from caraserve.gpu.timeline import Lane
 from caraserve.line import Line, Open
 from caraserve.plan import Plan
 from tests.gpu.host_backend import GRANULE_BYTES, Host, serving
+from tests.gpu.host_device import HostDriver
 from tests.gpu.torch_kernels import torch_kernels
 from tests.oracle.models import ALL_TARGETS, VOCAB_SIZE, make_adapter, make_model
 from tests.oracle.oracle import Oracle
@@ -140,9 +143,10 @@ class Seen:
     def __init__(self) -> None:
         self.replays: list[bool] = []  # of each iteration that took a graph: whether it was gated
         self.moved = 0  # adapters
+        self.waited = 0  # iterations that were launched before all layers of their adapters had arrived
 
     def look_at(self, host: Host, *, first_layers_late: bool = False) -> None:
-        """`first_layers_late`: none is copied until an iteration that takes a graph has been launched without them."""
+        """`first_layers_late`: none is copied until an iteration has been launched without them."""
         captures, images = host.parts.captures, host.parts.images
         find, relocate = captures.find, images._relocate
         host.driver.held = {Lane.COPY} if first_layers_late else set()
@@ -150,8 +154,9 @@ class Seen:
         def finding(plan: Plan, shape: Shape, arriving: Collection[int]) -> Replay | None:
             replay = find(plan, shape, arriving)
             self.replays += [] if replay is None else [replay.gate is not None]
+            self.waited += len(arriving) > 0
             if first_layers_late:
-                host.driver.held = set() if arriving or True in self.replays else {Lane.COPY}
+                host.driver.held = set() if self.waited else {Lane.COPY}
             return replay
 
         def relocating(*asked: Any) -> None:
@@ -170,6 +175,31 @@ def test_graphs_answer_like_kernels_launched_one_by_one(subject: Subject, last: 
     answers = ask(subject, asked, 5, prepare=lambda host: seen.look_at(host, first_layers_late=True), **device)
     subject.check(asked, answers, 5)
     assert {True, False} <= set(seen.replays)
+
+
+def test_where_waits_cannot_be_captured_adapters_are_waited_for_without_graphs(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wait_value = HostDriver.wait_value
+
+    def refusing(driver: HostDriver, stream: Stream, address: int, value: int) -> None:
+        if driver.captures(stream):
+            raise DriverError("cuStreamWaitValue32_v2: not supported")
+        wait_value(driver, stream, address, value)
+
+    monkeypatch.setattr(HostDriver, "wait_value", refusing)
+    rng, seen = random.Random(12), Seen()
+    asked = some_requests(rng, [None, *subject.adapters], 8)
+    device: dict[str, Any] = {"seed": 1, "last": Lane.COPY, "graph_bytes": 1 << 30}
+    answers = ask(subject, asked, 5, prepare=lambda host: seen.look_at(host, first_layers_late=True), **device)
+    subject.check(asked, answers, 5)
+    assert seen.waited
+    assert set(seen.replays) == {False}
+    complaints = [record.message for record in caplog.records if record.name == captures.__name__]
+    assert complaints == [
+        "no graphs for iterations that wait for adapters: "
+        "the driver captures no waits (cuStreamWaitValue32_v2: not supported)"
+    ]
 
 
 def test_merged_weights_are_captured_too(subject: Subject) -> None:

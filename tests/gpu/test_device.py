@@ -16,6 +16,7 @@ from caraserve.gpu.cuda import CudaKernels
 from caraserve.gpu.device import CudaDriver, CudaTorch
 from caraserve.gpu.driver import Driver, DriverError, Stream, has_reached
 from caraserve.gpu.facts import device_facts
+from caraserve.gpu.lane import HandOver, capture_pass
 from caraserve.gpu.launches import Kernels, Launch
 from caraserve.gpu.libcuda import Attribute, Cuda
 from caraserve.gpu.timeline import NOTHING, Lane, Timelines
@@ -364,6 +365,45 @@ def test_a_capture_that_cuda_gave_up_is_an_error(world: World) -> None:
     world.stub.fail("cuStreamEndCapture", 901)
     with pytest.raises(DriverError, match="cuStreamEndCapture"):
         capture(world, lambda: None)
+
+
+class Waiting:
+    """A pass of one kernel, before which there is a wait."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def begin(self, stream: Stream) -> None:
+        self.world.driver.fill(self.world.device, 4096, stream)
+
+    def before(self, layer: int, group: int, stream: Stream) -> None: ...
+
+    project = lora = before
+
+    def publish(self, layer: int, group: int, hand_over: HandOver, stream: Stream) -> None: ...
+
+    add = publish
+
+    def end(self, stream: Stream) -> None: ...
+
+
+def test_a_pass_that_cannot_be_captured_leaves_the_stream_as_it_was(world: World) -> None:
+    before = world.on_device()
+    world.stub.fail("cuStreamWaitValue32_v2", 801)
+    with pytest.raises(DriverError, match="cuStreamWaitValue32_v2"):
+        capture_pass(world.driver, Waiting(world), world.stream, 1, world.host)
+    assert world.stub.log[-1] == "cuGraphDestroy"
+    assert (world.on_device() == before).all()
+    replay = capture_pass(world.driver, Waiting(world), world.stream, 1, world.host)
+    world.driver.launch_graph(replay.graph, world.stream)
+    assert not world.on_device().any()
+
+
+def test_a_capture_that_cuda_gave_up_can_be_abandoned(world: World) -> None:
+    world.driver.begin_capture(world.stream)
+    world.stub.fail("cuStreamEndCapture", 901)
+    world.driver.abandon_capture(world.stream)
+    assert world.stub.log[-1] == "cuStreamEndCapture"  # there is no graph to be destroyed
 
 
 # --- torch's side ---
