@@ -151,7 +151,8 @@ async def join(
     node.on_member = lambda record, before: relays.changed(record)
     stack.push_async_callback(node.stop)
     await node.start(_advertised(cluster, *where))
-    publisher.announce()
+    engine.catalog.on_change = publisher.changed
+    await publisher.announce()
     forwarding.joined, forwarding.introduced = True, introduction(node)
     engine.watch = publisher.watch
     metrics.show(publisher.families)

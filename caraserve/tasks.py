@@ -1,12 +1,27 @@
-"""Tasks that run beside everything else, and are heard of when they fail. Level 0."""
+"""Work beside other work: tasks that are heard of when they fail, and long loops that hold nobody up. Level 0."""
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_TURN_S = 0.001
+
+
+async def in_turns(items: Iterable[T], now: Callable[[], float] = time.perf_counter) -> AsyncIterator[T]:
+    """The items in order, with a turn of the event loop for everybody else after each millisecond of work on them."""
+    began_s = now()
+    for item in items:
+        yield item
+        if now() - began_s >= _TURN_S:
+            await asyncio.sleep(0)
+            began_s = now()
 
 
 def log_defect(task: "asyncio.Task[Any]") -> None:

@@ -25,7 +25,7 @@ from caraserve.exposition import family
 from caraserve.line import Open
 from caraserve.plan import Row
 from caraserve.report import Workload, rank_of
-from caraserve.tasks import log_defect
+from caraserve.tasks import in_turns, log_defect
 
 log = logging.getLogger(__name__)
 
@@ -76,10 +76,15 @@ class Publisher:
         self._unloads: set[asyncio.Task[None]] = set()
         self._taken: set[str] = set()  # names being unloaded because others took them away
 
-    def announce(self) -> None:
-        """All adapters that this instance starts with. A name that the cluster gave another meaning, or took away,
-        after ours was loaded has that meaning here, too."""
-        for info in self._engine.catalog.all():
+    async def announce(self) -> None:
+        """All adapters that this instance starts with, then how fast it is: nobody forwards requests here before. A
+        name that the cluster gave another meaning, or took away, after ours was loaded has that meaning here, too.
+
+        Returns when all is said. `Catalog.on_change` must lead to `changed` by then: names come and go meanwhile.
+        """
+        async for info in in_turns(self._engine.catalog.all()):
+            if self._engine.catalog.find(info.name) is not info:
+                continue
             given_s = self._node.given_s(info.name)
             if given_s is not None and given_s > info.created_s and not self._means(info.name, info.digest):
                 self.hold(info.digest, Tier.DISK)

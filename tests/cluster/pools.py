@@ -85,9 +85,9 @@ class Member:
         node.on_names, node.on_question = self.publisher.take_names, self.pool.keeping.answer
         self.publisher.on_wanted = self.pool.adopt
 
-    def begin(self, instance: Instance) -> None:
+    async def begin(self, instance: Instance) -> None:
         self.instance = instance
-        self.publisher.announce()
+        await self.publisher.announce()
         self.pool.begin(self.publisher)
         self.catalog.on_change = self.pool.changed
         self._tasks.append(asyncio.create_task(self.pool.run()))
@@ -147,7 +147,7 @@ class Pools:
         instance = await self._group.start(
             name, prepare=prepare, routes=lambda node: member.pool.keeping.lending.routes()
         )
-        member.begin(instance)
+        await member.begin(instance)
         await asyncio.gather(*member.pool._tasks, *member.pool.keeping._tasks)  # what is known is taken up
         await until(self._group.agree, 4)
         return member

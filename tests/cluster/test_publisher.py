@@ -46,7 +46,7 @@ async def published(folder: Path) -> AsyncIterator[tuple[Engine, Publisher, Inst
         publisher = Publisher(a, engine, lambda: (0, 0), DriftWatch(load(PROFILE)), Links())
         a.load_now, a.on_names = publisher.load_now, publisher.take_names
         engine.watch, engine.catalog.on_change = publisher.watch, publisher.changed
-        publisher.announce()
+        await publisher.announce()
         await group.start("b")
         await until(group.agree, 4)
         yield engine, publisher, group
@@ -85,7 +85,7 @@ async def test_a_folder_that_lies_there_does_not_bring_back_what_was_removed(tmp
         a.remove("poet")
         async with running(model_config(demo.model_folder()), lora, engine_config(seqs=2)) as engine:
             assert (engine.adapter("poet").created_s < removed_s) is not asked_for
-            Publisher(a, engine, lambda: (0, 0), None, Links()).announce()
+            await Publisher(a, engine, lambda: (0, 0), None, Links()).announce()
             if asked_for:
                 assert a.adapter("poet") is not None
             else:

@@ -1,0 +1,110 @@
+"""An instance that starts with thousands of adapters tells its cluster of them, and does its other work meanwhile."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from caraserve.adapters.registry import AdapterInfo
+from caraserve.cluster.cost import Links, Tier
+from caraserve.cluster.node import Node
+from caraserve.cluster.perf_model import DriftWatch
+from caraserve.cluster.publisher import Publisher
+from caraserve.profile import load
+from caraserve.tasks import in_turns
+from tests.cluster.nodes import instances
+from tests.serving import PROFILE
+
+COUNT = 3000
+
+
+class Catalog:
+    """The part of one that is told of."""
+
+    def __init__(self) -> None:
+        names = [f"n{index}" for index in range(COUNT)]
+        self.infos = {name: AdapterInfo(name, f"d-{name}", "", 8, (), 10, created_s=0.0) for name in names}
+
+    def all(self) -> list[AdapterInfo]:
+        return list(self.infos.values())
+
+    def find(self, name: str) -> AdapterInfo | None:
+        return self.infos.get(name)
+
+
+def publisher_of(node: Node, catalog: Catalog) -> Publisher:
+    engine: Any = SimpleNamespace(catalog=catalog)
+    return Publisher(node, engine, lambda: (0, 0), DriftWatch(load(PROFILE)), Links())
+
+
+async def test_others_have_their_turn_and_all_is_said_in_the_end(tmp_path: Path) -> None:
+    async with instances(tmp_path) as running:
+        node = (await running.start("a")).node
+        known: list[int] = []
+
+        async def look() -> None:
+            while True:
+                known.append(sum(1 for _ in node.adapters()))
+                await asyncio.sleep(0)
+
+        looking = asyncio.create_task(look())
+        await publisher_of(node, Catalog()).announce()
+        looking.cancel()
+        assert any(0 < count < COUNT for count in known)
+        assert {adapter.name: adapter.digest for adapter in node.adapters()} == {
+            f"n{index}": f"d-n{index}" for index in range(COUNT)
+        }
+        assert node.holders("d-n7") == {"a": Tier.DISK}
+
+
+async def test_nobody_can_predict_it_before_its_adapters_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with instances(tmp_path) as running:
+        node = (await running.start("a")).node
+        known: list[int] = []
+        monkeypatch.setattr(node, "publish", lambda model, links: known.append(sum(1 for _ in node.adapters())))
+        await publisher_of(node, Catalog()).announce()
+        assert known == [COUNT]
+
+
+async def test_what_changes_meanwhile_stays_changed(tmp_path: Path) -> None:
+    async with instances(tmp_path) as running:
+        node, catalog = (await running.start("a")).node, Catalog()
+        publisher = publisher_of(node, catalog)
+
+        async def change() -> None:
+            assert node.adapter("n2998") is None
+            del catalog.infos["n2998"]
+            publisher.changed("n2998", None)
+            catalog.infos["n2999"] = replace(catalog.infos["n2999"], digest="new")
+            publisher.changed("n2999", catalog.infos["n2999"])
+
+        changing = asyncio.create_task(change())
+        await publisher.announce()
+        await changing
+        assert node.adapter("n2998") is None
+        assert (adapter := node.adapter("n2999")) is not None
+        assert adapter.digest == "new"
+
+
+async def test_a_turn_is_given_after_each_millisecond_of_work() -> None:
+    clock_s = [0.0]
+    turns: list[int] = []
+    done: list[int] = []
+
+    async def look() -> None:
+        while True:
+            turns.append(len(done))
+            await asyncio.sleep(0)
+
+    looking = asyncio.create_task(look())
+    async for item in in_turns(range(8), lambda: clock_s[0]):
+        done.append(item)
+        clock_s[0] += 0.0004
+    looking.cancel()
+    assert done == list(range(8))
+    assert turns == [3, 6]
