@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -244,3 +244,20 @@ async def world(
             await running
         reader.close()
         registry.close()
+
+
+def in_world(test: Callable[[World], Awaitable[None]], **kind: Any) -> None:
+    """Runs a test in a world of its own, and ends all that it left under way."""
+
+    async def body() -> None:
+        async with world(random.Random(0), **kind) as here:
+            await test(here)
+            await here.settle()
+
+    asyncio.run(body())
+
+
+async def turn() -> None:
+    """Lets the engine do all it can before something ends."""
+    for _ in range(10):
+        await asyncio.sleep(0)

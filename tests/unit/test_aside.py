@@ -2,8 +2,8 @@
 use is taken away before they have ended. Over a device that is a hash."""
 
 import asyncio
-import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,26 +11,11 @@ import pytest
 from caraserve.adapters.version import Tier
 from caraserve.plan import Plan
 from caraserve.request import FinishReason
-from tests.engine_world import Asked, World, world
+from tests.engine_world import Asked, World, in_world, turn
 
 PROMPT = [1, 2, 3, 4, 5]
 
-
-def with_world(
-    test: Callable[[World], Awaitable[None]], *, mode: str = "assisted", lanes: int = 2, **kind: Any
-) -> None:
-    async def body() -> None:
-        async with world(random.Random(0), mode=mode, aside_plans=lanes, **kind) as here:
-            await test(here)
-            await here.settle()
-
-    asyncio.run(body())
-
-
-async def turn() -> None:
-    """Lets the engine do all it can before something ends."""
-    for _ in range(10):
-        await asyncio.sleep(0)
+with_world = partial(in_world, mode="assisted", aside_plans=2)
 
 
 async def iterate(here: World, times: int = 1) -> None:
@@ -137,7 +122,7 @@ def test_a_device_without_such_a_lane_has_workers_help_within_iterations() -> No
         assert not plan.aside
         assert plan.rows[0].assist
 
-    with_world(test, lanes=0)
+    with_world(test, aside_plans=0)
 
 
 def test_a_long_prompt_goes_aside_piece_by_piece() -> None:

@@ -1,23 +1,14 @@
 """How often mode `auto` chose what, and whether it came as predicted."""
 
 import asyncio
-import random
-from collections.abc import Awaitable, Callable
-from typing import Any
+from functools import partial
 
 import pytest
 
 from caraserve.metrics import Metrics
-from tests.engine_world import World, world
+from tests.engine_world import World, in_world
 
-
-def with_world(test: Callable[[World], Awaitable[None]], **kind: Any) -> None:
-    async def body() -> None:
-        async with world(random.Random(0), **{"mode": "auto", "device_adapters": 4} | kind) as here:
-            await test(here)
-            await here.settle()
-
-    asyncio.run(body())
+with_world = partial(in_world, mode="auto", device_adapters=4)
 
 
 async def serve(here: World, name: str | None, prompt: int) -> None:

@@ -1,30 +1,14 @@
 """Adapters of requests that still wait for a slot are read into the host tier meanwhile, and cost nobody anything."""
 
-import asyncio
-import random
-from collections.abc import Awaitable, Callable
-from typing import Any
+from functools import partial
 
 from caraserve.adapters.version import Tier
 from caraserve.errors import CaraServeError
 from caraserve.model.layout import ALIGN_BYTES
-from tests.engine_world import World, world
+from tests.engine_world import World, in_world, turn
 from tests.unit.test_residency import World as Tiers
 
-
-def with_world(test: Callable[[World], Awaitable[None]], **kind: Any) -> None:
-    async def body() -> None:
-        async with world(random.Random(0), **{"slots": 1, "device_adapters": 4} | kind) as here:
-            await test(here)
-            await here.settle()
-
-    asyncio.run(body())
-
-
-async def turn() -> None:
-    """Lets the engine do all it can before something ends."""
-    for _ in range(10):
-        await asyncio.sleep(0)
+with_world = partial(in_world, slots=1, device_adapters=4)
 
 
 def test_the_next_in_the_queue_have_their_adapters_read_while_all_slots_are_taken() -> None:

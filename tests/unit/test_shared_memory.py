@@ -3,30 +3,13 @@ ever. Over a device that is a hash; an adapter takes 120 bytes, a block 30."""
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caraserve.adapters.residency import MAX_BYPASSES
-from tests.engine_world import Asked, World, world
-
-
-def with_world(test: Callable[[World], Awaitable[None]], *, spare: int, **kind: Any) -> None:
-    async def body() -> None:
-        async with world(random.Random(0), spare_bytes=spare, **kind) as here:
-            await test(here)
-            await here.settle()
-
-    asyncio.run(body())
-
-
-async def turn() -> None:
-    """Lets the engine do all it can before something ends."""
-    for _ in range(10):
-        await asyncio.sleep(0)
+from tests.engine_world import Asked, World, in_world, turn
 
 
 async def serve(here: World, name: str | None, tokens: int = 3, prompt: int = 5) -> None:
@@ -48,7 +31,7 @@ def test_free_blocks_give_way_to_an_adapter_that_a_request_needs() -> None:
         assert on_device(here) == ("a0", "a1")
         assert here.backend.kv_blocks == (600 - 240) // 30
 
-    with_world(test, spare=0, blocks=20, device_adapters=4)
+    in_world(test, spare_bytes=0, blocks=20, device_adapters=4)
 
 
 def test_idle_adapters_give_way_to_blocks_the_least_asked_for_first() -> None:
@@ -61,7 +44,7 @@ def test_idle_adapters_give_way_to_blocks_the_least_asked_for_first() -> None:
         assert on_device(here) == ("a1",)
         assert here.backend.kv_blocks >= 18
 
-    with_world(test, spare=120, blocks=20, device_adapters=4)
+    in_world(test, spare_bytes=120, blocks=20, device_adapters=4)
 
 
 def test_an_adapter_in_use_does_not_give_way_and_requests_are_preempted_as_ever() -> None:
@@ -73,7 +56,7 @@ def test_an_adapter_in_use_does_not_give_way_and_requests_are_preempted_as_ever(
         assert here.metrics.preemptions > 0
         assert on_device(here) == ("a0",)
 
-    with_world(test, spare=0, blocks=16, device_adapters=4)
+    in_world(test, spare_bytes=0, blocks=16, device_adapters=4)
 
 
 def test_while_blocks_are_on_their_way_requests_wait_for_them_and_nobody_is_preempted() -> None:
@@ -91,7 +74,7 @@ def test_while_blocks_are_on_their_way_requests_wait_for_them_and_nobody_is_pree
             await turn()
         assert here.metrics.preemptions == 0
 
-    with_world(test, spare=400, blocks=5, device_adapters=4)
+    in_world(test, spare_bytes=400, blocks=5, device_adapters=4)
 
 
 def test_blocks_are_asked_for_ahead_so_that_an_iteration_later_is_soon_enough() -> None:
@@ -110,7 +93,7 @@ def test_blocks_are_asked_for_ahead_so_that_an_iteration_later_is_soon_enough() 
         asked.check()
         assert here.backend.kv_blocks >= 10
 
-    with_world(test, spare=900, blocks=6, device_adapters=4)
+    in_world(test, spare_bytes=900, blocks=6, device_adapters=4)
 
 
 def test_running_requests_get_their_blocks_before_an_adapter_that_waits() -> None:
@@ -123,7 +106,7 @@ def test_running_requests_get_their_blocks_before_an_adapter_that_waits() -> Non
         await here.until_done([*base, cold])
         assert here.metrics.preemptions == 0
 
-    with_world(test, spare=120, blocks=8, device_adapters=1)
+    in_world(test, spare_bytes=120, blocks=8, device_adapters=1)
 
 
 def test_a_waiting_adapter_gets_room_though_requests_of_the_base_model_keep_coming() -> None:
@@ -142,7 +125,7 @@ def test_a_waiting_adapter_gets_room_though_requests_of_the_base_model_keep_comi
         cold.check()
         await here.until_done(tasks)
 
-    with_world(test, spare=0, blocks=14, device_adapters=1, slots=4)
+    in_world(test, spare_bytes=0, blocks=14, device_adapters=1, slots=4)
 
 
 def test_an_adapter_that_leaves_less_than_a_request_needs_is_refused() -> None:
@@ -152,7 +135,7 @@ def test_an_adapter_that_leaves_less_than_a_request_needs_is_refused() -> None:
         assert room.excess(120) == 0
         assert room.excess(121) > 0
 
-    with_world(test, spare=0, blocks=0, device_adapters=4)
+    in_world(test, spare_bytes=0, blocks=0, device_adapters=4)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -182,7 +165,9 @@ def test_far_more_adapters_and_requests_than_memory_all_come_to_their_ends(
             task.result().check()
             assert task.result().finish.reason == "length"
 
-    with_world(test, spare=spare, blocks=blocks, slots=slots, mode=mode, adapters=12, device_adapters=4, aside_plans=2)
+    in_world(
+        test, spare_bytes=spare, blocks=blocks, slots=slots, mode=mode, adapters=12, device_adapters=4, aside_plans=2
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -194,7 +179,7 @@ def test_a_finished_server_can_give_all_its_memory_to_either(seed: int) -> None:
         assert room.pool.held_end == 0
         assert room.blocks_without(room.adapter_bytes) == room.most_blocks
 
-    with_world(test, spare=200, blocks=15, device_adapters=4)
+    in_world(test, spare_bytes=200, blocks=15, device_adapters=4)
 
 
 async def waiting_for_memory(here: World) -> "tuple[asyncio.Task[Asked], list[asyncio.Task[Asked]]]":
@@ -219,7 +204,7 @@ def test_an_adapter_gets_its_memory_when_requests_without_adapter_have_ended() -
         await here.until_done([cold, *base])
         assert on_device(here) == ("a0",)
 
-    with_world(test, spare=0, blocks=24, device_adapters=4)
+    in_world(test, spare_bytes=0, blocks=24, device_adapters=4)
 
 
 def test_no_blocks_are_asked_for_ahead_while_an_adapter_waits_for_memory() -> None:
@@ -229,7 +214,7 @@ def test_no_blocks_are_asked_for_ahead_while_an_adapter_waits_for_memory() -> No
         assert not here.backend.resizes
         await here.until_done([cold, *base])
 
-    with_world(test, spare=40, blocks=24, device_adapters=4)
+    in_world(test, spare_bytes=40, blocks=24, device_adapters=4)
 
 
 def test_admissions_without_adapter_count_among_those_that_pass_one_that_waits_for_memory() -> None:
@@ -243,7 +228,7 @@ def test_admissions_without_adapter_count_among_those_that_pass_one_that_waits_f
         await here.until_done([cold, *base])
         assert residency.admits
 
-    with_world(test, spare=0, blocks=24, device_adapters=4)
+    in_world(test, spare_bytes=0, blocks=24, device_adapters=4)
 
 
 def test_of_a_request_that_left_before_its_first_launch_the_device_is_told_nothing() -> None:
@@ -259,7 +244,7 @@ def test_of_a_request_that_left_before_its_first_launch_the_device_is_told_nothi
         await turn()
         assert line.new_in_slots() == ((), ())
 
-    with_world(test, spare=0, blocks=24, device_adapters=4)
+    in_world(test, spare_bytes=0, blocks=24, device_adapters=4)
 
 
 def test_blocks_are_asked_for_when_the_next_request_to_start_lacks_them() -> None:
@@ -274,4 +259,4 @@ def test_blocks_are_asked_for_when_the_next_request_to_start_lacks_them() -> Non
             (here.backend.resizes.pop() if here.backend.resizes else here.backend.step)()
         await here.until_done(tasks)
 
-    with_world(test, spare=900, blocks=11, device_adapters=4, step_tokens=64)
+    in_world(test, spare_bytes=900, blocks=11, device_adapters=4, step_tokens=64)
