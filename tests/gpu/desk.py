@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +35,14 @@ class Words:
     status: NDArray[np.uint32]
     x_flag: NDArray[np.uint32]
     y_flag: NDArray[np.uint32]
+
+
+def comes_true(condition: Callable[[], bool], seconds: float = PATIENCE_NS / 1e9) -> bool:
+    """Whether something comes to hold in time; words in shared memory tell of it, and wake nobody."""
+    ends_s = time.monotonic() + seconds
+    while not (holds := condition()) and time.monotonic() < ends_s:
+        time.sleep(0.001)
+    return holds
 
 
 class Desk:
@@ -146,9 +155,7 @@ class Desk:
     def await_all(self) -> None:
         """Until every worker is there and has done what its present life was asked."""
         assert self.workers.await_all(PATIENCE_NS / 1e9)
-        until_s = time.monotonic() + PATIENCE_NS / 1e9
-        while any(state.is_busy for state in self.workers.states()) and time.monotonic() < until_s:
-            time.sleep(0.001)
+        assert comes_true(lambda: not any(state.is_busy for state in self.workers.states()))
 
     def close(self) -> None:
         self.workers.close()

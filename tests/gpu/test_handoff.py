@@ -13,7 +13,7 @@ import pytest
 from caraserve.cpu import handoff
 from caraserve.gpu.letters import cut
 from caraserve.model.layout import Dtype
-from tests.gpu.desk import ARRIVED, AWAITED, BY_DEVICE, BY_WORKERS, LOST, TOKENS, Desk
+from tests.gpu.desk import ARRIVED, AWAITED, BY_DEVICE, BY_WORKERS, LOST, TOKENS, Desk, comes_true
 
 TOLERANCE = {Dtype.F32: 1e-6, Dtype.BF16: 2**-8, Dtype.F16: 2**-11}
 SHORT_NS = 30_000_000
@@ -92,13 +92,11 @@ def test_a_stream_may_wait_for_the_bell_instead(pair: Desk) -> None:
     os.kill(pair.pid(1), signal.SIGSTOP)
     try:
         pair.publish()
-        while pair.word(0, handoff.DONE) != pair.number:
-            time.sleep(0.001)
+        assert comes_true(lambda: pair.word(0, handoff.DONE) == pair.number)
         assert pair.words.y_flag[0] == before
     finally:
         os.kill(pair.pid(1), signal.SIGCONT)
-    while pair.words.y_flag[0] != pair.generation:
-        time.sleep(0.001)
+    assert comes_true(lambda: bool(pair.words.y_flag[0] == pair.generation))
     assert pair.wait() == BY_WORKERS
     pair.add()
     check_sum(pair)
@@ -245,18 +243,14 @@ def test_numbers_and_generations_go_round(pair: Desk) -> None:
 
 
 def test_a_worker_keeps_vigil_for_a_device_that_cannot_wake_it(alone: Desk) -> None:
-    def await_sleep() -> bool:
-        until_s = time.monotonic() + 0.2
-        while not alone.workers.states()[0].is_asleep and time.monotonic() < until_s:
-            time.sleep(0.001)
+    def is_asleep() -> bool:
         return alone.workers.states()[0].is_asleep
 
-    assert not await_sleep()
+    assert not comes_true(is_asleep, 0.2)
     alone.workers.keep_vigil(False)
-    while not await_sleep():
-        pass
+    assert comes_true(is_asleep)
     alone.workers.keep_vigil(True)
-    assert not alone.workers.states()[0].is_asleep
+    assert not is_asleep()
     alone.begin()
     alone.publish()
     assert alone.wait() == BY_WORKERS
