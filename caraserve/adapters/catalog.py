@@ -215,17 +215,25 @@ class Catalog:
     async def preloaded(self) -> None:
         """Returns when every adapter is on the device, for modes that keep them there. Raises ConfigError when not all
         can be."""
-        room = self.residency.room
-        total = sum({info.digest: room.takes(info.num_bytes) for info in self._infos.values()}.values())
-        if total > self._rules.device_bytes:
-            raise ConfigError(
-                f"--loading-mode cached and merged keep all adapters on the device: they take {total} bytes there, "
-                f"more than --lora-pool-bytes {self._rules.device_bytes}"
-            )
-        await self.residency.settled()
+        self._refuse_if_not_all_fit()
+        have_all_come = await self.residency.settled()
         for info in self._infos.values():
             if (error := self.residency.error_of(info.name)) is not None:
                 raise ConfigError(f"adapter {info.name!r}: {error.message}")
+        if not have_all_come:
+            self._refuse_if_not_all_fit()
+            raise AssertionError("adapters that fit have not come to the device")
+
+    def _refuse_if_not_all_fit(self) -> None:
+        """By what is known of those that have been read; the others may take more, where kernels want padding."""
+        stay = "--loading-mode cached and merged keep all adapters on the device"
+        room, most = self.residency.room, self._rules.device_bytes
+        versions = {info.digest: self.residency.find(info.digest) for info in self._infos.values()}.values()
+        if len(versions) > (places := self.residency.device.places):
+            raise ConfigError(f"{stay}, which has places for {places}: {len(versions)} were given")
+        total = sum(room.takes(version.device_bytes or version.num_bytes) for version in versions if version)
+        if total > most:
+            raise ConfigError(f"{stay}: they take at least {total} bytes there, more than --lora-pool-bytes {most}")
 
     def _recall(self, info: AdapterInfo, given: dict[str, Path]) -> str | None:
         """Brings back an adapter of an earlier run; says why if that cannot be done."""

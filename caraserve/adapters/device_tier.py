@@ -18,7 +18,7 @@ class DeviceTier:
         self._backend, self._room, self._value = backend, room, value
         self._versions: dict[str, Version] = {}
         self._free_slots = list(range(backend.limits.adapter_slots - 1, BASE_ADAPTER_SLOT, -1))
-        self._num_slots = len(self._free_slots)
+        self.places = len(self._free_slots)  # for versions
 
     def ready(self) -> list[Version]:
         """Versions that have arrived."""
@@ -78,7 +78,7 @@ class DeviceTier:
         assert self._room.adapter_bytes == taken, "device bytes differ"
         slots = [version.slot for version in versions]
         assert len({*slots, *self._free_slots}) == len(slots) + len(self._free_slots), "a slot has two owners"
-        assert len(slots) + len(self._free_slots) == self._num_slots, "a slot is lost"
+        assert len(slots) + len(self._free_slots) == self.places, "a slot is lost"
         self._room.check()
 
     def _idle(self) -> list[Version]:

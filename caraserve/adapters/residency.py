@@ -107,10 +107,11 @@ class Residency:
         while not (version.names or self.is_forgotten(version)):
             await self.next_change()
 
-    async def settled(self) -> None:
-        """Returns when no load is under way or wanted."""
-        while self.loading or self._wanting or self._unread:
+    async def settled(self) -> bool:
+        """Waits until no load is under way. Returns whether none is wanted either, for which there would be no room."""
+        while self.loading:
             await self.next_change()
+        return not self._wanting and not self._unread
 
     async def next_change(self) -> None:
         """Returns when a version has changed its tier or lost a pin."""

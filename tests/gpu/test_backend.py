@@ -3,6 +3,7 @@ streams, the tokens are those of transformers and peft."""
 
 import asyncio
 import random
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from caraserve.config import LOADING_MODES, PRELOADED_MODES
+from caraserve.config import LOADING_MODES, PRELOADED_MODES, LoraConfig
+from caraserve.errors import ConfigError
 from caraserve.gpu import captures
 from caraserve.gpu.batch import Shape
 from caraserve.gpu.driver import DriverError, Stream
@@ -19,7 +21,7 @@ from caraserve.gpu.lane import Replay
 from caraserve.gpu.timeline import Lane
 from caraserve.line import Line, Open
 from caraserve.plan import Plan
-from tests.gpu.host_backend import GRANULE_BYTES, Host, serving
+from tests.gpu.host_backend import GRANULE_BYTES, PATIENCE_S, Host, serving
 from tests.gpu.host_device import HostDriver
 from tests.gpu.torch_kernels import torch_kernels
 from tests.oracle.models import ALL_TARGETS, VOCAB_SIZE, make_adapter, make_model
@@ -225,6 +227,39 @@ def test_the_padded_baseline_answers_like_peft(subject: Subject) -> None:
     asked = some_requests(rng, [None, *subject.adapters], 10)
     answers = ask(subject, asked, 4, padded=True, pool_granules=120, device_bytes=100 * GRANULE_BYTES, last=Lane.COPY)
     subject.check(asked, answers, 4)
+
+
+@pytest.mark.parametrize("host_bytes", [4 * MIB, MIB // 3])
+def test_padded_adapters_that_cannot_all_stay_are_refused_at_the_start(subject: Subject, host_bytes: int) -> None:
+    """Without padding they would fit; also where the host has no room for all at a time."""
+    device_bytes = 40 * GRANULE_BYTES
+    lora = lora_config(subject.adapters, mode="cached", device_bytes=device_bytes, host_bytes=host_bytes)
+    refusal = refused_start(subject, replace(lora, lora_kernel="bgmv-padded"))
+    said = re.fullmatch(r"--loading-mode .*: they take at least (\d+) bytes there, more than .* (\d+)", refusal)
+    assert said is not None, refusal
+    assert int(said[1]) > int(said[2]) == device_bytes
+
+
+def test_more_adapters_than_the_devices_table_has_entries_are_refused_at_the_start(subject: Subject) -> None:
+    lora = lora_config(subject.adapters, mode="cached", device_bytes=64 * GRANULE_BYTES, host_bytes=4 * MIB)
+    refusal = refused_start(subject, lora, adapter_slots=len(KINDS))
+    assert refusal.endswith(f"which has places for {len(KINDS) - 1}: {len(KINDS)} were given")
+
+
+def refused_start(subject: Subject, lora: LoraConfig, **device: Any) -> str:
+    """What an engine says that does not start."""
+
+    async def start() -> None:
+        engine = engine_config(seqs=6, step_tokens=48, kv_bytes=80 * GRANULE_BYTES)
+        async with (
+            asyncio.timeout(PATIENCE_S),
+            serving(model_config(subject.model, max_model_len=CONTEXT), lora, engine, **device),
+        ):
+            pass
+
+    with pytest.raises(ConfigError) as refused:
+        asyncio.run(start())
+    return refused.value.message
 
 
 def test_preempted_requests_lose_no_token(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
