@@ -7,6 +7,12 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
+
+from caraserve.gpu.device import CudaDriver
+from caraserve.gpu.driver import Stream
+from caraserve.gpu.launches import Launch
+from caraserve.gpu.libcuda import Cuda
 from tests.gpu.emulator import CACHES
 
 _TRITON = find_spec("triton")
@@ -75,3 +81,53 @@ class Stub:
     def fail(self, name: str, status: int) -> None:
         """The next call of a function answers with an error."""
         self._library.stub_fail(name.encode(), status)
+
+
+class Recorder:
+    """Kernels that only say what was launched."""
+
+    bgmv_grid = 1
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Launch, Stream]] = []
+
+    def launch(self, launch: Launch, stream: Stream) -> None:
+        self.launched.append((launch, stream))
+
+
+class Torch:
+    """Its side of streams and captures."""
+
+    def __init__(self) -> None:
+        self.current: list[int] = []
+        self.given = 5
+
+    def make_current(self, stream: int) -> None:
+        self.current.append(stream)
+
+    def allocations(self) -> int:
+        return self.given
+
+
+class World:
+    """A driver, a stream, and 4 KiB on the host and on the device, of which the host can see the device's, too."""
+
+    def __init__(self, stub: Stub) -> None:
+        self.stub, self.kernels, self.torch = stub, Recorder(), Torch()
+        self.driver = CudaDriver(Cuda(stub.path), self.kernels, torch=self.torch)
+        self.stream = self.driver.create_stream(0)
+        self.bytes = np.random.default_rng(0).integers(1, 255, 4096).astype(np.uint8)
+        self.host = self.driver.register_host(self.bytes.ctypes.data, self.bytes.nbytes)
+        self.device = self.driver.allocate(4096)
+
+    def on_device(self, num_bytes: int = 4096) -> np.ndarray:
+        """What is there now."""
+        seen = np.empty(num_bytes, np.uint8)
+        stream = self.driver.create_stream(0)
+        address = self.driver.register_host(seen.ctypes.data, num_bytes)
+        self.driver.copy_to_host(address, self.device, num_bytes, stream)
+        self.driver.unregister_host(seen.ctypes.data)
+        return seen
+
+    def word(self, at: int = 0) -> int:
+        return int(self.bytes[at : at + 4].view(np.uint32)[0])

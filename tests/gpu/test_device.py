@@ -10,74 +10,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from caraserve.gpu import device, launches
+from caraserve.gpu import launches
 from caraserve.gpu.copier import Copier, Image
 from caraserve.gpu.cuda import CudaKernels
 from caraserve.gpu.device import CudaDriver, CudaTorch
 from caraserve.gpu.driver import Driver, DriverError, Stream, has_reached
 from caraserve.gpu.facts import device_facts
 from caraserve.gpu.lane import HandOver, capture_pass
-from caraserve.gpu.launches import Kernels, Launch
+from caraserve.gpu.launches import Kernels
 from caraserve.gpu.libcuda import Attribute, Cuda
 from caraserve.gpu.timeline import NOTHING, Lane, Timelines
 from caraserve.gpu.transfers import LinkQueue, Use, groups_of
-from tests.gpu.stub_driver import Stub, build
+from tests.gpu.stub_driver import Stub, World, build
 
 GIB = 1 << 30
-NON_BLOCKING, BLOCKING_SYNC_WITHOUT_TIMING, PORTABLE_DEVICEMAP, THREAD_LOCAL = 1, 3, 3, 1
-
-
-class Recorder:
-    """Kernels that only say what was launched."""
-
-    bgmv_grid = 1
-
-    def __init__(self) -> None:
-        self.launched: list[tuple[Launch, Stream]] = []
-
-    def launch(self, launch: Launch, stream: Stream) -> None:
-        self.launched.append((launch, stream))
-
-
-class Torch:
-    def __init__(self) -> None:
-        self.current: list[int] = []
-        self.given = 5
-
-    def make_current(self, stream: int) -> None:
-        self.current.append(stream)
-
-    def allocations(self) -> int:
-        return self.given
+NON_BLOCKING, BLOCKING_SYNC_WITHOUT_TIMING, THREAD_LOCAL = 1, 3, 1
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return build(tmp_path_factory.mktemp("libcuda"))
-
-
-class World:
-    """A driver, a stream, and 4 KiB on the host and on the device, of which the host can see the device's, too."""
-
-    def __init__(self, stub: Stub) -> None:
-        self.stub, self.kernels, self.torch = stub, Recorder(), Torch()
-        self.driver = CudaDriver(Cuda(stub.path), self.kernels, torch=self.torch)
-        self.stream = self.driver.create_stream(0)
-        self.bytes = np.random.default_rng(0).integers(1, 255, 4096).astype(np.uint8)
-        self.host = self.driver.register_host(self.bytes.ctypes.data, self.bytes.nbytes)
-        self.device = self.driver.allocate(4096)
-
-    def on_device(self, num_bytes: int = 4096) -> np.ndarray:
-        """What is there now."""
-        seen = np.empty(num_bytes, np.uint8)
-        stream = self.driver.create_stream(0)
-        address = self.driver.register_host(seen.ctypes.data, num_bytes)
-        self.driver.copy_to_host(address, self.device, num_bytes, stream)
-        self.driver.unregister_host(seen.ctypes.data)
-        return seen
-
-    def word(self, at: int = 0) -> int:
-        return int(self.bytes[at : at + 4].view(np.uint32)[0])
 
 
 @pytest.fixture
@@ -199,84 +151,6 @@ def test_freed_memory_is_gone_and_too_much_is_refused(world: World) -> None:
     world.stub.fail("cuMemAlloc_v2", 999)
     with pytest.raises(DriverError, match=r"^cuMemAlloc_v2: error 999, which the driver has no name for$"):
         world.driver.allocate(1)
-
-
-# --- host memory; what is registered here is only addresses ---
-
-FAR = (1 << 45) + 12288  # pages of 4 KiB, not of 2 MiB
-
-
-def test_much_host_memory_is_registered_in_pieces_and_has_one_range_of_addresses(world: World) -> None:
-    address = world.driver.register_host(FAR, 20 * GIB)
-    pieces = world.stub.calls("cuMemHostRegister_v2")[1:]
-    assert sum(size for size, _ in pieces) == 20 * GIB
-    assert all(size <= 8 * GIB and flags == PORTABLE_DEVICEMAP for size, flags in pieces)
-    assert len(pieces) == 3
-    assert (FAR + pieces[0][0]) % (2 << 20) == 0  # huge pages are not cut
-    assert address == world.driver.register_host(FAR + 20 * GIB, 4096) - 20 * GIB
-    world.driver.unregister_host(FAR)
-    assert len(world.stub.calls("cuMemHostUnregister")) == 3
-
-
-@pytest.mark.parametrize("gap", [1 << 21, -4096])
-def test_host_memory_that_the_driver_scatters_is_refused_whole(stub: Stub, gap: int) -> None:
-    driver = CudaDriver(Cuda(stub.path), Recorder(), torch=Torch())
-    stub.set_gap(gap)
-    with pytest.raises(DriverError, match="addresses far apart"):
-        driver.register_host(FAR, 9 * GIB)
-    assert len(stub.calls("cuMemHostUnregister")) == 2
-
-
-def test_nothing_stays_registered_when_the_driver_refuses_a_piece(world: World) -> None:
-    world.stub.fail("cuMemHostRegister_v2", 2)
-    with pytest.raises(DriverError, match="cuMemHostRegister_v2: CUDA_ERROR_OUT_OF_MEMORY"):
-        world.driver.register_host(FAR, 9 * GIB)
-    assert world.stub.calls("cuMemHostUnregister") == []
-    world.driver.register_host(FAR, 9 * GIB)
-
-
-@pytest.fixture
-def chopped(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> World:
-    """Host memory is registered in chunks of 64 bytes; the first may be smaller."""
-    monkeypatch.setattr(device, "_CHUNK_BYTES", 64)
-    monkeypatch.setattr(device, "_HUGE_PAGE_BYTES", 16)
-    return World(stub)
-
-
-def test_no_copy_lies_in_two_registered_chunks(chopped: World) -> None:
-    """The library refuses those that do."""
-    driver, at = chopped.driver, chopped.device
-    first = chopped.stub.calls("cuMemHostRegister_v2")[0][0]
-    for start, size in ((first - 8, 100), (first, 64), (first - 1, 2), (5, 1000), (first + 64, 3)):
-        driver.copy_to_device(at, chopped.host + start, size, chopped.stream)
-        assert (chopped.on_device()[:size] == chopped.bytes[start : start + size]).all()
-    before = chopped.bytes.copy()
-    driver.copy_to_host(chopped.host + first + 60, at, 200, chopped.stream)
-    assert (chopped.bytes[first + 60 :][:200] == chopped.on_device()[:200]).all()
-    assert (
-        np.delete(chopped.bytes, slice(first + 60, first + 260)) == np.delete(before, slice(first + 60, first + 260))
-    ).all()
-
-
-@pytest.mark.parametrize(("pitch", "width"), [(40, 40), (48, 30), (16, 16), (200, 150)])
-def test_no_rows_lie_in_two_registered_chunks(chopped: World, pitch: int, width: int) -> None:
-    """Where a chunk ends within a row, between two, and where a row has several."""
-    chopped.driver.fill(chopped.device, 4096, chopped.stream)
-    chopped.driver.copy_rows_to_device(chopped.device + 8, 250, chopped.host + 3, pitch, width, 9, chopped.stream)
-    expected = np.zeros(4096, np.uint8)
-    for row in range(9):
-        expected[8 + 250 * row :][:width] = chopped.bytes[3 + pitch * row :][:width]
-    assert (chopped.on_device() == expected).all()
-
-
-def test_memory_that_is_registered_anew_in_one_piece_is_copied_in_one(
-    chopped: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chopped.driver.unregister_host(chopped.bytes.ctypes.data)
-    monkeypatch.setattr(device, "_CHUNK_BYTES", 8192)
-    host = chopped.driver.register_host(chopped.bytes.ctypes.data, chopped.bytes.nbytes)
-    chopped.driver.copy_to_device(chopped.device, host, 4000, chopped.stream)
-    assert chopped.stub.calls("cuMemcpyAsync") == [(4000,)]
 
 
 # --- words ---
