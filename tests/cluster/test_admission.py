@@ -126,7 +126,7 @@ async def test_only_certificates_of_the_clusters_authority_get_in(tmp_path: Path
         await until(running.agree, 4)
         url = f"{running.running['a'].address}/cluster/ws"
         async with session.ws_connect(f"https://{url}", ssl=member.dialling or True) as stream:
-            await stream.receive_bytes(timeout=5)
+            assert not stream.closed
         with pytest.raises(aiohttp.ClientError):
             await session.ws_connect(f"https://{url}", ssl=stranger.dialling or True)
         with pytest.raises(aiohttp.ClientError):
