@@ -25,6 +25,7 @@ from caraserve.cluster.names_file import NamesFile, beside
 from caraserve.cluster.node import Node, NodeConfig
 from caraserve.cluster.perf_model import DriftWatch
 from caraserve.cluster.publisher import Publisher
+from caraserve.cluster.resolver import Resolver
 from caraserve.cluster.seal import Keyring
 from caraserve.cluster.secret_file import LOOPBACK_SECRET, SecretFile
 from caraserve.config import ClusterConfig, HttpConfig, LoraConfig
@@ -150,7 +151,7 @@ async def join(
 
     node.on_member = lambda record, before: relays.changed(record)
     stack.push_async_callback(node.stop)
-    await node.start(_advertised(cluster, *where))
+    await node.start(await _advertised(cluster, *where))
     engine.catalog.on_change = publisher.changed
     await publisher.announce()
     forwarding.joined, forwarding.introduced = True, introduction(node)
@@ -183,12 +184,13 @@ def links_of(profile: Profile | None, lora: LoraConfig) -> Links:
     return Links(profile.link_latency_ms, profile.link_bytes_per_s / 1000, *disk_and_fetch, blocks_batch=blocks)
 
 
-def _advertised(cluster: ClusterConfig, host: str, port: int) -> str:
+async def _advertised(cluster: ClusterConfig, host: str, port: int) -> str:
     if cluster.advertise is not None:
         return cluster.advertise
     if not is_wildcard(host):
         return join_address(host, port)
+    resolver = Resolver()
     for peer in cluster.peers:
-        if (found := outward_address(peer)) is not None:
+        if (found := await outward_address(peer, resolver)) is not None:
             return join_address(found, port)
     raise ConfigError(f"--host {host} is no address that others could connect to; give --advertise HOST:PORT")

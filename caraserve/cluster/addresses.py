@@ -7,8 +7,11 @@ from collections.abc import Iterable
 
 from caraserve.cluster.members import MAX_LIVE
 from caraserve.cluster.ports import CROWDED
+from caraserve.cluster.resolver import Found, Resolver
 from caraserve.endpoints import split_address
 from caraserve.errors import ConfigError
+
+_PATIENCE_S = 2.0  # with name servers
 
 
 def join_address(host: str, port: int) -> str:
@@ -32,19 +35,24 @@ def is_wildcard(host: str) -> bool:
         return host == ""
 
 
-async def resolved(peers: Iterable[str]) -> tuple[tuple[str, ...], list[str]]:
-    """All addresses behind the peers, each once and in order; and what does not resolve now."""
+async def resolved(
+    peers: Iterable[str], resolver: Resolver, patience_s: float = _PATIENCE_S
+) -> tuple[tuple[str, ...], list[str]]:
+    """All addresses behind the peers, each once and in order; and what does not resolve now, or not soon."""
+    peers = tuple(peers)
+    answers = await asyncio.gather(*(_addresses(split_address(peer)[0], resolver, patience_s) for peer in peers))
     found: dict[str, None] = {}
-    missing: list[str] = []
-    for peer in peers:
-        host, port = split_address(peer)
-        try:
-            infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except OSError:
-            missing.append(peer)
-            continue
-        found |= {join_address(str(info[4][0]), port): None for info in infos}
-    return tuple(found), missing
+    for peer, answer in zip(peers, answers, strict=True):
+        found |= {join_address(address, split_address(peer)[1]): None for _, address in answer}
+    return tuple(found), [peer for peer, answer in zip(peers, answers, strict=True) if not answer]
+
+
+async def _addresses(host: str, resolver: Resolver, patience_s: float) -> list[Found]:
+    try:
+        async with asyncio.timeout(patience_s):
+            return await resolver.addresses(host)
+    except (OSError, TimeoutError):
+        return []
 
 
 def check_count(addresses: tuple[str, ...]) -> None:
@@ -53,13 +61,14 @@ def check_count(addresses: tuple[str, ...]) -> None:
         raise ConfigError(f"--peers stands for {len(addresses)} instances: {CROWDED}")
 
 
-def outward_address(peer: str) -> str | None:
-    """The address of this machine from which a peer is reached; None if no way leads there. Sends nothing."""
+async def outward_address(peer: str, resolver: Resolver, patience_s: float = _PATIENCE_S) -> str | None:
+    """The address of this machine from which a peer is reached; None if no way leads there. Sends the peer nothing."""
     host, port = split_address(peer)
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)
+    for family, address in await _addresses(host, resolver, patience_s):
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((address, port))
+            except OSError:
+                continue
             return str(probe.getsockname()[0])
-    except OSError:
-        return None
+    return None

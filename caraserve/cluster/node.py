@@ -50,6 +50,7 @@ from caraserve.cluster.names_file import NamesFile
 from caraserve.cluster.perf_model import PerfModel
 from caraserve.cluster.ports import Close, Dial, FactsChanged, Output, PeerRefused, Quoted, RefusedUs, Settings
 from caraserve.cluster.published import LINKS, MODEL, Seen, links_value, model_value, tier_of
+from caraserve.cluster.resolver import Resolver
 from caraserve.cluster.router import Instance
 from caraserve.cluster.seal import Keyring
 from caraserve.cluster.secret_file import SecretFile
@@ -97,12 +98,12 @@ class Node:
         self._core: Core | None = None
         self._sockets: Sockets | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._lag_s = 0.0
-        self._beat_s, self._status = 0.0, "starting"
+        self._lag_s, self._beat_s, self._status = 0.0, 0.0, "starting"
         self._numbers = itertools.count()
         self._questions: dict[tuple[str, int], asyncio.Future[Body]] = {}
         self._seen = Seen()
         self._told: dict[tuple[str, str], float] = {}
+        self._resolver = Resolver()
         self._unresolved: list[str] = []
         self._refused = 0  # facts, when we last looked
 
@@ -110,7 +111,7 @@ class Node:
 
     async def start(self, address: str) -> None:
         """Joins: dials the peers until it is known, and goes on doing so. Raises ConfigError."""
-        seeds, self._unresolved = await resolved(self._config.peers)
+        seeds, self._unresolved = await resolved(self._config.peers, self._resolver)
         check_count(seeds)
         wall_ms = int(time.time() * 1000)
         self.name = self._config.name or address
@@ -118,7 +119,7 @@ class Node:
         core = Core(settings, self.keys, self._rng, self._now(), wall_ms)
         core.restore(self._names.restore(wall_ms), self._now())
         self._names.seen(wall_ms)
-        self._core, self._sockets = core, Sockets(self, self._config.tls)
+        self._core, self._sockets = core, Sockets(self, self._config.tls, self._resolver)
         for work in (self._tick, self._look_around):
             task = asyncio.create_task(work(), name=f"cluster {work.__name__.strip('_')}")
             task.add_done_callback(self._defect)
@@ -329,7 +330,7 @@ class Node:
                 )
                 self._say(logging.WARNING, "clocks", "", text, refused)
             if self._now() >= resolve_s:
-                seeds, self._unresolved = await resolved(self._config.peers)
+                seeds, self._unresolved = await resolved(self._config.peers, self._resolver)
                 resolve_s = self._now() + (_REREAD_S if self._unresolved else _RESOLVE_S)
                 if seeds:  # a name server that is away makes nobody leave
                     self.core.seed(seeds)

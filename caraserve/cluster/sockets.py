@@ -19,11 +19,12 @@ from typing import Protocol, TypeAlias
 import aiohttp
 from aiohttp import web
 
+from caraserve.cluster.resolver import Resolver
 from caraserve.cluster.wire import MAX_FRAME
 
 PATH = "/cluster/ws"
 
-_DIAL_S = 2.0
+_DIAL_S = 2.0  # the name server's part in it included
 _CLOSE_S = 1.0  # for the peer to take what is left, and to say goodbye
 _UNACKNOWLEDGED_MS = 10_000  # then the kernel gives a connection up: nobody is there
 _MOST_SOCKETS = 512  # strangers included, who have not shown a key yet
@@ -55,7 +56,7 @@ class _Socket:
 class Sockets:
     """All connections of one instance."""
 
-    def __init__(self, ends: Ends, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, ends: Ends, tls: ssl.SSLContext | None, resolver: Resolver) -> None:
         """`tls`: for dialling; None: peers speak plain HTTP."""
         self._ends, self._tls = ends, tls
         self._open: dict[int, _Socket] = {}
@@ -63,7 +64,7 @@ class Sockets:
         self._dialling: dict[str, asyncio.Task[None]] = {}
         self._conversations: set[asyncio.Task[None]] = set()
         # A connection for each WebSocket, so that nothing is to be pooled.
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        connector = aiohttp.TCPConnector(limit=0, force_close=True, resolver=resolver)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_DIAL_S)
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
 

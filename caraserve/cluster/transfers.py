@@ -19,6 +19,7 @@ import aiohttp
 
 from caraserve.adapters.manifest import MAX_MANIFEST_BYTES
 from caraserve.cluster.lending import PATH
+from caraserve.cluster.resolver import Resolver
 from caraserve.cluster.seal import Keyring
 from caraserve.cluster.signing import HEADER, signature
 
@@ -104,7 +105,7 @@ class Transfers:
 
     def _get(self, url: str, headers: dict[str, str]) -> Any:
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_ALIVE_S)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_ALIVE_S, resolver=Resolver())
             timeout = aiohttp.ClientTimeout(None, connect=_REACH_S, sock_connect=_CONNECT_S, sock_read=_SILENT_S)
             self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
         scheme = "https" if self._tls else "http"

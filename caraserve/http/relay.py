@@ -24,6 +24,7 @@ from caraserve.cluster.cost import Estimate
 from caraserve.cluster.forward import Peer
 from caraserve.cluster.hop import INSTANCE, PREFIX, REFUSED, Hop, refusal_of, signed
 from caraserve.cluster.members import Record, State
+from caraserve.cluster.resolver import Resolver
 from caraserve.cluster.router import Reason, Refusal
 from caraserve.cluster.seal import Keyring
 from caraserve.errors import BackendFailed, Draining, InstanceLost, Unreachable
@@ -99,7 +100,7 @@ class Relays:
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = self._overdue = False
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S, ssl=tls or True)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S, ssl=tls or True, resolver=Resolver())
         self._session = aiohttp.ClientSession(
             connector=connector,
             timeout=aiohttp.ClientTimeout(total=None, connect=_REACH_S, sock_connect=_CONNECT_S),

@@ -9,6 +9,7 @@ import aiohttp
 import pytest
 
 from caraserve.cluster.addresses import is_loopback, is_wildcard, join_address, outward_address, resolved
+from caraserve.cluster.resolver import Resolver
 from caraserve.cluster.secret_file import SecretFile
 from caraserve.config import ClusterConfig, HttpConfig
 from caraserve.endpoints import split_address
@@ -90,11 +91,15 @@ def test_addresses() -> None:
         *(False, False, False),
     ]
     assert [is_wildcard(host) for host in ("0.0.0.0", "::", "127.0.0.1", "host")] == [True, True, False, False]
-    assert outward_address("127.0.0.1:80") == "127.0.0.1"
+
+
+async def test_the_way_to_a_peer_shows_our_own_address() -> None:
+    assert await outward_address("127.0.0.1:80", Resolver()) == "127.0.0.1"
+    assert await outward_address("nobody.invalid:80", Resolver()) is None
 
 
 async def test_a_name_stands_for_all_that_it_resolves_to_and_one_that_does_not_is_named() -> None:
-    found, missing = await resolved(("127.0.0.1:1", "127.0.0.1:1", "127.0.0.2:1", "nobody.invalid:1"))
+    found, missing = await resolved(("127.0.0.1:1", "127.0.0.1:1", "127.0.0.2:1", "nobody.invalid:1"), Resolver())
     assert found == ("127.0.0.1:1", "127.0.0.2:1")
     assert missing == ["nobody.invalid:1"]
 
