@@ -136,6 +136,7 @@ class Asides:
         self._waiting: deque[_Prompt] = deque()
         self._issuing: _Issuing | None = None
         self._under_way: list[_Chunk] = []  # issued whole
+        self._answers: dict[int, int] = {}  # bytes that workers were asked for, by book
         self._returned: SimpleQueue[Callable[[], None]] = SimpleQueue()  # what is to be done about chunks that ended
         self.predictions = Predictions()
         self.counts = Counts()
@@ -219,6 +220,7 @@ class Asides:
     def _release(self, slot: int, book: Book, late: Sequence[Life] = ()) -> None:
         """What a chunk had. `late`: all workers, if one of them may write to it still."""
         self._images.pool.let_go(slot)
+        self._queue.answered(self._answers.pop(book.offset, 0))
         self._books.give_back(book, late)
         if not self._under_way and not self.is_issuing:
             self._attend(False)
@@ -243,14 +245,16 @@ class Asides:
             ready_generation=bound.generation,
         )
         written = self._writer.letters(chunk, bound.adapter, row.count, lives, self.predictions.tokens_per_worker)
-        self.counts.slices += sum(errands for _, _, errands in written)
+        self.counts.slices += sum(letter.errands for letter in written)
+        self._answers[book.offset] = sum(letter.answer_bytes for letter in written)
+        self._queue.await_answers(self._answers[book.offset])
         terms = self._terms(chunk)
         self._guard.watch(book, {index: self._hand_over_s(row, bound) for _, _, index, _ in chunk.hand_overs()})
 
         def metadata(stream: Stream) -> None:
             self._ring.send(self._batch.words.data_ptr(), self._batch_words, Lane.ASSIST)
-            for index, letter, _ in written:
-                self._ring.send(self._letters[index].data_ptr(), letter, Lane.ASSIST)
+            for letter in written:
+                self._ring.send(self._letters[letter.entry].data_ptr(), letter.words, Lane.ASSIST)
             self._driver.fill(self._flags.data_ptr(), self._flags.nbytes, stream)
 
         after = latest(at(Lane.COMPUTE, prompt.issued), self._images.pool.moved(slot))
@@ -321,8 +325,8 @@ class Asides:
         stream = self._timelines.streams[Lane.ASSIST]
         self._ring.send(self._batch.words.data_ptr(), self._host.empty(), Lane.ASSIST)
         chunk = AssistedChunk(0, book, [Source.WORKERS], [range(len(GROUPS))], self._images.ready_words(0), 1)
-        for index, letter, _ in self._writer.to_nobody(chunk):
-            self._ring.send(self._letters[index].data_ptr(), letter, Lane.ASSIST)
+        for letter in self._writer.to_nobody(chunk):
+            self._ring.send(self._letters[letter.entry].data_ptr(), letter.words, Lane.ASSIST)
         for tokens in (2, 16, ASSISTED_CHUNK_TOKENS):
             work = self._decoder.work(Shape(tokens, 0, 1, 1, 1, False, 0), assist=self._terms(chunk))
             for _ in self._lane.issue(lambda stream: None, work, chunk, NOTHING):
@@ -339,7 +343,7 @@ class Asides:
         """What is expected of each layer when the device gets there."""
         now_s, layer_s = time.monotonic(), self.predictions.layer_s(tokens)
         expected = self._queue.arrivals(slot, now_s)
-        issued_s = now_s + self._queue.in_flight / self._queue.bytes_per_s
+        issued_s = self._queue.arrival_of_issued(now_s)
         can_help = any(life.incarnation is not None and life.is_idle for life in lives)
         stall_s = self.predictions.hand_over_s(tokens, bound.stored.rank) if can_help else None
         found = []

@@ -4,6 +4,7 @@ letters.py says what a letter is; here is whom it goes to, and where x, deltas a
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,15 @@ from caraserve.model.spec import SITES, ModelSpec
 
 _WAIT_NS = 10_000_000_000  # for weights that are on their way, once no worker is waited for: they do come
 
-Letter = NDArray[np.int64]
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """Of one hand-over. `errands`: workers who are asked; `answer_bytes`: what they will have the device read."""
+
+    entry: int
+    words: NDArray[np.int64]
+    errands: int
+    answer_bytes: int
 
 
 class LetterWriter:
@@ -36,8 +45,8 @@ class LetterWriter:
         tokens: int,
         lives: Sequence[Life],
         tokens_per_worker: Callable[[int], int],
-    ) -> list[tuple[int, Letter, int]]:
-        """(entry, letter, workers asked) of each hand-over of a chunk of so many tokens."""
+    ) -> list[Letter]:
+        """One for each hand-over of a chunk of so many tokens."""
         idle = [life.worker for life in lives if life.incarnation is not None and life.is_idle]
         slices = cut(tokens, tokens_per_worker(adapter.spec.rank), max(1, len(idle)))
         deltas = self._rooms[chunk.book.offset].deltas
@@ -49,16 +58,19 @@ class LetterWriter:
                 self._errand(worker, first, rows, deltas + 4 * stride * first)
                 for worker, (first, rows) in zip(idle, slices, strict=False)
             ]
-            written.append((index, self._letter(chunk, layer, group, entry, modules, errands), len(errands)))
+            words = self._words(chunk, layer, group, entry, modules, errands)
+            outputs = sum(module.outputs for module in modules if module.rank)
+            answered = sum(errand.rows for errand in errands)
+            written.append(Letter(index, words, len(errands), 4 * answered * outputs))
         return written
 
-    def to_nobody(self, chunk: AssistedChunk) -> Iterator[tuple[int, Letter, int]]:
+    def to_nobody(self, chunk: AssistedChunk) -> Iterator[Letter]:
         """The same, asking no worker for anything."""
         for layer, group, index, entry in chunk.hand_overs():
             modules = [Module(self._spec.site_shape(site)[1]) for site in GROUPS[group]]
-            yield index, self._letter(chunk, layer, group, entry, modules, []), 0
+            yield Letter(index, self._words(chunk, layer, group, entry, modules, []), 0, 0)
 
-    def _letter(
+    def _words(
         self,
         chunk: AssistedChunk,
         layer: int,
@@ -66,7 +78,7 @@ class LetterWriter:
         entry: Entry,
         modules: Sequence[Module],
         errands: Sequence[Errand],
-    ) -> Letter:
+    ) -> NDArray[np.int64]:
         base, x = self._memory.device_base, self._rooms[chunk.book.offset].x
         terms = Terms(
             deadline_ns=_WAIT_NS,
@@ -77,10 +89,10 @@ class LetterWriter:
             x_flag=base + entry.x_flag,
             y_flag=base + entry.y_flag,
         )
-        letter = np.zeros(letter_bytes(len(errands)) // 8, np.int64)
+        words = np.zeros(letter_bytes(len(errands)) // 8, np.int64)
         where = Region(base, x, x_stride(self._spec, group), inputs_of(self._spec, group))
-        write_letter(letter, errands, modules, where, terms)
-        return letter
+        write_letter(words, errands, modules, where, terms)
+        return words
 
     def _errand(self, worker: int, first: int, rows: int, deltas: int) -> Errand:
         number = self._numbers[worker] = self._numbers.get(worker, 0) + 1

@@ -80,7 +80,8 @@ class LinkQueue:
 
     bytes_per_s: float
     piece_bytes: int = PIECE_BYTES
-    in_flight: int = 0  # bytes, of pieces and of whatever else uses this direction
+    in_flight: int = 0  # bytes of pieces
+    answers: int = 0  # bytes that come from CPU workers meanwhile; what goes to them takes the other direction
     _loads: dict[int, _Load] = field(default_factory=dict)
     _numbers: int = 0
 
@@ -130,15 +131,23 @@ class LinkQueue:
                 del self._loads[load.slot]
         return piece
 
-    def add(self, num_bytes: int) -> None:
-        """Something else goes the same way: answers of CPU workers, KV that comes back."""
-        self.in_flight += num_bytes
+    def await_answers(self, num_bytes: int) -> None:
+        """CPU workers are going to answer: their answers share the link with loads, and hold none of them back."""
+        self.answers += num_bytes
+
+    def answered(self, num_bytes: int) -> None:
+        """Answers have come, or never will."""
+        self.answers -= num_bytes
 
     def arrived(self, num_bytes: int) -> None:
         """Bytes issued before have arrived."""
         self.in_flight -= num_bytes
         if self.in_flight < 0:
             raise AssertionError("more has arrived than was issued")
+
+    def arrival_of_issued(self, now_s: float) -> float:
+        """When all that has been issued is expected."""
+        return now_s + (self.in_flight + self.answers) / self.bytes_per_s
 
     def arrivals(self, slot: int, now_s: float) -> dict[int, float]:
         """When each group that has not been issued whole is expected, by its index."""
@@ -147,11 +156,11 @@ class LinkQueue:
             for load in self._loads.values()
             for index in range(load.at, len(load.groups))
         )
-        ahead, expected = self.in_flight, {}
+        issued_s, ahead, expected = self.arrival_of_issued(now_s), 0, {}
         for _, owner, index, num_bytes in rest:
             ahead += num_bytes
             if owner == slot:
-                expected[index] = now_s + ahead / self.bytes_per_s
+                expected[index] = issued_s + ahead / self.bytes_per_s
         return expected
 
     @property

@@ -70,6 +70,7 @@ class Host:
         parts.images.pool.check()
         assert not parts.is_busy
         assert not parts.asides.is_open
+        assert parts.channels.queue.answers == 0
         assert all(extent.holds == 0 for extent in parts.images.pool._extents), "an adapter is held for nothing"
         assert set(parts.images.pool._by_slot) == set(parts.images.bound), "an adapter's bytes are nobody's"
         assert [lane.results._free.qsize() for lane in parts.lanes] == [3, BOOKS]

@@ -18,6 +18,7 @@ from caraserve.cpu import workers
 from caraserve.gpu.aside import Asides
 from caraserve.gpu.timeline import Lane
 from caraserve.loop import Engine
+from caraserve.model.spec import load_spec
 from tests.gpu.host_backend import NO_NUMBER, Host, serving
 from tests.gpu.torch_kernels import torch_kernels
 from tests.oracle.models import ALL_TARGETS, VOCAB_SIZE, make_adapter, make_model
@@ -370,5 +371,25 @@ def test_who_goes_away_while_aside_leaves_nothing_behind(subject: Subject) -> No
             await at.until(lambda: at.engine._line.is_settled)
             at.driver.held = set()
             assert await at.check("half", 12, at.ask("half", 12)) == 0
+
+    asyncio.run(serve())
+
+
+def test_answers_count_as_being_on_their_way_until_the_chunk_has_ended(subject: Subject) -> None:
+    spec = load_spec(subject[0])
+    outputs = sum(spec.site_shape(site)[1] for site in ALL_TARGETS)
+
+    async def serve() -> None:
+        async with office(subject) as at:
+            queue = at.host.parts.channels.queue
+            at.driver.held = {Lane.COPY, Lane.ASSIST}
+            answer = at.ask("r8", 20)
+            await at.until_launched()
+            assert queue.answers == 4 * 20 * outputs * LAYERS
+            at.driver.held = {Lane.COPY}
+            await at.until(lambda: not at.asides.is_open)
+            assert queue.answers == 0
+            at.driver.held = set()
+            assert await at.check("r8", 20, answer) == LAYERS
 
     asyncio.run(serve())
