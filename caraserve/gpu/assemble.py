@@ -95,7 +95,6 @@ class Parts:
     limits: Limits
     device: GpuDevice
     spec: ModelSpec
-    max_context: int
     channels: Channels
     images: DeviceImages
     slots: RequestSlots
@@ -152,7 +151,7 @@ class Parts:
         for tokens in (1, 2, 16):
             if tokens <= capacity.tokens:
                 rows, segments = min(tokens, capacity.rows), min(1, capacity.segments)
-                yield Shape(tokens, rows, 1, min(tokens, capacity.outputs), segments, True, self.max_context)
+                yield Shape(tokens, rows, 1, min(tokens, capacity.outputs), segments, True, self.limits.max_context)
 
     def close(self) -> None:
         """After the launching thread has ended."""
@@ -179,7 +178,24 @@ def assemble(
     trace: Trace | None = None,
 ) -> Parts:
     """Takes the memory and joins the parts. `wake` has the launching thread look around. Raises ConfigError when the
-    device is too small."""
+    device is too small, or host memory cannot be pinned."""
+    try:
+        return _assemble(spec, weights, sizes, device, wake, trace)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            "the device's memory is full before all is there that serving needs; lower --gpu-memory-utilization, "
+            "--max-num-seqs, --max-num-batched-tokens or --max-model-len"
+        ) from error
+
+
+def _assemble(
+    spec: ModelSpec,
+    weights: Weights,
+    sizes: GpuSizes,
+    device: GpuDevice,
+    wake: Callable[[], None],
+    trace: Trace | None,
+) -> Parts:
     driver, capacities = device.driver, _capacities(weights, sizes)
     tables = AdapterTables(spec, sizes.adapter_slots, device.device)
     merged = MergedWeights(spec, weights, MAX_RANK) if sizes.merging else None
@@ -229,12 +245,10 @@ def assemble(
     works = Works(lanes[0].decoder, images, channels, merged)
     workers = Workers(region.region, region.blocks, sizes.lora_cpus, region.block_bytes)
     helpers = Helpers(region, host, workers, Guard(RegionWords(region.region), workers))
-    device.synchronize()  # memory was filled on torch's stream, which no other waits for
-    return Parts(
+    parts = Parts(
         limits=limits,
         device=device,
         spec=spec,
-        max_context=sizes.max_context,
         channels=channels,
         images=images,
         slots=slots,
@@ -246,6 +260,8 @@ def assemble(
         helpers=helpers,
         asides=Asides(channels, lanes[1], images, slots, helpers, spec, wake),
     )
+    device.synchronize()  # memory was filled on whatever stream was torch's, and not each lane waits for that
+    return parts
 
 
 def _capacities(weights: Weights, sizes: GpuSizes) -> tuple[Capacity, Capacity]:
@@ -273,8 +289,14 @@ def _host_memory(
     block_bytes = result_bytes(most_outputs) + 64  # an assisted chunk's error word is the last
     blocks = _ITERATIONS_AHEAD + BOOKS
     region = HostRegion(spec, len(sizes.lora_cpus), _RING_BYTES, block_bytes, blocks, sizes.host_bytes)
-    base = region.region.base
-    return region, HostMemory(base, driver.register_host(base, region.region.num_bytes))
+    base, num_bytes = region.region.base, region.region.num_bytes
+    try:
+        return region, HostMemory(base, driver.register_host(base, num_bytes))
+    except DriverError as error:
+        region.region.close()
+        raise ConfigError(
+            f"{human_bytes(num_bytes)} of host memory cannot be pinned ({error}); lower --max-host-adapters-bytes"
+        ) from error
 
 
 def _channels(driver: Driver, region: HostRegion, host: HostMemory) -> Channels:

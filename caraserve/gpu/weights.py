@@ -17,6 +17,7 @@ from caraserve.errors import ModelLoadError
 from caraserve.model.layout import A_COLUMNS, GROUPS, Dtype
 from caraserve.model.rope import rope_tables
 from caraserve.model.spec import ModelSpec
+from caraserve.units import human_bytes
 
 TORCH_DTYPES = {Dtype.F32: torch.float32, Dtype.BF16: torch.bfloat16, Dtype.F16: torch.float16}
 _STAGING_BYTES = 32 << 20
@@ -101,12 +102,20 @@ def load(
 ) -> Weights:
     """Makes room on `device` and has it filled; calls `progress` after each layer and after the embeddings.
 
-    Raises ModelLoadError for sizes that the kernels do not have, and what `fill` raises.
+    Raises ModelLoadError for sizes that the kernels do not have and for more than the device holds, and what `fill`
+    raises.
     """
     for name, size in (("hidden_size", spec.hidden), ("intermediate_size", spec.intermediate)):
         if size % A_COLUMNS:
             raise ModelLoadError(f"config.json: {name} {size} is not a multiple of {A_COLUMNS}, which CUDA needs")
-    maker = _Maker(spec, dtype, device, fill)
+    try:
+        return _load(spec, max_context, _Maker(spec, dtype, device, fill), progress)
+    except torch.OutOfMemoryError as error:
+        need = human_bytes(num_bytes(spec, dtype))
+        raise ModelLoadError(f"the model's weights take {need} of device memory, more than is free") from error
+
+
+def _load(spec: ModelSpec, max_context: int, maker: "_Maker", progress: Callable[[], None]) -> Weights:
     layers = []
     for layer in range(spec.layers):
         layers.append(maker.layer(layer))
@@ -114,7 +123,9 @@ def load(
     vocabulary = (spec.vocab_size, spec.hidden)
     embedding = maker.tensor("model.embed_tokens.weight", vocabulary)
     head = embedding if spec.tied_embeddings else maker.tensor("lm_head.weight", vocabulary)
-    cos, sin = (torch.from_numpy(table).to(device) for table in rope_tables(spec.rope, spec.head_dim, max_context))
+    cos, sin = (
+        torch.from_numpy(table).to(maker.device) for table in rope_tables(spec.rope, spec.head_dim, max_context)
+    )
     final_norm = maker.norm("model.norm.weight", spec.hidden)
     progress()
     return Weights(tuple(layers), embedding, Linear.of(head, None), final_norm, cos, sin)

@@ -105,3 +105,11 @@ def test_a_checkpoint_without_a_tensor_is_refused(tmp_path: Path) -> None:
     (folder / "config.json").write_text(config.replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
     with pytest.raises(ModelLoadError, match=r"layers\.2\.self_attn\.q_proj\.weight is missing"):
         loaded(folder)
+
+
+def test_weights_that_the_device_has_no_room_for_are_refused_in_a_line() -> None:
+    def fill(name: str, target: Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmany more lines")
+
+    with pytest.raises(ModelLoadError, match=r"^the model's weights take \S+ KiB of device memory, more than is free$"):
+        load(parse_spec(SMALL), torch.float32, 32, CPU, fill)
