@@ -55,7 +55,7 @@ def test_adapters_of_one_are_served_by_all_also_when_it_is_gone(tmp_path: Path) 
         until(lambda: names <= listed(b) and names <= listed(c), 5)
         right = {name: complete(a, name) for name in (FIRST, SECOND)}
         assert {name: complete(b, name) for name in right} == right
-        until(lambda: set(c.adapters()[FIRST]["holders"]) == {"a", "b"}, 5)
+        until(lambda: set(c.adapters()[FIRST]["holders"]) >= {"a", "b"}, 5)
         until(lambda: has_fetched(b, 2), 5)
         right |= complete_all(a, SAMPLE)
         assert len(set(right.values())) == len(right), "an answer could be another adapter's"

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -33,46 +33,58 @@ async def until(condition: Callable[[], bool], seconds: float) -> None:
 
 
 class Relay:
-    """A TCP relay before an instance that can be cut: connections break, and no new ones come through."""
+    """A TCP relay before an instance that can be cut: connections break, and no new ones come through.
 
-    def __init__(self, port: int) -> None:
-        self.is_cut = False
-        self._to = port
+    `caller` says who is at the other end of a connection, for a cut that spares some.
+    """
+
+    def __init__(self, port: int, caller: Callable[[asyncio.StreamWriter], str] = lambda writer: "") -> None:
+        self._to, self._caller = port, caller
+        self._passes: Callable[[str], bool] = lambda caller: True
         self._server: asyncio.Server | None = None
-        self._writers: set[asyncio.StreamWriter] = set()
+        self._callers: dict[asyncio.StreamWriter, str] = {}
+        self._conversations: set[asyncio.Task[None]] = set()
 
     async def start(self) -> int:
         self._server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
         return int(self._server.sockets[0].getsockname()[1])
 
-    def cut(self) -> None:
-        self.is_cut = True
-        for writer in self._writers:
-            writer.transport.abort()
+    def cut(self, but: Collection[str] = ()) -> None:
+        """All connections, but those of some callers."""
+        self._passes = but.__contains__
+        for writer, caller in self._callers.items():
+            if caller not in but:
+                writer.transport.abort()
 
     def heal(self) -> None:
-        self.is_cut = False
+        self._passes = lambda caller: True
 
     async def close(self) -> None:
         assert self._server is not None
         self._server.close()
         self.cut()
+        await asyncio.gather(*self._conversations)
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writers = {writer}
-        self._writers.add(writer)
+        task = asyncio.current_task()
+        assert task is not None
+        self._conversations.add(task)
+        caller = self._caller(writer)
+        writers = {writer: caller}
+        self._callers |= writers
         try:
-            if self.is_cut:
+            if not self._passes(caller):
+                writer.transport.abort()
                 return
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._to)
-            writers.add(far_writer)
-            self._writers.add(far_writer)
+            writers[far_writer] = self._callers[far_writer] = caller
             await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
         except ConnectionError:
             pass  # the instance has gone
         finally:
-            self._writers -= writers
+            self._conversations.discard(task)
             for each in writers:
+                del self._callers[each]
                 each.close()
 
 

@@ -1,0 +1,95 @@
+"""What connects the processes of a fleet: a relay before each, so that a test can cut the links between two groups of
+them and no others. All dial the same addresses; which process does, Linux knows."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Collection, Coroutine, Iterator, Mapping
+from dataclasses import dataclass, field
+from threading import Thread
+from typing import TypeVar
+
+from tests.cluster.nodes import Relay
+
+PATIENCE_S = 10.0
+_NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST = 4, 20, 1
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class Wires:
+    """The relays, on a thread of their own. `pids`: who dials; each process is to be told of before it does."""
+
+    relays: dict[str, Relay] = field(default_factory=dict)
+    ports: dict[str, int] = field(default_factory=dict)  # where others reach each
+    pids: dict[str, int] = field(default_factory=dict)
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
+
+    def cut(self, *groups: Collection[str]) -> None:
+        """Breaks all links between groups of processes."""
+
+        async def cut() -> None:
+            for group in groups:
+                for name in group:
+                    self.relays[name].cut(but=group)
+
+        self._run(cut())
+
+    def heal(self) -> None:
+        async def heal() -> None:
+            for relay in self.relays.values():
+                relay.heal()
+
+        self._run(heal())
+
+    def caller(self, writer: asyncio.StreamWriter) -> str:
+        """The process at the other end of a connection; nobody if it has hung up."""
+        there, here = writer.get_extra_info("peername"), writer.get_extra_info("sockname")
+        link = f"socket:[{_inode(there[1], here[1])}]" if there and here else ""
+        return next((name for name, pid in self.pids.items() if link in _open_files(pid)), "")
+
+    def _run(self, coroutine: "Coroutine[None, None, Result]") -> Result:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(PATIENCE_S)
+
+
+def _inode(port: int, to_port: int) -> int:
+    """The number of the socket that is connected from one port of 127.0.0.1 to another, as sock_diag(7) tells it; 0 for
+    one that is closed. To find it in /proc/net/tcp would be to read all connections of the last minute."""
+    host = socket.inet_aton("127.0.0.1") + bytes(12)
+    no_interface, no_cookie, any_state = 0, 0xFFFFFFFF, 0xFFFFFFFF
+    which = struct.pack("!HH16s16s", port, to_port, host, host) + struct.pack("=III", no_interface, *[no_cookie] * 2)
+    question = struct.pack("=BBHI", socket.AF_INET, socket.IPPROTO_TCP, 0, any_state) + which
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as kernel:
+        kernel.send(struct.pack("=IHHII", 16 + len(question), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 0, 0) + question)
+        answer = kernel.recv(4096)
+    (kind,) = struct.unpack_from("=H", answer, 4)
+    return int(struct.unpack_from("=I", answer, 84)[0]) if kind == _SOCK_DIAG_BY_FAMILY else 0
+
+
+def _open_files(pid: int) -> Iterator[str]:
+    with contextlib.suppress(FileNotFoundError):  # the process has ended
+        for number in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                yield os.readlink(f"/proc/{pid}/fd/{number}")
+
+
+@contextlib.contextmanager
+def wires(ports: Mapping[str, int]) -> Iterator[Wires]:
+    """Relays before those who listen at `ports`, or will."""
+    made = Wires()
+    thread = Thread(target=made._loop.run_forever, name="wires")
+    thread.start()
+    try:
+        for name, port in ports.items():
+            relay = made.relays[name] = Relay(port, made.caller)
+            made.ports[name] = made._run(relay.start())
+        yield made
+    finally:
+        for relay in made.relays.values():
+            made._run(relay.close())
+        made._loop.call_soon_threadsafe(made._loop.stop)
+        thread.join()
+        made._loop.close()
