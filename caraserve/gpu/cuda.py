@@ -19,7 +19,7 @@ from caraserve.model.layout import Dtype
 
 log = logging.getLogger(__name__)
 
-_OF_ACTIVATIONS = ("bgmv", "handoff")  # the others move bytes of whatever type
+_OF_ACTIVATIONS = ("bgmv", "handoff")
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,39 +152,9 @@ def add(
     return Launch("handoff", "handoff_add", grid, BYTES_THREADS, arguments)
 
 
-def kv_append(
-    grid: int,
-    keys: int,
-    values: int,
-    stride_bytes: int,
-    places: int,
-    tokens: int,
-    token_bytes: int,
-    block_tokens: int,
-    block_bytes: int,
-    layer_offset: int,
-    cache: int,
-) -> Launch:
-    """Keys and values of tokens → one layer of their blocks. `token_bytes`: of a token's keys, a multiple of 16."""
-    if stride_bytes % _VECTOR_BYTES or token_bytes % _VECTOR_BYTES or layer_offset % _VECTOR_BYTES:
-        raise AssertionError("keys and values lie at multiples of 16 bytes")
-    arguments = (*_pointers(keys, values), np.int64(stride_bytes), *_pointers(places), *_ints(tokens))
-    sizes = _ints(token_bytes // _VECTOR_BYTES, block_tokens)
-    at = (np.int64(block_bytes // _VECTOR_BYTES), np.int64(layer_offset // _VECTOR_BYTES), *_pointers(cache))
-    return Launch("memory", "kv_append", grid, BYTES_THREADS, (*arguments, *sizes, *at))
-
-
-def pool_move(grid: int, moves: int, count: int) -> Launch:
-    """Rectangles of bytes, MOVE_WORDS int64 each, none of which may touch what another reads."""
-    return Launch("memory", "pool_move", grid, BYTES_THREADS, _pointers(moves, count))
-
-
 def wait_word(address: int, value: int) -> Launch:
     """Until a word has reached a value: `driver.has_reached`. One warp."""
-    return Launch("memory", "wait_word", 1, WARP, (*_pointers(address), np.uint32(value)))
-
-
-MOVE_WORDS = 6  # target, target pitch, source (0: zeros), source pitch, width, rows
+    return Launch("words", "wait_word", 1, WARP, (*_pointers(address), np.uint32(value)))
 
 
 def _pointers(*addresses: int) -> tuple[np.generic, ...]:

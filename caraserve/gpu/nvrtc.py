@@ -18,7 +18,7 @@ from caraserve.cpu import handoff
 from caraserve.errors import ConfigError
 from caraserve.model.layout import Dtype
 
-SOURCES = ("bgmv", "handoff", "memory")
+SOURCES = ("bgmv", "handoff", "words")
 _HEADER = "common.cuh"
 _MAJORS = (13, 12)  # newest first
 _PACKAGES = {13: ("nvidia-cuda-nvrtc",), 12: ("nvidia-cuda-nvrtc-cu12",)}

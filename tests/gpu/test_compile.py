@@ -18,7 +18,7 @@ from tests.gpu import cubin
 ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90")
 REGISTERS_OF_AN_SM = 1 << 16
 SHARED_OF_AN_SM = {"sm_80": 164 << 10, "sm_86": 100 << 10, "sm_89": 100 << 10, "sm_90": 228 << 10}
-UNITS = [Unit(*unit) for unit in product(nvrtc.SOURCES, Dtype, ARCHES) if unit[0] != "memory" or unit[1] == Dtype.F32]
+UNITS = [Unit(*unit) for unit in product(nvrtc.SOURCES, Dtype, ARCHES) if unit[0] != "words" or unit[1] == Dtype.F32]
 BGMV, HANDOFF = ([unit for unit in UNITS if unit.source == source] for source in ("bgmv", "handoff"))
 READ = ("sm_80", "sm_90")  # whose instructions are looked at; those between have the same ones as one of these
 
@@ -94,7 +94,7 @@ def test_waiting_looks_at_memory_itself(compiled: Mapping[Unit, Compiled], unit:
     assert [op for op in code["handoff_add"] if op.startswith("LD") and ".128" in op and "STRONG.SYS" in op]
 
 
-@pytest.mark.parametrize("unit", [unit for unit in UNITS if unit.source == "memory" and unit.arch in READ], ids=named)
+@pytest.mark.parametrize("unit", [unit for unit in UNITS if unit.source == "words" and unit.arch in READ], ids=named)
 def test_waiting_for_a_word_looks_at_memory_itself_and_naps(compiled: Mapping[Unit, Compiled], unit: Unit) -> None:
     code = instructions(compiled[unit].cubin)["wait_word"]
     assert [op for op in code if op.startswith("LD") and "STRONG.SYS" in op]
@@ -110,15 +110,15 @@ def test_a_source_that_is_wrong_is_refused_with_the_compilers_words(monkeypatch:
 def test_a_digest_changes_with_all_that_the_code_depends_on() -> None:
     units = [Unit("bgmv", Dtype.F32, "sm_80"), Unit("bgmv", Dtype.BF16, "sm_80"), Unit("bgmv", Dtype.F32, "sm_90")]
     digests = {
-        unit.digest(version) for unit in (*units, Unit("memory", Dtype.F32, "sm_80")) for version in ("12.9", "13.0")
+        unit.digest(version) for unit in (*units, Unit("words", Dtype.F32, "sm_80")) for version in ("12.9", "13.0")
     }
     assert len(digests) == 8
 
 
 def test_a_second_start_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    unit, library = Unit("memory", Dtype.F32, "sm_90"), nvrtc.load()
+    unit, library = Unit("words", Dtype.F32, "sm_90"), nvrtc.load()
     first = nvrtc.cubin_file(unit, tmp_path / "new", library)
-    assert set(cubin.kernels(first.read_bytes())) == {"kv_append", "pool_move", "wait_word"}
+    assert set(cubin.kernels(first.read_bytes())) == {"wait_word"}
     monkeypatch.delattr(nvrtc.Nvrtc, "compile")
     assert nvrtc.cubin_file(unit, tmp_path / "new", library) == first
     assert list((tmp_path / "new").iterdir()) == [first]
@@ -138,8 +138,6 @@ EVERY_LAUNCH = (
     launches.publish(1, 0, ROWS, 0, 16, 0, 0, 0),
     launches.wait(0, 0, 0),
     launches.add(1, 0, 0, ROWS, ONE, 64, (0,)),
-    launches.kv_append(1, 0, 0, 16, 0, 1, 16, 16, 16, 0, 0),
-    launches.pool_move(1, 0, 0),
     launches.wait_word(0, 0),
 )
 

@@ -10,7 +10,7 @@ from caraserve.bench.gpu.accelerator import Accelerator
 from caraserve.bench.gpu.backends import TINY_CONTEXT, TinyModel, cpu_backend, cuda_backend
 from caraserve.bench.gpu.correct_lora import check_bgmv, check_prefill_lora
 from caraserve.bench.gpu.correct_model import check_attention, check_layers, check_rotation
-from caraserve.bench.gpu.correct_rest import check_moves, check_sampling
+from caraserve.bench.gpu.correct_sampling import check_sampling
 from caraserve.bench.gpu.outcome import Outcome, WrongResult
 from caraserve.bench.gpu.rig import Rig
 from caraserve.bench.gpu.session import Prompt, Session, tokens
@@ -26,7 +26,6 @@ _CHECKS: dict[str, Check] = {
     "rotation and KV append": check_rotation,
     "norm, SiLU, embedding": check_layers,
     "sampling": check_sampling,
-    "moves": check_moves,
 }
 _FEWER = 4  # cases of all kernels but those of decode LoRA, which have the most cases of their own
 _ADAPTER_SLOTS = 5

@@ -1,4 +1,4 @@
-"""Sampling beside the CPU's, and moves of bytes. Level 5."""
+"""Sampling beside the CPU's. Level 5."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,6 @@ from caraserve.bench.gpu.outcome import WrongResult, check_close
 from caraserve.bench.gpu.rig import Rig
 from caraserve.bench.gpu.session import greedy
 from caraserve.cpu.sampling import SLOT_SAMPLING, choose, write_sampling
-from caraserve.gpu import launches
 from caraserve.gpu.triton_attention import TokenTables
 from caraserve.gpu.triton_sampling import Outputs, SamplerState, sample, score
 from caraserve.model.outputs import SAMPLE
@@ -75,28 +74,3 @@ def _outputs(acc: Accelerator, rows: int) -> Outputs:
         torch.full(tops, -7, dtype=torch.int32, device=acc.place),
         torch.full(tops, torch.nan, device=acc.place),
     )
-
-
-def check_moves(rig: Rig, acc: Accelerator, case: int) -> float:
-    """Rectangles of bytes to their places, zeros where there is no source, and nothing anywhere else."""
-    size = 1 << 14
-    memory = torch.randint(1, 255, (size,), dtype=torch.uint8, generator=acc.generator(case), device=acc.place)
-    expected, base = memory.clone(), memory.data_ptr()
-    moves = ((0, 64, 8192, 96, 48, 7), (1024, 2048, 12288, 2048, 2048, 1), (4096, 128, None, 0, 112, 5))
-    table = np.zeros((len(moves), launches.MOVE_WORDS), np.int64)
-    for index, (target, target_pitch, source, source_pitch, width, rows) in enumerate(moves):
-        table[index] = (base + target, target_pitch, 0, source_pitch, width, rows)
-        if source is not None:
-            table[index, 2] = base + source
-        for row in range(rows):
-            to = target + row * target_pitch
-            at = 0 if source is None else source + row * source_pitch
-            expected[to : to + width] = 0 if source is None else memory[at : at + width]
-    on_device = torch.from_numpy(table).to(acc.place)
-    count = torch.tensor([len(moves)], dtype=torch.int32, device=acc.place)
-    acc.settle()
-    acc.launch(launches.pool_move(1 + case % 7, on_device.data_ptr(), count.data_ptr()))
-    acc.settle()
-    if not torch.equal(memory, expected):
-        raise WrongResult(f"moves of bytes, case {case}: {int((memory != expected).sum())} bytes are wrong")
-    return 0.0
