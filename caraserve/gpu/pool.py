@@ -56,7 +56,6 @@ class _Extent:
     num_bytes: int = field(compare=False)
     slot: int = field(compare=False)
     holds: int = field(default=1, compare=False)
-    is_pinned: bool = field(default=False, compare=False)
     moved: Marks = field(default=NOTHING, compare=False)
 
     @property
@@ -65,7 +64,7 @@ class _Extent:
 
     @property
     def is_fixed(self) -> bool:
-        return self.holds > 0 or self.is_pinned
+        return self.holds > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,29 +108,9 @@ class DevicePool:
         """Bytes that adapters take."""
         return sum(extent.num_bytes for extent in self._extents)
 
-    @property
-    def kv_limit_blocks(self) -> int:
-        """How many KV blocks there could be if every adapter that may move left."""
-        fixed = [extent.start for extent in self._extents if extent.is_fixed]
-        return min([*fixed, self.num_bytes]) // self.block_bytes
-
     def takes(self, num_bytes: int) -> int:
         """Bytes that an adapter of so many takes."""
         return align_up(max(num_bytes, 1), self._granule)
-
-    def can_ever_hold(self, num_bytes: int) -> bool:
-        """Whether an adapter fits at all, everything else gone."""
-        return self.takes(num_bytes) <= min(self.lora_bytes, self.num_bytes - self._lowest(0))
-
-    def fits(self, num_bytes: int) -> bool:
-        """Whether `place` would find room; if not, idle adapters have to go first."""
-        need = self.takes(num_bytes)
-        within_cap = self.adapter_bytes + need <= self.lora_bytes
-        return within_cap and self._window(need) is not None
-
-    def fits_kv(self, blocks: int) -> bool:
-        """Whether `resize_kv` to so many blocks would do; if not, idle adapters have to go first."""
-        return self._kv_window(blocks) is not None
 
     def place_of(self, slot: int) -> int:
         """Where an adapter begins now."""
@@ -168,10 +147,6 @@ class DevicePool:
         if extent.holds == 0:
             raise AssertionError(f"adapter slot {slot} is held by nobody")
         extent.holds -= 1
-
-    def pin(self, slot: int, *, pinned: bool = True) -> None:
-        """The adapter's bytes are not to move, whoever uses them."""
-        self._by_slot[slot].is_pinned = pinned
 
     def release(self, slot: int, until: Marks) -> None:
         """Takes an adapter's bytes back, held or not; what uses them is over by `until`. All that was issued would do,

@@ -59,7 +59,7 @@ def test_scattered_room_is_joined_by_moving_as_little_as_possible() -> None:
         placed(made, slot, size)
     made.release(1, NOTHING)
     made.release(3, NOTHING)
-    assert not made.fits(5 * GRANULE)
+    assert made.place(6, 5 * GRANULE, PAST) is None
     grant = placed(made, 6, 4)
     assert grant.moves == (Move(2, 7 * GRANULE, 9 * GRANULE, GRANULE),)
     assert grant.start == 5 * GRANULE
@@ -70,10 +70,10 @@ def test_of_two_ways_to_join_room_the_cheaper_is_taken() -> None:
     made = pool(14)
     for slot, size in ((1, 1), (2, 1), (3, 1), (4, 1), (5, 4), (6, 6)):
         placed(made, slot, size)
-    made.pin(6)
+    made.hold(6)
     for slot in (1, 3, 4):
         made.release(slot, NOTHING)
-    made.pin(5)
+    made.hold(5)
     assert [move.slot for move in placed(made, 7, 3).moves] == [2]
     made = pool(13)
     for slot, size in ((1, 1), (2, 1), (3, 1), (4, 6), (5, 1), (6, 3)):
@@ -99,16 +99,13 @@ def test_bytes_given_back_untouched_keep_the_marks_they_had() -> None:
 def test_the_cap_holds_though_there_is_room() -> None:
     made = pool(20, lora_bytes=4 * GRANULE)
     placed(made, 1, 3)
-    assert not made.fits(2 * GRANULE)
     assert made.place(2, 2 * GRANULE, PAST) is None
-    assert made.fits(GRANULE)
-    assert not made.can_ever_hold(5 * GRANULE)
+    placed(made, 2, 1)
 
 
 def test_kv_has_its_least_share_before_it_asks() -> None:
     made = pool(20, least_kv_blocks=8)  # 192 bytes: 12 granules
-    assert not made.fits(9 * GRANULE)
-    assert not made.can_ever_hold(9 * GRANULE)
+    assert made.place(1, 9 * GRANULE, PAST) is None
     placed(made, 1, 8)
     assert made.resize_kv(8, until=NOTHING, moved=PAST) == Grant(0, 8 * BLOCK, NOTHING)
     made.check()
@@ -123,28 +120,23 @@ def test_kv_pushes_adapters_together_and_is_refused_when_they_are_in_the_way() -
     grant = made.resize_kv(2, until=NOTHING, moved=PAST)  # 48 bytes: 3 granules
     assert grant is not None
     assert [move.slot for move in grant.moves] == [3, 5]
-    assert made.fits_kv(2)
-    assert not made.fits_kv(3)  # 5 granules, 4 free
-    assert made.resize_kv(3, until=NOTHING, moved=PAST) is None
+    assert made.resize_kv(3, until=NOTHING, moved=PAST) is None  # 5 granules, 4 free
     assert made.kv_blocks == 2
     made.check()
 
 
-def test_what_is_pinned_or_held_stays_and_bounds_what_kv_may_get() -> None:
+def test_what_is_held_stays_in_the_way() -> None:
     made = pool(10)
     placed(made, 1, 5)
     placed(made, 2, 1)
     made.release(1, NOTHING)
-    made.pin(2)
-    assert made.kv_limit_blocks == 4 * GRANULE // BLOCK
-    assert not made.fits(6 * GRANULE)
-    assert not made.fits_kv(3)
-    made.pin(2, pinned=False)
-    assert made.fits(6 * GRANULE)
-    made.hold(2)
-    assert not made.fits(6 * GRANULE)
+    for _ in range(2):
+        made.hold(2)
     made.let_go(2)
-    assert made.fits(6 * GRANULE)
+    assert made.place(3, 6 * GRANULE, PAST) is None
+    assert made.resize_kv(3, until=NOTHING, moved=PAST) is None
+    made.let_go(2)
+    placed(made, 3, 6)
 
 
 def test_a_slot_has_bytes_once_and_is_let_go_as_often_as_it_was_held() -> None:
@@ -161,7 +153,7 @@ def test_a_pool_too_small_for_the_least_kv_is_refused() -> None:
         pool(2, least_kv_blocks=2)
 
 
-@given(st.lists(st.tuples(st.integers(1, 6), st.sampled_from(["keep", "drop", "hold", "pin"])), max_size=12), st.data())
+@given(st.lists(st.tuples(st.integers(1, 6), st.sampled_from(["keep", "drop", "hold"])), max_size=12), st.data())
 def test_something_fits_exactly_if_neighbours_that_may_move_leave_room_for_it(
     asked: list[tuple[int, str]], data: st.DataObject
 ) -> None:
@@ -176,25 +168,22 @@ def test_something_fits_exactly_if_neighbours_that_may_move_leave_room_for_it(
             made.release(slot, NOTHING)
         elif fate == "hold":
             made.hold(slot)
-        elif fate == "pin":
-            made.pin(slot)
     need = data.draw(st.integers(1, 24))
     taken = {slot: made.place_of(slot) for slot, fate in kept if fate != "drop"}
     free = [True] * 24
     for slot, start in taken.items():
         for granule in range(start // GRANULE, start // GRANULE + asked[slot - 1][0]):
             free[granule] = False
-    walls = {granule for slot, fate in kept if fate in ("hold", "pin") for granule in [taken[slot] // GRANULE]}
+    walls = {granule for slot, fate in kept if fate == "hold" for granule in [taken[slot] // GRANULE]}
     rooms, room = [], 0
     for granule in range(24):
         if granule in walls:
             rooms.append(room)
             room = 0
         room += free[granule]
-    assert made.fits(need * GRANULE) == (max([*rooms, room]) >= need)
     grant = made.place(99, need * GRANULE, PAST)
     assert (grant is not None) == (max([*rooms, room]) >= need)
-    assert all(made.place_of(slot) == taken[slot] for slot, fate in kept if fate in ("hold", "pin"))
+    assert all(made.place_of(slot) == taken[slot] for slot, fate in kept if fate == "hold")
     made.check()
 
 
