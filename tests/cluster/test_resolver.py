@@ -34,7 +34,7 @@ class NameServer:
         if not flags & socket.AI_NUMERICHOST:
             self.asked.append(host)
             if host.startswith("slow"):
-                self.answers.wait()
+                self.answers.wait(20)
             if host == "nobody":
                 raise socket.gaierror(socket.EAI_NONAME, "no such name")
             host = "127.0.0.1"
