@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from caraserve.gpu.driver import Driver
 from caraserve.gpu.padding import Rows
 from caraserve.gpu.timeline import NOTHING, Lane, Marks, Timelines, at, covers, latest
-from caraserve.gpu.transfers import Group, LinkQueue, Piece, Use
+from caraserve.gpu.transfers import Group, LinkQueue, Piece
 
 _WORDS = 1 << 32
 
@@ -56,10 +56,10 @@ class Copier:
         self._in_flight: deque[tuple[int, int]] = deque()  # (mark, bytes) of pieces
         self._generations = 0
 
-    def load(self, image: Image, use: Use, done: Callable[[], None]) -> int:
+    def load(self, image: Image, done: Callable[[], None]) -> int:
         """Queues a load; `done` is called by `pump` when all of it has arrived. Returns its generation."""
         self._generations = self._generations % (_WORDS - 1) + 1  # never 0, which words begin with
-        self._queue.ask(image.slot, image.groups, use)
+        self._queue.ask(image.slot, image.groups)
         self._loads[image.slot] = _Loading(image, self._generations, done)
         return self._generations
 

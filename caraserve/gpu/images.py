@@ -21,7 +21,7 @@ from caraserve.gpu.lane import issue_moves
 from caraserve.gpu.pool import DevicePool, Move
 from caraserve.gpu.tables import GROUP_SITES, AdapterTables, column
 from caraserve.gpu.timeline import NOTHING, Lane, Marks, at, latest
-from caraserve.gpu.transfers import Group, Use, groups_of
+from caraserve.gpu.transfers import Group, groups_of
 from caraserve.model.layout import GROUPS, AdapterSpec, HostAdapter
 from caraserve.model.spec import SITES, ModelSpec
 
@@ -228,7 +228,7 @@ class DeviceImages:
             arrived=lambda group: bound.arrivals.append((group.first_layer, self._now())),
             issued=self._when_copied,
         )
-        bound.generation = self._copier.load(image, Use(self._now()), arrived)
+        bound.generation = self._copier.load(image, arrived)
         return True
 
     def _rows(self, bound: Bound, group: Group) -> list[padding.Rows]:

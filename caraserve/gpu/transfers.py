@@ -1,8 +1,8 @@
 """What goes over the link to the device next, and when it will be there: one queue for all adapters. Pure; level 1.
 
 An adapter goes in groups of layers, a group in pieces small enough that one which is needed sooner never waits long.
-The piece whose layer is expected to be used first goes first, guesses after all that is known to be needed. Only a
-little is issued ahead, because what has been issued cannot be overtaken. `copier.py` issues, and says what arrived.
+What a launched iteration waits for goes first, then loads in the order of asking. Only a little is issued ahead,
+because what has been issued cannot be overtaken. `copier.py` issues, and says what arrived.
 """
 
 from collections.abc import Collection, Sequence
@@ -11,15 +11,6 @@ from enum import Enum
 
 PIECE_BYTES = 16 << 20  # 0.3 ms of an H200's link
 _WINDOW_S = 0.001  # issued ahead: what the thread that issues may sleep
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """When layers are expected to be needed. A guess: nobody has been admitted who needs them."""
-
-    at_s: float
-    layer_s: float = 0.0
-    is_guess: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +54,13 @@ class _Load:
     slot: int
     number: int
     groups: tuple[Group, ...]
-    use: Use
     issued: int = 0  # bytes
     at: int = 0  # the group that the next byte belongs to
     committed: int = 0  # groups that a launched iteration waits for
 
-    def urgency(self, group: int, *, is_blocked: bool = False) -> tuple[bool, bool, bool, float, int]:
+    def urgency(self, group: int, *, is_blocked: bool = False) -> tuple[bool, bool, int]:
         """What goes first is least."""
-        use_s = self.use.at_s + self.groups[group].first_layer * self.use.layer_s
-        return (group >= self.committed, is_blocked, self.use.is_guess, use_s, self.number)
+        return (group >= self.committed, is_blocked, self.number)
 
 
 @dataclass(slots=True)
@@ -85,17 +74,12 @@ class LinkQueue:
     _loads: dict[int, _Load] = field(default_factory=dict)
     _numbers: int = 0
 
-    def ask(self, slot: int, groups: Sequence[Group], use: Use) -> None:
+    def ask(self, slot: int, groups: Sequence[Group]) -> None:
         """Queues a load. One per adapter slot."""
         if slot in self._loads:
             raise AssertionError(f"adapter slot {slot} is being loaded already")
         self._numbers += 1
-        self._loads[slot] = _Load(slot, self._numbers, tuple(groups), use)
-
-    def expect(self, slot: int, use: Use) -> None:
-        """More is known about when a load is needed; nothing happens if it has been issued."""
-        if slot in self._loads:
-            self._loads[slot].use = use
+        self._loads[slot] = _Load(slot, self._numbers, tuple(groups))
 
     def commit(self, slot: int, layers: int) -> None:
         """An iteration is being launched that will wait for the first `layers` layers: their groups go now."""
@@ -162,11 +146,6 @@ class LinkQueue:
             if owner == slot:
                 expected[index] = issued_s + ahead / self.bytes_per_s
         return expected
-
-    @property
-    def queued_bytes(self) -> int:
-        """Bytes that nobody has issued yet."""
-        return sum(load.groups[-1].end - load.issued for load in self._loads.values())
 
     @property
     def _window_bytes(self) -> float:

@@ -14,7 +14,7 @@ from caraserve.gpu.lane import (
     IterationLane,
 )
 from caraserve.gpu.timeline import NOTHING, Lane, Marks, Timelines, at, latest
-from caraserve.gpu.transfers import LinkQueue, Source, Use, groups_of
+from caraserve.gpu.transfers import LinkQueue, Source, groups_of
 from caraserve.model.layout import GROUPS
 from tests.gpu.fake_driver import Clock, FakeDriver, Operation
 
@@ -156,7 +156,7 @@ class World:
         computed = at(Lane.COMPUTE, self.lanes.issued()[Lane.COMPUTE])  # any of these may have used the bytes
         after = latest(computed, self.chunks.get(slot, NOTHING))
         image = Image(slot, HOST + slot * IMAGE, slot * IMAGE, IMAGE, groups, after, self.ready(slot))
-        return self.copier.load(image, Use(0.0), lambda: None)
+        return self.copier.load(image, lambda: None)
 
     def metadata(self, stream: Stream) -> None:
         self.driver.copy_to_device(BATCH + 8 * stream, BATCH + 8 * stream + 4, 4, stream)

@@ -12,7 +12,7 @@ from caraserve.errors import AdapterRejected
 from caraserve.gpu.copier import Copier, Image
 from caraserve.gpu.padding import copies, padded
 from caraserve.gpu.timeline import NOTHING, Lane, Timelines, at
-from caraserve.gpu.transfers import LinkQueue, Use, groups_of
+from caraserve.gpu.transfers import LinkQueue, groups_of
 from caraserve.model.layout import A_COLUMNS, PANEL, AdapterSpec, Dtype, lay_out
 from caraserve.model.spec import SITES, ModelSpec, RopeSpec
 from caraserve.units import align_up
@@ -52,8 +52,7 @@ class World:
         image = Image(
             slot, HOST + slot * ROOM, slot * ROOM, layer_ends[-1], groups, self.free_after[slot], self.ready(slot)
         )
-        use = Use(self.random.random(), 0.1, is_guess=self.random.random() < 0.5)
-        self.generation[slot] = self.copier.load(image, use, lambda: self.open.remove(slot))
+        self.generation[slot] = self.copier.load(image, lambda: self.open.remove(slot))
         self.open.add(slot)
         self.layer_ends[slot] = layer_ends
 
@@ -125,7 +124,7 @@ def test_no_kernel_reads_a_layer_before_its_copy(seed: int) -> None:
         world.driver.run_all(random.randrange)
         world.copier.pump()
     world.driver.run_all(random.randrange)
-    assert world.queue.queued_bytes == 0
+    assert world.queue.next() is None
     world.copier.pump()
     assert world.queue.in_flight == 0
 
@@ -144,7 +143,7 @@ def test_whoever_gets_the_bytes_of_a_cancelled_load_comes_after_what_was_issued(
     for pieces in range(3):
         world = World(Random(0))
         image = Image(1, HOST, 0, 4 * PIECE, groups_of((4 * PIECE,), ()), NOTHING)
-        world.copier.load(image, Use(0.0), lambda: None)
+        world.copier.load(image, lambda: None)
         if pieces:
             world.copier.pump()  # two pieces of four
         if pieces == 2:
@@ -156,7 +155,7 @@ def test_whoever_gets_the_bytes_of_a_cancelled_load_comes_after_what_was_issued(
         world.driver.run_all(lambda count: 0)
         world.driver.run_all(lambda count: count - 1)
         assert world.copier.cancel(1) == NOTHING
-        assert world.queue.queued_bytes == 0
+        assert world.queue.next() is None
 
 
 def test_the_ready_words_of_a_load_say_which_one_it_was() -> None:
@@ -179,7 +178,7 @@ def test_bytes_still_read_hold_up_only_their_own_load() -> None:
     done: list[int] = []
     for slot, after in ((1, reader), (2, NOTHING)):
         image = Image(slot, 1024, slot * 64, 4, groups_of((4,), ()), after)
-        copier.load(image, Use(float(slot)), lambda slot=slot: done.append(slot))  # type: ignore[misc]
+        copier.load(image, lambda slot=slot: done.append(slot))  # type: ignore[misc]
     for _ in range(3):
         copier.pump()
         while driver.step(lambda count: 0):
@@ -238,7 +237,6 @@ def test_a_padded_adapter_has_all_rows_and_the_rest_are_zeros(rank: int) -> None
             after=NOTHING,
             rows=lambda group: copies(spec, wide, MODEL, range(group.first_layer, group.end_layer)),
         ),
-        Use(0.0),
         lambda: None,
     )
     copier.pump()

@@ -20,7 +20,7 @@ from caraserve.gpu.lane import HandOver, capture_pass
 from caraserve.gpu.launches import Kernels
 from caraserve.gpu.libcuda import Attribute, Cuda
 from caraserve.gpu.timeline import NOTHING, Lane, Timelines
-from caraserve.gpu.transfers import LinkQueue, Use, groups_of
+from caraserve.gpu.transfers import LinkQueue, groups_of
 from tests.gpu.stub_driver import Stub, World, build
 
 GIB = 1 << 30
@@ -318,7 +318,7 @@ def test_an_adapter_is_loaded_through_lanes_and_copier(world: World) -> None:
         ready=[words + 4 * layer for layer in range(3)],
     )
     done: list[int] = []
-    generation = copier.load(image, Use(0.0), lambda: done.append(1))
+    generation = copier.load(image, lambda: done.append(1))
     copier.commit([1], 3)
     lanes.wait(Lane.COMPUTE, copier.arrival_of_all([1], 2))
     copier.pump()

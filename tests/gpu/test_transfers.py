@@ -1,6 +1,5 @@
 """The link: sizes of groups, which piece goes next, when it is expected."""
 
-from collections.abc import Sequence
 from random import Random
 
 import numpy as np
@@ -13,7 +12,6 @@ from caraserve.gpu.transfers import (
     LinkQueue,
     Piece,
     Source,
-    Use,
     groups_of,
     source,
 )
@@ -42,9 +40,9 @@ def queue() -> LinkQueue:
     return LinkQueue(LINK, PIECE)
 
 
-def ask(made: LinkQueue, slot: int, sizes: Sequence[int], at_s: float, layer_s: float = 0.0, **use: bool) -> None:
-    layer_ends = ends(*sizes)
-    made.ask(slot, groups_of(layer_ends, range(1, len(sizes))), Use(at_s, layer_s, **use))
+def ask(made: LinkQueue, slot: int, *sizes: int) -> None:
+    """A load in groups of one layer each."""
+    made.ask(slot, groups_of(ends(*sizes), range(1, len(sizes))))
 
 
 def drain(made: LinkQueue) -> list[Piece]:
@@ -56,32 +54,16 @@ def drain(made: LinkQueue) -> list[Piece]:
     return pieces
 
 
-def test_what_is_used_first_goes_first_layer_by_layer() -> None:
+def test_loads_go_in_the_order_of_asking_layer_by_layer() -> None:
     made = queue()
-    ask(made, 1, [4, 4, 4], at_s=0.0, layer_s=10.0)
-    ask(made, 2, [4, 4], at_s=5.0, layer_s=10.0)
-    assert [(piece.slot, piece.group) for piece in drain(made)] == [(1, 0), (2, 0), (1, 1), (2, 1), (1, 2)]
-
-
-def test_guesses_go_after_all_that_is_needed() -> None:
-    made = queue()
-    ask(made, 1, [4, 4], at_s=0.0, is_guess=True)
-    ask(made, 2, [4], at_s=99.0)
-    assert [piece.slot for piece in drain(made)] == [2, 1, 1]
-
-
-def test_an_admitted_request_overtakes_between_two_pieces() -> None:
-    made = queue()
-    ask(made, 1, [3 * PIECE], at_s=1.0, is_guess=True)
-    ask(made, 2, [2 * PIECE], at_s=5.0, is_guess=True)
-    assert made.next() == Piece(1, 0, PIECE, None)
-    made.expect(2, Use(5.0))
-    assert [(piece.slot, piece.start) for piece in drain(made)] == [(2, 0), (2, 8), (1, 8), (1, 16)]
+    ask(made, 2, 4, 4, 4)
+    ask(made, 1, 4, 4)
+    assert [(piece.slot, piece.group) for piece in drain(made)] == [(2, 0), (2, 1), (2, 2), (1, 0), (1, 1)]
 
 
 def test_little_is_issued_ahead_of_what_has_arrived() -> None:
     made = queue()
-    ask(made, 1, [10 * PIECE], at_s=0.0)
+    ask(made, 1, 10 * PIECE)
     assert made.next() is not None
     assert made.next() is not None
     assert made.next() is None
@@ -92,7 +74,7 @@ def test_little_is_issued_ahead_of_what_has_arrived() -> None:
 
 def test_answers_of_cpu_workers_make_loads_late_and_hold_none_back() -> None:
     made = queue()
-    ask(made, 1, [PIECE, PIECE], at_s=0.0)
+    ask(made, 1, PIECE, PIECE)
     assert made.next() is not None
     alone_s = made.arrivals(1, 0.0)[1]
     made.await_answers(1000 * PIECE)
@@ -106,8 +88,8 @@ def test_answers_of_cpu_workers_make_loads_late_and_hold_none_back() -> None:
 
 def test_committed_layers_go_at_once_and_before_all_others() -> None:
     made = queue()
-    ask(made, 1, [PIECE] * 4, at_s=0.0)
-    ask(made, 2, [PIECE] * 4, at_s=9.0)
+    for slot in (1, 2):
+        ask(made, slot, *[PIECE] * 4)
     made.commit(2, 3)
     assert [(piece.slot, piece.group) for piece in (made.next(), made.next(), made.next()) if piece] == [
         (2, 0),
@@ -123,8 +105,8 @@ def test_committed_layers_go_at_once_and_before_all_others() -> None:
 
 def test_a_load_whose_bytes_are_in_use_holds_nobody_up() -> None:
     made = queue()
-    ask(made, 1, [4], at_s=0.0)
-    ask(made, 2, [4], at_s=9.0)
+    for slot in (1, 2):
+        ask(made, slot, 4)
     piece = made.next(blocked={1})
     assert piece is not None
     assert piece.slot == 2
@@ -135,51 +117,39 @@ def test_a_load_whose_bytes_are_in_use_holds_nobody_up() -> None:
 
 def test_a_slot_has_one_load_and_what_arrives_was_issued() -> None:
     made = queue()
-    ask(made, 1, [4], at_s=0.0)
+    ask(made, 1, 4)
     with pytest.raises(AssertionError, match="already"):
-        ask(made, 1, [4], at_s=0.0)
+        ask(made, 1, 4)
     with pytest.raises(AssertionError, match="more has arrived"):
         made.arrived(1)
 
 
-loads = st.lists(
-    st.tuples(
-        st.lists(st.integers(0, 30), min_size=1, max_size=5),
-        st.floats(0, 5),
-        st.sampled_from([0.0, 1.0]),
-        st.booleans(),
-    ),
-    max_size=5,
-)
+loads = st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=5), max_size=5)
 
 
 @given(loads)
-def test_arrivals_are_what_the_queue_then_does(asked: list[tuple[list[int], float, float, bool]]) -> None:
+def test_arrivals_are_what_the_queue_then_does(asked: list[list[int]]) -> None:
     made = queue()
-    for slot, (sizes, at_s, layer_s, is_guess) in enumerate(asked):
-        ask(made, slot, sizes, at_s, layer_s, is_guess=is_guess)
+    for slot, sizes in enumerate(asked):
+        ask(made, slot, *sizes)
     expected = {(slot, group): at for slot in range(len(asked)) for group, at in made.arrivals(slot, 100.0).items()}
-    assert made.queued_bytes == sum(sum(sizes) for sizes, *_ in asked)
     sent, seen = 0, {}
     for piece in drain(made):
         sent += piece.end - piece.start
         if piece.group is not None:
             seen[piece.slot, piece.group] = 100.0 + sent / LINK
     assert seen == pytest.approx(expected)
-    assert made.queued_bytes == 0
+    assert sent == sum(map(sum, asked))
 
 
 @given(loads, st.integers(0, 2**32))
-def test_every_byte_goes_once_and_in_order_whatever_is_asked_meanwhile(
-    asked: list[tuple[list[int], float, float, bool]], seed: int
-) -> None:
+def test_every_byte_goes_once_and_in_order_whatever_is_asked_meanwhile(asked: list[list[int]], seed: int) -> None:
     random, made, flying, sent = Random(seed), queue(), [0], dict.fromkeys(range(len(asked)), 0)
     left = dict(enumerate(asked))
-    while left or made.queued_bytes or flying:
+    while left or flying:
         if left and random.random() < 0.5:
-            slot, (sizes, at_s, layer_s, is_guess) = left.popitem()
-            ask(made, slot, sizes, at_s, layer_s, is_guess=is_guess)
-        made.expect(random.randrange(6), Use(random.random(), random.random(), is_guess=random.random() < 0.5))
+            slot, sizes = left.popitem()
+            ask(made, slot, *sizes)
         if (piece := made.next()) is not None:
             assert piece.start == sent[piece.slot]
             assert piece.end - piece.start <= PIECE
@@ -188,7 +158,8 @@ def test_every_byte_goes_once_and_in_order_whatever_is_asked_meanwhile(
             flying.append(piece.end - piece.start)
         elif flying:
             made.arrived(flying.pop(0))
-    assert list(sent.values()) == [sum(sizes) for sizes, *_ in asked]
+    assert made.next() is None
+    assert list(sent.values()) == [sum(sizes) for sizes in asked]
 
 
 def test_the_three_answers_at_launch() -> None:
