@@ -9,7 +9,7 @@ Whatever only one instance holds is deleted by nobody; what lies in folders of t
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from math import inf
@@ -32,7 +32,7 @@ from caraserve.cluster.publisher import Publisher
 from caraserve.cluster.stored import Stored, size_of
 from caraserve.errors import AdapterRejected, CaraServeError
 from caraserve.model.layout import HostAdapter, aligned_bytes
-from caraserve.tasks import log_defect
+from caraserve.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Keeping:
         self._swept = True
         self._disk = ThreadPoolExecutor(1, "caraserve-stored")
         reader.on_read = self._was_read
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._keeping: dict[str, asyncio.Task[None]] = {}
 
     def begin(self, publisher: Publisher) -> None:
@@ -88,7 +88,7 @@ class Keeping:
         kept = dict.fromkeys(self._stored.digests(), _PROMISE_S)
         self._copies.restore(set(kept), kept, self._now())
         self._held |= kept.keys()
-        self._start(self._say_kept(kept))
+        self._tasks.start(self._say_kept(kept), "cluster holdings")
 
     async def _say_kept(self, digests: Iterable[str]) -> None:
         for count, digest in enumerate(digests, 1):
@@ -107,9 +107,7 @@ class Keeping:
 
     async def close(self) -> None:
         """Ends what is under way."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.end()
         await asyncio.get_running_loop().run_in_executor(None, self._disk.shutdown)
         self._stored.close()
 
@@ -202,7 +200,7 @@ class Keeping:
     def _read_own(self, source: Source, into: NDArray[np.uint8], done: Done) -> None:
         """From our disk alone: what others have, they hand out themselves."""
         if isinstance(source, Pooled):
-            self._start(self._read_stored(source.digest, into, done))
+            self._tasks.start(self._read_stored(source.digest, into, done), f"read of adapter {source.digest[:12]}")
         else:
             self._reader.read(source, into, done)
 
@@ -227,7 +225,8 @@ class Keeping:
         Two who ask wait for one writing."""
         task = self._keeping.get(digest)
         if task is None:
-            task = self._keeping[digest] = self._start(self._write(digest, image))
+            task = self._tasks.start(self._write(digest, image), f"write of adapter {digest[:12]}")
+            self._keeping[digest] = task
             task.add_done_callback(lambda _: self._keeping.pop(digest, None))
         await asyncio.shield(task)
 
@@ -317,7 +316,7 @@ class Keeping:
             sure = self._now() - self._looked_s.get(digest, -inf) <= _SURE_S
         if not sure and digest not in self._looking:
             self._looking.add(digest)
-            self._start(self._look(digest)).add_done_callback(lambda _: self._looking.discard(digest))
+            self._look_soon(digest).add_done_callback(lambda _: self._looking.discard(digest))
         return sure
 
     def _verified(self, digest: str) -> None:
@@ -329,7 +328,10 @@ class Keeping:
         if is_changed:
             self._lost(digest)
         else:
-            self._start(self._look(digest))
+            self._look_soon(digest)
+
+    def _look_soon(self, digest: str) -> "asyncio.Task[None]":
+        return self._tasks.start(self._look(digest), f"look at adapter {digest[:12]}")
 
     async def _look(self, digest: str) -> None:
         """Whether its bytes are still here, and as they were. One at a time: it may take a whole adapter's memory."""
@@ -385,10 +387,3 @@ class Keeping:
 
     async def _on_thread(self, executor: Any, function: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(executor, function, *arguments)
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(log_defect)
-        return task

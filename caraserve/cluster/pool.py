@@ -7,8 +7,7 @@ name from the cluster ─► catalog, with no bytes ─► a request ─► our 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +28,7 @@ from caraserve.errors import CaraServeError, Forbidden, Unreachable
 from caraserve.exposition import family
 from caraserve.model.layout import HostAdapter, aligned_bytes
 from caraserve.model.spec import ModelSpec
-from caraserve.tasks import log_defect
+from caraserve.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +83,7 @@ class Pool:
         self.keeping = Keeping(node, catalog.residency, reader, stored, most_bytes, now)
         self._node, self._catalog, self._now = node, catalog, now
         self._publisher: Publisher | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._complained: set[str] = set()
         node.on_held = self._holders.changed
         reader.fetch = self.fetch
@@ -98,7 +97,7 @@ class Pool:
             if info.stamp:  # else it is a name of the cluster's that has come already
                 self.keeping.loaded(info)
         self.keeping.begin(publisher)
-        self._start(self._adopt_known())
+        self._tasks.start(self._adopt_known(), "cluster names")
 
     async def _adopt_known(self) -> None:
         async for adapter in known_adapters(self._node):
@@ -113,9 +112,7 @@ class Pool:
 
     async def close(self) -> None:
         """Ends what is under way."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.end()
         await self.keeping.close()
 
     # --- names ---
@@ -185,7 +182,7 @@ class Pool:
 
     def fetch(self, digest: str, into: NDArray[np.uint8], done: Done) -> None:
         """For `AdapterReader.fetch`: an adapter that no folder here has."""
-        self._start(self._fetch(digest, into, done))
+        self._tasks.start(self._fetch(digest, into, done), f"fetch of adapter {digest[:12]}")
 
     async def bring(self, name: str) -> bool:
         """Holds an adapter here because the plan wants that; whether it is so now. It goes by the host tier, whose
@@ -225,13 +222,6 @@ class Pool:
         done(result)
         if is_new:
             await self.keeping.keep(digest)
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(log_defect)
-        return task
 
     # --- numbers ---
 

@@ -7,8 +7,8 @@ catalog ─► names and holdings            names from others ─► unloaded h
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 from caraserve.adapters.catalog import Catalog
 from caraserve.adapters.registry import AdapterInfo
@@ -25,7 +25,7 @@ from caraserve.exposition import family
 from caraserve.line import Open
 from caraserve.plan import Row
 from caraserve.report import Workload, rank_of
-from caraserve.tasks import in_turns, log_defect
+from caraserve.tasks import Tasks, in_turns
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Publisher:
         self._answered = (0, 0)
         self._iterated_s: float | None = None  # when the last iteration ended, while there is work
         self._times_ms = dict.fromkeys(("decode", "prefill"), (0.0, 0.0))  # predicted, observed; of all so far
-        self._unloads: set[asyncio.Task[None]] = set()
+        self._unloads = Tasks()
         self._taken: set[str] = set()  # names being unloaded because others took them away
 
     async def announce(self) -> None:
@@ -122,7 +122,7 @@ class Publisher:
             here = self._engine.catalog.find(name)
             if adapter is None:
                 if here is not None and name not in self._taken:
-                    self._start(self._unload(name))
+                    self._unloads.start(self._unload(name), "cluster unload")
             elif here is None or here.digest != adapter.digest:
                 if here is not None:
                     log.warning("adapter %s has other contents now: %s, not %s", name, adapter.digest, here.digest)
@@ -205,12 +205,6 @@ class Publisher:
             mean = (tokens - self._answered[1]) / new
             self._response_tokens += _MEMORY * (max(1.0, mean) - self._response_tokens)
         self._answered = count, tokens
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work, name="cluster unload")
-        self._unloads.add(task)
-        task.add_done_callback(self._unloads.discard)
-        task.add_done_callback(log_defect)
 
     def _means(self, name: str, digest: str) -> bool:
         adapter = self._node.adapter(name)

@@ -21,6 +21,7 @@ from aiohttp import web
 
 from caraserve.cluster.resolver import Resolver
 from caraserve.cluster.wire import MAX_FRAME
+from caraserve.tasks import log_defect
 
 PATH = "/cluster/ws"
 
@@ -73,6 +74,7 @@ class Sockets:
         if address not in self._dialling:
             task = self._dialling[address] = asyncio.create_task(self._dial(address), name=f"dial {address}")
             task.add_done_callback(lambda _: self._dialling.pop(address, None))
+            task.add_done_callback(log_defect)
 
     async def accept(self, request: web.Request) -> web.StreamResponse:
         """The handler of `PATH`. Returns when the connection has ended."""
@@ -131,6 +133,7 @@ class Sockets:
         _on_kernel_socket(stream, _give_up_early)
         self._ends.connected(here.link, dialled)
         writer = asyncio.create_task(self._write(here), name="cluster writer")
+        writer.add_done_callback(log_defect)
         try:
             async for message in stream:
                 if message.type is not aiohttp.WSMsgType.BINARY or here.closing:

@@ -259,8 +259,8 @@ async def test_work_beside_the_requests_that_fails_by_a_defect_says_so(
 ) -> None:
     async with pools(tmp_path) as fleet:
         a = await fleet.start("a")
-        for start in (a.pool._start, a.pool.keeping._start):
-            task = start(_a_defect())
+        for tasks in (a.pool._tasks, a.pool.keeping._tasks):
+            task = tasks.start(_a_defect(), "a test")
             await asyncio.wait([task])
         await until(lambda: caplog.text.count("RuntimeError: a defect") == 2, 3)
 
