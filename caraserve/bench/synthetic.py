@@ -54,15 +54,9 @@ def adapter_bytes(spec: ModelSpec, rank: int, targets: Sequence[str], dtype: str
     return sum(int(np.prod(shape)) for _, shape in _adapter_shapes(spec, rank, targets)) * ITEMSIZE[dtype]
 
 
-def write_model(
-    folder: Path, shape: Shape, dtype: str, max_position: int, *, seed: int = 0, weights: bool = True
-) -> ModelSpec:
-    """Writes config, random weights and a tokenizer to `folder`, as a Hugging Face checkpoint.
-
-    Without `weights` it can only be served with `--load-format dummy`.
-    """
-    folder.mkdir(parents=True)
-    config: dict[str, Any] = {
+def llama_config(shape: Shape, max_position: int) -> dict[str, Any]:
+    """What a checkpoint's config.json says of the sizes of a Llama-shaped model."""
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": shape.hidden,
@@ -73,6 +67,18 @@ def write_model(
         "vocab_size": shape.vocab,
         "max_position_embeddings": max_position,
         "rms_norm_eps": 1e-5,
+    }
+
+
+def write_model(
+    folder: Path, shape: Shape, dtype: str, max_position: int, *, seed: int = 0, weights: bool = True
+) -> ModelSpec:
+    """Writes config, random weights and a tokenizer to `folder`, as a Hugging Face checkpoint.
+
+    Without `weights` it can only be served with `--load-format dummy`.
+    """
+    folder.mkdir(parents=True)
+    config = llama_config(shape, max_position) | {
         "hidden_act": "silu",
         "bos_token_id": 0,
         "eos_token_id": None,  # every request goes on to its last token

@@ -117,11 +117,6 @@ class Books:
                 self._quarantine.remove((book, late))
                 self._free.append(book)
 
-    @property
-    def available(self) -> int:
-        """Chunks that could be launched now."""
-        return len(self._free)
-
 
 @dataclass(slots=True, eq=False)
 class _Watched:

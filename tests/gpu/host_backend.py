@@ -84,7 +84,7 @@ class Host:
             ring._reclaim()
             assert len(ring._in_use) < before, "a part of the ring waits for a mark that nobody makes"
         parts.asides._books.tidy(())
-        assert parts.asides._books.available == len(parts.helpers.region.rooms)
+        assert len(parts.asides._books._free) == len(parts.helpers.region.rooms)
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from caraserve.adapters.peft import inspect_adapter, read_adapter
 from caraserve.bench.gpu.rig import Rig
-from caraserve.bench.synthetic import Shape, write_adapters, write_model
+from caraserve.bench.synthetic import Shape, llama_config, write_adapters, write_model
 from caraserve.cpu.weights import folder_reader, load_model
 from caraserve.gpu.assemble import GpuDevice, GpuSizes
 from caraserve.gpu.backend import CudaBackend
@@ -112,19 +112,7 @@ def cuda_backend(
 
 def shape_spec(shape: Shape, max_position: int) -> ModelSpec:
     """Of a Llama-shaped model that is on no disk."""
-    return parse_spec(
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "hidden_size": shape.hidden,
-            "num_hidden_layers": shape.layers,
-            "num_attention_heads": shape.heads,
-            "num_key_value_heads": shape.kv_heads,
-            "intermediate_size": shape.intermediate,
-            "vocab_size": shape.vocab,
-            "max_position_embeddings": max_position,
-            "rms_norm_eps": 1e-5,
-        }
-    )
+    return parse_spec(llama_config(shape, max_position))
 
 
 def synthetic_adapter(
