@@ -151,12 +151,6 @@ class CudaDriver:
             self._enter()
             self._kernels.launch(launches.wait_word(address, value), stream)
 
-    def allocate(self, num_bytes: int) -> int:
-        return self._number("cuMemAlloc_v2", num_bytes)
-
-    def free(self, address: int) -> None:
-        self._call("cuMemFree_v2", address)
-
     def register_host(self, host_address: int, num_bytes: int) -> int:
         """Raises DriverError, with nothing registered, when the driver refuses or scatters the memory."""
         flags = libcuda.MEMHOSTREGISTER_PORTABLE | libcuda.MEMHOSTREGISTER_DEVICEMAP

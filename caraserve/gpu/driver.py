@@ -2,7 +2,7 @@
 
 `cuda.py` has these operations of a real device; tests replay their semantics on the host. Operations of one stream run
 in the order of issue; between streams there is no order but what events and words make. Nothing here blocks the caller
-except `synchronize`, `allocate`, `register_host` and what says so.
+except `synchronize`, `register_host` and what says so.
 """
 
 from collections.abc import Callable
@@ -73,11 +73,6 @@ class Driver(Protocol):
 
     def wait_value(self, stream: Stream, address: int, value: int) -> None:
         """Later operations of `stream` wait until the word `has_reached` the value. Occupies no multiprocessor."""
-
-    def allocate(self, num_bytes: int) -> int:
-        """Device memory. May wait for the whole device: only before serving."""
-
-    def free(self, address: int) -> None: ...
 
     def register_host(self, host_address: int, num_bytes: int) -> int:
         """Pins host memory and maps it; returns its address on the device. Slow, stalls other calls: before serving."""

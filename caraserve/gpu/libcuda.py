@@ -75,8 +75,6 @@ _PROTOTYPES: dict[str, tuple[type, ...]] = {
     "cuDevicePrimaryCtxRetain": (POINTER(_Handle), _Device),
     "cuCtxSetCurrent": (_Handle,),
     "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
-    "cuMemAlloc_v2": (POINTER(_Address), c_size_t),
-    "cuMemFree_v2": (_Address,),
     "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
     "cuMemHostUnregister": (c_void_p,),
     "cuMemHostGetDevicePointer_v2": (POINTER(_Address), c_void_p, c_uint),

@@ -72,7 +72,6 @@ class FakeDriver:
         self._host: Clock = {}
         self._accesses: list[tuple[int, int, bool, int, int, str]] = []
         self._next = HOST + 1
-        self._allocated = 0
 
     # --- the protocol ---
 
@@ -157,14 +156,6 @@ class FakeDriver:
             ),
         )
 
-    def allocate(self, num_bytes: int) -> int:
-        self._allocated += num_bytes
-        assert self._allocated <= len(self.memory), "the fake device is too small"
-        return self._allocated - num_bytes
-
-    def free(self, address: int) -> None:
-        """Nothing is given out twice."""
-
     def register_host(self, host_address: int, num_bytes: int) -> int:
         return host_address
 
@@ -191,7 +182,7 @@ class FakeDriver:
             self.issue(stream, replace(operation))
 
     def free_bytes(self) -> int:
-        return len(self.memory) - self._allocated
+        return len(self.memory)
 
     def total_bytes(self) -> int:
         return len(self.memory)

@@ -65,7 +65,6 @@ class HostDriver:
         self._streams: dict[int, _Stream] = {}
         self._events: dict[int, list[bool]] = {}  # of the last record: whether it has run
         self._graphs: dict[int, list[_Operation]] = {}
-        self._allocated: dict[int, object] = {}
         self._next = 0
         self._link_free_s = 0.0
         self.failed = False  # set by a test: the device has died
@@ -143,14 +142,6 @@ class HostDriver:
 
     def wait_value(self, stream: Stream, address: int, value: int) -> None:
         self._issue(stream, lambda: None, lambda: has_reached(_word(address), value))
-
-    def allocate(self, num_bytes: int) -> int:
-        memory = torch.empty(num_bytes, dtype=torch.uint8)
-        self._allocated[memory.data_ptr()] = memory
-        return memory.data_ptr()
-
-    def free(self, address: int) -> None:
-        del self._allocated[address]
 
     def register_host(self, host_address: int, num_bytes: int) -> int:
         return host_address

@@ -201,14 +201,6 @@ CUresult cuMemAlloc_v2(CUdeviceptr* dptr, size_t bytesize) {
     *dptr = map(host, bytesize, ALLOCATED + (CUdeviceptr)(uintptr_t)host, 0);
     return CUDA_SUCCESS;
 }
-CUresult cuMemFree_v2(CUdeviceptr dptr) {
-    IN_CONTEXT("");
-    char* host = host_of(dptr, 1);
-    NEEDS(host && dptr == (CUdeviceptr)(uintptr_t)host + ALLOCATED, CUDA_ERROR_INVALID_VALUE);
-    for (int i = 0; i < driver.ranges_used; i++) driver.ranges[i].size *= driver.ranges[i].device != dptr;
-    free(host);
-    return CUDA_SUCCESS;
-}
 CUresult cuMemHostRegister_v2(void* p, size_t bytesize, unsigned int Flags) {
     IN_CONTEXT(" %zu %u", bytesize, Flags);
     int before = 0;

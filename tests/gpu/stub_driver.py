@@ -67,6 +67,12 @@ class Stub:
         """Waits for words that had not got there: on a device they would have lasted."""
         return int(self._library.stub_unmet())
 
+    def device_memory(self, num_bytes: int) -> int:
+        """Its address. The calling thread has a context."""
+        address = ctypes.c_uint64()
+        assert self._library.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(num_bytes)) == 0
+        return address.value
+
     def set_attribute(self, attribute: int, value: int) -> None:
         self._library.stub_attribute(attribute, value)
 
@@ -118,7 +124,7 @@ class World:
         self.stream = self.driver.create_stream(0)
         self.bytes = np.random.default_rng(0).integers(1, 255, 4096).astype(np.uint8)
         self.host = self.driver.register_host(self.bytes.ctypes.data, self.bytes.nbytes)
-        self.device = self.driver.allocate(4096)
+        self.device = stub.device_memory(4096)
 
     def on_device(self, num_bytes: int = 4096) -> np.ndarray:
         """What is there now."""

@@ -138,19 +138,16 @@ def test_nothing_is_asked_for_no_bytes(world: World) -> None:
     assert world.stub.log == before
 
 
-def test_freed_memory_is_gone_and_too_much_is_refused(world: World) -> None:
-    address = world.driver.allocate(1 << 33)
-    assert world.stub.calls("cuMemAlloc_v2")[-1] == (1 << 33,)
-    world.driver.free(address)
+def test_memory_that_is_not_there_is_refused_in_cudas_words(world: World) -> None:
     with pytest.raises(DriverError, match="cuMemcpyAsync"):
-        world.driver.copy_to_device(address, world.host, 16, world.stream)
+        world.driver.copy_to_device(world.device + 4096, world.host, 16, world.stream)
     assert (world.driver.free_bytes(), world.driver.total_bytes()) == (130 * GIB, 139 * GIB)
-    world.stub.fail("cuMemAlloc_v2", 2)
-    with pytest.raises(DriverError, match=r"^cuMemAlloc_v2: CUDA_ERROR_OUT_OF_MEMORY \(out of memory\)$"):
-        world.driver.allocate(1)
-    world.stub.fail("cuMemAlloc_v2", 999)
-    with pytest.raises(DriverError, match=r"^cuMemAlloc_v2: error 999, which the driver has no name for$"):
-        world.driver.allocate(1)
+    world.stub.fail("cuEventCreate", 2)
+    with pytest.raises(DriverError, match=r"^cuEventCreate: CUDA_ERROR_OUT_OF_MEMORY \(out of memory\)$"):
+        world.driver.create_event()
+    world.stub.fail("cuEventCreate", 999)
+    with pytest.raises(DriverError, match=r"^cuEventCreate: error 999, which the driver has no name for$"):
+        world.driver.create_event()
 
 
 # --- words ---
