@@ -51,13 +51,13 @@ class Plan:
     strange: float = 0.0  # share of the load on instances for another rank
     overfull: tuple[str, ...] = ()  # instances with more bytes than they store: no room for a first copy anywhere
     digest: str = ""
-    members: Mapping[int, frozenset[str]] = field(init=False)  # rank → its class's instances
+    members: Mapping[int, tuple[str, ...]] = field(init=False)  # rank → its class's instances, by name
 
     def __post_init__(self) -> None:
-        members: dict[int, set[str]] = {}
-        for name, rank in self.classes.items():
-            members.setdefault(rank, set()).add(name)
-        object.__setattr__(self, "members", {rank: frozenset(names) for rank, names in members.items()})
+        members: dict[int, list[str]] = {}
+        for name in sorted(self.classes):
+            members.setdefault(self.classes[name], []).append(name)
+        object.__setattr__(self, "members", {rank: tuple(names) for rank, names in members.items()})
 
     @classmethod
     def made(
@@ -120,9 +120,13 @@ def planners(epoch: int, members: Iterable[str]) -> list[str]:
 
 def random_plan(adapters: Iterable[AdapterDemand], servers: Iterable[Server], epoch: int = 0) -> Plan:
     """S-LoRA Random: each adapter on one server, by hash and whatever its rank or demand."""
-    names = [server.name for server in servers]
-    shares = {adapter.name: (Share(rendezvous(adapter.name, names)[0], 1.0),) for adapter in adapters}
-    return Plan.made(epoch, shares, _largest_ranks(adapters, shares, names))
+    points = {server.name: word(server.name) for server in servers}
+    shares = {}
+    for adapter in adapters:
+        point = word(adapter.name)
+        _, first = max((mixed(point, there), name) for name, there in points.items())
+        shares[adapter.name] = (Share(first, 1.0),)
+    return Plan.made(epoch, shares, _largest_ranks(adapters, shares, points))
 
 
 def contiguous_plan(adapters: Iterable[AdapterDemand], servers: Iterable[Server], epoch: int = 0) -> Plan:

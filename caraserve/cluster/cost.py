@@ -30,6 +30,9 @@ class Tier(IntEnum):
     ABSENT = 3  # another instance has it
 
 
+_DEVICE, _HOST, _DISK, _ABSENT = Tier  # looking a member up in its class takes as long as a multiplication of floats
+
+
 @dataclass(frozen=True, slots=True)
 class Links:
     """How fast an instance gets an adapter's bytes, from tier to tier."""
@@ -43,12 +46,12 @@ class Links:
 
     def cold_ms(self, tier: Tier, num_bytes: int) -> float:
         """A cold start's wait for the adapter, everything idle."""
-        if tier is Tier.DEVICE or num_bytes == 0:
+        if tier is _DEVICE or num_bytes == 0:
             return 0.0
         wait_ms = self.load_latency_ms + num_bytes / self.load_bytes_per_ms
-        if tier is Tier.DISK:
+        if tier is _DISK:
             wait_ms += num_bytes / self.disk_bytes_per_ms
-        elif tier is Tier.ABSENT:
+        elif tier is _ABSENT:
             wait_ms += self.fetch_latency_ms + num_bytes / self.fetch_bytes_per_ms
         return wait_ms
 
@@ -145,43 +148,69 @@ def total_cost(
     return cost + cold_ms / output_tokens * feel_cold
 
 
-def estimate(
-    model: PerfModel, backlog: Backlog, arrival: Arrival, cold_ms: float, cold_blocks: bool, own_weight: float
-) -> Estimate:
-    """The cost of this request on an instance with this backlog."""
-    rank, tokens, output_tokens = arrival.rank, arrival.prompt_tokens, arrival.output_tokens
-    if backlog.queue_room <= 0 or tokens + output_tokens > backlog.kv_tokens:
-        return Estimate(math.inf, math.inf)
-    requests = backlog.requests
-    before_ms = model.decode_ms(requests, backlog.rank_sum, backlog.rank_max)
-    after_ms = model.decode_ms(requests + 1, backlog.rank_sum + rank, max(backlog.rank_max, rank))
-    queue_ms = model.prefill_ms(backlog.queued_tokens, backlog.queued_token_ranks)
-    prefill_ms = model.prefill_ms(backlog.queued_tokens + tokens, backlog.queued_token_ranks + tokens * rank)
-    room_ms = 0.0
-    short_tokens = tokens + output_tokens - backlog.kv_free_tokens
-    if short_tokens > 0:
-        room_ms = before_ms * output_tokens * short_tokens / backlog.kv_tokens  # an answer's time frees about all of it
-    latency_ms = (prefill_ms + cold_ms + room_ms) / output_tokens + after_ms
-    if short_tokens > 0:
-        return Estimate(math.inf, latency_ms)
-    added_prefill_ms, added_decode_ms = prefill_ms - queue_ms, after_ms - before_ms
+Forecast = tuple[float, float, float, float]
+"""What a backlog and the rank of one more request decide by themselves, in ms: an iteration without the request, one
+with it, what of the difference speaks against this instance, and the prefill of the queue. Not a named tuple: that
+would take longer to make than what is in it."""
+
+
+def forecast(model: PerfModel, backlog: Backlog, rank: int, own_weight: float) -> Forecast:
+    """For any request of this rank. It holds as long as the backlog does."""
+    requests, rank_sum, rank_max = backlog.requests, backlog.rank_sum, backlog.rank_max
+    before_ms = model.decode_ms(requests, rank_sum, rank_max)
+    after_ms = model.decode_ms(requests + 1, rank_sum + rank, rank if rank > rank_max else rank_max)
+    added_ms = after_ms - before_ms
     if own_weight > 0.0:
         # What it adds wherever it goes is no reason to go anywhere, and times a batch's size it would outweigh how long
         # each answer takes. What is left is what its rank does to the ranks there.
-        added_prefill_ms, added_decode_ms = 0.0, max(0.0, added_decode_ms - model.alpha_ms * rank - model.gamma_ms)
+        added_ms = max(0.0, added_ms - model.alpha_ms * rank - model.gamma_ms)
+    return before_ms, after_ms, added_ms, model.prefill_ms(backlog.queued_tokens, backlog.queued_token_ranks)
+
+
+def worth(
+    model: PerfModel,
+    backlog: Backlog,
+    known: Forecast,
+    arrival: Arrival,
+    cold_ms: float,
+    cold_blocks: bool,
+    own_weight: float,
+) -> tuple[float, float]:
+    """An estimate's numbers. `known`: the forecast of this backlog for the arrival's rank and `own_weight`."""
+    tokens, output_tokens = arrival.prompt_tokens, arrival.output_tokens
+    needed_tokens = tokens + output_tokens
+    if backlog.queue_room <= 0 or needed_tokens > backlog.kv_tokens:
+        return math.inf, math.inf
+    before_ms, after_ms, added_ms, queue_ms = known
+    prefill_ms = model.prefill_ms(backlog.queued_tokens + tokens, backlog.queued_token_ranks + tokens * arrival.rank)
+    wait_ms = prefill_ms + cold_ms
+    if needed_tokens > backlog.kv_free_tokens:
+        short_tokens = needed_tokens - backlog.kv_free_tokens
+        # An answer's time frees about all of it.
+        wait_ms += before_ms * output_tokens * short_tokens / backlog.kv_tokens
+        return math.inf, wait_ms / output_tokens + after_ms
+    latency_ms = wait_ms / output_tokens + after_ms
     cost = total_cost(
-        added_prefill_ms,
-        added_decode_ms,
+        0.0 if own_weight > 0.0 else prefill_ms - queue_ms,  # otherwise in latency_ms, and nobody is spared it
+        added_ms,
         after_ms,
         arrival.slo_ms,
         output_tokens,
-        requests,
+        backlog.requests,
         cold_ms,
         cold_blocks,
         own_weight,
         latency_ms,
     )
-    return Estimate(cost, latency_ms)
+    return cost, latency_ms
+
+
+def estimate(
+    model: PerfModel, backlog: Backlog, arrival: Arrival, cold_ms: float, cold_blocks: bool, own_weight: float
+) -> Estimate:
+    """The cost of this request on an instance with this backlog."""
+    known = forecast(model, backlog, arrival.rank, own_weight)
+    return Estimate(*worth(model, backlog, known, arrival, cold_ms, cold_blocks, own_weight))
 
 
 class AnswerLengths:

@@ -247,7 +247,7 @@ class Forwarding:
 
     def outstanding(self, adapters: Iterable[str | None]) -> tuple[dict[str, float], dict[str | None, set[str]]]:
         """Tokens that every able instance still has to do, about; and who of them has which of these adapters."""
-        able = self._views.fleet(None, "", holders_only=False).able
+        able = self._views.fleet(None, "", holders_only=False).able.values()
         mean = self._lengths.expected(None)
         tokens = {one.name: one.backlog.queued_tokens + one.backlog.requests * mean for one in able}
         tokens.setdefault(self.name, 0.0)

@@ -7,11 +7,14 @@ copies before they do for an adapter; then copies, among which the load is level
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from operator import attrgetter
+from typing import NamedTuple
 
 from caraserve.cluster.assignment import AdapterDemand, Plan, Server, Share, mixed, word
 
+_LEVEL = attrgetter("level")
 _LEAST = 0.01
 
 
@@ -29,7 +32,7 @@ class PlacementOptions:
     strangers: float = 0.05  # and the share of the load on instances for another rank
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Node:
     """A server being filled."""
 
@@ -54,14 +57,15 @@ class Node:
         self.level = self.load / self.server.speed
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
+class _Piece(NamedTuple):
     """A part of an adapter's load for one class."""
 
     adapter: AdapterDemand
     fraction: float
     rank: int
     is_home: bool  # the class where its first copy belongs
+    load: float
+    copies: int
 
 
 class Packing:
@@ -79,6 +83,8 @@ class Packing:
         self._classes: dict[int, list[Node]] = {}
         for node in nodes:
             self._classes.setdefault(node.rank, []).append(node)
+        self._orders: dict[int, list[int]] = {}
+        self._hashed: dict[tuple[str, int], list[Node]] = {}  # a class's instances in an adapter's own order
         self._target = math.fsum(loads.values()) / math.fsum(node.server.speed for node in nodes)
         self._parts: dict[str, dict[str, float]] = {}  # adapter → instance → fraction
         self._adopted: list[str] = []
@@ -104,7 +110,7 @@ class Packing:
         for piece in pieces:
             if piece.is_home:
                 homes[piece.adapter.name] = home = self._home(piece)
-                home.take(piece.adapter, self._load(piece))
+                home.take(piece.adapter, piece.load)
         for piece in pieces:
             self._spread(piece, homes[piece.adapter.name])
 
@@ -126,7 +132,11 @@ class Packing:
             if classes[share.instance] != one.rank
         )
         strange /= math.fsum(weights.values()) or 1.0
-        return Plan.made(epoch, shares, classes, peak, strange, tuple(sorted(self._overfull)))
+        overfull = tuple(sorted(self._overfull))
+        before = self._previous
+        if before and (shares, classes) == (before.shares, before.classes):  # a digest takes longer than to see that
+            return replace(before, epoch=epoch, peak=peak, strange=strange, overfull=overfull)
+        return Plan.made(epoch, shares, classes, peak, strange, overfull)
 
     # --- step 4: what a class cannot carry ---
 
@@ -149,6 +159,9 @@ class Packing:
             order = self._order(adapter.rank)
             # A hot adapter gives half of its load away before it moves as a whole: its copies at home stay in use.
             gives = min(load / 2 if own else load, excess[adapter.rank])
+            if gives == 0:  # as most do
+                pieces.append(self._piece(adapter, stays, order[0], is_home=True))
+                continue
             excess[adapter.rank] -= gives
             found: list[tuple[int, float]] = []
             for rank in order:
@@ -161,64 +174,73 @@ class Packing:
             home = max(found, key=lambda part: part[1])[0] if found and not own else order[0]
             fractions = dict(found)
             fractions[home] = fractions.get(home, 0.0) + stays  # what nobody had room for stays, too
-            pieces += [_Piece(adapter, part, rank, rank == home) for rank, part in fractions.items()]
+            pieces += [self._piece(adapter, part, rank, is_home=rank == home) for rank, part in fractions.items()]
         return pieces
+
+    def _piece(self, adapter: AdapterDemand, fraction: float, rank: int, *, is_home: bool) -> _Piece:
+        load, options = self._loads[adapter.name] * fraction, self._options
+        copies = options.copies if is_home else 1
+        if load > 0:
+            pieces = load / self._target
+            most = max(options.most_copies, math.ceil(2 * pieces))  # one that fills servers needs them, however many
+            copies = max(copies, min(most, math.ceil(pieces / options.hot_share)))
+        return _Piece(adapter, fraction, rank, is_home, load, copies)
 
     def _order(self, rank: int) -> list[int]:
         """The classes that may take a rank: its own, higher ones from the next up, lower ones from the next down."""
-        return sorted(self._classes, key=lambda other: (other < rank, abs(other - rank)))
+        if rank not in self._orders:
+            self._orders[rank] = sorted(self._classes, key=lambda other: (other < rank, abs(other - rank)))
+        return self._orders[rank]
 
     # --- step 3: one home for each ---
 
     def _home(self, piece: _Piece) -> Node:
-        adapter = piece.adapter
-        for rank in [piece.rank, *(other for other in self._order(adapter.rank) if other != piece.rank)]:
-            if best := self._best(piece, self._classes[rank], 1):
+        order = self._order(piece.adapter.rank)
+        for rank in dict.fromkeys((piece.rank, *order)):
+            if best := self._best(piece, rank, 1):
                 return best[0]
         # Somebody has to: the adapter is served from disk or from a peer. The plan says whose memory is short.
         node = max(self._nodes, key=lambda node: (node.server.capacity_bytes - node.num_bytes, node.server.name))
         self._overfull.add(node.server.name)
         return node
 
-    def _best(self, piece: _Piece, nodes: Iterable[Node], count: int) -> list[Node]:
-        """At most so many nodes with room for an adapter: first those that had it while the target allows, then the
-        least loaded; without load, in the adapter's own order by hash."""
-        adapter, load = piece.adapter, self._load(piece)
-        found = [node for node in nodes if node.fits(adapter)]
-        if load > 0:
-            found.sort(key=attrgetter("level"))  # stable: ties go by name
-        else:
-            point = word(adapter.name)
-            found.sort(key=lambda node: mixed(point, node.point), reverse=True)
+    def _best(self, piece: _Piece, rank: int, count: int) -> list[Node]:
+        """At most so many nodes of a class with room for an adapter: first those that had it while the target allows,
+        then the least loaded; without load, in the adapter's own order by hash."""
+        adapter, load = piece.adapter, piece.load
+        # Sorting is stable: ties of levels go by name.
+        ordered = sorted(self._classes[rank], key=_LEVEL) if load > 0 else self._by_hash(adapter.name, rank)
+        kept: list[Node] = []
         if had := self._previous.instances(adapter.name) if self._previous else ():
-            share = load / self._copies(piece)
+            share = load / piece.copies
             limit = self._target * self._options.stay
-            found.sort(key=lambda n: n.server.name not in had or n.level + share / n.server.speed > limit)
-        return found[:count]
+            kept = [n for n in ordered if n.server.name in had and n.level + share / n.server.speed <= limit]
+        found: list[Node] = []
+        for node in chain(kept, ordered):
+            if len(found) == count:
+                break
+            if node not in found and node.fits(adapter):
+                found.append(node)
+        return found
+
+    def _by_hash(self, name: str, rank: int) -> list[Node]:
+        ordered = self._hashed.get((name, rank))
+        if ordered is None:
+            point = word(name)
+            scores = {mixed(point, node.point): node for node in self._classes[rank]}  # distinct where points are
+            ordered = self._hashed[name, rank] = [scores[score] for score in sorted(scores, reverse=True)]
+        return ordered
 
     # --- copies ---
 
-    def _load(self, piece: _Piece) -> float:
-        return self._loads[piece.adapter.name] * piece.fraction
-
-    def _copies(self, piece: _Piece) -> int:
-        load, options = self._load(piece), self._options
-        least = options.copies if piece.is_home else 1
-        if load == 0:
-            return least
-        pieces = load / self._target
-        most = max(options.most_copies, math.ceil(2 * pieces))  # one that fills servers needs them, however many
-        return max(least, min(most, math.ceil(pieces / options.hot_share)))
-
     def _spread(self, piece: _Piece, home: Node) -> None:
         """Divides a piece among copies in its class."""
-        adapter, load = piece.adapter, self._loads[piece.adapter.name]
-        copies = self._copies(piece)
+        adapter, load, copies = piece.adapter, self._loads[piece.adapter.name], piece.copies
         nodes = []
         if piece.is_home:
-            home.take(adapter, -self._load(piece))
+            home.take(adapter, -piece.load)
             nodes.append(home)
-        nodes += [node for node in self._best(piece, self._classes[piece.rank], copies) if node is not home]
+        nodes += [node for node in self._best(piece, piece.rank, copies) if node is not home]
         nodes = nodes[:copies] or [home]
         least = piece.fraction * self._options.least_fraction / len(nodes)
         rest = piece.fraction - least * len(nodes)

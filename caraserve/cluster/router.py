@@ -15,10 +15,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Literal, Protocol, TypeVar, overload
+from typing import Literal, Protocol, Self, TypeVar, overload
 
 from caraserve.cluster.assignment import Plan
-from caraserve.cluster.cost import Arrival, Backlog, Estimate, Links, Tier, estimate
+from caraserve.cluster.cost import Arrival, Backlog, Estimate, Forecast, Links, Tier, forecast, worth
 from caraserve.cluster.perf_model import PerfModel
 
 ATTEMPTS = 3  # instances that may refuse one request
@@ -28,7 +28,8 @@ Reason = Literal["slo", "full", "draining", "no-adapter", "stale-epoch", "failed
 
 T = TypeVar("T")
 
-_ABLE, _NAME = attrgetter("able"), attrgetter("name")
+_NAME = attrgetter("name")
+_ABSENT = Tier.ABSENT
 
 
 class Chance(Protocol):
@@ -40,18 +41,28 @@ class Chance(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One instance as a router sees it."""
+    """One instance as a router sees it. Most requests pass most instances by: what they have in common is computed once
+    for as long as this view of the instance holds."""
 
     name: str
     model: PerfModel
     backlog: Backlog = field(default_factory=Backlog)
     links: Links = field(default_factory=Links)
     able: bool = True  # alive, not suspected, not draining, finishing iterations
+    forecasts: dict[tuple[int, float], Forecast] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def forecast(self, rank: int, own_weight: float) -> Forecast:
+        """The forecast for requests of that rank. `forecasts` has those that somebody has asked for."""
+        known = self.forecasts.get((rank, own_weight))
+        if known is None:
+            known = self.forecasts[rank, own_weight] = forecast(self.model, self.backlog, rank, own_weight)
+        return known
 
     def estimate(self, arrival: Arrival, tier: Tier, own_weight: float) -> Estimate:
         """What the arrival would cost here."""
-        cold_ms = self.links.cold_ms(tier, arrival.adapter_bytes)
-        return estimate(self.model, self.backlog, arrival, cold_ms, self.links.blocks_batch, own_weight)
+        links, known = self.links, self.forecast(arrival.rank, own_weight)
+        cold_ms = links.cold_ms(tier, arrival.adapter_bytes)
+        return Estimate(*worth(self.model, self.backlog, known, arrival, cold_ms, links.blocks_batch, own_weight))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +70,37 @@ class Fleet:
     """All that one router knows, itself included."""
 
     me: str
-    instances: tuple[Instance, ...]
+    able: Mapping[str, Instance]  # the candidates, in the order of their names: equal views give equal orders
     tiers: Mapping[str, Mapping[str, Tier]] = field(default_factory=dict)  # adapter → instance → tier, if it has it
     plan: Plan | None = None
-    able: tuple[Instance, ...] = field(init=False)  # the candidates, by name: equal views give equal orders
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "able", tuple(sorted(filter(_ABLE, self.instances), key=_NAME)))
+    @classmethod
+    def of(
+        cls,
+        me: str,
+        instances: Iterable[Instance],
+        tiers: Mapping[str, Mapping[str, Tier]] | None = None,
+        plan: Plan | None = None,
+    ) -> Self:
+        """A fleet of these instances, able or not, in any order."""
+        return cls(me, {one.name: one for one in sorted(instances, key=_NAME) if one.able}, tiers or {}, plan)
 
-    def named(self, names: Iterable[str]) -> list[Instance]:
+    def named(self, names: Iterable[str]) -> dict[str, Instance]:
         """The able ones of these names, as ordered there; nobody else is looked at."""
-        at = {instance.name: instance for instance in self.able}
-        return [at[name] for name in names if name in at]
+        able = self.able
+        return {name: able[name] for name in names if name in able}
 
-    def tier(self, adapter: str | None, name: str) -> Tier:
-        """Where an instance has an adapter, as far as is known. The base model is with everyone."""
-        return Tier.DEVICE if adapter is None else self.tiers.get(adapter, {}).get(name, Tier.ABSENT)
+    def of_adapter(self, adapter: str | None) -> tuple[Mapping[str, Tier], Tier]:
+        """Where instances have an adapter, as far as is known, and where those that are not named. The base model is
+        with everyone."""
+        return ({}, Tier.DEVICE) if adapter is None else (self.tiers.get(adapter, {}), Tier.ABSENT)
+
+    def holders(self, adapter: str | None) -> Mapping[str, Instance]:
+        """The able ones that have an adapter."""
+        if adapter is None:
+            return self.able
+        tiers = self.tiers.get(adapter, {})
+        return self.named(sorted(name for name, tier in tiers.items() if tier is not _ABSENT))
 
 
 class Order(Sequence[str]):

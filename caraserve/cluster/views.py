@@ -6,6 +6,7 @@ whatever is sent somewhere is added to that one's view, our own included.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from operator import attrgetter
 from typing import Protocol
 
 from caraserve.cluster.assignment import Plan
@@ -13,6 +14,7 @@ from caraserve.cluster.cost import Arrival, Tier
 from caraserve.cluster.members import Record
 from caraserve.cluster.router import Fleet, Instance, Ledger
 
+_NAME = attrgetter("name")
 _LOOK_S = 0.02
 _TIERS_S = 0.25  # as long as a beat: a wrong guess costs a fetch
 _MOST_DIGESTS = 4096
@@ -40,7 +42,7 @@ class Views:
         self._peers, self._now = peers, now
         self._ledger = Ledger()
         self._bases: dict[str, Instance] = {}  # as they were published
-        self._seen: dict[str, Instance] = {}  # with what was sent since
+        self._seen: dict[str, Instance] = {}  # with what was sent since, by name
         self._looked_s = float("-inf")
         self._tiers: dict[str, tuple[float, Mapping[str, Tier]]] = {}
         self._shunned: dict[str, float] = {}  # until when
@@ -48,17 +50,16 @@ class Views:
     def fleet(self, adapter: str | None, digest: str, *, holders_only: bool) -> Fleet:
         """The fleet for a request with that adapter. `holders_only`: nobody could get what it does not have."""
         self._look()
-        instances = tuple(self._seen.values())
         if self._shunned:
             now = self._now()
             self._shunned = {name: until for name, until in self._shunned.items() if until > now}
-            instances = tuple(replace(one, able=False) if one.name in self._shunned else one for one in instances)
+        able = {name: one for name, one in self._seen.items() if one.able and name not in self._shunned}
         if adapter is None:
-            return Fleet(self._peers.name, instances, {}, self.plan)
+            return Fleet(self._peers.name, able, {}, self.plan)
         tiers = self.tiers(digest)
         if holders_only:
-            instances = tuple(one for one in instances if one.name in tiers)
-        return Fleet(self._peers.name, instances, {adapter: tiers}, self.plan)
+            able = {name: one for name, one in able.items() if name in tiers}
+        return Fleet(self._peers.name, able, {adapter: tiers}, self.plan)
 
     def tiers(self, digest: str) -> Mapping[str, Tier]:
         """Who has an adapter's bytes, and where."""
@@ -94,7 +95,7 @@ class Views:
         if now - self._looked_s < _LOOK_S:
             return
         self._looked_s = now
-        bases = {one.name: one for one in self._peers.instances()}
+        bases = {one.name: one for one in sorted(self._peers.instances(), key=_NAME)}
         self._ledger.forget(self._bases.keys() - bases.keys())
         seen = {}
         for name, base in bases.items():

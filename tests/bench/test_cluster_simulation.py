@@ -1,5 +1,6 @@
 """A simulated fleet: requests go where the policies send them, end once, and the same seed gives the same run."""
 
+import gc
 import json
 import os
 import subprocess
@@ -140,6 +141,15 @@ def test_every_request_ends_once_and_nothing_is_left(routing: str) -> None:
     found = outcome(simulation, routing, 60.0)
     assert found.events > found.steps
     assert found.events > tokens
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_a_run_makes_no_cycles_and_turns_their_collector_back_on(routing: str) -> None:
+    simulation = Simulation(Setting((MACHINE,) * 5, routing, 60.0, first_plan_s=2.0, plan_s=4.0), LOAD)
+    gc.collect()
+    simulation.run()
+    assert gc.isenabled()
+    assert gc.collect() == 0
 
 
 @pytest.mark.parametrize("routing", ["auto", "dlora", "random", "rank-aware"])

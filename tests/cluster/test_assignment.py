@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caraserve.cluster.assignment import Plan, Share, extrapolated, planners, rendezvous
+from caraserve.cluster.assignment import AdapterDemand, Plan, Server, Share, extrapolated, planners, rendezvous
+from caraserve.cluster.placement import place
 
 
 def test_of_two_plans_the_later_epoch_holds_then_the_greater_digest() -> None:
@@ -51,3 +52,15 @@ def test_demand_goes_on_in_a_line_within_a_factor_of_two(
     previous: float | None, latest: float, expected: float
 ) -> None:
     assert extrapolated(previous, latest) == expected
+
+
+def test_a_plan_that_stays_has_the_digest_of_what_it_says() -> None:
+    adapters = [AdapterDemand(f"a{number:02}", 8, 1, 10.0 / (number + 1)) for number in range(40)]
+    servers = [Server(f"s{number}", 100) for number in range(4)]
+    points = {8: 20.0}
+    before = place(adapters, servers, points, 1)
+    kept = place(adapters, servers, points, 2, before)
+    longer = place([*adapters, AdapterDemand("new", 8, 1)], servers, points, 3, kept)
+    assert kept.digest == before.digest != longer.digest
+    for plan in (kept, longer):
+        assert plan.digest == Plan.made(9, dict(plan.shares), dict(plan.classes)).digest

@@ -43,7 +43,7 @@ def test_a_burst_at_one_entry_spreads_between_two_beats() -> None:
     for seed in range(60):
         now_s = 5.0 + seed / 1000
         instances = tuple(Instance(name, PADDED, ledger.backlog(name, Backlog(), now_s)) for name in NAMES)
-        proposal = propose(policy("rank-aware"), ARRIVAL, Fleet("elsewhere", instances), random.Random(seed))
+        proposal = propose(policy("rank-aware"), ARRIVAL, Fleet.of("elsewhere", instances), random.Random(seed))
         chosen = settle(proposal, {})[0]
         ledger.sent(chosen, ARRIVAL, now_s)
         sent[chosen] += 1

@@ -33,7 +33,7 @@ def test_an_order_is_completed_only_when_somebody_asks_for_its_rest() -> None:
 def test_a_first_choice_orders_nobody_else(name: str) -> None:
     plan = Plan.made(1, {"a": (Share("i01", 0.5), Share("i02", 0.5))}, dict.fromkeys(NAMES, 8))
     instances = tuple(Instance(one, MODEL, Backlog(3, 0, ((8, 3),))) for one in NAMES)
-    seen = Fleet("i00", instances, {"a": dict.fromkeys(NAMES, Tier.DEVICE)}, plan)
+    seen = Fleet.of("i00", instances, {"a": dict.fromkeys(NAMES, Tier.DEVICE)}, plan)
     proposal = propose(policy(name), Arrival("a", 8, 100, 50.0), seen, random.Random(0))
     first = settle(proposal, {})[0]
     assert next_target(settle(proposal, {}), [], 0.0, 100.0) == Target(first)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caraserve.cluster.assignment import AdapterDemand, Plan, Server, Share
-from caraserve.cluster.cost import Arrival, Backlog, Estimate, Links, Tier
+from caraserve.cluster.cost import Arrival, Backlog, Estimate, Links, Tier, estimate
 from caraserve.cluster.perf_model import PerfModel
 from caraserve.cluster.policies import ROUTINGS, make_plan, policy
 from caraserve.cluster.router import (
@@ -43,7 +43,7 @@ def instance(name: str, count: int = 0, rank: int = 8, model: PerfModel = PADDED
 def fleet(loads: Mapping[str, tuple[int, int]], plan: Plan | None = None, me: str = "i00") -> Fleet:
     """Instances with (requests, their rank); all have adapter a on their device."""
     instances = tuple(instance(name, *load) for name, load in loads.items())
-    return Fleet(me, instances, {"a": dict.fromkeys(loads, Tier.DEVICE)}, plan)
+    return Fleet.of(me, instances, {"a": dict.fromkeys(loads, Tier.DEVICE)}, plan)
 
 
 def first(name: str, seen: Fleet, arrival: Arrival = ARRIVAL, seed: int = 0) -> str:
@@ -82,7 +82,7 @@ def fleets(draw: st.DrawFn) -> Fleet:
     shares = draw(st.dictionaries(st.sampled_from("ab"), st.dictionaries(st.sampled_from(NAMES), st.floats(0.1, 1))))
     classes = draw(st.dictionaries(st.sampled_from(NAMES), st.sampled_from([8, 64])))
     plan = draw(st.sampled_from([None, plan_of(shares, classes)]))
-    return Fleet(draw(st.sampled_from(NAMES)), instances, {"a": tiers}, plan)
+    return Fleet.of(draw(st.sampled_from(NAMES)), instances, {"a": tiers}, plan)
 
 
 ARRIVALS = st.builds(
@@ -98,7 +98,7 @@ ARRIVALS = st.builds(
 @given(st.sampled_from(ROUTINGS), fleets(), ARRIVALS, st.integers(0, 9))
 def test_every_policy_orders_each_able_instance_once(name: str, seen: Fleet, arrival: Arrival, seed: int) -> None:
     proposal = propose(policy(name), arrival, seen, random.Random(seed))
-    able = sorted(one.name for one in seen.instances if one.able)
+    able = [*seen.able]
     assert sorted(proposal.order) == able
     assert set(proposal.ask) <= proposal.estimates.keys() <= set(able)
     assert proposal.ask == proposal.order[: len(proposal.ask)]
@@ -109,7 +109,8 @@ def test_every_policy_orders_each_able_instance_once(name: str, seen: Fleet, arr
 def test_the_order_in_which_instances_are_known_does_not_matter(
     name: str, seen: Fleet, arrival: Arrival, seed: int, chance: random.Random
 ) -> None:
-    other = Fleet(seen.me, tuple(chance.sample(seen.instances, len(seen.instances))), seen.tiers, seen.plan)
+    known = [*seen.able.values(), instance("none", able=False)]
+    other = Fleet.of(seen.me, chance.sample(known, len(known)), seen.tiers, seen.plan)
     proposals = [propose(policy(name), arrival, view, random.Random(seed)) for view in (seen, other)]
     assert proposals[0] == proposals[1]
 
@@ -150,7 +151,7 @@ def test_no_view_makes_a_request_go_further_than_one_hop(
     while target := next_target(order, attempts, data.draw(st.floats(0, 1000)), 1000.0):
         if target.name != view.me:
             there = views.get(target.name, view)
-            there = Fleet(target.name, there.instances, there.tiers, there.plan)
+            there = Fleet(target.name, there.able, there.tiers, there.plan)
             forwarded = Arrival(arrival.adapter, arrival.rank, arrival.prompt_tokens, arrival.output_tokens, hop=1)
             assert propose(policy(name), forwarded, there, chance).order == (target.name,)
         refusal = st.builds(Refusal, st.sampled_from(REASONS), st.just(Estimate(1.0, 1.0)))
@@ -243,6 +244,23 @@ def test_four_of_the_best_eight_are_asked_and_the_least_quote_wins(name: str) ->
     assert min(asked.values()) > 60  # of 100 expected
 
 
+@given(fleets(), ARRIVALS, st.integers(0, 9))
+def test_the_ranking_is_the_one_of_all_estimates(seen: Fleet, arrival: Arrival, seed: int) -> None:
+    draw, tiers = random.Random(seed).random, seen.tiers["a"] if arrival.adapter == "a" else {}
+    missing = Tier.DEVICE if arrival.adapter is None else Tier.ABSENT
+    ranked = []
+    for name, one in seen.able.items():
+        cold_ms = one.links.cold_ms(tiers.get(name, missing), arrival.adapter_bytes)
+        plain = estimate(one.model, one.backlog, arrival, cold_ms, one.links.blocks_batch, 0.0)
+        ranked.append((plain, draw(), name))
+    for _ in range(2):  # the second time forecasts are at hand
+        proposal = propose(policy("rank-aware"), arrival, seen, random.Random(seed))
+        asked = set(proposal.ask)
+        behind = [name for _, _, name in sorted(ranked) if name not in asked]
+        assert [*proposal.order[len(asked) :]] == behind
+        assert proposal.estimates == {name: worth for worth, _, name in ranked if name in asked}
+
+
 def test_the_routers_own_state_competes_without_a_question() -> None:
     seen = fleet({name: (index + 1, 8) for index, name in enumerate(NAMES)}, me="i05")
     for seed in range(20):
@@ -259,9 +277,9 @@ def test_past_the_slo_everywhere_more_are_asked() -> None:
 
 
 def test_the_fetch_of_an_adapter_is_charged() -> None:
-    seen = Fleet("me", (instance("i00"), instance("i01")), {"a": {"i01": Tier.HOST}})
+    seen = Fleet.of("me", (instance("i00"), instance("i01")), {"a": {"i01": Tier.HOST}})
     assert {first("rank-aware", seen, seed=seed) for seed in range(10)} == {"i01"}
-    busy = Fleet("me", (instance("i00"), instance("i01", 30)), {"a": {"i01": Tier.HOST}})
+    busy = Fleet.of("me", (instance("i00"), instance("i01", 30)), {"a": {"i01": Tier.HOST}})
     assert first("rank-aware", busy) == "i00"
 
 
@@ -300,7 +318,7 @@ def test_auto_prefers_an_iteration_within_the_slo_when_no_answer_is_end_to_end()
 def test_auto_leaves_a_long_queue_though_its_iterations_are_within_the_slo() -> None:
     waiting = Backlog(5, 5, ((8, 10),), 20_000, 160_000)  # 2 s of prefill over 50 tokens
     instances = [Instance(name, PADDED, waiting, LINKS) for name in ("i00", "i01")] + [instance("i02", 5)]
-    assert first("auto", Fleet("elsewhere", tuple(instances), {}, PLAN)) == "i02"
+    assert first("auto", Fleet.of("elsewhere", instances, {}, PLAN)) == "i02"
 
 
 def test_auto_tries_the_class_next_when_its_own_refuse() -> None:
@@ -339,7 +357,7 @@ def test_loraserve_goes_by_the_hash_for_what_the_plan_does_not_know() -> None:
 def test_a_planned_instance_that_is_gone_is_passed_over() -> None:
     instances = (instance("i00", able=False), instance("i01"), instance("i02"))
     for name in ("loraserve", "s-lora-random", "auto"):
-        assert first(name, Fleet("i02", instances, {}, PLAN)) == "i01"
+        assert first(name, Fleet.of("i02", instances, {}, PLAN)) == "i01"
 
 
 def test_s_lora_plans_are_static_and_one_instance_each() -> None:
@@ -373,5 +391,5 @@ def test_first_fit_fills_one_after_the_other(counts: tuple[int, ...], expected: 
 
 def test_dlora_takes_the_least_loaded_holder() -> None:
     instances = (instance("i00", 9), instance("i01", 4), instance("i02", 0))
-    seen = Fleet("i00", instances, {"a": {"i00": Tier.HOST, "i01": Tier.DISK}})
+    seen = Fleet.of("i00", instances, {"a": {"i00": Tier.HOST, "i01": Tier.DISK}})
     assert propose(policy("dlora"), ARRIVAL, seen, random.Random(0)).order == ("i01", "i00", "i02")

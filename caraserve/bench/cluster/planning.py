@@ -132,10 +132,10 @@ class Planner:
                 else:
                     self._nodes[number].shelf.put(adapter, 0, keep=True)
         self._moves = [deque(adapter for _, adapter in sorted(moves)) for moves in wanted]
+        places = [plan.instances(name) for name in self._adapters]
         for node in self._nodes:
-            for adapter in list(node.shelf.host):
-                instances = plan.instances(self._adapters[adapter])
-                if node.name not in instances and all(self._holds(name, adapter) for name in instances):
+            for adapter in [one for one in node.shelf.host if node.name not in places[one]]:
+                if all(self._holds(name, adapter) for name in places[adapter]):
                     node.shelf.drop(adapter)
 
     def _holds(self, name: str, adapter: int) -> bool:

@@ -9,6 +9,7 @@ from caraserve.bench.cluster.machines import Machine
 from caraserve.cluster.cost import Tier
 
 MS = 1_000_000
+_DEVICE, _HOST, _ABSENT = Tier.DEVICE, Tier.HOST, Tier.ABSENT  # looked up at every delivery
 
 
 class Shelf:
@@ -39,8 +40,8 @@ class Shelf:
     def tier(self, adapter: int) -> Tier:
         """Where it is now."""
         if adapter in self._device:
-            return Tier.DEVICE
-        return Tier.HOST if adapter in self.host else Tier.ABSENT
+            return _DEVICE
+        return _HOST if adapter in self.host else _ABSENT
 
     def use(self, adapter: int, now: int) -> int:
         """A request wants it from now on, until `unuse`. When it can run with it."""

@@ -5,6 +5,7 @@ quote, for a delivery. Events of one time happen in the order beat, rebalancing,
 a function of the setting, the requests and the seed.
 """
 
+import gc
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -138,7 +139,17 @@ class Simulation:
         self.served_by = [-1] * len(self.requests)
 
     def run(self) -> None:
-        """From the first arrival until every request has ended."""
+        """From the first arrival until every request has ended. Nothing in it makes cycles, and to look for some among
+        so many objects would take up to a quarter of its time."""
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            self._run()
+        finally:
+            if collects:
+                gc.enable()
+
+    def _run(self) -> None:
         end = self.requests[-1].arrived if self.requests else 0
         self._planner.begin()
         self._schedule_first()

@@ -24,7 +24,7 @@ class Views:
         self._names = [instance.name for instance in published]
         self._number = {name: number for number, name in enumerate(self._names)}
         self._adapters = adapters
-        self._published = list(published)
+        self._published = {instance.name: instance for instance in published}
         self._delay = delay_ns
         self._under_way: deque[tuple[int, int, Instance, dict[int, Tier]]] = deque()
         self._ledgers = [Ledger() for _ in range(routers)]
@@ -39,7 +39,7 @@ class Views:
         """Takes in the beats that have arrived by now."""
         while self._under_way and self._under_way[0][0] <= now:
             at, number, instance, changed = self._under_way.popleft()
-            self._published[number] = instance
+            self._published[instance.name] = instance
             for adapter, tier in changed.items():
                 self.learn(adapter, instance.name, tier)
             for router in list(self._sent[number]):
@@ -65,11 +65,11 @@ class Views:
         """The fleet as one router sees it."""
         seen = self._published.copy()
         for number in self._open[router]:
-            instance = seen[number]
+            instance = seen[self._names[number]]
             backlog = self._ledgers[router].backlog(instance.name, instance.backlog, now * _S)
-            seen[number] = Instance(instance.name, instance.model, backlog, instance.links)
-        seen[router] = own
-        return Fleet(own.name, tuple(seen), self.tiers, self.plan)
+            seen[instance.name] = Instance(instance.name, instance.model, backlog, instance.links)
+        seen[own.name] = own
+        return Fleet(own.name, seen, self.tiers, self.plan)
 
     def number(self, name: str) -> int:
         """The instance of a name."""
