@@ -160,6 +160,17 @@ class Pools:
         await until(lambda: all(one.node.holders(info.digest) for one in self.members.values()), 3)
         return info.digest
 
+    async def sharing(self, *names: str) -> tuple[list[Member], str]:
+        """Members of which the first has loaded an adapter, `poet`, and the others keep what they fetched of it; its
+        digest."""
+        first, *others = members = [await self.start(name) for name in names]
+        digest = await self.load(first, "poet", 1)
+        for other in others:
+            await other.want("poet")
+        await until(lambda: all(digest in other.stored for other in others), 3)
+        await until(lambda: set(first.node.holders(digest)) == set(names), 3)
+        return members, digest
+
     async def stop(self, name: str) -> None:
         member = self.members.pop(name)
         await self._group.stop(name)

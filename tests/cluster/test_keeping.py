@@ -23,11 +23,7 @@ from tests.cluster.pools import Member, pools
 
 async def test_a_copy_goes_only_against_anothers_promise(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
-        a, b, c = [await fleet.start(name) for name in "abc"]
-        digest = await fleet.load(a, "poet", 1)
-        await b.want("poet")
-        await c.want("poet")
-        await until(lambda: set(a.node.holders(digest)) == set("abc"), 3)
+        (a, b, c), digest = await fleet.sharing("a", "b", "c")
         assert await b.pool.keeping.let_go(digest)
         assert digest not in b.stored
         await until(lambda: set(a.node.holders(digest)) == set("ac"), 3)
@@ -39,10 +35,7 @@ async def test_a_copy_goes_only_against_anothers_promise(tmp_path: Path) -> None
 
 async def test_nobody_promises_a_folder_that_is_gone(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
-        a, b = await fleet.start("a"), await fleet.start("b")
-        digest = await fleet.load(a, "poet", 1)
-        await b.want("poet")
-        await until(lambda: set(a.node.holders(digest)) == {"a", "b"}, 3)
+        (a, b), digest = await fleet.sharing("a", "b")
         folder = Path(a.catalog.get("poet").path)
         folder.rename(folder.with_name("away"))  # noqa: ASYNC240
         a.pool.keeping._looked_s.clear()  # what was seen a moment ago is still believed
@@ -53,10 +46,7 @@ async def test_nobody_promises_a_folder_that_is_gone(tmp_path: Path) -> None:
 
 async def test_a_folder_that_was_only_touched_is_promised(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
-        a, b = await fleet.start("a"), await fleet.start("b")
-        digest = await fleet.load(a, "poet", 1)
-        await b.want("poet")
-        await until(lambda: set(a.node.holders(digest)) == {"a", "b"}, 3)
+        (a, _), digest = await fleet.sharing("a", "b")
         os.utime(Path(a.catalog.get("poet").path) / "adapter_model.safetensors", (1, 1))
         await until(lambda: _promises(a, digest), 3)
 
@@ -86,11 +76,7 @@ def _promises(member: Member, digest: str) -> bool:
 
 async def test_two_that_would_both_delete_keep_one_at_least(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
-        a, b, c = [await fleet.start(name) for name in "abc"]
-        digest = await fleet.load(a, "poet", 1)
-        await b.want("poet")
-        await c.want("poet")
-        await until(lambda: set(a.node.holders(digest)) == set("abc"), 3)
+        (_, b, c), digest = await fleet.sharing("a", "b", "c")
         await fleet.stop("a")
         await until(lambda: set(b.node.holders(digest)) == set(c.node.holders(digest)) == set("bc"), 3)
         await asyncio.gather(b.pool.keeping.let_go(digest), c.pool.keeping.let_go(digest))
@@ -99,10 +85,7 @@ async def test_two_that_would_both_delete_keep_one_at_least(tmp_path: Path) -> N
 
 async def test_after_a_restart_what_was_promised_is_still_kept(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
-        a, b = await fleet.start("a"), await fleet.start("b")
-        digest = await fleet.load(a, "poet", 1)
-        await b.want("poet")
-        await until(lambda: digest in b.stored, 3)
+        (_, b), digest = await fleet.sharing("a", "b")
         assert b.pool.keeping.answer("a", (HOLD, digest, 30.0)) == (1,)
         await fleet.stop("b")
         b = await fleet.start("b")

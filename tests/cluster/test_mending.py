@@ -51,10 +51,7 @@ async def test_adapters_come_where_the_plan_wants_them_and_go_where_it_does_not(
 
 async def test_nothing_goes_while_those_who_should_have_it_do_not(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
-        a, b = await fleet.start("a"), await fleet.start("b")
-        digest = await fleet.load(a, "poet", 1)
-        await b.want("poet")
-        await until(lambda: digest in b.stored, 3)
+        (a, b), digest = await fleet.sharing("a", "b")
         async with mended(fleet) as plans:
             plans.append(plan(1, poet="c"))  # which is not there
             await fleet.load(a, "chef", 2)

@@ -35,10 +35,7 @@ async def test_what_one_loaded_another_fetches_and_then_holds_too(tmp_path: Path
 
 async def test_the_second_read_is_from_the_own_disk_also_after_a_restart(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
-        a, b = await fleet.start("a"), await fleet.start("b")
-        digest = await fleet.load(a, "poet", 1)
-        await b.want("poet")
-        await until(lambda: digest in b.stored, 3)
+        (_, b), digest = await fleet.sharing("a", "b")
         await fleet.stop("a")
         b.evict("poet")
         await b.want("poet")
@@ -51,10 +48,7 @@ async def test_the_second_read_is_from_the_own_disk_also_after_a_restart(tmp_pat
 
 async def test_what_is_kept_waits_for_its_name_to_be_known_again(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
-        a, b = await fleet.start("a"), await fleet.start("b")
-        digest = await fleet.load(a, "poet", 1)
-        await b.want("poet")
-        await until(lambda: digest in b.stored, 3)
+        (_, b), digest = await fleet.sharing("a", "b")
         await fleet.stop("a")
         await fleet.stop("b")
         for file in tmp_path.glob("b.db*"):  # noqa: ASYNC240
@@ -66,10 +60,8 @@ async def test_what_is_kept_waits_for_its_name_to_be_known_again(tmp_path: Path)
 
 async def test_a_kept_file_that_has_changed_is_fetched_again(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
-        a, b = await fleet.start("a"), await fleet.start("b")
-        digest = await fleet.load(a, "poet", 1)
+        (_, b), digest = await fleet.sharing("a", "b")
         right = (await b.want("poet")).data.copy()
-        await until(lambda: digest in b.stored, 3)
         path = b.folder / digest
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
@@ -84,10 +76,7 @@ async def test_a_kept_file_that_cannot_be_opened_for_a_moment_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with pools(tmp_path) as fleet:
-        a, b = await fleet.start("a"), await fleet.start("b")
-        digest = await fleet.load(a, "poet", 1)
-        await b.want("poet")
-        await until(lambda: digest in b.stored, 3)
+        (_, b), digest = await fleet.sharing("a", "b")
         await fleet.stop("a")
         await until(lambda: set(b.node.holders(digest)) == {"b"}, 3)
         b.evict("poet")
@@ -144,10 +133,8 @@ def _no_disk(folder: Path, spec: object, into: object) -> HostAdapter:
 
 async def test_bytes_whose_name_cannot_be_served_here_are_kept_for_those_who_can(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
-        a, b = await fleet.start("a"), await fleet.start("b")
-        digest = await fleet.load(a, "poet", 1)
+        (_, b), digest = await fleet.sharing("a", "b")
         num_bytes = (await b.want("poet")).spec.num_bytes
-        await until(lambda: digest in b.stored, 3)
         await fleet.stop("a")
         too_many = 2 << 30
         b.catalog.adopt("poet", "0" * 64, 8, num_bytes)  # b's only name for it now means another thing
@@ -202,10 +189,7 @@ async def test_who_cannot_read_its_folder_any_more_is_no_holder(tmp_path: Path) 
 
 async def test_a_name_that_gets_another_meaning_gets_it_everywhere(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
-        a, b = await fleet.start("a"), await fleet.start("b")
-        old = await fleet.load(a, "poet", 1)
-        await b.want("poet")
-        await until(lambda: old in b.stored, 3)
+        (a, b), old = await fleet.sharing("a", "b")
         new = await fleet.load(a, "poet", 2)
         assert (await b.want("poet")).spec.digest == new
         await until(lambda: old not in b.stored and not (b.folder / old).exists(), 5)
