@@ -142,7 +142,10 @@ async def join(
     Raises ConfigError.
     """
     if profile is None:
-        log.warning("without a profile of this machine no instance can predict this one; give --profile")
+        log.warning(
+            "without a profile of this machine the fleet takes it for as slow as its slowest instance that has one; "
+            "give --profile"
+        )
     drift = DriftWatch(profile) if profile else None
     publisher = Publisher(node, engine, metrics.answers, drift, links)
     node.load_now, node.on_names = publisher.load_now, publisher.take_names

@@ -7,14 +7,14 @@
 
 What others build on it, all on the event loop and without waiting:
 
-    node.instances()                router.Instance of every live instance whose profile is known, ours included
+    node.instances()                router.Instance of every live instance that has published a model, ours included
     node.record(name)               members.Record: its address (where requests for it go, too), state and epoch
     node.members(), node.load(name) everybody, in any state; the newest load with its age
     node.adapters(), node.adapter(name)     facts.Adapter: what names mean everywhere
     node.holders(digest)            {instance: cost.Tier} of those alive who have an adapter's bytes
     node.register(adapter), node.remove(name)   a name for all; raises InvalidRequest
     node.hold(digest, tier), node.drop(digest)  our own bytes; `hold` once they are verified
-    node.publish(model, links)      our performance model, again whenever it changes
+    node.publish(model, links)      our performance model or None, again whenever it changes
 
 and what calls them back, each a plain attribute that is set before `start`:
 
@@ -176,8 +176,7 @@ class Node:
         """What a router chooses among. Built anew only where a beat, a profile or a state has changed."""
         live = (self.core.members.me, *filter(None, map(self.record, self.core.members.live())))
         shelf = self.core.facts.shelf
-        seen = (self._seen.of(record, self.load(record.name), shelf(record.name)) for record in live)
-        return tuple(filter(None, seen))
+        return self._seen.all((record, self.load(record.name), shelf(record.name)) for record in live)
 
     @property
     def names_version(self) -> int:
@@ -223,8 +222,8 @@ class Node:
         """We have them no more."""
         self.core.drop(digest, self._now())
 
-    def publish(self, model: PerfModel, links: Links) -> None:
-        """How fast we are."""
+    def publish(self, model: PerfModel | None, links: Links) -> None:
+        """How fast we are; None: nobody has measured it."""
         self.core.hold(MODEL, model_value(model), self._now())
         self.core.hold(LINKS, links_value(links), self._now())
 

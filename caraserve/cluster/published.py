@@ -9,10 +9,10 @@ Whatever arrives may be of another version of this program or wrong: it is then 
 
 import dataclasses
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from caraserve.cluster.cost import Backlog, Links, Tier
-from caraserve.cluster.facts import Load, Shelf, Status, Value
+from caraserve.cluster.facts import Fact, Load, Shelf, Status, Value
 from caraserve.cluster.members import Record, State
 from caraserve.cluster.perf_model import PerfModel
 from caraserve.cluster.router import Instance
@@ -64,9 +64,9 @@ def backlog_of(load: Load) -> Backlog:
 # --- performance model and links ---
 
 
-def model_value(model: PerfModel) -> Value:
-    """A model as a fact's value: floats as texts, exactly."""
-    return _value(dataclasses.astuple(model))
+def model_value(model: PerfModel | None) -> Value:
+    """A model as a fact's value: floats as texts, exactly. None: this machine was never measured."""
+    return () if model is None else _value(dataclasses.astuple(model))
 
 
 def model_of(value: Value) -> PerfModel | None:
@@ -108,17 +108,44 @@ def instance_of(record: Record, load: Load, model: PerfModel, links: Links, age_
     return Instance(record.name, model, backlog_of(load), links, able)
 
 
+Known = tuple[Record, tuple[Load, float] | None, Shelf | None]  # its newest load with its age, and its own shelf
+
+
 class Seen:
-    """Instances as a router sees them, built anew only where a beat, a performance model or a state has changed."""
+    """Instances as a router sees them, built anew only where a beat, a performance model or a state has changed.
+
+    One that says it was never measured is taken for the slowest of those that were: it draws nothing from a faster one,
+    and has its share when they are busy. Where nobody was measured there is nothing to choose by, and each instance
+    answers what it is sent.
+    """
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[tuple[object, ...], Instance]] = {}
 
-    def of(self, record: Record, found: tuple[Load, float] | None, shelf: Shelf | None) -> Instance | None:
-        """An instance, from its newest load with its age and its own shelf. None if too little is known of it."""
-        model_fact, links_fact = (shelf.get(key) if shelf else None for key in (MODEL, LINKS))
-        if found is None or model_fact is None:
-            return None
+    def all(self, known: Iterable[Known]) -> tuple[Instance, ...]:
+        """Those of whom enough is known."""
+        measured: list[tuple[Instance, Fact, Fact | None]] = []
+        unmeasured: list[tuple[Record, tuple[Load, float]]] = []
+        for record, found, shelf in known:
+            model_fact, links_fact = (shelf.get(key) if shelf else None for key in (MODEL, LINKS))
+            if found is None or model_fact is None:
+                continue
+            instance = self._of(record, found, model_fact, links_fact)
+            if instance is None:
+                unmeasured.append((record, found))
+            else:
+                measured.append((instance, model_fact, links_fact))
+        seen = [instance for instance, _, _ in measured]
+        if measured and unmeasured:
+            _, model_fact, links_fact = max(measured, key=lambda one: _typical_ms(one[0].model))
+            taken = (self._of(record, found, model_fact, links_fact) for record, found in unmeasured)
+            seen += filter(None, taken)
+        return tuple(seen)
+
+    def _of(
+        self, record: Record, found: tuple[Load, float], model_fact: Fact, links_fact: Fact | None
+    ) -> Instance | None:
+        """None if there is no model in its fact."""
         load, age_s = found
         parts = (record, load, model_fact, links_fact, age_s > STALE_S)
         known = self._known.get(record.name)
@@ -131,6 +158,11 @@ class Seen:
         instance = instance_of(record, load, model, links, age_s)
         self._known[record.name] = parts, instance
         return instance
+
+
+def _typical_ms(model: PerfModel) -> float:
+    """A request alone, of 100 tokens and as many in answer: enough to tell a slow machine from a fast one."""
+    return model.prefill_ms(100, 1600) + 100 * model.decode_ms(1, 16, 16)
 
 
 def is_hung(load: Load, model: PerfModel) -> bool:

@@ -64,7 +64,7 @@ class Publisher:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`answers`: how many have ended and how many tokens they had. `drift` None: nothing is known of this machine,
-        so that no router can predict it."""
+        and routers take it for as slow as the slowest that they know."""
         self.on_wanted: Callable[[Adapter], None] = lambda adapter: None  # a name whose bytes are not here
         self._node, self._engine, self._answers = node, engine, answers
         self._drift, self._links, self._now = drift, links, now
@@ -91,8 +91,7 @@ class Publisher:
                 self.take_names({info.name: self._node.adapter(info.name)})
             else:
                 self.changed(info.name, info)
-        if self._drift is not None:
-            self._node.publish(self._drift.model, self._links)
+        self._node.publish(self._drift.model if self._drift else None, self._links)
 
     def changed(self, name: str, info: AdapterInfo | None) -> None:
         """An adapter was loaded here, or unloaded."""
