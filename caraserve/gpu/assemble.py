@@ -128,22 +128,19 @@ class Parts:
 
     def warm_up(self, advance: Callable[[], None]) -> None:
         """Runs every kernel once in each of its forms, then captures the graphs; on the launching thread."""
-        lane, stream = self.lanes[0], self.channels.timelines.streams[Lane.COMPUTE]
+        lane, timelines = self.lanes[0], self.channels.timelines
+        stream = timelines.streams[Lane.COMPUTE]
         self.channels.ring.send(lane.batch.words.data_ptr(), lane.host.empty(), Lane.COMPUTE)
         for shape in self._shapes():
             issue_pass(lane.decoder.work(shape), stream, self.spec.layers)
-            self._settle()
+            timelines.settle(Lane.COMPUTE)
             advance()
         if self.limits.aside_plans:
-            self.asides.warm_up(lambda: self._settle(Lane.ASSIST))
+            self.asides.warm_up(lambda: timelines.settle(Lane.ASSIST))
             advance()
         self.captures.make_gates(self.device.device)
         self.device.synchronize()
-        self.captures.capture_all(self.works.to_capture, stream, self._settle, advance)
-
-    def _settle(self, lane: Lane = Lane.COMPUTE) -> None:
-        self.channels.timelines.mark(lane)
-        self.channels.timelines.synchronize(lane)
+        self.captures.capture_all(self.works.to_capture, stream, lambda: timelines.settle(Lane.COMPUTE), advance)
 
     def _shapes(self) -> Iterator[Shape]:
         """Kernels are compiled apart for sizes of one, for multiples of sixteen, and for all others."""
@@ -157,8 +154,7 @@ class Parts:
         """After the launching thread has ended."""
         with contextlib.suppress(DriverError):  # of a device that has failed
             for each in Lane:
-                self.channels.timelines.mark(each)
-                self.channels.timelines.synchronize(each)
+                self.channels.timelines.settle(each)
         for waiter in (*(lane.waiter for lane in self.lanes), self.copies):
             waiter.close()
         self.helpers.guard.close()
@@ -315,8 +311,7 @@ def _first_products(channels: Channels, weights: Weights) -> None:
 
     for lane in (Lane.COMPUTE, Lane.ASSIST):
         channels.driver.run(channels.timelines.streams[lane], multiply)
-        channels.timelines.mark(lane)
-        channels.timelines.synchronize(lane)
+        channels.timelines.settle(lane)
 
 
 def _pool(limits: Limits) -> DevicePool:

@@ -209,7 +209,7 @@ class CudaBackend:
     def _await_places(self, slots: set[int]) -> None:
         """Mostly nothing: there is room in one piece for adapters before anybody names them."""
         while not self._parts.images.are_placed(slots):
-            self._parts.channels.timelines.synchronize(Lane.COPY)
+            self._parts.channels.timelines.settle(Lane.COPY)
             self._parts.asides.await_return(_PUMP_S)
             self._parts.pump()
 

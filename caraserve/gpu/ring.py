@@ -58,12 +58,9 @@ class Ring:
         return (self._head - num_bytes) % size
 
     def _reclaim(self) -> None:
-        """Takes the oldest bytes back, when they have been read."""
+        """Takes the oldest bytes back, once they have been read."""
         end, lane, number = self._in_use[0]
         if self._timelines.passed()[lane] < number:
-            if self._timelines.issued()[lane] < number:
-                self._timelines.mark(lane)
-            self._timelines.synchronize(lane)
-        else:
-            self._in_use.popleft()
-            self._tail = end
+            self._timelines.settle(lane)
+        self._in_use.popleft()
+        self._tail = end

@@ -95,7 +95,9 @@ class Timelines:
             self._driver.wait_event(self.streams[lane], event)
             self._ordered[lane][other] = number
 
-    def synchronize(self, lane: Lane) -> None:
-        """Blocks until a lane has passed its last mark."""
-        if self._ahead[lane]:
-            self._driver.synchronize(self._ahead[lane][-1])
+    def settle(self, lane: Lane) -> None:
+        """Blocks until a lane has run all that was issued on it. Makes no mark: somebody may have promised the next."""
+        event = self._spare.pop() if self._spare else self._driver.create_event()
+        self._driver.record(event, self.streams[lane])
+        self._driver.synchronize(event)
+        self._spare.append(event)

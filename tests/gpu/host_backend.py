@@ -75,14 +75,7 @@ class Host:
         assert set(parts.images.pool._by_slot) == set(parts.images.bound), "an adapter's bytes are nobody's"
         assert [lane.results._free.qsize() for lane in parts.lanes] == [3, BOOKS]
         for lane in Lane:
-            parts.channels.timelines.mark(lane)
-            parts.channels.timelines.synchronize(lane)
-        parts.channels.timelines.passed()
-        ring = parts.channels.ring
-        while ring._in_use:
-            before = len(ring._in_use)
-            ring._reclaim()
-            assert len(ring._in_use) < before, "a part of the ring waits for a mark that nobody makes"
+            parts.channels.timelines.settle(lane)
         parts.asides._books.tidy(())
         assert len(parts.asides._books._free) == len(parts.helpers.region.rooms)
 

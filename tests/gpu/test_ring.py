@@ -33,8 +33,8 @@ def test_everything_arrives_as_it_was_when_it_was_sent(seed: int) -> None:
         for _ in range(random.choice([0, 0, 5])):
             driver.step(random.randrange)
     driver.run_all(random.randrange)
-    for at, data in wanted:
-        assert driver.memory[at : at + len(data)].tobytes() == data
+    for at, sent in wanted:
+        assert driver.memory[at : at + len(sent)].tobytes() == sent
 
 
 def test_a_column_goes_to_places_a_pitch_apart() -> None:
@@ -43,3 +43,14 @@ def test_a_column_goes_to_places_a_pitch_apart() -> None:
     ring.send_column(TARGET, 24, np.array([7, 8, 9], np.int64), Lane.COMPUTE)
     driver.run_all()
     assert driver.memory[TARGET : TARGET + 72].view(np.int64).tolist() == [7, 0, 0, 8, 0, 0, 9, 0, 0]
+
+
+def test_a_full_ring_makes_no_mark_that_somebody_else_has_promised() -> None:
+    driver = FakeDriver(1 << 16)
+    lanes = Timelines(driver)
+    ring, promised = Ring(driver, lanes, driver.memory[:RING_BYTES], 0), lanes.next(Lane.COMPUTE)
+    for number in range(5):
+        ring.send(TARGET, np.full(RING_BYTES, number, np.uint8), Lane.COMPUTE)
+    assert lanes.mark(Lane.COMPUTE) == promised[Lane.COMPUTE]
+    driver.run_all()
+    assert (driver.memory[TARGET : TARGET + RING_BYTES] == 4).all()
