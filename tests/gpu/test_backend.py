@@ -5,12 +5,10 @@ import asyncio
 import random
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from caraserve.config import LOADING_MODES, PRELOADED_MODES, LoraConfig
 from caraserve.errors import ConfigError
@@ -24,67 +22,40 @@ from caraserve.plan import Plan
 from tests.gpu.host_backend import GRANULE_BYTES, PATIENCE_S, Host, serving
 from tests.gpu.host_device import HostDriver
 from tests.gpu.torch_kernels import torch_kernels
-from tests.oracle.models import ALL_TARGETS, VOCAB_SIZE, make_adapter, make_model
-from tests.oracle.oracle import Oracle
+from tests.oracle.models import prompt_of
+from tests.oracle.subject import KINDS, Subject, make_subject
 from tests.serving import MIB, Answer, engine_config, lora_config, model_config, running, submit
 
 CONTEXT = 200
-KINDS: dict[str, dict[str, object]] = {
-    "r8": {"rank": 8, "targets": ALL_TARGETS},
-    "r13": {"rank": 13, "targets": ("q_proj", "k_proj", "v_proj"), "rslora": True},
-    "r64": {"rank": 64, "targets": ALL_TARGETS, "dtype": "bfloat16"},
-    "half": {"rank": 24, "targets": ALL_TARGETS, "dtype": "float16"},
-    "mlp": {"rank": 5, "targets": ("gate_proj", "up_proj", "down_proj"), "layers": [1]},
-    "mixed": {"rank": 4, "targets": ("k_proj", "o_proj", "down_proj"), "rank_pattern": {"o_proj": 40}},
-}
 
-
-@dataclass(frozen=True)
-class Subject:
-    """A model, its adapters and their judge."""
-
-    model: Path
-    adapters: dict[str, Path]
-    oracle: Oracle
-
-    def check(self, asked: Sequence[tuple[list[int], str | None]], answers: Sequence[Answer], tokens: int) -> None:
-        for (prompt, adapter), answer in zip(asked, answers, strict=True):
-            assert answer.finish.reason == "length", answer.finish
-            assert len(answer.token_ids) == tokens
-            self.oracle.check_greedy(prompt, adapter, answer.token_ids)
+Asked = tuple[list[int], str | None]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def stand_in() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # more would only wait for one another
     with torch_kernels():
         yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    folder = tmp_path_factory.mktemp("backend")
-    model = make_model(folder / "model", "llama3")
-    adapters = {
-        name: make_adapter(folder / name, model, seed=seed, **kind)  # type: ignore[arg-type]
-        for seed, (name, kind) in enumerate(KINDS.items())
-    }
-    return Subject(model, adapters, Oracle(model, adapters))
+    return make_subject(tmp_path_factory.mktemp("backend"))
 
 
-def prompt_of(rng: random.Random, tokens: int) -> list[int]:
-    return [rng.randrange(2, VOCAB_SIZE) for _ in range(tokens)]
+def check(subject: Subject, asked: Sequence[Asked], answers: Sequence[Answer], tokens: int) -> None:
+    for (prompt, adapter), answer in zip(asked, answers, strict=True):
+        assert answer.finish.reason == "length", answer.finish
+        assert len(answer.token_ids) == tokens
+        subject.oracle.check_greedy(prompt, adapter, answer.token_ids)
 
 
-def some_requests(rng: random.Random, names: Sequence[str | None], count: int) -> list[tuple[list[int], str | None]]:
+def some_requests(rng: random.Random, names: Sequence[str | None], count: int) -> list[Asked]:
     return [(prompt_of(rng, rng.choice((1, 3, 17, 40, 100))), rng.choice(names)) for _ in range(count)]
 
 
 def ask(
     subject: Subject,
-    asked: Sequence[tuple[list[int], str | None]],
+    asked: Sequence[Asked],
     tokens: int,
     *,
     mode: str = "pipelined",
@@ -136,7 +107,7 @@ def test_every_mode_answers_like_peft(subject: Subject, mode: str, last: Lane | 
     granules, gap_s = 64 if mode in PRELOADED_MODES else 24, rng.choice((0.0, 0.02))
     seed = rng.randrange(1 << 30)
     answers = ask(subject, asked, 5, mode=mode, pool_granules=granules, gap_s=gap_s, seed=seed, last=last)
-    subject.check(asked, answers, 5)
+    check(subject, asked, answers, 5)
 
 
 class Seen:
@@ -175,7 +146,7 @@ def test_graphs_answer_like_kernels_launched_one_by_one(subject: Subject, last: 
     asked = some_requests(rng, [None, *subject.adapters], 12)
     device: dict[str, Any] = {"seed": 1, "last": last, "graph_bytes": 1 << 30}
     answers = ask(subject, asked, 5, prepare=lambda host: seen.look_at(host, first_layers_late=True), **device)
-    subject.check(asked, answers, 5)
+    check(subject, asked, answers, 5)
     assert {True, False} <= set(seen.replays)
 
 
@@ -194,7 +165,7 @@ def test_where_waits_cannot_be_captured_adapters_are_waited_for_without_graphs(
     asked = some_requests(rng, [None, *subject.adapters], 8)
     device: dict[str, Any] = {"seed": 1, "last": Lane.COPY, "graph_bytes": 1 << 30}
     answers = ask(subject, asked, 5, prepare=lambda host: seen.look_at(host, first_layers_late=True), **device)
-    subject.check(asked, answers, 5)
+    check(subject, asked, answers, 5)
     assert seen.waited
     assert set(seen.replays) == {False}
     complaints = [record.message for record in caplog.records if record.name == captures.__name__]
@@ -208,7 +179,7 @@ def test_merged_weights_are_captured_too(subject: Subject) -> None:
     rng, seen = random.Random(5), Seen()
     asked = some_requests(rng, ["r8", "mlp", None], 8)
     answers = ask(subject, asked, 5, mode="merged", pool_granules=64, prepare=seen.look_at, graph_bytes=1 << 30)
-    subject.check(asked, answers, 5)
+    check(subject, asked, answers, 5)
     assert seen.replays
 
 
@@ -217,7 +188,7 @@ def test_adapters_are_moved_while_others_come_and_go(subject: Subject, last: Lan
     rng, seen = random.Random(8), Seen()
     asked = [(prompt_of(rng, rng.choice((2, 30, 90))), name) for _ in range(5) for name in rng.sample(sorted(KINDS), 6)]
     answers = ask(subject, asked, 3, pool_granules=22, gap_s=0.01, seed=2, last=last, prepare=seen.look_at)
-    subject.check(asked, answers, 3)
+    check(subject, asked, answers, 3)
     assert seen.moved > 0
 
 
@@ -226,7 +197,7 @@ def test_the_padded_baseline_answers_like_peft(subject: Subject) -> None:
     rng = random.Random(6)
     asked = some_requests(rng, [None, *subject.adapters], 10)
     answers = ask(subject, asked, 4, padded=True, pool_granules=120, device_bytes=100 * GRANULE_BYTES, last=Lane.COPY)
-    subject.check(asked, answers, 4)
+    check(subject, asked, answers, 4)
 
 
 @pytest.mark.parametrize("host_bytes", [4 * MIB, MIB // 3])
@@ -273,7 +244,7 @@ def test_preempted_requests_lose_no_token(subject: Subject, monkeypatch: pytest.
     monkeypatch.setattr(Line, "preempt", counting)
     rng = random.Random(7)
     asked = [(prompt_of(rng, 90), name) for name in (None, "r13", None, "r8", None, "r13")]
-    subject.check(asked, ask(subject, asked, 60, pool_granules=16), 60)
+    check(subject, asked, ask(subject, asked, 60, pool_granules=16), 60)
     assert preempted
 
 
@@ -282,7 +253,7 @@ def test_prefixes_are_computed_once(subject: Subject) -> None:
     stem = prompt_of(rng, 70)
     asked = [(stem + prompt_of(rng, 5), name) for name in ("r8", None) for _ in range(3)]
     answers = ask(subject, asked, 4, gap_s=0.3, seqs=2)
-    subject.check(asked, answers, 4)
+    check(subject, asked, answers, 4)
     assert sum(answer.finish.cached_tokens for answer in answers) >= 4 * 64
 
 
@@ -290,7 +261,7 @@ def test_scores_of_tokens_and_prompts_are_those_of_peft(subject: Subject) -> Non
     rng = random.Random(9)
     asked = [(prompt_of(rng, 90), name) for name in ("half", None, "mixed")]
     answers = ask(subject, asked, 4, params={"logprobs": 3, "prompt_logprobs": 0})
-    subject.check(asked, answers, 4)
+    check(subject, asked, answers, 4)
     for (prompt, name), answer in zip(asked, answers, strict=True):
         scores = [entry.logprob for entry in answer.logprobs]
         subject.oracle.check_logprobs(prompt, name, answer.token_ids, scores)

@@ -7,13 +7,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from caraserve.gpu.driver import DriverError
 from caraserve.gpu.state import BLOCK_TOKENS
@@ -23,10 +20,10 @@ from caraserve.model.layout import HostAdapter
 from caraserve.plan import BlockGrant, Plan, Row, SlotSampling, SlotStart, StepResult
 from tests.gpu.host_backend import KV_BLOCK_BYTES, PATIENCE_S, Host, alone, host_tier
 from tests.gpu.torch_kernels import torch_kernels
-from tests.oracle.models import ALL_TARGETS, VOCAB_SIZE, make_adapter, make_model
+from tests.oracle.models import ALL_TARGETS, prompt_of
 from tests.oracle.oracle import Oracle
+from tests.oracle.subject import KINDS, Subject, make_subject
 
-Subject = tuple[Path, dict[str, Path], Oracle]
 Outcome = StepResult | Exception
 BLOCKS_EACH, SLOTS = 5, 4  # of a request
 ADAPTER_SLOTS = 12
@@ -34,33 +31,14 @@ ADAPTER_SLOTS = 12
 
 @pytest.fixture(scope="module", autouse=True)
 def stand_in() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     with torch_kernels():
         yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    folder = tmp_path_factory.mktemp("alone")
-    model = make_model(folder / "model", "llama3")
-    kinds: dict[str, dict[str, Any]] = {
-        "r8": {"rank": 8, "targets": ALL_TARGETS},
-        "r13": {"rank": 13, "targets": ("q_proj", "k_proj", "v_proj"), "rslora": True},
-        "r64": {"rank": 64, "targets": ALL_TARGETS, "dtype": "bfloat16"},
-        "half": {"rank": 24, "targets": ALL_TARGETS, "dtype": "float16"},
-        "mlp": {"rank": 5, "targets": ("gate_proj", "up_proj", "down_proj"), "layers": [1]},
-        "big": {"rank": 48, "targets": ALL_TARGETS},
-    }
-    adapters = {
-        name: make_adapter(folder / name, model, seed=seed, **kind) for seed, (name, kind) in enumerate(kinds.items())
-    }
-    return model, adapters, Oracle(model, adapters)
-
-
-def prompt_of(rng: random.Random, tokens: int) -> list[int]:
-    return [rng.randrange(2, VOCAB_SIZE) for _ in range(tokens)]
+    kinds = {name: KINDS[name] for name in ("r8", "r13", "r64", "half", "mlp")}
+    return make_subject(tmp_path_factory.mktemp("alone"), kinds | {"big": {"rank": 48, "targets": ALL_TARGETS}})
 
 
 def prompt_plan(

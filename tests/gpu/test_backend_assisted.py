@@ -8,11 +8,9 @@ import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from caraserve.cpu import workers
 from caraserve.gpu.aside import Asides
@@ -21,8 +19,9 @@ from caraserve.loop import Engine
 from caraserve.model.spec import load_spec
 from tests.gpu.host_backend import NO_NUMBER, Host, serving
 from tests.gpu.torch_kernels import torch_kernels
-from tests.oracle.models import ALL_TARGETS, VOCAB_SIZE, make_adapter, make_model
+from tests.oracle import models
 from tests.oracle.oracle import Oracle
+from tests.oracle.subject import KINDS, Subject, make_subject
 from tests.serving import MIB, Answer, engine_config, lora_config, model_config, submit
 
 LAYERS, CONTEXT = 2, 256
@@ -32,32 +31,17 @@ STUCK_S = workers._STUCK_S
 LONG = 150  # tokens: two chunks
 TOKENS = 3
 
-Subject = tuple[Path, dict[str, Path], Oracle]
-
 
 @pytest.fixture(scope="module", autouse=True)
 def stand_in() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     with torch_kernels():
         yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    folder = tmp_path_factory.mktemp("assisted")
-    model = make_model(folder / "model", "llama3")
-    kinds: dict[str, dict[str, Any]] = {
-        "r8": {"rank": 8, "targets": ALL_TARGETS},
-        "r13": {"rank": 13, "targets": ("q_proj", "k_proj", "v_proj"), "rslora": True},
-        "half": {"rank": 24, "targets": ALL_TARGETS, "dtype": "float16"},
-        "mixed": {"rank": 4, "targets": ("k_proj", "o_proj", "down_proj"), "rank_pattern": {"o_proj": 40}},
-    }
-    adapters = {
-        name: make_adapter(folder / name, model, seed=i, **kind) for i, (name, kind) in enumerate(kinds.items())
-    }
-    return model, adapters, Oracle(model, adapters)
+    kinds = {name: KINDS[name] for name in ("r8", "r13", "half", "mixed")}
+    return make_subject(tmp_path_factory.mktemp("assisted"), kinds)
 
 
 @pytest.fixture(autouse=True)
@@ -134,8 +118,7 @@ class Office:
 
 
 def prompt_of(tokens: int, seed: int = 0) -> list[int]:
-    rng = random.Random(f"{tokens} {seed}")
-    return [rng.randrange(2, VOCAB_SIZE) for _ in range(tokens)]
+    return models.prompt_of(random.Random(f"{tokens} {seed}"), tokens)
 
 
 @asynccontextmanager
@@ -377,7 +360,7 @@ def test_who_goes_away_while_aside_leaves_nothing_behind(subject: Subject) -> No
 
 def test_answers_count_as_being_on_their_way_until_the_chunk_has_ended(subject: Subject) -> None:
     spec = load_spec(subject[0])
-    outputs = sum(spec.site_shape(site)[1] for site in ALL_TARGETS)
+    outputs = sum(spec.site_shape(site)[1] for site in models.ALL_TARGETS)
 
     async def serve() -> None:
         async with office(subject) as at:

@@ -28,7 +28,9 @@ from caraserve.units import align_up
 
 @contextmanager
 def torch_kernels() -> Iterator[None]:
-    """Passes use these instead of Triton's."""
+    """Passes use these instead of Triton's, on one thread of torch: more would only wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("embed", "rms_norm", "rotate_and_append", "silu_mul", "attend_decode", "attend_prefill"):
             patch.setattr(decoder, name, globals()[name])
@@ -37,6 +39,7 @@ def torch_kernels() -> Iterator[None]:
         for name in ("lora_shrink", "lora_expand"):
             patch.setattr(lora_pass, name, globals()[name])
         yield
+    torch.set_num_threads(threads)
 
 
 def embed(history: Tensor, weight: Tensor, tokens: TokenTables, hidden: Tensor) -> None:

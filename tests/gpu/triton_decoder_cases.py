@@ -15,10 +15,10 @@ from caraserve.gpu.state import BLOCK_TOKENS
 from caraserve.model.layout import Dtype
 from tests.gpu.honest_dots import honest_dots
 from tests.gpu.tiny_device import MAX_CONTEXT, MAX_RANK, SLOTS, STREAM, Request, TinyDevice, bind_all, serve
-from tests.oracle.models import ALL_TARGETS, SLIDING_WINDOW, VOCAB_SIZE, make_adapter, make_model
+from tests.oracle.models import ALL_TARGETS, SLIDING_WINDOW, Kinds, make_adapters, make_model, prompt_of
 from tests.oracle.oracle import Oracle
 
-KINDS: dict[str, dict[str, object]] = {
+KINDS: Kinds = {
     "all": {"rank": 8, "targets": ALL_TARGETS},
     "odd": {"rank": 13, "targets": ("q_proj", "k_proj", "v_proj", "o_proj"), "rslora": True},
     "mlp": {"rank": 40, "targets": ("gate_proj", "up_proj", "down_proj"), "layers": [1], "dtype": "float16"},
@@ -46,10 +46,7 @@ class Subject:
 
 def make_subject(folder: Path, family: str) -> Subject:
     model = make_model(folder / "model", family)
-    adapters = {
-        name: make_adapter(folder / name, model, seed=seed, **kind)  # type: ignore[arg-type]
-        for seed, (name, kind) in enumerate(KINDS.items())
-    }
+    adapters = make_adapters(folder, model, KINDS)
     device = TinyDevice(model)
     bind_all(device, adapters)
     return Subject(device, Oracle(model, adapters))
@@ -68,10 +65,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 @pytest.fixture
 def rng() -> random.Random:
     return random.Random(1)
-
-
-def prompt_of(rng: random.Random, tokens: int) -> list[int]:
-    return [rng.randrange(2, VOCAB_SIZE) for _ in range(tokens)]
 
 
 def mixed_batch(rng: random.Random, longest: int = 12) -> list[Request]:

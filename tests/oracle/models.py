@@ -8,13 +8,16 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import Any, TypeAlias
 
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+Kinds: TypeAlias = Mapping[str, Mapping[str, Any]]  # arguments of `make_adapter`, by the name of each
 
 ALL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -143,6 +146,19 @@ def make_adapter(
             _randomise_lora(module, generator, getattr(torch, dtype))
     model.save_pretrained(str(folder))
     return folder
+
+
+def make_adapters(folder: Path, model_folder: Path, kinds: Kinds) -> dict[str, Path]:
+    """An adapter of each kind; all differ."""
+    return {
+        name: make_adapter(folder / name, model_folder, seed=seed, **kind)
+        for seed, (name, kind) in enumerate(kinds.items())
+    }
+
+
+def prompt_of(rng: Random, tokens: int) -> list[int]:
+    """Random tokens, none of which means a beginning or an end."""
+    return [rng.randrange(2, VOCAB_SIZE) for _ in range(tokens)]
 
 
 def _randomise_lora(layer: Any, generator: torch.Generator, dtype: torch.dtype) -> None:

@@ -2,66 +2,39 @@
 
 import asyncio
 import random
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.oracle.models import ALL_TARGETS, FAMILIES, VOCAB_SIZE, make_adapter, make_model
+from tests.oracle.models import ALL_TARGETS, FAMILIES, Kinds, make_model, prompt_of
 from tests.oracle.oracle import Oracle
+from tests.oracle.subject import Subject, make_subject
 from tests.serving import engine_config, lora_config, model_config, running, submit
 
 PROMPT_TOKENS = (1, 2, 15, 16, 17, 33, 64, 150, 300)
-
-
-@dataclass(frozen=True)
-class Family:
-    """A model with adapters of different ranks, targets, scales and dtypes, and its judge."""
-
-    model: Path
-    adapters: dict[str, Path]
-    oracle: Oracle
-
-
-def _adapters(folder: Path, model: Path) -> dict[str, Path]:
-    kinds: dict[str, dict[str, object]] = {
-        "r1": {"rank": 1, "targets": ("q_proj", "v_proj")},
-        "r8": {"rank": 8, "targets": ALL_TARGETS},
-        "r13": {"rank": 13, "targets": ("q_proj", "k_proj", "v_proj", "o_proj"), "rslora": True},
-        "r64": {"rank": 64, "targets": ALL_TARGETS, "dtype": "bfloat16"},
-        "mlp": {"rank": 5, "targets": ("gate_proj", "up_proj", "down_proj"), "layers": [1], "dtype": "float16"},
-        "mixed": {
-            "rank": 4,
-            "targets": ("k_proj", "o_proj", "down_proj"),
-            "rank_pattern": {"o_proj": 24},
-            "alpha_pattern": {"layers.0.mlp.down_proj": 3},
-        },
-    }
-    return {
-        name: make_adapter(folder / name, model, seed=seed, **kind)  # type: ignore[arg-type]
-        for seed, (name, kind) in enumerate(kinds.items())
-    }
+KINDS: Kinds = {
+    "r1": {"rank": 1, "targets": ("q_proj", "v_proj")},
+    "r8": {"rank": 8, "targets": ALL_TARGETS},
+    "r13": {"rank": 13, "targets": ("q_proj", "k_proj", "v_proj", "o_proj"), "rslora": True},
+    "r64": {"rank": 64, "targets": ALL_TARGETS, "dtype": "bfloat16"},
+    "mlp": {"rank": 5, "targets": ("gate_proj", "up_proj", "down_proj"), "layers": [1], "dtype": "float16"},
+    "mixed": {
+        "rank": 4,
+        "targets": ("k_proj", "o_proj", "down_proj"),
+        "rank_pattern": {"o_proj": 24},
+        "alpha_pattern": {"layers.0.mlp.down_proj": 3},
+    },
+}
 
 
 @pytest.fixture(scope="module")
-def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Family]:
-    built: dict[str, Family] = {}
-    for family in FAMILIES:
-        folder = tmp_path_factory.mktemp(family)
-        model = make_model(folder / "model", family)
-        adapters = _adapters(folder, model)
-        built[family] = Family(model, adapters, Oracle(model, adapters))
-    return built
-
-
-def prompt_of(rng: random.Random, tokens: int) -> list[int]:
-    return [rng.randrange(2, VOCAB_SIZE) for _ in range(tokens)]
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subject]:
+    return {family: make_subject(tmp_path_factory.mktemp(family), KINDS, family) for family in FAMILIES}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_answers_like_peft(families: dict[str, Family], family: str) -> None:
+def test_every_family_answers_like_peft(families: dict[str, Subject], family: str) -> None:
     """Prompts of 1 to 300 tokens, base and every adapter together in one batch."""
     subject, rng = families[family], random.Random(1)
     names = [None, *subject.adapters]
@@ -80,7 +53,7 @@ def test_every_family_answers_like_peft(families: dict[str, Family], family: str
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logprobs_are_those_of_peft(families: dict[str, Family], family: str) -> None:
+def test_logprobs_are_those_of_peft(families: dict[str, Subject], family: str) -> None:
     subject, rng = families[family], random.Random(2)
     asked = [(prompt_of(rng, 30), name) for name in (None, "r8", "mixed")]
 
@@ -99,7 +72,7 @@ def test_logprobs_are_those_of_peft(families: dict[str, Family], family: str) ->
 
 
 @pytest.mark.parametrize("family", ["llama3", "mistral"])
-def test_a_long_prompt_is_answered_like_peft(families: dict[str, Family], family: str) -> None:
+def test_a_long_prompt_is_answered_like_peft(families: dict[str, Subject], family: str) -> None:
     """8,000 tokens: rotary angles far out, the sliding window, and attention over hundreds of blocks."""
     subject, rng = families[family], random.Random(3)
     prompt = prompt_of(rng, 8000)
@@ -137,7 +110,7 @@ def workloads(draw: st.DrawFn) -> list[tuple[list[int], str | None, int, bool]]:
     prefix_caching=st.booleans(),
 )
 def test_no_interleaving_changes_a_token(
-    families: dict[str, Family],
+    families: dict[str, Subject],
     requests: list[tuple[list[int], str | None, int, bool]],
     family: str,
     step_tokens: int,
@@ -176,7 +149,7 @@ def test_no_interleaving_changes_a_token(
             subject.oracle.check_greedy(prompt, adapter, output)
 
 
-def test_scores_of_the_prompt_are_those_of_peft(families: dict[str, Family]) -> None:
+def test_scores_of_the_prompt_are_those_of_peft(families: dict[str, Subject]) -> None:
     """`echo` with `logprobs`: every prompt token but the first, over several chunks."""
     subject, rng = families["llama3"], random.Random(4)
     prompt = prompt_of(rng, 150)
@@ -194,7 +167,7 @@ def test_scores_of_the_prompt_are_those_of_peft(families: dict[str, Family]) -> 
     subject.oracle.check_logprobs(prompt[:1], "r8", prompt[1:], [score for score in rest if score is not None])
 
 
-def test_bfloat16_weights_stay_close_to_peft(families: dict[str, Family]) -> None:
+def test_bfloat16_weights_stay_close_to_peft(families: dict[str, Subject]) -> None:
     """bf16 storage with fp32 arithmetic: the oracle on the same rounded weights agrees token for token."""
     subject, rng = families["llama2"], random.Random(5)
     rounded = subject.model.parent / "rounded"
@@ -211,7 +184,7 @@ def test_bfloat16_weights_stay_close_to_peft(families: dict[str, Family]) -> Non
         oracle.check_greedy(prompt, adapter, output)
 
 
-def test_more_adapters_than_room_all_answer(families: dict[str, Family]) -> None:
+def test_more_adapters_than_room_all_answer(families: dict[str, Subject]) -> None:
     """Room for one adapter at a time: nothing waits for ever, and every answer is its adapter's."""
     subject, rng = families["qwen2"], random.Random(6)
     asked = [(prompt_of(rng, 12), name) for _ in range(4) for name in subject.adapters]

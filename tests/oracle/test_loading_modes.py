@@ -5,7 +5,6 @@ import contextlib
 import os
 import random
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -13,11 +12,10 @@ from caraserve.config import LOADING_MODES, PRELOADED_MODES
 from caraserve.cpu.backend import CpuBackend
 from caraserve.cpu.workers import Workers
 from caraserve.loop import Engine
-from tests.oracle.models import ALL_TARGETS, VOCAB_SIZE, make_adapter, make_model
-from tests.oracle.oracle import Oracle
+from tests.oracle.models import prompt_of
+from tests.oracle.subject import Subject, make_subject
 from tests.serving import MIB, Answer, engine_config, lora_config, model_config, running, submit
 
-Subject = tuple[Path, dict[str, Path], Oracle]
 LAYERS = 2  # of the model
 WORKER_CORES = tuple(sorted(os.sched_getaffinity(0)))  # more than one, so that prompts are cut
 
@@ -26,21 +24,7 @@ SLOW_MB_PER_S, FAST_MB_PER_S = 4.0, 400.0
 
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    folder = tmp_path_factory.mktemp("modes")
-    model = make_model(folder / "model", "llama3")
-    kinds: dict[str, dict[str, object]] = {
-        "r8": {"rank": 8, "targets": ALL_TARGETS},
-        "r13": {"rank": 13, "targets": ("q_proj", "k_proj", "v_proj"), "rslora": True},
-        "r64": {"rank": 64, "targets": ALL_TARGETS, "dtype": "bfloat16"},
-        "half": {"rank": 24, "targets": ALL_TARGETS, "dtype": "float16"},
-        "mlp": {"rank": 5, "targets": ("gate_proj", "up_proj", "down_proj"), "layers": [1]},
-        "mixed": {"rank": 4, "targets": ("k_proj", "o_proj", "down_proj"), "rank_pattern": {"o_proj": 40}},
-    }
-    adapters = {
-        name: make_adapter(folder / name, model, seed=seed, **kind)  # type: ignore[arg-type]
-        for seed, (name, kind) in enumerate(kinds.items())
-    }
-    return model, adapters, Oracle(model, adapters)
+    return make_subject(tmp_path_factory.mktemp("modes"))
 
 
 def backend_of(engine: Engine) -> CpuBackend:
@@ -50,7 +34,7 @@ def backend_of(engine: Engine) -> CpuBackend:
 
 
 def prompts(rng: random.Random, count: int) -> list[list[int]]:
-    return [[rng.randrange(2, VOCAB_SIZE) for _ in range(rng.choice((1, 3, 17, 40, 100)))] for _ in range(count)]
+    return [prompt_of(rng, rng.choice((1, 3, 17, 40, 100))) for _ in range(count)]
 
 
 @pytest.mark.parametrize("mode", LOADING_MODES)

@@ -19,14 +19,14 @@ from caraserve.loop import Engine
 from caraserve.model.backend import Backend
 from caraserve.model.spec import load_spec
 from caraserve.plan import Plan
-from tests.oracle.models import ALL_TARGETS, VOCAB_SIZE, make_adapter, make_model
+from tests.oracle.models import ALL_TARGETS, Kinds, make_adapter, make_model, prompt_of
 from tests.oracle.oracle import Oracle
+from tests.oracle.subject import Subject, make_subject
 from tests.serving import Answer, engine_config, lora_config, model_config, running, submit
 
 Asked = tuple[list[int], str | None]
-Subject = tuple[Path, dict[str, Path], Oracle]
 
-KINDS: dict[str, dict[str, Any]] = {
+KINDS: Kinds = {
     "r1": {"rank": 1, "targets": ("q_proj", "v_proj")},
     "r8": {"rank": 8, "targets": ALL_TARGETS},
     "r13": {"rank": 13, "targets": ("q_proj", "k_proj", "v_proj", "o_proj"), "rslora": True},
@@ -39,12 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module", params=["llama3", "llama_bias", "qwen2"])
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     """Shared KV heads; odd sizes and biases; a tied head."""
-    folder = tmp_path_factory.mktemp(request.param)
-    model = make_model(folder / "model", request.param)
-    adapters = {
-        name: make_adapter(folder / name, model, seed=seed, **kind) for seed, (name, kind) in enumerate(KINDS.items())
-    }
-    return model, adapters, Oracle(model, adapters)
+    return make_subject(tmp_path_factory.mktemp(request.param), KINDS, request.param)
 
 
 class Watched:
@@ -78,10 +73,6 @@ async def serving(
     config = model_config(model, max_model_len=max_model_len)
     async with running(config, lora_config(adapters, mode="merged"), engine_config(**engine)) as started:
         yield started, Watched(started._backend)
-
-
-def prompt_of(rng: random.Random, tokens: int) -> list[int]:
-    return [rng.randrange(2, VOCAB_SIZE) for _ in range(tokens)]
 
 
 def check(oracle: Oracle, asked: Sequence[Asked], answers: Sequence[Answer], tokens: int) -> None:
