@@ -8,13 +8,12 @@ copies before they do for an adapter; then copies, among which the load is level
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
 from caraserve.cluster.assignment import AdapterDemand, Plan, Server, Share, mixed, word
 
-_LEVEL = attrgetter("level")
+_LEVEL_NAME = attrgetter("level", "server.name")
 _LEAST = 0.01
 
 
@@ -84,7 +83,6 @@ class Packing:
         for node in nodes:
             self._classes.setdefault(node.rank, []).append(node)
         self._orders: dict[int, list[int]] = {}
-        self._hashed: dict[tuple[str, int], list[Node]] = {}  # a class's instances in an adapter's own order
         self._target = math.fsum(loads.values()) / math.fsum(node.server.speed for node in nodes)
         self._parts: dict[str, dict[str, float]] = {}  # adapter → instance → fraction
         self._adopted: list[str] = []
@@ -207,29 +205,31 @@ class Packing:
     def _best(self, piece: _Piece, rank: int, count: int) -> list[Node]:
         """At most so many nodes of a class with room for an adapter: first those that had it while the target allows,
         then the least loaded; without load, in the adapter's own order by hash."""
-        adapter, load = piece.adapter, piece.load
-        # Sorting is stable: ties of levels go by name.
-        ordered = sorted(self._classes[rank], key=_LEVEL) if load > 0 else self._by_hash(adapter.name, rank)
-        kept: list[Node] = []
-        if had := self._previous.instances(adapter.name) if self._previous else ():
-            share = load / piece.copies
-            limit = self._target * self._options.stay
-            kept = [n for n in ordered if n.server.name in had and n.level + share / n.server.speed <= limit]
-        found: list[Node] = []
-        for node in chain(kept, ordered):
-            if len(found) == count:
-                break
-            if node not in found and node.fits(adapter):
+        found = [node for node in self._kept(piece, rank) if node.fits(piece.adapter)][:count]
+        if len(found) == count:  # as a rule, from the second plan on
+            return found
+        for node in self._in_order(piece, self._classes[rank]):
+            if node not in found and node.fits(piece.adapter):
                 found.append(node)
+                if len(found) == count:
+                    break
         return found
 
-    def _by_hash(self, name: str, rank: int) -> list[Node]:
-        ordered = self._hashed.get((name, rank))
-        if ordered is None:
-            point = word(name)
-            scores = {mixed(point, node.point): node for node in self._classes[rank]}  # distinct where points are
-            ordered = self._hashed[name, rank] = [scores[score] for score in sorted(scores, reverse=True)]
-        return ordered
+    def _kept(self, piece: _Piece, rank: int) -> list[Node]:
+        """The nodes of a class that had an adapter and are not over the target with it."""
+        shares = self._previous.shares.get(piece.adapter.name, ()) if self._previous else ()
+        load, limit = piece.load / piece.copies, self._target * self._options.stay
+        nodes = [self._by_name[share.instance] for share in shares if share.instance in self._by_name]
+        return self._in_order(piece, [n for n in nodes if n.rank == rank and n.level + load / n.server.speed <= limit])
+
+    def _in_order(self, piece: _Piece, nodes: list[Node]) -> list[Node]:
+        if len(nodes) < 2:
+            return nodes
+        if piece.load > 0:
+            return sorted(nodes, key=_LEVEL_NAME)
+        point = word(piece.adapter.name)
+        scores = {mixed(point, node.point): node for node in nodes}  # distinct, as the points are
+        return [scores[score] for score in sorted(scores, reverse=True)]
 
     # --- copies ---
 

@@ -97,7 +97,7 @@ def _ranking(
     num_bytes, kind = arrival.adapter_bytes, (arrival.rank, own_weight)
     tiers, others_tier = fleet.of_adapter(arrival.adapter)
     alike: Links | None = None
-    others_cold_ms, ranking = 0.0, []
+    others_cold_ms, draw, ranking = 0.0, chance.random, []
     for name, one in candidates.items():
         links = one.links
         if links is not alike:  # most instances are, and most lack the adapter
@@ -105,7 +105,7 @@ def _ranking(
         cold_ms = links.cold_ms(tiers[name], num_bytes) if name in tiers else others_cold_ms
         known = one.forecasts.get(kind) or one.forecast(*kind)
         cost, latency_ms = worth(one.model, one.backlog, known, arrival, cold_ms, links.blocks_batch, own_weight)
-        ranking.append((cost, latency_ms, chance.random(), name))
+        ranking.append((cost, latency_ms, draw(), name))
     ranking.sort()
     return ranking
 
