@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.gpu.driver import Event, Graph, Stream, has_reached
+from tests.gpu.captures import Captures
 
 HOST = 0  # the host's own thread, as if it were a stream
 Clock = dict[int, int]  # stream → how many of its operations come before
@@ -49,7 +50,6 @@ class _Stream:
     waiting: deque[Operation] = field(default_factory=deque)
     running: Operation | None = None
     clock: Clock = field(default_factory=dict)
-    capture: list[Operation] | None = None
 
 
 @dataclass(slots=True)
@@ -59,16 +59,16 @@ class _Recorded:
     clock: Clock | None = None  # once it has run
 
 
-class FakeDriver:
+class FakeDriver(Captures[Operation]):
     """The Driver protocol over `memory`, device and host in one."""
 
     def __init__(self, num_bytes: int) -> None:
+        super().__init__()
         self.memory = np.zeros(num_bytes, np.uint8)
         self.released: dict[int, Clock] = {}  # clocks that come with words
         self.log: list[str] = []
         self._streams: dict[int, _Stream] = {}
         self._events: dict[int, _Recorded | None] = {}
-        self._graphs: dict[int, list[Operation]] = {}
         self._host: Clock = {}
         self._accesses: list[tuple[int, int, bool, int, int, str]] = []
         self._next = HOST + 1
@@ -156,27 +156,6 @@ class FakeDriver:
             ),
         )
 
-    def register_host(self, host_address: int, num_bytes: int) -> int:
-        return host_address
-
-    def unregister_host(self, host_address: int) -> None:
-        """As `register_host`."""
-
-    def begin_capture(self, stream: Stream) -> None:
-        self._streams[stream].capture = []
-
-    def end_capture(self, stream: Stream) -> Graph:
-        operations = self._streams[stream].capture
-        assert operations is not None, "no capture is under way"
-        self._streams[stream].capture = None
-        number = self._number()
-        self._graphs[number] = operations
-        return Graph(number)
-
-    def abandon_capture(self, stream: Stream) -> None:
-        assert self._streams[stream].capture is not None, "no capture is under way"
-        self._streams[stream].capture = None
-
     def launch_graph(self, graph: Graph, stream: Stream) -> None:
         for operation in self._graphs[graph]:
             self.issue(stream, replace(operation))
@@ -190,15 +169,11 @@ class FakeDriver:
     def run(self, stream: Stream, issue: Callable[[], None]) -> None:
         self.issue(stream, Operation("kernels", end=issue))
 
-    def destroy_graph(self, graph: Graph) -> None:
-        del self._graphs[graph]
-
     # --- what tests do ---
 
     def issue(self, stream: Stream, operation: Operation) -> None:
         """Appends an operation, a kernel for example, to a stream."""
-        if (capture := self._streams[stream].capture) is not None:
-            capture.append(operation)
+        if self._captured(stream, operation):
             return
         operation.issued = dict(self._host)
         self._streams[stream].waiting.append(operation)

@@ -23,6 +23,7 @@ from caraserve.gpu.launches import Launch
 from caraserve.gpu.timeline import Lane
 from caraserve.model.layout import Dtype
 from tests.gpu import emulator
+from tests.gpu.captures import Captures
 from tests.gpu.desk import AWAITED
 
 _STUCK_S = 60.0
@@ -44,7 +45,6 @@ class _Operation:
 class _Stream:
     waiting: deque[_Operation] = field(default_factory=deque)
     is_over: Callable[[], bool] | None = None  # of the operation that has begun
-    capture: list[_Operation] | None = None
 
     @property
     def is_able(self) -> bool:
@@ -54,17 +54,17 @@ class _Stream:
         return self.waiting[0].ready() if self.is_over is None else self.is_over()
 
 
-class HostDriver:
+class HostDriver(Captures[_Operation]):
     """The Driver protocol on host memory. Operations run on the thread that waits."""
 
     def __init__(self, seed: int = 0, last: Lane | None = None, memory_bytes: int = 1 << 30) -> None:
+        super().__init__()
         self._random = Random(seed)
         self._last = last
         self._memory_bytes = memory_bytes
         self._lock = threading.Condition(threading.RLock())
         self._streams: dict[int, _Stream] = {}
         self._events: dict[int, list[bool]] = {}  # of the last record: whether it has run
-        self._graphs: dict[int, list[_Operation]] = {}
         self._next = 0
         self._link_free_s = 0.0
         self.failed = False  # set by a test: the device has died
@@ -143,29 +143,8 @@ class HostDriver:
     def wait_value(self, stream: Stream, address: int, value: int) -> None:
         self._issue(stream, lambda: None, lambda: has_reached(_word(address), value))
 
-    def register_host(self, host_address: int, num_bytes: int) -> int:
-        return host_address
-
-    def unregister_host(self, host_address: int) -> None:
-        """As `register_host`."""
-
     def run(self, stream: Stream, issue: Callable[[], None]) -> None:
         self._issue(stream, issue)
-
-    def begin_capture(self, stream: Stream) -> None:
-        self._streams[stream].capture = []
-
-    def end_capture(self, stream: Stream) -> Graph:
-        operations = self._streams[stream].capture
-        assert operations is not None, "no capture is under way"
-        self._streams[stream].capture = None
-        number = self._number()
-        self._graphs[number] = operations
-        return Graph(number)
-
-    def abandon_capture(self, stream: Stream) -> None:
-        assert self._streams[stream].capture is not None, "no capture is under way"
-        self._streams[stream].capture = None
 
     def launch_graph(self, graph: Graph, stream: Stream) -> None:
         self.replays += 1
@@ -179,13 +158,6 @@ class HostDriver:
 
     def total_bytes(self) -> int:
         return self._memory_bytes
-
-    def destroy_graph(self, graph: Graph) -> None:
-        del self._graphs[graph]
-
-    def captures(self, stream: Stream) -> bool:
-        """Whether what is issued goes into a graph."""
-        return self._streams[stream].capture is not None
 
     def _number(self) -> int:
         self._next += 1
@@ -203,8 +175,7 @@ class HostDriver:
         begin: Callable[[], Callable[[], bool]] | None = None,
     ) -> None:
         operation = _Operation(run, ready, begin)
-        if (capture := self._streams[stream].capture) is not None:
-            capture.append(operation)
+        if self._captured(stream, operation):
             return
         with self._lock:
             self._check()
