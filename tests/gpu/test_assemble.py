@@ -13,20 +13,10 @@ from caraserve.gpu import assemble as assembling
 from caraserve.gpu.assemble import GpuDevice, GpuSizes, Parts, assemble
 from caraserve.gpu.driver import DriverError
 from caraserve.gpu.weights import dummy, load
-from caraserve.model.spec import parse_spec
 from tests.gpu.host_device import HostDriver, host_device
+from tests.gpu.small_model import SPEC
 
 CPU = torch.device("cpu")
-SPEC = parse_spec(
-    {
-        "model_type": "llama",
-        "vocab_size": 100,
-        "hidden_size": 64,
-        "intermediate_size": 112,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-)
 SIZES = GpuSizes(
     num_slots=4, adapter_slots=4, max_step_tokens=32, max_context=64, memory_utilization=0.5, host_bytes=1 << 20,
     pool_bytes=8 << 20, lora_cpus=(0,),

@@ -12,17 +12,10 @@ from caraserve.errors import ModelLoadError
 from caraserve.gpu.weights import Weights, columns_of, dummy, from_reader, load, num_bytes, progress_steps
 from caraserve.model.layout import GROUPS
 from caraserve.model.spec import ModelSpec, load_spec, parse_spec
+from tests.gpu.small_model import CONFIG, SPEC
 from tests.oracle.models import FAMILIES, make_model
 
 CPU = torch.device("cpu")
-SMALL = {
-    "model_type": "llama",
-    "vocab_size": 100,
-    "hidden_size": 64,
-    "intermediate_size": 112,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
 
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelSpec, Weights]:
@@ -76,8 +69,7 @@ def test_weights_are_rounded_to_the_dtype_asked_for_and_norms_are_not(
 
 
 def test_dummy_weights_are_the_seed_s() -> None:
-    spec = parse_spec(SMALL)
-    first, again, other = (load(spec, torch.bfloat16, 32, CPU, dummy(seed, CPU)) for seed in (1, 1, 2))
+    first, again, other = (load(SPEC, torch.bfloat16, 32, CPU, dummy(seed, CPU)) for seed in (1, 1, 2))
     for mine, same, different in zip(*map(all_tensors, (first, again, other)), strict=True):
         assert torch.equal(mine, same)
         assert not torch.equal(mine, different)
@@ -86,15 +78,14 @@ def test_dummy_weights_are_the_seed_s() -> None:
 
 
 def test_how_far_loading_has_got_is_told() -> None:
-    spec = parse_spec(SMALL)
     told: list[None] = []
-    weights = load(spec, torch.float16, 32, CPU, dummy(0, CPU), lambda: told.append(None))
-    assert len(told) == progress_steps(spec)
-    assert sum(tensor.nbytes for tensor in all_tensors(weights)) == num_bytes(spec, torch.float16)
+    weights = load(SPEC, torch.float16, 32, CPU, dummy(0, CPU), lambda: told.append(None))
+    assert len(told) == progress_steps(SPEC)
+    assert sum(tensor.nbytes for tensor in all_tensors(weights)) == num_bytes(SPEC, torch.float16)
 
 
 def test_sizes_that_the_kernels_do_not_have_are_refused() -> None:
-    spec = parse_spec(SMALL | {"intermediate_size": 100})
+    spec = parse_spec(CONFIG | {"intermediate_size": 100})
     with pytest.raises(ModelLoadError, match="intermediate_size 100 is not a multiple of 16"):
         load(spec, torch.float32, 32, CPU, dummy(0, CPU))
 
@@ -112,4 +103,4 @@ def test_weights_that_the_device_has_no_room_for_are_refused_in_a_line() -> None
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmany more lines")
 
     with pytest.raises(ModelLoadError, match=r"^the model's weights take \S+ KiB of device memory, more than is free$"):
-        load(parse_spec(SMALL), torch.float32, 32, CPU, fill)
+        load(SPEC, torch.float32, 32, CPU, fill)

@@ -8,18 +8,8 @@ from caraserve.gpu.batch import Capacity, Shape
 from caraserve.gpu.triton_attention import SPLIT_TOKENS
 from caraserve.gpu.workspace import Workspace, make_workspace
 from caraserve.model.layout import GROUPS
-from caraserve.model.spec import parse_spec
+from tests.gpu.small_model import SPEC
 
-SPEC = parse_spec(
-    {
-        "model_type": "llama",
-        "vocab_size": 100,
-        "hidden_size": 64,
-        "intermediate_size": 112,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-)
 ROWS, MOST_CONTEXT = 40, 8 * SPLIT_TOKENS
 ONE_SPLIT_BYTES = 4 * SPEC.heads * (SPEC.head_dim + 2)
 
