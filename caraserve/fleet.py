@@ -155,13 +155,12 @@ async def join(
     node.on_member = lambda record, before: relays.changed(record)
     stack.push_async_callback(node.stop)
     await node.start(await _advertised(cluster, *where))
-    engine.catalog.on_change = publisher.changed
-    await publisher.announce()
-    forwarding.joined, forwarding.introduced = True, introduction(node)
     engine.watch = publisher.watch
     metrics.show(publisher.families)
     metrics.show(node.families)
     adapters.join(stack, publisher, engine, metrics)
+    await publisher.announce()
+    forwarding.joined, forwarding.introduced = True, introduction(node)
     metrics.show(forwarding.tallies.families)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, node.reread_secrets)
     works = {"publisher": publisher.run()}

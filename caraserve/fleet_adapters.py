@@ -59,7 +59,7 @@ class FleetAdapters:
             self.planner.on_plan = forwarding.adopt
 
     def join(self, stack: AsyncExitStack, publisher: Publisher, engine: Engine, metrics: Metrics) -> None:
-        """When the node has started, and this instance's own adapters are announced. `stack` undoes it."""
+        """When the node has started; from then on adapters may be loaded and fetched. `stack` undoes it."""
         self.pool.begin(publisher)
         engine.catalog.on_change = self.pool.changed
         metrics.show(self.pool.families)

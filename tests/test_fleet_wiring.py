@@ -2,16 +2,31 @@
 
 import argparse
 import asyncio
+from contextlib import AsyncExitStack
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from caraserve.adapters.registry import AdapterInfo
+from caraserve.cluster.cost import Links
+from caraserve.cluster.names_file import NamesFile
+from caraserve.cluster.node import Node, NodeConfig
 from caraserve.cluster.seal import Keyring
 from caraserve.config import ClusterConfig
-from caraserve.fleet import Admission, make_dispatch
+from caraserve.fleet import Admission, join, make_dispatch
+from caraserve.report import Workload
 from tests.cluster.nodes import instances
+
+KEYS = Keyring((b"a secret of the tests",))
+
+
+def cluster_config() -> ClusterConfig:
+    parser = argparse.ArgumentParser()
+    ClusterConfig.add_arguments(parser)
+    return ClusterConfig.from_args(parser.parse_args(["--peers", "127.0.0.1:1"]))
 
 
 @pytest.mark.parametrize(
@@ -20,16 +35,14 @@ from tests.cluster.nodes import instances
 def test_whoever_stops_or_cannot_go_on_takes_nothing_from_others(
     tmp_path: Path, draining: bool, failure: str | None, reason: str | None
 ) -> None:
-    parser = argparse.ArgumentParser()
-    ClusterConfig.add_arguments(parser)
-    config = ClusterConfig.from_args(parser.parse_args(["--peers", "127.0.0.1:1"]))
+    config = cluster_config()
     catalog = SimpleNamespace(find=lambda name: None)
     engine: Any = SimpleNamespace(draining=draining, failure=failure, catalog=catalog)
 
     async def body() -> str | None:
         async with asyncio.timeout(20), instances(tmp_path) as running:
             node = (await running.start("a")).node
-            dispatch = make_dispatch(node, engine, config, Admission(Keyring((b"a secret of the tests",)), None, None))
+            dispatch = make_dispatch(node, engine, config, Admission(KEYS, None, None))
             try:
                 refusal = dispatch.forwarding.refusal(dispatch.forwarding.arrival(None, 10, 10), insists=True)
                 return refusal.reason if refusal else None
@@ -37,3 +50,31 @@ def test_whoever_stops_or_cannot_go_on_takes_nothing_from_others(
                 await dispatch.relays.close()
 
     assert asyncio.run(body()) == reason
+
+
+def test_whatever_is_loaded_while_adapters_are_announced_is_kept_account_of_and_requests_come_when_all_are() -> None:
+    infos = {f"n{index}": AdapterInfo(f"n{index}", f"d{index}", "", 8, (), 10, created_s=0.0) for index in range(500)}
+    catalog = SimpleNamespace(all=lambda: list(infos.values()), find=infos.get)
+    work = Workload(0, 0, {}, 0, 0, 1000, 1000, 10)
+    engine: Any = SimpleNamespace(draining=False, failure=None, catalog=catalog, workload=lambda tokens: work)
+    metrics: Any = SimpleNamespace(answers=lambda: (0, 0), show=lambda families: None)
+
+    async def body() -> None:
+        async with AsyncExitStack() as stack:
+            node = Node(NodeConfig("tests", "a", "m", ("127.0.0.1:1",), KEYS), NamesFile(None), rng=Random(1))
+            stack.push_async_callback(node.close)
+            dispatch = make_dispatch(node, engine, cluster_config(), Admission(KEYS, None, None))
+            stack.push_async_callback(dispatch.relays.close)
+            found: list[tuple[int, bool]] = []
+
+            def accounting_begins(*parts: object) -> None:
+                found.append((sum(1 for _ in node.adapters()), dispatch.forwarding.joined))
+
+            adapters: Any = SimpleNamespace(prepare=lambda *parts: None, join=accounting_begins)
+            parts = (stack, node, dispatch, adapters, engine, metrics, None, cluster_config(), Links())
+            await join(*parts, ("127.0.0.1", 1))
+            assert found == [(0, False)]
+            assert sum(1 for _ in node.adapters()) == len(infos)
+            assert dispatch.forwarding.joined
+
+    asyncio.run(asyncio.wait_for(body(), 20))

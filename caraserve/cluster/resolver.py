@@ -31,7 +31,7 @@ class Resolver(AbstractResolver):
         """All addresses of a host. Raises OSError when it has none. Takes as long as the system's resolver does."""
         try:
             return _look_up(host, socket.AI_NUMERICHOST)
-        except OSError:
+        except (OSError, UnicodeError):
             pass  # a name
         future = self._under_way.get(host)
         if future is None:

@@ -87,9 +87,9 @@ class Member:
 
     async def begin(self, instance: Instance) -> None:
         self.instance = instance
-        await self.publisher.announce()
         self.pool.begin(self.publisher)
         self.catalog.on_change = self.pool.changed
+        await self.publisher.announce()
         self._tasks.append(asyncio.create_task(self.pool.run()))
 
     @property

@@ -99,9 +99,11 @@ async def test_the_way_to_a_peer_shows_our_own_address() -> None:
 
 
 async def test_a_name_stands_for_all_that_it_resolves_to_and_one_that_does_not_is_named() -> None:
-    found, missing = await resolved(("127.0.0.1:1", "127.0.0.1:1", "127.0.0.2:1", "nobody.invalid:1"), Resolver())
+    found, missing = await resolved(
+        ("127.0.0.1:1", "127.0.0.1:1", "127.0.0.2:1", "nobody.invalid:1", "no..name:1"), Resolver()
+    )
     assert found == ("127.0.0.1:1", "127.0.0.2:1")
-    assert missing == ["nobody.invalid:1"]
+    assert missing == ["nobody.invalid:1", "no..name:1"]
 
 
 def certificate(folder: Path, name: str, ca: Path | None = None) -> None:
