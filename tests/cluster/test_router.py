@@ -73,7 +73,7 @@ def fleets(draw: st.DrawFn) -> Fleet:
                 kv_tokens=draw(st.sampled_from([math.inf, 1e4, 100.0])),
                 queue_room=draw(st.sampled_from([math.inf, 0, 1])),
             ),
-            LINKS,
+            draw(st.sampled_from([LINKS, Links()])),
             draw(st.booleans()),
         )
         for name in names
@@ -91,7 +91,8 @@ ARRIVALS = st.builds(
     st.sampled_from([0, 8, 64]),
     st.integers(1, 1000),
     st.floats(1, 500),
-    slo_ms=st.sampled_from([1.0, 30.0, math.inf]),
+    st.sampled_from([0, 10_000_000]),
+    st.sampled_from([1.0, 30.0, math.inf]),
 )
 
 
@@ -250,15 +251,17 @@ def test_the_ranking_is_the_one_of_all_estimates(seen: Fleet, arrival: Arrival, 
     missing = Tier.DEVICE if arrival.adapter is None else Tier.ABSENT
     ranked = []
     for name, one in seen.able.items():
-        cold_ms = one.links.cold_ms(tiers.get(name, missing), arrival.adapter_bytes)
-        plain = estimate(one.model, one.backlog, arrival, cold_ms, one.links.blocks_batch, 0.0)
-        ranked.append((plain, draw(), name))
-    for _ in range(2):  # the second time forecasts are at hand
-        proposal = propose(policy("rank-aware"), arrival, seen, random.Random(seed))
-        asked = set(proposal.ask)
-        behind = [name for _, _, name in sorted(ranked) if name not in asked]
-        assert [*proposal.order[len(asked) :]] == behind
-        assert proposal.estimates == {name: worth for worth, _, name in ranked if name in asked}
+        links, tier = one.links, tiers.get(name, missing)
+        plain = [
+            estimate(one.model, one.backlog, arrival, links.cold_ms(tier, arrival.adapter_bytes), False, weight)
+            for weight in (0.0, 1.0, 0.0, 1.0)  # from the third on forecasts are at hand
+        ]
+        assert [one.estimate(arrival, tier, weight) for weight in (0.0, 1.0, 0.0, 1.0)] == plain
+        ranked.append((plain[0], draw(), name))
+    proposal = propose(policy("rank-aware"), arrival, seen, random.Random(seed))
+    asked = set(proposal.ask)
+    assert [*proposal.order[len(asked) :]] == [name for _, _, name in sorted(ranked) if name not in asked]
+    assert proposal.estimates == {name: worth for worth, _, name in ranked if name in asked}
 
 
 def test_the_routers_own_state_competes_without_a_question() -> None:
