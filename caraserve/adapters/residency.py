@@ -72,8 +72,7 @@ class Residency:
             version = self._versions[digest] = Version(digest, source, num_bytes)
         if not isinstance(source, Pooled):
             version.source = source  # the same bytes may have moved
-        old = self._names.get(name)
-        self._names[name] = version
+        old, self._names[name] = self._names.get(name), version
         version.names.add(name)
         if old is not None and old is not version:
             old.names.discard(name)
@@ -152,6 +151,8 @@ class Residency:
             self.counters.host_hits += 1
             version.asked_s = self._now()
             self._want(version)
+        elif version.tier is Tier.FAILED and version.uses > 1:
+            pass  # those who had it before are still to be told that it failed, and so is this one
         elif version.tier in (Tier.DISK, Tier.FAILED) and version not in self._unread:
             version.asked_s = self._now()
             self._queue_read(version)
@@ -163,8 +164,7 @@ class Residency:
         self._bypasses += 1 if self.claims_memory else 0
 
     def prefetch(self, version: Version) -> None:
-        """A request that is not admitted yet will want the version: it is read into the host tier, as far as there is
-        room that no open request has a claim to."""
+        """A request not admitted yet will want the version: it is read as far as no open request claims the room."""
         if not version.may_be_read_ahead(self._now()) or version.digest in self._host or self._unread:
             return
         if len(self._prefetching) < _MOST_PREFETCHES and self._read_into_host(version, self._claims_image):
