@@ -75,6 +75,7 @@ class Publisher:
         self._times_ms = dict.fromkeys(("decode", "prefill"), (0.0, 0.0))  # predicted, observed; of all so far
         self._unloads = Tasks()
         self._taken: set[str] = set()  # names being unloaded because others took them away
+        self._unsaid: set[str] = set()  # names of the start whose turn in `announce` is to come
 
     async def announce(self) -> None:
         """All adapters that this instance starts with, then how fast it is: nobody forwards requests here before. A
@@ -82,7 +83,10 @@ class Publisher:
 
         Returns when all is said. `Catalog.on_change` must lead to `changed` by then: names come and go meanwhile.
         """
-        async for info in in_turns(self._engine.catalog.all()):
+        infos = self._engine.catalog.all()
+        self._unsaid = {info.name for info in infos}
+        async for info in in_turns(infos):
+            self._unsaid.discard(info.name)
             if self._engine.catalog.find(info.name) is not info:
                 continue
             given_s = self._node.given_s(info.name)
@@ -95,6 +99,7 @@ class Publisher:
 
     def changed(self, name: str, info: AdapterInfo | None) -> None:
         """An adapter was loaded here, or unloaded."""
+        self._unsaid.discard(name)
         if info is None:
             if name not in self._taken:
                 self._node.remove(name)
@@ -116,8 +121,11 @@ class Publisher:
         self._node.drop(digest)
 
     def take_names(self, news: Mapping[str, Adapter | None]) -> None:
-        """Names that others gave or took away."""
+        """Names that others gave or took away. Those that `announce` has not come to yet wait for it: it knows whether
+        the cluster's meaning or ours is the later one."""
         for name, adapter in news.items():
+            if name in self._unsaid:
+                continue
             here = self._engine.catalog.find(name)
             if adapter is None:
                 if here is not None and name not in self._taken:

@@ -10,6 +10,7 @@ import pytest
 
 from caraserve.adapters.registry import AdapterInfo
 from caraserve.cluster.cost import Links, Tier
+from caraserve.cluster.facts import Adapter
 from caraserve.cluster.node import Node
 from caraserve.cluster.perf_model import DriftWatch
 from caraserve.cluster.publisher import Publisher
@@ -89,6 +90,43 @@ async def test_what_changes_meanwhile_stays_changed(tmp_path: Path) -> None:
         assert node.adapter("n2998") is None
         assert (adapter := node.adapter("n2999")) is not None
         assert adapter.digest == "new"
+
+
+class Held(Publisher):
+    """Notes what it would do about others' meanings."""
+
+    def __init__(self, node: Node, catalog: Catalog) -> None:
+        engine: Any = SimpleNamespace(catalog=catalog)
+        super().__init__(node, engine, lambda: (0, 0), DriftWatch(load(PROFILE)), Links())
+        self.wanted: list[str] = []
+        self.on_wanted = lambda adapter: self.wanted.append(adapter.name)
+
+
+async def test_what_the_cluster_meant_before_ours_was_loaded_is_nothing_to_us(tmp_path: Path) -> None:
+    """Also where it is heard of while names wait for their turn."""
+    async with instances(tmp_path) as running:
+        node, catalog = (await running.start("a")).node, Catalog()
+        publisher = Held(node, catalog)
+
+        async def hear() -> None:
+            assert node.adapter("n2998") is None
+            older = Adapter("n2999", "old", 8, 10)
+            publisher.take_names({"n2998": None, "n2999": older})
+
+        hearing = asyncio.create_task(hear())
+        await publisher.announce()
+        await hearing
+        assert publisher.wanted == []
+        assert (kept := node.adapter("n2998")) is not None
+        assert kept.digest == "d-n2998"
+
+
+async def test_once_announced_a_name_means_what_others_say(tmp_path: Path) -> None:
+    async with instances(tmp_path) as running:
+        publisher = Held((await running.start("a")).node, Catalog())
+        await publisher.announce()
+        publisher.take_names({"n2999": Adapter("n2999", "new", 8, 10)})
+        assert publisher.wanted == ["n2999"]
 
 
 async def test_a_turn_is_given_after_each_millisecond_of_work() -> None:
