@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 # A common disk, and a network of 10 Gbit/s: nobody has measured them here, and a holder is always to be preferred.
 _DISK_BYTES_PER_MS, _FETCH_MS, _FETCH_BYTES_PER_MS = 2e6, 5.0, 1e6
 
+_LOOK_UP_S = 30.0  # for the address that others reach us by: nothing is served before it is known
 _PATIENCE_S = 5.0  # until an instance that hears of no other one takes itself for the first
 
 
@@ -193,6 +194,9 @@ async def _advertised(cluster: ClusterConfig, host: str, port: int) -> str:
         return join_address(host, port)
     resolver = Resolver()
     for peer in cluster.peers:
-        if (found := await outward_address(peer, resolver)) is not None:
+        if (found := await outward_address(peer, resolver, _LOOK_UP_S)) is not None:
             return join_address(found, port)
-    raise ConfigError(f"--host {host} is no address that others could connect to; give --advertise HOST:PORT")
+    raise ConfigError(
+        f"--host {host} is no address that others could connect to, and no way to --peers "
+        f"{','.join(cluster.peers)} was found that would tell; give --advertise HOST:PORT"
+    )

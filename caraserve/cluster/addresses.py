@@ -65,10 +65,10 @@ async def outward_address(peer: str, resolver: Resolver, patience_s: float = _PA
     """The address of this machine from which a peer is reached; None if no way leads there. Sends the peer nothing."""
     host, port = split_address(peer)
     for family, address in await _addresses(host, resolver, patience_s):
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            try:
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect((address, port))
-            except OSError:
-                continue
-            return str(probe.getsockname()[0])
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
     return None

@@ -36,7 +36,11 @@ class Resolver(AbstractResolver):
         future = self._under_way.get(host)
         if future is None:
             future = self._under_way[host] = Future()
-            Thread(target=self._look_up, args=(host, future), name="caraserve-resolver", daemon=True).start()
+            try:
+                Thread(target=self._look_up, args=(host, future), name="caraserve-resolver", daemon=True).start()
+            except RuntimeError as error:  # there are as many threads as may be
+                del self._under_way[host]
+                raise OSError(f"{host}: {error}") from error
         return await asyncio.shield(asyncio.wrap_future(future))
 
     async def resolve(

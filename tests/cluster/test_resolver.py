@@ -1,6 +1,7 @@
 """Name servers that say nothing for long: whoever waits for one gives up in time, and nobody else notices."""
 
 import asyncio
+import errno
 import socket
 import threading
 from collections.abc import Awaitable, Iterator
@@ -10,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from caraserve.cluster import sockets
+from caraserve.cluster import addresses, sockets
 from caraserve.cluster.addresses import resolved
 from caraserve.cluster.resolver import Resolver
 from caraserve.cluster.sockets import Sockets
@@ -147,3 +148,24 @@ async def test_adapters_come_from_whom_a_name_leads_to_while_others_wait_for_the
         server.answers.set()
         assert set(await asyncio.gather(*waiting)) == {Trouble.FAILED}
         await transfers.close()
+
+
+async def test_a_name_that_no_thread_was_left_for_is_looked_up_again(
+    server: NameServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    resolver = Resolver()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        assert await resolved(("quick:1",), resolver) == ((), ["quick:1"])
+    assert await resolved(("quick:1",), resolver) == (("127.0.0.1:1",), [])
+
+
+async def test_an_address_of_a_kind_that_this_machine_has_not_leads_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_socket(*kind: object) -> None:
+        raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+
+    monkeypatch.setattr(addresses.socket, "socket", no_socket)
+    assert await addresses.outward_address("127.0.0.1:1", Resolver()) is None
