@@ -7,7 +7,7 @@
 
 What others build on it, all on the event loop and without waiting:
 
-    node.instances()                router.Instance of every live instance that has published a model, ours included
+    node.instances()                router.Instance of every live instance, ours included; none while none is measured
     node.record(name)               members.Record: its address (where requests for it go, too), state and epoch
     node.members(), node.load(name) everybody, in any state; the newest load with its age
     node.adapters(), node.adapter(name)     facts.Adapter: what names mean everywhere
