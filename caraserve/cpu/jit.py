@@ -11,11 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# The tiles are written out in vectors; LLVM's higher levels find nothing more in them and take a sixth longer to look.
-# The user's own setting wins.
-os.environ.setdefault("NUMBA_OPT", "1")
-
-import numba  # after the variable that it reads
+import numba
 
 
 def _cache_folder() -> Path:
@@ -26,7 +22,13 @@ def _cache_folder() -> Path:
     return root / "caraserve" / "kernels" / digest.hexdigest()[:16]
 
 
-numba.config.CACHE_DIR = str(_cache_folder())  # read when `entry` decorates, so before any kernel module loads
+# Numba reads its variables again whenever one has changed, so what is set in any other way does not last. To be set
+# before `entry` decorates, and so before any kernel module loads.
+os.environ["NUMBA_CACHE_DIR"] = str(_cache_folder())
+# The tiles are written out in vectors; LLVM's higher levels find nothing more in them and take a sixth longer to look.
+# The user's own setting wins.
+os.environ.setdefault("NUMBA_OPT", "1")
+numba.config.reload_config()
 
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 

@@ -1,8 +1,13 @@
-"""Compiled functions are linked by name, whichever process has put them into the cache: no two may share one."""
+"""Compiled functions are linked by name, whichever process has put them into the cache: no two may share one. The cache
+is one of the very sources that run."""
 
 import importlib
+import os
 import pkgutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from numba.core.registry import CPUDispatcher
@@ -29,3 +34,24 @@ def test_no_two_functions_have_one_name() -> None:
             found.setdefault(name, set()).add(id(function))
     assert len(found) > 50
     assert {name for name, functions in found.items() if len(functions) > 1} == set()
+
+
+def test_code_is_kept_in_a_folder_of_these_sources_also_where_numba_was_there_before(tmp_path: Path) -> None:
+    """What it finds beside the sources may have been compiled from others."""
+    program = (
+        "import numba\n"
+        "from caraserve.cpu import jit\n"
+        "numba.njit(lambda: 1)()\n"  # compiling reads the settings again
+        "from caraserve.cpu import team\n"
+        "print(team._publish._cache.cache_path)\n"
+    )
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=inherited | {"XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert Path(done.stdout.strip()).is_relative_to(tmp_path / "caraserve" / "kernels")
