@@ -92,21 +92,12 @@ async def test_what_changes_meanwhile_stays_changed(tmp_path: Path) -> None:
         assert adapter.digest == "new"
 
 
-class Held(Publisher):
-    """Notes what it would do about others' meanings."""
-
-    def __init__(self, node: Node, catalog: Catalog) -> None:
-        engine: Any = SimpleNamespace(catalog=catalog)
-        super().__init__(node, engine, lambda: (0, 0), DriftWatch(load(PROFILE)), Links())
-        self.wanted: list[str] = []
-        self.on_wanted = lambda adapter: self.wanted.append(adapter.name)
-
-
 async def test_what_the_cluster_meant_before_ours_was_loaded_is_nothing_to_us(tmp_path: Path) -> None:
     """Also where it is heard of while names wait for their turn."""
     async with instances(tmp_path) as running:
         node, catalog = (await running.start("a")).node, Catalog()
-        publisher = Held(node, catalog)
+        publisher, wanted = publisher_of(node, catalog), []
+        publisher.on_wanted = wanted.append
 
         async def hear() -> None:
             assert node.adapter("n2998") is None
@@ -116,17 +107,18 @@ async def test_what_the_cluster_meant_before_ours_was_loaded_is_nothing_to_us(tm
         hearing = asyncio.create_task(hear())
         await publisher.announce()
         await hearing
-        assert publisher.wanted == []
+        assert wanted == []
         assert (kept := node.adapter("n2998")) is not None
         assert kept.digest == "d-n2998"
 
 
 async def test_once_announced_a_name_means_what_others_say(tmp_path: Path) -> None:
     async with instances(tmp_path) as running:
-        publisher = Held((await running.start("a")).node, Catalog())
+        publisher, wanted = publisher_of((await running.start("a")).node, Catalog()), []
+        publisher.on_wanted = wanted.append
         await publisher.announce()
-        publisher.take_names({"n2999": Adapter("n2999", "new", 8, 10)})
-        assert publisher.wanted == ["n2999"]
+        publisher.take_names({"n2999": (newer := Adapter("n2999", "new", 8, 10))})
+        assert wanted == [newer]
 
 
 async def test_a_turn_is_given_after_each_millisecond_of_work() -> None:

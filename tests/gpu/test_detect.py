@@ -11,7 +11,7 @@ import pytest
 from caraserve.errors import ConfigError
 from caraserve.gpu import detect
 from caraserve.gpu.detect import Choice, Gpu, Installed, choose, look
-from tests.gpu.stub_driver import Stub, build
+from tests.gpu.stub_driver import Stub
 
 H200 = Gpu("NVIDIA H200", 90, 13020)
 FOR_13 = Installed("torch 2.11.0", torch_cuda=13, cupy_cuda=13, triton=True)
@@ -85,11 +85,6 @@ def test_who_wants_the_cpu_gets_it_and_no_gpu_is_looked_for(monkeypatch: pytest.
 
 
 # --- looking ---
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("libcuda"))
 
 
 def test_another_process_asks_the_driver(library: Path) -> None:

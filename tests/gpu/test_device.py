@@ -21,25 +21,10 @@ from caraserve.gpu.launches import Kernels
 from caraserve.gpu.libcuda import Attribute, Cuda
 from caraserve.gpu.timeline import NOTHING, Lane, Timelines
 from caraserve.gpu.transfers import LinkQueue, groups_of
-from tests.gpu.stub_driver import Stub, World, build
+from tests.gpu.stub_driver import Stub, World
 
 GIB = 1 << 30
 NON_BLOCKING, BLOCKING_SYNC_WITHOUT_TIMING, THREAD_LOCAL = 1, 3, 1
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return build(tmp_path_factory.mktemp("libcuda"))
-
-
-@pytest.fixture
-def stub(library: Any) -> Stub:
-    return Stub(library)
-
-
-@pytest.fixture
-def world(stub: Stub) -> World:
-    return World(stub)
 
 
 @pytest.mark.parametrize(("protocol", "real"), [(Driver, CudaDriver), (Kernels, CudaKernels)])

@@ -1,7 +1,5 @@
 """Host memory that CudaDriver registers, against the library of stub_driver.py: in chunks, and no copy lies in two."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -9,25 +7,10 @@ from caraserve.gpu import device
 from caraserve.gpu.device import CudaDriver
 from caraserve.gpu.driver import DriverError
 from caraserve.gpu.libcuda import Cuda
-from tests.gpu.stub_driver import Recorder, Stub, Torch, World, build
+from tests.gpu.stub_driver import Recorder, Stub, Torch, World
 
 GIB = 1 << 30
 PORTABLE_DEVICEMAP = 3
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return build(tmp_path_factory.mktemp("libcuda"))
-
-
-@pytest.fixture
-def stub(library: Any) -> Stub:
-    return Stub(library)
-
-
-@pytest.fixture
-def world(stub: Stub) -> World:
-    return World(stub)
 
 
 # --- what is registered here is only addresses ---

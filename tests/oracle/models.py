@@ -20,6 +20,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Pretr
 Kinds: TypeAlias = Mapping[str, Mapping[str, Any]]  # arguments of `make_adapter`, by the name of each
 
 ALL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SOME_KINDS: Kinds = {
+    "r1": {"rank": 1, "targets": ("q_proj", "v_proj")},
+    "r8": {"rank": 8, "targets": ALL_TARGETS},
+    "r13": {"rank": 13, "targets": ("q_proj", "k_proj", "v_proj", "o_proj"), "rslora": True},
+    "r64": {"rank": 64, "targets": ALL_TARGETS, "dtype": "bfloat16"},
+    "mlp": {"rank": 5, "targets": ("gate_proj", "up_proj", "down_proj"), "layers": [1], "dtype": "float16"},
+}
 
 BOS_ID, EOS_ID = 0, 1
 VOCAB_SIZE = 352  # a little more than the tokenizer has, as in published checkpoints with padded embeddings

@@ -7,18 +7,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.oracle.models import ALL_TARGETS, FAMILIES, Kinds, make_model, prompt_of
+from tests.oracle.models import FAMILIES, SOME_KINDS, Kinds, make_model, prompt_of
 from tests.oracle.oracle import Oracle
 from tests.oracle.subject import Subject, make_subject
 from tests.serving import engine_config, lora_config, model_config, running, submit
 
 PROMPT_TOKENS = (1, 2, 15, 16, 17, 33, 64, 150, 300)
 KINDS: Kinds = {
-    "r1": {"rank": 1, "targets": ("q_proj", "v_proj")},
-    "r8": {"rank": 8, "targets": ALL_TARGETS},
-    "r13": {"rank": 13, "targets": ("q_proj", "k_proj", "v_proj", "o_proj"), "rslora": True},
-    "r64": {"rank": 64, "targets": ALL_TARGETS, "dtype": "bfloat16"},
-    "mlp": {"rank": 5, "targets": ("gate_proj", "up_proj", "down_proj"), "layers": [1], "dtype": "float16"},
+    **SOME_KINDS,
     "mixed": {
         "rank": 4,
         "targets": ("k_proj", "o_proj", "down_proj"),

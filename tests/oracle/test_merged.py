@@ -19,7 +19,7 @@ from caraserve.loop import Engine
 from caraserve.model.backend import Backend
 from caraserve.model.spec import load_spec
 from caraserve.plan import Plan
-from tests.oracle.models import ALL_TARGETS, Kinds, make_adapter, make_model, prompt_of
+from tests.oracle.models import SOME_KINDS, Kinds, make_adapter, make_model, prompt_of
 from tests.oracle.oracle import Oracle
 from tests.oracle.subject import Subject, make_subject
 from tests.serving import Answer, engine_config, lora_config, model_config, running, submit
@@ -27,11 +27,7 @@ from tests.serving import Answer, engine_config, lora_config, model_config, runn
 Asked = tuple[list[int], str | None]
 
 KINDS: Kinds = {
-    "r1": {"rank": 1, "targets": ("q_proj", "v_proj")},
-    "r8": {"rank": 8, "targets": ALL_TARGETS},
-    "r13": {"rank": 13, "targets": ("q_proj", "k_proj", "v_proj", "o_proj"), "rslora": True},
-    "r64": {"rank": 64, "targets": ALL_TARGETS, "dtype": "bfloat16"},
-    "mlp": {"rank": 5, "targets": ("gate_proj", "up_proj", "down_proj"), "layers": [1], "dtype": "float16"},
+    **SOME_KINDS,
     "mixed": {"rank": 4, "targets": ("k_proj", "o_proj", "down_proj"), "rank_pattern": {"o_proj": 40}},
 }
 

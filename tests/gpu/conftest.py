@@ -1,0 +1,22 @@
+"""A driver library of its own for every test that asks for one."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.stub_driver import Stub, World, build
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("libcuda"))
+
+
+@pytest.fixture
+def stub(library: Path) -> Stub:
+    return Stub(library)
+
+
+@pytest.fixture
+def world(stub: Stub) -> World:
+    return World(stub)
