@@ -15,6 +15,7 @@
     ├── NotReady                   503  new requests are better sent elsewhere
     ├── Unreachable                503  no instance that can be reached has the adapter's bytes; `retry_after_s`
     ├── InstanceLost               502  the instance that was answering has gone
+    ├── DeadlineExceeded           504  whoever asks waits no longer
     └── BackendFailed              500  an iteration failed on the device
 
 Each class carries the HTTP status and OpenAI's `type` and `code`. Level 0: imports nothing of ours.
@@ -142,6 +143,13 @@ class InstanceLost(CaraServeError):
 
     status = 502
     code = "instance_lost"
+
+
+class DeadlineExceeded(CaraServeError):
+    """The answer was not whole when the time was over that whoever asks would wait."""
+
+    status = 504
+    code = "deadline_exceeded"
 
 
 class BackendFailed(CaraServeError):

@@ -15,11 +15,12 @@ from aiohttp import web
 
 from caraserve.cluster.cost import Estimate
 from caraserve.cluster.forward import Forwarding, Here, Peer, Trip
-from caraserve.cluster.hop import REFUSED, Gate, refusal_text
+from caraserve.cluster.hop import REFUSED, Gate, Hop, refusal_text
 from caraserve.cluster.router import Reason, Refusal
 from caraserve.cluster.tallies import count
 from caraserve.errors import BackendFailed, CaraServeError, Draining, Forbidden, Overloaded, Unreachable
 from caraserve.http.context import ANSWERED_HERE, CONTEXT, REQUEST_ID
+from caraserve.http.deadline import in_time
 from caraserve.http.engine_api import EngineApi, Find, find_adapter
 from caraserve.http.fields import Fields, parse_object
 from caraserve.http.generation import Job, respond
@@ -46,6 +47,7 @@ class Dispatch:
     moves: QueueMoves
 
 
+@in_time
 async def answer(request: web.Request, parse: Parse) -> web.StreamResponse:
     """A client's request."""
     context = request.app[CONTEXT]
@@ -70,6 +72,13 @@ async def answer_forwarded(request: web.Request, parse: Parse) -> web.StreamResp
     if await body_digest(body) != hop.body_digest:
         raise Forbidden("The body is not the one that was signed.")
     request[ANSWERED_HERE] = dispatch.forwarding.name
+    return await _answer_admitted(request, parse, dispatch, hop, body)
+
+
+@in_time
+async def _answer_admitted(
+    request: web.Request, parse: Parse, dispatch: Dispatch, hop: Hop, body: bytes
+) -> web.StreamResponse:
     values = parse_object(body)
     if hop.seed is not None:
         values["seed"] = hop.seed

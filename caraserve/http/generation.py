@@ -18,7 +18,7 @@ from caraserve.http.context import CONTEXT, REQUEST_ID
 from caraserve.http.engine_api import EngineApi, StreamApi
 from caraserve.http.fields import Fields
 from caraserve.http.messages import error_body, fault_body, json_response
-from caraserve.http.sse import DONE, ChunkFrame, EventStream, comment, event
+from caraserve.http.sse import DONE, ChunkFrame, EventStream, comment
 from caraserve.request import Finish, GenerateRequest, TokenDelta, TokenLogprob
 
 log = logging.getLogger("caraserve.http")
@@ -169,8 +169,7 @@ async def _stream(
         except Exception as error:
             if not out.started:
                 raise
-            out.response.force_close()
-            await out.send(event(_late_error(request, error)) + DONE)
+            await out.end_in_error(_late_error(request, error))
     return out.response
 
 

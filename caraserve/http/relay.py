@@ -29,8 +29,9 @@ from caraserve.cluster.router import Reason, Refusal
 from caraserve.cluster.seal import Keyring
 from caraserve.errors import BackendFailed, Draining, InstanceLost, Unreachable
 from caraserve.http.context import CONTEXT, REQUEST_ID
+from caraserve.http.deadline import remaining
 from caraserve.http.messages import fault_body
-from caraserve.http.sse import DONE, EventStream, event
+from caraserve.http.sse import DONE, EventStream
 
 _CONNECT_S = 0.5
 _REACH_S = 1.0  # the name server's part in it included
@@ -139,7 +140,8 @@ class Relays:
                 scope.reschedule(0.0)
 
     async def carry(self, request: web.Request, peer: Peer, parcel: Parcel) -> Carried:
-        """Has `peer` answer a client's request. Raises UnreachedError, RefusedError or Draining, the client unaware."""
+        """Has `peer` answer a client's request. Raises UnreachedError, RefusedError, Draining or DeadlineExceeded, the
+        client unaware."""
         if self._draining:
             raise Draining("The server is stopping.", retry_after_s=1.0)
         passage = _Passage(request, peer.name)
@@ -163,7 +165,7 @@ class Relays:
         )
         path = PREFIX + request.path
         headers = {name: value for name in _PASSED_ON if (value := request.headers.get(name)) is not None}
-        headers |= signed(self._keys(), path, hop) | {"X-Request-Id": request[REQUEST_ID]}
+        headers |= signed(self._keys(), path, hop) | {"X-Request-Id": request[REQUEST_ID]} | remaining(request)
         url = f"{self._scheme}://{peer.address}{path}"
         upstream = await _of_peer(self._session.post(url, data=parcel.body, headers=headers, allow_redirects=False))
         try:
@@ -242,10 +244,7 @@ class _Passage:
         """A stream that will not end by itself: its instance has gone, or this one (`stopped`) waits no longer."""
         assert self.out is not None
         gone = InstanceLost(f"The instance {self._name} that was answering has gone; send the request again.")
-        self.out.response.force_close()
-        with contextlib.suppress(ConnectionError, TimeoutError):
-            async with asyncio.timeout(self.request.app[CONTEXT].timings.write_s):
-                await self.out.send(event(fault_body(stopped or gone)) + DONE)
+        await self.out.end_in_error(fault_body(stopped or gone))
         return Carried(self.out.response, self._events, "cut" if stopped else "lost")
 
 

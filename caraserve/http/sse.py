@@ -1,9 +1,10 @@
 """Server-sent events: writes a response piece by piece, without letting a slow or silent client cost anyone else.
 
-Called by `generation.py`. The response starts with the first event, so that a fault before it still gets a status.
+Called by `generation.py` and `relay.py`. The response starts with the first event, so that a fault before it still gets a status.
 """
 
 import asyncio
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -64,6 +65,7 @@ class EventStream:
         self._writes = 0  # under way; more than one where a response has several choices
         self._progress_s = 0.0  # when the socket last took something while writes were under way
         self._starting = asyncio.Lock()
+        self._ended = False
         self._watchdog: asyncio.Task[None] | None = None
 
     @property
@@ -78,23 +80,39 @@ class EventStream:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._watchdog is not None:
-            self._watchdog.cancel()
+        self._stop_watching()
 
     async def send(self, events: bytes) -> None:
         """Writes whole events. Raises ConnectionError when the client has left."""
         if not self.response.prepared:
             async with self._starting:
                 await self.response.prepare(self._request)
+                self._request[BEGUN] = self
         self._last_s = self._clock()
         if not self._writes:
             self._progress_s = self._last_s
         self._writes += 1
+        self._ended = events.endswith(DONE)
         try:
             await self.response.write(events)
         finally:
             self._writes -= 1
             self._progress_s = self._clock()
+
+    async def end_in_error(self, fault: Mapping[str, Any]) -> None:
+        """The last event of a stream that cannot go on, unless its end is on its way already; then closes the
+        connection. `fault`: in OpenAI's shape. Waits `write_s` at most for the client to take it."""
+        self._stop_watching()
+        self.response.force_close()
+        try:
+            async with asyncio.timeout(self._timings.write_s):
+                if not self._ended:
+                    await self.send(event(fault) + DONE)
+                await self.response.write_eof()
+        except TimeoutError:
+            self._cut()
+        except ConnectionError:
+            return  # the client has left; aiohttp notices when it ends the response
 
     async def _watch(self) -> None:
         while True:
@@ -111,6 +129,10 @@ class EventStream:
                     continue
             await asyncio.sleep(min(pause_s, self._timings.write_s))
 
+    def _stop_watching(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+
     async def _ping(self) -> None:
         try:
             async with asyncio.timeout(self._timings.write_s):
@@ -123,3 +145,6 @@ class EventStream:
     def _cut(self) -> None:
         if self._request.transport is not None:
             self._request.transport.abort()
+
+
+BEGUN = web.RequestKey("BEGUN", EventStream)  # what a request is being answered with, from the first byte on

@@ -1,0 +1,375 @@
+"""A request whose time is over: what whoever asked gets, and that nobody works for it any more. No test waits for time
+to pass: the event loop's clock is put forward."""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
+
+from caraserve.cluster.hop import INSTANCE, PREFIX, Hop, signed
+from caraserve.errors import DeadlineExceeded
+from caraserve.http.context import HttpTimings
+from caraserve.http.deadline import HEADER, in_time, remaining
+from caraserve.http.relay import body_digest
+from caraserve.http.sse import DONE, EventStream
+from caraserve.request import Finish
+from tests.engine_world import world
+from tests.http.fake_engine import FakeEngine
+from tests.http.fleet import KEYS, RawAnswer, fleet, streamed
+from tests.http.serving import Answer, serving
+from tests.http.test_forwarding import EVENTS, same
+from tests.http.test_streaming import begun, read_chunk, read_event
+
+COMPLETION = ("/v1/completions", {"prompt": "ab"})
+CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "ab"}]})
+HOLDS_S = 10.0  # a deadline that no test reaches by itself, and less than the bound of a whole test
+HEADERS = {HEADER: str(int(1000 * HOLDS_S))}
+
+PassTime = Callable[[float], None]
+
+
+@pytest.fixture
+def pass_time(monkeypatch: pytest.MonkeyPatch) -> PassTime:
+    """Puts the event loop's clock forward by so many seconds; what is due by then comes at its next turn."""
+
+    def forward(seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time
+        monkeypatch.setattr(loop, "time", lambda: now() + seconds)
+
+    return forward
+
+
+def assert_exceeded(answer: Answer) -> None:
+    assert (answer.status, answer.error["code"], answer.error["type"]) == (504, "deadline_exceeded", "server_error")
+    assert HEADER in answer.error["message"]
+
+
+async def rest(response: Any) -> list[Any]:
+    """The data of all further events; [DONE] must end them, once."""
+    body = await response.content.read()
+    assert body.count(DONE) == 1
+    return Answer(200, {}, body).events
+
+
+def codes(events: list[Any]) -> list[str | None]:
+    return [event["error"]["code"] if "error" in event else None for event in events]
+
+
+# --- what the client gets ---
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "asked"), [COMPLETION, CHAT])
+async def test_an_answer_that_has_not_begun_is_a_504(
+    pass_time: PassTime, path: str, asked: dict[str, Any], stream: bool, n: int
+) -> None:
+    fake = FakeEngine(script=None)
+    async with serving(fake) as client:
+        asking = asyncio.create_task(client.post(path, asked | {"stream": stream, "n": n}, headers=HEADERS))
+        streams = await fake.submitted(n)
+        pass_time(HOLDS_S)
+        assert_exceeded(await asking)
+        assert all(stream.cancelled.is_set() for stream in streams)
+        responses = (await client.get("/metrics")).body.decode()
+        assert f'caraserve:http_responses_total{{route="{path}",status="504",' in responses
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(("path", "asked"), [COMPLETION, CHAT])
+async def test_a_stream_that_has_begun_ends_with_an_error(
+    pass_time: PassTime, path: str, asked: dict[str, Any], n: int
+) -> None:
+    fake = FakeEngine(script=begun)
+    body = asked | {"stream": True, "n": n}
+    async with serving(fake) as client, client.session.post(client.url + path, json=body, headers=HEADERS) as response:
+        assert (await read_chunk(response))["choices"]
+        pass_time(HOLDS_S)
+        *events, last = codes(await rest(response))
+        assert last == "deadline_exceeded"
+        assert set(events) <= {None}
+        assert all(stream.cancelled.is_set() for stream in fake.streams)
+
+
+async def test_a_stream_of_which_only_comments_have_gone_out_has_begun(pass_time: PassTime) -> None:
+    fake = FakeEngine(script=None)
+    body = COMPLETION[1] | {"stream": True}
+    async with (
+        serving(fake, timings=HttpTimings(ping_s=0.02)) as client,
+        client.session.post(client.url + COMPLETION[0], json=body, headers=HEADERS) as response,
+    ):
+        assert await read_event(response) == b": ping"
+        pass_time(HOLDS_S)
+        assert codes(await rest(response)) == ["deadline_exceeded"]
+
+
+@pytest.mark.parametrize("given", ["0", "60000"])
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 3}])
+async def test_an_answer_in_time_is_as_without_a_deadline(given: str, fields: dict[str, Any]) -> None:
+    async with fleet("a", "b") as running:
+        for name in "ab":
+            client = running[name].client
+            free = await client.complete(seed=1, **fields)
+            bounded = await client.complete(seed=1, headers={HEADER: given}, **fields)
+            assert (bounded.status, same(bounded.body)) == (200, same(free.body))
+
+
+async def test_zero_is_without_end(pass_time: PassTime) -> None:
+    fake = FakeEngine(script=None)
+    async with serving(fake) as client:
+        asking = asyncio.create_task(client.complete(headers={HEADER: "0"}))
+        (stream,) = await fake.submitted()
+        pass_time(HOLDS_S)
+        await client.get("/health")
+        stream.end()
+        assert (await asking).status == 200
+
+
+@pytest.mark.parametrize("given", ["", "-1", "+5", "1.5", "10s", "1e3", "٣", "1" * 16])
+async def test_a_header_that_gives_no_time_is_refused(given: str) -> None:
+    fake = FakeEngine()
+    async with serving(fake) as client:
+        answer = await client.complete(headers={HEADER: given})
+    assert (answer.status, answer.error["param"]) == (400, HEADER)
+    assert f"{HEADER} must be a whole number of milliseconds" in answer.error["message"]
+    assert repr(given) in answer.error["message"]
+    assert not fake.requests
+
+
+# --- what it leaves behind ---
+
+
+@pytest.mark.parametrize("where", ["in the queue", "at its adapter's load", "in the middle"])
+async def test_the_engine_gets_back_all_that_the_request_held(
+    pass_time: PassTime, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    finishes: list[Finish] = []
+    first = asyncio.Event()
+    async with world(random.Random(0), slots=1) as here:
+        engine: Any = here.engine
+        monkeypatch.setattr(here.metrics, "observe_finish", finishes.append)
+        monkeypatch.setattr(here.metrics, "observe_first_token", lambda seconds: first.set())
+        if where == "in the queue":
+            here.ask([1, 2, 3], None, max_tokens=4)
+        async with serving(engine) as client:
+            body = {"prompt": [4, 5, 6], "model": "a0", "max_tokens": 40, "stream": where == "in the middle"}
+            asking = asyncio.create_task(client.post(COMPLETION[0], body, headers=HEADERS))
+            while "a0" not in {*engine.snapshot().waiting_adapters, *engine.snapshot().running_adapters}:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            while where == "in the middle" and not first.is_set():
+                here.end_something()
+                await asyncio.sleep(0)
+            pass_time(HOLDS_S)
+            answer = await asking
+            assert answer.body.count(b"deadline_exceeded") == 1
+        await here.settle()
+        await engine.unload_adapter("a0")  # which waits for all who have it pinned
+        assert [finish.reason for finish in finishes] == ["cancelled", "length"][: 1 + (where == "in the queue")]
+
+
+class StuckResponse:
+    """A response that has begun, of a client that takes nothing more, and the request and transport it belongs to."""
+
+    prepared = True
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+        self.aborted = self.ended = False
+
+    @property
+    def transport(self) -> "StuckResponse":
+        return self
+
+    async def write(self, data: bytes) -> None:
+        self.written.append(data)
+
+    async def write_eof(self) -> None:
+        self.ended = True
+        await asyncio.Event().wait()
+
+    def force_close(self) -> None: ...
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+async def test_a_client_that_does_not_take_the_error_is_given_up() -> None:
+    response: Any = StuckResponse()
+    async with EventStream(response, HttpTimings(write_s=0.01)) as out:
+        out.response = response
+    await out.end_in_error({"error": {}})
+    assert response.written == [b'data: {"error":{}}\n\n' + DONE]
+    assert response.aborted
+
+
+async def test_a_stream_whose_end_is_on_its_way_gets_no_second_one() -> None:
+    response: Any = StuckResponse()
+    async with EventStream(response, HttpTimings(write_s=0.01)) as out:
+        out.response = response
+        await out.send(EVENTS[0] + DONE)
+    await out.end_in_error({"error": {}})
+    assert response.written == [EVENTS[0] + DONE]
+    assert response.ended
+
+
+# --- across instances ---
+
+
+async def serve(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+    return web.json_response({})
+
+
+async def test_another_instance_gets_the_time_that_remains() -> None:
+    async with fleet("b") as running:
+        seen = await running.start_raw("a", serve)
+        for headers in ({HEADER: "60000"}, {HEADER: "0"}, {}):
+            assert (await running["b"].client.complete(headers=headers)).status == 200
+        bounded, *free = [headers.get(HEADER) for headers in seen.headers]
+        assert bounded is not None
+        assert 0 < int(bounded) < 60000
+        assert free == [None, None]
+
+
+async def test_the_next_instance_gets_what_remains_after_the_first(pass_time: PassTime) -> None:
+    async def die(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+        pass_time(7.0)
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    async with fleet("c") as running:
+        dead, alive = await running.start_raw("a", die), await running.start_raw("b", serve)
+        assert (await running["c"].client.complete(headers={HEADER: "20000"})).status == 200
+        (first,), (second,) = dead.headers, alive.headers
+        assert 0 < int(second[HEADER]) <= int(first[HEADER]) - 7000
+
+
+async def test_nobody_else_is_asked_once_the_time_is_over(pass_time: PassTime) -> None:
+    async def die(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+        pass_time(HOLDS_S)
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    async with fleet("c") as running:
+        await running.start_raw("a", die)
+        other = await running.start_raw("b", serve)
+        assert_exceeded(await running["c"].client.complete(headers=HEADERS))
+        assert not other.headers
+        assert not running["c"].engine.requests
+
+
+async def test_less_than_a_millisecond_is_not_handed_on(pass_time: PassTime) -> None:
+    @in_time
+    async def forward(request: web.Request) -> web.StreamResponse:
+        assert 0 < int(remaining(request)[HEADER]) <= 1000 * HOLDS_S
+        pass_time(HOLDS_S)  # the clock's own turn has not come yet
+        return web.json_response(remaining(request))
+
+    with pytest.raises(DeadlineExceeded):
+        await forward(make_mocked_request("POST", "/", headers=HEADERS))
+
+
+async def test_a_timeout_of_something_else_is_none_of_the_requests() -> None:
+    @in_time
+    async def fail(request: web.Request) -> web.StreamResponse:
+        raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        await fail(make_mocked_request("POST", "/", headers=HEADERS))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_instance_that_is_stuck_does_not_outlive_the_clock_of_the_one_that_asked_it(
+    pass_time: PassTime, stream: bool
+) -> None:
+    arrived, ended = asyncio.Event(), asyncio.Event()
+
+    async def stick(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+        if stream:
+            await streamed(EVENTS[0], EVENTS[1][:7], request=request)
+        arrived.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        return web.Response()
+
+    async with fleet("b", "c") as running:
+        await running.start_raw("a", stick)
+        client = running["b"].client
+        body = COMPLETION[1] | {"stream": stream}
+        if stream:
+            async with client.session.post(client.url + COMPLETION[0], json=body, headers=HEADERS) as response:
+                assert await read_event(response) + b"\n\n" == EVENTS[0]
+                pass_time(HOLDS_S)
+                assert codes(await rest(response)) == ["deadline_exceeded"]
+        else:
+            asking = asyncio.create_task(client.complete(headers=HEADERS))
+            await arrived.wait()
+            pass_time(HOLDS_S)
+            assert_exceeded(await asking)
+        await ended.wait()
+        assert (running["b"].tallies.lost, running["b"].tallies.unreached) == ({}, {})
+        assert not running["b"].engine.requests
+        assert not running["c"].engine.requests
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_instance_that_is_asked_has_a_clock_of_its_own(pass_time: PassTime, stream: bool) -> None:
+    body = b'{"prompt":"ab","stream":%s}' % (b"true" if stream else b"false")
+    path = PREFIX + COMPLETION[0]
+    async with fleet() as running:
+        a = await running.start("a", FakeEngine(script=begun if stream else None))
+        hop = Hop(
+            *("id", 1, "b", "a", None, "", 5),
+            insists=True,
+            time_ms=int(time.time() * 1000),
+            body_digest=await body_digest(body),
+        )
+        headers = signed(KEYS, path, hop) | HEADERS | {"Content-Type": "application/json"}
+        asking = asyncio.create_task(a.client.post(path, body, headers=headers))
+        (there,) = await a.engine.submitted()
+        while stream and not there.taken:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        pass_time(HOLDS_S)
+        answer = await asking
+        if stream:
+            assert codes(answer.events) == [None, "deadline_exceeded"]
+        else:
+            assert_exceeded(answer)
+        assert answer.headers[INSTANCE] == "a"
+        assert there.cancelled.is_set()
+        assert a.tallies.received == 0
+
+
+async def test_the_deadline_of_the_one_that_was_asked_is_the_clients_answer() -> None:
+    words = {"error": {"message": "late", "type": "server_error", "param": None, "code": "deadline_exceeded"}}
+
+    async def late(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
+        return web.json_response(words, status=504)
+
+    async with fleet("b", "c") as running:
+        await running.start_raw("a", late)
+        answer = await running["b"].client.complete(headers=HEADERS)
+        assert (answer.status, answer.json) == (504, words)
+        assert [name for name, _ in running["b"].carried] == ["a"]
+        assert running["b"].tallies.forwarded == {}
+
+
+async def test_a_stream_that_both_instances_end_has_one_error(pass_time: PassTime) -> None:
+    async with fleet("b") as running:
+        a = await running.start("a", FakeEngine(script=begun))
+        client, body = running["b"].client, COMPLETION[1] | {"stream": True}
+        async with client.session.post(client.url + COMPLETION[0], json=body, headers=HEADERS) as response:
+            assert (await read_chunk(response))["choices"]
+            pass_time(HOLDS_S)
+            assert codes(await rest(response)) == ["deadline_exceeded"]
+        (there,) = a.engine.streams
+        await there.cancelled.wait()
