@@ -17,7 +17,7 @@ def test_one_that_joins_is_introduced_when_it_knows_all_names(tmp_path: Path) ->
             b = (await running.start("b")).node
             ready = introduction(b, lambda: 0.0)
             assert not ready()
-            await until(ready, 10)
+            await until(ready)
             assert len(list(b.adapters())) == 500
 
     asyncio.run(body())

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -19,15 +20,16 @@ from caraserve.cluster.secret_file import SecretFile
 from caraserve.http.peers import add_peer_routes
 
 KEYS = Keyring((b"a secret of the tests",))
-# After these turns of the loop, whoever came before the door was shut is known to the server, which hangs up on nobody
-# else when it ends. Others dial at any time.
+# Others dial at any time. After these turns of the loop, whoever came before the door was shut is known to the server,
+# which hangs up on nobody else when it ends; and whom it accepts in its last turn, asyncio's own server forgets.
 _TURNS = 5
+_NEVER_S = 30.0  # what takes this long hangs, also where disk and processors have much else to do
 LOAD = Load("serving", kv_tokens=1000, kv_free_tokens=1000, queue_room=10)
 
 
-async def until(condition: Callable[[], bool], seconds: float) -> None:
-    """Returns as soon as something holds; fails if that takes longer."""
-    async with asyncio.timeout(seconds):
+async def until(condition: Callable[[], bool]) -> None:
+    """Returns as soon as something holds; fails if it seems that it never will."""
+    async with asyncio.timeout(_NEVER_S):
         while not condition():  # noqa: ASYNC110 -- whatever a test waits for has no event
             await asyncio.sleep(0.01)
 
@@ -102,14 +104,14 @@ class Instance:
 
     node: Node
     runner: web.AppRunner
+    door: socket.socket
     address: str
     relay: Relay | None
 
     async def stop(self) -> None:
         """An orderly end."""
         await self.node.stop()
-        for site in list(self.runner.sites):
-            await site.stop()
+        asyncio.get_running_loop().remove_reader(self.door)
         for _ in range(_TURNS):
             await asyncio.sleep(0)
         await self.runner.cleanup()
@@ -155,13 +157,14 @@ class Instances:
         add_peer_routes(app, node, routes(node))
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls[0] if tls else None).start()
-        port = int(runner.addresses[0][1])
+        door = socket.create_server(("127.0.0.1", 0))
+        await web.SockSite(runner, door, ssl_context=tls[0] if tls else None).start()
+        port = int(door.getsockname()[1])
         relay = Relay(port) if behind_relay else None
         address = f"127.0.0.1:{await relay.start() if relay else port}"
         self._first = self._first or address
         await node.start(address)
-        instance = self.running[name] = Instance(node, runner, address, relay)
+        instance = self.running[name] = Instance(node, runner, door, address, relay)
         return instance
 
     async def stop(self, name: str) -> None:

@@ -149,15 +149,15 @@ class Pools:
         )
         await member.begin(instance)
         await asyncio.gather(*member.pool._tasks, *member.pool.keeping._tasks)  # what is known is taken up
-        await until(self._group.agree, 4)
+        await until(self._group.agree)
         return member
 
     async def load(self, member: Member, name: str, seed: int) -> str:
         """An adapter from a folder of that member's; its digest. All others know it."""
         path = write_folder(self._folder / f"folders {name} {seed}", seed)
         info = await member.catalog.load(name, str(path), inplace=True)
-        await until(lambda: all(_means(one, name, info.digest) for one in self.members.values()), 3)
-        await until(lambda: all(one.node.holders(info.digest) for one in self.members.values()), 3)
+        await until(lambda: all(_means(one, name, info.digest) for one in self.members.values()))
+        await until(lambda: all(one.node.holders(info.digest) for one in self.members.values()))
         return info.digest
 
     async def sharing(self, *names: str) -> tuple[list[Member], str]:
@@ -167,8 +167,8 @@ class Pools:
         digest = await self.load(first, "poet", 1)
         for other in others:
             await other.want("poet")
-        await until(lambda: all(digest in other.stored for other in others), 3)
-        await until(lambda: set(first.node.holders(digest)) == set(names), 3)
+        await until(lambda: all(digest in other.stored for other in others))
+        await until(lambda: set(first.node.holders(digest)) == set(names))
         return members, digest
 
     async def stop(self, name: str) -> None:

@@ -130,7 +130,7 @@ async def test_only_certificates_of_the_clusters_authority_get_in(tmp_path: Path
     async with instances(tmp_path) as running, aiohttp.ClientSession() as session:
         for name in "ab":
             await running.start(name, tls=(member.listening, member.dialling))
-        await until(running.agree, 4)
+        await until(running.agree)
         url = f"{running.running['a'].address}/cluster/ws"
         async with session.ws_connect(f"https://{url}", ssl=member.dialling or True) as stream:
             assert not stream.closed

@@ -26,9 +26,9 @@ async def test_a_copy_goes_only_against_anothers_promise(tmp_path: Path) -> None
         (a, b, c), digest = await fleet.sharing("a", "b", "c")
         assert await b.pool.keeping.let_go(digest)
         assert digest not in b.stored
-        await until(lambda: set(a.node.holders(digest)) == set("ac"), 3)
+        await until(lambda: set(a.node.holders(digest)) == set("ac"))
         await fleet.stop("a")
-        await until(lambda: set(c.node.holders(digest)) == {"c"}, 3)
+        await until(lambda: set(c.node.holders(digest)) == {"c"})
         assert not await c.pool.keeping.let_go(digest)
         assert digest in c.stored
 
@@ -41,14 +41,14 @@ async def test_nobody_promises_a_folder_that_is_gone(tmp_path: Path) -> None:
         a.pool.keeping._looked_s.clear()  # what was seen a moment ago is still believed
         assert not await b.pool.keeping.let_go(digest)
         assert digest in b.stored
-        await until(lambda: set(b.node.holders(digest)) == {"b"}, 3)
+        await until(lambda: set(b.node.holders(digest)) == {"b"})
 
 
 async def test_a_folder_that_was_only_touched_is_promised(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         (a, _), digest = await fleet.sharing("a", "b")
         os.utime(Path(a.catalog.get("poet").path) / "adapter_model.safetensors", (1, 1))
-        await until(lambda: _promises(a, digest), 3)
+        await until(lambda: _promises(a, digest))
 
 
 async def test_what_an_earlier_life_kept_is_promised_once_it_has_been_read(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ async def test_what_an_earlier_life_kept_is_promised_once_it_has_been_read(tmp_p
         digests = [await fleet.load(a, name, seed) for seed, name in enumerate(("poet", "chef"))]
         for name in ("poet", "chef"):
             await b.want(name)
-        await until(lambda: set(b.stored.digests()) == set(digests), 3)
+        await until(lambda: set(b.stored.digests()) == set(digests))
         await fleet.stop("b")
         right, wrong = digests
         path = tmp_path / "b.adapters" / wrong
@@ -65,8 +65,8 @@ async def test_what_an_earlier_life_kept_is_promised_once_it_has_been_read(tmp_p
         b = await fleet.start("b")
         assert not _promises(b, right)
         assert not _promises(b, wrong)
-        await until(lambda: _promises(b, right), 3)
-        await until(lambda: wrong not in b.stored, 3)
+        await until(lambda: _promises(b, right))
+        await until(lambda: wrong not in b.stored)
         assert not _promises(b, wrong)
 
 
@@ -78,7 +78,7 @@ async def test_two_that_would_both_delete_keep_one_at_least(tmp_path: Path) -> N
     async with pools(tmp_path) as fleet:
         (_, b, c), digest = await fleet.sharing("a", "b", "c")
         await fleet.stop("a")
-        await until(lambda: set(b.node.holders(digest)) == set(c.node.holders(digest)) == set("bc"), 3)
+        await until(lambda: set(b.node.holders(digest)) == set(c.node.holders(digest)) == set("bc"))
         await asyncio.gather(b.pool.keeping.let_go(digest), c.pool.keeping.let_go(digest))
         assert digest in b.stored or digest in c.stored
 
@@ -89,7 +89,7 @@ async def test_after_a_restart_what_was_promised_is_still_kept(tmp_path: Path) -
         assert b.pool.keeping.answer("a", (HOLD, digest, 30.0)) == (1,)
         await fleet.stop("b")
         b = await fleet.start("b")
-        await until(lambda: "a" in b.node.holders(digest), 3)
+        await until(lambda: "a" in b.node.holders(digest))
         assert not await b.pool.keeping.let_go(digest)
 
 
@@ -112,10 +112,10 @@ async def test_a_full_disk_lets_the_least_recently_used_go_if_others_keep_it(tmp
         for name in ("first", "second", "third"):
             await b.want(name)
             digest = b.catalog.get(name).digest
-            await until(lambda digest=digest: digest in b.stored, 3)
+            await until(lambda digest=digest: digest in b.stored)
         assert b.stored.digests() == others
-        await until(lambda: sum(path.stat().st_size for path in b.folder.iterdir()) == 2 * size, 3)
-        await until(lambda: set(a.node.holders(first)) == {"a"}, 3)
+        await until(lambda: sum(path.stat().st_size for path in b.folder.iterdir()) == 2 * size)
+        await until(lambda: set(a.node.holders(first)) == {"a"})
 
 
 async def test_what_finds_no_room_on_disk_is_served_and_not_held(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ async def test_what_finds_no_room_on_disk_is_served_and_not_held(tmp_path: Path)
         a, b = await fleet.start("a"), await fleet.start("b", most_bytes=1)
         digest = await fleet.load(a, "poet", 1)
         await b.want("poet")
-        await until(lambda: b.pool.keeping.unkept == 1, 3)
+        await until(lambda: b.pool.keeping.unkept == 1)
         assert set(b.node.holders(digest)) == {"a"}
         assert b.pool.keeping.answer("a", (HOLD, digest, 5.0)) == (0,)
 
@@ -155,7 +155,7 @@ async def test_what_cannot_be_written_now_is_counted_and_the_next_is_written(
         assert b.pool.keeping.unkept == 1
         assert b.stored.num_bytes == 0
         await b.want("poet")
-        await until(lambda: digest in b.stored, 3)
+        await until(lambda: digest in b.stored)
 
 
 @contextlib.asynccontextmanager
@@ -172,7 +172,7 @@ async def test_what_is_kept_where_nobody_can_be_told_is_still_kept(
         digest = await fleet.load(a, "poet", 1)
         monkeypatch.setattr(b.node, "hold", _full)
         await b.want("poet")
-        await until(lambda: b.pool.keeping.unsaid == 1, 3)
+        await until(lambda: b.pool.keeping.unsaid == 1)
         assert digest in b.stored
 
 
@@ -194,11 +194,11 @@ async def test_an_image_whose_asker_has_left_before_it_was_read_does_not_stay_in
         read = a.pool.keeping._read_own
         monkeypatch.setattr(lending, "_read", lambda *asked: reads.append(lambda: read(*asked)))
         asker = asyncio.create_task(_borrow(a, digest))
-        await until(lambda: reads, 3)
+        await until(lambda: reads)
         asker.cancel()
         await asyncio.gather(asker, return_exceptions=True)
         reads[0]()
-        await until(lambda: not lending._reads, 3)  # sooner than one that somebody has used
+        await until(lambda: not lending._reads)  # sooner than one that somebody has used
 
 
 async def _borrow(member: Member, digest: str) -> None:
@@ -245,7 +245,7 @@ async def test_work_beside_the_requests_that_fails_by_a_defect_says_so(
         for tasks in (a.pool._tasks, a.pool.keeping._tasks):
             task = tasks.start(_a_defect(), "a test")
             await asyncio.wait([task])
-        await until(lambda: caplog.text.count("RuntimeError: a defect") == 2, 3)
+        await until(lambda: caplog.text.count("RuntimeError: a defect") == 2)
 
 
 async def _a_defect() -> None:

@@ -108,13 +108,13 @@ async def test_the_log_says_which_two_share_a_name(tmp_path: Path, caplog: pytes
         one = await running.start("one", called="a", peers=(x.address,))
         y = await running.start("y", peers=("127.0.0.1:1",))
         two = await running.start("two", called="a", peers=(y.address,))
-        await nodes.until(lambda: x.sees("a") == y.sees("a") == State.ALIVE, 4)
+        await nodes.until(lambda: x.sees("a") == y.sees("a") == State.ALIVE)
         y.node.core.seed((x.address,))
         both = {
             f"a at {here.address} is refused: an instance at {there.address} is called a, too; give each a --name of "
             "its own"
             for here, there in ((one, two), (two, one))
         }
-        await nodes.until(lambda: both <= {line.getMessage() for line in caplog.records}, 30)
+        await nodes.until(lambda: both <= {line.getMessage() for line in caplog.records})
         assert not one.node.ended.done()
         assert not two.node.ended.done()

@@ -28,7 +28,7 @@ OLD, NEW = b"the old secret of this cluster", b"the new secret of this cluster"
 async def together(running: Instances, *names: str) -> None:
     for name in names:
         await running.start(name)
-    await until(running.agree, 4)
+    await until(running.agree)
 
 
 async def test_five_see_each_other_and_one_that_leaves_is_suspected_by_nobody(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ async def test_five_see_each_other_and_one_that_leaves_is_suspected_by_nobody(tm
         for one in running.running.values():
             one.node.on_member = lambda record, before: seen.append(record.state)
         await running.stop("e")
-        await until(running.agree, 1)
+        await until(running.agree)
         assert all(one.sees("e") == State.LEFT for one in running.running.values())
         assert seen == [State.LEFT] * 4
 
@@ -52,10 +52,10 @@ async def test_a_name_is_known_everywhere_and_forgotten_everywhere(tmp_path: Pat
         c.on_names = heard.append
         a.register(adapter)
         a.hold("d1", Tier.HOST)
-        await until(lambda: b.adapter("poet") == c.adapter("poet") == adapter, 2)
-        await until(lambda: c.holders("d1") == {"a": Tier.HOST}, 2)
+        await until(lambda: b.adapter("poet") == c.adapter("poet") == adapter)
+        await until(lambda: c.holders("d1") == {"a": Tier.HOST})
         b.remove("poet")
-        await until(lambda: a.adapter("poet") is None and c.adapter("poet") is None, 2)
+        await until(lambda: a.adapter("poet") is None and c.adapter("poet") is None)
         assert heard == [{"poet": adapter}, {"poet": None}]
 
 
@@ -70,7 +70,7 @@ async def test_a_name_given_in_words_of_a_later_version_is_not_taken_for_a_remov
         b.core.facts.merge(SHARED, [later], wall_ms)
         b.register(Adapter("known", "d", 8, 10))
         shelf = a.core.facts.shelf(SHARED)
-        await until(lambda: "known" in heard and shelf is not None and shelf.get("poet") == later, 4)
+        await until(lambda: "known" in heard and shelf is not None and shelf.get("poet") == later)
         assert set(heard) == {"known"}
 
 
@@ -79,9 +79,9 @@ async def test_only_the_living_hold_anything(tmp_path: Path) -> None:
         await together(running, "a", "b")
         running.running["b"].node.hold("d1", Tier.DEVICE)
         a = running.running["a"].node
-        await until(lambda: a.holders("d1") == {"b": Tier.DEVICE}, 2)
+        await until(lambda: a.holders("d1") == {"b": Tier.DEVICE})
         await running.stop("b")
-        await until(lambda: a.holders("d1") == {}, 2)
+        await until(lambda: a.holders("d1") == {})
 
 
 async def test_names_and_what_was_removed_survive_a_restart_of_all(tmp_path: Path) -> None:
@@ -91,14 +91,14 @@ async def test_names_and_what_was_removed_survive_a_restart_of_all(tmp_path: Pat
         for index in range(1000):
             a.register(Adapter(f"n{index}", f"d{index}", 8, 10))
         b.register(Adapter("gone", "d", 8, 10))
-        await until(lambda: sum(1 for _ in b.adapters()) == sum(1 for _ in a.adapters()) == 1001, 5)
+        await until(lambda: sum(1 for _ in b.adapters()) == sum(1 for _ in a.adapters()) == 1001)
         a.remove("gone")
-        await until(lambda: b.adapter("gone") is None, 2)
+        await until(lambda: b.adapter("gone") is None)
     async with instances(tmp_path) as running:
         alone = (await running.start("b")).node
         assert {adapter.name for adapter in alone.adapters()} == {f"n{index}" for index in range(1000)}
         await running.start("a")
-        await until(running.agree, 4)
+        await until(running.agree)
         assert alone.adapter("gone") is None
 
 
@@ -122,11 +122,11 @@ async def test_a_wrong_clock_is_said_to_be_one_and_may_be_put_right(
         a, b = running.running["a"].node, running.running["b"].node
         b.core.facts.merge(SHARED, [Fact("ahead", ("d", 8, 10), int(later_s * 1000) << 16, "b")], int(later_s * 1000))
         b.register(Adapter("poet", "d", 8, 10))
-        await until(lambda: "is a clock wrong" in caplog.text, 8)
+        await until(lambda: "is a clock wrong" in caplog.text)
         assert a.adapter("poet") is None
         monkeypatch.setattr("caraserve.cluster.node.time.time", lambda: later_s)
         b.register(Adapter("pirate", "d", 8, 10))
-        await until(lambda: a.adapter("pirate") is not None, 4)
+        await until(lambda: a.adapter("pirate") is not None)
 
 
 async def test_what_was_refused_is_counted_for_all_to_see(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ async def test_a_router_sees_loads_and_performance_models(tmp_path: Path) -> Non
         a, b = running.running["a"].node, running.running["b"].node
         assert a.instances() == ()
         b.publish(MODEL, LINKS)
-        await until(lambda: len(a.instances()) == 1 and a.instances()[0].able, 2)
+        await until(lambda: len(a.instances()) == 1 and a.instances()[0].able)
         (seen,) = a.instances()
         assert (seen.name, seen.model, seen.links) == ("b", MODEL, LINKS)
         assert (seen.backlog.kv_tokens, seen.backlog.queue_room) == (LOAD.kv_tokens, LOAD.queue_room)
@@ -185,7 +185,7 @@ async def test_a_wrong_secret_never_gets_in_and_is_said_to_be_one(
     async with instances(tmp_path) as running:
         await together(running, "a", "b")
         stranger = await running.start("stranger", keys=Keyring((b"some other secret of somebody",)))
-        await until(lambda: "--cluster-secret-file" in caplog.text, 10)
+        await until(lambda: "--cluster-secret-file" in caplog.text)
         assert [record.name for record in stranger.node.members()] == ["stranger"]
         assert running.running["a"].sees("stranger") is None
 
@@ -200,14 +200,14 @@ async def test_secrets_change_without_a_pause(tmp_path: Path) -> None:
         for name in "ab":
             one = await running.start(name, keys=secrets[name])
             one.node.on_member = lambda record, before: left.append(record.state)
-        await until(running.agree, 4)
+        await until(running.agree)
         for content in (OLD + b"\n" + NEW, NEW + b"\n" + OLD + b"\n", NEW):
             for name, file in files.items():
                 file.write_bytes(content)
                 running.running[name].node.reread_secrets()
                 await asyncio.sleep(0.3)  # the two differ, and speak
         running.running["a"].node.register(Adapter("after", "d", 8, 1))
-        await until(lambda: running.running["b"].node.adapter("after") is not None, 2)
+        await until(lambda: running.running["b"].node.adapter("after") is not None)
         assert left == [State.ALIVE] * 2
 
 
@@ -218,11 +218,11 @@ async def test_a_secret_file_that_became_useless_changes_nothing(tmp_path: Path)
     async with instances(tmp_path) as running:
         await running.start("a", keys=secrets)
         await running.start("b", keys=Keyring((OLD,)))
-        await until(running.agree, 4)
+        await until(running.agree)
         file.write_bytes(b"short")
         running.running["a"].node.reread_secrets()
         running.running["a"].node.register(Adapter("after", "d", 8, 1))
-        await until(lambda: running.running["b"].node.adapter("after") is not None, 2)
+        await until(lambda: running.running["b"].node.adapter("after") is not None)
 
 
 @pytest.mark.parametrize(("settings", "reason"), [({"model": "other"}, "base model"), ({"called": "a"}, "called a")])
@@ -234,32 +234,31 @@ async def test_who_does_not_belong_here_goes_and_who_was_here_stays(
         a = running.running["a"]
         stranger = await running.start("stranger", peers=(a.address,), **settings)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match=reason):
-            async with asyncio.timeout(5):
-                await stranger.node.ended
+            await stranger.node.ended
         await running.stop("stranger")
-        await until(running.agree, 3)
+        await until(running.agree)
         assert not a.node.ended.done()
 
 
-async def test_a_partition_heals_within_two_seconds(tmp_path: Path) -> None:
+async def test_what_each_side_learnt_in_a_partition_both_know_when_it_heals(tmp_path: Path) -> None:
     async with instances(tmp_path) as running:
         first = await running.start("a", behind_relay=True)
         await running.start("b", behind_relay=True, peers=(first.address,))
-        await until(running.agree, 4)
+        await until(running.agree)
         pair = [running.running[name] for name in "ab"]
         pair[0].node.register(Adapter("before", "d", 8, 1))
         for one in pair:
             assert one.relay is not None
             one.relay.cut()
-        await until(lambda: pair[0].sees("b") == pair[1].sees("a") == State.SUSPECT, 0.5)
-        await until(lambda: pair[0].sees("b") == pair[1].sees("a") == State.DEAD, 5)
+        await until(lambda: pair[0].sees("b") == pair[1].sees("a") == State.SUSPECT)
+        await until(lambda: pair[0].sees("b") == pair[1].sees("a") == State.DEAD)
         pair[0].node.register(Adapter("on a", "d", 8, 1))
         pair[1].node.register(Adapter("on b", "d", 8, 1))
         for one in pair:
             assert one.relay is not None
             one.relay.heal()
-        await until(running.agree, 2)
-        await until(lambda: all({x.name for x in one.node.adapters()} == {"before", "on a", "on b"} for one in pair), 2)
+        await until(running.agree)
+        await until(lambda: all({x.name for x in one.node.adapters()} == {"before", "on a", "on b"} for one in pair))
 
 
 async def test_no_web_page_can_join(tmp_path: Path) -> None:

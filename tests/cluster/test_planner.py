@@ -57,17 +57,17 @@ async def planning(
     async with instances(folder) as group:
         for name in names:
             await group.start(name, routes=lambda node: add(node).routes())
-        await until(group.agree, 4)
+        await until(group.agree)
         for one in group.running.values():
             one.node.publish(MODEL, Links())
         for name, rank in RANKS.items():
             group.running[names[0]].node.register(Adapter(name, f"digest of {name}", rank, 1000))
         for one in group.running.values():
-            await until(lambda one=one: sum(1 for _ in one.node.adapters()) == len(RANKS), 3)
-            await until(lambda one=one: len(one.node.instances()) == len(names), 3)
+            await until(lambda one=one: sum(1 for _ in one.node.adapters()) == len(RANKS))
+            await until(lambda one=one: len(one.node.instances()) == len(names))
         tasks = [asyncio.create_task(planner.run()) for planner in made.values()]
         try:
-            await until(lambda: all(_has_room(planner, *names) for planner in made.values()), 3)
+            await until(lambda: all(_has_room(planner, *names) for planner in made.values()))
             assert all(planner.plan is None for planner in made.values())  # not before the others are known
             clock.wall_s += 1.0
             yield group, made
@@ -95,7 +95,7 @@ async def test_the_one_whose_turn_it_is_makes_a_plan_by_everybodys_demand_and_al
             for step in (EPOCH - 2, EPOCH - 1):
                 planner.demand.count("small", step * STEP_S, 600)
                 planner.demand.count("large", step * STEP_S, 600)
-        await until(lambda: agreed(made, EPOCH), 15)
+        await until(lambda: agreed(made, EPOCH))
         first = planners(EPOCH, made)[0]
         assert {name: planner.made for name, planner in made.items()} == {name: name == first for name in made}
         plan = made["a"].plan
@@ -105,7 +105,7 @@ async def test_the_one_whose_turn_it_is_makes_a_plan_by_everybodys_demand_and_al
         adopted: list[Plan] = []
         made["b"].on_plan = adopted.append
         clock.wall_s += STEP_S
-        await until(lambda: agreed(made, EPOCH + 1), 15)
+        await until(lambda: agreed(made, EPOCH + 1))
         assert [plan.epoch for plan in adopted] == [EPOCH + 1]
 
 
@@ -117,7 +117,7 @@ async def test_when_the_first_is_silent_the_second_makes_it(tmp_path: Path) -> N
         await asyncio.sleep(0.3)  # several turns
         assert all(planner.plan is None for planner in made.values())
         clock.wall_s += 20.0
-        await until(lambda: agreed(made, EPOCH), 15)
+        await until(lambda: agreed(made, EPOCH))
         assert made[order[1]].made == 1
 
 
@@ -126,7 +126,7 @@ async def test_a_plan_that_cannot_be_made_is_not_tried_all_the_time(
 ) -> None:
     monkeypatch.setattr("caraserve.cluster.planner.ask", _fails)
     async with planning(tmp_path, Clock(), "a") as (_, made):
-        await until(lambda: made["a"].failed == 1, 5)
+        await until(lambda: made["a"].failed == 1)
         await asyncio.sleep(0.3)  # several turns
         assert made["a"].failed == 1
 
@@ -134,7 +134,7 @@ async def test_a_plan_that_cannot_be_made_is_not_tried_all_the_time(
 async def test_a_clock_that_is_ahead_leads_nobody_else(tmp_path: Path) -> None:
     clock = Clock()
     async with planning(tmp_path, clock, "a", "b") as (_, made):
-        await until(lambda: agreed(made, EPOCH), 15)
+        await until(lambda: agreed(made, EPOCH))
         ahead = Plan.made(EPOCH + 1000, {"small": (Share("a", 1.0),)}, {"a": 8, "b": 8})
         made["a"]._make = made["b"]._make = _never  # type: ignore[method-assign]
         made["a"]._wall = lambda: clock.wall_s + 1000 * STEP_S
@@ -142,16 +142,16 @@ async def test_a_clock_that_is_ahead_leads_nobody_else(tmp_path: Path) -> None:
         current = Plan.made(EPOCH + 1, {"small": (Share("b", 1.0),)}, {"a": 8, "b": 8})
         assert await _takes(made["b"], ahead) is None
         made["a"]._wall = lambda: clock.wall_s  # it is set right, and the plan dropped
-        await until(lambda: made["a"].plan != ahead, 3)
+        await until(lambda: made["a"].plan != ahead)
         made["a"]._adopt(current, encoded(current))
         assert await _takes(made["b"], current) == current
-        await until(lambda: agreed(made, EPOCH + 1), 5)
+        await until(lambda: agreed(made, EPOCH + 1))
 
 
 async def test_where_the_latest_plan_cannot_be_had_the_one_before_it_is_taken(tmp_path: Path) -> None:
     clock = Clock()
     async with planning(tmp_path, clock, "a", "b", "c") as (_, made):
-        await until(lambda: agreed(made, EPOCH), 15)
+        await until(lambda: agreed(made, EPOCH))
         for planner in made.values():
             planner._make = _never  # type: ignore[method-assign]
         late = Plan.made(EPOCH + 1, {"small": (Share("b", 1.0),)}, {"a": 8, "b": 8, "c": 8})
@@ -159,13 +159,13 @@ async def test_where_the_latest_plan_cannot_be_had_the_one_before_it_is_taken(tm
         made["a"]._node.core.hold(PUBLISHED, (EPOCH + 1, "f" * 64), time.monotonic())  # and has no such plan
         made["b"]._adopt(late, encoded(late))
         assert late.digest < "f" * 64
-        await until(lambda: made["c"].plan == late, 5)
+        await until(lambda: made["c"].plan == late)
 
 
 async def _takes(planner: Planner, plan: Plan) -> Plan | None:
     """The plan, if it is taken within several turns of its being known."""
     facts = planner._node.core.facts
-    await until(lambda: any(_published(facts, name) == plan.digest for name in "ab"), 3)
+    await until(lambda: any(_published(facts, name) == plan.digest for name in "ab"))
     await asyncio.sleep(0.3)
     return planner.plan if planner.plan == plan else None
 
@@ -187,7 +187,7 @@ async def _never(epoch: int) -> None:
 async def test_strangers_learn_neither_demand_nor_plans(tmp_path: Path) -> None:
     clock = Clock()
     async with planning(tmp_path, clock, "a") as (group, made):
-        await until(lambda: made["a"].plan is not None, 15)
+        await until(lambda: made["a"].plan is not None)
         address, plan = group.running["a"].address, made["a"].plan
         assert plan is not None
         for keys, gets_in in ((KEYS, True), (Keyring((b"some other secret of somebody",)), False)):

@@ -28,7 +28,7 @@ async def test_what_one_loaded_another_fetches_and_then_holds_too(tmp_path: Path
         image = await b.want("poet")
         assert np.array_equal(image.data, (await a.want("poet")).data)
         assert image.spec.digest == digest
-        await until(lambda: set(a.node.holders(digest)) == {"a", "b"}, 3)
+        await until(lambda: set(a.node.holders(digest)) == {"a", "b"})
         assert b.pool.find("poet") is not None
         assert b.stored.digests() == [digest]
 
@@ -69,7 +69,7 @@ async def test_a_kept_file_that_has_changed_is_fetched_again(tmp_path: Path) -> 
         b.evict("poet")
         assert np.array_equal((await b.want("poet")).data, right)
         assert b.pool.exchange.counts.fetched == 2
-        await until(lambda: digest in b.stored and path.read_bytes()[-1:] == bytes([content[-1] ^ 1]), 3)
+        await until(lambda: digest in b.stored and path.read_bytes()[-1:] == bytes([content[-1] ^ 1]))
 
 
 async def test_a_kept_file_that_cannot_be_opened_for_a_moment_is_kept(
@@ -78,7 +78,7 @@ async def test_a_kept_file_that_cannot_be_opened_for_a_moment_is_kept(
     async with pools(tmp_path) as fleet:
         (_, b), digest = await fleet.sharing("a", "b")
         await fleet.stop("a")
-        await until(lambda: set(b.node.holders(digest)) == {"b"}, 3)
+        await until(lambda: set(b.node.holders(digest)) == {"b"})
         b.evict("poet")
         with monkeypatch.context() as patch:
             patch.setattr(Stored, "read", _out_of_files)
@@ -108,7 +108,7 @@ async def test_a_folder_that_cannot_be_read_for_a_moment_is_still_held(
         with monkeypatch.context() as patch:
             patch.setattr("caraserve.adapters.catalog.read_adapter", _no_disk)
             await _lends_nothing(a, digest)
-        await until(lambda: not a.pool.keeping._tasks, 3)  # its files have been looked at
+        await until(lambda: not a.pool.keeping._tasks)  # its files have been looked at
         assert set(a.node.holders(digest)) == {"a"}
         async with a.pool.keeping.lending.image_of(digest) as image:
             assert image.spec.digest == digest
@@ -121,10 +121,10 @@ async def test_a_folder_that_is_gone_is_held_again_when_it_is_back_and_was_read(
         folder = Path(a.catalog.get("poet").path)
         folder.rename(folder.with_name("away"))  # noqa: ASYNC240
         await _lends_nothing(a, digest)
-        await until(lambda: not b.node.holders(digest), 3)
+        await until(lambda: not b.node.holders(digest))
         folder.with_name("away").rename(folder)
         await a.want("poet")
-        await until(lambda: set(b.node.holders(digest)) == {"a"}, 3)
+        await until(lambda: set(b.node.holders(digest)) == {"a"})
 
 
 def _no_disk(folder: Path, spec: object, into: object) -> HostAdapter:
@@ -156,7 +156,7 @@ async def test_the_third_gets_it_from_the_second_when_the_first_is_gone(tmp_path
         a, b, c = [await fleet.start(name) for name in "abc"]
         digest = await fleet.load(a, "poet", 1)
         await b.want("poet")
-        await until(lambda: "b" in c.node.holders(digest), 3)
+        await until(lambda: "b" in c.node.holders(digest))
         await fleet.stop("a")
         b.evict("poet")  # it reads it from its disk for others, and its host tier stays as it is
         await c.want("poet")
@@ -170,7 +170,7 @@ async def test_when_all_who_had_it_are_gone_that_is_said_and_others_are_served(t
         await fleet.load(a, "chef", 2)
         await b.want("chef")
         await fleet.stop("a")
-        await until(lambda: not b.node.holders(digest), 3)
+        await until(lambda: not b.node.holders(digest))
         with pytest.raises(Unreachable, match="no instance that has it is there"):
             await b.want("poet")
         await b.want("chef")
@@ -192,7 +192,7 @@ async def test_a_name_that_gets_another_meaning_gets_it_everywhere(tmp_path: Pat
         (a, b), old = await fleet.sharing("a", "b")
         new = await fleet.load(a, "poet", 2)
         assert (await b.want("poet")).spec.digest == new
-        await until(lambda: old not in b.stored and not (b.folder / old).exists(), 5)
+        await until(lambda: old not in b.stored and not (b.folder / old).exists())
         assert set(b.node.holders(old)) <= {"a"}
 
 
@@ -202,7 +202,7 @@ async def test_a_name_whose_new_meaning_cannot_be_served_here_is_not_answered_by
         old = await fleet.load(a, "poet", 1)
         running = a.catalog.pin("poet")
         b.node.register(Adapter("poet", "0" * 64, 8, 2 << 30))
-        await until(lambda: not a.knows("poet"), 3)
+        await until(lambda: not a.knows("poet"))
         assert running.digest == old
         with pytest.raises(AdapterRejected, match="more than"):
             await a.pool.ensure("poet")
@@ -215,7 +215,7 @@ async def test_a_request_gets_the_meaning_that_its_name_has_by_now(tmp_path: Pat
         await fleet.load(a, "poet", 1)
         b.publisher.on_wanted = a.publisher.on_wanted = lambda adapter: None  # nobody adopts it by itself
         new = await a.catalog.load("poet", str(write_folder(tmp_path / "new", 2)), inplace=True)
-        await until(lambda: new.digest in {one.digest for one in b.node.adapters()}, 3)
+        await until(lambda: new.digest in {one.digest for one in b.node.adapters()})
         assert b.catalog.get("poet").digest != new.digest
         await b.pool.ensure("poet")
         assert b.catalog.get("poet").digest == new.digest
@@ -227,7 +227,7 @@ async def test_a_request_for_what_nobody_has_is_refused_before_it_takes_a_slot(t
         await fleet.load(a, "poet", 1)
         assert b.pool.can_get("poet")
         await fleet.stop("a")
-        await until(lambda: not b.pool.can_get("poet"), 3)
+        await until(lambda: not b.pool.can_get("poet"))
         with pytest.raises(Unreachable, match="no instance that has it is there"):
             await b.pool.ensure("poet")
         assert b.residency.counters.disk_reads == 0
@@ -238,7 +238,7 @@ async def test_another_name_for_what_lies_in_a_folder_here_is_read_from_there(tm
         a, b = await fleet.start("a"), await fleet.start("b")
         digest = await fleet.load(a, "poet", 1)
         b.node.register(Adapter("bard", digest, 4, a.catalog.get("poet").num_bytes))
-        await until(lambda: a.knows("bard"), 3)
+        await until(lambda: a.knows("bard"))
         assert (await a.want("bard")).spec.digest == digest
         assert (a.pool.exchange.counts.fetched, a.pool.exchange.counts.failed) == (0, 0)
 
@@ -251,13 +251,13 @@ async def test_a_name_given_again_while_its_last_request_ends_stays(tmp_path: Pa
         assert meaning is not None
         running = b.catalog.pin("poet")
         b.node.remove("poet")
-        await until(lambda: a.node.adapter("poet") is None and not a.knows("poet"), 3)
+        await until(lambda: a.node.adapter("poet") is None and not a.knows("poet"))
         b.publisher.take_names({"poet": None})
         await asyncio.sleep(0)  # the unloading has begun
         b.node.register(meaning)
-        await until(lambda: not b.knows("poet"), 3)
+        await until(lambda: not b.knows("poet"))
         b.residency.unpin(running)
-        await until(lambda: a.knows("poet") and b.knows("poet"), 3)
+        await until(lambda: a.knows("poet") and b.knows("poet"))
         assert a.node.adapter("poet") == b.node.adapter("poet") == meaning
 
 
@@ -275,11 +275,11 @@ async def test_what_was_removed_is_deleted_and_only_that(tmp_path: Path) -> None
         digests = {name: await fleet.load(a, name, seed) for seed, name in enumerate(("poet", "chef"))}
         for name in digests:
             await b.want(name)
-        await until(lambda: set(b.stored.digests()) == set(digests.values()), 3)
+        await until(lambda: set(b.stored.digests()) == set(digests.values()))
         b.node.remove("poet")
         await b.catalog.unload("poet")
-        await until(lambda: b.stored.digests() == [digests["chef"]] and not a.knows("poet"), 5)
-        await until(lambda: [path.name for path in b.folder.iterdir()] == [digests["chef"]], 3)
+        await until(lambda: b.stored.digests() == [digests["chef"]] and not a.knows("poet"))
+        await until(lambda: [path.name for path in b.folder.iterdir()] == [digests["chef"]])
 
 
 # --- what others say ---
@@ -290,7 +290,7 @@ async def test_a_digest_that_is_none_is_neither_adopted_nor_a_path(tmp_path: Pat
     async with pools(tmp_path) as fleet:
         a, b = await fleet.start("a"), await fleet.start("b")
         a.node.register(Adapter("odd", digest or "x", 8, 10))
-        await until(lambda: b.node.adapter("odd") is not None, 3)
+        await until(lambda: b.node.adapter("odd") is not None)
         assert not b.knows("odd")
 
 

@@ -48,7 +48,7 @@ async def published(folder: Path) -> AsyncIterator[tuple[Engine, Publisher, Inst
         engine.watch, engine.catalog.on_change = publisher.watch, publisher.changed
         await publisher.announce()
         await group.start("b")
-        await until(group.agree, 4)
+        await until(group.agree)
         yield engine, publisher, group
 
 
@@ -56,11 +56,11 @@ async def test_others_learn_of_adapters_and_of_the_machine(tmp_path: Path) -> No
     async with published(tmp_path) as (engine, _, group):
         b = group.running["b"].node
         poet = engine.adapter("poet")
-        await until(lambda: b.adapter("poet") == Adapter("poet", poet.digest, poet.rank, poet.num_bytes), 3)
-        await until(lambda: b.holders(poet.digest) == {"a": Tier.DISK}, 3)
-        await until(lambda: [one.model for one in b.instances()] == [PerfModel.of(load(PROFILE))], 3)
+        await until(lambda: b.adapter("poet") == Adapter("poet", poet.digest, poet.rank, poet.num_bytes))
+        await until(lambda: b.holders(poet.digest) == {"a": Tier.DISK})
+        await until(lambda: [one.model for one in b.instances()] == [PerfModel.of(load(PROFILE))])
         await engine.unload_adapter("poet")
-        await until(lambda: b.adapter("poet") is None, 3)
+        await until(lambda: b.adapter("poet") is None)
 
 
 async def test_what_others_remove_is_unloaded_and_what_they_add_is_wanted(tmp_path: Path) -> None:
@@ -68,11 +68,11 @@ async def test_what_others_remove_is_unloaded_and_what_they_add_is_wanted(tmp_pa
         wanted: list[Adapter] = []
         publisher.on_wanted = wanted.append
         b = group.running["b"].node
-        await until(lambda: b.adapter("chef") is not None, 3)
+        await until(lambda: b.adapter("chef") is not None)
         b.remove("chef")
-        await until(lambda: [info.name for info in engine.adapters()].count("chef") == 0, 3)
+        await until(lambda: [info.name for info in engine.adapters()].count("chef") == 0)
         b.register(Adapter("new", "d", 8, 1))
-        await until(lambda: wanted == [Adapter("new", "d", 8, 1)], 3)
+        await until(lambda: wanted == [Adapter("new", "d", 8, 1)])
 
 
 @pytest.mark.parametrize("asked_for", [False, True])
@@ -89,7 +89,7 @@ async def test_a_folder_that_lies_there_does_not_bring_back_what_was_removed(tmp
             if asked_for:
                 assert a.adapter("poet") is not None
             else:
-                await until(lambda: "poet" not in {info.name for info in engine.adapters()}, 3)
+                await until(lambda: "poet" not in {info.name for info in engine.adapters()})
                 assert a.adapter("poet") is None
 
 
@@ -102,14 +102,14 @@ async def test_an_unload_that_fails_in_an_unforeseen_way_is_said(
     async with published(tmp_path) as (engine, publisher, _):
         monkeypatch.setattr(engine, "unload_adapter", broken)
         publisher.take_names({"chef": None})
-        await until(lambda: "has stopped" in caplog.text, 3)
+        await until(lambda: "has stopped" in caplog.text)
         assert "ZeroDivisionError: chef" in caplog.text
 
 
 async def test_a_load_counts_what_runs_and_what_waits(tmp_path: Path) -> None:
     async with published(tmp_path) as (engine, publisher, _):
         ranks = {name: engine.adapter(name).rank for name in ADAPTERS}
-        tasks = [submit(engine, PROMPT, name, max_tokens=30) for name in ("poet", "poet", "chef", None)]
+        tasks = [submit(engine, PROMPT, name, max_tokens=2) for name in ("poet", "poet", "chef", None)]
         await asyncio.sleep(0)
         said = publisher.load_now(0.0)
         assert said.running + said.queued == 4

@@ -125,7 +125,7 @@ async def test_reaching_instances_for_requests_leaves_the_threads_of_others_alon
     async with asyncio.TaskGroup() as group:
         for index in range(MANY):
             group.create_task(_given_up(relays._session.get(f"http://slow-{index}:1/")))
-        await until(lambda: len(server.asked) == MANY, 10)
+        await until(lambda: len(server.asked) == MANY)
         assert await asyncio.to_thread(lambda: "done") == "done"
         server.answers.set()
     await relays.close()

@@ -27,7 +27,7 @@ FAST_LINKS, SLOW_LINKS = Links(1.0, 1000.0), Links(10.0, 100.0)
 async def fleet(running: Instances, *names: str) -> list[Node]:
     for name in names:
         await running.start(name)
-    await until(running.agree, 4)
+    await until(running.agree)
     return [running.running[name].node for name in names]
 
 
@@ -53,7 +53,7 @@ async def test_one_that_was_not_measured_is_taken_for_the_slowest_that_was(tmp_p
         b.publish(SLOW, SLOW_LINKS)
         says(c, value)
         for viewer in (a, b, c):
-            await until(partial(_sees, viewer, 3), 3)
+            await until(partial(_sees, viewer, 3))
             seen = {one.name: (one.model, one.links, one.able) for one in viewer.instances()}
             assert seen["a"] == (FAST, FAST_LINKS, True)
             assert seen["b"] == seen["c"] == (SLOW, SLOW_LINKS, True)
@@ -66,7 +66,7 @@ async def test_it_draws_nothing_from_a_faster_one_and_has_its_share_when_that_on
         a.publish(FAST, FAST_LINKS)
         b.publish(SLOW, SLOW_LINKS)
         c.publish(None, Links())
-        await until(partial(_sees, a, 3), 3)
+        await until(partial(_sees, a, 3))
         entry = router(a, "auto")
         arrival = entry.arrival(None, 10, 10)
         went: list[str] = []
@@ -85,7 +85,7 @@ async def test_where_nobody_was_measured_each_answers_what_it_is_sent(tmp_path: 
         for node in (a, b):
             node.publish(None, Links())
         shelf = a.core.facts.shelf
-        await until(lambda: (said := shelf("b")) is not None and said.get(MODEL) is not None, 3)
+        await until(lambda: (said := shelf("b")) is not None and said.get(MODEL) is not None)
         assert a.instances() == ()
         entry = router(a, "auto")
         assert isinstance((await entry.begin(entry.arrival(None, 100, 100))).next(), Here)
