@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from itertools import takewhile
 from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,7 +33,7 @@ from caraserve.cluster.publisher import Publisher
 from caraserve.cluster.stored import Stored, size_of
 from caraserve.errors import AdapterRejected, CaraServeError
 from caraserve.model.layout import HostAdapter, aligned_bytes
-from caraserve.tasks import Tasks
+from caraserve.tasks import Tasks, in_turns
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +45,6 @@ _ANSWER_S = 1.0
 _NO, _YES, _LOOKING = range(3)  # answers to it; the last: ask again in a moment
 _LOOK_S = 0.25
 _SURE_S = 1.0  # after a look at files in a folder, which are not ours
-_LOOKED_AT = 200  # in a turn of the event loop
-_SAID_AT_ONCE = 20
 
 
 class Keeping:
@@ -91,11 +90,9 @@ class Keeping:
         self._tasks.start(self._say_kept(kept), "cluster holdings")
 
     async def _say_kept(self, digests: Iterable[str]) -> None:
-        for count, digest in enumerate(digests, 1):
+        async for digest in in_turns(digests):
             if digest in self._held:
                 self._say_held(digest, Tier.DISK)
-            if count % _SAID_AT_ONCE == 0:
-                await asyncio.sleep(0)
 
     def _say_held(self, digest: str, tier: Tier) -> None:
         try:
@@ -161,14 +158,12 @@ class Keeping:
         if self._swept:
             return
         self._swept = True
-        for count, digest in enumerate(list(self._held)):
+        async for digest in in_turns(list(self._held)):
             version = self._residency.find(digest)
             if version is not None and not version.names:
                 self._swept = False  # its last requests are under way
             elif version is None and digest in self._named:  # else its name may still be on its way to us
                 self._nameless.add(digest)
-            if count % _LOOKED_AT == 0:
-                await asyncio.sleep(0)
         if self._nameless:
             async for adapter in known_adapters(self._node):
                 self._nameless.discard(adapter.digest)
@@ -265,15 +260,15 @@ class Keeping:
 
     async def _make_room(self, num_bytes: int) -> bool:
         """Lets the least recently used go until so much fits; what the plan wants here stays."""
-        for count, digest in enumerate(self._stored.digests(), 1):
-            if count % _LOOKED_AT == 0:
-                await asyncio.sleep(0)
-            if self._stored.num_bytes + num_bytes <= self._most_bytes:
-                break
+
+        def fits() -> bool:
+            return self._stored.num_bytes + num_bytes <= self._most_bytes
+
+        async for digest in in_turns(takewhile(lambda _: not fits(), self._stored.digests())):
             version = self._residency.find(digest)
             if version is None or not any(map(self.wanted, version.names)):
                 await self.let_go(digest)
-        return self._stored.num_bytes + num_bytes <= self._most_bytes
+        return fits()
 
     # --- letting go ---
 

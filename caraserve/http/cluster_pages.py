@@ -1,6 +1,5 @@
 """The cluster as this instance sees it, as JSON for people and tools. Called by `app.py`."""
 
-import asyncio
 import contextlib
 import heapq
 import itertools
@@ -16,8 +15,9 @@ from caraserve.cluster.members import Record
 from caraserve.http.context import CONTEXT
 from caraserve.http.engine_api import ClusterApi
 from caraserve.http.messages import json_response
+from caraserve.tasks import in_turns
 
-_SLICE = 50  # adapters between two pauses: a millisecond's work
+_SLICE = 50  # adapters written at once
 _NAME = operator.attrgetter("name")
 
 
@@ -56,19 +56,16 @@ async def adapters(request: web.Request) -> web.StreamResponse:
     """Every adapter's name that the cluster knows, and who holds its bytes in which tier. There may be tens of
     thousands: they are sorted and written some at a time, and requests in progress go on in between."""
     cluster = request.app[CONTEXT].cluster
-    sorted_slices = []
-    for some in _slices(cluster.adapters() if cluster else iter(())):
-        sorted_slices.append(sorted(some, key=_NAME))
-        await asyncio.sleep(0)
+    known = _slices(cluster.adapters() if cluster else iter(()))
+    by_name = _slices(heapq.merge(*[sorted(some, key=_NAME) async for some in in_turns(known)], key=_NAME))
     response = web.StreamResponse(headers={"Content-Type": "application/json"})
     with contextlib.suppress(ConnectionError):  # who asked has gone
         await response.prepare(request)
         await response.write(b'{"object":"list","data":[')
         comma = b""
-        for some in _slices(heapq.merge(*sorted_slices, key=_NAME)):
+        async for some in in_turns(by_name):  # a write waits only for a slow reader
             await response.write(comma + b",".join(orjson.dumps(_adapter(cluster, adapter)) for adapter in some))
             comma = b","
-            await asyncio.sleep(0)  # a write waits only for a slow reader
         await response.write_eof(b"]}")
     return response
 

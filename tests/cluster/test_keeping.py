@@ -4,13 +4,14 @@ import asyncio
 import contextlib
 import os
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from caraserve.cluster.cost import Tier
-from caraserve.cluster.keeping import HOLD
+from caraserve.cluster.keeping import HOLD, Keeping
 from caraserve.cluster.lending import Busy
 from caraserve.cluster.stored import Stored, size_of
 from caraserve.errors import InvalidRequest
@@ -250,3 +251,42 @@ async def test_work_beside_the_requests_that_fails_by_a_defect_says_so(
 
 async def _a_defect() -> None:
     raise RuntimeError("a defect")
+
+
+# --- many adapters ---
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda keeping: keeping.sweep(),
+        lambda keeping: keeping._say_kept(keeping.stored_digests()),
+        lambda keeping: keeping._make_room(1 << 30),
+    ],
+    ids=["what has no name is looked for", "what an earlier life kept is said", "room is made on disk"],
+)
+async def test_others_have_their_turn_while_all_that_is_held_is_gone_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: Callable[[Keeping], Coroutine[Any, Any, object]]
+) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        names = [f"n{seed}" for seed in range(6)]
+        for seed, name in enumerate(names):
+            await fleet.load(a, name, seed)
+            await b.want(name)
+        await until(lambda: len(b.stored.digests()) == len(names))
+        keeping, turns = b.pool.keeping, 0
+        keeping.wanted = lambda name: True  # so that none goes
+        keeping.renamed()
+        monkeypatch.setattr("caraserve.tasks._TURN_S", 0.0)
+
+        async def look() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        looking = asyncio.create_task(look())
+        await work(keeping)
+        looking.cancel()
+        assert turns >= len(names) - 1

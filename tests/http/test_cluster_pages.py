@@ -80,7 +80,8 @@ async def test_a_server_that_serves_alone_lists_none() -> None:
         assert (await client.get("/v1/cluster/adapters")).json == {"object": "list", "data": []}
 
 
-async def test_others_have_their_turn_while_many_are_listed() -> None:
+async def test_others_have_their_turn_while_many_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("caraserve.tasks._TURN_S", 0.0)
     cluster = Cluster(5000)
 
     async def take_turns() -> None:
