@@ -8,6 +8,7 @@ adopt what is published, and two plans at once cost efficiency only. `placement.
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import nlargest
 from typing import Self
 
 _WORD = (1 << 64) - 1
@@ -104,15 +105,22 @@ def mixed(left: int, right: int) -> int:
     return value ^ (value >> 32)
 
 
-def rendezvous(key: str, names: Iterable[str]) -> list[str]:
-    """The names in the key's own order. One name less or more leaves the others' order as it was."""
+def points_of(names: Iterable[str]) -> dict[str, int]:
+    """Names for `rendezvous`, hashed once for however many keys."""
+    return {name: word(name) for name in names}
+
+
+def rendezvous(key: str, points: Mapping[str, int], most: int | None = None) -> list[str]:
+    """The names in the key's own order, or the first so many of them. One name less or more leaves the others' order
+    as it was."""
     point = word(key)
-    return sorted(names, key=lambda name: (mixed(point, word(name)), name), reverse=True)
+    scores = [(mixed(point, there), name) for name, there in points.items()]
+    return [name for _, name in nlargest(len(scores) if most is None else most, scores)]
 
 
 def planners(epoch: int, members: Iterable[str]) -> list[str]:
     """Who makes the plan of an epoch: the first, and on its silence the next."""
-    return rendezvous(f"plan {epoch}", members)
+    return rendezvous(f"plan {epoch}", points_of(members))
 
 
 # --- static assignments: S-LoRA on several servers, as LoRAServe's baselines have it ---
@@ -120,11 +128,10 @@ def planners(epoch: int, members: Iterable[str]) -> list[str]:
 
 def random_plan(adapters: Iterable[AdapterDemand], servers: Iterable[Server], epoch: int = 0) -> Plan:
     """S-LoRA Random: each adapter on one server, by hash and whatever its rank or demand."""
-    points = {server.name: word(server.name) for server in servers}
+    points = points_of(server.name for server in servers)
     shares = {}
     for adapter in adapters:
-        point = word(adapter.name)
-        _, first = max((mixed(point, there), name) for name, there in points.items())
+        (first,) = rendezvous(adapter.name, points, 1)
         shares[adapter.name] = (Share(first, 1.0),)
     return Plan.made(epoch, shares, _largest_ranks(adapters, shares, points))
 

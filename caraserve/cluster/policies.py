@@ -15,6 +15,7 @@ from caraserve.cluster.assignment import (
     Plan,
     Server,
     contiguous_plan,
+    points_of,
     random_plan,
     rendezvous,
 )
@@ -197,7 +198,7 @@ class ByPlan:
             return Proposal(Order(order, lambda: able))
         if arrival.adapter is None:
             return Proposal(_any([*able.values()], chance))
-        return Proposal(tuple(rendezvous(arrival.adapter, able)))
+        return Proposal(tuple(rendezvous(arrival.adapter, points_of(able))))
 
 
 # --- without cost or plan ---

@@ -2,13 +2,12 @@
 
 from collections import deque
 from functools import lru_cache
-from heapq import nlargest
 from typing import TYPE_CHECKING
 
 from caraserve.bench.cluster.instance import SimRequest
 from caraserve.bench.cluster.views import Views
 from caraserve.bench.records import Workload
-from caraserve.cluster.assignment import AdapterDemand, Plan, Server, extrapolated, mixed, word
+from caraserve.cluster.assignment import AdapterDemand, Plan, Server, extrapolated, points_of, rendezvous
 from caraserve.cluster.cost import Tier
 from caraserve.cluster.policies import make_plan
 
@@ -22,13 +21,8 @@ _HOMES = 2  # copies of each adapter without a plan
 @lru_cache(maxsize=4)  # many runs of one fleet ask for the same
 def homes(adapters: tuple[str, ...], instances: tuple[str, ...]) -> list[list[str]]:
     """Where each adapter's durable copies are."""
-    points = [(word(name), name) for name in instances]
-    found = []
-    for adapter in adapters:
-        point = word(adapter)
-        scores = [(mixed(point, there), name) for there, name in points]
-        found.append([name for _, name in nlargest(_HOMES, scores)])
-    return found
+    points = points_of(instances)
+    return [rendezvous(adapter, points, _HOMES) for adapter in adapters]
 
 
 class Planner:
