@@ -4,6 +4,9 @@ Level 3; for `loop.py`.
 On a device with a lane for them (`Limits.aside_plans`), a prompt that needs help goes in a plan of its own: it takes as
 long as its workers do, and iterations pass it. Meanwhile its request is in none of them, and nothing of it is taken
 away. What its plan writes is published when it has ended, for others are not ordered behind it.
+
+A prompt whose adapter another instance is still sending goes aside too (`Limits.streamed_plans`), and takes as long as
+the network does. That may be long: its plan is recalled when its request has ended, or others lack its blocks.
 """
 
 import asyncio
@@ -15,7 +18,7 @@ from caraserve.line import Line, Open
 from caraserve.merging import MergeRule
 from caraserve.model.backend import Backend
 from caraserve.plan import Plan, Row, StepResult
-from caraserve.request import Request
+from caraserve.request import Phase, Request
 from caraserve.scheduler import Decision, Scheduled, grants, has_work, plan_aside, plan_iteration
 
 
@@ -50,6 +53,7 @@ class Launcher:
             self._line.preempt(by_request[request])
         lacking = decision.lacking + self._launch_asides(begins_s)
         self._line.grow(lacking)
+        self._recall(everyone=decision.is_short or self._line.is_short)
         if not decision.scheduled:
             return None
         return self._launch_iteration(decision, by_request, merged, begins_s)
@@ -74,7 +78,7 @@ class Launcher:
         """Requests that may be in an iteration, first served first; how many may be served; the adapter slot that is
         merged for them."""
         running = self._line.running
-        if self._limits.aside_plans:
+        if self._limits.aside_plans or self._limits.streamed_plans:
             running = [o for o in running if not self._line.goes_aside(o) and self._line.is_ready(o, begins_s)]
         if self._merging is None:
             return running, len(running), None
@@ -99,7 +103,7 @@ class Launcher:
 
     def _launch_asides(self, begins_s: float) -> int:
         """Launches what goes aside and has blocks. Returns how many blocks others lack, if there can be so many."""
-        if not self._limits.aside_plans:
+        if not (self._limits.aside_plans or self._limits.streamed_plans):
             return 0
         lacking = 0
         for opened in self._line.running:
@@ -109,13 +113,20 @@ class Launcher:
             if isinstance(entry, int):
                 lacking += entry if lacking + entry <= self._line.growable() else 0
                 continue
-            plan = self._plan((entry,), (replace(entry.row, assist=True),), aside=True)
+            plan = self._plan((entry,), (replace(entry.row, assist=opened.assist),), aside=True)
             self._account(entry)
             self._line.begin_aside(opened)
             launched = self._launch(plan, [opened], begins_s)
             launched.result.add_done_callback(lambda _: self._wake())
             self._aside.append(launched)
         return lacking
+
+    def _recall(self, *, everyone: bool) -> None:
+        """Plans aside that may wait for the network, of requests that have ended, or of all."""
+        for launched in self._aside:
+            ((opened, row),) = launched.rows
+            if self._line.is_streamed(opened) and (everyone or opened.request.phase is Phase.FINISHED):
+                self._backend.recall(row.slot)
 
     def _plan(
         self, scheduled: Sequence[Scheduled], rows: tuple[Row, ...], *, merged: int | None = None, aside: bool = False
@@ -145,8 +156,8 @@ class Launcher:
 
 
 def undo(opened: Open, row: Row) -> None:
-    """A plan aside has computed nothing, for the workers failed it: its row is launched again without them, once the
-    adapter is expected to arrive in time."""
+    """A plan aside has computed nothing: its row is launched again without help, once the adapter is expected to arrive
+    in time."""
     opened.request.computed -= row.count
     opened.request.launched_outputs -= row.samples
     opened.assist = False

@@ -43,6 +43,7 @@ class Open:
     uses: bool = False  # whether `version` is held on the device
     assist: bool = False  # whether CPU workers may compute layers of `version` that have not arrived
     is_aside: bool = False  # whether a plan aside with it is under way
+    waits_whole: bool = False  # whether it starts only when all of its adapter is in host memory
     choice: Choice | None = None  # how it began, where mode `auto` has chosen
     prompt_scored: int = 0
     last_token_s: float | None = None
@@ -78,6 +79,7 @@ class Line:
         self._ahead = max(1, min(iteration_blocks, residency.room.most_blocks // _MOST_AHEAD))
         self._read_ahead_at: tuple[int, int] | None = None
         self._start_lacks = 0  # blocks that the next request to start waits for
+        self.is_short = False  # whether it does, even if there will never be as many; set by `start`
         self._prefix_caching, self._prefetching, self._observe_preemption = (
             prefix_caching,
             prefetching,
@@ -147,10 +149,11 @@ class Line:
     def start(self, begins_s: float) -> None:
         """Loading → running, as far as slots and blocks are free and adapters are there, or will be when an iteration
         that begins at `begins_s` needs them."""
-        self.next_start_s, self._start_lacks = None, 0
+        self.next_start_s, self._start_lacks, self.is_short = None, 0, False
         for opened in list(self.loading):
             if self._free_slots and self._may_start(opened, begins_s):
                 if not self._start(opened):
+                    self.is_short = True
                     break  # no blocks: later ones must not overtake for ever
             elif opened.request.phase is Phase.WAITING and opened.version is not None:
                 opened.request.to(Phase.LOADING, self._now())
@@ -159,6 +162,8 @@ class Line:
         """Whether a request's adapter is on the device, or will be by the time that it is needed."""
         if opened.version is None:
             return True
+        if self.is_streamed(opened) and (opened.waits_whole or not self._may_stream()):
+            return False
         start = self._start_of(opened, begins_s, may_assist=self._has_helpers())
         if start is None:
             return False
@@ -196,9 +201,18 @@ class Line:
         helped = sum(self.goes_aside(opened) for opened in self.running)
         return helped + len(self._leaving) < self._limits.aside_plans
 
+    def is_streamed(self, opened: Open) -> bool:
+        """Whether layers of a request's adapter are still on their way to this host."""
+        return opened.version is not None and opened.version.tier is Tier.STREAMING
+
+    def _may_stream(self) -> bool:
+        """Whether one more prompt may go aside whose adapter is."""
+        streamed = sum(opened.is_aside or self.is_streamed(opened) for opened in self.running)
+        return streamed + len(self._leaving) < self._limits.streamed_plans
+
     def goes_aside(self, opened: Open) -> bool:
         """Whether a plan aside is under way for a running request, or is to be launched next."""
-        if opened.is_aside:
+        if opened.is_aside or self.is_streamed(opened):
             return True
         if not (self._limits.aside_plans and opened.assist and opened.request.phase is Phase.PREFILL):
             return False
@@ -207,10 +221,17 @@ class Line:
     def is_ready(self, opened: Open, begins_s: float) -> bool:
         """Whether a running request may be in an iteration that begins then: it would stop at layers of its adapter
         that have not arrived, and all others with it."""
-        if opened.version is None or opened.version.tier is not Tier.COPYING:
+        if opened.version is None or opened.version.tier is not Tier.COPYING or not self._limits.aside_plans:
             return True
         start = self._start_of(opened, begins_s, may_assist=False)
         return start is not None and self._is_time(start, begins_s)
+
+    def set_back(self, opened: Open) -> None:
+        """The plan aside of a running request was recalled: the request gives up what it holds, and begins again when
+        all of its adapter is here."""
+        opened.waits_whole = True
+        self.pool.release(opened.request.blocks)
+        self.preempt(opened)
 
     def begin_aside(self, opened: Open) -> None:
         """A plan aside is launched. Until it has ended, whatever becomes of the request, its slot, its blocks and its

@@ -75,8 +75,9 @@ class Plan:
     `merged`: the adapter slot that all rows have; the pass is to run without LoRA kernels, over base weights into which
     this adapter is merged. Its weights have all arrived.
 
-    `aside`: the one row is a prompt that CPU workers help with, on a lane of its own (`Limits.aside_plans`): other
-    plans pass it, it ends when it ends, and until then its slot, its blocks and its adapter are not to be touched.
+    `aside`: the one row is a prompt that CPU workers help with (`Limits.aside_plans`), or whose adapter is not all in
+    host memory (`Limits.streamed_plans`): other plans pass it, it ends when it ends, and until then its slot, its
+    blocks and its adapter are not to be touched.
     """
 
     starts: tuple[SlotStart, ...]
@@ -104,7 +105,8 @@ class RowResult:
 
     `cpu_layers`: layers whose LoRA was computed by CPU workers, the adapter's weights not having arrived; `waited_ms`:
     time for which the iteration stood still until weights of this row's adapter arrived. `void`: nothing was computed,
-    for the CPU workers have failed; the row is to be launched again, without them.
+    for the CPU workers have failed, or layers have not come or were no longer waited for; the row is to be launched
+    again, without help.
     """
 
     token_id: int | None

@@ -29,12 +29,14 @@ class Scheduled:
 class Decision:
     """One iteration: rows in the plan's order, and requests that must give up their slot and blocks.
 
-    `lacking`: blocks beyond the pool's that requests left out of the iteration wait for.
+    `lacking`: blocks beyond the pool's that requests left out of the iteration wait for. `is_short`: whether somebody
+    found too few.
     """
 
     scheduled: tuple[Scheduled, ...]
     preempted: tuple[Request, ...]
     lacking: int = 0
+    is_short: bool = False
 
 
 def total_tokens(request: Request) -> int:
@@ -71,6 +73,7 @@ class _Pass:
     scheduled: dict[Request, tuple[Scheduled, int]] = field(default_factory=dict)
     preempted: list[Request] = field(default_factory=list)
     left_out: dict[Request, int] = field(default_factory=dict)  # until the pool has grown; blocks kept for each
+    is_short: bool = False
 
     @property
     def lacking(self) -> int:
@@ -95,6 +98,7 @@ class _Pass:
             return []
         request = self.running[index]
         while (kept := count + sum(self.left_out.values())) > self.pool.available:
+            self.is_short = True
             if kept - self.pool.available <= self.growable:
                 self.left_out[request] = count
                 return None
@@ -138,7 +142,7 @@ def plan_iteration(
             if decodes is wanted:
                 budget.add(index)
     ordered = sorted(budget.scheduled.values(), key=lambda entry: (entry[0].row.adapter_slot, entry[1]))
-    return Decision(tuple(entry for entry, _ in ordered), tuple(budget.preempted), budget.lacking)
+    return Decision(tuple(entry for entry, _ in ordered), tuple(budget.preempted), budget.lacking, budget.is_short)
 
 
 def plan_aside(request: Request, adapter_slot: int, pool: BlockPool, limits: Limits) -> Scheduled | int:

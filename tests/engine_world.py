@@ -21,12 +21,14 @@ from caraserve.model.layout import aligned_bytes
 from caraserve.request import Finish, GenerateRequest, SamplingParams, TokenDelta
 from caraserve.stream import Stream
 from caraserve.units import align_up
-from tests.fake_backend import ADAPTER_BYTES, FakeBackend, FakeReader, FakeTokenizer, expected
+from tests.fake_backend import Aside, FakeBackend, FakeTokenizer, expected
+from tests.fake_images import ADAPTER_BYTES, FakeReader
 
 Way = TypeVar("Way")
 
 CONTEXT, BLOCK_TOKENS = 48, 4
 MAX_IDLE_TURNS = 50
+_STREAMED_LAYERS = 4
 
 
 class _Metrics:
@@ -108,6 +110,7 @@ class World:
     plan_failures: float = 0.0
     copy_failures: float = 0.0
     aside_failures: float = 0.0  # void or worse
+    streams: bool = False  # whether layers come one by one
 
     def ask(self, prompt: Sequence[int], name: str | None, **params: Any) -> tuple[Asked, "asyncio.Task[Asked]"]:
         settings = SamplingParams(**{"temperature": 0.0} | params)
@@ -124,10 +127,12 @@ class World:
             (queue, end)
             for queue, end in (
                 (backend.lane, self._end_iteration),
-                (self.reader.reads, lambda: self._any(self.reader.reads)(self.rng.random() >= self.read_failures)),
+                (self._ending_reads(), lambda: self._any(self.reader.reads)(self.rng.random() >= self.read_failures)),
                 (backend.copies, lambda: self._any(backend.copies)(self.rng.random() >= self.copy_failures)),
                 (backend.resizes, lambda: self._any(backend.resizes)()),
-                (backend.asides, self._end_aside),
+                (self.reader.coming if self.streams else [], lambda: self.rng.choice(self.reader.coming)()),
+                (backend.streamed if self.copy_failures else {}, self._fail_streamed),
+                (self._ending_asides(), self._end_aside),
             )
             if queue
         ]
@@ -141,9 +146,20 @@ class World:
         self.backend.step()
         self.backend.fail_next = False
 
+    def _ending_reads(self) -> list[Callable[[bool], None]]:
+        """Mostly, layers come before the end."""
+        return [] if self.streams and self.reader.coming and self.rng.random() < 0.9 else self.reader.reads
+
+    def _fail_streamed(self) -> None:
+        if self.rng.random() < self.copy_failures:
+            self.backend.fail_streamed(self.rng.choice(list(self.backend.streamed)))
+
+    def _ending_asides(self) -> list[Aside]:
+        return [aside for aside in self.backend.asides if self.backend.may_end(aside)]
+
     def _end_aside(self) -> None:
         failed = self.rng.random() < self.aside_failures
-        index = self.rng.randrange(len(self.backend.asides))
+        index = self.backend.asides.index(self.rng.choice(self._ending_asides()))
         self.backend.end_aside(index, self.rng.choice(("void", "failed")) if failed else "done")
 
     def _any(self, queue: list[Way]) -> Way:
@@ -188,8 +204,10 @@ async def world(
     mode: str = "overlapped",
     spare_bytes: int | None = None,
     aside_plans: int = 0,
+    streamed_plans: int = 0,
 ) -> AsyncIterator[World]:
-    """`spare_bytes`: beyond what `blocks` blocks and the largest adapter need, where they share memory."""
+    """`spare_bytes`: beyond what `blocks` blocks and the largest adapter need, where they share memory.
+    `streamed_plans`: then adapters have several layers, which come one by one."""
     limits = Limits(
         num_blocks=blocks,
         block_tokens=BLOCK_TOKENS,
@@ -199,9 +217,11 @@ async def world(
         max_context=CONTEXT,
         shared=None if spare_bytes is None else shared_memory(spare_bytes, blocks, device_adapters),
         aside_plans=aside_plans,
+        streamed_plans=streamed_plans,
     )
     backend = FakeBackend(limits, layerwise=mode in LAYERWISE_MODES)
-    reader, metrics = FakeReader(), _Metrics()
+    layers = _STREAMED_LAYERS if streamed_plans else 1
+    reader, metrics = FakeReader(layers), _Metrics()
     loop = asyncio.get_running_loop()
     room, arena = Room(limits, device_adapters * ADAPTER_BYTES), Arena(aligned_bytes(4 * ADAPTER_BYTES))
     residency = Residency(
@@ -211,7 +231,7 @@ async def world(
         reader.read,
         lambda call: loop.call_soon(call) and None,
         lambda: backend.now_s,
-        Loading(mode, layers=1, link_bytes_per_s=ADAPTER_BYTES / 3, costs=_Costs(), workers=1),
+        Loading(mode, layers=layers, link_bytes_per_s=ADAPTER_BYTES / 3, costs=_Costs(), workers=1),
     )
     registry = Registry(None)
     rules = CatalogRules("base", None, room.most_adapter_bytes, arena.num_bytes, keep_on_device)
@@ -231,7 +251,7 @@ async def world(
     )
     running = asyncio.create_task(engine.run())
     try:
-        yield World(engine, backend, reader, metrics, rng)
+        yield World(engine, backend, reader, metrics, rng, streams=streamed_plans > 0)
         engine.check()
         snapshot = engine.snapshot()
         assert (snapshot.running, snapshot.waiting, snapshot.kv_used_blocks) == (0, 0, 0)

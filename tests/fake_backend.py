@@ -7,37 +7,28 @@ Nothing runs by itself: the test says what ends next, so that it can try every o
 
 Where memory is shared, KV blocks and adapters are kept to one sum, and what a block held is lost when it goes. A plan
 aside begins in the lane's order, like all others, but ends when the test says so, and reads and writes as late as that:
-whatever is taken away from under it shows in its tokens.
+whatever is taken away from under it shows in its tokens. Where its adapter comes a layer at a time, it can end well
+only when all of it has, and finds then whether the bytes are still there.
 """
 
-import hashlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.detokenizer import Detokenizer
-from caraserve.errors import AdapterRejected, CaraServeError
 from caraserve.model.backend import Limits
-from caraserve.model.layout import AdapterSpec, Dtype, HostAdapter
+from caraserve.model.layout import AdapterSpec, HostAdapter
 from caraserve.plan import BASE_ADAPTER_SLOT, Plan, Row, RowResult, StepResult
 from caraserve.request import TokenLogprob
 from caraserve.units import align_up
+from tests.fake_images import BASE, adapter_key, is_whole
 
 VOCAB_SIZE = 97
-ADAPTER_BYTES = 100
-_BASE = 0
 _ROOT = 1
-
-
-def adapter_key(digest: str | None) -> int:
-    """What an adapter adds to the hash; the same in every process."""
-    return _BASE if digest is None else int.from_bytes(hashlib.blake2b(digest.encode(), digest_size=7).digest())
 
 
 def expected(prompt: Sequence[int], digest: str | None, count: int) -> list[int]:
@@ -50,9 +41,18 @@ def expected(prompt: Sequence[int], digest: str | None, count: int) -> list[int]
     return tokens[len(prompt) :]
 
 
-def host_adapter(digest: str, into: NDArray[np.uint8]) -> HostAdapter:
-    """An adapter of one layer."""
-    return HostAdapter(AdapterSpec(digest, Dtype.F32, 8, ("q_proj",), (ADAPTER_BYTES,), ()), into)
+@dataclass
+class Streamed:
+    """An adapter that is loaded while its layers come into host memory."""
+
+    image: HostAdapter
+    layers: int
+    end: Callable[[Exception | None], None]
+    is_cut: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        return self.layers == len(self.image.spec.layer_ends)
 
 
 @dataclass
@@ -62,6 +62,7 @@ class Aside:
     row: Row
     tokens: list[int]
     adapter: int
+    streamed: Streamed | None
     done: Callable[[StepResult | Exception], None]
 
 
@@ -81,7 +82,8 @@ class FakeBackend:
     resizes: list[Callable[[], None]] = field(default_factory=list)  # KV blocks that room is being made for
     asides: list[Aside] = field(default_factory=list)  # begun; each ends when `end_aside` says so
     arriving: set[int] = field(default_factory=set)  # slots
-    bound: dict[int, int] = field(default_factory=lambda: {BASE_ADAPTER_SLOT: _BASE})
+    streamed: dict[int, Streamed] = field(default_factory=dict)  # by adapter slot, until all layers are in host memory
+    bound: dict[int, int] = field(default_factory=lambda: {BASE_ADAPTER_SLOT: BASE})
     launched: list[Plan] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)  # what no correct engine asks for
     fail_next: bool = False
@@ -89,6 +91,8 @@ class FakeBackend:
     kv_claimed: int = 0  # those under way included
     images: dict[int, HostAdapter] = field(default_factory=dict)  # by slot, as it was told
     now_s: float = 0.0
+    outcomes: Counter[str] = field(default_factory=Counter)  # of plans aside
+    _bound_streams: dict[int, Streamed] = field(default_factory=dict)  # by adapter slot
     _under_way: list[Plan] = field(default_factory=list)  # aside, begun or not
     _history: dict[int, list[int]] = field(default_factory=dict)
     _prompt_tokens: dict[int, int] = field(default_factory=dict)
@@ -115,7 +119,7 @@ class FakeBackend:
             self.faults.append(f"slots {taken} are in a plan aside")
         if plan.aside:
             self._under_way.append(plan)
-            if len(self._under_way) > self.limits.aside_plans:
+            if len(self._under_way) > self.limits.aside_plans + self.limits.streamed_plans:
                 self.faults.append(f"{len(self._under_way)} plans are aside")
         if any(row.assist for row in plan.rows) and self.limits.aside_plans and not plan.aside:
             self.faults.append("workers are to help within an iteration")
@@ -128,17 +132,30 @@ class FakeBackend:
             self._under_way.remove(plan)
             done(outcome)
 
-        self.asides.append(Aside(row, self._history[row.slot], self.bound[row.adapter_slot], told))
+        streamed = self._bound_streams.get(row.adapter_slot)
+        self.asides.append(Aside(row, self._history[row.slot], self.bound[row.adapter_slot], streamed, told))
+        self._void(lambda aside: aside.streamed is not None and aside.streamed.is_cut)
+
+    def may_end(self, aside: Aside) -> bool:
+        """Whether all that it waits for is in host memory."""
+        return aside.streamed is None or aside.streamed.is_whole
+
+    def _void(self, which: Callable[[Aside], bool]) -> None:
+        for aside in [aside for aside in self.asides if which(aside) and not self.may_end(aside)]:
+            self.end_aside(self.asides.index(aside), "void")
 
     def end_aside(self, index: int, outcome: Literal["done", "void", "failed"] = "done") -> None:
         """Ends one that has begun. Where it gave nothing, its blocks hold what nobody knows."""
         aside = self.asides.pop(index)
         row = aside.row
+        self.outcomes[outcome] += 1
         if self._history[row.slot] is not aside.tokens or self.bound.get(row.adapter_slot) != aside.adapter:
             self.faults.append(f"{row} has lost its slot or its adapter")
         self.now_s += 1.0
         if outcome == "done":
-            aside.done(self._result(self._run_row(row)))
+            if not (self.may_end(aside) and is_whole(self.images[row.adapter_slot])):
+                self.faults.append(f"{row} has read layers that had not come")
+            aside.done(self._result(self._run_row(row, aside=True)))
             return
         for position in range(row.start, row.start + row.count):
             self._entries[self._place(row.slot, position)] = -position
@@ -187,31 +204,76 @@ class FakeBackend:
         slot: int,
         done: Callable[[Exception | None], None],
         group_ends: Sequence[int] = (),
+        layers: int | None = None,
     ) -> None:
         self.images[slot] = adapter
         self._check_memory()
+        if layers is not None and not 0 < layers < len(adapter.spec.layer_ends):
+            self.faults.append(f"{layers} layers are told of")
+
+        streamed = None if layers is None else Streamed(adapter, layers, lambda failure: end(failure))
 
         def bind() -> None:
+            if streamed is not None:
+                self._bound_streams[slot] = streamed
             if slot in self.bound:
                 self.faults.append(f"adapter slot {slot} is bound twice")
             self.bound[slot] = adapter_key(adapter.spec.digest)
             self.arriving.add(slot)
 
-        def end(copied: bool) -> None:
+        def end(failure: Exception | None) -> None:
             self.arriving.discard(slot)
-            done(None if copied else RuntimeError("the copy failed"))
+            done(failure)
 
         self.lane.append(bind)
-        self.copies.append(lambda copied: self.lane.append(lambda: end(copied)))
+        if streamed is None:
+            self._may_copy(end)
+        else:
+            self.streamed[slot] = streamed
+
+    def _may_copy(self, end: Callable[[Exception | None], None]) -> None:
+        failure = RuntimeError("the copy failed")
+        self.copies.append(lambda copied: self.lane.append(lambda: end(None if copied else failure)))
+
+    def extend_load(self, slot: int, layers: int) -> None:
+        streamed = self.streamed[slot]
+        if layers <= streamed.layers:
+            self.faults.append(f"{layers} layers are told of after {streamed.layers}")
+        streamed.layers = layers
+        if streamed.is_whole:
+            del self.streamed[slot]
+            self._may_copy(streamed.end)
+
+    def fail_streamed(self, slot: int) -> None:
+        """The copy of what has come so far fails; more may come."""
+        streamed = self.streamed[slot]
+        end, streamed.end = streamed.end, lambda failure: None
+        self.lane.append(lambda: end(RuntimeError("the copy failed")))
+
+    def break_load(self, slot: int, cause: Exception) -> None:
+        streamed = self.streamed[slot]
+        streamed.is_cut = True
+
+        def end() -> None:
+            self._void(lambda aside: aside.streamed is streamed)
+            streamed.end(cause)
+
+        self.lane.append(end)
+
+    def recall(self, slot: int) -> None:
+        self.lane.append(lambda: self._void(lambda aside: aside.row.slot == slot))
 
     def device_bytes(self, spec: AdapterSpec) -> int:
         return spec.num_bytes
 
     def unload_adapter(self, slot: int) -> None:
         del self.images[slot]
+        if (streamed := self.streamed.pop(slot, None)) is not None and not streamed.is_cut:
+            self.faults.append(f"adapter slot {slot} is unloaded while its layers come")
 
         def unbind() -> None:
             self.arriving.discard(slot)
+            self._bound_streams.pop(slot, None)
             if self.bound.pop(slot, None) is None:
                 self.faults.append(f"adapter slot {slot} was not bound")
 
@@ -259,13 +321,16 @@ class FakeBackend:
     def _place(self, slot: int, position: int) -> tuple[int, int]:
         return self._tables[slot][position // self.limits.block_tokens], position % self.limits.block_tokens
 
-    def _run_row(self, row: Row) -> RowResult:
+    def _run_row(self, row: Row, *, aside: bool = False) -> RowResult:
         history, end = self._history[row.slot], row.start + row.count
         if row.adapter_slot in self.arriving and not self.layerwise:
             self.faults.append(f"{row} names an adapter that has not arrived")
         if row.adapter_slot not in self.bound or end > len(history):
             self.faults.append(f"{row} names an unbound adapter or tokens that nobody knows")
             return RowResult(None)
+        streamed = self._bound_streams.get(row.adapter_slot)
+        if not (aside or streamed is None or streamed.is_whole):
+            self.faults.append(f"{row} would wait for layers that have not come")
         entry = self._entries[self._place(row.slot, row.start - 1)] if row.start else _ROOT
         prompt_scored = []
         for position in range(row.start, end):
@@ -278,21 +343,6 @@ class FakeBackend:
         del history[end:]
         history.append(entry % VOCAB_SIZE)
         return RowResult(history[end], prompt_scored=tuple(prompt_scored))
-
-
-class FakeReader:
-    """A disk on which a folder's path is its adapter's digest; reads end when the test says so."""
-
-    def __init__(self) -> None:
-        self.executor: Executor = ThreadPoolExecutor(1)
-        self.reads: list[Callable[[bool], None]] = []
-
-    def read(self, folder: Path, into: NDArray[np.uint8], done: Callable[[HostAdapter | CaraServeError], None]) -> None:
-        failure = AdapterRejected("the disk failed")
-        self.reads.append(lambda ok: done(host_adapter(str(folder), into) if ok else failure))
-
-    def close(self) -> None:
-        self.executor.shutdown()
 
 
 class FakeTokenizer:

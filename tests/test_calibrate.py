@@ -87,6 +87,7 @@ class ExactBackend:
         slot: int,
         done: Callable[[Exception | None], None],
         group_ends: Sequence[int] = (),
+        layers: int | None = None,
     ) -> None:
         first = int(adapter.data.ctypes.data) - int(self.host_memory.ctypes.data)
         if not (first >= 0 and first + adapter.data.nbytes <= self.host_memory.nbytes and first % 64 == 0):
@@ -100,6 +101,15 @@ class ExactBackend:
         self.ranks = self.ranks | {slot: adapter.spec.rank}
         self.most_ranks = max(self.most_ranks, self.ranks, key=len)
         done(None)
+
+    def extend_load(self, slot: int, layers: int) -> None:
+        self.faults.append("a load of which not all was there")
+
+    def break_load(self, slot: int, cause: Exception) -> None:
+        self.faults.append("a load of which not all was there")
+
+    def recall(self, slot: int) -> None:
+        self.faults.append("a plan aside that is none")
 
     def device_bytes(self, spec: AdapterSpec) -> int:
         return spec.num_bytes

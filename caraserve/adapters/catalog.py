@@ -10,13 +10,14 @@ from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.adapters.manifest import DIGEST
 from caraserve.adapters.peft import inspect_adapter, read_adapter, resolve_adapter_path
+from caraserve.adapters.reads import Came, Done
 from caraserve.adapters.registry import AdapterInfo, Registry
 from caraserve.adapters.residency import Residency
 from caraserve.adapters.version import Pooled, Source, Version, too_large
@@ -42,25 +43,25 @@ class CatalogRules:
     keep_on_device: bool  # modes `cached` and `merged`: every adapter is loaded at once and stays
 
 
-Done: TypeAlias = Callable[[HostAdapter | CaraServeError], None]
-
-
 class AdapterReader:
     """Reads adapter folders on threads of its own and answers on the event loop. `fetch` gets what no folder here has;
     a server that serves alone is never asked for it."""
 
     def __init__(self, spec: ModelSpec, on_loop: Callable[[Callable[[], None]], None]) -> None:
-        self.fetch: Callable[[str, NDArray[np.uint8], Done], None] | None = None  # of a digest
+        self.fetch: Callable[[str, NDArray[np.uint8], Done, Came], None] | None = None  # of a digest
         # What a folder has, and its stamp from before it was read.
         self.on_read: Callable[[str, Path, str], None] = lambda digest, folder, stamp: None
         self._spec, self._on_loop = spec, on_loop
         self.executor = ThreadPoolExecutor(_READERS, "caraserve-read")
 
-    def read(self, source: Source, into: NDArray[np.uint8], done: Done) -> None:
-        """Reads and checks a whole adapter; `done` is called on the event loop with it or with what was wrong."""
+    def read(
+        self, source: Source, into: NDArray[np.uint8], done: Done, came: Came = lambda image, layers: None
+    ) -> None:
+        """Reads and checks a whole adapter; `done` is called on the event loop with it or with what was wrong, `came`
+        before with what others have sent so far."""
         if isinstance(source, Pooled):
             assert self.fetch is not None, "nobody else has adapters"
-            self.fetch(source.digest, into, done)
+            self.fetch(source.digest, into, done, came)
             return
         folder = source
 

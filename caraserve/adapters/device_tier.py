@@ -73,7 +73,7 @@ class DeviceTier:
     def check(self) -> None:
         """Raises AssertionError when sums differ from their parts."""
         versions = list(self._versions.values())
-        assert all(version.tier in (Tier.COPYING, Tier.DEVICE) for version in versions), "not resident"
+        assert all(version.tier in (Tier.STREAMING, Tier.COPYING, Tier.DEVICE) for version in versions), "not resident"
         taken = sum(self._room.takes(version.device_bytes) for version in versions)
         assert self._room.adapter_bytes == taken, "device bytes differ"
         slots = [version.slot for version in versions]

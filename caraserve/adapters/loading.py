@@ -9,6 +9,7 @@ has not arrived in spite of them is waited for or computed, never guessed.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal, Protocol
 
 from caraserve.model.layout import AdapterSpec
@@ -30,10 +31,12 @@ class Costs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Layers up to `end` are expected on the device at `arrives_s`."""
+    """Layers up to `end` are expected on the device at `arrives_s`, and in host memory, where CPU workers read them, at
+    `in_host_s`."""
 
     end: int
     arrives_s: float
+    in_host_s: float = -inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,7 @@ class Loading:
         extra_ms = self.handoff_ms * (1 if targets == "qkv" else 4) + max(0.0, cpu_ms - hidden_ms)
         spent_ms, layer = 0.0, 0
         for group in groups:
+            spent_ms = max(spent_ms, 1000 * (group.in_host_s - now_s))
             for _ in range(layer, group.end):
                 arrived = 1000 * (group.arrives_s - now_s) <= spent_ms
                 spent_ms += layer_ms if arrived else layer_ms + extra_ms

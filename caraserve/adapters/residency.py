@@ -9,13 +9,11 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-import numpy as np
-from numpy.typing import NDArray
-
 from caraserve.adapters.arrivals import Arrivals
 from caraserve.adapters.device_tier import DeviceTier
 from caraserve.adapters.host_tier import HostTier
 from caraserve.adapters.loading import Loading
+from caraserve.adapters.reads import Read, Reads
 from caraserve.adapters.version import Counters, Pooled, Source, Tier, Version
 from caraserve.cpu.arena import Arena
 from caraserve.errors import AdapterRejected, CaraServeError
@@ -24,16 +22,12 @@ from caraserve.model.backend import Backend
 from caraserve.model.layout import HostAdapter
 
 MAX_BYPASSES = 64  # admissions that may pass an adapter which waits for device room
-_MOST_PREFETCHES = 2  # reads at a time for requests that are not admitted yet: more would only share the disk
-
-Read = Callable[[Source, NDArray[np.uint8], Callable[[HostAdapter | CaraServeError], None]], None]
 
 
 class Residency:
     """Moves versions between tiers. Not thread-safe: everything, callbacks included, runs on the event loop.
 
-    `read(source, into, done)` reads an adapter into an extent of the arena elsewhere and calls `done` on the event
-    loop; callbacks of the backend are brought there by `on_loop`.
+    Callbacks of the backend are brought there by `on_loop`.
     """
 
     def __init__(
@@ -47,7 +41,7 @@ class Residency:
         loading: Loading,
         observe_load: Callable[[float, bool], None] = lambda seconds, ok: None,  # seconds since asked, success
     ) -> None:
-        self._backend, self.room, self._read = backend, room, read
+        self._backend, self.room = backend, room
         self._on_loop, self._now, self._observe_load = on_loop, now, observe_load
         self.arrivals = Arrivals(loading, now)
         self._changed: Callable[[], None] = lambda: None
@@ -55,13 +49,12 @@ class Residency:
         self._versions: dict[str, Version] = {}
         self._names: dict[str, Version] = {}
         self._host = HostTier(arena)
-        self._unread: deque[Version] = deque()  # on disk, waiting for room in the arena
+        self.counters = Counters()
+        self._reads = Reads(self._host, read, self, self.counters, now)
         self.device = DeviceTier(backend, room, lambda version: version.device_bytes * version.rate_at(now()))
         self._wanting: deque[Version] = deque()  # in the host tier, waiting for device room
         self._bypasses = 0
-        self.loading = 0  # reads and copies under way
-        self._prefetching: set[str] = set()  # digests
-        self.counters = Counters()
+        self._copies = 0  # under way
 
     # --- names and pins ---
 
@@ -106,11 +99,16 @@ class Residency:
         while not (version.names or self.is_forgotten(version)):
             await self.next_change()
 
+    @property
+    def loading(self) -> int:
+        """Reads and copies under way."""
+        return self._reads.under_way + self._copies
+
     async def settled(self) -> bool:
         """Waits until no load is under way. Returns whether none is wanted either, for which there would be no room."""
         while self.loading:
             await self.next_change()
-        return not self._wanting and not self._unread
+        return not self._wanting and not self._reads.are_waiting
 
     async def next_change(self) -> None:
         """Returns when a version has changed its tier or lost a pin."""
@@ -153,30 +151,29 @@ class Residency:
             self._want(version)
         elif version.tier is Tier.FAILED and version.uses > 1:
             pass  # those who had it before are still to be told that it failed, and so is this one
-        elif version.tier in (Tier.DISK, Tier.FAILED) and version not in self._unread:
+        elif version.tier in (Tier.DISK, Tier.FAILED) and version not in self._reads:
             version.asked_s = self._now()
-            self._queue_read(version)
+            self._reads.ask(version)
         elif version.tier is Tier.READING and version.uses == 1:
             version.asked_s = self._now()
+            self._stream(version)
 
     def passed(self) -> None:
         """A request without adapter is admitted, which may take memory that an adapter waits for."""
         self._bypasses += 1 if self.claims_memory else 0
 
     def prefetch(self, version: Version) -> None:
-        """A request not admitted yet will want the version: it is read as far as no open request claims the room."""
-        if not version.may_be_read_ahead(self._now()) or version.digest in self._host or self._unread:
-            return
-        if len(self._prefetching) < _MOST_PREFETCHES and self._read_into_host(version, self._claims_image):
-            self._prefetching.add(version.digest)
+        """A request that is not admitted yet will want the version."""
+        self._reads.ask_ahead(version)
 
     def unuse(self, version: Version) -> None:
         """An admitted request has ended or gone back to the queue."""
         version.uses -= 1
-        for queue in (self._wanting, self._unread):
-            if version.uses == 0 and version in queue:
-                queue.remove(version)
-        self._read_waiting()
+        if version.uses == 0:
+            self._reads.forget(version)
+            if version in self._wanting:
+                self._wanting.remove(version)
+        self._reads.go_on()
         self.fill_device()
 
     def begin_aside(self, version: Version) -> None:
@@ -187,9 +184,8 @@ class Residency:
         """It has ended."""
         version.asides -= 1
         if version.asides == 0:
-            if version.copy_error is not None:
-                self._copied(version, version.copy_error)
-            self._read_waiting()
+            self._end_failed_copy(version)
+            self._reads.go_on()
 
     def preload(self, name: str) -> None:
         """Brings a version to the device and keeps it there for ever."""
@@ -198,7 +194,8 @@ class Residency:
     def check(self) -> None:
         """Raises AssertionError when sums differ from their parts."""
         self.device.check()
-        self._host.check({digest for digest, version in self._versions.items() if version.tier is Tier.READING})
+        coming = (Tier.READING, Tier.STREAMING)
+        self._host.check({digest for digest, version in self._versions.items() if version.tier in coming})
 
     def on_device(self) -> list[Version]:
         """Versions that requests can run on now."""
@@ -208,87 +205,52 @@ class Residency:
         """Versions whose image is in the host tier, whether or not it is on the device as well."""
         return [self._versions[digest] for digest in self._host if digest in self._versions]
 
-    # --- disk → host ---
+    # --- what reads tell and ask ---
 
-    def _queue_read(self, version: Version) -> None:
-        if version.tier is Tier.FAILED:
-            version.to(Tier.DISK)  # this attempt has not failed yet
-        self._unread.append(version)
-        self._read_waiting()
+    def evict_from_host(self, digest: str) -> None:
+        """An image gives way."""
+        self._host.drop(digest)
+        self.counters.host_evictions += 1
+        if (version := self.find(digest)) is not None and version.tier is Tier.HOST:
+            version.to(Tier.DISK)
 
-    def _start_read(self, version: Version) -> bool:
-        """False when there is no room for it in the arena."""
-        if (image := self._host.get(version.digest)) is not None:
-            self.counters.host_hits += 1
-            self._host.touch(version.digest)
-            version.to(Tier.HOST)
-            self._arrived(version, image)
-            return True
-        return self._read_into_host(version, self._needs_image)
-
-    def _read_into_host(self, version: Version, is_needed: Callable[[str], bool]) -> bool:
-        extent = self._host.take(version.digest, version.num_bytes, is_needed, self._evict_from_host)
-        if extent is None:
-            return False
-        version.to(Tier.READING)
-        version.error = None
-        self.loading += 1
-        self.counters.disk_reads += 1
-        self._read(version.source, extent, lambda result: self._read_done(version, result))
-        return True
-
-    def _needs_image(self, digest: str) -> bool:
-        """Whether an image is about to be copied to the device, or is being copied: kernels may read it meanwhile."""
-        version = self._versions.get(digest)
-        if version is None:
-            return False
-        return version.tier is Tier.COPYING or version.asides > 0 or (version.tier is Tier.HOST and version.uses > 0)
-
-    def _claims_image(self, digest: str) -> bool:
-        """Whether an open request needs an image, or will."""
-        version = self._versions.get(digest)
-        return self._needs_image(digest) or (version is not None and version.tier is Tier.HOST and version.pins > 0)
-
-    def _read_done(self, version: Version, result: HostAdapter | CaraServeError) -> None:
-        self.loading -= 1
-        self._prefetching.discard(version.digest)
-        if isinstance(result, HostAdapter) and result.spec.digest != version.digest:
-            result = AdapterRejected(f"{version.source.name}: the files have changed since the adapter was loaded")
-        if isinstance(result, CaraServeError):
-            self._host.drop(version.digest)
-            self._fail(version, result)
+    def grew(self, version: Version) -> None:
+        """More layers of a version that is being read are in the host tier."""
+        assert version.partial is not None
+        if version.tier is Tier.STREAMING:
+            version.groups = self.arrivals.expect_streamed(version.partial)
+            self._backend.extend_load(version.slot, version.partial.layers)
+            self._notify()
         else:
-            version.to(Tier.HOST)
-            self._host.keep(version.digest, result)
-            self._arrived(version, result)
-        self._read_waiting()
+            self._stream(version)
 
-    def _read_waiting(self) -> None:
-        """Starts reads as far as there is room in the arena. None passes another, or that could wait for ever."""
-        while self._unread:
-            if not self._start_read(version := self._unread.popleft()):
-                self._unread.appendleft(version)
-                return
-
-    def _arrived(self, version: Version, image: HostAdapter) -> None:
+    def arrived(self, version: Version, image: HostAdapter) -> None:
+        """A version is in the host tier, whole."""
+        if version.tier is Tier.STREAMING:
+            version.to(Tier.COPYING)
+            version.groups = self.arrivals.expect_rest(version)
+            self._backend.extend_load(version.slot, len(image.spec.layer_ends))
+            self._end_failed_copy(version)
+            self._notify()
+            return
+        version.to(Tier.HOST)
         try:
             version.device_bytes = self.device.measure(image.spec)
         except AdapterRejected as refusal:
             self._fail(version, refusal)
         else:
-            go_on = self._want if version.uses else self._forget_if_unused
-            go_on(version)
+            (self._want if version.uses else self._forget_if_unused)(version)
         self._notify()
 
-    def _drop_from_host(self, digest: str) -> None:
-        self._host.drop(digest)
-        version = self._versions.get(digest)
-        if version is not None and version.tier is Tier.HOST:
-            version.to(Tier.DISK)
-
-    def _evict_from_host(self, digest: str) -> None:
-        self._drop_from_host(digest)
-        self.counters.host_evictions += 1
+    def not_read(self, version: Version, error: CaraServeError) -> None:
+        """A version could not be read to its end. What was copied of it goes when nobody waits for the rest."""
+        if version.tier is Tier.STREAMING:
+            version.error = error
+            self._backend.break_load(version.slot, error)
+            self._end_failed_copy(version)
+        else:
+            self._host.drop(version.digest)
+            self._fail(version, error)
 
     def _fail(self, version: Version, error: CaraServeError) -> None:
         self.counters.failures += 1
@@ -311,7 +273,7 @@ class Residency:
             if image is None or version.uses == 0:
                 self._wanting.popleft()
                 if version.uses:
-                    self._queue_read(version)
+                    self._reads.ask(version)
                 continue
             if not self.device.make_room(version.device_bytes, self._evict_from_device):
                 return
@@ -338,38 +300,72 @@ class Residency:
 
     def _copy(self, version: Version, image: HostAdapter) -> None:
         version.to(Tier.COPYING)
-        self.device.add(version)
         self._host.touch(version.digest)
-        self.loading += 1
-        version.spec, version.groups = image.spec, self.arrivals.expect(image.spec)
+        version.groups = self.arrivals.expect(image.spec)
+        self._load(version, image, None)
+
+    def _stream(self, version: Version) -> None:
+        """Begins to copy what has come so far of a version that is being read, where the device can use it and there is
+        room that nobody waits for; otherwise it is copied when it is whole."""
+        partial = version.partial
+        if partial is None or not (version.uses and self.arrivals.by_layers and self._backend.limits.streamed_plans):
+            return
+        try:
+            version.device_bytes = self.device.measure(partial.image.spec)
+        except AdapterRejected:
+            return  # which is said when it is whole
+        if not self._wanting and self.device.make_room(version.device_bytes, self._evict_from_device):
+            version.to(Tier.STREAMING)
+            version.groups = self.arrivals.expect_streamed(partial)
+            self._load(version, partial.image, partial.layers)
+            self._notify()
+
+    def _load(self, version: Version, image: HostAdapter, layers: int | None) -> None:
+        self.device.add(version)
+        self._copies += 1
+        version.spec = image.spec
 
         def done(error: Exception | None) -> None:
             self._on_loop(lambda: self._copied(version, error))
 
-        self._backend.load_adapter(image, version.slot, done, [group.end for group in version.groups])
+        group_ends = [group.end for group in version.groups]
+        self._backend.load_adapter(image, version.slot, done, group_ends, layers)
 
     def _copied(self, version: Version, error: Exception | None) -> None:
-        if error is not None and version.asides:
-            version.copy_error = error  # its memory cannot be taken from under the plan
+        is_coming = version.tier is Tier.STREAMING and version.error is None
+        if error is not None and (version.asides or is_coming):
+            version.copy_error = error  # its memory cannot be taken from under the plan, or the read
             return
         version.copy_error = None
-        self.loading -= 1
+        self._copies -= 1
         if not self.device.is_arriving(beside=version):
             self.arrivals.all_there()
         if error is not None:
-            self._backend.unload_adapter(version.slot)
-            self.device.remove(version)
-            self._fail(version, CaraServeError(f"the adapter could not be copied to the device: {error}"))
-            self._read_waiting()
-            self.fill_device()
+            failure = CaraServeError(f"the adapter could not be copied to the device: {error}")
+            self._lose(version, version.error or failure)
             return
         version.to(Tier.DEVICE)
         version.groups = ()
         self._observe_load(self._now() - version.asked_s, True)
         self._forget_if_unused(version)
-        self._read_waiting()  # its image may give way now
+        self._reads.go_on()  # its image may give way now
         self.fill_device()  # whoever asked for it may have left meanwhile: then it can give way at once
         self._notify()
+
+    def _end_failed_copy(self, version: Version) -> None:
+        """A plan aside or a read has ended, for which a copy that failed may have been left as it was."""
+        if version.copy_error is not None:
+            self._copied(version, version.copy_error)
+
+    def _lose(self, version: Version, error: CaraServeError) -> None:
+        """A copy has failed, or what was to be copied has not come; nobody reads any of it."""
+        self._backend.unload_adapter(version.slot)
+        self.device.remove(version)
+        if version.tier is Tier.STREAMING:
+            self._host.drop(version.digest)
+        self._fail(version, error)
+        self._reads.go_on()
+        self.fill_device()
 
     def _drop_from_device(self, version: Version) -> None:
         self._backend.unload_adapter(version.slot)
@@ -383,14 +379,14 @@ class Residency:
     def _forget_if_unused(self, version: Version) -> None:
         if version.pins or version.names or self.is_forgotten(version):
             return
-        if version.tier in (Tier.READING, Tier.COPYING):
+        if version.tier in (Tier.READING, Tier.STREAMING, Tier.COPYING):
             return  # comes back here when the move is over
         if version.tier is Tier.DEVICE:
             self._drop_from_device(version)
         if version.digest in self._host:
-            self._drop_from_host(version.digest)
+            self._host.drop(version.digest)
         del self._versions[version.digest]
-        self._read_waiting()
+        self._reads.go_on()
         self._notify()
 
     def _notify(self) -> None:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from caraserve.adapters.loading import Group
 from caraserve.errors import AdapterRejected, CaraServeError
-from caraserve.model.layout import AdapterSpec
+from caraserve.model.layout import AdapterSpec, HostAdapter
 from caraserve.plan import BASE_ADAPTER_SLOT
 
 _AGAIN_S = 5.0  # after a failure, before a version is read ahead again; who is admitted tries at once
@@ -21,8 +21,9 @@ class Tier(Enum):
     """The nearest place where a version's weights are, or are on their way to."""
 
     DISK = "disk"
-    READING = "reading"  # disk → host
+    READING = "reading"  # disk or another instance → host
     HOST = "host"
+    STREAMING = "streaming"  # another instance → host → device, a layer at a time
     COPYING = "copying"  # host → device
     DEVICE = "device"
     FAILED = "failed"  # could not be read; the next request tries again
@@ -30,8 +31,9 @@ class Tier(Enum):
 
 TIER_CHANGES: dict[Tier, frozenset[Tier]] = {
     Tier.DISK: frozenset({Tier.READING, Tier.HOST}),
-    Tier.READING: frozenset({Tier.HOST, Tier.FAILED}),
+    Tier.READING: frozenset({Tier.HOST, Tier.STREAMING, Tier.FAILED}),
     Tier.HOST: frozenset({Tier.COPYING, Tier.DISK, Tier.FAILED}),
+    Tier.STREAMING: frozenset({Tier.COPYING, Tier.FAILED}),
     Tier.COPYING: frozenset({Tier.DEVICE, Tier.HOST, Tier.FAILED}),
     Tier.DEVICE: frozenset({Tier.HOST, Tier.DISK}),
     Tier.FAILED: frozenset({Tier.READING, Tier.HOST, Tier.DISK}),
@@ -53,6 +55,16 @@ class Pooled:
 Source: TypeAlias = Path | Pooled
 
 
+@dataclass(slots=True)
+class Partial:
+    """What has come of an adapter that other instances send: the first `layers` layers, since `began_s`. Of these the
+    image may be read; the last layer never counts, for it comes with the end of the read."""
+
+    image: HostAdapter
+    began_s: float
+    layers: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Version:
     """One adapter version. `pins`: requests not yet finished. `uses`: those of them that are admitted. `asides`: plans
@@ -69,13 +81,19 @@ class Version:
     slot: int = BASE_ADAPTER_SLOT
     device_bytes: int = 0
     spec: AdapterSpec | None = None  # known once it has been in the host tier
-    groups: tuple[Group, ...] = ()  # expected on the device while COPYING
+    partial: Partial | None = None  # while it is read, once layers have come
+    groups: tuple[Group, ...] = ()  # expected on the device while STREAMING or COPYING
     error: CaraServeError | None = None
     again_s: float = 0.0  # when it may be read ahead again, where it has failed
-    copy_error: Exception | None = None  # of a copy that has failed under a plan aside
+    copy_error: Exception | None = None  # of a copy that has failed under a plan aside, or before its read has ended
     asked_s: float = 0.0  # when the load under way began
     rate: float = 0.0  # admissions, decayed
     rated_s: float = 0.0
+
+    @property
+    def needs_image(self) -> bool:
+        """Whether its image is about to be copied to the device, or is being copied: kernels may read it meanwhile."""
+        return self.tier is Tier.COPYING or self.asides > 0 or (self.tier is Tier.HOST and self.uses > 0)
 
     def to(self, tier: Tier) -> None:
         """Moves to `tier`; only the changes of `TIER_CHANGES` exist."""

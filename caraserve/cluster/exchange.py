@@ -4,11 +4,13 @@
                                                        └─ what one fails to give, another gives
 
 A chunk is taken in once its hash is right, so bytes that a peer got wrong cost one chunk, and a peer that dies what was
-under way: the rest goes on with the others. While anything comes, nobody gives up.
+under way: the rest goes on with the others. While anything comes, nobody gives up. What has been taken in is never
+asked for again, so it may be read while the rest comes.
 """
 
 import asyncio
 import time
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.adapters.manifest import chunk_ends, read_manifest
+from caraserve.adapters.reads import Came
 from caraserve.cluster.cost import Tier
 from caraserve.cluster.transfers import Trouble
 from caraserve.errors import AdapterRejected, Unreachable
@@ -56,8 +59,15 @@ class Wire(Protocol):
     async def manifest(self, address: str, digest: str) -> bytes | Trouble: ...
 
     async def chunks(
-        self, address: str, digest: str, start: int, ends: Sequence[int], hashes: Sequence[bytes], into: memoryview
-    ) -> tuple[int, Trouble | None]: ...
+        self,
+        address: str,
+        digest: str,
+        start: int,
+        ends: Sequence[int],
+        hashes: Sequence[bytes],
+        into: memoryview,
+        right: Callable[[], None],
+    ) -> Trouble | None: ...
 
 
 @dataclass(slots=True)
@@ -75,11 +85,14 @@ class Counts:
 class _Fetch:
     digest: str
     into: NDArray[np.uint8]
+    came: Came
     gives_up_s: float  # without progress and without anybody to ask
     ends_s: float  # without progress
     spec: AdapterSpec | None = None
     ends: list[int] = field(default_factory=list)
-    pending: deque[int] = field(default_factory=deque)  # chunks not yet here, the first ones first
+    pending: deque[int] = field(default_factory=deque)  # chunks not yet asked for, the first ones first
+    right: set[int] = field(default_factory=set)  # chunks that are here
+    in_row: int = 0  # so many of them from the first on
     failures: Counter[str] = field(default_factory=Counter)
     again_s: dict[str, float] = field(default_factory=dict)
     is_busy: bool = False
@@ -91,6 +104,17 @@ class _Fetch:
         while self.pending and self.pending[0] == end and end - first < _RUN:
             end = self.pending.popleft() + 1
         return range(first, end)
+
+    def take_in(self, chunk: int) -> None:
+        """One has come and is right."""
+        assert self.spec is not None
+        self.right.add(chunk)
+        if chunk != self.in_row:
+            return
+        while self.in_row in self.right:
+            self.in_row += 1
+        image = HostAdapter(self.spec, self.into[: self.spec.num_bytes])
+        self.came(image, bisect_right(self.spec.layer_ends, self.ends[self.in_row - 1]))
 
 
 class Exchange:
@@ -112,11 +136,11 @@ class Exchange:
         self._runs = asyncio.Semaphore(_MOST_RUNS)
         self._wrong: dict[tuple[str, str], tuple[int, float]] = {}  # (digest, peer) → corrupt chunks, the last of them
 
-    async def fetch(self, digest: str, into: NDArray[np.uint8]) -> HostAdapter:
-        """Fills `into` with an adapter's image. Raises Unreachable when nobody gives it, and AdapterRejected when it
-        is none for this base model."""
+    async def fetch(self, digest: str, into: NDArray[np.uint8], came: Came = lambda image, layers: None) -> HostAdapter:
+        """Fills `into` with an adapter's image; `came` is told of its first layers as they are there. Raises
+        Unreachable when nobody gives it, and AdapterRejected when it is none for this base model."""
         began_s = self._now()
-        fetch = _Fetch(digest, into, began_s + self._patience_s, began_s + _MOST_S)
+        fetch = _Fetch(digest, into, came, began_s + self._patience_s, began_s + _MOST_S)
         self.under_way += 1
         try:
             image = await self._filled(fetch)
@@ -189,26 +213,26 @@ class Exchange:
                 if not fetch.pending:
                     return
                 run = fetch.take_run()
-                start, ends = fetch.ends[run[0] - 1] if run[0] else 0, fetch.ends[run[0] : run[-1] + 1]
-                count, trouble = await self._chunks(
-                    fetch, name, address, start, ends, fetch.spec.chunks[run[0] : run[-1] + 1]
-                )
-            fetch.pending.extendleft(reversed(run[count:]))
+                trouble = await self._chunks(fetch, name, address, run)
+            fetch.pending.extendleft(chunk for chunk in reversed(run) if chunk not in fetch.right)
             if trouble is not None:
                 self._note(fetch, name, trouble)
                 return
 
-    async def _chunks(
-        self, fetch: _Fetch, name: str, address: str, start: int, ends: list[int], hashes: Sequence[bytes]
-    ) -> tuple[int, Trouble | None]:
+    async def _chunks(self, fetch: _Fetch, name: str, address: str, run: range) -> Trouble | None:
         """A run; given up when it takes long and there is another who may be faster."""
+        assert fetch.spec is not None
         others = any(other != name for other in self._sources(fetch))
-        into = fetch.into[start : ends[-1]].data
+        start, ends = fetch.ends[run[0] - 1] if run[0] else 0, fetch.ends[run[0] : run[-1] + 1]
+        hashes, into = fetch.spec.chunks[run[0] : run[-1] + 1], fetch.into[start : ends[-1]].data
+        chunks = iter(run)
         try:
             async with asyncio.timeout(self._slow_s if others else None):
-                return await self._wire.chunks(address, fetch.digest, start, ends, hashes, into)
+                return await self._wire.chunks(
+                    address, fetch.digest, start, ends, hashes, into, lambda: fetch.take_in(next(chunks))
+                )
         except TimeoutError:
-            return 0, Trouble.FAILED
+            return Trouble.FAILED
 
     def _note(self, fetch: _Fetch, name: str, trouble: Trouble) -> None:
         if trouble is Trouble.CORRUPT:

@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.adapters.catalog import AdapterReader, Done, stamp
+from caraserve.adapters.catalog import AdapterReader, stamp
+from caraserve.adapters.reads import Done
 from caraserve.adapters.registry import AdapterInfo
 from caraserve.adapters.residency import Residency
 from caraserve.adapters.version import Pooled, Source

@@ -19,8 +19,8 @@ import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
 
-from caraserve.adapters.catalog import Done
 from caraserve.adapters.manifest import DIGEST, manifest_of
+from caraserve.adapters.reads import Done
 from caraserve.adapters.residency import Residency
 from caraserve.adapters.version import Source
 from caraserve.cluster.seal import Keyring

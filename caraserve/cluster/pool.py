@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.adapters.catalog import AdapterReader, Catalog, Done
+from caraserve.adapters.catalog import AdapterReader, Catalog
+from caraserve.adapters.reads import Came, Done
 from caraserve.adapters.registry import AdapterInfo
 from caraserve.adapters.version import Tier as LocalTier
 from caraserve.cluster.cost import Tier
@@ -180,9 +181,9 @@ class Pool:
 
     # --- bytes ---
 
-    def fetch(self, digest: str, into: NDArray[np.uint8], done: Done) -> None:
+    def fetch(self, digest: str, into: NDArray[np.uint8], done: Done, came: Came) -> None:
         """For `AdapterReader.fetch`: an adapter that no folder here has."""
-        self._tasks.start(self._fetch(digest, into, done), f"fetch of adapter {digest[:12]}")
+        self._tasks.start(self._fetch(digest, into, done, came), f"fetch of adapter {digest[:12]}")
 
     async def bring(self, name: str) -> bool:
         """Holds an adapter here because the plan wants that; whether it is so now. It goes by the host tier, whose
@@ -206,13 +207,13 @@ class Pool:
         info = self._catalog.find(name)
         return info is not None and self.keeping.holds(info.digest)
 
-    async def _fetch(self, digest: str, into: NDArray[np.uint8], done: Done) -> None:
+    async def _fetch(self, digest: str, into: NDArray[np.uint8], done: Done, came: Came) -> None:
         result: HostAdapter | CaraServeError | None = None
         is_new = False
         try:
             result = await self.keeping.stored_image(digest, into)
             if result is None:
-                result = await self.exchange.fetch(digest, into)
+                result = await self.exchange.fetch(digest, into, came)
                 is_new = True
         except CaraServeError as error:
             result = error

@@ -61,13 +61,27 @@ class Transfers:
         return await self.page(address, f"{PATH}/{digest}/manifest", MAX_MANIFEST_BYTES)
 
     async def chunks(
-        self, address: str, digest: str, start: int, ends: Sequence[int], hashes: Sequence[bytes], into: memoryview
-    ) -> tuple[int, Trouble | None]:
+        self,
+        address: str,
+        digest: str,
+        start: int,
+        ends: Sequence[int],
+        hashes: Sequence[bytes],
+        into: memoryview,
+        right: Callable[[], None],
+    ) -> Trouble | None:
         """Bytes of an image from `start` on, into `into`, which is as long: chunks up to `ends` (of the image) with
-        these hashes. How many of them came and were right, and what kept the next one from it."""
+        these hashes. `right` is called, here, for each that has come and is right, and its bytes stay as they are;
+        what kept the next one from it is returned."""
         path = f"{PATH}/{digest}?from={start}&to={ends[-1]}"
         sizes = [end - begin for begin, end in zip((start, *ends), ends, strict=False)]
-        return await self._there(self._chunks(f"http://{address}{path}", self._signed(path), sizes, hashes, into))
+        here = asyncio.get_running_loop()
+
+        def checked() -> None:
+            here.call_soon_threadsafe(right)
+
+        work = self._chunks(f"http://{address}{path}", self._signed(path), sizes, hashes, into, checked)
+        return await self._there(work)
 
     async def close(self) -> None:
         """Ends what is under way, and the thread."""
@@ -124,26 +138,33 @@ class Transfers:
             return Trouble.FAILED
 
     async def _chunks(
-        self, url: str, headers: dict[str, str], sizes: Sequence[int], hashes: Sequence[bytes], into: memoryview
-    ) -> tuple[int, Trouble | None]:
+        self,
+        url: str,
+        headers: dict[str, str],
+        sizes: Sequence[int],
+        hashes: Sequence[bytes],
+        into: memoryview,
+        right: Callable[[], None],
+    ) -> Trouble | None:
         count = at = checked = 0
         try:
             async with self._get(url, headers) as answer:
                 if (trouble := _trouble(answer.status)) is not None:
-                    return 0, trouble
+                    return trouble
                 while piece := await answer.content.readany():
                     if at + len(piece) > len(into):
-                        return count, Trouble.CORRUPT
+                        return Trouble.CORRUPT
                     into[at : at + len(piece)] = piece
                     at += len(piece)
                     while count < len(sizes) and at - checked >= sizes[count]:
                         if hashlib.sha256(into[checked : checked + sizes[count]]).digest() != hashes[count]:
-                            return count, Trouble.CORRUPT
+                            return Trouble.CORRUPT
                         checked += sizes[count]
                         count += 1
+                        right()
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
-            return count, Trouble.FAILED
-        return count, None if count == len(sizes) else Trouble.FAILED
+            return Trouble.FAILED
+        return None if count == len(sizes) else Trouble.FAILED
 
     async def _end(self) -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}

@@ -17,20 +17,31 @@ def _publish(word, value):  # type: ignore[no-untyped-def]
     store_release(word, value)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Image:
-    """An adapter on its way to the device, or there. `data` is filled by groups of layers."""
+    """An adapter on its way to the device, or there. `data` is filled by groups of layers. Until all are in the host
+    tier, only `aside.py` has kernels use it, as far as `can_compute` says."""
 
     adapter: HostAdapter  # in the host tier; not to be read after the last layer has arrived
     data: NDArray[np.uint8]
     arrived: NDArray[np.int64]  # [0]: layers whose weights are in `data`, or LOST
+    in_host: int  # layers whose weights are in the host tier
+    is_cut: bool = False  # whether those that are not in the host tier never will be
 
     @classmethod
-    def empty(cls, adapter: HostAdapter) -> "Image":
-        """Room for an adapter of which nothing has arrived; takes no memory until it is written."""
+    def empty(cls, adapter: HostAdapter, layers: int | None = None) -> "Image":
+        """Room for an adapter of which nothing has arrived, and `layers` layers are in the host tier; None: all. Takes
+        no memory until it is written."""
         arrived = aligned_bytes(64).view(np.int64)
         arrived[:] = 0
-        return cls(adapter, aligned_bytes(adapter.spec.num_bytes), arrived)
+        in_host = len(adapter.spec.layer_ends) if layers is None else layers
+        return cls(adapter, aligned_bytes(adapter.spec.num_bytes), arrived, in_host)
+
+    def can_compute(self, *, assist: bool) -> int:
+        """The first so many layers can be computed without waiting for the host tier; `assist`: also those whose copy
+        to the device is under way."""
+        there = int(self.arrived[0])
+        return self.in_host if assist or there == LOST else there
 
     def arrive(self, layers: int) -> None:
         """The first `layers` layers are in `data`: seen by the kernels from now on, after the weights themselves."""
@@ -65,6 +76,10 @@ class DeviceAdapters:
     def is_arriving(self, slot: int) -> bool:
         """Whether layers of a bound slot are still missing."""
         return int(self._images[slot].arrived[0]) != self._layers
+
+    def image(self, slot: int) -> Image:
+        """What a bound slot means."""
+        return self._images[slot]
 
     def adapted(self, slot: int) -> NDArray[np.bool_]:
         """Whether a slot's adapter has each module, [layers, sites]."""

@@ -7,7 +7,6 @@ processes of their own. Level 1.
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -15,9 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.cpu.adapters import DeviceAdapters, Image
+from caraserve.cpu.aside import Asides
 from caraserve.cpu.attention import BLOCK_TOKENS
 from caraserve.cpu.batch import HostBatch, Shape, build_batch, collect
 from caraserve.cpu.buffers import Buffers
+from caraserve.cpu.copier import Copier
 from caraserve.cpu.link import Link
 from caraserve.cpu.merged import MergedWeights
 from caraserve.cpu.records import CACHE, filled
@@ -35,6 +36,8 @@ from caraserve.plan import BASE_ADAPTER_SLOT, Plan, Row, SlotSampling, SlotStart
 from caraserve.profile import Profile
 from caraserve.trace import Trace
 from caraserve.units import align_up, ceil_div
+
+_STREAMED_PLANS = 2  # each has room for the residual stream of a whole iteration
 
 _LaneJob = Callable[[], None]
 PlanDone = Callable[[StepResult | Exception], None]
@@ -69,6 +72,7 @@ class CpuBackend:
             adapter_slots=sizes.adapter_slots,
             max_step_tokens=sizes.max_step_tokens,
             max_context=sizes.max_context,
+            streamed_plans=_STREAMED_PLANS,
         )
         self._spec, self._loaded, self._trace = spec, loaded, trace
         self._merged: MergedWeights | None = None  # until it is asked for: it takes as much memory as the base
@@ -92,7 +96,10 @@ class CpuBackend:
         self._team = Team(sizes.threads)
         self._jobs: SimpleQueue[_LaneJob | None] = SimpleQueue()
         self._link = Link()
-        self._copier = ThreadPoolExecutor(1, "caraserve-copy", initializer=yield_to_event_loop)
+        self._copier = Copier(self._link, self._jobs.put, trace)
+        beside = [self._buffers.beside() for _ in range(_STREAMED_PLANS)]
+        self._asides = Asides(spec.layers, beside, self._compute, self._result)
+        self._copier.moved = self._asides.go_on
         self._lane = threading.Thread(target=self._run_lane, name="caraserve-lane", daemon=True)
         self._lane.start()
 
@@ -155,7 +162,10 @@ class CpuBackend:
 
     def launch(self, plan: Plan, done: PlanDone) -> None:
         """Queues one iteration; `done` is called on the lane's thread."""
-        self._jobs.put(lambda: done(self._run(plan)))
+        if plan.aside:
+            self._jobs.put(lambda: self._begin_aside(plan, done))
+        else:
+            self._jobs.put(lambda: done(self._run(plan)))
 
     def load_adapter(
         self,
@@ -163,28 +173,24 @@ class CpuBackend:
         slot: int,
         done: Callable[[Exception | None], None],
         group_ends: Sequence[int] = (),
+        layers: int | None = None,
     ) -> None:
         """Binds on the lane, after all that was launched before; copies on the copy thread."""
-        image = Image.empty(adapter)
+        image = Image.empty(adapter, layers)
         self._jobs.put(lambda: self._adapters.bind(slot, image))
-        self._copier.submit(self._copy, image, group_ends, done)
+        self._copier.load(slot, image, group_ends, done)
 
-    def _copy(self, image: Image, group_ends: Sequence[int], done: Callable[[Exception | None], None]) -> None:
-        """Copies group by group. `done` waits for the lane: an iteration under way may be using the host's copy."""
-        ends, start, failure = image.adapter.spec.layer_ends, 0, None
-        try:
-            for layers in (*(end for end in group_ends if 0 < end < len(ends)), len(ends)):
-                started_ns = time.monotonic_ns()
-                self._link.copy(image.data[start : ends[layers - 1]], image.adapter.data[start : ends[layers - 1]])
-                image.arrive(layers)
-                start = ends[layers - 1]
-                if self._trace is not None:
-                    digest = image.adapter.spec.digest[:12]
-                    self._trace.span("link", f"{digest} to layer {layers}", started_ns, time.monotonic_ns())
-        except Exception as error:
-            image.lose()
-            failure = error
-        self._jobs.put(lambda: done(failure))
+    def extend_load(self, slot: int, layers: int) -> None:
+        """More layers are in the host tier: they are copied, and prompts that waited for them go on."""
+        self._copier.extend(slot, layers)
+
+    def break_load(self, slot: int, cause: Exception) -> None:
+        """No more layers will be in the host tier."""
+        self._copier.cut(slot, cause)
+
+    def recall(self, slot: int) -> None:
+        """Voids what waits for such layers in a request slot."""
+        self._jobs.put(lambda: self._asides.recall(slot))
 
     def device_bytes(self, spec: AdapterSpec) -> int:
         """As many as in the host tier."""
@@ -201,7 +207,7 @@ class CpuBackend:
     def close(self) -> None:
         """Runs what was launched, then ends the threads."""
         self._link.close()
-        self._copier.shutdown(wait=True)
+        self._copier.close()
         self._jobs.put(None)
         self._lane.join()
         self._team.close()
@@ -212,22 +218,39 @@ class CpuBackend:
         yield_to_event_loop()
         while (job := self._jobs.get()) is not None:
             job()
+        self._asides.close()
 
     def _run(self, plan: Plan) -> StepResult | Exception:
         started_s = time.monotonic()
         try:
-            self._apply(plan)
-            prompt_tokens = self._sampling["prompt_tokens"]
-            batch = build_batch(plan, self._adapters, prompt_tokens, self._shape)
-            model = self._loaded.model if plan.merged is None else self._weights_with(plan.merged)
-            records = (model, self._buffers.record, self._lora, self._cache, batch.record)
-            self.workers.watch(batch.is_arriving)
-            self._team.run(step, *records, self._sampler(batch))
-            rows = collect(plan, batch, prompt_tokens)
+            batch = self._batch_of(plan)
+            self._compute(plan, batch, self._buffers.record)
+            return self._result(plan, batch, started_s)
         except Exception as error:  # the loop fails the plan's requests and goes on
             return error
+
+    def _begin_aside(self, plan: Plan, done: PlanDone) -> None:
+        try:
+            batch, image = self._batch_of(plan), self._adapters.image(plan.rows[0].adapter_slot)
+        except Exception as error:
+            done(error)
+        else:
+            self._asides.begin(plan, batch, image, done)
+
+    def _batch_of(self, plan: Plan) -> HostBatch:
+        self._apply(plan)
+        return build_batch(plan, self._adapters, self._sampling["prompt_tokens"], self._shape)
+
+    def _compute(self, plan: Plan, batch: HostBatch, buffers: NDArray[np.void]) -> None:
+        model = self._loaded.model if plan.merged is None else self._weights_with(plan.merged)
+        self.workers.watch(batch.is_arriving)
+        try:
+            self._team.run(step, model, buffers, self._lora, self._cache, batch.record, self._sampler(batch))
         finally:
             self.workers.watch(False)
+
+    def _result(self, plan: Plan, batch: HostBatch, started_s: float) -> StepResult:
+        rows = collect(plan, batch, self._sampling["prompt_tokens"])
         if self._trace is not None:
             trace_batch(self._trace, plan, batch, int(started_s * 1e9), time.monotonic_ns())
         return StepResult(rows, started_s, time.monotonic())

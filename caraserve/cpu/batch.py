@@ -33,6 +33,10 @@ class HostBatch:
     layer_ns: Words  # [layers + 1], or empty when not wanted
     worker_ns: Words  # [layers, 4, workers, 2], likewise
 
+    def compute(self, first_layer: int, end_layer: int) -> None:
+        """Only these layers are to be computed now."""
+        self.record["first_layer"], self.record["end_layer"] = first_layer, end_layer
+
     @property
     def is_arriving(self) -> bool:
         """Whether some adapter had not wholly arrived when the batch was made."""
@@ -94,6 +98,8 @@ def build_batch(plan: Plan, adapters: DeviceAdapters, prompt_tokens: Words, shap
         rows=len(rows),
         segments=len(segments),
         outputs=count,
+        first_layer=0,
+        end_layer=shape.layers,
         max_rank=max((int(adapters.max_rank[segment.adapter_slot]) for segment in segments), default=0),
         arriving=any(adapters.is_arriving(segment.adapter_slot) for segment in segments),
         **{name: int(array.ctypes.data) if array.size else 0 for name, array in arrays.items()},

@@ -78,6 +78,12 @@ class Buffers:
             redone=int(self._counts[1:].ctypes.data),
         )
 
+    def beside(self) -> NDArray[np.void]:
+        """A BUFFERS record for passes that stop between layers: it has a residual stream of its own."""
+        record = self.record.copy()
+        record["hidden"] = self._zeros(4 * self._tokens * self._model["hidden_pad"])
+        return record
+
     @property
     def slices_handed_over(self) -> int:
         """Slices of layers that workers were asked for."""

@@ -93,6 +93,7 @@ CACHE = _record(
 # ordered by adapter slot. Segments are runs of rows that share an adapter, the base model's left out.
 BATCH = _record(
     *("tokens", "rows", "segments", "outputs"),
+    *("first_layer", "end_layer"),  # to be computed now; what comes between is in `Buffers.hidden`
     "max_rank",  # largest padded rank in the batch; 0: base model only
     *("slot", "position"),  # [tokens]
     "row_first",  # [rows + 1] first token of each row

@@ -325,11 +325,12 @@ def _logits(thread, team, model, buffers, batch, logits):  # type: ignore[no-unt
 
 
 @kernel
-def _embed(thread, team, model, buffers, cache, batch):  # type: ignore[no-untyped-def]
-    for token in range(thread, batch.tokens, team):
-        place = cache.max_history * word(batch.slot, token) + word(batch.position, token)
-        y = buffers.hidden + 4 * model.hidden_pad * token
-        embed(word(cache.history, place), model.embed, model.tied, model.dtype, model.hidden, y)
+def _begin(thread, team, model, buffers, cache, batch):  # type: ignore[no-untyped-def]
+    if batch.first_layer == 0:
+        for token in range(thread, batch.tokens, team):
+            place = cache.max_history * word(batch.slot, token) + word(batch.position, token)
+            y = buffers.hidden + 4 * model.hidden_pad * token
+            embed(word(cache.history, place), model.embed, model.tied, model.dtype, model.hidden, y)
     for layer in range(thread, model.layers, team):
         store_release(buffers.counters + 8 * layer, 0)
     meet(buffers.barrier, team)
@@ -337,19 +338,22 @@ def _embed(thread, team, model, buffers, cache, batch):  # type: ignore[no-untyp
 
 @entry
 def step(thread, team, models, buffer_sets, loras, caches, batches, sampler):  # type: ignore[no-untyped-def]
-    """Runs one iteration as member `thread` of `team`; see the module's text for the phases."""
+    """Runs one iteration, or the layers of it that the batch says, as member `thread` of `team`; see the module's text
+    for the phases. Tokens come with the last layer."""
     model, buffers, lora = models[0], buffer_sets[0], loras[0]
     cache, batch = caches[0], batches[0]
-    _embed(thread, team, model, buffers, cache, batch)
-    for layer in range(model.layers):
+    first_layer, end_layer = batch.first_layer, batch.end_layer
+    _begin(thread, team, model, buffers, cache, batch)
+    for layer in range(first_layer, end_layer):
         _call8(
             buffers.decoder_layer,
             *(thread, team, address_of(model), address_of(buffers), address_of(lora)),
             *(address_of(cache), address_of(batch), layer),
         )
     if thread == 0:
-        stamp(lora, batch, model.layers)
-    _logits(thread, team, model, buffers, batch, sampler.logits.ctypes.data)
-    for index in range(thread, batch.outputs, team):
-        _output(thread, model, sampler, batch, index)
+        stamp(lora, batch, end_layer)
+    if end_layer == model.layers:
+        _logits(thread, team, model, buffers, batch, sampler.logits.ctypes.data)
+        for index in range(thread, batch.outputs, team):
+            _output(thread, model, sampler, batch, index)
     meet(buffers.barrier, team)

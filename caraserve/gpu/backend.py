@@ -137,9 +137,24 @@ class CudaBackend:
         slot: int,
         done: Callable[[Exception | None], None],
         group_ends: Sequence[int] = (),
+        layers: int | None = None,
     ) -> None:
         """Binds after all that was launched before; `done` is called on the launching thread."""
+        if layers is not None:
+            raise _whole_images_only()
         self._jobs.put(lambda: self._parts.images.load(adapter, slot, group_ends, done))
+
+    def extend_load(self, slot: int, layers: int) -> None:
+        """Never called: an iteration that waits for a copy cannot be taken back, so images are awaited whole."""
+        raise _whole_images_only()
+
+    def break_load(self, slot: int, cause: Exception) -> None:
+        """Never called."""
+        raise _whole_images_only()
+
+    def recall(self, slot: int) -> None:
+        """Never called."""
+        raise _whole_images_only()
 
     def device_bytes(self, spec: AdapterSpec) -> int:
         """With the rows that padding adds."""
@@ -212,6 +227,10 @@ class CudaBackend:
             self._parts.channels.timelines.settle(Lane.COPY)
             self._parts.asides.await_return(_PUMP_S)
             self._parts.pump()
+
+
+def _whole_images_only() -> AssertionError:
+    return AssertionError("Limits.streamed_plans is 0: nothing is loaded whose bytes are not in host memory")
 
 
 def _nothing() -> None:

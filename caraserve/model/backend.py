@@ -38,6 +38,7 @@ class Limits:
     max_context: int  # positions of one request
     shared: SharedMemory | None = None  # None: KV blocks and adapters have memory of their own
     aside_plans: int = 0  # at most so many plans go aside at a time (`Plan.aside`); 0: the device has no such lane
+    streamed_plans: int = 0  # at most so many go aside whose adapter is not all in host memory; 0: it is awaited
 
 
 class Backend(Protocol):
@@ -60,14 +61,28 @@ class Backend(Protocol):
         slot: int,
         done: Callable[[Exception | None], None],
         group_ends: Sequence[int] = (),
+        layers: int | None = None,
     ) -> None:
         """Binds an adapter to `slot` and copies it to the device beside running iterations, one group of layers after
-        another: groups end before the layers `group_ends`, and with the last layer.
+        another: groups end before the layers `group_ends`, and with the last layer. `layers`: so many are in
+        `adapter.data` so far, and `extend_load` tells of the others; None: all are. Until all are, only plans aside may
+        name the slot, and only where `Limits.streamed_plans` says so.
 
         Plans launched from now on may name the slot. An iteration that gets to a layer before its weights have arrived
         waits for them or, where `Row.assist` says so, has CPU workers compute the layer's LoRA from `adapter.data`,
         which must lie in `host_memory` and stay as it is until `done`.
         """
+
+    def extend_load(self, slot: int, layers: int) -> None:
+        """The first `layers` layers of the adapter that is being loaded to `slot` are in host memory."""
+
+    def break_load(self, slot: int, cause: Exception) -> None:
+        """The layers that are not in host memory never will be. Plans aside that wait for them end void; then the
+        load's `done` is told `cause`, unless it has been told of another failure before."""
+
+    def recall(self, slot: int) -> None:
+        """The plan aside of request slot `slot` ends void, if it waits for layers that are not in host memory;
+        otherwise it ends as it would have."""
 
     def device_bytes(self, spec: AdapterSpec) -> int:
         """What an adapter takes on the device. Raises AdapterRejected for one that can never be there."""

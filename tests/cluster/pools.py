@@ -115,7 +115,7 @@ class Member:
 
     def evict(self, name: str) -> None:
         """Its image leaves the host tier."""
-        self.residency._evict_from_host(self.catalog.get(name).digest)
+        self.residency.evict_from_host(self.catalog.get(name).digest)
 
     def knows(self, *names: str) -> bool:
         return all(self.catalog.find(name) is not None for name in names)

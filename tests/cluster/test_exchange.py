@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from caraserve.cluster.transfers import Trouble
 from caraserve.errors import AdapterRejected, Unreachable
 from caraserve.model.layout import HostAdapter, aligned_bytes
 from tests.cluster.images import MODEL, image
+from tests.cluster.nodes import until
 
 
 class Peer:
@@ -26,25 +27,31 @@ class Peer:
         self.busy_times = 0
         self.dies_after: int | None = None  # chunks
         self.given: list[int] = []  # starts of chunks
+        self.lingers_after: int | None = None  # chunks: then no more come, and yet it does not end
         self.answers = asyncio.Event()
         self.answers.set()
 
-    def give(self, start: int, ends: Sequence[int], into: memoryview) -> tuple[int, Trouble | None]:
+    async def give(
+        self, start: int, ends: Sequence[int], into: memoryview, right: Callable[[], None]
+    ) -> Trouble | None:
         if self.is_dead:
-            return 0, Trouble.FAILED
+            return Trouble.FAILED
         if self.busy_times:
             self.busy_times -= 1
-            return 0, Trouble.BUSY
+            return Trouble.BUSY
         if self.is_wrong:
             into[:1] = b"?"
-            return 0, Trouble.CORRUPT
-        for count, (begin, end) in enumerate(zip((start, *ends), ends, strict=False)):
+            return Trouble.CORRUPT
+        for begin, end in zip((start, *ends), ends, strict=False):
             if self.dies_after is not None and len(self.given) >= self.dies_after:
                 self.is_dead = True
-                return count, Trouble.FAILED
+                return Trouble.FAILED
+            if self.lingers_after is not None and len(self.given) >= self.lingers_after:
+                await asyncio.Event().wait()
             into[begin - start : end - start] = self.held.data[begin:end].data
             self.given.append(begin)
-        return len(ends), None
+            right()
+        return None
 
 
 class World:
@@ -72,14 +79,21 @@ class World:
         return manifest_of(peer.held.spec) + (b" " if peer.is_wrong else b"")
 
     async def chunks(
-        self, address: str, digest: str, start: int, ends: Sequence[int], hashes: Sequence[bytes], into: memoryview
-    ) -> tuple[int, Trouble | None]:
+        self,
+        address: str,
+        digest: str,
+        start: int,
+        ends: Sequence[int],
+        hashes: Sequence[bytes],
+        into: memoryview,
+        right: Callable[[], None],
+    ) -> Trouble | None:
         self.under_way += ends[-1] - start
         self.most_under_way = max(self.most_under_way, self.under_way)
         await asyncio.sleep(0)
         await self.peers[address].answers.wait()
         self.under_way -= ends[-1] - start
-        return self.peers[address].give(start, ends, into)
+        return await self.peers[address].give(start, ends, into, right)
 
 
 HELD = image(rank=64, seed=1)
@@ -128,6 +142,47 @@ async def test_the_first_layers_come_first() -> None:
     world = World(a=Peer(HELD))
     await fetched(world)
     assert world.peers["a"].given == sorted(world.peers["a"].given)
+
+
+def in_row(chunks: list[int]) -> int:
+    """Layers that lie in the chunks from the first one on that begin at these bytes, side by side."""
+    ends = chunk_ends(HELD.spec.layer_ends)
+    there = next((begin for begin in (0, *ends) if begin not in chunks), HELD.spec.num_bytes)
+    return sum(end <= there for end in HELD.spec.layer_ends)
+
+
+async def test_layers_are_told_of_when_all_before_them_are_there_whoever_is_faster() -> None:
+    first, second = Peer(HELD), Peer(HELD)
+    first.answers.clear()
+    world, told = World(a=first, b=second), list[int]()
+
+    def came(held: HostAdapter, layers: int) -> None:
+        end = HELD.spec.layer_ends[layers - 1]
+        assert held.spec == HELD.spec
+        assert np.array_equal(held.data[:end], HELD.data[:end])
+        assert layers == in_row(first.given + second.given)
+        told.append(layers)
+
+    fetch = asyncio.create_task(
+        Exchange(world, world, MODEL).fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes), came)
+    )
+    await until(lambda: len(second.given) == CHUNKS - 4, 5)
+    assert told == []
+    first.answers.set()
+    await fetch
+    assert told == sorted(set(told))
+    assert told[-1] == MODEL.layers
+
+
+async def test_what_has_come_right_is_never_asked_for_again() -> None:
+    """It may be read already: nobody may write there any more."""
+    slow, other = Peer(HELD), Peer(HELD)
+    slow.lingers_after = 2
+    world = World(a=slow, b=other)
+    image = aligned_bytes(HELD.spec.num_bytes)
+    await Exchange(world, world, MODEL, slow_s=0.05).fetch(HELD.spec.digest, image)
+    assert len(slow.given) == 2
+    assert sorted(slow.given + other.given) == [0, *chunk_ends(HELD.spec.layer_ends)[:-1]]
 
 
 async def test_what_a_dead_holder_did_not_give_comes_from_another_and_nothing_twice() -> None:

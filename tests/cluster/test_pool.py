@@ -15,7 +15,7 @@ from caraserve.cluster.seal import Keyring
 from caraserve.cluster.stored import Stored
 from caraserve.cluster.transfers import Transfers, Trouble
 from caraserve.errors import AdapterRejected, CaraServeError, Unreachable
-from caraserve.model.layout import HostAdapter
+from caraserve.model.layout import HostAdapter, aligned_bytes
 from tests.cluster.nodes import KEYS, until
 from tests.cluster.pools import Member, pools, write_folder
 
@@ -31,6 +31,26 @@ async def test_what_one_loaded_another_fetches_and_then_holds_too(tmp_path: Path
         await until(lambda: set(a.node.holders(digest)) == {"a", "b"})
         assert b.pool.find("poet") is not None
         assert b.stored.digests() == [digest]
+
+
+async def test_layers_are_told_of_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("caraserve.adapters.manifest._LEAST_CHUNK_BYTES", 1)  # a chunk for each layer
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        digest = await fleet.load(a, "poet", 1)
+        held = await a.want("poet")
+        ends, into, told = held.spec.layer_ends, aligned_bytes(held.spec.num_bytes), list[int]()
+        ended: asyncio.Future[HostAdapter | CaraServeError] = asyncio.get_running_loop().create_future()
+
+        def came(image: HostAdapter, layers: int) -> None:
+            assert not ended.done()
+            assert image.spec == held.spec
+            assert np.array_equal(image.data[: ends[layers - 1]], held.data[: ends[layers - 1]])
+            told.append(layers)
+
+        b.pool.fetch(digest, into, ended.set_result, came)
+        assert isinstance(await ended, HostAdapter)
+        assert told == [layers for layers in range(1, len(ends) + 1) if ends[layers - 1] < ends[-1]] + [len(ends)]
 
 
 async def test_the_second_read_is_from_the_own_disk_also_after_a_restart(tmp_path: Path) -> None:
@@ -301,18 +321,24 @@ async def test_only_who_signs_gets_bytes_and_only_those_that_are_there(tmp_path:
         image = await a.want("poet")
         ends, hashes, into = [image.spec.num_bytes], list(image.spec.chunks), bytearray(image.spec.num_bytes)
         where, wires = a.instance.address, [Transfers(lambda: KEYS, None)]
-        ours = wires[0]
+        ours, right = wires[0], list[None]()
+
+        async def chunks(wire: Transfers, ends: list[int], hashes: list[bytes]) -> tuple[int, Trouble | None]:
+            right.clear()
+            trouble = await wire.chunks(where, digest, 0, ends, hashes, memoryview(into), lambda: right.append(None))
+            return len(right), trouble
+
         wires.append(stranger := Transfers(lambda: Keyring((b"some other secret of somebody",)), None))
         try:
-            assert await ours.chunks(where, digest, 0, ends, hashes, memoryview(into)) == (1, None)
+            assert await chunks(ours, ends, hashes) == (1, None)
             assert into == image.data.tobytes()
-            assert await ours.chunks(where, digest, 0, ends, [b"?" * 32], memoryview(into)) == (0, Trouble.CORRUPT)
+            assert await chunks(ours, ends, [b"?" * 32]) == (0, Trouble.CORRUPT)
             beyond = [image.spec.num_bytes + 1]
-            assert await ours.chunks(where, digest, 0, beyond, hashes, memoryview(into)) == (0, Trouble.FAILED)
+            assert await chunks(ours, beyond, hashes) == (0, Trouble.FAILED)
             assert await ours.manifest(where, "0" * 64) is Trouble.ABSENT
             assert await ours.manifest("127.0.0.1:1", digest) is Trouble.FAILED
             assert await stranger.manifest(where, digest) is Trouble.FAILED
-            assert await stranger.chunks(where, digest, 0, ends, hashes, memoryview(into)) == (0, Trouble.FAILED)
+            assert await chunks(stranger, ends, hashes) == (0, Trouble.FAILED)
         finally:
             for wire in wires:
                 await wire.close()

@@ -180,10 +180,10 @@ def test_its_image_stays_in_the_host_tier_even_when_the_copy_has_ended() -> None
         here.backend.copies.pop()(True)
         await iterate(here)
         (version,) = residency.on_device()
-        assert residency._needs_image(version.digest)
+        assert version.needs_image
         here.backend.end_aside(0)
         await turn()
-        assert not residency._needs_image(version.digest)
+        assert not version.needs_image
 
     with_world(test)
 

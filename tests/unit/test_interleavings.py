@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from caraserve.errors import BackendFailed
-from tests.engine_world import world
+from tests.engine_world import World, world
 
 
 async def random_run(
@@ -20,8 +21,8 @@ async def random_run(
     copy_failures: float = 0.0,
     aside_failures: float = 0.0,
     **kind: Any,
-) -> int:
-    """Random requests, arrivals, cancellations and failures; returns how often somebody was preempted."""
+) -> World:
+    """Random requests, arrivals, cancellations and failures; returns what they left behind."""
     rng = random.Random(seed)
     stems = [[rng.randrange(97) for _ in range(24)] for _ in range(2)]
     async with world(rng, **kind) as here:
@@ -50,7 +51,7 @@ async def random_run(
                 assert [entry.token_id for entry in told[1:] if entry] == list(one.prompt[1:])
             if one.finish.error is not None and not read_failures and not copy_failures:
                 assert isinstance(one.finish.error, BackendFailed)
-        return here.metrics.preemptions
+        return here
 
 
 KINDS = {
@@ -61,7 +62,9 @@ KINDS = {
     "mode": st.sampled_from(["overlapped", "pipelined", "assisted", "auto", "merged"]),
     "spare_bytes": st.sampled_from([None, None, 0, 70, 150, 500]),
     "aside_plans": st.sampled_from([0, 1, 3]),
+    "streamed_plans": st.sampled_from([0, 0, 1, 2]),
 }
+STREAMED = {"mode": st.sampled_from(["pipelined", "assisted", "auto"]), "streamed_plans": st.sampled_from([1, 2])}
 bounded = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
@@ -101,9 +104,22 @@ def test_whatever_fails_beside_plans_aside_nobody_gets_a_wrong_token(seed: int, 
     asyncio.run(random_run(seed, plan_failures=0.1, copy_failures=0.2, aside_failures=0.2, **kind))
 
 
+@bounded
+@given(seed=st.integers(0, 2**32), **KINDS | STREAMED)
+def test_whatever_fails_while_adapters_come_nobody_gets_a_wrong_token(seed: int, **kind: Any) -> None:
+    asyncio.run(random_run(seed, read_failures=0.2, copy_failures=0.2, aside_failures=0.2, **kind))
+
+
+def test_prompts_do_end_and_are_recalled_while_adapters_come() -> None:
+    """Otherwise the tests above would not cover it."""
+    worlds = [asyncio.run(random_run(seed, mode="assisted", blocks=13, streamed_plans=2)) for seed in range(20)]
+    outcomes = sum((here.backend.outcomes for here in worlds), start=Counter[str]())
+    assert min(outcomes["done"], outcomes["void"]) > 5
+
+
 def test_the_small_pool_does_force_preemption() -> None:
     """Otherwise the tests above would not cover it."""
-    assert sum(asyncio.run(random_run(seed, blocks=13)) for seed in range(20)) > 5
+    assert sum(asyncio.run(random_run(seed, blocks=13)).metrics.preemptions for seed in range(20)) > 5
 
 
 def test_five_hundred_requests_leave_nothing_behind() -> None:

@@ -123,6 +123,11 @@ class Case:
         return [next(group.arrives_s for group in self.groups if layer < group.end) for layer in range(self.layers)]
 
     @property
+    def in_host_s(self) -> list[float]:
+        """By layer."""
+        return [next(group.in_host_s for group in self.groups if layer < group.end) for layer in range(self.layers)]
+
+    @property
     def extra_ms(self) -> float:
         """By how much a layer takes longer that CPU workers compute: a hand-over for every input, and what their
         arithmetic takes beyond the device's own, beside which it runs unless both need the same cores."""
@@ -142,9 +147,11 @@ class Case:
         return any(arrives > reached for arrives, reached in zip(self.arrives_s, reaches_s, strict=True))
 
     def assisted_end_ms(self) -> float:
-        """When a prefill ends that starts now, with workers for the layers that are not there when it gets to them."""
+        """When a prefill ends that starts now, with workers for the layers that are not there when it gets to them. It
+        waits for those that they cannot read yet."""
         spent_ms = 0.0
-        for arrives_s in self.arrives_s:
+        for arrives_s, in_host_s in zip(self.arrives_s, self.in_host_s, strict=True):
+            spent_ms = max(spent_ms, 1000 * (in_host_s - NOW_S))
             spent_ms += self.layer_ms + (self.extra_ms if 1000 * (arrives_s - NOW_S) > spent_ms else 0)
         return spent_ms
 
@@ -153,9 +160,10 @@ class Case:
 def cases(draw: st.DrawFn) -> Case:
     eighths = st.integers(0, 400).map(lambda count: count / 8)
     groups, end, arrives_s = [], 0, NOW_S - draw(st.integers(0, 64)) / 1024
-    for size, wait in draw(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 64)), min_size=1, max_size=8)):
+    steps = st.tuples(st.integers(1, 6), st.integers(0, 64), st.integers(0, 64))
+    for size, wait, link in draw(st.lists(steps, min_size=1, max_size=8)):
         end, arrives_s = end + size, arrives_s + wait / 1024
-        groups.append(Group(end, arrives_s))
+        groups.append(Group(end, arrives_s, in_host_s=arrives_s - link / 1024))
     return Case(
         groups,
         layer_ms=draw(eighths),

@@ -6,7 +6,7 @@ from caraserve.adapters.version import Tier
 from caraserve.errors import CaraServeError
 from caraserve.model.layout import ALIGN_BYTES
 from tests.engine_world import World, in_world, turn
-from tests.unit.test_residency import World as Tiers
+from tests.unit.tiers import World as Tiers
 
 with_world = partial(in_world, slots=1, device_adapters=4)
 

@@ -1,121 +1,15 @@
 """Where adapters are: which changes of tier exist, who is evicted, and that nothing in use ever is."""
 
 import itertools
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from caraserve.adapters.loading import Loading
-from caraserve.adapters.residency import MAX_BYPASSES, Residency
+from caraserve.adapters.residency import MAX_BYPASSES
 from caraserve.adapters.version import TIER_CHANGES, Tier, Version
-from caraserve.cpu.arena import Arena
-from caraserve.errors import AdapterRejected, CaraServeError
-from caraserve.kv.room import Room
-from caraserve.model.backend import Limits
-from caraserve.model.layout import ALIGN_BYTES, AdapterSpec, Dtype, HostAdapter, aligned_bytes
-from caraserve.plan import Plan, StepResult
-
-
-class Device:
-    """A backend whose copies end when the test says so."""
-
-    limits = Limits(num_blocks=1, block_tokens=16, num_slots=1, adapter_slots=9, max_step_tokens=1, max_context=1)
-
-    def __init__(self) -> None:
-        self.bound: dict[int, str] = {}
-        self.copies: list[Callable[[], None]] = []
-        self.failures: dict[str, Exception] = {}  # of copies, by digest
-
-    host_memory = np.zeros(0, np.uint8)
-
-    def load_adapter(
-        self,
-        adapter: HostAdapter,
-        slot: int,
-        done: Callable[[Exception | None], None],
-        group_ends: Sequence[int] = (),
-    ) -> None:
-        self.bound[slot] = adapter.spec.digest
-        self.copies.append(lambda: done(self.failures.pop(adapter.spec.digest, None)))
-
-    def resize_kv(self, blocks: int, done: Callable[[], None]) -> None:
-        raise AssertionError("KV blocks have memory of their own here")
-
-    def device_bytes(self, spec: AdapterSpec) -> int:
-        return spec.num_bytes
-
-    def unload_adapter(self, slot: int) -> None:
-        del self.bound[slot]
-
-    def launch(self, plan: Plan, done: Callable[[StepResult | Exception], None]) -> None:
-        raise AssertionError("residency launches nothing")
-
-    def close(self) -> None:
-        pass
-
-
-class World:
-    """A residency over a fake disk, with a clock and loads that end when `settle` is called."""
-
-    def __init__(self, device_bytes: int = 100, host_bytes: int = 1000) -> None:
-        self.device, self.now_s = Device(), 0.0
-        self.disk: dict[str, int | CaraServeError] = {}
-        self.reads: list[Callable[[], None]] = []
-        self.arena = Arena(aligned_bytes(host_bytes))
-        self.residency = Residency(
-            self.device,
-            Room(self.device.limits, device_bytes),
-            self.arena,
-            self._read,
-            lambda call: call(),
-            lambda: self.now_s,
-            Loading("overlapped", layers=1, link_bytes_per_s=100.0, costs=None),
-        )
-
-    def add(self, name: str, size: int = 40) -> None:
-        self.disk[name] = size
-        self.residency.register(name, name, Path(name), size)
-
-    def ask(self, name: str) -> Version:
-        """A request is submitted and admitted."""
-        version = self.residency.pin(name)
-        self.residency.use(version)
-        return version
-
-    def end(self, version: Version) -> None:
-        self.residency.unuse(version)
-        self.residency.unpin(version)
-
-    def settle(self) -> None:
-        while self.reads or self.device.copies:
-            (self.reads or self.device.copies).pop(0)()
-        self.residency.check()
-
-    def serve(self, name: str) -> None:
-        """One request from start to end."""
-        version = self.ask(name)
-        self.settle()
-        assert self.device.bound[version.slot] == name
-        self.end(version)
-
-    def on_device(self) -> set[str]:
-        return {version.digest for version in self.residency.on_device()}
-
-    def _read(
-        self, folder: Path, into: NDArray[np.uint8], done: Callable[[HostAdapter | CaraServeError], None]
-    ) -> None:
-        found = self.disk[folder.name]
-
-        def finish() -> None:
-            if isinstance(found, CaraServeError):
-                done(found)
-            else:
-                done(HostAdapter(AdapterSpec(folder.name, Dtype.F32, 8, ("q_proj",), (found,), ()), into))
-
-        self.reads.append(finish)
+from caraserve.errors import AdapterRejected
+from caraserve.model.layout import ALIGN_BYTES
+from tests.unit.tiers import World
 
 
 @pytest.mark.parametrize(("start", "end"), list(itertools.product(Tier, Tier)))
@@ -366,3 +260,30 @@ def test_an_image_is_kept_while_it_is_copied() -> None:
     assert (copying.tier, waiting.tier) == (Tier.COPYING, Tier.DISK)
     world.settle()
     assert (copying.tier, waiting.tier) == (Tier.DEVICE, Tier.DEVICE)
+
+
+def test_one_that_comes_takes_its_room_when_its_first_layer_has_come() -> None:
+    world = World(streamed_plans=1)
+    world.add("a")
+    version = world.ask("a")
+    world.coming["a"]()
+    assert version.tier is Tier.STREAMING
+    world.residency.check()
+    world.settle()
+    assert world.on_device() == {"a"}
+
+
+def test_one_that_comes_takes_no_room_that_another_waits_for() -> None:
+    world = World(streamed_plans=1, device_bytes=100)
+    for name, size in (("held", 60), ("large", 60), ("small", 20)):
+        world.add(name, size)
+    held = world.ask("held")
+    world.settle()
+    large = world.ask("large")
+    world.settle()
+    small = world.ask("small")
+    world.coming["small"]()
+    assert (large.tier, small.tier) == (Tier.HOST, Tier.READING)
+    world.end(held)
+    world.settle()
+    assert world.on_device() == {"large", "small"}

@@ -1,0 +1,77 @@
+"""Adapters for a device whose model is a hash: their bytes, and the disk or the network that these come from."""
+
+import hashlib
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.errors import AdapterRejected, CaraServeError
+from caraserve.model.layout import AdapterSpec, Dtype, HostAdapter
+
+ADAPTER_BYTES = 100
+BASE = 0
+
+
+def adapter_key(digest: str | None) -> int:
+    """What an adapter adds to the hash; the same in every process."""
+    return BASE if digest is None else int.from_bytes(hashlib.blake2b(digest.encode(), digest_size=7).digest())
+
+
+def host_adapter(digest: str, into: NDArray[np.uint8], layers: int) -> HostAdapter:
+    """An adapter with all its bytes to come."""
+    ends = tuple(ADAPTER_BYTES * (layer + 1) // layers for layer in range(layers))
+    return HostAdapter(AdapterSpec(digest, Dtype.F32, 8, ("q_proj",), ends, ()), into)
+
+
+def fill(image: HostAdapter, layers: int) -> None:
+    """The first layers come."""
+    image.data[: image.spec.layer_ends[layers - 1]] = adapter_key(image.spec.digest) % 256
+
+
+def is_whole(image: HostAdapter) -> bool:
+    return bool((image.data == adapter_key(image.spec.digest) % 256).all())
+
+
+class FakeReader:
+    """A disk, or a network, on which a folder's path is its adapter's digest; reads end when the test says so, and
+    before that, layers come when it does."""
+
+    def __init__(self, layers: int = 1) -> None:
+        self.executor: Executor = ThreadPoolExecutor(1)
+        self.reads: list[Callable[[bool], None]] = []
+        self.coming: list[Callable[[], None]] = []  # of each read, the next layers
+        self._layers = layers
+
+    def read(
+        self,
+        folder: Path,
+        into: NDArray[np.uint8],
+        done: Callable[[HostAdapter | CaraServeError], None],
+        came: Callable[[HostAdapter, int], None],
+    ) -> None:
+        image, there = host_adapter(str(folder), into, self._layers), 0
+        into[:] = 255
+
+        def come() -> None:
+            nonlocal there
+            there += 1
+            fill(image, there)
+            came(image, there)
+            if there == self._layers:
+                self.coming.remove(come)
+
+        def end(ok: bool) -> None:
+            if come in self.coming:
+                self.coming.remove(come)
+            if ok:
+                fill(image, self._layers)
+            done(image if ok else AdapterRejected("the disk failed"))
+
+        self.coming.append(come)
+        self.reads.append(end)
+
+    def close(self) -> None:
+        self.executor.shutdown()

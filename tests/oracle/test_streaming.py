@@ -1,0 +1,339 @@
+"""Adapters that come over a network a layer at a time: prompts are computed as far as layers have come, nobody else
+waits, and the tokens are those of peft. What has not come is no number, and the test is the network."""
+
+import asyncio
+import contextlib
+import os
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from caraserve.adapters.loading import LAYERWISE_MODES
+from caraserve.adapters.peft import read_adapter
+from caraserve.adapters.reads import Came, Done
+from caraserve.adapters.version import Source, Tier
+from caraserve.cpu.backend import CpuBackend
+from caraserve.errors import Unreachable
+from caraserve.loop import Engine
+from caraserve.model.layout import HostAdapter, aligned_bytes
+from caraserve.model.spec import ModelSpec, load_spec
+from tests.cluster.nodes import until
+from tests.oracle.models import ALL_TARGETS, Kinds, prompt_of
+from tests.oracle.subject import make_subject
+from tests.serving import Answer, engine_config, lora_config, model_config, running, submit
+
+LAYERS = 3  # of the model
+WORKER_CORES = tuple(sorted(os.sched_getaffinity(0)))
+PATIENCE_S = 60.0
+NAN = 0xFF  # in every byte: no number in any dtype
+KINDS: Kinds = {
+    "poet": {"rank": 8, "targets": ALL_TARGETS},
+    "clerk": {"rank": 24, "targets": ALL_TARGETS, "dtype": "float16"},
+    "early": {"rank": 8, "targets": ALL_TARGETS, "layers": [0]},
+}
+
+
+@dataclass
+class Sending:
+    """An adapter on its way to the host tier."""
+
+    name: str
+    held: HostAdapter
+    into: NDArray[np.uint8]
+    done: Done
+    came: Came
+
+    def send(self, layers: int) -> None:
+        end = self.held.spec.layer_ends[layers - 1]
+        self.into[:end] = self.held.data[:end]
+        self.came(HostAdapter(self.held.spec, self.into[: self.held.spec.num_bytes]), layers)
+
+    def finish(self) -> None:
+        self.send(LAYERS)
+        self.done(HostAdapter(self.held.spec, self.into[: self.held.spec.num_bytes]))
+
+    def give_up(self) -> None:
+        self.done(Unreachable("nobody gives its bytes", retry_after_s=1.0))
+
+
+class Network:
+    """Other instances, as `Residency` sees them."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec, self._sendings = spec, dict[str, Sending]()
+
+    def read(self, source: Source, into: NDArray[np.uint8], done: Done, came: Came) -> None:
+        assert isinstance(source, Path)
+        held = read_adapter(source, self._spec, aligned_bytes(into.nbytes))
+        into[:] = NAN
+        self._sendings[source.name] = Sending(source.name, held, into, done, came)
+
+    async def sending(self, name: str) -> Sending:
+        """The one that is asked for, or will be."""
+        await until(lambda: name in self._sendings, PATIENCE_S)
+        return self._sendings.pop(name)
+
+
+class Serving:
+    """A model with adapters and its judge."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model, self.adapters, self._oracle = make_subject(folder, KINDS, family="llama2")
+
+    def prompt(self, tokens: int) -> list[int]:
+        return prompt_of(random.Random(tokens), tokens)
+
+    def check(self, prompt: list[int], adapter: str | None, answer: Answer) -> None:
+        assert answer.finish.reason == "length"
+        self._oracle.check_greedy(prompt, adapter, answer.token_ids)
+
+    @contextlib.asynccontextmanager
+    async def served(
+        self, mode: str = "pipelined", *, kv_blocks: int = 200, device_bytes: int = 64 << 20, workers: bool = False
+    ) -> AsyncIterator[tuple[Engine, Network]]:
+        cpus = WORKER_CORES if workers else None
+        lora = lora_config(self.adapters, mode=mode, lora_cpus=cpus, device_bytes=device_bytes)
+        spec = load_spec(self.model)
+        engine = engine_config(kv_bytes=kv_blocks * 16 * spec.kv_bytes_per_token(4))
+        async with running(model_config(self.model, max_model_len=128), lora, engine) as served:
+            if workers:
+                assert backend_of(served).workers.await_all(PATIENCE_S)
+            network = Network(spec)
+            served.catalog.residency._reads._read = network.read
+            yield served, network
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Serving:
+    return Serving(tmp_path_factory.mktemp("streaming"))
+
+
+def backend_of(engine: Engine) -> CpuBackend:
+    backend = engine._backend
+    assert isinstance(backend, CpuBackend)
+    return backend
+
+
+def computed(engine: Engine) -> list[int]:
+    """Layers of each prompt that waits for more of its adapter."""
+    return sorted(aside.layer for aside in backend_of(engine)._asides._under_way)
+
+
+async def until_computed(engine: Engine, *layers: int) -> None:
+    await until(lambda: computed(engine) == list(layers), PATIENCE_S)
+
+
+async def begun(
+    engine: Engine, network: Network, name: str, prompt: list[int]
+) -> "tuple[Sending, asyncio.Task[Answer]]":
+    """A request for an adapter of which one layer has come and been computed."""
+    before = len(computed(engine))
+    task = submit(engine, prompt, name)
+    sending = await network.sending(name)
+    sending.send(1)
+    await until_computed(engine, *[1] * (before + 1))
+    return sending, task
+
+
+@pytest.mark.parametrize("workers", [False, True], ids=["alone", "helped"])
+@pytest.mark.parametrize("mode", LAYERWISE_MODES)
+def test_layers_are_computed_before_the_next_have_come(subject: Serving, mode: str, workers: bool) -> None:
+    async def body() -> None:
+        prompt = subject.prompt(40)
+        async with subject.served(mode, workers=workers) as (engine, network):
+            sending, task = await begun(engine, network, "clerk", prompt)
+            sending.send(2)
+            await until_computed(engine, 2)
+            assert not task.done()
+            sending.finish()
+            subject.check(prompt, "clerk", await task)
+
+    asyncio.run(body())
+
+
+def test_workers_compute_layers_that_are_in_the_host_tier_alone(subject: Serving) -> None:
+    """Over a link on which nothing arrives."""
+
+    async def body() -> None:
+        prompt = subject.prompt(40)
+        async with subject.served("assisted", workers=True) as (engine, network):
+            backend = backend_of(engine)
+            backend.emulate_link(1.0)
+            sending, task = await begun(engine, network, "clerk", prompt)
+            assert backend.slices_handed_over > 0
+            sending.finish()
+            answer = await task
+            subject.check(prompt, "clerk", answer)
+            assert answer.finish.phases.cpu_layers == LAYERS * len(answer.token_ids)
+
+    asyncio.run(body())
+
+
+def test_others_decode_while_layers_are_awaited(subject: Serving) -> None:
+    async def body() -> None:
+        prompt, other = subject.prompt(40), subject.prompt(9)
+        async with subject.served() as (engine, network):
+            sending, task = await begun(engine, network, "poet", prompt)
+            subject.check(other, None, await submit(engine, other, None, max_tokens=20))
+            assert computed(engine) == [1]
+            sending.finish()
+            subject.check(prompt, "poet", await task)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("first", ["poet", "clerk"])
+def test_of_two_the_one_that_has_come_is_served(subject: Serving, first: str) -> None:
+    async def body() -> None:
+        prompt = subject.prompt(30)
+        async with subject.served() as (engine, network):
+            under_way = {name: await begun(engine, network, name, prompt) for name in ("poet", "clerk")}
+            sending, task = under_way.pop(first)
+            sending.finish()
+            subject.check(prompt, first, await task)
+            await until_computed(engine, 1)
+            ((last, (sending, task)),) = under_way.items()
+            sending.finish()
+            subject.check(prompt, last, await task)
+
+    asyncio.run(body())
+
+
+def test_an_adapter_whose_last_layers_have_no_bytes_is_awaited_to_its_end(subject: Serving) -> None:
+    async def body() -> None:
+        prompt = subject.prompt(30)
+        async with subject.served() as (engine, network):
+            task = submit(engine, prompt, "early")
+            sending = await network.sending("early")
+            sending.send(LAYERS)
+            await until_computed(engine, LAYERS - 1)
+            sending.finish()
+            subject.check(prompt, "early", await task)
+
+    asyncio.run(body())
+
+
+def test_more_prompts_than_may_wait_for_the_network_wait_for_all_of_the_adapter(subject: Serving) -> None:
+    async def body() -> None:
+        prompts = [subject.prompt(tokens) for tokens in range(20, 26)]
+        async with subject.served() as (engine, network):
+            tasks = [submit(engine, prompt, "poet") for prompt in prompts]
+            sending = await network.sending("poet")
+            sending.send(2)
+            most = engine._limits.streamed_plans
+            await until_computed(engine, *[2] * most)
+            sending.finish()
+            for prompt, task in zip(prompts, tasks, strict=True):
+                subject.check(prompt, "poet", await task)
+
+    asyncio.run(body())
+
+
+def test_when_the_rest_never_comes_the_error_is_told_and_the_next_request_is_served(subject: Serving) -> None:
+    async def body() -> None:
+        prompt, other = subject.prompt(40), subject.prompt(9)
+        async with subject.served() as (engine, network):
+            decoding = submit(engine, other, None, max_tokens=60)
+            sending, task = await begun(engine, network, "poet", prompt)
+            second = submit(engine, subject.prompt(11), "poet")
+            sending.give_up()
+            for failed in (await task, await second):
+                assert failed.finish.reason == "error"
+                assert isinstance(failed.finish.error, Unreachable)
+                assert failed.token_ids == []
+            engine.check()
+            assert engine.catalog.residency._host._arena.used_bytes == 0
+            again, task = await begun(engine, network, "poet", prompt)
+            again.finish()
+            subject.check(prompt, "poet", await task)
+            subject.check(other, None, await decoding)
+
+    asyncio.run(body())
+
+
+def test_who_leaves_gives_everything_back_while_the_network_stands_still(subject: Serving) -> None:
+    async def body() -> None:
+        prompt = subject.prompt(40)
+        async with subject.served() as (engine, network):
+            sending, task = await begun(engine, network, "poet", prompt)
+            task.cancel()
+            await until(lambda: engine.snapshot().kv_used_blocks == 0, PATIENCE_S)
+            assert computed(engine) == []
+            task = submit(engine, prompt, "poet")
+            await until_computed(engine, 1)
+            sending.finish()
+            subject.check(prompt, "poet", await task)
+
+    asyncio.run(body())
+
+
+def test_who_waits_for_the_network_gives_way_to_those_who_lack_blocks(subject: Serving) -> None:
+    async def body() -> None:
+        prompt, other = subject.prompt(100), subject.prompt(60)
+        async with subject.served(kv_blocks=10) as (engine, network):
+            sending, task = await begun(engine, network, "poet", prompt)
+            subject.check(other, None, await submit(engine, other, None, max_tokens=30))
+            assert computed(engine) == []
+            sending.send(2)
+            sending.finish()
+            subject.check(prompt, "poet", await task)
+
+    asyncio.run(body())
+
+
+def test_an_adapter_that_is_unloaded_meanwhile_is_served_to_its_end(subject: Serving) -> None:
+    async def body() -> None:
+        prompt = subject.prompt(40)
+        async with subject.served() as (engine, network):
+            sending, task = await begun(engine, network, "poet", prompt)
+            unloading = asyncio.create_task(engine.unload_adapter("poet"))
+            await until(lambda: engine.catalog.find("poet") is None, PATIENCE_S)
+            sending.send(2)
+            await until_computed(engine, 2)
+            sending.finish()
+            subject.check(prompt, "poet", await task)
+            await unloading
+            assert engine.catalog.residency._host._arena.used_bytes == 0
+
+    asyncio.run(body())
+
+
+def test_an_idle_adapter_gives_way_to_one_that_comes_and_comes_back_after_it(subject: Serving) -> None:
+    """The device has room for one."""
+
+    async def body() -> None:
+        prompt = subject.prompt(40)
+        sizes = [read_adapter(subject.adapters[name], load_spec(subject.model), aligned_bytes(1 << 20)).spec.num_bytes
+                 for name in ("poet", "clerk")]  # fmt: skip
+        async with subject.served(device_bytes=max(sizes)) as (engine, network):
+            sending, task = await begun(engine, network, "clerk", prompt)
+            sending.finish()
+            subject.check(prompt, "clerk", await task)
+            sending, task = await begun(engine, network, "poet", prompt)
+            waiting = submit(engine, prompt, "clerk")
+            assert [version.tier for version in engine.catalog.residency.on_device()] == []
+            sending.finish()
+            subject.check(prompt, "poet", await task)
+            subject.check(prompt, "clerk", await waiting)
+            assert [version.tier for version in engine.catalog.residency.on_device()] == [Tier.DEVICE]
+
+    asyncio.run(body())
+
+
+def test_where_whole_adapters_are_awaited_nothing_begins_before(subject: Serving) -> None:
+    async def body() -> None:
+        prompt = subject.prompt(40)
+        async with subject.served("overlapped") as (engine, network):
+            task = submit(engine, prompt, "poet")
+            sending = await network.sending("poet")
+            sending.send(2)
+            assert engine.catalog.residency._names["poet"].tier is Tier.READING
+            sending.finish()
+            subject.check(prompt, "poet", await task)
+
+    asyncio.run(body())
