@@ -48,10 +48,12 @@ class Launcher:
         order, served, merged = self._precedence(begins_s)
         by_request = {opened.request: opened for opened in order}
         slots = [opened.adapter_slot for opened in order]
-        decision = plan_iteration(list(by_request), slots, self._line.pool, self._limits, served, self._line.growable())
+        recallable = self._recallable()
+        growable = self._line.growable() + recallable
+        decision = plan_iteration(list(by_request), slots, self._line.pool, self._limits, served, growable)
         for request in decision.preempted:
             self._line.preempt(by_request[request])
-        lacking = decision.lacking + self._launch_asides(begins_s)
+        lacking = max(0, decision.lacking - recallable) + self._launch_asides(begins_s)
         self._line.grow(lacking)
         self._recall(everyone=decision.is_short or self._line.is_short)
         if not decision.scheduled:
@@ -106,27 +108,44 @@ class Launcher:
         if not (self._limits.aside_plans or self._limits.streamed_plans):
             return 0
         lacking = 0
-        for opened in self._line.running:
+        for opened in list(self._line.running):
             if opened.is_aside or not self._line.goes_aside(opened):
                 continue
-            entry = plan_aside(opened.request, opened.adapter_slot, self._line.pool, self._limits)
-            if isinstance(entry, int):
-                lacking += entry if lacking + entry <= self._line.growable() else 0
-                continue
-            plan = self._plan((entry,), (replace(entry.row, assist=opened.assist),), aside=True)
-            self._account(entry)
-            self._line.begin_aside(opened)
-            launched = self._launch(plan, [opened], begins_s)
-            launched.result.add_done_callback(lambda _: self._wake())
-            self._aside.append(launched)
+            entry, stays = self._row_aside(opened), self._line.can_go_on(opened)
+            if isinstance(entry, Scheduled):
+                self._launch_aside(opened, entry, begins_s)
+            elif not stays:
+                self._line.set_back(opened)  # it would hold what it has for as long as the network takes
+            elif lacking + entry <= self._line.growable():
+                lacking += entry
         return lacking
+
+    def _row_aside(self, opened: Open) -> Scheduled | int:
+        """Its row, or how many blocks it lacks; 0 if it has no adapter to go with: that gave way meanwhile."""
+        if self._line.can_go_on(opened) or self._line.is_streamed(opened):
+            return plan_aside(opened.request, opened.adapter_slot, self._line.pool, self._limits)
+        return 0
+
+    def _launch_aside(self, opened: Open, entry: Scheduled, begins_s: float) -> None:
+        plan = self._plan((entry,), (replace(entry.row, assist=opened.assist),), aside=True)
+        self._account(entry)
+        self._line.begin_aside(opened)
+        launched = self._launch(plan, [opened], begins_s)
+        launched.result.add_done_callback(lambda _: self._wake())
+        self._aside.append(launched)
+
+    def _recallable(self) -> int:
+        """Blocks that come back when plans aside are recalled which may wait for the network: these go first."""
+        return sum(len(opened.request.blocks) for opened, _ in self._waiting_for_network())
 
     def _recall(self, *, everyone: bool) -> None:
         """Plans aside that may wait for the network, of requests that have ended, or of all."""
-        for launched in self._aside:
-            ((opened, row),) = launched.rows
-            if self._line.is_streamed(opened) and (everyone or opened.request.phase is Phase.FINISHED):
+        for opened, row in self._waiting_for_network():
+            if everyone or opened.request.phase is Phase.FINISHED:
                 self._backend.recall(row.slot)
+
+    def _waiting_for_network(self) -> list[tuple[Open, Row]]:
+        return [launched.rows[0] for launched in self._aside if self._line.is_streamed(launched.rows[0][0])]
 
     def _plan(
         self, scheduled: Sequence[Scheduled], rows: tuple[Row, ...], *, merged: int | None = None, aside: bool = False

@@ -152,10 +152,14 @@ class Line:
         self.next_start_s, self._start_lacks, self.is_short = None, 0, False
         for opened in list(self.loading):
             if self._free_slots and self._may_start(opened, begins_s):
-                if not self._start(opened):
-                    self.is_short = True
-                    break  # no blocks: later ones must not overtake for ever
-            elif opened.request.phase is Phase.WAITING and opened.version is not None:
+                if self._start(opened):
+                    continue
+                if self.is_streamed(opened):
+                    opened.waits_whole = True  # as it waits anyway
+                    continue
+                self.is_short = True
+                break  # no blocks: later ones must not overtake for ever
+            if opened.request.phase is Phase.WAITING and opened.version is not None:
                 opened.request.to(Phase.LOADING, self._now())
 
     def _may_start(self, opened: Open, begins_s: float) -> bool:
@@ -205,14 +209,19 @@ class Line:
         """Whether layers of a request's adapter are still on their way to this host."""
         return opened.version is not None and opened.version.tier is Tier.STREAMING
 
+    def can_go_on(self, opened: Open) -> bool:
+        """Whether a running request may be in an iteration: it may wait there for its adapter, but not for a network."""
+        return opened.version is None or opened.version.tier in (Tier.COPYING, Tier.DEVICE)
+
     def _may_stream(self) -> bool:
         """Whether one more prompt may go aside whose adapter is."""
         streamed = sum(opened.is_aside or self.is_streamed(opened) for opened in self.running)
         return streamed + len(self._leaving) < self._limits.streamed_plans
 
     def goes_aside(self, opened: Open) -> bool:
-        """Whether a plan aside is under way for a running request, or is to be launched next."""
-        if opened.is_aside or self.is_streamed(opened):
+        """Whether a plan aside is under way for a running request, or is to be launched next; in iterations it has no
+        place."""
+        if opened.is_aside or not self.can_go_on(opened):
             return True
         if not (self._limits.aside_plans and opened.assist and opened.request.phase is Phase.PREFILL):
             return False
@@ -227,9 +236,11 @@ class Line:
         return start is not None and self._is_time(start, begins_s)
 
     def set_back(self, opened: Open) -> None:
-        """The plan aside of a running request was recalled: the request gives up what it holds, and begins again when
-        all of its adapter is here."""
+        """A running request whose adapter is not here yet gives up what it holds, and begins again when all of it is:
+        its plan aside was recalled, or there are no blocks for one."""
         opened.waits_whole = True
+        if opened.choice is not None and not opened.choice.is_observed:
+            opened.choice = None  # it will begin otherwise
         self.pool.release(opened.request.blocks)
         self.preempt(opened)
 

@@ -210,11 +210,12 @@ class Engine:
                 self._fail([opened], outcome)
             elif outcome.rows[0].void:
                 undo(opened, row)
-                if opened.request.phase is not Phase.FINISHED and self._line.is_streamed(opened):
+                if opened.request.phase is not Phase.FINISHED and not self._line.can_go_on(opened):
                     self._line.set_back(opened)
             elif opened.request.phase is not Phase.FINISHED:
                 self._line.publish(opened)
-                self._deliver(launched, outcome)
+                took_ms = 1000 * (outcome.done_s - outcome.started_s) - outcome.rows[0].waited_ms
+                self._deliver(launched, outcome, took_ms)
         self._settle()
 
     def _settle(self) -> None:
@@ -232,11 +233,11 @@ class Engine:
         if self.watch is not None:
             self.watch(launched.rows, 1000 * duration_s)
         self._tokens_per_s += 0.1 * (launched.num_tokens / max(duration_s, 1e-6) - self._tokens_per_s)
-        self._deliver(launched, outcome)
+        self._deliver(launched, outcome, 1000 * duration_s)
 
-    def _deliver(self, launched: Launched, outcome: StepResult) -> None:
+    def _deliver(self, launched: Launched, outcome: StepResult, took_ms: float) -> None:
         """Hands the results to their requests; those of requests that have ended meanwhile are dropped."""
-        self._metrics.observe_iteration(launched.num_tokens, 1000 * (outcome.done_s - outcome.started_s))
+        self._metrics.observe_iteration(launched.num_tokens, took_ms)
         for (opened, row), result in zip(launched.rows, outcome.rows, strict=True):
             if opened.request.phase is not Phase.FINISHED:
                 opened.request.cpu_layers += result.cpu_layers

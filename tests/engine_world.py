@@ -223,6 +223,7 @@ async def world(
     layers = _STREAMED_LAYERS if streamed_plans else 1
     reader, metrics = FakeReader(layers), _Metrics()
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: backend.faults.append(repr(context)))
     room, arena = Room(limits, device_adapters * ADAPTER_BYTES), Arena(aligned_bytes(4 * ADAPTER_BYTES))
     residency = Residency(
         backend,

@@ -251,7 +251,7 @@ class FakeBackend:
         self.lane.append(lambda: end(RuntimeError("the copy failed")))
 
     def break_load(self, slot: int, cause: Exception) -> None:
-        streamed = self.streamed[slot]
+        streamed = self.streamed.pop(slot)
         streamed.is_cut = True
 
         def end() -> None:
@@ -268,7 +268,7 @@ class FakeBackend:
 
     def unload_adapter(self, slot: int) -> None:
         del self.images[slot]
-        if (streamed := self.streamed.pop(slot, None)) is not None and not streamed.is_cut:
+        if self.streamed.pop(slot, None) is not None:
             self.faults.append(f"adapter slot {slot} is unloaded while its layers come")
 
         def unbind() -> None:

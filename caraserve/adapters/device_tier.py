@@ -24,6 +24,10 @@ class DeviceTier:
         """Versions that have arrived."""
         return [version for version in self._versions.values() if version.tier is Tier.DEVICE]
 
+    def streaming(self) -> list[Version]:
+        """Versions that are copied while other instances still send them."""
+        return [version for version in self._versions.values() if version.tier is Tier.STREAMING]
+
     def is_arriving(self, beside: Version) -> bool:
         """Whether a version other than `beside` is being copied."""
         return any(other.tier is Tier.COPYING and other is not beside for other in self._versions.values())

@@ -102,7 +102,7 @@ class Reads:
         if extent is None:
             return False
         version.to(Tier.READING)
-        version.error = None
+        version.error, version.gives_way = None, False
         self.under_way += 1
         self._counters.disk_reads += 1
         began_s = self._now()

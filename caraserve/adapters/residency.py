@@ -217,15 +217,17 @@ class Residency:
     def grew(self, version: Version) -> None:
         """More layers of a version that is being read are in the host tier."""
         assert version.partial is not None
-        if version.tier is Tier.STREAMING:
+        if version.tier is Tier.STREAMING and not version.gives_way:
             version.groups = self.arrivals.expect_streamed(version.partial)
             self._backend.extend_load(version.slot, version.partial.layers)
             self._notify()
-        else:
+        elif version.tier is Tier.READING:
             self._stream(version)
 
     def arrived(self, version: Version, image: HostAdapter) -> None:
         """A version is in the host tier, whole."""
+        if version.tier is Tier.STREAMING and version.gives_way:
+            return  # comes back here when it has left the device
         if version.tier is Tier.STREAMING:
             version.to(Tier.COPYING)
             version.groups = self.arrivals.expect_rest(version)
@@ -246,8 +248,8 @@ class Residency:
         """A version could not be read to its end. What was copied of it goes when nobody waits for the rest."""
         if version.tier is Tier.STREAMING:
             version.error = error
-            self._backend.break_load(version.slot, error)
-            self._end_failed_copy(version)
+            if not version.gives_way:
+                self._break_load(version, error)
         else:
             self._host.drop(version.digest)
             self._fail(version, error)
@@ -276,10 +278,24 @@ class Residency:
                     self._reads.ask(version)
                 continue
             if not self.device.make_room(version.device_bytes, self._evict_from_device):
+                self._stop_streaming()
                 return
             self._wanting.popleft()
             self._bypasses = 0
             self._copy(version, image)
+
+    def _stop_streaming(self) -> None:
+        """What waits for the network gives its room to an adapter that is here, and comes when it is whole: a network
+        may stand still for as long as it likes."""
+        for version in self.device.streaming():
+            if version.error is None and not version.gives_way:
+                version.gives_way = True
+                self._break_load(version, CaraServeError("its room is wanted"))
+
+    def _break_load(self, version: Version, cause: Exception) -> None:
+        """No more of a streamed version is copied. Its plans aside end void; then it leaves the device."""
+        self._backend.break_load(version.slot, cause)
+        self._end_failed_copy(version)
 
     @property
     def claims_memory(self) -> bool:
@@ -308,7 +324,8 @@ class Residency:
         """Begins to copy what has come so far of a version that is being read, where the device can use it and there is
         room that nobody waits for; otherwise it is copied when it is whole."""
         partial = version.partial
-        if partial is None or not (version.uses and self.arrivals.by_layers and self._backend.limits.streamed_plans):
+        is_of_use = version.uses and not version.gives_way and self.arrivals.by_layers
+        if partial is None or not is_of_use or len(self.device.streaming()) >= self._backend.limits.streamed_plans:
             return
         try:
             version.device_bytes = self.device.measure(partial.image.spec)
@@ -332,7 +349,7 @@ class Residency:
         self._backend.load_adapter(image, version.slot, done, group_ends, layers)
 
     def _copied(self, version: Version, error: Exception | None) -> None:
-        is_coming = version.tier is Tier.STREAMING and version.error is None
+        is_coming = version.tier is Tier.STREAMING and version.error is None and not version.gives_way
         if error is not None and (version.asides or is_coming):
             version.copy_error = error  # its memory cannot be taken from under the plan, or the read
             return
@@ -340,6 +357,9 @@ class Residency:
         self._copies -= 1
         if not self.device.is_arriving(beside=version):
             self.arrivals.all_there()
+        if version.tier is Tier.STREAMING and version.gives_way and version.error is None:
+            self._set_back(version)
+            return
         if error is not None:
             failure = CaraServeError(f"the adapter could not be copied to the device: {error}")
             self._lose(version, version.error or failure)
@@ -359,18 +379,29 @@ class Residency:
 
     def _lose(self, version: Version, error: CaraServeError) -> None:
         """A copy has failed, or what was to be copied has not come; nobody reads any of it."""
-        self._backend.unload_adapter(version.slot)
-        self.device.remove(version)
+        self._leave_device(version)
         if version.tier is Tier.STREAMING:
             self._host.drop(version.digest)
         self._fail(version, error)
         self._reads.go_on()
         self.fill_device()
 
+    def _set_back(self, version: Version) -> None:
+        """A streamed version has given way: it is only being read from now on, or whole in the host tier by now."""
+        self._leave_device(version)
+        version.to(Tier.READING)
+        if (image := self._host.get(version.digest)) is not None:
+            self.arrived(version, image)
+        self.fill_device()
+        self._notify()
+
     def _drop_from_device(self, version: Version) -> None:
+        self._leave_device(version)
+        version.to(Tier.HOST if version.digest in self._host else Tier.DISK)
+
+    def _leave_device(self, version: Version) -> None:
         self._backend.unload_adapter(version.slot)
         self.device.remove(version)
-        version.to(Tier.HOST if version.digest in self._host else Tier.DISK)
 
     def _evict_from_device(self, version: Version) -> None:
         self._drop_from_device(version)

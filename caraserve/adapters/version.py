@@ -33,7 +33,7 @@ TIER_CHANGES: dict[Tier, frozenset[Tier]] = {
     Tier.DISK: frozenset({Tier.READING, Tier.HOST}),
     Tier.READING: frozenset({Tier.HOST, Tier.STREAMING, Tier.FAILED}),
     Tier.HOST: frozenset({Tier.COPYING, Tier.DISK, Tier.FAILED}),
-    Tier.STREAMING: frozenset({Tier.COPYING, Tier.FAILED}),
+    Tier.STREAMING: frozenset({Tier.COPYING, Tier.READING, Tier.FAILED}),
     Tier.COPYING: frozenset({Tier.DEVICE, Tier.HOST, Tier.FAILED}),
     Tier.DEVICE: frozenset({Tier.HOST, Tier.DISK}),
     Tier.FAILED: frozenset({Tier.READING, Tier.HOST, Tier.DISK}),
@@ -82,6 +82,7 @@ class Version:
     device_bytes: int = 0
     spec: AdapterSpec | None = None  # known once it has been in the host tier
     partial: Partial | None = None  # while it is read, once layers have come
+    gives_way: bool = False  # whether others want its room on the device, until it has been read to its end
     groups: tuple[Group, ...] = ()  # expected on the device while STREAMING or COPYING
     error: CaraServeError | None = None
     again_s: float = 0.0  # when it may be read ahead again, where it has failed
@@ -93,7 +94,8 @@ class Version:
     @property
     def needs_image(self) -> bool:
         """Whether its image is about to be copied to the device, or is being copied: kernels may read it meanwhile."""
-        return self.tier is Tier.COPYING or self.asides > 0 or (self.tier is Tier.HOST and self.uses > 0)
+        is_read = self.tier in (Tier.STREAMING, Tier.COPYING) or self.asides > 0
+        return is_read or (self.tier is Tier.HOST and self.uses > 0)
 
     def to(self, tier: Tier) -> None:
         """Moves to `tier`; only the changes of `TIER_CHANGES` exist."""

@@ -220,7 +220,8 @@ class Exchange:
                 return
 
     async def _chunks(self, fetch: _Fetch, name: str, address: str, run: range) -> Trouble | None:
-        """A run; given up when it takes long and there is another who may be faster."""
+        """A run; what is missing of it goes back when it takes long and there is another who may be faster. Only who
+        gave nothing of it has failed."""
         assert fetch.spec is not None
         others = any(other != name for other in self._sources(fetch))
         start, ends = fetch.ends[run[0] - 1] if run[0] else 0, fetch.ends[run[0] : run[-1] + 1]
@@ -232,7 +233,7 @@ class Exchange:
                     address, fetch.digest, start, ends, hashes, into, lambda: fetch.take_in(next(chunks))
                 )
         except TimeoutError:
-            return Trouble.FAILED
+            return None if fetch.right.intersection(run) else Trouble.FAILED
 
     def _note(self, fetch: _Fetch, name: str, trouble: Trouble) -> None:
         if trouble is Trouble.CORRUPT:

@@ -7,7 +7,7 @@ takes, and nobody waits for it. What never comes, or is no longer waited for, ma
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ class _Aside:
     buffers: NDArray[np.void]
     started_s: float
     layer: int = 0  # the next to be computed
+    computed_s: float = 0.0  # so far
     is_recalled: bool = False
 
     @property
@@ -78,14 +79,22 @@ class Asides:
             self._end(aside, RuntimeError("the device has been closed"))
 
     def _advance(self, aside: _Aside, end: int) -> None:
+        began_s = time.monotonic()
         try:
             aside.batch.compute(aside.layer, end)
             self._compute(aside.plan, aside.batch, aside.buffers)
             aside.layer = end
+            aside.computed_s += time.monotonic() - began_s
             if end == self._layers:
-                self._end(aside, self._collect(aside.plan, aside.batch, aside.started_s))
+                self._end(aside, self._outcome(aside))
         except Exception as error:  # the loop fails the plan's request and goes on
             self._end(aside, error)
+
+    def _outcome(self, aside: _Aside) -> StepResult:
+        """All between the layers was waiting."""
+        result = self._collect(aside.plan, aside.batch, aside.started_s)
+        (row,), waited_s = result.rows, result.done_s - result.started_s - aside.computed_s
+        return replace(result, rows=(replace(row, waited_ms=row.waited_ms + 1000 * max(0.0, waited_s)),))
 
     def _end(self, aside: _Aside, outcome: StepResult | Exception) -> None:
         self._under_way.remove(aside)

@@ -243,16 +243,17 @@ class CpuBackend:
 
     def _compute(self, plan: Plan, batch: HostBatch, buffers: NDArray[np.void]) -> None:
         model = self._loaded.model if plan.merged is None else self._weights_with(plan.merged)
+        started_ns = time.monotonic_ns()
         self.workers.watch(batch.is_arriving)
         try:
             self._team.run(step, model, buffers, self._lora, self._cache, batch.record, self._sampler(batch))
         finally:
             self.workers.watch(False)
+        if self._trace is not None:
+            trace_batch(self._trace, plan, batch, started_ns, time.monotonic_ns())
 
     def _result(self, plan: Plan, batch: HostBatch, started_s: float) -> StepResult:
         rows = collect(plan, batch, self._sampling["prompt_tokens"])
-        if self._trace is not None:
-            trace_batch(self._trace, plan, batch, int(started_s * 1e9), time.monotonic_ns())
         return StepResult(rows, started_s, time.monotonic())
 
     def _weights_with(self, slot: int) -> NDArray[np.void]:

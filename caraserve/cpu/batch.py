@@ -38,6 +38,11 @@ class HostBatch:
         self.record["first_layer"], self.record["end_layer"] = first_layer, end_layer
 
     @property
+    def computed_layers(self) -> range:
+        """Those that are, or have just been."""
+        return range(int(self.record["first_layer"][0]), int(self.record["end_layer"][0]))
+
+    @property
     def is_arriving(self) -> bool:
         """Whether some adapter had not wholly arrived when the batch was made."""
         return bool(self.record["arriving"][0])

@@ -84,6 +84,7 @@ class Copier:
                     self._trace.span("link", f"{digest} to layer {layers}", started_ns, time.monotonic_ns())
         except Exception as error:
             image.lose()
+            self._on_lane(self.moved)
             self._end(load, error)
         if not load.ends:
             self._end(load, None)

@@ -9,11 +9,12 @@ _INPUTS = ("q, k, v", "o", "gate, up", "down")  # modules that read one input, a
 
 
 def trace_batch(trace: Trace, plan: Plan, batch: HostBatch, started_ns: int, done_ns: int) -> None:
-    """Writes one iteration."""
+    """Writes one iteration, or as many layers of it as were computed at a time."""
     decodes = sum(row.count == 1 for row in plan.rows)
     name = f"{plan.num_tokens} tokens"
     trace.span("iterations", name, started_ns, done_ns, requests=len(plan.rows), decoding=decodes)
-    for layer, (start_ns, end_ns) in enumerate(zip(batch.layer_ns[:-1], batch.layer_ns[1:], strict=True)):
+    for layer in batch.computed_layers:
+        start_ns, end_ns = batch.layer_ns[layer : layer + 2]
         assisted = batch.is_arriving and bool((batch.sources[layer] == WORKERS).any())
         name = f"layer {layer}, LoRA from CPU workers" if assisted else f"layer {layer}"
         trace.span("device", name, int(start_ns), int(end_ns))
