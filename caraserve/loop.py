@@ -210,7 +210,7 @@ class Engine:
                 self._fail([opened], outcome)
             elif outcome.rows[0].void:
                 undo(opened, row)
-                if opened.request.phase is not Phase.FINISHED and not self._line.can_go_on(opened):
+                if opened.request.phase is not Phase.FINISHED and self._line.is_streamed(opened):
                     self._line.set_back(opened)
             elif opened.request.phase is not Phase.FINISHED:
                 self._line.publish(opened)

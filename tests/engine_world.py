@@ -35,6 +35,7 @@ class _Metrics:
     def __init__(self) -> None:
         self.preemptions = 0
         self.choices: list[tuple[str, float, float]] = []
+        self.iterations_ms: list[float] = []
 
     def observe_choice(self, choice: str, predicted_ms: float, observed_ms: float) -> None:
         self.choices.append((choice, predicted_ms, observed_ms))
@@ -42,7 +43,9 @@ class _Metrics:
     def observe_preemption(self) -> None:
         self.preemptions += 1
 
-    def observe_iteration(self, num_tokens: int, ms: float) -> None: ...
+    def observe_iteration(self, num_tokens: int, ms: float) -> None:
+        self.iterations_ms.append(ms)
+
     def observe_first_token(self, seconds: float) -> None: ...
     def observe_token_gap(self, seconds: float) -> None: ...
     def observe_finish(self, finish: Finish) -> None: ...

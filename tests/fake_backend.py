@@ -13,7 +13,7 @@ only when all of it has, and finds then whether the bytes are still there.
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -62,6 +62,7 @@ class Aside:
     row: Row
     tokens: list[int]
     adapter: int
+    began_s: float
     streamed: Streamed | None
     done: Callable[[StepResult | Exception], None]
 
@@ -133,7 +134,9 @@ class FakeBackend:
             done(outcome)
 
         streamed = self._bound_streams.get(row.adapter_slot)
-        self.asides.append(Aside(row, self._history[row.slot], self.bound[row.adapter_slot], streamed, told))
+        self.asides.append(
+            Aside(row, self._history[row.slot], self.bound[row.adapter_slot], self.now_s, streamed, told)
+        )
         self._void(lambda aside: aside.streamed is not None and aside.streamed.is_cut)
 
     def may_end(self, aside: Aside) -> bool:
@@ -155,7 +158,9 @@ class FakeBackend:
         if outcome == "done":
             if not (self.may_end(aside) and is_whole(self.images[row.adapter_slot])):
                 self.faults.append(f"{row} has read layers that had not come")
-            aside.done(self._result(self._run_row(row, aside=True)))
+            waited_ms = 1000 * (self.now_s - 1.0 - aside.began_s)
+            result = replace(self._run_row(row, aside=True), waited_ms=waited_ms)
+            aside.done(StepResult((result,), aside.began_s, self.now_s))
             return
         for position in range(row.start, row.start + row.count):
             self._entries[self._place(row.slot, position)] = -position

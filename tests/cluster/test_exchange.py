@@ -28,6 +28,7 @@ class Peer:
         self.dies_after: int | None = None  # chunks
         self.given: list[int] = []  # starts of chunks
         self.lingers_after: int | None = None  # chunks: then no more come, and yet it does not end
+        self.most: int | None = None  # chunks of a run: then likewise
         self.answers = asyncio.Event()
         self.answers.set()
 
@@ -42,7 +43,9 @@ class Peer:
         if self.is_wrong:
             into[:1] = b"?"
             return Trouble.CORRUPT
-        for begin, end in zip((start, *ends), ends, strict=False):
+        for at, (begin, end) in enumerate(zip((start, *ends), ends, strict=False)):
+            if at == self.most:
+                await asyncio.Event().wait()
             if self.dies_after is not None and len(self.given) >= self.dies_after:
                 self.is_dead = True
                 return Trouble.FAILED
@@ -126,6 +129,17 @@ async def test_who_is_slow_is_not_waited_for_where_another_has_it_too() -> None:
     async with asyncio.timeout(5):
         await exchange.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
     assert slow.given == []
+
+
+async def test_of_those_who_are_all_slow_none_has_failed_that_gave_something() -> None:
+    """Each gives one chunk of what it is asked for at a time."""
+    world = World(a=Peer(HELD), b=Peer(HELD))
+    for peer in world.peers.values():
+        peer.most = 1
+    exchange = Exchange(world, world, MODEL, slow_s=0.02)
+    async with asyncio.timeout(30):
+        got = await exchange.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+    assert np.array_equal(got.data, HELD.data)
 
 
 async def test_who_is_slow_is_waited_for_where_nobody_else_has_it() -> None:

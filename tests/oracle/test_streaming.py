@@ -286,6 +286,30 @@ def test_who_waits_for_the_network_gives_way_to_those_who_lack_blocks(subject: S
     asyncio.run(body())
 
 
+@pytest.mark.parametrize("mode", LAYERWISE_MODES)
+def test_when_the_last_layers_cannot_be_copied_nobody_waits_for_them(subject: Serving, mode: str) -> None:
+    async def body() -> None:
+        prompt = subject.prompt(40)
+        async with subject.served(mode) as (engine, network):
+            sending, task = await begun(engine, network, "poet", prompt)
+            sending.send(2)
+            await until_computed(engine, 2)
+            link = backend_of(engine)._link
+            works, link.copy = link.copy, fails  # type: ignore[method-assign]
+            sending.finish()
+            failed = await task
+            assert failed.finish.reason == "error"
+            assert "could not be copied" in failed.finish.error.message
+            link.copy = works  # type: ignore[method-assign]
+            subject.check(prompt, "poet", await submit(engine, prompt, "poet"))
+
+    asyncio.run(body())
+
+
+def fails(into: NDArray[np.uint8], what: NDArray[np.uint8]) -> None:
+    raise MemoryError("no room")
+
+
 def test_an_adapter_that_is_unloaded_meanwhile_is_served_to_its_end(subject: Serving) -> None:
     async def body() -> None:
         prompt = subject.prompt(40)
@@ -303,7 +327,7 @@ def test_an_adapter_that_is_unloaded_meanwhile_is_served_to_its_end(subject: Ser
     asyncio.run(body())
 
 
-def test_an_idle_adapter_gives_way_to_one_that_comes_and_comes_back_after_it(subject: Serving) -> None:
+def test_an_adapter_that_is_here_is_served_though_one_that_is_not_had_its_room(subject: Serving) -> None:
     """The device has room for one."""
 
     async def body() -> None:
@@ -315,12 +339,13 @@ def test_an_idle_adapter_gives_way_to_one_that_comes_and_comes_back_after_it(sub
             sending.finish()
             subject.check(prompt, "clerk", await task)
             sending, task = await begun(engine, network, "poet", prompt)
-            waiting = submit(engine, prompt, "clerk")
             assert [version.tier for version in engine.catalog.residency.on_device()] == []
+            subject.check(prompt, "clerk", await submit(engine, prompt, "clerk"))
+            assert computed(engine) == []
+            sending.send(2)
+            assert engine.catalog.residency._names["poet"].tier is Tier.READING
             sending.finish()
             subject.check(prompt, "poet", await task)
-            subject.check(prompt, "clerk", await waiting)
-            assert [version.tier for version in engine.catalog.residency.on_device()] == [Tier.DEVICE]
 
     asyncio.run(body())
 

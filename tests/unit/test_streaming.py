@@ -266,27 +266,6 @@ def test_the_next_request_for_it_is_served() -> None:
     with_world(test)
 
 
-def test_whoever_asks_before_the_failure_is_told_is_told_too_and_nobody_runs_without_the_adapter() -> None:
-    async def test(here: World) -> None:
-        first, one = here.ask(PROMPT, "a0", max_tokens=20)
-        await turn()
-        here.reader.reads.pop()(True)
-        here.backend.now_s += 1000.0
-        await turn()
-        here.backend.copies.pop()(False)
-        while version_of(here, "a0").tier is Tier.COPYING:
-            here.backend.step()
-            await asyncio.sleep(0)
-        assert version_of(here, "a0").tier is Tier.FAILED, "the engine has had no turn since"
-        second, two = here.ask(PROMPT, "a0", max_tokens=2)
-        await here.until_done([one, two])
-        assert [first.finish.reason, second.finish.reason] == ["error", "error"]
-        first.check()
-        assert second.tokens == []
-
-    with_world(test)
-
-
 def test_a_copy_that_fails_is_told_when_its_read_has_ended() -> None:
     """Bytes still come into the arena."""
 
