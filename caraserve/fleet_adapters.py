@@ -20,10 +20,10 @@ from caraserve.cluster.publisher import Publisher
 from caraserve.cluster.stored import Stored, beside
 from caraserve.cluster.transfers import Transfers
 from caraserve.config import PRELOADED_MODES, ClusterConfig, LoraConfig
-from caraserve.line import Open
 from caraserve.loop import Engine
 from caraserve.metrics import Metrics
 from caraserve.model.spec import ModelSpec
+from caraserve.opened import Open
 from caraserve.plan import Row
 from caraserve.tasks import run_beside
 

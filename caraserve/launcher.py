@@ -14,9 +14,10 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from caraserve.line import Line, Open
+from caraserve.line import Line
 from caraserve.merging import MergeRule
 from caraserve.model.backend import Backend
+from caraserve.opened import Open
 from caraserve.plan import Plan, Row, StepResult
 from caraserve.request import Phase, Request
 from caraserve.scheduler import Decision, Scheduled, grants, has_work, plan_aside, plan_iteration
@@ -111,7 +112,7 @@ class Launcher:
         for opened in list(self._line.running):
             if opened.is_aside or not self._line.goes_aside(opened):
                 continue
-            entry, stays = self._row_aside(opened), self._line.can_go_on(opened)
+            entry, stays = self._row_aside(opened), opened.can_go_on
             if isinstance(entry, Scheduled):
                 self._launch_aside(opened, entry, begins_s)
             elif not stays:
@@ -122,7 +123,7 @@ class Launcher:
 
     def _row_aside(self, opened: Open) -> Scheduled | int:
         """Its row, or how many blocks it lacks; 0 if it has no adapter to go with: that gave way meanwhile."""
-        if self._line.can_go_on(opened) or self._line.is_streamed(opened):
+        if opened.can_go_on or opened.is_streamed:
             return plan_aside(opened.request, opened.adapter_slot, self._line.pool, self._limits)
         return 0
 
@@ -145,7 +146,7 @@ class Launcher:
                 self._backend.recall(row.slot)
 
     def _waiting_for_network(self) -> list[tuple[Open, Row]]:
-        return [launched.rows[0] for launched in self._aside if self._line.is_streamed(launched.rows[0][0])]
+        return [launched.rows[0] for launched in self._aside if launched.rows[0][0].is_streamed]
 
     def _plan(
         self, scheduled: Sequence[Scheduled], rows: tuple[Row, ...], *, merged: int | None = None, aside: bool = False

@@ -8,50 +8,23 @@ version alone.
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from caraserve.adapters.loading import Choice, Start
 from caraserve.adapters.residency import Residency
 from caraserve.adapters.version import Tier, Version
-from caraserve.detokenizer import Detokenizer
 from caraserve.fairness import FairQueue
 from caraserve.kv.prefix import next_key, root_key
 from caraserve.model.backend import Limits
-from caraserve.plan import BASE_ADAPTER_SLOT, BlockGrant, SlotSampling, SlotStart
+from caraserve.opened import Open
+from caraserve.plan import BlockGrant, SlotSampling, SlotStart
 from caraserve.request import Phase, Request
 from caraserve.scheduler import total_tokens
-from caraserve.stream import Stream
 from caraserve.units import ceil_div
 
 log = logging.getLogger(__name__)
 
 _MOST_AHEAD = 16  # one part in so many of all KV blocks may be asked for ahead of need
 _PREFETCHED = 8  # requests in the queue whose adapters are read ahead
-
-
-@dataclass(slots=True, eq=False)
-class Open:
-    """An open request with what belongs to it here: its stream, text, adapter version and prefix keys."""
-
-    request: Request
-    stream: Stream
-    detokenizer: Detokenizer
-    version: Version | None  # None: the base model
-    key: bytes  # prefix key of the blocks published so far
-    published: int = 0  # blocks published
-    reused: int = 0  # blocks taken from the prefix index when it last took a slot
-    uses: bool = False  # whether `version` is held on the device
-    assist: bool = False  # whether CPU workers may compute layers of `version` that have not arrived
-    is_aside: bool = False  # whether a plan aside with it is under way
-    waits_whole: bool = False  # whether it starts only when all of its adapter is in host memory
-    choice: Choice | None = None  # how it began, where mode `auto` has chosen
-    prompt_scored: int = 0
-    last_token_s: float | None = None
-
-    @property
-    def adapter_slot(self) -> int:
-        """Of the device's adapter table."""
-        return BASE_ADAPTER_SLOT if self.version is None else self.version.slot
 
 
 class Line:
@@ -120,9 +93,9 @@ class Line:
     def admit(self) -> None:
         """Queue → loading, as far as slots may come free. Adapters that are not on the device begin to load; those of
         the next in the queue are read ahead."""
-        if self._residency.claims_memory:
-            self._residency.fill_device()  # blocks may have been given back since
-        while self._places_taken() < self._limits.num_slots and self._residency.admits:
+        if self._residency.copies.claims_memory:
+            self._residency.copies.go_on()  # blocks may have been given back since
+        while self._places_taken() < self._limits.num_slots and self._residency.copies.admits:
             order = self.waiting.in_order()
             if not order:
                 break
@@ -154,7 +127,7 @@ class Line:
             if self._free_slots and self._may_start(opened, begins_s):
                 if self._start(opened):
                     continue
-                if self.is_streamed(opened):
+                if opened.is_streamed:
                     opened.waits_whole = True  # as it waits anyway
                     continue
                 self.is_short = True
@@ -166,7 +139,7 @@ class Line:
         """Whether a request's adapter is on the device, or will be by the time that it is needed."""
         if opened.version is None:
             return True
-        if self.is_streamed(opened) and (opened.waits_whole or not self._may_stream()):
+        if opened.is_streamed and (opened.waits_whole or not self._may_stream()):
             return False
         start = self._start_of(opened, begins_s, may_assist=self._has_helpers())
         if start is None:
@@ -205,23 +178,15 @@ class Line:
         helped = sum(self.goes_aside(opened) for opened in self.running)
         return helped + len(self._leaving) < self._limits.aside_plans
 
-    def is_streamed(self, opened: Open) -> bool:
-        """Whether layers of a request's adapter are still on their way to this host."""
-        return opened.version is not None and opened.version.tier is Tier.STREAMING
-
-    def can_go_on(self, opened: Open) -> bool:
-        """Whether a running request may be in an iteration: it may wait there for its adapter, but not for a network."""
-        return opened.version is None or opened.version.tier in (Tier.COPYING, Tier.DEVICE)
-
     def _may_stream(self) -> bool:
         """Whether one more prompt may go aside whose adapter is."""
-        streamed = sum(opened.is_aside or self.is_streamed(opened) for opened in self.running)
+        streamed = sum(opened.is_aside or opened.is_streamed for opened in self.running)
         return streamed + len(self._leaving) < self._limits.streamed_plans
 
     def goes_aside(self, opened: Open) -> bool:
         """Whether a plan aside is under way for a running request, or is to be launched next; in iterations it has no
         place."""
-        if opened.is_aside or not self.can_go_on(opened):
+        if opened.is_aside or not opened.can_go_on:
             return True
         if not (self._limits.aside_plans and opened.assist and opened.request.phase is Phase.PREFILL):
             return False
@@ -273,13 +238,13 @@ class Line:
         self._residency.room.wanted_blocks = self.pool.num_blocks + lacking if lacking else 0
         short = self._ahead - self.pool.available
         if lacking or self._start_lacks or (self.running and short > 0):
-            self._residency.grow_kv(lacking, self._start_lacks + max(0, short) + self._ahead)
+            self._residency.copies.grow_kv(lacking, self._start_lacks + max(0, short) + self._ahead)
 
     # --- slots ---
 
     def _hold_adapter(self, opened: Open) -> None:
         if opened.version is None:
-            self._residency.passed()
+            self._residency.copies.passed(None)
         elif not opened.uses:
             opened.uses = True
             self._residency.use(opened.version)

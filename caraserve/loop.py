@@ -20,9 +20,10 @@ from caraserve.adapters.version import Tier, Version
 from caraserve.config import EngineConfig
 from caraserve.errors import BackendFailed, CaraServeError, ContextLengthExceeded, Draining, Overloaded
 from caraserve.launcher import Launched, Launcher, undo
-from caraserve.line import Line, Open
+from caraserve.line import Line
 from caraserve.merging import MergeRule
 from caraserve.model.backend import Backend
+from caraserve.opened import Open
 from caraserve.plan import DeviceLost, Row, RowResult, StepResult
 from caraserve.report import EngineSnapshot, Metrics, Watch, Workload
 from caraserve.request import Finish, FinishReason, GenerateRequest, Phase, Request, TokenDelta, TokenLogprob
@@ -210,7 +211,7 @@ class Engine:
                 self._fail([opened], outcome)
             elif outcome.rows[0].void:
                 undo(opened, row)
-                if opened.request.phase is not Phase.FINISHED and self._line.is_streamed(opened):
+                if opened.request.phase is not Phase.FINISHED and opened.is_streamed:
                     self._line.set_back(opened)
             elif opened.request.phase is not Phase.FINISHED:
                 self._line.publish(opened)

@@ -7,8 +7,9 @@ from typing import Protocol, TypeAlias
 from caraserve.adapters.catalog import Catalog
 from caraserve.adapters.residency import Residency
 from caraserve.adapters.version import Version
-from caraserve.line import Line, Open
+from caraserve.line import Line
 from caraserve.model.backend import Limits
+from caraserve.opened import Open
 from caraserve.plan import Row
 from caraserve.request import Finish
 

@@ -22,7 +22,7 @@ from caraserve.cluster.prices import Typical, gauges
 from caraserve.cluster.published import Holdings, backlog_of, load_of
 from caraserve.errors import CaraServeError
 from caraserve.exposition import family
-from caraserve.line import Open
+from caraserve.opened import Open
 from caraserve.plan import Row
 from caraserve.report import Workload, rank_of
 from caraserve.tasks import Tasks, in_turns

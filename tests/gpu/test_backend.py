@@ -17,7 +17,8 @@ from caraserve.gpu.batch import Shape
 from caraserve.gpu.driver import DriverError, Stream
 from caraserve.gpu.lane import Replay
 from caraserve.gpu.timeline import Lane
-from caraserve.line import Line, Open
+from caraserve.line import Line
+from caraserve.opened import Open
 from caraserve.plan import Plan
 from tests.gpu.host_backend import GRANULE_BYTES, PATIENCE_S, Host, serving
 from tests.gpu.host_device import HostDriver

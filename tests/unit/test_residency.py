@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from caraserve.adapters.residency import MAX_BYPASSES
+from caraserve.adapters.copies import MAX_BYPASSES
 from caraserve.adapters.version import TIER_CHANGES, Tier, Version
 from caraserve.errors import AdapterRejected
 from caraserve.model.layout import ALIGN_BYTES
@@ -97,14 +97,14 @@ def test_admission_pauses_when_too_many_pass_an_adapter_that_waits() -> None:
     world.ask("cold")
     world.settle()
     for _ in range(MAX_BYPASSES):
-        assert world.residency.admits
+        assert world.residency.copies.admits
         holding.append(world.ask("hot"))
-    assert not world.residency.admits
+    assert not world.residency.copies.admits
     for version in holding:
         world.end(version)
     world.settle()
     assert world.on_device() == {"cold"}
-    assert world.residency.admits
+    assert world.residency.copies.admits
 
 
 def test_the_host_tier_keeps_the_most_recent_within_its_bytes() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from caraserve.adapters.residency import MAX_BYPASSES
+from caraserve.adapters.copies import MAX_BYPASSES
 from tests.engine_world import Asked, World, in_world, turn
 
 
@@ -194,7 +194,7 @@ async def waiting_for_memory(here: World) -> "tuple[asyncio.Task[Asked], list[as
     here.reader.reads.pop()(True)
     await turn()
     assert not here.backend.copies
-    assert here.engine.catalog.residency.claims_memory
+    assert here.engine.catalog.residency.copies.claims_memory
     return cold, base
 
 
@@ -210,7 +210,7 @@ def test_an_adapter_gets_its_memory_when_requests_without_adapter_have_ended() -
 def test_no_blocks_are_asked_for_ahead_while_an_adapter_waits_for_memory() -> None:
     async def test(here: World) -> None:
         cold, base = await waiting_for_memory(here)
-        here.engine.catalog.residency.grow_kv(0, 3)
+        here.engine.catalog.residency.copies.grow_kv(0, 3)
         assert not here.backend.resizes
         await here.until_done([cold, *base])
 
@@ -222,11 +222,11 @@ def test_admissions_without_adapter_count_among_those_that_pass_one_that_waits_f
         cold, base = await waiting_for_memory(here)
         residency = here.engine.catalog.residency
         for _ in range(MAX_BYPASSES):
-            assert residency.admits
-            residency.passed()
-        assert not residency.admits
+            assert residency.copies.admits
+            residency.copies.passed(None)
+        assert not residency.copies.admits
         await here.until_done([cold, *base])
-        assert residency.admits
+        assert residency.copies.admits
 
     in_world(test, spare_bytes=0, blocks=24, device_adapters=4)
 

@@ -1,0 +1,45 @@
+"""An open request with what belongs to it in this process. Level 3; `line.py` and `loop.py` are its only writers."""
+
+from dataclasses import dataclass
+
+from caraserve.adapters.loading import Choice
+from caraserve.adapters.version import Tier, Version
+from caraserve.detokenizer import Detokenizer
+from caraserve.plan import BASE_ADAPTER_SLOT
+from caraserve.request import Request
+from caraserve.stream import Stream
+
+
+@dataclass(slots=True, eq=False)
+class Open:
+    """An open request with what belongs to it here: its stream, text, adapter version and prefix keys."""
+
+    request: Request
+    stream: Stream
+    detokenizer: Detokenizer
+    version: Version | None  # None: the base model
+    key: bytes  # prefix key of the blocks published so far
+    published: int = 0  # blocks published
+    reused: int = 0  # blocks taken from the prefix index when it last took a slot
+    uses: bool = False  # whether `version` is held on the device
+    assist: bool = False  # whether CPU workers may compute layers of `version` that have not arrived
+    is_aside: bool = False  # whether a plan aside with it is under way
+    waits_whole: bool = False  # whether it starts only when all of its adapter is in host memory
+    choice: Choice | None = None  # how it began, where mode `auto` has chosen
+    prompt_scored: int = 0
+    last_token_s: float | None = None
+
+    @property
+    def adapter_slot(self) -> int:
+        """Of the device's adapter table."""
+        return BASE_ADAPTER_SLOT if self.version is None else self.version.slot
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether layers of its adapter are still on their way to this host."""
+        return self.version is not None and self.version.tier is Tier.STREAMING
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether it may be in an iteration: it may wait there for its adapter, but not for a network."""
+        return self.version is None or self.version.tier in (Tier.COPYING, Tier.DEVICE)
