@@ -1,4 +1,4 @@
-"""Makes plans of running requests and launches them: iterations, and beside them prompts that CPU workers help with.
+"""Makes plans of running requests and launches them: iterations, and beside them prompts that would stop one.
 Level 3; for `loop.py`.
 
 On a device with a lane for them (`Limits.aside_plans`), a prompt that needs help goes in a plan of its own: it takes as
@@ -112,20 +112,16 @@ class Launcher:
         for opened in list(self._line.running):
             if opened.is_aside or not self._line.goes_aside(opened):
                 continue
-            entry, stays = self._row_aside(opened), opened.can_go_on
+            entry: Scheduled | int = 0
+            if opened.can_go_on or opened.is_streamed:
+                entry = plan_aside(opened.request, opened.adapter_slot, self._line.pool, self._limits)
             if isinstance(entry, Scheduled):
                 self._launch_aside(opened, entry, begins_s)
-            elif not stays:
+            elif not opened.can_go_on:
                 self._line.set_back(opened)  # it would hold what it has for as long as the network takes
             elif lacking + entry <= self._line.growable():
                 lacking += entry
         return lacking
-
-    def _row_aside(self, opened: Open) -> Scheduled | int:
-        """Its row, or how many blocks it lacks; 0 if it has no adapter to go with: that gave way meanwhile."""
-        if opened.can_go_on or opened.is_streamed:
-            return plan_aside(opened.request, opened.adapter_slot, self._line.pool, self._limits)
-        return 0
 
     def _launch_aside(self, opened: Open, entry: Scheduled, begins_s: float) -> None:
         plan = self._plan((entry,), (replace(entry.row, assist=opened.assist),), aside=True)
@@ -136,8 +132,10 @@ class Launcher:
         self._aside.append(launched)
 
     def _recallable(self) -> int:
-        """Blocks that come back when plans aside are recalled which may wait for the network: these go first."""
-        return sum(len(opened.request.blocks) for opened, _ in self._waiting_for_network())
+        """Blocks of those who would wait for a network, or do: nobody else loses any for theirs."""
+        waiting = [opened for opened, _ in self._waiting_for_network()]
+        waiting += [opened for opened in self._line.running if not (opened.is_aside or opened.can_go_on)]
+        return sum(len(opened.request.blocks) for opened in waiting)
 
     def _recall(self, *, everyone: bool) -> None:
         """Plans aside that may wait for the network, of requests that have ended, or of all."""
@@ -176,8 +174,7 @@ class Launcher:
 
 
 def undo(opened: Open, row: Row) -> None:
-    """A plan aside has computed nothing: its row is launched again without help, once the adapter is expected to arrive
-    in time."""
+    """A plan aside has computed nothing: its row is launched again, without help."""
     opened.request.computed -= row.count
     opened.request.launched_outputs -= row.samples
     opened.assist = False

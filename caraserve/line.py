@@ -52,7 +52,7 @@ class Line:
         self._ahead = max(1, min(iteration_blocks, residency.room.most_blocks // _MOST_AHEAD))
         self._read_ahead_at: tuple[int, int] | None = None
         self._start_lacks = 0  # blocks that the next request to start waits for
-        self.is_short = False  # whether it does, even if there will never be as many; set by `start`
+        self.is_short = False  # whether it found too few, even if there will never be as many; set by `start`
         self._prefix_caching, self._prefetching, self._observe_preemption = (
             prefix_caching,
             prefetching,
@@ -128,7 +128,7 @@ class Line:
                 if self._start(opened):
                     continue
                 if opened.is_streamed:
-                    opened.waits_whole = True  # as it waits anyway
+                    opened.wait_for_whole()  # as it waits anyway
                     continue
                 self.is_short = True
                 break  # no blocks: later ones must not overtake for ever
@@ -203,9 +203,7 @@ class Line:
     def set_back(self, opened: Open) -> None:
         """A running request whose adapter is not here yet gives up what it holds, and begins again when all of it is:
         its plan aside was recalled, or there are no blocks for one."""
-        opened.waits_whole = True
-        if opened.choice is not None and not opened.choice.is_observed:
-            opened.choice = None  # it will begin otherwise
+        opened.wait_for_whole()
         self.pool.release(opened.request.blocks)
         self.preempt(opened)
 

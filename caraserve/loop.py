@@ -188,9 +188,12 @@ class Engine:
             alarm.cancel()
 
     def _fail_unloadable(self) -> None:
-        """A load may also fail under requests that run already; their tokens so far are right."""
+        """A load may also fail under requests that run already; their tokens so far are right. What is launched of
+        them may read an image that has given way by then: nobody is to find its blocks."""
         for opened in [*self._line.loading, *self._line.running]:
             if opened.version is not None and opened.version.tier is Tier.FAILED:
+                if opened.published:
+                    self._line.pool.forget_all()
                 self._finish(opened, "error", error=opened.version.error)
 
     # --- retiring ---
@@ -211,7 +214,8 @@ class Engine:
                 self._fail([opened], outcome)
             elif outcome.rows[0].void:
                 undo(opened, row)
-                if opened.request.phase is not Phase.FINISHED and opened.is_streamed:
+                stays = self._limits.aside_plans and opened.can_go_on  # whom workers failed goes on without
+                if opened.request.phase is not Phase.FINISHED and not stays:
                     self._line.set_back(opened)
             elif opened.request.phase is not Phase.FINISHED:
                 self._line.publish(opened)

@@ -41,5 +41,13 @@ class Open:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether it may be in an iteration: it may wait there for its adapter, but not for a network."""
-        return self.version is None or self.version.tier in (Tier.COPYING, Tier.DEVICE)
+        """Whether it may be in an iteration: it may wait there for its adapter, but not for a network, nor be on one
+        that is about to leave the device."""
+        version = self.version
+        return version is None or (version.tier in (Tier.COPYING, Tier.DEVICE) and version.takes_requests)
+
+    def wait_for_whole(self) -> None:
+        """Its adapter is not here yet, and it waits until all of it is."""
+        self.waits_whole = True
+        if self.choice is not None and not self.choice.is_observed:
+            self.choice = None  # it will begin otherwise

@@ -104,9 +104,9 @@ class RowResult:
     """What one row gave: the token sampled (None if the row does not sample), scores where asked for.
 
     `cpu_layers`: layers whose LoRA was computed by CPU workers, the adapter's weights not having arrived; `waited_ms`:
-    time for which the iteration stood still until weights of this row's adapter arrived. `void`: nothing was computed,
-    for the CPU workers have failed, or layers have not come or were no longer waited for; the row is to be launched
-    again, without help.
+    time for which the row, and in an iteration all others with it, stood still until weights of its adapter arrived.
+    `void`: nothing was computed, for the CPU workers have failed, or layers have not come or were no longer waited for;
+    the row is to be launched again, without help.
     """
 
     token_id: int | None

@@ -55,7 +55,9 @@ class Arrivals:
 
     def start_of(self, version: Version, tokens: int, begins_s: float, *, may_assist: bool) -> Start | None:
         """When a request whose first chunk has so many tokens may run on a version, `begins_s` at the earliest; None:
-        not yet known."""
+        not yet known, or it is about to leave the device."""
+        if not version.takes_requests:
+            return None
         if version.tier is Tier.DEVICE:
             return self._loading.start_loaded(begins_s, version.spec, tokens)
         if version.tier in (Tier.STREAMING, Tier.COPYING) and self.by_layers:

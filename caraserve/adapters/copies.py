@@ -188,10 +188,11 @@ class Copies:
             self._break(version, error)
 
     def _stop_streaming(self) -> None:
-        for version in self._device.streaming():
-            if version.error is None and not version.gives_way:
-                version.gives_way = True
-                self._break(version, CaraServeError("its room is wanted"))
+        """The last that began gives way; when it has left, `go_on` sees whether that was enough."""
+        streaming = self._device.streaming()
+        if streaming and not any(version.is_leaving for version in streaming):
+            streaming[-1].gives_way = True
+            self._break(streaming[-1], CaraServeError("its room is wanted"))
 
     def _break(self, version: Version, cause: Exception) -> None:
         """No more of a streamed version is copied. Its plans aside end void; then it leaves the device."""

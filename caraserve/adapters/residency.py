@@ -162,7 +162,7 @@ class Residency:
         self.copies.go_on()
 
     def begin_aside(self, version: Version) -> None:
-        """A plan goes aside: CPU workers read the version's image until `end_aside`, whatever has arrived by then."""
+        """A plan goes aside: it may read the version's image until `end_aside`, whatever has arrived by then."""
         version.asides += 1
 
     def end_aside(self, version: Version) -> None:

@@ -68,7 +68,7 @@ class Partial:
 @dataclass(slots=True, eq=False)
 class Version:
     """One adapter version. `pins`: requests not yet finished. `uses`: those of them that are admitted. `asides`: plans
-    under way beside the others in which CPU workers read its image."""
+    under way beside the others that may read its image."""
 
     digest: str
     source: Source
@@ -82,7 +82,7 @@ class Version:
     device_bytes: int = 0
     spec: AdapterSpec | None = None  # known once it has been in the host tier
     partial: Partial | None = None  # while it is read, once layers have come
-    gives_way: bool = False  # whether others want its room on the device, until it has been read to its end
+    gives_way: bool = False  # whether others want its room on the device; it comes there whole, once it has been read
     groups: tuple[Group, ...] = ()  # expected on the device while STREAMING or COPYING
     error: CaraServeError | None = None
     again_s: float = 0.0  # when it may be read ahead again, where it has failed
@@ -90,6 +90,17 @@ class Version:
     asked_s: float = 0.0  # when the load under way began
     rate: float = 0.0  # admissions, decayed
     rated_s: float = 0.0
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it leaves the device as soon as its plans aside have ended, without having come whole."""
+        return self.tier is Tier.STREAMING and (self.gives_way or self.error is not None)
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether any may begin or go on with it on the device: not when it leaves, nor when its copy has failed, for
+        then its image may give way."""
+        return self.copy_error is None and not self.is_leaving
 
     @property
     def needs_image(self) -> bool:

@@ -4,7 +4,7 @@
                                                        └─ what one fails to give, another gives
 
 A chunk is taken in once its hash is right, so bytes that a peer got wrong cost one chunk, and a peer that dies what was
-under way: the rest goes on with the others. While anything comes, nobody gives up. What has been taken in is never
+under way: the rest goes on with the others. While chunks come, nobody gives up. What has been taken in is never
 asked for again, so it may be read while the rest comes.
 """
 
@@ -183,9 +183,7 @@ class Exchange:
         usable = [
             (fetch.failures[name], tier >= Tier.DISK, name)
             for name, tier in self._peers.holders(fetch.digest).items()
-            if fetch.failures[name] < _MOST_FAILURES
-            and fetch.again_s.get(name, now) <= now
-            and not self._is_banned(fetch.digest, name)
+            if fetch.again_s.get(name, now) <= now and self._may_ask(fetch, name)
         ]
         return [name for _, _, name in sorted(usable)]
 
@@ -220,10 +218,10 @@ class Exchange:
                 return
 
     async def _chunks(self, fetch: _Fetch, name: str, address: str, run: range) -> Trouble | None:
-        """A run; what is missing of it goes back when it takes long and there is another who may be faster. Only who
-        gave nothing of it has failed."""
+        """A run; what is missing of it goes back when it takes long and there is another who may be faster: he comes
+        first then. Only who gave nothing of it has failed."""
         assert fetch.spec is not None
-        others = any(other != name for other in self._sources(fetch))
+        others = any(other != name and self._may_ask(fetch, other) for other in self._peers.holders(fetch.digest))
         start, ends = fetch.ends[run[0] - 1] if run[0] else 0, fetch.ends[run[0] : run[-1] + 1]
         hashes, into = fetch.spec.chunks[run[0] : run[-1] + 1], fetch.into[start : ends[-1]].data
         chunks = iter(run)
@@ -233,7 +231,7 @@ class Exchange:
                     address, fetch.digest, start, ends, hashes, into, lambda: fetch.take_in(next(chunks))
                 )
         except TimeoutError:
-            return None if fetch.right.intersection(run) else Trouble.FAILED
+            return Trouble.BUSY if fetch.right.intersection(run) else Trouble.FAILED
 
     def _note(self, fetch: _Fetch, name: str, trouble: Trouble) -> None:
         if trouble is Trouble.CORRUPT:
@@ -247,6 +245,10 @@ class Exchange:
             fetch.is_busy |= trouble is Trouble.BUSY
             fetch.failures[name] += trouble is Trouble.FAILED
             fetch.again_s[name] = self._now() + _AGAIN_S
+
+    def _may_ask(self, fetch: _Fetch, name: str) -> bool:
+        """Whether it is worth while to ask a holder, now or soon."""
+        return fetch.failures[name] < _MOST_FAILURES and not self._is_banned(fetch.digest, name)
 
     def _is_banned(self, digest: str, name: str) -> bool:
         count, last_s = self._wrong.get((digest, name), (0, 0.0))

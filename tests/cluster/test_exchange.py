@@ -142,6 +142,15 @@ async def test_of_those_who_are_all_slow_none_has_failed_that_gave_something() -
     assert np.array_equal(got.data, HELD.data)
 
 
+async def test_what_a_slow_one_still_owes_another_gives() -> None:
+    slow, fast = Peer(HELD), Peer(HELD)
+    slow.most = 1
+    world = World(a=slow, b=fast)
+    exchange = Exchange(world, world, MODEL, slow_s=0.1)
+    await exchange.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+    assert (len(slow.given), len(fast.given)) == (1, CHUNKS - 1)
+
+
 async def test_who_is_slow_is_waited_for_where_nobody_else_has_it() -> None:
     slow = Peer(HELD)
     slow.answers.clear()

@@ -146,6 +146,91 @@ def test_one_that_nobody_uses_any_more_gives_way_too(copied: bool) -> None:
     with_world(test, device_adapters=1)
 
 
+def test_of_several_no_more_give_way_than_must() -> None:
+    async def test(here: World) -> None:
+        await served(here, "a2")
+        await begun(here, "a0")
+        await begun(here, "a1")
+        await ends(here, here.ask([9, 8, 7], "a2", max_tokens=3)[0])
+        assert [version_of(here, name).tier for name in ("a0", "a1")] == [Tier.STREAMING, Tier.READING]
+        await end_read(here)
+        await end_read(here)
+
+    with_world(test, device_adapters=2)
+
+
+@pytest.mark.parametrize("breaks", [False, True], ids=["gives way", "breaks"])
+def test_nobody_goes_aside_with_one_that_is_about_to_leave(breaks: bool) -> None:
+    """Or it would stay for as long as somebody came."""
+
+    async def test(here: World) -> None:
+        await served(here, "a1")
+        await begun(here, "a0")
+        if breaks:
+            here.reader.reads.pop()(False)
+        else:
+            here.ask([9, 8, 7], "a1", max_tokens=3)
+            await turn()
+        assert version_of(here, "a0").is_leaving
+        launched = len(here.backend.launched)
+        here.ask([5, 6], "a0", max_tokens=2)
+        await turn()
+        assert not any(plan.aside for plan in here.backend.launched[launched:])
+        await run_lane(here)
+        assert version_of(here, "a0").tier is not Tier.STREAMING
+        if not breaks:
+            here.reader.reads.pop()(True)
+
+    with_world(test, device_adapters=1)
+
+
+def test_nobody_begins_on_one_whose_copy_has_failed_under_a_plan_aside() -> None:
+    """When that ends, its image may give way while others still read it."""
+
+    async def test(here: World) -> None:
+        first, _ = await begun(here, "a0")
+        here.backend.fail_streamed(version_of(here, "a0").slot)
+        await run_lane(here)
+        await end_read(here)
+        assert version_of(here, "a0").tier is Tier.COPYING
+        launched = len(here.backend.launched)
+        second, _ = here.ask(range(30, 46), "a0", max_tokens=2)
+        here.backend.now_s += 1000.0
+        await turn()
+        assert here.backend.launched[launched:] == []
+        here.backend.end_aside(0)
+        await turn()
+        assert [asked.finish.reason for asked in (first, second)] == ["error", "error"]
+        first.check()
+
+    with_world(test)
+
+
+def test_nobody_goes_on_with_one_whose_copy_has_failed_and_nobody_finds_what_they_wrote() -> None:
+    async def test(here: World) -> None:
+        await begun(here, "a0")
+        await end_read(here)
+        here.backend.now_s += 1000.0
+        second, _ = here.ask(range(30, 46), "a0", max_tokens=20)
+        await turn()
+        here.backend.copies.pop()(False)
+        await run_lane(here)
+        launched = len(here.backend.launched)
+        await turn()
+        assert len(here.backend.launched) == launched
+        here.backend.end_aside(0)
+        await turn()
+        assert second.finish.reason == "error"
+        assert second.tokens, "it had begun"
+        second.check()
+        again, _ = here.ask(range(30, 46), "a0", max_tokens=2)
+        await turn()
+        await ends(here, again)
+        assert again.finish.cached_tokens == 0
+
+    with_world(test, step_tokens=64)
+
+
 def test_no_more_adapters_stream_than_prompts_can() -> None:
     async def test(here: World) -> None:
         await begun(here, "a0")
@@ -199,6 +284,50 @@ def test_a_prompt_that_finds_no_blocks_to_go_aside_with_holds_none(steps: int) -
     with_world(test, device_adapters=1, adapters=6, blocks=14, step_tokens=64)
 
 
+@pytest.mark.parametrize(("blocks", "steps"), [(15, 3), (17, 7)])
+def test_who_decodes_loses_nothing_to_a_prompt_that_starts_and_would_wait(blocks: int, steps: int) -> None:
+    """It has found its prefix, and for the rest there is too little."""
+
+    async def test(here: World) -> None:
+        await served(here, "a0", prompt=list(range(25)))
+        for index in range(1, 5):
+            await served(here, f"a{index}", prompt=[50 + index])
+        decoding = [here.ask(range(first, first + 12), None, max_tokens=12)[0] for first in (40, 60)]
+        await turn()
+        here.ask(range(25), "a0", max_tokens=2)
+        await turn()
+        for _ in range(steps):
+            if here.backend.lane:
+                here.backend.step()
+            await turn()
+        here.reader.coming[-1]()
+        here.backend.now_s += 1000.0
+        for asked in decoding:
+            await ends(here, asked)
+        begun_with = [start.token_ids[0] for plan in here.backend.launched for start in plan.starts]
+        assert (begun_with.count(40), begun_with.count(60)) == (1, 1), "a decoder has begun again"
+        await end_read(here)
+
+    with_world(test, device_adapters=1, adapters=6, blocks=blocks, step_tokens=64)
+
+
+def test_a_prompt_whose_plan_was_void_waits_for_the_copy_outside_iterations() -> None:
+    """Though its adapter has come whole before it is told."""
+
+    async def test(here: World) -> None:
+        await begun(here, "a0", prompt=range(24))
+        here.backend.recall(0)
+        while here.backend.lane:
+            here.backend.step()
+        launched = len(here.backend.launched)
+        here.reader.reads.pop()(True)
+        await turn()
+        assert version_of(here, "a0").groups[-1].arrives_s > here.backend.now_s
+        assert here.backend.launched[launched:] == []
+
+    with_world(test, step_tokens=64)
+
+
 def test_a_streamed_prompt_that_finds_no_blocks_to_start_with_keeps_nobody_from_starting() -> None:
     async def test(here: World) -> None:
         await begun(here, "a0", prompt=range(24))
@@ -206,10 +335,11 @@ def test_a_streamed_prompt_that_finds_no_blocks_to_start_with_keeps_nobody_from_
         other, _ = here.ask([7, 8], None, max_tokens=2)
         await ends(here, other)
         assert [aside.row.count for aside in here.backend.asides] == [24], "it is not recalled for the other"
+        assert [opened.choice for opened in here.engine._line.loading] == [None]
         await end_read(here)
         await end_read(here)
 
-    with_world(test, blocks=12, step_tokens=64)
+    with_world(test, mode="auto", blocks=12, step_tokens=64)
 
 
 # --- what is told of it ---
