@@ -189,7 +189,7 @@ async def test_layers_are_told_of_when_all_before_them_are_there_whoever_is_fast
     fetch = asyncio.create_task(
         Exchange(world, world, MODEL).fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes), came)
     )
-    await until(lambda: len(second.given) == CHUNKS - 4, 5)
+    await until(lambda: len(second.given) == CHUNKS - 4)
     assert told == []
     first.answers.set()
     await fetch

@@ -75,7 +75,7 @@ class Network:
 
     async def sending(self, name: str) -> Sending:
         """The one that is asked for, or will be."""
-        await until(lambda: name in self._sendings, PATIENCE_S)
+        await until(lambda: name in self._sendings)
         return self._sendings.pop(name)
 
 
@@ -125,7 +125,7 @@ def computed(engine: Engine) -> list[int]:
 
 
 async def until_computed(engine: Engine, *layers: int) -> None:
-    await until(lambda: computed(engine) == list(layers), PATIENCE_S)
+    await until(lambda: computed(engine) == list(layers))
 
 
 async def begun(
@@ -262,7 +262,7 @@ def test_who_leaves_gives_everything_back_while_the_network_stands_still(subject
         async with subject.served() as (engine, network):
             sending, task = await begun(engine, network, "poet", prompt)
             task.cancel()
-            await until(lambda: engine.snapshot().kv_used_blocks == 0, PATIENCE_S)
+            await until(lambda: engine.snapshot().kv_used_blocks == 0)
             assert computed(engine) == []
             task = submit(engine, prompt, "poet")
             await until_computed(engine, 1)
@@ -316,7 +316,7 @@ def test_an_adapter_that_is_unloaded_meanwhile_is_served_to_its_end(subject: Ser
         async with subject.served() as (engine, network):
             sending, task = await begun(engine, network, "poet", prompt)
             unloading = asyncio.create_task(engine.unload_adapter("poet"))
-            await until(lambda: engine.catalog.find("poet") is None, PATIENCE_S)
+            await until(lambda: engine.catalog.find("poet") is None)
             sending.send(2)
             await until_computed(engine, 2)
             sending.finish()
