@@ -2,6 +2,7 @@
 `residency.py`."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from caraserve.adapters.loading import LAYERWISE_MODES, Group, Loading, Start
 from caraserve.adapters.version import Partial, Tier, Version
@@ -62,5 +63,7 @@ class Arrivals:
             return self._loading.start_loaded(begins_s, version.spec, tokens)
         if version.tier in (Tier.STREAMING, Tier.COPYING) and self.by_layers:
             assert version.spec is not None
-            return self._loading.start(begins_s, version.groups, version.spec, tokens, may_assist=may_assist)
+            start = self._loading.start(begins_s, version.groups, version.spec, tokens, may_assist=may_assist)
+            # A prompt that waits for the network stops nobody: what has come may be computed at once.
+            return replace(start, at_s=begins_s) if version.tier is Tier.STREAMING else start
         return None

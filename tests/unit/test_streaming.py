@@ -77,6 +77,21 @@ def test_a_prompt_begins_when_the_first_layer_has_come_and_ends_when_the_last_ha
     with_world(test)
 
 
+def test_it_begins_at_once_however_long_the_rest_may_take() -> None:
+    async def test(here: World) -> None:
+        here.ask(PROMPT, "a0", max_tokens=2)
+        await turn()
+        here.backend.now_s += 1000.0
+        here.reader.coming[0]()
+        await turn()
+        await run_lane(here)
+        assert version_of(here, "a0").groups[-1].arrives_s > here.backend.now_s + 1000.0
+        assert len(here.backend.asides) == 1
+        await end_read(here)
+
+    with_world(test)
+
+
 def test_the_device_is_told_of_each_layer_but_the_last_which_comes_with_the_end() -> None:
     async def test(here: World) -> None:
         _, task = await begun(here)

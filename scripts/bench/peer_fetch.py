@@ -1,0 +1,162 @@
+"""Time to the first token of an adapter that another instance holds, over a network of a stated speed.
+
+    .venv/bin/python scripts/bench/peer_fetch.py --save scripts/bench/results/peer_fetch
+
+One instance has all adapters, the other one none; what passes between them goes through a relay that slows it down.
+Each request names an adapter that its instance has never had, and asks for one token. `overlapped` waits until all of
+the adapter is there; `auto` computes the prompt as far as the adapter has come. Both run in turns, on the same machine
+in the same run, so that their ratio is of the two and not of the day. The last line of stdout is one JSON document.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import uvloop
+
+from caraserve.bench.about import machine, versions
+from caraserve.bench.options import TARGETS
+from caraserve.bench.servers import OwnServer, Synthetic, make_synthetic, own_server, working_folder
+
+_MODES = ("overlapped", "auto")
+_LISTED_S = 60.0  # until both know of all adapters
+_LATE_S = 0.003  # what a timer may be late by, and a network have in its buffers
+_PIECE_BYTES = 16384  # of what the relay passes on at a time
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="100M", help="shape of the random model")
+    parser.add_argument("--rank", type=int, default=64)
+    parser.add_argument("--targets", choices=tuple(TARGETS), default="all")
+    parser.add_argument("--mb-per-s", type=float, default=50.0, help="of the network")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--adapters", type=int, default=12, help="cold starts of each mode and round")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--save", type=Path, metavar="DIR")
+    args = parser.parse_args()
+    told = uvloop.run(_measure(args))
+    if args.save is not None:
+        args.save.mkdir(parents=True, exist_ok=True)
+        (args.save / "peer_fetch.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(told))
+
+
+async def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    cold_ms: dict[str, list[float]] = {mode: [] for mode in _MODES}
+    warm_ms: dict[str, list[float]] = {mode: [] for mode in _MODES}
+    with working_folder() as folder:
+        made = make_synthetic(folder, args.model, "float32", 1024, [args.rank] * args.adapters, TARGETS[args.targets])
+        for _ in range(args.rounds):
+            for mode in _MODES:
+                async with _pair(made, mode, args.mb_per_s * 1e6) as (url, session):
+                    await _listed(session, url, made.names)
+                    for name in made.names:
+                        cold_ms[mode].append(await _first_token_ms(session, url, name, args.prompt_tokens))
+                    for name in made.names:
+                        warm_ms[mode].append(await _first_token_ms(session, url, name, args.prompt_tokens))
+    cold = {mode: median(times) for mode, times in cold_ms.items()}
+    return {
+        "bench": "peer fetch",
+        "machine": machine(),
+        "versions": versions(),
+        "arguments": {name: value for name, value in vars(args).items() if name != "save"},
+        "adapter_bytes": made.sizes[0],
+        "cold_ttft_ms": cold,
+        "warm_ttft_ms": {mode: median(times) for mode, times in warm_ms.items()},
+        "auto_over_overlapped": cold["auto"] / cold["overlapped"],
+        "all_cold_ttft_ms": cold_ms,
+    }
+
+
+@asynccontextmanager
+async def _pair(made: Synthetic, mode: str, bytes_per_s: float) -> AsyncIterator[tuple[str, aiohttp.ClientSession]]:
+    """The URL of an instance that has no adapter; another one has all, behind a slow relay."""
+    place = made.arguments.index("--adapters-dir")
+    bare = made.arguments[:place] + made.arguments[place + 2 :]
+    async with _relay(bytes_per_s) as (door, open_to), contextlib.AsyncExitStack() as stack:
+        at = f"127.0.0.1:{door}"
+        common = ("--loading-mode", mode, "--routing", "local", "--cpu-threads", "1", "--peers", at)
+
+        async def start(*arguments: str) -> OwnServer:
+            return await stack.enter_async_context(own_server((*arguments, *common), asyncio.Event()))
+
+        holder = await start(*made.arguments, "--name", "holder", "--advertise", at)
+        open_to(urlsplit(holder.url).port or 0)
+        asker = await start(*bare, "--name", "asker")
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        yield asker.url, session
+
+
+@asynccontextmanager
+async def _relay(bytes_per_s: float) -> AsyncIterator[tuple[int, Any]]:
+    """A port, and a function that says to which other one it leads. Each direction of a connection has the speed."""
+    target = 0
+
+    def open_to(port: int) -> None:
+        nonlocal target
+        target = port
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", target)
+        except OSError:
+            writer.close()
+            return
+        await asyncio.gather(_pass_on(reader, far_writer, bytes_per_s), _pass_on(far_reader, writer, bytes_per_s))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1], open_to
+    finally:
+        server.close()
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, bytes_per_s: float) -> None:
+    free_s = time.monotonic()
+    with contextlib.suppress(ConnectionError):
+        while piece := await reader.read(_PIECE_BYTES):
+            free_s = max(free_s, time.monotonic() - _LATE_S) + len(piece) / bytes_per_s
+            if (ahead_s := free_s - time.monotonic()) > _LATE_S:
+                await asyncio.sleep(ahead_s)
+            writer.write(piece)
+            await writer.drain()
+    writer.close()
+
+
+async def _listed(session: aiohttp.ClientSession, url: str, names: tuple[str, ...]) -> None:
+    """Returns when an instance knows of all adapters."""
+    async with asyncio.timeout(_LISTED_S):
+        while True:
+            async with session.get(f"{url}/v1/models") as answer:
+                known = {model["id"] for model in (await answer.json())["data"]}
+            if known.issuperset(names):
+                return
+            await asyncio.sleep(0.1)
+
+
+async def _first_token_ms(session: aiohttp.ClientSession, url: str, name: str, prompt_tokens: int) -> float:
+    """A prompt that no cache knows."""
+    prompt = [random.randrange(100, 1000) for _ in range(prompt_tokens)]
+    body = {"model": name, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+    started_s = time.monotonic()
+    async with session.post(f"{url}/v1/completions", json=body) as answer:
+        if answer.status != 200:
+            raise SystemExit(f"{name}: {answer.status} {await answer.text()}")
+        await answer.read()
+    return 1000 * (time.monotonic() - started_s)
+
+
+if __name__ == "__main__":
+    main()
