@@ -106,7 +106,7 @@ class Core:
                 if message.echo == source.nonce:
                     self._refused(source, message.reason, now)
             elif not isinstance(message, Nothing) and source.peer is not None:
-                self.members.heard(source.peer.name, now)
+                self.members.heard(source.peer.name, source.peer.address, now)
                 self._handle(source, source.peer.name, message, now)
         self._settle()
 
@@ -126,7 +126,7 @@ class Core:
                 self._send(via, wire.PingReq(probe.number, probe.target, self.members.rumours(via)))
         for asker, asked in self._relays.expired(now):
             self._send(asker, wire.Nack(asked))
-        for message in self._sharing.take_news():
+        for message in self._sharing.take_news(self._wall_ms(now)):
             self._send_all(message)
         if now >= self._beat_s:
             self._beat_s = now + self._settings.beat_s
@@ -251,7 +251,7 @@ class Core:
         """A peer has proved that it knows a secret, and does so now."""
         self._was_in = True
         self.members.merge(Rumour(Record(hello.name, hello.address, hello.epoch, 0, State.ALIVE), ""), now)
-        self.members.heard(hello.name, now)
+        self.members.heard(hello.name, hello.address, now)
         self._dialling.reached(link.dialled, hello.name)
         old = self._peers.get(hello.name)
         if old is not None:
@@ -280,6 +280,7 @@ class Core:
 
     def _settle(self) -> None:
         """Turns what the parts have come to into outputs."""
+        self.facts.is_outbid = self.members.is_outbid
         for event in self.members.take_events():
             if isinstance(event, NameShared):
                 self._outputs.append(namesake_refused(self._settings, event.address))

@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from itertools import islice
 from typing import Literal, TypeAlias
 
 from caraserve.errors import InvalidRequest
@@ -25,6 +26,7 @@ MAX_AHEAD_S = 3600.0  # a fact from further in the future comes of a wrong clock
 # 100 bytes. Who comes back later than that restores only what it holds itself (names_file.py).
 TOMBSTONE_S = 30 * 86_400.0
 _MOST_EXPIRED = 200  # tombstones at once: a millisecond
+_MOST_ANSWERS = 200  # facts about ourselves put right at once: some milliseconds
 _MASK = 2**64 - 1
 _COUNTER_BITS = 16
 
@@ -216,10 +218,13 @@ class Facts:
 
     def __init__(self, me: str) -> None:
         self.refused = 0  # facts of wrong clocks or by writers who may not
+        # Another instance of our name is taken for us: what is said of us is its word, or both would write for ever.
+        self.is_outbid = False
         self.agreed = False  # whether another instance's names have once been all among ours
-        self._me = me
+        self.me = me
         self._clock = HybridClock()
         self._shelves = {SHARED: Shelf(), me: Shelf()}
+        self._contested: dict[str, None] = {}  # keys of which others have said something else of us
         self._held: dict[str, Value] = {}  # what we hold in truth, whatever others remember of an earlier life
         self._holders: dict[str, dict[str, Value]] = {}  # by key: all shelves but that of names, the other way round
         self._loads: dict[str, tuple[tuple[int, int], Load, float]] = {}
@@ -238,7 +243,7 @@ class Facts:
 
     def forget(self, owner: str) -> None:
         """That instance is gone for good."""
-        if owner not in (SHARED, self._me):
+        if owner not in (SHARED, self.me):
             for fact in self._shelves.pop(owner, ()):
                 self._took(owner, replace(fact, deleted=True))
             self._loads.pop(owner, None)
@@ -256,13 +261,13 @@ class Facts:
 
     def hold(self, key: str, value: Value, wall_ms: int) -> list[Fact]:
         """Says that we hold these bytes (a digest and its tier), or another fact about ourselves."""
-        facts = self._write(self._me, key, value, wall_ms)
+        facts = self._write(self.me, key, value, wall_ms)
         self._held[key] = value
         return facts
 
     def drop(self, key: str, wall_ms: int) -> list[Fact]:
         """Says that we do not hold them any more."""
-        return [] if self._held.pop(key, None) is None else self._write(self._me, key, None, wall_ms)
+        return [] if self._held.pop(key, None) is None else self._write(self.me, key, None, wall_ms)
 
     def _write(self, owner: str, key: str, value: Value | None, wall_ms: int) -> list[Fact]:
         if not fact_fits(key, value or ()):
@@ -270,7 +275,7 @@ class Facts:
         old = self._shelves[owner].get(key)
         if old is not None and old.value == (value or ()) and old.deleted == (value is None):
             return []  # saying it again would only travel
-        fact = Fact(key, value or (), self._clock.next(wall_ms), self._me, deleted=value is None)
+        fact = Fact(key, value or (), self._clock.next(wall_ms), self.me, deleted=value is None)
         if not self._shelves[owner].merge(fact):
             raise InvalidRequest(f"the cluster shares {MAX_FACTS:,} names at most; remove one before {key[:80]!r}")
         self._took(owner, fact)
@@ -282,7 +287,6 @@ class Facts:
         """Takes facts in. Gives those that were news, and what we had to write against them about ourselves."""
         shelf = self._shelves.get(owner)
         news: list[Fact] = []
-        answers: list[Fact] = []
         for fact in facts if shelf is not None else ():
             if fact.time_ms - wall_ms > MAX_AHEAD_S * 1000 or (owner != SHARED and fact.node != owner):
                 self.refused += 1
@@ -290,10 +294,18 @@ class Facts:
                 self._clock.observe(fact.hlc)
                 self._took(owner, fact)
                 news.append(fact)
-                if owner == self._me:
-                    # An earlier life of ours; its clock may have run ahead, so what is true is said again, later.
-                    answers += self._write(owner, fact.key, self._held.get(fact.key), wall_ms)
-        return news, answers
+                if owner == self.me:
+                    self._contested[fact.key] = None
+        return news, self.contradict(wall_ms) if owner == self.me else []
+
+    def contradict(self, wall_ms: int) -> list[Fact]:
+        """What we have to write against others' word about ourselves: the next of it, as there may be much."""
+        answers: list[Fact] = []
+        for key in () if self.is_outbid else list(islice(self._contested, _MOST_ANSWERS)):
+            del self._contested[key]
+            # An earlier life of ours; its clock may have run ahead, so what is true is said again, later.
+            answers += self._write(self.me, key, self._held.get(key), wall_ms)
+        return answers
 
     def take_load(self, name: str, epoch: int, sequence: int, load: Load, now: float) -> bool:
         """The newest by (epoch, sequence) counts; says whether this one was."""

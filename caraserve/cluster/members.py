@@ -130,6 +130,7 @@ class Members:
         self._health = 0  # Lifeguard's: 0 is well; probes wait 1 + this many times as long
         self._troubled_s = self._ticked_s = now
         self._probes = 0
+        self.is_outbid = False  # another instance of our name is taken for us, and we contradict it no more
         self._outbids, self._outbid = 0, ""  # how many times others of our name, and where the last one is
         self._spread_me()
 
@@ -205,10 +206,10 @@ class Members:
         elif record == member.record and record.state == State.SUSPECT:
             self._confirm(member, rumour.by)
 
-    def heard(self, name: str, now: float) -> None:
-        """A frame of that instance arrived, directly or as the answer to a probe."""
+    def heard(self, name: str, address: str, now: float) -> None:
+        """A frame of that instance there, and no other of its name, arrived, directly or as the answer to a probe."""
         member = self._others.get(name)
-        if member is not None:
+        if member is not None and member.record.address == address:
             member.heard_s = max(member.heard_s, now)
             member.probe = None
 
@@ -224,7 +225,7 @@ class Members:
         member = self._others.get(record.name)
         if member is not None and member.probe is not None and member.probe.number == number:
             self._health = max(0, self._health - 1)
-            self.heard(record.name, now)
+            self.heard(record.name, record.address, now)
         self.merge(Rumour(record, ""), now)
 
     def nacked(self, number: int, by: str) -> None:
@@ -293,7 +294,8 @@ class Members:
         if self.me.state == State.LEFT or record.order <= self.me.order:
             return
         is_elsewhere = record.address != self.me.address
-        if is_elsewhere and record.state < State.DEAD and not self._may_outbid(record.address):
+        self.is_outbid = is_elsewhere and record.state < State.DEAD and not self._may_outbid(record.address)
+        if self.is_outbid:
             return
         if record.epoch > self.me.epoch or is_elsewhere:
             self.me = replace(self.me, epoch=record.epoch + 1, incarnation=0)

@@ -55,8 +55,9 @@ class Sharing:
                 room -= fact.key not in waiting
                 waiting[fact.key] = fact
 
-    def take_news(self) -> list[FactsMessage]:
+    def take_news(self, wall_ms: int) -> list[FactsMessage]:
         """The next frames for every peer."""
+        self.tell(self._facts.me, self._facts.contradict(wall_ms))
         frames: list[FactsMessage] = []
         for owner, waiting in self._news.items():
             pieces = islice(batches(waiting.values()), _NEWS_FRAMES - len(frames))

@@ -172,6 +172,24 @@ def test_after_a_restart_what_others_remember_of_us_is_put_right() -> None:
     assert other.holders("kept") == {"n1": ("disk",)}
 
 
+def test_who_is_outbid_by_a_namesake_contradicts_it_only_when_that_is_gone() -> None:
+    facts, namesake, count = Facts("n1"), Facts("n1"), 450
+    facts.hold("ours", ("host",), WALL_MS)
+    facts.is_outbid = True
+    theirs = [fact for index in range(count) for fact in namesake.hold(f"theirs {index}", ("host",), WALL_MS + 5)]
+    assert facts.merge("n1", theirs, WALL_MS) == (theirs, [])
+    assert facts.contradict(WALL_MS) == []
+    facts.is_outbid = False
+    answers = [facts.contradict(WALL_MS) for _ in range(4)]
+    assert [len(some) for some in answers] == [200, 200, 50, 0]  # no more at once than one frame has
+    other = Facts("n2")
+    other.know("n1")
+    for some in (theirs, *answers):
+        other.merge("n1", some, WALL_MS)
+    assert all(other.holders(fact.key) == {} for fact in theirs)
+    assert facts.holders("ours") == {"n1": ("host",)}
+
+
 def test_the_newest_load_counts_and_has_an_age() -> None:
     facts = Facts("n1")
     busy, idle = Load(running=5), Load(running=0)

@@ -60,7 +60,7 @@ class View:
         for _ in range(round(seconds / 0.1)):
             self.now += 0.1
             for name in hear:
-                self.members.heard(name, self.now)
+                self.members.heard(name, f"{name}:1", self.now)
             new = self.members.tick(self.now)
             probes += new
             for probe in new:

@@ -3,7 +3,11 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from caraserve.cluster.facts import Value
 from caraserve.cluster.members import Record, Rumour, State
 from caraserve.cluster.ports import PeerRefused, RefusedUs
 from tests.cluster import nodes
@@ -85,6 +89,15 @@ def test_an_earlier_life_at_another_address_is_outbid_without_a_word() -> None:
     assert members.take_events() == []
 
 
+def test_whom_only_a_namesake_lets_hear_is_as_silent_as_it_is() -> None:
+    view = View("b")
+    for _ in range(100):
+        view.wait(0.1)
+        view.members.heard("b", "other:1", view.now)
+    assert (found := view.members.get("b")) is not None
+    assert found.state == State.DEAD
+
+
 def test_of_two_started_in_the_same_moment_one_is_outbid_too() -> None:
     members = View("b").members
     members.merge(Rumour(Record("me", "z:1", *record("me").order[:3]), ""), 1.0)
@@ -100,6 +113,109 @@ def test_who_goes_on_answering_is_not_outbid_for_ever_but_its_end_is() -> None:
         last = members.me.epoch + 10
         members.merge(elsewhere(last, state), 2.0)
         assert members.me == Record("me", "me:1", last + 1, 0, State.ALIVE)
+
+
+# --- what they say of themselves ---
+
+
+class Namesakes(RuleBasedStateMachine):
+    """`one` and `two`, both called a, in touch with x and y alone; whatever happens, they come to rest, and what is
+    believed of a is true of the one that is taken for it."""
+
+    @initialize(seed=st.integers(0, 1000), size=st.sampled_from([1, 20]))
+    def begin(self, seed: int, size: int) -> None:
+        self.fleet = namesakes(seed)
+        self.held: dict[str, dict[str, Value]] = {"one": {}, "two": {}}
+        for name, tier in (("one", 1), ("two", 2)):
+            for index in range(size):
+                self.hold(name, f"both have {index}", tier)
+                self.hold(name, f"{name} has {index}", 2)
+
+    @rule(name=st.sampled_from(["one", "two"]), key=st.sampled_from(["p", "q", "one has 0"]), tier=st.integers(0, 2))
+    def hold(self, name: str, key: str, tier: int) -> None:
+        self.fleet.nodes[name].core.hold(key, (tier,), self.fleet.now)
+        self.held[name][key] = (tier,)
+
+    @rule(name=st.sampled_from(["one", "two"]), key=st.sampled_from(["p", "both have 0", "two has 0"]))
+    def drop(self, name: str, key: str) -> None:
+        self.fleet.nodes[name].core.drop(key, self.fleet.now)
+        self.held[name].pop(key, None)
+
+    @rule(seconds=st.floats(0.05, 10))
+    def wait(self, seconds: float) -> None:
+        self.fleet.run(seconds)
+
+    @rule(name=st.sampled_from(["one", "two"]), politely=st.booleans())
+    def restart(self, name: str, politely: bool) -> None:
+        """Its former self's word counts no more."""
+        self.fleet.leave(name) if politely else self.fleet.kill(name)
+        self.fleet.start(name, ["x" if name == "one" else "y"], called="a")
+        self.held[name] = {}
+
+    @rule(reset=st.booleans())
+    def part(self, reset: bool) -> None:
+        self.fleet.partition(["one", "x"], ["two", "y"], reset=reset)
+
+    @rule()
+    def meet(self) -> None:
+        self.fleet.heal()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "fleet"):
+            return
+        fleet = self.fleet
+        fleet.heal()
+        fleet.run(60)
+        believed, sent = said(fleet), sum(fleet.sent.values())
+        fleet.run(10)
+        assert said(fleet) == believed
+        assert sum(fleet.sent.values()) - sent <= 10 * 4 * 6 * 4  # beats, syncs and greetings, and no facts
+        taken = {fleet.nodes[viewer].core.members.get("a") for viewer in ("x", "y")}
+        (name,) = [name for name in ("one", "two") if {fleet.nodes[name].core.members.me} == taken]
+        assert all(one == self.held[name] for one in believed)
+        other = "two" if name == "one" else "one"
+        reason = f"an instance at {other}:1 is called a, too; give each a --name of its own"
+        assert PeerRefused(f"a at {name}:1", reason) in complaints(fleet, other)
+
+
+def said(fleet: Fleet) -> list[dict[str, Value]]:
+    """What each instance believes that a holds."""
+    shelves = [node.core.facts.shelf("a") or () for node in fleet.nodes.values()]
+    return [{fact.key: fact.value for fact in shelf if not fact.deleted} for shelf in shelves]
+
+
+TestNamesakes = Namesakes.TestCase
+TestNamesakes.settings = settings(max_examples=15, stateful_step_count=10, deadline=None, print_blob=True)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_each_says_of_itself_is_not_contradicted_for_ever(seed: int) -> None:
+    fleet = namesakes(seed)
+    for name in ("one", "two"):
+        fleet.nodes[name].core.hold("by whom", (name,), fleet.now)
+        fleet.nodes[name].core.hold(f"only {name}", (1,), fleet.now)
+    fleet.run(60)
+    facts = [list(node.core.facts.shelf("a") or ()) for node in fleet.nodes.values()]
+    fleet.run(10)
+    assert facts == [list(node.core.facts.shelf("a") or ()) for node in fleet.nodes.values()]
+    taken = fleet.nodes["x"].core.members.get("a")
+    assert taken is not None
+    name = taken.address.removesuffix(":1")
+    assert said(fleet) == [{"by whom": (name,), f"only {name}": (1,)}] * 4
+
+
+@pytest.mark.parametrize("how", ["leave", "kill"])
+@pytest.mark.parametrize("gone", ["one", "two"])
+def test_when_one_goes_what_the_other_said_all_the_time_is_believed(gone: str, how: str) -> None:
+    fleet, count = namesakes(), 700
+    for name in ("one", "two"):
+        for index in range(count):
+            fleet.nodes[name].core.hold(f"{name} has {index}", (1,), fleet.now)
+    fleet.run(60)
+    getattr(fleet, how)(gone)
+    stays = "two" if gone == "one" else "one"
+    truth = {f"{stays} has {index}": (1,) for index in range(count)}
+    fleet.run_until(lambda: all(one == truth for one in said(fleet)), 60)
 
 
 async def test_the_log_says_which_two_share_a_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

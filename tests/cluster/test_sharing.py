@@ -137,7 +137,7 @@ def test_news_goes_out_once_and_in_bounded_frames() -> None:
         side.sharing.tell(SHARED, side.facts.register(Adapter(f"x{index}", "d", 8, 1), WALL_MS))
     side.sharing.tell("a", side.facts.hold("d", ("host",), WALL_MS))
     told: list[str] = []
-    while frames := side.sharing.take_news():
+    while frames := side.sharing.take_news(WALL_MS):
         assert len(frames) <= 4
         assert all(0 < len(frame.facts) <= MAX_BATCH for frame in frames)
         told += [fact.key for frame in frames for fact in frame.facts]
@@ -160,7 +160,10 @@ def test_neither_an_answer_nor_news_reads_many_more_facts_than_it_sends(monkeypa
     side = Side("a", 10_000)
     side.sharing.tell(SHARED, list(side.facts.shelf(SHARED) or ()))
     question = Compare(1, SHARED, (0,) * 256)
-    sends: list[Callable[[], list[FactsMessage]]] = [lambda: side.sharing.answer(question), side.sharing.take_news]
+    sends: list[Callable[[], list[FactsMessage]]] = [
+        lambda: side.sharing.answer(question),
+        lambda: side.sharing.take_news(WALL_MS),
+    ]
     for send in sends:
         read = 0
         sent = len([fact for frame in send() for fact in frame.facts])
@@ -171,5 +174,5 @@ def test_what_others_remember_of_us_wrongly_is_put_right_to_all() -> None:
     before, now = Side("a"), Side("a")
     old = before.facts.hold("gone", ("host",), WALL_MS)
     now.sharing.take("b", FactsMessage(0, "a", tuple(old), 0, False), 0.0, WALL_MS)
-    (frame,) = now.sharing.take_news()
+    (frame,) = now.sharing.take_news(WALL_MS)
     assert [(fact.key, fact.deleted) for fact in frame.facts] == [("gone", True)]
