@@ -48,6 +48,10 @@ def test_epochs_are_planned_in_turn() -> None:
     assert len({tuple(rendezvous(f"key {index}", points)) for index in range(2000)}) == 120  # all the orders there are
 
 
+def test_all_versions_agree_on_whose_turn_it_is() -> None:
+    assert planners(7, [f"s{index}" for index in range(5)]) == ["s4", "s1", "s0", "s2", "s3"]
+
+
 @given(st.sets(st.sampled_from([f"s{index}" for index in range(20)]), min_size=1), st.text(max_size=5))
 def test_the_first_of_an_adapters_order_has_it_where_plans_are_random(names: set[str], adapter: str) -> None:
     order = rendezvous(adapter, points_of(names))
