@@ -172,7 +172,8 @@ class Exchange:
             elif fetch.is_busy:
                 fetch.gives_up_s = now + self._patience_s
             fetch.is_busy = False
-            if now >= fetch.ends_s or (not sources and now >= fetch.gives_up_s):
+            may_come = any(self._may_ask(fetch, name) for name in self._peers.holders(fetch.digest))
+            if now >= fetch.ends_s or (not may_come and now >= fetch.gives_up_s):
                 raise self._unreachable(fetch)
             if not self._sources(fetch):
                 await self._peers.news(_AGAIN_S)

@@ -142,6 +142,18 @@ async def test_of_those_who_are_all_slow_none_has_failed_that_gave_something() -
     assert np.array_equal(got.data, HELD.data)
 
 
+async def test_who_failed_once_and_late_is_asked_again() -> None:
+    class Late(World):
+        async def manifest(self, address: str, digest: str) -> bytes | Trouble:
+            if not self.manifests[address]:
+                self.manifests[address] += 1
+                await asyncio.sleep(0.1)
+                return Trouble.FAILED
+            return await super().manifest(address, digest)
+
+    await fetched(Late(a=Peer(HELD)), patience_s=0.05)
+
+
 async def test_what_a_slow_one_still_owes_another_gives() -> None:
     slow, fast = Peer(HELD), Peer(HELD)
     slow.most = 1
