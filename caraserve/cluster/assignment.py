@@ -8,10 +8,15 @@ adopt what is published, and two plans at once cost efficiency only. `placement.
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import nlargest
-from typing import Self
+from functools import lru_cache
+from typing import Any, NamedTuple, Self, TypeVar
+
+import numpy as np
 
 _WORD = (1 << 64) - 1
+
+Words = np.ndarray[Any, np.dtype[np.uint64]]
+W = TypeVar("W", int, Words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +38,8 @@ class Server:
     speed: float = 1.0  # relative to the machine of the operating points
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """One instance's part of an adapter's traffic."""
+class Share(NamedTuple):
+    """One instance's part of an adapter's traffic. A tuple, because a plan has a hundred thousand."""
 
     instance: str
     fraction: float
@@ -83,44 +87,54 @@ class Plan:
 
 
 def _digest(shares: Mapping[str, tuple[Share, ...]], classes: Mapping[str, int]) -> str:
-    content = hashlib.sha256()
+    texts: dict[tuple[Share, ...], str] = {}  # most adapters have the same places as many others
+    content = []
     for name in sorted(shares):
-        content.update(repr((name, [(share.instance, share.fraction) for share in shares[name]])).encode())
-    content.update(repr(sorted(classes.items())).encode())
-    return content.hexdigest()
+        places = shares[name]
+        text = texts.get(places)
+        if text is None:
+            text = texts[places] = repr([(share.instance, share.fraction) for share in places])
+        content.append(f"({name!r}, {text})")
+    content.append(repr(sorted(classes.items())))
+    return hashlib.sha256("".join(content).encode()).hexdigest()
 
 
 # --- rendezvous hashing ---
 
 
+@lru_cache(maxsize=1 << 16)  # each plan asks for all of them again
 def word(key: str) -> int:
     """64 bits of a key's hash."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
 
 
-def mixed(left: int, right: int) -> int:
-    """The score of a pair of words: one multiplication round, since a plan needs a million of them."""
+def words(keys: Iterable[str]) -> Words:
+    """The same of many, as uint64 of one dimension."""
+    return np.array([word(key) for key in keys], np.uint64)
+
+
+def mixed(left: W, right: W) -> W:
+    """The score of a pair of words, or of arrays of them: one multiplication round, since a plan needs a million."""
     value = ((left ^ right) * 0x9E3779B97F4A7C15) & _WORD
     value = ((value ^ (value >> 29)) * 0xBF58476D1CE4E5B9) & _WORD
-    return value ^ (value >> 32)
+    return value ^ (value >> 32)  # type: ignore[return-value]  # a shifted uint64 is one still
 
 
-def points_of(names: Iterable[str]) -> dict[str, int]:
-    """Names for `rendezvous`, hashed once for however many keys."""
-    return {name: word(name) for name in names}
-
-
-def rendezvous(key: str, points: Mapping[str, int], most: int | None = None) -> list[str]:
-    """The names in the key's own order, or the first so many of them. One name less or more leaves the others' order
-    as it was."""
+def rendezvous(key: str, names: Iterable[str]) -> list[str]:
+    """The names in the key's own order. One name less or more leaves the others' order as it was."""
     point = word(key)
-    scores = [(mixed(point, there), name) for name, there in points.items()]
-    return [name for _, name in nlargest(len(scores) if most is None else most, scores)]
+    return sorted(names, key=lambda name: (mixed(point, word(name)), name), reverse=True)
+
+
+def homes(keys: Sequence[str], names: Sequence[str], count: int) -> np.ndarray[Any, np.dtype[np.intp]]:
+    """The first `count` of each key's own order, or all if there are fewer: a row of indices of names for each key."""
+    scores = mixed(words(keys)[:, None], words(names)[None, :])
+    return np.argsort(scores, axis=1)[:, : -count - 1 : -1]
 
 
 def planners(epoch: int, members: Iterable[str]) -> list[str]:
     """Who makes the plan of an epoch: the first, and on its silence the next."""
-    return rendezvous(f"plan {epoch}", points_of(members))
+    return rendezvous(f"plan {epoch}", members)
 
 
 # --- static assignments: S-LoRA on several servers, as LoRAServe's baselines have it ---
@@ -128,12 +142,11 @@ def planners(epoch: int, members: Iterable[str]) -> list[str]:
 
 def random_plan(adapters: Iterable[AdapterDemand], servers: Iterable[Server], epoch: int = 0) -> Plan:
     """S-LoRA Random: each adapter on one server, by hash and whatever its rank or demand."""
-    points = points_of(server.name for server in servers)
-    shares = {}
-    for adapter in adapters:
-        (first,) = rendezvous(adapter.name, points, 1)
-        shares[adapter.name] = (Share(first, 1.0),)
-    return Plan.made(epoch, shares, _largest_ranks(adapters, shares, points))
+    known, names = [*adapters], [server.name for server in servers]
+    first = homes([adapter.name for adapter in known], names, 1)[:, 0].tolist()
+    alone = [(Share(name, 1.0),) for name in names]
+    shares = {adapter.name: alone[at] for adapter, at in zip(known, first, strict=True)}
+    return Plan.made(epoch, shares, _largest_ranks(known, shares, names))
 
 
 def contiguous_plan(adapters: Iterable[AdapterDemand], servers: Iterable[Server], epoch: int = 0) -> Plan:

@@ -7,12 +7,14 @@ copies before they do for an adapter; then copies, among which the load is level
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import NamedTuple
 
-from caraserve.cluster.assignment import AdapterDemand, Plan, Server, Share, mixed, word
+from caraserve.cluster.assignment import AdapterDemand, Plan, Share, mixed, word
+from caraserve.cluster.tail import Node, Places, Tail
 
+_NAME = attrgetter("name")
 _LEVEL_NAME = attrgetter("level", "server.name")
 _LEAST = 0.01
 
@@ -29,31 +31,6 @@ class PlacementOptions:
     stay: float = 1.05  # utilisation over the target up to which an instance keeps the adapters that it had
     hysteresis: float = 0.15  # by how much the peak may be over what was promised
     strangers: float = 0.05  # and the share of the load on instances for another rank
-
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """A server being filled."""
-
-    server: Server
-    point: int  # its place for rendezvous hashing
-    rank: int
-    load: float = 0.0
-    level: float = 0.0  # its utilisation: load over speed
-    num_bytes: int = 0
-    adapters: set[str] = field(default_factory=set)
-
-    def fits(self, adapter: AdapterDemand) -> bool:
-        """Whether it has the adapter or room for it."""
-        return adapter.name in self.adapters or self.num_bytes + adapter.num_bytes <= self.server.capacity_bytes
-
-    def take(self, adapter: AdapterDemand, load: float) -> None:
-        """Adds load of the adapter, and its bytes the first time."""
-        if adapter.name not in self.adapters:
-            self.adapters.add(adapter.name)
-            self.num_bytes += adapter.num_bytes
-        self.load += load
-        self.level = self.load / self.server.speed
 
 
 class _Piece(NamedTuple):
@@ -84,7 +61,9 @@ class Packing:
             self._classes.setdefault(node.rank, []).append(node)
         self._orders: dict[int, list[int]] = {}
         self._target = math.fsum(loads.values()) / math.fsum(node.server.speed for node in nodes)
+        self._limit = self._target * options.stay
         self._parts: dict[str, dict[str, float]] = {}  # adapter → instance → fraction
+        self._even: dict[str, tuple[Share, ...]] = {}  # of adapters without demand
         self._adopted: list[str] = []
         self._placed: list[AdapterDemand] = []
         self._overfull: set[str] = set()
@@ -101,16 +80,40 @@ class Packing:
 
     def fill(self, adapters: Iterable[AdapterDemand]) -> None:
         """Places these adapters beside what is there."""
-        ordered = sorted(adapters, key=lambda adapter: (-self._loads[adapter.name], adapter.name))
-        self._placed += ordered
-        pieces = self._pieces(ordered)
+        by_name = sorted(adapters, key=_NAME)
+        asked = sorted((one for one in by_name if self._loads[one.name] > 0), key=lambda one: -self._loads[one.name])
+        unasked = [one for one in by_name if self._loads[one.name] == 0]
+        self._placed += asked + unasked
+        pieces, tails = self._pieces(asked), self._tails(unasked)
         homes: dict[str, Node] = {}
+        self._settle(pieces, homes)
+        together = _taken(tails, [tail.homes(self._limit) for tail in tails])
+        if not together:
+            self._settle(self._pieces(unasked), homes)
+        for piece in pieces:
+            self._spread(piece, homes[piece.adapter.name])
+        if together:
+            together = _taken(tails, [tail.copies(self._limit, self._options.copies) for tail in tails])
+            homes.update(pair for tail in tails for pair in tail.home_nodes())
+        if together:
+            self._even.update(pair for tail in tails for pair in tail.shares())
+        else:
+            for piece in self._pieces(unasked):
+                self._spread(piece, homes[piece.adapter.name])
+
+    def _tails(self, unasked: Iterable[AdapterDemand]) -> list[Tail]:
+        """Adapters without demand by the class that takes them."""
+        classes: dict[int, list[AdapterDemand]] = {}
+        for adapter in unasked:
+            classes.setdefault(self._order(adapter.rank)[0], []).append(adapter)
+        before = self._previous.shares if self._previous else {}
+        return [Tail(adapters, self._classes[rank], before) for rank, adapters in classes.items()]
+
+    def _settle(self, pieces: Iterable[_Piece], homes: dict[str, Node]) -> None:
         for piece in pieces:
             if piece.is_home:
                 homes[piece.adapter.name] = home = self._home(piece)
                 home.take(piece.adapter, piece.load)
-        for piece in pieces:
-            self._spread(piece, homes[piece.adapter.name])
 
     def plan(self, epoch: int) -> Plan:
         """What has been placed."""
@@ -119,17 +122,19 @@ class Packing:
             total = math.fsum(parts.values())
             ordered = sorted(parts.items(), key=lambda part: (-part[1], part[0]))
             shares[name] = tuple(Share(instance, fraction / total) for instance, fraction in ordered)
+        shares |= self._even
         classes = {node.server.name: node.rank for node in self._nodes}
         peak = max(node.level for node in self._nodes) / self._target if self._target > 0 else 1.0
         # Without any load, bytes stand for it, as they do when instances are divided among ranks.
-        weights = {one.name: self._loads[one.name] if self._target > 0 else one.num_bytes for one in self._placed}
+        weights = [(one, self._loads[one.name] if self._target > 0 else one.num_bytes) for one in self._placed]
         strange = math.fsum(
-            weights[one.name] * share.fraction
-            for one in self._placed
+            weight * share.fraction
+            for one, weight in weights
+            if weight  # as few adapters have
             for share in shares[one.name]
             if classes[share.instance] != one.rank
         )
-        strange /= math.fsum(weights.values()) or 1.0
+        strange /= math.fsum(weight for _, weight in weights) or 1.0
         overfull = tuple(sorted(self._overfull))
         before = self._previous
         if before and (shares, classes) == (before.shares, before.classes):  # a digest takes longer than to see that
@@ -218,7 +223,7 @@ class Packing:
     def _kept(self, piece: _Piece, rank: int) -> list[Node]:
         """The nodes of a class that had an adapter and are not over the target with it."""
         shares = self._previous.shares.get(piece.adapter.name, ()) if self._previous else ()
-        load, limit = piece.load / piece.copies, self._target * self._options.stay
+        load, limit = piece.load / piece.copies, self._limit
         nodes = [self._by_name[share.instance] for share in shares if share.instance in self._by_name]
         return self._in_order(piece, [n for n in nodes if n.rank == rank and n.level + load / n.server.speed <= limit])
 
@@ -267,3 +272,12 @@ def _levelled(nodes: Sequence[tuple[float, float]], amount: float) -> list[float
         if count == len(lowest) or level <= lowest[count][0] / lowest[count][1]:
             break
     return [max(0.0, level * speed - load) for load, speed in nodes]
+
+
+def _taken(tails: Sequence[Tail], places: Sequence[Places]) -> bool:
+    """Takes these places if there are bytes for all."""
+    fit = all(tail.fit(its) for tail, its in zip(tails, places, strict=True))
+    if fit:
+        for tail, its in zip(tails, places, strict=True):
+            tail.take(its)
+    return fit

@@ -21,7 +21,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from caraserve.cluster.assignment import AdapterDemand, Plan, Server, word
-from caraserve.cluster.packing import Node, Packing, PlacementOptions
+from caraserve.cluster.packing import Packing, PlacementOptions
+from caraserve.cluster.tail import Node
 
 
 def place(

@@ -15,7 +15,6 @@ from caraserve.cluster.assignment import (
     Plan,
     Server,
     contiguous_plan,
-    points_of,
     random_plan,
     rendezvous,
 )
@@ -198,7 +197,7 @@ class ByPlan:
             return Proposal(Order(order, lambda: able))
         if arrival.adapter is None:
             return Proposal(_any([*able.values()], chance))
-        return Proposal(tuple(rendezvous(arrival.adapter, points_of(able))))
+        return Proposal(tuple(rendezvous(arrival.adapter, able)))
 
 
 # --- without cost or plan ---

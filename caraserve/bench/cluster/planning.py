@@ -1,13 +1,12 @@
 """Plans of a simulated fleet: demand as it was seen, the same placement code, adapters that move slowly. Level 5."""
 
 from collections import deque
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from caraserve.bench.cluster.instance import SimRequest
 from caraserve.bench.cluster.views import Views
 from caraserve.bench.records import Workload
-from caraserve.cluster.assignment import AdapterDemand, Plan, Server, extrapolated, points_of, rendezvous
+from caraserve.cluster.assignment import AdapterDemand, Plan, Server, extrapolated, homes
 from caraserve.cluster.cost import Tier
 from caraserve.cluster.policies import make_plan
 
@@ -15,14 +14,7 @@ if TYPE_CHECKING:
     from caraserve.bench.cluster.simulation import Node
 
 _S = 1_000_000_000
-_HOMES = 2  # copies of each adapter without a plan
-
-
-@lru_cache(maxsize=4)  # many runs of one fleet ask for the same
-def homes(adapters: tuple[str, ...], instances: tuple[str, ...]) -> list[list[str]]:
-    """Where each adapter's durable copies are."""
-    points = points_of(instances)
-    return [rendezvous(adapter, points, _HOMES) for adapter in adapters]
+HOMES = 2  # copies of each adapter without a plan
 
 
 class Planner:
@@ -74,9 +66,9 @@ class Planner:
             for number, name in enumerate(self._adapters):
                 self._put(number, plan.instances(name))
         else:
-            found = homes(tuple(self._adapters), tuple(node.name for node in self._nodes))
-            for number, names in enumerate(found):
-                self._put(number, names)
+            names = [node.name for node in self._nodes]
+            for number, places in enumerate(homes(self._adapters, names, HOMES).tolist()):
+                self._put(number, [names[at] for at in places])
         for node in self._nodes:
             for number, tier in node.shelf.changed.items():
                 self._views.learn(number, node.name, tier)
