@@ -19,11 +19,12 @@ from random import Random
 
 from caraserve.cluster.addresses import check_count, is_loopback, is_wildcard, join_address, outward_address
 from caraserve.cluster.cost import Links
-from caraserve.cluster.forward import Forwarding, Slo, takes_nothing
+from caraserve.cluster.forward import LOCAL, Forwarding, Slo, takes_nothing
 from caraserve.cluster.hop import Gate
 from caraserve.cluster.names_file import NamesFile, beside
 from caraserve.cluster.node import Node, NodeConfig
 from caraserve.cluster.perf_model import DriftWatch
+from caraserve.cluster.policies import policy
 from caraserve.cluster.publisher import Publisher
 from caraserve.cluster.resolver import Resolver
 from caraserve.cluster.seal import Keyring
@@ -120,7 +121,8 @@ def make_dispatch(node: Node, engine: Engine, cluster: ClusterConfig, admission:
     """What other instances answer for this one, and this one for others. `close` its relays when HTTP has ended."""
     slo = Slo(cluster.slo_ttft_ms or inf, cluster.slo_tpot_ms or inf)
     routing = cluster.routing or "auto"
-    forwarding = Forwarding(node, routing, slo, engine.catalog.find, lambda: takes_nothing(engine), rng=Random())
+    chosen = None if routing == LOCAL else policy(routing)
+    forwarding = Forwarding(node, chosen, slo, engine.catalog.find, lambda: takes_nothing(engine), rng=Random())
     relays = Relays(lambda: node.name, lambda: node.keys, admission.dialling)
     gate = Gate(lambda: node.name, lambda: node.keys)
     return Dispatch(forwarding, relays, gate, QueueMoves(engine, forwarding))

@@ -91,13 +91,13 @@ HOMES = {
 
 # Files whose decisions are functions of their arguments: no clock, no chance, no input or output. They import the
 # standard library, level 0, one another, and the limits that a backend states.
-ROUTING = ("perf_model", "cost", "assignment", "tail", "packing", "placement", "migration", "router", "policies")
+ROUTING = ("perf_model", "cost", "assignment", "tail", "packing", "placement", "plans", "migration", "router")
 PURE = ("scheduler.py", "merging.py", "fairness.py", "kv/blocks.py", "kv/prefix.py", "kv/room.py")
 MEMBERSHIP = ("core", "ports", "dialling", "links", "seal", "facts", "members", "relays", "sharing", "wire", "copies")
 SHARED = ("signing", "demand", "plan_codec")
-PURE += tuple(f"cluster/{name}.py" for name in (*ROUTING, *MEMBERSHIP, *SHARED))
+PURE += tuple(f"cluster/{name}.py" for name in (*ROUTING, "policies", *MEMBERSHIP, *SHARED))
 PURE_IMPORTS = {"caraserve.kv.blocks", "caraserve.kv.prefix", "caraserve.fairness", "caraserve.model.backend"}
-PURE_IMPORTS |= {f"caraserve.cluster.{name}" for name in (*ROUTING, *MEMBERSHIP)}
+PURE_IMPORTS |= {f"caraserve.cluster.{name}" for name in (*ROUTING, "ranking", *MEMBERSHIP)}
 
 
 def relative(path: Path) -> str:

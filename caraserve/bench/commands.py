@@ -12,7 +12,7 @@ from typing import Any
 
 from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, count, positive
 from caraserve.bench.synthetic import ITEMSIZE, SHAPES
-from caraserve.cluster.policies import ROUTINGS
+from caraserve.cluster.plans import ROUTINGS
 from caraserve.config import LOADING_MODES, LORA_KERNELS, parse_cpus
 
 LORA_PARTS = ("kernels", "round-trip", "threads", "gpu")

@@ -1,6 +1,7 @@
 """What one more request would cost an instance: Toppings §5, Algorithm 1, with its holes closed. Pure; level 4.
 
-`router.py` compares candidates by it, on what it knows of them and on quotes; an instance answers a quote with it.
+`ranking.py` compiles `worth`, and compares candidates by it, on what is known of them; an instance answers a quote with
+it. All that it asks of its model, links and backlog are numbers by name, which an array's record has as well.
 Where the paper leaves something open:
 
 - a cost of infinity times no requests is no number: an instance past the SLO costs infinity even when it is empty, and
@@ -13,12 +14,14 @@ Where the paper leaves something open:
 """
 
 import math
+import struct
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from enum import IntEnum
+from operator import attrgetter
 from typing import NamedTuple
 
-from caraserve.cluster.perf_model import PerfModel
+from caraserve.cluster.perf_model import PerfModel, decode_ms, prefill_ms
 
 
 class Tier(IntEnum):
@@ -30,7 +33,7 @@ class Tier(IntEnum):
     ABSENT = 3  # another instance has it
 
 
-_DEVICE, _HOST, _DISK, _ABSENT = Tier  # looking a member up in its class takes as long as a multiplication of floats
+_DEVICE, _HOST, _DISK, _ABSENT = map(int, Tier)  # as an array has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,54 +49,40 @@ class Links:
 
     def cold_ms(self, tier: Tier, num_bytes: int) -> float:
         """A cold start's wait for the adapter, everything idle."""
-        if tier is _DEVICE or num_bytes == 0:
-            return 0.0
-        wait_ms = self.load_latency_ms + num_bytes / self.load_bytes_per_ms
-        if tier is _DISK:
-            wait_ms += num_bytes / self.disk_bytes_per_ms
-        elif tier is _ABSENT:
-            wait_ms += self.fetch_latency_ms + num_bytes / self.fetch_bytes_per_ms
-        return wait_ms
+        return cold_ms(self, tier, num_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Backlog:
-    """What an instance carries. Its beats publish it; whoever forwards to it adds what no beat shows yet.
+def cold_ms(links: Links, tier: int, num_bytes: float) -> float:
+    """A cold start's wait for the adapter, everything idle."""
+    if tier == _DEVICE or num_bytes == 0:
+        return 0.0
+    wait_ms = links.load_latency_ms + num_bytes / links.load_bytes_per_ms
+    if tier == _DISK:
+        wait_ms += num_bytes / links.disk_bytes_per_ms
+    elif tier == _ABSENT:
+        wait_ms += links.fetch_latency_ms + num_bytes / links.fetch_bytes_per_ms
+    return wait_ms
 
-    `ranks` counts requests by rank: from a maximum alone nobody could tell what it falls to when a request ends.
-    """
 
-    running: int = 0
-    queued: int = 0
-    ranks: tuple[tuple[int, int], ...] = ()  # (rank, requests), of running and queued; the base model's have rank 0
+class Backlog(NamedTuple):
+    """What an instance carries. Its beats publish it; whoever forwards to it adds what no beat shows yet. A tuple,
+    because every change of an instance makes one."""
+
+    requests: int = 0  # running and queued
+    rank_sum: int = 0  # of them; the base model's have rank 0
+    rank_max: int = 0
     queued_tokens: int = 0  # of prompts not yet prefilled
     queued_token_ranks: int = 0  # Σ tokens · rank of them
     kv_tokens: float = math.inf  # that its memory holds
     kv_free_tokens: float = math.inf  # of them, after what the queued requests will take: below zero when they wait
     queue_room: float = math.inf  # requests that it takes before it refuses
-    requests: int = field(init=False)  # running and queued
-    rank_sum: int = field(init=False)
-    rank_max: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        # Once here, not for every request that passes this candidate by.
-        rank_sum = rank_max = 0
-        for rank, count in self.ranks:
-            rank_sum += rank * count
-            if count and rank > rank_max:
-                rank_max = rank
-        object.__setattr__(self, "requests", self.running + self.queued)
-        object.__setattr__(self, "rank_sum", rank_sum)
-        object.__setattr__(self, "rank_max", rank_max)
 
     def plus(self, rank: int, prompt_tokens: int, output_tokens: float) -> "Backlog":
         """The backlog once this request is queued there as well."""
-        ranks = dict(self.ranks)
-        ranks[rank] = ranks.get(rank, 0) + 1
         return Backlog(
-            self.running,
-            self.queued + 1,
-            tuple(sorted(ranks.items())),
+            self.requests + 1,
+            self.rank_sum + rank,
+            max(self.rank_max, rank),
             self.queued_tokens + prompt_tokens,
             self.queued_token_ranks + prompt_tokens * rank,
             self.kv_tokens,
@@ -129,7 +118,7 @@ def total_cost(
     decode_after_ms: float,
     slo_ms: float,
     output_tokens: float,
-    requests: int,
+    requests: float,
     cold_ms: float,
     cold_blocks: bool,
     own_weight: float,
@@ -148,42 +137,36 @@ def total_cost(
     return cost + cold_ms / output_tokens * feel_cold
 
 
-Forecast = tuple[float, float, float, float]
-"""What a backlog and the rank of one more request decide by themselves, in ms: an iteration without the request, one
-with it, what of the difference speaks against this instance, and the prefill of the queue. Not a named tuple: that
-would take longer to make than what is in it."""
-
-
-def forecast(model: PerfModel, backlog: Backlog, rank: int, own_weight: float) -> Forecast:
-    """For any request of this rank. It holds as long as the backlog does."""
-    requests, rank_sum, rank_max = backlog.requests, backlog.rank_sum, backlog.rank_max
-    before_ms = model.decode_ms(requests, rank_sum, rank_max)
-    after_ms = model.decode_ms(requests + 1, rank_sum + rank, rank if rank > rank_max else rank_max)
-    added_ms = after_ms - before_ms
-    if own_weight > 0.0:
-        # What it adds wherever it goes is no reason to go anywhere, and times a batch's size it would outweigh how long
-        # each answer takes. What is left is what its rank does to the ranks there.
-        added_ms = max(0.0, added_ms - model.alpha_ms * rank - model.gamma_ms)
-    return before_ms, after_ms, added_ms, model.prefill_ms(backlog.queued_tokens, backlog.queued_token_ranks)
-
-
 def worth(
     model: PerfModel,
     backlog: Backlog,
-    known: Forecast,
-    arrival: Arrival,
+    rank: float,
+    prompt_tokens: float,
+    output_tokens: float,
+    slo_ms: float,
     cold_ms: float,
     cold_blocks: bool,
     own_weight: float,
 ) -> tuple[float, float]:
-    """An estimate's numbers. `known`: the forecast of this backlog for the arrival's rank and `own_weight`."""
-    tokens, output_tokens = arrival.prompt_tokens, arrival.output_tokens
-    needed_tokens = tokens + output_tokens
+    """An estimate's numbers."""
+    needed_tokens = prompt_tokens + output_tokens
     if backlog.queue_room <= 0 or needed_tokens > backlog.kv_tokens:
         return math.inf, math.inf
-    before_ms, after_ms, added_ms, queue_ms = known
-    prefill_ms = model.prefill_ms(backlog.queued_tokens + tokens, backlog.queued_token_ranks + tokens * arrival.rank)
-    wait_ms = prefill_ms + cold_ms
+    alpha_ms, gamma_ms, beta_ms, padded = model.alpha_ms, model.gamma_ms, model.beta_ms, model.padded
+    requests, rank_sum, rank_max = backlog.requests, backlog.rank_sum, backlog.rank_max
+    before_ms = decode_ms(alpha_ms, gamma_ms, beta_ms, padded, requests, rank_sum, rank_max)
+    after_ms = decode_ms(alpha_ms, gamma_ms, beta_ms, padded, requests + 1, rank_sum + rank, max(rank_max, rank))
+    added_ms = after_ms - before_ms
+    if own_weight > 0.0:
+        # What it adds wherever it goes is no reason to go anywhere, and times a batch's size it would outweigh how long
+        # each answer takes. What is left is what its rank does to the ranks there.
+        added_ms = max(0.0, added_ms - alpha_ms * rank - gamma_ms)
+    base_ms, token_ms, token_rank_ms = model.prefill_base_ms, model.prefill_token_ms, model.prefill_token_rank_ms
+    queued, queued_ranks = backlog.queued_tokens, backlog.queued_token_ranks
+    queue_ms = prefill_ms(base_ms, token_ms, token_rank_ms, queued, queued_ranks)
+    tokens, token_ranks = queued + prompt_tokens, queued_ranks + prompt_tokens * rank
+    all_ms = prefill_ms(base_ms, token_ms, token_rank_ms, tokens, token_ranks)
+    wait_ms = all_ms + cold_ms
     if needed_tokens > backlog.kv_free_tokens:
         short_tokens = needed_tokens - backlog.kv_free_tokens
         # An answer's time frees about all of it.
@@ -191,12 +174,12 @@ def worth(
         return math.inf, wait_ms / output_tokens + after_ms
     latency_ms = wait_ms / output_tokens + after_ms
     cost = total_cost(
-        0.0 if own_weight > 0.0 else prefill_ms - queue_ms,  # otherwise in latency_ms, and nobody is spared it
+        0.0 if own_weight > 0.0 else all_ms - queue_ms,  # otherwise in latency_ms, and nobody is spared it
         added_ms,
         after_ms,
-        arrival.slo_ms,
+        slo_ms,
         output_tokens,
-        backlog.requests,
+        requests,
         cold_ms,
         cold_blocks,
         own_weight,
@@ -209,8 +192,20 @@ def estimate(
     model: PerfModel, backlog: Backlog, arrival: Arrival, cold_ms: float, cold_blocks: bool, own_weight: float
 ) -> Estimate:
     """The cost of this request on an instance with this backlog."""
-    known = forecast(model, backlog, arrival.rank, own_weight)
-    return Estimate(*worth(model, backlog, known, arrival, cold_ms, cold_blocks, own_weight))
+    rank, tokens, output_tokens = arrival.rank, arrival.prompt_tokens, arrival.output_tokens
+    numbers = worth(model, backlog, rank, tokens, output_tokens, arrival.slo_ms, cold_ms, cold_blocks, own_weight)
+    return Estimate(*numbers)
+
+
+MODEL_NUMBERS = tuple(field.name for field in fields(PerfModel))
+LINKS_NUMBERS = tuple(field.name for field in fields(Links))
+_OF_MODEL, _OF_LINKS = attrgetter(*MODEL_NUMBERS), attrgetter(*LINKS_NUMBERS)
+_ROW = struct.Struct(f"={len(MODEL_NUMBERS) + len(LINKS_NUMBERS) + len(Backlog._fields)}d")
+
+
+def row(model: PerfModel, links: Links, backlog: Backlog) -> bytes:
+    """An instance's numbers, one after another as float64: `ranking.py` lays candidates' rows together."""
+    return _ROW.pack(*_OF_MODEL(model), *_OF_LINKS(links), *backlog)
 
 
 class AnswerLengths:

@@ -22,9 +22,9 @@ from caraserve.cluster.cost import AnswerLengths, Arrival, Estimate, Tier
 from caraserve.cluster.facts import Adapter
 from caraserve.cluster.hop import number, unnumber
 from caraserve.cluster.members import State
-from caraserve.cluster.policies import policy
 from caraserve.cluster.router import (
     Attempt,
+    Policy,
     Proposal,
     Refusal,
     Target,
@@ -120,7 +120,7 @@ class Forwarding:
     def __init__(
         self,
         cluster: Cluster,
-        routing: str,
+        policy: Policy | None,
         slo: Slo,
         find: Callable[[str], Held | None],
         draining: Callable[[], bool],
@@ -128,13 +128,13 @@ class Forwarding:
         rng: Random,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`find`: an adapter of this instance by name. Raises ConfigError for an unknown `routing`."""
+        """`policy`: none where whoever sends requests has chosen. `find`: an adapter of this instance by name."""
         self.exchange: Exchange | None = None  # without one, requests go only to those who have their adapter
         self.tallies = Tallies()
         self.joined = False  # nobody is known before
         self.introduced: Callable[[], bool] = lambda: False  # whether the cluster's names are known
         self._cluster, self._slo, self._find, self._draining = cluster, slo, find, draining
-        self._policy = None if routing == LOCAL else policy(routing)
+        self._policy = policy
         self._rng = rng
         self.now = now
         self._views = Views(cluster, now)

@@ -26,7 +26,7 @@ _GAIN = 0.9  # a refit has to lower that error to this share of it: otherwise th
 
 
 def decode_ms(
-    alpha_ms: float, gamma_ms: float, beta_ms: float, padded: bool, requests: int, rank_sum: int, rank_max: int
+    alpha_ms: float, gamma_ms: float, beta_ms: float, padded: bool, requests: float, rank_sum: float, rank_max: float
 ) -> float:
     """One token for each request (eq. 2). The base model's have rank 0; an empty batch takes no time."""
     if requests == 0:
@@ -35,7 +35,7 @@ def decode_ms(
     return alpha_ms * work + gamma_ms * requests + beta_ms
 
 
-def prefill_ms(base_ms: float, token_ms: float, token_rank_ms: float, tokens: int, token_ranks: int) -> float:
+def prefill_ms(base_ms: float, token_ms: float, token_rank_ms: float, tokens: float, token_ranks: float) -> float:
     """One iteration over prompts of so many tokens in all; `token_ranks` is Σ tokens · rank. Prefill kernels work by
     segment, so one prompt's rank does not pad another's. No tokens take no time."""
     if tokens == 0:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from caraserve.cluster.assignment import AdapterDemand, Plan, Server
 from caraserve.cluster.plan_codec import decoded, encoded, packed, unpacked
-from caraserve.cluster.policies import make_plan
+from caraserve.cluster.plans import make_plan
 
 _NICE = 10
 

@@ -1,41 +1,18 @@
-"""The routing policies by name: rank-aware ones, LoRAServe's, and what they are compared with. Pure; level 4.
+"""The routing policies by name: rank-aware ones, LoRAServe's, and what they are compared with. Level 4.
 
-`router.py` has the frame. Each policy says whose it is. Those that go by a plan read the fleet's; `make_plan` makes the
-one that belongs to a policy.
+`router.py` has the frame. Each policy says whose it is. Those that go by a plan read the fleet's; `plans.py` makes it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from math import inf
 from operator import attrgetter
-from typing import Literal, get_args
 
-from caraserve.cluster.assignment import (
-    AdapterDemand,
-    Plan,
-    Server,
-    contiguous_plan,
-    random_plan,
-    rendezvous,
-)
-from caraserve.cluster.cost import Arrival, Estimate, Links, worth
-from caraserve.cluster.placement import place
+from caraserve.cluster.assignment import rendezvous
+from caraserve.cluster.cost import Arrival
+from caraserve.cluster.plans import ROUTINGS
+from caraserve.cluster.ranking import Ranking, ranked
 from caraserve.cluster.router import Chance, Fleet, Instance, Order, Policy, Proposal, drawn, shuffled
 from caraserve.errors import ConfigError
-
-Routing = Literal[
-    "auto",
-    "rank-aware",
-    "loraserve",
-    "random",
-    "round-robin",
-    "first-fit",
-    "most-idle",
-    "dlora",
-    "s-lora-random",
-    "s-lora-contiguous",
-]
-ROUTINGS: tuple[str, ...] = get_args(Routing)
 
 _REQUESTS = attrgetter("backlog.requests")
 _SHORTLIST = 8  # candidates kept after the first stage
@@ -49,82 +26,23 @@ def policy(name: str) -> Policy:
     return _POLICIES[name]()
 
 
-def make_plan(
-    routing: str,
-    adapters: Iterable[AdapterDemand],
-    servers: Iterable[Server],
-    operating_points: Mapping[int, float],
-    epoch: int,
-    previous: Plan | None = None,
-    padded: bool = True,
-) -> Plan | None:
-    """The plan that a policy goes by; None if it needs none. `padded`: whether a batch's largest rank slows down the
-    others in it."""
-    if routing == "s-lora-random":
-        return random_plan([*adapters], [*servers], epoch)
-    if routing == "s-lora-contiguous":
-        return contiguous_plan([*adapters], [*servers], epoch)
-    if routing == "auto" and not padded:
-        adapters = _of_one_class(adapters, operating_points)
-    if routing in ("auto", "loraserve"):
-        return place(adapters, servers, operating_points, epoch, previous)
-    return None
-
-
-def _of_one_class(adapters: Iterable[AdapterDemand], operating_points: Mapping[int, float]) -> list[AdapterDemand]:
-    """The same demand as of one rank. Where ranks do not slow one another down, classes only divide the fleet into
-    parts that cannot help one another out."""
-    known = list(adapters)
-    rank = max((adapter.rank for adapter in known), default=0)
-    return [
-        replace(one, rank=rank, tokens_per_s=one.tokens_per_s * operating_points[rank] / operating_points[one.rank])
-        for one in known
-    ]
-
-
 # --- by cost, in two stages ---
-
-
-Ranking = list[tuple[float, float, float, str]]
-"""(cost, latency in ms, a draw that breaks ties, instance), best first. Plain numbers sort several times as fast as
-estimates do."""
-
-
-def _ranking(
-    candidates: Mapping[str, Instance], arrival: Arrival, fleet: Fleet, own_weight: float, chance: Chance
-) -> Ranking:
-    """Candidates by cost on the views at hand."""
-    num_bytes, kind = arrival.adapter_bytes, (arrival.rank, own_weight)
-    tiers, others_tier = fleet.of_adapter(arrival.adapter)
-    alike: Links | None = None
-    others_cold_ms, draw, ranking = 0.0, chance.random, []
-    for name, one in candidates.items():
-        links = one.links
-        if links is not alike:  # most instances are, and most lack the adapter
-            alike, others_cold_ms = links, links.cold_ms(others_tier, num_bytes)
-        cold_ms = links.cold_ms(tiers[name], num_bytes) if name in tiers else others_cold_ms
-        known = one.forecasts.get(kind) or one.forecast(*kind)
-        cost, latency_ms = worth(one.model, one.backlog, known, arrival, cold_ms, links.blocks_batch, own_weight)
-        ranking.append((cost, latency_ms, draw(), name))
-    ranking.sort()
-    return ranking
 
 
 def _two_stage(ranking: Ranking, others: Callable[[], Iterable[str]], me: str, chance: Chance) -> Proposal:
     """Quotes for some of the best; the rest of the ranking and the others behind them."""
-    best = ranking[:_SHORTLIST]
-    within = [entry for entry in best if entry[0] < inf]
+    best = ranking.best(_SHORTLIST)
+    within = [name for name, found in best if found.cost < inf]
     if within:
-        pool = within if len(within) >= _QUOTES else best[:_QUOTES]
-        chosen = {name for *_, name in shuffled(pool, chance)[:_QUOTES]}
+        pool = within if len(within) >= _QUOTES else [name for name, _ in best[:_QUOTES]]
+        chosen = set(shuffled(pool, chance)[:_QUOTES])
         # Our own state is at hand: a fifth quote at no cost, and no hop if it wins.
-        chosen |= {me} & {name for *_, name in pool}
+        chosen |= {me} & {*pool}
     else:  # past the SLO everywhere: here views err most, so more quotes
-        chosen = {name for *_, name in best}
-    estimates = {name: Estimate(cost, latency_ms) for cost, latency_ms, _, name in best if name in chosen}
+        chosen = {name for name, _ in best}
+    estimates = {name: found for name, found in best if name in chosen}
     asked = tuple(estimates)
-    order = Order(asked, lambda: [*(name for *_, name in ranking), *others()])
-    return Proposal(order, asked, estimates)
+    return Proposal(Order(asked, lambda: [*ranking.names(), *others()]), asked, estimates)
 
 
 class RankAware:
@@ -134,7 +52,7 @@ class RankAware:
 
     def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
         """The least added cost to those who are there."""
-        ranking = _ranking(fleet.able, arrival, fleet, self.own_weight, chance)
+        ranking = ranked(fleet.able, arrival, fleet, self.own_weight, chance)
         return _two_stage(ranking, lambda: (), fleet.me, chance)
 
 
@@ -150,13 +68,16 @@ class Auto:
     def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
         """The least cost, on the smallest circle of instances that holds the promise."""
         rankings = []
-        for circle in _circles(arrival, fleet):
-            ranking = _ranking(circle, arrival, fleet, self.own_weight, chance)
-            rankings.append(ranking)
-            if ranking and ranking[0][0] < inf and ranking[0][1] <= arrival.slo_ms:
+        for circle in filter(None, _circles(arrival, fleet)):
+            ranking = ranked(circle, arrival, fleet, self.own_weight, chance)
+            ((_, least),) = ranking.best(1)
+            rankings.append((ranking, least.cost))
+            if least.cost < inf and least.latency_ms <= arrival.slo_ms:
                 break
         else:  # nobody holds it end to end: stay where at least the iterations do
-            ranking = next((one for one in rankings if one and one[0][0] < inf), rankings[-1])
+            if not rankings:
+                return Proposal(())
+            ranking = next((one for one, cost in rankings if cost < inf), ranking)
 
         def others() -> list[str]:
             """For refusals: near ones first, and of these the least busy."""

@@ -50,9 +50,9 @@ def load_of(
 def backlog_of(load: Load) -> Backlog:
     """What the cost function asks of an instance, from its load."""
     return Backlog(
-        running=load.running,
-        queued=load.queued,
-        ranks=load.ranks,
+        requests=load.running + load.queued,
+        rank_sum=sum(rank * count for rank, count in load.ranks),
+        rank_max=max((rank for rank, count in load.ranks if count), default=0),
         queued_tokens=load.queued_tokens,
         queued_token_ranks=load.queued_token_ranks,
         kv_tokens=load.kv_tokens,
@@ -167,10 +167,9 @@ def _typical_ms(model: PerfModel) -> float:
 
 def is_hung(load: Load, model: PerfModel) -> bool:
     """Alive is not able: an engine may hang under a loop that answers."""
-    rank_sum = sum(rank * count for rank, count in load.ranks)
-    rank_max = max((rank for rank, _ in load.ranks), default=0)
-    predicted_ms = model.decode_ms(load.running + load.queued, rank_sum, rank_max)
-    predicted_ms += model.prefill_ms(load.queued_tokens, load.queued_token_ranks)
+    backlog = backlog_of(load)
+    predicted_ms = model.decode_ms(backlog.requests, backlog.rank_sum, backlog.rank_max)
+    predicted_ms += model.prefill_ms(backlog.queued_tokens, backlog.queued_token_ranks)
     return load.iteration_age_s > max(_HUNG_S, _HUNG_ITERATIONS * predicted_ms / 1000)
 
 

@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import Literal, Protocol, Self, TypeVar, overload
 
 from caraserve.cluster.assignment import Plan
-from caraserve.cluster.cost import Arrival, Backlog, Estimate, Forecast, Links, Tier, forecast, worth
+from caraserve.cluster.cost import Arrival, Backlog, Estimate, Links, Tier, estimate, row
 from caraserve.cluster.perf_model import PerfModel
 
 ATTEMPTS = 3  # instances that may refuse one request
@@ -41,28 +41,23 @@ class Chance(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One instance as a router sees it. Most requests pass most instances by: what they have in common is computed once
-    for as long as this view of the instance holds."""
+    """One instance as a router sees it."""
 
     name: str
     model: PerfModel
     backlog: Backlog = field(default_factory=Backlog)
     links: Links = field(default_factory=Links)
     able: bool = True  # alive, not suspected, not draining, finishing iterations
-    forecasts: dict[tuple[int, float], Forecast] = field(default_factory=dict, init=False, repr=False, compare=False)
+    row: bytes = field(init=False, repr=False, compare=False)  # its numbers, for as long as this view of it holds
 
-    def forecast(self, rank: int, own_weight: float) -> Forecast:
-        """The forecast for requests of that rank. `forecasts` has those that somebody has asked for."""
-        known = self.forecasts.get((rank, own_weight))
-        if known is None:
-            known = self.forecasts[rank, own_weight] = forecast(self.model, self.backlog, rank, own_weight)
-        return known
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "row", row(self.model, self.links, self.backlog))
 
     def estimate(self, arrival: Arrival, tier: Tier, own_weight: float) -> Estimate:
         """What the arrival would cost here."""
-        links, known = self.links, self.forecast(arrival.rank, own_weight)
+        links = self.links
         cold_ms = links.cold_ms(tier, arrival.adapter_bytes)
-        return Estimate(*worth(self.model, self.backlog, known, arrival, cold_ms, links.blocks_batch, own_weight))
+        return estimate(self.model, self.backlog, arrival, cold_ms, links.blocks_batch, own_weight)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 `kernel` is for functions called from compiled code, `entry` for the few that Python calls: only those are cached on
 disk, with all they call linked in. Numba's cache looks at the file of the entry alone, so the folder's name carries a
-digest of every source file here: an edited callee can never be served stale.
+digest of every source file that is compiled: an edited callee can never be served stale.
 """
 
 import hashlib
@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numba
+import numba.extending
+
+_PACKAGE = Path(__file__).parent.parent
+_ELSEWHERE = ("cluster/cost.py", "cluster/perf_model.py", "cluster/ranking.py")
 
 
 def _cache_folder() -> Path:
     digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    for source in (*sorted(Path(__file__).parent.glob("*.py")), *(_PACKAGE / name for name in _ELSEWHERE)):
         digest.update(source.read_bytes())
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "caraserve" / "kernels" / digest.hexdigest()[:16]
@@ -35,6 +39,11 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck"
 kernel: Callable[..., Any] = numba.njit(**_OPTIONS)
 reduction: Callable[..., Any] = numba.njit(fastmath={"reassoc", "nsz"}, **_OPTIONS)  # sums that may be vectorised
 entry: Callable[..., Any] = numba.njit(cache=True, **_OPTIONS)
+
+
+def callee(function: Callable[..., Any]) -> None:
+    """Lets compiled code call a function that stays plain Python for everybody else."""
+    numba.extending.register_jitable(**_OPTIONS)(function)
 
 
 def variant(name: object) -> Callable[[Callable[..., Any]], Any]:

@@ -22,7 +22,7 @@ from caraserve.bench.cluster.outcome import outcome
 from caraserve.bench.cluster.simulation import Setting, Simulation
 from caraserve.bench.workload.build import build, spec_from_preset
 from caraserve.bench.workload.presets import find_preset
-from caraserve.cluster.policies import ROUTINGS
+from caraserve.cluster.plans import ROUTINGS
 
 _SLO_MS = 56.0  # about what the report's settings have
 

@@ -28,10 +28,9 @@ _MODEL = PerfModel(0.004, 0.05, 20.0, True, 8.0, 0.06, 0.0002)
 
 
 def _instance(name: str, chance: random.Random) -> Instance:
-    counts = {rank: chance.randrange(8) for rank in _RANKS}
-    requests, queued = sum(counts.values()), chance.randrange(3)
-    ranks = tuple(counts.items())
-    backlog = Backlog(max(0, requests - queued), min(queued, requests), ranks, 100 * queued, 3000 * queued, 1e6, 5e5)
+    counts, queued = {rank: chance.randrange(8) for rank in _RANKS}, chance.randrange(3)
+    ranks = sum(rank * count for rank, count in counts.items()), max(rank for rank, count in counts.items() if count)
+    backlog = Backlog(sum(counts.values()), *ranks, 100 * queued, 3000 * queued, 1e6, 5e5)
     return Instance(name, _MODEL, backlog, Links(0.1, 20e6, 2e6, 1.0, 1e6))
 
 

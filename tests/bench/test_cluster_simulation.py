@@ -25,7 +25,7 @@ from caraserve.bench.workload.lengths import parse_lengths
 from caraserve.bench.workload.popularity import parse_popularity
 from caraserve.cluster.assignment import homes
 from caraserve.cluster.cost import Links
-from caraserve.cluster.policies import ROUTINGS
+from caraserve.cluster.plans import ROUTINGS
 from tests.bench.cluster_reference import Plain, play
 
 MACHINE = replace(of_papers("padded"), max_running=32, kv_tokens=20_000)

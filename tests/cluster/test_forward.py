@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from caraserve.cluster.cost import Backlog, Estimate, Tier
 from caraserve.cluster.facts import Adapter
-from caraserve.cluster.forward import Body, Forwarding, Here, Peer, Slo
+from caraserve.cluster.forward import LOCAL, Body, Forwarding, Here, Peer, Slo
 from caraserve.cluster.hop import HOP, Gate, Hop, refusal_of, refusal_text, signed
 from caraserve.cluster.members import Record, State
 from caraserve.cluster.perf_model import PerfModel
-from caraserve.cluster.policies import ROUTINGS
+from caraserve.cluster.plans import ROUTINGS
+from caraserve.cluster.policies import policy
 from caraserve.cluster.router import Instance, Refusal
 from caraserve.cluster.seal import Keyring
 from caraserve.config import ROUTINGS as FLAG
@@ -33,8 +34,7 @@ class Cluster:
         self.name = "a"
         self.quotes: dict[str, Body] = {}
         self.seen = {
-            name: Instance(name, MODEL, Backlog(count, 0, ((0, count),)))
-            for name, count in zip("abcdef", requests, strict=False)
+            name: Instance(name, MODEL, Backlog(count)) for name, count in zip("abcdef", requests, strict=False)
         }
         self.dead: set[str] = set()
 
@@ -62,7 +62,7 @@ def clock() -> Iterator[float]:
 def forwarding(cluster: Cluster, routing: str = "most-idle", *, frozen: bool = False) -> Forwarding:
     ticks = clock()
     made = Forwarding(
-        *(cluster, routing, Slo(), lambda name: None, lambda: False),
+        *(cluster, None if routing == LOCAL else policy(routing), Slo(), lambda name: None, lambda: False),
         rng=Random(1),
         now=(lambda: 0.0) if frozen else (lambda: next(ticks)),
     )
@@ -87,7 +87,9 @@ def test_a_burst_at_one_entry_is_spread_before_any_beat_shows_it() -> None:
 def test_what_a_beat_does_not_show_yet_stays_on_top_of_it() -> None:
     now = 0.0
     cluster = Cluster(0, 0)
-    router = Forwarding(cluster, "most-idle", Slo(), lambda name: None, lambda: False, rng=Random(1), now=lambda: now)
+    router = Forwarding(
+        cluster, policy("most-idle"), Slo(), lambda name: None, lambda: False, rng=Random(1), now=lambda: now
+    )
     router.joined = True
     arrival = router.arrival(None, 10, 10)
     cluster.seen["a"] = dataclasses.replace(cluster.seen["a"], backlog=Backlog(1))
@@ -105,7 +107,7 @@ def test_what_a_beat_does_not_show_yet_stays_on_top_of_it() -> None:
 def test_an_instance_that_could_not_be_reached_is_left_alone_for_a_while() -> None:
     now = 0.0
     router = Forwarding(
-        Cluster(5, 0), "most-idle", Slo(), lambda name: None, lambda: False, rng=Random(1), now=lambda: now
+        Cluster(5, 0), policy("most-idle"), Slo(), lambda name: None, lambda: False, rng=Random(1), now=lambda: now
     )
     router.joined = True
     arrival = router.arrival(None, 10, 10)
@@ -256,7 +258,7 @@ async def test_what_nobody_has_is_neither_offered_nor_taken_from_another_instanc
 
 async def test_before_an_answer_here_the_exchange_is_asked_also_for_a_name_that_is_known_here() -> None:
     router = Forwarding(
-        Cluster(0), "most-idle", Slo(), lambda name: Adapter(name, "d", 8, 1), lambda: False, rng=Random(1)
+        Cluster(0), policy("most-idle"), Slo(), lambda name: Adapter(name, "d", 8, 1), lambda: False, rng=Random(1)
     )
     router.joined, router.exchange = True, (without := Without())
     await router.obtain("poet")

@@ -19,13 +19,13 @@ NAMES = [f"i{index:02d}" for index in range(12)]
 
 
 def test_what_was_sent_counts_until_a_beat_shows_it() -> None:
-    ledger, published = Ledger(transit_s=0.05, most_s=2.0), Backlog(1, 0, ((8, 1),))
+    ledger, published = Ledger(transit_s=0.05, most_s=2.0), Backlog(1, 8, 8)
     ledger.sent("i", ARRIVAL, 10.0)
     ledger.sent("i", Arrival("b", 64, 10, 5.0), 10.2)
-    assert ledger.backlog("i", published, 10.2).ranks == ((8, 2), (64, 1))
+    assert ledger.backlog("i", published, 10.2)[:3] == (3, 80, 64)
     assert ledger.backlog("other", published, 10.2) == published
     ledger.beat("i", 10.22)  # the second was still on its way when the beat was written
-    assert ledger.backlog("i", published, 10.25).ranks == ((8, 1), (64, 1))
+    assert ledger.backlog("i", published, 10.25)[:3] == (2, 72, 64)
     assert ledger.backlog("i", published, 12.3) == published  # a beat that never comes
     ledger.beat("i", 12.3)
     assert ledger._sent == {}

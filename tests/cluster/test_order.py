@@ -7,7 +7,8 @@ import pytest
 from caraserve.cluster.assignment import AdapterDemand, Plan, Server, Share
 from caraserve.cluster.cost import Arrival, Backlog, Tier
 from caraserve.cluster.perf_model import PerfModel
-from caraserve.cluster.policies import ROUTINGS, make_plan, policy
+from caraserve.cluster.plans import ROUTINGS, make_plan
+from caraserve.cluster.policies import policy
 from caraserve.cluster.router import Fleet, Instance, Order, Target, next_target, propose, settle
 
 MODEL = PerfModel(0.01, 0.0, 20.0, True, 5.0, 0.1, 0.0)
@@ -32,7 +33,7 @@ def test_an_order_is_completed_only_when_somebody_asks_for_its_rest() -> None:
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_a_first_choice_orders_nobody_else(name: str) -> None:
     plan = Plan.made(1, {"a": (Share("i01", 0.5), Share("i02", 0.5))}, dict.fromkeys(NAMES, 8))
-    instances = tuple(Instance(one, MODEL, Backlog(3, 0, ((8, 3),))) for one in NAMES)
+    instances = tuple(Instance(one, MODEL, Backlog(3, 24, 8)) for one in NAMES)
     seen = Fleet.of("i00", instances, {"a": dict.fromkeys(NAMES, Tier.DEVICE)}, plan)
     proposal = propose(policy(name), Arrival("a", 8, 100, 50.0), seen, random.Random(0))
     first = settle(proposal, {})[0]

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caraserve import profile as profiles
-from caraserve.cluster import perf_model
 from caraserve.cluster.perf_model import DriftWatch, Kernel, PerfModel
 from caraserve.profile import Decode, DecodePoint, LineFit, Prefill, PrefillPoint, Profile
 
@@ -104,15 +103,6 @@ def test_padding_costs_only_where_ranks_differ(ranks: list[int]) -> None:
 def test_a_model_from_elsewhere_must_have_coefficients_that_can_be(value: float) -> None:
     with pytest.raises(ValueError, match="beta_ms"):
         PerfModel(0.0, 0.0, value, False, 0.0, 0.0, 0.0)
-
-
-def test_the_scalar_functions_compile_to_the_same_numbers() -> None:
-    numba = pytest.importorskip("numba")
-    decode, prefill = numba.njit(perf_model.decode_ms), numba.njit(perf_model.prefill_ms)
-    for requests, rank_sum, rank_max, padded in [(0, 0, 0, True), (3, 88, 64, True), (3, 88, 64, False)]:
-        numbers = (0.004, 0.05, 20.0, padded, requests, rank_sum, rank_max)
-        assert decode(*numbers) == perf_model.decode_ms(*numbers)
-    assert prefill(5.0, 0.1, 0.001, 100, 800) == perf_model.prefill_ms(5.0, 0.1, 0.001, 100, 800)
 
 
 # --- operating points ---

@@ -19,7 +19,7 @@ from caraserve.report import Workload
 PADDED = PerfModel(0.004, 0.0, 32.0, True, 10.0, 0.1, 0.0)
 TYPICAL = Typical()
 IDLE = Backlog()
-LOW, HIGH = Backlog(running=16, ranks=((8, 16),)), Backlog(running=16, ranks=((64, 16),))
+LOW, HIGH = Backlog(16, 16 * 8, 8), Backlog(16, 16 * 64, 64)
 
 
 def scraped(backlog: Backlog, typical: Typical = TYPICAL, model: PerfModel = PADDED) -> dict[tuple[str, str], float]:
@@ -83,7 +83,7 @@ def test_no_gauge_ends_as_a_part_of_a_histogram_does() -> None:
 
 
 def test_the_batch_and_the_queue_are_told() -> None:
-    found = scraped(Backlog(running=2, queued=1, ranks=((8, 2), (64, 1)), queued_tokens=100, queued_token_ranks=6400))
+    found = scraped(Backlog(3, 80, 64, queued_tokens=100, queued_token_ranks=6400))
     assert found["caraserve:batch_max_rank", ""] == 64
     assert found["caraserve:batch_summed_rank", ""] == 80
     assert found["caraserve:queued_prefill_seconds", ""] == pytest.approx(0.020)

@@ -1,5 +1,6 @@
 """What an instance says of itself arrives as it was said, and what is no such thing is as if nothing had been said."""
 
+import dataclasses
 import math
 
 import pytest
@@ -57,10 +58,13 @@ def test_what_are_no_links_are_as_fast_as_could_be(value: Value) -> None:
     assert links_of(value) == Links()
 
 
+def test_the_largest_rank_falls_when_its_last_request_ends() -> None:
+    assert backlog_of(dataclasses.replace(load_of(WORK, "serving", 50.0), ranks=((8, 2), (64, 0)))).rank_max == 8
+
+
 def test_a_load_says_all_that_the_cost_function_asks() -> None:
     backlog = backlog_of(load_of(WORK, "serving", 50.0))
-    assert (backlog.running, backlog.queued, backlog.ranks) == (2, 3, ((8, 4), (16, 1)))
-    assert (backlog.rank_sum, backlog.rank_max) == (48, 16)
+    assert (backlog.requests, backlog.rank_sum, backlog.rank_max) == (5, 48, 16)
     assert (backlog.queued_tokens, backlog.queued_token_ranks) == (700, 5600)
     assert (backlog.kv_tokens, backlog.kv_free_tokens, backlog.queue_room) == (1000, -20, 7)
 

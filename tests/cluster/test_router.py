@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from caraserve.cluster.assignment import AdapterDemand, Plan, Server, Share
 from caraserve.cluster.cost import Arrival, Backlog, Estimate, Links, Tier, estimate
 from caraserve.cluster.perf_model import PerfModel
-from caraserve.cluster.policies import ROUTINGS, make_plan, policy
+from caraserve.cluster.plans import ROUTINGS, make_plan
+from caraserve.cluster.policies import policy
 from caraserve.cluster.router import (
     ATTEMPTS,
     Attempt,
@@ -37,7 +38,7 @@ NAMES = [f"i{index:02d}" for index in range(12)]
 
 
 def instance(name: str, count: int = 0, rank: int = 8, model: PerfModel = PADDED, able: bool = True) -> Instance:
-    return Instance(name, model, Backlog(count, 0, ((rank, count),)), LINKS, able)
+    return Instance(name, model, Backlog(count, rank * count, rank * (count > 0)), LINKS, able)
 
 
 def fleet(loads: Mapping[str, tuple[int, int]], plan: Plan | None = None, me: str = "i00") -> Fleet:
@@ -67,8 +68,8 @@ def fleets(draw: st.DrawFn) -> Fleet:
             draw(st.sampled_from([PADDED, UNPADDED])),
             Backlog(
                 (count := draw(st.integers(0, 50))),
-                0,
-                ((draw(st.sampled_from([0, 8, 64])), count),),
+                (rank := draw(st.sampled_from([0, 8, 64])) * (count > 0)) * count,
+                rank,
                 kv_free_tokens=draw(st.sampled_from([math.inf, 0.0, -500.0])),
                 kv_tokens=draw(st.sampled_from([math.inf, 1e4, 100.0])),
                 queue_room=draw(st.sampled_from([math.inf, 0, 1])),
@@ -252,12 +253,9 @@ def test_the_ranking_is_the_one_of_all_estimates(seen: Fleet, arrival: Arrival, 
     ranked = []
     for name, one in seen.able.items():
         links, tier = one.links, tiers.get(name, missing)
-        plain = [
-            estimate(one.model, one.backlog, arrival, links.cold_ms(tier, arrival.adapter_bytes), False, weight)
-            for weight in (0.0, 1.0, 0.0, 1.0)  # from the third on forecasts are at hand
-        ]
-        assert [one.estimate(arrival, tier, weight) for weight in (0.0, 1.0, 0.0, 1.0)] == plain
-        ranked.append((plain[0], draw(), name))
+        plain = estimate(one.model, one.backlog, arrival, links.cold_ms(tier, arrival.adapter_bytes), False, 0.0)
+        assert one.estimate(arrival, tier, 0.0) == plain
+        ranked.append((plain, draw(), name))
     proposal = propose(policy("rank-aware"), arrival, seen, random.Random(seed))
     asked = set(proposal.ask)
     assert [*proposal.order[len(asked) :]] == [name for _, _, name in sorted(ranked) if name not in asked]
@@ -319,7 +317,7 @@ def test_auto_prefers_an_iteration_within_the_slo_when_no_answer_is_end_to_end()
 
 
 def test_auto_leaves_a_long_queue_though_its_iterations_are_within_the_slo() -> None:
-    waiting = Backlog(5, 5, ((8, 10),), 20_000, 160_000)  # 2 s of prefill over 50 tokens
+    waiting = Backlog(10, 80, 8, 20_000, 160_000)  # 2 s of prefill over 50 tokens
     instances = [Instance(name, PADDED, waiting, LINKS) for name in ("i00", "i01")] + [instance("i02", 5)]
     assert first("auto", Fleet.of("elsewhere", instances, {}, PLAN)) == "i02"
 

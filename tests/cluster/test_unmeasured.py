@@ -15,6 +15,7 @@ from caraserve.cluster.facts import Value
 from caraserve.cluster.forward import Forwarding, Here, Slo
 from caraserve.cluster.node import Node
 from caraserve.cluster.perf_model import PerfModel
+from caraserve.cluster.policies import policy
 from caraserve.cluster.published import MODEL
 from caraserve.cluster.publisher import Publisher
 from tests.cluster.nodes import LOAD, Instances, instances, until
@@ -32,7 +33,7 @@ async def fleet(running: Instances, *names: str) -> list[Node]:
 
 
 def router(node: Node, routing: str) -> Forwarding:
-    made = Forwarding(node, routing, Slo(), lambda name: None, lambda: False, rng=Random(1), now=lambda: 0.0)
+    made = Forwarding(node, policy(routing), Slo(), lambda name: None, lambda: False, rng=Random(1), now=lambda: 0.0)
     made.joined = True
     return made
 

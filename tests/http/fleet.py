@@ -19,6 +19,7 @@ from caraserve.cluster.forward import Body, Forwarding, Slo, takes_nothing
 from caraserve.cluster.hop import HOP, INSTANCE, PREFIX, Gate
 from caraserve.cluster.members import Record, State
 from caraserve.cluster.perf_model import PerfModel
+from caraserve.cluster.policies import policy
 from caraserve.cluster.router import Instance
 from caraserve.cluster.seal import Keyring
 from caraserve.http import chat, openai
@@ -154,7 +155,7 @@ class Fleet:
         engine = engine or FakeEngine()
         view = View(name, self.world)
         forwarding = Forwarding(
-            view, self._routing, self._slo, engine.loaded.get, lambda: takes_nothing(engine), rng=Random(name)
+            view, policy(self._routing), self._slo, engine.loaded.get, lambda: takes_nothing(engine), rng=Random(name)
         )
         forwarding.joined = True
         relays = CountingRelays(lambda: name, lambda: KEYS, tls[1] if tls else None)
@@ -240,5 +241,5 @@ async def streamed(*pieces: bytes, request: web.Request, die: bool = False) -> w
     return response
 
 
-FULL = Backlog(running=40)  # for first-fit
+FULL = Backlog(requests=40)  # for first-fit
 NEVER = inf

@@ -193,7 +193,7 @@ async def test_nothing_is_forwarded_where_a_router_in_front_has_chosen() -> None
 
 async def test_what_an_slo_forbids_goes_elsewhere_and_at_last_to_the_least_bad() -> None:
     def loaded(requests: int) -> Backlog:
-        return Backlog(requests, 0, ((0, requests),))
+        return Backlog(requests)
 
     async with fleet("a", "b", routing="rank-aware", slo=Slo(tpot_ms=10)) as running:
         running.world.loads |= {"a": loaded(60), "b": loaded(90)}

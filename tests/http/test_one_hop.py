@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from caraserve.cluster.cost import Backlog, Links, Tier
 from caraserve.cluster.forward import Slo
-from caraserve.cluster.policies import ROUTINGS
+from caraserve.cluster.plans import ROUTINGS
 from caraserve.cluster.router import Instance
 from caraserve.errors import Overloaded
 from tests.http.fake_engine import FakeAdapter, FakeEngine
@@ -26,8 +26,9 @@ def views(draw: st.DrawFn) -> tuple[Instance, ...]:
             name,
             MODEL,
             Backlog(
-                running=draw(st.integers(0, 80)),
-                ranks=((8, draw(st.integers(0, 80))),),
+                requests=draw(st.integers(0, 80)),
+                rank_sum=8 * draw(st.integers(0, 80)),
+                rank_max=8,
                 queue_room=draw(st.sampled_from([0.0, 1.0, 100.0])),
             ),
             Links(fetch_latency_ms=draw(st.sampled_from([0.0, 50.0]))),

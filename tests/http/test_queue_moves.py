@@ -9,7 +9,7 @@ from tests.http.fake_engine import FakeEngine, FakeStream
 from tests.http.fleet import Fleet, fleet
 from tests.http.serving import Answer
 
-BUSY = Backlog(running=10, queued=30, queued_tokens=3000)
+BUSY = Backlog(requests=40, queued_tokens=3000)
 LOOK_S = 0.03  # until everybody has looked at the world again
 
 
@@ -19,7 +19,7 @@ async def waiting_at_a(running: Fleet, entry: str) -> "tuple[asyncio.Task[Answer
     asked = asyncio.create_task(running[entry].client.complete(model="b", stream=True))
     (stream,) = await running["a"].engine.submitted()
     stream.taken = 0  # the stream was looked at; nothing came
-    running.world.loads |= {"a": BUSY, "b": Backlog(), "c": Backlog(running=5)}
+    running.world.loads |= {"a": BUSY, "b": Backlog(), "c": Backlog(requests=5)}
     await asyncio.sleep(LOOK_S)
     return asked, stream
 

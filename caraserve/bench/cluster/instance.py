@@ -64,6 +64,7 @@ class Batches:
         self._decoding_ranks: dict[int, int] = {}
         self._rank_max = 0
         self._ranks: dict[int, int] = {}  # of all that are here
+        self._ranks_sum = 0
         self._queued_tokens = self._queued_token_ranks = 0
         self._kv_free = machine.kv_tokens  # of those that run
         self._kv_promised = 0  # to those that wait
@@ -76,9 +77,9 @@ class Batches:
         if self._backlog is None:
             queued = len(self._waiting) + len(self._loading)
             self._backlog = Backlog(
-                len(self._decoding) + len(self._prefilling),
-                queued,
-                tuple(sorted(self._ranks.items())),
+                len(self._decoding) + len(self._prefilling) + queued,
+                self._ranks_sum,
+                max(self._ranks, default=0),
                 self._queued_tokens,
                 self._queued_token_ranks,
                 self._machine.kv_tokens,
@@ -97,7 +98,8 @@ class Batches:
         left = (len(self._loading), len(self._waiting), len(self._prefilling), len(self._decoding))
         assert not any(left), f"requests are left: {left}"
         assert (self._kv_free, self._kv_promised) == (self._machine.kv_tokens, 0), "memory is lost"
-        assert (self._rank_sum, self._queued_tokens, self._queued_token_ranks) == (0, 0, 0), "sums differ"
+        sums = self._rank_sum, self._ranks_sum, self._queued_tokens, self._queued_token_ranks
+        assert not any(sums), "sums differ"
         assert not self._ranks, "ranks are left"
 
     # --- requests ---
@@ -106,6 +108,7 @@ class Batches:
         """A request arrives, whose adapter is there at `ready`."""
         request.ready = ready
         self._ranks[request.rank] = self._ranks.get(request.rank, 0) + 1
+        self._ranks_sum += request.rank
         self._queued_tokens += request.prompt
         self._queued_token_ranks += request.prompt * request.rank
         self._kv_promised += request.prompt + request.output
@@ -129,6 +132,7 @@ class Batches:
         self._queued_token_ranks -= request.left * request.rank
 
     def _forget(self, request: SimRequest) -> None:
+        self._ranks_sum -= request.rank
         count = self._ranks[request.rank] - 1
         if count:
             self._ranks[request.rank] = count

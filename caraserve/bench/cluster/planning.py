@@ -8,7 +8,7 @@ from caraserve.bench.cluster.views import Views
 from caraserve.bench.records import Workload
 from caraserve.cluster.assignment import AdapterDemand, Plan, Server, extrapolated, homes
 from caraserve.cluster.cost import Tier
-from caraserve.cluster.policies import make_plan
+from caraserve.cluster.plans import make_plan
 
 if TYPE_CHECKING:
     from caraserve.bench.cluster.simulation import Node

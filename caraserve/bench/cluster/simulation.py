@@ -18,9 +18,10 @@ from caraserve.bench.cluster.planning import Planner
 from caraserve.bench.cluster.shelf import Shelf
 from caraserve.bench.cluster.views import Views
 from caraserve.bench.records import Workload
-from caraserve.cluster.cost import AnswerLengths, Arrival, Tier
+from caraserve.cluster.cost import AnswerLengths, Arrival, Estimate, Tier
 from caraserve.cluster.migration import Queued, rebalanced
 from caraserve.cluster.policies import policy
+from caraserve.cluster.ranking import worths
 from caraserve.cluster.router import Attempt, Instance, Proposal, Refusal, Target, answer, next_target, propose
 from caraserve.cluster.router import settle as settled
 
@@ -64,6 +65,10 @@ class Node:
         if backlog is not self._shown.backlog:
             self._shown = Instance(self.name, self.machine.model, backlog, self.machine.links)
         return self._shown
+
+    def tier(self, request: SimRequest) -> Tier:
+        """Where a request's adapter is."""
+        return Tier.DEVICE if request.adapter < 0 else self.shelf.tier(request.adapter)
 
 
 @dataclass(slots=True)
@@ -270,15 +275,16 @@ class Simulation:
             self._log.append((now, "arrival", request.index, router))
         self._send(Journey(request, arrival, router, order, [], target), now + asked) if target else self._lose(request)
 
-    def _quotes(self, proposal: Proposal, arrival: Arrival, request: SimRequest, now: int) -> dict[str, Any]:
-        quotes = {}
-        for name in proposal.ask:
-            node = self.nodes[self._views.number(name)]
+    def _quotes(self, proposal: Proposal, arrival: Arrival, request: SimRequest, now: int) -> dict[str, Estimate]:
+        if not proposal.ask:
+            return {}
+        nodes = [self.nodes[self._views.number(name)] for name in proposal.ask]
+        for node in nodes:
             node.batches.advance(now)
-            tier = Tier.DEVICE if request.adapter < 0 else node.shelf.tier(request.adapter)
-            quotes[name] = node.shown().estimate(arrival, tier, self._own_weight)
-        self.counts.quotes += len(quotes)
-        return quotes
+        tiers = bytes([node.tier(request) for node in nodes])
+        costs, latencies_ms = worths([node.shown() for node in nodes], tiers, arrival, self._own_weight).tolist()
+        self.counts.quotes += len(nodes)
+        return dict(zip(proposal.ask, map(Estimate, costs, latencies_ms), strict=True))
 
     def _send(self, journey: Journey, now: int) -> None:
         number = self._views.number(journey.target.name)
@@ -295,8 +301,7 @@ class Simulation:
         node.batches.advance(now)
         self._collect(node)
         self.counts.deliveries += 1
-        tier = Tier.DEVICE if request.adapter < 0 else node.shelf.tier(request.adapter)
-        refusal = answer(journey.arrival, node.shown(), tier, journey.target.insists)
+        refusal = answer(journey.arrival, node.shown(), node.tier(request), journey.target.insists)
         if refusal is not None:
             self._refused(journey, refusal, now)
             return
