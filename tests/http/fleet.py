@@ -15,7 +15,7 @@ from aiohttp import web
 
 from caraserve.cluster.cost import Backlog, Tier
 from caraserve.cluster.facts import Adapter, Load
-from caraserve.cluster.forward import Body, Forwarding, Slo, takes_nothing
+from caraserve.cluster.forward import LOCAL, Body, Forwarding, Slo, takes_nothing
 from caraserve.cluster.hop import HOP, INSTANCE, PREFIX, Gate
 from caraserve.cluster.members import Record, State
 from caraserve.cluster.perf_model import PerfModel
@@ -154,8 +154,9 @@ class Fleet:
         """An instance with a fake engine. `tls`: for listening, on a port of its own for others, and for dialling."""
         engine = engine or FakeEngine()
         view = View(name, self.world)
+        chosen = None if self._routing == LOCAL else policy(self._routing)
         forwarding = Forwarding(
-            view, policy(self._routing), self._slo, engine.loaded.get, lambda: takes_nothing(engine), rng=Random(name)
+            view, chosen, self._slo, engine.loaded.get, lambda: takes_nothing(engine), rng=Random(name)
         )
         forwarding.joined = True
         relays = CountingRelays(lambda: name, lambda: KEYS, tls[1] if tls else None)
