@@ -83,7 +83,7 @@ class Plan:
 
     def instances(self, adapter: str) -> tuple[str, ...]:
         """Who stores the adapter; nobody if the plan does not know it."""
-        return tuple(share.instance for share in self.shares.get(adapter, ()))
+        return tuple([share.instance for share in self.shares.get(adapter, ())])
 
 
 def _digest(shares: Mapping[str, tuple[Share, ...]], classes: Mapping[str, int]) -> str:

@@ -70,11 +70,12 @@ class Packing:
 
     def adopt(self, adapters: Iterable[AdapterDemand]) -> None:
         """Takes over the previous plan's shares of these adapters, as far as it has them."""
+        before = self._previous.shares if self._previous else {}
         for adapter in adapters:
-            if self._previous and adapter.name in self._previous.shares:
+            if adapter.name in before:
                 self._adopted.append(adapter.name)
                 self._placed.append(adapter)
-                for share in self._previous.shares[adapter.name]:
+                for share in before[adapter.name]:
                     self._by_name[share.instance].take(adapter, share.fraction * self._loads[adapter.name])
         self._overfull |= {node.server.name for node in self._nodes if node.num_bytes > node.server.capacity_bytes}
 

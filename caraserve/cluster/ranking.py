@@ -5,6 +5,8 @@ do the same operations on float64 in the same order.
 """
 
 from collections.abc import Iterable, Mapping
+from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from caraserve.cluster.cost import (
     Arrival,
     Backlog,
     Estimate,
+    Tier,
     cold_ms,
     total_cost,
     worth,
@@ -26,8 +29,7 @@ from caraserve.cpu.jit import callee, entry
 for _function in (cold_ms, decode_ms, prefill_ms, total_cost, worth):
     callee(_function)
 
-Worths = np.ndarray[Any, np.dtype[np.float64]]
-
+_OF_ROW = attrgetter("row")
 _ROW = np.dtype(
     [
         (part, [(name, np.float64) for name in names])
@@ -38,7 +40,7 @@ _ROW = np.dtype(
 
 @entry
 def _worths(rows, tiers, rank, prompt_tokens, output_tokens, adapter_bytes, slo_ms, own_weight):  # type: ignore[no-untyped-def]
-    """Costs and latencies in ms of a request on these instances (rows: n _ROWs, tiers: n uint8), as float64 [2, n]."""
+    """Costs and latencies in ms of a request on these instances, as float64 [2, n]. Rows: n _ROWs; tiers: n uint8."""
     found = np.empty((2, rows.size))
     for at in range(rows.size):
         one = rows[at]
@@ -58,17 +60,19 @@ def _worths(rows, tiers, rank, prompt_tokens, output_tokens, adapter_bytes, slo_
 
 
 @entry
-def _order(worths, draws):  # type: ignore[no-untyped-def]
-    """Indices, best first: by cost, then latency, then draw."""
+def _ranked(request, draws):  # type: ignore[no-untyped-def]
+    """The same, and their indices, best first: by cost, then latency, then draw (n float64). `request`: the arguments
+    of the above."""
+    found = _worths(*request)
     order = np.empty(draws.size, np.int64)
     for at in range(draws.size):
         place = at
         while place > 0:
             other = order[place - 1]
-            if worths[0, other] != worths[0, at]:
-                later = worths[0, other] > worths[0, at]
-            elif worths[1, other] != worths[1, at]:
-                later = worths[1, other] > worths[1, at]
+            if found[0, other] != found[0, at]:
+                later = found[0, other] > found[0, at]
+            elif found[1, other] != found[1, at]:
+                later = found[1, other] > found[1, at]
             else:
                 later = draws[other] > draws[at]
             if not later:
@@ -76,33 +80,15 @@ def _order(worths, draws):  # type: ignore[no-untyped-def]
             order[place] = other
             place -= 1
         order[place] = at
-    return order
+    return found, order
 
 
-class Ranking:
-    """Candidates, best first."""
-
-    __slots__ = ("_costs", "_latencies_ms", "_names", "_order")
-
-    def __init__(self, names: list[str], worths: Worths, order: list[int]) -> None:
-        self._names, self._order = names, order
-        self._costs, self._latencies_ms = worths.tolist()
-
-    def best(self, count: int) -> list[tuple[str, Estimate]]:
-        """The first so many, or all."""
-        found = self._order[:count]
-        return [(self._names[at], Estimate(self._costs[at], self._latencies_ms[at])) for at in found]
-
-    def names(self) -> list[str]:
-        """All."""
-        return [self._names[at] for at in self._order]
+Request = tuple[Any, Any, float, float, float, float, float, float]
 
 
-def worths(candidates: Iterable[Instance], tiers: bytes, arrival: Arrival, own_weight: float) -> Worths:
-    """Costs, and latencies in ms, of a request on each of these, as float64 [2, n]. `tiers`: where each of them has the
-    adapter."""
-    return _worths(  # type: ignore[no-any-return]
-        np.frombuffer(b"".join([one.row for one in candidates]), _ROW),
+def _request(candidates: Iterable[Instance], tiers: bytes, arrival: Arrival, own_weight: float) -> Request:
+    return (
+        np.frombuffer(b"".join(map(_OF_ROW, candidates)), _ROW),
         np.frombuffer(tiers, np.uint8),
         float(arrival.rank),
         float(arrival.prompt_tokens),
@@ -113,18 +99,47 @@ def worths(candidates: Iterable[Instance], tiers: bytes, arrival: Arrival, own_w
     )
 
 
+class Ranking:
+    """Candidates, best first."""
+
+    __slots__ = ("_costs", "_latencies_ms", "_names", "_order")
+
+    def __init__(self, names: list[str], costs: list[float], latencies_ms: list[float], order: list[int]) -> None:
+        self._names, self._costs, self._latencies_ms, self._order = names, costs, latencies_ms, order
+
+    def best(self, count: int) -> list[tuple[str, Estimate]]:
+        """The first so many, or all."""
+        names, costs, latencies_ms = self._names, self._costs, self._latencies_ms
+        return [(names[at], Estimate(costs[at], latencies_ms[at])) for at in self._order[:count]]
+
+    def names(self) -> list[str]:
+        """All."""
+        return [self._names[at] for at in self._order]
+
+
 def ranked(
     candidates: Mapping[str, Instance], arrival: Arrival, fleet: Fleet, own_weight: float, chance: Chance
 ) -> Ranking:
     """By cost on the views at hand, then by latency, then by chance."""
     known, others = fleet.of_adapter(arrival.adapter)
     names, draw = [*candidates], chance.random
-    tiers = bytes([known.get(name, others) for name in names]) if known else bytes([others]) * len(names)
-    found = worths(candidates.values(), tiers, arrival, own_weight)
+    tiers = bytes(map(known.get, names, repeat(others)))
     draws = np.array([draw() for _ in names], np.float64)
-    return Ranking(names, found, _order(found, draws).tolist())
+    worths, order = _ranked(_request(candidates.values(), tiers, arrival, own_weight), draws)
+    costs, latencies_ms = worths.tolist()
+    return Ranking(names, costs, latencies_ms, order.tolist())
+
+
+def estimates(
+    candidates: Iterable[Instance], tiers: Iterable[Tier], arrival: Arrival, own_weight: float
+) -> list[Estimate]:
+    """What the arrival would cost on each of these. `tiers`: where each of them has the adapter."""
+    costs, latencies_ms = _worths(*_request(candidates, bytes(tiers), arrival, own_weight)).tolist()
+    return list(map(Estimate, costs, latencies_ms))
 
 
 # Compiled or loaded now, and not while the first request waits.
 _nobody = Instance("", PerfModel(0.0, 0.0, 0.0, False, 0.0, 0.0, 0.0))
-_order(worths([_nobody], bytes(1), Arrival(None, 0, 1, 1.0), 0.0), np.zeros(1))
+_nothing = _request([_nobody], bytes(1), Arrival(None, 0, 1, 1.0), 0.0)
+_worths(*_nothing)
+_ranked(_nothing, np.zeros(1))

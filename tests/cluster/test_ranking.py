@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from caraserve.cluster.cost import Arrival, Backlog, Links, Tier
 from caraserve.cluster.perf_model import PerfModel
-from caraserve.cluster.ranking import ranked, worths
+from caraserve.cluster.ranking import estimates, ranked
 from caraserve.cluster.router import Fleet, Instance
 
 MS = st.floats(0, 50)
@@ -49,9 +49,8 @@ CANDIDATES = st.lists(st.tuples(INSTANCES, st.sampled_from(Tier)), max_size=8)
 def test_compiled_the_formula_has_the_same_bits(
     candidates: list[tuple[Instance, Tier]], arrival: Arrival, weight: float
 ) -> None:
-    found = worths([one for one, _ in candidates], bytes([tier for _, tier in candidates]), arrival, weight)
-    alone = [one.estimate(arrival, tier, weight) for one, tier in candidates]
-    assert found.tolist() == [[one.cost for one in alone], [one.latency_ms for one in alone]]
+    found = estimates([one for one, _ in candidates], [tier for _, tier in candidates], arrival, weight)
+    assert found == [one.estimate(arrival, tier, weight) for one, tier in candidates]
 
 
 @given(CANDIDATES, ARRIVALS, st.integers(0, 9))
@@ -79,12 +78,17 @@ def test_it_is_compiled_before_the_first_request() -> None:
     code = (
         "from caraserve.cluster import ranking\n"
         "from caraserve.cluster.cost import Arrival\n"
-        "before = [len(one.signatures) for one in (ranking._worths, ranking._order)]\n"
+        "before = [len(one.signatures) for one in (ranking._worths, ranking._ranked)]\n"
         "from random import Random\n"
         "from caraserve.cluster.router import Fleet\n"
-        "fleet = Fleet.of('', [ranking._nobody])\n"
-        "ranking.ranked(fleet.able, Arrival('a', 8, 10, 5, 100, 40), fleet, 1.0, Random(0)).names()\n"
-        "print(before, [len(one.signatures) for one in (ranking._worths, ranking._order)])\n"
+        "from caraserve.cluster.cost import Tier\n"
+        "from caraserve.cluster.perf_model import PerfModel\n"
+        "from caraserve.cluster.router import Instance\n"
+        "one = Instance('i', PerfModel(0, 0, 20, True, 5, 1, 0))\n"
+        "arrival, fleet = Arrival('a', 8, 10, 5, 100, 40), Fleet.of('', [one])\n"
+        "ranking.ranked(fleet.able, arrival, fleet, 1.0, Random(0)).names()\n"
+        "ranking.estimates([one], [Tier.HOST], arrival, 0.0)\n"
+        "print(before, [len(one.signatures) for one in (ranking._worths, ranking._ranked)])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[0] == "[1, 1] [1, 1]"

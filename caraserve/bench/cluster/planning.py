@@ -35,6 +35,7 @@ class Planner:
         self.replans = routing in ("auto", "loraserve")
         machine = nodes[0].machine
         self._bytes = [rank * machine.rank_bytes for rank in self._ranks]
+        self._unasked = list(map(AdapterDemand, adapters, self._ranks, self._bytes))
         count = max(1, len(workload.requests))
         prompt = sum(one.prompt_tokens for one in workload.requests) / count
         output = sum(one.output_tokens for one in workload.requests) / count
@@ -98,19 +99,20 @@ class Planner:
 
     def _plan(self, previous: Plan | None, demand: dict[int, float] | None = None) -> Plan | None:
         self._epoch += 1
-        known = demand or {}
-        adapters = [
-            AdapterDemand(name, self._ranks[number], self._bytes[number], known.get(number, 0.0))
-            for number, name in enumerate(self._adapters)
-        ]
+        adapters = self._unasked.copy()
+        for number, rate in (demand or {}).items():
+            adapters[number] = AdapterDemand(self._adapters[number], self._ranks[number], self._bytes[number], rate)
         padded = any(node.machine.model.padded for node in self._nodes)
         return make_plan(self._routing, adapters, self._servers, self._points, self._epoch, previous, padded)
 
     def _adopt(self, plan: Plan, demand: dict[int, float]) -> None:
-        self._views.plan = plan
+        before, self._views.plan = self._views.plan, plan
+        moving = {adapter for moves in self._moves for adapter in moves}
         wanted: list[list[tuple[float, int]]] = [[] for _ in self._nodes]
         for name, shares in plan.shares.items():
             adapter = self._number[name]
+            if before and before.shares.get(name) == shares and adapter not in moving:
+                continue  # they are there, to stay
             for share in shares:
                 number = self._views.number(share.instance)
                 if self._nodes[number].shelf.tier(adapter) is Tier.ABSENT:

@@ -21,7 +21,7 @@ from caraserve.bench.records import Workload
 from caraserve.cluster.cost import AnswerLengths, Arrival, Estimate, Tier
 from caraserve.cluster.migration import Queued, rebalanced
 from caraserve.cluster.policies import policy
-from caraserve.cluster.ranking import worths
+from caraserve.cluster.ranking import estimates
 from caraserve.cluster.router import Attempt, Instance, Proposal, Refusal, Target, answer, next_target, propose
 from caraserve.cluster.router import settle as settled
 
@@ -281,10 +281,10 @@ class Simulation:
         nodes = [self.nodes[self._views.number(name)] for name in proposal.ask]
         for node in nodes:
             node.batches.advance(now)
-        tiers = bytes([node.tier(request) for node in nodes])
-        costs, latencies_ms = worths([node.shown() for node in nodes], tiers, arrival, self._own_weight).tolist()
         self.counts.quotes += len(nodes)
-        return dict(zip(proposal.ask, map(Estimate, costs, latencies_ms), strict=True))
+        tiers = [node.tier(request) for node in nodes]
+        quotes = estimates([node.shown() for node in nodes], tiers, arrival, self._own_weight)
+        return dict(zip(proposal.ask, quotes, strict=True))
 
     def _send(self, journey: Journey, now: int) -> None:
         number = self._views.number(journey.target.name)
