@@ -75,8 +75,13 @@ class Packing:
             if adapter.name in before:
                 self._adopted.append(adapter.name)
                 self._placed.append(adapter)
+                load = self._loads[adapter.name]
                 for share in before[adapter.name]:
-                    self._by_name[share.instance].take(adapter, share.fraction * self._loads[adapter.name])
+                    node = self._by_name[share.instance]
+                    node.num_bytes += adapter.num_bytes
+                    node.load += share.fraction * load
+        for node in self._nodes:
+            node.level = node.load / node.server.speed
         self._overfull |= {node.server.name for node in self._nodes if node.num_bytes > node.server.capacity_bytes}
 
     def fill(self, adapters: Iterable[AdapterDemand]) -> None:
@@ -93,14 +98,13 @@ class Packing:
             self._settle(self._pieces(unasked), homes)
         for piece in pieces:
             self._spread(piece, homes[piece.adapter.name])
-        if together:
-            together = _taken(tails, [tail.copies(self._limit, self._options.copies) for tail in tails])
-            homes.update(pair for tail in tails for pair in tail.home_nodes())
-        if together:
+        if together and _taken(tails, [tail.copies(self._limit, self._options.copies) for tail in tails]):
             self._even.update(pair for tail in tails for pair in tail.shares())
-        else:
-            for piece in self._pieces(unasked):
-                self._spread(piece, homes[piece.adapter.name])
+            return
+        if together:
+            homes.update(pair for tail in tails for pair in tail.home_nodes())
+        for piece in self._pieces(unasked):
+            self._spread(piece, homes[piece.adapter.name])
 
     def _tails(self, unasked: Iterable[AdapterDemand]) -> list[Tail]:
         """Adapters without demand by the class that takes them."""

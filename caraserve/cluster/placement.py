@@ -19,6 +19,7 @@ largest utilisation over the mean and the share of the load among strangers of a
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 from caraserve.cluster.assignment import AdapterDemand, Plan, Server, word
 from caraserve.cluster.packing import Packing, PlacementOptions
@@ -36,7 +37,7 @@ def place(
     """The plan of an epoch. `operating_points`: tokens/s of one server by rank, within the SLO. The order of adapters
     and servers does not matter. Raises ValueError without servers, or for a rank without an operating point."""
     options = options or PlacementOptions()
-    known = sorted(adapters, key=lambda adapter: adapter.name)  # sums of floats depend on their order
+    known = sorted(adapters, key=attrgetter("name"))  # sums of floats depend on their order
     machines = sorted(servers, key=lambda server: server.name)
     if not machines:
         raise ValueError("no instance to place adapters on")

@@ -31,16 +31,16 @@ def policy(name: str) -> Policy:
 
 def _two_stage(ranking: Ranking, others: Callable[[], Iterable[str]], me: str, chance: Chance) -> Proposal:
     """Quotes for some of the best; the rest of the ranking and the others behind them."""
-    best = ranking.best(_SHORTLIST)
-    within = [name for name, found in best if found.cost < inf]
+    best = range(min(len(ranking), _SHORTLIST))
+    within = [place for place in best if ranking.cost(place) < inf]
     if within:
-        pool = within if len(within) >= _QUOTES else [name for name, _ in best[:_QUOTES]]
-        chosen = set(shuffled(pool, chance)[:_QUOTES])
+        pool = within if len(within) >= _QUOTES else [*best[:_QUOTES]]
+        chosen = shuffled(pool, chance)[:_QUOTES]
         # Our own state is at hand: a fifth quote at no cost, and no hop if it wins.
-        chosen |= {me} & {*pool}
+        chosen += [place for place in pool if ranking.name(place) == me and place not in chosen]
     else:  # past the SLO everywhere: here views err most, so more quotes
-        chosen = {name for name, _ in best}
-    estimates = {name: found for name, found in best if name in chosen}
+        chosen = [*best]
+    estimates = {ranking.name(place): ranking.estimate(place) for place in sorted(chosen)}
     asked = tuple(estimates)
     return Proposal(Order(asked, lambda: [*ranking.names(), *others()]), asked, estimates)
 
@@ -70,7 +70,7 @@ class Auto:
         rankings = []
         for circle in filter(None, _circles(arrival, fleet)):
             ranking = ranked(circle, arrival, fleet, self.own_weight, chance)
-            ((_, least),) = ranking.best(1)
+            least = ranking.estimate(0)
             rankings.append((ranking, least.cost))
             if least.cost < inf and least.latency_ms <= arrival.slo_ms:
                 break

@@ -107,10 +107,21 @@ class Ranking:
     def __init__(self, names: list[str], costs: list[float], latencies_ms: list[float], order: list[int]) -> None:
         self._names, self._costs, self._latencies_ms, self._order = names, costs, latencies_ms, order
 
-    def best(self, count: int) -> list[tuple[str, Estimate]]:
-        """The first so many, or all."""
-        names, costs, latencies_ms = self._names, self._costs, self._latencies_ms
-        return [(names[at], Estimate(costs[at], latencies_ms[at])) for at in self._order[:count]]
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def name(self, place: int) -> str:
+        """The candidate of a place, from 0 on."""
+        return self._names[self._order[place]]
+
+    def cost(self, place: int) -> float:
+        """Its cost."""
+        return self._costs[self._order[place]]
+
+    def estimate(self, place: int) -> Estimate:
+        """All that is estimated of it."""
+        at = self._order[place]
+        return Estimate(self._costs[at], self._latencies_ms[at])
 
     def names(self) -> list[str]:
         """All."""
@@ -122,9 +133,9 @@ def ranked(
 ) -> Ranking:
     """By cost on the views at hand, then by latency, then by chance."""
     known, others = fleet.of_adapter(arrival.adapter)
-    names, draw = [*candidates], chance.random
+    names = [*candidates]
     tiers = bytes(map(known.get, names, repeat(others)))
-    draws = np.array([draw() for _ in names], np.float64)
+    draws = np.fromiter(iter(chance.random, None), np.float64, len(names))
     worths, order = _ranked(_request(candidates.values(), tiers, arrival, own_weight), draws)
     costs, latencies_ms = worths.tolist()
     return Ranking(names, costs, latencies_ms, order.tolist())

@@ -39,9 +39,9 @@ class Chance(Protocol):
         """Uniform in [0, 1)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Instance:
-    """One instance as a router sees it."""
+    """One instance as a router sees it. Nobody changes one; a frozen one would take twice as long to make."""
 
     name: str
     model: PerfModel
@@ -51,7 +51,7 @@ class Instance:
     row: bytes = field(init=False, repr=False, compare=False)  # its numbers, for as long as this view of it holds
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "row", row(self.model, self.links, self.backlog))
+        self.row = row(self.model, self.links, self.backlog)
 
     def estimate(self, arrival: Arrival, tier: Tier, own_weight: float) -> Estimate:
         """What the arrival would cost here."""

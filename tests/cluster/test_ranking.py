@@ -64,14 +64,16 @@ def test_the_order_is_by_cost_then_latency_then_chance(
     alone = {name: one.estimate(arrival, tiers.get(name, Tier.ABSENT), 1.0) for name, one in instances.items()}
     expected = sorted(instances, key={name: (alone[name], draw()) for name in instances}.__getitem__)
     assert found.names() == expected
-    assert found.best(3) == [(name, alone[name]) for name in expected[:3]]
+    assert [found.name(place) for place in range(len(found))] == expected
+    assert [found.estimate(place) for place in range(len(found))] == [alone[name] for name in expected]
+    assert [found.cost(place) for place in range(len(found))] == [alone[name].cost for name in expected]
 
 
 def test_the_base_model_is_with_everybody() -> None:
     links = Links(fetch_latency_ms=1000.0)
     instances = {name: Instance(name, PerfModel(0, 0, 20.0, False, 5.0, 0.1, 0.0), links=links) for name in "ab"}
-    ((_, best),) = ranked(instances, Arrival(None, 0, 10, 5.0), Fleet("a", instances), 0.0, random.Random(0)).best(1)
-    assert best.cost == 0
+    found = ranked(instances, Arrival(None, 0, 10, 5.0), Fleet("a", instances), 0.0, random.Random(0))
+    assert found.cost(1) == 0
 
 
 def test_it_is_compiled_before_the_first_request() -> None:
