@@ -16,9 +16,9 @@ Where the paper leaves something open:
 import math
 import struct
 from collections import OrderedDict
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 from enum import IntEnum
-from operator import attrgetter
+from functools import cached_property
 from typing import NamedTuple
 
 from caraserve.cluster.perf_model import PerfModel, decode_ms, prefill_ms
@@ -36,7 +36,7 @@ class Tier(IntEnum):
 _DEVICE, _HOST, _DISK, _ABSENT = map(int, Tier)  # as an array has them
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: `packed` stays with it
 class Links:
     """How fast an instance gets an adapter's bytes, from tier to tier."""
 
@@ -46,6 +46,11 @@ class Links:
     fetch_latency_ms: float = 0.0
     fetch_bytes_per_ms: float = math.inf  # from another instance's host tier
     blocks_batch: bool = False  # the running batch waits for loads (loading mode `ondemand`)
+
+    @cached_property
+    def packed(self) -> bytes:
+        """The numbers above, one after another as float64."""
+        return struct.pack("=6d", *astuple(self))
 
     def cold_ms(self, tier: Tier, num_bytes: int) -> float:
         """A cold start's wait for the adapter, everything idle."""
@@ -197,15 +202,12 @@ def estimate(
     return Estimate(*numbers)
 
 
-MODEL_NUMBERS = tuple(field.name for field in fields(PerfModel))
-LINKS_NUMBERS = tuple(field.name for field in fields(Links))
-_OF_MODEL, _OF_LINKS = attrgetter(*MODEL_NUMBERS), attrgetter(*LINKS_NUMBERS)
-_ROW = struct.Struct(f"={len(MODEL_NUMBERS) + len(LINKS_NUMBERS) + len(Backlog._fields)}d")
+_BACKLOG = struct.Struct("=8d")
 
 
 def row(model: PerfModel, links: Links, backlog: Backlog) -> bytes:
     """An instance's numbers, one after another as float64: `ranking.py` lays candidates' rows together."""
-    return _ROW.pack(*_OF_MODEL(model), *_OF_LINKS(links), *backlog)
+    return model.packed + links.packed + _BACKLOG.pack(*backlog)
 
 
 class AnswerLengths:

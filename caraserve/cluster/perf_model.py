@@ -8,9 +8,11 @@ times and refits a model that has drifted: another clock speed, a neighbour on t
 import dataclasses
 import math
 import statistics
+import struct
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, Self
 
 from caraserve.fits import fit_times
@@ -64,7 +66,7 @@ def operating_point(
     return 1000.0 * requests / (beta_ms + requests * each_ms)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: `packed` stays with it
 class PerfModel:
     """One instance's coefficients. They travel in its profile; a fleet may mix machines."""
 
@@ -81,6 +83,11 @@ class PerfModel:
             value = getattr(self, field.name)
             if not 0 <= value < math.inf:  # a peer sent it
                 raise ValueError(f"{field.name} of a performance model is {value}")
+
+    @cached_property
+    def packed(self) -> bytes:
+        """The coefficients, one after another as float64."""
+        return struct.pack("=7d", *dataclasses.astuple(self))
 
     @classmethod
     def of(cls, profile: Profile, kernel: Kernel = "measured") -> Self:

@@ -5,6 +5,7 @@ do the same operations on float64 in the same order.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from itertools import repeat
 from operator import attrgetter
 from typing import Any
@@ -12,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from caraserve.cluster.cost import (
-    LINKS_NUMBERS,
-    MODEL_NUMBERS,
     Arrival,
     Backlog,
     Estimate,
+    Links,
     Tier,
     cold_ms,
     total_cost,
@@ -30,12 +30,14 @@ for _function in (cold_ms, decode_ms, prefill_ms, total_cost, worth):
     callee(_function)
 
 _OF_ROW = attrgetter("row")
-_ROW = np.dtype(
-    [
-        (part, [(name, np.float64) for name in names])
-        for part, names in (("model", MODEL_NUMBERS), ("links", LINKS_NUMBERS), ("backlog", Backlog._fields))
-    ]
-)
+
+
+def _numbers(names: Iterable[str]) -> np.dtype[np.void]:
+    return np.dtype([(name, np.float64) for name in names])
+
+
+_MODEL, _LINKS = (_numbers(field.name for field in fields(part)) for part in (PerfModel, Links))
+_ROW = np.dtype([("model", _MODEL), ("links", _LINKS), ("backlog", _numbers(Backlog._fields))])  # as `cost.row` has it
 
 
 @entry

@@ -67,18 +67,20 @@ class Tail:
 
     def homes(self, limit: float) -> Places:
         """One place for each: the first in its order, of those that had it and are not above `limit` if there are."""
-        return self._in_order(limit)[:, :1]
+        stays = self._stays(limit)
+        return np.take_along_axis(self._by_score, stays.argmax(axis=1, keepdims=True), axis=1)  # 0 where none stays
 
     def copies(self, limit: float, count: int) -> Places:
         """`count` places for each, or all if there are fewer: its home, then by the same rule."""
-        order, home = self._in_order(limit), self.places[:, :1]
+        first, home = np.argsort(~self._stays(limit), axis=1, kind="stable"), self.places[:, :1]
+        order = np.take_along_axis(self._by_score, first, axis=1)
         others = order[order != home].reshape(len(order), -1)
         return np.hstack((home, others))[:, :count]
 
-    def _in_order(self, limit: float) -> Places:
+    def _stays(self, limit: float) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """By score, whether an adapter had a place on an instance that is not above the limit."""
         low = np.array([node.level <= limit for node in self._nodes])
-        stays = np.take_along_axis(self._had & low, self._by_score, axis=1)
-        return np.take_along_axis(self._by_score, np.argsort(~stays, axis=1, kind="stable"), axis=1)
+        return np.take_along_axis(self._had & low, self._by_score, axis=1)
 
     def fit(self, places: Places) -> bool:
         """Whether these, beginning with those taken already, leave no instance with more bytes than it stores."""

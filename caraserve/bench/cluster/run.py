@@ -115,7 +115,7 @@ def _machines(options: ClusterOptions) -> tuple[Machine, ...]:
 
 
 def _told(machine: Machine) -> dict[str, object]:
-    model = {name: getattr(machine.model, name) for name in type(machine.model).__slots__}
+    model = asdict(machine.model)
     sizes = ("max_running", "max_step_tokens", "kv_tokens", "device_adapter_bytes", "host_adapter_bytes", "rank_bytes")
     return model | {name: getattr(machine, name) for name in sizes}
 
