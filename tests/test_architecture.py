@@ -203,7 +203,9 @@ def only_annotates(path: Path, what: str) -> bool:
     return plain and taken == [what] and all(id(node) in hinted for node in uses)
 
 
-@pytest.mark.parametrize("module", ["caraserve", "caraserve.loop", "caraserve.http.app"])
+@pytest.mark.parametrize(
+    "module", ["caraserve", "caraserve.loop", "caraserve.http.app", "caraserve.cluster.plan_process"]
+)
 def test_importing_stays_light(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({{'torch', 'numba', 'llvmlite', 'cupy'}} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

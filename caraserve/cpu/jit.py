@@ -14,13 +14,18 @@ from typing import Any
 import numba
 import numba.extending
 
-_PACKAGE = Path(__file__).parent.parent
-_ELSEWHERE = ("cluster/cost.py", "cluster/perf_model.py", "cluster/ranking.py")
+_ELSEWHERE = ("cost.py", "perf_model.py", "ranking.py")  # of the cluster
+
+
+def sources() -> list[Path]:
+    """Every file with a function that is compiled."""
+    here = Path(__file__).parent
+    return [*sorted(here.glob("*.py")), *(here.with_name("cluster") / name for name in _ELSEWHERE)]
 
 
 def _cache_folder() -> Path:
     digest = hashlib.sha256()
-    for source in (*sorted(Path(__file__).parent.glob("*.py")), *(_PACKAGE / name for name in _ELSEWHERE)):
+    for source in sources():
         digest.update(source.read_bytes())
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "caraserve" / "kernels" / digest.hexdigest()[:16]

@@ -3,14 +3,17 @@
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from caraserve.cluster import cost, perf_model, ranking
 from caraserve.cluster.cost import Arrival, Backlog, Links, Tier
 from caraserve.cluster.perf_model import PerfModel
 from caraserve.cluster.ranking import estimates, ranked
 from caraserve.cluster.router import Fleet, Instance
+from caraserve.cpu import jit
 
 MS = st.floats(0, 50)
 RATES = st.floats(0.01, 1e7) | st.just(float("inf"))
@@ -74,6 +77,12 @@ def test_the_base_model_is_with_everybody() -> None:
     instances = {name: Instance(name, PerfModel(0, 0, 20.0, False, 5.0, 0.1, 0.0), links=links) for name in "ab"}
     found = ranked(instances, Arrival(None, 0, 10, 5.0), Fleet("a", instances), 0.0, random.Random(0))
     assert found.cost(1) == 0
+
+
+def test_an_edited_formula_is_compiled_anew() -> None:
+    functions = (cost.cold_ms, cost.worth, cost.total_cost, perf_model.decode_ms, perf_model.prefill_ms)
+    files = {Path(function.__code__.co_filename) for function in functions} | {Path(ranking.__file__)}
+    assert files <= set(jit.sources())
 
 
 def test_it_is_compiled_before_the_first_request() -> None:
