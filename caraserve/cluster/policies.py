@@ -37,7 +37,7 @@ def _two_stage(ranking: Ranking, others: Callable[[], Iterable[str]], me: str, c
         pool = within if len(within) >= _QUOTES else [*best[:_QUOTES]]
         chosen = shuffled(pool, chance)[:_QUOTES]
         # Our own state is at hand: a fifth quote at no cost, and no hop if it wins.
-        chosen += [place for place in pool if ranking.name(place) == me and place not in chosen]
+        chosen += [place for place in pool if ranking.name(place) == me]
     else:  # past the SLO everywhere: here views err most, so more quotes
         chosen = [*best]
     estimates = {ranking.name(place): ranking.estimate(place) for place in sorted(chosen)}

@@ -223,6 +223,20 @@ def test_plans_follow_demand() -> None:
     assert len(plan.instances("adapter-00003")) == 5
 
 
+def test_what_is_still_to_come_stays_wanted_by_the_next_plan() -> None:
+    simulation = Simulation(Setting((MACHINE,) * 5, "auto", 60.0), LOAD)
+    planner = simulation._planner
+    planner.begin()
+    wanted = []
+    for second in (1, 2):  # with the same demand
+        for request in simulation.requests:
+            planner.observe(request)
+        planner.replan(1000 * second * MS)
+        wanted.append([sorted(moves) for moves in planner._moves])
+    assert wanted[0] == wanted[1]
+    assert any(wanted[0])
+
+
 # --- sweeps ---
 
 

@@ -76,6 +76,14 @@ def test_one_by_one_they_go_where_they_go_together(rates: list[float], again: bo
     assert {key: shares for key, shares in beside.shares.items() if key != "large"} == alone.shares
 
 
+def test_where_second_copies_do_not_fit_first_ones_stay_where_they_were_to_be() -> None:
+    adapters, fleet = [AdapterDemand(key, 8, 10) for key in KEYS], [Server(name, 60) for name in NAMES[:3]]
+    plan = place(adapters, fleet, POINTS, 1)
+    assert plan.overfull == ()
+    assert sorted({len(shares) for shares in plan.shares.values()}) == [1, 2]
+    assert all(rendezvous(key, NAMES[:3])[0] in plan.instances(key) for key in KEYS)
+
+
 def test_homes_are_the_first_of_each_keys_own_order() -> None:
     found = homes(KEYS, NAMES, 2).tolist()
     assert [[NAMES[at] for at in row] for row in found] == [rendezvous(key, NAMES)[:2] for key in KEYS]
