@@ -102,7 +102,7 @@ def _digest(shares: Mapping[str, tuple[Share, ...]], classes: Mapping[str, int])
 # --- rendezvous hashing ---
 
 
-@lru_cache(maxsize=1 << 16)  # each plan asks for all of them again
+@lru_cache(maxsize=1 << 17)  # each plan of a process that makes several asks for all of them again
 def word(key: str) -> int:
     """64 bits of a key's hash."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")

@@ -88,7 +88,7 @@ class Packing:
         """Places these adapters beside what is there."""
         by_name = sorted(adapters, key=_NAME)
         asked = sorted((one for one in by_name if self._loads[one.name] > 0), key=lambda one: -self._loads[one.name])
-        unasked = [one for one in by_name if self._loads[one.name] == 0]
+        unasked = [one for one in by_name if not self._loads[one.name] > 0]
         self._placed += asked + unasked
         pieces, tails = self._pieces(asked), self._tails(unasked)
         homes: dict[str, Node] = {}

@@ -1,4 +1,4 @@
-"""The routing policies by name: rank-aware ones, LoRAServe's, and what they are compared with. Level 4.
+"""The routing policies by name: rank-aware ones, LoRAServe's, and what they are compared with. Pure; level 4.
 
 `router.py` has the frame. Each policy says whose it is. Those that go by a plan read the fleet's; `plans.py` makes it.
 """

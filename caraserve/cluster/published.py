@@ -10,6 +10,7 @@ Whatever arrives may be of another version of this program or wrong: it is then 
 import dataclasses
 import operator
 from collections.abc import Collection, Iterable, Iterator
+from functools import lru_cache
 
 from caraserve.cluster.cost import Backlog, Links, Tier
 from caraserve.cluster.facts import Fact, Load, Shelf, Status, Value
@@ -19,6 +20,8 @@ from caraserve.cluster.router import Instance
 from caraserve.report import Workload
 
 MODEL, LINKS = ":model", ":links"  # keys on an instance's own shelf; all others there are digests of adapters
+
+_MOST_VALUES = 256  # models, or links, that are kept as read: several of each instance
 
 STALE_S = 1.0  # a load older than four beats is of an instance that has trouble
 _HUNG_S, _HUNG_ITERATIONS = 2.0, 10.0  # an iteration may take so long, or so many times what is predicted
@@ -69,8 +72,9 @@ def model_value(model: PerfModel | None) -> Value:
     return () if model is None else _value(dataclasses.astuple(model))
 
 
+@lru_cache(maxsize=_MOST_VALUES)
 def model_of(value: Value) -> PerfModel | None:
-    """The model in a fact's value; None if there is none in it."""
+    """The model in a fact's value; None if there is none in it. The same one each time: what it keeps is kept."""
     try:
         alpha_ms, gamma_ms, beta_ms, padded, *rates = map(float, value)
         base_ms, token_ms, token_rank_ms = rates
@@ -84,8 +88,9 @@ def links_value(links: Links) -> Value:
     return _value(dataclasses.astuple(links))
 
 
+@lru_cache(maxsize=_MOST_VALUES)
 def links_of(value: Value) -> Links:
-    """The links in a fact's value. Of an instance that said nothing of them: as fast as they could be."""
+    """The links in a fact's value, likewise. Of an instance that said nothing of them: as fast as they could be."""
     try:
         load_ms, load_rate, disk_rate, fetch_ms, fetch_rate, blocks = map(float, value)
     except ValueError:

@@ -14,7 +14,7 @@ import numpy as np
 
 from caraserve.cluster.assignment import AdapterDemand, Server, Share, mixed, words
 
-Places = np.ndarray[Any, np.dtype[np.intp]]
+Places = np.ndarray[Any, np.dtype[np.integer[Any]]]
 """Instances of adapters, by index: a row for each adapter, its home first."""
 
 
@@ -53,7 +53,7 @@ class Tail:
         self._sizes = np.array([adapter.num_bytes for adapter in adapters], np.int64)
         points = np.array([node.point for node in nodes], np.uint64)
         scores = mixed(words(adapter.name for adapter in adapters)[:, None], points[None, :])
-        self._by_score = np.argsort(scores, axis=1)[:, ::-1]
+        self._by_score = np.argsort(scores, axis=1)[:, ::-1].astype(np.uint16)  # there may be millions of pairs
         columns = {node.server.name: column for column, node in enumerate(nodes)}
         had = [
             row * len(nodes) + columns[share.instance]

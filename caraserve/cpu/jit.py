@@ -2,7 +2,7 @@
 
 `kernel` is for functions called from compiled code, `entry` for the few that Python calls: only those are cached on
 disk, with all they call linked in. Numba's cache looks at the file of the entry alone, so the folder's name carries a
-digest of every source file that is compiled: an edited callee can never be served stale.
+digest of every source file that they may be in: an edited callee can never be served stale.
 """
 
 import hashlib
@@ -14,11 +14,11 @@ from typing import Any
 import numba
 import numba.extending
 
-_ELSEWHERE = ("cost.py", "perf_model.py", "ranking.py")  # of the cluster
+_ELSEWHERE = ("cost.py", "perf_model.py")  # of the cluster
 
 
 def sources() -> list[Path]:
-    """Every file with a function that is compiled."""
+    """Every file with a function that an entry of another file may call; an edit of any has all compiled anew."""
     here = Path(__file__).parent
     return [*sorted(here.glob("*.py")), *(here.with_name("cluster") / name for name in _ELSEWHERE)]
 
