@@ -24,7 +24,6 @@ from caraserve.cluster.hop import Gate
 from caraserve.cluster.names_file import NamesFile, beside
 from caraserve.cluster.node import Node, NodeConfig
 from caraserve.cluster.perf_model import DriftWatch
-from caraserve.cluster.policies import policy
 from caraserve.cluster.publisher import Publisher
 from caraserve.cluster.resolver import Resolver
 from caraserve.cluster.seal import Keyring
@@ -121,7 +120,11 @@ def make_dispatch(node: Node, engine: Engine, cluster: ClusterConfig, admission:
     """What other instances answer for this one, and this one for others. `close` its relays when HTTP has ended."""
     slo = Slo(cluster.slo_ttft_ms or inf, cluster.slo_tpot_ms or inf)
     routing = cluster.routing or "auto"
-    chosen = None if routing == LOCAL else policy(routing)
+    chosen = None
+    if routing != LOCAL:
+        from caraserve.cluster.policies import policy  # loads compiled code, which a server alone has no use for
+
+        chosen = policy(routing)
     forwarding = Forwarding(node, chosen, slo, engine.catalog.find, lambda: takes_nothing(engine), rng=Random())
     relays = Relays(lambda: node.name, lambda: node.keys, admission.dialling)
     gate = Gate(lambda: node.name, lambda: node.keys)
