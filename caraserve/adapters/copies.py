@@ -121,7 +121,7 @@ class Copies:
         self._backend.load_adapter(image, version.slot, done, group_ends, layers)
 
     def _copied(self, version: Version, error: Exception | None) -> None:
-        is_coming = version.tier is Tier.STREAMING and version.error is None and not version.gives_way
+        is_coming = version.tier is Tier.STREAMING and not version.is_leaving
         if error is not None and (version.asides or is_coming):
             version.copy_error = error  # its memory cannot be taken from under the plan, or the read
             return
@@ -129,7 +129,7 @@ class Copies:
         self.under_way -= 1
         if not self._device.is_arriving(beside=version):
             self._arrivals.all_there()
-        if version.tier is Tier.STREAMING and version.gives_way and version.error is None:
+        if version.is_leaving and version.error is None:
             self._set_back(version)
         elif error is not None:
             self._leave(version)

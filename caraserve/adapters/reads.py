@@ -1,8 +1,7 @@
 """Versions on their way into the host tier, and those that wait for room there. Level 2; for `residency.py`.
 
 What comes from a disk is there when all of it is; what other instances send is there layer by layer, and may be read as
-far as it has come. The extent of a read that has failed is given back by its owner, when nobody
-looks into it any more.
+far as it has come. The extent of a read that has failed is given back by its owner, when nobody looks into it any more.
 """
 
 from collections import deque

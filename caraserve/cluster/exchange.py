@@ -172,8 +172,7 @@ class Exchange:
             elif fetch.is_busy:
                 fetch.gives_up_s = now + self._patience_s
             fetch.is_busy = False
-            may_come = any(self._may_ask(fetch, name) for name in self._peers.holders(fetch.digest))
-            if now >= fetch.ends_s or (not may_come and now >= fetch.gives_up_s):
+            if now >= fetch.ends_s or (now >= fetch.gives_up_s and not self._hopeful(fetch)):
                 raise self._unreachable(fetch)
             if not self._sources(fetch):
                 await self._peers.news(_AGAIN_S)
@@ -183,8 +182,8 @@ class Exchange:
         now = self._now()
         usable = [
             (fetch.failures[name], tier >= Tier.DISK, name)
-            for name, tier in self._peers.holders(fetch.digest).items()
-            if fetch.again_s.get(name, now) <= now and self._may_ask(fetch, name)
+            for name, tier in self._hopeful(fetch).items()
+            if fetch.again_s.get(name, now) <= now
         ]
         return [name for _, _, name in sorted(usable)]
 
@@ -222,7 +221,7 @@ class Exchange:
         """A run; what is missing of it goes back when it takes long and there is another who may be faster: he comes
         first then. Only who gave nothing of it has failed."""
         assert fetch.spec is not None
-        others = any(other != name and self._may_ask(fetch, other) for other in self._peers.holders(fetch.digest))
+        others = any(other != name for other in self._hopeful(fetch))
         start, ends = fetch.ends[run[0] - 1] if run[0] else 0, fetch.ends[run[0] : run[-1] + 1]
         hashes, into = fetch.spec.chunks[run[0] : run[-1] + 1], fetch.into[start : ends[-1]].data
         chunks = iter(run)
@@ -247,9 +246,13 @@ class Exchange:
             fetch.failures[name] += trouble is Trouble.FAILED
             fetch.again_s[name] = self._now() + _AGAIN_S
 
-    def _may_ask(self, fetch: _Fetch, name: str) -> bool:
-        """Whether it is worth while to ask a holder, now or soon."""
-        return fetch.failures[name] < _MOST_FAILURES and not self._is_banned(fetch.digest, name)
+    def _hopeful(self, fetch: _Fetch) -> dict[str, Tier]:
+        """Holders that it is worth while to ask, now or soon."""
+        return {
+            name: tier
+            for name, tier in self._peers.holders(fetch.digest).items()
+            if fetch.failures[name] < _MOST_FAILURES and not self._is_banned(fetch.digest, name)
+        }
 
     def _is_banned(self, digest: str, name: str) -> bool:
         count, last_s = self._wrong.get((digest, name), (0, 0.0))

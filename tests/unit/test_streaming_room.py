@@ -1,6 +1,7 @@
 """A network may stand still for as long as it likes: what waits for it holds nothing that others lack, on the device or
 of the KV pool. Over a device that is a hash."""
 
+import asyncio
 from functools import partial
 
 import pytest
@@ -32,12 +33,17 @@ async def served(here: World, name: str, prompt: list[int] = PROMPT) -> None:
     await ends(here, asked)
 
 
-async def wanted(here: World) -> Asked:
-    """The device has room for one: a1 is in the host tier, a0 streams, and a request comes for a1."""
+async def taken(here: World) -> "tuple[Asked, asyncio.Task[Asked]]":
+    """The device has room for one: a0 has it, which streams, and a1 is in the host tier."""
     await served(here, "a1")
-    await begun(here, "a0")
+    first = await begun(here, "a0")
     assert version_of(here, "a0").tier is Tier.STREAMING
-    asked, _ = here.ask([9, 8, 7], "a1", max_tokens=3)
+    return first
+
+
+async def wanted(here: World, name: str = "a1") -> Asked:
+    """A request comes for an adapter that is here."""
+    asked, _ = here.ask([9, 8, 7], name, max_tokens=3)
     await turn()
     return asked
 
@@ -47,6 +53,7 @@ async def wanted(here: World) -> Asked:
 
 def test_an_adapter_that_is_here_gets_the_room_of_one_that_is_not() -> None:
     async def test(here: World) -> None:
+        await taken(here)
         await ends(here, await wanted(here))
         assert version_of(here, "a0").tier is Tier.READING
         assert here.backend.asides == []
@@ -57,9 +64,8 @@ def test_an_adapter_that_is_here_gets_the_room_of_one_that_is_not() -> None:
 
 def test_what_gave_way_comes_whole_and_is_served_then() -> None:
     async def test(here: World) -> None:
-        await served(here, "a1")
-        first, task = await begun(here, "a0")
-        await ends(here, here.ask([9, 8, 7], "a1", max_tokens=3)[0])
+        first, task = await taken(here)
+        await ends(here, await wanted(here))
         await come(here)
         assert version_of(here, "a0").tier is Tier.READING, "it does not stream again"
         await end_read(here)
@@ -72,6 +78,7 @@ def test_what_gave_way_comes_whole_and_is_served_then() -> None:
 
 def test_it_streams_again_in_another_read() -> None:
     async def test(here: World) -> None:
+        await taken(here)
         await ends(here, await wanted(here))
         await end_read(here, ok=False)
         await begun(here, "a0")
@@ -83,10 +90,8 @@ def test_it_streams_again_in_another_read() -> None:
 
 def test_one_that_has_come_before_it_has_left_the_device_is_served_after_who_wanted_its_room() -> None:
     async def test(here: World) -> None:
-        await served(here, "a1")
-        first, task = await begun(here, "a0")
-        other, _ = here.ask([9, 8, 7], "a1", max_tokens=3)
-        await turn()
+        first, task = await taken(here)
+        other = await wanted(here)
         assert version_of(here, "a0").gives_way
         here.reader.reads.pop()(True)
         assert version_of(here, "a0").tier is Tier.STREAMING
@@ -100,11 +105,9 @@ def test_one_that_has_come_before_it_has_left_the_device_is_served_after_who_wan
 
 def test_one_that_breaks_before_it_has_left_the_device_fails_and_nothing_is_left_of_it() -> None:
     async def test(here: World) -> None:
-        await served(here, "a1")
-        first, _ = await begun(here, "a0")
+        first, _ = await taken(here)
         before = used_bytes(here)
-        other, _ = here.ask([9, 8, 7], "a1", max_tokens=3)
-        await turn()
+        other = await wanted(here)
         here.reader.reads.pop()(False)
         await ends(here, other)
         assert "the disk failed" in first.finish.error.message
@@ -115,11 +118,10 @@ def test_one_that_breaks_before_it_has_left_the_device_fails_and_nothing_is_left
 
 def test_a_copy_that_had_failed_before_is_no_failure_of_one_that_gives_way() -> None:
     async def test(here: World) -> None:
-        await served(here, "a1")
-        first, task = await begun(here, "a0")
+        first, task = await taken(here)
         here.backend.fail_streamed(version_of(here, "a0").slot)
         await run_lane(here)
-        await ends(here, here.ask([9, 8, 7], "a1", max_tokens=3)[0])
+        await ends(here, await wanted(here))
         await end_read(here)
         await here.until_done([task])
         first.check()
@@ -131,15 +133,14 @@ def test_a_copy_that_had_failed_before_is_no_failure_of_one_that_gives_way() -> 
 @pytest.mark.parametrize("copied", [True, False])
 def test_one_that_nobody_uses_any_more_gives_way_too(copied: bool) -> None:
     async def test(here: World) -> None:
-        await served(here, "a1")
-        left, _ = await begun(here, "a0")
+        left, _ = await taken(here)
         if not copied:
             here.backend.fail_streamed(version_of(here, "a0").slot)
         left.stream.cancel()
         await turn()
         await run_lane(here)
         assert version_of(here, "a0").tier is Tier.STREAMING
-        await ends(here, here.ask([9, 8, 7], "a1", max_tokens=3)[0])
+        await ends(here, await wanted(here))
         await end_read(here)
         assert version_of(here, "a0").tier is Tier.HOST
 
@@ -151,7 +152,7 @@ def test_of_several_no_more_give_way_than_must() -> None:
         await served(here, "a2")
         await begun(here, "a0")
         await begun(here, "a1")
-        await ends(here, here.ask([9, 8, 7], "a2", max_tokens=3)[0])
+        await ends(here, await wanted(here, "a2"))
         assert [version_of(here, name).tier for name in ("a0", "a1")] == [Tier.STREAMING, Tier.READING]
         await end_read(here)
         await end_read(here)
@@ -164,13 +165,11 @@ def test_nobody_goes_aside_with_one_that_is_about_to_leave(breaks: bool) -> None
     """Or it would stay for as long as somebody came."""
 
     async def test(here: World) -> None:
-        await served(here, "a1")
-        await begun(here, "a0")
+        await taken(here)
         if breaks:
             here.reader.reads.pop()(False)
         else:
-            here.ask([9, 8, 7], "a1", max_tokens=3)
-            await turn()
+            await wanted(here)
         assert version_of(here, "a0").is_leaving
         launched = len(here.backend.launched)
         here.ask([5, 6], "a0", max_tokens=2)
