@@ -6,16 +6,17 @@ sends it. The signature covers the path, the receiver and the body's digest, so 
 know the secret. Each hop is taken once.
 """
 
-import dataclasses
 import hmac
-import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import orjson
+
 from caraserve.cluster.cost import Estimate
 from caraserve.cluster.router import Reason, Refusal
 from caraserve.cluster.seal import Keyring
+from caraserve.config import ADAPTER_NAME
 from caraserve.errors import Forbidden, Overloaded
 
 PREFIX = "/cluster"  # before the path at which the client asked
@@ -47,7 +48,7 @@ class Hop:
 
 def signed(keys: Keyring, path: str, hop: Hop) -> dict[str, str]:
     """The headers that say it."""
-    text = json.dumps(dataclasses.asdict(hop), separators=(",", ":"))
+    text = orjson.dumps(hop).decode()
     return {HOP: text, SIGNATURE: _mac(keys.forward_keys()[0], path, text)}
 
 
@@ -68,10 +69,7 @@ class Gate:
             hmac.compare_digest(given, _mac(key, path, text).encode()) for key in keys
         ):
             raise Forbidden("This address is for other instances: the request is not signed with the cluster's secret.")
-        try:
-            hop = Hop(**json.loads(text))
-        except (TypeError, ValueError):
-            raise Forbidden("The hop is of another version of this server.") from None
+        hop = _read(text)
         if hop.receiver != self._me():
             raise Forbidden(f"The request is for {hop.receiver[:100]!r}; this is {self._me()!r}.")
         if abs(wall_ms - hop.time_ms) > _WINDOW_MS:
@@ -88,6 +86,21 @@ class Gate:
         if len(self._seen) >= _MOST_REMEMBERED:  # to forget one that is still good would let it in again
             raise Overloaded(f"{_MOST_REMEMBERED} requests were forwarded here within a minute", retry_after_s=1.0)
         self._seen[key] = hop.time_ms
+
+
+def _read(text: str) -> Hop:
+    """The hop in a header. Raises Forbidden, also for one that somebody with the secret wrote by hand."""
+    try:
+        hop = Hop(**orjson.loads(text))
+    except (TypeError, ValueError):
+        raise Forbidden(f"{HOP} has other fields than this version of the server reads.") from None
+    texts = hop.id, hop.sender, hop.receiver, hop.digest, hop.body_digest
+    numbers = hop.attempt, hop.time_ms, *(() if hop.seed is None else (hop.seed,))
+    typed = all(type(value) is str for value in texts) and all(type(value) is int for value in numbers)
+    named = hop.adapter is None or (type(hop.adapter) is str and ADAPTER_NAME.fullmatch(hop.adapter))
+    if not (typed and named and type(hop.insists) is bool):
+        raise Forbidden(f"{HOP} has a value of a wrong type; compare both instances' versions of the server.")
+    return hop
 
 
 def refusal_text(refusal: Refusal) -> str:

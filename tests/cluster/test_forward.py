@@ -1,6 +1,7 @@
 """What routing rests on: views with what was sent on top, quotes, expected lengths; and who may forward."""
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from random import Random
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from caraserve.cluster.cost import Backlog, Estimate, Tier
 from caraserve.cluster.facts import Adapter
 from caraserve.cluster.forward import LOCAL, Body, Forwarding, Here, Peer, Slo
-from caraserve.cluster.hop import HOP, Gate, Hop, refusal_of, refusal_text, signed
+from caraserve.cluster.hop import HOP, SIGNATURE, Gate, Hop, _mac, refusal_of, refusal_text, signed
 from caraserve.cluster.members import Record, State
 from caraserve.cluster.perf_model import PerfModel
 from caraserve.cluster.plans import ROUTINGS
@@ -210,6 +211,49 @@ def test_more_hops_than_can_be_remembered_are_refused_rather_than_forgotten(monk
     with pytest.raises(Forbidden, match="taken"):
         door.admit(PATH, headers(), HOP_OF_B.time_ms)
     door.admit(PATH, headers(hop=later), later.time_ms)
+
+
+def by_hand(text: str) -> dict[str, str]:
+    """The headers of a hop that somebody with the secret wrote."""
+    return {HOP: text, SIGNATURE: _mac(Keyring((NEW,)).forward_keys()[0], PATH, text)}
+
+
+WRONG = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@given(st.sampled_from([field.name for field in dataclasses.fields(Hop)]), WRONG)
+def test_a_signed_hop_with_a_wrong_value_is_refused_or_good(field: str, value: object) -> None:
+    text = json.dumps(dataclasses.asdict(HOP_OF_B) | {field: value})
+    try:
+        hop = gate(NEW).admit(PATH, by_hand(text), HOP_OF_B.time_ms)
+    except Forbidden:
+        return
+    types = {"adapter": (str, type(None)), "seed": (int, type(None))}
+    assert type(getattr(hop, field)) in types.get(field, (type(getattr(HOP_OF_B, field)),))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("receiver", 5), ("receiver", None), ("time_ms", "x"), ("time_ms", None), ("id", {}), ("attempt", [])),
+        *(("sender", [1]), ("adapter", 5), ("adapter", [1]), ("adapter", {}), ("adapter", "../x"), ("insists", 1)),
+        *(("digest", None), ("seed", 1.5), ("seed", True), ("body_digest", 0), ("unknown", 1)),
+    ],
+)
+def test_a_signed_hop_of_wrong_types_is_forbidden(field: str, value: object) -> None:
+    text = json.dumps(dataclasses.asdict(HOP_OF_B) | {field: value})
+    with pytest.raises(Forbidden, match=HOP):
+        gate(NEW).admit(PATH, by_hand(text), HOP_OF_B.time_ms)
+
+
+@pytest.mark.parametrize("text", ["[" * 8000, "[" * 4000 + "]" * 4000, "null", "[]", '"x"', "{}", '{"id":' * 1000])
+def test_a_signed_header_that_is_no_hop_is_forbidden(text: str) -> None:
+    with pytest.raises(Forbidden, match=HOP):
+        gate(NEW).admit(PATH, by_hand(text), HOP_OF_B.time_ms)
 
 
 @given(st.text(max_size=50), st.text(max_size=50))
