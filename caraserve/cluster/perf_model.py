@@ -25,6 +25,7 @@ _WINDOW = 128  # observations: some seconds of iterations
 _CHECK_EVERY = 32
 _TOLERANCE = 0.10  # median relative error that calls for a refit; fits of a quiet machine are within 0.04
 _GAIN = 0.9  # a refit has to lower that error to this share of it: otherwise the times only scatter
+_LEAST_MS, _MOST_MS = 1e-6, 1e9  # a nanosecond and eleven days: sums, products and ratios of such times are finite
 
 
 def decode_ms(
@@ -58,8 +59,9 @@ def operating_point(
 ) -> float:
     """Tokens/s that one instance answers with when all its requests have one rank and time per token just meets the
     SLO (LoRAServe §IV-A). `token_ms` is what one more request adds to an iteration, `prefill_share_ms` its prompt's
-    time over the tokens of its answer. An SLO that even one request misses still gets that one request."""
-    each_ms = token_ms + prefill_share_ms
+    time over the tokens of its answer. An SLO that even one request misses still gets that one request. A time too
+    short to measure counts as a nanosecond, so that the result is finite."""
+    each_ms = max(token_ms + prefill_share_ms, _LEAST_MS)
     requests = float(most_requests)
     if requests * each_ms > slo_ms - beta_ms:
         requests = max(1.0, math.floor((slo_ms - beta_ms) / each_ms))
@@ -68,7 +70,11 @@ def operating_point(
 
 @dataclass(frozen=True)  # without slots: `packed` stays with it
 class PerfModel:
-    """One instance's coefficients. They travel in its profile; a fleet may mix machines."""
+    """One instance's coefficients. They travel in its profile; a fleet may mix machines.
+
+    Raises ValueError where a coefficient is no time, or where decoding or prefilling for the base model would take none
+    at all: other code divides by these times, and an instance that claims to take no time would be sent every request.
+    """
 
     alpha_ms: float  # decode, for each unit of rank
     gamma_ms: float  # decode, for each request; eq. 2 has none
@@ -81,8 +87,15 @@ class PerfModel:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if not 0 <= value < math.inf:  # a peer sent it
-                raise ValueError(f"{field.name} of a performance model is {value}")
+            if not 0 <= value <= _MOST_MS:  # a peer sent it
+                raise ValueError(f"{field.name} of a performance model is {value}; use 0 to {_MOST_MS:g}")
+        if self.gamma_ms + self.beta_ms < _LEAST_MS:
+            raise ValueError("by this performance model decoding takes no time; gamma_ms or beta_ms has to be positive")
+        if self.prefill_base_ms + self.prefill_token_ms < _LEAST_MS:
+            raise ValueError(
+                "by this performance model prefilling takes no time; prefill_base_ms or prefill_token_ms has to be "
+                "positive"
+            )
 
     @cached_property
     def packed(self) -> bytes:
@@ -193,21 +206,22 @@ class DriftWatch:
         if requests == 0 or not self._decode.observe(self._decode_row(requests, rank_sum, rank_max), ms):
             return False
         alpha_ms, beta_ms, *gamma_ms = self._decode.coefficients
-        self.refits += 1
-        self.model = dataclasses.replace(
-            self.model, alpha_ms=alpha_ms, beta_ms=beta_ms, gamma_ms=gamma_ms[0] if gamma_ms else 0.0
-        )
-        return True
+        return self._take(alpha_ms=alpha_ms, beta_ms=beta_ms, gamma_ms=gamma_ms[0] if gamma_ms else 0.0)
 
     def observe_prefill(self, tokens: int, token_ranks: int, ms: float) -> bool:
         """Takes an iteration that only prefilled. True: `model` is new."""
         if tokens == 0 or not self._prefill.observe((1.0, tokens, token_ranks), ms):
             return False
         base_ms, token_ms, token_rank_ms = self._prefill.coefficients
+        return self._take(prefill_base_ms=base_ms, prefill_token_ms=token_ms, prefill_token_rank_ms=token_rank_ms)
+
+    def _take(self, **coefficients_ms: float) -> bool:
+        """Whether they make a model. Times of one kind of batch may fit a line through zero, which is none."""
+        try:
+            self.model = dataclasses.replace(self.model, **coefficients_ms)
+        except ValueError:
+            return False
         self.refits += 1
-        self.model = dataclasses.replace(
-            self.model, prefill_base_ms=base_ms, prefill_token_ms=token_ms, prefill_token_rank_ms=token_rank_ms
-        )
         return True
 
     @property

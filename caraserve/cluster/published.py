@@ -11,6 +11,7 @@ import dataclasses
 import operator
 from collections.abc import Collection, Iterable, Iterator
 from functools import lru_cache
+from math import inf
 
 from caraserve.cluster.cost import Backlog, Links, Tier
 from caraserve.cluster.facts import Fact, Load, Shelf, Status, Value
@@ -95,7 +96,8 @@ def links_of(value: Value) -> Links:
         load_ms, load_rate, disk_rate, fetch_ms, fetch_rate, blocks = map(float, value)
     except ValueError:
         return Links()
-    if not (min(load_ms, fetch_ms) >= 0 and min(load_rate, disk_rate, fetch_rate) > 0):
+    # One comparison for each: `min` of a number and NaN may be the number.
+    if not (0 <= load_ms < inf and 0 <= fetch_ms < inf and load_rate > 0 and disk_rate > 0 and fetch_rate > 0):
         return Links()
     return Links(load_ms, load_rate, disk_rate, fetch_ms, fetch_rate, bool(blocks))
 

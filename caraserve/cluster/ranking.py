@@ -153,7 +153,7 @@ def estimates(
 
 
 # Compiled or loaded now, and not while the first request waits.
-_nobody = Instance("", PerfModel(0.0, 0.0, 0.0, False, 0.0, 0.0, 0.0))
+_nobody = Instance("", PerfModel(0.0, 0.0, 1.0, False, 1.0, 0.0, 0.0))
 _nothing = _request([_nobody], bytes(1), Arrival(None, 0, 1, 1.0), 0.0)
 _worths(*_nothing)
 _ranked(_nothing, np.zeros(1))

@@ -175,9 +175,9 @@ MODELS = st.builds(
     PerfModel,
     st.sampled_from([0.0, 0.01]),
     st.sampled_from([0.0, 0.5]),
-    st.sampled_from([0.0, 20.0]),
+    st.sampled_from([1e-6, 20.0]),
     st.booleans(),
-    st.sampled_from([0.0, 10.0]),
+    st.sampled_from([1e-6, 10.0]),
     st.sampled_from([0.0, 0.1]),
     st.sampled_from([0.0, 0.001]),
 )

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caraserve import profile as profiles
-from caraserve.cluster.perf_model import DriftWatch, Kernel, PerfModel
+from caraserve.cluster.perf_model import DriftWatch, Kernel, PerfModel, operating_point
 from caraserve.profile import Decode, DecodePoint, LineFit, Prefill, PrefillPoint, Profile
 
 RANKS = st.lists(st.sampled_from([0, 8, 16, 32, 64, 128]), max_size=40)
@@ -93,16 +93,30 @@ def test_one_more_request_never_takes_less_time(ranks: list[int], rank: int, ker
 
 @given(st.lists(st.sampled_from([8, 16]), min_size=1, max_size=20))
 def test_padding_costs_only_where_ranks_differ(ranks: list[int]) -> None:
-    padded = PerfModel(0.01, 0.0, 5.0, True, 0.0, 0.0, 0.0)
-    unpadded = PerfModel(0.01, 0.0, 5.0, False, 0.0, 0.0, 0.0)
+    padded = PerfModel(0.01, 0.0, 5.0, True, 1.0, 0.0, 0.0)
+    unpadded = PerfModel(0.01, 0.0, 5.0, False, 1.0, 0.0, 0.0)
     difference_ms = padded.decode_ms(*sums(ranks)) - unpadded.decode_ms(*sums(ranks))
     assert difference_ms == pytest.approx(0.01 * sum(max(ranks) - rank for rank in ranks))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e10])
 def test_a_model_from_elsewhere_must_have_coefficients_that_can_be(value: float) -> None:
     with pytest.raises(ValueError, match="beta_ms"):
-        PerfModel(0.0, 0.0, value, False, 0.0, 0.0, 0.0)
+        PerfModel(0.0, 0.0, value, False, 1.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "what"),
+    [
+        ((0, 0, 0, False, 0, 0, 0), "decoding"),
+        ((1.0, 0, 0, False, 1.0, 1.0, 1.0), "decoding"),
+        ((1.0, 0, 5e-324, False, 1.0, 1.0, 1.0), "decoding"),
+        ((1.0, 1.0, 1.0, False, 0, 0, 1.0), "prefilling"),
+    ],
+)
+def test_a_model_in_which_work_takes_no_time_is_refused(coefficients: tuple[float, ...], what: str) -> None:
+    with pytest.raises(ValueError, match=f"{what} takes no time"):
+        PerfModel(*coefficients)  # type: ignore[arg-type]
 
 
 # --- operating points ---
@@ -120,6 +134,20 @@ def test_larger_ranks_never_have_a_higher_operating_point(ranks: tuple[int, int]
     model = PerfModel.of(profile())
     low, high = (model.operating_point(rank, slo_ms, 200, 100, most) for rank in ranks)
     assert 0 < high <= low
+
+
+@given(
+    *[st.floats(0, 1e9)] * 3,
+    st.sampled_from([0.0, 1e-6, 1.0, 1e9]),
+    st.integers(0, 512),
+    st.floats(0, 1e9) | st.just(math.inf),
+)
+def test_whatever_the_model_an_operating_point_is_a_positive_number(
+    alpha_ms: float, gamma_ms: float, token_ms: float, least_ms: float, rank: int, slo_ms: float
+) -> None:
+    model = PerfModel(alpha_ms, gamma_ms, max(1e-6, least_ms), False, 1e-6, token_ms, 0.0)
+    assert 0 < model.operating_point(rank, slo_ms, 512, 200, 64) < math.inf
+    assert 0 < operating_point(0.0, least_ms, 0.0, slo_ms, 64) < math.inf
 
 
 def test_an_operating_point_exists_even_where_no_request_meets_the_slo() -> None:
@@ -199,6 +227,17 @@ def test_times_that_cannot_be_are_not_learnt_from(ms: float) -> None:
     watch = DriftWatch(profile())
     assert not any(watch.observe_decode(4, 32, 8, ms) or watch.observe_prefill(10, 80, ms) for _ in range(300))
     assert watch.decode_error == watch.prefill_error == 0
+
+
+def test_times_through_zero_do_not_take_the_model_away() -> None:
+    watch = DriftWatch(profile())
+    for index in range(600):
+        tokens = 1 + index % 7
+        watch.observe_prefill(tokens, tokens * 64, 1e-9 * tokens)
+        watch.observe_decode(1, 64, 64, 1e-9)
+    assert watch.refits == 0
+    assert watch.model.prefill_ms(1, 0) > 0
+    assert watch.model.decode_ms(1, 0, 0) > 0
 
 
 @settings(max_examples=20)

@@ -25,14 +25,15 @@ from caraserve.cluster.published import (
 )
 from caraserve.report import Workload
 
-times = st.floats(0, 1e12)
+times = st.floats(0, 1e9)
+some_times = st.floats(1e-6, 1e9)
 rates = st.floats(min_value=0, exclude_min=True) | st.just(math.inf)
 MODEL = PerfModel(0.01, 0.1, 5.0, False, 1.0, 0.05, 0.001)
 WORK = Workload(2, 3, {16: 1, 8: 4}, 700, 5600, 1000, -20, 7)
 ALIVE = Record("a", "a:1", 1, 0, State.ALIVE)
 
 
-@given(st.builds(PerfModel, times, times, times, st.booleans(), times, times, times))
+@given(st.builds(PerfModel, times, times, some_times, st.booleans(), times, some_times, times))
 def test_a_performance_model_travels_exactly(model: PerfModel) -> None:
     value = model_value(model)
     assert fact_fits(":model", value)
@@ -47,13 +48,23 @@ def test_links_travel_exactly(links: Links) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [(), ("1",), ("x",) * 7, ("-1",) * 7, ("nan",) * 7, ("inf",) * 7, ("1",) * 8, (1, "", 2, 3, 4, 5, 6)]
+    "value",
+    [
+        *((), ("1",), ("x",) * 7, ("-1",) * 7, ("nan",) * 7, ("inf",) * 7, ("1",) * 8, (1, "", 2, 3, 4, 5, 6)),
+        *(("0",) * 7, ("1e300",) * 7, ("1", "0", "0", "0", "1", "1", "1"), ("1", "1", "1", "0", "0", "0", "1")),
+    ],
 )
 def test_what_is_no_performance_model_is_none(value: Value) -> None:
     assert model_of(value) is None
 
 
-@pytest.mark.parametrize("value", [(), ("1",), ("x",) * 6, ("-1",) * 6, ("nan",) * 6, ("1", "0", "1", "1", "1", "1")])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *((), ("1",), ("x",) * 6, ("-1",) * 6, ("nan",) * 6, ("1", "0", "1", "1", "1", "1")),
+        *(("1", "1", "1", "nan", "1", "0"), ("inf", "1", "1", "1", "1", "0"), ("1", "1", "nan", "1", "1", "0")),
+    ],
+)
 def test_what_are_no_links_are_as_fast_as_could_be(value: Value) -> None:
     assert links_of(value) == Links()
 

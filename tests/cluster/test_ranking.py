@@ -22,7 +22,7 @@ TOKENS = st.integers(0, 20_000)
 INSTANCES = st.builds(
     Instance,
     st.just(""),
-    st.builds(PerfModel, MS, MS, MS, st.booleans(), MS, MS, st.floats(0, 0.01)),
+    st.builds(PerfModel, MS, MS, st.floats(1e-3, 50), st.booleans(), st.floats(1e-3, 50), MS, st.floats(0, 0.01)),
     st.builds(
         Backlog,
         COUNTS,
