@@ -38,7 +38,6 @@ from caraserve.http.relay import Relays
 from caraserve.loop import Engine
 from caraserve.metrics import Metrics
 from caraserve.profile import Profile
-from caraserve.tasks import run_beside
 
 log = logging.getLogger(__name__)
 
@@ -164,16 +163,15 @@ async def join(
     engine.watch = publisher.watch
     metrics.show(publisher.families)
     metrics.show(node.families)
+    metrics.show(node.background.families)
     adapters.join(stack, publisher, engine, metrics)
     await publisher.announce()
     forwarding.joined, forwarding.introduced = True, introduction(node)
     metrics.show(forwarding.tallies.families)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, node.reread_secrets)
-    works = {"publisher": publisher.run()}
+    node.background.run(stack, publisher.run, "cluster publisher")
     if cluster.routing == "dlora":
-        works["queue moves"] = dispatch.moves.run()
-    for name, work in works.items():
-        run_beside(stack, work, f"cluster {name}")
+        node.background.run(stack, dispatch.moves.run, "cluster queue moves")
     return publisher
 
 

@@ -25,7 +25,6 @@ from caraserve.metrics import Metrics
 from caraserve.model.spec import ModelSpec
 from caraserve.opened import Open
 from caraserve.plan import Row
-from caraserve.tasks import run_beside
 
 _TEMPORARY_BYTES = 1 << 30
 _PLANNED = ("auto", "loraserve", "s-lora-random", "s-lora-contiguous")  # routings that go by a placement
@@ -63,7 +62,8 @@ class FleetAdapters:
         self.pool.begin(publisher)
         engine.catalog.on_change = self.pool.changed
         metrics.show(self.pool.families)
-        run_beside(stack, self.pool.run(), "cluster pool")
+        background = self.node.background
+        background.run(stack, self.pool.run, "cluster pool")
         planner = self.planner
         if planner is None:
             return
@@ -79,11 +79,11 @@ class FleetAdapters:
 
         engine.watch = watch
         metrics.show(planner.families)
-        run_beside(stack, planner.run(), "cluster planner")
+        background.run(stack, planner.run, "cluster planner")
         if self.can_fetch:
             mending = Mending(self.node, self.pool)
             metrics.show(mending.families)
-            run_beside(stack, mending.run(lambda: planner.plan), "cluster mending")
+            background.run(stack, lambda: mending.run(lambda: planner.plan), "cluster mending")
 
     async def close(self) -> None:
         """Ends transfers."""

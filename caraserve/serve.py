@@ -226,6 +226,7 @@ async def serve(
             allow_lora_updates=allow,
             cluster=node,
             dispatch=dispatch,
+            background=node.background if node is not None else None,
         )
         if node is not None and adapters is not None and cluster_config.peer_port is None:
             add_peer_routes(app, node, adapters.routes())

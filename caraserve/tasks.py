@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
-from contextlib import AsyncExitStack, suppress
 from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
@@ -55,16 +54,3 @@ class Tasks:
         for task in self:
             task.cancel()
         await asyncio.gather(*self, return_exceptions=True)
-
-
-def run_beside(stack: AsyncExitStack, work: Coroutine[Any, Any, None], name: str) -> None:
-    """Starts what runs until `stack` ends it."""
-    task = asyncio.create_task(work, name=name)
-    task.add_done_callback(log_defect)
-
-    async def end() -> None:
-        task.cancel()
-        with suppress(asyncio.CancelledError, Exception):  # which has been logged
-            await task
-
-    stack.push_async_callback(end)

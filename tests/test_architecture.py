@@ -35,6 +35,7 @@ LEVELS = {
     "launcher": 3,
     "report": 3,
     "calibrate": 3,
+    "background": 3,
     "cluster": 4,
     **dict.fromkeys(("http", "bench"), 5),
     "serve": 6,

@@ -76,5 +76,6 @@ def test_whatever_is_loaded_while_adapters_are_announced_is_kept_account_of_and_
             assert found == [(0, False)]
             assert sum(1 for _ in node.adapters()) == len(infos)
             assert dispatch.forwarding.joined
+            assert 'task="cluster publisher"' in "".join(node.background.families(""))
 
     asyncio.run(asyncio.wait_for(body(), 20))

@@ -34,12 +34,15 @@ import itertools
 import logging
 import ssl
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from random import Random
 
 from aiohttp import web
 
+from caraserve.background import BackgroundTasks
 from caraserve.cluster.addresses import check_count, resolved
 from caraserve.cluster.core import Core
 from caraserve.cluster.cost import Links, Tier
@@ -97,8 +100,10 @@ class Node:
         self._config, self._names, self._rng, self._now = config, names, rng, now
         self._core: Core | None = None
         self._sockets: Sockets | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self.background = BackgroundTasks()  # this node's own, and those of the parts that are built on it
+        self._stack = AsyncExitStack()
         self._lag_s, self._beat_s, self._status = 0.0, 0.0, "starting"
+        self._outputs: deque[Output] = deque()
         self._numbers = itertools.count()
         self._questions: dict[tuple[str, int], asyncio.Future[Body]] = {}
         self._seen = Seen()
@@ -120,10 +125,8 @@ class Node:
         core.restore(self._names.restore(wall_ms), self._now())
         self._names.seen(wall_ms)
         self._core, self._sockets = core, Sockets(self, self._config.tls, self._resolver)
-        for work in (self._tick, self._look_around):
-            task = asyncio.create_task(work(), name=f"cluster {work.__name__.strip('_')}")
-            task.add_done_callback(self._defect)
-            self._tasks.append(task)
+        self.background.run(self._stack, self._tick, "cluster tick")
+        self.background.run(self._stack, self._look_around, "cluster upkeep")
 
     async def accept(self, request: web.Request) -> web.StreamResponse:
         """The handler of another instance's connection."""
@@ -133,9 +136,7 @@ class Node:
 
     async def stop(self) -> None:
         """Leaves, so that nobody suspects anything."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._stack.aclose()
         if self._core is not None and self._sockets is not None:
             self._core.leave(self._now())
             self._settle()
@@ -340,7 +341,9 @@ class Node:
         """Does what the core says, and has sent what it wants to send."""
         core, sockets = self.core, self._sockets
         assert sockets is not None
-        for output in core.take_outputs():
+        self._outputs.extend(core.take_outputs())
+        while self._outputs:  # should one fail, the next call goes on with those after it
+            output = self._outputs.popleft()
             if isinstance(output, Dial):
                 sockets.dial(output.address)
             elif isinstance(output, Close):
@@ -370,8 +373,8 @@ class Node:
                 self._say(logging.WARNING, "refused", peer, "%s is refused: %s", peer, reason)
             case RefusedUs(peer, reason, ours_to_go):
                 self._say(logging.ERROR, "refused us", peer, "%s refuses us: %s", peer or "an instance", reason)
-                if ours_to_go:
-                    self._end(ConfigError(f"this instance cannot join its cluster: {reason}"))
+                if ours_to_go and not self.ended.done():
+                    self.ended.set_exception(ConfigError(f"this instance cannot join its cluster: {reason}"))
             case Quoted(peer, quote):
                 self._quoted(peer, quote)
 
@@ -388,12 +391,3 @@ class Node:
             self._told = {key: when for key, when in self._told.items() if now - when < _QUIET_S}
             self._told[kind, about] = now
             log.log(level, text, *values)
-
-    def _end(self, error: Exception) -> None:
-        if not self.ended.done():
-            self.ended.set_exception(error)
-
-    def _defect(self, task: "asyncio.Task[None]") -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.critical("the cluster's task %s has stopped", task.get_name(), exc_info=error)
-            self._end(error if isinstance(error, Exception) else RuntimeError(str(error)))

@@ -107,6 +107,7 @@ class Pool:
 
     async def run(self) -> None:
         """Until cancelled: deletes what no name means any more."""
+        self.keeping.renamed()  # should a sweep have failed half way, the next one starts over
         while True:
             await asyncio.sleep(_SWEEP_S)
             await self.keeping.sweep()

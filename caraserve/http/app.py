@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from caraserve.background import BackgroundTasks
 from caraserve.cluster.hop import INSTANCE
 from caraserve.config import HttpConfig
 from caraserve.errors import CaraServeError, ConfigError
@@ -46,11 +47,13 @@ def make_app(
     timings: HttpTimings | None = None,
     cluster: ClusterApi | None = None,
     dispatch: Dispatch | None = None,
+    background: BackgroundTasks | None = None,
 ) -> web.Application:
     """The application over `engine`; it owns no resources but its own tasks. `cluster`, `dispatch`: None where it
-    serves alone."""
+    serves alone. `background`: the tasks that /ready reports."""
     timings = timings or HttpTimings()
-    app = bare_app(Context(engine, metrics, config, allow_lora_updates, timings, time.time(), cluster, dispatch))
+    parts = cluster, dispatch, background or BackgroundTasks()
+    app = bare_app(Context(engine, metrics, config, allow_lora_updates, timings, time.time(), *parts))
     app[admin.MODELS] = admin.ModelList()
     app.on_cleanup.append(_close)
     app.add_routes(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
 
+from caraserve.background import BackgroundTasks
 from caraserve.config import HttpConfig
 from caraserve.http.engine_api import ClusterApi, EngineApi
 from caraserve.metrics import Metrics
@@ -44,6 +45,7 @@ class Context:
     started_s: float  # unix time
     cluster: ClusterApi | None = None  # None: this server serves alone
     dispatch: "Dispatch | None" = None  # None: it answers all requests itself
+    background: BackgroundTasks = field(default_factory=BackgroundTasks)
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
     async def to_the_end(self, work: Coroutine[Any, Any, _T]) -> _T:

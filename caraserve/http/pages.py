@@ -31,7 +31,9 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def ready(request: web.Request) -> web.Response:
-    """Whether new requests should be sent here."""
+    """Whether new requests should be sent here. A background task that failed and runs again is no reason to send them
+    elsewhere; one that has failed several times in a row is: what this instance knows of its fleet may be out of date.
+    """
     context = request.app[CONTEXT]
     engine = context.engine
     if engine.draining:
@@ -40,6 +42,8 @@ async def ready(request: web.Request) -> web.Response:
         raise NotReady(f"The device has failed: {engine.failure}")
     if context.dispatch is not None and not context.dispatch.forwarding.introduced():
         raise NotReady("This instance has yet to hear from its cluster which adapters there are.")
+    if failing := context.background.failing():
+        raise NotReady(f"Background tasks keep failing ({', '.join(failing)}); the server's log has the reason.")
     return web.Response()
 
 

@@ -10,8 +10,8 @@ import aiohttp
 import pytest
 
 from caraserve.cluster.cost import Links, Tier
-from caraserve.cluster.facts import SHARED, Adapter, Fact
-from caraserve.cluster.members import State
+from caraserve.cluster.facts import SHARED, Adapter, Fact, Load
+from caraserve.cluster.members import Record, State
 from caraserve.cluster.names_file import NamesFile
 from caraserve.cluster.node import Body
 from caraserve.cluster.perf_model import PerfModel
@@ -259,6 +259,39 @@ async def test_what_each_side_learnt_in_a_partition_both_know_when_it_heals(tmp_
             one.relay.heal()
         await until(running.agree)
         await until(lambda: all({x.name for x in one.node.adapters()} == {"before", "on a", "on b"} for one in pair))
+
+
+async def test_a_defect_in_what_a_change_leads_to_ends_neither_the_node_nor_the_changes_after_it(
+    tmp_path: Path,
+) -> None:
+    joined: list[str] = []
+
+    def fail_once(record: Record, before: State | None) -> None:
+        joined.append(record.name)
+        if len(joined) == 1:
+            raise ZeroDivisionError
+
+    async with instances(tmp_path) as running:
+        await running.start("a", prepare=lambda node: setattr(node, "on_member", fail_once))
+        await running.start("b")
+        await running.start("c")
+        await until(lambda: {"b", "c"} <= set(joined))
+        await until(running.agree)
+
+
+async def test_a_node_whose_tick_fails_ticks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with instances(tmp_path) as running:
+        await together(running, "a", "b")
+        a, b = running.running["a"].node, running.running["b"].node
+
+        def fail_once(lag_s: float) -> Load:
+            a.load_now = lambda lag_s: Load("serving", queued=7)
+            raise ZeroDivisionError
+
+        a.load_now = fail_once
+        await until(lambda: (found := b.core.facts.load("a", 0.0)) is not None and found[0].queued == 7)
+        assert not a.ended.done()
+        assert 'background_task_failures_total{task="cluster tick",x="y"} 1' in "".join(a.background.families('x="y"'))
 
 
 async def test_no_web_page_can_join(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import aiohttp
 
+from caraserve.background import BackgroundTasks
 from caraserve.config import HttpConfig
 from caraserve.http.app import make_app, start_http
 from caraserve.http.context import HttpTimings
@@ -92,10 +93,20 @@ class Client:
 
 @asynccontextmanager
 async def serving(
-    engine: FakeEngine, *, timings: HttpTimings | None = None, allow_lora_updates: bool = True, **settings: Any
+    engine: FakeEngine,
+    *,
+    timings: HttpTimings | None = None,
+    allow_lora_updates: bool = True,
+    background: BackgroundTasks | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Client]:
     config = http_config(**settings)
-    app = make_app(engine, config, new_metrics(), allow_lora_updates=allow_lora_updates, timings=timings)
+    app = make_app(
+        *(engine, config, new_metrics()),
+        allow_lora_updates=allow_lora_updates,
+        timings=timings,
+        background=background,
+    )
     runner, port = await start_http(app, config)
     try:
         async with aiohttp.ClientSession() as session:

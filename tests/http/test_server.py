@@ -2,9 +2,11 @@
 
 import asyncio
 import socket
+from contextlib import AsyncExitStack
 
 import pytest
 
+from caraserve.background import BackgroundTasks
 from caraserve.errors import ConfigError, Draining
 from caraserve.http.app import make_app, start_http
 from caraserve.http.context import HttpTimings
@@ -35,6 +37,31 @@ async def test_right_key() -> None:
 async def test_routes_that_need_the_key(path: str) -> None:
     async with serving(FakeEngine(), api_key=KEY) as client:
         assert (await client.get(path)).status == 401
+
+
+async def test_an_instance_whose_background_tasks_keep_failing_is_not_ready_and_says_which() -> None:
+    third = asyncio.Event()
+    failures = 0
+
+    async def fail() -> None:
+        nonlocal failures
+        failures += 1
+        raise ZeroDivisionError
+
+    async def pause(pause_s: float) -> None:
+        if failures == 3:
+            third.set()
+            await asyncio.Event().wait()
+
+    tasks = BackgroundTasks(sleep=pause)
+    async with AsyncExitStack() as stack, serving(FakeEngine(), background=tasks) as client:
+        assert (await client.get("/ready")).status == 200
+        tasks.run(stack, fail, "cluster planner")
+        await third.wait()
+        answer = await client.get("/ready")
+        assert (answer.status, answer.error["code"]) == (503, "not_ready")
+        assert "cluster planner" in answer.error["message"]
+        assert (await client.get("/health")).status == 200
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/ping", "/version", "/metrics", "/"])
