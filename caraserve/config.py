@@ -26,6 +26,7 @@ LORA_KERNELS = ("bgmv", "bgmv-padded")
 PRELOADED_MODES = ("cached", "merged")  # all adapters are on the device from the start
 _MOST_CORE = 8191  # Linux's own limit
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+DIGEST = re.compile(r"[0-9a-f]{64}")  # an adapter's identity: sha256 of its contents
 
 
 def _bytes(text: str) -> int:

@@ -106,12 +106,13 @@ def _tls(cluster: ClusterConfig) -> tuple[ssl.SSLContext | None, ssl.SSLContext 
     return contexts[0], contexts[1]
 
 
-def make_node(cluster: ClusterConfig, lora: LoraConfig, admission: Admission, model: str) -> Node:
+def make_node(cluster: ClusterConfig, lora: LoraConfig, admission: Admission, model: str, base_name: str) -> Node:
     """`model`: the base model's digest. Raises ConfigError."""
     if lora.registry is None:
         log.warning("without --registry this instance forgets the cluster's adapters when it ends")
     names = NamesFile(beside(lora.registry) if lora.registry else None)
-    config = NodeConfig(cluster.cluster_name, cluster.name, model, cluster.peers, admission.keys, admission.dialling)
+    who = cluster.cluster_name, cluster.name, model, cluster.peers
+    config = NodeConfig(*who, admission.keys, admission.dialling, base_name)
     return Node(config, names, rng=Random())
 
 

@@ -212,7 +212,7 @@ async def serve(
         node = dispatch = adapters = None
         if admission is not None:
             digest = model_identity(model_config, engine_config, served.spec)
-            node = fleet.make_node(cluster_config, lora_config, admission, digest)
+            node = fleet.make_node(cluster_config, lora_config, admission, digest, served.engine.base_name)
             stack.push_async_callback(node.close)
             dispatch = fleet.make_dispatch(node, served.engine, cluster_config, admission)
             stack.push_async_callback(dispatch.relays.close)

@@ -13,7 +13,7 @@ def test_one_that_joins_is_introduced_when_it_knows_all_names(tmp_path: Path) ->
         async with asyncio.timeout(20), instances(tmp_path) as running:
             a = (await running.start("a")).node
             for number in range(500):
-                a.register(Adapter(f"poet-{number}", "d", 8, 1))
+                a.register(Adapter(f"poet-{number}", "d" * 64, 8, 1))
             b = (await running.start("b")).node
             ready = introduction(b, lambda: 0.0)
             assert not ready()

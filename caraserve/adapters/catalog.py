@@ -15,13 +15,12 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.adapters.manifest import DIGEST
 from caraserve.adapters.peft import inspect_adapter, read_adapter, resolve_adapter_path
 from caraserve.adapters.reads import Came, Done
 from caraserve.adapters.registry import AdapterInfo, Registry
 from caraserve.adapters.residency import Residency
 from caraserve.adapters.version import Pooled, Source, Version, too_large
-from caraserve.config import check_adapter_name
+from caraserve.config import DIGEST, check_adapter_name
 from caraserve.errors import AdapterRejected, CaraServeError, ConfigError, Forbidden, NotFound
 from caraserve.model.layout import MAX_RANK, HostAdapter
 from caraserve.model.spec import ModelSpec

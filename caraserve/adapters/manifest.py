@@ -10,7 +10,6 @@ check an image piece by piece, from its first layer on, whoever sends the pieces
 import hashlib
 import json
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +18,6 @@ from caraserve.errors import AdapterRejected
 from caraserve.model.layout import MAX_RANK, AdapterSpec, Dtype, lay_out
 from caraserve.model.spec import SITES, ModelSpec
 
-DIGEST = re.compile(r"[0-9a-f]{64}")
 MAX_MANIFEST_BYTES = 4 << 20
 
 _FORMAT = 1  # changes with the layout of images

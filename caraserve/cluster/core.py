@@ -41,13 +41,13 @@ class Core:
 
     def __init__(self, settings: Settings, keys: Keyring, rng: Random, now: float, wall_ms: int) -> None:
         """Raises ConfigError for a name or address that others could not read."""
-        if not wire.is_plain(settings.name, wire.MAX_NAME) or not wire.is_plain(settings.address, wire.MAX_ADDRESS):
+        if not wire.is_member(settings.name, settings.address):
             raise ConfigError(
-                f"--name {settings.name!r} at {settings.address!r}: plain ASCII, up to {wire.MAX_NAME} characters"
+                f"--name {settings.name!r} at {settings.address!r}: plain ASCII, up to {wire.MAX_NAME}, at HOST:PORT"
             )
         me = Record(settings.name, settings.address, wall_ms, 0, State.ALIVE)
         self.members = Members(me, settings.timing, rng, now)
-        self.facts = Facts(settings.name)
+        self.facts = Facts(settings.name, settings.base_name)
         self.malformed = 0  # frames that were not what they should be
         self._settings = settings
         self._keys = keys

@@ -13,6 +13,7 @@ from hashlib import blake2b
 from itertools import islice
 from typing import Literal, TypeAlias
 
+from caraserve.config import ADAPTER_NAME, DIGEST
 from caraserve.errors import InvalidRequest
 
 SHARED = ""  # the owner of the shelf of adapter names; no instance has an empty name
@@ -27,6 +28,7 @@ MAX_AHEAD_S = 3600.0  # a fact from further in the future comes of a wrong clock
 TOMBSTONE_S = 30 * 86_400.0
 _MOST_EXPIRED = 200  # tombstones at once: a millisecond
 _MOST_ANSWERS = 200  # facts about ourselves put right at once: some milliseconds
+_MOST_RANK, _MOST_BYTES = 1 << 16, 1 << 50  # of an adapter; far beyond what any instance serves
 _MASK = 2**64 - 1
 _COUNTER_BITS = 16
 
@@ -216,12 +218,14 @@ def is_expired(fact: Fact, wall_ms: int) -> bool:
 class Facts:
     """All shelves of one instance, and the newest load of each other one."""
 
-    def __init__(self, me: str) -> None:
-        self.refused = 0  # facts of wrong clocks or by writers who may not
+    def __init__(self, me: str, base_name: str = "") -> None:
+        """`base_name`: of the model that is served here; no adapter has that name."""
+        self.refused = 0  # facts that others sent and that cannot be so
+        self.objection = ""  # why the last of them was refused
         # Another instance of our name is taken for us: what is said of us is its word, or both would write for ever.
         self.is_outbid = False
         self.agreed = False  # whether another instance's names have once been all among ours
-        self.me = me
+        self.me, self._base_name = me, base_name
         self._clock = HybridClock()
         self._shelves = {SHARED: Shelf(), me: Shelf()}
         self._contested: dict[str, None] = {}  # keys of which others have said something else of us
@@ -288,8 +292,8 @@ class Facts:
         shelf = self._shelves.get(owner)
         news: list[Fact] = []
         for fact in facts if shelf is not None else ():
-            if fact.time_ms - wall_ms > MAX_AHEAD_S * 1000 or (owner != SHARED and fact.node != owner):
-                self.refused += 1
+            if (objection := self._objection(owner, fact, wall_ms)) is not None:
+                self.refused, self.objection = self.refused + 1, objection
             elif not is_expired(fact, wall_ms) and shelf is not None and shelf.merge(fact):
                 self._clock.observe(fact.hlc)
                 self._took(owner, fact)
@@ -297,6 +301,20 @@ class Facts:
                 if owner == self.me:
                     self._contested[fact.key] = None
         return news, self.contradict(wall_ms) if owner == self.me else []
+
+    def _objection(self, owner: str, fact: Fact, wall_ms: int) -> str | None:
+        """Why a fact of another instance is not taken in, in words for a log; None: it is. One of another shape than
+        any here may be a later version's: it is kept for others, and means nothing to this instance."""
+        if fact.time_ms - wall_ms > MAX_AHEAD_S * 1000:
+            return f"{fact.node} wrote it over an hour ahead of this instance's clock: is a clock wrong, here or there?"
+        if owner != SHARED:
+            return None if fact.node == owner else f"{fact.node} wrote it, and only {owner} may"
+        if not ADAPTER_NAME.fullmatch(fact.key) or fact.key == self._base_name:
+            return f"{fact.node} gave the name {fact.key[:80]!r}, which no adapter can have"
+        adapter = _adapter(fact)
+        if adapter is not None and not _is_possible(adapter):
+            return f"{fact.node} gave {fact.key!r} a digest, rank or size that no adapter has: {fact.value!r:.200}"
+        return None
 
     def contradict(self, wall_ms: int) -> list[Fact]:
         """What we have to write against others' word about ourselves: the next of it, as there may be much."""
@@ -367,6 +385,11 @@ def _adapter(fact: Fact) -> Adapter | None:
         case (str(digest), int(rank), int(num_bytes), *_) if not fact.deleted:
             return Adapter(fact.key, digest, rank, num_bytes)
     return None
+
+
+def _is_possible(adapter: Adapter) -> bool:
+    has_digest = DIGEST.fullmatch(adapter.digest) is not None
+    return has_digest and 0 < adapter.rank <= _MOST_RANK and 0 < adapter.num_bytes <= _MOST_BYTES
 
 
 def _bucket(key: str) -> int:

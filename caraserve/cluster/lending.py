@@ -19,12 +19,13 @@ import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
 
-from caraserve.adapters.manifest import DIGEST, manifest_of
+from caraserve.adapters.manifest import manifest_of
 from caraserve.adapters.reads import Done
 from caraserve.adapters.residency import Residency
 from caraserve.adapters.version import Source
 from caraserve.cluster.seal import Keyring
 from caraserve.cluster.signing import HEADER, is_signed
+from caraserve.config import DIGEST
 from caraserve.errors import CaraServeError
 from caraserve.model.layout import HostAdapter, aligned_bytes
 

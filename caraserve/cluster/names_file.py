@@ -9,15 +9,18 @@ was not. The file says when its server last ran; after so long its names are tho
 adapters.
 """
 
-import json
 import logging
 import sqlite3
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+
+import orjson
 
 from caraserve.cluster.facts import TOMBSTONE_S, Fact, is_expired
+from caraserve.cluster.wire import fact_of
 from caraserve.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -63,20 +66,33 @@ class NamesFile:
             ) from None
 
     def restore(self, wall_ms: int) -> list[Fact]:
-        """All names and the tombstones that somebody may still need; drops the others. Nothing after too long."""
+        """All names and the tombstones that somebody may still need; drops the others, and what a damaged file has in
+        their place. Nothing after too long. Raises ConfigError when the file cannot be read."""
+        try:
+            return self._restore(wall_ms)
+        except sqlite3.Error as error:
+            raise ConfigError(
+                f"{self._where}, which keeps the cluster's names beside --registry: {error}; remove it, and the other "
+                "instances tell the names again"
+            ) from None
+
+    def _restore(self, wall_ms: int) -> list[Fact]:
         ((seen_ms,),) = self._connection.execute("SELECT max(wall_ms) FROM seen").fetchall()
-        if seen_ms is not None and wall_ms - seen_ms > TOMBSTONE_S * 1000:
+        if isinstance(seen_ms, int) and wall_ms - seen_ms > TOMBSTONE_S * 1000:
             log.warning(
                 "%s was not in use for over %d days: its names are left out", self._where, TOMBSTONE_S // 86_400
             )
             with self._connection:
                 self._connection.execute("DELETE FROM names")
         rows = self._connection.execute("SELECT name, value, hlc, node, deleted FROM names").fetchall()
-        facts = [Fact(name, tuple(json.loads(value)), hlc, node, bool(gone)) for name, value, hlc, node, gone in rows]
-        expired = [(fact.key,) for fact in facts if is_expired(fact, wall_ms)]
+        facts = list(map(_fact, rows))
+        if damaged := facts.count(None):
+            log.warning("%s: %d names in it are damaged and left out", self._where, damaged)
+        kept = [None if fact is None or is_expired(fact, wall_ms) else fact for fact in facts]
+        dropped = [(row[0],) for row, fact in zip(rows, kept, strict=True) if fact is None]
         with self._connection:
-            self._connection.executemany("DELETE FROM names WHERE name = ?", expired)
-        return [fact for fact in facts if not is_expired(fact, wall_ms)]
+            self._connection.executemany("DELETE FROM names WHERE name = ?", dropped)
+        return list(filter(None, kept))
 
     def save(self, facts: Iterable[Fact]) -> None:
         """Writes them soon, in one transaction with all that wait."""
@@ -117,7 +133,7 @@ class NamesFile:
     def _write(self) -> None:
         with self._lock:
             facts, self._waiting = self._waiting.values(), {}
-        rows = [(fact.key, json.dumps(fact.value), fact.hlc, fact.node, fact.deleted) for fact in facts]
+        rows = [(fact.key, orjson.dumps(fact.value).decode(), fact.hlc, fact.node, fact.deleted) for fact in facts]
         self._execute("INSERT OR REPLACE INTO names VALUES (?, ?, ?, ?, ?)", rows)
 
     def _execute(self, text: str, rows: Iterable[tuple[str | int, ...]]) -> None:
@@ -126,3 +142,12 @@ class NamesFile:
                 self._connection.executemany(text, rows)
         except sqlite3.Error as error:
             log.error("names of the cluster cannot be kept in %s: %s", self._where, error)
+
+
+def _fact(row: tuple[Any, ...]) -> Fact | None:
+    """The fact in a row, held to the same limits as one from another instance; None if it is damaged."""
+    name, value, hlc, node, gone = row
+    try:
+        return fact_of([name, orjson.loads(value), hlc, node, bool(gone)])
+    except ValueError:
+        return None

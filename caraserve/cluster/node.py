@@ -82,6 +82,7 @@ class NodeConfig:
     peers: tuple[str, ...]  # HOST:PORT, each one address or a DNS name of many
     keys: SecretFile | Keyring
     tls: ssl.SSLContext | None = None  # for dialling
+    base_name: str = ""  # by which clients ask for the base model: no adapter's name
 
 
 class Node:
@@ -120,7 +121,8 @@ class Node:
         check_count(seeds)
         wall_ms = int(time.time() * 1000)
         self.name = self._config.name or address
-        settings = Settings(self._config.cluster, self._config.model, self.name, address, seeds)
+        who = self._config.cluster, self._config.model, self.name, address
+        settings = Settings(*who, seeds, base_name=self._config.base_name)
         core = Core(settings, self.keys, self._rng, self._now(), wall_ms)
         core.restore(self._names.restore(wall_ms), self._now())
         self._names.seen(wall_ms)
@@ -261,7 +263,7 @@ class Node:
         counts = {
             "facts": (
                 core.facts.refused,
-                "Facts of other instances refused: from over an hour ahead, or of impostors.",
+                "Facts of other instances refused: wrong clocks, impostors, names or sizes that no adapter has.",
             ),
             "frames": (
                 core.malformed,
@@ -325,10 +327,8 @@ class Node:
             self._names.seen(int(time.time() * 1000))
             if (refused := self.core.facts.refused) > self._refused:
                 self._refused = refused
-                text = (
-                    "%d facts from over an hour ahead, or of impostors, were refused: is a clock wrong, here or there?"
-                )
-                self._say(logging.WARNING, "clocks", "", text, refused)
+                text = "%d facts of other instances were refused so far; of the last one, %s"
+                self._say(logging.WARNING, "facts", "", text, refused, self.core.facts.objection)
             if self._now() >= resolve_s:
                 seeds, self._unresolved = await resolved(self._config.peers, self._resolver)
                 resolve_s = self._now() + (_REREAD_S if self._unresolved else _RESOLVE_S)

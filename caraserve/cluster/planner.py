@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import orjson
 from aiohttp import web
@@ -27,6 +28,7 @@ from caraserve.cluster.plan_process import ask, question
 from caraserve.cluster.prices import Typical
 from caraserve.cluster.signing import HEADER, is_signed
 from caraserve.cluster.transfers import Transfers, Trouble
+from caraserve.config import DIGEST
 from caraserve.exposition import family
 
 log = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ PLAN, ROOM = ":plan", ":room"  # keys on an instance's own shelf: (epoch, digest
 
 _MAKING_S = 120.0
 _MAX_DEMAND_BYTES = 8 << 20
+_MOST_TOKENS_PER_S = 1e9  # of one adapter on one instance; what says more is wrong
 _AHEAD = 1  # steps by which another's clock may be before ours
 _RUNNING = 64  # requests that an instance serves at once, where it is asked how much it can do
 
@@ -158,7 +161,9 @@ class Planner:
             shelf = self._node.core.facts.shelf(record.name)
             fact = shelf.get(PLAN) if shelf is not None and record.state == State.ALIVE else None
             match fact.value if fact is not None else ():
-                case (int(epoch), str(digest)) if ours < (epoch, digest) and epoch <= most_epoch and digest.isalnum():
+                case (int(epoch), str(digest)) if (
+                    ours < (epoch, digest) and epoch <= most_epoch and DIGEST.fullmatch(digest)
+                ):
                     published.setdefault((epoch, digest), []).append(record.address)
         for best in sorted(published, reverse=True):
             for address in published[best]:
@@ -223,9 +228,14 @@ def _rates(body: bytes | Trouble) -> Rates:
     if isinstance(body, Trouble):
         return {}
     try:
-        return {name: (max(0.0, float(old)), max(0.0, float(new))) for name, (old, new) in orjson.loads(body).items()}
+        return {name: (_rate(old), _rate(new)) for name, (old, new) in orjson.loads(body).items()}
     except (ValueError, TypeError, AttributeError):
         return {}
+
+
+def _rate(tokens_per_s: Any) -> float:
+    rate = float(tokens_per_s)
+    return rate if 0 <= rate <= _MOST_TOKENS_PER_S else 0.0
 
 
 def _asked(

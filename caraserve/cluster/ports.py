@@ -22,6 +22,7 @@ class Settings:
     name: str
     address: str  # where others reach us
     seeds: tuple[str, ...] = ()
+    base_name: str = ""  # by which clients ask for the base model: no adapter's name
     timing: Timing = field(default_factory=Timing)
     beat_s: float = 0.25
     sync_s: float = 2.0

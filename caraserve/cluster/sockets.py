@@ -67,7 +67,9 @@ class Sockets:
         # A connection for each WebSocket, so that nothing is to be pooled.
         connector = aiohttp.TCPConnector(limit=0, force_close=True, resolver=resolver)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_DIAL_S)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
+        redirects = aiohttp.TraceConfig()  # `ws_connect` has no argument that refuses them
+        redirects.on_request_redirect.append(_refuse_redirect)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, trace_configs=[redirects])
 
     def dial(self, address: str) -> None:
         """Connects to HOST:PORT in the background, unless that is under way. A failure is no event."""
@@ -156,6 +158,13 @@ class Sockets:
                 await here.wake.wait()
                 here.wake.clear()
         await here.stream.close()  # and so the reader ends, too
+
+
+async def _refuse_redirect(
+    session: aiohttp.ClientSession, context: object, answer: aiohttp.TraceRequestRedirectParams
+) -> None:
+    """What answers at a peer's address must not choose which other URL this machine asks for."""
+    raise aiohttp.ClientConnectionError(f"{answer.url} redirects to another address")
 
 
 async def _finished(writer: "asyncio.Task[None]", here: _Socket) -> None:

@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.adapters.manifest import DIGEST, MAX_MANIFEST_BYTES, ChunkHasher, manifest_of, read_manifest
+from caraserve.adapters.manifest import MAX_MANIFEST_BYTES, ChunkHasher, manifest_of, read_manifest
+from caraserve.config import DIGEST
 from caraserve.errors import AdapterRejected, ConfigError
 from caraserve.model.layout import HostAdapter
 from caraserve.model.spec import ModelSpec

@@ -123,7 +123,8 @@ class Transfers:
             timeout = aiohttp.ClientTimeout(None, connect=_REACH_S, sock_connect=_CONNECT_S, sock_read=_SILENT_S)
             self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
         scheme = "https" if self._tls else "http"
-        return self._session.get(url.replace("http", scheme, 1), headers=headers, ssl=self._tls or True)
+        url = url.replace("http", scheme, 1)
+        return self._session.get(url, headers=headers, ssl=self._tls or True, allow_redirects=False)
 
     async def _page(self, url: str, headers: dict[str, str], most_bytes: int) -> bytes | Trouble:
         try:

@@ -14,6 +14,7 @@ import orjson
 
 from caraserve.cluster.facts import BUCKETS, MAX_KEY, MAX_VALUE, Fact, Load, Status, Value, fact_fits
 from caraserve.cluster.members import MAX_KNOWN, MAX_RUMOURS, Record, Rumour, State
+from caraserve.endpoints import split_address
 
 PROTOCOL = 2  # raised whenever instances of before and after could not work together
 MAX_NAME, MAX_ADDRESS = 64, 256  # characters
@@ -202,6 +203,19 @@ def _text(longest: int, shortest: int = 1) -> Check[str]:
     return check
 
 
+_any_address = _text(MAX_ADDRESS)
+
+
+def _address(value: object) -> str:
+    """Where an instance can be reached. The text goes into URLs that this instance asks for."""
+    address = _any_address(value)
+    try:
+        split_address(address)
+    except ValueError:
+        raise _WrongError("HOST:PORT") from None
+    return address
+
+
 def _many(check: Check[T], most: int, least: int = 0) -> Check[tuple[T, ...]]:
     def check_all(value: object) -> tuple[T, ...]:
         if not isinstance(value, list) or not least <= len(value) <= most:
@@ -261,8 +275,8 @@ def _key(value: object) -> str:
     return value
 
 
-_NAME, _OWNER, _ADDRESS, _NONCE = _text(MAX_NAME), _text(MAX_NAME, 0), _text(MAX_ADDRESS), _text(64)
-_MEMBER: Check[Record] = _shape(Record, _NAME, _ADDRESS, _count, _count, _state)
+_NAME, _OWNER, _NONCE = _text(MAX_NAME), _text(MAX_NAME, 0), _text(64)
+_MEMBER: Check[Record] = _shape(Record, _NAME, _address, _count, _count, _state)
 _RUMOURS = _many(_shape(Rumour, _MEMBER, _OWNER), MAX_RUMOURS)
 _LOAD: Check[Load] = _shape(
     *(Load, _status, _count, _count, _many(_pair(_count, _count), _MAX_RANKS)),
@@ -271,7 +285,7 @@ _LOAD: Check[Load] = _shape(
 _VALUE: Check[Value] = _many(_value_item, 8)
 _raw_fact: Check[Fact] = _shape(Fact, _key, _VALUE, _count, _NAME, _flag)
 
-_own_hello = _shape(Hello, _count, _OWNER, _text(256, 0), _NAME, _ADDRESS, _count, _NONCE, _text(64, 0), _flag)
+_own_hello = _shape(Hello, _count, _OWNER, _text(256, 0), _NAME, _address, _count, _NONCE, _text(64, 0), _flag)
 
 
 def _hello(value: object) -> Hello:
@@ -326,9 +340,20 @@ def decode(body: bytes) -> Message | Malformed:
         return Malformed(f"not JSON: {error}")
 
 
-def is_plain(text: str, longest: int) -> bool:
-    """Whether a name or address can be sent."""
-    return 0 < len(text) <= longest and _PLAIN.fullmatch(text) is not None
+def is_member(name: str, address: str) -> bool:
+    """Whether others could read an instance's name and address."""
+    try:
+        return bool(_NAME(name) and _address(address))
+    except _WrongError:
+        return False
+
+
+def fact_of(value: object) -> Fact | None:
+    """A fact from elsewhere than a frame, as the list of its fields; None unless it could have come in a frame."""
+    try:
+        return _fact(value)
+    except _WrongError:
+        return None
 
 
 def encode(message: Message) -> bytes:

@@ -142,15 +142,15 @@ class Instances:
         behind_relay: bool = False,
         tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None,
         called: str | None = None,
+        base_name: str = "",
         prepare: Callable[[Node], None] = lambda node: None,
         routes: Callable[[Node], Sequence[web.RouteDef]] = lambda node: (),
     ) -> Instance:
         """Joins the first one started, unless told whom. `tls`: for listening and for dialling."""
         names = NamesFile(self._folder / f"{name}.db")
         seeds = peers if peers is not None else (self._first,) if self._first else ("127.0.0.1:1",)
-        node = Node(
-            NodeConfig("tests", called or name, model, seeds, keys, tls[1] if tls else None), names, rng=Random(name)
-        )
+        config = NodeConfig("tests", called or name, model, seeds, keys, tls[1] if tls else None, base_name)
+        node = Node(config, names, rng=Random(name))
         node.load_now = lambda lag_s: LOAD
         prepare(node)
         app = web.Application()

@@ -101,7 +101,7 @@ async def test_what_the_cluster_meant_before_ours_was_loaded_is_nothing_to_us(tm
 
         async def hear() -> None:
             assert node.adapter("n2998") is None
-            older = Adapter("n2999", "old", 8, 10)
+            older = Adapter("n2999", "a" * 64, 8, 10)
             publisher.take_names({"n2998": None, "n2999": older})
 
         hearing = asyncio.create_task(hear())
@@ -117,7 +117,7 @@ async def test_once_announced_a_name_means_what_others_say(tmp_path: Path) -> No
         publisher, wanted = publisher_of((await running.start("a")).node, Catalog()), []
         publisher.on_wanted = wanted.append
         await publisher.announce()
-        publisher.take_names({"n2999": (newer := Adapter("n2999", "new", 8, 10))})
+        publisher.take_names({"n2999": (newer := Adapter("n2999", "b" * 64, 8, 10))})
         assert wanted == [newer]
 
 

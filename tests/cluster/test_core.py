@@ -67,7 +67,7 @@ def test_a_seed_that_comes_late_and_calls_itself_otherwise_is_found() -> None:
     fleet = Fleet(1)
     fleet.start("a", ["b", "nowhere"])
     fleet.run(5)
-    fleet.start("b", address="b:its-own-word-for-it")
+    fleet.start("b", address="b:4321")
     fleet.run_until(fleet.agree, 2)
     fleet.run(3)
     assert len(fleet.nodes["a"].core._links) == 1
@@ -208,8 +208,8 @@ def test_a_partition_heals_into_one_view_within_two_seconds(reset: bool) -> None
     fleet.run(12)
     for name in left:
         assert set(fleet.nodes[name].core.members.live()) == set(left) - {name}
-    fleet.nodes["n0"].core.register(Adapter("left", "d1", 8, 1), fleet.now)
-    fleet.nodes["n3"].core.register(Adapter("right", "d2", 8, 1), fleet.now)
+    fleet.nodes["n0"].core.register(Adapter("left", "d" * 64, 8, 1), fleet.now)
+    fleet.nodes["n3"].core.register(Adapter("right", "e" * 64, 8, 1), fleet.now)
     fleet.kill("n5", reset=False)
     fleet.run(6)
     fleet.heal()
@@ -251,7 +251,7 @@ def test_views_converge_on_a_network_that_loses_frames(loss: float) -> None:
     for index in range(6):
         fleet.start(f"n{index}", ["n0"])
     fleet.run_until(fleet.agree, 6)
-    fleet.nodes["n1"].core.register(Adapter("sql", "d", 8, 1), fleet.now)
+    fleet.nodes["n1"].core.register(Adapter("sql", "d" * 64, 8, 1), fleet.now)
     fleet.run_until(fleet.same_facts, 12)
     fleet.run(60)
     deaths = [event for name in fleet.nodes for _, event in fleet.events(name) if event.record.state == State.DEAD]
@@ -279,7 +279,7 @@ def test_a_loop_that_hangs_for_a_second_is_not_dead_and_accuses_nobody() -> None
 def test_a_thousand_adapters_are_known_everywhere_and_after_a_restart_of_all() -> None:
     fleet = fleet_of(5)
     for index in range(1000):
-        fleet.nodes["n0"].core.register(Adapter(f"adapter-{index}", f"digest-{index}", 8, 1), fleet.now)
+        fleet.nodes["n0"].core.register(Adapter(f"adapter-{index}", f"{index:064x}", 8, 1), fleet.now)
     assert fleet.run_until(lambda: len(adapters(fleet, "n4")) == 1000, 2) < 2
     fleet.start("new", ["n3"])
     assert fleet.run_until(lambda: len(adapters(fleet, "new")) == 1000, 2) < 2
@@ -296,7 +296,7 @@ def test_a_thousand_adapters_are_known_everywhere_and_after_a_restart_of_all() -
 def test_facts_at_rest_cost_nothing() -> None:
     """Copies that are alike ask nothing; and one that has more does not ask again and again for what is not there."""
     fleet = fleet_of(3)
-    fleet.nodes["n0"].core.register(Adapter("sql", "d", 8, 1), fleet.now)
+    fleet.nodes["n0"].core.register(Adapter("sql", "d" * 64, 8, 1), fleet.now)
     fleet.run(5)
     before = sum(fleet.sent.values())
     fleet.run(10)

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caraserve.cluster.core import Core
-from caraserve.cluster.facts import Load
+from caraserve.cluster.facts import SHARED, Fact, Load
 from caraserve.cluster.links import MAX_WAITING, STRANGER
 from caraserve.cluster.members import MemberChanged, Record, Rumour, State
-from caraserve.cluster.ports import Close, Quoted, Settings
+from caraserve.cluster.ports import Close, Dial, Quoted, Settings
 from caraserve.cluster.seal import Keyring
-from caraserve.cluster.wire import Quote
+from caraserve.cluster.wire import Facts, Quote, Sync
 from tests.cluster.fleet import SECRET, WALL_MS
 
 
@@ -226,6 +226,29 @@ def test_strangers_do_not_make_us_forget_which_connection_is_to_ourselves() -> N
     one.take_outputs()
     one.received(499, hello, 0.1)
     assert [output.reason for output in one.take_outputs() if isinstance(output, Close)] == ["it is our own address"]
+
+
+def test_a_record_at_no_address_leads_nowhere_and_the_session_goes_on() -> None:
+    one, other, _ = pair()
+    before = one.members.records()
+    other._peers["a"].send(Sync(False, (Record("z", "a:1/meta-data/?x=:80", 5, 0, State.ALIVE),), ()))
+    exchange(one, other, 0.1)
+    for step in range(20):
+        exchange(one, other, 0.3 + step / 10)
+    assert one.malformed == 1
+    assert one.members.records() == before
+    assert not [output for output in one.take_outputs() if isinstance(output, Dial)]
+    assert set(one.peers()) == {"b"}
+
+
+def test_of_a_frame_with_one_fact_that_cannot_be_the_others_are_taken() -> None:
+    one, other, _ = pair()
+    good, bad = ("d" * 64, 8, 1), ("../d", 8, 1)
+    facts = tuple(Fact(name, value, WALL_MS << 16, "b") for name, value in (("x", good), ("y", bad), ("z", good)))
+    other._peers["a"].send(Facts(0, SHARED, facts, 3, True))
+    exchange(one, other, 0.1)
+    assert {adapter.name for adapter in one.facts.adapters()} == {"x", "z"}
+    assert (one.facts.refused, one.malformed) == (1, 0)
 
 
 def test_a_beat_speaks_only_for_its_sender() -> None:

@@ -129,7 +129,7 @@ def test_what_arrives_over_a_connection_that_is_to_be_closed_is_not_read() -> No
 
 def test_what_was_asked_over_a_connection_that_broke_is_asked_again_over_the_next() -> None:
     a, b = core("a"), core("b")
-    a.register(Adapter("poet", "d", 8, 1), 0.0)
+    a.register(Adapter("poet", "d" * 64, 8, 1), 0.0)
     a.tick(0.0)  # nobody hears the news
     for number, lose in ((1, Facts), (2, None)):
         a.connected(number, 0.1, dialled="b:1")
@@ -196,7 +196,7 @@ def test_a_clock_that_is_put_right_under_way_is_right_from_then_on() -> None:
     a = Core(Settings("c", "m", "a", "a:1"), KEYS, Random("a"), 0.0, 1000)  # just after 1970
     b = core("b")
     connect(a, b, 1, 0.0)
-    b.register(Adapter("poet", "d", 8, 1), 0.0)
+    b.register(Adapter("poet", "d" * 64, 8, 1), 0.0)
     b.tick(0.1)
     carry(a, b, (1,), 0.1)
     assert a.facts.adapter("poet") is None

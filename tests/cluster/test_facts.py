@@ -3,7 +3,7 @@
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from caraserve.cluster import facts as module
@@ -21,11 +21,12 @@ from caraserve.cluster.facts import (
     Shelf,
     fact_fits,
 )
+from caraserve.config import ADAPTER_NAME, DIGEST
 from caraserve.errors import InvalidRequest
 
 WALL_MS = 1_700_000_000_000
 HLC = WALL_MS << 16
-ADAPTER = Adapter("sql", "digest-1", 16, 1000)
+ADAPTER = Adapter("sql", "d" * 64, 16, 1000)
 
 some_facts = st.lists(
     st.builds(
@@ -119,6 +120,37 @@ def test_a_fact_from_far_in_the_future_is_refused() -> None:
     assert facts.merge(SHARED, ahead, WALL_MS) == ([], [])
     assert facts.refused == 1
     assert facts.merge(SHARED, ahead, WALL_MS + 200_000)[0] == ahead
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "a\nb", "\0", "", "-a", "x" * 129, "base"])
+@pytest.mark.parametrize("deleted", [False, True])
+def test_a_name_that_no_adapter_can_have_is_not_taken_in(name: str, deleted: bool) -> None:
+    facts = Facts("n1", "base")
+    fact = Fact(name, () if deleted else ("d" * 64, 8, 1), HLC, "n2", deleted)
+    assert facts.merge(SHARED, [fact, Fact("good", ("d" * 64, 8, 1), HLC, "n2")], WALL_MS)[0][0].key == "good"
+    assert [adapter.name for adapter in facts.adapters()] == ["good"]
+    assert (facts.refused, len(facts.shelf(SHARED) or ())) == (1, 1)
+    assert facts.objection == f"n2 gave the name {name[:80]!r}, which no adapter can have"
+
+
+@given(st.text(max_size=130), st.text(max_size=70), st.integers(0, 2**62), st.integers(0, 2**62))
+@example("a", "d" * 64, 8, 1)
+@example("a", "D" * 64, 8, 1)
+@example("a", "d" * 63, 8, 1)
+@example("a", "d" * 64, 0, 1)
+@example("a", "d" * 64, 8, 0)
+def test_whatever_is_listed_has_a_name_a_digest_a_rank_and_a_size(
+    name: str, digest: str, rank: int, num_bytes: int
+) -> None:
+    facts = Facts("n1", "base")
+    facts.merge(SHARED, [Fact(name, (digest, rank, num_bytes), HLC, "n2")], WALL_MS)
+    for adapter in facts.adapters():
+        assert ADAPTER_NAME.fullmatch(adapter.name)
+        assert adapter.name != "base"
+        assert DIGEST.fullmatch(adapter.digest)
+        assert 0 < adapter.rank <= 65_536
+        assert 0 < adapter.num_bytes <= 2**50
+    assert facts.refused + sum(1 for _ in facts.adapters()) == 1
 
 
 def test_only_the_holder_says_what_it_holds() -> None:
@@ -220,10 +252,10 @@ def test_a_full_shelf_takes_no_new_keys_but_new_words_on_old_ones(monkeypatch: p
     monkeypatch.setattr(module, "MAX_FACTS", 2)
     facts = Facts("n1")
     facts.register(ADAPTER, WALL_MS)
-    facts.register(Adapter("b", "digest", 8, 1), WALL_MS)
+    facts.register(Adapter("b", "d" * 64, 8, 1), WALL_MS)
     with pytest.raises(InvalidRequest, match="at most"):
-        facts.register(Adapter("c", "digest", 8, 1), WALL_MS)
-    assert len(facts.register(Adapter("b", "digest-2", 8, 1), WALL_MS)) == 1
+        facts.register(Adapter("c", "d" * 64, 8, 1), WALL_MS)
+    assert len(facts.register(Adapter("b", "e" * 64, 8, 1), WALL_MS)) == 1
     assert len(facts.shelf(SHARED) or ()) == 2
 
 
@@ -231,12 +263,12 @@ def test_what_was_removed_takes_no_room_from_names(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module, "MAX_FACTS", 2)
     facts = Facts("n1")
     for index in range(5):
-        facts.register(Adapter(f"x{index}", "digest", 8, 1), WALL_MS)
+        facts.register(Adapter(f"x{index}", "d" * 64, 8, 1), WALL_MS)
         facts.remove(f"x{index}", WALL_MS)
     facts.register(ADAPTER, WALL_MS)
-    facts.register(Adapter("x0", "digest", 8, 1), WALL_MS)
+    facts.register(Adapter("x0", "d" * 64, 8, 1), WALL_MS)
     with pytest.raises(InvalidRequest, match="at most"):
-        facts.register(Adapter("x1", "digest", 8, 1), WALL_MS)
+        facts.register(Adapter("x1", "d" * 64, 8, 1), WALL_MS)
     assert {adapter.name for adapter in facts.adapters()} == {"sql", "x0"}
 
 
@@ -244,7 +276,7 @@ def test_of_tombstones_the_newest_are_kept_and_the_others_counted(monkeypatch: p
     monkeypatch.setattr(module, "MAX_TOMBSTONES", 3)
     facts = Facts("n1")
     for index in range(5):
-        facts.register(Adapter(f"x{index}", "digest", 8, 1), WALL_MS)
+        facts.register(Adapter(f"x{index}", "d" * 64, 8, 1), WALL_MS)
     removed = [fact for index in range(5) for fact in facts.remove(f"x{index}", WALL_MS + index)]
     assert sorted(fact.key for fact in facts.shelf(SHARED) or ()) == ["x2", "x3", "x4"]
     assert facts.dropped == 2
@@ -282,9 +314,9 @@ def test_tombstones_expire_some_at_a_time_and_those_given_again_not_at_all() -> 
     count = 2 * module._MOST_EXPIRED
     for _ in range(3):  # so that some are buried more than once
         for index in range(count):
-            facts.register(Adapter(f"x{index}", "digest", 8, 1), WALL_MS)
+            facts.register(Adapter(f"x{index}", "d" * 64, 8, 1), WALL_MS)
             facts.remove(f"x{index}", WALL_MS)
-    facts.register(Adapter("x0", "digest", 8, 1), WALL_MS)
+    facts.register(Adapter("x0", "d" * 64, 8, 1), WALL_MS)
     later = WALL_MS + int(TOMBSTONE_S * 1000) + 1000
     sizes = []
     for _ in range(3):
@@ -297,9 +329,9 @@ def test_tombstones_expire_some_at_a_time_and_those_given_again_not_at_all() -> 
 def test_a_shelf_may_change_while_its_names_are_read() -> None:
     facts = Facts("n1")
     for index in range(2000):
-        facts.register(Adapter(f"x{index}", "digest", 8, 1), WALL_MS)
+        facts.register(Adapter(f"x{index}", "d" * 64, 8, 1), WALL_MS)
     for index, _ in enumerate(facts.adapters()):
-        facts.register(Adapter(f"y{index}", "digest", 8, 1), WALL_MS)
+        facts.register(Adapter(f"y{index}", "d" * 64, 8, 1), WALL_MS)
         if index == 1000:
             break
 
@@ -307,7 +339,7 @@ def test_a_shelf_may_change_while_its_names_are_read() -> None:
 @pytest.mark.parametrize("name", ["", "x" * (MAX_KEY + 1), "half a \ud800 pair"])
 def test_a_name_that_cannot_travel_is_refused_at_home(name: str) -> None:
     with pytest.raises(InvalidRequest, match="names of 1 to"):
-        Facts("n1").register(Adapter(name, "digest", 8, 1), WALL_MS)
+        Facts("n1").register(Adapter(name, "d" * 64, 8, 1), WALL_MS)
 
 
 def test_values_are_bounded_together() -> None:
@@ -321,8 +353,8 @@ def test_a_value_of_a_later_version_is_no_adapter_yet() -> None:
     facts = Facts("n1")
     facts.merge(SHARED, [Fact("new", ("digest", "rank 8"), HLC, "n2")], WALL_MS)
     assert facts.adapter("new") is None
-    facts.merge(SHARED, [Fact("newer", ("digest", 8, 100, "more"), HLC, "n2")], WALL_MS)
-    assert facts.adapter("newer") == Adapter("newer", "digest", 8, 100)
+    facts.merge(SHARED, [Fact("newer", ("d" * 64, 8, 100, "more"), HLC, "n2")], WALL_MS)
+    assert facts.adapter("newer") == Adapter("newer", "d" * 64, 8, 100)
     assert [adapter.name for adapter in facts.adapters()] == ["newer"]
 
 

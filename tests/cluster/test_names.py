@@ -15,7 +15,7 @@ NAMES = [
 
 
 def meaning(name: str) -> Adapter:
-    return Adapter(name, f"digest of {name}", 8, 10)
+    return Adapter(name, name.encode().hex().zfill(64), 8, 10)
 
 
 async def test_each_is_there_with_what_it_means_when_its_turn_comes(tmp_path: Path) -> None:
@@ -28,11 +28,9 @@ async def test_each_is_there_with_what_it_means_when_its_turn_comes(tmp_path: Pa
             seen[adapter.name] = adapter
             if len(seen) == 1:
                 first, changed, gone, *others = [adapter.name, *(name for name in NAMES if name != adapter.name)]
-                node.register(Adapter(changed, "another digest", 8, 10))
+                node.register(Adapter(changed, "a" * 64, 8, 10))
                 node.remove(gone)
-        assert seen == {name: meaning(name) for name in (first, *others)} | {
-            changed: Adapter(changed, "another digest", 8, 10)
-        }
+        assert seen == {name: meaning(name) for name in (first, *others)} | {changed: Adapter(changed, "a" * 64, 8, 10)}
 
 
 async def test_others_have_their_turn_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,38 @@ def test_a_file_of_before_last_sights_were_kept_is_read(tmp_path: Path) -> None:
     assert kept(path, NOW_MS + int(TOMBSTONE_S * 1000) + 1000) == [NAME]
 
 
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        *(("value", b"\xff"), ("value", "[["), ("value", "{}"), ("value", "[1.5]"), ("value", f'["{"x" * 5000}"]')),
+        *(("hlc", "x"), ("hlc", -1), ("hlc", 2**62), ("node", ""), ("node", "a\nb"), ("node", b"a"), ("name", b"x")),
+    ],
+)
+def test_a_damaged_row_is_left_out_and_the_others_come_back(
+    tmp_path: Path, column: str, value: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "names.db"
+    with closing(NamesFile(path)) as names:
+        names.save([NAME, GONE])
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(f"UPDATE names SET {column} = ? WHERE name = 'poet'", (value,))
+    assert kept(path) == [GONE]
+    assert "1 names in it are damaged" in caplog.text
+    caplog.clear()
+    assert kept(path) == [GONE]
+    assert not caplog.records
+
+
+def test_a_file_whose_pages_are_damaged_is_refused_with_the_reason(tmp_path: Path) -> None:
+    path = tmp_path / "names.db"
+    with closing(NamesFile(path)) as names:
+        names.save([Fact(f"n{index}", ("d", index), HLC, "a") for index in range(500)])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:8192] + b"\xff" * (len(whole) - 8192))
+    with closing(NamesFile(path)) as names, pytest.raises(ConfigError, match=r"names\.db.*remove it"):
+        names.restore(NOW_MS)
+
+
 def test_without_a_file_nothing_is_kept() -> None:
     with closing(NamesFile(None)) as names:
         names.save([NAME])

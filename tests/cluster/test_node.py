@@ -8,6 +8,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from caraserve.cluster.cost import Links, Tier
 from caraserve.cluster.facts import SHARED, Adapter, Fact, Load
@@ -17,6 +18,7 @@ from caraserve.cluster.node import Body
 from caraserve.cluster.perf_model import PerfModel
 from caraserve.cluster.seal import Keyring
 from caraserve.cluster.secret_file import SecretFile
+from caraserve.cluster.transfers import Transfers, Trouble
 from caraserve.errors import ConfigError
 from tests.cluster.nodes import LOAD, Instances, instances, until
 
@@ -44,7 +46,7 @@ async def test_five_see_each_other_and_one_that_leaves_is_suspected_by_nobody(tm
 
 
 async def test_a_name_is_known_everywhere_and_forgotten_everywhere(tmp_path: Path) -> None:
-    adapter = Adapter("poet", "d1", 8, 4096)
+    adapter = Adapter("poet", "d" * 64, 8, 4096)
     heard: list[object] = []
     async with instances(tmp_path) as running:
         await together(running, "a", "b", "c")
@@ -68,7 +70,7 @@ async def test_a_name_given_in_words_of_a_later_version_is_not_taken_for_a_remov
         wall_ms = int(time.time() * 1000)
         later = Fact("poet", ("blake3", "digest"), wall_ms << 16, "b")
         b.core.facts.merge(SHARED, [later], wall_ms)
-        b.register(Adapter("known", "d", 8, 10))
+        b.register(Adapter("known", "d" * 64, 8, 10))
         shelf = a.core.facts.shelf(SHARED)
         await until(lambda: "known" in heard and shelf is not None and shelf.get("poet") == later)
         assert set(heard) == {"known"}
@@ -89,8 +91,8 @@ async def test_names_and_what_was_removed_survive_a_restart_of_all(tmp_path: Pat
         await together(running, "a", "b")
         a, b = running.running["a"].node, running.running["b"].node
         for index in range(1000):
-            a.register(Adapter(f"n{index}", f"d{index}", 8, 10))
-        b.register(Adapter("gone", "d", 8, 10))
+            a.register(Adapter(f"n{index}", f"{index:064x}", 8, 10))
+        b.register(Adapter("gone", "d" * 64, 8, 10))
         await until(lambda: sum(1 for _ in b.adapters()) == sum(1 for _ in a.adapters()) == 1001)
         a.remove("gone")
         await until(lambda: b.adapter("gone") is None)
@@ -105,7 +107,7 @@ async def test_names_and_what_was_removed_survive_a_restart_of_all(tmp_path: Pat
 async def test_a_name_taken_away_while_http_ends_is_remembered(tmp_path: Path) -> None:
     async with instances(tmp_path) as running:
         a = (await running.start("a")).node
-        a.register(Adapter("late", "d", 8, 10))
+        a.register(Adapter("late", "d" * 64, 8, 10))
         await a.stop()
         a.remove("late")
     with contextlib.closing(NamesFile(tmp_path / "a.db")) as names:
@@ -120,12 +122,14 @@ async def test_a_wrong_clock_is_said_to_be_one_and_may_be_put_right(
     async with instances(tmp_path) as running:
         await together(running, "a", "b")
         a, b = running.running["a"].node, running.running["b"].node
-        b.core.facts.merge(SHARED, [Fact("ahead", ("d", 8, 10), int(later_s * 1000) << 16, "b")], int(later_s * 1000))
-        b.register(Adapter("poet", "d", 8, 10))
+        b.core.facts.merge(
+            SHARED, [Fact("ahead", ("d" * 64, 8, 10), int(later_s * 1000) << 16, "b")], int(later_s * 1000)
+        )
+        b.register(Adapter("poet", "d" * 64, 8, 10))
         await until(lambda: "is a clock wrong" in caplog.text)
         assert a.adapter("poet") is None
         monkeypatch.setattr("caraserve.cluster.node.time.time", lambda: later_s)
-        b.register(Adapter("pirate", "d", 8, 10))
+        b.register(Adapter("pirate", "d" * 64, 8, 10))
         await until(lambda: a.adapter("pirate") is not None)
 
 
@@ -206,7 +210,7 @@ async def test_secrets_change_without_a_pause(tmp_path: Path) -> None:
                 file.write_bytes(content)
                 running.running[name].node.reread_secrets()
                 await asyncio.sleep(0.3)  # the two differ, and speak
-        running.running["a"].node.register(Adapter("after", "d", 8, 1))
+        running.running["a"].node.register(Adapter("after", "d" * 64, 8, 1))
         await until(lambda: running.running["b"].node.adapter("after") is not None)
         assert left == [State.ALIVE] * 2
 
@@ -221,7 +225,7 @@ async def test_a_secret_file_that_became_useless_changes_nothing(tmp_path: Path)
         await until(running.agree)
         file.write_bytes(b"short")
         running.running["a"].node.reread_secrets()
-        running.running["a"].node.register(Adapter("after", "d", 8, 1))
+        running.running["a"].node.register(Adapter("after", "d" * 64, 8, 1))
         await until(lambda: running.running["b"].node.adapter("after") is not None)
 
 
@@ -246,19 +250,19 @@ async def test_what_each_side_learnt_in_a_partition_both_know_when_it_heals(tmp_
         await running.start("b", behind_relay=True, peers=(first.address,))
         await until(running.agree)
         pair = [running.running[name] for name in "ab"]
-        pair[0].node.register(Adapter("before", "d", 8, 1))
+        pair[0].node.register(Adapter("before", "d" * 64, 8, 1))
         for one in pair:
             assert one.relay is not None
             one.relay.cut()
         await until(lambda: pair[0].sees("b") == pair[1].sees("a") == State.SUSPECT)
         await until(lambda: pair[0].sees("b") == pair[1].sees("a") == State.DEAD)
-        pair[0].node.register(Adapter("on a", "d", 8, 1))
-        pair[1].node.register(Adapter("on b", "d", 8, 1))
+        pair[0].node.register(Adapter("on-a", "d" * 64, 8, 1))
+        pair[1].node.register(Adapter("on-b", "d" * 64, 8, 1))
         for one in pair:
             assert one.relay is not None
             one.relay.heal()
         await until(running.agree)
-        await until(lambda: all({x.name for x in one.node.adapters()} == {"before", "on a", "on b"} for one in pair))
+        await until(lambda: all({x.name for x in one.node.adapters()} == {"before", "on-a", "on-b"} for one in pair))
 
 
 async def test_a_defect_in_what_a_change_leads_to_ends_neither_the_node_nor_the_changes_after_it(
@@ -292,6 +296,43 @@ async def test_a_node_whose_tick_fails_ticks_again(tmp_path: Path, monkeypatch: 
         await until(lambda: (found := b.core.facts.load("a", 0.0)) is not None and found[0].queued == 7)
         assert not a.ended.done()
         assert 'background_task_failures_total{task="cluster tick",x="y"} 1' in "".join(a.background.families('x="y"'))
+
+
+async def test_what_answers_for_a_peer_cannot_send_this_machine_to_another_url(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    async def redirect(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        raise web.HTTPFound("/elsewhere")
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", redirect)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    address = f"127.0.0.1:{runner.addresses[0][1]}"
+    wire = Transfers(lambda: Keyring((OLD,)), None)
+    try:
+        assert await wire.page(address, "/page", 100) is Trouble.FAILED
+        async with instances(tmp_path) as running:
+            await running.start("a", peers=(address,))
+            await until(lambda: asked.count("/cluster/ws") >= 2)
+    finally:
+        await wire.close()
+        await runner.cleanup()
+    assert set(asked) == {"/page", "/cluster/ws"}
+
+
+async def test_the_base_models_name_is_no_adapters(tmp_path: Path) -> None:
+    async with instances(tmp_path) as running:
+        await running.start("a", base_name="base")
+        b = (await running.start("b")).node
+        await until(running.agree)
+        for name in ("base", "poet"):
+            b.register(Adapter(name, "d" * 64, 8, 1))
+        a = running.running["a"].node
+        await until(lambda: a.adapter("poet") is not None and a.core.facts.refused > 0)
+        assert [adapter.name for adapter in a.adapters()] == ["poet"]
 
 
 async def test_no_web_page_can_join(tmp_path: Path) -> None:

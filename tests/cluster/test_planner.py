@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import orjson
 import pytest
 
 from caraserve.cluster.assignment import AdapterDemand, Plan, Server, Share, planners
@@ -19,7 +20,7 @@ from caraserve.cluster.perf_model import PerfModel
 from caraserve.cluster.plan_codec import decoded, encoded, packed
 from caraserve.cluster.plan_process import answer, ask, question
 from caraserve.cluster.planner import PLAN as PUBLISHED
-from caraserve.cluster.planner import Pace, Planner
+from caraserve.cluster.planner import Pace, Planner, _rates
 from caraserve.cluster.seal import Keyring
 from caraserve.cluster.transfers import Transfers, Trouble
 from caraserve.fleet_adapters import planned
@@ -61,7 +62,7 @@ async def planning(
         for one in group.running.values():
             one.node.publish(MODEL, Links())
         for name, rank in RANKS.items():
-            group.running[names[0]].node.register(Adapter(name, f"digest of {name}", rank, 1000))
+            group.running[names[0]].node.register(Adapter(name, name.encode().hex().zfill(64), rank, 1000))
         for one in group.running.values():
             await until(lambda one=one: sum(1 for _ in one.node.adapters()) == len(RANKS))
             await until(lambda one=one: len(one.node.instances()) == len(names))
@@ -281,6 +282,16 @@ def test_demand_is_counted_by_steps_and_only_the_last_two_are_remembered() -> No
     assert demand.rates(7) == {"x": (1.0, 2.0)}
     demand.count("y", 20 * STEP_S)
     assert demand.rates(8) == {}
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", -1, 1e300, "-inf"])
+def test_demand_that_cannot_be_is_none(value: object) -> None:
+    assert _rates(orjson.dumps({"x": [value, 2.0], "y": [1.0, 3]})) == {"x": (0.0, 2.0), "y": (1.0, 3.0)}
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"x": 1}', b'{"x": ["a", 1]}', b'{"x": [[], 1]}', b"[" * 9000])
+def test_what_is_no_demand_is_none(body: bytes) -> None:
+    assert _rates(body) == {}
 
 
 def test_expected_demand_is_everybodys_and_follows_its_line_within_bounds() -> None:

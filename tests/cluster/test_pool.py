@@ -310,7 +310,8 @@ async def test_a_digest_that_is_none_is_neither_adopted_nor_a_path(tmp_path: Pat
     async with pools(tmp_path) as fleet:
         a, b = await fleet.start("a"), await fleet.start("b")
         a.node.register(Adapter("odd", digest or "x", 8, 10))
-        await until(lambda: b.node.adapter("odd") is not None)
+        await until(lambda: b.node.core.facts.refused > 0)
+        assert b.node.adapter("odd") is None
         assert not b.knows("odd")
 
 

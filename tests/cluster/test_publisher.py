@@ -71,8 +71,8 @@ async def test_what_others_remove_is_unloaded_and_what_they_add_is_wanted(tmp_pa
         await until(lambda: b.adapter("chef") is not None)
         b.remove("chef")
         await until(lambda: [info.name for info in engine.adapters()].count("chef") == 0)
-        b.register(Adapter("new", "d", 8, 1))
-        await until(lambda: wanted == [Adapter("new", "d", 8, 1)])
+        b.register(Adapter("new", "d" * 64, 8, 1))
+        await until(lambda: wanted == [Adapter("new", "d" * 64, 8, 1)])
 
 
 @pytest.mark.parametrize("asked_for", [False, True])
@@ -81,7 +81,7 @@ async def test_a_folder_that_lies_there_does_not_bring_back_what_was_removed(tmp
     removed_s = time.time()
     async with instances(tmp_path) as group:
         a = (await group.start("a")).node
-        a.register(Adapter("poet", "d", 8, 1))
+        a.register(Adapter("poet", "d" * 64, 8, 1))
         a.remove("poet")
         async with running(model_config(demo.model_folder()), lora, engine_config(seqs=2)) as engine:
             assert (engine.adapter("poet").created_s < removed_s) is not asked_for

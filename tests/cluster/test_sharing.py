@@ -21,7 +21,7 @@ class Side:
         self.facts = Facts(name)
         self.sharing = Sharing(self.facts, Random(name))
         for index in range(adapters):
-            self.facts.register(Adapter(f"adapter-{index}", "digest", 8, 1), WALL_MS)
+            self.facts.register(Adapter(f"adapter-{index}", "d" * 64, 8, 1), WALL_MS)
 
     def copy(self, other: "Side", most: int = 10**6) -> None:
         """Holds what the other one holds, or some of it."""
@@ -67,13 +67,13 @@ def test_who_has_more_learns_so_once_and_does_not_ask_again() -> None:
     theirs.copy(mine, 3)
     assert fetch(mine, theirs, mine.sharing.saw_root("b", SHARED, theirs.root, 0.0)) == 1
     assert mine.sharing.saw_root("b", SHARED, theirs.root, 9.0) is None
-    theirs.facts.register(Adapter("new", "digest", 8, 1), WALL_MS)
+    theirs.facts.register(Adapter("new", "d" * 64, 8, 1), WALL_MS)
     assert mine.sharing.saw_root("b", SHARED, theirs.root, 9.0) is not None
 
 
 def test_what_was_refused_is_asked_for_again_but_not_all_the_time() -> None:
     mine, theirs = Side("a"), Side("b")
-    theirs.facts.register(Adapter("ahead", "digest", 8, 1), WALL_MS + 7_200_000)
+    theirs.facts.register(Adapter("ahead", "d" * 64, 8, 1), WALL_MS + 7_200_000)
     assert fetch(mine, theirs, mine.sharing.saw_root("b", SHARED, theirs.root, 0.0)) == 1
     assert mine.sharing.saw_root("b", SHARED, theirs.root, 29.0) is None
     assert mine.sharing.saw_root("b", SHARED, theirs.root, 31.0) is not None
@@ -113,8 +113,8 @@ def test_after_a_lost_frame_the_rest_is_asked_for() -> None:
 def test_a_lost_frame_of_old_facts_does_not_pass_for_knowing_all() -> None:
     mine, theirs = Side("a", 1000), Side("b")
     theirs.copy(mine)
-    theirs.facts.register(Adapter("new", "digest", 8, 1), WALL_MS)
-    mine.facts.register(Adapter("adapter-0", "other", 8, 1), WALL_MS + 1)
+    theirs.facts.register(Adapter("new", "d" * 64, 8, 1), WALL_MS)
+    mine.facts.register(Adapter("adapter-0", "e" * 64, 8, 1), WALL_MS + 1)
     question = mine.sharing.saw_root("b", SHARED, theirs.root, 0.0)
     assert question is not None
     (answer,) = theirs.sharing.answer(question)
@@ -134,7 +134,7 @@ def test_an_empty_or_unknown_shelf_is_answered_too() -> None:
 def test_news_goes_out_once_and_in_bounded_frames() -> None:
     side = Side("a")
     for index in range(1500):
-        side.sharing.tell(SHARED, side.facts.register(Adapter(f"x{index}", "d", 8, 1), WALL_MS))
+        side.sharing.tell(SHARED, side.facts.register(Adapter(f"x{index}", "d" * 64, 8, 1), WALL_MS))
     side.sharing.tell("a", side.facts.hold("d", ("host",), WALL_MS))
     told: list[str] = []
     while frames := side.sharing.take_news(WALL_MS):

@@ -44,7 +44,8 @@ maybe = st.one_of(st.just(""), names)
 counts = st.integers(0, 2**62 - 1)
 words = st.integers(0, 2**64 - 1)
 reals = st.floats(0, 1e9)
-records = st.builds(Record, names, names, counts, counts, st.sampled_from(State))
+addresses = st.sampled_from(["a:1", "10.0.0.7:65535", "[::1]:80", "b-2.c_d.example.:8000"])
+records = st.builds(Record, names, addresses, counts, counts, st.sampled_from(State))
 rumours = st.lists(st.builds(Rumour, records, maybe), max_size=4).map(tuple)
 loads = st.builds(
     Load,
@@ -64,7 +65,7 @@ facts = st.one_of(
     st.builds(Fact, names, st.just(()), counts, names, st.just(True)),
 )
 messages: st.SearchStrategy[Message] = st.one_of(
-    st.builds(Hello, counts, maybe, maybe, names, names, counts, names, maybe, st.booleans()),
+    st.builds(Hello, counts, maybe, maybe, names, addresses, counts, names, maybe, st.booleans()),
     st.builds(Refuse, names, plain),
     st.builds(Beat, records, counts, loads, words, words, rumours),
     st.builds(Ping, counts, rumours),
@@ -138,22 +139,45 @@ def test_a_message_with_one_wrong_thing_in_it_never_raises(
             {"nack": 1},
             7,
             None,
-            ["ack", 1, ["a", "b", 1, 1, 4]],
-            ["ack", 1, ["a", "b", 1, 1, True]],
+            ["ack", 1, ["a", "b:1", 1, 1, 4]],
+            ["ack", 1, ["a", "b:1", 1, 1, True]],
         ),
-        *(["ack", 1, ["", "b", 1, 1, 0]], ["ack", 1, ["a\n", "b", 1, 1, 0]], ["ack", 1, ['a"', "b", 1, 1, 0]]),
-        *(["ping", 1, [[["a", "b", 1, 1, 0], ""]] * (MAX_RUMOURS + 1)], ["compare", 1, "", [0] * (BUCKETS - 1)]),
+        *(["ack", 1, ["", "b:1", 1, 1, 0]], ["ack", 1, ["a\n", "b:1", 1, 1, 0]], ["ack", 1, ['a"', "b:1", 1, 1, 0]]),
+        *(["ping", 1, [[["a", "b:1", 1, 1, 0], ""]] * (MAX_RUMOURS + 1)], ["compare", 1, "", [0] * (BUCKETS - 1)]),
         ["facts", 0, "", [["k", [], 1, "n", False]] * (MAX_BATCH + 1), 0, False],
         ["facts", 0, "", [["k", ["left over"], 1, "n", True]], 0, False],
         ["facts", 0, "", [["k" * (MAX_KEY + 1), [], 1, "n", False]], 0, False],
         ["facts", 0, "", [["k", [1.5], 1, "n", False]], 0, False],
-        ["sync", False, [["a", "b", 1, 1, 0]] * (MAX_KNOWN + 1), []],
+        ["sync", False, [["a", "b:1", 1, 1, 0]] * (MAX_KNOWN + 1), []],
         ["quote", 1, False, ["x" * (MAX_VALUE + 1)]],
         ["quote", 1, False, [[1]]],
     ],
 )
 def test_what_is_not_quite_a_message_is_malformed(value: object) -> None:
     assert isinstance(decode(orjson.dumps(value)), Malformed)
+
+
+ELSEWHERE = [
+    "127.0.0.1:8399/latest/meta-data/?x=",
+    "127.0.0.1/latest/meta-data/?x=:80",
+    *("a", "a:", ":1", "a:0", "a:65536", "a:1:2", "a:-1", "a:1.0", "a b:1", "a@b:1", "a#:1", "a?:1", "a%41:1", "-a:1"),
+    *("[::1]", "::1:80", "[a]:1", "[::1%eth0]:1", "[::1]a:1", "[127.0.0.1]:1", "x" * 254 + ":1"),
+]
+
+
+@pytest.mark.parametrize("address", ELSEWHERE)
+def test_where_an_instance_is_must_be_a_host_and_a_port_in_every_message(address: str) -> None:
+    record = Record("a", "a:1", 1, 1, State.ALIVE)
+    rumours = (Rumour(record, ""),)
+    said: list[Message] = [
+        Hello(2, "c", "m", "a", "a:1", 1, "n", "", False),
+        *(Beat(record, 1, Load(), 0, 0, ()), Ping(1, rumours), PingReq(1, "b", rumours), Ack(1, record)),
+        *(Sync(False, (record,), ()), Leave(record)),
+    ]
+    for message in said:
+        body = encode(message)
+        assert decode(body) == message
+        assert isinstance(decode(body.replace(b'"a:1"', orjson.dumps(address))), Malformed)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +189,7 @@ def test_what_is_not_json_is_malformed(body: bytes) -> None:
 
 def test_the_largest_messages_fit_into_a_frame() -> None:
     highest = 2**62 - 1
-    record = Record("n" * MAX_NAME, "a" * MAX_ADDRESS, highest, highest, State.SUSPECT)
+    record = Record("n" * MAX_NAME, "a" * (MAX_ADDRESS - 6) + ":65535", highest, highest, State.SUSPECT)
     rumour = Rumour(record, "n" * MAX_NAME)
     load = Load(
         "starting",
