@@ -29,7 +29,6 @@ _CPU_SEQS, _GPU_SEQS = 64, 256
 _CPU_STEP_TOKENS, _GPU_STEP_TOKENS = 256, 2048
 _KV_SHARE, _KV_MOST_BYTES = 0.3, 8 << 30  # of the free memory, for the KV cache by default
 _SWITCH_S = 0.0005  # that a thread may keep Python's lock from others: a device waits for those that launch
-_CUDA_PADDED_RANK = 64  # rows that every module takes with --lora-kernel bgmv-padded, unless adapters need more
 
 _DTYPES = {"float32": Dtype.F32, "bfloat16": Dtype.BF16, "float16": Dtype.F16}
 
@@ -144,7 +143,7 @@ def build_cuda_backend(
         host_bytes=lora.max_host_adapters_bytes,
         adapter_bytes=lora.lora_pool_bytes,
         pool_bytes=engine.kv_cache_bytes,
-        padded_rank=None if lora.lora_kernel == "bgmv" else _CUDA_PADDED_RANK,
+        padded_rank=lora.padded_rank,
         merging=lora.loading_mode == "merged",
         lora_cpus=lora_cpus,
     )

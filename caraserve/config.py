@@ -23,6 +23,7 @@ ROUTINGS = (
     *("s-lora-random", "s-lora-contiguous", "local"),
 )
 LORA_KERNELS = ("bgmv", "bgmv-padded")
+_PADDED_RANK = 64  # rows that every module takes with bgmv-padded
 PRELOADED_MODES = ("cached", "merged")  # all adapters are on the device from the start
 _MOST_CORE = 8191  # Linux's own limit
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
@@ -155,6 +156,11 @@ class LoraConfig(_FromArgs):
     emulate_link_mb_per_s: float | None
     profile: Path | None
     allow_runtime_lora_updating: bool
+
+    @property
+    def padded_rank(self) -> int | None:
+        """The rank that the kernels compute for every adapter; None: each adapter's own."""
+        return _PADDED_RANK if self.lora_kernel == "bgmv-padded" else None
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:

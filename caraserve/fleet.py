@@ -142,8 +142,10 @@ async def join(
     cluster: ClusterConfig,
     links: Links,
     where: tuple[str, int],
+    padded_rank: int | None = None,
 ) -> Publisher:
-    """Connects the engine with the cluster. `where`: host and port on which others can connect now. `stack` undoes it.
+    """Connects the engine with the cluster. `where`: host and port on which others can connect now. `padded_rank`: that
+    of `LoraConfig`. `stack` undoes it.
 
     Raises ConfigError.
     """
@@ -152,7 +154,7 @@ async def join(
             "without a profile of this machine the fleet takes it for as slow as its slowest instance that has one; "
             "give --profile"
         )
-    drift = DriftWatch(profile) if profile else None
+    drift = DriftWatch(profile, padded_rank=padded_rank) if profile else None
     publisher = Publisher(node, engine, metrics.answers, drift, links)
     node.load_now, node.on_names = publisher.load_now, publisher.take_names
     forwarding, relays = dispatch.forwarding, dispatch.relays

@@ -245,7 +245,7 @@ async def serve(
             links = fleet.links_of(served.profile, lora_config)
             await fleet.join(
                 *(stack, node, dispatch, adapters, served.engine, served.metrics, served.profile),
-                *(cluster_config, links, where),
+                *(cluster_config, links, where, lora_config.padded_rank),
             )
         _announce(served, http_config.host, port)
         await _ended(stop, node)

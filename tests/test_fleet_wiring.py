@@ -2,7 +2,8 @@
 
 import argparse
 import asyncio
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -14,12 +15,16 @@ from caraserve.adapters.registry import AdapterInfo
 from caraserve.cluster.cost import Links
 from caraserve.cluster.names_file import NamesFile
 from caraserve.cluster.node import Node, NodeConfig
+from caraserve.cluster.perf_model import PerfModel
 from caraserve.cluster.seal import Keyring
-from caraserve.config import ClusterConfig
+from caraserve.config import ClusterConfig, LoraConfig
 from caraserve.fleet import Admission, join, make_dispatch
+from caraserve.http.dispatch import Dispatch
+from caraserve.profile import Profile, load
 from caraserve.report import Workload
 from tests.cluster.nodes import instances
 
+PROFILE = Path(__file__).parent / "profile.json"
 KEYS = Keyring((b"a secret of the tests",))
 
 
@@ -52,27 +57,56 @@ def test_whoever_stops_or_cannot_go_on_takes_nothing_from_others(
     assert asyncio.run(body()) == reason
 
 
-def test_whatever_is_loaded_while_adapters_are_announced_is_kept_account_of_and_requests_come_when_all_are() -> None:
-    infos = {f"n{index}": AdapterInfo(f"n{index}", f"d{index}", "", 8, (), 10, created_s=0.0) for index in range(500)}
+@asynccontextmanager
+async def prepared(
+    infos: dict[str, AdapterInfo],
+) -> AsyncIterator[tuple[Node, Dispatch, Callable[..., Awaitable[Any]]]]:
+    """A node that is yet to join, its dispatch, and a function that has it join, as `serve` does."""
     catalog = SimpleNamespace(all=lambda: list(infos.values()), find=infos.get)
     work = Workload(0, 0, {}, 0, 0, 1000, 1000, 10)
     engine: Any = SimpleNamespace(draining=False, failure=None, catalog=catalog, workload=lambda tokens: work)
     metrics: Any = SimpleNamespace(answers=lambda: (0, 0), show=lambda families: None)
+    async with AsyncExitStack() as stack:
+        node = Node(NodeConfig("tests", "a", "m", ("127.0.0.1:1",), KEYS), NamesFile(None), rng=Random(1))
+        stack.push_async_callback(node.close)
+        dispatch = make_dispatch(node, engine, cluster_config(), Admission(KEYS, None, None))
+        stack.push_async_callback(dispatch.relays.close)
+
+        async def join_it(accounting_begins: Callable[..., None], profile: Profile | None, rank: int | None) -> None:
+            adapters: Any = SimpleNamespace(prepare=lambda *parts: None, join=accounting_begins)
+            parts = (stack, node, dispatch, adapters, engine, metrics, profile, cluster_config(), Links())
+            await join(*parts, ("127.0.0.1", 1), rank)
+
+        yield node, dispatch, join_it
+
+
+@pytest.mark.parametrize(("kernel", "rank"), [("bgmv", None), ("bgmv-padded", 64)])
+def test_a_fleet_prices_the_rank_that_the_kernels_compute(kernel: str, rank: int | None) -> None:
+    parser = argparse.ArgumentParser()
+    LoraConfig.add_arguments(parser)
+    config = LoraConfig.from_args(parser.parse_args(["--lora-kernel", kernel]))
+    profile = load(PROFILE)
 
     async def body() -> None:
-        async with AsyncExitStack() as stack:
-            node = Node(NodeConfig("tests", "a", "m", ("127.0.0.1:1",), KEYS), NamesFile(None), rng=Random(1))
-            stack.push_async_callback(node.close)
-            dispatch = make_dispatch(node, engine, cluster_config(), Admission(KEYS, None, None))
-            stack.push_async_callback(dispatch.relays.close)
+        async with prepared({}) as (node, _, join_it):
+            await join_it(lambda *parts: None, profile, config.padded_rank)
+            (instance,) = node.instances()
+            assert instance.model == PerfModel.of(profile, padded_rank=rank)
+
+    asyncio.run(asyncio.wait_for(body(), 20))
+
+
+def test_whatever_is_loaded_while_adapters_are_announced_is_kept_account_of_and_requests_come_when_all_are() -> None:
+    infos = {f"n{index}": AdapterInfo(f"n{index}", f"d{index}", "", 8, (), 10, created_s=0.0) for index in range(500)}
+
+    async def body() -> None:
+        async with prepared(infos) as (node, dispatch, join_it):
             found: list[tuple[int, bool]] = []
 
             def accounting_begins(*parts: object) -> None:
                 found.append((sum(1 for _ in node.adapters()), dispatch.forwarding.joined))
 
-            adapters: Any = SimpleNamespace(prepare=lambda *parts: None, join=accounting_begins)
-            parts = (stack, node, dispatch, adapters, engine, metrics, None, cluster_config(), Links())
-            await join(*parts, ("127.0.0.1", 1))
+            await join_it(accounting_begins, None, None)
             assert found == [(0, False)]
             assert sum(1 for _ in node.adapters()) == len(infos)
             assert dispatch.forwarding.joined

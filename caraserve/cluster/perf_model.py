@@ -103,15 +103,19 @@ class PerfModel:
         return struct.pack("=7d", *dataclasses.astuple(self))
 
     @classmethod
-    def of(cls, profile: Profile, kernel: Kernel = "measured") -> Self:
-        """The model of a profile's machine under one of its three fits."""
+    def of(cls, profile: Profile, kernel: Kernel = "measured", padded_rank: int | None = None) -> Self:
+        """The model of a profile's machine under one of its three fits. `padded_rank`: what kernels compute for every
+        adapter, whatever its own rank; a request then costs the same beside any others."""
         decode, prefill = profile.decode, profile.prefill
         line = {"unpadded": decode.unpadded, "padded": decode.padded}.get(kernel)
         alpha_ms, gamma_ms, beta_ms = (
             (line.alpha_ms, 0.0, line.beta_ms) if line else (decode.alpha_ms, decode.gamma_ms, decode.beta_ms)
         )
-        rates = (prefill.base_ms, prefill.per_token_ms, prefill.per_token_rank_ms)
-        return cls(alpha_ms, gamma_ms, beta_ms, kernel == "padded", *rates)
+        token_ms, token_rank_ms = prefill.per_token_ms, prefill.per_token_rank_ms
+        if padded_rank is not None:
+            alpha_ms, gamma_ms = 0.0, gamma_ms + alpha_ms * padded_rank
+            token_rank_ms, token_ms = 0.0, token_ms + token_rank_ms * padded_rank
+        return cls(alpha_ms, gamma_ms, beta_ms, kernel == "padded", prefill.base_ms, token_ms, token_rank_ms)
 
     def decode_ms(self, requests: int, rank_sum: int, rank_max: int) -> float:
         """One token for each of the batch's requests."""
@@ -187,8 +191,8 @@ def _value(coefficients: Sequence[float], x: Sequence[float]) -> float:
 class DriftWatch:
     """Keeps one instance's model true to the times it observes. `model` is the one to publish."""
 
-    def __init__(self, profile: Profile, kernel: Kernel = "measured") -> None:
-        self.model = model = PerfModel.of(profile, kernel)
+    def __init__(self, profile: Profile, kernel: Kernel = "measured", padded_rank: int | None = None) -> None:
+        self.model = model = PerfModel.of(profile, kernel, padded_rank)
         self.refits = 0
         self._with_requests = kernel == "measured"
         decode_points = profile.decode.points
@@ -218,7 +222,7 @@ class DriftWatch:
     def _take(self, **coefficients_ms: float) -> bool:
         """Whether they make a model. Times of one kind of batch may fit a line through zero, which is none."""
         try:
-            self.model = dataclasses.replace(self.model, **coefficients_ms)
+            self.model = PerfModel(**(dataclasses.asdict(self.model) | coefficients_ms))
         except ValueError:
             return False
         self.refits += 1

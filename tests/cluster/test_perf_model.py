@@ -91,6 +91,15 @@ def test_one_more_request_never_takes_less_time(ranks: list[int], rank: int, ker
     assert model.decode_ms(*sums([*ranks, rank])) >= model.decode_ms(*sums(ranks))
 
 
+@given(st.lists(st.sampled_from([8, 16, 64]), min_size=1, max_size=20))
+def test_where_every_adapter_takes_64_rows_ranks_make_no_difference(ranks: list[int]) -> None:
+    padded, own = PerfModel.of(profile(), padded_rank=64), PerfModel.of(profile())
+    count = len(ranks)
+    for model in (padded, DriftWatch(profile(), padded_rank=64).model):
+        assert model.decode_ms(*sums(ranks)) == pytest.approx(own.decode_ms(count, 64 * count, 64))
+        assert model.prefill_ms(100, 100 * max(ranks)) == pytest.approx(own.prefill_ms(100, 6400))
+
+
 @given(st.lists(st.sampled_from([8, 16]), min_size=1, max_size=20))
 def test_padding_costs_only_where_ranks_differ(ranks: list[int]) -> None:
     padded = PerfModel(0.01, 0.0, 5.0, True, 1.0, 0.0, 0.0)
