@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from caraserve.bench.cluster.instance import MS
 from caraserve.bench.cluster.machines import Machine, of_papers, without_adapters
 from caraserve.bench.cluster.outcome import digest, outcome
-from caraserve.bench.cluster.planning import HOMES
 from caraserve.bench.cluster.simulation import Setting, Simulation
 from caraserve.bench.cluster.sweep import Goal, Study, base, find_all
 from caraserve.bench.records import PlannedRequest, Workload
@@ -206,10 +205,10 @@ def test_a_missing_adapter_is_fetched_once_and_the_request_waits_for_it() -> Non
 def test_a_full_host_tier_lets_go_of_what_was_fetched_and_never_of_homes() -> None:
     small = replace(MACHINE, host_adapter_bytes=4 * 64 * MACHINE.rank_bytes)
     load = replace(workload(adapters=12), ranks=(64,) * 12)
-    simulation = run("random", load, (small,) * 8)
+    simulation = run("random", load, (small,) * 8, copies=3)
     assert sum(node.shelf.evictions for node in simulation.nodes) > 0
     names = [f"adapter-{adapter:05}" for adapter in range(12)]
-    for adapter, places in enumerate(homes(names, [node.name for node in simulation.nodes], HOMES).tolist()):
+    for adapter, places in enumerate(homes(names, [node.name for node in simulation.nodes], 3).tolist()):
         assert all(adapter in simulation.nodes[place].shelf.host for place in places)
 
 

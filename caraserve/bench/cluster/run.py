@@ -42,11 +42,12 @@ class ClusterOptions:
 
     routing: tuple[str, ...]
     instances: int | None  # None: as many as the preset has
-    kernel: Kernel
+    kernel: Kernel | None  # None: as measured where there is a profile, unpadded otherwise
     profile: tuple[Path, ...]
     slo_scale: float
     beat_ms: float
     routers: int | None
+    copies: int
     need_attainment: float | None
     need_ttft_p95_ms: float | None
     processes: int | None
@@ -101,17 +102,20 @@ def _study(options: ClusterOptions, load: LoadOptions) -> Study:
     goal = None
     if options.need_attainment is not None or options.need_ttft_p95_ms is not None:
         goal = Goal(options.need_attainment, options.need_ttft_p95_ms)
-    setting = Setting((), "auto", inf, routers=options.routers, beat_ms=options.beat_ms, seed=load.seed)
+    setting = Setting(
+        (), "auto", inf, routers=options.routers, copies=options.copies, beat_ms=options.beat_ms, seed=load.seed
+    )
     return Study(_machines(options), instances, setting, goal)
 
 
 def _machines(options: ClusterOptions) -> tuple[Machine, ...]:
     if options.profile:
-        like = of_papers("padded")
-        return tuple(of_profile(profiles.load(file), options.kernel, like) for file in options.profile)
+        like = of_papers("unpadded")
+        kernel = options.kernel or "measured"
+        return tuple(of_profile(profiles.load(file), kernel, like) for file in options.profile)
     if options.kernel == "measured":
         raise ConfigError("--kernel measured needs --profile; the papers' machine has padded and unpadded kernels")
-    return (of_papers(options.kernel),)
+    return (of_papers(options.kernel or "unpadded"),)
 
 
 def _told(machine: Machine) -> dict[str, object]:
