@@ -169,6 +169,8 @@ class Engine:
             launched = None if exclusive_load else self._launcher.launch(begins_s)
             if pending is not None:
                 await self._retire_iteration(pending)  # frees what the next turn may admit
+            elif exclusive_load:
+                await self._sleep_for_load()
             elif launched is None:
                 await self._sleep()
             pending = launched
@@ -186,6 +188,13 @@ class Engine:
         await self._wake.wait()
         if alarm is not None:
             alarm.cancel()
+
+    async def _sleep_for_load(self) -> None:
+        """Sleeps while a load keeps everything else from the device: those that run are interrupted for as long."""
+        interrupted, since_s = list(self._line.running), self._now()
+        await self._sleep()
+        for opened in interrupted:
+            opened.request.interrupted_ms += 1000 * (self._now() - since_s)
 
     def _fail_unloadable(self) -> None:
         """A load may also fail under requests that run already; their tokens so far are right. What is launched of
@@ -243,10 +252,16 @@ class Engine:
     def _deliver(self, launched: Launched, outcome: StepResult, took_ms: float) -> None:
         """Hands the results to their requests; those of requests that have ended meanwhile are dropped."""
         self._metrics.observe_iteration(launched.num_tokens, took_ms)
-        for (opened, row), result in zip(launched.rows, outcome.rows, strict=True):
+        pairs = list(zip(launched.rows, outcome.rows, strict=True))
+        waits_ms = {row.adapter_slot: result.waited_ms for (_, row), result in pairs}  # its rows wait as one
+        all_waits_ms = sum(waits_ms.values())
+        for (opened, row), result in pairs:
             if opened.request.phase is not Phase.FINISHED:
                 opened.request.cpu_layers += result.cpu_layers
                 opened.request.stalled_ms += result.waited_ms
+                # On a GPU the waits for several adapters may overlap: their sum is more than the iteration took.
+                others_ms = min(all_waits_ms - waits_ms[row.adapter_slot], took_ms - result.waited_ms)
+                opened.request.interrupted_ms += max(0.0, others_ms)
                 self._observe_choice(opened, outcome.done_s)
                 self._retire_row(opened, row, result, outcome.done_s)
 
