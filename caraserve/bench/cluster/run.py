@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
@@ -33,6 +33,11 @@ NOTES = (
     "without adapters, dealt in turn to as many instances.",
     "The first fifth of a run's time is warm-up; its requests do not count.",
     "A request waits where the engine would preempt one; prefixes are not reused.",
+)
+_OF_PAPERS = "The machine's times are put together from what papers print; nothing of it was measured."
+_OF_PROFILES = "Measured are the machines' iterations and loads; their memory, disk and network are assumed."
+_PADDED = (
+    "Every request costs what the largest rank of its batch does, as in Punica's BGMV: no server here has that kernel."
 )
 
 
@@ -87,7 +92,7 @@ def _document(
         "bench": "cluster",
         "versions": versions(),
         "arguments": {name: value for name, value in asked.items() if name not in ("profile", "processes")},
-        "notes": [*NOTES, *workload.notes],
+        "notes": [*NOTES, *_assumed(study, asked), *workload.notes],
         "machines": [_told(machine) for machine in study.machines],
         "instances": study.instances,
         "requests": len(workload.requests),
@@ -95,6 +100,12 @@ def _document(
         "slo_ms": study.setting.slo_ms,
         "runs": [as_json(one) for one in found],
     }
+
+
+def _assumed(study: Study, asked: Mapping[str, object]) -> Iterator[str]:
+    yield _OF_PROFILES if asked["profile"] else _OF_PAPERS
+    if any(machine.model.padded for machine in study.machines):
+        yield _PADDED
 
 
 def _study(options: ClusterOptions, load: LoadOptions) -> Study:
