@@ -172,7 +172,7 @@ def _setting(name: str, title: str, documents: list[dict[str, Any]]) -> str:
             _each(_ms(run["tpt_mean_ms"]) for run in each),
             "–" if routing == "auto" else _changes(runs["auto"], each, "tpt_mean_ms"),
             _each(_ms(run["ttft_p95_ms"]) for run in each),
-            _each(str(run["needed"] or "–") for run in each),
+            _each(_needed(run) for run in each),
             f"{each[0]['adapters_held_mean']:,.0f} ({each[0]['adapters_held_max']:,})",
             f"{each[0]['fetches']:,}",
             f"{each[0]['imbalance']:.2f}",
@@ -182,6 +182,10 @@ def _setting(name: str, title: str, documents: list[dict[str, Any]]) -> str:
     if (_RESULTS / name / "sizes.png").exists():
         lines += ["", f"![sizes]({name}/sizes.png)"]
     return "\n".join(lines)
+
+
+def _needed(run: dict[str, Any]) -> str:
+    return str(run["needed"] or "–") if run["tried"] else "not searched"
 
 
 def _percent(share: float) -> str:
