@@ -116,7 +116,7 @@ def measure(
     *,
     quick: bool,
     progress: Callable[[float], None],
-    measure_handoff: Callable[[], float] | None = None,
+    measure_handoff: Callable[[], float | None] | None = None,
     dtype: str | None = None,
     threads: int | None = None,
     accelerator: str = "",

@@ -170,7 +170,7 @@ class Engine:
             if pending is not None:
                 await self._retire_iteration(pending)  # frees what the next turn may admit
             elif launched is None:
-                await self._sleep()
+                await self._sleep(list(self._line.running) if exclusive_load else [])
             pending = launched
 
     def _next_begins_s(self, pending: Launched | None) -> float:
@@ -178,14 +178,17 @@ class Engine:
         now_s = self._now()
         return now_s if pending is None else max(now_s, pending.begins_s + self._decode_s)
 
-    async def _sleep(self) -> None:
-        """Until something has changed, or a request may start whose adapter is on its way."""
-        alarm = None
+    async def _sleep(self, interrupted: list[Open]) -> None:
+        """Until something has changed, or a request may start whose adapter is on its way. `interrupted`: requests that
+        could go on but for a load."""
+        alarm, since_s = None, self._now()
         if self._line.next_start_s is not None:
             alarm = self._loop.call_later(max(0.0, self._line.next_start_s - self._now()), self._wake.set)
         await self._wake.wait()
         if alarm is not None:
             alarm.cancel()
+        for opened in interrupted:
+            opened.request.interrupted_ms += 1000 * (self._now() - since_s)
 
     def _fail_unloadable(self) -> None:
         """A load may also fail under requests that run already; their tokens so far are right. What is launched of
@@ -243,10 +246,12 @@ class Engine:
     def _deliver(self, launched: Launched, outcome: StepResult, took_ms: float) -> None:
         """Hands the results to their requests; those of requests that have ended meanwhile are dropped."""
         self._metrics.observe_iteration(launched.num_tokens, took_ms)
-        for (opened, row), result in zip(launched.rows, outcome.rows, strict=True):
+        interruptions_ms = outcome.interruptions_ms([row for _, row in launched.rows])
+        for (opened, row), result, others_ms in zip(launched.rows, outcome.rows, interruptions_ms, strict=True):
             if opened.request.phase is not Phase.FINISHED:
                 opened.request.cpu_layers += result.cpu_layers
                 opened.request.stalled_ms += result.waited_ms
+                opened.request.interrupted_ms += others_ms
                 self._observe_choice(opened, outcome.done_s)
                 self._retire_row(opened, row, result, outcome.done_s)
 
@@ -268,7 +273,7 @@ class Engine:
     def _retire_row(self, opened: Open, row: Row, result: RowResult, done_s: float) -> None:
         request = opened.request
         if result.prompt_scored:
-            self._emit_prompt_scores(opened, row, result)
+            opened.put_prompt_scores(row, result)
         if result.token_id is None:
             if request.asked.params.max_tokens == 0 and row.start + row.count == request.prompt_tokens:
                 self._finish(opened, "length")
@@ -294,15 +299,6 @@ class Engine:
             opened.stream.put(TokenDelta(text, (token,), logprobs))
         else:
             self._finish(opened, reason, stop_reason=stop_reason, text=text, token_ids=(token,), logprobs=logprobs)
-
-    def _emit_prompt_scores(self, opened: Open, row: Row, result: RowResult) -> None:
-        """Scores of prompt tokens, each once: a preempted request computes them again."""
-        new = result.prompt_scored[max(0, opened.prompt_scored - row.start) :]
-        if not new:
-            return
-        first: tuple[TokenLogprob | None, ...] = (None,) if opened.prompt_scored == 0 else ()
-        opened.prompt_scored += len(new)
-        opened.stream.put(TokenDelta("", (), prompt_logprobs=(*first, *new)))
 
     def _observe_choice(self, opened: Open, done_s: float) -> None:
         """Once for each request: how its first chunk began, and whether it took as long as was expected."""

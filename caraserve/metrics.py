@@ -135,6 +135,7 @@ class Metrics:
         self._output_sizes = Histogram(_TOKENS)
         self._load_s = Histogram(_SHORT_S)
         self._stalled_s = Histogram(_SHORT_S)
+        self._interrupted_s = Histogram(_SHORT_S)
         self._cpu_layers = 0
         self._prompt_tokens = self._output_tokens = self._cached_tokens = self._preemptions = 0
         self._finished = dict.fromkeys(_REASONS, 0)
@@ -168,6 +169,7 @@ class Metrics:
         phases = finish.phases
         self._cpu_layers += phases.cpu_layers
         self._stalled_s.observe(phases.stalled_ms / 1000)
+        self._interrupted_s.observe(phases.interrupted_ms / 1000)
         self._prompt_sizes.observe(finish.prompt_tokens)
         self._output_sizes.observe(finish.completion_tokens)
         self._e2e_s.observe(phases.e2e_ms / 1000)
@@ -330,6 +332,11 @@ class Metrics:
         yield self._histogram("caraserve:iteration_seconds", "An iteration on the device.", self._iteration_s)
         yield self._histogram(
             "caraserve:adapter_stall_seconds", "A request's iterations waiting for its weights.", self._stalled_s
+        )
+        yield self._histogram(
+            "caraserve:adapter_interruption_seconds",
+            "A request standing still for loads of other adapters.",
+            self._interrupted_s,
         )
         yield histograms(
             "caraserve:request_phase_seconds",

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from caraserve.adapters.loading import Choice
 from caraserve.adapters.version import Tier, Version
 from caraserve.detokenizer import Detokenizer
-from caraserve.plan import BASE_ADAPTER_SLOT
-from caraserve.request import Request
+from caraserve.plan import BASE_ADAPTER_SLOT, Row, RowResult
+from caraserve.request import Request, TokenDelta, TokenLogprob
 from caraserve.stream import Stream
 
 
@@ -45,6 +45,15 @@ class Open:
         that is about to leave the device."""
         version = self.version
         return version is None or (version.tier in (Tier.COPYING, Tier.DEVICE) and version.takes_requests)
+
+    def put_prompt_scores(self, row: Row, result: RowResult) -> None:
+        """Scores of prompt tokens, each once: a preempted request computes them again."""
+        new = result.prompt_scored[max(0, self.prompt_scored - row.start) :]
+        if not new:
+            return
+        first: tuple[TokenLogprob | None, ...] = (None,) if self.prompt_scored == 0 else ()
+        self.prompt_scored += len(new)
+        self.stream.put(TokenDelta("", (), prompt_logprobs=(*first, *new)))
 
     def wait_for_whole(self) -> None:
         """Its adapter is not here yet, and it waits until all of it is."""

@@ -5,6 +5,7 @@ plan is applied by the backend in launch order, so a plan may be built while the
 Level 0: standard library and numpy's types only.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from caraserve.request import TokenLogprob
@@ -124,6 +125,13 @@ class StepResult:
     rows: tuple[RowResult, ...]
     started_s: float
     done_s: float
+
+    def interruptions_ms(self, rows: Sequence[Row]) -> list[float]:
+        """For how long each of the plan's rows stood still until weights of other rows' adapters arrived."""
+        waits_ms = {row.adapter_slot: found.waited_ms for row, found in zip(rows, self.rows, strict=True)}
+        all_ms, took_ms = sum(waits_ms.values()), 1000 * (self.done_s - self.started_s)
+        # On a GPU the waits for several adapters may overlap: their sum is more than the iteration took.
+        return [max(0.0, min(all_ms, took_ms) - waits_ms[row.adapter_slot]) for row in rows]
 
 
 class DeviceLost(Exception):

@@ -72,8 +72,9 @@ class TokenLogprob:
 class Phases:
     """Where a request's time went, in milliseconds; the parts add up to `e2e_ms` by construction.
 
-    `stalled_ms` is the part of prefill and decode in which iterations stood still until weights of the request's
-    adapter arrived; `cpu_layers` counts layers, over all its iterations, whose LoRA came from CPU workers.
+    Two parts of prefill and decode are cold starts: in `stalled_ms` iterations stood still until weights of the
+    request's adapter arrived, in `interrupted_ms` the request stood still for loads of other adapters. `cpu_layers`
+    counts layers, over all its iterations, whose LoRA came from CPU workers.
     """
 
     queued_ms: float
@@ -81,6 +82,7 @@ class Phases:
     prefill_ms: float
     decode_ms: float
     stalled_ms: float = 0.0
+    interrupted_ms: float = 0.0
     cpu_layers: int = 0
 
     @property
@@ -157,6 +159,7 @@ class Request:
     cached_tokens: int = 0
     cpu_layers: int = 0
     stalled_ms: float = 0.0
+    interrupted_ms: float = 0.0
 
     def to(self, phase: Phase, now_s: float) -> None:
         """Moves to `phase`, charging the time since the last move to the phase left."""
@@ -181,5 +184,6 @@ class Request:
             prefill_ms=ms(Phase.PREFILL),
             decode_ms=ms(Phase.DECODE),
             stalled_ms=self.stalled_ms,
+            interrupted_ms=self.interrupted_ms,
             cpu_layers=self.cpu_layers,
         )

@@ -12,7 +12,7 @@ from caraserve.calibrate import measure, model_key
 from caraserve.config import EngineConfig, LoraConfig, ModelConfig
 from caraserve.errors import ConfigError
 from caraserve.model.spec import ModelSpec
-from caraserve.profile import Profile, default_path, load, machine_key
+from caraserve.profile import ASSUMED_HANDOFF_MS, Profile, default_path, load, machine_key
 
 if TYPE_CHECKING:
     from caraserve.backends import ServingBackend
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _UNPROFILED_SLICE_TOKENS = 64  # of a hand-over to one CPU worker, until it is known how fast that is
-_USUAL_HANDOFF_MS = 0.05  # where a profile was made without workers
 _HAND_OVERS = 30
 _HAND_OVER_TOKENS = 16
 _BIRTH_S = 20.0  # until the workers are given up for the profile: they appear when they do
@@ -86,10 +85,10 @@ def make_profile(
 ) -> Profile:
     """Measures an idle backend whose workers have been started. `progress` is told the share done."""
 
-    def handoff_ms() -> float:
+    def handoff_ms() -> float | None:
         times = [backend.time_hand_over(1, _HAND_OVER_TOKENS) for _ in range(_HAND_OVERS)]
         spent_s = [time.total_s - time.compute_s for time in times if time is not None]
-        return 1000 * median(spent_s) if spent_s else _USUAL_HANDOFF_MS
+        return 1000 * median(spent_s) if spent_s else None
 
     there = len(backend.workers) > 0 and backend.workers.await_all(_BIRTH_S)
     return measure(
@@ -108,14 +107,18 @@ def loading_rules(backend: "ServingBackend", spec: ModelSpec, profile: Profile |
     """The loading mode on this machine. Without a profile nobody can say when a layer will be needed."""
     mode = "overlapped" if profile is None and lora.loading_mode in LAYERWISE_MODES else lora.loading_mode
     bytes_per_s = math.inf if profile is None else profile.link_bytes_per_s
-    measured_ms = None if profile is None else profile.handoff_ms
+    handoff_ms = None if profile is None else profile.handoff_ms
+    if handoff_ms is None:
+        handoff_ms = ASSUMED_HANDOFF_MS
+        if mode == "auto" and len(backend.workers) > 0:
+            log.info("a hand-over to a CPU worker was not measured: auto assumes %.2f ms", handoff_ms)
     return Loading(
         mode=mode,
         layers=spec.layers,
         link_bytes_per_s=bytes_per_s if lora.emulate_link_mb_per_s is None else lora.emulate_link_mb_per_s * 1e6,
         costs=profile,
         workers=len(backend.workers),
-        handoff_ms=_USUAL_HANDOFF_MS if measured_ms is None else measured_ms,
+        handoff_ms=handoff_ms,
         shared_cores=backend.shares_cores,
     )
 

@@ -28,6 +28,7 @@ from caraserve.units import align_up
 from tests.fake_images import BASE, adapter_key, is_whole
 
 VOCAB_SIZE = 97
+STALL_MS = 100.0  # of the second that an iteration takes, for each adapter in it whose weights are still arriving
 _ROOT = 1
 
 
@@ -343,11 +344,12 @@ class FakeBackend:
             self._entries[self._place(row.slot, position)] = entry
             if row.prompt_logprobs is not None and position + 1 < self._prompt_tokens[row.slot]:
                 prompt_scored.append(TokenLogprob(history[position + 1], float(-position - 1), ()))
+        waited_ms = STALL_MS if row.adapter_slot in self.arriving else 0.0
         if not row.samples:
-            return RowResult(None, prompt_scored=tuple(prompt_scored))
+            return RowResult(None, prompt_scored=tuple(prompt_scored), waited_ms=waited_ms)
         del history[end:]
         history.append(entry % VOCAB_SIZE)
-        return RowResult(history[end], prompt_scored=tuple(prompt_scored))
+        return RowResult(history[end], prompt_scored=tuple(prompt_scored), waited_ms=waited_ms)
 
 
 class FakeTokenizer:

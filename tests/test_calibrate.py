@@ -5,8 +5,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,8 +23,10 @@ from caraserve.model.layout import A_COLUMNS, PANEL, AdapterSpec, Dtype, HostAda
 from caraserve.model.spec import SITES, ModelSpec, load_spec, parse_spec
 from caraserve.plan import BASE_ADAPTER_SLOT, Plan, Row, StepResult
 from caraserve.probes import adapter_spec, random_adapter
-from caraserve.profile import Profile, load, machine_key
+from caraserve.profile import ASSUMED_HANDOFF_MS, Profile, load, machine_key
+from caraserve.tuning import loading_rules, make_profile
 from caraserve.units import align_up
+from tests.serving import lora_config
 
 MIB = 1 << 20
 PREFILL = 3.0, 0.25, 0.002  # ms, a token, a token and rank
@@ -153,6 +157,38 @@ def test_a_profile_says_what_it_is_of() -> None:
     assert {(rate.rank, rate.targets) for rate in made.lora} == {
         (rank, targets) for rank in (8, 16, 32, 64, 128) for targets in ("qkv", "all")
     }
+
+
+class _Workers:
+    def __len__(self) -> int:
+        return 2
+
+    def await_all(self, timeout_s: float) -> bool:
+        return True
+
+
+class _Untimed(ExactBackend):
+    """Has CPU workers whose hand-overs cannot be timed, as on a GPU."""
+
+    accelerator, shares_cores, workers = "", False, _Workers()
+
+    def time_hand_over(self, slot: int, tokens: int) -> None:
+        return None
+
+
+def test_a_hand_over_that_was_not_measured_is_missing_and_auto_says_what_it_assumes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    backend: Any = _Untimed(LARGE)
+    made = make_profile(backend, spec(), "bfloat16", None, quick=True, progress=lambda share: None)
+    assert made.handoff_ms is None
+    with caplog.at_level("INFO"):
+        rules = [
+            loading_rules(backend, spec(), profile, lora_config({}, mode="auto"))
+            for profile in (made, replace(made, handoff_ms=0.0))
+        ]
+    assert [rule.handoff_ms for rule in rules] == [ASSUMED_HANDOFF_MS, 0.0]
+    assert len([record for record in caplog.records if "auto assumes 0.05 ms" in record.message]) == 1
 
 
 def test_models_that_take_other_times_have_other_keys() -> None:

@@ -169,9 +169,10 @@ def _add_cluster(kinds: Any) -> None:
     group.add_argument("--instances", type=count, metavar="N", help="(default: as many as the preset has)")
     group.add_argument(
         "--kernel",
-        choices=("padded", "unpadded", "measured"),
-        default="padded",
-        help="how ranks in a batch add up: BGMV's way, MBGMV's, or as a profile was measured (default %(default)s)",
+        choices=("unpadded", "padded", "measured"),
+        help="how the ranks of a batch add up: in a sum, as in this server's kernels and S-LoRA's MBGMV; every request "
+        "at the largest rank of its batch, as in Punica's BGMV, which only the simulator has; or as a profile was "
+        "measured (default: measured with --profile, otherwise unpadded)",
     )
     group.add_argument(
         "--profile",
@@ -184,6 +185,13 @@ def _add_cluster(kinds: Any) -> None:
     group.add_argument("--slo-scale", type=positive, default=1.5, metavar="X", help="TPT within X times the base's")
     group.add_argument("--beat-ms", type=positive, default=250.0, metavar="MS", help="between an instance's load beats")
     group.add_argument("--routers", type=count, metavar="N", help="instances that clients send to (default: all)")
+    group.add_argument(
+        "--copies",
+        type=count,
+        default=2,
+        metavar="N",
+        help="of each adapter at the start, under routings that make no plan (default %(default)s)",
+    )
     group.add_argument("--need-attainment", type=positive, metavar="X", help="find the least fleet with this share")
     group.add_argument("--need-ttft-p95-ms", type=positive, metavar="MS", help="and with 95 %% of TTFTs under this")
     group.add_argument("--processes", type=count, metavar="N", help="(default: one for each core)")

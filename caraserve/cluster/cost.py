@@ -167,9 +167,9 @@ def worth(
         # each answer takes. What is left is what its rank does to the ranks there.
         added_ms = max(0.0, added_ms - alpha_ms * rank - gamma_ms)
     base_ms, token_ms, token_rank_ms = model.prefill_base_ms, model.prefill_token_ms, model.prefill_token_rank_ms
-    queued, queued_ranks = backlog.queued_tokens, backlog.queued_token_ranks
-    queue_ms = prefill_ms(base_ms, token_ms, token_rank_ms, queued, queued_ranks)
-    tokens, token_ranks = queued + prompt_tokens, queued_ranks + prompt_tokens * rank
+    # The paper's line has its intercept before and after the request, in a filled queue and in an empty one.
+    added_prefill_ms = prompt_tokens * (token_ms + rank * token_rank_ms)
+    tokens, token_ranks = backlog.queued_tokens + prompt_tokens, backlog.queued_token_ranks + prompt_tokens * rank
     all_ms = prefill_ms(base_ms, token_ms, token_rank_ms, tokens, token_ranks)
     wait_ms = all_ms + cold_ms
     if needed_tokens > backlog.kv_free_tokens:
@@ -179,7 +179,7 @@ def worth(
         return math.inf, wait_ms / output_tokens + after_ms
     latency_ms = wait_ms / output_tokens + after_ms
     cost = total_cost(
-        0.0 if own_weight > 0.0 else all_ms - queue_ms,  # otherwise in latency_ms, and nobody is spared it
+        added_prefill_ms if own_weight == 0.0 else 0.0,  # otherwise in latency_ms, and nobody is spared it
         added_ms,
         after_ms,
         slo_ms,

@@ -20,12 +20,11 @@ from caraserve.gpu.weights import Weights
 from caraserve.model.layout import AdapterSpec, HostAdapter
 from caraserve.model.spec import ModelSpec
 from caraserve.plan import BASE_ADAPTER_SLOT, Plan, StepResult
-from caraserve.profile import Profile
+from caraserve.profile import ASSUMED_HANDOFF_MS, Profile
 from caraserve.trace import Trace
 
 log = logging.getLogger(__name__)
 
-_USUAL_HANDOFF_MS = 0.05  # a round trip beyond its compute
 _PUMP_S = 0.001  # between two looks at the link while anything is on its way
 _NICE = -5  # of the launching thread, where that is allowed: a device that waits for it stands still
 
@@ -91,12 +90,12 @@ class CudaBackend:
     def use(self, profile: Profile) -> None:
         """Predictions go by what was measured of this machine."""
         layers, predictions = self._layers, self._parts.asides.predictions
-        handoff_s = (profile.handoff_ms or _USUAL_HANDOFF_MS) / 1000
+        handoff_ms = ASSUMED_HANDOFF_MS if profile.handoff_ms is None else profile.handoff_ms
         workers = max(1, len(self.workers))
         predictions.tokens_per_worker = profile.tokens_per_worker
         predictions.layer_s = lambda tokens: profile.prefill_ms(tokens, 0) / 1000 / layers
         predictions.hand_over_s = lambda tokens, rank: (
-            handoff_s + profile.cpu_lora_ms(tokens, rank, "qkv") / 1000 / workers
+            (handoff_ms + profile.cpu_lora_ms(tokens, rank, "qkv") / workers) / 1000
         )
         self._parts.channels.queue.bytes_per_s = profile.link_bytes_per_s
 

@@ -248,5 +248,5 @@ def _phases(finishes: Sequence[Finish]) -> str:
     return (
         f"queued={phases.queued_ms:.3f};load={phases.load_ms:.3f};"
         f"prefill={phases.prefill_ms:.3f};decode={phases.decode_ms:.3f};"
-        f"stalled={phases.stalled_ms:.3f};cpu_layers={phases.cpu_layers}"
+        f"stalled={phases.stalled_ms:.3f};interrupted={phases.interrupted_ms:.3f};cpu_layers={phases.cpu_layers}"
     )

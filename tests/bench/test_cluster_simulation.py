@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,6 @@ from hypothesis import strategies as st
 from caraserve.bench.cluster.instance import MS
 from caraserve.bench.cluster.machines import Machine, of_papers, without_adapters
 from caraserve.bench.cluster.outcome import digest, outcome
-from caraserve.bench.cluster.planning import HOMES
 from caraserve.bench.cluster.simulation import Setting, Simulation
 from caraserve.bench.cluster.sweep import Goal, Study, base, find_all
 from caraserve.bench.records import PlannedRequest, Workload
@@ -26,6 +26,7 @@ from caraserve.bench.workload.popularity import parse_popularity
 from caraserve.cluster.assignment import homes
 from caraserve.cluster.cost import Links
 from caraserve.cluster.plans import ROUTINGS
+from caraserve.profile import load
 from tests.bench.cluster_reference import Plain, play
 
 MACHINE = replace(of_papers("padded"), max_running=32, kv_tokens=20_000)
@@ -206,10 +207,10 @@ def test_a_missing_adapter_is_fetched_once_and_the_request_waits_for_it() -> Non
 def test_a_full_host_tier_lets_go_of_what_was_fetched_and_never_of_homes() -> None:
     small = replace(MACHINE, host_adapter_bytes=4 * 64 * MACHINE.rank_bytes)
     load = replace(workload(adapters=12), ranks=(64,) * 12)
-    simulation = run("random", load, (small,) * 8)
+    simulation = run("random", load, (small,) * 8, copies=3)
     assert sum(node.shelf.evictions for node in simulation.nodes) > 0
     names = [f"adapter-{adapter:05}" for adapter in range(12)]
-    for adapter, places in enumerate(homes(names, [node.name for node in simulation.nodes], HOMES).tolist()):
+    for adapter, places in enumerate(homes(names, [node.name for node in simulation.nodes], 3).tolist()):
         assert all(adapter in simulation.nodes[place].shelf.host for place in places)
 
 
@@ -291,6 +292,28 @@ def test_the_command_gives_the_same_figures_in_every_process(tmp_path_factory: p
     assert documents[0] == documents[1]
     assert [one["routing"] for one in documents[0]["runs"]] == list(ROUTINGS)
     assert str(tmp_path_factory.getbasetemp()) not in json.dumps(documents[0])
+
+
+@pytest.mark.parametrize("kernel", [None, "padded"])
+def test_a_kernel_that_no_server_has_is_asked_for_by_name_and_said_to_be_none(kernel: str | None) -> None:
+    done = command("--routing", "random", *(("--kernel", kernel) if kernel else ()))
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert [machine["padded"] for machine in document["machines"]] == [kernel == "padded"]
+    assert any("no server here has that kernel" in note for note in document["notes"]) == (kernel == "padded")
+    assert any("nothing of it was measured" in note for note in document["notes"])
+
+
+def test_a_measured_machine_is_simulated_as_it_was_measured() -> None:
+    profile = Path(__file__).parent.parent / "profile.json"
+    done = command("--routing", "random", "--profile", str(profile))
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert document["machines"][0]["gamma_ms"] == load(profile).decode.gamma_ms
+    assert any("disk and network are assumed" in note for note in document["notes"])
+
+
+def test_every_instance_may_have_every_adapter_at_the_start() -> None:
+    simulation = run("dlora", copies=9)
+    assert all(len(node.shelf.host) == 40 and node.shelf.fetches == 0 for node in simulation.nodes)
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ def test_every_stage_finds_what_it_looks_for(tmp_path: Path) -> None:
     assert figures["protocol"]["cpu_layers"] == 2
     assert figures["protocol"]["wait_by_stream"]["rounds"] == figures["protocol"]["wait_by_kernel"]["rounds"] == 8
     assert {tuple(point["ranks"]) for point in figures["lora"]["points"]} == {(8,), (16,), (8, 16)}
+    assert set(figures["cold"]["assumed"]) == {"handoff_ms", "core_lora_flop_per_s", "copy_s"}  # the link was measured
     assert set(figures["cold"]["itl"]) == {"warm", "overlapped", "pipelined"}
     assert {mode for point in figures["cold"]["exposed"] for mode in point["exposed_ms"]} == {
         "ondemand",

@@ -124,6 +124,14 @@ def test_reports_of_one_run_each_compare_whatever_they_are_called(tmp_path: Path
     assert list(compare(a, b).lines) == ["ours | theirs"]
 
 
+def test_a_report_made_before_interruptions_were_measured_is_still_read(tmp_path: Path) -> None:
+    file = saved(tmp_path, run("x", 0.1)) / "serve.json"
+    told = json.loads(file.read_text())
+    del told["runs"][0]["interrupted_share"]
+    file.write_text(json.dumps(told))
+    assert load_saved(file).runs[0].interrupted_share is None
+
+
 def test_reports_with_nothing_in_common_are_refused(tmp_path: Path) -> None:
     a = load_saved(saved(tmp_path / "a", run("x", 0.1), run("y", 0.1)) / "serve.json")
     b = load_saved(saved(tmp_path / "b", run("z", 0.1)) / "serve.json")

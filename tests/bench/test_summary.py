@@ -4,6 +4,7 @@ import pytest
 
 from caraserve.bench.records import RequestRecord, Run
 from caraserve.bench.report.ratios import beside
+from caraserve.bench.report.sheets import beside_sheet
 from caraserve.bench.report.slo import Slo, parse_slo
 from caraserve.bench.report.summary import Summary, summarize
 from caraserve.errors import ConfigError
@@ -74,10 +75,13 @@ def test_a_run_sent_later_than_a_hundredth_of_its_gaps_is_not_valid(late_s: floa
 
 
 def test_cold_starts_are_the_share_of_time_that_the_server_says() -> None:
-    phases = (("load", 50.0), ("stalled", 25.0))
-    summary = summarize(Run("cold", (answered(0, 0.0, (0.1, 0.3), phases=phases),), 1.0))
-    assert summary.cold_start_share == pytest.approx(75 / 300)
-    assert two_answers().cold_start_share is None
+    cold = (("load", 50.0), ("stalled", 25.0), ("interrupted", 0.0))
+    warm = (("load", 0.0), ("stalled", 0.0), ("interrupted", 60.0))
+    records = answered(0, 0.0, (0.1, 0.3), phases=cold), answered(1, 0.0, (0.1, 0.6), phases=warm)
+    summary = summarize(Run("cold", records, 1.0))
+    assert summary.cold_start_share == pytest.approx((50 + 25 + 60) / 900)
+    assert summary.interrupted_share == pytest.approx(60 / 900)
+    assert two_answers().cold_start_share is two_answers().interrupted_share is None
 
 
 def test_an_interruption_is_a_gap_above_one_and_a_half_medians() -> None:
@@ -143,6 +147,16 @@ def test_repeats_are_set_against_the_same_repeat_of_the_first_mode() -> None:
     assert lines[0].ratios["ttft"].mean == 1.0
     assert lines[1].ratios["ttft"].mean == pytest.approx((2 + 1) / 2)
     assert lines[1].ratios["ttft"].spread == pytest.approx(0.5**0.5)
+
+
+def test_what_cold_starts_cost_stands_beside_the_ratios() -> None:
+    def run(label: str, interrupted_ms: float) -> Summary:
+        phases = (("load", 50.0), ("stalled", 0.0), ("interrupted", interrupted_ms))
+        return summarize(Run(label, (answered(0, 0.0, (0.5, 1.0), phases=phases),), 1.0))
+
+    sheet = beside_sheet([run("cached", 0.0), run("ondemand", 100.0), run("ondemand", 300.0)])
+    assert sheet.heads[-2:] == ("lost to cold starts", "to others' loads")
+    assert [row[-2:] for row in sheet.rows] == [("5.0%", "0.0%"), ("25.0%", "20.0%")]
 
 
 @pytest.mark.parametrize(

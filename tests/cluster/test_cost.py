@@ -1,5 +1,6 @@
 """Algorithm 1 of Toppings chooses as the paper's example does, and has an answer where the paper leaves none."""
 
+import dataclasses
 import math
 
 import pytest
@@ -83,6 +84,31 @@ def test_the_cost_by_hand() -> None:
     assert found.cost == pytest.approx((added_prefill_ms / 40 + added_decode_ms) * 4)
     ttft_ms = 10 + 150 * 0.1 + (800 + 3200) * 0.001
     assert found.latency_ms == pytest.approx(ttft_ms / 40 + 20 + 0.01 * (24 + 16 + 32) + 0.5 * 5)
+
+
+def test_the_cost_by_hand_where_no_prompt_waits() -> None:
+    # Only the request itself waits for the prefill's intercept: it is in its latency, and nothing that it adds.
+    backlog, arrival = decoding(4, 10), Arrival("a", 32, 100, 40.0)
+    own_prefill_ms = 100 * (0.1 + 32 * 0.001)
+    found = of(MODEL, backlog, arrival)
+    assert found.cost == pytest.approx((own_prefill_ms / 40 + 0.01 * 32 + 0.5) * 4)
+    assert found.latency_ms == pytest.approx((10 + own_prefill_ms) / 40 + 20 + 0.01 * (40 + 32) + 0.5 * 5)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_an_empty_queue_is_not_dearer_than_a_filled_one(padded: bool) -> None:
+    model = dataclasses.replace(MODEL, padded=padded)
+    arrival = Arrival("a", 8, 100, 40.0)
+    empty, filled = of(model, decoding(4, 8), arrival), of(model, decoding(4, 8, queued_tokens=500), arrival)
+    assert empty.cost == filled.cost
+    assert empty.latency_ms < filled.latency_ms
+    assert empty < filled  # so the request goes where no prompt waits
+
+
+def test_an_idle_instance_predicts_one_intercept() -> None:
+    found = of(MODEL, Backlog(), Arrival("a", 32, 100, 40.0), own_weight=1.0)
+    assert found.latency_ms == pytest.approx((10 + 100 * (0.1 + 32 * 0.001)) / 40 + 20 + 0.01 * 32 + 0.5)
+    assert found.cost == found.latency_ms
 
 
 def test_a_cold_start_costs_its_wait_and_all_of_the_batch_where_it_blocks() -> None:

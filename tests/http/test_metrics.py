@@ -30,7 +30,7 @@ def ended(reason: FinishReason = "stop", **changes: Any) -> Finish:
         "prompt_tokens": 10,
         "completion_tokens": 5,
         "cached_tokens": 4,
-        "phases": Phases(100, 20, 30, 400),
+        "phases": Phases(100, 20, 30, 400, stalled_ms=3, interrupted_ms=50),
     }
     return Finish(reason, **fields | changes)
 
@@ -90,6 +90,8 @@ async def test_an_ended_request_is_counted_everywhere() -> None:
     assert sums["vllm:request_time_per_output_token_seconds"] == pytest.approx(0.1)
     phases = {labels["phase"]: value for labels, value in found["caraserve:request_phase_seconds_sum"]}
     assert phases == pytest.approx({"queued": 0.1, "load": 0.02, "prefill": 0.03, "decode": 0.4})
+    assert sums["caraserve:adapter_stall_seconds"] == pytest.approx(0.003)
+    assert sums["caraserve:adapter_interruption_seconds"] == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,8 @@ async def test_bytes_of_a_completion_stream() -> None:
         head + b'"H","logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n'
         + head + b'"i","logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n'
         + head + b'"","logprobs":null,"finish_reason":"length","stop_reason":null}]}\n\n'
-        + b": phases queued=1.000;load=2.000;prefill=3.000;decode=4.000;stalled=0.000;cpu_layers=0\n\n"
+        + b": phases queued=1.000;load=2.000;prefill=3.000;decode=4.000;"
+        + b"stalled=0.000;interrupted=0.000;cpu_layers=0\n\n"
         + b"data: [DONE]\n\n"
     )  # fmt: skip
 

@@ -45,6 +45,8 @@ async def random_run(
         await here.settle()
         for one in asked:
             one.check()
+            phases = one.finish.phases
+            assert phases.stalled_ms + phases.interrupted_ms <= phases.prefill_ms + phases.decode_ms + 1e-6
             if one.finish.reason == "length" and one.params.prompt_logprobs is not None and len(one.prompt) > 1:
                 told = [entry for delta in one.deltas for entry in delta.prompt_logprobs]
                 assert told[0] is None

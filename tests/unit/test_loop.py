@@ -204,6 +204,9 @@ def test_a_mode_without_cold_starts_keeps_what_it_started_with(mode: str) -> Non
             await engine.unload_adapter("poet")
         with pytest.raises(Forbidden):
             await engine.load_adapter("new", "poet")
+        answers = await asyncio.gather(*(submit(engine, PROMPT, name) for name in ADAPTERS))
+        phases = [answer.finish.phases for answer in answers]
+        assert [(one.load_ms, one.stalled_ms, one.interrupted_ms) for one in phases] == [(0.0, 0.0, 0.0)] * len(answers)
 
     with_engine(test, mode=mode)
 

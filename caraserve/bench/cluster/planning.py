@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from caraserve.bench.cluster.simulation import Node
 
 _S = 1_000_000_000
-HOMES = 2  # copies of each adapter without a plan
 
 
 class Planner:
@@ -28,7 +27,9 @@ class Planner:
         workload: Workload,
         adapters: list[str],
         slo_ms: float,
+        copies: int,
     ) -> None:
+        self._copies = copies
         self._routing, self._nodes, self._views = routing, nodes, views
         self._ranks, self._adapters = workload.ranks, adapters
         self._number = {name: number for number, name in enumerate(adapters)}
@@ -68,7 +69,7 @@ class Planner:
                 self._put(number, plan.instances(name))
         else:
             names = [node.name for node in self._nodes]
-            for number, places in enumerate(homes(self._adapters, names, HOMES).tolist()):
+            for number, places in enumerate(homes(self._adapters, names, self._copies).tolist()):
                 self._put(number, [names[at] for at in places])
         for node in self._nodes:
             for number, tier in node.shelf.changed.items():

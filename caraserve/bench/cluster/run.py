@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
@@ -34,6 +34,11 @@ NOTES = (
     "The first fifth of a run's time is warm-up; its requests do not count.",
     "A request waits where the engine would preempt one; prefixes are not reused.",
 )
+_OF_PAPERS = "The machine's times are put together from what papers print; nothing of it was measured."
+_OF_PROFILES = "Measured are the machines' iterations and loads; their memory, disk and network are assumed."
+_PADDED = (
+    "Every request costs what the largest rank of its batch does, as in Punica's BGMV: no server here has that kernel."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +47,12 @@ class ClusterOptions:
 
     routing: tuple[str, ...]
     instances: int | None  # None: as many as the preset has
-    kernel: Kernel
+    kernel: Kernel | None  # None: as measured where there is a profile, unpadded otherwise
     profile: tuple[Path, ...]
     slo_scale: float
     beat_ms: float
     routers: int | None
+    copies: int
     need_attainment: float | None
     need_ttft_p95_ms: float | None
     processes: int | None
@@ -86,7 +92,7 @@ def _document(
         "bench": "cluster",
         "versions": versions(),
         "arguments": {name: value for name, value in asked.items() if name not in ("profile", "processes")},
-        "notes": [*NOTES, *workload.notes],
+        "notes": [*NOTES, *_assumed(study, asked), *workload.notes],
         "machines": [_told(machine) for machine in study.machines],
         "instances": study.instances,
         "requests": len(workload.requests),
@@ -96,22 +102,31 @@ def _document(
     }
 
 
+def _assumed(study: Study, asked: Mapping[str, object]) -> Iterator[str]:
+    yield _OF_PROFILES if asked["profile"] else _OF_PAPERS
+    if any(machine.model.padded for machine in study.machines):
+        yield _PADDED
+
+
 def _study(options: ClusterOptions, load: LoadOptions) -> Study:
     instances = options.instances or (find_preset(load.preset).servers if load.preset else 1)
     goal = None
     if options.need_attainment is not None or options.need_ttft_p95_ms is not None:
         goal = Goal(options.need_attainment, options.need_ttft_p95_ms)
-    setting = Setting((), "auto", inf, routers=options.routers, beat_ms=options.beat_ms, seed=load.seed)
+    setting = Setting(
+        (), "auto", inf, routers=options.routers, copies=options.copies, beat_ms=options.beat_ms, seed=load.seed
+    )
     return Study(_machines(options), instances, setting, goal)
 
 
 def _machines(options: ClusterOptions) -> tuple[Machine, ...]:
     if options.profile:
-        like = of_papers("padded")
-        return tuple(of_profile(profiles.load(file), options.kernel, like) for file in options.profile)
+        like = of_papers("unpadded")
+        kernel = options.kernel or "measured"
+        return tuple(of_profile(profiles.load(file), kernel, like) for file in options.profile)
     if options.kernel == "measured":
         raise ConfigError("--kernel measured needs --profile; the papers' machine has padded and unpadded kernels")
-    return (of_papers(options.kernel),)
+    return (of_papers(options.kernel or "unpadded"),)
 
 
 def _told(machine: Machine) -> dict[str, object]:

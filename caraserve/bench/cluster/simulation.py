@@ -39,6 +39,7 @@ class Setting:
     slo_ms: float  # time per token
     ttft_ms: float = 10_000.0
     routers: int | None = None  # instances that clients send to; None: all
+    copies: int = 2  # of each adapter before the first request, under routings that make no plan
     beat_ms: float = 250.0
     beat_jitter: float = 0.1  # share of the period
     gossip_ms: float = 2.0
@@ -126,7 +127,9 @@ class Simulation:
         shown = [node.shown() for node in self.nodes]
         self._views = Views(shown, self._adapters, self._routers, round(setting.gossip_ms * MS))
         self._lengths = AnswerLengths()
-        self._planner = Planner(setting.routing, self.nodes, self._views, workload, self._adapters, setting.slo_ms)
+        self._planner = Planner(
+            setting.routing, self.nodes, self._views, workload, self._adapters, setting.slo_ms, setting.copies
+        )
         self._events: list[tuple[int, int, int, Any]] = []
         self._sequence = 0
         self.requests = [

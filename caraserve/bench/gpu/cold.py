@@ -19,7 +19,17 @@ from caraserve.bench.gpu.session import wait_for_load
 from caraserve.model.layout import AdapterSpec, HostAdapter
 from caraserve.model.spec import SITES
 from caraserve.plan import Plan, Row
-from caraserve.profile import SCHEMA, Decode, DecodePoint, LoraRate, Prefill, PrefillPoint, Profile, Targets
+from caraserve.profile import (
+    ASSUMED_HANDOFF_MS,
+    SCHEMA,
+    Decode,
+    DecodePoint,
+    LoraRate,
+    Prefill,
+    PrefillPoint,
+    Profile,
+    Targets,
+)
 
 _SITES: dict[Targets, Sequence[str]] = {"qkv": SITES[:3], "all": SITES}
 _MODES = ("ondemand", "pipelined", "assisted")
@@ -50,8 +60,14 @@ class ColdPoint:
 def cold(rig: Rig) -> Outcome:
     """Speed alone."""
     effort, outcome = rig.effort, Outcome()
-    link = max(rig.known.get("limits", {}).get("to_device_bytes_per_s", {}).values(), default=_UNKNOWN_LINK_BYTES_PER_S)
+    measured = rig.known.get("limits", {}).get("to_device_bytes_per_s", {}).values()
+    link = max(measured, default=_UNKNOWN_LINK_BYTES_PER_S)
     context = max(*effort.cold_prompts, 2 * min(effort.contexts))
+    assumed = {"handoff_ms": ASSUMED_HANDOFF_MS, "core_lora_flop_per_s": _CORE_FLOP_PER_S, "copy_s": _COPY_S}
+    if not measured:
+        assumed["link_bytes_per_s"] = link
+    outcome.figures["assumed"] = assumed
+    outcome.say("assumed by predictions, not measured", ", ".join(f"{what} {each:g}" for what, each in assumed.items()))
     with big(rig, effort.bystanders + 1, context, effort.arrivals + 2, workers=_WORKERS) as subject:
         subject.session.make_room(effort.bystanders + 1)
         subject.backend.start_workers(lambda rank: 64)

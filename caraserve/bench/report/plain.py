@@ -10,7 +10,8 @@ _SCALARS = {int: "an integer", float: "a number", str: "a text", bool: "true or 
 
 
 def read(kind: type[_T], value: object, where: str) -> _T:
-    """Takes dataclasses of scalars, dataclasses, `tuple[X, ...]`, `dict[str, X]` and `X | None`.
+    """Takes dataclasses of scalars, dataclasses, `tuple[X, ...]`, `dict[str, X]` and `X | None`. A field with a default
+    may be missing: reports of older versions lack it.
 
     Raises ValueError that names the place, which begins with `where`, and what is wrong there.
     """
@@ -39,9 +40,10 @@ def _read(kind: Any, value: Any, where: str) -> Any:
 def _object(kind: Any, value: Any, where: str) -> Any:
     _expect(isinstance(value, dict), "an object", where)
     hints = get_type_hints(kind)
-    for name in hints:
-        _expect(name in value, "there", f"{where}.{name}")
-    return kind(**{name: _read(hint, value[name], f"{where}.{name}") for name, hint in hints.items()})
+    for field in dataclasses.fields(kind):
+        _expect(field.name in value or field.default is not dataclasses.MISSING, "there", f"{where}.{field.name}")
+    found = {name: _read(hint, value[name], f"{where}.{name}") for name, hint in hints.items() if name in value}
+    return kind(**found)
 
 
 def _expect(good: bool, what: str, where: str) -> None:

@@ -30,6 +30,8 @@ class Beside:
     valid: bool  # all of them
     mean_ms: dict[str, float]  # by metric, over repeats
     ratios: dict[str, Ratio]  # by metric; those that both have
+    cold_start_share: float | None  # of the summaries, over repeats
+    interrupted_share: float | None
 
 
 def by_label(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
@@ -53,6 +55,8 @@ def beside(summaries: Sequence[Summary]) -> tuple[Beside, ...]:
             all(summary.valid for summary in repeats),
             {name: value for name in RATIO_METRICS if (value := _mean(repeats, name)) is not None},
             {name: ratio for name in RATIO_METRICS if (ratio := _ratio(repeats, first, name)) is not None},
+            _mean_of([summary.cold_start_share for summary in repeats]),
+            _mean_of([summary.interrupted_share for summary in repeats]),
         )
         for label, repeats in grouped.items()
     )
@@ -101,8 +105,12 @@ _FIGURES: dict[str, Callable[[Summary], float | None]] = {
 
 
 def _mean(repeats: Sequence[Summary], metric: str) -> float | None:
-    found = [value for summary in repeats if (value := mean_ms(summary, metric)) is not None]
-    return statistics.fmean(found) if found else None
+    return _mean_of([mean_ms(summary, metric) for summary in repeats])
+
+
+def _mean_of(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
 
 
 def _ratio(repeats: Sequence[Summary], first: Sequence[Summary], metric: str) -> Ratio | None:

@@ -17,7 +17,9 @@ DEFINITIONS = (
     "Latencies are of complete answers; percentiles interpolate between the two nearest requests.",
     "Decode interruption: a gap of more than 1.5 × the run's median gap (of gaps above 0); lost in it is what exceeds "
     "the median, shown as a share of the time between first and last tokens.",
-    "Lost to cold starts: (load + stalled) ÷ E2E, as far as the server says where the time went.",
+    "Lost to cold starts: (load + stalled + interrupted) ÷ E2E, by the phases that the server names: a request's wait "
+    "for its own adapter, and the time in which it stood still for loads of other requests' adapters, which is also "
+    "shown alone.",
     "SLO attainment: the share of all requests sent that met every limit; a failed request meets none. Goodput: those "
     "requests a second.",
     "A run is valid if its requests were sent at most 1 % of the mean gap between due times late, on average.",
@@ -85,6 +87,7 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "prompt tokens", _length(lengths.prompt, lengths.prompt_asked)
         yield "answer tokens", _length(lengths.output, lengths.output_asked)
     yield "lost to cold starts", percent(summary.cold_start_share)
+    yield "of it to others' loads", percent(summary.interrupted_share)
     if (pauses := summary.interruptions) is not None:
         each = f"{pauses.median_per_request:g} median, {pauses.mean_per_request:.2f} mean"
         yield "decode interruptions", f"{each} a request; gaps above {number(pauses.threshold_ms)} ms"
@@ -128,10 +131,12 @@ def beside_sheet(summaries: Sequence[Summary]) -> Sheet:
         row = [line.label if line.valid else f"{line.label} (not valid)", str(line.repeats)]
         for metric in RATIO_METRICS:
             row += [optional(line.mean_ms.get(metric)), _ratio(line.ratios.get(metric))]
-        rows.append(tuple(row))
+        rows.append((*row, percent(line.cold_start_share), percent(line.interrupted_share)))
     heads = [head for metric in RATIO_METRICS for head in (f"{metric.upper()}, ms", "ratio")]
     note = "Ratio of means to the first line's; ± is the standard deviation over repeats, each set against the same "
-    note += "repeat of the first line."
+    note += "repeat of the first line. Lost to cold starts: a share of E2E; the last column is the part of it that "
+    note += "other requests' loads have caused."
+    heads += ["lost to cold starts", "to others' loads"]
     return Sheet("Beside one another", ("mode", "repeats", *heads), tuple(rows), note=note)
 
 

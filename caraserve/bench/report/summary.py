@@ -135,11 +135,12 @@ class Summary:
     lengths: Lengths | None
     valid: bool
     invalid_because: tuple[str, ...]
-    cold_start_share: float | None  # (load + stalled) / e2e, over requests whose server says; None: none does
+    cold_start_share: float | None  # (load + stalled + interrupted) / e2e, as the server says; None: it does not
     interruptions: Interruptions | None
     attainment: Attainment | None
     adapters: tuple[Group, ...]  # most requests first, then the others as one
     ranks: tuple[Group, ...]  # ascending, the base model first
+    interrupted_share: float | None = None  # of cold_start_share, what others' loads have caused; not in old reports
 
 
 def summarize(run: Run, slo: Slo | None = None, percentiles: Sequence[float] = (50, 90, 95, 99)) -> Summary:
@@ -169,11 +170,12 @@ def summarize(run: Run, slo: Slo | None = None, percentiles: Sequence[float] = (
         lengths=_lengths(run.records),
         valid=not reasons,
         invalid_because=reasons,
-        cold_start_share=_cold_start_share(run.records),
+        cold_start_share=_share(run.records, "load", "stalled", "interrupted"),
         interruptions=_interruptions(columns),
         attainment=None if slo is None else _attainment(slo, columns, run),
         adapters=_by_adapter(run.records, columns, kept),
         ranks=_by_rank(run.records, columns, kept),
+        interrupted_share=_share(run.records, "interrupted"),
     )
 
 
@@ -257,14 +259,15 @@ def _reasons(columns: Columns, lateness: Lateness | None) -> list[str]:
     return reasons
 
 
-def _cold_start_share(records: Sequence[RequestRecord]) -> float | None:
-    lost_ms = e2e_ms = 0.0
+def _share(records: Sequence[RequestRecord], *phases: str) -> float | None:
+    """Of complete requests' time, over those whose server names all these phases."""
+    spent_ms = e2e_ms = 0.0
     for record in records:
-        phases = dict(record.phases)
-        if record.error is None and "load" in phases:
-            lost_ms += phases["load"] + phases.get("stalled", 0.0)
+        told = dict(record.phases)
+        if record.error is None and told.keys() >= {*phases}:
+            spent_ms += sum(told[phase] for phase in phases)
             e2e_ms += 1e3 * record.e2e_s
-    return lost_ms / e2e_ms if e2e_ms > 0 else None
+    return spent_ms / e2e_ms if e2e_ms > 0 else None
 
 
 def _interruptions(columns: Columns) -> Interruptions | None:
