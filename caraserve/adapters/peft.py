@@ -26,7 +26,6 @@ from caraserve.units import align_up, ceil_div
 
 TENSORS_NAME = "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
-_MAX_TENSORS = 100_000
 _TENSOR = re.compile(
     r"(?:base_model\.model\.)?(?P<module>model\.layers\.(?P<layer>[0-9]{1,6})\.(?:self_attn|mlp)\."
     rf"(?P<site>{'|'.join(SITES)}))\.lora_(?P<half>[AB])(?P<adapter>(?:\.[A-Za-z0-9_-]+)?)\.weight"
@@ -186,8 +185,6 @@ def _pairs(file: TensorFile, config: PeftConfig, model: ModelSpec) -> dict[Site,
 
 def _halves(file: TensorFile, model: ModelSpec) -> dict[Site, dict[str, str]]:
     """{(layer, module): {"A": tensor name, "B": tensor name}}."""
-    if len(file.names) > _MAX_TENSORS:
-        raise AdapterRejected(f"{TENSORS_NAME} has {len(file.names)} tensors; {_MAX_TENSORS} at most are read")
     halves: dict[Site, dict[str, str]] = {}
     adapters: set[str] = set()
     for name in file.names:
