@@ -241,12 +241,12 @@ def test_nothing_is_left_after_500_requests_that_end_in_every_way() -> None:
 
 
 def test_a_registry_remembers_adapters_across_restarts(tmp_path: Path) -> None:
-    """What was loaded at run time is there after a restart that does not mention it."""
+    """What was loaded is there after a restart that does not mention it, but for the folder that it may come from."""
     registry = tmp_path / "adapters.sqlite"
     adapters = {"voice": demo.adapters_folder() / "poet"}
 
     async def names(given: dict[str, Path]) -> list[str]:
-        lora = lora_config(given, registry=registry)
+        lora = lora_config(given, registry=registry, adapter_roots=[demo.adapters_folder()])
         async with running(model_config(demo.model_folder()), lora, engine_config()) as engine:
             return [info.name for info in engine.adapters()]
 
