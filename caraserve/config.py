@@ -156,6 +156,7 @@ class LoraConfig(_FromArgs):
     emulate_link_mb_per_s: float | None
     profile: Path | None
     allow_runtime_lora_updating: bool
+    allow_adapter_path: list[Path]
 
     @property
     def padded_rank(self) -> int | None:
@@ -175,10 +176,7 @@ class LoraConfig(_FromArgs):
             help="PEFT folders to serve",
         )
         group.add_argument(
-            "--adapters-dir",
-            type=Path,
-            metavar="DIR",
-            help="every folder in DIR is an adapter named after it; run-time loads must lie inside DIR",
+            "--adapters-dir", type=Path, metavar="DIR", help="every folder in DIR is an adapter named after it"
         )
         group.add_argument("--registry", type=Path, metavar="FILE", help="SQLite file that remembers adapters")
         group.add_argument(
@@ -226,6 +224,14 @@ class LoraConfig(_FromArgs):
             action=argparse.BooleanOptionalAction,
             default=os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "").lower() in ("1", "true"),
             help="serve POST /v1/load_lora_adapter and /v1/unload_lora_adapter",
+        )
+        group.add_argument(
+            "--allow-adapter-path",
+            type=Path,
+            action="append",
+            default=[],
+            metavar="ROOT",
+            help="adapters may be loaded from ROOT at run time, besides --adapters-dir; may be given several times",
         )
 
 

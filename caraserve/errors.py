@@ -7,6 +7,7 @@
     │   └── ContextLengthExceeded  400  prompt + max_tokens do not fit
     ├── NotFound                   404  no such model, adapter or path
     ├── AdapterRejected            400  an adapter folder that cannot be applied exactly
+    ├── NonFiniteLogits            422  an adapter, or the base model, gives logits from which no token can be chosen
     ├── PayloadTooLarge            413  the body is over the limit
     ├── Unauthorized               401  a missing or wrong API key
     ├── Forbidden                  403  switched off by the operator
@@ -71,6 +72,21 @@ class AdapterRejected(CaraServeError):
 
     status = 400
     type = "InvalidUserInput"
+
+
+class NonFiniteLogits(CaraServeError):
+    """The model asked for gives logits that are infinite or not numbers; the same request would end so again."""
+
+    status = 422
+    type = "invalid_request_error"
+    code = "non_finite_logits"
+
+    def __init__(self, name: str) -> None:
+        """`name`: of the adapter, or of the base model."""
+        message = (
+            f"the logits of {name!r} are not finite, so no token can be chosen: its weights are too large or damaged"
+        )
+        super().__init__(message, param="model")
 
 
 class PayloadTooLarge(CaraServeError):

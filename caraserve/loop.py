@@ -18,7 +18,14 @@ from caraserve.adapters.catalog import Catalog
 from caraserve.adapters.registry import AdapterInfo
 from caraserve.adapters.version import Tier, Version
 from caraserve.config import EngineConfig
-from caraserve.errors import BackendFailed, CaraServeError, ContextLengthExceeded, Draining, Overloaded
+from caraserve.errors import (
+    BackendFailed,
+    CaraServeError,
+    ContextLengthExceeded,
+    Draining,
+    NonFiniteLogits,
+    Overloaded,
+)
 from caraserve.launcher import Launched, Launcher, undo
 from caraserve.line import Line
 from caraserve.merging import MergeRule
@@ -253,7 +260,10 @@ class Engine:
                 opened.request.stalled_ms += result.waited_ms
                 opened.request.interrupted_ms += others_ms
                 self._observe_choice(opened, outcome.done_s)
-                self._retire_row(opened, row, result, outcome.done_s)
+                if result.is_finite:
+                    self._retire_row(opened, row, result, outcome.done_s)
+                else:
+                    self._fail_not_finite(opened)
 
     def _fail_iteration(self, launched: Launched, cause: Exception) -> None:
         """Ends the requests of a failed iteration, and those that may have reused blocks which it was to fill."""
@@ -269,6 +279,12 @@ class Engine:
         for opened in lost:
             if opened.request.phase is not Phase.FINISHED:
                 self._finish(opened, "error", error=BackendFailed(f"the iteration failed: {cause}"))
+
+    def _fail_not_finite(self, opened: Open) -> None:
+        """Ends a request whose logits are not finite; nobody is to find what it computed."""
+        self._line.pool.forget(opened.request.blocks)
+        name = opened.request.asked.adapter or self.base_name
+        self._finish(opened, "error", error=NonFiniteLogits(name))
 
     def _retire_row(self, opened: Open, row: Row, result: RowResult, done_s: float) -> None:
         request = opened.request
@@ -287,13 +303,13 @@ class Engine:
         logprobs = (result.scored,) if result.scored else ()
         params = request.asked.params
         may_stop = len(request.output_ids) >= params.min_tokens
-        reason, stop_reason = self._ended_by_token(request, token) if may_stop else (None, None)
+        reason, stop_reason = request.ended_by(token, self.tokenizer.eos_ids) if may_stop else (None, None)
         text = ""
         if reason is None or params.include_stop_str_in_output:
             text, stop = opened.detokenizer.push(token, may_stop=may_stop)
             if reason is None and stop is not None:
                 reason, stop_reason = "stop", stop
-        if reason is None and not self._wants_more(request):
+        if reason is None and not request.wants_more(self.max_model_len):
             reason = "length"
         if reason is None:
             opened.stream.put(TokenDelta(text, (token,), logprobs))
@@ -315,18 +331,6 @@ class Engine:
         else:
             self._metrics.observe_token_gap(done_s - opened.last_token_s)
         opened.last_token_s = done_s
-
-    def _ended_by_token(self, request: Request, token: int) -> tuple[FinishReason | None, str | int | None]:
-        """Whether the token itself ends the request. The model's own end token is no reason worth naming."""
-        if token in request.asked.params.stop_token_ids:
-            return "stop", token
-        if token in self.tokenizer.eos_ids and not request.asked.params.ignore_eos:
-            return "stop", None
-        return None, None
-
-    def _wants_more(self, request: Request) -> bool:
-        tokens = len(request.output_ids)
-        return tokens < request.asked.params.max_tokens and request.prompt_tokens + tokens < self.max_model_len
 
     # --- opening and ending ---
 

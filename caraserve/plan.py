@@ -107,7 +107,8 @@ class RowResult:
     `cpu_layers`: layers whose LoRA was computed by CPU workers, the adapter's weights not having arrived; `waited_ms`:
     time for which the row, and in an iteration all others with it, stood still until weights of its adapter arrived.
     `void`: nothing was computed, for the CPU workers have failed, or layers have not come or were no longer waited for;
-    the row is to be launched again, without help.
+    the row is to be launched again, without help. `is_finite`: False if a logit of the row is infinite or not a number;
+    the row has no token and no scores then.
     """
 
     token_id: int | None
@@ -116,6 +117,7 @@ class RowResult:
     cpu_layers: int = 0
     waited_ms: float = 0.0
     void: bool = False
+    is_finite: bool = True
 
 
 @dataclass(frozen=True, slots=True)

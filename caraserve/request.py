@@ -172,6 +172,19 @@ class Request:
     def prompt_tokens(self) -> int:
         return len(self.asked.prompt_ids)
 
+    def ended_by(self, token: int, eos_ids: frozenset[int]) -> tuple[FinishReason | None, str | int | None]:
+        """Whether the token itself ends the request. The model's own end token is no reason worth naming."""
+        if token in self.asked.params.stop_token_ids:
+            return "stop", token
+        if token in eos_ids and not self.asked.params.ignore_eos:
+            return "stop", None
+        return None, None
+
+    def wants_more(self, max_tokens: int) -> bool:
+        """Whether there may be another token; prompt and output together have `max_tokens` at most."""
+        tokens = len(self.output_ids)
+        return tokens < self.asked.params.max_tokens and self.prompt_tokens + tokens < max_tokens
+
     def phases(self) -> Phases:
         """Times so far; waiting while preempted counts as queued."""
 

@@ -20,6 +20,8 @@ from rich.console import Console
 
 from caraserve import demo
 from caraserve.adapters.catalog import AdapterReader, Catalog, CatalogRules
+from caraserve.adapters.peft import may_exist
+from caraserve.adapters.peft_config import CONFIG_NAME
 from caraserve.adapters.registry import Registry
 from caraserve.adapters.residency import Residency
 from caraserve.backends import ADAPTER_SLOTS, ServingBackend, build_backend
@@ -54,7 +56,7 @@ class Served:
     engine: Engine
     metrics: Metrics
     spec: ModelSpec
-    complaints: list[str]  # adapters of an earlier run that cannot be served
+    complaints: list[str]  # adapters found or remembered that cannot be served
     profile: Profile | None
     device: str
     reader: AdapterReader
@@ -121,7 +123,7 @@ async def build_engine(
     )
     rules = CatalogRules(
         base_name,
-        _root(lora_config),
+        _roots(lora_config),
         room.most_adapter_bytes,
         arena.num_bytes,
         keep_on_device=mode in PRELOADED_MODES,
@@ -156,22 +158,33 @@ def _worker_counts(backend: ServingBackend) -> WorkerCounts:
     )
 
 
-def _root(lora: LoraConfig) -> Path | None:
-    return lora.adapters_dir.resolve() if lora.adapters_dir else None
+def _roots(lora: LoraConfig) -> tuple[Path, ...]:
+    """Folders from which adapters may be loaded at run time; relative paths start at the first. Raises ConfigError."""
+    for root in lora.allow_adapter_path:
+        if not root.is_dir():
+            raise ConfigError(f"--allow-adapter-path {str(root)!r} is not a folder")
+    given = lora.allow_adapter_path if lora.adapters_dir is None else [lora.adapters_dir, *lora.allow_adapter_path]
+    return tuple(root.resolve() for root in given)
 
 
 def _add_adapters(catalog: Catalog, lora: LoraConfig) -> list[str]:
     modules = [(module.name, module.path) for module in lora.lora_modules]
     found: set[str] = set()
     if lora.adapters_dir is not None:
-        if not lora.adapters_dir.is_dir():
-            raise ConfigError(f"--adapters-dir {str(lora.adapters_dir)!r} is not a folder")
-        folders = sorted(path for path in lora.adapters_dir.iterdir() if (path / "adapter_config.json").is_file())
+        folders = _adapter_folders(lora.adapters_dir)
         named = {name for name, _ in modules}
         found = {path.name for path in folders} - named
         modules += [(path.name, path) for path in folders if path.name in found]
     with progress("adapters", len(modules)) as advance:
         return catalog.add_at_start(modules, advance, found=found)
+
+
+def _adapter_folders(adapters_dir: Path) -> list[Path]:
+    """The folders in --adapters-dir that hold an adapter, or cannot be looked into. Raises ConfigError."""
+    try:
+        return sorted(path for path in adapters_dir.iterdir() if may_exist(path / CONFIG_NAME))
+    except OSError as error:
+        raise ConfigError(f"--adapters-dir {str(adapters_dir)!r} cannot be read: {error.strerror}") from None
 
 
 def _stop_on_defect(task: "asyncio.Task[None]") -> None:

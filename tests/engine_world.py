@@ -62,10 +62,10 @@ class _Costs:
 
 
 class _Catalog(Catalog):
-    """Reads no disk: a path is its adapter's digest."""
+    """Reads no disk: a folder's name is its adapter's digest."""
 
-    def _inspect(self, name: str, path: str, *, trusted: bool = False) -> AdapterInfo:
-        return AdapterInfo(name, path, path, 8, ("q_proj",), ADAPTER_BYTES, 0.0)
+    def _inspect(self, name: str, path: str, roots: Sequence[Path]) -> AdapterInfo:
+        return AdapterInfo(name, Path(path).name, Path(path).name, 8, ("q_proj",), ADAPTER_BYTES, 0.0)
 
 
 @dataclass
@@ -238,7 +238,7 @@ async def world(
         Loading(mode, layers=layers, link_bytes_per_s=ADAPTER_BYTES / 3, costs=_Costs(), workers=1),
     )
     registry = Registry(None)
-    rules = CatalogRules("base", None, room.most_adapter_bytes, arena.num_bytes, keep_on_device)
+    rules = CatalogRules("base", (), room.most_adapter_bytes, arena.num_bytes, keep_on_device)
     catalog = _Catalog(None, registry, residency, reader, rules)  # type: ignore[arg-type]
     catalog.add_at_start([(f"a{index}", Path(f"digest-{index}")) for index in range(adapters)], lambda: None)
     config = type("Config", (), {"max_queue": 10_000, "seed": 0, "enable_prefix_caching": True})

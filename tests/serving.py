@@ -35,6 +35,7 @@ def lora_config(
     device_bytes: int = 64 * MIB,
     host_bytes: int = 64 * MIB,
     adapters_dir: Path | None = None,
+    adapter_roots: Sequence[Path] = (),
     registry: Path | None = None,
     lora_cpus: tuple[int, ...] | None = None,
     link_mb_per_s: float | None = None,
@@ -52,6 +53,7 @@ def lora_config(
         emulate_link_mb_per_s=link_mb_per_s,
         profile=profile,
         allow_runtime_lora_updating=True,
+        allow_adapter_path=list(adapter_roots),
     )
 
 

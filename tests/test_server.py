@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import json
+import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,6 +14,7 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +24,10 @@ import pytest
 
 from caraserve import demo
 from caraserve.config import HttpConfig
+from caraserve.errors import AdapterRejected, ConfigError
 from caraserve.http.app import make_app, start_http
 from caraserve.metrics import Metrics
+from caraserve.serve import build_engine
 from tests.serving import engine_config, lora_config, model_config, running
 
 READY = re.compile(r"ready at (http://127\.0\.0\.1:\d+)")
@@ -241,16 +246,52 @@ def test_nothing_is_left_after_500_requests_that_end_in_every_way() -> None:
 
 
 def test_a_registry_remembers_adapters_across_restarts(tmp_path: Path) -> None:
-    """What was loaded at run time is there after a restart that does not mention it."""
+    """What was loaded is there after a restart that does not mention it, but for the folder that it may come from."""
     registry = tmp_path / "adapters.sqlite"
     adapters = {"voice": demo.adapters_folder() / "poet"}
 
     async def names(given: dict[str, Path]) -> list[str]:
-        lora = lora_config(given, registry=registry)
+        lora = lora_config(given, registry=registry, adapter_roots=[demo.adapters_folder()])
         async with running(model_config(demo.model_folder()), lora, engine_config()) as engine:
             return [info.name for info in engine.adapters()]
 
     assert asyncio.run(names(adapters)) == asyncio.run(names({})) == ["voice"]
+
+
+def test_one_bad_folder_keeps_no_server_from_starting_and_loads_come_from_named_folders_only(tmp_path: Path) -> None:
+    poet = demo.adapters_folder() / "poet"
+    for name in ("good", "bad"):
+        shutil.copytree(poet, tmp_path / "adapters" / name)
+    (tmp_path / "adapters" / "nothing").mkdir()
+    os.truncate(tmp_path / "adapters" / "bad" / "adapter_model.safetensors", 1000)
+    lora = lora_config({}, adapters_dir=tmp_path / "adapters", adapter_roots=[demo.adapters_folder()])
+
+    async def start() -> list[str]:
+        async with AsyncExitStack() as stack:
+            served = await build_engine(stack, model_config(demo.model_folder()), lora, engine_config())
+            assert [info.name for info in served.engine.adapters()] == ["good"]
+            await served.engine.load_adapter("copy", "good")
+            await served.engine.load_adapter("poet", str(poet))
+            with pytest.raises(AdapterRejected, match="lies outside"):
+                await served.engine.load_adapter("other", str(tmp_path))
+            return served.complaints
+
+    (complaint,) = asyncio.run(start())
+    assert "adapters/bad' in --adapters-dir is left out: adapter_model.safetensors is not a valid" in complaint
+
+
+@pytest.mark.parametrize("flag", ["--adapters-dir", "--allow-adapter-path"])
+def test_a_folder_that_does_not_exist_is_named_with_its_flag(tmp_path: Path, flag: str) -> None:
+    nowhere = tmp_path / "nowhere"
+    roots = [nowhere] if flag == "--allow-adapter-path" else []
+    lora = lora_config({}, adapters_dir=None if roots else nowhere, adapter_roots=roots)
+
+    async def start() -> None:
+        async with AsyncExitStack() as stack:
+            await build_engine(stack, model_config(demo.model_folder()), lora, engine_config())
+
+    with pytest.raises(ConfigError, match=f"{flag} '{nowhere}' "):
+        asyncio.run(start())
 
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")

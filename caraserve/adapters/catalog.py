@@ -5,8 +5,10 @@ Joins the registry (what is known, across restarts), the reader of PEFT folders,
 
 import asyncio
 import functools
+import logging
+import os
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +29,10 @@ from caraserve.model.spec import ModelSpec
 
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
+_ANYWHERE = (Path("/"),)  # where adapters given at the start may lie
 _READERS = 2  # threads that read and check adapters: enough to keep a disk busy beside the compute threads
 
 
@@ -36,7 +41,7 @@ class CatalogRules:
     """What may be loaded, and how it is kept."""
 
     base_name: str
-    root: Path | None  # run-time loads must lie inside it
+    roots: tuple[Path, ...]  # run-time loads and remembered adapters must lie inside one
     device_bytes: int
     host_bytes: int
     keep_on_device: bool  # modes `cached` and `merged`: every adapter is loaded at once and stays
@@ -52,6 +57,7 @@ class AdapterReader:
         self.on_read: Callable[[str, Path, str], None] = lambda digest, folder, stamp: None
         self._spec, self._on_loop = spec, on_loop
         self.executor = ThreadPoolExecutor(_READERS, "caraserve-read")
+        self._refusals: dict[Path, str] = {}  # of folders that could not be read the last time: each is logged once
 
     def read(
         self, source: Source, into: NDArray[np.uint8], done: Done, came: Came = lambda image, layers: None
@@ -76,8 +82,12 @@ class AdapterReader:
             self._on_loop(lambda: told(result, before))
 
         def told(result: HostAdapter | CaraServeError, before: str) -> None:
+            if isinstance(result, CaraServeError) and self._refusals.get(folder) != result.message:
+                self._refusals[folder] = result.message
+                log.warning("adapter folder %r cannot be used: %s", str(folder), result.message)
             done(result)
             if isinstance(result, HostAdapter):
+                self._refusals.pop(folder, None)
                 self.on_read(result.spec.digest, folder, before)
 
         self.executor.submit(work)
@@ -130,7 +140,7 @@ class Catalog:
         self._refuse_if_all_stay()
         self._check_name(name)
         with self._exclusively(name):
-            info = await self._on_thread(self._inspect, name, path)
+            info = await self._on_thread(self._inspect, name, path, self._rules.roots)
             old = self._infos.get(name)
             is_same = old is not None and old.digest == info.digest
             if old is not None and is_same and old.targets:
@@ -185,32 +195,46 @@ class Catalog:
         changed since they were last looked at are not read again. Returns complaints about remembered ones.
 
         `found`: names of those that nobody asked for, as their folders lay there. They are as old as their files, so
-        that who removed one since then need not do so again.
+        that who removed one since then need not do so again. One that cannot be served is left out with a complaint.
 
-        Raises ConfigError for one that was asked for and cannot be applied.
+        Raises ConfigError for one that was asked for and cannot be served.
         """
-        given = dict(modules)
-        fresh = []
+        given, fresh, complaints = dict(modules), [], list(self._registry.complaints)
         for name, path in given.items():
-            check_adapter_name(name, self._rules.base_name)
-            known = self._registry.get(name)
-            if known is None or known.stamp != stamp(path):
-                try:
-                    known = self._inspect(name, str(path), trusted=True)
-                except CaraServeError as error:
+            try:
+                info = self._known(name, path) or self._inspect_at_start(name, path, was_found=name in found)
+            except CaraServeError as error:
+                if name not in found:
                     raise ConfigError(f"adapter {name!r} at {path}: {error.message}") from error
-                if name in found:
-                    known = replace(known, created_s=min(known.created_s, _changed_s(path)))
-                fresh.append(known)
-            elif (refusal := self._refused_size(known.num_bytes)) is not None:
-                raise ConfigError(f"adapter {name!r} at {path}: {refusal.message}")
-            self._add(known)
+                complaints.append(f"{str(path)!r} in --adapters-dir is left out: {error.message}")
+            else:
+                if info is not self._registry.get(name):
+                    fresh.append(info)
+                self._add(info)
             progress()
-        complaints = {
-            info: complaint for info in self._registry.all() if (complaint := self._recall(info, given)) is not None
-        }
-        self._registry.put_many([*fresh, *(replace(info, state="missing") for info in complaints)])
-        return list(complaints.values())
+        remembered = self._registry.all()
+        lost = {info: complaint for info in remembered if (complaint := self._recall(info, given)) is not None}
+        self._registry.put_many([*fresh, *(replace(info, state="missing") for info in lost)])
+        return [*complaints, *lost.values()]
+
+    def _known(self, name: str, path: Path) -> AdapterInfo | None:
+        """What the registry says of an adapter given at the start, if its files are as they were. Raises CaraServeError
+        for one that cannot be served."""
+        check_adapter_name(name, self._rules.base_name)
+        known = self._registry.get(name)
+        if known is None or (known.path, known.stamp) != (os.path.realpath(path), stamp(path)):
+            return None
+        if (refusal := self._refused_size(known.num_bytes)) is not None:
+            raise refusal
+        return known
+
+    def _inspect_at_start(self, name: str, path: Path, *, was_found: bool) -> AdapterInfo:
+        """Raises CaraServeError for an adapter that cannot be served."""
+        try:
+            info = self._inspect(name, os.path.abspath(path), roots=_ANYWHERE)
+            return replace(info, created_s=min(info.created_s, _changed_s(path))) if was_found else info
+        except OSError as error:
+            raise AdapterRejected(f"it cannot be read: {error.strerror}") from None
 
     async def preloaded(self) -> None:
         """Returns when every adapter is on the device, for modes that keep them there. Raises ConfigError when not all
@@ -241,7 +265,16 @@ class Catalog:
             return None
         if info.name == self._rules.base_name:
             return f"adapter {info.name!r} has the base model's name now and is left out"
-        if stamp(Path(info.path)) != info.stamp:
+        try:
+            folder = resolve_adapter_path(info.path, self._rules.roots)
+        except NotFound:
+            folder = None
+        except CaraServeError:
+            return (
+                f"adapter {info.name!r} at {info.path!r} is left out: it is not in a folder that --adapters-dir or "
+                "--allow-adapter-path names; name it in --lora-modules, or allow its folder"
+            )
+        if folder is None or stamp(folder) != info.stamp:
             return f"adapter {info.name!r}: {info.path} is gone or has changed; load it again to use it"
         if (refusal := self._refused_size(info.num_bytes)) is not None:
             return f"adapter {info.name!r}: {refusal.message}"
@@ -254,9 +287,9 @@ class Catalog:
         if self._rules.keep_on_device:
             self.residency.preload(info.name)
 
-    def _inspect(self, name: str, path: str, *, trusted: bool = False) -> AdapterInfo:
-        """Reads an adapter's header and digest. A path from the command line is trusted, one from a request is not."""
-        folder = resolve_adapter_path(path, None if trusted else self._rules.root)
+    def _inspect(self, name: str, path: str, roots: Sequence[Path]) -> AdapterInfo:
+        """Reads an adapter's header and digest."""
+        folder = resolve_adapter_path(path, roots)
         spec = inspect_adapter(folder, self._spec)
         if (refusal := self._refused_size(spec.num_bytes)) is not None:
             raise refusal

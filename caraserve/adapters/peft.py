@@ -6,7 +6,7 @@
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.adapters.manifest import ChunkHasher, identified
-from caraserve.adapters.peft_config import PeftConfig, read_config, refusal
+from caraserve.adapters.peft_config import CONFIG_NAME, PeftConfig, read_config, refusal
 from caraserve.adapters.peft_names import module_name
-from caraserve.errors import AdapterRejected, NotFound
+from caraserve.errors import AdapterRejected, Forbidden, NotFound
 from caraserve.model.layout import A_COLUMNS, PANEL, AdapterSpec, Dtype, HostAdapter, SiteSpan, aligned_bytes, lay_out
 from caraserve.model.spec import SITES, ModelSpec
 from caraserve.model.tensorfile import TensorFile, TensorFileError
@@ -26,7 +26,6 @@ from caraserve.units import align_up, ceil_div
 
 TENSORS_NAME = "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
-_MAX_TENSORS = 100_000
 _TENSOR = re.compile(
     r"(?:base_model\.model\.)?(?P<module>model\.layers\.(?P<layer>[0-9]{1,6})\.(?:self_attn|mlp)\."
     rf"(?P<site>{'|'.join(SITES)}))\.lora_(?P<half>[AB])(?P<adapter>(?:\.[A-Za-z0-9_-]+)?)\.weight"
@@ -104,34 +103,56 @@ def _view(
     return data[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
 
-def resolve_adapter_path(path: str, root: Path | None) -> Path:
-    """The folder that `path` means. With a root, relative paths start there and nothing may lead out of it.
+def may_exist(path: Path) -> bool:
+    """Whether there is a file at `path`, or its folder does not let us see."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:  # opening it says why
+        return True
+    return True
 
-    Raises NotFound when there is no such folder, AdapterRejected when it lies outside the root.
+
+def resolve_adapter_path(path: str, roots: Sequence[Path]) -> Path:
+    """The folder that `path` means. Relative paths start at the first root; the folder and its files must lie inside
+    one of the roots.
+
+    Raises Forbidden when there are no roots, AdapterRejected when the folder lies outside, NotFound when there is none.
     """
+    if not roots:
+        raise Forbidden(
+            "adapters are loaded at run time only from folders that the server was started with: "
+            "--adapters-dir DIR or --allow-adapter-path ROOT"
+        )
     if "\0" in path or len(path) > 4096:
         raise AdapterRejected("lora_path is not a path", param="lora_path")
     missing = NotFound(f"no adapter folder at {path[:200]!a}", param="lora_path")
+    allowed = [root.resolve() for root in roots]
+    outside = " or ".join(str(root) for root in allowed)
+
+    def is_allowed(place: Path) -> bool:
+        return any(place.is_relative_to(root) for root in allowed)
+
     try:
-        folder = (root / path if root else Path(path)).resolve()
-        inside = root is None or folder.is_relative_to(root.resolve())
-        is_folder = inside and folder.is_dir()
+        folder = (allowed[0] / path).resolve()
+        is_folder = is_allowed(folder) and folder.is_dir()
     except (OSError, RuntimeError, ValueError):  # too long a name, a loop of links, not text
         raise missing from None
-    if not inside:
-        raise AdapterRejected("lora_path lies outside the adapters' folder", param="lora_path")
+    if not is_allowed(folder):
+        raise AdapterRejected(f"lora_path lies outside {outside}, from where adapters may be loaded", param="lora_path")
     if not is_folder:
         raise missing
-    for name in ("adapter_config.json", TENSORS_NAME):
-        if root is not None and not (folder / name).resolve().is_relative_to(root.resolve()):
-            raise AdapterRejected(f"{name} is a link that leads outside the adapters' folder", param="lora_path")
+    for name in (CONFIG_NAME, TENSORS_NAME):
+        if not is_allowed((folder / name).resolve()):
+            raise AdapterRejected(f"{name} is a link that leads outside {outside}", param="lora_path")
     return folder
 
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[TensorFile]:
     path = folder / TENSORS_NAME
-    if not os.path.lexists(path):
+    if not may_exist(path):
         if any(os.path.lexists(folder / name) for name in _PICKLES):
             raise AdapterRejected(f"{folder.name} holds a pickle; only {TENSORS_NAME} is read: convert the adapter")
         raise AdapterRejected(f"{folder.name} has no {TENSORS_NAME}")
@@ -186,8 +207,6 @@ def _pairs(file: TensorFile, config: PeftConfig, model: ModelSpec) -> dict[Site,
 
 def _halves(file: TensorFile, model: ModelSpec) -> dict[Site, dict[str, str]]:
     """{(layer, module): {"A": tensor name, "B": tensor name}}."""
-    if len(file.names) > _MAX_TENSORS:
-        raise AdapterRejected(f"{TENSORS_NAME} has {len(file.names)} tensors; {_MAX_TENSORS} at most are read")
     halves: dict[Site, dict[str, str]] = {}
     adapters: set[str] = set()
     for name in file.names:

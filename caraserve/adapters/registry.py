@@ -4,13 +4,19 @@ Reads come from memory: a look-up on the event loop never touches the disk. Writ
 """
 
 import json
+import math
 import sqlite3
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from caraserve.adapters.manifest import DIGEST
+from caraserve.config import ADAPTER_NAME
 from caraserve.errors import CaraServeError, ConfigError
+from caraserve.model.layout import MAX_RANK
+from caraserve.model.spec import SITES
 
 _SCHEMA_VERSION = 2
 _SCHEMA = """
@@ -45,10 +51,12 @@ class Registry:
     """Names → `AdapterInfo`. `path` None keeps it in memory only. Thread-safe.
 
     The file is this instance's alone while it is open: another one's changes would never reach the copy in memory.
+    Its rows are input like any other: `complaints` says which are left out, and why.
     """
 
     def __init__(self, path: Path | None) -> None:
         """Raises ConfigError when the file cannot be used."""
+        self.complaints: list[str] = []
         self._lock = threading.Lock()
         self._where = str(path) if path else "in memory"
         try:
@@ -58,11 +66,11 @@ class Registry:
             try:
                 self._prepare()
                 rows = self._connection.execute(f"SELECT {_COLUMNS} FROM adapters").fetchall()
-                self._infos = {row[0]: _from_row(row) for row in rows}
+                self._infos = self._read(rows)
             except BaseException:
                 self._connection.close()
                 raise
-        except (sqlite3.Error, ValueError) as error:
+        except sqlite3.Error as error:
             raise self._unusable(str(error)) from None
 
     def get(self, name: str) -> AdapterInfo | None:
@@ -95,6 +103,18 @@ class Registry:
     def close(self) -> None:
         """Closes the file and lets other instances have it."""
         self._connection.close()
+
+    def _read(self, rows: Iterable[tuple[Any, ...]]) -> dict[str, AdapterInfo]:
+        """The rows that can be right, by name."""
+        infos = {}
+        for row in rows:
+            try:
+                info = _from_row(*row)
+            except ValueError as error:
+                self.complaints.append(f"--registry {self._where}: the row of {_shown(row[0])} is left out: {error}")
+            else:
+                infos[info.name] = info
+        return infos
 
     def _prepare(self) -> None:
         """Takes the file, and gives a new one its table: wholly or, if the process dies here, not at all."""
@@ -133,6 +153,36 @@ def _to_row(info: AdapterInfo) -> tuple[object, ...]:
     )
 
 
-def _from_row(row: tuple[str, str, str, int, str, int, float, str, str]) -> AdapterInfo:
-    name, digest, path, rank, targets, num_bytes, created_s, stamp, state = row
-    return AdapterInfo(name, digest, path, rank, tuple(json.loads(targets)), num_bytes, created_s, stamp, state)
+def _from_row(
+    name: Any, digest: Any, path: Any, rank: Any, targets: Any, num_bytes: Any, created_s: Any, stamp: Any, state: Any
+) -> AdapterInfo:
+    """Raises ValueError naming the column that cannot be right. SQLite keeps a value of any type in any column."""
+    sites = _sites(targets)
+    for column, value, is_right in (
+        ("name", name, isinstance(name, str) and ADAPTER_NAME.fullmatch(name)),
+        ("digest", digest, isinstance(digest, str) and DIGEST.fullmatch(digest)),
+        ("path", path, isinstance(path, str) and path.startswith("/")),
+        ("rank", rank, isinstance(rank, int) and 0 < rank <= MAX_RANK),
+        ("targets", targets, sites),
+        ("num_bytes", num_bytes, isinstance(num_bytes, int) and num_bytes > 0),
+        ("created_s", created_s, isinstance(created_s, float) and math.isfinite(created_s)),
+        ("stamp", stamp, isinstance(stamp, str)),
+        ("state", state, state in ("active", "missing")),
+    ):
+        if not is_right:
+            raise ValueError(f"{column} is {_shown(value)}")
+    return AdapterInfo(name, digest, path, rank, sites, num_bytes, created_s, stamp, state)
+
+
+def _sites(targets: Any) -> tuple[str, ...]:
+    """The modules that a row names; empty if it names none, or others than there are."""
+    try:
+        sites = json.loads(targets)
+    except (ValueError, TypeError, RecursionError):
+        return ()
+    return tuple(sites) if isinstance(sites, list) and all(site in SITES for site in sites) else ()
+
+
+def _shown(value: Any) -> str:
+    """A value in a message: short, and in characters that any log takes."""
+    return ascii(value)[:80]

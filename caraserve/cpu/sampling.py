@@ -69,6 +69,15 @@ def argmax(logits):  # type: ignore[no-untyped-def]
 
 
 @reduction
+def all_finite(logits):  # type: ignore[no-untyped-def]
+    """Whether no logit is infinite or not a number: 0 · x is 0 for all others."""
+    total = np.float32(0.0)
+    for token in range(logits.size):
+        total += logits[token] * np.float32(0.0)
+    return total == np.float32(0.0)
+
+
+@reduction
 def log_sum_exp(logits):  # type: ignore[no-untyped-def]
     """log Σ e^logit."""
     top = logits[argmax(logits)]

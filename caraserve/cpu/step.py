@@ -36,11 +36,11 @@ from caraserve.cpu.records import (
     model_at,
     word,
 )
-from caraserve.cpu.sampling import best_tokens, choose, log_sum_exp
+from caraserve.cpu.sampling import all_finite, best_tokens, choose, log_sum_exp
 from caraserve.cpu.simd import fetch_add, load_acquire, spin_pause, store_release
 from caraserve.cpu.tiles import call_by_address
 from caraserve.model.layout import PANEL
-from caraserve.model.outputs import SAMPLE
+from caraserve.model.outputs import NOT_FINITE, SAMPLE
 
 LORA_ENTRY_BYTES = LORA_ENTRY.itemsize
 # numpy integers, or Numba would compile what takes them once for each
@@ -268,7 +268,7 @@ class Sampler(NamedTuple):
     copies: NDArray[np.float32]  # [threads, vocab]
     seen: NDArray[np.uint8]  # [threads, vocab]
     history: NDArray[np.int64]  # [slots, max_history]
-    chosen: NDArray[np.int64]  # [outputs] token drawn or scored
+    chosen: NDArray[np.int64]  # [outputs] token drawn or scored, or NOT_FINITE
     logprob: NDArray[np.float32]  # [outputs]
     top_ids: NDArray[np.int64]  # [outputs, MAX_LOGPROBS]
     top_logprobs: NDArray[np.float32]  # [outputs, MAX_LOGPROBS]
@@ -285,7 +285,10 @@ def _output(thread, model, sampler, batch, index):  # type: ignore[no-untyped-de
         history[position + 1] = choose(
             logits, position, history, sampler.table[slot], sampler.copies[thread], sampler.seen[thread]
         )
-    chosen = history[position + 1]
+    chosen = history[position + 1]  # a token in any case: the next iteration, launched already, reads it
+    if not all_finite(logits):
+        sampler.chosen[index] = NOT_FINITE
+        return
     sampler.chosen[index] = chosen
     wanted = word(batch.out_logprobs, index)
     if wanted >= 0:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from caraserve.cpu.sampling import MAX_END_IDS, SLOT_SAMPLING
 from caraserve.gpu.triton_attention import TokenTables
-from caraserve.model.outputs import SAMPLE
+from caraserve.model.outputs import NOT_FINITE, SAMPLE
 from caraserve.request import MAX_LOGIT_BIAS, MAX_LOGPROBS
 
 
@@ -38,6 +38,7 @@ _PRESENCE, _FREQUENCY, _REPETITION = _at("presence"), _at("frequency"), _at("rep
 _MOST_ENDS = tl.constexpr(triton.next_power_of_2(MAX_END_IDS))
 _MOST_BIASES = tl.constexpr(triton.next_power_of_2(MAX_LOGIT_BIAS))
 _SAMPLE = tl.constexpr(SAMPLE)
+_NOT_FINITE = tl.constexpr(NOT_FINITE)
 _GREEDY_BELOW = tl.constexpr(1e-5)
 _UNIT = tl.constexpr(float(1 << 44))
 _ONE_BITS = tl.constexpr(0x3F800000)  # of 1.0, the best token's weight
@@ -60,7 +61,7 @@ class Outputs:
     token: Tensor  # int32 [outputs] row in the batch, -1: none
     kind: Tensor  # int32 [outputs] SAMPLE or SCORE
     wanted: Tensor  # int32 [outputs] alternatives to report, -1: not even a log-probability
-    chosen: Tensor  # int32 [outputs]
+    chosen: Tensor  # int32 [outputs], NOT_FINITE where no token can be chosen
     logprob: Tensor  # float32 [outputs]
     top_ids: Tensor  # int32 [outputs, MAX_LOGPROBS]
     top_logprobs: Tensor  # float32 [outputs, MAX_LOGPROBS]
@@ -68,15 +69,17 @@ class Outputs:
 
 @triton.jit
 def _best(values, vocab, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The largest value and its first index."""
+    """The largest value, its first index, and whether all values are finite."""
     top, index = tl.load(values).to(tl.float32), 0
+    finite = tl.zeros((TILE,), tl.int32)
     for start in range(0, vocab, TILE):
         at = start + tl.arange(0, TILE)
         tile = tl.load(values + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+        finite += (tl.abs(tile) < float("inf")).to(tl.int32)  # not where the tile ends past the row, nor for a NaN
         value, place = tl.max(tile, 0, return_indices=True)  # ties: the first
         index = tl.where(value > top, start + place, index)
         top = tl.maximum(value, top)
-    return top, index
+    return top, index, tl.sum(finite, 0) == vocab
 
 
 @triton.jit
@@ -231,18 +234,17 @@ def sample_kernel(  # type: ignore[no-untyped-def]
                 record, numbers = words + slot * record_words, floats + slot * record_words * 2
                 row = logits + tl.cast(output, tl.int64) * logits_stride
                 adjusts = tl.load(record + _ADJUSTS) != 0
+                top, index, is_finite = _best(row, vocab, TILE)
                 if adjusts:
                     _adjust(row, weights, counts, past, position, record, numbers, vocab, TILE)
-                    top, index = _best(weights, vocab, TILE)
-                else:
-                    top, index = _best(row, vocab, TILE)
+                    top, index, _ = _best(weights, vocab, TILE)
                 if tl.load(numbers + _TEMPERATURE) >= _GREEDY_BELOW:
                     if adjusts:
                         index = _draw(weights, weights, top, position, record, numbers, vocab, TILE)
                     else:
                         index = _draw(row, weights, top, position, record, numbers, vocab, TILE)
-                tl.store(past + position + 1, index)
-                tl.store(chosen + output, index)
+                tl.store(past + position + 1, index)  # a token in any case: the next iteration reads it
+                tl.store(chosen + output, tl.where(is_finite, index, _NOT_FINITE))
                 tl.debug_barrier()  # the next row takes the same room
             else:
                 tl.store(chosen + output, tl.load(past + position + 1))
@@ -255,16 +257,17 @@ def score_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One program: one row's log-probabilities, under the unmodified distribution."""
     output = tl.program_id(0)
-    count = tl.load(wanted + output)
-    if (tl.load(out_token + output) >= 0) & (count >= 0):
+    count, token = tl.load(wanted + output), tl.load(chosen + output)
+    if (tl.load(out_token + output) >= 0) & (count >= 0) & (token >= 0):
         row = logits + output.to(tl.int64) * logits_stride
-        top, _ = _best(row, vocab, TILE)
+        top, _, is_finite = _best(row, vocab, TILE)
         total = tl.zeros((TILE,), tl.float32)
         for start in range(0, vocab, TILE):
             at = start + tl.arange(0, TILE)
             total += tl.exp(tl.load(row + at, mask=at < vocab, other=float("-inf")).to(tl.float32) - top)
         norm = top + tl.log(tl.sum(total, 0))
-        tl.store(logprob + output, tl.load(row + tl.load(chosen + output)).to(tl.float32) - norm)
+        tl.store(chosen + output, tl.where(is_finite, token, _NOT_FINITE))  # of a token that was known
+        tl.store(logprob + output, tl.load(row + token).to(tl.float32) - norm)
         value, index = tl.full((), float("inf"), tl.float32), tl.full((), -1, tl.int32)
         for place in range(count):
             # The best of those after (value, index), where equal values go by index.

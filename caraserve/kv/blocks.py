@@ -90,6 +90,12 @@ class BlockPool:
                 else:
                     heappush(self._free, block)
 
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Takes back the publications of blocks that a request holds: no later one finds them."""
+        for block in blocks:
+            if block in self._key_of:
+                self._unpublish(block)
+
     def forget_all(self) -> None:
         """Takes back every publication: after a failed iteration nobody knows what the blocks hold."""
         self._free += self._idle

@@ -14,6 +14,7 @@ from caraserve.plan import Plan, Row, RowResult
 from caraserve.request import TokenLogprob
 
 SAMPLE, SCORE = 0, 1  # kinds of output
+NOT_FINITE = -1  # in a token's place: a logit was infinite or not a number, so that none can be chosen or scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Output:
 class Found:
     """What the device made of the outputs, [outputs, …]."""
 
-    chosen: NDArray[np.integer]
+    chosen: NDArray[np.integer]  # NOT_FINITE: the rest means nothing
     logprob: NDArray[np.float32]
     top_ids: NDArray[np.integer]  # [outputs, MAX_LOGPROBS]
     top_logprobs: NDArray[np.float32]
@@ -79,15 +80,16 @@ def collect(
     index = 0
     for row in plan.rows:
         count = len(scored_positions(row, int(prompt_tokens[row.slot])))
-        prompt = tuple(_scored(outputs, found, at) for at in range(index, index + count))
+        is_finite = NOT_FINITE not in chosen[index : index + count + row.samples]
+        prompt = tuple(_scored(outputs, found, at) for at in range(index, index + count)) if is_finite else ()
         index += count
         token, scored = None, None
-        if row.samples:
+        if row.samples and is_finite:
             token = chosen[index]
             scored = _scored(outputs, found, index) if row.logprobs is not None else None
-            index += 1
+        index += row.samples
         cpu_layers, waited_ms = (loads or {}).get(row.adapter_slot, (0, 0.0))
-        results.append(RowResult(token, scored, prompt, cpu_layers, waited_ms))
+        results.append(RowResult(token, scored, prompt, cpu_layers, waited_ms, is_finite=is_finite))
     return tuple(results)
 
 

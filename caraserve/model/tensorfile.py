@@ -2,13 +2,16 @@
 
 Used for base weights and for adapters. Nothing here unpickles, and memory never grows with a size that a file claims.
 Files are read, not mapped: someone who copies a new version over a mapped file would end the process by SIGBUS.
+Headers are bounded and decoded a tensor at a time, because a decoder holds the interpreter lock until it is done.
 """
 
 import json
 import os
+import re
 import stat
 import struct
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,7 +25,11 @@ from caraserve.model.layout import Dtype
 _DTYPES = {"F32": Dtype.F32, "BF16": Dtype.BF16, "F16": Dtype.F16}
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _MAX_INDEX_BYTES = 64 << 20
-_MAX_HEADER_BYTES = 16 << 20  # some 150,000 tensors; parsed, a header takes tens of times its size
+_MAX_HEADER_BYTES = 512 << 10  # twice what A and B of all 7 modules of 126 layers take; the library's check is 4 ms
+_MAX_MEMBER_CHARS = 16 << 10  # one tensor, or the metadata: decoded in 1 ms, whatever they hold
+_MAX_NAME_CHARS, _MAX_DIMENSIONS = 512, 8  # so that both fit into a message
+_BLANKS = r"[ \t\n\r]*"
+_OPENING, _COLON, _NEXT = (re.compile(f"{_BLANKS}{mark}{_BLANKS}") for mark in (r"\{", ":", "([,}])"))
 
 
 class TensorFileError(Exception):
@@ -103,13 +110,10 @@ class TensorFile:
         text = bytearray(num_bytes)
         self._read_into(memoryview(text), len(prefix))
         try:
-            # By descriptor: the path may lead to another file by now, and that one's header would be checked.
-            with safetensors.safe_open(f"/dev/fd/{self._descriptor}", framework="numpy"):
-                pass  # checks lengths, offsets, shapes and dtypes against one another and against the file's size
-            header: dict[str, Any] = json.loads(text, object_pairs_hook=_unique)
-        except (safetensors.SafetensorError, ValueError) as error:
+            header = _decoded(text.decode())
+            _check(bytes(prefix + text), self._status.st_size)
+        except (safetensors.SafetensorError, ValueError, OSError, RecursionError) as error:
             raise self._invalid(str(error)) from None
-        header.pop("__metadata__", None)
         return header, len(prefix) + num_bytes
 
     def _read_into(self, target: memoryview, offset: int) -> None:
@@ -127,12 +131,84 @@ class TensorFile:
         return TensorFileError(f"{self._name} is not a valid safetensors file: {why}")
 
 
+def _check(header: bytes, file_bytes: int) -> None:
+    """Raises SafetensorError unless offsets, shapes and dtypes agree with one another and with the file's size.
+
+    The library maps what it opens, so it gets a file in memory that has the header and, for the tensors, a hole.
+    """
+    copy = os.memfd_create("safetensors header", os.MFD_CLOEXEC)
+    try:
+        os.write(copy, header)
+        os.ftruncate(copy, file_bytes)
+        with safetensors.safe_open(f"/dev/fd/{copy}", framework="numpy"):
+            pass
+    finally:
+        os.close(copy)
+
+
+def _decoded(text: str) -> dict[str, Any]:
+    """The header's tensors by name; their fields are still to be checked. Raises ValueError or RecursionError."""
+    header: dict[str, Any] = {}
+    for name, value in _members(text):
+        if name in header:  # readers differ on which one they believe
+            raise ValueError("its header names a tensor twice")
+        header[name] = value
+        if name == "__metadata__":
+            continue
+        if not isinstance(value, dict) or not isinstance(value.get("shape"), list):
+            raise ValueError(f"its header gives no shape for tensor {ascii(name)[:200]}")
+        if len(name) > _MAX_NAME_CHARS or len(value["shape"]) > _MAX_DIMENSIONS:
+            raise ValueError(
+                f"a tensor has {len(value['shape'])} dimensions and a name of {len(name)} characters; "
+                f"{_MAX_DIMENSIONS} and {_MAX_NAME_CHARS} at most are read"
+            )
+    header.pop("__metadata__", None)
+    return header
+
+
+def _members(text: str) -> Iterator[tuple[str, Any]]:
+    """Names and values of a JSON object, decoded one after another. Raises ValueError or RecursionError."""
+    place = _found(_OPENING, text, 0).end()
+    has_more = not text.startswith("}", place)
+    while has_more:
+        name, value, end = _member(text[place : place + _MAX_MEMBER_CHARS])
+        yield name, value
+        mark = _found(_NEXT, text, place + end)
+        place, has_more = mark.end(), mark[1] == ","
+
+
+def _member(text: str) -> tuple[str, Any, int]:
+    """The name and value that `text` begins with, and where they end. Raises ValueError or RecursionError."""
+    try:
+        name, end = _DECODER.raw_decode(text)
+        value, end = _DECODER.raw_decode(text, _found(_COLON, text, end).end())
+    except ValueError:
+        if len(text) < _MAX_MEMBER_CHARS:
+            raise
+        raise ValueError(
+            f"its header has more than {_MAX_MEMBER_CHARS} characters on one tensor or on the metadata"
+        ) from None
+    if not isinstance(name, str):
+        raise ValueError("its header has a name that is not text")
+    return name, value, end
+
+
+def _found(pattern: re.Pattern[str], text: str, place: int) -> re.Match[str]:
+    match = pattern.match(text, place)
+    if match is None:
+        raise ValueError("its header is not a JSON object")
+    return match
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object without the last-one-wins of duplicate names: readers differ on which one they believe."""
+    """A JSON object without the last-one-wins of duplicate names."""
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        raise ValueError("its header names a tensor twice")
+        raise ValueError("its header names a field twice")
     return fields
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def open_regular(path: Path) -> int:

@@ -76,7 +76,7 @@ class Member:
             *(FakeBackend(_LIMITS), room, arena, self._reader.read),
             *(lambda call: loop.call_soon(call) and None, loop.time, loading),
         )
-        rules = CatalogRules("base", None, room.most_adapter_bytes, arena.num_bytes, keep_on_device=False)
+        rules = CatalogRules("base", (Path("/"),), room.most_adapter_bytes, arena.num_bytes, keep_on_device=False)
         self.catalog = Catalog(SPEC, Registry(None), self.residency, self._reader, rules)
         self.stored = Stored(self.folder, SPEC)
         self._transfers = Transfers(lambda: KEYS, None)

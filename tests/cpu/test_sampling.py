@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from caraserve.cpu.sampling import SLOT_SAMPLING, best_tokens, choose, log_sum_exp, write_sampling
+from caraserve.cpu.sampling import SLOT_SAMPLING, all_finite, best_tokens, choose, log_sum_exp, write_sampling
 from caraserve.plan import SlotSampling
 
 VOCAB = 50
@@ -117,3 +117,15 @@ def test_best_tokens_are_in_order_and_log_sum_exp_is_exact() -> None:
     best_tokens(LOGITS, 5, ids, values)
     assert list(ids[:5]) == list(np.argsort(-LOGITS)[:5])
     assert log_sum_exp(LOGITS) == pytest.approx(float(np.log(np.exp(LOGITS.astype(np.float64)).sum())))
+
+
+@pytest.mark.parametrize("size", [1, 7, 16, 50, 1000])
+def test_one_value_that_is_not_finite_is_found_wherever_it_is(size: int) -> None:
+    largest = np.float32(np.finfo(np.float32).max)
+    logits = np.resize(np.array([largest, -largest, 0.0, 1e-45], np.float32), size)
+    assert all_finite(logits)
+    for place in range(size):
+        for value in (np.inf, -np.inf, np.nan):
+            broken = logits.copy()
+            broken[place] = value
+            assert not all_finite(broken)

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from caraserve.cpu.sampling import SLOT_SAMPLING, choose
+from caraserve.cpu.sampling import SLOT_SAMPLING, all_finite, choose
 from caraserve.gpu import decoder, lora_pass
 from caraserve.gpu.batch import NO_TOKEN
 from caraserve.gpu.triton_attention import NO_WINDOW, DecodeScratch, PagedCache, TokenTables
@@ -22,7 +22,7 @@ from caraserve.gpu.triton_lora import Segments, SiteTables
 from caraserve.gpu.triton_sampling import Outputs, SamplerState
 from caraserve.gpu.weights import TORCH_DTYPES
 from caraserve.model.layout import A_COLUMNS, PANEL, Dtype
-from caraserve.model.outputs import SAMPLE
+from caraserve.model.outputs import NOT_FINITE, SAMPLE
 from caraserve.units import align_up
 
 
@@ -194,13 +194,14 @@ def sample(logits: Tensor, outputs: Outputs, tokens: TokenTables, state: Sampler
             rooms = np.zeros(vocab, np.float32), np.zeros(vocab, np.uint8)
             history = state.history[slot].numpy().astype(np.int64)
             state.history[slot, position + 1] = int(choose(logits[row].numpy(), position, history, table[slot], *rooms))
-        outputs.chosen[row] = state.history[slot, position + 1]
+        is_finite = all_finite(logits[row].float().numpy())
+        outputs.chosen[row] = state.history[slot, position + 1] if is_finite else NOT_FINITE
 
 
 def score(logits: Tensor, outputs: Outputs) -> None:
     for row in range(len(logits)):
         wanted = int(outputs.wanted[row])
-        if int(outputs.token[row]) != NO_TOKEN and wanted >= 0:
+        if int(outputs.token[row]) != NO_TOKEN and wanted >= 0 and int(outputs.chosen[row]) != NOT_FINITE:
             logprobs = logits[row].float().log_softmax(-1)
             outputs.logprob[row] = logprobs[int(outputs.chosen[row])]
             top = logprobs.topk(wanted)

@@ -11,7 +11,7 @@ from torch import Tensor
 from caraserve.cpu.sampling import SLOT_SAMPLING, choose, uniform, write_sampling
 from caraserve.gpu.triton_attention import TokenTables
 from caraserve.gpu.triton_sampling import Outputs, SamplerState, sample, score
-from caraserve.model.outputs import SAMPLE, SCORE
+from caraserve.model.outputs import NOT_FINITE, SAMPLE, SCORE
 from caraserve.plan import SlotSampling
 from caraserve.request import MAX_LOGPROBS
 
@@ -137,16 +137,23 @@ def test_greedy_takes_the_first_of_equals() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, in the interpreter
-@pytest.mark.parametrize("way", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5, "top_k": 3}])
-def test_a_row_without_a_usable_number_ends_like_the_cpu_s_and_harms_no_other(way: dict[str, Any]) -> None:
-    bench, logits = Bench([way] * 3), random_logits(3)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", [SAMPLE, SCORE])
+def test_a_row_that_is_not_finite_has_no_token_and_harms_no_other(way: dict[str, Any], kind: int) -> None:
+    bench, logits = Bench([way] * 5), random_logits(5)
     logits[0] = float("nan")
-    logits[1, 300] = float("inf")
-    outputs = make_outputs([0, 1, 2], [SAMPLE] * 3, [-1] * 3)
-    tokens = TokenTables(*(torch.tensor(part, dtype=torch.int32, device=DEVICE) for part in ([0, 1, 2], [8, 8, 8])))
+    logits[1, 300], logits[2, 699], logits[3, 0] = float("inf"), float("-inf"), float("nan")
+    outputs = make_outputs([0, 1, 2, 3, 4], [kind] * 4 + [SAMPLE], [3] * 5)
+    tokens = TokenTables(*(torch.tensor(part, dtype=torch.int32, device=DEVICE) for part in (range(5), [8] * 5)))
     sample(logits.to(DEVICE), outputs, tokens, bench.state)
-    assert outputs.chosen.tolist()[1:] == [bench.on_the_cpu(logits[slot], slot, 8) for slot in (1, 2)]
-    assert 0 <= int(outputs.chosen[0]) < VOCAB
+    score(logits.to(DEVICE), outputs)
+    right = bench.on_the_cpu(logits[4], 4, 8)
+    assert outputs.chosen.tolist() == [NOT_FINITE] * 4 + [right]
+    assert torch.isfinite(outputs.logprob[4])
+    following = bench.state.history[:, 9]  # read by the next iteration, whatever becomes of this one
+    assert int(following[4]) == right
+    assert all(0 <= int(token) < VOCAB for token in following)
+    assert not bench.state.counts.any()
 
 
 def test_a_scored_row_reads_its_token_from_the_history() -> None:

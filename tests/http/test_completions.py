@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from caraserve.errors import BackendFailed, Draining, Overloaded
+from caraserve.errors import BackendFailed, Draining, NonFiniteLogits, Overloaded
 from caraserve.request import GenerateRequest, Phases, TokenDelta
 from tests.http.fake_engine import BOS, FakeEngine, finish, scored
 from tests.http.serving import serving
@@ -303,6 +303,29 @@ async def test_failure_before_the_first_token_has_a_status(stream: bool) -> None
         answer = await client.complete(stream=stream)
     assert answer.status == 500
     assert answer.error == {"message": "device lost", "type": "server_error", "param": None, "code": "backend_failed"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logits_that_are_not_finite_are_an_error_that_names_the_adapter(stream: bool) -> None:
+    def fails(request: GenerateRequest) -> list[TokenDelta]:
+        return [TokenDelta("", (), finish=finish(request, 0, "error", error=NonFiniteLogits("a")))]
+
+    async with serving(FakeEngine(script=fails)) as client:
+        answer = await client.complete(model="a", stream=stream)
+    assert answer.status == 422
+    assert "the logits of 'a' are not finite" in answer.error["message"]
+    assert (answer.error["param"], answer.error["code"]) == ("model", "non_finite_logits")
+
+
+async def test_a_stream_that_has_begun_ends_with_the_error_of_its_adapter() -> None:
+    def fails(request: GenerateRequest) -> list[TokenDelta]:
+        end = finish(request, 1, "error", error=NonFiniteLogits("a"))
+        return [TokenDelta("half", (1,)), TokenDelta("", (), finish=end)]
+
+    async with serving(FakeEngine(script=fails)) as client:
+        answer = await client.complete(model="a", stream=True)
+    assert answer.status == 200
+    assert b'"code":"non_finite_logits"' in answer.body.replace(b" ", b"")
 
 
 async def test_one_failed_answer_cancels_its_siblings() -> None:

@@ -2,15 +2,20 @@
 
 import asyncio
 import random
+import shutil
+from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
+from caraserve.errors import NonFiniteLogits
 from tests.oracle.models import FAMILIES, SOME_KINDS, Kinds, make_model, prompt_of
 from tests.oracle.oracle import Oracle
 from tests.oracle.subject import Subject, make_subject
-from tests.serving import engine_config, lora_config, model_config, running, submit
+from tests.serving import MIB, engine_config, lora_config, model_config, running, submit
 
 PROMPT_TOKENS = (1, 2, 15, 16, 17, 33, 64, 150, 300)
 KINDS: Kinds = {
@@ -193,3 +198,37 @@ def test_more_adapters_than_room_all_answer(families: dict[str, Subject]) -> Non
 
     for (prompt, adapter), output in zip(asked, asyncio.run(serve()), strict=True):
         subject.oracle.check_greedy(prompt, adapter, output)
+
+
+def test_an_adapter_whose_logits_are_not_finite_fails_alone(families: dict[str, Subject], tmp_path: Path) -> None:
+    """Among others in the same iterations; and what it left in KV blocks reaches nobody who gets them next."""
+    subject, rng = families["llama3"], random.Random(9)
+    huge = shutil.copytree(subject.adapters["r8"], tmp_path / "huge")
+    tensors = load_file(huge / "adapter_model.safetensors")
+    save_file(
+        {name: torch.full_like(values, 3e38) for name, values in tensors.items()}, huge / "adapter_model.safetensors"
+    )
+    asked = [(prompt_of(rng, tokens), rng.choice([None, *subject.adapters])) for tokens in PROMPT_TOKENS]
+    bad = prompt_of(rng, 100)
+
+    async def serve() -> list[list[int]]:
+        lora = lora_config(subject.adapters | {"huge": huge})
+        # Few blocks, so that they go from hand to hand.
+        model = model_config(subject.model, max_model_len=1024)
+        async with running(model, lora, engine_config(kv_bytes=MIB, step_tokens=64)) as engine:
+            outputs = []
+            for params in ({}, {"logprobs": 2}, {"temperature": 1.0, "top_p": 0.9}, {"prompt_logprobs": 1}):
+                failing = [submit(engine, bad, "huge", max_tokens=12, **params) for _ in range(3)]
+                answers = await asyncio.gather(*(submit(engine, *each, max_tokens=12) for each in asked))
+                outputs += [answer.token_ids for answer in answers]
+                for answer in await asyncio.gather(*failing):
+                    assert (answer.finish.reason, answer.token_ids, answer.text) == ("error", [], "")
+                    assert isinstance(answer.finish.error, NonFiniteLogits)
+                    assert "'huge'" in answer.finish.error.message
+                    assert answer.finish.cached_tokens == 0
+            return outputs
+
+    outputs = asyncio.run(serve())
+    for (prompt, adapter), output in zip(asked, outputs, strict=False):
+        subject.oracle.check_greedy(prompt, adapter, output)
+    assert outputs == 4 * outputs[: len(asked)]

@@ -26,6 +26,18 @@ def test_a_published_block_is_found_after_its_owner_has_left() -> None:
     assert pool.available == 1
 
 
+def test_what_is_forgotten_is_found_no_more_and_stays_its_holders() -> None:
+    pool = BlockPool(3)
+    lost, kept, unpublished = pool.take(3) or []
+    pool.publish(lost, b"lost")
+    pool.publish(kept, b"kept")
+    pool.forget([lost, unpublished])
+    pool.check([[lost, kept, unpublished]])
+    assert (pool.find(b"lost"), pool.find(b"kept")) == (None, kept)
+    pool.release([lost, kept, kept, unpublished])
+    pool.check([])
+
+
 def test_a_shared_block_is_free_only_when_the_last_holder_leaves() -> None:
     pool = BlockPool(1)
     (block,) = pool.take(1) or []

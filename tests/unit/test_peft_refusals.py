@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from caraserve.adapters.peft import inspect_adapter, resolve_adapter_path
-from caraserve.errors import AdapterRejected, NotFound
+from caraserve.errors import AdapterRejected, Forbidden, NotFound
 from caraserve.model.tensorfile import TensorFile
 from tests.unit.folders import MISSING, RANK, SPEC, Tensors, read, tensor_name, tensors_for, write_adapter
 
@@ -267,9 +267,9 @@ def test_an_adapter_rewritten_while_it_is_read_is_refused(tmp_path: Path, monkey
         read(write_adapter(tmp_path), SPEC)
 
 
-def test_a_path_without_a_root_is_taken_as_it_is(tmp_path: Path) -> None:
-    folder = write_adapter(tmp_path / "a")
-    assert resolve_adapter_path(str(folder), None) == folder.resolve()
+def test_without_a_root_nothing_is_loaded_and_the_flags_are_named(tmp_path: Path) -> None:
+    with pytest.raises(Forbidden, match="--adapters-dir DIR or --allow-adapter-path ROOT"):
+        resolve_adapter_path(str(write_adapter(tmp_path / "a")), [])
 
 
 @pytest.fixture
@@ -282,11 +282,11 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("path", ["a", "./a", "a/../a", "a/"])
 def test_relative_paths_start_at_the_root(root: Path, path: str) -> None:
-    assert resolve_adapter_path(path, root) == (root / "a").resolve()
+    assert resolve_adapter_path(path, [root]) == (root / "a").resolve()
 
 
 def test_an_absolute_path_inside_is_found(root: Path) -> None:
-    assert resolve_adapter_path(str(root / "a"), root) == (root / "a").resolve()
+    assert resolve_adapter_path(str(root / "a"), [root]) == (root / "a").resolve()
 
 
 def test_links_within_the_root_are_followed(root: Path) -> None:
@@ -295,14 +295,22 @@ def test_links_within_the_root_are_followed(root: Path) -> None:
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (root / "b" / name).symlink_to(store / name)
     (root / "c").symlink_to(root / "b")
-    assert inspect_adapter(resolve_adapter_path("c", root), SPEC).rank == RANK
+    assert inspect_adapter(resolve_adapter_path("c", [root]), SPEC).rank == RANK
 
 
 @pytest.mark.parametrize("path", ["../secret", "a/../../secret", "/etc", "/", "..", "../nowhere", "link"])
 def test_a_path_that_leads_out_is_refused_whether_or_not_it_exists(root: Path, path: str) -> None:
     (root / "link").symlink_to(root.parent / "secret")
-    with pytest.raises(AdapterRejected, match="lies outside"):
-        resolve_adapter_path(path, root)
+    with pytest.raises(AdapterRejected, match=re.escape(f"lies outside {root}, from where adapters may be loaded")):
+        resolve_adapter_path(path, [root])
+
+
+def test_every_root_may_be_loaded_from_and_all_are_named(root: Path) -> None:
+    roots = [root, root.parent / "secret"]
+    assert resolve_adapter_path(str(root / "a"), roots) == (root / "a").resolve()
+    assert resolve_adapter_path(str(root.parent / "secret"), roots) == (root.parent / "secret").resolve()
+    with pytest.raises(AdapterRejected, match=re.escape(f"lies outside {root} or {root.parent / 'secret'}, ")):
+        resolve_adapter_path("/etc", roots)
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
@@ -310,18 +318,18 @@ def test_a_file_that_links_out_is_refused(root: Path, name: str) -> None:
     (root / "a" / name).unlink()
     (root / "a" / name).symlink_to(root.parent / "secret" / name)
     with pytest.raises(AdapterRejected, match=f"{name} is a link that leads outside"):
-        resolve_adapter_path("a", root)
+        resolve_adapter_path("a", [root])
 
 
 @pytest.mark.parametrize("path", ["nowhere", "a/adapter_config.json", "x" * 300, "loop", "\ud800"], ids=ascii)
 def test_a_path_without_a_folder_is_not_found(root: Path, path: str) -> None:
     (root / "loop").symlink_to(root / "loop")
     with pytest.raises(NotFound) as caught:
-        resolve_adapter_path(path, root)
+        resolve_adapter_path(path, [root])
     caught.value.message.encode()
 
 
 @pytest.mark.parametrize("path", ["a\0b", "a/" * 3000])
 def test_what_cannot_be_a_path_is_refused(root: Path, path: str) -> None:
     with pytest.raises(AdapterRejected, match="not a path"):
-        resolve_adapter_path(path, root)
+        resolve_adapter_path(path, [root])

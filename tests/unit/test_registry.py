@@ -1,6 +1,7 @@
 """The registry: what was put is there after a restart, and a file that cannot be used is refused with the reason."""
 
 import dataclasses
+import re
 import resource
 import sqlite3
 import time
@@ -14,8 +15,10 @@ import pytest
 from caraserve.adapters.registry import AdapterInfo, Registry
 from caraserve.errors import CaraServeError, ConfigError
 
+OLD, NEW = "0d" * 32, "ec" * 32
 
-def info(name: str, digest: str = "d1", created_s: float = 1.5) -> AdapterInfo:
+
+def info(name: str, digest: str = OLD, created_s: float = 1.5) -> AdapterInfo:
     return AdapterInfo(name, digest, f"/adapters/{name}", 8, ("q_proj", "down_proj"), 4096, created_s, stamp="10:20")
 
 
@@ -40,8 +43,8 @@ def test_what_was_put_is_found_by_name(path: Path, where: str) -> None:
 
 def test_everything_survives_a_restart(path: Path) -> None:
     with closing(Registry(path)) as registry:
-        registry.put_many([info("a"), info("ü—名前")])
-    assert contents(path) == [info("a"), info("ü—名前")]
+        registry.put_many([info("a"), info("b:1.0-rc_2")])
+    assert contents(path) == [info("a"), info("b:1.0-rc_2")]
 
 
 def test_it_survives_a_process_that_never_closed_it(path: Path, tmp_path: Path) -> None:
@@ -55,10 +58,10 @@ def test_it_survives_a_process_that_never_closed_it(path: Path, tmp_path: Path) 
 
 def test_a_second_put_is_a_new_version(path: Path) -> None:
     with closing(Registry(path)) as registry:
-        registry.put(info("a", "old"))
-        registry.put(info("a", "new"))
-        assert registry.all() == [info("a", "new")]
-    assert contents(path) == [info("a", "new")]
+        registry.put(info("a", OLD))
+        registry.put(info("a", NEW))
+        assert registry.all() == [info("a", NEW)]
+    assert contents(path) == [info("a", NEW)]
 
 
 def test_a_removed_name_is_gone(path: Path) -> None:
@@ -158,13 +161,41 @@ def test_a_newer_schema_is_refused(path: Path) -> None:
         Registry(path)
 
 
-def test_a_damaged_row_is_refused(path: Path) -> None:
+DAMAGE: list[tuple[str, object]] = [
+    *(("name", value) for value in ("../evil", "a b", "", "n\n", "x" * 129, b"a")),
+    *(("digest", value) for value in ("", "d1", OLD.upper(), OLD + "0", 5, b"\xff")),
+    *(("path", value) for value in ("", "adapters/a", "../a", 5, b"/adapters/a")),
+    *(("rank", value) for value in (0, -8, 513, 8.5, "eight", b"8")),
+    *(("targets", value) for value in ("[", "[]", "{}", "null", '["lm_head"]', "[[]]", '"q_proj"', "[" * 100_000, 5)),
+    *(("num_bytes", value) for value in (0, -1, 1.5, "many", b"1")),
+    *(("created_s", value) for value in ("yesterday", float("inf"), b"")),
+    *(("stamp", value) for value in (b"10:20",)),
+    *(("state", value) for value in ("asleep", "")),
+]
+
+
+@pytest.mark.parametrize(("column", "value"), DAMAGE, ids=lambda value: ascii(value)[:20])
+def test_a_row_that_cannot_be_right_is_left_out_with_the_column_named(path: Path, column: str, value: object) -> None:
     with closing(Registry(path)) as registry:
-        registry.put(info("a"))
+        registry.put_many([info("a"), info("b")])
     with closing(sqlite3.connect(path)) as vandal, vandal:
-        vandal.execute("UPDATE adapters SET targets = '[' ")
-    with pytest.raises(ConfigError, match="--registry"):
-        Registry(path)
+        vandal.execute(f"UPDATE adapters SET {column} = ? WHERE name = 'a'", (value,))
+    with closing(Registry(path)) as registry:
+        assert registry.all() == [info("b")]
+        (complaint,) = registry.complaints
+    assert re.search(rf"registry\.db: the row of .* is left out: {column} is ", complaint)
+    assert len(complaint) < 400
+
+
+def test_values_that_are_missing_are_damage_too(path: Path) -> None:
+    columns = "name, digest, path, rank, targets, num_bytes, created_s, stamp, state"
+    with closing(sqlite3.connect(path)) as vandal, vandal:
+        vandal.execute(f"CREATE TABLE adapters ({columns})")  # as a damaged file may have it: no column is NOT NULL
+        vandal.execute(f"INSERT INTO adapters ({columns}) VALUES ({', '.join(['NULL'] * 9)})")
+        vandal.execute("PRAGMA user_version = 2")
+    with closing(Registry(path)) as registry:
+        assert registry.all() == []
+        assert "the row of None is left out: name is None" in registry.complaints[0]
 
 
 def test_the_file_belongs_to_one_server_at_a_time(path: Path) -> None:

@@ -94,6 +94,12 @@ MALFORMED: dict[str, tuple[Any, bytes]] = {
     "negative offset": ({"w": PAIR | {"data_offsets": [-8, 0]}}, bytes(8)),
     "nested beyond any stack": (b"[" * 100_000, b""),
     "not text": (b"\xff\xfe\xfd\xfc", b""),
+    "nested beyond any stack inside a tensor": (b'{"w":' + b"[" * 100_000, b""),
+    "more after its end": (b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}{}', bytes(8)),
+    "a comma too many": (b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},}', bytes(8)),
+    "a field twice": (b'{"w":{"dtype":"F32","shape":[2],"shape":[2],"data_offsets":[0,8]}}', bytes(8)),
+    "a name that is not text": (b'{{}:{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}', bytes(8)),
+    "a shape that is no list": ({"w": PAIR | {"shape": 2}}, bytes(8)),
     "one name twice": (
         b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
         bytes(8),
@@ -200,10 +206,43 @@ def test_a_file_replaced_under_its_name_is_read_as_it_was(tmp_path: Path) -> Non
 def test_a_header_too_long_to_parse_is_refused_unread(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", (16 << 20) + 1))
+        file.write(struct.pack("<Q", (512 << 10) + 1))
         file.truncate(64 << 20)  # it is all there, so only its length speaks against it
-    with pytest.raises(TensorFileError, match="its header claims 16777217 bytes"):
+    with pytest.raises(TensorFileError, match="its header claims 524289 bytes"):
         TensorFile(path)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"w": {"dtype": "F32", "shape": [1] * 100_000, "data_offsets": [0, 4]}},
+        {"w": {"dtype": "F32", "shape": [1] * 9, "data_offsets": [0, 4]}},
+        {"w" * 600: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}},
+        {"w" * 100_000: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}},
+        {"__metadata__": {"notes": "n" * 100_000}, "w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}},
+    ],
+    ids=["100,000 dimensions", "9 dimensions", "a name of 600", "a name of 100,000", "metadata of 100,000"],
+)
+def test_what_would_not_fit_into_a_message_is_refused_in_a_short_one(tmp_path: Path, header: Any) -> None:
+    path = write_file(tmp_path / "model.safetensors", header, bytes(4))
+    with pytest.raises(TensorFileError, match=r"dimensions|characters") as caught:
+        TensorFile(path)
+    assert len(str(caught.value)) < 500
+
+
+def test_an_adapter_of_every_module_of_126_layers_is_read(tmp_path: Path) -> None:
+    names = [f"base_model.model.model.layers.{at}.self_attn.q_proj.lora_A.default.weight" for at in range(126 * 14)]
+    header = {
+        name: {"dtype": "BF16", "shape": [1, 8], "data_offsets": [16 * at, 16 * at + 16]}
+        for at, name in enumerate(names)
+    }
+    with TensorFile(write_file(tmp_path / "model.safetensors", header, bytes(16 * len(names)))) as file:
+        assert file.names == names
+
+
+def test_no_tensors_are_a_file_too(tmp_path: Path) -> None:
+    with TensorFile(write_file(tmp_path / "model.safetensors", b"{ } ")) as file:
+        assert file.names == []
 
 
 def test_a_file_written_while_open_is_noticed(tmp_path: Path) -> None:
