@@ -83,7 +83,8 @@ async def _answer_admitted(
     values = parse_object(body)
     if hop.seed is not None:
         values["seed"] = hop.seed
-    job = await _parsed(request, values, parse, lambda model: hop.adapter)
+    base = request.app[CONTEXT].engine.base_name
+    job = await _parsed(request, values, parse, lambda model: None if model == base else hop.adapter)
     journey = _Journey(request, dispatch, job, hop=1)
     refusal = dispatch.forwarding.refusal(journey.arrival, insists=hop.insists, digest=hop.digest)
     if refusal is None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tests.http.fake_engine import FakeEngine
+from tests.http.fleet import fleet
 from tests.http.serving import serving
 
 BASE = "org/base"
@@ -70,6 +71,15 @@ async def test_the_answer_says_which_model_gave_it_in_the_clients_words(naming: 
         streamed = await client.chat(**naming, stream=True)
     assert whole.json["model"] == shown
     assert {event["model"] for event in streamed.events} == {shown}
+
+
+async def test_another_instance_understands_the_same() -> None:
+    async with fleet("a", "b") as running:
+        for naming in WAYS_TO_NAME_A:
+            here, there = [await running[name].client.complete(**naming) for name in "ab"]
+            assert (here.status, there.status, there.json["model"]) == (200, 200, here.json["model"])
+        assert {request.adapter for request in running["a"].engine.requests} == {"a"}
+        assert not running["b"].engine.requests
 
 
 @pytest.mark.parametrize(
