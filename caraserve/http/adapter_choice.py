@@ -1,7 +1,7 @@
 """Which model a body asks for: `model`, or one of the fields by which clients of other servers name an adapter. Pure.
 
-Called by the parsers of all routes that take a model. Every field that is present counts: where two of them name
-different adapters, the request is refused, since either answer would be the wrong one to somebody.
+Called by the parsers of all routes that take a model. Every field that is present counts: a request in which two of
+them name different adapters is refused, since there is no telling which one is meant.
 """
 
 from collections.abc import Iterator

@@ -4,14 +4,14 @@ Called by each route's parser with its table from `known_fields.py`.
 """
 
 import functools
-from collections.abc import Iterable
 
 from caraserve.errors import InvalidRequest
 from caraserve.http.fields import Fields, shown
 from caraserve.http.known_fields import KnownFields
 
 MAX_UNKNOWN = 64  # fields of one body that no table names; real clients send about a dozen
-_SHORTEST = 4  # letters of a name that is compared by more than its letters; among shorter ones everything is alike
+_SHORTEST = 4  # letters of a name of which one may be less or more; shorter ones are all alike
+_LONG = 6  # letters of a name of which one may be another: `type` is not `typ_p`
 _LONGEST = 40  # letters; all known names are shorter
 
 
@@ -34,35 +34,36 @@ def check_fields(fields: Fields, known: KnownFields) -> None:
 
 
 def _likely(name: str, known: KnownFields) -> str | None:
-    """The known field that `name` may be a misspelling of: the same letters, or one letter more, less, other or in
-    another place."""
+    """The known field that `name` may be a misspelling of: the same letters, or one letter less or more; in longer
+    names also another letter, or two exchanged."""
     plain = _plain(name)
-    index = _misspellings(known)
-    if plain in index:
-        return index[plain]
+    whole, shorter = _spellings(known)
+    if plain in whole:
+        return whole[plain]
     if not _SHORTEST <= len(plain) <= _LONGEST:
         return None
-    return next((index[shorter] for shorter in _without_one(plain) if shorter in index), None)
+    cut = [plain[:at] + plain[at + 1 :] for at in range(len(plain))]
+    met = [shorter.get(plain), *map(whole.get, cut)]
+    if len(plain) >= _LONG:
+        met += map(shorter.get, cut)
+    return next(filter(None, met), None)
 
 
 @functools.cache
-def _misspellings(known: KnownFields) -> dict[str, str]:
-    """Every known name by its letters, and by its letters without one of them. Two names that are one edit apart meet
-    in one of these; looking them up takes microseconds, where comparing with each name would take milliseconds."""
-    served, refused = sorted(known.served), sorted(known.refused)
-    index: dict[str, str] = {}
-    for name in (*served, *refused):  # a served name before a refused one that is as near
+def _spellings(known: KnownFields) -> tuple[dict[str, str], dict[str, str]]:
+    """Every known name by its letters, and by its letters without one of them. Looking names up in these takes
+    microseconds, where comparing each with each would take milliseconds."""
+    whole: dict[str, str] = {}
+    shorter: dict[str, str] = {}
+    for name in (*sorted(known.served), *sorted(known.refused)):  # a served name before a refused one that is as near
         plain = _plain(name)
+        whole.setdefault(plain, name)
         if len(plain) >= _SHORTEST:
-            for shorter in _without_one(plain):
-                index.setdefault(shorter, name)
-    return index | {_plain(name): name for name in (*refused, *served)}
+            for at in range(len(plain)):
+                shorter.setdefault(plain[:at] + plain[at + 1 :], name)
+    return whole, shorter
 
 
 def _plain(name: str) -> str:
     """The letters and digits alone, in lower case: `maxTokens`, `max-tokens` and `max_tokens` are the same."""
     return "".join(filter(str.isalnum, name[: 2 * _LONGEST])).lower()
-
-
-def _without_one(plain: str) -> Iterable[str]:
-    return (plain[:at] + plain[at + 1 :] for at in range(len(plain)))

@@ -30,18 +30,19 @@ class KnownFields:
     ignored: frozenset[str] = frozenset()
 
 
-def _refused(advice: str, *plain: str, **with_neutral: object) -> dict[str, Refused]:
-    """Fields with one advice; each keyword's value, or each of its values if it is a tuple, asks for nothing."""
-    neutral = {name: value if isinstance(value, tuple) else (value,) for name, value in with_neutral.items()}
-    return {name: Refused(advice) for name in plain} | {name: Refused(advice, neutral[name]) for name in neutral}
+def _refused(advice: str, *plain: str, **neutral: object) -> dict[str, Refused]:
+    """Fields with one advice; a keyword's value asks for nothing, or each of its values if it is a tuple."""
+    return {name: Refused(advice) for name in plain} | {
+        name: Refused(advice, value if isinstance(value, tuple) else (value,)) for name, value in neutral.items()
+    }
 
 
 def _instead(**fields: tuple[str, object]) -> dict[str, Refused]:
-    """Fields that have another name here, each with that name and the values that ask for nothing."""
-    return {
-        name: Refused(f"send {other} instead", neutral if isinstance(neutral, tuple) else (neutral,))
-        for name, (other, neutral) in fields.items()
-    }
+    """Fields that have another name here, each with that name and the values that ask for nothing, as `_refused`."""
+    refused: dict[str, Refused] = {}
+    for name, (other, neutral) in fields.items():
+        refused |= _refused(f"send {other} instead", **{name: neutral})
+    return refused
 
 
 _NAME_THE_ADAPTER = "name one adapter as model"
@@ -68,7 +69,7 @@ _WEIGHTS = _refused(
     *("lora_request", "lora_name", "lora_id", "lora_ids", "lora_int_id", "lora_adapters", "lora_modules", "loras"),
     *("lora_config", "lora_weights", "lora_scale", "lora_scales", "lora_task_id", "lora_uid", "adapter", "adapters"),
     *("adapter_name", "adapter_names", "adapter_path", "adapter_ids", "adapter_weight", "merged_adapters", "models"),
-    *("control_vectors", "draft_model"),
+    "control_vectors",
     adapter_source="",
 )
 
@@ -259,7 +260,7 @@ _IGNORED = frozenset(
         *("xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
         *("dynatemp_exponent", "dynatemp_low", "dynatemp_high", "adaptive_decay", "repeat_last_n", "penalize_nl"),
         # Ollama, TGI and gateways.
-        *("keep_alive", "details", "raw", "provider", "route", "cache_control"),
+        *("keep_alive", "details", "raw", "provider", "route", "cache_control", "mode", "speed", "tags", "type"),
     )
 )
 

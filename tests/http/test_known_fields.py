@@ -191,6 +191,7 @@ async def test_a_misspelt_field_is_refused_with_the_right_name(path: str, field:
         {"reasoning_effort": "low", "verbosity": "low", "prediction": {}, "web_search_options": {}},
         {"prompt_cache_key": "k", "safety_identifier": "s", "spaces_between_special_tokens": True, "length_penalty": 1},
         {"chat_id": "1", "session_id": "2", "id": "3", "background_tasks": {}, "features": {}, "files": []},
+        {"tags": ["x"], "type": "x", "mode": "x", "title": "x", "top_n": 1, "model_name": "x", "chat_template_id": 1},
         {"request_id": "1", "cache_prompt": False, "repeat_last_n": 64, "keep_alive": "5m", "user_id": 7},
     ],
 )
