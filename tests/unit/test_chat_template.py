@@ -1,10 +1,12 @@
 """Roles and tool calls of a conversation: a template renders them, or the request is refused; none is left out."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from caraserve import demo
 from caraserve.chat_template import ChatTemplate
 from caraserve.errors import InvalidRequest
 
@@ -48,6 +50,19 @@ def test_developer_is_the_system_where_the_template_does_not_know_it() -> None:
     messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hi"}]
     assert rendered(PLAIN, messages) == "<system>Be brief.<user>hi"
     assert rendered(NAMES_DEVELOPER, messages) == "[dev]Be brief.hi"
+
+
+def test_the_demos_template_takes_developer_and_refuses_tools() -> None:
+    config = json.loads((demo.model_folder() / "tokenizer_config.json").read_text(encoding="utf-8"))
+    template = ChatTemplate(config["chat_template"], {"bos_token": "^"}, "the demo")
+
+    def text(role: str) -> str:
+        messages = [{"role": role, "content": "x"}]
+        return template.render(messages, add_generation_prompt=False, continue_final_message=False, kwargs={})
+
+    assert text("developer") == text("system") == "^<|system|>x<|end|>"
+    with pytest.raises(InvalidRequest, match="role tool, which the model's chat template cannot render"):
+        text("tool")
 
 
 def test_tool_calls_and_their_answers_are_rendered() -> None:
