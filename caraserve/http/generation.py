@@ -102,14 +102,14 @@ async def respond(
     sent yet."""
     running, engine, summary = running or Running(), request.app[CONTEXT].engine, request[SUMMARY]
     running.streams = streams = _submit(engine, job.requests)
-    if (adapter := job.requests[0].adapter) is not None:
-        summary.model = model_label(adapter, engine.adapter(adapter).digest)  # the version that `submit` has pinned
 
     def ended(finishes: Sequence[Finish]) -> None:
         summary.note_finishes(finishes, job.n)
         told(finishes)
 
     try:
+        if (adapter := job.requests[0].adapter) is not None:
+            summary.model = model_label(adapter, engine.adapter(adapter).digest)  # the version that `submit` has pinned
         if job.delivery.stream:
             return await _stream(request, job, running, ended)
         return await _gather(job, streams, ended)
