@@ -7,7 +7,8 @@ the client's answer, never a trace.
 
 import datetime as dt
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -91,6 +92,8 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = _now
         self._special_tokens = dict(special_tokens)
+        self._roles = set(re.findall(r"['\"](developer|tool)['\"]", source))  # of the rarer ones, those that it names
+        self._renders_tool_calls = "tool_calls" in source
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
@@ -129,7 +132,7 @@ class ChatTemplate:
         """The prompt's text. Raises InvalidRequest with what the template said."""
         shown = [
             {**message, "content": _flat(message["content"])} if "content" in message else message
-            for message in messages
+            for message in self._with_known_roles(messages)
         ]
         if continue_final_message:
             shown = _with_mark(shown)
@@ -147,6 +150,24 @@ class ChatTemplate:
         except _TEMPLATE_ERRORS as error:
             raise InvalidRequest(f"the chat template refuses the messages: {error}", param="messages") from None
         return _cut_at_mark(text) if continue_final_message else text
+
+    def _with_known_roles(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+        """The messages, `developer` as `system` where the template does not name it: OpenAI's newer models call the
+        system's role so. Raises InvalidRequest for tools' messages that the template would leave out or not know."""
+        for position, message in enumerate(messages):
+            role = message.get("role")
+            if message.get("tool_calls") and not self._renders_tool_calls:
+                raise InvalidRequest(
+                    f"messages[{position}] has tool_calls, which the model's chat template cannot render.",
+                    param="messages",
+                )
+            if role == "tool" and role not in self._roles:
+                raise InvalidRequest(
+                    f"messages[{position}] has the role tool, which the model's chat template cannot render.",
+                    param="messages",
+                )
+            is_system = role == "developer" and role not in self._roles
+            yield {**message, "role": "system"} if is_system else message
 
     def _bounded(self, values: Mapping[str, Any]) -> str:
         parts: list[str] = []

@@ -296,6 +296,7 @@ class HttpConfig(_FromArgs):
     drain_timeout_s: float
     log_format: str
     log_level: str
+    log_requests: bool = True
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -315,6 +316,12 @@ class HttpConfig(_FromArgs):
         group.add_argument("--log-format", choices=("human", "json"), default="human", help="log lines")
         group.add_argument(
             "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="log level"
+        )
+        group.add_argument(
+            "--log-requests",
+            action=argparse.BooleanOptionalAction,
+            default=True,
+            help="a line in the log for each request when it ends, without its text",
         )
 
 

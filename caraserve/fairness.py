@@ -1,4 +1,4 @@
-"""Fair shares between tenants by virtual token counters, first come first served within one. Pure; level 2.
+"""Fair shares between tenants by virtual token counters; within one by priority, then by arrival. Pure; level 2.
 
 Each tenant has a counter of the service it got, in weighted tokens; the waiting tenant with the least goes first. A
 tenant that comes back is lifted to the least counter of those waiting: time away is not saved up.
@@ -6,8 +6,8 @@ tenant that comes back is lifted to the least counter of those waiting: time awa
 """
 
 from collections import deque
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Callable, Iterator
+from itertools import islice, takewhile
 from typing import Generic, TypeVar
 
 _PROMPT_WEIGHT, _OUTPUT_WEIGHT = 1.0, 2.0  # an output token costs a whole iteration's turn, a prompt token a share
@@ -17,9 +17,10 @@ W = TypeVar("W")
 
 
 class FairQueue(Generic[W]):
-    """Waiting items by tenant."""
+    """Waiting items by tenant. `priority`: of a tenant's items, those with a lower one go first."""
 
-    def __init__(self) -> None:
+    def __init__(self, priority: Callable[[W], int] = lambda item: 0) -> None:
+        self._priority = priority
         self._queues: dict[str, deque[W]] = {}
         self._served: dict[str, float] = {}
 
@@ -31,13 +32,15 @@ class FairQueue(Generic[W]):
             yield from queue
 
     def push(self, tenant: str, item: W) -> None:
-        """Appends to the tenant's queue."""
+        """Adds to the tenant's queue: behind the items of the same priority, before those of a higher one."""
         if tenant not in self._queues:
             least = min((self._served[name] for name in self._queues), default=0.0)
             self._served[tenant] = max(self._served.get(tenant, 0.0), least)
             self._queues[tenant] = deque()
             self._forget_idle()
-        self._queues[tenant].append(item)
+        queue, own = self._queues[tenant], self._priority(item)
+        later = sum(1 for _ in takewhile(lambda other: self._priority(other) > own, reversed(queue)))
+        queue.insert(len(queue) - later, item)
 
     def in_order(self) -> list[tuple[str, W]]:
         """The first item of every tenant, least served tenant first."""

@@ -42,7 +42,7 @@ class Line:
         now: Callable[[], float],
     ) -> None:
         self.pool = residency.room.pool
-        self.waiting: FairQueue[Open] = FairQueue()
+        self.waiting: FairQueue[Open] = FairQueue(lambda opened: opened.request.asked.priority)
         self.loading: deque[Open] = deque()  # admitted; waits for its adapter, a slot or blocks
         self.running: list[Open] = []  # in the order of admission
         self._leaving: list[Open] = []  # ended, but a plan aside still uses what they hold

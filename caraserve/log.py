@@ -1,9 +1,16 @@
-"""Logging set-up: one line an event, human on a terminal, JSON where asked. Level 0."""
+"""Logging set-up: one line an event, human on a terminal, JSON where asked. Level 0.
+
+A record may have `details` (`extra={"details": {…}}`): names with numbers or short texts, which JSON has as fields of
+the line, and which follow a human's message as `name=value`.
+"""
 
 import json
 import logging
+import re
 import sys
 import time
+
+_PLAIN = re.compile(r"[A-Za-z0-9_.,:/@+-]+")
 
 
 class _JsonFormatter(logging.Formatter):
@@ -14,6 +21,7 @@ class _JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        line |= getattr(record, "details", {})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)
@@ -22,7 +30,16 @@ class _JsonFormatter(logging.Formatter):
 class _HumanFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         # A name or path in a message must not be able to forge a second log line.
-        return super().format(record) if record.exc_info else super().format(record).replace("\n", "\\n")
+        line = super().format(record) if record.exc_info else super().format(record).replace("\n", "\\n")
+        details = getattr(record, "details", {})
+        return " ".join([line, *(f"{name}={_plain(value)}" for name, value in details.items())])
+
+
+def _plain(value: object) -> str:
+    """A value on one line; what could be taken for another value, or for a terminal's commands, is quoted."""
+    if isinstance(value, str) and not _PLAIN.fullmatch(value):
+        return json.dumps(value)
+    return str(value)
 
 
 def configure(log_format: str, level: str) -> None:

@@ -102,8 +102,8 @@ class Engine:
             raise Draining("the server is stopping", retry_after_s=_DRAIN_RETRY_S)
         if len(asked.prompt_ids) + min(asked.params.max_tokens, 1) > self.max_model_len:
             raise ContextLengthExceeded(
-                f"the prompt has {len(asked.prompt_ids)} tokens; with at least one more for the answer it exceeds "
-                f"the context of {self.max_model_len}",
+                f"This model's maximum context length is {self.max_model_len} tokens. However, the prompt has "
+                f"{len(asked.prompt_ids)}, and the answer at least one.",
                 param="prompt",
             )
         if len(self._line.waiting) >= self._config.max_queue:

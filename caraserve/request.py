@@ -48,7 +48,8 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One prompt to one adapter (`adapter` None: the base model)."""
+    """One prompt to one adapter (`adapter` None: the base model). Of one tenant's requests, those of lower `priority`
+    go first."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -57,6 +58,7 @@ class GenerateRequest:
     arrival_s: float
     tenant: str = "default"
     cache_salt: str = ""
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,13 +112,13 @@ class _Pass:
         return self.pool.take(count)
 
     def _victim(self) -> Request | None:
-        """The last in line that holds blocks and neither is in this iteration nor waits for the pool to grow. The first
-        of all is never one, so that somebody always gets to the end."""
-        for request in reversed(self.running[1:]):
-            spared = request in self.scheduled or request in self.preempted or request in self.left_out
-            if request.blocks and not spared:
-                return request
-        return None
+        """The last in line that holds blocks and neither is in this iteration nor waits for the pool to grow, or one
+        of the same tenant that has a higher `priority`. The first of all is never one, so that one request always gets
+        to the end."""
+        spared = {*self.scheduled, *self.preempted, *self.left_out}
+        able = [request for request in reversed(self.running[1:]) if request.blocks and request not in spared]
+        same = [request for request in able if request.asked.tenant == able[0].asked.tenant]
+        return max(same, key=lambda request: request.asked.priority, default=None)
 
 
 def plan_iteration(

@@ -114,6 +114,7 @@ def submit(
     *,
     tenant: str = "default",
     cache_salt: str = "",
+    priority: int = 0,
     **params: object,
 ) -> "asyncio.Task[Answer]":
     """Starts a request; greedy and without end token unless `params` say otherwise."""
@@ -126,6 +127,7 @@ def submit(
         arrival_s=time.monotonic(),
         tenant=tenant,
         cache_salt=cache_salt,
+        priority=priority,
     )
     stream = engine.submit(asked)
 

@@ -13,14 +13,14 @@ from caraserve.config import ADAPTER_NAME
 from caraserve.errors import AdapterRejected, Forbidden, NotFound
 from caraserve.http.context import CONTEXT, Context
 from caraserve.http.engine_api import AdapterView, far_adapter, find_adapter
+from caraserve.http.field_check import check_fields
 from caraserve.http.fields import Fields
-from caraserve.http.messages import json_response, log_unknown, read_object
+from caraserve.http.known_fields import LOAD_ADAPTER, UNLOAD_ADAPTER
+from caraserve.http.messages import json_response, note_ignored, read_object
 
 log = logging.getLogger("caraserve.http")
 
 _LONGEST_PATH = 4096
-# Options of vLLM's and SGLang's that would change what is loaded.
-_UNSUPPORTED: dict[str, tuple[object, ...]] = {"is_3d_lora_weight": (False,), "pinned": (False,)}
 
 
 class ModelList:
@@ -77,10 +77,10 @@ def _card(context: Context, adapter: AdapterView | None) -> dict[str, Any]:
 async def load_lora_adapter(request: web.Request) -> web.Response:
     context = _updatable(request)
     fields = await read_object(request)
+    check_fields(fields, LOAD_ADAPTER)
     name, path = _required(fields, "lora_name"), _required(fields, "lora_path")
     inplace = fields.boolean("load_inplace", False)
-    fields.refuse(_UNSUPPORTED)
-    log_unknown(request, fields)
+    note_ignored(request, fields)
     if not ADAPTER_NAME.fullmatch(name) or name == context.engine.base_name:
         raise AdapterRejected(
             f"{name[:80]!r} cannot name an adapter: use letters, digits and . _ : - (128 at most), beginning with a "
@@ -96,9 +96,9 @@ async def unload_lora_adapter(request: web.Request) -> web.Response:
     """Answers when no running request uses the adapter any more."""
     context = _updatable(request)
     fields = await read_object(request)
+    check_fields(fields, UNLOAD_ADAPTER)
     name = _required(fields, "lora_name")
-    fields.raw("lora_int_id")  # vLLM's own number for an adapter; the name says it all
-    log_unknown(request, fields)
+    note_ignored(request, fields)
     try:
         await context.to_the_end(context.engine.unload_adapter(name))
     except NotFound:

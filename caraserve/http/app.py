@@ -24,7 +24,8 @@ from caraserve.http.auth import check_access
 from caraserve.http.context import ANSWERED_HERE, CONTEXT, REQUEST_ID, Context, HttpTimings
 from caraserve.http.dispatch import Dispatch
 from caraserve.http.engine_api import ClusterApi, EngineApi
-from caraserve.http.messages import error_body, error_response, json_response, refusal_response
+from caraserve.http.messages import error_body, error_response, fault_body, json_response, refusal_response
+from caraserve.http.request_log import CLIENT_LEFT, IGNORED_HEADER, SUMMARY, Summary, log_request
 from caraserve.metrics import Metrics
 
 log = logging.getLogger("caraserve.http")
@@ -97,7 +98,14 @@ async def _guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
     context = request.app[CONTEXT]
     given = request.headers.get("X-Request-Id", "")
     request[REQUEST_ID] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-    response = await _answer(request, handler, context.config)
+    request[SUMMARY] = Summary()
+    status = CLIENT_LEFT
+    try:
+        response = await _answer(request, handler, context.config)
+        status = response.status
+    finally:
+        if context.config.log_requests:
+            log_request(request, request[REQUEST_ID], status)
     resource = request.match_info.route.resource
     context.metrics.observe_response(resource.canonical if resource else "unknown", response.status)
     return response
@@ -111,6 +119,7 @@ async def _answer(request: web.Request, handler: _Handler, config: HttpConfig) -
     except CaraServeError as error:
         if error.status == 500:
             log.error("request %s failed: %s", request[REQUEST_ID], error.message)
+        request[SUMMARY].note_fault(fault_body(error))
         return error_response(error)
     except web.HTTPException as error:
         return refusal_response(error, request)
@@ -128,6 +137,8 @@ def _check_header_size(request: web.Request) -> None:
 
 async def _sign(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["X-Request-Id"] = request[REQUEST_ID]
+    if request[SUMMARY].ignored:
+        response.headers[IGNORED_HEADER] = request[SUMMARY].ignored
     if ANSWERED_HERE in request:
         response.headers[INSTANCE] = request[ANSWERED_HERE]
 

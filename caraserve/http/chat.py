@@ -4,7 +4,9 @@ Called by `app.py`; shares its parts with `openai.py`.
 """
 
 import asyncio
+import contextlib
 import dataclasses
+import json
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -15,8 +17,10 @@ from caraserve.errors import InvalidRequest
 from caraserve.http import params as sampling
 from caraserve.http.dispatch import answer, answer_forwarded
 from caraserve.http.engine_api import EngineApi, Find, TokenizerApi
+from caraserve.http.field_check import check_fields
 from caraserve.http.fields import Fields, shown
 from caraserve.http.generation import Job
+from caraserve.http.known_fields import CHAT
 from caraserve.http.openai import (
     ENCODED_IN_PLACE_CHARACTERS,
     fan_out,
@@ -29,15 +33,6 @@ from caraserve.request import MAX_LOGPROBS, GenerateRequest, TokenDelta, TokenLo
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_MESSAGES = 4096
-_UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "audio": (),
-    "modalities": (["text"],),
-    "chat_template": (),
-    "documents": ([],),
-    "mm_processor_kwargs": ({},),
-    "echo": (False,),
-    "add_special_tokens": (False,),  # the template writes them
-}
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -50,14 +45,15 @@ async def forwarded_chat_completions(request: web.Request) -> web.StreamResponse
 
 async def parse_chat(fields: Fields, engine: EngineApi, find: Find) -> Job:
     """Raises InvalidRequest, ContextLengthExceeded or NotFound; they name the field."""
+    check_fields(fields, CHAT)
     asked = parse_asked(fields, engine, find)
-    fields.refuse(_UNSUPPORTED)
     _refuse_tools(fields)
     limit = fields.maybe_integer("max_completion_tokens", 1, (1 << 63) - 1)
     older_limit = fields.maybe_integer("max_tokens", 1, (1 << 63) - 1)
     params = dataclasses.replace(sampling.sampling_params(fields, engine), logprobs=_logprobs(fields))
     ids = tuple(await chat_ids(fields, engine.tokenizer))
-    max_tokens = sampling.fit_max_tokens(older_limit if limit is None else limit, None, len(ids), engine)
+    asked_tokens = older_limit if limit is None else limit
+    max_tokens = sampling.fit_max_tokens(asked_tokens, None, len(ids), engine, source="messages")
     sampling.check_min_tokens(params.min_tokens, max_tokens)
     response_id = f"chatcmpl-{uuid.uuid4().hex}"
     requests = fan_out(f"{response_id}-", 0, ids, asked, dataclasses.replace(params, max_tokens=max_tokens))
@@ -91,7 +87,7 @@ async def chat_ids(fields: Fields, tokenizer: TokenizerApi) -> list[int]:
             messages, add_generation_prompt=generation_prompt, continue_final_message=continued, kwargs=kwargs
         )
 
-    characters = sum(len(message["content"] or "") for message in messages)
+    characters = sum(len(message["content"]) for message in messages)
     ids = render() if characters <= ENCODED_IN_PLACE_CHARACTERS else await asyncio.to_thread(render)
     if not ids:
         raise InvalidRequest("The chat template makes an empty prompt of these messages.", param="messages")
@@ -99,7 +95,7 @@ async def chat_ids(fields: Fields, tokenizer: TokenizerApi) -> list[int]:
 
 
 def parse_messages(fields: Fields) -> list[dict[str, Any]]:
-    """Checked messages with `content` as one string (or None); other keys stay for the template."""
+    """Checked messages with `content` as one string; other keys stay for the template."""
     messages = fields.array("messages", _MAX_MESSAGES)
     if not messages:
         raise InvalidRequest("messages must hold at least one message.", param="messages")
@@ -112,13 +108,49 @@ def _message(message: object, name: str) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
     if role not in _ROLES:
         raise InvalidRequest(f"{name}.role must be one of {', '.join(_ROLES)}, not {shown(role)}.", param="messages")
+    calls = _tool_calls(message, name)
     if isinstance(content, list):
         content = "\n".join([_text_part(part, f"{name}.content[{index}]") for index, part in enumerate(content)])
-    if not isinstance(content, str) and not (content is None and role == "assistant"):
+    if content is None and calls:
+        content = ""  # templates add strings to it
+    if not isinstance(content, str):
         raise InvalidRequest(
-            f"{name}.content must be a string or a list of text parts, not {shown(content)}.", param="messages"
+            f"{name}.content must be a string or a list of text parts, not {shown(content)}; only an assistant's "
+            "message with tool_calls may have none.",
+            param="messages",
         )
-    return {**message, "content": content}
+    kept = {key: value for key, value in message.items() if key != "tool_calls"}
+    return kept | {"content": content} | ({"tool_calls": calls} if calls else {})
+
+
+def _tool_calls(message: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """The calls that an assistant's message made, their arguments as objects: templates write these as JSON."""
+    if message.get("function_call") is not None:
+        raise InvalidRequest(f"{name}.function_call is not supported; send tool_calls.", param="messages")
+    calls = message.get("tool_calls") or []
+    if calls and message["role"] != "assistant":
+        raise InvalidRequest(f"{name}.tool_calls belong to messages of the assistant.", param="messages")
+    if not isinstance(calls, list):
+        raise InvalidRequest(f"{name}.tool_calls must be a list, not {shown(calls)}.", param="messages")
+    return [_tool_call(call, f"{name}.tool_calls[{index}]") for index, call in enumerate(calls)]
+
+
+def _tool_call(call: object, name: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InvalidRequest(
+            f'{name} must be {{"id": …, "type": "function", "function": {{"name": …, "arguments": …}}}}.',
+            param="messages",
+        )
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    if not isinstance(arguments, dict):
+        raise InvalidRequest(
+            f"{name}.function.arguments must be a JSON object, as a string, not {shown(arguments)}.", param="messages"
+        )
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _text_part(part: object, name: str) -> str:

@@ -21,12 +21,13 @@ from caraserve.cluster.tallies import count
 from caraserve.errors import BackendFailed, CaraServeError, Draining, Forbidden, Overloaded, Unreachable
 from caraserve.http.context import ANSWERED_HERE, CONTEXT, REQUEST_ID
 from caraserve.http.deadline import in_time
-from caraserve.http.engine_api import EngineApi, Find, find_adapter
+from caraserve.http.engine_api import EngineApi, Find, named_adapter
 from caraserve.http.fields import Fields, parse_object
 from caraserve.http.generation import Job, respond
-from caraserve.http.messages import error_response, log_unknown, read_body
+from caraserve.http.messages import error_response, note_ignored, read_body
 from caraserve.http.queue_moves import QueueMoves
 from caraserve.http.relay import Parcel, RefusedError, Relays, UnreachedError, body_digest
+from caraserve.http.request_log import SUMMARY
 from caraserve.request import Finish
 
 log = logging.getLogger("caraserve.http")
@@ -56,7 +57,7 @@ async def answer(request: web.Request, parse: Parse) -> web.StreamResponse:
     dispatch, seed = context.dispatch, None
     if dispatch is not None and dispatch.forwarding.forwards and values.get("seed") is None:
         seed = values["seed"] = dispatch.forwarding.draw_seed()
-    job = await _parsed(request, values, parse, lambda model: _named(find_adapter(context, model)))
+    job = await _parsed(request, values, parse, lambda model: named_adapter(context, model))
     if dispatch is None:
         return await respond(request, job)
     return await _Journey(request, dispatch, job).run(body, seed)
@@ -82,7 +83,8 @@ async def _answer_admitted(
     values = parse_object(body)
     if hop.seed is not None:
         values["seed"] = hop.seed
-    job = await _parsed(request, values, parse, lambda model: hop.adapter)
+    base = request.app[CONTEXT].engine.base_name
+    job = await _parsed(request, values, parse, lambda model: None if model == base else hop.adapter)
     journey = _Journey(request, dispatch, job, hop=1)
     refusal = dispatch.forwarding.refusal(journey.arrival, insists=hop.insists, digest=hop.digest)
     if refusal is None:
@@ -102,13 +104,11 @@ async def _answer_admitted(
 
 async def _parsed(request: web.Request, values: dict[str, Any], parse: Parse, find: Find) -> Job:
     fields = Fields(values)
-    job = await parse(fields, request.app[CONTEXT].engine, find)
-    log_unknown(request, fields)
+    engine = request.app[CONTEXT].engine
+    job = await parse(fields, engine, find)
+    note_ignored(request, fields)
+    request[SUMMARY].model = job.requests[0].adapter or engine.base_name
     return job
-
-
-def _named(adapter: Any) -> str | None:
-    return None if adapter is None else str(adapter.name)
 
 
 def _reason(error: CaraServeError) -> Reason:
@@ -194,6 +194,8 @@ class _Journey:
             count(tallies.unreached, peer.name)
             self._forwarding.shun(peer.name)
             raise
+        summary = self._request[SUMMARY]
+        summary.forwarded_to, summary.completion_tokens = peer.name, carried.tokens
         if carried.end == "lost":
             log.warning("request %s: %s has gone in the middle of an answer", self._request[REQUEST_ID], peer.name)
             count(tallies.lost, peer.name)

@@ -53,6 +53,9 @@ class AdapterView(Protocol):
     def name(self) -> str: ...
 
     @property
+    def digest(self) -> str: ...
+
+    @property
     def path(self) -> str: ...
 
     @property
@@ -143,10 +146,15 @@ class FarAdapter:
     """An adapter that other instances have, as the API lists it."""
 
     name: str
-    path: str  # of no file here: the digest of its contents
+    digest: str
     rank: int
     num_bytes: int
     created_s: float
+
+    @property
+    def path(self) -> str:
+        """Of no file here."""
+        return self.digest
 
 
 class Served(Protocol):
@@ -178,6 +186,12 @@ def find_adapter(served: Served, model: str) -> AdapterView | None:
             if served.cluster is not None and (far := served.cluster.adapter(name)) is not None:
                 return far_adapter(served, far)
     raise NotFound(f"The model {model[:200]!r} does not exist; GET /v1/models lists those that do.", param="model")
+
+
+def named_adapter(served: Served, model: str) -> str | None:
+    """The name alone of the adapter that `model` names; see `find_adapter`."""
+    adapter = find_adapter(served, model)
+    return None if adapter is None else adapter.name
 
 
 def far_adapter(served: Served, adapter: Adapter) -> FarAdapter:

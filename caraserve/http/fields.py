@@ -4,7 +4,7 @@ Every fault is an InvalidRequest that names the field and what would be right.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import ItemsView, Mapping
 from typing import Any, TypeVar
 
 import orjson
@@ -53,10 +53,16 @@ class Fields:
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
         self._asked: set[str] = set()
+        self._nested: dict[str, Fields] = {}
 
-    def unknown(self) -> Iterable[str]:
-        """Names that the client sent and nobody asked for."""
-        return self._values.keys() - self._asked
+    def items(self) -> ItemsView[str, Any]:
+        """All names and values, as the client sent them."""
+        return self._values.items()
+
+    def unread(self) -> list[str]:
+        """Names that have a value and were not asked for, those of `nested` objects as `outer.inner`."""
+        own = [name for name, value in self._values.items() if value is not None and name not in self._asked]
+        return own + [f"{name}.{inner}" for name, value in self._nested.items() for inner in value.unread()]
 
     def raw(self, name: str) -> Any:
         """The value as JSON gave it, None if absent."""
@@ -110,6 +116,11 @@ class Fields:
             raise InvalidRequest(f"{name} must be an object, not {shown(value)}.", param=name)
         return value
 
+    def nested(self, name: str) -> "Fields":
+        """The fields of an object, none if absent."""
+        self._nested[name] = Fields(self.mapping(name))
+        return self._nested[name]
+
     def array(self, name: str, most: int) -> list[Any]:
         """A list of at most `most` values, empty if absent."""
         value = self.raw(name)
@@ -120,13 +131,6 @@ class Fields:
         if len(value) > most:
             raise InvalidRequest(f"{name} has {len(value)} entries; {most} are allowed.", param=name)
         return value
-
-    def refuse(self, neutral: Mapping[str, tuple[object, ...]]) -> None:
-        """Refuses fields that would change the answer but are not served, unless their value asks for nothing."""
-        for name, harmless in neutral.items():
-            value = self.raw(name)
-            if value is not None and value not in harmless:
-                raise InvalidRequest(f"{name} is not supported by this server; leave it out.", param=name)
 
 
 def token_ids(name: str, values: list[Any], vocab_size: int) -> tuple[int, ...]:

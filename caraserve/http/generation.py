@@ -16,8 +16,11 @@ from aiohttp import web
 from caraserve.errors import BackendFailed, CaraServeError, Draining, InvalidRequest
 from caraserve.http.context import CONTEXT, REQUEST_ID
 from caraserve.http.engine_api import EngineApi, StreamApi
+from caraserve.http.field_check import check_fields
 from caraserve.http.fields import Fields
+from caraserve.http.known_fields import STREAM_OPTIONS
 from caraserve.http.messages import error_body, fault_body, json_response
+from caraserve.http.request_log import SUMMARY, model_label
 from caraserve.http.sse import DONE, ChunkFrame, EventStream, comment
 from caraserve.request import Finish, GenerateRequest, TokenDelta, TokenLogprob
 
@@ -80,7 +83,8 @@ class Running:
 def parse_delivery(fields: Fields) -> Delivery:
     """Raises InvalidRequest naming the field."""
     stream = fields.boolean("stream", False)
-    options = Fields(fields.mapping("stream_options"))
+    options = fields.nested("stream_options")
+    check_fields(options, STREAM_OPTIONS)
     if fields.raw("stream_options") is not None and not stream:
         raise InvalidRequest("stream_options need stream to be true.", param="stream_options")
     include_usage = options.boolean("include_usage", False)
@@ -96,12 +100,19 @@ async def respond(
 ) -> web.StreamResponse:
     """Runs the job. `told`: how its requests ended, if they all ended well. Raises CaraServeError when nothing has been
     sent yet."""
-    running = running or Running()
-    running.streams = streams = _submit(request.app[CONTEXT].engine, job.requests)
+    running, engine, summary = running or Running(), request.app[CONTEXT].engine, request[SUMMARY]
+    running.streams = streams = _submit(engine, job.requests)
+
+    def ended(finishes: Sequence[Finish]) -> None:
+        summary.note_finishes(finishes, job.n)
+        told(finishes)
+
     try:
+        if (adapter := job.requests[0].adapter) is not None:
+            summary.model = model_label(adapter, engine.adapter(adapter).digest)  # the version that `submit` has pinned
         if job.delivery.stream:
-            return await _stream(request, job, running, told)
-        return await _gather(job, streams, told)
+            return await _stream(request, job, running, ended)
+        return await _gather(job, streams, ended)
     finally:
         for stream in streams:
             stream.cancel()

@@ -4,7 +4,6 @@
 """
 
 import asyncio
-import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -21,11 +20,10 @@ from caraserve.errors import (
     Unauthorized,
     Unreachable,
 )
-from caraserve.http.context import CONTEXT, REQUEST_ID
+from caraserve.http.context import CONTEXT
 from caraserve.http.fields import Fields, parse_object
+from caraserve.http.request_log import SUMMARY, listed
 from caraserve.units import human_bytes
-
-log = logging.getLogger("caraserve.http")
 
 
 async def read_object(request: web.Request) -> Fields:
@@ -55,10 +53,11 @@ async def read_body(request: web.Request) -> bytes:
         raise InvalidRequest(f"The body could not be read: {error}.") from None
 
 
-def log_unknown(request: web.Request, fields: Fields) -> None:
-    """One debug line for the fields that nobody asked for; clients send many."""
-    if log.isEnabledFor(logging.DEBUG) and (names := sorted(fields.unknown())):
-        log.debug("%s: ignored fields %.200r", request[REQUEST_ID], names)
+def note_ignored(request: web.Request, fields: Fields) -> None:
+    """Lists the fields that were sent and not read, for the answer's header and the log line. Call it when all have
+    been read."""
+    if names := fields.unread():
+        request[SUMMARY].ignored = listed(sorted(names))
 
 
 def json_response(value: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:

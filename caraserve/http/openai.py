@@ -14,17 +14,20 @@ from aiohttp import web
 
 from caraserve.errors import InvalidRequest
 from caraserve.http import params as sampling
+from caraserve.http.adapter_choice import choose_adapter
 from caraserve.http.dispatch import answer, answer_forwarded
 from caraserve.http.engine_api import EngineApi, Find, TokenizerApi
+from caraserve.http.field_check import check_fields
 from caraserve.http.fields import Fields, shown, token_ids
 from caraserve.http.generation import MAX_CHOICES, Delivery, Job, parse_delivery
+from caraserve.http.known_fields import COMPLETIONS
 from caraserve.request import MAX_LOGPROBS, Finish, GenerateRequest, SamplingParams, TokenDelta, TokenLogprob
 
 DEFAULT_MAX_TOKENS = 16
 # Encoding runs at a few MB/s: longer texts would hold up the event loop for over a millisecond.
 ENCODED_IN_PLACE_CHARACTERS = 2048
+_PRIORITIES = 1 << 63  # as vLLM's: any integer of 64 bits
 _LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
-_UNSUPPORTED: dict[str, tuple[object, ...]] = {"suffix": ("",)}
 
 Prompt = str | list[Any]
 
@@ -41,24 +44,26 @@ async def forwarded_completions(request: web.Request) -> web.StreamResponse:
 class Asked:
     """What completions and chat completions have in common, beside sampling."""
 
-    model: str  # as the client named it; the response repeats it
+    model: str  # as the client named it, or its adapter; the response repeats it
     adapter: str | None
     n: int
     tenant: str
     cache_salt: str
+    priority: int
     arrival_s: float  # monotonic; before the prompt is encoded, which a client waits for too
     delivery: Delivery
 
 
 def parse_asked(fields: Fields, engine: EngineApi, find: Find) -> Asked:
     """Raises NotFound or InvalidRequest naming the field."""
-    model = fields.maybe_text("model", longest=1024) or engine.base_name
+    model, adapter = choose_adapter(fields, engine.base_name, find)
     return Asked(
         model=model,
-        adapter=find(model),
+        adapter=adapter,
         n=fields.integer("n", 1, sampling.MAX_N, 1),
         tenant=fields.maybe_text("user", longest=256) or "default",
         cache_salt=fields.maybe_text("cache_salt", longest=256) or "",
+        priority=fields.integer("priority", -_PRIORITIES, _PRIORITIES - 1, 0),
         arrival_s=time.monotonic(),
         delivery=parse_delivery(fields),
     )
@@ -66,8 +71,8 @@ def parse_asked(fields: Fields, engine: EngineApi, find: Find) -> Asked:
 
 async def parse_completion(fields: Fields, engine: EngineApi, find: Find) -> Job:
     """Raises InvalidRequest, ContextLengthExceeded or NotFound; they name the field."""
+    check_fields(fields, COMPLETIONS)
     asked = parse_asked(fields, engine, find)
-    fields.refuse(_UNSUPPORTED)
     echo = fields.boolean("echo", False)
     logprobs = fields.maybe_integer("logprobs", 0, MAX_LOGPROBS)
     params = dataclasses.replace(
@@ -76,6 +81,8 @@ async def parse_completion(fields: Fields, engine: EngineApi, find: Find) -> Job
     if fields.integer("best_of", 1, sampling.MAX_N, asked.n) != asked.n:
         raise InvalidRequest("best_of other than n is not supported; leave it out.", param="best_of")
     max_tokens = fields.maybe_integer("max_tokens", 0, (1 << 63) - 1)
+    newer_limit = fields.maybe_integer("max_completion_tokens", 0, (1 << 63) - 1)  # clients that send it send both
+    max_tokens = max_tokens if newer_limit is None else newer_limit
     if max_tokens == 0 and not echo:
         raise InvalidRequest("max_tokens may be 0 only with echo; ask for at least 1.", param="max_tokens")
     add_special_tokens = fields.boolean("add_special_tokens", True)
@@ -114,6 +121,7 @@ def fan_out(
             arrival_s=asked.arrival_s,
             tenant=asked.tenant,
             cache_salt=asked.cache_salt,
+            priority=asked.priority,
         )
         for index in range(asked.n)
     ]

@@ -16,31 +16,12 @@ _MAX_STOP_CHARACTERS = 1024
 _MAX_STOP_TOKEN_IDS = 1024
 _SEEDS = 1 << 63
 
-# Fields that would change the answer, each with the values that ask for nothing.
-_UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
-    "guided_json": (),
-    "guided_regex": ("",),
-    "guided_choice": ([],),
-    "guided_grammar": ("",),
-    "use_beam_search": (False,),
-    "logits_processors": ([],),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "prompt_embeds": (),
-    "prompt_logprobs": (),
-    "truncate_prompt_tokens": (-1,),
-    "return_tokens_as_token_ids": (False,),
-}
-
 
 def sampling_params(fields: Fields, engine: EngineApi) -> SamplingParams:
     """Everything but `max_tokens`, `logprobs` and `prompt_logprobs`, which the two APIs ask for differently.
 
     Raises InvalidRequest naming the field.
     """
-    fields.refuse(_UNSUPPORTED)
     model: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     model.update(engine.default_sampling)
     vocab_size = engine.tokenizer.vocab_size
@@ -69,23 +50,29 @@ def nth_seed(seed: int | None, index: int) -> int | None:
     return None if seed is None else (seed + index) % _SEEDS
 
 
-def fit_max_tokens(asked: int | None, default: int | None, prompt_tokens: int, engine: EngineApi) -> int:
+def fit_max_tokens(
+    asked: int | None, default: int | None, prompt_tokens: int, engine: EngineApi, *, source: str = "prompt"
+) -> int:
     """The tokens that a prompt may gain: as asked, else `default` (None: all of the room) as far as there is room.
 
-    Raises ContextLengthExceeded with both numbers.
+    Raises ContextLengthExceeded in the words by which clients of OpenAI's know this error. `source`: the field that the
+    prompt was made of, `prompt` or `messages`.
     """
     limit = engine.max_model_len
     room = limit - prompt_tokens
     if room < (1 if asked is None else 0):
         raise ContextLengthExceeded(
-            f"This model's context holds {limit} tokens, but the prompt alone has {prompt_tokens}.", param="prompt"
+            f"This model's maximum context length is {limit} tokens. However, the {source} alone "
+            f"{'have' if source == 'messages' else 'has'} {prompt_tokens} tokens.",
+            param=source,
         )
     if asked is None:
         return room if default is None else min(default, room)
     if asked > room:
         raise ContextLengthExceeded(
-            f"This model's context holds {limit} tokens, but {prompt_tokens + asked} were asked for: {prompt_tokens} "
-            f"in the prompt and {asked} to generate. Shorten the prompt or lower max_tokens.",
+            f"This model's maximum context length is {limit} tokens. However, you requested {prompt_tokens + asked} "
+            f"tokens ({prompt_tokens} in the {source}, {asked} in the completion). Shorten the {source} or "
+            "lower max_tokens.",
             param="max_tokens",
         )
     return asked

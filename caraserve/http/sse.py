@@ -66,7 +66,8 @@ class EventStream:
         self._writes = 0  # under way; more than one where a response has several choices
         self._progress_s = 0.0  # when the socket last took something while writes were under way
         self._starting = asyncio.Lock()
-        self._ended = False
+        self.ended = False  # whether [DONE] is on its way
+        self.fault: Mapping[str, Any] | None = None  # the error that ended it
         self._watchdog: asyncio.Task[None] | None = None
 
     @property
@@ -93,7 +94,7 @@ class EventStream:
         if not self._writes:
             self._progress_s = self._last_s
         self._writes += 1
-        self._ended = events.endswith(DONE)
+        self.ended = events.endswith(DONE)
         try:
             await self.response.write(events)
         finally:
@@ -107,7 +108,8 @@ class EventStream:
         self.response.force_close()
         try:
             async with asyncio.timeout(self._timings.write_s):
-                if not self._ended:
+                if not self.ended:
+                    self.fault = fault
                     await self.send(event(fault) + DONE)
                 await self.response.write_eof()
         except TimeoutError:

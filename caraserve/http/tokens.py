@@ -3,11 +3,14 @@
 from aiohttp import web
 
 from caraserve.errors import InvalidRequest
+from caraserve.http.adapter_choice import choose_adapter
 from caraserve.http.chat import chat_ids
 from caraserve.http.context import CONTEXT
-from caraserve.http.engine_api import find_adapter
+from caraserve.http.engine_api import named_adapter
+from caraserve.http.field_check import check_fields
 from caraserve.http.fields import shown, token_ids
-from caraserve.http.messages import json_response, log_unknown, read_object
+from caraserve.http.known_fields import DETOKENIZE, TOKENIZE
+from caraserve.http.messages import json_response, note_ignored, read_object
 from caraserve.http.openai import encode
 
 _LONGEST_TEXT = 1 << 24
@@ -18,7 +21,8 @@ async def tokenize(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
     engine = context.engine
     fields = await read_object(request)
-    find_adapter(context, fields.maybe_text("model", longest=1024) or engine.base_name)
+    check_fields(fields, TOKENIZE)
+    choose_adapter(fields, engine.base_name, lambda name: named_adapter(context, name))
     add_special_tokens = fields.boolean("add_special_tokens", True)
     with_text = fields.boolean("return_token_strs", False)
     if fields.raw("messages") is not None:
@@ -28,7 +32,7 @@ async def tokenize(request: web.Request) -> web.Response:
         if prompt is None:
             raise InvalidRequest("Send prompt, a string, or messages.", param="prompt")
         ids = await encode(engine.tokenizer, prompt, add_special_tokens=add_special_tokens)
-    log_unknown(request, fields)
+    note_ignored(request, fields)
     answer = {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids}
     texts = [engine.tokenizer.token_text(token_id) for token_id in ids] if with_text else None
     return json_response(answer | {"token_strs": texts})
@@ -38,10 +42,11 @@ async def detokenize(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
     engine = context.engine
     fields = await read_object(request)
-    find_adapter(context, fields.maybe_text("model", longest=1024) or engine.base_name)
+    check_fields(fields, DETOKENIZE)
+    choose_adapter(fields, engine.base_name, lambda name: named_adapter(context, name))
     tokens = fields.array("tokens", _MOST_TOKENS)
     if fields.raw("tokens") is None:
         raise InvalidRequest(f"tokens must be a list of token ids, not {shown(None)}.", param="tokens")
-    log_unknown(request, fields)
+    note_ignored(request, fields)
     ids = token_ids("tokens", tokens, engine.tokenizer.vocab_size)
     return json_response({"prompt": engine.tokenizer.decode(ids, skip_special_tokens=False)})

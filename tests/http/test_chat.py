@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.http.fake_engine import BOS, FakeEngine
+from tests.http.fake_engine import BOS, FakeEngine, FakeTokenizer
 from tests.http.serving import serving
 
 
@@ -108,6 +108,44 @@ async def test_several_answers() -> None:
     assert [request.params.seed for request in fake.requests] == [2**63 - 1, 0]
 
 
+CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+
+
+async def template_messages(*messages: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the template is given of a conversation that ends with `messages`."""
+    given: list[dict[str, Any]] = []
+
+    class Listening(FakeTokenizer):
+        def chat(self, messages: Any, **options: Any) -> list[int]:
+            given.extend(messages)
+            return super().chat(messages, **options)
+
+    async with serving(FakeEngine(tokenizer=Listening())) as client:
+        answer = await client.chat(messages=[{"role": "user", "content": "hi"}, *messages])
+    assert answer.status == 200, answer.body
+    return given[1:]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"), [('{"city": "Oslo"}', {"city": "Oslo"}), ("", {}), ({"a": 1}, {"a": 1})]
+)
+async def test_templates_get_the_arguments_of_tool_calls_as_objects(arguments: object, expected: object) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    asked, told = await template_messages(
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": [{"type": "text", "text": "4 °C"}], "tool_call_id": "1"},
+    )
+    assert asked["content"] == ""
+    assert asked["tool_calls"] == [{**call, "function": {"name": "weather", "arguments": expected}}]
+    assert told == {"role": "tool", "content": "4 °C", "tool_call_id": "1"}
+
+
+@pytest.mark.parametrize("none", [None, []])
+async def test_no_tool_calls_are_no_key_for_the_template(none: object) -> None:
+    (message,) = await template_messages({"role": "assistant", "content": "hello", "tool_calls": none})
+    assert message == {"role": "assistant", "content": "hello"}
+
+
 async def test_tools_are_let_through_where_they_are_not_to_be_used() -> None:
     assert await prompt_of(tools=[{"type": "function"}], tool_choice="none")
 
@@ -137,6 +175,17 @@ async def test_token_ids_on_request() -> None:
         ),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages"),
+        ({"messages": [{"role": "tool", "content": None}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": {}, "content": None}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [3]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "messages"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+            "messages",
+        ),
+        ({"messages": [{"role": "assistant", "content": "x", "function_call": {"name": "f"}}]}, "messages"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_completion_tokens": 10**12}, "max_tokens"),
         ({"logprobs": 3}, "logprobs"),

@@ -279,6 +279,39 @@ async def test_too_long_for_the_context_names_both_numbers(fields: dict[str, Any
     assert all(number in answer.error["message"] for number in numbers)
 
 
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (11, "However, you requested 1001 tokens (990 in the {source}, 11 in the completion)."),
+        (None, "However, the {source} alone"),
+    ],
+)
+async def test_too_long_for_the_context_is_said_in_the_words_that_clients_know(asked: int | None, words: str) -> None:
+    """litellm, LangChain and others tell this error from others by its first sentence."""
+    tokens = 990 if asked else 1000
+    async with serving(FakeEngine()) as client:
+        text = await client.complete(prompt=[1] * tokens, max_tokens=asked)
+        content = "x" * (tokens - len("<user:;assistant:"))  # the first token begins the text
+        chat = await client.chat(messages=[{"role": "user", "content": content}], max_completion_tokens=asked)
+    for answer, source in ((text, "prompt"), (chat, "messages")):
+        assert answer.error["message"].startswith("This model's maximum context length is 1000 tokens. ")
+        assert words.format(source=source) in answer.error["message"]
+        assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"), [({}, 0), ({"priority": -3}, -3), ({"priority": 2**63 - 1}, 2**63 - 1)]
+)
+async def test_priority_reaches_the_engine(fields: dict[str, int], expected: int) -> None:
+    assert {request.priority for request in await submitted({"n": 2} | fields)} == {expected}
+
+
+@pytest.mark.parametrize("fields", [{"max_completion_tokens": 5}, {"max_completion_tokens": 5, "max_tokens": 9}])
+async def test_clients_that_name_the_limit_as_in_chat_are_understood(fields: dict[str, int]) -> None:
+    (request,) = await submitted(fields)
+    assert request.params.max_tokens == 5
+
+
 async def test_overload_says_when_to_come_again_and_has_no_effects() -> None:
     fake = FakeEngine(script=None, refusals={2: Overloaded("The queue is full.", retry_after_s=1.2)})
     async with serving(fake) as client:

@@ -20,6 +20,23 @@ def test_one_tenant_is_served_in_order_of_arrival() -> None:
     assert len(queue) == 0
 
 
+def test_of_one_tenants_items_those_of_lower_priority_go_first() -> None:
+    queue: FairQueue[str] = FairQueue(lambda item: int(item[1:]))
+    for item in ("a0", "b0", "c5", "d-3", "e5", "f0"):
+        queue.push("t", item)
+    assert served_order(queue, 6, {"t": 5}) == ["d-3", "a0", "b0", "f0", "c5", "e5"]
+
+
+def test_no_priority_takes_another_tenants_turn() -> None:
+    queue: FairQueue[str] = FairQueue(lambda item: -1000 if item.startswith("pushy") else 0)
+    for index in range(3):
+        queue.push("modest", f"m{index}")
+    for index in range(3):
+        queue.push("pushy", f"pushy{index}")
+    order = served_order(queue, 4, {"modest": 10, "pushy": 10})
+    assert sorted(order) == ["m0", "m1", "pushy0", "pushy1"]
+
+
 def test_a_flood_of_one_tenant_does_not_keep_another_waiting() -> None:
     queue: FairQueue[str] = FairQueue()
     for index in range(10):

@@ -333,3 +333,15 @@ def test_tenants_share_the_engine() -> None:
         assert done.index("quiet") < 12
 
     with_engine(test, seqs=4)
+
+
+def test_of_one_tenants_waiting_requests_those_of_lower_priority_begin_first() -> None:
+    async def test(engine: Engine) -> None:
+        done: list[int] = []
+        tasks = [submit(engine, PROMPT, priority=priority) for priority in (0, 7, 0, -7)]  # one runs, three wait
+        for number, task in enumerate(tasks):
+            task.add_done_callback(lambda _, number=number: done.append(number))
+        await asyncio.gather(*tasks)
+        assert done == [0, 3, 2, 1]
+
+    with_engine(test, seqs=1)

@@ -19,13 +19,24 @@ def limits(step_tokens: int = 64, blocks: int = 100) -> Limits:
     )
 
 
-def request(slot: int, prompt: int, computed: int = 0, outputs: int = 0, **params: object) -> Request:
+def request(
+    slot: int,
+    prompt: int,
+    computed: int = 0,
+    outputs: int = 0,
+    *,
+    tenant: str = "t",
+    priority: int = 0,
+    **params: object,
+) -> Request:
     asked = GenerateRequest(
         request_id=f"r{slot}",
         prompt_ids=tuple(range(prompt)),
         adapter=None,
         params=SamplingParams(**({"max_tokens": 50} | params)),  # type: ignore[arg-type]
         arrival_s=0.0,
+        tenant=tenant,
+        priority=priority,
     )
     made = Request(asked, seed=0, phase=Phase.PREFILL, slot=slot)
     made.computed, made.launched_outputs = computed, outputs
@@ -100,6 +111,26 @@ def test_the_earliest_is_never_preempted() -> None:
     first = holding(pool, request(0, 32, computed=32, outputs=1), 2)
     decision = plan([first], pool, limits(blocks=2))
     assert decision.preempted == decision.scheduled == ()
+
+
+@pytest.mark.parametrize(
+    ("tenants", "priorities", "preempted"),
+    [
+        ("ttt", (0, 0, 0), 2),
+        ("ttt", (0, 5, 0), 1),  # the second asks for less haste than the last
+        ("ttt", (9, 0, 0), 2),  # the first is never preempted
+        ("tut", (0, 5, 0), 2),  # another tenant's priorities are compared with its own alone
+    ],
+)
+def test_of_the_last_ones_tenant_the_one_of_highest_priority_is_preempted(
+    tenants: str, priorities: tuple[int, ...], preempted: int
+) -> None:
+    pool = BlockPool(6)
+    running = [
+        holding(pool, request(slot, 32, computed=32, outputs=1, tenant=tenant, priority=priority), 2)
+        for slot, (tenant, priority) in enumerate(zip(tenants, priorities, strict=True))
+    ]
+    assert plan(running, pool, limits(blocks=6), served=1).preempted == (running[preempted],)
 
 
 def test_only_those_served_get_rows_and_the_others_keep_their_blocks() -> None:

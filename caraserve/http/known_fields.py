@@ -1,0 +1,320 @@
+"""The fields of request bodies that this server knows, route by route: served, refused, or ignored. Data only.
+
+Sources are the request schemas of OpenAI, vLLM, SGLang, llama.cpp, TGI, LoRAX, Ollama, TensorRT-LLM and others. What
+selects weights, constrains the output, or changes the prompt, the sampling or what the answer shows, and is not served,
+is refused, unless its value asks for nothing. What only advises, labels or tunes is ignored, and so are a few fields
+that clients send by default and no server of one plain model can honour (`reasoning_effort`, `web_search_options`).
+`field_check.py` applies the tables.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A field that would change the answer but is not served. `advice` ends the error message; `neutral` are values
+    that ask for nothing."""
+
+    advice: str
+    neutral: tuple[object, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KnownFields:
+    """What one route reads, refuses and ignores. A name in none of the three is unknown, and ignored unless it looks
+    like a misspelt one. Compared by identity, so that what is derived from a table can be cached."""
+
+    served: frozenset[str]
+    refused: Mapping[str, Refused]
+    ignored: frozenset[str] = frozenset()
+
+
+def _refused(advice: str, *plain: str, **neutral: object) -> dict[str, Refused]:
+    """Fields with one advice; a keyword's value asks for nothing, or each of its values if it is a tuple."""
+    return {name: Refused(advice) for name in plain} | {
+        name: Refused(advice, value if isinstance(value, tuple) else (value,)) for name, value in neutral.items()
+    }
+
+
+def _instead(**fields: tuple[str, object]) -> dict[str, Refused]:
+    """Fields that have another name here, each with that name and the values that ask for nothing, as `_refused`."""
+    refused: dict[str, Refused] = {}
+    for name, (other, neutral) in fields.items():
+        refused |= _refused(f"send {other} instead", **{name: neutral})
+    return refused
+
+
+_NAME_THE_ADAPTER = "name one adapter as model"
+_NO_CONSTRAINTS = "the output cannot be constrained; leave it out"
+_NO_SUCH_SAMPLER = "this way of sampling is not implemented; leave it out"
+_NO_REASONING = 'thinking is up to the chat template; send chat_template_kwargs, such as {"enable_thinking": false}'
+_TEXT_ONLY = "only text is served; leave it out"
+_LEAVE_OUT = "leave it out"
+
+_SELECTING = ("model", "lora_path", "lora", "adapter_id")
+
+_SAMPLING = (
+    *("n", "seed", "temperature", "top_p", "top_k", "min_p", "min_tokens", "max_tokens", "max_completion_tokens"),
+    *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs"),
+)
+_DELIVERY = ("stream", "stream_options", "return_token_ids", "user", "cache_salt", "priority")
+_GENERATION = frozenset((*_SELECTING, *_SAMPLING, *_DELIVERY))
+_TEMPLATE = frozenset(("messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"))
+
+# Other systems' ways to choose weights. Ignored, each would be answered by other weights than were asked for.
+_WEIGHTS = _refused(
+    _NAME_THE_ADAPTER,
+    *("lora_request", "lora_name", "lora_id", "lora_ids", "lora_int_id", "lora_adapters", "lora_modules", "loras"),
+    *("lora_config", "lora_weights", "lora_scale", "lora_scales", "lora_task_id", "lora_uid", "adapter", "adapters"),
+    *("adapter_name", "adapter_names", "adapter_path", "adapter_ids", "adapter_weight", "merged_adapters", "models"),
+    "control_vectors",
+    adapter_source="",
+)
+
+_CONSTRAINTS = _refused(
+    _NO_CONSTRAINTS,
+    *("guided_json", "guided_decoding", "guided_options_request", "structural_tag", "allowed_token_ids"),
+    *("custom_logit_processor", "grammar_triggers", "output_format", "output_config"),
+    response_format={"type": "text"},
+    structured_outputs={},
+    guided_regex="",
+    guided_choice=([],),
+    guided_grammar="",
+    regex="",
+    ebnf="",
+    grammar="",
+    json_schema=("", {}),
+    format="",
+    bad_words=([],),
+    bad_words_ids=([],),
+    banned_tokens=([], ""),
+    banned_strings=([],),
+    force_words_ids=([],),
+    logits_processors=([],),
+    custom_params={},
+    repetition_detection={},
+)
+
+_SAMPLERS = _refused(
+    _NO_SUCH_SAMPLER,
+    *("samplers", "sampler_order", "sampler_priority", "sampler_seq", "negative_prompt", "max_time"),
+    use_beam_search=False,
+    num_beams=1,
+    beam_width=1,
+    mirostat=0,
+    mirostat_mode=0,
+    typical_p=1,
+    typical=1,
+    typ_p=1,
+    tfs=1,
+    tfs_z=1,
+    top_a=0,
+    top_n_sigma=(-1, 0),
+    nsigma=0,
+    xtc_probability=0,
+    dry_multiplier=0,
+    dynatemp_range=0,
+    dynamic_temperature=False,
+    adaptive_target=-1,
+    smoothing_factor=0,
+    epsilon_cutoff=0,
+    eta_cutoff=0,
+    penalty_alpha=0,
+    guidance_scale=1,
+    cfg_scale=1,
+    watermark=False,
+    watermarking=False,
+    min_keep=(0, 1),
+    n_indent=0,
+    no_repeat_ngram_size=0,
+    encoder_repetition_penalty=1,
+    repetition_penalty_range=0,
+    repetition_penalty_decay=0,
+    t_max_predict_ms=(-1, 0),
+    thinking_token_budget=-1,
+    vllm_xargs={},
+)
+
+_OTHER_NAMES = _instead(
+    max_new_tokens=("max_tokens", ()),
+    max_output_tokens=("max_tokens", ()),
+    max_tokens_to_sample=("max_tokens", ()),
+    max_gen_len=("max_tokens", ()),
+    max_length=("max_tokens", ()),
+    n_predict=("max_tokens", -1),
+    num_predict=("max_tokens", -1),
+    min_new_tokens=("min_tokens", 0),
+    min_length=("min_tokens", 0),
+    n_cmpl=("n", 1),
+    num_return_sequences=("n", 1),
+    n_probs=("logprobs", 0),
+    return_logprob=("logprobs", False),
+    top_n_tokens=("logprobs", 0),
+    top_logprobs_num=("logprobs", 0),
+    return_k_alternatives=("logprobs", 0),
+    random_seed=("seed", ()),
+    sampling_seed=("seed", ()),
+    sampler_seed=("seed", ()),
+    temp=("temperature", ()),
+    do_sample=("temperature 0", True),
+    rep_pen=("repetition_penalty", 1),
+    repeat_penalty=("repetition_penalty", 1),
+    stop_sequences=("stop", ([],)),
+    stop_sequence=("stop", ([], "")),
+    stop_strings=("stop", ([],)),
+    stop_words=("stop", ([],)),
+    stop_regex=("stop", ([], "")),
+    eos_token_id=("stop_token_ids", ()),
+    end_id=("stop_token_ids", ()),
+    ignore_eos_token=("ignore_eos", False),
+    ban_eos_token=("ignore_eos", False),
+    no_stop_trim=("include_stop_str_in_output", False),
+    extra_key=("cache_salt", ()),
+    return_tokens=("return_token_ids", False),
+    return_prompt_token_ids=("return_token_ids", False),
+    return_full_text=("echo", False),
+)
+
+_PROMPTS = {
+    **_refused(
+        "send the text or token ids as prompt, or messages to /v1/chat/completions",
+        *("input", "inputs", "input_ids", "prompt_token_ids", "contents"),
+        *("input_prefix", "input_suffix", "prompt_embeds", "input_embeds", "input_extra"),
+        suffix="",
+        context=([],),
+    ),
+    **_refused(
+        "send a message with the role system to /v1/chat/completions", "instructions", "system_prompt", system=""
+    ),
+    **_refused("send each field at the top level of the body", parameters={}, options={}, extra_body={}),
+    **_refused(
+        "the prompt is used as it is; leave it out and shorten the prompt",
+        *("truncate", "max_prompt_tokens", "prompt_truncate_len", "task", "prompt_mode"),
+        truncate_prompt_tokens=-1,
+        truncation="disabled",
+        context_length_exceeded_behavior="error",
+        transforms=([],),
+        safe_prompt=False,
+    ),
+    **_refused("start the server with --chat-template to use another one", "chat_template", "template"),
+    **_refused(
+        _TEXT_ONLY,
+        *("audio", "multi_modal_data"),
+        modalities=["text"],
+        documents=([],),
+        images=([],),
+        image_data=([],),
+        audio_data=([],),
+        video_data=([],),
+        mm_processor_kwargs={},
+        images_config={},
+    ),
+    **_refused("the conversation is sent whole with every request; leave it out", session_params={}),
+    **_refused(
+        "prompts are not computed on one server and continued on another; leave it out",
+        *("bootstrap_host", "bootstrap_port", "bootstrap_room"),
+        kv_transfer_params={},
+        ec_transfer_params={},
+    ),
+    **_refused(_NO_REASONING, "enable_thinking", "think", "thinking", "thinking_budget"),
+}
+
+# What the answer would hold. A client that asks reads it.
+_ANSWERS = _refused(
+    _LEAVE_OUT,
+    *("prompt_logprobs", "logprob_token_ids", "token_ids_logprob"),
+    return_tokens_as_token_ids=False,
+    return_hidden_states=False,
+    return_routed_experts=False,
+    return_prompt_text=False,
+    return_meta_info=False,
+    return_progress=False,
+    post_sampling_probs=False,
+    decoder_input_details=False,
+    response_fields=([],),
+    plugins=([],),
+)
+
+_REFUSED = {**_WEIGHTS, **_CONSTRAINTS, **_SAMPLERS, **_OTHER_NAMES, **_PROMPTS, **_ANSWERS}
+
+_IGNORED = frozenset(
+    (
+        # OpenAI: labels, prices, hints, and what a model without tools, reasoning and search has no use for.
+        *("metadata", "store", "service_tier", "safety_identifier", "moderation", "prediction", "verbosity"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "parallel_tool_calls"),
+        *("reasoning_effort", "reasoning", "web_search_options", "include"),
+        # vLLM and SGLang: names of requests and sessions, routing, and options without effect where the option that
+        # they belong to is refused.
+        *("request_id", "session_id", "rid", "custom_labels", "length_penalty", "early_stopping", "stream_interval"),
+        *("spaces_between_special_tokens", "truncation_side", "include_reasoning", "separate_reasoning"),
+        *("stream_reasoning", "return_token_offsets", "return_mm_kwargs", "return_cached_tokens_details"),
+        *("routed_experts_prompt_start", "routed_experts_start_len", "media_io_kwargs", "guided_decoding_backend"),
+        *("guided_whitespace_pattern", "data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank"),
+        *("ngram_corpus_id", "max_dynamic_patch", "min_dynamic_patch", "use_audio_in_video"),
+        # llama.cpp: caching, timing, and parameters of samplers that are refused.
+        *("cache_prompt", "id_slot", "slot_id", "n_keep", "n_discard", "n_cache_reuse", "timings_per_token", "verbose"),
+        *("sse_ping_interval", "backend_sampling", "grammar_lazy", "grammar_type", "chat_format", "reasoning_format"),
+        *("reasoning_in_content", "thinking_forced_open", "parse_tool_calls", "mirostat_tau", "mirostat_eta"),
+        *("xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+        *("dynatemp_exponent", "dynatemp_low", "dynatemp_high", "adaptive_decay", "repeat_last_n", "penalize_nl"),
+        # Ollama, TGI and gateways.
+        *("keep_alive", "details", "raw", "provider", "route", "cache_control", "mode", "speed", "tags", "type"),
+    )
+)
+
+COMPLETIONS = KnownFields(
+    _GENERATION | {"prompt", "echo", "best_of", "add_special_tokens"},
+    _REFUSED
+    | _refused("send it to /v1/chat/completions", messages=([],), tools=([],), functions=([],))
+    | _refused("send it to /v1/chat/completions", tool_choice=("none", "auto"), function_call=("none", "auto"))
+    | _instead(top_logprobs=("logprobs, the number of alternatives,", 0)),
+    _IGNORED | _TEMPLATE - {"messages"},
+)
+
+CHAT = KnownFields(
+    _GENERATION | _TEMPLATE | {"top_logprobs", "tools", "tool_choice", "functions", "function_call"},
+    _REFUSED
+    | _refused("send it to /v1/completions", "prompt", echo=False)
+    | _refused("the chat template writes special tokens; leave it out", add_special_tokens=False)
+    | _instead(best_of=("n", 1)),
+    _IGNORED,
+)
+
+TOKENIZE = KnownFields(
+    frozenset(_SELECTING) | _TEMPLATE | {"prompt", "add_special_tokens", "return_token_strs"},
+    _WEIGHTS
+    | _instead(content=("prompt", ()), text=("prompt", ()), add_special=("add_special_tokens", ()))
+    | _instead(with_pieces=("return_token_strs", False), return_tokens=("return_token_strs", False))
+    | {name: _REFUSED[name] for name in ("chat_template", "documents", "mm_processor_kwargs", "inputs", "suffix")}
+    | _refused("tools are not supported; leave it out", tools=([],)),
+    _IGNORED,
+)
+
+DETOKENIZE = KnownFields(
+    frozenset(_SELECTING) | {"tokens"},
+    _WEIGHTS
+    | _instead(ids=("tokens", ()), token_ids=("tokens", ()))
+    | _refused("the text shows special tokens; leave it out", skip_special_tokens=False),
+    _IGNORED,
+)
+
+LOAD_ADAPTER = KnownFields(
+    frozenset(("lora_name", "lora_path", "load_inplace")),
+    _instead(inplace=("load_inplace", False), name=("lora_name", ()), path=("lora_path", ()))
+    | _refused("an adapter is loaded as its folder says; leave it out", scale=1, lora_scale=1)
+    | _refused("an adapter is read from a folder; send lora_path", "tensors", "serialized_named_tensors")
+    | _refused(_LEAVE_OUT, is_3d_lora_weight=False, pinned=False),
+    frozenset(("lora_int_id", "base_model_name")),  # numbers of vLLM's own, and what the adapter's own file says
+)
+
+UNLOAD_ADAPTER = KnownFields(
+    frozenset(("lora_name",)),
+    _instead(name=("lora_name", ())),
+    frozenset(("lora_int_id",)),
+)
+
+STREAM_OPTIONS = KnownFields(
+    frozenset(("include_usage", "continuous_usage_stats")), {}, frozenset(("include_obfuscation",))
+)

@@ -1,0 +1,115 @@
+"""One log line for each request when it ends: who asked, what answered, how it went; never a word of prompt or answer.
+
+`app.py` begins a `Summary` and logs it at the end; the handlers on a request's way fill it in. Names that come from
+clients are bounded here, and escaped by `log.py`.
+"""
+
+import logging
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from caraserve.http.sse import BEGUN
+from caraserve.request import Finish
+
+log = logging.getLogger("caraserve.http.requests")
+
+IGNORED_HEADER = "x-caraserve-ignored"
+CLIENT_LEFT = 499  # as nginx logs it: the client closed the connection before its answer was whole
+_QUIET_PATHS = frozenset({"/ping"})  # a probe that SageMaker may send as a POST
+_LONGEST_PATH = 200
+_LONGEST_NAME = 64
+_LONGEST_LIST = 2048  # characters of the header; clients and proxies take 8 KB of all headers at least
+_NOT_IN_HEADERS = re.compile(r"[^A-Za-z0-9_.:-]")
+_DIGEST_CHARACTERS = 12
+
+
+@dataclass(slots=True)
+class Summary:
+    """What there is to say of one request."""
+
+    began_s: float = field(default_factory=time.perf_counter)
+    model: str = ""  # adapter@digest, or the base's name
+    ignored: str = ""  # names of fields that were sent and not read, as the header lists them
+    forwarded_to: str = ""  # the instance that answered instead of this one
+    finishes: Sequence[Finish] = ()
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    error: str = ""  # code or type of the error that the client was sent
+    param: str = ""  # the field that the error names
+
+    def note_finishes(self, finishes: Sequence[Finish], n: int) -> None:
+        """How a request's prompts ended, each with `n` answers in a row; a prompt counts once."""
+        self.finishes = finishes
+        self.prompt_tokens = sum(finish.prompt_tokens for finish in finishes[::n])
+        self.cached_tokens = sum(finish.cached_tokens for finish in finishes[::n])
+        self.completion_tokens = sum(finish.completion_tokens for finish in finishes)
+
+    def note_fault(self, fault: Mapping[str, Any]) -> None:
+        """`fault`: what the client was sent, in OpenAI's shape."""
+        error = fault["error"]
+        self.error = error["code"] or error["type"]
+        self.param = (error["param"] or "")[:_LONGEST_NAME]
+
+
+SUMMARY = web.RequestKey("SUMMARY", Summary)
+
+
+def model_label(name: str, digest: str) -> str:
+    """An adapter as the log names it: the same name may stand for other weights tomorrow."""
+    return f"{name}@{digest[:_DIGEST_CHARACTERS]}"
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names of fields as one header's value. They are the client's: characters that no header may hold become `?`."""
+    text = ", ".join([_NOT_IN_HEADERS.sub("?", name[:_LONGEST_NAME]) for name in names])
+    return text if len(text) <= _LONGEST_LIST else f"{text[:_LONGEST_LIST].rpartition(', ')[0]}, ..."
+
+
+def client_name(request: web.Request) -> str:
+    """Who asked, as the log says it."""
+    return request.remote or "unknown"
+
+
+def log_request(request: web.Request, request_id: str, status: int) -> None:
+    """Logs a request that asked for work or a change; pages, lists and probes have metrics."""
+    if request.method != "POST" or request.path in _QUIET_PATHS or not log.isEnabledFor(logging.INFO):
+        return
+    summary = request[SUMMARY]
+    stream = request.get(BEGUN)
+    if stream is not None and stream.fault is not None:
+        summary.note_fault(stream.fault)
+    elif stream is not None and not stream.ended:
+        status = CLIENT_LEFT
+    details: dict[str, object] = {
+        "id": request_id,
+        "client": client_name(request),
+        "path": request.path[:_LONGEST_PATH],
+        "status": status,
+        "model": summary.model,
+        "prompt_tokens": summary.prompt_tokens,
+        "cached_tokens": summary.cached_tokens,
+        "completion_tokens": summary.completion_tokens,
+        "finish": ",".join(dict.fromkeys(finish.reason for finish in summary.finishes)),
+    }
+    if summary.finishes:
+        phases = max((finish.phases for finish in summary.finishes), key=lambda phases: phases.e2e_ms)
+        details |= {
+            "queued_ms": round(phases.queued_ms, 1),
+            "load_ms": round(phases.load_ms, 1),
+            "prefill_ms": round(phases.prefill_ms, 1),
+            "decode_ms": round(phases.decode_ms, 1),
+        }
+    details |= {
+        "total_ms": round(1000 * (time.perf_counter() - summary.began_s), 1),
+        "forwarded_to": summary.forwarded_to,
+        "ignored": summary.ignored,
+        "error": summary.error,
+        "param": summary.param,
+    }
+    log.info("request", extra={"details": {name: value for name, value in details.items() if value not in (None, "")}})

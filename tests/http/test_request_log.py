@@ -1,0 +1,207 @@
+"""The line that each request leaves in the log: who asked, what answered, how it went, and never a word of text."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from aiohttp.test_utils import make_mocked_request
+
+from caraserve.http.context import HttpTimings
+from caraserve.http.request_log import SUMMARY, Summary, log_request
+from caraserve.http.sse import BEGUN, EventStream
+from caraserve.log import configure
+from tests.http.fake_engine import FakeAdapter, FakeEngine, spell
+from tests.http.fleet import fleet
+from tests.http.serving import Client, serving
+from tests.http.test_streaming import begun, read_chunk
+
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
+
+
+class Lines(logging.Handler):
+    """The details of all lines so far, and a way to wait for the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[dict[str, Any]] = []
+        self._changed = asyncio.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.all.append(record.details)  # type: ignore[attr-defined]
+        self._changed.set()
+
+    async def until(self, count: int) -> list[dict[str, Any]]:
+        while len(self.all) < count:
+            self._changed.clear()
+            await self._changed.wait()
+        return self.all
+
+
+@pytest.fixture
+def lines() -> Iterator[Lines]:
+    log, handler = logging.getLogger("caraserve.http.requests"), Lines()
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    yield handler
+    log.removeHandler(handler)
+    log.setLevel(before)
+
+
+async def test_a_line_says_who_asked_what_answered_and_where_the_time_went(lines: Lines) -> None:
+    fake = FakeEngine(loaded={"a": FakeAdapter("a", "/adapters/a", digest="0123456789abcdef")})
+    async with serving(fake) as client:
+        answer = await client.complete(model="a", n=2, metadata={}, headers={"X-Request-Id": "my-id"})
+    (line,) = await lines.until(1)
+    assert line.pop("total_ms") >= 0
+    usage = answer.json["usage"]
+    assert line == {
+        "id": "my-id",
+        "client": "127.0.0.1",
+        "path": "/v1/completions",
+        "status": 200,
+        "model": "a@0123456789ab",
+        "prompt_tokens": usage["prompt_tokens"],
+        "cached_tokens": 0,
+        "completion_tokens": usage["completion_tokens"],
+        "finish": "stop",
+        "queued_ms": 1.0,
+        "load_ms": 2.0,
+        "prefill_ms": 3.0,
+        "decode_ms": 4.0,
+        "ignored": "metadata",
+    }
+
+
+async def test_a_stream_is_logged_when_it_ends(lines: Lines) -> None:
+    fake = FakeEngine(script=begun)
+    async with serving(fake) as client, client.session.post(client.url + "/v1/chat/completions", json=CHAT) as response:
+        await read_chunk(response)
+        assert lines.all == []
+        fake.streams[0].end(7)
+        await response.read()
+        (line,) = await lines.until(1)
+    assert (line["status"], line["completion_tokens"], line["model"]) == (200, 7, "org/base")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_is_told_from_one_that_was_answered(lines: Lines, stream: bool) -> None:
+    fake = FakeEngine(script=begun)
+    async with serving(fake) as client:
+        asking = asyncio.create_task(client.chat(stream=stream))
+        await fake.submitted()
+        asking.cancel()
+        (line,) = await lines.until(1)
+    assert line["status"] == 499
+    assert "finish" not in line
+
+
+async def test_a_stream_whose_end_was_never_written_was_left(lines: Lines) -> None:
+    request = make_mocked_request("POST", "/v1/completions")
+    request[SUMMARY] = Summary()
+    request[BEGUN] = EventStream(request, HttpTimings())
+    log_request(request, "my-id", 200)
+    (line,) = lines.all
+    assert line["status"] == 499
+
+
+async def test_a_stream_that_ends_in_an_error_says_which(lines: Lines) -> None:
+    fake = FakeEngine(script=begun)
+    async with serving(fake) as client, client.session.post(client.url + "/v1/chat/completions", json=CHAT) as response:
+        fake.streams[0].end(1, "error")
+        await response.read()
+        (line,) = await lines.until(1)
+    assert (line["status"], line["error"]) == (200, "backend_failed")
+
+
+async def test_a_deadline_that_cuts_a_stream_is_named(lines: Lines) -> None:
+    fake = FakeEngine(script=begun)
+    async with serving(fake, timings=HttpTimings(write_s=1)) as client:
+        await client.post("/v1/chat/completions", CHAT, headers={"x-envoy-expected-rq-timeout-ms": "30"})
+        (line,) = await lines.until(1)
+    assert (line["status"], line["error"]) == (200, "deadline_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "expected"),
+    [
+        ("/v1/completions", {"prompt": "x", "regex": "a"}, (400, "invalid_request_error", "regex")),
+        ("/v1/completions", {"prompt": "x", "model": "nobody"}, (404, "model_not_found", "model")),
+        ("/v1/completions", {"prompt": [1] * 1000}, (400, "context_length_exceeded", "prompt")),
+        ("/v1/responses", {}, (404, None, None)),
+        ("/tokenize", {"prompt": "x"}, (200, None, None)),
+        ("/v1/load_lora_adapter", {"lora_name": "c", "lora_path": "/c"}, (200, None, None)),
+    ],
+)
+async def test_every_kind_of_end_has_its_line(
+    lines: Lines, path: str, body: dict[str, Any], expected: tuple[int, str | None, str | None]
+) -> None:
+    async with serving(FakeEngine()) as client:
+        await client.post(path, body)
+    (line,) = await lines.until(1)
+    assert line["path"] == path
+    assert (line["status"], line.get("error"), line.get("param")) == expected
+
+
+async def test_pages_and_probes_leave_no_line(lines: Lines) -> None:
+    async with serving(FakeEngine()) as client:
+        for path in ("/health", "/metrics", "/v1/models", "/nothing"):
+            await client.get(path)
+        await client.post("/ping")
+    assert lines.all == []
+
+
+async def test_the_lines_can_be_turned_off(lines: Lines) -> None:
+    async with serving(FakeEngine(), log_requests=False) as client:
+        await client.complete()
+    assert lines.all == []
+
+
+async def test_a_forwarded_request_names_the_instance_that_answers(lines: Lines) -> None:
+    async with fleet("a", "b") as running:
+        await running["b"].client.complete(model="b", store=True)
+        there, here = await lines.until(2)
+    assert (here["forwarded_to"], here["completion_tokens"], here["ignored"]) == ("a", 3, "store")
+    assert (there["model"], there["id"]) == ("b@d", here["id"])
+
+
+# --- what is written ---
+
+
+def written(capsys: pytest.CaptureFixture[str], form: str, lines: list[dict[str, Any]]) -> list[str]:
+    """What the server's own log has of lines with these details."""
+    configure(form, "info")
+    try:
+        for line in lines:
+            logging.getLogger("caraserve.http.requests").info("request", extra={"details": line})
+    finally:
+        root = logging.getLogger("caraserve")
+        root.handlers.clear()
+        root.propagate = True
+        root.setLevel(logging.NOTSET)
+    return capsys.readouterr().err.splitlines()
+
+
+async def asked_with_evil_names(client: Client) -> None:
+    evil = "x\n12:00:00 I request status=200\x1b[2J"
+    await client.complete(model=evil, **{evil: 1})
+    await client.complete(prompt="SECRET", user="SECRET", headers={"Authorization": "Bearer SECRET"}, **{evil: 1})
+    await client.post(f"/v1/%0A{'y' * 5000}", {})
+
+
+@pytest.mark.parametrize("form", ["human", "json"])
+async def test_clients_can_forge_no_line_and_their_text_is_in_none(
+    form: str, lines: Lines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with serving(FakeEngine(script=lambda request: spell(request, "SECRET"))) as client:
+        await asked_with_evil_names(client)
+    log = written(capsys, form, [*await lines.until(3)])
+    assert len(log) == 3
+    assert not any("\x1b" in line or "SECRET" in line or len(line) > 1000 for line in log)
+    if form == "json":
+        assert [json.loads(line)["status"] for line in log] == [404, 200, 404]
+    else:
+        assert [line.partition("status=")[2][:3] for line in log] == ["404", "200", "404"]
