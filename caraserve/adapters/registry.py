@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from caraserve.adapters.manifest import DIGEST
-from caraserve.config import ADAPTER_NAME
+from caraserve.config import ADAPTER_NAME, DIGEST
 from caraserve.errors import CaraServeError, ConfigError
 from caraserve.model.layout import MAX_RANK
 from caraserve.model.spec import SITES
