@@ -77,8 +77,8 @@ def names(known: KnownFields) -> st.SearchStrategy[str]:
 def requests(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     path = draw(st.sampled_from(sorted(ROUTES)))
     known, least = ROUTES[path]
-    more = draw(st.dictionaries(names(known), VALUES, max_size=4))
-    return path, (least if draw(st.booleans()) else {}) | more
+    more = draw(st.dictionaries(names(known), VALUES, max_size=3))
+    return path, more if draw(st.integers(0, 7)) == 7 else least | more
 
 
 class Asking:
@@ -116,10 +116,10 @@ def asking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asking]:
     made = Asking(monkeypatch)
     yield made
     made.close()
-    assert made.answers > 50  # or the bodies are so strange that nothing is learnt from them
+    assert made.answers > 20  # or the bodies are so strange that nothing is learnt from them
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(request=requests())
 def test_no_answer_leaves_a_field_unread_and_unlisted(asking: Asking, request: tuple[str, dict[str, Any]]) -> None:
     path, body = request
