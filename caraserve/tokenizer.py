@@ -1,24 +1,34 @@
 """Text ↔ token ids, from a Hugging Face folder's `tokenizer.json`. Level 2.
 
-`http/` encodes prompts and chats; `loop.py` asks for a detokenizer for each request. Encoding is thread-safe and
-releases the interpreter lock, so long texts are encoded on another thread.
+`http/` encodes prompts and chats; `loop.py` asks for a detokenizer for each request. Of the library's calls only those
+for a batch release the interpreter lock, so long texts are encoded and decoded as batches of one: on another thread
+they hold up nothing.
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Encoding
 from tokenizers import Tokenizer as _Tokenizer
 
 from caraserve.chat_template import ChatTemplate
 from caraserve.detokenizer import Detokenizer
-from caraserve.errors import InvalidRequest, ModelLoadError
+from caraserve.errors import ContextLengthExceeded, InvalidRequest, ModelLoadError
 from caraserve.model.spec import ModelSpec
 
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _MAX_JSON_BYTES = 64 << 20
 _SPACE_MARK = "\u2581"  # SentencePiece's visible space
+# A text's length in tokens is first estimated from pieces of this size, at 10 ms each: what is far too long costs no
+# more than its beginning. A text cut into pieces has a few more tokens than the whole, never twice as many.
+_PIECE_CHARACTERS = 16 << 10
+_PIECES_TO_WHOLE = 2
+_DECODED_AT_ONCE_TOKENS = 1024  # at 0.3 µs a token
+# A batch of one gains nothing from the library's own threads, and would wait for them while other texts hold them.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
@@ -40,13 +50,20 @@ class Tokenizer:
         self._special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._bytes_of_char = _byte_level_alphabet() if _is_byte_level(tokenizer) else None
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids, with the model's begin and end tokens if asked."""
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """Token ids, with the model's begin and end tokens if asked.
+
+        Raises ContextLengthExceeded when there are more than `max_tokens`. A text that is far longer is not encoded to
+        its end.
+        """
+        return self._ids(text, add_special_tokens, max_tokens, "prompt")
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ids; ids that the tokenizer does not know have none."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        ids = list(ids)
+        if len(ids) <= _DECODED_AT_ONCE_TOKENS:  # an output's next token: not worth giving the lock away
+            return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+        return str(self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for."""
@@ -74,8 +91,10 @@ class Tokenizer:
         add_generation_prompt: bool,
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
     ) -> list[int]:
-        """Token ids of a conversation. Raises InvalidRequest when there is no template or it refuses."""
+        """Token ids of a conversation. Raises InvalidRequest when there is no template or it refuses, and
+        ContextLengthExceeded as `encode` does."""
         if self._chat_template is None:
             raise InvalidRequest(
                 "the model has no chat template; use /v1/completions, or start the server with --chat-template",
@@ -87,7 +106,8 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             kwargs=kwargs or {},
         )
-        return self.encode(text, add_special_tokens=False)  # the template writes them itself
+        # The template writes special tokens itself.
+        return self._ids(text, False, max_tokens, "messages")
 
     def detokenizer(
         self, prompt_ids: Sequence[int], *, stop: tuple[str, ...], include_stop: bool, skip_special_tokens: bool
@@ -98,6 +118,25 @@ class Tokenizer:
             return self.decode(ids, skip_special_tokens=skip_special_tokens)
 
         return Detokenizer(decode, prompt_ids, stop=stop, include_stop=include_stop)
+
+    def _ids(self, text: str, add_special_tokens: bool, max_tokens: int | None, source: str) -> list[int]:
+        if max_tokens is not None and len(text) > _PIECE_CHARACTERS:
+            self._refuse_far_too_long(text, max_tokens, source)
+        encoding = self._encode(text, add_special_tokens)
+        if max_tokens is not None and len(encoding) > max_tokens:
+            raise _too_long(len(encoding), max_tokens, source)
+        return list(encoding.ids)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> Encoding:
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding
+
+    def _refuse_far_too_long(self, text: str, max_tokens: int, source: str) -> None:
+        counted = 0
+        for start in range(0, len(text), _PIECE_CHARACTERS):
+            counted += len(self._encode(text[start : start + _PIECE_CHARACTERS], add_special_tokens=False))
+            if counted > _PIECES_TO_WHOLE * max_tokens:
+                raise _too_long(counted // _PIECES_TO_WHOLE, max_tokens, source)
 
 
 def load_tokenizer(folder: Path, spec: ModelSpec, chat_template: Path | None) -> Tokenizer:
@@ -124,6 +163,14 @@ def load_tokenizer(folder: Path, spec: ModelSpec, chat_template: Path | None) ->
     }
     template = ChatTemplate.load(folder, settings, chat_template, _special_tokens(settings))
     return Tokenizer(tokenizer, spec.vocab_size, frozenset(ends), template, sampling)
+
+
+def _too_long(tokens: int, max_tokens: int, source: str) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"This model's maximum context length is {max_tokens} tokens. However, the {source} alone "
+        f"{'have' if source == 'messages' else 'has'} at least {tokens} tokens.",
+        param=source,
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -30,17 +30,22 @@ from caraserve.http.openai import (
     response_head,
 )
 from caraserve.request import MAX_LOGPROBS, GenerateRequest, TokenDelta, TokenLogprob
+from caraserve.tasks import in_turns
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_MESSAGES = 4096
+_PLAIN = {"role", "content", "name"}  # what else a message has may be large, and slow to write into a prompt
+_SHORT_CHAT = 64  # messages
+_MAX_ARGUMENTS_CHARACTERS = 64 << 10  # of one tool call: 4 ms to parse
+_MAX_NUMBERS = 1 << 16  # in lists, of which a chat has few; a template that writes them as JSON takes 5 ms
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    return await answer(request, parse_chat)
+    return await answer(request, parse_chat, most_numbers=_MAX_NUMBERS)
 
 
 async def forwarded_chat_completions(request: web.Request) -> web.StreamResponse:
-    return await answer_forwarded(request, parse_chat)
+    return await answer_forwarded(request, parse_chat, most_numbers=_MAX_NUMBERS)
 
 
 async def parse_chat(fields: Fields, engine: EngineApi, find: Find) -> Job:
@@ -51,7 +56,7 @@ async def parse_chat(fields: Fields, engine: EngineApi, find: Find) -> Job:
     limit = fields.maybe_integer("max_completion_tokens", 1, (1 << 63) - 1)
     older_limit = fields.maybe_integer("max_tokens", 1, (1 << 63) - 1)
     params = dataclasses.replace(sampling.sampling_params(fields, engine), logprobs=_logprobs(fields))
-    ids = tuple(await chat_ids(fields, engine.tokenizer))
+    ids = tuple(await chat_ids(fields, engine.tokenizer, engine.max_model_len))
     asked_tokens = older_limit if limit is None else limit
     max_tokens = sampling.fit_max_tokens(asked_tokens, None, len(ids), engine, source="messages")
     sampling.check_min_tokens(params.min_tokens, max_tokens)
@@ -71,9 +76,10 @@ async def parse_chat(fields: Fields, engine: EngineApi, find: Find) -> Job:
     )
 
 
-async def chat_ids(fields: Fields, tokenizer: TokenizerApi) -> list[int]:
-    """The prompt that `messages` and the template's arguments make. Raises InvalidRequest."""
-    messages = parse_messages(fields)
+async def chat_ids(fields: Fields, tokenizer: TokenizerApi, max_tokens: int) -> list[int]:
+    """The prompt that `messages` and the template's arguments make. Raises InvalidRequest, and ContextLengthExceeded
+    when it has more than `max_tokens`."""
+    messages = await parse_messages(fields)
     continued = fields.boolean("continue_final_message", False)
     generation_prompt = fields.boolean("add_generation_prompt", not continued)
     if continued and generation_prompt:
@@ -84,33 +90,41 @@ async def chat_ids(fields: Fields, tokenizer: TokenizerApi) -> list[int]:
 
     def render() -> list[int]:
         return tokenizer.chat(
-            messages, add_generation_prompt=generation_prompt, continue_final_message=continued, kwargs=kwargs
+            messages,
+            add_generation_prompt=generation_prompt,
+            continue_final_message=continued,
+            kwargs=kwargs,
+            max_tokens=max_tokens,
         )
 
+    short = len(messages) <= _SHORT_CHAT and not kwargs and all(message.keys() <= _PLAIN for message in messages)
     characters = sum(len(message["content"]) for message in messages)
-    ids = render() if characters <= ENCODED_IN_PLACE_CHARACTERS else await asyncio.to_thread(render)
+    in_place = short and characters <= ENCODED_IN_PLACE_CHARACTERS
+    ids = render() if in_place else await asyncio.to_thread(render)
     if not ids:
         raise InvalidRequest("The chat template makes an empty prompt of these messages.", param="messages")
     return ids
 
 
-def parse_messages(fields: Fields) -> list[dict[str, Any]]:
+async def parse_messages(fields: Fields) -> list[dict[str, Any]]:
     """Checked messages with `content` as one string; other keys stay for the template."""
     messages = fields.array("messages", _MAX_MESSAGES)
     if not messages:
         raise InvalidRequest("messages must hold at least one message.", param="messages")
-    return [_message(message, f"messages[{position}]") for position, message in enumerate(messages)]
+    numbered = in_turns(enumerate(messages))
+    return [await _message(message, f"messages[{position}]") async for position, message in numbered]
 
 
-def _message(message: object, name: str) -> dict[str, Any]:
+async def _message(message: object, name: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise InvalidRequest(f"{name} must be an object, not {shown(message)}.", param="messages")
     role, content = message.get("role"), message.get("content")
     if role not in _ROLES:
         raise InvalidRequest(f"{name}.role must be one of {', '.join(_ROLES)}, not {shown(role)}.", param="messages")
-    calls = _tool_calls(message, name)
+    calls = await _tool_calls(message, name)
     if isinstance(content, list):
-        content = "\n".join([_text_part(part, f"{name}.content[{index}]") for index, part in enumerate(content)])
+        numbered = in_turns(enumerate(content))
+        content = "\n".join([_text_part(part, f"{name}.content[{index}]") async for index, part in numbered])
     if content is None and calls:
         content = ""  # templates add strings to it
     if not isinstance(content, str):
@@ -123,7 +137,7 @@ def _message(message: object, name: str) -> dict[str, Any]:
     return kept | {"content": content} | ({"tool_calls": calls} if calls else {})
 
 
-def _tool_calls(message: dict[str, Any], name: str) -> list[dict[str, Any]]:
+async def _tool_calls(message: dict[str, Any], name: str) -> list[dict[str, Any]]:
     """The calls that an assistant's message made, their arguments as objects: templates write these as JSON."""
     if message.get("function_call") is not None:
         raise InvalidRequest(f"{name}.function_call is not supported; send tool_calls.", param="messages")
@@ -132,7 +146,8 @@ def _tool_calls(message: dict[str, Any], name: str) -> list[dict[str, Any]]:
         raise InvalidRequest(f"{name}.tool_calls belong to messages of the assistant.", param="messages")
     if not isinstance(calls, list):
         raise InvalidRequest(f"{name}.tool_calls must be a list, not {shown(calls)}.", param="messages")
-    return [_tool_call(call, f"{name}.tool_calls[{index}]") for index, call in enumerate(calls)]
+    numbered = in_turns(enumerate(calls))
+    return [_tool_call(call, f"{name}.tool_calls[{index}]") async for index, call in numbered]
 
 
 def _tool_call(call: object, name: str) -> dict[str, Any]:
@@ -143,7 +158,7 @@ def _tool_call(call: object, name: str) -> dict[str, Any]:
             param="messages",
         )
     arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
+    if isinstance(arguments, str) and len(arguments) <= _MAX_ARGUMENTS_CHARACTERS:
         with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
     if not isinstance(arguments, dict):

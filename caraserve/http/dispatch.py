@@ -22,8 +22,9 @@ from caraserve.errors import BackendFailed, CaraServeError, Draining, Forbidden,
 from caraserve.http.context import ANSWERED_HERE, CONTEXT, REQUEST_ID
 from caraserve.http.deadline import in_time
 from caraserve.http.engine_api import EngineApi, Find, named_adapter
-from caraserve.http.fields import Fields, parse_object
+from caraserve.http.fields import Fields
 from caraserve.http.generation import Job, respond
+from caraserve.http.json_reader import MOST_NUMBERS, parse_object
 from caraserve.http.messages import error_response, note_ignored, read_body
 from caraserve.http.queue_moves import QueueMoves
 from caraserve.http.relay import Parcel, RefusedError, Relays, UnreachedError, body_digest
@@ -49,11 +50,11 @@ class Dispatch:
 
 
 @in_time
-async def answer(request: web.Request, parse: Parse) -> web.StreamResponse:
-    """A client's request."""
+async def answer(request: web.Request, parse: Parse, *, most_numbers: int = MOST_NUMBERS) -> web.StreamResponse:
+    """A client's request; `most_numbers` as for `parse_object`."""
     context = request.app[CONTEXT]
     body = await read_body(request)
-    values = parse_object(body)
+    values = await parse_object(body, most_numbers)
     dispatch, seed = context.dispatch, None
     if dispatch is not None and dispatch.forwarding.forwards and values.get("seed") is None:
         seed = values["seed"] = dispatch.forwarding.draw_seed()
@@ -63,7 +64,9 @@ async def answer(request: web.Request, parse: Parse) -> web.StreamResponse:
     return await _Journey(request, dispatch, job).run(body, seed)
 
 
-async def answer_forwarded(request: web.Request, parse: Parse) -> web.StreamResponse:
+async def answer_forwarded(
+    request: web.Request, parse: Parse, *, most_numbers: int = MOST_NUMBERS
+) -> web.StreamResponse:
     """A client's request that another instance has forwarded. It is answered here or refused."""
     dispatch = request.app[CONTEXT].dispatch
     if dispatch is None or not dispatch.forwarding.joined:
@@ -73,14 +76,14 @@ async def answer_forwarded(request: web.Request, parse: Parse) -> web.StreamResp
     if await body_digest(body) != hop.body_digest:
         raise Forbidden("The body is not the one that was signed.")
     request[ANSWERED_HERE] = dispatch.forwarding.name
-    return await _answer_admitted(request, parse, dispatch, hop, body)
+    return await _answer_admitted(request, parse, dispatch, hop, body, most_numbers)
 
 
 @in_time
 async def _answer_admitted(
-    request: web.Request, parse: Parse, dispatch: Dispatch, hop: Hop, body: bytes
+    request: web.Request, parse: Parse, dispatch: Dispatch, hop: Hop, body: bytes, most_numbers: int
 ) -> web.StreamResponse:
-    values = parse_object(body)
+    values = await parse_object(body, most_numbers)
     if hop.seed is not None:
         values["seed"] = hop.seed
     base = request.app[CONTEXT].engine.base_name

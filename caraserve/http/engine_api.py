@@ -27,7 +27,8 @@ class TokenizerApi(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """Raises ContextLengthExceeded when there are more than `max_tokens`."""
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
@@ -42,8 +43,10 @@ class TokenizerApi(Protocol):
         add_generation_prompt: bool,
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any],
+        max_tokens: int | None = None,
     ) -> list[int]:
-        """Raises InvalidRequest when the model has no chat template or the template refuses the messages."""
+        """Raises InvalidRequest when the model has no chat template or the template refuses the messages, and
+        ContextLengthExceeded when there are more than `max_tokens`."""
 
 
 class AdapterView(Protocol):

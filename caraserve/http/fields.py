@@ -1,43 +1,14 @@
-"""JSON bodies as typed fields: `parse_object` reads the bytes, `Fields` the values, both strictly. Pure.
+"""The values of a JSON object as typed fields, read strictly. Pure; `json_reader.py` makes the object of a body.
 
 Every fault is an InvalidRequest that names the field and what would be right.
 """
 
-import json
 from collections.abc import ItemsView, Mapping
 from typing import Any, TypeVar
 
-import orjson
-
 from caraserve.errors import InvalidRequest
 
-# orjson keeps the last of two equal keys. The standard parser can tell, at about 10 ns a byte: worth it while that
-# stays under a millisecond. Above, a body is a long prompt, and only its last `model` or `max_tokens` counts.
-_DUPLICATES_CHECKED_BYTES = 64 << 10
-
 _T = TypeVar("_T")
-
-
-def parse_object(body: bytes) -> dict[str, Any]:
-    """Reads one JSON object. Raises InvalidRequest for anything else."""
-    try:
-        value = orjson.loads(body)
-        if len(body) <= _DUPLICATES_CHECKED_BYTES:
-            json.loads(body, object_pairs_hook=_unique)
-    except RecursionError:
-        raise InvalidRequest("The body is not valid JSON: it is nested too deeply.") from None
-    except ValueError as error:
-        raise InvalidRequest(f"The body is not valid JSON: {error}.") from None
-    if not isinstance(value, dict):
-        raise InvalidRequest("The body must be a JSON object.")
-    return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> None:
-    if len({key for key, _ in pairs}) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for position, key in enumerate(keys) if key in keys[:position])
-        raise InvalidRequest(f"The body has {shown(twice)} twice in one object.", param=twice[:64])
 
 
 def shown(value: object) -> str:

@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import heapq
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -21,14 +22,17 @@ from caraserve.errors import (
     Unreachable,
 )
 from caraserve.http.context import CONTEXT
-from caraserve.http.fields import Fields, parse_object
+from caraserve.http.fields import Fields
+from caraserve.http.json_reader import parse_object
 from caraserve.http.request_log import SUMMARY, listed
 from caraserve.units import human_bytes
+
+_LISTED_FIELDS = 100  # more than a header has room for
 
 
 async def read_object(request: web.Request) -> Fields:
     """Reads the body as one JSON object. Raises as `read_body`, and InvalidRequest."""
-    return Fields(parse_object(await read_body(request)))
+    return Fields(await parse_object(await read_body(request)))
 
 
 async def read_body(request: web.Request) -> bytes:
@@ -57,7 +61,7 @@ def note_ignored(request: web.Request, fields: Fields) -> None:
     """Lists the fields that were sent and not read, for the answer's header and the log line. Call it when all have
     been read."""
     if names := fields.unread():
-        request[SUMMARY].ignored = listed(sorted(names))
+        request[SUMMARY].ignored = listed(heapq.nsmallest(_LISTED_FIELDS, names))
 
 
 def json_response(value: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:

@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
@@ -22,6 +23,7 @@ from caraserve.http.fields import Fields, shown, token_ids
 from caraserve.http.generation import MAX_CHOICES, Delivery, Job, parse_delivery
 from caraserve.http.known_fields import COMPLETIONS
 from caraserve.request import MAX_LOGPROBS, Finish, GenerateRequest, SamplingParams, TokenDelta, TokenLogprob
+from caraserve.tasks import in_turns
 
 DEFAULT_MAX_TOKENS = 16
 # Encoding runs at a few MB/s: longer texts would hold up the event loop for over a millisecond.
@@ -95,11 +97,11 @@ async def parse_completion(fields: Fields, engine: EngineApi, find: Find) -> Job
     response_id = f"cmpl-{uuid.uuid4().hex}"
     requests: list[GenerateRequest] = []
     choices: list[CompletionChoice] = []
-    for position, prompt in enumerate(prompts):
-        ids = await prompt_ids(prompt, position, engine.tokenizer, add_special_tokens=add_special_tokens)
+    async for position, prompt in in_turns(enumerate(prompts)):
+        ids = await prompt_ids(prompt, position, engine, add_special_tokens=add_special_tokens)
         limit = sampling.fit_max_tokens(max_tokens, DEFAULT_MAX_TOKENS, len(ids), engine)
         sampling.check_min_tokens(params.min_tokens, limit)
-        echoed = (prompt if isinstance(prompt, str) else engine.tokenizer.decode(ids)) if echo else ""
+        echoed = (prompt if isinstance(prompt, str) else await decode(engine.tokenizer, ids)) if echo else ""
         sized = dataclasses.replace(params, max_tokens=limit)
         for request in fan_out(f"{response_id}-", len(requests), ids, asked, sized):
             choices.append(CompletionChoice(len(choices), request, engine.tokenizer, echoed, asked.delivery.token_ids))
@@ -151,25 +153,37 @@ def parse_prompts(fields: Fields) -> list[Prompt]:
     return value
 
 
-async def prompt_ids(
-    prompt: Prompt, position: int, tokenizer: TokenizerApi, *, add_special_tokens: bool
-) -> tuple[int, ...]:
-    """The token ids of one prompt, at least one. Raises InvalidRequest naming the position."""
+async def prompt_ids(prompt: Prompt, position: int, engine: EngineApi, *, add_special_tokens: bool) -> tuple[int, ...]:
+    """The token ids of one prompt, at least one and at most as many as the context holds.
+
+    Raises InvalidRequest naming the position, or ContextLengthExceeded.
+    """
     name = "prompt" if position == 0 else f"prompt[{position}]"
+    tokenizer = engine.tokenizer
     if isinstance(prompt, str):
-        ids = tuple(await encode(tokenizer, prompt, add_special_tokens=add_special_tokens))
+        ids = tuple(
+            await encode(tokenizer, prompt, add_special_tokens=add_special_tokens, max_tokens=engine.max_model_len)
+        )
     else:
+        sampling.fit_max_tokens(0, None, len(prompt), engine)  # before each id is looked at
         ids = token_ids(name, prompt, tokenizer.vocab_size)
     if not ids:
         raise InvalidRequest(f"{name} is empty; at least one token is needed.", param="prompt")
     return ids
 
 
-async def encode(tokenizer: TokenizerApi, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Encodes without holding up the event loop."""
+async def encode(tokenizer: TokenizerApi, text: str, *, add_special_tokens: bool, max_tokens: int) -> list[int]:
+    """Encodes without holding up the event loop. Raises ContextLengthExceeded."""
     if len(text) <= ENCODED_IN_PLACE_CHARACTERS:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
+
+
+async def decode(tokenizer: TokenizerApi, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    """Decodes without holding up the event loop."""
+    if len(ids) <= ENCODED_IN_PLACE_CHARACTERS:
+        return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+    return await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens=skip_special_tokens)
 
 
 class CompletionChoice:

@@ -2,7 +2,7 @@
 
 from aiohttp import web
 
-from caraserve.errors import InvalidRequest
+from caraserve.errors import ContextLengthExceeded, InvalidRequest
 from caraserve.http.adapter_choice import choose_adapter
 from caraserve.http.chat import chat_ids
 from caraserve.http.context import CONTEXT
@@ -11,10 +11,11 @@ from caraserve.http.field_check import check_fields
 from caraserve.http.fields import shown, token_ids
 from caraserve.http.known_fields import DETOKENIZE, TOKENIZE
 from caraserve.http.messages import json_response, note_ignored, read_object
-from caraserve.http.openai import encode
+from caraserve.http.openai import decode, encode
+from caraserve.tasks import in_turns
 
-_LONGEST_TEXT = 1 << 24
-_MOST_TOKENS = 1 << 20
+_LONGEST_TEXT = 1 << 22
+_MOST_TOKENS = 1 << 17  # where the model's context is no longer: 10 ms to make a list of
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -25,16 +26,20 @@ async def tokenize(request: web.Request) -> web.Response:
     choose_adapter(fields, engine.base_name, lambda name: named_adapter(context, name))
     add_special_tokens = fields.boolean("add_special_tokens", True)
     with_text = fields.boolean("return_token_strs", False)
-    if fields.raw("messages") is not None:
-        ids = await chat_ids(fields, engine.tokenizer)
-    else:
-        prompt = fields.maybe_text("prompt", _LONGEST_TEXT)
-        if prompt is None:
-            raise InvalidRequest("Send prompt, a string, or messages.", param="prompt")
-        ids = await encode(engine.tokenizer, prompt, add_special_tokens=add_special_tokens)
+    most = max(_MOST_TOKENS, engine.max_model_len)
+    try:
+        if fields.raw("messages") is not None:
+            ids = await chat_ids(fields, engine.tokenizer, most)
+        else:
+            prompt = fields.maybe_text("prompt", _LONGEST_TEXT)
+            if prompt is None:
+                raise InvalidRequest("Send prompt, a string, or messages.", param="prompt")
+            ids = await encode(engine.tokenizer, prompt, add_special_tokens=add_special_tokens, max_tokens=most)
+    except ContextLengthExceeded:
+        raise InvalidRequest(f"prompt has more than {most} tokens; send a shorter one.", param="prompt") from None
     note_ignored(request, fields)
     answer = {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids}
-    texts = [engine.tokenizer.token_text(token_id) for token_id in ids] if with_text else None
+    texts = [engine.tokenizer.token_text(token_id) async for token_id in in_turns(ids)] if with_text else None
     return json_response(answer | {"token_strs": texts})
 
 
@@ -44,9 +49,9 @@ async def detokenize(request: web.Request) -> web.Response:
     fields = await read_object(request)
     check_fields(fields, DETOKENIZE)
     choose_adapter(fields, engine.base_name, lambda name: named_adapter(context, name))
-    tokens = fields.array("tokens", _MOST_TOKENS)
+    tokens = fields.array("tokens", max(_MOST_TOKENS, engine.max_model_len))
     if fields.raw("tokens") is None:
         raise InvalidRequest(f"tokens must be a list of token ids, not {shown(None)}.", param="tokens")
     note_ignored(request, fields)
     ids = token_ids("tokens", tokens, engine.tokenizer.vocab_size)
-    return json_response({"prompt": engine.tokenizer.decode(ids, skip_special_tokens=False)})
+    return json_response({"prompt": await decode(engine.tokenizer, ids, skip_special_tokens=False)})

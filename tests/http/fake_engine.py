@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from caraserve.errors import CaraServeError, InvalidRequest, NotFound
+from caraserve.errors import CaraServeError, ContextLengthExceeded, InvalidRequest, NotFound
 from caraserve.request import Finish, FinishReason, GenerateRequest, Phases, TokenDelta, TokenLogprob
 
 PHASES = Phases(queued_ms=1.0, load_ms=2.0, prefill_ms=3.0, decode_ms=4.0)
@@ -18,8 +18,11 @@ class FakeTokenizer:
     vocab_size = 258
     eos_ids = frozenset({EOS})
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return [BOS] * add_special_tokens + list(text.encode())
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        ids = [BOS] * add_special_tokens + list(text.encode())
+        if max_tokens is not None and len(ids) > max_tokens:
+            raise ContextLengthExceeded(f"This model's maximum context length is {max_tokens} tokens.", param="prompt")
+        return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text = bytes(token_id for token_id in ids if token_id < 256).decode(errors="replace")
@@ -38,11 +41,12 @@ class FakeTokenizer:
         add_generation_prompt: bool,
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any],
+        max_tokens: int | None = None,
     ) -> list[int]:
         if kwargs.get("broken"):
             raise InvalidRequest("The model has no chat template.", param="messages")
         text = "".join(f"{message['role']}:{message['content']};" for message in messages)
-        return self.encode(text + "assistant:" * add_generation_prompt)
+        return self.encode(text + "assistant:" * add_generation_prompt, max_tokens=max_tokens)
 
 
 @dataclass(frozen=True)

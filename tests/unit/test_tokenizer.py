@@ -1,6 +1,9 @@
 """Token ids, end tokens and defaults as transformers reads them from the same folder."""
 
 import json
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from caraserve import demo
-from caraserve.errors import InvalidRequest, ModelLoadError
+from caraserve.errors import ContextLengthExceeded, InvalidRequest, ModelLoadError
 from caraserve.model.spec import load_spec
 from caraserve.tokenizer import Tokenizer, load_tokenizer
 from tests.oracle.models import make_model
@@ -181,3 +184,44 @@ def test_a_final_message_is_continued_where_its_text_ends(tmp_path: Path, templa
         return
     ids = tokenizer.chat(messages, add_generation_prompt=False, continue_final_message=True)
     assert tokenizer.decode(ids, skip_special_tokens=False).endswith("Once upon")
+
+
+def test_a_text_that_is_far_too_long_is_not_encoded_to_its_end(folder: Path) -> None:
+    tokenizer = loaded(folder)
+    text = "the cat " * 200_000
+
+    def seconds(max_tokens: int) -> float:
+        began_s = time.thread_time()
+        with pytest.raises(ContextLengthExceeded, match=f"maximum context length is {max_tokens} tokens. However,"):
+            tokenizer.encode(text, max_tokens=max_tokens)
+        return time.thread_time() - began_s
+
+    assert min(seconds(100) for _ in range(3)) < seconds(150_000) / 5
+
+
+def test_a_text_may_have_exactly_as_many_tokens_as_are_allowed(folder: Path) -> None:
+    tokenizer = loaded(folder)
+    for text in ("the cat", "the cat " * 5_000):
+        ids = tokenizer.encode(text)
+        assert tokenizer.encode(text, max_tokens=len(ids)) == ids
+        with pytest.raises(ContextLengthExceeded, match=f"at least {len(ids)} tokens"):
+            tokenizer.encode(text, max_tokens=len(ids) - 1)
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(folder: Path) -> None:
+    tokenizer = loaded(folder)
+    text = "the cat " * 50_000
+
+    def rounds_during(work: Callable[[], object]) -> int:
+        """How often this thread gets to run before the work on another one has ended."""
+        thread = threading.Thread(target=work)
+        thread.start()
+        rounds = 0
+        while thread.is_alive():
+            rounds += 1
+            time.sleep(0)
+        return rounds
+
+    ids = tokenizer.encode(text)
+    assert rounds_during(lambda: tokenizer.encode(text)) > 100
+    assert rounds_during(lambda: tokenizer.decode(ids)) > 100

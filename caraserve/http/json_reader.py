@@ -1,0 +1,220 @@
+"""JSON bodies → objects, strictly, and without holding up the event loop however large they are.
+
+`messages.py` and `dispatch.py` call `parse_object`. A small body is parsed at once. Of a large one the structure is
+walked here and the pieces between are parsed one by one, with turns of the event loop for other requests in between:
+orjson takes tens of milliseconds for 16 MB of text and seconds for as much of `[]`, and keeps the interpreter lock.
+What is built is bounded, since freeing it takes the event loop's time, too.
+"""
+
+import json
+import re
+from collections.abc import Generator
+from typing import Any
+
+import orjson
+
+from caraserve.errors import InvalidRequest
+from caraserve.http.fields import shown
+from caraserve.tasks import in_turns
+
+MOST_NUMBERS = 1 << 19  # 10 ms to free
+_MOST_VALUES = 1 << 16  # besides the numbers in lists: strings, objects, lists, fields
+_MOST_CHARACTERS = 1 << 22  # in one string: 16 MiB in memory, should one be an emoji
+_MOST_DEPTH = 1000  # about as deep as small bodies may be
+_AT_ONCE_BYTES = 16 << 10  # up to 2 ms, equal keys looked for
+_PIECE_BYTES = 16 << 10
+
+_BLANKS = re.compile(rb"[ \t\n\r]{0,65536}+")
+_SCALAR = re.compile(rb'[^\[\]{}",: \t\n\r]++')
+_SCALARS = re.compile(rb'[^\[\]{}"]++')
+# A pair of escapes for one character is never parted.
+_IN_STRING = re.compile(rb'(?:[^"\\]++|\\[^u]|\\u(?![dD][89aAbB]).{4}|\\u[dD][89aAbB].{2}\\u.{4})*+', re.DOTALL)
+
+_List = list[Any]
+_Object = dict[str, Any]
+
+
+async def parse_object(body: bytes, most_numbers: int = MOST_NUMBERS) -> _Object:
+    """Reads one JSON object without equal keys. Raises InvalidRequest for anything else."""
+    value = _parse_at_once(body) if len(body) <= _AT_ONCE_BYTES else await _parse_in_turns(body, most_numbers)
+    if not isinstance(value, dict):
+        raise InvalidRequest("The body must be a JSON object.")
+    return value
+
+
+def _parse_at_once(body: bytes) -> Any:
+    try:
+        value = orjson.loads(body)
+        json.loads(body, object_pairs_hook=_unique)  # orjson keeps the last of two equal keys
+    except RecursionError:
+        raise InvalidRequest("The body is not valid JSON: it is nested too deeply.") from None
+    except ValueError as error:
+        raise InvalidRequest(f"The body is not valid JSON: {error}.") from None
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> None:
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            raise _twice(key)
+        seen.add(key)
+
+
+def _twice(key: str) -> InvalidRequest:
+    return InvalidRequest(f"The body has {shown(key)} twice in one object.", param=key[:64])
+
+
+async def _parse_in_turns(body: bytes, most_numbers: int) -> Any:
+    reader = _Reader(body, most_numbers)
+    async for _ in in_turns(reader.read()):
+        pass
+    return reader.value
+
+
+class _Reader:
+    """Reads one document from its first byte to its last. `read` yields after each piece."""
+
+    def __init__(self, body: bytes, most_numbers: int) -> None:
+        self.value: Any = None
+        self._body = body
+        self._at = 0
+        self._numbers_left, self._most_numbers = most_numbers, most_numbers
+        self._values_left = _MOST_VALUES
+        self._open: list[tuple[_List | _Object, str]] = []  # around `_inside`, each with the key that is being read
+        self._root: _List = []
+        self._inside: _List | _Object = self._root
+        self._key = ""
+
+    def read(self) -> Generator[None]:
+        self._skip_blanks()
+        yield from self._read_value()
+        while self._inside is not self._root:
+            yield from self._read_next()
+        self.value = self._root[0]
+        if self._at < len(self._body):
+            raise self._invalid("there is something after its end")
+
+    def _read_next(self) -> Generator[None]:
+        """What follows inside a list or object: its end or another value."""
+        byte = self._peek()
+        closing = b"]" if isinstance(self._inside, list) else b"}"
+        if byte == closing:
+            self._step()
+            self._inside, self._key = self._open.pop()
+            return
+        if self._inside:
+            if byte != b",":
+                raise self._invalid(f"a comma or {closing.decode()} is missing")
+            self._step()
+        if isinstance(self._inside, dict):
+            yield from self._read_key()
+        yield from self._read_value()
+
+    def _read_key(self) -> Generator[None]:
+        if self._peek() != b'"':
+            raise self._invalid("a key in double quotes is missing")
+        self._key = yield from self._read_string()
+        if isinstance(self._inside, dict) and self._key in self._inside:
+            raise _twice(self._key)
+        if self._peek() != b":":
+            raise self._invalid("a colon is missing")
+        self._step()
+
+    def _read_value(self) -> Generator[None]:
+        byte = self._peek()
+        if byte == b'"':
+            self._put((yield from self._read_string()))
+        elif byte in (b"[", b"{"):
+            self._step()
+            self._enter([] if byte == b"[" else {})
+        elif isinstance(self._inside, list) and self._inside is not self._root:
+            self._read_scalars(self._inside)
+        else:
+            self._put(self._loads(self._take(_SCALAR)))
+            self._skip_blanks()
+        yield
+
+    def _read_scalars(self, into: _List) -> None:
+        """Numbers, true, false and null up to the next string, list or object, or as many as make a piece."""
+        start = self._at
+        run = self._take(_SCALARS)
+        if self._peek() != b"]":  # the last one may be cut, and what comes next needs its comma
+            run = run[: run.rfind(b",")] if b"," in run else b""
+            self._at = start + len(run)
+        values = self._loads(b"[%b]" % run)
+        if not values:
+            raise self._invalid("a value is missing")
+        self._numbers_left -= len(values)
+        if self._numbers_left < 0:
+            raise InvalidRequest(
+                f"The body has more than {self._most_numbers} numbers in lists; send several requests."
+            )
+        into += values
+
+    def _read_string(self) -> Generator[None, None, str]:
+        """From the opening quote to behind the closing one."""
+        self._at += 1
+        parts, characters = [], 0
+        while True:
+            start = self._at
+            part = str(self._loads(b'"%b"' % self._take(_IN_STRING)))
+            characters += len(part)
+            if characters > _MOST_CHARACTERS:
+                raise InvalidRequest(f"The body has a string of more than {_MOST_CHARACTERS} characters.")
+            parts.append(part)
+            if self._peek() == b'"':
+                break
+            if self._at == start:
+                raise self._invalid("a string has no end, or a wrong escape")
+            yield
+        self._step()
+        return "".join(parts)
+
+    def _enter(self, container: _List | _Object) -> None:
+        if len(self._open) >= _MOST_DEPTH:
+            raise InvalidRequest("The body is not valid JSON: it is nested too deeply.")
+        self._put(container)
+        self._open.append((self._inside, self._key))
+        self._inside = container
+
+    def _put(self, value: Any) -> None:
+        self._values_left -= 1
+        if self._values_left < 0:
+            raise InvalidRequest(f"The body has more than {_MOST_VALUES} values, numbers in lists not counted.")
+        if isinstance(self._inside, list):
+            self._inside.append(value)
+        else:
+            self._inside[self._key] = value
+
+    def _peek(self) -> bytes:
+        return self._body[self._at : self._at + 1]
+
+    def _step(self) -> None:
+        """Past one byte and the blanks behind it."""
+        self._at += 1
+        self._skip_blanks()
+
+    def _skip_blanks(self) -> None:
+        blanks = _BLANKS.match(self._body, self._at)
+        assert blanks is not None
+        self._at = blanks.end()
+
+    def _take(self, pattern: "re.Pattern[bytes]") -> bytes:
+        """The bytes that match, a piece at most, which ends with a whole character."""
+        start, end = self._at, self._at + _PIECE_BYTES
+        while end < len(self._body) and end > start + _PIECE_BYTES - 4 and self._body[end] & 0xC0 == 0x80:
+            end -= 1
+        found = pattern.match(self._body, start, end)
+        if found is not None:
+            self._at = found.end()
+        return self._body[start : self._at]
+
+    def _loads(self, piece: bytes) -> Any:
+        try:
+            return orjson.loads(piece)
+        except ValueError as error:
+            raise self._invalid(str(error).partition(": line")[0]) from None
+
+    def _invalid(self, why: str) -> InvalidRequest:
+        return InvalidRequest(f"The body is not valid JSON: {why}, near byte {self._at}.")
