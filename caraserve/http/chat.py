@@ -58,7 +58,9 @@ async def parse_chat(fields: Fields, engine: EngineApi, find: Find) -> Job:
     params = dataclasses.replace(sampling.sampling_params(fields, engine), logprobs=_logprobs(fields))
     ids = tuple(await chat_ids(fields, engine.tokenizer, engine.max_model_len))
     asked_tokens = older_limit if limit is None else limit
-    max_tokens = sampling.fit_max_tokens(asked_tokens, None, len(ids), engine, source="messages")
+    default = sampling.most_scored_tokens(asked.n, params.logprobs)
+    max_tokens = sampling.fit_max_tokens(asked_tokens, default, len(ids), engine, source="messages")
+    sampling.check_scores(asked.n, asked.n * max_tokens, params.logprobs, "top_logprobs")
     sampling.check_min_tokens(params.min_tokens, max_tokens)
     response_id = f"chatcmpl-{uuid.uuid4().hex}"
     requests = fan_out(f"{response_id}-", 0, ids, asked, dataclasses.replace(params, max_tokens=max_tokens))
@@ -208,7 +210,7 @@ class ChatChoice:
             chunks.append(self._chunk({"role": "assistant", "content": ""}))
         if delta.text or delta.logprobs or (self._return_token_ids and delta.token_ids):
             text = self._chunk({"content": delta.text})
-            text["logprobs"] = self._logprobs(delta)
+            text["logprobs"] = self.scores(delta)
             if self._return_token_ids:
                 text["token_ids"] = delta.token_ids
             chunks.append(text)
@@ -216,19 +218,17 @@ class ChatChoice:
             chunks.append(self._chunk({}) | finish_fields(delta.finish))
         return chunks
 
-    def whole(self, answer: TokenDelta) -> dict[str, Any]:
-        choice = {
-            "index": self._index,
-            "message": {"role": "assistant", "content": answer.text},
-            "logprobs": self._logprobs(answer),
-            **finish_fields(answer.finish),
-        }
-        return choice | {"token_ids": answer.token_ids} if self._return_token_ids else choice
+    def around(self, answer: TokenDelta) -> tuple[dict[str, Any], dict[str, Any]]:
+        before = {"index": self._index, "message": {"role": "assistant", "content": answer.text}}
+        after = finish_fields(answer.finish)
+        if self._return_token_ids:
+            after["token_ids"] = answer.token_ids
+        return before, after
 
     def _chunk(self, delta: dict[str, str]) -> dict[str, Any]:
         return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def _logprobs(self, delta: TokenDelta) -> dict[str, Any] | None:
+    def scores(self, delta: TokenDelta) -> dict[str, list[Any]] | None:
         if self._request.params.logprobs is None:
             return None
         return {"content": [self._scored(scored) for scored in delta.logprobs]}

@@ -11,6 +11,7 @@ from aiohttp import web
 from caraserve.background import BackgroundTasks
 from caraserve.config import HttpConfig
 from caraserve.http.engine_api import ClusterApi, EngineApi
+from caraserve.http.whole import ScoreTurns
 from caraserve.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Context:
     cluster: ClusterApi | None = None  # None: this server serves alone
     dispatch: "Dispatch | None" = None  # None: it answers all requests itself
     background: BackgroundTasks = field(default_factory=BackgroundTasks)
+    score_turns: ScoreTurns = field(default_factory=ScoreTurns)
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
     async def to_the_end(self, work: Coroutine[Any, Any, _T]) -> _T:

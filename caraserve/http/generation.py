@@ -6,8 +6,7 @@ Whatever way the handler ends, a disconnect included, every stream is cancelled,
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,14 +14,16 @@ from aiohttp import web
 
 from caraserve.errors import BackendFailed, CaraServeError, Draining, InvalidRequest
 from caraserve.http.context import CONTEXT, REQUEST_ID
-from caraserve.http.engine_api import EngineApi, StreamApi
+from caraserve.http.engine_api import StreamApi
 from caraserve.http.field_check import check_fields
 from caraserve.http.fields import Fields
 from caraserve.http.known_fields import STREAM_OPTIONS
-from caraserve.http.messages import error_body, fault_body, json_response
+from caraserve.http.messages import error_body, fault_body
 from caraserve.http.request_log import SUMMARY, model_label
 from caraserve.http.sse import DONE, ChunkFrame, EventStream, comment
-from caraserve.request import Finish, GenerateRequest, TokenDelta, TokenLogprob
+from caraserve.http.whole import ScoreTurns, WholeAnswer, WholeChoice, whole_response
+from caraserve.request import Finish, GenerateRequest, TokenDelta
+from caraserve.tasks import in_turns
 
 log = logging.getLogger("caraserve.http")
 
@@ -30,14 +31,11 @@ log = logging.getLogger("caraserve.http")
 MAX_CHOICES = 2048
 
 
-class Choice(Protocol):
+class Choice(WholeChoice, Protocol):
     """One answer in the shape of its API; keeps what lies between two deltas (text offset, role sent)."""
 
     def chunks(self, delta: TokenDelta) -> list[dict[str, Any]]:
         """The `choices` entries, one an event, that a delta becomes on a stream."""
-
-    def whole(self, answer: TokenDelta) -> dict[str, Any]:
-        """The `choices` entry of a response that is not streamed; `answer` is all deltas in one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,73 +99,56 @@ async def respond(
     """Runs the job. `told`: how its requests ended, if they all ended well. Raises CaraServeError when nothing has been
     sent yet."""
     running, engine, summary = running or Running(), request.app[CONTEXT].engine, request[SUMMARY]
-    running.streams = streams = _submit(engine, job.requests)
+    streams: list[StreamApi] = []
+    running.streams = streams
 
     def ended(finishes: Sequence[Finish]) -> None:
         summary.note_finishes(finishes, job.n)
         told(finishes)
 
     try:
-        if (adapter := job.requests[0].adapter) is not None:
-            summary.model = model_label(adapter, engine.adapter(adapter).digest)  # the version that `submit` has pinned
+        # All or nothing: a refused response must have had no effects, since clients send it again.
+        async for asked in in_turns(job.requests):
+            streams.append(engine.submit(asked))
+            if len(streams) == 1 and asked.adapter is not None:  # the version that `submit` has pinned
+                summary.model = model_label(asked.adapter, engine.adapter(asked.adapter).digest)
         if job.delivery.stream:
             return await _stream(request, job, running, ended)
-        return await _gather(job, streams, ended)
+        return await _gather(request, job, streams, ended)
     finally:
         for stream in streams:
             stream.cancel()
 
 
-def _submit(engine: EngineApi, requests: Sequence[GenerateRequest]) -> list[StreamApi]:
-    """All or nothing: a refused response must have had no effects, since clients send it again."""
-    streams: list[StreamApi] = []
-    with ExitStack() as undo:
-        for request in requests:
-            stream = engine.submit(request)
-            undo.callback(stream.cancel)
-            streams.append(stream)
-        undo.pop_all()
-    return streams
-
-
-async def _gather(job: Job, streams: Sequence[StreamApi], told: Callable[[Sequence[Finish]], None]) -> web.Response:
-    answers = await _together([_collect(stream) for stream in streams])
-    finishes = [_checked(answer.finish) for answer in answers]
+async def _gather(
+    request: web.Request, job: Job, streams: Sequence[StreamApi], told: Callable[[Sequence[Finish]], None]
+) -> web.Response:
+    turns = request.app[CONTEXT].score_turns
+    answers = [WholeAnswer(choice) for choice in job.choices]
+    finishes = await _together(
+        [_finished(answer, stream, turns) for answer, stream in zip(answers, streams, strict=True)]
+    )
     told(finishes)
-    body = {
-        **job.whole_head,
-        "choices": [choice.whole(answer) for choice, answer in zip(job.choices, answers, strict=True)],
-        "usage": total_usage(finishes, job.n),
-    }
-    return json_response(body, headers={"x-caraserve-phases": _phases(finishes)})
+    tail = {"usage": total_usage(finishes, job.n)}
+    return await whole_response(job.whole_head, answers, tail, {"x-caraserve-phases": _phases(finishes)})
 
 
-async def _collect(stream: StreamApi) -> TokenDelta:
-    """All deltas as one. Raises the request's error."""
-    text: list[str] = []
-    token_ids: list[int] = []
-    logprobs: list[TokenLogprob] = []
-    prompt_logprobs: list[TokenLogprob | None] = []
-    finish = None
-    async for delta in stream:
-        text.append(delta.text)
-        token_ids += delta.token_ids
-        logprobs += delta.logprobs
-        prompt_logprobs += delta.prompt_logprobs
-        if delta.finish is not None:
-            finish = _checked(delta.finish)
-    return TokenDelta("".join(text), tuple(token_ids), tuple(logprobs), tuple(prompt_logprobs), finish)
+async def _finished(answer: WholeAnswer, stream: StreamApi, turns: ScoreTurns) -> Finish:
+    """Raises the request's error."""
+    await answer.gather(stream, turns)
+    return _checked(answer.finish)
 
 
 async def _stream(
     request: web.Request, job: Job, running: Running, told: Callable[[Sequence[Finish]], None]
 ) -> web.StreamResponse:
+    turns = request.app[CONTEXT].score_turns
     frame = ChunkFrame(job.chunk_head, job.first_head, usage_null=job.delivery.include_usage)
     async with EventStream(request, request.app[CONTEXT].timings) as out:
         running.out = out
         try:
             pumps = [
-                _pump(out, frame, choice, stream, asked if job.delivery.continuous_usage else None)
+                _pump(out, frame, choice, turns.parts, stream, asked if job.delivery.continuous_usage else None)
                 for choice, stream, asked in zip(job.choices, running.streams, job.requests, strict=True)
             ]
             finishes = await _together(pumps)
@@ -185,7 +166,12 @@ async def _stream(
 
 
 async def _pump(
-    out: EventStream, frame: ChunkFrame, choice: Choice, stream: StreamApi, counted: GenerateRequest | None
+    out: EventStream,
+    frame: ChunkFrame,
+    choice: Choice,
+    parts: Callable[[TokenDelta], AsyncIterator[TokenDelta]],
+    stream: StreamApi,
+    counted: GenerateRequest | None,
 ) -> Finish:
     """Sends one choice's events as its deltas come; `counted`: each with the usage so far. Raises its error."""
     generated = 0
@@ -196,9 +182,10 @@ async def _pump(
         so_far = None
         if counted is not None:
             so_far = usage(len(counted.prompt_ids), generated, delta.finish.cached_tokens if delta.finish else 0)
-        events = b"".join([frame.choice(chunk, so_far) for chunk in choice.chunks(delta)])
-        if events:
-            await out.send(events)
+        async for part in parts(delta):
+            events = b"".join([frame.choice(chunk, so_far) for chunk in choice.chunks(part)])
+            if events:
+                await out.send(events)
         if delta.finish is not None:
             return delta.finish
     raise BackendFailed("The engine ended a request without saying how.")
@@ -210,9 +197,12 @@ async def _together(parts: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
         return [await parts[0]]
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(part) for part in parts]
+            tasks = [group.create_task(part) async for part in in_turns(parts)]
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
+    finally:
+        for part in parts:
+            part.close()  # those that were not begun
     return [task.result() for task in tasks]
 
 

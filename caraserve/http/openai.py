@@ -97,10 +97,13 @@ async def parse_completion(fields: Fields, engine: EngineApi, find: Find) -> Job
     response_id = f"cmpl-{uuid.uuid4().hex}"
     requests: list[GenerateRequest] = []
     choices: list[CompletionChoice] = []
+    scored = 0  # tokens
     async for position, prompt in in_turns(enumerate(prompts)):
         ids = await prompt_ids(prompt, position, engine, add_special_tokens=add_special_tokens)
         limit = sampling.fit_max_tokens(max_tokens, DEFAULT_MAX_TOKENS, len(ids), engine)
         sampling.check_min_tokens(params.min_tokens, limit)
+        scored += asked.n * (limit + echo * len(ids))
+        sampling.check_scores(asked.n * (position + 1), scored, logprobs, "logprobs")
         echoed = (prompt if isinstance(prompt, str) else await decode(engine.tokenizer, ids)) if echo else ""
         sized = dataclasses.replace(params, max_tokens=limit)
         for request in fan_out(f"{response_id}-", len(requests), ids, asked, sized):
@@ -198,33 +201,32 @@ class CompletionChoice:
         self._pending_echo = echoed
         self._return_token_ids = return_token_ids
         self._first = True
+        self._scored = False
         self._text_offset = 0
 
     def chunks(self, delta: TokenDelta) -> list[dict[str, Any]]:
         told = delta.text or self._pending_echo or delta.finish or self._return_token_ids
         if not told and self._request.params.logprobs is None:
             return []  # text held back: a character or stop string may still become whole
-        return [self.whole(delta)]
+        before, after = self.around(delta)
+        return [before | {"logprobs": self.scores(delta)} | after]
 
-    def whole(self, answer: TokenDelta) -> dict[str, Any]:
-        choice: dict[str, Any] = {
-            "index": self._index,
-            "text": self._pending_echo + answer.text,
-            "logprobs": self._logprobs(answer),
-            **finish_fields(answer.finish),
-        }
+    def around(self, answer: TokenDelta) -> tuple[dict[str, Any], dict[str, Any]]:
+        before = {"index": self._index, "text": self._pending_echo + answer.text}
+        after = finish_fields(answer.finish)
         if self._return_token_ids:
-            choice["token_ids"] = answer.token_ids
-            choice["prompt_token_ids"] = self._request.prompt_ids if self._first else None
+            after["token_ids"] = answer.token_ids
+            after["prompt_token_ids"] = self._request.prompt_ids if self._first else None
         self._first, self._pending_echo = False, ""
-        return choice
+        return before, after
 
-    def _logprobs(self, delta: TokenDelta) -> dict[str, list[Any]] | None:
+    def scores(self, delta: TokenDelta) -> dict[str, list[Any]] | None:
         if self._request.params.logprobs is None:
             return None
         shape: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
-        if self._first and self._request.params.prompt_logprobs is not None:
+        if not self._scored and self._request.params.prompt_logprobs is not None:
             self._add_token(shape, self._request.prompt_ids[0], None)  # nothing comes before it that could score it
+        self._scored = True
         # A long prompt is scored piece by piece, so several deltas may hold parts of it.
         for scored in (*delta.prompt_logprobs, *delta.logprobs):
             if scored is not None:

@@ -15,6 +15,7 @@ MAX_N = 128
 _MAX_STOP_CHARACTERS = 1024
 _MAX_STOP_TOKEN_IDS = 1024
 _SEEDS = 1 << 63
+_MAX_SCORES = 1 << 21  # logprobs in one response, alternatives counted: 60 MB as completions have them, 130 MB in chats
 
 
 def sampling_params(fields: Fields, engine: EngineApi) -> SamplingParams:
@@ -76,6 +77,21 @@ def fit_max_tokens(
             param="max_tokens",
         )
     return asked
+
+
+def most_scored_tokens(choices: int, logprobs: int | None) -> int | None:
+    """How many tokens each choice may have for its logprobs to be allowed; None where it has none."""
+    return None if logprobs is None else _MAX_SCORES // (choices * (1 + logprobs))
+
+
+def check_scores(choices: int, tokens: int, logprobs: int | None, param: str) -> None:
+    """Raises InvalidRequest when a response would have too many logprobs; `tokens`: of all choices together."""
+    if logprobs is not None and tokens * (1 + logprobs) > _MAX_SCORES:
+        raise InvalidRequest(
+            f"{choices} answers with up to {tokens} tokens together and {logprobs} alternatives to each are "
+            f"{tokens * (1 + logprobs)} logprobs; {_MAX_SCORES} are allowed. Ask for fewer answers, tokens or {param}.",
+            param=param,
+        )
 
 
 def check_min_tokens(min_tokens: int, max_tokens: int) -> None:

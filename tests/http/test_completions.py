@@ -392,3 +392,36 @@ async def test_unknown_fields_change_nothing() -> None:
     (plain,) = await submitted({})
     (request,) = await submitted({"store": True, "metadata": {}, "whatever": [1]})
     assert request.params == plain.params
+
+
+@pytest.mark.parametrize(
+    ("fields", "numbers"),
+    [
+        ({"n": 128, "max_tokens": 997, "logprobs": 20}, ("128 answers", "127616 tokens", "2679936 logprobs")),
+        ({"prompt": [[1] * 900] * 128, "echo": True, "max_tokens": 0, "logprobs": 20}, ("20 alternatives", "2097152")),
+    ],
+    ids=["generated", "echoed"],
+)
+async def test_more_logprobs_than_a_response_may_have_are_refused(
+    fields: dict[str, Any], numbers: tuple[str, ...]
+) -> None:
+    engine = FakeEngine(script=None)
+    async with serving(engine) as client:
+        answer = await client.complete(**fields)
+    assert (answer.status, answer.error["param"]) == (400, "logprobs")
+    assert all(number in answer.error["message"] for number in numbers)
+    assert not engine.streams
+
+
+async def test_a_large_answer_is_the_same_document_in_whatever_parts_it_is_written() -> None:
+    prompt = list(range(256)) * 2
+    fields = {"max_tokens": 3, "echo": True, "logprobs": 5}
+    async with serving(FakeEngine()) as client:
+        answer = await client.complete(prompt=[prompt] * 40, **fields)
+        single = (await client.complete(prompt=prompt, **fields)).json["choices"][0]
+        streamed = await client.complete(prompt=prompt, stream=True, **fields)
+    assert int(answer.headers["Content-Length"]) == len(answer.body) > 1 << 20
+    assert [choice | {"index": 0} for choice in answer.json["choices"]] == [single] * 40
+    assert len(single["logprobs"]["tokens"]) == 515
+    for name, values in single["logprobs"].items():
+        assert values == [value for event in streamed.events for value in event["choices"][0]["logprobs"][name]]
