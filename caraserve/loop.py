@@ -40,6 +40,7 @@ from caraserve.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 _DRAIN_RETRY_S = 5.0
+_DROPPED_AT_ONCE = 64  # cancelled requests, at 20 µs each
 
 
 class Engine:
@@ -356,10 +357,13 @@ class Engine:
             self._wake.set()
 
     def _drop_cancelled(self) -> None:
-        for opened in self._cancelled:
+        """Some in each turn: one response may have had thousands."""
+        dropped, self._cancelled = self._cancelled[:_DROPPED_AT_ONCE], self._cancelled[_DROPPED_AT_ONCE:]
+        for opened in dropped:
             if opened.request.phase is not Phase.FINISHED:
                 self._finish(opened, "cancelled")
-        self._cancelled = []
+        if self._cancelled:
+            self._wake.set()
 
     def _finish(
         self,

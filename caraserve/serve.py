@@ -6,6 +6,7 @@ kernels, then threads, and the port last: a server that listens is able.
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -260,6 +261,8 @@ async def serve(
                 *(stack, node, dispatch, adapters, served.engine, served.metrics, served.profile),
                 *(cluster_config, links, where, lora_config.padded_rank),
             )
+        gc.collect()
+        gc.freeze()  # what is there to stay: to walk it at each full collection would take 90 ms
         _announce(served, http_config.host, port)
         await _ended(stop, node)
         log.info("draining: no new requests; up to %.0f s for those running", http_config.drain_timeout_s)

@@ -48,6 +48,7 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._bytes_of_token: dict[int, bytes] = {}  # those asked for: logprobs name 20 for each token
         self._bytes_of_char = _byte_level_alphabet() if _is_byte_level(tokenizer) else None
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
@@ -67,6 +68,12 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for."""
+        known = self._bytes_of_token.get(token_id)
+        if known is None:
+            known = self._bytes_of_token[token_id] = self._spelled(token_id)
+        return known
+
+    def _spelled(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return b""

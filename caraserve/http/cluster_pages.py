@@ -4,7 +4,7 @@ import contextlib
 import heapq
 import itertools
 import operator
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import orjson
@@ -56,18 +56,23 @@ async def adapters(request: web.Request) -> web.StreamResponse:
     """Every adapter's name that the cluster knows, and who holds its bytes in which tier. There may be tens of
     thousands: they are sorted and written some at a time, and requests in progress go on in between."""
     cluster = request.app[CONTEXT].cluster
-    known = _slices(cluster.adapters() if cluster else iter(()))
-    by_name = _slices(heapq.merge(*[sorted(some, key=_NAME) async for some in in_turns(known)], key=_NAME))
     response = web.StreamResponse(headers={"Content-Type": "application/json"})
     with contextlib.suppress(ConnectionError):  # who asked has gone
         await response.prepare(request)
         await response.write(b'{"object":"list","data":[')
         comma = b""
-        async for some in in_turns(by_name):  # a write waits only for a slow reader
+        async for some in by_name(cluster.adapters() if cluster else iter(())):  # a write waits only for a slow reader
             await response.write(comma + b",".join(orjson.dumps(_adapter(cluster, adapter)) for adapter in some))
             comma = b","
         await response.write_eof(b"]}")
     return response
+
+
+async def by_name(adapters: Iterator[Adapter]) -> AsyncIterator[list[Adapter]]:
+    """The adapters in order, some at a time, with turns of the event loop in between."""
+    sorted_slices = [sorted(some, key=_NAME) async for some in in_turns(_slices(adapters))]
+    async for some in in_turns(_slices(heapq.merge(*sorted_slices, key=_NAME))):
+        yield some
 
 
 def _slices(adapters: Iterator[Adapter]) -> Iterator[list[Adapter]]:

@@ -1,14 +1,15 @@
 """Models and adapters over HTTP, and /tokenize and /detokenize."""
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
 
-from caraserve.http.admin import MODELS
+from caraserve.http.admin import MODELS, ModelList
 from caraserve.http.app import make_app
-from caraserve.http.context import CONTEXT
-from tests.http.fake_engine import BOS, FakeEngine
+from caraserve.http.context import CONTEXT, Context, HttpTimings
+from tests.http.fake_engine import BOS, FakeAdapter, FakeEngine
 from tests.http.serving import http_config, new_metrics, serving
 
 
@@ -48,8 +49,8 @@ async def test_the_list_follows_every_change() -> None:
 async def test_routers_that_poll_the_list_get_the_same_bytes_until_it_changes() -> None:
     fake = FakeEngine()
     app = make_app(fake, http_config(), new_metrics(), allow_lora_updates=False)
-    first = app[MODELS].body(app[CONTEXT])
-    assert app[MODELS].body(app[CONTEXT]) is first
+    first = await app[MODELS].body(app[CONTEXT])
+    assert await app[MODELS].body(app[CONTEXT]) is first
 
 
 @pytest.mark.parametrize(("path", "model"), [("org/base", "org/base"), ("org%2Fbase", "org/base"), ("v:1.x", "v:1.x")])
@@ -167,3 +168,24 @@ async def test_bad_token_requests(path: str, fields: dict[str, Any], status: int
     async with serving(FakeEngine()) as client:
         answer = await client.post(path, fields)
     assert (answer.status, answer.error["param"]) == (status, param)
+
+
+async def test_other_requests_have_their_turns_while_a_long_list_of_models_is_written() -> None:
+    adapters = [FakeAdapter(f"a{number}", "/adapters/a") for number in range(20_000)]
+    engine = FakeEngine(loaded={adapter.name: adapter for adapter in adapters})
+    context = Context(engine, new_metrics(), http_config(), True, HttpTimings(), 0.0)
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    models = ModelList()
+    body = await models.body(context)
+    counting.cancel()
+    assert turns > 10
+    assert [card["id"] for card in json.loads(body)["data"]] == ["org/base", *engine.loaded]
+    assert await models.body(context) is body
