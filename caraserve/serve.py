@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_MIDDLE_COLLECTIONS = 1000  # between full collections of garbage: one in some million new objects
+
 _ADAPTER_BYTES = 1 << 30  # for adapters, where they have device memory of their own
 
 
@@ -261,14 +263,22 @@ async def serve(
                 *(stack, node, dispatch, adapters, served.engine, served.metrics, served.profile),
                 *(cluster_config, links, where, lora_config.padded_rank),
             )
-        gc.collect()
-        gc.freeze()  # what is there to stay: to walk it at each full collection would take 90 ms
+        settle_garbage_collector()
         _announce(served, http_config.host, port)
         await _ended(stop, node)
         log.info("draining: no new requests; up to %.0f s for those running", http_config.drain_timeout_s)
         await _drained(served.engine, dispatch, http_config.drain_timeout_s)
         if node is not None and node.ended.done():
             node.ended.result()
+
+
+def settle_garbage_collector() -> None:
+    """Leaves all objects that are there now out of collections, and makes full ones rare: each of them would keep the
+    event loop for 100 ms."""
+    gc.collect()
+    gc.freeze()
+    young, middle, _ = gc.get_threshold()
+    gc.set_threshold(young, middle, _MIDDLE_COLLECTIONS)
 
 
 async def _drained(engine: Engine, dispatch: "Dispatch | None", timeout_s: float) -> None:

@@ -124,10 +124,11 @@ async def _gather(
     request: web.Request, job: Job, streams: Sequence[StreamApi], told: Callable[[Sequence[Finish]], None]
 ) -> web.Response:
     turns = request.app[CONTEXT].score_turns
-    answers = [WholeAnswer(choice) for choice in job.choices]
+    answers = [WholeAnswer(choice) async for choice in in_turns(job.choices)]
     finishes = await _together(
         [_finished(answer, stream, turns) for answer, stream in zip(answers, streams, strict=True)]
     )
+    await asyncio.sleep(0)  # there may be thousands: ending them was enough for one turn
     told(finishes)
     tail = {"usage": total_usage(finishes, job.n)}
     return await whole_response(job.whole_head, answers, tail, {"x-caraserve-phases": _phases(finishes)})

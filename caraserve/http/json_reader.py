@@ -25,6 +25,7 @@ _AT_ONCE_BYTES = 16 << 10  # up to 2 ms, equal keys looked for
 _PIECE_BYTES = 16 << 10
 
 _BLANKS = re.compile(rb"[ \t\n\r]{0,65536}+")
+_SHORT_STRING = re.compile(rb'"[^"\\]{0,1000}+"')
 _SCALAR = re.compile(rb'[^\[\]{}",: \t\n\r]++')
 _SCALARS = re.compile(rb'[^\[\]{}"]++')
 # A pair of escapes for one character is never parted.
@@ -114,7 +115,8 @@ class _Reader:
     def _read_key(self) -> Generator[None]:
         if self._peek() != b'"':
             raise self._invalid("a key in double quotes is missing")
-        self._key = yield from self._read_string()
+        key = self._short_string()
+        self._key = (yield from self._read_string()) if key is None else key
         if isinstance(self._inside, dict) and self._key in self._inside:
             raise _twice(self._key)
         if self._peek() != b":":
@@ -124,7 +126,8 @@ class _Reader:
     def _read_value(self) -> Generator[None]:
         byte = self._peek()
         if byte == b'"':
-            self._put((yield from self._read_string()))
+            text = self._short_string()
+            self._put((yield from self._read_string()) if text is None else text)
         elif byte in (b"[", b"{"):
             self._step()
             self._enter([] if byte == b"[" else {})
@@ -151,6 +154,15 @@ class _Reader:
                 f"The body has more than {self._most_numbers} numbers in lists; send several requests."
             )
         into += values
+
+    def _short_string(self) -> str | None:
+        """The string that begins here, if it is short and has no escapes: nearly all keys."""
+        found = _SHORT_STRING.match(self._body, self._at)
+        if found is None:
+            return None
+        self._at = found.end()
+        self._skip_blanks()
+        return str(self._loads(found.group()))
 
     def _read_string(self) -> Generator[None, None, str]:
         """From the opening quote to behind the closing one."""
