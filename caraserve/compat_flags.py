@@ -44,6 +44,7 @@ SAME = {
     "--kv-cache-memory-bytes": "--kv-cache-bytes",
     "--enable-log-requests": "--log-requests",
     "--disable-log-requests": "--no-log-requests",
+    "--no-enable-log-requests": "--no-log-requests",
     # KServe's Hugging Face runtime
     "--model-name": "--served-model-name",
     "--model-dir": "--model",

@@ -204,6 +204,7 @@ def test_a_taken_port_is_named() -> None:
     assert done.returncode == 2
     assert str(port) in done.stderr
     assert "--port" in done.stderr
+    assert "weights loaded" not in done.stderr
 
 
 def test_nothing_is_left_after_500_requests_that_end_in_every_way() -> None:
