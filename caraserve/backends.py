@@ -3,22 +3,23 @@
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from caraserve.config import EngineConfig, LoraConfig, ModelConfig
-from caraserve.cpu.round_trip import RoundTrip
-from caraserve.cpu.workers import Workers
 from caraserve.errors import ConfigError, ModelLoadError
 from caraserve.gpu.detect import detect, prepare_environment
 from caraserve.model.backend import Backend
 from caraserve.model.layout import Dtype
 from caraserve.model.spec import ModelSpec
 from caraserve.profile import Profile
-from caraserve.progress import progress
+from caraserve.progress import CompileProgress, progress
 from caraserve.trace import Trace
 from caraserve.units import human_bytes
+
+if TYPE_CHECKING:  # they import kernels, which are compiled after all that can be refused
+    from caraserve.cpu.round_trip import RoundTrip
+    from caraserve.cpu.workers import Workers
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class ServingBackend(Backend, Protocol):
     device_name: str  # for people
     accelerator: str  # the name of the GPU; empty: there is none
     shares_cores: bool  # whether CPU LoRA workers take cores that iterations need
-    workers: Workers
+    workers: "Workers"
 
     def start_workers(self, tokens_per_worker: Callable[[int], int]) -> None:
         """Starts the CPU LoRA workers; to be called once. `tokens_per_worker(rank)`: most tokens of a slice."""
@@ -50,7 +51,7 @@ class ServingBackend(Backend, Protocol):
     def emulate_link(self, bytes_per_s: float) -> None:
         """Slows loading down to a stated bandwidth from now on. Raises ConfigError where that cannot be."""
 
-    def time_hand_over(self, slot: int, tokens: int) -> RoundTrip | None:
+    def time_hand_over(self, slot: int, tokens: int) -> "RoundTrip | None":
         """One hand-over to the workers, for a bound slot; None: not known."""
 
     @property
@@ -86,8 +87,12 @@ def build_backend(
 def _build_cpu_backend(
     spec: ModelSpec, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, trace: Trace | None
 ) -> ServingBackend:
-    from caraserve.cpu.backend import CpuBackend, CpuSizes  # compiles kernels: late, after all that can be refused
-    from caraserve.cpu.weights import dummy_reader, folder_reader, load_model, progress_steps
+    from caraserve.cpu.jit import counting  # kernels are compiled late, after all that can be refused
+
+    kernels = CompileProgress()
+    with kernels.shown() as compiled, counting(compiled):
+        from caraserve.cpu.backend import CpuBackend, CpuSizes
+        from caraserve.cpu.weights import dummy_reader, folder_reader, load_model, progress_steps
 
     assert model.model is not None
     dtype, context = dtype_of(spec, model.dtype), _context(spec, model)
@@ -107,9 +112,8 @@ def _build_cpu_backend(
         lora_cpus=lora_cpus,
     )
     backend = CpuBackend(spec, loaded, sizes, trace)
-    started_s = time.monotonic()
-    backend.warm_up(merging=lora.loading_mode == "merged")
-    log.debug("kernels ready after %.1f s", time.monotonic() - started_s)
+    with kernels.shown() as compiled, counting(compiled):
+        backend.warm_up(merging=lora.loading_mode == "merged")
     return backend
 
 

@@ -4,12 +4,13 @@ Everything that is timed is asked in turn, round after round, and medians are ta
 shared machine then lands on all points alike.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, product
 
 from caraserve.errors import ConfigError
 from caraserve.fits import fit_times
@@ -37,7 +38,7 @@ _LORA_RANKS = (8, 16, 32, 64, 128)
 _LORA_SITES: Mapping[Targets, Sequence[str]] = {"qkv": SITES[:3], "all": SITES}
 _LORA_TOKENS, _LORA_LAYERS = 64, 4  # a worker's usual share; layers in turn, so that weights come from memory
 _LORA_LEAST_MS = 2.0  # of one sample: the clock and the call around it do not show
-_OVERDRAFT = 4.0  # budgets that the least rounds may take; a large model gets one round
+_OVERDRAFT = 4.0  # budgets after which only what a profile cannot do without is asked, and that once
 _LOAD_MS = 50.0  # about the longest copy that is timed
 _LOADS = 4  # in one sample: the first into memory that is new to the system takes many times as long
 
@@ -53,10 +54,12 @@ class _Effort:
     base_batches: tuple[int, ...]
     prefill_tokens: tuple[int, ...]
     context_tokens: int  # of requests that decode
+    contexts: int  # of them that are computed, for as many requests; others share them
+    most_token_ms: float  # of one token alone; what takes longer is not measured
     burst: int  # iterations of one kind in a row
     least_rounds: int
     most_rounds: int
-    budget_s: float  # after that only the least rounds start, and after several times that none
+    budget_s: float  # after that only the least rounds start, and after several times that nothing new does
 
 
 _QUICK = _Effort(
@@ -65,12 +68,14 @@ _QUICK = _Effort(
     adapters_bytes=256 << 20,
     loading_s=0.3,
     base_batches=(1, 8, 16),
-    prefill_tokens=(16, 64, 128),
-    context_tokens=32,
+    prefill_tokens=(4, 16, 64, 128),
+    context_tokens=16,
+    contexts=1,
+    most_token_ms=200.0,
     burst=2,
     least_rounds=3,
     most_rounds=7,
-    budget_s=1.0,
+    budget_s=0.8,  # with what comes before and after it, 5 s before a server is ready
 )
 _FULL = _Effort(
     ranks=(8, 16, 32, 64),
@@ -80,6 +85,8 @@ _FULL = _Effort(
     base_batches=(1, 4, 8, 16, 32),
     prefill_tokens=(8, 16, 32, 64, 128, 256),
     context_tokens=128,
+    contexts=32,
+    most_token_ms=math.inf,
     burst=3,
     least_rounds=5,
     most_rounds=30,
@@ -98,7 +105,8 @@ class _Probes:
 
     def all(self) -> list[Probe]:
         groups = (self.lora, self.loads, self.prefill, self.decode)
-        return list(chain.from_iterable(group.values() for group in groups))
+        probes = chain.from_iterable(group.values() for group in groups)
+        return sorted(probes, key=lambda probe: not probe.is_needed)
 
 
 def model_key(model: ModelSpec, dtype: str, threads: int | None = None) -> str:
@@ -138,8 +146,12 @@ def measure(
         handoff_ms = measure_handoff() if measure_handoff is not None else None
     bytes_per_s, latency_ms = _link(probes.loads)
     rates = [(targets, rank, 1000 * _LORA_TOKENS / probe.ms) for (targets, rank), probe in probes.lora.items()]
-    prefill = [PrefillPoint(tokens, rank, probe.ms) for (tokens, rank), probe in probes.prefill.items()]
-    decode = [DecodePoint(len(ranks), sum(ranks), max(ranks), probe.ms) for ranks, probe in probes.decode.items()]
+    prefill = [PrefillPoint(*point, probe.ms) for point, probe in probes.prefill.items() if probe.times_ms]
+    decode = [
+        DecodePoint(len(ranks), sum(ranks), max(ranks), probe.ms)
+        for ranks, probe in probes.decode.items()
+        if probe.times_ms
+    ]
     return Profile(
         schema=SCHEMA,
         machine=machine_key(accelerator),
@@ -164,6 +176,8 @@ def _probes(
         model.vocab_size,
         context_tokens=effort.context_tokens,
         most=max(*effort.base_batches, effort.adapters),
+        contexts=effort.contexts,
+        most_token_ms=effort.most_token_ms,
     )
     adapters = {0: BASE_ADAPTER_SLOT} | {rank: each[0] for rank, each in slots.items()}
     prompts = sorted({min(tokens, requests.longest) for tokens in effort.prefill_tokens})
@@ -172,15 +186,20 @@ def _probes(
         min([requests.most, *(len(each) for each in slots.values())]),
         sorted({min(batch, requests.most) for batch in effort.base_batches}),
     )
+    # The fits have three coefficients each: of these, one point to tell each from the others.
+    needed = {(prompts[0], 0), *product(prompts[:2][-1:], (0, max(adapters))), *mixes[:2]}
+    needed.add(next(ranks for ranks in reversed(mixes) if len(set(ranks)) == 1))
     return _Probes(
         lora=_lora_probes(model, image.spec.dtype),
         loads=_load_probes(device, model, image, slot=1 + sum(len(each) for each in slots.values())),
         prefill={
-            (tokens, rank): requests.prefill(tokens, adapter)
-            for tokens in prompts
-            for rank, adapter in adapters.items()
+            point: replace(requests.prefill(point[0], adapters[point[1]]), is_needed=point in needed)
+            for point in product(prompts, adapters)
         },
-        decode={ranks: requests.decode(_adapters(ranks, slots), effort.burst) for ranks in mixes},
+        decode={
+            ranks: replace(requests.decode(_adapters(ranks, slots), effort.burst), is_needed=ranks in needed)
+            for ranks in mixes
+        },
     )
 
 
@@ -202,14 +221,22 @@ def _adapters(ranks: Sequence[int], slots: Mapping[int, Sequence[int]]) -> list[
 
 
 def _ask(probes: Sequence[Probe], effort: _Effort, started_s: float, progress: Callable[[float], None]) -> None:
-    """Rounds over all probes, every other one backwards."""
+    """Rounds over all probes, every other one backwards. When time is short, the first round leaves out those that are
+    not needed and, by the pace of their kind so far, would take too long; later ones do without them too."""
     done = 0
+    pace_s: dict[str, float] = {}  # kind → of each token, in the last sample
     for turn in range(effort.most_rounds):
         spent = (time.monotonic() - started_s) / effort.budget_s
         if (spent > 1.0 and turn >= effort.least_rounds) or (spent > _OVERDRAFT and turn > 0):
             break
-        for probe in probes if turn % 2 == 0 else reversed(probes):
+        asked = [probe for probe in probes if probe.times_ms or turn == 0]
+        for probe in asked if turn % 2 == 0 else reversed(asked):
+            begun_s = time.monotonic()
+            ends_s = begun_s + probe.tokens * pace_s.get(probe.kind, 0.0)
+            if ends_s - started_s > _OVERDRAFT * effort.budget_s and (turn > 0 or not probe.is_needed):
+                continue
             probe.times_ms.extend(probe.sample())
+            pace_s[probe.kind] = (time.monotonic() - begun_s) / max(1, probe.tokens)
             done += 1
             rounds, spent = done / len(probes), (time.monotonic() - started_s) / effort.budget_s
             progress(max(rounds / effort.most_rounds, min(spent, rounds / effort.least_rounds, 1.0)))

@@ -1,9 +1,10 @@
 """The `caraserve` command: arguments → frozen configs → one lazy import; exit codes. Level 7.
 
-Exit codes: 0 done, 1 the work failed, 2 the command line was wrong.
+Exit codes: 0 done, 1 the work failed, 2 the command line was wrong, 130 interrupted.
 """
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,13 +12,25 @@ from pathlib import Path
 from caraserve import __version__
 from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
 from caraserve.errors import CaraServeError, ConfigError
+from caraserve.interrupts import EXIT_CODE, ending_at_once
+from caraserve.options import OptionParser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; returns the exit code."""
-    args = _parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
+        if words[:1] == ["bench"]:
+            return _bench(words[1:])
+        parser = _parser()
+        if not words:
+            parser.print_help()
+            return 0
+        args = parser.parse_args(words)
         return int(args.run(args))
+    except KeyboardInterrupt:
+        print("caraserve: interrupted", file=sys.stderr)
+        return EXIT_CODE
     except ConfigError as error:
         print(f"caraserve: {error.message}", file=sys.stderr)
         return 2
@@ -29,12 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="caraserve", description="Many LoRA adapters over one base model.")
     parser.add_argument("--version", action="version", version=f"caraserve {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(
+        title="commands", required=True, metavar="COMMAND", parser_class=OptionParser, prog="caraserve"
+    )
     serve = commands.add_parser(
         "serve",
         help="serve a model and its adapters over HTTP",
+        usage="caraserve serve [MODEL] [OPTIONS]",
         description="Serves a base model and LoRA adapters behind one OpenAI-compatible endpoint.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     for config in (ModelConfig, LoraConfig, EngineConfig, HttpConfig, ClusterConfig):
         config.add_arguments(serve)
@@ -43,14 +58,12 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser(
             "profile",
             help="measure this machine with a model",
+            usage="caraserve profile [MODEL] [OPTIONS]",
             description="Measures how long loads, prefill, decode and CPU LoRA take, and writes it to a file that "
             "serve goes by. Takes serve's options, so that what is measured is what will be served.",
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
     )
-    bench = commands.add_parser("bench", help="measure a server or this machine", add_help=False)
-    bench.add_argument("rest", nargs=argparse.REMAINDER)
-    bench.set_defaults(run=_bench)
+    commands.add_parser("bench", help="measure a server or this machine")  # `main` runs it; here for --help
     return parser
 
 
@@ -67,29 +80,35 @@ def _add_profile(profile: argparse.ArgumentParser) -> None:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    import uvloop
-
     from caraserve import log
-    from caraserve.serve import serve
 
     http = HttpConfig.from_args(args)
     log.configure(http.log_format, http.log_level)
+    for note in args.notes:
+        logging.getLogger("caraserve").info("%s", note)
     configs = ModelConfig.from_args(args), LoraConfig.from_args(args), EngineConfig.from_args(args)
-    uvloop.run(serve(*configs, http, ClusterConfig.from_args(args)))
+    with ending_at_once() as release:
+        import uvloop
+
+        from caraserve.serve import serve
+
+        uvloop.run(serve(*configs, http, ClusterConfig.from_args(args), watching_signals=release))
     return 0
 
 
 def _profile(args: argparse.Namespace) -> int:
     from caraserve import log
-    from caraserve.profile_command import profile
 
     log.configure("human", "info")
     configs = ModelConfig.from_args(args), LoraConfig.from_args(args), EngineConfig.from_args(args)
-    profile(*configs, quick=args.quick, output=args.output, plot=args.plot)
+    with ending_at_once():
+        from caraserve.profile_command import profile
+
+        profile(*configs, quick=args.quick, output=args.output, plot=args.plot)
     return 0
 
 
-def _bench(args: argparse.Namespace) -> int:
+def _bench(words: Sequence[str]) -> int:
     from caraserve.bench.commands import run_benchmark  # its own parser: the others do not wait for what it imports
 
-    return run_benchmark(args.rest)
+    return run_benchmark(words)

@@ -6,16 +6,16 @@ ever writes a result back into a config.
 
 import argparse
 import dataclasses
-import json
-import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from caraserve.endpoints import parse_address, parse_peers, parse_port
 from caraserve.errors import ConfigError
-from caraserve.units import parse_bytes
+from caraserve.option_values import ADAPTER_NAME as ADAPTER_NAME
+from caraserve.option_values import LoraModule, at_least, lora_module, parse_cpus, share, size, tokens
 
 LOADING_MODES = ("cached", "merged", "ondemand", "overlapped", "pipelined", "assisted", "auto")
 ROUTINGS = (
@@ -24,55 +24,10 @@ ROUTINGS = (
 )
 LORA_KERNELS = ("bgmv", "bgmv-padded")
 _PADDED_RANK = 64  # rows that every module takes with bgmv-padded
-PRELOADED_MODES = ("cached", "merged")  # all adapters are on the device from the start
-_MOST_CORE = 8191  # Linux's own limit
-ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
+_LOAD_FORMATS = {"safetensors": "auto", "hf": "auto"}
 DIGEST = re.compile(r"[0-9a-f]{64}")  # an adapter's identity: sha256 of its contents
-
-
-def _bytes(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _at_least(least: float, kind: type[int] | type[float] = int) -> Any:
-    def parse(text: str) -> int | float:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-        if not value >= least:
-            raise argparse.ArgumentTypeError(f"{text} is too small; at least {least} is needed")
-        return value
-
-    return parse
-
-
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: write a share above 0 and up to 1")
-    return value
-
-
-def parse_cpus(text: str) -> tuple[int, ...]:
-    """Cores of a list such as 1-3,6."""
-    cores: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
-        if not (first.isascii() and first.isdigit() and (not dash or (last.isascii() and last.isdigit()))):
-            raise argparse.ArgumentTypeError(f"{text!r}: write cores as in 1-3,6")
-        if max(int(first), int(last or 0)) > _MOST_CORE:
-            raise argparse.ArgumentTypeError(f"{text!r}: no machine has so many cores")
-        cores.update(range(int(first), int(last or first) + 1))
-    if not cores:
-        raise argparse.ArgumentTypeError(f"{text!r}: the second core of a range is below the first")
-    return tuple(sorted(cores))
+PRELOADED_MODES = ("cached", "merged")  # all adapters are on the device from the start
 
 
 class _FromArgs:
@@ -89,7 +44,7 @@ class ModelConfig(_FromArgs):
     """Which base model, and how its weights are kept."""
 
     model: Path | None
-    served_model_name: str | None
+    served_model_name: Sequence[str]  # the first is the one that is shown; none: the folder's name
     dtype: str
     load_format: str
     max_model_len: int | None
@@ -98,47 +53,38 @@ class ModelConfig(_FromArgs):
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group("model")
-        group.add_argument("model", nargs="?", type=Path, help="Hugging Face model folder (default: the bundled demo)")
-        group.add_argument("--served-model-name", metavar="NAME", help="the base model's name in the API")
+        group.add_argument(
+            "--model",
+            type=Path,
+            metavar="MODEL",
+            help="Hugging Face model folder; may be written before all options, without --model (default: the demo)",
+        )
+        group.add_argument(
+            "--served-model-name",
+            nargs="+",
+            action="extend",
+            default=[],
+            metavar="NAME",
+            help="the base model's names in the API; the first is the one it is listed by",
+        )
         group.add_argument(
             "--dtype",
+            type=lambda text: _DTYPES.get(text, text),
             choices=("auto", "float32", "bfloat16", "float16"),
             default="auto",
             help="storage of the base weights; auto keeps the checkpoint's",
         )
         group.add_argument(
             "--load-format",
+            type=lambda text: _LOAD_FORMATS.get(text, text),
             choices=("auto", "dummy"),
             default="auto",
             help="dummy: random weights from config.json alone",
         )
-        group.add_argument("--max-model-len", type=_at_least(1), metavar="TOKENS", help="cap on prompt + output")
+        group.add_argument(
+            "--max-model-len", type=tokens, metavar="TOKENS", help="cap on prompt + output, as 4096 or 4k"
+        )
         group.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja file used instead of the model's")
-
-
-@dataclass(frozen=True, slots=True)
-class LoraModule:
-    """`name=path` of --lora-modules."""
-
-    name: str
-    path: Path
-
-
-def lora_module(text: str) -> LoraModule:
-    """Parses `name=path` or vLLM's JSON form {"name": …, "path": …}."""
-    if text.startswith("{"):
-        try:
-            fields = json.loads(text)
-            name, path = fields["name"], fields["path"]
-        except (ValueError, KeyError, TypeError):
-            raise argparse.ArgumentTypeError(f'{text!r}: JSON needs "name" and "path"') from None
-    else:
-        name, equals, path = text.partition("=")
-        if not equals:
-            raise argparse.ArgumentTypeError(f"{text!r}: write NAME=PATH")
-    if not isinstance(name, str) or not ADAPTER_NAME.fullmatch(name) or not isinstance(path, str) or not path:
-        raise argparse.ArgumentTypeError(f"{text!r}: a name has letters, digits and . _ : - (128 at most), then a path")
-    return LoraModule(name, Path(path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +103,8 @@ class LoraConfig(_FromArgs):
     profile: Path | None
     allow_runtime_lora_updating: bool
     allow_adapter_path: list[Path]
+    max_lora_rank: int | None = None
+    max_loras: int | None = None
 
     @property
     def padded_rank(self) -> int | None:
@@ -173,7 +121,7 @@ class LoraConfig(_FromArgs):
             type=lora_module,
             default=[],
             metavar="NAME=PATH",
-            help="PEFT folders to serve",
+            help="PEFT folders to serve, or vLLM's JSON, one or a list",
         )
         group.add_argument(
             "--adapters-dir", type=Path, metavar="DIR", help="every folder in DIR is an adapter named after it"
@@ -193,13 +141,13 @@ class LoraConfig(_FromArgs):
         )
         group.add_argument(
             "--lora-pool-bytes",
-            type=_bytes,
+            type=size,
             metavar="SIZE",
             help="most device memory for adapters (default: 1GiB on the CPU; what KV blocks leave free on a GPU)",
         )
         group.add_argument(
             "--max-host-adapters-bytes",
-            type=_bytes,
+            type=size,
             default=4 << 30,
             metavar="SIZE",
             help="host memory for adapters (default 4GiB)",
@@ -212,7 +160,7 @@ class LoraConfig(_FromArgs):
         )
         group.add_argument(
             "--emulate-link-mb-per-s",
-            type=_at_least(0.001, float),
+            type=at_least(0.001, float),
             metavar="MB",
             help="slow loading down to this bandwidth, to compare loading modes on the CPU",
         )
@@ -222,7 +170,7 @@ class LoraConfig(_FromArgs):
         group.add_argument(
             "--allow-runtime-lora-updating",
             action=argparse.BooleanOptionalAction,
-            default=os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "").lower() in ("1", "true"),
+            default=False,
             help="serve POST /v1/load_lora_adapter and /v1/unload_lora_adapter",
         )
         group.add_argument(
@@ -232,6 +180,18 @@ class LoraConfig(_FromArgs):
             default=[],
             metavar="ROOT",
             help="adapters may be loaded from ROOT at run time, besides --adapters-dir; may be given several times",
+        )
+        group.add_argument(
+            "--max-lora-rank",
+            type=at_least(1),
+            metavar="RANK",
+            help="refuse adapters of higher rank; nothing is reserved for it (default: none is refused)",
+        )
+        group.add_argument(
+            "--max-loras",
+            type=at_least(1),
+            metavar="N",
+            help="adapters that routers are told there is room for; a batch may mix more (default: 1024)",
         )
 
 
@@ -258,19 +218,19 @@ class EngineConfig(_FromArgs):
         )
         group.add_argument(
             "--gpu-memory-utilization",
-            type=_share,
+            type=share,
             default=0.9,
             metavar="SHARE",
             help="of the GPU's memory, that may be used",
         )
         group.add_argument(
-            "--max-num-seqs", type=_at_least(1), help="requests in one iteration (default 64, on a GPU 256)"
+            "--max-num-seqs", type=at_least(1), help="requests in one iteration (default 64, on a GPU 256)"
         )
-        group.add_argument("--max-num-batched-tokens", type=_at_least(1), help="tokens in one iteration")
-        group.add_argument("--max-queue", type=_at_least(1), default=4096, help="waiting requests before 429")
+        group.add_argument("--max-num-batched-tokens", type=at_least(1), help="tokens in one iteration")
+        group.add_argument("--max-queue", type=at_least(1), default=4096, help="waiting requests before 429")
         group.add_argument(
             "--kv-cache-bytes",
-            type=_bytes,
+            type=size,
             metavar="SIZE",
             help="memory for the KV cache; on a GPU, for adapters as well",
         )
@@ -280,7 +240,7 @@ class EngineConfig(_FromArgs):
             default=True,
             help="reuse KV of equal prompt beginnings",
         )
-        group.add_argument("--cpu-threads", type=_at_least(1), help="compute threads (default: every core but one)")
+        group.add_argument("--cpu-threads", type=at_least(1), help="compute threads (default: every core but one)")
         group.add_argument("--seed", type=int, default=0, help="for requests that give none, and for dummy weights")
         group.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace, to be opened in Perfetto")
 
@@ -297,18 +257,24 @@ class HttpConfig(_FromArgs):
     log_format: str
     log_level: str
     log_requests: bool = True
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    ssl_ca_certs: Path | None = None
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group("HTTP")
         group.add_argument("--host", default="127.0.0.1", help="address to listen on")
         group.add_argument("--port", type=parse_port, default=8000, help="port to listen on; 0 picks a free one")
-        group.add_argument("--api-key", default=os.environ.get("CARASERVE_API_KEY"), help="key that /v1 requires")
-        group.add_argument("--max-body-bytes", type=_bytes, default=16 << 20, metavar="SIZE", help="larger bodies: 413")
+        group.add_argument("--api-key", help="key that /v1 requires")
+        group.add_argument("--ssl-certfile", type=Path, metavar="FILE", help="PEM; clients then speak TLS")
+        group.add_argument("--ssl-keyfile", type=Path, metavar="FILE", help="PEM (default: in --ssl-certfile)")
+        group.add_argument("--ssl-ca-certs", type=Path, metavar="FILE", help="PEM; clients must show what it signed")
+        group.add_argument("--max-body-bytes", type=size, default=16 << 20, metavar="SIZE", help="larger bodies: 413")
         group.add_argument(
             "--drain-timeout",
             dest="drain_timeout_s",
-            type=_at_least(0, float),
+            type=at_least(0, float),
             default=30.0,
             metavar="SECONDS",
             help="time that running requests get after SIGTERM",
@@ -384,7 +350,7 @@ class ClusterConfig(_FromArgs):
         )
         group.add_argument(
             "--adapter-disk-bytes",
-            type=_bytes,
+            type=size,
             default=64 << 30,
             metavar="SIZE",
             help="disk, beside --registry, for adapters fetched from other instances (default 64GiB); without "
@@ -392,13 +358,13 @@ class ClusterConfig(_FromArgs):
         )
         group.add_argument(
             "--slo-ttft-ms",
-            type=_at_least(1, float),
+            type=at_least(1, float),
             metavar="MS",
             help="time to the first token to promise: how long a request may look for an instance (default: none)",
         )
         group.add_argument(
             "--slo-tpot-ms",
-            type=_at_least(0.001, float),
+            type=at_least(0.001, float),
             metavar="MS",
             help="time per token to promise: where it would be missed, requests go elsewhere (default: none)",
         )

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from caraserve.adapters.catalog import Catalog
 from caraserve.adapters.registry import AdapterInfo
@@ -49,7 +49,7 @@ class Engine:
     def __init__(
         self,
         *,
-        base_name: str,
+        base_names: Sequence[str],
         backend: Backend,
         catalog: Catalog,
         tokenizer: Tokenizer,
@@ -59,9 +59,10 @@ class Engine:
         merging: MergeRule | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`exclusive_loads`: nothing runs while an adapter is loading (the `ondemand` baseline). `merging`: says which
-        adapter is merged into the weights when (the `merged` baseline)."""
-        self.base_name = base_name
+        """`base_names`: of the base model, the one that it is listed by first. `exclusive_loads`: nothing runs while an
+        adapter is loading (the `ondemand` baseline). `merging`: says which adapter is merged into the weights when (the
+        `merged` baseline)."""
+        self.base_name, self.base_names = base_names[0], base_names
         self.tokenizer = tokenizer
         self.catalog = catalog
         self.default_sampling = tokenizer.default_sampling

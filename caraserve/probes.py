@@ -6,7 +6,7 @@ Used by `calibrate.py` alone.
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from statistics import median
 from typing import TypeVar
@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.errors import BackendFailed
+from caraserve.errors import BackendFailed, ConfigError
 from caraserve.model.backend import Backend
 from caraserve.model.layout import A_COLUMNS, PANEL, AdapterSpec, Dtype, HostAdapter, lay_out
 from caraserve.model.spec import SITES, ModelSpec
@@ -28,9 +28,16 @@ _NOISE = 0.02  # of adapter weights: what they add to activations stays small
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One point: how to time it, and the times so far."""
+    """One point: how to time it, and the times so far.
+
+    `tokens` of a sample: points of one `kind` with more tokens take longer, at most by as much. `is_needed`: a profile
+    cannot do without it.
+    """
 
     sample: Callable[[], list[float]]  # ms
+    kind: str = ""
+    tokens: int = 0
+    is_needed: bool = True
     times_ms: list[float] = field(default_factory=list)
 
     @property
@@ -127,23 +134,31 @@ def _bits(values: NDArray[np.float32], dtype: Dtype) -> NDArray[np.generic]:
 class Requests:
     """Requests in the backend's slots. They share KV blocks at will: what lies in a block does not change any time."""
 
-    def __init__(self, device: Device, vocab_size: int, *, context_tokens: int, most: int) -> None:
+    def __init__(
+        self, device: Device, vocab_size: int, *, context_tokens: int, most: int, contexts: int, most_token_ms: float
+    ) -> None:
+        """`contexts`: how many of the requests' contexts are computed; the others share them. Raises ConfigError where
+        one token alone takes longer than `most_token_ms`."""
         limits = device.limits
         self._device, self._vocab, self._block = device, vocab_size, limits.block_tokens
         self.longest = min(limits.max_step_tokens, limits.max_context - 1, limits.num_blocks * self._block)  # prompt
         self._context = max(1, min(context_tokens, self.longest - 1))
         self._blocks_each = ceil_div(self._context + 1, self._block)
         self.most = min(most, limits.num_slots, limits.max_step_tokens, limits.num_blocks // self._blocks_each)
+        self._contexts = min(contexts, self.most)
+        token_ms = min(self._probe([Row(0, 0, 1, BASE_ADAPTER_SLOT, samples=True)], burst=2).sample())
+        if token_ms > most_token_ms:
+            raise ConfigError(f"one token takes {token_ms:.0f} ms, too long to measure more at a start")
         self._fill(limits.max_step_tokens // self._context)
 
     def prefill(self, tokens: int, adapter: int) -> Probe:
         """A whole prompt with the adapter in a slot."""
-        return self._probe([Row(0, 0, tokens, adapter, samples=True)], burst=1)
+        return replace(self._probe([Row(0, 0, tokens, adapter, samples=True)], burst=1), kind="prefill", tokens=tokens)
 
     def decode(self, adapters: Sequence[int], burst: int) -> Probe:
         """One token for each of as many requests as adapter slots are given; `burst` times in a row."""
         rows = [Row(slot, self._context, 1, adapter, samples=True) for slot, adapter in enumerate(sorted(adapters))]
-        return self._probe(rows, burst)
+        return replace(self._probe(rows, burst), kind="decode", tokens=burst * len(rows) + 1)
 
     def _probe(self, rows: Sequence[Row], burst: int) -> Probe:
         """`burst` iterations after one that wakes the device's threads and brings the requests to their slots."""
@@ -152,9 +167,9 @@ class Requests:
         return Probe(lambda: self._device.run(first, *[plan] * burst)[1:])
 
     def _fill(self, at_once: int) -> None:
-        """Computes every request's context, so that the KV cache's memory is there."""
-        for first in range(0, self.most, at_once):
-            group = range(first, min(first + at_once, self.most))
+        """Computes the contexts, so that the KV cache's memory is there."""
+        for first in range(0, self._contexts, at_once):
+            group = range(first, min(first + at_once, self._contexts))
             rows = [Row(slot, 0, self._context, BASE_ADAPTER_SLOT, samples=False) for slot in group]
             self._device.run(self._started(dict.fromkeys(group, self._context), rows))
 
@@ -164,7 +179,7 @@ class Requests:
         for slot, tokens in tokens_by_slot.items():
             ids = tuple((17 * index + 31 * slot) % self._vocab for index in range(tokens))
             starts.append(SlotStart(slot, ids, _greedy(tokens)))
-            first = slot * self._blocks_each
+            first = slot % self._contexts * self._blocks_each
             grants.append(BlockGrant(slot, 0, tuple(range(first, first + ceil_div(tokens, self._block)))))
         return Plan(tuple(starts), tuple(grants), tuple(rows))
 

@@ -1,7 +1,7 @@
 """The composition root: the only place that constructs and wires parts; start order, signals, drain. Level 6.
 
-Start order: what can be refused cheaply first (configuration, the model's config, the tokenizer), then memory and
-kernels, then threads, and the port last: a server that listens is able.
+Start order: what can be refused cheaply first (paths, the port, the model's config, the tokenizer), then memory and
+kernels, then threads. The port is taken early and listened on last: a server that listens is able.
 """
 
 import asyncio
@@ -37,6 +37,7 @@ from caraserve.model.digest import model_digest
 from caraserve.model.spec import ModelSpec, load_spec
 from caraserve.profile import Profile
 from caraserve.progress import progress
+from caraserve.start_checks import check_names, check_paths, client_tls
 from caraserve.tokenizer import load_tokenizer
 from caraserve.trace import Trace
 from caraserve.tuning import loading_rules, tuned
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MIDDLE_COLLECTIONS = 1000  # between full collections of garbage: one in some million new objects
-
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # how this machine reaches a server that listens on all addresses
 _ADAPTER_BYTES = 1 << 30  # for adapters, where they have device memory of their own
 
 
@@ -69,9 +70,14 @@ def with_demo(model: ModelConfig, lora: LoraConfig) -> tuple[ModelConfig, LoraCo
     """Without a model, the bundled demo and its adapters."""
     if model.model is not None:
         return model, lora
-    name = model.served_model_name or demo.BASE_NAME
-    model = replace(model, model=demo.model_folder(), served_model_name=name)
+    model = replace(model, model=demo.model_folder(), served_model_name=model.served_model_name or (demo.BASE_NAME,))
     return model, replace(lora, adapters_dir=lora.adapters_dir or demo.adapters_folder())
+
+
+def base_names(model: ModelConfig) -> tuple[str, ...]:
+    """What the base model is called in the API, the name that it is listed by first."""
+    assert model.model is not None, "with_demo comes first"
+    return tuple(dict.fromkeys(model.served_model_name)) or (model.model.resolve().name,)
 
 
 async def build_engine(
@@ -85,7 +91,11 @@ async def build_engine(
     assert folder is not None, "with_demo comes first"
     spec = load_spec(folder)
     tokenizer = load_tokenizer(folder, spec, model_config.chat_template)
-    base_name = model_config.served_model_name or folder.resolve().name
+    names = base_names(model_config)
+    check_paths(model_config, lora_config)
+    check_names(model_config, lora_config, names)
+    registry = Registry(lora_config.registry)
+    stack.callback(registry.close)
     trace = None if engine_config.trace is None else Trace(engine_config.trace)
     if trace is not None:
         stack.callback(trace.close)
@@ -100,16 +110,14 @@ async def build_engine(
             loop.call_soon_threadsafe(call)
 
     metrics = Metrics(
-        base_name,
-        max_loras=ADAPTER_SLOTS - 1,
+        names[0],
+        max_loras=lora_config.max_loras or ADAPTER_SLOTS - 1,
         block_tokens=backend.limits.block_tokens,
         workers=lambda: _worker_counts(backend),
         merges=lambda: backend.adapters_merged,
     )
     reader = AdapterReader(spec, on_loop)
     stack.callback(reader.close)
-    registry = Registry(lora_config.registry)
-    stack.callback(registry.close)
     arena = Arena(backend.host_memory)
     mode = lora_config.loading_mode
     pool_bytes = lora_config.lora_pool_bytes
@@ -125,16 +133,17 @@ async def build_engine(
         lambda seconds, ok: metrics.observe_load(mode, seconds, outcome="ok" if ok else "failed"),
     )
     rules = CatalogRules(
-        base_name,
+        names[0],
         _roots(lora_config),
         room.most_adapter_bytes,
         arena.num_bytes,
         keep_on_device=mode in PRELOADED_MODES,
+        max_rank=lora_config.max_lora_rank,
     )
     catalog = Catalog(spec, registry, residency, reader, rules)
     complaints = _add_adapters(catalog, lora_config)
     engine = Engine(
-        base_name=base_name,
+        base_names=names,
         backend=backend,
         catalog=catalog,
         tokenizer=tokenizer,
@@ -209,19 +218,26 @@ async def serve(
     engine_config: EngineConfig,
     http_config: HttpConfig,
     cluster_config: ClusterConfig,
+    *,
+    watching_signals: Callable[[], None] = lambda: None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then drains. Raises ConfigError or ModelLoadError when it cannot start, and
-    ConfigError when its cluster turns it away."""
+    ConfigError when its cluster turns it away. `watching_signals` is called when it answers signals itself."""
     from caraserve import fleet
     from caraserve.fleet_adapters import make_fleet_adapters
     from caraserve.http.app import make_app, start_http
+    from caraserve.http.binding import bind
     from caraserve.http.peers import add_peer_routes, start_peer_http
 
     model_config, lora_config = with_demo(model_config, lora_config)
     if cluster_config.routing is not None and not cluster_config.peers:
         raise ConfigError("--routing chooses among the instances of --peers; give both")
     admission = fleet.check_cluster(cluster_config, http_config) if cluster_config.peers else None
+    tls = client_tls(http_config, cluster_config)
     async with AsyncExitStack() as stack:
+        sockets = bind(http_config.host, http_config.port)
+        for one in sockets:
+            stack.callback(one.close)
         served = await build_engine(stack, model_config, lora_config, engine_config)
         for complaint in served.complaints:
             log.warning("%s", complaint)
@@ -246,9 +262,10 @@ async def serve(
         )
         if node is not None and adapters is not None and cluster_config.peer_port is None:
             add_peer_routes(app, node, adapters.routes())
-        runner, port = await start_http(app, http_config)
+        runner, port = await start_http(app, http_config, sockets, tls)
         stack.push_async_callback(runner.cleanup)
         stop = _watch_signals()
+        watching_signals()
         if node is not None and admission is not None and dispatch is not None and adapters is not None:
             where = http_config.host, port
             if cluster_config.peer_port is not None:
@@ -264,7 +281,7 @@ async def serve(
                 *(cluster_config, links, where, lora_config.padded_rank),
             )
         settle_garbage_collector()
-        _announce(served, http_config.host, port)
+        _announce(served, http_config, port)
         await _ended(stop, node)
         log.info("draining: no new requests; up to %.0f s for those running", http_config.drain_timeout_s)
         await _drained(served.engine, dispatch, http_config.drain_timeout_s)
@@ -322,17 +339,23 @@ def _watch_signals() -> asyncio.Event:
     return stop
 
 
-def _announce(served: Served, host: str, port: int) -> None:
-    """The ready lines: where, what, and a command to copy."""
+def _announce(served: Served, http: HttpConfig, port: int) -> None:
+    """The ready lines: where, what, and a command to copy; in a log for programs, one line of it."""
     engine = served.engine
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    host = _LOOPBACK.get(http.host, http.host)
+    url = f"{'https' if http.ssl_certfile else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
     infos = engine.adapters()
     shown = ", ".join(f"{info.name} (rank {info.rank})" for info in infos[:8])
     more = f" and {len(infos) - 8} more" if len(infos) > 8 else ""
     millions = served.spec.num_parameters / 1e6
+    ready = f"CaraServe is ready at {url}  ({engine.base_name}, {millions:.1f}M parameters, on {served.device})"
+    if http.log_format == "json":
+        log.info("%s; adapters: %s%s", ready, shown or "none", more)
+        return
     console = Console(stderr=False, soft_wrap=True, highlight=False, markup=False)
-    console.print(f"CaraServe is ready at {url}  ({engine.base_name}, {millions:.1f}M parameters, on {served.device})")
+    console.print(ready)
     console.print(f"adapters: {shown or 'none'}{more}")
     name = infos[0].name if infos else engine.base_name
+    key = " -H 'Authorization: Bearer YOUR-API-KEY'" if http.api_key else ""
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Tell me about the sea."}}]}}'
-    console.print(f"try:  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
+    console.print(f"try:  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'")

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 _UNPROFILED_SLICE_TOKENS = 64  # of a hand-over to one CPU worker, until it is known how fast that is
 _HAND_OVERS = 30
 _HAND_OVER_TOKENS = 16
-_BIRTH_S = 20.0  # until the workers are given up for the profile: they appear when they do
+_BIRTH_S, _QUICK_BIRTH_S = 20.0, 0.5  # after all else is measured, until the profile does without the workers
 
 
 def tuned(
@@ -86,17 +86,18 @@ def make_profile(
     """Measures an idle backend whose workers have been started. `progress` is told the share done."""
 
     def handoff_ms() -> float | None:
+        if not backend.workers.await_all(_QUICK_BIRTH_S if quick else _BIRTH_S):
+            return None
         times = [backend.time_hand_over(1, _HAND_OVER_TOKENS) for _ in range(_HAND_OVERS)]
         spent_s = [time.total_s - time.compute_s for time in times if time is not None]
         return 1000 * median(spent_s) if spent_s else None
 
-    there = len(backend.workers) > 0 and backend.workers.await_all(_BIRTH_S)
     return measure(
         backend,
         spec,
         quick=quick,
         progress=progress,
-        measure_handoff=handoff_ms if there else None,
+        measure_handoff=handoff_ms if len(backend.workers) > 0 else None,
         dtype=dtype,
         threads=threads,
         accelerator=backend.accelerator,

@@ -243,7 +243,7 @@ async def world(
     catalog.add_at_start([(f"a{index}", Path(f"digest-{index}")) for index in range(adapters)], lambda: None)
     config = type("Config", (), {"max_queue": 10_000, "seed": 0, "enable_prefix_caching": True})
     engine = Engine(
-        base_name="base",
+        base_names=("base",),
         backend=backend,
         catalog=catalog,
         tokenizer=FakeTokenizer(),  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ PROFILE = Path(__file__).parent / "profile.json"  # of some machine: which one c
 def model_config(folder: Path, dtype: str = "auto", max_model_len: int | None = None) -> ModelConfig:
     return ModelConfig(
         model=folder,
-        served_model_name="base",
+        served_model_name=("base",),
         dtype=dtype,
         load_format="auto",
         max_model_len=max_model_len,

@@ -25,7 +25,7 @@ SOURCES = sorted(
 
 LEVELS = {
     **dict.fromkeys(("__init__", "config", "request", "plan", "errors", "units", "log", "trace", "demo"), 0),
-    **dict.fromkeys(("profile", "fits", "endpoints", "tasks"), 0),
+    **dict.fromkeys(("profile", "fits", "endpoints", "tasks", "compat_flags", "option_values"), 0),
     **dict.fromkeys(("model", "cpu", "gpu"), 1),
     **dict.fromkeys(("scheduler", "merging", "fairness", "stream", "metrics", "exposition", "kv", "adapters"), 2),
     **dict.fromkeys(("tokenizer", "detokenizer", "chat_template", "probes", "lora_rate"), 2),
@@ -40,8 +40,8 @@ LEVELS = {
     **dict.fromkeys(("http", "bench"), 5),
     "serve": 6,
     **dict.fromkeys(("fleet", "fleet_adapters"), 6),
-    **dict.fromkeys(("tuning", "backends", "progress"), 6),
-    **dict.fromkeys(("cli", "profile_command", "__main__"), 7),
+    **dict.fromkeys(("tuning", "backends", "progress", "start_checks"), 6),
+    **dict.fromkeys(("cli", "options", "interrupts", "profile_command", "__main__"), 7),
 }
 # Neighbours on a level that may import one another, in this direction only.
 NEIGHBOURS = {
@@ -65,12 +65,15 @@ NEIGHBOURS = {
     ("serve", "tuning"),
     ("serve", "backends"),
     ("serve", "progress"),
+    ("serve", "start_checks"),
     ("backends", "progress"),
     ("tuning", "backends"),
     ("serve", "fleet"),
     ("serve", "fleet_adapters"),
     ("fleet", "fleet_adapters"),
     ("cli", "profile_command"),
+    ("cli", "options"),
+    ("cli", "interrupts"),
     ("__main__", "cli"),
 }
 
@@ -88,6 +91,7 @@ HOMES = {
     "jinja2": {"chat_template"},
     "rich": {"progress", "serve", "cli", "profile_command", "bench"},
     "uvloop": {"serve", "cli", "bench"},
+    "yaml": {"options"},
 }
 
 # Files whose decisions are functions of their arguments: no clock, no chance, no input or output. They import the
@@ -174,7 +178,7 @@ def test_heavy_packages_stay_at_home(path: Path) -> None:
 def test_the_product_does_not_need_the_test_extra(path: Path) -> None:
     needed = {name.split(".")[0] for name, _ in imports(path)}
     extra = {"transformers", "peft", "openai", "hypothesis", "pytest", "accelerate", "huggingface_hub"}
-    assert not needed & (extra | {"prometheus_client", "kubernetes_validate", "yaml"})
+    assert not needed & (extra | {"prometheus_client", "kubernetes_validate"})
 
 
 @pytest.mark.parametrize("name", PURE)

@@ -232,11 +232,44 @@ def shares_told(monkeypatch: pytest.MonkeyPatch, tick_s: float) -> list[float]:
 
 
 def test_progress_only_rises_and_slow_machines_get_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    fast, slow, crawling = (shares_told(monkeypatch, tick_s) for tick_s in (0.0, 0.02, 0.2))
+    fast, slow, crawling = (shares_told(monkeypatch, tick_s) for tick_s in (0.0, 0.006, 0.2))
     for shares in (fast, slow, crawling):
         assert shares == sorted(shares)
         assert 0 < shares[0] < shares[-1] == 1.0
     assert len(fast) // 7 == len(slow) // 3 >= len(crawling) - 1  # points in a round
+
+
+class SlowBackend(ExactBackend):
+    """Takes so many times as long, by a clock of its own."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__(LARGE)
+        self._factor = factor
+        self.clock_s = 0.0
+
+    def _ms(self, rows: Sequence[Row]) -> float:
+        ms = self._factor * super()._ms(rows)
+        self.clock_s += ms / 1000
+        return ms
+
+
+def test_a_large_model_is_measured_within_seconds_at_fewer_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = SlowBackend(30.0)  # 0.1 s for a token alone, and a second for 128 of them
+    monkeypatch.setattr(calibrate, "time", SimpleNamespace(monotonic=lambda: backend.clock_s, time=time.time))
+    made, full = quick(backend), quick(ExactBackend(LARGE))
+    assert backend.clock_s < 4.0
+    assert 3 <= len(made.prefill.points) < len(full.prefill.points)
+    assert 3 <= len(made.decode.points) < len(full.decode.points)
+    fit, decode = made.prefill, made.decode
+    assert (fit.base_ms, fit.per_token_ms, fit.per_token_rank_ms) == pytest.approx([30 * ms for ms in PREFILL])
+    assert (decode.beta_ms, decode.gamma_ms, decode.alpha_ms) == pytest.approx([30 * ms for ms in DECODE])
+
+
+def test_a_model_too_slow_to_be_measured_at_a_start_is_not() -> None:
+    backend = SlowBackend(100.0)
+    with pytest.raises(ConfigError, match="one token takes 530 ms"):
+        quick(backend)
+    assert backend.clock_s < 2.0
 
 
 # --- what is measured ---

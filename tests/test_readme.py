@@ -17,6 +17,7 @@ from caraserve.bench.commands import bench_parser
 from caraserve.bench.gpu import run as stages
 from caraserve.bench.workload.presets import find_preset
 from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
+from caraserve.options import OptionParser
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -34,8 +35,8 @@ def commands(program: str) -> list[list[str]]:
     return [parts[1:] for parts in words if parts and parts[0] == program]
 
 
-def serve_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(exit_on_error=False)
+def serve_parser() -> OptionParser:
+    parser = OptionParser()
     for config in (ModelConfig, LoraConfig, EngineConfig, HttpConfig, ClusterConfig):
         config.add_arguments(parser)
     return parser

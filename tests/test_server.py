@@ -168,7 +168,7 @@ def test_sigterm_lets_a_running_stream_end_and_exits_0() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["/nowhere"], 1, "does not exist"),
+        (["--model", "/nowhere"], 1, "does not exist"),
         (["--lora-modules", "x=/nowhere"], 2, "/nowhere"),
         (["--max-model-len", "999999"], 2, "--max-model-len"),
         (["--kv-cache-bytes", "1KiB"], 2, "--kv-cache-bytes"),
@@ -204,6 +204,7 @@ def test_a_taken_port_is_named() -> None:
     assert done.returncode == 2
     assert str(port) in done.stderr
     assert "--port" in done.stderr
+    assert "weights loaded" not in done.stderr
 
 
 def test_nothing_is_left_after_500_requests_that_end_in_every_way() -> None:

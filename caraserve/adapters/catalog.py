@@ -45,6 +45,7 @@ class CatalogRules:
     device_bytes: int
     host_bytes: int
     keep_on_device: bool  # modes `cached` and `merged`: every adapter is loaded at once and stays
+    max_rank: int | None = None  # adapters above it are refused
 
 
 class AdapterReader:
@@ -173,7 +174,7 @@ class Catalog:
         self._check_name(name)
         if not (DIGEST.fullmatch(digest) and 0 < rank <= MAX_RANK and num_bytes > 0):
             raise AdapterRejected(f"the adapter {name!r} was registered by another version of this program")
-        if (refusal := self._refused_size(num_bytes)) is not None:
+        if (refusal := self._refusal(rank, num_bytes)) is not None:
             raise refusal
 
     async def unload(self, name: str) -> None:
@@ -224,7 +225,7 @@ class Catalog:
         known = self._registry.get(name)
         if known is None or (known.path, known.stamp) != (os.path.realpath(path), stamp(path)):
             return None
-        if (refusal := self._refused_size(known.num_bytes)) is not None:
+        if (refusal := self._refusal(known.rank, known.num_bytes)) is not None:
             raise refusal
         return known
 
@@ -276,7 +277,7 @@ class Catalog:
             )
         if folder is None or stamp(folder) != info.stamp:
             return f"adapter {info.name!r}: {info.path} is gone or has changed; load it again to use it"
-        if (refusal := self._refused_size(info.num_bytes)) is not None:
+        if (refusal := self._refusal(info.rank, info.num_bytes)) is not None:
             return f"adapter {info.name!r}: {refusal.message}"
         self._add(info)
         return None
@@ -291,7 +292,7 @@ class Catalog:
         """Reads an adapter's header and digest."""
         folder = resolve_adapter_path(path, roots)
         spec = inspect_adapter(folder, self._spec)
-        if (refusal := self._refused_size(spec.num_bytes)) is not None:
+        if (refusal := self._refusal(spec.rank, spec.num_bytes)) is not None:
             raise refusal
         return AdapterInfo(
             name=name,
@@ -304,8 +305,10 @@ class Catalog:
             stamp=stamp(folder),
         )
 
-    def _refused_size(self, num_bytes: int) -> AdapterRejected | None:
-        """The reason why an adapter of so many bytes can never be served, if there is one."""
+    def _refusal(self, rank: int, num_bytes: int) -> AdapterRejected | None:
+        """The reason why an adapter of this rank and size can never be served, if there is one."""
+        if self._rules.max_rank is not None and rank > self._rules.max_rank:
+            return AdapterRejected(f"rank {rank} is above --max-lora-rank {self._rules.max_rank}", param="lora_path")
         if num_bytes > self._rules.device_bytes:
             return too_large(num_bytes, self._rules.device_bytes, "--lora-pool-bytes")
         if num_bytes > self._rules.host_bytes:

@@ -13,7 +13,8 @@ from typing import Any
 from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, count, positive
 from caraserve.bench.synthetic import ITEMSIZE, SHAPES
 from caraserve.cluster.plans import ROUTINGS
-from caraserve.config import LOADING_MODES, LORA_KERNELS, parse_cpus
+from caraserve.config import LOADING_MODES, LORA_KERNELS
+from caraserve.option_values import parse_cpus
 
 LORA_PARTS = ("kernels", "round-trip", "threads", "gpu")
 _BACKENDS = ("openai", "openai-chat", "llamacpp")

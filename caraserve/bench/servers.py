@@ -24,6 +24,7 @@ _READY = re.compile(rb"ready at (http://\S+)")
 _START_S = 600.0  # a large model is read from a slow disk
 _END_S = 10.0
 _KEPT_LINES = 20  # of its output, to show when it fails
+_KEYS = ("CARASERVE_API_KEY", "VLLM_API_KEY")  # of another server that this shell may start
 _PR_SET_PDEATHSIG = 1
 
 
@@ -134,7 +135,7 @@ async def own_server(arguments: Sequence[str], stopped: asyncio.Event) -> AsyncI
         stderr=asyncio.subprocess.STDOUT,
         start_new_session=True,  # a terminal's Ctrl-C is for the benchmark, which ends its server itself
         preexec_fn=_end_with_parent,
-        env={name: value for name, value in os.environ.items() if name != "CARASERVE_API_KEY"},
+        env={name: value for name, value in os.environ.items() if name not in _KEYS},
     )
     assert process.stdout is not None
     output: deque[bytes] = deque(maxlen=_KEPT_LINES)

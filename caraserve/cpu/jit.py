@@ -5,14 +5,16 @@ disk, with all they call linked in. Numba's cache looks at the file of the entry
 digest of every source file that they may be in: an edited callee can never be served stale.
 """
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numba
 import numba.extending
+from numba.core import event
 
 _ELSEWHERE = ("cost.py", "perf_model.py")  # of the cluster
 
@@ -44,6 +46,23 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck"
 kernel: Callable[..., Any] = numba.njit(**_OPTIONS)
 reduction: Callable[..., Any] = numba.njit(fastmath={"reassoc", "nsz"}, **_OPTIONS)  # sums that may be vectorised
 entry: Callable[..., Any] = numba.njit(cache=True, **_OPTIONS)
+
+
+class _Ends(event.Listener):  # type: ignore[misc, unused-ignore]
+    def __init__(self, ended: Callable[[], None]) -> None:
+        self._ended = ended
+
+    def on_start(self, event: object) -> None: ...
+
+    def on_end(self, event: object) -> None:
+        self._ended()
+
+
+@contextlib.contextmanager
+def counting(compiled: Callable[[], None]) -> Iterator[None]:
+    """Calls `compiled` for every function that is compiled meanwhile; never for one that the cache has."""
+    with event.install_listener("numba:compile", _Ends(compiled)):
+        yield
 
 
 def callee(function: Callable[..., Any]) -> None:

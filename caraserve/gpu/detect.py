@@ -101,7 +101,8 @@ def _missing(cuda: int, installed: Installed) -> tuple[list[str], list[str]]:
     missing, commands, extra = [], [], []
     if installed.torch_cuda is None or installed.torch_cuda > cuda:
         built = "without CUDA" if installed.torch_cuda is None else f"for CUDA {installed.torch_cuda}"
-        missing.append(f"a torch for CUDA {wheels} ({installed.torch} is built {built})")
+        there = f"{installed.torch} is built {built}" if installed.torch else "none is installed"
+        missing.append(f"a torch for CUDA {wheels} ({there})")
         commands.append(f"pip install --force-reinstall '{_TORCH[wheels]}'")
     if installed.cupy_cuda is None:
         extra.append("CuPy")
@@ -144,7 +145,7 @@ def look(library: str = LIBRARY) -> tuple[Gpu | None, str]:
 def installed() -> Installed:
     """Reads what is installed and imports none of it."""
     return Installed(
-        torch=f"torch {_version('torch')}",
+        torch=f"torch {_version('torch')}" if find_spec("torch") else "",
         torch_cuda=_torch_cuda(),
         cupy_cuda=_cupy_cuda(metadata.distributions()) if find_spec("cupy") else None,
         triton=find_spec("triton") is not None,

@@ -11,7 +11,6 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from caraserve.config import ADAPTER_NAME
 from caraserve.errors import AdapterRejected, Forbidden, NotFound
 from caraserve.http.cluster_pages import by_name
 from caraserve.http.context import CONTEXT, Context
@@ -20,6 +19,7 @@ from caraserve.http.field_check import check_fields
 from caraserve.http.fields import Fields
 from caraserve.http.known_fields import LOAD_ADAPTER, UNLOAD_ADAPTER
 from caraserve.http.messages import json_response, note_ignored, read_object
+from caraserve.option_values import ADAPTER_NAME
 from caraserve.tasks import in_turns
 
 log = logging.getLogger("caraserve.http")
@@ -97,7 +97,7 @@ async def load_lora_adapter(request: web.Request) -> web.Response:
     name, path = _required(fields, "lora_name"), _required(fields, "lora_path")
     inplace = fields.boolean("load_inplace", False)
     note_ignored(request, fields)
-    if not ADAPTER_NAME.fullmatch(name) or name == context.engine.base_name:
+    if not ADAPTER_NAME.fullmatch(name) or name in context.engine.base_names:
         raise AdapterRejected(
             f"{name[:80]!r} cannot name an adapter: use letters, digits and . _ : - (128 at most), beginning with a "
             "letter or digit, and not the base model's name.",

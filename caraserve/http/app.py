@@ -4,13 +4,13 @@ Called by `serve.py`: `make_app` wires handlers to an engine, `start_http` liste
 connections are refused, handlers get a few seconds, then they are cancelled; call it when all requests have ended.
 """
 
-import errno
 import logging
 import re
+import socket
 import ssl
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -18,9 +18,10 @@ from aiohttp.http_exceptions import HttpProcessingError
 from caraserve.background import BackgroundTasks
 from caraserve.cluster.hop import INSTANCE
 from caraserve.config import HttpConfig
-from caraserve.errors import CaraServeError, ConfigError
+from caraserve.errors import CaraServeError
 from caraserve.http import admin, chat, cluster_pages, openai, pages, tokens
 from caraserve.http.auth import check_access
+from caraserve.http.binding import bind, cannot_listen
 from caraserve.http.context import ANSWERED_HERE, CONTEXT, REQUEST_ID, Context, HttpTimings
 from caraserve.http.dispatch import Dispatch
 from caraserve.http.engine_api import ClusterApi, EngineApi
@@ -147,19 +148,30 @@ async def _close(app: web.Application) -> None:
     await app[CONTEXT].close()
 
 
-async def start_http(app: web.Application, config: HttpConfig) -> tuple[web.AppRunner, int]:
-    """Listens where the configuration says; see `listen`."""
-    return await listen(app, config, config.host, config.port)
+async def start_http(
+    app: web.Application,
+    config: HttpConfig,
+    sockets: Sequence[socket.socket] = (),
+    tls: ssl.SSLContext | None = None,
+) -> tuple[web.AppRunner, int]:
+    """Listens on bound `sockets`, or where the configuration says; see `listen`."""
+    return await listen(app, config, config.host, config.port, tls, sockets)
 
 
 async def listen(
-    app: web.Application, config: HttpConfig, host: str, port: int, tls: ssl.SSLContext | None = None
+    app: web.Application,
+    config: HttpConfig,
+    host: str,
+    port: int,
+    tls: ssl.SSLContext | None = None,
+    sockets: Sequence[socket.socket] = (),
 ) -> tuple[web.AppRunner, int]:
     """Listens; returns the runner and the port, which differs from `port` where that is 0.
 
     Raises ConfigError when the address cannot be listened on.
     """
     timings = app[CONTEXT].timings
+    sockets = sockets or bind(host, port)
     runner = web.AppRunner(
         app,
         handler_cancellation=True,  # a client that leaves cancels its handler, and so its generation
@@ -174,19 +186,12 @@ async def listen(
     )
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port, backlog=1024, ssl_context=tls).start()
+        for one in sockets:
+            await web.SockSite(runner, one, backlog=1024, ssl_context=tls).start()
     except OSError as error:
         await runner.cleanup()
-        raise ConfigError(_cannot_listen(error, f"{host}:{port}")) from None
+        raise cannot_listen(error, host, port) from None
     return runner, int(runner.addresses[0][1])
-
-
-def _cannot_listen(error: OSError, where: str) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return f"cannot listen on {where}: another process does; choose another --port, or 0 for any free one"
-    if error.errno == errno.EACCES:
-        return f"cannot listen on {where}: ports below 1024 need privileges; choose another --port"
-    return f"cannot listen on {where}: {error.strerror or error}; check --host and --port"
 
 
 def _protocol_log() -> logging.Logger:

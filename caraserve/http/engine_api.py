@@ -78,6 +78,10 @@ class EngineApi(Protocol):
     def base_name(self) -> str: ...
 
     @property
+    def base_names(self) -> Sequence[str]:
+        """All names that the base model answers to, `base_name` first."""
+
+    @property
     def max_model_len(self) -> int: ...
 
     @property
@@ -179,10 +183,10 @@ def find_adapter(served: Served, model: str) -> AdapterView | None:
 
     Raises NotFound with param `model`.
     """
-    base = served.engine.base_name
-    if model == base:
+    if model in served.engine.base_names:
         return None
-    for name in (model, model.removeprefix(f"{base}:")):
+    bases = [base for base in served.engine.base_names if model.startswith(f"{base}:")]
+    for name in (model, *(model.removeprefix(f"{base}:") for base in bases)):
         try:
             return served.engine.adapter(name)
         except NotFound:

@@ -5,6 +5,7 @@
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -85,7 +86,7 @@ def load_spec(folder: Path) -> ModelSpec:
     """Reads `folder/config.json`. Raises ModelLoadError naming the file or field that cannot be served."""
     path = folder / "config.json"
     if not folder.is_dir():
-        raise ModelLoadError(f"model folder {str(folder)!r} does not exist; give a folder that holds config.json")
+        raise ModelLoadError(f"model folder {str(folder)!r} does not exist; {_instead_of(str(folder))}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -95,6 +96,14 @@ def load_spec(folder: Path) -> ModelSpec:
     if not isinstance(config, dict):
         raise ModelLoadError(f"{path} must hold a JSON object")
     return parse_spec(config)
+
+
+def _instead_of(folder: str) -> str:
+    """What to give in place of a folder that is not there."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", folder):
+        return "give a folder that holds config.json"
+    name = folder.partition("/")[2]
+    return f"for a model of the Hugging Face Hub, run `hf download {folder} --local-dir {name}` and serve {name}"
 
 
 def parse_spec(config: dict[str, Any]) -> ModelSpec:

@@ -167,7 +167,7 @@ async def start_engine(
     """The server without its HTTP, every adapter loaded."""
     model_config = ModelConfig(
         model=model,
-        served_model_name="base",
+        served_model_name=("base",),
         dtype=dtype,
         load_format="auto",
         max_model_len=None,

@@ -155,6 +155,7 @@ class FakeEngine:
 
     script: Callable[[GenerateRequest], Iterable[TokenDelta]] | None = spell
     base_name: str = "org/base"
+    other_base_names: tuple[str, ...] = ()
     max_model_len: int = 1000
     default_sampling: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
@@ -166,6 +167,10 @@ class FakeEngine:
     streams: list[FakeStream] = field(default_factory=list)
     admin_gate: asyncio.Event | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def base_names(self) -> tuple[str, ...]:
+        return (self.base_name, *self.other_base_names)
 
     @property
     def requests(self) -> list[GenerateRequest]:

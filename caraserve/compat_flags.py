@@ -1,0 +1,164 @@
+"""Options and variables of other servers, and what each means here: data for `options.py`. Level 0.
+
+`SAME` are other names of our own options. `FLAGS` are options that change nothing here, or that cannot be served; the
+names of one entry mean the same. `VARIABLES` are environment variables that set an option.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """An option of vLLM, SGLang, KServe, NIM or TRL that has no effect here.
+
+    `takes`: nothing (a switch), one value, or several. `values`: those that ask for what happens anyway; None: all.
+    `note` says why the option is not needed, `instead` what to do about any other value.
+    """
+
+    names: tuple[str, ...]
+    takes: Literal["nothing", "one", "several"]
+    values: tuple[str, ...] | None
+    note: str
+    instead: str
+
+
+def _switch(names: str, note: str) -> Flag:
+    return Flag(tuple(names.split()), "nothing", None, note, "")
+
+
+def _any(names: str, note: str, takes: Literal["one", "several"] = "one") -> Flag:
+    return Flag(tuple(names.split()), takes, None, note, "")
+
+
+def _only(names: str, values: str, instead: str, note: str = "it is the default here") -> Flag:
+    return Flag(tuple(names.split()), "one", tuple(values.split()), note, instead)
+
+
+def _refused(names: str, instead: str, takes: Literal["nothing", "one", "several"] = "one") -> Flag:
+    return Flag(tuple(names.split()), takes, (), "", instead)
+
+
+SAME = {
+    # vLLM
+    "--kv-cache-memory-bytes": "--kv-cache-bytes",
+    "--enable-log-requests": "--log-requests",
+    "--disable-log-requests": "--no-log-requests",
+    "--no-enable-log-requests": "--no-log-requests",
+    # KServe's Hugging Face runtime
+    "--model-name": "--served-model-name",
+    "--model-dir": "--model",
+    "--model-id": "--model",
+    "--max-length": "--max-model-len",
+    "--http-port": "--port",
+    # SGLang
+    "--model-path": "--model",
+    "--lora-paths": "--lora-modules",
+    "--max-loras-per-batch": "--max-loras",
+    "--context-length": "--max-model-len",
+    "--max-running-requests": "--max-num-seqs",
+    "--random-seed": "--seed",
+    "--disable-radix-cache": "--no-enable-prefix-caching",
+}
+
+_ONE_PROCESS = "one process serves one GPU, or the CPU; to use more, start an instance for each with --peers"
+_OWN_LOG = "the log is this server's own; see --log-level and --log-format"
+_GRAPHS = "graphs are captured where they help"
+_TOOLS = "tools are not supported yet: requests that need them get a 400"
+_ADAPTER_MEMORY = "adapters are bounded by bytes, not by number: see --max-host-adapters-bytes"
+_CORS = "--allowed-origins alone decides"
+
+FLAGS = (
+    # LoRA
+    _switch("--enable-lora", "adapters are always served"),
+    _any("--max-cpu-loras --max-loaded-loras", _ADAPTER_MEMORY),
+    _any("--lora-dtype", "adapters are kept in the dtype of the base weights"),
+    _any("--lora-target-modules", "an adapter may have any of the modules that can be served", "several"),
+    _any("--lora-extra-vocab-size", "adapters that add tokens are refused one by one"),
+    _any("--lora-backend --lora-eviction-policy --max-lora-chunk-size", "there is one way here, for any mix of ranks"),
+    _switch("--fully-sharded-loras --specialize-active-lora", "adapters of a batch cost by their own ranks"),
+    _switch("--enable-lora-bias", "adapters with biases are refused one by one"),
+    _switch("--enable-lora-overlap-loading", "see --loading-mode"),
+    _switch("--lora-strict-loading", "adapters that cannot be applied exactly are always refused"),
+    # Which model
+    _switch("--trust-remote-code", "code of a checkpoint is never run; what needs it is refused"),
+    _any("--download-dir --hf-token", "nothing is downloaded"),
+    _only("--revision --code-revision --tokenizer-revision", "main", "a local folder has one revision; fetch it with "
+          "`hf download MODEL --revision REVISION --local-dir DIR` and serve DIR"),
+    _refused("--tokenizer --hf-config-path", "tokenizer and config.json are read from the model's folder"),
+    _refused("--hf-overrides --rope-scaling --rope-theta", "edit config.json in the model's folder"),
+    _only("--quantization -q", "none None null", "serve an unquantised checkpoint, see --dtype"),
+    _only("--tokenizer-mode", "auto hf fast", "tokenizer.json is what is read"),
+    _only("--config-format", "auto hf", "config.json is what is read"),
+    _any("--model-impl --vllm-model-impl", "there is one implementation"),
+    _only("--task --runner", "auto generate text-generation text_generation", "only text generation is served"),
+    _only("--convert", "auto none", "only text generation is served"),
+    _only("--backend", "auto vllm", "leave it out"),
+    _only("--generation-config", "auto", "defaults of sampling are those of generation_config.json; send others with "
+          "each request"),
+    _refused("--override-generation-config", "edit generation_config.json, or send the fields with each request"),
+    _any("--limit-mm-per-prompt", "models are of text only"),
+    # Devices, memory, batches
+    _only("--tensor-parallel-size -tp --tp --tp-size --pipeline-parallel-size -pp --pp-size --data-parallel-size -dp "
+          "--dp-size --data-parallel-size-local --nnodes --api-server-count --prefill-context-parallel-size "
+          "--decode-context-parallel-size", "1", _ONE_PROCESS, "it is the only size here"),
+    _any("--distributed-executor-backend --worker-use-ray", "one process serves"),
+    _switch("--enable-expert-parallel --disable-custom-all-reduce --disable-frontend-multiprocessing "
+            "--async-scheduling", "one process serves, and overlaps batches with their planning"),
+    _switch("--enforce-eager --disable-cuda-graph", _GRAPHS),
+    _any("--compilation-config -O --optimization-level --max-seq-len-to-capture --cuda-graph-sizes --cuda-graph-max-bs",
+         _GRAPHS),
+    _switch("--enable-chunked-prefill", "prompts are always computed in chunks, see --max-num-batched-tokens"),
+    _any("--num-scheduler-steps --max-num-partial-prefills --max-long-partial-prefills --long-prefill-token-threshold",
+         "requests join and leave at every iteration"),
+    _any("--block-size --swap-space --prefix-caching-hash-algo", "KV blocks are managed without it"),
+    _only("--cpu-offload-gb", "0 0.0", "weights stay on their device"),
+    _only("--kv-cache-dtype", "auto", "keys and values are not quantised; see --kv-cache-bytes"),
+    _refused("--num-gpu-blocks-override", "use --kv-cache-bytes"),
+    _refused("--kv-transfer-config", "prefill and decode are done by one instance"),
+    _only("--scheduling-policy --schedule-policy", "fcfs", "tenants take turns, and within one the first comes first"),
+    _any("--speculative-config", "tokens are the same without speculation"),
+    _any("--attention-backend", "there is one implementation"),
+    # API
+    _any("--tool-call-parser --reasoning-parser --tool-parser-plugin --guided-decoding-backend "
+         "--structured-outputs-config", _TOOLS),
+    _switch("--enable-auto-tool-choice --enable-reasoning --exclude-tools-when-tool-choice-none", _TOOLS),
+    _only("--max-logprobs", " ".join(map(str, range(21))), "at most 20 are served", "up to 20 are served"),
+    _only("--response-role", "assistant", "the role is always assistant"),
+    _only("--chat-template-content-format", "auto string", "templates get text"),
+    _refused("--default-chat-template-kwargs", "send chat_template_kwargs with each request"),
+    _switch("--enable-prompt-tokens-details --enable-request-id-headers --enable-server-load-tracking "
+            "--enable-offline-docs --disable-fastapi-docs", "nothing here depends on it"),
+    _refused("--enable-force-include-usage --return-tokens-as-token-ids", "clients ask for it in the request",
+             "nothing"),
+    _refused("--root-path --fastapi-root-path", "have the proxy strip the prefix"),
+    _refused("--uds", "use --host and --port"),
+    _refused("--middleware", "put a proxy in front"),
+    _any("--allowed-methods --allowed-headers", _CORS, "several"),
+    _switch("--allow-credentials", _CORS),
+    _only("--ssl-cert-reqs", "0 2", "with --ssl-ca-certs a client needs a certificate, without it none"),
+    _switch("--enable-ssl-refresh", "the certificate is read at the start: restart to change it"),
+    # Log and traces
+    _switch("--disable-log-stats --disable-uvicorn-access-log "
+            "--enable-log-outputs --enable-log-deltas", _OWN_LOG),
+    _any("--uvicorn-log-level --log-config-file --max-log-len --disable-access-log-for-endpoints --log-level-http",
+         _OWN_LOG),
+    _switch("--enable-metrics", "/metrics is always there"),
+    _refused("--otlp-traces-endpoint --otlp-traces-url", "use --trace FILE, or /metrics"),
+)  # fmt: skip
+
+VARIABLES = {
+    "VLLM_API_KEY": "--api-key",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "--allow-runtime-lora-updating",
+    "VLLM_LORA_RESOLVER_CACHE_DIR": "--adapters-dir",
+    "NIM_PEFT_SOURCE": "--adapters-dir",
+    "NIM_MAX_LORA_RANK": "--max-lora-rank",
+    "NIM_MAX_GPU_LORAS": "--max-loras",
+    "NIM_MAX_CPU_LORAS": "--max-cpu-loras",
+    "NIM_MAX_MODEL_LEN": "--max-model-len",
+    "NIM_SERVED_MODEL_NAME": "--served-model-name",
+    "NIM_SERVER_PORT": "--port",
+}
+VARIABLE_NOTES = {
+    "NIM_PEFT_REFRESH_INTERVAL": "the folder is read at the start; load later ones with POST /v1/load_lora_adapter",
+}

@@ -1,0 +1,54 @@
+"""What can be refused before weights are read: paths, names, certificates. Level 6; for `serve.py`."""
+
+import ssl
+
+from caraserve.config import ClusterConfig, HttpConfig, LoraConfig, ModelConfig, check_adapter_name
+from caraserve.errors import ConfigError
+
+
+def check_paths(model: ModelConfig, lora: LoraConfig) -> None:
+    """Raises ConfigError for a file or folder that is named and is not there."""
+    if model.chat_template is not None and not model.chat_template.is_file():
+        raise ConfigError(f"--chat-template {str(model.chat_template)!r} is not a file")
+    if lora.adapters_dir is not None and not lora.adapters_dir.is_dir():
+        raise ConfigError(f"--adapters-dir {str(lora.adapters_dir)!r} is not a folder")
+    for module in lora.lora_modules:
+        if not (module.path / "adapter_config.json").is_file():
+            raise ConfigError(
+                f"adapter {module.name!r}: {str(module.path)!r} has no adapter_config.json; give a PEFT folder"
+            )
+
+
+def check_names(model: ModelConfig, lora: LoraConfig, base_names: tuple[str, ...]) -> None:
+    """Raises ConfigError for an adapter that is named as the base model, or is for another one."""
+    assert model.model is not None
+    ours = {name.rpartition("/")[2] for name in (*base_names, str(model.model.resolve()))}
+    for module in lora.lora_modules:
+        for name in base_names:
+            check_adapter_name(module.name, name)
+        if module.base_model is not None and module.base_model.rstrip("/").rpartition("/")[2] not in ours:
+            raise ConfigError(
+                f"adapter {module.name!r} says that its base model is {module.base_model!r}; "
+                f"{base_names[0]!r} is served here"
+            )
+
+
+def client_tls(http: HttpConfig, cluster: ClusterConfig) -> ssl.SSLContext | None:
+    """The context for clients' connections; None where they are plain. Raises ConfigError."""
+    if http.ssl_certfile is None:
+        if http.ssl_keyfile is not None or http.ssl_ca_certs is not None:
+            raise ConfigError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
+        return None
+    if cluster.peers and cluster.peer_port is None:
+        raise ConfigError("--ssl-certfile with --peers needs --peer-port: instances do not connect as clients do")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        # A key with a passphrase is refused: asking for one would stop a start that nobody watches.
+        context.load_cert_chain(http.ssl_certfile, http.ssl_keyfile, password="")
+        if http.ssl_ca_certs is not None:
+            context.load_verify_locations(http.ssl_ca_certs)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (OSError, ssl.SSLError) as error:
+        files = f"--ssl-certfile {http.ssl_certfile}, -keyfile {http.ssl_keyfile}, -ca-certs {http.ssl_ca_certs}"
+        raise ConfigError(f"{files}: {error.strerror or error}") from None
+    return context

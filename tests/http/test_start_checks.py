@@ -1,0 +1,156 @@
+"""What is found out before weights are read, and what a server says when it is ready."""
+
+import logging
+import ssl
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import aiohttp
+import pytest
+
+from caraserve import demo
+from caraserve.config import ClusterConfig, HttpConfig, LoraModule
+from caraserve.errors import ConfigError
+from caraserve.http.app import make_app, start_http
+from caraserve.http.binding import bind
+from caraserve.model.spec import load_spec
+from caraserve.options import OptionParser
+from caraserve.serve import _announce
+from caraserve.start_checks import check_paths, client_tls
+from tests.http.fake_engine import FakeEngine
+from tests.http.serving import http_config, new_metrics, serving
+from tests.serving import engine_config, lora_config, model_config, running
+
+POET = demo.adapters_folder() / "poet"
+
+
+def tls_of(*words: str) -> ssl.SSLContext | None:
+    parser = OptionParser()
+    HttpConfig.add_arguments(parser)
+    ClusterConfig.add_arguments(parser)
+    args = parser.parse_args(words)
+    return client_tls(HttpConfig.from_args(args), ClusterConfig.from_args(args))
+
+
+def test_a_port_is_taken_without_listening_and_not_twice() -> None:
+    (taken,) = bind("127.0.0.1", 0)
+    port = taken.getsockname()[1]
+    with taken:
+        taken.listen()
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: another process does"):
+            bind("127.0.0.1", port)
+    with pytest.raises(ConfigError, match="check --host"):
+        bind("no.such.host.invalid", 0)
+
+
+async def test_clients_are_refused_until_the_server_listens() -> None:
+    sockets = bind("localhost", 0)
+    ports = {one.getsockname()[1] for one in sockets}
+    assert len(ports) == 1
+    url = f"http://localhost:{ports.pop()}/health"
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await session.get(url)
+        app = make_app(FakeEngine(), http_config(), new_metrics(), allow_lora_updates=False)
+        runner, _ = await start_http(app, http_config(), sockets)
+        async with session.get(url) as answer:
+            assert answer.status == 200
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("wrong", ["adapter", "folder", "template"])
+def test_a_path_that_is_not_there_is_named(wrong: str, tmp_path: Path) -> None:
+    missing = tmp_path / wrong
+    model, lora = model_config(demo.model_folder()), lora_config({"poet": POET}, adapters_dir=demo.adapters_folder())
+    check_paths(model, lora)
+    if wrong == "adapter":
+        lora.lora_modules.append(LoraModule("x", missing))
+    elif wrong == "folder":
+        lora = lora_config({}, adapters_dir=missing)
+    else:
+        model = type(model)(model.model, ("base",), "auto", "auto", None, missing)
+    with pytest.raises(ConfigError, match=str(missing)):
+        check_paths(model, lora)
+
+
+def certificate(folder: Path, name: str) -> Path:
+    files = ["-keyout", f"{folder / name}.key", "-out", f"{folder / name}.pem"]
+    names = ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    subprocess.run([*command, "-days", "2", *names, *files], check=True, capture_output=True)
+    return folder / f"{name}.pem"
+
+
+async def test_clients_speak_tls_and_show_certificates_where_they_must(tmp_path: Path) -> None:
+    server, client = certificate(tmp_path, "server"), certificate(tmp_path, "client")
+    tls = tls_of(f"--ssl-certfile={server}", f"--ssl-keyfile={server.with_suffix('.key')}", f"--ssl-ca-certs={client}")
+    stranger = ssl.create_default_context(cafile=server)
+    known = ssl.create_default_context(cafile=server)
+    known.load_cert_chain(client, client.with_suffix(".key"))
+    app = make_app(FakeEngine(), http_config(), new_metrics(), allow_lora_updates=False)
+    runner, port = await start_http(app, http_config(), tls=tls)
+    try:
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"https://127.0.0.1:{port}/health", ssl=known) as answer:
+                assert answer.status == 200
+            with pytest.raises(aiohttp.ClientError):
+                await session.get(f"https://127.0.0.1:{port}/health", ssl=stranger)
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--ssl-keyfile", "x"], "need --ssl-certfile"),
+        (["--ssl-certfile", "/nowhere.pem"], "/nowhere.pem"),
+        (["--ssl-certfile", "x", "--peers", "127.0.0.1:1"], "--peer-port"),
+    ],
+)
+def test_certificates_that_cannot_be_used_are_refused(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        tls_of(*words)
+
+
+async def test_the_base_model_answers_to_all_its_names_and_is_listed_once() -> None:
+    fake = FakeEngine(other_base_names=("meta/base",))
+    async with serving(fake) as client:
+        for name in ("org/base", "meta/base", "meta/base:a"):
+            assert (await client.complete(model=name)).status == 200
+        taken = await client.post("/v1/load_lora_adapter", {"lora_name": "meta/base", "lora_path": "x"})
+        listed = [card["id"] for card in (await client.get("/v1/models")).json["data"]]
+    assert [request.adapter for request in fake.requests] == [None, None, "a"]
+    assert taken.status == 400
+    assert listed == ["org/base", "a", "b"]
+
+
+async def test_adapters_above_the_highest_rank_are_refused() -> None:
+    lora = type(lora_config({}))
+    settings = {name: getattr(lora_config({"poet": POET}), name) for name in lora.__slots__}
+    with pytest.raises(ConfigError, match="rank 8 is above --max-lora-rank 4"):
+        async with running(model_config(demo.model_folder()), lora(**settings | {"max_lora_rank": 4}), engine_config()):
+            pass
+
+
+def announced(capsys: pytest.CaptureFixture[str], **settings: object) -> str:
+    served = SimpleNamespace(engine=FakeEngine(), spec=load_spec(demo.model_folder()), device="the CPU")
+    served.engine.loaded = {}
+    _announce(served, http_config(**settings), 8000)  # type: ignore[arg-type]
+    return capsys.readouterr().out
+
+
+def test_the_command_to_copy_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+    plain, keyed = announced(capsys), announced(capsys, host="0.0.0.0", api_key="sesame")
+    assert "Authorization" not in plain
+    assert "curl http://127.0.0.1:8000/v1/chat/completions -H 'Authorization: Bearer YOUR-API-KEY'" in keyed
+    assert "0.0.0.0" not in keyed
+    assert "sesame" not in keyed
+
+
+def test_a_log_for_programs_has_no_plain_lines(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "caraserve"):
+        assert announced(capsys, log_format="json") == ""
+    assert "ready at http://127.0.0.1:8000" in caplog.text
