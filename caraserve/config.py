@@ -26,6 +26,7 @@ LORA_KERNELS = ("bgmv", "bgmv-padded")
 _PADDED_RANK = 64  # rows that every module takes with bgmv-padded
 PRELOADED_MODES = ("cached", "merged")  # all adapters are on the device from the start
 _MOST_CORE = 8191  # Linux's own limit
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:]+\])(:[0-9]+)?", re.IGNORECASE)
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 DIGEST = re.compile(r"[0-9a-f]{64}")  # an adapter's identity: sha256 of its contents
 
@@ -58,6 +59,33 @@ def _share(text: str) -> float:
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"{text!r}: write a share above 0 and up to 1")
     return value
+
+
+def _key(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("a key must not be empty")
+    return text.strip()
+
+
+def _keys_in(variable: str) -> tuple[str, ...]:
+    key = os.environ.get(variable, "").strip()
+    return (key,) if key else ()
+
+
+def _origin(text: str) -> str:
+    if text != "*" and not _ORIGIN.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: write SCHEME://HOST[:PORT] without a path, or *")
+    return text.lower()
+
+
+class _Extend(argparse.Action):
+    """Several values, together or in repeated flags, as a tuple in place of the default."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, args: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        given = getattr(args, self.dest)
+        setattr(args, self.dest, (*(() if given is self.default else given), *values))
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:
@@ -291,20 +319,57 @@ class HttpConfig(_FromArgs):
 
     host: str
     port: int
-    api_key: str | None
+    api_key: tuple[str, ...]
+    admin_key: tuple[str, ...]
+    allowed_origins: tuple[str, ...]
     max_body_bytes: int
+    max_connections: int
     drain_timeout_s: float
     log_format: str
     log_level: str
     log_requests: bool = True
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Every key that lets a client in; none: the server needs no key."""
+        return (*self.api_key, *self.admin_key)
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group("HTTP")
         group.add_argument("--host", default="127.0.0.1", help="address to listen on")
         group.add_argument("--port", type=parse_port, default=8000, help="port to listen on; 0 picks a free one")
-        group.add_argument("--api-key", default=os.environ.get("CARASERVE_API_KEY"), help="key that /v1 requires")
+        group.add_argument(
+            "--api-key",
+            nargs="+",
+            action=_Extend,
+            type=_key,
+            default=_keys_in("CARASERVE_API_KEY"),
+            metavar="KEY",
+            help="keys of clients; with any key, all but /health, /ready and /ping needs one",
+        )
+        group.add_argument(
+            "--admin-key",
+            nargs="+",
+            action=_Extend,
+            type=_key,
+            default=_keys_in("CARASERVE_ADMIN_KEY"),
+            metavar="KEY",
+            help="keys that may load and unload adapters besides; with any key, no other may",
+        )
+        group.add_argument(
+            "--allowed-origins",
+            nargs="+",
+            action=_Extend,
+            type=_origin,
+            default=(),
+            metavar="ORIGIN",
+            help="web pages that may use this server (CORS), such as https://chat.example; * for all",
+        )
         group.add_argument("--max-body-bytes", type=_bytes, default=16 << 20, metavar="SIZE", help="larger bodies: 413")
+        group.add_argument(
+            "--max-connections", type=_at_least(1), default=4096, metavar="N", help="open connections before 503"
+        )
         group.add_argument(
             "--drain-timeout",
             dest="drain_timeout_s",

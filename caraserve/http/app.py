@@ -18,10 +18,10 @@ from aiohttp.http_exceptions import HttpProcessingError
 from caraserve.background import BackgroundTasks
 from caraserve.cluster.hop import INSTANCE
 from caraserve.config import HttpConfig
-from caraserve.errors import CaraServeError, ConfigError
+from caraserve.errors import CaraServeError, ConfigError, Unauthorized
 from caraserve.http import admin, chat, cluster_pages, openai, pages, tokens
-from caraserve.http.auth import check_access
-from caraserve.http.context import ANSWERED_HERE, CONTEXT, REQUEST_ID, Context, HttpTimings
+from caraserve.http.auth import challenge, identify
+from caraserve.http.context import ANSWERED_HERE, CLIENT, CONTEXT, REQUEST_ID, Context, HttpTimings
 from caraserve.http.dispatch import Dispatch
 from caraserve.http.engine_api import ClusterApi, EngineApi
 from caraserve.http.messages import error_body, error_response, fault_body, json_response, refusal_response
@@ -114,8 +114,12 @@ async def _guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
 async def _answer(request: web.Request, handler: _Handler, config: HttpConfig) -> web.StreamResponse:
     try:
         _check_header_size(request)
-        check_access(request, config)
+        request[CLIENT] = identify(request, config)
         return await handler(request)
+    except Unauthorized as error:
+        response = error_response(error)
+        response.headers["WWW-Authenticate"] = challenge(request)
+        return response
     except CaraServeError as error:
         if error.status == 500:
             log.error("request %s failed: %s", request[REQUEST_ID], error.message)

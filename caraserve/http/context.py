@@ -34,6 +34,14 @@ class HttpTimings:
 
 
 @dataclass(frozen=True, slots=True)
+class Client:
+    """Who sends a request."""
+
+    name: str  # of its key, or its address where it has shown none
+    is_admin: bool = False  # whether it may load and unload adapters
+
+
+@dataclass(frozen=True, slots=True)
 class Context:
     """The engine and the settings of the HTTP side."""
 
@@ -70,4 +78,5 @@ class Context:
 
 CONTEXT = web.AppKey("CONTEXT", Context)
 REQUEST_ID = web.RequestKey("REQUEST_ID", str)
+CLIENT = web.RequestKey("CLIENT", Client)
 ANSWERED_HERE = web.RequestKey("ANSWERED_HERE", str)  # our name, where another instance's request got to an answer

@@ -17,7 +17,6 @@ from caraserve.errors import (
     InvalidRequest,
     Overloaded,
     PayloadTooLarge,
-    Unauthorized,
     Unreachable,
 )
 from caraserve.http.context import CONTEXT
@@ -79,8 +78,6 @@ def error_response(error: CaraServeError) -> web.Response:
     if isinstance(error, Overloaded | Draining | Unreachable):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
         headers["retry-after-ms"] = str(max(1, math.ceil(1000 * error.retry_after_s)))
-    if isinstance(error, Unauthorized):
-        headers["WWW-Authenticate"] = 'Bearer realm="caraserve"'
     response = json_response(fault_body(error), status=error.status, headers=headers)
     if isinstance(error, PayloadTooLarge):
         response.force_close()  # the rest of the body is not wanted

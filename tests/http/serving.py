@@ -20,8 +20,11 @@ def http_config(**changes: Any) -> HttpConfig:
     settings: dict[str, Any] = {
         "host": "127.0.0.1",
         "port": 0,
-        "api_key": None,
+        "api_key": (),
+        "admin_key": (),
+        "allowed_origins": (),
         "max_body_bytes": 1 << 20,
+        "max_connections": 1000,
         "drain_timeout_s": 1.0,
         "log_format": "human",
         "log_level": "info",

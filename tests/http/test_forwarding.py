@@ -140,7 +140,7 @@ async def test_ids_traces_tenant_and_seed_go_along_and_the_clients_key_does_not(
         return web.json_response({})
 
     async with fleet() as running:
-        b = await running.start("b", api_key="secret")
+        b = await running.start("b", api_key=("secret",))
         seen = await running.start_raw("a", send)
         headers = {"X-Request-Id": "r-1", "traceparent": "00-abc-01", "Authorization": "Bearer secret"}
         answer = await b.client.complete(headers=headers, user="alice", seed=5)
@@ -156,7 +156,7 @@ async def test_ids_traces_tenant_and_seed_go_along_and_the_clients_key_does_not(
 
 async def test_an_instance_trusts_the_cluster_and_needs_no_key_of_it() -> None:
     async with fleet() as running:
-        a, b = await running.start("a", api_key="of a"), await running.start("b", api_key="of b")
+        a, b = await running.start("a", api_key=("of a",)), await running.start("b", api_key=("of b",))
         answer = await b.client.complete(headers={"Authorization": "Bearer of b"}, user="alice")
         assert (answer.status, [request.tenant for request in a.engine.requests]) == (200, ["alice"])
 
