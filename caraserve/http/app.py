@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from caraserve.background import BackgroundTasks
 from caraserve.cluster.hop import INSTANCE
@@ -24,8 +23,9 @@ from caraserve.http.auth import challenge, identify
 from caraserve.http.context import ANSWERED_HERE, CLIENT, CONTEXT, REQUEST_ID, Context, HttpTimings
 from caraserve.http.dispatch import Dispatch
 from caraserve.http.engine_api import ClusterApi, EngineApi
-from caraserve.http.messages import error_body, error_response, fault_body, json_response, refusal_response
+from caraserve.http.messages import SERVER, error_body, error_response, fault_body, json_response, refusal_response
 from caraserve.http.request_log import CLIENT_LEFT, IGNORED_HEADER, SUMMARY, Summary, log_request
+from caraserve.http.server import Runner
 from caraserve.metrics import Metrics
 
 log = logging.getLogger("caraserve.http")
@@ -140,6 +140,7 @@ def _check_header_size(request: web.Request) -> None:
 
 
 async def _sign(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Server"] = SERVER
     response.headers["X-Request-Id"] = request[REQUEST_ID]
     if request[SUMMARY].ignored:
         response.headers[IGNORED_HEADER] = request[SUMMARY].ignored
@@ -164,11 +165,11 @@ async def listen(
     Raises ConfigError when the address cannot be listened on.
     """
     timings = app[CONTEXT].timings
-    runner = web.AppRunner(
+    runner = Runner(
         app,
+        max_connections=config.max_connections,
+        write_s=timings.write_s,
         handler_cancellation=True,  # a client that leaves cancels its handler, and so its generation
-        access_log=None,
-        logger=_protocol_log(),
         keepalive_timeout=timings.keepalive_s,
         shutdown_timeout=timings.stop_s,
         lingering_time=timings.linger_s,
@@ -191,15 +192,3 @@ def _cannot_listen(error: OSError, where: str) -> str:
     if error.errno == errno.EACCES:
         return f"cannot listen on {where}: ports below 1024 need privileges; choose another --port"
     return f"cannot listen on {where}: {error.strerror or error}; check --host and --port"
-
-
-def _protocol_log() -> logging.Logger:
-    """aiohttp's own log. Bytes that are not HTTP are a client's fault and get a 400, not a trace in our log."""
-    protocol_log = logging.getLogger("caraserve.http.protocol")
-    if not protocol_log.filters:
-        protocol_log.addFilter(_not_a_client_fault)
-    return protocol_log
-
-
-def _not_a_client_fault(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))

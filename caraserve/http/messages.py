@@ -17,12 +17,15 @@ from caraserve.errors import (
     InvalidRequest,
     Overloaded,
     PayloadTooLarge,
+    ServerBusy,
     Unreachable,
 )
 from caraserve.http.context import CONTEXT
 from caraserve.http.fields import Fields, parse_object
 from caraserve.http.request_log import SUMMARY, listed
 from caraserve.units import human_bytes
+
+SERVER = "CaraServe"  # without versions, which would say what to try
 
 
 async def read_object(request: web.Request) -> Fields:
@@ -75,7 +78,7 @@ def fault_body(error: CaraServeError) -> dict[str, Any]:
 def error_response(error: CaraServeError) -> web.Response:
     """The answer for a fault of ours or the client's, with the headers that its status wants."""
     headers = {}
-    if isinstance(error, Overloaded | Draining | Unreachable):
+    if isinstance(error, Overloaded | Draining | ServerBusy | Unreachable):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
         headers["retry-after-ms"] = str(max(1, math.ceil(1000 * error.retry_after_s)))
     response = json_response(fault_body(error), status=error.status, headers=headers)
