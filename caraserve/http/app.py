@@ -17,9 +17,10 @@ from aiohttp import web
 from caraserve.background import BackgroundTasks
 from caraserve.cluster.hop import INSTANCE
 from caraserve.config import HttpConfig
-from caraserve.errors import CaraServeError, ConfigError, Unauthorized
+from caraserve.errors import CaraServeError, ConfigError, ServerBusy, Unauthorized
 from caraserve.http import admin, chat, cluster_pages, openai, pages, tokens
 from caraserve.http.auth import challenge, identify
+from caraserve.http.bodies import Bodies
 from caraserve.http.context import ANSWERED_HERE, CLIENT, CONTEXT, REQUEST_ID, Context, HttpTimings
 from caraserve.http.dispatch import Dispatch
 from caraserve.http.engine_api import ClusterApi, EngineApi
@@ -54,7 +55,8 @@ def make_app(
     serves alone. `background`: the tasks that /ready reports."""
     timings = timings or HttpTimings()
     parts = cluster, dispatch, background or BackgroundTasks()
-    app = bare_app(Context(engine, metrics, config, allow_lora_updates, timings, time.time(), *parts))
+    bodies = Bodies(config.max_body_bytes)
+    app = bare_app(Context(engine, metrics, config, allow_lora_updates, timings, time.time(), bodies, *parts))
     app[admin.MODELS] = admin.ModelList()
     app.on_cleanup.append(_close)
     app.add_routes(
@@ -104,6 +106,7 @@ async def _guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
         response = await _answer(request, handler, context.config)
         status = response.status
     finally:
+        context.bodies.release(request)
         if context.config.log_requests:
             log_request(request, request[REQUEST_ID], status)
     resource = request.match_info.route.resource
@@ -127,6 +130,8 @@ async def _answer(request: web.Request, handler: _Handler, config: HttpConfig) -
         return error_response(error)
     except web.HTTPException as error:
         return refusal_response(error, request)
+    except MemoryError:
+        return error_response(ServerBusy("The server has no memory for this request now.", retry_after_s=1.0))
     except Exception:
         log.exception("request %s failed", request[REQUEST_ID])
         message = f"The server made a mistake; its log has the details under request id {request[REQUEST_ID]}."
@@ -141,8 +146,9 @@ def _check_header_size(request: web.Request) -> None:
 
 async def _sign(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["Server"] = SERVER
-    response.headers["X-Request-Id"] = request[REQUEST_ID]
-    if request[SUMMARY].ignored:
+    if REQUEST_ID in request:  # else it has never got to the middleware
+        response.headers["X-Request-Id"] = request[REQUEST_ID]
+    if SUMMARY in request and request[SUMMARY].ignored:
         response.headers[IGNORED_HEADER] = request[SUMMARY].ignored
     if ANSWERED_HERE in request:
         response.headers[INSTANCE] = request[ANSWERED_HERE]

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from caraserve.background import BackgroundTasks
 from caraserve.config import HttpConfig
+from caraserve.http.bodies import Bodies
 from caraserve.http.engine_api import ClusterApi, EngineApi
 from caraserve.metrics import Metrics
 
@@ -51,6 +52,7 @@ class Context:
     allow_lora_updates: bool
     timings: HttpTimings
     started_s: float  # unix time
+    bodies: Bodies
     cluster: ClusterApi | None = None  # None: this server serves alone
     dispatch: "Dispatch | None" = None  # None: it answers all requests itself
     background: BackgroundTasks = field(default_factory=BackgroundTasks)

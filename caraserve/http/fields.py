@@ -27,6 +27,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
     except RecursionError:
         raise InvalidRequest("The body is not valid JSON: it is nested too deeply.") from None
     except ValueError as error:
+        if str(error).startswith("Not enough memory"):  # orjson's word for what is no fault of the body's
+            raise MemoryError from None
         raise InvalidRequest(f"The body is not valid JSON: {error}.") from None
     if not isinstance(value, dict):
         raise InvalidRequest("The body must be a JSON object.")

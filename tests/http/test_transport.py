@@ -4,9 +4,12 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.http_writer import StreamWriter
 
 from caraserve.http.app import make_app, start_http
 from caraserve.http.context import HttpTimings
@@ -73,13 +76,35 @@ async def test_double_slashes_are_unknown(path: str) -> None:
         assert (await client.get(path)).status == 404
 
 
-async def test_clients_that_leave_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    fake = FakeEngine(script=None)
-    async with serving(fake) as client:
-        for rest in (b"Expect: 100-continue\r\n\r\n", b"\r\n{"):
-            with socket.create_connection(("127.0.0.1", client.port)) as one:
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset, without farewell
-                one.sendall(HEAD + b"Content-Length: 100\r\n" + rest)
+@pytest.mark.parametrize("keys", [(), ("secret",)], ids=["read", "refused unread"])
+async def test_a_body_that_turns_out_broken_is_logged_once_at_most(
+    keys: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(FakeEngine(), api_key=keys, timings=HttpTimings(body_s=0.05, linger_s=0.05)) as client:
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+        writer.write(HEAD + b"Transfer-Encoding: chunked\r\nExpect: 100-continue\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"zzz\r\n{}\r\n")
+        await reader.read()
+        writer.close()
+    assert len(caplog.records) <= 1
+    assert not any(record.exc_info for record in caplog.records)
+
+
+async def test_clients_that_leave_are_not_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = asyncio.Event()
+
+    async def write(self: StreamWriter, data: bytes, **options: Any) -> None:
+        left.set()
+        raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+
+    async with serving(FakeEngine()) as client:
+        with monkeypatch.context() as patched, socket.create_connection(("127.0.0.1", client.port)) as one:
+            patched.setattr(StreamWriter, "write", write)
+            one.sendall(HEAD + b"Content-Length: 100\r\nExpect: 100-continue\r\n\r\n")
+            await left.wait()
         assert (await client.get("/health")).status == 200
     assert not caplog.records
 
@@ -108,7 +133,12 @@ async def test_an_answer_that_nobody_reads_ends_with_its_connection(
         lost, server = asyncio.Event(), runner.server
         assert server is not None
         was_lost = server.connection_lost
-        monkeypatch.setattr(server, "connection_lost", lambda *args: (was_lost(*args), lost.set()))
+
+        def connection_lost(*args: Any) -> None:
+            was_lost(*args)
+            lost.set()
+
+        monkeypatch.setattr(server, "connection_lost", connection_lost)
         _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)  # reads no further than its buffer
         writer.write(HEAD + ending + b'Content-Length: 14\r\n\r\n{"prompt":"a"}')
         await asyncio.wait_for(lost.wait(), 20.0)  # the kernel tells nobody but the server
