@@ -22,6 +22,7 @@ from caraserve.http import admin, chat, cluster_pages, openai, pages, tokens
 from caraserve.http.auth import challenge, identify
 from caraserve.http.bodies import Bodies
 from caraserve.http.context import ANSWERED_HERE, CLIENT, CONTEXT, REQUEST_ID, Context, HttpTimings
+from caraserve.http.cors import add_headers, preflight
 from caraserve.http.dispatch import Dispatch
 from caraserve.http.engine_api import ClusterApi, EngineApi
 from caraserve.http.messages import SERVER, error_body, error_response, fault_body, json_response, refusal_response
@@ -117,7 +118,10 @@ async def _guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
 async def _answer(request: web.Request, handler: _Handler, config: HttpConfig) -> web.StreamResponse:
     try:
         _check_header_size(request)
-        request[CLIENT] = identify(request, config)
+        if (answer := preflight(request, config.allowed_origins)) is not None:
+            return answer
+        if (client := identify(request, config)) is not None:
+            request[CLIENT] = client
         return await handler(request)
     except Unauthorized as error:
         response = error_response(error)
@@ -150,6 +154,7 @@ async def _sign(request: web.Request, response: web.StreamResponse) -> None:
         response.headers["X-Request-Id"] = request[REQUEST_ID]
     if SUMMARY in request and request[SUMMARY].ignored:
         response.headers[IGNORED_HEADER] = request[SUMMARY].ignored
+    add_headers(request, response, request.app[CONTEXT].config.allowed_origins)
     if ANSWERED_HERE in request:
         response.headers[INSTANCE] = request[ANSWERED_HERE]
 

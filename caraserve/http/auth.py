@@ -26,16 +26,15 @@ PROBES = frozenset({"/health", "/ready", "/ping"})  # need no key, whatever else
 _PAGE_PATHS = frozenset({"/", "/stats"})
 
 
-def identify(request: web.Request, config: HttpConfig) -> Client:
-    """Raises Unauthorized or Forbidden for a client that may not ask this."""
-    by_address = Client(request.remote or "unknown", is_admin=not config.keys)
+def identify(request: web.Request, config: HttpConfig) -> Client | None:
+    """Who sends a request; None where no key says it. Raises Unauthorized or Forbidden for one that may not ask this."""
     if not config.keys:
         if _is_local(config.host):
             _check_local_origin(request, config.allowed_origins)
-        return by_address
+        return Client(request.remote or "unknown", is_admin=True)
     # Other instances sign what they send with the cluster's secret, which their handlers check.
     if request.path in PROBES or request.path.startswith(f"{PEER_PREFIX}/"):
-        return by_address
+        return None
     digest = _digest(_given_key(request))
     matching = [key for key in config.keys if hmac.compare_digest(digest, _digest_of_ours(key))]
     if not matching:
