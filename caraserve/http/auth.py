@@ -27,7 +27,7 @@ _PAGE_PATHS = frozenset({"/", "/stats"})
 
 
 def identify(request: web.Request, config: HttpConfig) -> Client | None:
-    """Who sends a request; None where no key says it. Raises Unauthorized or Forbidden for one that may not ask this."""
+    """Who sends a request; None where no key says it. Raises Unauthorized or Forbidden."""
     if not config.keys:
         if _is_local(config.host):
             _check_local_origin(request, config.allowed_origins)
@@ -39,7 +39,7 @@ def identify(request: web.Request, config: HttpConfig) -> Client | None:
     matching = [key for key in config.keys if hmac.compare_digest(digest, _digest_of_ours(key))]
     if not matching:
         raise Unauthorized("The API key is missing or wrong; send the header Authorization: Bearer KEY.")
-    return Client(f"key-{digest.hex()[:8]}", is_admin=matching[0] in config.admin_key)
+    return Client(key_name(matching[0]), is_admin=matching[0] in config.admin_key)
 
 
 def challenge(request: web.Request) -> str:
@@ -66,8 +66,13 @@ def _given_key(request: web.Request) -> str:
     return request.headers.get("X-Api-Key", "")
 
 
+def key_name(key: str) -> str:
+    """How a client with this key is called; it does not say the key."""
+    return f"key-{_digest_of_ours(key).hex()[:8]}"
+
+
 def _digest(key: str) -> bytes:
-    """What keys are compared by: all are of one length, and a few digits of it name a key in logs without saying it."""
+    """What keys are compared by: all are of one length."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 

@@ -11,7 +11,9 @@ from aiohttp import web
 
 from caraserve.cluster.members import State
 from caraserve.errors import BackendFailed, Draining, Overloaded
+from caraserve.http.auth import key_name
 from caraserve.http.context import HttpTimings
+from caraserve.request import Tenant
 from tests.http.fake_engine import FakeAdapter, FakeEngine
 from tests.http.fleet import FULL, RawAnswer, fleet, streamed
 from tests.http.test_streaming import begun, raw_post, read_chunk, read_event
@@ -158,7 +160,8 @@ async def test_an_instance_trusts_the_cluster_and_needs_no_key_of_it() -> None:
     async with fleet() as running:
         a, b = await running.start("a", api_key=("of a",)), await running.start("b", api_key=("of b",))
         answer = await b.client.complete(headers={"Authorization": "Bearer of b"}, user="alice")
-        assert (answer.status, [request.tenant for request in a.engine.requests]) == (200, ["alice"])
+        tenants = [request.tenant for request in a.engine.requests]
+        assert (answer.status, tenants) == (200, [Tenant(key_name("of b"), "alice")])
 
 
 # --- leaving, waiting ---
