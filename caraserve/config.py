@@ -15,7 +15,7 @@ from typing import Self
 from caraserve.endpoints import parse_address, parse_peers, parse_port
 from caraserve.errors import ConfigError
 from caraserve.option_values import ADAPTER_NAME as ADAPTER_NAME
-from caraserve.option_values import LoraModule, at_least, lora_module, parse_cpus, share, size, tokens
+from caraserve.option_values import LoraModule, at_least, key, lora_module, origin, parse_cpus, share, size, tokens
 
 LOADING_MODES = ("cached", "merged", "ondemand", "overlapped", "pipelined", "assisted", "auto")
 ROUTINGS = (
@@ -251,8 +251,11 @@ class HttpConfig(_FromArgs):
 
     host: str
     port: int
-    api_key: str | None
+    api_key: tuple[str, ...]
+    admin_key: tuple[str, ...]
+    allowed_origins: tuple[str, ...]
     max_body_bytes: int
+    max_connections: int
     drain_timeout_s: float
     log_format: str
     log_level: str
@@ -261,16 +264,50 @@ class HttpConfig(_FromArgs):
     ssl_keyfile: Path | None = None
     ssl_ca_certs: Path | None = None
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Every key that lets a client in; none: the server needs no key."""
+        return (*self.api_key, *self.admin_key)
+
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group("HTTP")
         group.add_argument("--host", default="127.0.0.1", help="address to listen on")
         group.add_argument("--port", type=parse_port, default=8000, help="port to listen on; 0 picks a free one")
-        group.add_argument("--api-key", help="key that /v1 requires")
+        group.add_argument(
+            "--api-key",
+            nargs="+",
+            action="extend",
+            type=key,
+            default=[],
+            metavar="KEY",
+            help="keys of clients; with any key, all but /health, /ready and /ping needs one",
+        )
+        group.add_argument(
+            "--admin-key",
+            nargs="+",
+            action="extend",
+            type=key,
+            default=[],
+            metavar="KEY",
+            help="keys that may load and unload adapters besides; with any key, no other may",
+        )
+        group.add_argument(
+            "--allowed-origins",
+            nargs="+",
+            action="extend",
+            type=origin,
+            default=[],
+            metavar="ORIGIN",
+            help="web pages that may use this server (CORS), such as https://chat.example; * for all",
+        )
         group.add_argument("--ssl-certfile", type=Path, metavar="FILE", help="PEM; clients then speak TLS")
         group.add_argument("--ssl-keyfile", type=Path, metavar="FILE", help="PEM (default: in --ssl-certfile)")
         group.add_argument("--ssl-ca-certs", type=Path, metavar="FILE", help="PEM; clients must show what it signed")
         group.add_argument("--max-body-bytes", type=size, default=16 << 20, metavar="SIZE", help="larger bodies: 413")
+        group.add_argument(
+            "--max-connections", type=at_least(1), default=4096, metavar="N", help="open connections before 503"
+        )
         group.add_argument(
             "--drain-timeout",
             dest="drain_timeout_s",

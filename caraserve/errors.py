@@ -14,6 +14,7 @@
     ├── Overloaded                 429  the waiting queue is full; `retry_after_s`
     ├── Draining                   503  the server is stopping; `retry_after_s`
     ├── NotReady                   503  new requests are better sent elsewhere
+    ├── ServerBusy                 503  memory or connections are used up; `retry_after_s`
     ├── Unreachable                503  no instance that can be reached has the adapter's bytes; `retry_after_s`
     ├── InstanceLost               502  the instance that was answering has gone
     ├── DeadlineExceeded           504  whoever asks waits no longer
@@ -140,6 +141,17 @@ class NotReady(CaraServeError):
 
     status = 503
     code = "not_ready"
+
+
+class ServerBusy(CaraServeError):
+    """The memory or the connections that the server may use are in use; the same request may be sent again later."""
+
+    status = 503
+    code = "server_busy"
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class Unreachable(CaraServeError):

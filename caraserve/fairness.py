@@ -1,78 +1,153 @@
-"""Fair shares between tenants by virtual token counters; within one by priority, then by arrival. Pure; level 2.
+"""Fair shares by virtual token counters: between clients, then between the users of each. Pure; level 2.
 
-Each tenant has a counter of the service it got, in weighted tokens; the waiting tenant with the least goes first. A
-tenant that comes back is lifted to the least counter of those waiting: time away is not saved up.
+Each client has a counter of the service it got, in weighted tokens; the waiting client with the least goes first, and
+of its users the one with the least, whose requests go by priority, then by arrival. However many users a client names,
+it has one share. A client or user that comes back is lifted to the least counter of those waiting: time away is not
+saved up.
 (Sheng et al., "Fairness in Serving Large Language Models".)
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import islice, takewhile
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice, takewhile
 from typing import Generic, TypeVar
 
+from caraserve.request import Tenant
+
 _PROMPT_WEIGHT, _OUTPUT_WEIGHT = 1.0, 2.0  # an output token costs a whole iteration's turn, a prompt token a share
-_MAX_COUNTERS = 10_000  # of tenants that are not waiting; tenant names come from clients
+_MAX_COUNTERS = 10_000  # of each level, of those that are not waiting; users' names come from clients
 
 W = TypeVar("W")
+K = TypeVar("K", str, Tenant)
+
+
+class _Counters(Generic[K]):
+    """The service that each client, or each user, has received."""
+
+    def __init__(self) -> None:
+        self._served: dict[K, float] = {}
+        self._most = _MAX_COUNTERS
+
+    def lift(self, name: K, others: Iterable[K]) -> None:
+        """`name` begins to wait beside `others`."""
+        least = min((self._served[other] for other in others), default=0.0)
+        self._served[name] = max(self._served.get(name, 0.0), least)
+
+    def in_order(self, names: Iterable[K]) -> list[K]:
+        """The least served first."""
+        return sorted(names, key=lambda name: (self._served[name], name))
+
+    def least(self, names: Iterable[K]) -> K:
+        return min(names, key=lambda name: (self._served[name], name))
+
+    def charge(self, name: K, service: float) -> None:
+        self._served[name] = self._served.get(name, 0.0) + service
+
+    @property
+    def are_too_many(self) -> bool:
+        return len(self._served) > self._most
+
+    def keep(self, waiting: Iterable[K]) -> None:
+        """Forgets all others."""
+        self._served = {name: self._served[name] for name in waiting}
+        self._most = max(_MAX_COUNTERS, 2 * len(self._served))
 
 
 class FairQueue(Generic[W]):
-    """Waiting items by tenant. `priority`: of a tenant's items, those with a lower one go first."""
+    """Waiting items by client and user. `priority`: of a user's items, those with a lower one go first."""
 
     def __init__(self, priority: Callable[[W], int] = lambda item: 0) -> None:
         self._priority = priority
-        self._queues: dict[str, deque[W]] = {}
-        self._served: dict[str, float] = {}
+        self._queues: dict[str, dict[Tenant, deque[W]]] = {}
+        self._clients: _Counters[str] = _Counters()
+        self._users: _Counters[Tenant] = _Counters()
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues.values()))
+        return sum(map(self.count, self._queues))
 
     def __iter__(self) -> Iterator[W]:
-        for queue in self._queues.values():
-            yield from queue
+        for users in self._queues.values():
+            for queue in users.values():
+                yield from queue
 
-    def push(self, tenant: str, item: W) -> None:
+    def count(self, client: str) -> int:
+        """Items of one client."""
+        return sum(map(len, self._queues.get(client, {}).values()))
+
+    def push(self, tenant: Tenant, item: W) -> None:
         """Adds to the tenant's queue: behind the items of the same priority, before those of a higher one."""
-        if tenant not in self._queues:
-            least = min((self._served[name] for name in self._queues), default=0.0)
-            self._served[tenant] = max(self._served.get(tenant, 0.0), least)
-            self._queues[tenant] = deque()
-            self._forget_idle()
-        queue, own = self._queues[tenant], self._priority(item)
+        if tenant.client not in self._queues:
+            self._clients.lift(tenant.client, self._queues)
+            self._queues[tenant.client] = {}
+            if self._clients.are_too_many:
+                self._clients.keep(self._queues)
+        users = self._queues[tenant.client]
+        if tenant not in users:
+            self._users.lift(tenant, users)
+            users[tenant] = deque()
+            if self._users.are_too_many:
+                self._users.keep(chain.from_iterable(self._queues.values()))
+        queue, own = users[tenant], self._priority(item)
         later = sum(1 for _ in takewhile(lambda other: self._priority(other) > own, reversed(queue)))
         queue.insert(len(queue) - later, item)
 
-    def in_order(self) -> list[tuple[str, W]]:
-        """The first item of every tenant, least served tenant first."""
-        tenants = sorted(self._queues, key=lambda tenant: (self._served[tenant], tenant))
-        return [(tenant, self._queues[tenant][0]) for tenant in tenants]
+    def first(self) -> Tenant | None:
+        """Whose first item is next."""
+        if not self._queues:
+            return None
+        return self._users.least(self._queues[self._clients.least(self._queues)])
 
     def upcoming(self, count: int) -> list[W]:
-        """About the first `count` items to come: the tenants' first ones, then their second ones, and so on."""
-        queues = [self._queues[tenant] for tenant, _ in self.in_order()]
-        depth = min(count, max(map(len, queues), default=0))
-        turns = (queue[turn] for turn in range(depth) for queue in queues if turn < len(queue))
-        return list(islice(turns, count))
+        """About the first `count` items to come: the clients' first ones, then their second ones, and so on, and those
+        of each client likewise by its users."""
+        clients = [self._by_turns(self._queues[name]) for name in self._clients.in_order(self._queues)]
+        return list(islice(_turns(clients), count))
 
-    def pop(self, tenant: str) -> W:
+    def _by_turns(self, users: dict[Tenant, deque[W]]) -> Iterator[W]:
+        return _turns([iter(users[tenant]) for tenant in self._users.in_order(users)])
+
+    def newest_of_largest(self, beside: str) -> W | None:
+        """The item to give up for one more of the client `beside`: the newest of the client with most. None: no client
+        would still have more."""
+        if not self._queues:
+            return None
+        largest = max(self._queues, key=self.count)
+        if self.count(largest) <= self.count(beside) + 1:
+            return None
+        return max(self._queues[largest].values(), key=len)[-1]
+
+    def pop(self, tenant: Tenant) -> W:
         """Takes the tenant's first item."""
-        queue = self._queues[tenant]
-        item = queue.popleft()
-        if not queue:
-            del self._queues[tenant]
+        item = self._queues[tenant.client][tenant].popleft()
+        self._drop_empty(tenant)
         return item
 
-    def remove(self, tenant: str, item: W) -> None:
+    def remove(self, tenant: Tenant, item: W) -> None:
         """Takes an item out of the middle. Raises ValueError when it is not there."""
-        self._queues[tenant].remove(item)
-        if not self._queues[tenant]:
-            del self._queues[tenant]
+        self._queues.get(tenant.client, {}).get(tenant, deque[W]()).remove(item)
+        self._drop_empty(tenant)
 
-    def charge(self, tenant: str, prompt_tokens: int, output_tokens: int) -> None:
+    def charge(self, tenant: Tenant, prompt_tokens: int, output_tokens: int) -> None:
         """Records service given to a tenant."""
         service = _PROMPT_WEIGHT * prompt_tokens + _OUTPUT_WEIGHT * output_tokens
-        self._served[tenant] = self._served.get(tenant, 0.0) + service
+        self._clients.charge(tenant.client, service)
+        self._users.charge(tenant, service)
 
-    def _forget_idle(self) -> None:
-        if len(self._served) > _MAX_COUNTERS + len(self._queues):
-            self._served = {tenant: self._served[tenant] for tenant in self._queues}
+    def _drop_empty(self, tenant: Tenant) -> None:
+        users = self._queues[tenant.client]
+        if not users[tenant]:
+            del users[tenant]
+        if not users:
+            del self._queues[tenant.client]
+
+
+def _turns(queues: Iterable[Iterator[W]]) -> Iterator[W]:
+    """The first items of all, then the second ones, and so on."""
+    waiting = list(queues)
+    while waiting:
+        going = []
+        for queue in waiting:
+            for item in islice(queue, 1):
+                yield item
+                going.append(queue)
+        waiting = going

@@ -72,10 +72,10 @@ def check_cluster(cluster: ClusterConfig, http: HttpConfig) -> Admission:
             raise ConfigError(
                 f"--cluster-secret-file is needed: without a secret, anybody who reaches {host} could join"
             )
-    if http.api_key is not None:
+    if http.keys:
         raise ConfigError(
-            "--cluster-secret-file is needed with --api-key: without a secret, every process of this machine could "
-            "send requests as another instance does, and needs no key"
+            "--cluster-secret-file is needed with --api-key or --admin-key: without a secret, every process of this "
+            "machine could send requests as another instance does, and needs no key"
         )
     return Admission(Keyring((LOOPBACK_SECRET,)), listening, dialling)
 

@@ -96,10 +96,10 @@ class Line:
         if self._residency.copies.claims_memory:
             self._residency.copies.go_on()  # blocks may have been given back since
         while self._places_taken() < self._limits.num_slots and self._residency.copies.admits:
-            order = self.waiting.in_order()
-            if not order:
+            tenant = self.waiting.first()
+            if tenant is None:
                 break
-            opened = self.waiting.pop(order[0][0])
+            opened = self.waiting.pop(tenant)
             self.waiting.charge(opened.request.asked.tenant, opened.request.prompt_tokens, 0)
             self._hold_adapter(opened)
             self.loading.append(opened)

@@ -97,7 +97,8 @@ class Engine:
     # --- what HTTP asks ---
 
     def submit(self, asked: GenerateRequest) -> Stream:
-        """Queues a request. Raises NotFound, ContextLengthExceeded, Overloaded or Draining, without any effect."""
+        """Queues a request; in a full queue, in place of one of the client that has most there. Raises NotFound,
+        ContextLengthExceeded, Overloaded or Draining, without any effect."""
         if self.failure is not None:
             raise BackendFailed(f"the device has failed: {self.failure}")
         if self.draining:
@@ -108,9 +109,14 @@ class Engine:
                 f"{len(asked.prompt_ids)}, and the answer at least one.",
                 param="prompt",
             )
-        if len(self._line.waiting) >= self._config.max_queue:
-            raise Overloaded(f"{len(self._line.waiting)} requests are waiting", retry_after_s=self._retry_after_s())
+        displaced = None
+        if (count := len(self._line.waiting)) >= self._config.max_queue:
+            full = Overloaded(f"{count} requests are waiting", retry_after_s=self._retry_after_s())
+            if (displaced := self._line.waiting.newest_of_largest(asked.tenant.client)) is None:
+                raise full
         version = None if asked.adapter is None else self.catalog.pin(asked.adapter)
+        if displaced is not None:
+            self._finish(displaced, "error", error=full)
         opened = self._open_request(asked, version)
         self._line.waiting.push(asked.tenant, opened)
         self._line.admit()  # a load need not wait for the iteration under way

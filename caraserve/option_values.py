@@ -14,6 +14,7 @@ from caraserve.units import parse_bytes
 
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _TOKEN_UNITS = {"": 1, "k": 1000, "K": 1024, "m": 1_000_000, "M": 1 << 20}  # as vLLM reads them
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:]+\])(:[0-9]+)?", re.IGNORECASE)
 _MOST_CORE = 8191  # Linux's own limit
 
 
@@ -75,6 +76,20 @@ def tokens(text: str) -> int | None:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: write a number of tokens such as 4096, 4k, 4K, or auto")
     return value
+
+
+def key(text: str) -> str:
+    """A client's key: anything but blanks."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("a key must not be empty")
+    return text.strip()
+
+
+def origin(text: str) -> str:
+    """Where web pages come from, as browsers say it: https://chat.example; * for all."""
+    if text != "*" and not _ORIGIN.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: write SCHEME://HOST[:PORT] without a path, or *")
+    return text.lower()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from caraserve.errors import CaraServeError
@@ -46,6 +46,16 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
 
+class Tenant(NamedTuple):
+    """Whose request it is. Service is shared between clients, and what a client gets between its users."""
+
+    client: str = ""  # the name of its key, or its address
+    user: str = ""  # as the client says
+
+
+NO_TENANT = Tenant()
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One prompt to one adapter (`adapter` None: the base model). Of one tenant's requests, those of lower `priority`
@@ -56,7 +66,7 @@ class GenerateRequest:
     adapter: str | None
     params: SamplingParams
     arrival_s: float
-    tenant: str = "default"
+    tenant: Tenant = NO_TENANT
     cache_salt: str = ""
     priority: int = 0
 

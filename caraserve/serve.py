@@ -325,7 +325,8 @@ def model_identity(model: ModelConfig, engine: EngineConfig, spec: ModelSpec) ->
 
 
 def _watch_signals() -> asyncio.Event:
-    """Set by the first SIGTERM or SIGINT; a second one ends the process at once."""
+    """Set by the first SIGTERM, SIGINT or SIGHUP; a second one ends the process at once. With --peers, SIGHUP has
+    another meaning from when the instance joins; where it is ignored, as under nohup, it stays so."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -334,7 +335,10 @@ def _watch_signals() -> asyncio.Event:
             os._exit(128 + number)
         stop.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    watched = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        watched.append(signal.SIGHUP)
+    for number in watched:
         loop.add_signal_handler(number, on_signal, number)
     return stop
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from caraserve.config import EngineConfig, LoraConfig, LoraModule, ModelConfig
 from caraserve.loop import Engine
-from caraserve.request import Finish, GenerateRequest, SamplingParams, TokenLogprob
+from caraserve.request import NO_TENANT, Finish, GenerateRequest, SamplingParams, Tenant, TokenLogprob
 from caraserve.serve import build_engine
 
 MIB = 1 << 20
@@ -112,7 +112,7 @@ def submit(
     prompt: Sequence[int],
     adapter: str | None = None,
     *,
-    tenant: str = "default",
+    tenant: Tenant = NO_TENANT,
     cache_salt: str = "",
     priority: int = 0,
     **params: object,

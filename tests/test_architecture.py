@@ -219,7 +219,7 @@ def test_importing_stays_light(module: str) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
 def test_files_are_short_enough_to_read(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 500
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)

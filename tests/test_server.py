@@ -23,11 +23,11 @@ import openai
 import pytest
 
 from caraserve import demo
-from caraserve.config import HttpConfig
 from caraserve.errors import AdapterRejected, ConfigError
 from caraserve.http.app import make_app, start_http
 from caraserve.metrics import Metrics
 from caraserve.serve import build_engine
+from tests.http.serving import http_config
 from tests.serving import engine_config, lora_config, model_config, running
 
 READY = re.compile(r"ready at (http://127\.0\.0\.1:\d+)")
@@ -233,7 +233,7 @@ def test_nothing_is_left_after_500_requests_that_end_in_every_way() -> None:
         lora = lora_config(adapters, device_bytes=3 << 20)  # less than all of them together
         async with running(model_config(demo.model_folder()), lora, engine_config(seqs=8)) as engine:
             metrics = Metrics("base", max_loras=8, block_tokens=16)
-            config = HttpConfig("127.0.0.1", 0, None, 1 << 20, 5.0, "human", "info")
+            config = http_config()
             runner, port = await start_http(make_app(engine, config, metrics, allow_lora_updates=True), config)
             try:
                 async with aiohttp.ClientSession() as client:

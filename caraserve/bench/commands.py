@@ -273,13 +273,20 @@ def _asked(args: argparse.Namespace) -> Mapping[str, object]:
     asked = {name: value for name, value in vars(args).items() if name not in unsaid}
     if (url := asked.get("url")) is not None:
         asked["url"] = re.sub(r"//[^/]*@", "//", url)
-    theirs = list(args.serve_arguments)
-    for index, word in enumerate(theirs):
-        if word.startswith("--api-key="):
-            theirs[index] = "--api-key=…"
-        elif index > 0 and theirs[index - 1] == "--api-key":
-            theirs[index] = "…"
-    return asked | {"serve_arguments": theirs}
+    return asked | {"serve_arguments": without_keys(args.serve_arguments)}
+
+
+def without_keys(arguments: Sequence[str]) -> list[str]:
+    """A server's arguments as a report may repeat them."""
+    shown, in_keys = [], False
+    for word in arguments:
+        flag, equals, _ = word.partition("=")
+        if word.startswith("--"):
+            in_keys = flag in ("--api-key", "--admin-key")
+            shown.append(f"{flag}=…" if in_keys and equals else word)
+        else:
+            shown.append("…" if in_keys else word)
+    return shown
 
 
 def _compare(args: argparse.Namespace) -> int:

@@ -24,8 +24,9 @@ _READY = re.compile(rb"ready at (http://\S+)")
 _START_S = 600.0  # a large model is read from a slow disk
 _END_S = 10.0
 _KEPT_LINES = 20  # of its output, to show when it fails
-_KEYS = ("CARASERVE_API_KEY", "VLLM_API_KEY")  # of another server that this shell may start
 _PR_SET_PDEATHSIG = 1
+# A benchmark gives the key of its own server.
+_KEY_VARIABLES = ("CARASERVE_API_KEY", "CARASERVE_ADMIN_KEY", "VLLM_API_KEY")
 
 
 @contextmanager
@@ -110,11 +111,11 @@ def _end_with_parent() -> None:
 
 
 def api_key_in(arguments: Sequence[str]) -> str | None:
-    """The key that a server is started with."""
+    """The first key that a server is started with."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--api-key")
-    key: str | None = parser.parse_known_args(list(arguments))[0].api_key
-    return key
+    parser.add_argument("--api-key", nargs="+", action="extend", default=[])
+    keys: list[str] = parser.parse_known_args(list(arguments))[0].api_key
+    return keys[0] if keys else None
 
 
 class Interrupted(Exception):
@@ -135,7 +136,7 @@ async def own_server(arguments: Sequence[str], stopped: asyncio.Event) -> AsyncI
         stderr=asyncio.subprocess.STDOUT,
         start_new_session=True,  # a terminal's Ctrl-C is for the benchmark, which ends its server itself
         preexec_fn=_end_with_parent,
-        env={name: value for name, value in os.environ.items() if name not in _KEYS},
+        env={name: value for name, value in os.environ.items() if name not in _KEY_VARIABLES},
     )
     assert process.stdout is not None
     output: deque[bytes] = deque(maxlen=_KEPT_LINES)

@@ -44,6 +44,7 @@ class Hop:
     insists: bool  # the receiver may refuse only what it cannot serve at all
     time_ms: int
     body_digest: str  # SHA-256 in hex
+    client: str  # the name of its key, or its address, which the receiver shares its service by
 
 
 def signed(keys: Keyring, path: str, hop: Hop) -> dict[str, str]:

@@ -16,7 +16,7 @@ from caraserve.cluster.facts import BUCKETS, MAX_KEY, MAX_VALUE, Fact, Load, Sta
 from caraserve.cluster.members import MAX_KNOWN, MAX_RUMOURS, Record, Rumour, State
 from caraserve.endpoints import split_address
 
-PROTOCOL = 2  # raised whenever instances of before and after could not work together
+PROTOCOL = 3  # raised whenever instances of before and after could not work together
 MAX_NAME, MAX_ADDRESS = 64, 256  # characters
 MAX_FRAME = 128 * 1024  # bytes; the largest are 256 records with long addresses, and facts, which are cut to fit
 MAX_BATCH = 200  # facts in one frame: about a millisecond to take in

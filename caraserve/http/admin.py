@@ -13,7 +13,7 @@ from aiohttp import web
 
 from caraserve.errors import AdapterRejected, Forbidden, NotFound
 from caraserve.http.cluster_pages import by_name
-from caraserve.http.context import CONTEXT, Context
+from caraserve.http.context import CLIENT, CONTEXT, Context
 from caraserve.http.engine_api import AdapterView, far_adapter, find_adapter
 from caraserve.http.field_check import check_fields
 from caraserve.http.fields import Fields
@@ -129,6 +129,9 @@ def _updatable(request: web.Request) -> Context:
     context = request.app[CONTEXT]
     if not context.allow_lora_updates:
         raise Forbidden("Adapters cannot be changed while this server runs; start with --allow-runtime-lora-updating.")
+    if not request[CLIENT].is_admin:
+        may = "use one of --admin-key's" if context.config.admin_key else "start the server with --admin-key"
+        raise Forbidden(f"This key may not load or unload adapters; {may}.")
     return context
 
 

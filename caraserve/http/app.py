@@ -13,20 +13,22 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from caraserve.background import BackgroundTasks
 from caraserve.cluster.hop import INSTANCE
 from caraserve.config import HttpConfig
-from caraserve.errors import CaraServeError
+from caraserve.errors import CaraServeError, ServerBusy, Unauthorized
 from caraserve.http import admin, chat, cluster_pages, openai, pages, tokens
-from caraserve.http.auth import check_access
+from caraserve.http.auth import challenge, identify
 from caraserve.http.binding import bind, cannot_listen
-from caraserve.http.context import ANSWERED_HERE, CONTEXT, REQUEST_ID, Context, HttpTimings
+from caraserve.http.bodies import Bodies
+from caraserve.http.context import ANSWERED_HERE, CLIENT, CONTEXT, REQUEST_ID, Context, HttpTimings
+from caraserve.http.cors import add_headers, preflight
 from caraserve.http.dispatch import Dispatch
 from caraserve.http.engine_api import ClusterApi, EngineApi
-from caraserve.http.messages import error_body, error_response, fault_body, json_response, refusal_response
+from caraserve.http.messages import SERVER, error_body, error_response, fault_body, json_response, refusal_response
 from caraserve.http.request_log import CLIENT_LEFT, IGNORED_HEADER, SUMMARY, Summary, log_request
+from caraserve.http.server import Runner
 from caraserve.metrics import Metrics
 
 log = logging.getLogger("caraserve.http")
@@ -55,7 +57,8 @@ def make_app(
     serves alone. `background`: the tasks that /ready reports."""
     timings = timings or HttpTimings()
     parts = cluster, dispatch, background or BackgroundTasks()
-    app = bare_app(Context(engine, metrics, config, allow_lora_updates, timings, time.time(), *parts))
+    bodies = Bodies(config.max_body_bytes)
+    app = bare_app(Context(engine, metrics, config, allow_lora_updates, timings, time.time(), bodies, *parts))
     app[admin.MODELS] = admin.ModelList()
     app.on_cleanup.append(_close)
     app.add_routes(
@@ -105,6 +108,7 @@ async def _guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
         response = await _answer(request, handler, context.config)
         status = response.status
     finally:
+        context.bodies.release(request)
         if context.config.log_requests:
             log_request(request, request[REQUEST_ID], status)
     resource = request.match_info.route.resource
@@ -115,8 +119,15 @@ async def _guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
 async def _answer(request: web.Request, handler: _Handler, config: HttpConfig) -> web.StreamResponse:
     try:
         _check_header_size(request)
-        check_access(request, config)
+        if (answer := preflight(request, config.allowed_origins)) is not None:
+            return answer
+        if (client := identify(request, config)) is not None:
+            request[CLIENT] = client
         return await handler(request)
+    except Unauthorized as error:
+        response = error_response(error)
+        response.headers["WWW-Authenticate"] = challenge(request)
+        return response
     except CaraServeError as error:
         if error.status == 500:
             log.error("request %s failed: %s", request[REQUEST_ID], error.message)
@@ -124,6 +135,8 @@ async def _answer(request: web.Request, handler: _Handler, config: HttpConfig) -
         return error_response(error)
     except web.HTTPException as error:
         return refusal_response(error, request)
+    except MemoryError:
+        return error_response(ServerBusy("The server has no memory for this request now.", retry_after_s=1.0))
     except Exception:
         log.exception("request %s failed", request[REQUEST_ID])
         message = f"The server made a mistake; its log has the details under request id {request[REQUEST_ID]}."
@@ -137,9 +150,12 @@ def _check_header_size(request: web.Request) -> None:
 
 
 async def _sign(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers["X-Request-Id"] = request[REQUEST_ID]
-    if request[SUMMARY].ignored:
+    response.headers["Server"] = SERVER
+    if REQUEST_ID in request:  # else it has never got to the middleware
+        response.headers["X-Request-Id"] = request[REQUEST_ID]
+    if SUMMARY in request and request[SUMMARY].ignored:
         response.headers[IGNORED_HEADER] = request[SUMMARY].ignored
+    add_headers(request, response, request.app[CONTEXT].config.allowed_origins)
     if ANSWERED_HERE in request:
         response.headers[INSTANCE] = request[ANSWERED_HERE]
 
@@ -172,11 +188,11 @@ async def listen(
     """
     timings = app[CONTEXT].timings
     sockets = sockets or bind(host, port)
-    runner = web.AppRunner(
+    runner = Runner(
         app,
+        max_connections=config.max_connections,
+        write_s=timings.write_s,
         handler_cancellation=True,  # a client that leaves cancels its handler, and so its generation
-        access_log=None,
-        logger=_protocol_log(),
         keepalive_timeout=timings.keepalive_s,
         shutdown_timeout=timings.stop_s,
         lingering_time=timings.linger_s,
@@ -192,15 +208,3 @@ async def listen(
         await runner.cleanup()
         raise cannot_listen(error, host, port) from None
     return runner, int(runner.addresses[0][1])
-
-
-def _protocol_log() -> logging.Logger:
-    """aiohttp's own log. Bytes that are not HTTP are a client's fault and get a 400, not a trace in our log."""
-    protocol_log = logging.getLogger("caraserve.http.protocol")
-    if not protocol_log.filters:
-        protocol_log.addFilter(_not_a_client_fault)
-    return protocol_log
-
-
-def _not_a_client_fault(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))

@@ -48,10 +48,10 @@ async def forwarded_chat_completions(request: web.Request) -> web.StreamResponse
     return await answer_forwarded(request, parse_chat, most_numbers=_MAX_NUMBERS)
 
 
-async def parse_chat(fields: Fields, engine: EngineApi, find: Find) -> Job:
+async def parse_chat(fields: Fields, engine: EngineApi, find: Find, client: str) -> Job:
     """Raises InvalidRequest, ContextLengthExceeded or NotFound; they name the field."""
     check_fields(fields, CHAT)
-    asked = parse_asked(fields, engine, find)
+    asked = parse_asked(fields, engine, find, client)
     _refuse_tools(fields)
     limit = fields.maybe_integer("max_completion_tokens", 1, (1 << 63) - 1)
     older_limit = fields.maybe_integer("max_tokens", 1, (1 << 63) - 1)

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from caraserve.background import BackgroundTasks
 from caraserve.config import HttpConfig
+from caraserve.http.bodies import Bodies
 from caraserve.http.engine_api import ClusterApi, EngineApi
 from caraserve.http.whole import ScoreTurns
 from caraserve.metrics import Metrics
@@ -35,6 +36,14 @@ class HttpTimings:
 
 
 @dataclass(frozen=True, slots=True)
+class Client:
+    """Who sends a request."""
+
+    name: str  # of its key, or its address where it has shown none
+    is_admin: bool = False  # whether it may load and unload adapters
+
+
+@dataclass(frozen=True, slots=True)
 class Context:
     """The engine and the settings of the HTTP side."""
 
@@ -44,6 +53,7 @@ class Context:
     allow_lora_updates: bool
     timings: HttpTimings
     started_s: float  # unix time
+    bodies: Bodies
     cluster: ClusterApi | None = None  # None: this server serves alone
     dispatch: "Dispatch | None" = None  # None: it answers all requests itself
     background: BackgroundTasks = field(default_factory=BackgroundTasks)
@@ -72,4 +82,5 @@ class Context:
 
 CONTEXT = web.AppKey("CONTEXT", Context)
 REQUEST_ID = web.RequestKey("REQUEST_ID", str)
+CLIENT = web.RequestKey("CLIENT", Client)
 ANSWERED_HERE = web.RequestKey("ANSWERED_HERE", str)  # our name, where another instance's request got to an answer

@@ -19,7 +19,7 @@ from caraserve.cluster.hop import REFUSED, Gate, Hop, refusal_text
 from caraserve.cluster.router import Reason, Refusal
 from caraserve.cluster.tallies import count
 from caraserve.errors import BackendFailed, CaraServeError, Draining, Forbidden, Overloaded, Unreachable
-from caraserve.http.context import ANSWERED_HERE, CONTEXT, REQUEST_ID
+from caraserve.http.context import ANSWERED_HERE, CLIENT, CONTEXT, REQUEST_ID, Client
 from caraserve.http.deadline import in_time
 from caraserve.http.engine_api import EngineApi, Find, named_adapter
 from caraserve.http.fields import Fields
@@ -36,7 +36,7 @@ log = logging.getLogger("caraserve.http")
 _RETRY_S = 1.0
 _MOVED = Refusal("stale-epoch", Estimate(inf, inf))
 
-Parse = Callable[[Fields, EngineApi, Find], Awaitable[Job]]
+Parse = Callable[[Fields, EngineApi, Find, str], Awaitable[Job]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,7 @@ async def answer_forwarded(
     if await body_digest(body) != hop.body_digest:
         raise Forbidden("The body is not the one that was signed.")
     request[ANSWERED_HERE] = dispatch.forwarding.name
+    request[CLIENT] = Client(hop.client)
     return await _answer_admitted(request, parse, dispatch, hop, body, most_numbers)
 
 
@@ -108,7 +109,7 @@ async def _answer_admitted(
 async def _parsed(request: web.Request, values: dict[str, Any], parse: Parse, find: Find) -> Job:
     fields = Fields(values)
     engine = request.app[CONTEXT].engine
-    job = await parse(fields, engine, find)
+    job = await parse(fields, engine, find, request[CLIENT].name)
     note_ignored(request, fields)
     request[SUMMARY].model = job.requests[0].adapter or engine.base_name
     return job

@@ -50,8 +50,15 @@ def _parse_at_once(body: bytes) -> Any:
     except RecursionError:
         raise InvalidRequest("The body is not valid JSON: it is nested too deeply.") from None
     except ValueError as error:
+        _check_memory(error)
         raise InvalidRequest(f"The body is not valid JSON: {error}.") from None
     return value
+
+
+def _check_memory(error: ValueError) -> None:
+    """Raises MemoryError where orjson had too little memory, which is no fault of the body's."""
+    if str(error).startswith("Not enough memory"):
+        raise MemoryError from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> None:
@@ -226,6 +233,7 @@ class _Reader:
         try:
             return orjson.loads(piece)
         except ValueError as error:
+            _check_memory(error)
             raise self._invalid(str(error).partition(": line")[0]) from None
 
     def _invalid(self, why: str) -> InvalidRequest:

@@ -18,7 +18,7 @@ from caraserve.errors import (
     InvalidRequest,
     Overloaded,
     PayloadTooLarge,
-    Unauthorized,
+    ServerBusy,
     Unreachable,
 )
 from caraserve.http.context import CONTEXT
@@ -28,6 +28,7 @@ from caraserve.http.request_log import SUMMARY, listed
 from caraserve.units import human_bytes
 
 _LISTED_FIELDS = 100  # more than a header has room for
+SERVER = "CaraServe"  # without versions, which would say what to try
 
 
 async def read_object(request: web.Request) -> Fields:
@@ -38,23 +39,37 @@ async def read_object(request: web.Request) -> Fields:
 async def read_body(request: web.Request) -> bytes:
     """The body of a request with JSON; a missing content type is taken as JSON.
 
-    Raises HTTPUnsupportedMediaType, HTTPRequestTimeout, PayloadTooLarge or InvalidRequest.
+    Raises HTTPUnsupportedMediaType, HTTPRequestTimeout, PayloadTooLarge, ServerBusy or InvalidRequest.
     """
     if "Content-Type" in request.headers and request.content_type != "application/json":
         raise web.HTTPUnsupportedMediaType(text="Send the header Content-Type: application/json.")
-    limit = request.app[CONTEXT].config.max_body_bytes
-    too_large = PayloadTooLarge(f"The body is larger than {human_bytes(limit)}, which is this server's limit.")
-    if (request.content_length or 0) > limit:
-        raise too_large
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding.lower() != "identity":  # a few kB can become GB
+        raise web.HTTPUnsupportedMediaType(
+            text=f"Content-Encoding: {encoding[:80]!r} is not taken; send the body as it is."
+        )
     try:
         async with asyncio.timeout(request.app[CONTEXT].timings.body_s):
-            return await request.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise too_large from None
+            return await _whole_body(request)
     except TimeoutError:
         raise web.HTTPRequestTimeout(text="The body did not arrive in time.") from None
     except web.RequestPayloadError as error:
         raise InvalidRequest(f"The body could not be read: {error}.") from None
+
+
+async def _whole_body(request: web.Request) -> bytes:
+    context = request.app[CONTEXT]
+    limit, size, pieces = context.config.max_body_bytes, 0, list[bytes]()
+    too_large = PayloadTooLarge(f"The body is larger than {human_bytes(limit)}, which is this server's limit.")
+    if (request.content_length or 0) > limit:
+        raise too_large
+    async for piece in request.content.iter_any():
+        size += len(piece)
+        if size > limit:
+            raise too_large
+        context.bodies.hold(request, size)
+        pieces.append(piece)
+    return b"".join(pieces)
 
 
 def note_ignored(request: web.Request, fields: Fields) -> None:
@@ -80,13 +95,11 @@ def fault_body(error: CaraServeError) -> dict[str, Any]:
 def error_response(error: CaraServeError) -> web.Response:
     """The answer for a fault of ours or the client's, with the headers that its status wants."""
     headers = {}
-    if isinstance(error, Overloaded | Draining | Unreachable):
+    if isinstance(error, Overloaded | Draining | ServerBusy | Unreachable):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
         headers["retry-after-ms"] = str(max(1, math.ceil(1000 * error.retry_after_s)))
-    if isinstance(error, Unauthorized):
-        headers["WWW-Authenticate"] = 'Bearer realm="caraserve"'
     response = json_response(fault_body(error), status=error.status, headers=headers)
-    if isinstance(error, PayloadTooLarge):
+    if isinstance(error, PayloadTooLarge | ServerBusy):
         response.force_close()  # the rest of the body is not wanted
     return response
 

@@ -22,7 +22,7 @@ from caraserve.http.field_check import check_fields
 from caraserve.http.fields import Fields, shown, token_ids
 from caraserve.http.generation import MAX_CHOICES, Delivery, Job, parse_delivery
 from caraserve.http.known_fields import COMPLETIONS
-from caraserve.request import MAX_LOGPROBS, Finish, GenerateRequest, SamplingParams, TokenDelta, TokenLogprob
+from caraserve.request import MAX_LOGPROBS, Finish, GenerateRequest, SamplingParams, Tenant, TokenDelta, TokenLogprob
 from caraserve.tasks import in_turns
 
 DEFAULT_MAX_TOKENS = 16
@@ -49,21 +49,21 @@ class Asked:
     model: str  # as the client named it, or its adapter; the response repeats it
     adapter: str | None
     n: int
-    tenant: str
+    tenant: Tenant
     cache_salt: str
     priority: int
     arrival_s: float  # monotonic; before the prompt is encoded, which a client waits for too
     delivery: Delivery
 
 
-def parse_asked(fields: Fields, engine: EngineApi, find: Find) -> Asked:
+def parse_asked(fields: Fields, engine: EngineApi, find: Find, client: str) -> Asked:
     """Raises NotFound or InvalidRequest naming the field."""
     model, adapter = choose_adapter(fields, engine.base_name, find)
     return Asked(
         model=model,
         adapter=adapter,
         n=fields.integer("n", 1, sampling.MAX_N, 1),
-        tenant=fields.maybe_text("user", longest=256) or "default",
+        tenant=Tenant(client, fields.maybe_text("user", longest=256) or ""),
         cache_salt=fields.maybe_text("cache_salt", longest=256) or "",
         priority=fields.integer("priority", -_PRIORITIES, _PRIORITIES - 1, 0),
         arrival_s=time.monotonic(),
@@ -71,10 +71,10 @@ def parse_asked(fields: Fields, engine: EngineApi, find: Find) -> Asked:
     )
 
 
-async def parse_completion(fields: Fields, engine: EngineApi, find: Find) -> Job:
+async def parse_completion(fields: Fields, engine: EngineApi, find: Find, client: str) -> Job:
     """Raises InvalidRequest, ContextLengthExceeded or NotFound; they name the field."""
     check_fields(fields, COMPLETIONS)
-    asked = parse_asked(fields, engine, find)
+    asked = parse_asked(fields, engine, find, client)
     echo = fields.boolean("echo", False)
     logprobs = fields.maybe_integer("logprobs", 0, MAX_LOGPROBS)
     params = dataclasses.replace(

@@ -27,8 +27,8 @@ from caraserve.cluster.members import Record, State
 from caraserve.cluster.resolver import Resolver
 from caraserve.cluster.router import Reason, Refusal
 from caraserve.cluster.seal import Keyring
-from caraserve.errors import BackendFailed, Draining, InstanceLost, Unreachable
-from caraserve.http.context import CONTEXT, REQUEST_ID
+from caraserve.errors import BackendFailed, Draining, InstanceLost, ServerBusy, Unreachable
+from caraserve.http.context import CLIENT, CONTEXT, REQUEST_ID
 from caraserve.http.deadline import remaining
 from caraserve.http.messages import fault_body
 from caraserve.http.sse import DONE, EventStream
@@ -162,6 +162,7 @@ class Relays:
             insists=peer.insists,
             time_ms=int(time.time() * 1000),
             body_digest=parcel.digest,
+            client=request[CLIENT].name,
         )
         path = PREFIX + request.path
         headers = {name: value for name in _PASSED_ON if (value := request.headers.get(name)) is not None}
@@ -259,6 +260,8 @@ async def _of_peer(work: Awaitable[T]) -> T:
 def _reason(status: int, body: bytes) -> Reason | None:
     """Why an error is one that another instance might not give; None: it is the answer."""
     if status == 429:
+        return "full"
+    if status == 503 and _code(body) == ServerBusy.code:
         return "full"
     if status == 503:
         return "unreachable" if _code(body) == Unreachable.code else "draining"

@@ -13,6 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
+from caraserve.http.context import CLIENT
 from caraserve.http.sse import BEGUN
 from caraserve.request import Finish
 
@@ -73,12 +74,18 @@ def listed(names: Iterable[str]) -> str:
 
 def client_name(request: web.Request) -> str:
     """Who asked, as the log says it."""
-    return request.remote or "unknown"
+    return request[CLIENT].name
 
 
 def log_request(request: web.Request, request_id: str, status: int) -> None:
-    """Logs a request that asked for work or a change; pages, lists and probes have metrics."""
-    if request.method != "POST" or request.path in _QUIET_PATHS or not log.isEnabledFor(logging.INFO):
+    """Logs a request that asked for work or a change; pages, lists and probes have metrics. So have clients that were
+    not let in: they could fill the log."""
+    if (
+        CLIENT not in request
+        or request.method != "POST"
+        or request.path in _QUIET_PATHS
+        or not log.isEnabledFor(logging.INFO)
+    ):
         return
     summary = request[SUMMARY]
     stream = request.get(BEGUN)

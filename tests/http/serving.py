@@ -1,5 +1,6 @@
 """A real server over a fake engine, on a free port, and a client that speaks to it."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -20,8 +21,11 @@ def http_config(**changes: Any) -> HttpConfig:
     settings: dict[str, Any] = {
         "host": "127.0.0.1",
         "port": 0,
-        "api_key": None,
+        "api_key": (),
+        "admin_key": (),
+        "allowed_origins": (),
         "max_body_bytes": 1 << 20,
+        "max_connections": 1000,
         "drain_timeout_s": 1.0,
         "log_format": "human",
         "log_level": "info",
@@ -89,6 +93,15 @@ class Client:
 
     async def chat(self, **fields: Any) -> Answer:
         return await self.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]} | fields)
+
+
+async def exchange(port: int, data: bytes) -> bytes:
+    """What the server answers to raw bytes until it closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(data)
+    answer = await reader.read()
+    writer.close()
+    return answer
 
 
 @asynccontextmanager

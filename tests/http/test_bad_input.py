@@ -1,6 +1,5 @@
 """What is wrong with a request is said in OpenAI's shape, at once, and reaches no engine."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 
 from caraserve.http.context import HttpTimings
 from tests.http.fake_engine import FakeEngine
-from tests.http.serving import serving
+from tests.http.serving import exchange, serving
 
 NOT_JSON_OBJECTS = {
     "not JSON": b"hello",
@@ -179,15 +178,6 @@ async def test_other_content_types(content_type: str) -> None:
     assert "application/json" in answer.error["message"]
 
 
-async def exchange(port: int, data: bytes) -> bytes:
-    """What the server answers to raw bytes until it closes the connection."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(data)
-    answer = await reader.read()
-    writer.close()
-    return answer
-
-
 async def test_body_that_is_announced_as_too_large_is_not_waited_for() -> None:
     async with serving(FakeEngine(), timings=HttpTimings(body_s=60, linger_s=0.01)) as client:
         answer = await exchange(
@@ -225,22 +215,6 @@ async def test_header_block_over_the_limit() -> None:
         answer = await client.get("/health", headers={f"X-{index}": "x" * 6000 for index in range(3)})
     assert answer.status == 431
     assert answer.error["type"] == "invalid_request_error"
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"\x16\x03\x01\x02\x00\x01\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzzz\r\n{}\r\n",
-        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 100_000 + b"\r\n\r\n",
-    ],
-    ids=["TLS", "broken chunks", "endless header"],
-)
-async def test_bytes_that_are_not_http(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    async with serving(FakeEngine()) as client:
-        assert (await exchange(client.port, data)).startswith(b"HTTP/1.0 400")
-        assert (await client.get("/health")).status == 200
-    assert not caplog.records
 
 
 async def test_unknown_url_and_wrong_method() -> None:

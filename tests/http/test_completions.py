@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from caraserve.errors import BackendFailed, Draining, NonFiniteLogits, Overloaded
-from caraserve.request import GenerateRequest, Phases, TokenDelta
+from caraserve.request import GenerateRequest, Phases, Tenant, TokenDelta
 from tests.http.fake_engine import BOS, FakeEngine, finish, scored
 from tests.http.serving import serving
 
@@ -84,7 +84,7 @@ async def test_long_text_is_encoded_too() -> None:
 async def test_defaults_are_openais() -> None:
     (request,) = await submitted({})
     params = request.params
-    assert (request.adapter, request.tenant, request.cache_salt) == (None, "default", "")
+    assert (request.adapter, request.tenant, request.cache_salt) == (None, Tenant("127.0.0.1"), "")
     assert (params.max_tokens, params.temperature, params.top_p, params.top_k, params.seed) == (16, 1.0, 1.0, 0, None)
 
 
@@ -122,7 +122,7 @@ async def test_every_sampling_field_arrives() -> None:
         "stop_token_ids": (5,),
         "logit_bias": ((7, -100.0), (9, 1.5)),
     }
-    assert (request.tenant, request.cache_salt) == ("u1", "s")
+    assert (request.tenant, request.cache_salt) == (Tenant("127.0.0.1", "u1"), "s")
 
 
 @pytest.mark.parametrize("top_k", [-1, 0])

@@ -332,6 +332,7 @@ async def test_an_instance_that_is_asked_has_a_clock_of_its_own(pass_time: PassT
             insists=True,
             time_ms=int(time.time() * 1000),
             body_digest=await body_digest(body),
+            client="c",
         )
         headers = signed(KEYS, path, hop) | HEADERS | {"Content-Type": "application/json"}
         asking = asyncio.create_task(a.client.post(path, body, headers=headers))

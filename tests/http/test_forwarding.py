@@ -11,7 +11,9 @@ from aiohttp import web
 
 from caraserve.cluster.members import State
 from caraserve.errors import BackendFailed, Draining, Overloaded
+from caraserve.http.auth import key_name
 from caraserve.http.context import HttpTimings
+from caraserve.request import Tenant
 from tests.http.fake_engine import FakeAdapter, FakeEngine
 from tests.http.fleet import FULL, RawAnswer, fleet, streamed
 from tests.http.test_streaming import begun, raw_post, read_chunk, read_event
@@ -140,7 +142,7 @@ async def test_ids_traces_tenant_and_seed_go_along_and_the_clients_key_does_not(
         return web.json_response({})
 
     async with fleet() as running:
-        b = await running.start("b", api_key="secret")
+        b = await running.start("b", api_key=("secret",))
         seen = await running.start_raw("a", send)
         headers = {"X-Request-Id": "r-1", "traceparent": "00-abc-01", "Authorization": "Bearer secret"}
         answer = await b.client.complete(headers=headers, user="alice", seed=5)
@@ -156,9 +158,10 @@ async def test_ids_traces_tenant_and_seed_go_along_and_the_clients_key_does_not(
 
 async def test_an_instance_trusts_the_cluster_and_needs_no_key_of_it() -> None:
     async with fleet() as running:
-        a, b = await running.start("a", api_key="of a"), await running.start("b", api_key="of b")
+        a, b = await running.start("a", api_key=("of a",)), await running.start("b", api_key=("of b",))
         answer = await b.client.complete(headers={"Authorization": "Bearer of b"}, user="alice")
-        assert (answer.status, [request.tenant for request in a.engine.requests]) == (200, ["alice"])
+        tenants = [request.tenant for request in a.engine.requests]
+        assert (answer.status, tenants) == (200, [Tenant(key_name("of b"), "alice")])
 
 
 # --- leaving, waiting ---

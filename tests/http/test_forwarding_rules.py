@@ -167,7 +167,7 @@ async def test_between_machines_requests_are_encrypted_and_clients_have_no_busin
     assert member.dialling is not None
     async with fleet() as running:
         for name in "ab":
-            await running.start(name, tls=(member.listening, member.dialling), api_key="secret")
+            await running.start(name, tls=(member.listening, member.dialling), api_key=("secret",))
         key = {"Authorization": "Bearer secret"}
         for stream in (False, True):
             assert (await running["b"].client.complete(headers=key, stream=stream)).status == 200

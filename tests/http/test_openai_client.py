@@ -110,7 +110,7 @@ async def test_bad_requests_are_the_clients_exceptions() -> None:
 
 
 async def test_wrong_key_is_the_clients_exception() -> None:
-    async with connected(FakeEngine(), api_key="right", key="wrong") as client:
+    async with connected(FakeEngine(), api_key=("right",), key="wrong") as client:
         with pytest.raises(openai.AuthenticationError):
             await client.models.list()
 

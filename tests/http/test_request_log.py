@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
-from caraserve.http.context import HttpTimings
+from caraserve.http import context
+from caraserve.http.auth import key_name
+from caraserve.http.context import CLIENT, HttpTimings
 from caraserve.http.request_log import SUMMARY, Summary, log_request
 from caraserve.http.sse import BEGUN, EventStream
 from caraserve.log import configure
@@ -101,7 +103,7 @@ async def test_a_client_that_leaves_is_told_from_one_that_was_answered(lines: Li
 
 async def test_a_stream_whose_end_was_never_written_was_left(lines: Lines) -> None:
     request = make_mocked_request("POST", "/v1/completions")
-    request[SUMMARY] = Summary()
+    request[SUMMARY], request[CLIENT] = Summary(), context.Client("c")
     request[BEGUN] = EventStream(request, HttpTimings())
     log_request(request, "my-id", 200)
     (line,) = lines.all
@@ -152,6 +154,15 @@ async def test_pages_and_probes_leave_no_line(lines: Lines) -> None:
             await client.get(path)
         await client.post("/ping")
     assert lines.all == []
+
+
+async def test_clients_without_a_key_cannot_fill_the_log_and_those_with_one_are_named_by_it(lines: Lines) -> None:
+    async with serving(FakeEngine(), api_key=("right",)) as client:
+        for path in ("/v1/completions", "/cluster/v1/completions", "/nothing"):
+            await client.post(path, {"prompt": "a"}, headers={"Authorization": "Bearer wrong"})
+        await client.complete(headers={"Authorization": "Bearer right"})
+    (line,) = await lines.until(1)
+    assert (line["status"], line["client"]) == (200, key_name("right"))
 
 
 async def test_the_lines_can_be_turned_off(lines: Lines) -> None:

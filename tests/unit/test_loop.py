@@ -20,6 +20,7 @@ from caraserve.errors import (
 )
 from caraserve.loop import Engine
 from caraserve.plan import Plan, StepResult
+from caraserve.request import Tenant
 from tests.serving import MIB, Answer, engine_config, lora_config, model_config, running, submit
 
 ADAPTERS = {name: demo.adapters_folder() / name for name in demo.ADAPTER_NAMES}
@@ -81,6 +82,23 @@ def test_a_full_queue_says_when_to_come_back() -> None:
         await asyncio.gather(*tasks)
 
     with_engine(test, max_queue=2, seqs=1)
+
+
+def test_a_flood_that_fills_the_queue_gives_way_to_another_client() -> None:
+    """Whose request is refused then is the flood's newest, not the other client's."""
+
+    async def test(engine: Engine) -> None:
+        flood = [submit(engine, PROMPT, tenant=Tenant("flood", f"user {i}")) for i in range(5)]  # one runs, four wait
+        quiet = [submit(engine, PROMPT, tenant=Tenant("quiet")) for _ in range(2)]
+        with pytest.raises(Overloaded):  # two waiting ones each: it has its share
+            submit(engine, PROMPT, tenant=Tenant("quiet"))
+        assert [(await task).finish.reason for task in quiet] == ["length"] * 2
+        answers = [await task for task in flood]
+        errors = [answer.finish.error for answer in answers if answer.finish.reason == "error"]
+        assert [type(error) for error in errors] == [Overloaded, Overloaded]
+        engine.check()
+
+    with_engine(test, max_queue=4, seqs=1)
 
 
 def test_output_ends_at_max_tokens_and_at_the_context() -> None:
@@ -325,8 +343,8 @@ def test_tenants_share_the_engine() -> None:
 
     async def test(engine: Engine) -> None:
         done: list[str] = []
-        tasks = [submit(engine, PROMPT, tenant="flood", max_tokens=10) for _ in range(40)]
-        tasks.append(submit(engine, PROMPT, tenant="quiet", max_tokens=10))
+        tasks = [submit(engine, PROMPT, tenant=Tenant("flood"), max_tokens=10) for _ in range(40)]
+        tasks.append(submit(engine, PROMPT, tenant=Tenant("quiet"), max_tokens=10))
         for task, tenant in zip(tasks, ["flood"] * 40 + ["quiet"], strict=True):
             task.add_done_callback(lambda _, tenant=tenant: done.append(tenant))
         await asyncio.gather(*tasks)

@@ -1,0 +1,100 @@
+"""Bodies stay within the server's memory, one by one and all together."""
+
+import asyncio
+import gzip
+
+import pytest
+
+from caraserve.http import bodies as budget
+from caraserve.http import dispatch
+from caraserve.http.context import HttpTimings
+from tests.http.fake_engine import FakeEngine
+from tests.http.serving import Client, exchange, serving
+from tests.http.test_transport import HEAD, parsed
+
+BODY = b'{"prompt":"' + b"a" * 900 + b'"}'
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "_LEAST_BYTES", 10_000)
+    monkeypatch.setattr(budget, "_FREE_BYTES", 1000)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "zstd", "deflate", "identity, gzip"])
+async def test_compressed_bodies_are_refused(encoding: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(FakeEngine()) as client:
+        headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
+        answer = await client.request("POST", "/v1/completions", data=gzip.compress(BODY), headers=headers)
+    assert (answer.status, answer.error["type"]) == (415, "invalid_request_error")
+    assert "Content-Encoding" in answer.error["message"]
+    assert not caplog.records
+
+
+async def test_identity_is_no_compression() -> None:
+    async with serving(FakeEngine()) as client:
+        headers = {"Content-Encoding": "identity", "Content-Type": "application/json"}
+        assert (await client.request("POST", "/v1/completions", data=BODY, headers=headers)).status == 200
+
+
+async def unfinished(client: Client, num_bytes: int, *, chunked: bool) -> asyncio.StreamWriter:
+    """Sends so much of a body, but not its end."""
+    _, writer = await asyncio.open_connection("127.0.0.1", client.port)
+    if chunked:
+        writer.write(HEAD + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (num_bytes, b"a" * num_bytes))
+    else:
+        writer.write(HEAD + b"Content-Length: %d\r\n\r\n%b" % (num_bytes + 1, b"a" * num_bytes))
+    return writer
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_all_bodies_together_are_bounded_and_small_ones_are_always_taken(
+    chunked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = asyncio.Event()
+    real = budget.Bodies.hold
+
+    def hold(self: budget.Bodies, *args: object) -> None:
+        real(self, *args)  # type: ignore[arg-type]
+        if self.held_bytes >= 9_000:
+            held.set()
+
+    monkeypatch.setattr(budget.Bodies, "hold", hold)
+    async with serving(FakeEngine(), max_body_bytes=2_500) as client:
+        writers = [await unfinished(client, 2_500 - 1, chunked=chunked) for _ in range(6)]
+        writers.append(await unfinished(client, 2_000, chunked=chunked))
+        await asyncio.wait_for(held.wait(), 20.0)
+        large = await client.complete(prompt="a" * 2_000)
+        assert (large.status, large.error["code"], large.headers["Retry-After"]) == (503, "server_busy", "1")
+        assert (await client.complete(prompt="a" * 900)).status == 200
+        for writer in writers:
+            writer.close()
+
+
+async def test_what_a_body_held_is_free_again_when_its_request_has_ended() -> None:
+    fake, timings = FakeEngine(max_model_len=10_000), HttpTimings(body_s=0.05)
+    async with serving(fake, timings=timings, max_body_bytes=6_000) as client:
+        for _ in range(4):
+            assert (await client.complete(prompt="a" * 5_000)).status == 200
+            assert (await client.complete(prompt="a" * 5_000, temperature=-1)).status == 400
+            late = HEAD + b"Content-Length: 5000\r\nConnection: close\r\n\r\n" + b"a" * 4_000
+            assert parsed(await exchange(client.port, late)).status == 408
+
+
+async def test_a_lack_of_memory_is_the_servers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(body: bytes) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(dispatch, "parse_object", lacking)
+    async with serving(FakeEngine()) as client:
+        answer = await client.complete()
+    assert (answer.status, answer.error["code"]) == (503, "server_busy")
+
+
+async def test_the_parsers_lack_of_memory_is_told_from_bad_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(body: bytes) -> None:
+        raise ValueError("Not enough memory to allocate buffer for parsing: line 1 column 1 (char 0)")
+
+    monkeypatch.setattr("caraserve.http.fields.orjson.loads", lacking)
+    async with serving(FakeEngine()) as client:
+        assert (await client.complete()).status == 503

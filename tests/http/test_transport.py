@@ -1,0 +1,186 @@
+"""Below the handlers: bytes that are no request, connections without end, clients that do not read, and the log."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.http_writer import StreamWriter
+
+from caraserve.http.app import make_app, start_http
+from caraserve.http.context import HttpTimings
+from caraserve.request import GenerateRequest, TokenDelta
+from tests.http.fake_engine import FakeEngine, finish
+from tests.http.serving import Answer, Client, exchange, http_config, new_metrics, serving
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+def parsed(raw: bytes) -> Answer:
+    """A raw answer whose connection the server has closed."""
+    head, _, body = raw.partition(b"\r\n\r\n")
+    status, *lines = head.decode("latin-1").split("\r\n")
+    return Answer(int(status.split()[1]), dict(line.split(": ", 1) for line in lines), body)
+
+
+NOT_REQUESTS = {
+    "TLS": (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", 400),
+    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+    "HTTP/0.9": (b"GET /\r\n\r\n", 400),
+    "no Host": (b"GET /health HTTP/1.1\r\n\r\n", 400),
+    "broken chunks": (HEAD + b"Transfer-Encoding: chunked\r\n\r\nzzz\r\n{}\r\n", 400),
+    "one endless header": (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 100_000 + b"\r\n\r\n", 431),
+    "200 headers": (b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X: x\r\n" * 200 + b"\r\n", 400),
+    "unknown Expect": (b"GET /health HTTP/1.1\r\nHost: localhost\r\nExpect: 42\r\n\r\n", 417),
+}
+
+
+@pytest.mark.parametrize(("data", "status"), NOT_REQUESTS.values(), ids=NOT_REQUESTS.keys())
+async def test_what_is_no_request_is_refused_in_openais_shape_and_not_logged(
+    data: bytes, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(FakeEngine()) as client:
+        answer = parsed(await exchange(client.port, data))
+        assert (await client.get("/health")).status == 200
+    assert (answer.status, answer.error["type"]) == (status, "invalid_request_error")
+    assert len(answer.error["message"]) < 300
+    assert answer.headers["Server"] == "CaraServe"
+    assert not caplog.records
+
+
+async def test_the_server_header_has_no_versions() -> None:
+    async with serving(FakeEngine()) as client:
+        for answer in (await client.get("/health"), await client.get("/nothing"), await client.complete(stream=True)):
+            assert answer.headers["Server"] == "CaraServe"
+
+
+@pytest.mark.parametrize("path", ["/v1/models/", "/v1/models/a/", "/health/", "/v1/models/?x=/"])
+async def test_a_slash_at_the_end_changes_nothing(path: str) -> None:
+    async with serving(FakeEngine()) as client:
+        slashed, plain = await client.get(path), await client.get(path.replace("/?", "?").removesuffix("/"))
+        assert (slashed.status, slashed.body) == (plain.status, plain.body) == (200, plain.body)
+
+
+async def test_completions_take_a_slash_at_the_end() -> None:
+    async with serving(FakeEngine()) as client:
+        assert (await client.post("/v1/completions/", {"prompt": "a"})).status == 200
+
+
+@pytest.mark.parametrize("path", ["//", "/v1//models", "/v1/models//"])
+async def test_double_slashes_are_unknown(path: str) -> None:
+    async with serving(FakeEngine()) as client:
+        assert (await client.get(path)).status == 404
+
+
+@pytest.mark.parametrize("keys", [(), ("secret",)], ids=["read", "refused unread"])
+async def test_a_body_that_turns_out_broken_is_logged_once_at_most(
+    keys: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(FakeEngine(), api_key=keys, timings=HttpTimings(body_s=0.05, linger_s=0.05)) as client:
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+        writer.write(HEAD + b"Transfer-Encoding: chunked\r\nExpect: 100-continue\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"zzz\r\n{}\r\n")
+        await reader.read()
+        writer.close()
+    assert len(caplog.records) <= 1
+    assert not any(record.exc_info for record in caplog.records)
+
+
+async def test_clients_that_leave_are_not_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = asyncio.Event()
+
+    async def write(self: StreamWriter, data: bytes, **options: Any) -> None:
+        left.set()
+        raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+
+    async with serving(FakeEngine()) as client:
+        with monkeypatch.context() as patched, socket.create_connection(("127.0.0.1", client.port)) as one:
+            patched.setattr(StreamWriter, "write", write)
+            one.sendall(HEAD + b"Content-Length: 100\r\nExpect: 100-continue\r\n\r\n")
+            await left.wait()
+        assert (await client.get("/health")).status == 200
+    assert not caplog.records
+
+
+@asynccontextmanager
+async def listening(engine: FakeEngine, timings: HttpTimings) -> AsyncIterator[tuple[web.AppRunner, int]]:
+    config = http_config()
+    app = make_app(engine, config, new_metrics(), allow_lora_updates=False, timings=timings)
+    runner, port = await start_http(app, config)
+    try:
+        yield runner, port
+    finally:
+        await runner.cleanup()
+
+
+def long_answer(request: GenerateRequest) -> Sequence[TokenDelta]:
+    return [TokenDelta("x" * (32 << 20), (1,)), TokenDelta("", (), finish=finish(request, 1))]
+
+
+@pytest.mark.parametrize("ending", [b"", b"Connection: close\r\n"])
+async def test_an_answer_that_nobody_reads_ends_with_its_connection(
+    ending: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timings = HttpTimings(write_s=0.2)
+    async with listening(FakeEngine(script=long_answer), timings) as (runner, port):
+        lost, server = asyncio.Event(), runner.server
+        assert server is not None
+        was_lost = server.connection_lost
+
+        def connection_lost(*args: Any) -> None:
+            was_lost(*args)
+            lost.set()
+
+        monkeypatch.setattr(server, "connection_lost", connection_lost)
+        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)  # reads no further than its buffer
+        writer.write(HEAD + ending + b'Content-Length: 14\r\n\r\n{"prompt":"a"}')
+        await asyncio.wait_for(lost.wait(), 20.0)  # the kernel tells nobody but the server
+        writer.close()
+
+
+@asynccontextmanager
+async def connections(
+    client: Client, count: int
+) -> AsyncIterator[list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]:
+    opened = [await asyncio.open_connection("127.0.0.1", client.port) for _ in range(count)]
+    try:
+        yield opened
+    finally:
+        for _, writer in opened:
+            writer.close()
+
+
+async def get(client: Client, path: str) -> int:
+    """The status of a request over a connection of its own."""
+    return parsed(
+        await exchange(client.port, f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+    ).status
+
+
+async def test_idle_connections_give_way_to_new_ones() -> None:
+    async with serving(FakeEngine(), max_connections=3) as client, connections(client, 10) as opened:
+        assert [await get(client, "/v1/models") for _ in range(3)] == [200] * 3
+        assert await asyncio.wait_for(opened[0][0].read(), 20.0) == b""  # long before it has been idle for too long
+
+
+async def test_beyond_the_most_connections_only_probes_are_answered() -> None:
+    fake = FakeEngine(script=None)
+    async with serving(fake, max_connections=3) as client, connections(client, 3) as opened:
+        for _, writer in opened:
+            writer.write(HEAD + b'Content-Length: 14\r\n\r\n{"prompt":"a"}')
+        await fake.submitted(3)
+        busy = parsed(await exchange(client.port, b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"))
+        assert (busy.status, busy.error["code"], busy.headers["Retry-After"]) == (503, "server_busy", "1")
+        assert await get(client, "/health") == 200
+        for stream in fake.streams:
+            stream.end()
+        for reader, _ in opened:
+            assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
+        assert await get(client, "/v1/models") == 200

@@ -1,0 +1,31 @@
+"""Signals that end a server let its requests end first."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from caraserve.serve import _watch_signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_the_first_signal_asks_to_drain(number: signal.Signals) -> None:
+    async def test() -> None:
+        stop = _watch_signals()
+        os.kill(os.getpid(), number)
+        await asyncio.wait_for(stop.wait(), 20.0)
+
+    asyncio.run(test())
+
+
+def test_a_hangup_that_is_ignored_stays_so() -> None:
+    async def test() -> None:
+        _watch_signals()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        asyncio.run(test())
+    finally:
+        signal.signal(signal.SIGHUP, before)
