@@ -82,7 +82,7 @@ async def test_what_a_body_held_is_free_again_when_its_request_has_ended() -> No
 
 
 async def test_a_lack_of_memory_is_the_servers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lacking(body: bytes) -> None:
+    async def lacking(body: bytes, most_numbers: int) -> None:
         raise MemoryError
 
     monkeypatch.setattr(dispatch, "parse_object", lacking)
@@ -95,6 +95,6 @@ async def test_the_parsers_lack_of_memory_is_told_from_bad_json(monkeypatch: pyt
     def lacking(body: bytes) -> None:
         raise ValueError("Not enough memory to allocate buffer for parsing: line 1 column 1 (char 0)")
 
-    monkeypatch.setattr("caraserve.http.fields.orjson.loads", lacking)
+    monkeypatch.setattr("caraserve.http.json_reader.orjson.loads", lacking)
     async with serving(FakeEngine()) as client:
         assert (await client.complete()).status == 503
