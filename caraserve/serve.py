@@ -360,6 +360,6 @@ def _announce(served: Served, http: HttpConfig, port: int) -> None:
     console.print(ready)
     console.print(f"adapters: {shown or 'none'}{more}")
     name = infos[0].name if infos else engine.base_name
-    key = " -H 'Authorization: Bearer YOUR-API-KEY'" if http.api_key else ""
+    key = " -H 'Authorization: Bearer YOUR-API-KEY'" if http.keys else ""
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Tell me about the sea."}}]}}'
     console.print(f"try:  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'")

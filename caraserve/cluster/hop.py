@@ -95,7 +95,7 @@ def _read(text: str) -> Hop:
         hop = Hop(**orjson.loads(text))
     except (TypeError, ValueError):
         raise Forbidden(f"{HOP} has other fields than this version of the server reads.") from None
-    texts = hop.id, hop.sender, hop.receiver, hop.digest, hop.body_digest
+    texts = hop.id, hop.sender, hop.receiver, hop.digest, hop.body_digest, hop.client
     numbers = hop.attempt, hop.time_ms, *(() if hop.seed is None else (hop.seed,))
     typed = all(type(value) is str for value in texts) and all(type(value) is int for value in numbers)
     named = hop.adapter is None or (type(hop.adapter) is str and ADAPTER_NAME.fullmatch(hop.adapter))
