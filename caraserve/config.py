@@ -251,9 +251,9 @@ class HttpConfig(_FromArgs):
 
     host: str
     port: int
-    api_key: tuple[str, ...]
-    admin_key: tuple[str, ...]
-    allowed_origins: tuple[str, ...]
+    api_key: Sequence[str]
+    admin_key: Sequence[str]
+    allowed_origins: Sequence[str]
     max_body_bytes: int
     max_connections: int
     drain_timeout_s: float
