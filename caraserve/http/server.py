@@ -10,7 +10,6 @@ import resource
 import socket
 from typing import Any
 
-import yarl
 from aiohttp import HttpVersion10, web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import RawRequestMessage
@@ -135,7 +134,7 @@ class _Connection(web.RequestHandler):
         if isinstance(exc, LineTooLong):
             return _refusal(431, "A line of the request's headers is too long.")
         # What follows the first line are the bytes themselves.
-        return _refusal(status, f"Not a valid HTTP request: {(message or '').partition(chr(10))[0].strip(' :')[:200]}.")
+        return _refusal(status, f"Not a valid HTTP request: {(message or '').partition(chr(10))[0].strip(' :.')[:200]}.")
 
     def log_exception(self, *args: Any, **options: Any) -> None:
         """Logs faults of ours. A client that sends what is not HTTP, or leaves, would fill the log."""
@@ -145,11 +144,10 @@ class _Connection(web.RequestHandler):
 
 def _without_slash(message: RawRequestMessage) -> RawRequestMessage:
     """A request for `/v1/models/` as one for `/v1/models`."""
-    path, mark, query = message.path.partition("?")
-    if len(path) < 2 or not path.startswith("/") or not path.endswith("/") or path.endswith("//"):
+    path = message.url.raw_path
+    if path == "/" or not path.endswith("/") or "//" in path:
         return message
-    target = path[:-1] + mark + query
-    return message._replace(path=target, url=yarl.URL(target, encoded=True))
+    return message._replace(url=message.url.with_path(path[:-1], encoded=True, keep_query=True))
 
 
 def _refusal(status: int, message: str) -> web.Response:

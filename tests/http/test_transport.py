@@ -65,6 +65,14 @@ async def test_a_slash_at_the_end_changes_nothing(path: str) -> None:
         assert (slashed.status, slashed.body) == (plain.status, plain.body) == (200, plain.body)
 
 
+@pytest.mark.parametrize("path", ["//", "//x/", "//x/health/", "//[/", "//x:port/", "/v1//models/"])
+async def test_two_slashes_are_no_host_and_no_path(path: str) -> None:
+    async with serving(FakeEngine()) as client:
+        request = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        async with asyncio.timeout(5):
+            assert parsed(await exchange(client.port, request.encode())).error["code"] == "unknown_url"
+
+
 async def test_completions_take_a_slash_at_the_end() -> None:
     async with serving(FakeEngine()) as client:
         assert (await client.post("/v1/completions/", {"prompt": "a"})).status == 200
