@@ -2,8 +2,9 @@
 
 Each client has a counter of the service it got, in weighted tokens; the waiting client with the least goes first, and
 of its users the one with the least, whose requests go by priority, then by arrival. However many users a client names,
-it has one share. A client or user that comes back is lifted to the least counter of those waiting: time away is not
-saved up.
+it has one share. A client or user that comes back is lifted to the least counter of those waiting, or where none waits
+to that of the last one that went: time away is not saved up, and what a client got while it was alone is not held
+against it.
 (Sheng et al., "Fairness in Serving Large Language Models".)
 """
 
@@ -28,10 +29,14 @@ class _Counters(Generic[K]):
         self._served: dict[K, float] = {}
         self._most = _MAX_COUNTERS
 
-    def lift(self, name: K, others: Iterable[K]) -> None:
-        """`name` begins to wait beside `others`."""
-        least = min((self._served[other] for other in others), default=0.0)
+    def lift(self, name: K, others: Iterable[K], last: float) -> None:
+        """`name` begins to wait beside `others`. `last`: what counts where there are none."""
+        least = min((self._served[other] for other in others), default=last)
         self._served[name] = max(self._served.get(name, 0.0), least)
+
+    def of(self, name: K) -> float:
+        """The counter of one that waits."""
+        return self._served[name]
 
     def in_order(self, names: Iterable[K]) -> list[K]:
         """The least served first."""
@@ -61,6 +66,8 @@ class FairQueue(Generic[W]):
         self._queues: dict[str, dict[Tenant, deque[W]]] = {}
         self._clients: _Counters[str] = _Counters()
         self._users: _Counters[Tenant] = _Counters()
+        self._last_client = 0.0  # the counter of the last client that went, when it went
+        self._last_user: dict[str, float] = {}  # likewise of each client's users
 
     def __len__(self) -> int:
         return sum(map(self.count, self._queues))
@@ -77,13 +84,14 @@ class FairQueue(Generic[W]):
     def push(self, tenant: Tenant, item: W) -> None:
         """Adds to the tenant's queue: behind the items of the same priority, before those of a higher one."""
         if tenant.client not in self._queues:
-            self._clients.lift(tenant.client, self._queues)
+            self._clients.lift(tenant.client, self._queues, self._last_client)
             self._queues[tenant.client] = {}
             if self._clients.are_too_many:
                 self._clients.keep(self._queues)
+                self._last_user = {name: last for name, last in self._last_user.items() if name in self._queues}
         users = self._queues[tenant.client]
         if tenant not in users:
-            self._users.lift(tenant, users)
+            self._users.lift(tenant, users, self._last_user.get(tenant.client, 0.0))
             users[tenant] = deque()
             if self._users.are_too_many:
                 self._users.keep(chain.from_iterable(self._queues.values()))
@@ -119,6 +127,8 @@ class FairQueue(Generic[W]):
     def pop(self, tenant: Tenant) -> W:
         """Takes the tenant's first item."""
         item = self._queues[tenant.client][tenant].popleft()
+        self._last_client = self._clients.of(tenant.client)
+        self._last_user[tenant.client] = self._users.of(tenant)
         self._drop_empty(tenant)
         return item
 

@@ -2,7 +2,8 @@
 
 from collections import Counter
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caraserve import fairness
@@ -102,6 +103,19 @@ def test_time_away_is_not_saved_up() -> None:
     assert "b0" in order[:2]
 
 
+@pytest.mark.parametrize(("old", "new"), [(Tenant("old"), Tenant("new")), (Tenant("one", "old"), Tenant("one", "new"))])
+def test_service_while_no_other_client_waited_is_not_held_against_one(old: Tenant, new: Tenant) -> None:
+    queue: FairQueue[str] = FairQueue()
+    for _ in range(100):  # with room for all, each goes as it comes
+        queue.push(old, "old")
+        take(queue, 1000)
+    for _ in range(20):
+        queue.push(new, "new")
+    queue.push(old, "old")
+    queue.push(old, "old")
+    assert Counter(take(queue, 1000) for _ in range(5)) == {"new": 3, "old": 2}
+
+
 def test_an_item_can_be_taken_out_of_the_middle() -> None:
     queue: FairQueue[str] = FairQueue()
     for item in "abc":
@@ -138,6 +152,7 @@ TENANTS = st.builds(Tenant, st.sampled_from("abc"), st.sampled_from("xyz"))
 
 
 @given(st.lists(st.tuples(TENANTS, st.integers(1, 50)), max_size=200), st.integers(0, 5))
+@settings(deadline=None)
 def test_clients_that_wait_all_the_time_get_the_same_within_one_request(
     charged: list[tuple[Tenant, int]], most: int
 ) -> None:
@@ -162,3 +177,24 @@ def test_clients_that_wait_all_the_time_get_the_same_within_one_request(
                 assert max(of_client) - min(of_client) <= 50
     finally:
         fairness._MAX_COUNTERS = before
+
+
+@given(st.lists(st.sampled_from(["a", "a", "b", 25, 50, 50]), min_size=100, max_size=200), st.sampled_from(["", "one"]))
+@settings(deadline=None)
+def test_who_waits_gets_as_much_as_another_that_waits_within_two_requests(steps: list[str | int], client: str) -> None:
+    """A name: a request of that client, or user of one client, comes; a number: the next one is served so many tokens.
+    What was served while one of the two did not wait makes no difference."""
+    queue: FairQueue[str] = FairQueue()
+    waiting: Counter[str] = Counter()
+    a_before_b = 0  # tokens, since both wait
+    for step in steps:
+        if isinstance(step, str):
+            queue.push(Tenant(client, step) if client else Tenant(step), step)
+            waiting[step] += 1
+        elif queue:
+            name = take(queue, step)
+            waiting[name] -= 1
+            a_before_b += step if name == "a" else -step
+        if not (waiting["a"] and waiting["b"]):
+            a_before_b = 0
+        assert abs(a_before_b) <= 2 * 50
