@@ -6,11 +6,11 @@ Called by `app.py`; shares its parts with `openai.py`.
 import asyncio
 import contextlib
 import dataclasses
-import json
 import uuid
 from collections.abc import Mapping
 from typing import Any
 
+import orjson
 from aiohttp import web
 
 from caraserve.errors import InvalidRequest
@@ -161,8 +161,8 @@ def _tool_call(call: object, name: str) -> dict[str, Any]:
         )
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str) and len(arguments) <= _MAX_ARGUMENTS_CHARACTERS:
-        with contextlib.suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
+        with contextlib.suppress(ValueError):
+            arguments = orjson.loads(arguments)  # strictly: half a character or NaN could not be written again
     if not isinstance(arguments, dict):
         raise InvalidRequest(
             f"{name}.function.arguments must be a JSON object, as a string, not {shown(arguments)}.", param="messages"

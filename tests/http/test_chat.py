@@ -185,6 +185,10 @@ async def test_token_ids_on_request() -> None:
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
             "messages",
         ),
+        *(
+            ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}]}, "messages")
+            for text in ('{"half a character": "\\ud800"}', '{"a": NaN}')
+        ),
         ({"messages": [{"role": "assistant", "content": "x", "function_call": {"name": "f"}}]}, "messages"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_completion_tokens": 10**12}, "max_tokens"),
