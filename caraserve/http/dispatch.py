@@ -28,7 +28,7 @@ from caraserve.http.json_reader import MOST_NUMBERS, parse_object
 from caraserve.http.messages import error_response, note_ignored, read_body
 from caraserve.http.queue_moves import QueueMoves
 from caraserve.http.relay import Parcel, RefusedError, Relays, UnreachedError, body_digest
-from caraserve.http.request_log import SUMMARY
+from caraserve.http.request_log import SUMMARY, model_label
 from caraserve.request import Finish
 
 log = logging.getLogger("caraserve.http")
@@ -87,8 +87,8 @@ async def _answer_admitted(
     values = await parse_object(body, most_numbers)
     if hop.seed is not None:
         values["seed"] = hop.seed
-    base = request.app[CONTEXT].engine.base_name
-    job = await _parsed(request, values, parse, lambda model: None if model == base else hop.adapter)
+    base_names = request.app[CONTEXT].engine.base_names
+    job = await _parsed(request, values, parse, lambda model: None if model in base_names else hop.adapter)
     journey = _Journey(request, dispatch, job, hop=1)
     refusal = dispatch.forwarding.refusal(journey.arrival, insists=hop.insists, digest=hop.digest)
     if refusal is None:
@@ -200,6 +200,8 @@ class _Journey:
             raise
         summary = self._request[SUMMARY]
         summary.forwarded_to, summary.completion_tokens = peer.name, carried.tokens
+        if meant is not None:
+            summary.model = model_label(meant.name, meant.digest)
         if carried.end == "lost":
             log.warning("request %s: %s has gone in the middle of an answer", self._request[REQUEST_ID], peer.name)
             count(tallies.lost, peer.name)

@@ -241,7 +241,7 @@ def test_a_signed_hop_with_a_wrong_value_is_refused_or_good(field: str, value: o
     [
         *(("receiver", 5), ("receiver", None), ("time_ms", "x"), ("time_ms", None), ("id", {}), ("attempt", [])),
         *(("sender", [1]), ("adapter", 5), ("adapter", [1]), ("adapter", {}), ("adapter", "../x"), ("insists", 1)),
-        *(("digest", None), ("seed", 1.5), ("seed", True), ("body_digest", 0), ("unknown", 1)),
+        *(("digest", None), ("seed", 1.5), ("seed", True), ("body_digest", 0), ("client", 5), ("unknown", 1)),
     ],
 )
 def test_a_signed_hop_of_wrong_types_is_forbidden(field: str, value: object) -> None:

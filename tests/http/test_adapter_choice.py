@@ -74,8 +74,10 @@ async def test_the_answer_says_which_model_gave_it_in_the_clients_words(naming: 
 
 
 async def test_another_instance_understands_the_same() -> None:
-    async with fleet("a", "b") as running:
-        for naming in WAYS_TO_NAME_A:
+    async with fleet() as running:
+        for name in "ab":
+            await running.start(name, FakeEngine(other_base_names=("alias",)))
+        for naming in (*WAYS_TO_NAME_A, {"model": "alias", "lora_path": "a"}):
             here, there = [await running[name].client.complete(**naming) for name in "ab"]
             assert (here.status, there.status, there.json["model"]) == (200, 200, here.json["model"])
         assert {request.adapter for request in running["a"].engine.requests} == {"a"}

@@ -176,7 +176,7 @@ async def test_a_forwarded_request_names_the_instance_that_answers(lines: Lines)
         await running["b"].client.complete(model="b", store=True)
         there, here = await lines.until(2)
     assert (here["forwarded_to"], here["completion_tokens"], here["ignored"]) == ("a", 3, "store")
-    assert (there["model"], there["id"]) == ("b@d", here["id"])
+    assert (there["model"], there["id"]) == ("b@d", here["id"]) == (here["model"], here["id"])
 
 
 # --- what is written ---
