@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 def shown(value: object) -> str:
     """A value as an error message may repeat it: on one line and short."""
     if isinstance(value, list | dict):
-        return f"a {'list' if isinstance(value, list) else 'object'} of {len(value)}"
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
     return repr(value[:60] if isinstance(value, str) else value)[:80]
 
 
