@@ -31,7 +31,8 @@ class WholeChoice(Protocol):
 
 
 class ScoreTurns:
-    """Lets one request at a time write many logprobs, a part in each turn of the event loop: hundreds may be ready."""
+    """Lets requests that write many logprobs do so one after another, a part in each turn of the event loop: hundreds
+    may be ready."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
@@ -42,10 +43,10 @@ class ScoreTurns:
         if _num_scores(delta) <= _FEW_SCORES:
             yield delta
             return
-        async with self._lock:
-            for part in _parts(delta):
-                yield part
+        for part in _parts(delta):
+            async with self._lock:  # not while the part is sent, for which a client may take its time
                 await asyncio.sleep(0)
+            yield part
 
 
 def _num_scores(delta: TokenDelta) -> int:

@@ -12,7 +12,8 @@ from aiohttp import web
 from caraserve.errors import BackendFailed
 from caraserve.http.context import HttpTimings
 from caraserve.http.sse import EventStream
-from caraserve.request import GenerateRequest, TokenDelta
+from caraserve.http.whole import ScoreTurns
+from caraserve.request import GenerateRequest, TokenDelta, TokenLogprob
 from tests.http.fake_engine import BOS, FakeEngine, finish
 from tests.http.serving import Client, serving
 
@@ -332,3 +333,14 @@ async def test_writes_that_overlap_are_given_up_only_if_none_gets_on(one_write_s
 
         await asyncio.gather(keep_writing(0), keep_writing(0.03), return_exceptions=True)
     assert response.aborted is given_up
+
+
+async def test_a_client_that_takes_no_logprobs_holds_up_nobody_elses() -> None:
+    scores = tuple(TokenLogprob(token, -1.0, ((token, -1.0),) * 20) for token in range(100))
+    turns, delta = ScoreTurns(), TokenDelta("", tuple(range(100)), scores)
+    slow = turns.parts(delta)
+    await anext(slow)  # and no more of it: its client reads nothing
+    async with asyncio.timeout(5):
+        parts = [part async for part in turns.parts(delta)]
+    assert joined([list(part.logprobs) for part in parts]) == list(scores)
+    assert len(parts) > 1
