@@ -11,6 +11,7 @@ import sys
 import time
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.,:/@+-]+")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 class _JsonFormatter(logging.Formatter):
@@ -24,13 +25,14 @@ class _JsonFormatter(logging.Formatter):
         line |= getattr(record, "details", {})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
+        return json.dumps(line)  # in ASCII: terminals also take commands from beyond it
 
 
 class _HumanFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        # A name or path in a message must not be able to forge a second log line.
-        line = super().format(record) if record.exc_info else super().format(record).replace("\n", "\\n")
+        line = super().format(record)
+        if not record.exc_info:  # a name or path in a message must not forge a second line, or command a terminal
+            line = _CONTROL.sub(lambda found: repr(found[0])[1:-1], line)
         details = getattr(record, "details", {})
         return " ".join([line, *(f"{name}={_plain(value)}" for name, value in details.items())])
 

@@ -133,8 +133,8 @@ class _Connection(web.RequestHandler):
             return _last(error_response(CaraServeError("The server made a mistake; its log has the details.")))
         if isinstance(exc, LineTooLong):
             return _refusal(431, "A line of the request's headers is too long.")
-        # What follows the first line are the bytes themselves.
-        return _refusal(status, f"Not a valid HTTP request: {(message or '').partition(chr(10))[0].strip(' :.')[:200]}.")
+        reason = (message or "").partition("\n")[0]  # what follows the first line are the bytes themselves
+        return _refusal(status, f"Not a valid HTTP request: {reason.strip(' :.')[:200]}.")
 
     def log_exception(self, *args: Any, **options: Any) -> None:
         """Logs faults of ours. A client that sends what is not HTTP, or leaves, would fill the log."""

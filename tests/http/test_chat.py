@@ -186,7 +186,10 @@ async def test_token_ids_on_request() -> None:
             "messages",
         ),
         *(
-            ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}]}, "messages")
+            (
+                {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}]},
+                "messages",
+            )
             for text in ('{"half a character": "\\ud800"}', '{"a": NaN}')
         ),
         ({"messages": [{"role": "assistant", "content": "x", "function_call": {"name": "f"}}]}, "messages"),

@@ -182,12 +182,14 @@ async def test_a_forwarded_request_names_the_instance_that_answers(lines: Lines)
 # --- what is written ---
 
 
-def written(capsys: pytest.CaptureFixture[str], form: str, lines: list[dict[str, Any]]) -> list[str]:
-    """What the server's own log has of lines with these details."""
+def written(
+    capsys: pytest.CaptureFixture[str], form: str, lines: list[dict[str, Any]], message: str = "request"
+) -> list[str]:
+    """What the server's own log has of lines with this message and these details."""
     configure(form, "info")
     try:
         for line in lines:
-            logging.getLogger("caraserve.http.requests").info("request", extra={"details": line})
+            logging.getLogger("caraserve.http.requests").info(message, extra={"details": line})
     finally:
         root = logging.getLogger("caraserve")
         root.handlers.clear()
@@ -197,10 +199,10 @@ def written(capsys: pytest.CaptureFixture[str], form: str, lines: list[dict[str,
 
 
 async def asked_with_evil_names(client: Client) -> None:
-    evil = "x\n12:00:00 I request status=200\x1b[2J"
+    evil = "x\n12:00:00 I request status=200\x1b[2J\x9b2J\u2028"
     await client.complete(model=evil, **{evil: 1})
     await client.complete(prompt="SECRET", user="SECRET", headers={"Authorization": "Bearer SECRET"}, **{evil: 1})
-    await client.post(f"/v1/%0A{'y' * 5000}", {})
+    await client.post(f"/v1/%0A%C2%9B2J{'y' * 5000}", {})
 
 
 @pytest.mark.parametrize("form", ["human", "json"])
@@ -211,8 +213,17 @@ async def test_clients_can_forge_no_line_and_their_text_is_in_none(
         await asked_with_evil_names(client)
     log = written(capsys, form, [*await lines.until(3)])
     assert len(log) == 3
-    assert not any("\x1b" in line or "SECRET" in line or len(line) > 1000 for line in log)
+    assert all(line.isprintable() and "SECRET" not in line and len(line) <= 1000 for line in log)
     if form == "json":
         assert [json.loads(line)["status"] for line in log] == [404, 200, 404]
     else:
         assert [line.partition("status=")[2][:3] for line in log] == ["404", "200", "404"]
+
+
+@pytest.mark.parametrize("form", ["human", "json"])
+def test_names_in_messages_can_neither_forge_a_line_nor_command_a_terminal(
+    form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (line,) = written(capsys, form, [{}], "adapter ä\r\n\x1b[2J\x9b2J\u2028 loaded")
+    assert line.isprintable()
+    assert "ä" in line or form == "json"
