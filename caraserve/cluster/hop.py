@@ -90,7 +90,7 @@ class Gate:
 
 
 def _read(text: str) -> Hop:
-    """The hop in a header. Raises Forbidden, also for one that somebody with the secret wrote by hand."""
+    """The hop in a header. Raises Forbidden, also for one of other types that is signed all the same."""
     try:
         hop = Hop(**orjson.loads(text))
     except (TypeError, ValueError):

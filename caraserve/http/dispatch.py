@@ -200,8 +200,8 @@ class _Journey:
             raise
         summary = self._request[SUMMARY]
         summary.forwarded_to, summary.completion_tokens = peer.name, carried.tokens
-        if meant is not None:
-            summary.model = model_label(meant.name, meant.digest)
+        if self._adapter is not None:
+            summary.model = model_label(self._adapter, parcel.adapter_digest)
         if carried.end == "lost":
             log.warning("request %s: %s has gone in the middle of an answer", self._request[REQUEST_ID], peer.name)
             count(tallies.lost, peer.name)

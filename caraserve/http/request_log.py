@@ -72,11 +72,6 @@ def listed(names: Iterable[str]) -> str:
     return text if len(text) <= _LONGEST_LIST else f"{text[:_LONGEST_LIST].rpartition(', ')[0]}, ..."
 
 
-def client_name(request: web.Request) -> str:
-    """Who asked, as the log says it."""
-    return request[CLIENT].name
-
-
 def log_request(request: web.Request, request_id: str, status: int) -> None:
     """Logs a request that asked for work or a change; pages, lists and probes have metrics. So have clients that were
     not let in: they could fill the log."""
@@ -95,7 +90,7 @@ def log_request(request: web.Request, request_id: str, status: int) -> None:
         status = CLIENT_LEFT
     details: dict[str, object] = {
         "id": request_id,
-        "client": client_name(request),
+        "client": request[CLIENT].name,
         "path": request.path[:_LONGEST_PATH],
         "status": status,
         "model": summary.model,
