@@ -8,6 +8,7 @@ against it.
 (Sheng et al., "Fairness in Serving Large Language Models".)
 """
 
+import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice, takewhile
@@ -38,12 +39,9 @@ class _Counters(Generic[K]):
         """The counter of one that waits."""
         return self._served[name]
 
-    def in_order(self, names: Iterable[K]) -> list[K]:
-        """The least served first."""
-        return sorted(names, key=lambda name: (self._served[name], name))
-
-    def least(self, names: Iterable[K]) -> K:
-        return min(names, key=lambda name: (self._served[name], name))
+    def least(self, names: Iterable[K], count: int = 1) -> list[K]:
+        """The `count` least served, the least first."""
+        return heapq.nsmallest(count, names, key=lambda name: (self._served[name], name))
 
     def charge(self, name: K, service: float) -> None:
         self._served[name] = self._served.get(name, 0.0) + service
@@ -103,16 +101,17 @@ class FairQueue(Generic[W]):
         """Whose first item is next."""
         if not self._queues:
             return None
-        return self._users.least(self._queues[self._clients.least(self._queues)])
+        (client,) = self._clients.least(self._queues)
+        return self._users.least(self._queues[client])[0]
 
     def upcoming(self, count: int) -> list[W]:
         """About the first `count` items to come: the clients' first ones, then their second ones, and so on, and those
         of each client likewise by its users."""
-        clients = [self._by_turns(self._queues[name]) for name in self._clients.in_order(self._queues)]
+        clients = [self._by_turns(self._queues[name], count) for name in self._clients.least(self._queues, count)]
         return list(islice(_turns(clients), count))
 
-    def _by_turns(self, users: dict[Tenant, deque[W]]) -> Iterator[W]:
-        return _turns([iter(users[tenant]) for tenant in self._users.in_order(users)])
+    def _by_turns(self, users: dict[Tenant, deque[W]], count: int) -> Iterator[W]:
+        return _turns([iter(users[tenant]) for tenant in self._users.least(users, count)])
 
     def newest_of_largest(self, beside: str) -> W | None:
         """The item to give up for one more of the client `beside`: the newest of the client with most. None: no client
