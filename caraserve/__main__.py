@@ -1,4 +1,4 @@
-"""The `caraserve` command, also as `python -m caraserve`: Ctrl-C ends it without a traceback from the first import on."""
+"""The `caraserve` command, also as `python -m caraserve`. Ctrl-C leaves no traceback, from the first import on."""
 
 import signal
 import sys

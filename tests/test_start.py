@@ -127,7 +127,9 @@ runpy.run_module("caraserve", run_name="__main__")
 
 
 def test_ctrl_c_while_the_command_is_imported_ends_it_without_a_traceback() -> None:
-    ended = subprocess.run([sys.executable, "-c", INTERRUPTED_AT_AN_IMPORT], capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_AT_AN_IMPORT], capture_output=True, text=True, check=False
+    )
     assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
 
 
