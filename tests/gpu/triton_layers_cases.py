@@ -44,6 +44,13 @@ def test_rms_norm(width: int, dtype: torch.dtype, tolerance: float) -> None:
     assert torch.equal(hidden, before)
 
 
+def test_a_row_whose_squares_overflow_is_not_a_number() -> None:
+    hidden, weight, out = random(3, 40), random(40), torch.empty(3, 40, device=DEVICE)
+    hidden[1, 7] = 1e20
+    rms_norm(hidden, weight, out, EPS)
+    assert [bool(row.isfinite().all()) for row in out] == [True, False, True]
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
 def test_the_residual_sum_is_kept_and_normed_as_it_is_kept(dtype: torch.dtype, tolerance: float) -> None:
     hidden, delta, weight = random(4, 96, dtype=dtype), random(4, 96, dtype=torch.float32), random(96, dtype=dtype)
