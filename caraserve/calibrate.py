@@ -75,7 +75,7 @@ _QUICK = _Effort(
     burst=2,
     least_rounds=3,
     most_rounds=7,
-    budget_s=0.8,  # with what comes before and after it, 5 s before a server is ready
+    budget_s=0.5,  # with what comes before and after it, 5 s before a server is ready
 )
 _FULL = _Effort(
     ranks=(8, 16, 32, 64),

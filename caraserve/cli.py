@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from caraserve import __version__
 from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
@@ -39,8 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+class _CommandParser(argparse.ArgumentParser):
+    """Reports what is wrong as one line. Raises ConfigError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message.removeprefix('argument COMMAND: ')}; see caraserve --help")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="caraserve", description="Many LoRA adapters over one base model.")
+    parser = _CommandParser(prog="caraserve", description="Many LoRA adapters over one base model.")
     parser.add_argument("--version", action="version", version=f"caraserve {__version__}")
     commands = parser.add_subparsers(
         title="commands", required=True, metavar="COMMAND", parser_class=OptionParser, prog="caraserve"

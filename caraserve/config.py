@@ -318,7 +318,11 @@ class HttpConfig(_FromArgs):
         )
         group.add_argument("--log-format", choices=("human", "json"), default="human", help="log lines")
         group.add_argument(
-            "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="log level"
+            "--log-level",
+            type=str.lower,
+            choices=("debug", "info", "warning", "error"),
+            default="info",
+            help="the least severe log lines",
         )
         group.add_argument(
             "--log-requests",
@@ -367,7 +371,7 @@ class ClusterConfig(_FromArgs):
         group.add_argument("--peer-port", type=parse_port, metavar="PORT", help="a port of its own for other instances")
         group.add_argument("--peer-host", metavar="HOST", help="address of --peer-port (default: --host)")
         group.add_argument(
-            "--cluster-name", default="caraserve", metavar="NAME", help="clusters of other names are strange"
+            "--cluster-name", default="caraserve", metavar="NAME", help="instances with another one are refused"
         )
         group.add_argument(
             "--cluster-secret-file",

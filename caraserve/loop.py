@@ -289,7 +289,7 @@ class Engine:
                 self._finish(opened, "error", error=BackendFailed(f"the iteration failed: {cause}"))
 
     def _fail_not_finite(self, opened: Open) -> None:
-        """Ends a request whose logits are not finite; no other one may reuse the blocks it computed."""
+        """Ends a request whose logits are not finite, and takes what it computed out of the prefix cache."""
         self._line.pool.forget(opened.request.blocks)
         name = opened.request.asked.adapter or self.base_name
         self._finish(opened, "error", error=NonFiniteLogits(name))

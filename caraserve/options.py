@@ -41,6 +41,15 @@ class _Given:
     source: str = ""
 
 
+class _HelpFormatter(argparse.HelpFormatter):
+    """Adds the default where there is one that the text does not give."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        is_told = action.default in (None, argparse.SUPPRESS, [], ()) or "default" in text
+        return text if is_told else f"{text} (default: %(default)s)"
+
+
 class OptionParser(argparse.ArgumentParser):
     """A parser of one command. The namespace gets `notes`, which say what has no effect and why.
 
@@ -48,9 +57,7 @@ class OptionParser(argparse.ArgumentParser):
     """
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(
-            **settings, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, epilog=_EPILOG
-        )
+        super().__init__(**settings, allow_abbrev=False, formatter_class=_HelpFormatter, epilog=_EPILOG)
         self.add_argument("--config", type=Path, metavar="FILE", help="YAML file with options by their names")
         self._sources: dict[str, str] = {}
 
@@ -68,6 +75,8 @@ class OptionParser(argparse.ArgumentParser):
         variables = list(self._variables(os.environ))
         file = next((given.values for given in [*written, *variables] if self._known(given) == "--config"), [])
         from_file = list(_from_file(Path(file[0]))) if file else []
+        if all(self._known(given) != "--model" for given in (*written, *variables, *from_file)):
+            self._refuse_swallowed_model(written)
         words: list[str] = []
         notes = [f"{name} has no effect: {note}" for name, note in VARIABLE_NOTES.items() if os.environ.get(name)]
         decided: set[str] = set()
@@ -150,7 +159,8 @@ class OptionParser(argparse.ArgumentParser):
             self._switch(given)
         if flag.takes == "one" and len(given.values) > 1:
             self._refuse_stray(given.values[1])
-        shown = " ".join([given.name, *given.values])
+        is_secret = given.name.endswith("token")  # of the hub; notes are logged
+        shown = given.name if is_secret else " ".join([given.name, *given.values])
         if flag.values is not None and not (given.values and given.values[0] in flag.values):
             raise ConfigError(f"{shown} is not supported: {flag.instead}")
         return f"{shown} has no effect: {flag.note}"
@@ -174,6 +184,12 @@ class OptionParser(argparse.ArgumentParser):
         if given.values[0].lower() not in _TRUTH:
             raise ConfigError(f"{given.source}: {given.name}: {given.values[0]!r}: write true or false")
         return _TRUTH[given.values[0].lower()]
+
+    def _refuse_swallowed_model(self, written: Iterable[_Given]) -> None:
+        """Without a model, the last item of a list that is a folder would have been it, not a key or a name."""
+        for given in written:
+            if len(given.values) > 1 and os.path.isdir(given.values[-1]):
+                self._refuse_stray(given.values[-1])
 
     def _refuse_stray(self, word: str) -> NoReturn:
         raise ConfigError(f"unexpected argument {word!r}: the model comes before the first option, or as --model MODEL")

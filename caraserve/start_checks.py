@@ -22,6 +22,9 @@ def check_paths(model: ModelConfig, lora: LoraConfig) -> None:
 def check_names(model: ModelConfig, lora: LoraConfig, base_names: tuple[str, ...]) -> None:
     """Raises ConfigError for an adapter that is named as the base model, or is for another one."""
     assert model.model is not None
+    names = [module.name for module in lora.lora_modules]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"--lora-modules names the adapter {min(twice)!r} twice")
     ours = {name.rpartition("/")[2] for name in (*base_names, str(model.model.resolve()))}
     for module in lora.lora_modules:
         for name in base_names:
@@ -43,7 +46,7 @@ def client_tls(http: HttpConfig, cluster: ClusterConfig) -> ssl.SSLContext | Non
         raise ConfigError("--ssl-certfile with --peers needs --peer-port: instances do not connect as clients do")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        # A key with a passphrase is refused: asking for one would stop a start that nobody watches.
+        # A key with a passphrase is refused: asking for one would hold up a start without a terminal.
         context.load_cert_chain(http.ssl_certfile, http.ssl_keyfile, password="")
         if http.ssl_ca_certs is not None:
             context.load_verify_locations(http.ssl_ca_certs)

@@ -105,7 +105,7 @@ def make_profile(
 
 
 def loading_rules(backend: "ServingBackend", spec: ModelSpec, profile: Profile | None, lora: LoraConfig) -> Loading:
-    """The loading mode on this machine. Without a profile nobody can say when a layer will be needed."""
+    """The loading mode on this machine. Without a profile it is not known when a layer will be needed."""
     mode = "overlapped" if profile is None and lora.loading_mode in LAYERWISE_MODES else lora.loading_mode
     bytes_per_s = math.inf if profile is None else profile.link_bytes_per_s
     handoff_ms = None if profile is None else profile.handoff_ms
@@ -132,7 +132,7 @@ def _known(path: Path, *, required: bool) -> Profile | None:
     except ConfigError as error:
         if required:
             raise
-        log.warning("%s; it is made anew", error.message)
+        log.warning("%s; this machine is measured again", error.message)
         return None
 
 

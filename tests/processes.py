@@ -96,7 +96,8 @@ def fleet(
 
 
 def _ready(process: "subprocess.Popen[str]", port: int) -> Server:
-    killer = Timer(120, process.kill)  # one that never gets ready fails the test, not the run
+    # One that never gets ready fails the test, not the run. Several without compiled kernels compile them all at once.
+    killer = Timer(240, process.kill)
     killer.start()
     assert process.stdout is not None
     try:

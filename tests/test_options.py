@@ -204,6 +204,12 @@ def test_an_adapter_for_another_base_model_is_refused(base: str) -> None:
     check_names(*configs, (base,))
 
 
+def test_a_name_for_two_adapters_is_refused() -> None:
+    args = parsed(MODEL, "--lora-modules", f"a={POET}", f"a={CHEF}")
+    with pytest.raises(ConfigError, match="'a' twice"):
+        check_names(ModelConfig.from_args(args), LoraConfig.from_args(args), ("base",))
+
+
 def test_no_adapter_may_have_one_of_the_base_models_names() -> None:
     args = parsed("--model", MODEL, "--lora-modules", f"b={POET}")
     with pytest.raises(ConfigError, match="own name"):
@@ -230,6 +236,19 @@ def test_a_word_that_belongs_to_no_option_is_refused_with_where_the_model_goes(w
 def test_options_that_take_lists_do_not_take_the_model() -> None:
     args = parsed(MODEL, "--served-model-name", "a", "b")
     assert (args.model, args.served_model_name) == (Path(MODEL), ["a", "b"])
+
+
+@pytest.mark.parametrize("option", ["--served-model-name", "--api-key", "--lora-modules", "--lora-target-modules"])
+def test_a_folder_at_the_end_of_a_list_is_refused_where_no_model_is_given(option: str, tmp_path: Path) -> None:
+    """The bundled demo would be served in its place."""
+    message = refusal(option, f"a={POET}", str(tmp_path))
+    assert repr(str(tmp_path)) in message
+    assert "--model MODEL" in message
+
+
+def test_the_note_on_a_token_of_the_hub_does_not_show_it() -> None:
+    (note,) = parsed(MODEL, "--hf-token", "hf_secret").notes
+    assert note == "--hf-token has no effect: nothing is downloaded"
 
 
 # --- environment and file ---
@@ -331,6 +350,20 @@ def test_help_is_printed(words: list[str], capsys: pytest.CaptureFixture[str]) -
     assert code == 0
     assert printed.out.startswith("usage: caraserve")
     assert printed.err == ""
+
+
+def test_help_gives_each_default_once_and_none_where_there_is_none() -> None:
+    text = " ".join(parser().format_help().split())
+    assert "(default: the demo) --" in text
+    assert "(default: 127.0.0.1)" in text
+    assert "(default: None)" not in text
+    assert "(default: [])" not in text
+
+
+def test_an_unknown_command_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["servee"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "'servee' (choose from" in line
 
 
 def test_a_wrong_option_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,6 +115,24 @@ def family(pid: int) -> set[int]:
     return found
 
 
+INTERRUPTED_AT_AN_IMPORT = """
+import os, runpy, signal, sys
+class Interrupt:
+    def find_spec(self, name, path, target=None):
+        if name == "caraserve.config":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+runpy.run_module("caraserve", run_name="__main__")
+"""
+
+
+def test_ctrl_c_while_the_command_is_imported_ends_it_without_a_traceback() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_AT_AN_IMPORT], capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
+
+
 @pytest.mark.parametrize(
     ("words", "mark"),
     [(["serve", "--port", "0"], "compiling CPU kernels"), (["profile"], "weights loaded")],

@@ -191,13 +191,16 @@ def silu_mul(gate, gate_stride, up, up_stride, rows):  # type: ignore[no-untyped
 
 @kernel
 def rms_norm(x, y, width, padded, weight, eps):  # type: ignore[no-untyped-def]
-    """`y = weight · x / sqrt(mean(x²) + eps)` over one row of `width` elements, zero-padded to `padded`."""
+    """`y = weight · x / sqrt(mean(x²) + eps)` over one row of `width` elements, zero-padded to `padded`.
+
+    NaN where a square overflows: 1 / sqrt(inf) would make zeros of the row, and equal logits, which look right.
+    """
     total = vsplat(np.float32(0.0))
     for lane in range(0, padded, LANES):
         value = vload(x + 4 * lane)
         total = vfma(value, value, total)
     mean = vsum(total) / np.float32(width)
-    factor = vsplat(np.float32(1.0) / np.sqrt(mean + eps))
+    factor = vsplat(np.float32(1.0) / np.sqrt(mean + eps) + mean * np.float32(0.0))
     for lane in range(0, padded, LANES):
         vstore(y + 4 * lane, vmul(vload(weight + 4 * lane), vmul(vload(x + 4 * lane), factor)))
 

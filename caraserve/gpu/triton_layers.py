@@ -35,7 +35,7 @@ def norm_kernel(  # type: ignore[no-untyped-def]
     hidden, delta, weight, out, rows, eps, hidden_stride, delta_stride, out_stride, width,
     HAS_DELTA: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: one row of `out`."""
+    """One program: one row of `out`; NaN where a square overflows, as 1 / sqrt(inf) would make zeros of the row."""
     row = tl.program_id(0).to(tl.int64)
     source = row
     if HAS_ROWS:
@@ -50,16 +50,17 @@ def norm_kernel(  # type: ignore[no-untyped-def]
             rounded = (value + added).to(hidden.dtype.element_ty)
             tl.store(hidden + source * hidden_stride + column, rounded, mask=inside)
             value = rounded.to(tl.float32)
-        factor = 1.0 / tl.sqrt(tl.sum(value * value, 0) / width + eps)
+        squares = tl.sum(value * value, 0)
+        factor = 1.0 / tl.sqrt(squares / width + eps) + squares * 0.0
         result = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32) * (value * factor)
         tl.store(out + row * out_stride + column, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _norm_heads(low, high, weight, column, inside, eps, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
-    """RMS norm of heads cut in two, [heads, half] each."""
+    """RMS norm of heads cut in two, [heads, half] each; NaN where a square overflows."""
     squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
-    factor = (1.0 / tl.sqrt(squares / (2 * HALF) + eps))[:, None]
+    factor = (1.0 / tl.sqrt(squares / (2 * HALF) + eps) + squares * 0.0)[:, None]
     low_weight = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     high_weight = tl.load(weight + HALF + column, mask=inside, other=0.0).to(tl.float32)
     return low_weight[None, :] * (low * factor), high_weight[None, :] * (high * factor)

@@ -1,5 +1,6 @@
 """Norms, rotary embedding, KV append, SiLU; run by test_triton_cases.py through Triton's interpreter, or on a GPU."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -42,6 +43,14 @@ def test_rms_norm(width: int, dtype: torch.dtype, tolerance: float) -> None:
     rms_norm(hidden, weight, out, EPS)
     torch.testing.assert_close(out.double(), normed(before, weight), atol=tolerance, rtol=tolerance)
     assert torch.equal(hidden, before)
+
+
+def test_a_row_whose_squares_overflow_is_not_a_number() -> None:
+    hidden, weight, out = random(3, 40), random(40), torch.empty(3, 40, device=DEVICE)
+    hidden[1, 7] = 1e20
+    with np.errstate(over="ignore", invalid="ignore"):  # the interpreter's
+        rms_norm(hidden, weight, out, EPS)
+    assert [bool(row.isfinite().all()) for row in out] == [True, False, True]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)

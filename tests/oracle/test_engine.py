@@ -200,13 +200,18 @@ def test_more_adapters_than_room_all_answer(families: dict[str, Subject]) -> Non
         subject.oracle.check_greedy(prompt, adapter, output)
 
 
-def test_an_adapter_whose_logits_are_not_finite_fails_alone(families: dict[str, Subject], tmp_path: Path) -> None:
-    """Among others in the same iterations; and what it left in KV blocks reaches nobody who gets them next."""
+@pytest.mark.parametrize(("module", "weight"), [("", 3e38), ("mlp.down_proj", 1e12)])
+def test_an_adapter_whose_logits_are_not_finite_fails_alone(
+    families: dict[str, Subject], tmp_path: Path, module: str, weight: float
+) -> None:
+    """Among others in the same iterations; and what it left in KV blocks reaches no request that gets them next. Finite
+    hidden states are no better when their squares overflow."""
     subject, rng = families["llama3"], random.Random(9)
     huge = shutil.copytree(subject.adapters["r8"], tmp_path / "huge")
     tensors = load_file(huge / "adapter_model.safetensors")
     save_file(
-        {name: torch.full_like(values, 3e38) for name, values in tensors.items()}, huge / "adapter_model.safetensors"
+        {name: torch.full_like(values, weight if module in name else 0.0) for name, values in tensors.items()},
+        huge / "adapter_model.safetensors",
     )
     asked = [(prompt_of(rng, tokens), rng.choice([None, *subject.adapters])) for tokens in PROMPT_TOKENS]
     bad = prompt_of(rng, 100)
