@@ -53,11 +53,11 @@ _SCORED = b'"echo":true,"logprobs":20'
 CASES = {
     "text": Case(COMPLETIONS, b'{"prompt":"%b"}', b"The sea is blue. ", 900_000),
     "text to count": Case("/tokenize", b'{"prompt":"%b"}', b"The sea is blue. ", 240_000),
-    "tokens by name": Case("/tokenize", b'{"prompt":"%b","return_token_strs":true}', b"The sea is blue. ", 15_000, 200),
+    "tokens by name": Case("/tokenize", b'{"prompt":"%b","return_token_strs":true}', b"The sea is blue. ", 6_000, 200),
     "chat": Case(CHAT, b'{"messages":[{"role":"user","content":"%b"}]}', b"The sea is blue. ", 240_000),
     "text parts": Case(CHAT, b'{"messages":[{"role":"user","content":[%b]}]}', _TEXT_PART, 20_000),
     "ids": Case(COMPLETIONS, b'{"prompt":[%b]}', b"10", 5_000_000),
-    "ids to decode": Case("/detokenize", b'{"tokens":[%b]}', b"10", 100_000, 200),
+    "ids to decode": Case("/detokenize", b'{"tokens":[%b]}', b"10", 60_000, 200),
     "lists": Case(COMPLETIONS, b'{"prompt":[%b]}', b"[]", 1_000_000),
     "biases": Case(COMPLETIONS, b'{"prompt":"a","logit_bias":{%b}}', b'"%d":1', 1_000_000),
     "unknown fields": Case(COMPLETIONS, b'{"prompt":"a","max_tokens":1,%b}', b'"x%d":1', 60_000),

@@ -24,7 +24,7 @@ from caraserve.http.deadline import in_time
 from caraserve.http.engine_api import EngineApi, Find, named_adapter
 from caraserve.http.fields import Fields
 from caraserve.http.generation import Job, respond
-from caraserve.http.json_reader import MOST_NUMBERS, parse_object
+from caraserve.http.json_reader import MOST_NUMBERS, Body, parse_object
 from caraserve.http.messages import error_response, note_ignored, read_body
 from caraserve.http.queue_moves import QueueMoves
 from caraserve.http.relay import Parcel, RefusedError, Relays, UnreachedError, body_digest
@@ -82,7 +82,7 @@ async def answer_forwarded(
 
 @in_time
 async def _answer_admitted(
-    request: web.Request, parse: Parse, dispatch: Dispatch, hop: Hop, body: bytes, most_numbers: int
+    request: web.Request, parse: Parse, dispatch: Dispatch, hop: Hop, body: Body, most_numbers: int
 ) -> web.StreamResponse:
     values = await parse_object(body, most_numbers)
     if hop.seed is not None:
@@ -140,7 +140,7 @@ class _Journey:
         max_tokens = max(one.params.max_tokens for one in job.requests)
         self.arrival = self._forwarding.arrival(self._adapter, prompt_tokens, max_tokens, hop)
 
-    async def run(self, body: bytes, seed: int | None) -> web.StreamResponse:
+    async def run(self, body: Body, seed: int | None) -> web.StreamResponse:
         """Goes wherever the request may be answered, until it is. Raises CaraServeError when nothing has been sent."""
         trip = await self._forwarding.begin(self.arrival)
         words: web.Response | None = None
@@ -183,7 +183,7 @@ class _Journey:
                     raise _MovedError from None
                 raise
 
-    async def _there(self, peer: Peer, trip: Trip, body: bytes, seed: int | None) -> web.StreamResponse:
+    async def _there(self, peer: Peer, trip: Trip, body: Body, seed: int | None) -> web.StreamResponse:
         """Has another instance answer. Raises RefusedError, UnreachedError or Draining when nothing has been sent."""
         tallies = self._forwarding.tallies
         meant = None if self._adapter is None else self._forwarding.means(self._adapter)

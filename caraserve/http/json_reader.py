@@ -9,6 +9,7 @@ What is built is bounded, since freeing it takes the event loop's time, too.
 import json
 import re
 from collections.abc import Generator
+from mmap import mmap
 from typing import Any
 
 import orjson
@@ -31,13 +32,14 @@ _SCALARS = re.compile(rb'[^\[\]{}"]++')
 # A pair of escapes for one character is never parted.
 _IN_STRING = re.compile(rb'(?:[^"\\]++|\\[^u]|\\u(?![dD][89aAbB]).{4}|\\u[dD][89aAbB].{2}\\u.{4})*+', re.DOTALL)
 
+Body = bytes | mmap  # large ones are never one object of the interpreter's heap
 _List = list[Any]
 _Object = dict[str, Any]
 
 
-async def parse_object(body: bytes, most_numbers: int = MOST_NUMBERS) -> _Object:
+async def parse_object(body: Body, most_numbers: int = MOST_NUMBERS) -> _Object:
     """Reads one JSON object without equal keys. Raises InvalidRequest for anything else."""
-    value = _parse_at_once(body) if len(body) <= _AT_ONCE_BYTES else await _parse_in_turns(body, most_numbers)
+    value = _parse_at_once(body[:]) if len(body) <= _AT_ONCE_BYTES else await _parse_in_turns(body, most_numbers)
     if not isinstance(value, dict):
         raise InvalidRequest("The body must be a JSON object.")
     return value
@@ -73,7 +75,7 @@ def _twice(key: str) -> InvalidRequest:
     return InvalidRequest(f"The body has {shown(key)} twice in one object.", param=key[:64])
 
 
-async def _parse_in_turns(body: bytes, most_numbers: int) -> Any:
+async def _parse_in_turns(body: Body, most_numbers: int) -> Any:
     reader = _Reader(body, most_numbers)
     async for _ in in_turns(reader.read()):
         pass
@@ -83,7 +85,7 @@ async def _parse_in_turns(body: bytes, most_numbers: int) -> Any:
 class _Reader:
     """Reads one document from its first byte to its last. `read` yields after each piece."""
 
-    def __init__(self, body: bytes, most_numbers: int) -> None:
+    def __init__(self, body: Body, most_numbers: int) -> None:
         self.value: Any = None
         self._body = body
         self._at = 0

@@ -30,6 +30,7 @@ from caraserve.cluster.seal import Keyring
 from caraserve.errors import BackendFailed, Draining, InstanceLost, ServerBusy, Unreachable
 from caraserve.http.context import CLIENT, CONTEXT, REQUEST_ID
 from caraserve.http.deadline import remaining
+from caraserve.http.json_reader import Body
 from caraserve.http.messages import fault_body
 from caraserve.http.sse import DONE, EventStream
 
@@ -66,7 +67,7 @@ class _GoneError(Exception):
 class Parcel:
     """What is forwarded: the client's own body, and what its headers do not say."""
 
-    body: bytes
+    body: Body
     digest: str  # of the body
     id: str
     adapter: str | None
@@ -83,7 +84,7 @@ class Carried:
     end: End = "whole"
 
 
-async def body_digest(body: bytes) -> str:
+async def body_digest(body: Body) -> str:
     """What a hop says of its body."""
     if len(body) > _HASHED_IN_PLACE:
         return await asyncio.to_thread(lambda: hashlib.sha256(body).hexdigest())
@@ -168,7 +169,8 @@ class Relays:
         headers = {name: value for name in _PASSED_ON if (value := request.headers.get(name)) is not None}
         headers |= signed(self._keys(), path, hop) | {"X-Request-Id": request[REQUEST_ID]} | remaining(request)
         url = f"{self._scheme}://{peer.address}{path}"
-        upstream = await _of_peer(self._session.post(url, data=parcel.body, headers=headers, allow_redirects=False))
+        body = memoryview(parcel.body)
+        upstream = await _of_peer(self._session.post(url, data=body, headers=headers, allow_redirects=False))
         try:
             return await passage.take(upstream)
         finally:

