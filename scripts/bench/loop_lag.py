@@ -1,68 +1,175 @@
-"""How long the event loop is kept from its other work while the engine computes.
+"""How long other clients hear nothing of a server while it answers a request with a hostile body.
 
-    .venv/bin/python scripts/bench/loop_lag.py
+    .venv/bin/python scripts/bench/loop_lag.py [--url http://127.0.0.1:8300] [--only ids --only chat]
 
-A ticker asks to be woken every millisecond and records by how much it is late: on an idle engine, then under a closed
-batch of requests, each on its own adapter. The last line of stdout is one JSON document.
+Starts `caraserve serve` with the demo model, or asks the server at `--url`, and sends one body after another: long
+texts, many values, large answers. Meanwhile `/health` is asked and another client's stream is read, in a process of
+their own. A line for each body has the longest time that either was silent, of the attempt with the shortest; the
+line `nothing` is what machine and client cost. The last line of stdout is one JSON document.
 """
 
 import argparse
-import asyncio
+import http.client
 import json
-import tempfile
+import os
+import socket
+import subprocess
+import sys
+import threading
 import time
-from contextlib import AsyncExitStack
-from pathlib import Path
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from urllib.parse import urlsplit
 
-import numpy as np
-import uvloop
-from engine import ask_engine, start_engine
-from workload import Case, requests
+_COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
+_TEXT, _PROMPT_OF_100 = b"The sea is blue. ", b"[10" + 99 * b",10" + b"]"
+_SCORED = b'"echo":true,"max_tokens":0,"logprobs":20'
+# Path, form of the body, what stands in it for %b, and how many times. %d is its number.
+_BODIES: dict[str, tuple[str, bytes, bytes, int]] = {
+    "nothing": ("/v1/models", b"", b"", 0),
+    "16 answers": (_COMPLETIONS, b'{"prompt":"a","max_tokens":200,"ignore_eos":true,"n":16%b}', b"", 0),
+    "15 MB text": (_COMPLETIONS, b'{"prompt":"%b"}', _TEXT, 900_000),
+    "15 MB letter": (_COMPLETIONS, b'{"prompt":"%b"}', b"a", 15_000_000),
+    "4 MB text": (_COMPLETIONS, b'{"prompt":"%b"}', _TEXT, 240_000),
+    "4 MB chat": (_CHAT, b'{"messages":[{"role":"user","content":"%b"}]}', _TEXT, 240_000),
+    "4 MB to count": ("/tokenize", b'{"prompt":"%b"}', _TEXT, 240_000),
+    "tokens by name": ("/tokenize", b'{"prompt":"%b","return_token_strs":true}', _TEXT, 6_000),
+    "text parts": (_CHAT, b'{"messages":[{"role":"user","content":[%b]}]}', b'{"type":"text","text":"a"},', 400_000),
+    "5M ids": (_COMPLETIONS, b'{"prompt":[%b1]}', b"10,", 5_000_000),
+    "ids to decode": ("/detokenize", b'{"tokens":[%b1]}', b"10,", 60_000),
+    "lists": (_COMPLETIONS, b'{"prompt":[%b1]}', b"[],", 4_000_000),
+    "biases": (_COMPLETIONS, b'{"prompt":"a","logit_bias":{%b"x":1}}', b'"%d":1,', 1_000_000),
+    "unknown fields": (_COMPLETIONS, b'{"prompt":"a","max_tokens":1,%b"x":1}', b'"x%d":1,', 1_000_000),
+    "60k unknown": (_COMPLETIONS, b'{"prompt":"a","max_tokens":1,%b"x":1}', b'"x%d":1,', 60_000),
+    "2048 prompts": (_COMPLETIONS, b'{"prompt":[%b[10]],"max_tokens":1}', b"[10],", 2047),
+    "2048 scored": (_COMPLETIONS, b'{"prompt":[%b[10]],"max_tokens":16,"logprobs":20}', b"[10],", 2047),
+    "2M logprobs": (_COMPLETIONS, b'{"prompt":[%b[10]],' + _SCORED + b"}", _PROMPT_OF_100 + b",", 960),
+    "too many": (_COMPLETIONS, b'{"prompt":[%b[10]],' + _SCORED + b"}", _PROMPT_OF_100 + b",", 2047),
+    "streamed": (_COMPLETIONS, b'{"prompt":[%b[10]],"stream":true,' + _SCORED + b"}", _PROMPT_OF_100 + b",", 120),
+    "128 streamed": (_COMPLETIONS, b'{"prompt":"a","max_tokens":100,"n":128,"stream":true,"logprobs":20%b}', b"", 0),
+}
+_STREAM = b'{"prompt":"The sea","max_tokens":900,"ignore_eos":true,"stream":true,"user":"another"}'
+_NOTHING_S = 1.0
+_AFTER_S = 0.05  # watched after the answer, for what is freed then
 
-from caraserve.bench.synthetic import SHAPES, write_adapters, write_model
-from caraserve.model.spec import SITES
 
-_TICK_S = 0.001
-_PROMPT_TOKENS, _OUTPUT_TOKENS, _REQUESTS, _RANK = 128, 64, 16, 16
+@dataclass(frozen=True)
+class Seen:
+    """What one body cost: the client that sent it, and others the longest silence."""
 
-
-async def _late_ms(work: "asyncio.Task[object]") -> dict[str, float]:
-    """By how many milliseconds ticks came late until `work` was done."""
-    late = []
-    while not work.done():
-        asked_s = time.perf_counter()
-        await asyncio.sleep(_TICK_S)
-        late.append(1000 * (time.perf_counter() - asked_s - _TICK_S))
-    p50, p99 = np.percentile(late, [50, 99])
-    return {"ticks": len(late), "p50": round(float(p50), 3), "p99": round(float(p99), 3), "max": round(max(late), 3)}
+    status: int
+    answer_bytes: int
+    took_s: float
+    health_ms: float
+    stream_ms: float
 
 
-async def _measure(folder: Path, args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    spec = write_model(folder / "model", SHAPES[args.model], "float32", max_position=_PROMPT_TOKENS + _OUTPUT_TOKENS)
-    adapters = write_adapters(folder, spec, count=_REQUESTS, ranks=[_RANK], targets=SITES, dtype="float32")
-    case = Case("own adapters", _REQUESTS)
-    async with AsyncExitStack() as stack:
-        engine = await start_engine(stack, folder / "model", adapters, args, "float32")
-        results = {"idle": await _late_ms(asyncio.create_task(asyncio.sleep(3.0)))}
-        for seed in range(2):  # the first warms caches up
-            sent = requests(case, list(adapters), _PROMPT_TOKENS, spec.vocab_size, seed)
-            work = asyncio.create_task(ask_engine(engine, sent, _OUTPUT_TOKENS))
-            results["under load"] = await _late_ms(work)
-        return results
+def _ask(url: str, method: str, path: str, body: bytes | None) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=300)
+    with suppress(ConnectionError):  # refused before all was sent
+        connection.request(method, path, body, {"Content-Type": "application/json"})
+    return connection.getresponse()
+
+
+def _send(url: str, name: str) -> tuple[int, int, float]:
+    """Sends a body, in another process: status, bytes of the answer, seconds."""
+    path, form, repeated, times = _BODIES[name]
+    many = b"".join([repeated % number for number in range(times)]) if b"%d" in repeated else repeated * times
+    body = form % many if form else None
+    began_s, answer_bytes = time.perf_counter(), 0
+    with _ask(url, "POST" if body else "GET", path, body) as answer:
+        while piece := answer.read(1 << 20):
+            answer_bytes += len(piece)
+    took_s = time.perf_counter() - began_s
+    time.sleep(_AFTER_S if body else _NOTHING_S)
+    return answer.status, answer_bytes, took_s
+
+
+def _health(url: str) -> Iterator[None]:
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=300)
+    while True:
+        connection.request("GET", "/health")
+        connection.getresponse().read()
+        yield
+        time.sleep(0.001)
+
+
+def _stream(url: str) -> Iterator[None]:
+    """The events of streams, one after the other."""
+    while True:
+        with _ask(url, "POST", _COMPLETIONS, _STREAM) as answer:
+            while answer.readline().startswith(b"data"):
+                answer.readline()
+                yield
+
+
+def _longest_ms(signs: Iterator[None], begun: threading.Barrier, stop: threading.Event) -> float:
+    """The longest time between two signs of life until stopped."""
+    next(signs)
+    begun.wait()
+    longest_s, last_s = 0.0, time.perf_counter()
+    while not stop.is_set():
+        next(signs)
+        now_s = time.perf_counter()
+        longest_s, last_s = max(longest_s, now_s - last_s), now_s
+    return round(1000 * longest_s, 1)
+
+
+def _measure(url: str, name: str, sender: ProcessPoolExecutor) -> Seen:
+    begun, stop = threading.Barrier(3), threading.Event()
+    with ThreadPoolExecutor(2) as watchers:
+        longest = [watchers.submit(_longest_ms, signs(url), begun, stop) for signs in (_health, _stream)]
+        begun.wait()
+        try:
+            status, answer_bytes, took_s = sender.submit(_send, url, name).result()
+        finally:
+            stop.set()
+        health_ms, stream_ms = [one.result() for one in longest]
+    return Seen(status, answer_bytes, round(took_s, 2), health_ms, stream_ms)
+
+
+@contextmanager
+def _server(arguments: list[str]) -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "caraserve", "serve", "--port", str(port), *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        try:
+            assert server.stdout is not None
+            if not any(line.startswith("try:") for line in server.stdout):
+                raise SystemExit(f"the server ended with {server.wait()}")
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.terminate()
+
+
+def _measure_all(url: str, names: list[str], attempts: int) -> dict[str, Seen]:
+    best: dict[str, Seen] = {}
+    print(f"{'body':16} {'status':>6} {'answer MB':>9} {'took s':>7} {'/health ms':>10} {'stream ms':>9}", flush=True)
+    with ProcessPoolExecutor(1, get_context("spawn")) as sender:
+        for name in names:
+            best[name] = one = min(
+                (_measure(url, name, sender) for _ in range(attempts)), key=lambda seen: seen.health_ms
+            )
+            numbers = f"{one.status:6} {one.answer_bytes / 1e6:9.1f} {one.took_s:7.2f}"
+            print(f"{name:16} {numbers} {one.health_ms:10.1f} {one.stream_ms:9.1f}", flush=True)
+    return best
 
 
 def main() -> None:
-    """Measures, prints a line for each situation and one JSON document."""
+    """Measures, prints a line for each body and one JSON document."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=list(SHAPES), default="100M", help="size of the random model")
-    parser.add_argument("--threads", type=int, help="compute threads (default: every core)")
-    args = parser.parse_args()
-    args.concurrency = [_REQUESTS]
-    with tempfile.TemporaryDirectory() as folder:
-        results = uvloop.run(_measure(Path(folder), args))
-    for situation, late in results.items():
-        print(f"{situation}: late by p50 {late['p50']} ms, p99 {late['p99']} ms, max {late['max']} ms")
-    print(json.dumps({"benchmark": "loop_lag", "model": args.model, "requests": _REQUESTS, "late_ms": results}))
+    parser.add_argument("--url", help="a server that runs already; its model's context must hold 1,000 tokens")
+    parser.add_argument("--only", choices=list(_BODIES), action="append", help="this body; may be repeated")
+    parser.add_argument("--attempts", type=int, default=3, help="with each body (default %(default)s)")
+    args, server_arguments = parser.parse_known_args()
+    with nullcontext(args.url) if args.url else _server(server_arguments) as url:
+        best = _measure_all(url, args.only or list(_BODIES), args.attempts)
+    silences = {name: asdict(seen) for name, seen in best.items()}
+    print(json.dumps({"benchmark": "loop_lag", "load": os.getloadavg(), "bodies": silences}))
 
 
 if __name__ == "__main__":
