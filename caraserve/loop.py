@@ -12,7 +12,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from caraserve.adapters.catalog import Catalog
 from caraserve.adapters.registry import AdapterInfo
@@ -99,6 +99,24 @@ class Engine:
     def submit(self, asked: GenerateRequest) -> Stream:
         """Queues a request; in a full queue, in place of one of the client that has most there. Raises NotFound,
         ContextLengthExceeded, Overloaded or Draining, without any effect."""
+        return self._submit(asked, None).stream
+
+    def submit_each(self, asked: Sequence[GenerateRequest]) -> Generator[Stream]:
+        """Queues a request with each step, as `submit` does, all with the adapter version that the first one gets,
+        whatever is loaded in place between two steps. Thousands take 100 ms."""
+        version: Version | None = None
+        try:
+            for one in asked:
+                opened = self._submit(one, version)
+                if version is None and opened.version is not None:
+                    version = self.catalog.residency.hold(opened.version)
+                yield opened.stream
+        finally:
+            if version is not None:
+                self.catalog.residency.unpin(version)
+
+    def _submit(self, asked: GenerateRequest, version: Version | None) -> Open:
+        """`version`: held already, of an earlier request of the same response."""
         if self.failure is not None:
             raise BackendFailed(f"the device has failed: {self.failure}")
         if self.draining:
@@ -114,14 +132,17 @@ class Engine:
             full = Overloaded(f"{count} requests are waiting", retry_after_s=self._retry_after_s())
             if (displaced := self._line.waiting.newest_of_largest(asked.tenant.client)) is None:
                 raise full
-        version = None if asked.adapter is None else self.catalog.pin(asked.adapter)
+        if version is not None:
+            self.catalog.residency.hold(version)
+        elif asked.adapter is not None:
+            version = self.catalog.pin(asked.adapter)
         if displaced is not None:
             self._finish(displaced, "error", error=full)
         opened = self._open_request(asked, version)
         self._line.waiting.push(asked.tenant, opened)
         self._line.admit()  # a load need not wait for the iteration under way
         self._wake.set()
-        return opened.stream
+        return opened
 
     def adapters(self) -> list[AdapterInfo]:
         """All adapters that can be asked for."""
@@ -175,7 +196,7 @@ class Engine:
         while True:
             self._wake.clear()
             self._retire_aside()
-            self._drop_cancelled()
+            await self._drop_cancelled()
             self._fail_unloadable()
             self._line.admit()
             begins_s = self._next_begins_s(pending)
@@ -363,14 +384,15 @@ class Engine:
             self._cancelled.append(opened)
             self._wake.set()
 
-    def _drop_cancelled(self) -> None:
-        """Some in each turn: one response may have had thousands."""
+    async def _drop_cancelled(self) -> None:
+        """Some in each turn of the event loop: one response may have had thousands."""
         dropped, self._cancelled = self._cancelled[:_DROPPED_AT_ONCE], self._cancelled[_DROPPED_AT_ONCE:]
         for opened in dropped:
             if opened.request.phase is not Phase.FINISHED:
                 self._finish(opened, "cancelled")
         if self._cancelled:
             self._wake.set()
+            await asyncio.sleep(0)  # with nothing to compute, the engine would not wait for anything else
 
     def _finish(
         self,

@@ -75,7 +75,10 @@ class Residency:
 
     def pin(self, name: str) -> Version:
         """The version that `name` means now, held until `unpin`. Raises KeyError for an unknown name."""
-        version = self._names[name]
+        return self.hold(self._names[name])
+
+    def hold(self, version: Version) -> Version:
+        """Pins one that is pinned already, whatever its name means by now."""
         version.pins += 1
         return version
 

@@ -1,6 +1,6 @@
 """What the HTTP layer needs of the engine, as protocols: `loop.Engine` satisfies them, and so does the tests' fake."""
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -97,8 +97,9 @@ class EngineApi(Protocol):
     def failure(self) -> str | None:
         """Why nothing will ever be answered again; None: all is well."""
 
-    def submit(self, request: GenerateRequest) -> StreamApi:
-        """Raises NotFound, Overloaded, Draining or ContextLengthExceeded; then nothing has happened."""
+    def submit_each(self, requests: Sequence[GenerateRequest]) -> Generator[StreamApi]:
+        """Queues a request with each step, all with the adapter version that the first one gets. A step raises
+        NotFound, Overloaded, Draining or ContextLengthExceeded without any effect. Close it after the last step."""
 
     def adapters(self) -> Sequence[AdapterView]: ...
 

@@ -7,6 +7,7 @@ Whatever way the handler ends, a disconnect included, every stream is cancelled,
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -107,11 +108,13 @@ async def respond(
         told(finishes)
 
     try:
-        # All or nothing: a refused response must have had no effects, since clients send it again.
-        async for asked in in_turns(job.requests):
-            streams.append(engine.submit(asked))
-            if len(streams) == 1 and asked.adapter is not None:  # the version that `submit` has pinned
-                summary.model = model_label(asked.adapter, engine.adapter(asked.adapter).digest)
+        # All or nothing: where one is refused, those before it are cancelled, since clients send the whole again.
+        with closing(engine.submit_each(job.requests)) as submitted:
+            async for stream in in_turns(submitted):
+                streams.append(stream)
+                adapter = job.requests[0].adapter
+                if len(streams) == 1 and adapter is not None:  # the version that they all get
+                    summary.model = model_label(adapter, engine.adapter(adapter).digest)
         if job.delivery.stream:
             return await _stream(request, job, running, ended)
         return await _gather(request, job, streams, ended)

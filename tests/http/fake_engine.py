@@ -1,7 +1,7 @@
 """An engine whose every delta the test decides, behind the same protocol as the real one."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -185,6 +185,10 @@ class FakeEngine:
             stream.feed(*self.script(request))
         self.changed.set()
         return stream
+
+    def submit_each(self, requests: Sequence[GenerateRequest]) -> Generator[FakeStream]:
+        for request in requests:
+            yield self.submit(request)
 
     async def submitted(self, count: int = 1) -> list[FakeStream]:
         while len(self.streams) < count:

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from caraserve.errors import BackendFailed
-from tests.engine_world import World, world
+from caraserve.request import GenerateRequest, SamplingParams
+from tests.engine_world import Asked, World, world
 
 
 async def random_run(
@@ -171,6 +173,46 @@ def test_an_adapter_replaced_in_place_keeps_its_old_version_for_those_who_asked_
             assert (before.digest, after.digest) == ("digest-0", "digest-new")
             before.check()
             after.check()
+
+    asyncio.run(body())
+
+
+def requests_of_one_response(count: int, name: str | None) -> list[GenerateRequest]:
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    return [GenerateRequest(f"r{index}", tuple(range(20)), name, params, arrival_s=0.0) for index in range(count)]
+
+
+def test_the_requests_of_one_response_have_one_adapter_version_whatever_is_loaded_in_place_between_them() -> None:
+    async def body() -> None:
+        async with world(random.Random(1)) as here:
+            requests = requests_of_one_response(2, "a0")
+            submitted = here.engine.submit_each(requests)
+            for stream in submitted:  # the first one has ended, and its name means something else, before the next
+                asked = Asked(requests[0].prompt_ids, "digest-0", requests[0].params, stream)
+                await here.until_done([asyncio.create_task(asked.collect())])
+                await here.engine.load_adapter("a0", "digest-new", inplace=True)
+                asked.check()
+                assert asked.finish.reason == "length"
+            await here.settle()
+            here.engine.check()
+
+    asyncio.run(body())
+
+
+def test_thousands_that_are_cancelled_together_end_some_in_each_turn() -> None:
+    async def body() -> None:
+        async with world(random.Random(2)) as here:
+            streams = list(here.engine.submit_each(requests_of_one_response(1000, None)))
+            for stream in streams:
+                stream.cancel()
+            waiting = [len(here.engine.waiting())]
+            while waiting[-1]:
+                here.end_something()
+                await asyncio.sleep(0)
+                waiting.append(len(here.engine.waiting()))
+            assert max(before - after for before, after in pairwise(waiting)) <= 100
+            await here.settle()
+            here.engine.check()
 
     asyncio.run(body())
 
