@@ -115,6 +115,14 @@ def family(pid: int) -> set[int]:
     return found
 
 
+def test_the_benchmark_that_compares_with_torch_names_what_to_install() -> None:
+    command = [sys.executable, "-c", WITHOUT_TORCH, "bench", "lora"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    (line,) = ended.stderr.splitlines()
+    assert ended.returncode == 2
+    assert "`test` extra" in line
+
+
 INTERRUPTED_AT_AN_IMPORT = """
 import os, runpy, signal, sys
 class Interrupt:

@@ -14,6 +14,7 @@ from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, count, 
 from caraserve.bench.synthetic import ITEMSIZE, SHAPES
 from caraserve.cluster.plans import ROUTINGS
 from caraserve.config import LOADING_MODES, LORA_KERNELS
+from caraserve.errors import ConfigError
 from caraserve.option_values import parse_cpus
 
 LORA_PARTS = ("kernels", "round-trip", "threads", "gpu")
@@ -222,7 +223,14 @@ def _add_save(kind: argparse.ArgumentParser) -> None:
 
 
 def _lora(args: argparse.Namespace) -> int:
-    from caraserve.bench.lora.run import FULL, QUICK, bench_lora
+    try:
+        from caraserve.bench.lora.run import FULL, QUICK, bench_lora
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ConfigError(
+            "bench lora compares with torch: install the package's `test` extra, or torch itself"
+        ) from None
 
     bench_lora(args.parts, args.lora_cpus, QUICK if args.quick else FULL, args.save)
     return 0

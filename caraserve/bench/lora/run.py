@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -71,8 +70,6 @@ def bench_lora(parts: Sequence[str] | None, cores: Sequence[int] | None, effort:
     """Measures, prints tables and one JSON line; writes JSON and a PNG to a folder. Ctrl-C ends it early with what
     there is. `parts` None: all that this machine has. Raises ConfigError for cores, a folder or a GPU that cannot be
     used."""
-    if find_spec("torch") is None:
-        raise ConfigError("bench lora compares with torch: install the package's `test` extra, or torch itself")
     parts = _parts(parts)
     here = sorted(os.sched_getaffinity(0))
     cores = tuple(cores) if cores else (*here[1:], here[0])  # the first core is what the event loop would have
