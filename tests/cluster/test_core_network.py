@@ -39,7 +39,7 @@ class Cluster(RuleBasedStateMachine):
 
     @rule(at=st.integers(0, 4), adapter=st.sampled_from(ADAPTERS), rank=st.sampled_from([8, 16, 64]))
     def register(self, at: int, adapter: str, rank: int) -> None:
-        self.any_core(at)[1].register(Adapter(adapter, f"digest-{rank}", rank, rank * 1000), self.fleet.now)
+        self.any_core(at)[1].register(Adapter(adapter, f"{rank:064x}", rank, rank * 1000), self.fleet.now)
 
     @rule(at=st.integers(0, 4), adapter=st.sampled_from(ADAPTERS))
     def remove(self, at: int, adapter: str) -> None:
