@@ -171,10 +171,7 @@ def _worker_counts(backend: ServingBackend) -> WorkerCounts:
 
 
 def _roots(lora: LoraConfig) -> tuple[Path, ...]:
-    """Folders from which adapters may be loaded at run time; relative paths start at the first. Raises ConfigError."""
-    for root in lora.allow_adapter_path:
-        if not root.is_dir():
-            raise ConfigError(f"--allow-adapter-path {str(root)!r} is not a folder")
+    """Folders from which adapters may be loaded at run time; relative paths start at the first."""
     given = lora.allow_adapter_path if lora.adapters_dir is None else [lora.adapters_dir, *lora.allow_adapter_path]
     return tuple(root.resolve() for root in given)
 

@@ -2,6 +2,7 @@
 
 import ssl
 
+from caraserve.adapters.peft_config import CONFIG_NAME
 from caraserve.config import ClusterConfig, HttpConfig, LoraConfig, ModelConfig, check_adapter_name
 from caraserve.errors import ConfigError
 
@@ -12,11 +13,12 @@ def check_paths(model: ModelConfig, lora: LoraConfig) -> None:
         raise ConfigError(f"--chat-template {str(model.chat_template)!r} is not a file")
     if lora.adapters_dir is not None and not lora.adapters_dir.is_dir():
         raise ConfigError(f"--adapters-dir {str(lora.adapters_dir)!r} is not a folder")
+    for root in lora.allow_adapter_path:
+        if not root.is_dir():
+            raise ConfigError(f"--allow-adapter-path {str(root)!r} is not a folder")
     for module in lora.lora_modules:
-        if not (module.path / "adapter_config.json").is_file():
-            raise ConfigError(
-                f"adapter {module.name!r}: {str(module.path)!r} has no adapter_config.json; give a PEFT folder"
-            )
+        if not (module.path / CONFIG_NAME).is_file():
+            raise ConfigError(f"adapter {module.name!r}: {str(module.path)!r} has no {CONFIG_NAME}; give a PEFT folder")
 
 
 def check_names(model: ModelConfig, lora: LoraConfig, base_names: tuple[str, ...]) -> None:

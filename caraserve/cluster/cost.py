@@ -179,7 +179,7 @@ def worth(
         return math.inf, wait_ms / output_tokens + after_ms
     latency_ms = wait_ms / output_tokens + after_ms
     cost = total_cost(
-        added_prefill_ms if own_weight == 0.0 else 0.0,  # otherwise in latency_ms, and nobody is spared it
+        added_prefill_ms if own_weight == 0.0 else 0.0,  # otherwise in latency_ms
         added_ms,
         after_ms,
         slo_ms,

@@ -66,7 +66,7 @@ class NamesFile:
             ) from None
 
     def restore(self, wall_ms: int) -> list[Fact]:
-        """All names and the tombstones that somebody may still need; drops the others, and what a damaged file has in
+        """All names and the tombstones that others may still need; drops the others, and what a damaged file has in
         their place. Nothing after too long. Raises ConfigError when the file cannot be read."""
         try:
             return self._restore(wall_ms)

@@ -59,7 +59,7 @@ async def test_clients_are_refused_until_the_server_listens() -> None:
         await runner.cleanup()
 
 
-@pytest.mark.parametrize("wrong", ["adapter", "folder", "template"])
+@pytest.mark.parametrize("wrong", ["adapter", "folder", "root", "template"])
 def test_a_path_that_is_not_there_is_named(wrong: str, tmp_path: Path) -> None:
     missing = tmp_path / wrong
     model, lora = model_config(demo.model_folder()), lora_config({"poet": POET}, adapters_dir=demo.adapters_folder())
@@ -68,6 +68,8 @@ def test_a_path_that_is_not_there_is_named(wrong: str, tmp_path: Path) -> None:
         lora.lora_modules.append(LoraModule("x", missing))
     elif wrong == "folder":
         lora = lora_config({}, adapters_dir=missing)
+    elif wrong == "root":
+        lora = lora_config({}, allow_adapter_path=[missing])
     else:
         model = type(model)(model.model, ("base",), "auto", "auto", None, missing)
     with pytest.raises(ConfigError, match=str(missing)):
