@@ -69,7 +69,7 @@ def test_a_path_that_is_not_there_is_named(wrong: str, tmp_path: Path) -> None:
     elif wrong == "folder":
         lora = lora_config({}, adapters_dir=missing)
     elif wrong == "root":
-        lora = lora_config({}, allow_adapter_path=[missing])
+        lora = lora_config({}, adapter_roots=[missing])
     else:
         model = type(model)(model.model, ("base",), "auto", "auto", None, missing)
     with pytest.raises(ConfigError, match=str(missing)):
