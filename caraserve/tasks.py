@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -25,6 +26,47 @@ async def in_turns(items: Iterable[T], now: Callable[[], float] = time.perf_coun
         if now() - began_s >= _TURN_S:
             await asyncio.sleep(_REST_S)
             began_s = now()
+
+
+class TurnBudget:
+    """Limits what many tasks do in one turn of the event loop: past `limit` units, tasks wait in order of arrival.
+
+    Turns that follow one with waiting tasks begin after a rest, for other threads.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._left = limit
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._resets = False
+
+    async def spend(self, units: int) -> None:
+        """Returns when the current turn has units left; the last task of a turn may spend more than is left."""
+        if self._left > 0 and not self._waiting:
+            self._left -= units
+            self._reset_next_turn()
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((units, turn))
+        self._reset_next_turn()
+        await turn
+
+    def _reset_next_turn(self) -> None:
+        if not self._resets:
+            self._resets = True
+            asyncio.get_running_loop().call_soon(self._reset)
+
+    def _reset(self) -> None:
+        self._resets = False
+        self._left = self._limit
+        while self._waiting and self._left > 0:
+            units, turn = self._waiting.popleft()
+            if not turn.done():  # its task may have been cancelled
+                self._left -= units
+                turn.set_result(None)
+        if self._waiting or self._left < self._limit:
+            self._resets = True
+            asyncio.get_running_loop().call_later(_REST_S, self._reset)
 
 
 def log_defect(task: "asyncio.Task[Any]") -> None:

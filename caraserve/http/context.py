@@ -12,8 +12,9 @@ from caraserve.background import BackgroundTasks
 from caraserve.config import HttpConfig
 from caraserve.http.bodies import Bodies
 from caraserve.http.engine_api import ClusterApi, EngineApi
-from caraserve.http.whole import ScoreTurns
+from caraserve.http.whole import TURN_SCORES
 from caraserve.metrics import Metrics
+from caraserve.tasks import TurnBudget
 
 if TYPE_CHECKING:
     from caraserve.http.dispatch import Dispatch
@@ -57,7 +58,7 @@ class Context:
     cluster: ClusterApi | None = None  # None: this server serves alone
     dispatch: "Dispatch | None" = None  # None: it answers all requests itself
     background: BackgroundTasks = field(default_factory=BackgroundTasks)
-    score_turns: ScoreTurns = field(default_factory=ScoreTurns)
+    score_turns: TurnBudget = field(default_factory=lambda: TurnBudget(TURN_SCORES))
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
     async def to_the_end(self, work: Coroutine[Any, Any, _T]) -> _T:

@@ -6,7 +6,7 @@ Whatever way the handler ends, a disconnect included, every stream is cancelled,
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,9 +22,9 @@ from caraserve.http.known_fields import STREAM_OPTIONS
 from caraserve.http.messages import error_body, fault_body
 from caraserve.http.request_log import SUMMARY, model_label
 from caraserve.http.sse import DONE, ChunkFrame, EventStream, comment
-from caraserve.http.whole import ScoreTurns, WholeAnswer, WholeChoice, whole_response
+from caraserve.http.whole import WholeAnswer, WholeChoice, paced, whole_response
 from caraserve.request import Finish, GenerateRequest, TokenDelta
-from caraserve.tasks import in_turns
+from caraserve.tasks import TurnBudget, in_turns
 
 log = logging.getLogger("caraserve.http")
 
@@ -137,7 +137,7 @@ async def _gather(
     return await whole_response(job.whole_head, answers, tail, {"x-caraserve-phases": _phases(finishes)})
 
 
-async def _finished(answer: WholeAnswer, stream: StreamApi, turns: ScoreTurns) -> Finish:
+async def _finished(answer: WholeAnswer, stream: StreamApi, turns: TurnBudget) -> Finish:
     """Raises the request's error."""
     await answer.gather(stream, turns)
     return _checked(answer.finish)
@@ -152,7 +152,7 @@ async def _stream(
         running.out = out
         try:
             pumps = [
-                _pump(out, frame, choice, turns.parts, stream, asked if job.delivery.continuous_usage else None)
+                _pump(out, frame, choice, turns, stream, asked if job.delivery.continuous_usage else None)
                 for choice, stream, asked in zip(job.choices, running.streams, job.requests, strict=True)
             ]
             finishes = await _together(pumps)
@@ -173,7 +173,7 @@ async def _pump(
     out: EventStream,
     frame: ChunkFrame,
     choice: Choice,
-    parts: Callable[[TokenDelta], AsyncIterator[TokenDelta]],
+    turns: TurnBudget,
     stream: StreamApi,
     counted: GenerateRequest | None,
 ) -> Finish:
@@ -186,7 +186,7 @@ async def _pump(
         so_far = None
         if counted is not None:
             so_far = usage(len(counted.prompt_ids), generated, delta.finish.cached_tokens if delta.finish else 0)
-        async for part in parts(delta):
+        async for part in paced(delta, turns):
             events = b"".join([frame.choice(chunk, so_far) for chunk in choice.chunks(part)])
             if events:
                 await out.send(events)

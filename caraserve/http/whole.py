@@ -4,7 +4,6 @@ Logprobs of thousands of tokens are tens of megabytes. They are written as the t
 with turns of the event loop in between, and the answer is handed to the socket in blocks; it is never one object.
 """
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -13,10 +12,11 @@ from aiohttp import web
 
 from caraserve.http.engine_api import StreamApi
 from caraserve.request import Finish, TokenDelta
-from caraserve.tasks import in_turns
+from caraserve.tasks import TurnBudget, in_turns
 
-_FEW_SCORES = 64  # written at once, at about 1 µs each
-_PART_SCORES = 1024
+_PART_SCORES = 256  # written at once, at 2 to 4 µs each
+TURN_SCORES = 512  # written by all requests in one turn of the event loop
+_DELTA_COST = 32  # scores that are written in the time that an event takes without any
 _BLOCK_BYTES = 256 << 10  # handed to the socket at once
 
 
@@ -30,23 +30,17 @@ class WholeChoice(Protocol):
         """The fields before and after `logprobs`; `answer` has the text and tokens of all deltas."""
 
 
-class ScoreTurns:
-    """Lets requests that write many logprobs do so one after another, a part in each turn of the event loop: hundreds
-    may be ready."""
-
-    def __init__(self) -> None:
-        self._lock = asyncio.Lock()
-
-    async def parts(self, delta: TokenDelta) -> AsyncIterator[TokenDelta]:
-        """The delta as it is, or in parts of which each is written in a millisecond or two: the text is in the first
-        one that has tokens, the finish in the last."""
-        if _num_scores(delta) <= _FEW_SCORES:
-            yield delta
-            return
-        for part in _parts(delta):
-            async with self._lock:  # not while the part is sent, for which a client may take its time
-                await asyncio.sleep(0)
-            yield part
+async def paced(delta: TokenDelta, turns: TurnBudget) -> AsyncIterator[TokenDelta]:
+    """The delta in parts that are each written in a millisecond or two, each when the event loop's turn has time for
+    it. The text is in the first part that has tokens, the finish in the last. A delta without logprobs is one part,
+    at once."""
+    scores = _num_scores(delta)
+    if not scores:
+        yield delta
+        return
+    for part in _parts(delta) if scores > _PART_SCORES else (delta,):
+        await turns.spend(_DELTA_COST + min(scores, _PART_SCORES))
+        yield part
 
 
 def _num_scores(delta: TokenDelta) -> int:
@@ -80,13 +74,13 @@ class WholeAnswer:
         self._token_ids: list[int] = []
         self._scores: dict[str, list[bytes]] = {}  # of each field, entries with their commas
 
-    async def gather(self, stream: StreamApi, turns: ScoreTurns) -> None:
+    async def gather(self, stream: StreamApi, turns: TurnBudget) -> None:
         """Takes all deltas of a stream."""
         async for delta in stream:
             self._text.append(delta.text)
             self._token_ids += delta.token_ids
             self.finish = delta.finish or self.finish
-            async for part in turns.parts(delta):
+            async for part in paced(delta, turns):
                 self._add_scores(self._choice.scores(part))
 
     def _add_scores(self, scores: dict[str, list[Any]] | None) -> None:

@@ -12,8 +12,9 @@ from aiohttp import web
 from caraserve.errors import BackendFailed
 from caraserve.http.context import HttpTimings
 from caraserve.http.sse import EventStream
-from caraserve.http.whole import ScoreTurns
+from caraserve.http.whole import TURN_SCORES, paced
 from caraserve.request import GenerateRequest, TokenDelta, TokenLogprob
+from caraserve.tasks import TurnBudget
 from tests.http.fake_engine import BOS, FakeEngine, finish
 from tests.http.serving import Client, serving
 
@@ -335,12 +336,44 @@ async def test_writes_that_overlap_are_given_up_only_if_none_gets_on(one_write_s
     assert response.aborted is given_up
 
 
+SCORES = tuple(TokenLogprob(token, -1.0, ((token, -1.0),) * 20) for token in range(100))
+
+
 async def test_a_client_that_takes_no_logprobs_holds_up_nobody_elses() -> None:
-    scores = tuple(TokenLogprob(token, -1.0, ((token, -1.0),) * 20) for token in range(100))
-    turns, delta = ScoreTurns(), TokenDelta("", tuple(range(100)), scores)
-    slow = turns.parts(delta)
+    turns, delta = TurnBudget(TURN_SCORES), TokenDelta("", tuple(range(100)), SCORES)
+    slow = paced(delta, turns)
     await anext(slow)  # and no more of it: its client reads nothing
     async with asyncio.timeout(5):
-        parts = [part async for part in turns.parts(delta)]
-    assert joined([list(part.logprobs) for part in parts]) == list(scores)
+        parts = [part async for part in paced(delta, turns)]
+    assert joined([list(part.logprobs) for part in parts]) == list(SCORES)
     assert len(parts) > 1
+
+
+async def test_streams_that_are_ready_together_write_few_logprobs_in_one_turn_of_the_event_loop() -> None:
+    turns, written = TurnBudget(TURN_SCORES), [0]
+
+    async def write() -> None:
+        async for part in paced(TokenDelta("", (1,), SCORES[:1]), turns):
+            written[-1] += 21 * len(part.logprobs)
+
+    async def count_turns() -> None:
+        while True:
+            written.append(0)
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count_turns())
+    await asyncio.gather(*(write() for _ in range(500)))
+    counting.cancel()
+    assert sum(written) == 500 * 21
+    assert max(written) <= TURN_SCORES
+
+
+async def test_a_request_that_ends_while_it_waits_for_its_turn_holds_up_nobody() -> None:
+    turns = TurnBudget(1)
+    tasks = [asyncio.create_task(turns.spend(1)) for _ in range(10)]
+    await asyncio.sleep(0)
+    ended = tasks.pop(5)
+    ended.cancel()
+    async with asyncio.timeout(5):
+        await asyncio.gather(*tasks)
+    assert ended.cancelled()
