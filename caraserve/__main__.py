@@ -9,7 +9,7 @@ def run() -> int:
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:  # not where the signal is ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from caraserve.cli import main  # imports for 0.1 s or more
+    from caraserve.cli.main import main  # imports for 0.1 s or more
 
     signal.signal(signal.SIGINT, handler)
     return main()

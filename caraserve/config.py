@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from caraserve.endpoints import parse_address, parse_peers, parse_port
 from caraserve.errors import ConfigError
-from caraserve.option_values import ADAPTER_NAME as ADAPTER_NAME
-from caraserve.option_values import LoraModule, at_least, key, lora_module, origin, parse_cpus, share, size, tokens
+from caraserve.util.endpoints import parse_address, parse_peers, parse_port
+from caraserve.util.option_values import ADAPTER_NAME as ADAPTER_NAME
+from caraserve.util.option_values import LoraModule, at_least, key, lora_module, origin, parse_cpus, share, size, tokens
 
 LOADING_MODES = ("cached", "merged", "ondemand", "overlapped", "pipelined", "assisted", "auto")
 ROUTINGS = (

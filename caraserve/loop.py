@@ -14,10 +14,16 @@ import random
 import time
 from collections.abc import Callable, Generator, Sequence
 
-from caraserve.adapters.catalog import Catalog
-from caraserve.adapters.registry import AdapterInfo
-from caraserve.adapters.version import Tier, Version
 from caraserve.config import EngineConfig
+from caraserve.core.backend import Backend
+from caraserve.core.batch import DeviceLost, Row, RowResult, StepResult
+from caraserve.core.request import Finish, FinishReason, GenerateRequest, Phase, Request, TokenDelta, TokenLogprob
+from caraserve.engine.active_request import Open
+from caraserve.engine.executor import Launched, Launcher, undo
+from caraserve.engine.merge_policy import MergeRule
+from caraserve.engine.queues import Line
+from caraserve.engine.stats import EngineSnapshot, Metrics, Watch, Workload
+from caraserve.engine.stream import Stream
 from caraserve.errors import (
     BackendFailed,
     CaraServeError,
@@ -26,16 +32,10 @@ from caraserve.errors import (
     NonFiniteLogits,
     Overloaded,
 )
-from caraserve.launcher import Launched, Launcher, undo
-from caraserve.line import Line
-from caraserve.merging import MergeRule
-from caraserve.model.backend import Backend
-from caraserve.opened import Open
-from caraserve.plan import DeviceLost, Row, RowResult, StepResult
-from caraserve.report import EngineSnapshot, Metrics, Watch, Workload
-from caraserve.request import Finish, FinishReason, GenerateRequest, Phase, Request, TokenDelta, TokenLogprob
-from caraserve.stream import Stream
-from caraserve.tokenizer import Tokenizer
+from caraserve.lora.adapter import Tier, Version
+from caraserve.lora.catalog import Catalog
+from caraserve.lora.registry import AdapterInfo
+from caraserve.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -20,30 +20,30 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from caraserve import demo
-from caraserve.adapters.catalog import AdapterReader, Catalog, CatalogRules
-from caraserve.adapters.peft import may_exist
-from caraserve.adapters.peft_config import CONFIG_NAME
-from caraserve.adapters.registry import Registry
-from caraserve.adapters.residency import Residency
-from caraserve.backends import ADAPTER_SLOTS, ServingBackend, build_backend
+from caraserve.backend_factory import ADAPTER_SLOTS, ServingBackend, build_backend
 from caraserve.config import PRELOADED_MODES, ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
+from caraserve.core.machine_profile import Profile
 from caraserve.cpu.arena import Arena
+from caraserve.engine.merge_policy import MergeRule
 from caraserve.errors import ConfigError
-from caraserve.kv.room import Room
+from caraserve.kv.memory_budget import Room
 from caraserve.loop import Engine
-from caraserve.merging import MergeRule
-from caraserve.metrics import Metrics, WorkerCounts
+from caraserve.lora.catalog import AdapterReader, Catalog, CatalogRules
+from caraserve.lora.manager import Residency
+from caraserve.lora.peft import may_exist
+from caraserve.lora.peft_config import CONFIG_NAME
+from caraserve.lora.registry import Registry
 from caraserve.model.digest import model_digest
 from caraserve.model.spec import ModelSpec, load_spec
-from caraserve.profile import Profile
-from caraserve.progress import progress
+from caraserve.profiling.apply import loading_rules, tuned
 from caraserve.start_checks import check_names, check_paths, client_tls
-from caraserve.tokenizer import load_tokenizer
-from caraserve.trace import Trace
-from caraserve.tuning import loading_rules, tuned
+from caraserve.telemetry.metrics import Metrics, WorkerCounts
+from caraserve.telemetry.progress import progress
+from caraserve.telemetry.trace import Trace
+from caraserve.tokenizer.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from caraserve.cluster.node import Node
+    from caraserve.cluster.membership.node import Node
     from caraserve.http.dispatch import Dispatch
 
 log = logging.getLogger(__name__)
@@ -220,16 +220,16 @@ async def serve(
 ) -> None:
     """Serves until SIGTERM or SIGINT, then drains. Raises ConfigError or ModelLoadError when it cannot start, and
     ConfigError when its cluster turns it away. `watching_signals` is called when it answers signals itself."""
-    from caraserve import fleet
-    from caraserve.fleet_adapters import make_fleet_adapters
+    from caraserve import serve_cluster
     from caraserve.http.app import make_app, start_http
     from caraserve.http.binding import bind
-    from caraserve.http.peers import add_peer_routes, start_peer_http
+    from caraserve.http.peer_routes import add_peer_routes, start_peer_http
+    from caraserve.serve_adapters import make_fleet_adapters
 
     model_config, lora_config = with_demo(model_config, lora_config)
     if cluster_config.routing is not None and not cluster_config.peers:
         raise ConfigError("--routing chooses among the instances of --peers; give both")
-    admission = fleet.check_cluster(cluster_config, http_config) if cluster_config.peers else None
+    admission = serve_cluster.check_cluster(cluster_config, http_config) if cluster_config.peers else None
     tls = client_tls(http_config, cluster_config)
     async with AsyncExitStack() as stack:
         sockets = bind(http_config.host, http_config.port)
@@ -241,9 +241,9 @@ async def serve(
         node = dispatch = adapters = None
         if admission is not None:
             digest = model_identity(model_config, engine_config, served.spec)
-            node = fleet.make_node(cluster_config, lora_config, admission, digest, served.engine.base_name)
+            node = serve_cluster.make_node(cluster_config, lora_config, admission, digest, served.engine.base_name)
             stack.push_async_callback(node.close)
-            dispatch = fleet.make_dispatch(node, served.engine, cluster_config, admission)
+            dispatch = serve_cluster.make_dispatch(node, served.engine, cluster_config, admission)
             stack.push_async_callback(dispatch.relays.close)
             adapters = make_fleet_adapters(
                 *(node, served.engine, served.reader, served.spec, lora_config, cluster_config, admission.dialling)
@@ -272,8 +272,8 @@ async def serve(
                 )
                 stack.push_async_callback(runner.cleanup)
                 where = host, peer_port
-            links = fleet.links_of(served.profile, lora_config)
-            await fleet.join(
+            links = serve_cluster.links_of(served.profile, lora_config)
+            await serve_cluster.join(
                 *(stack, node, dispatch, adapters, served.engine, served.metrics, served.profile),
                 *(cluster_config, links, where, lora_config.padded_rank),
             )

@@ -2,9 +2,9 @@
 
 import ssl
 
-from caraserve.adapters.peft_config import CONFIG_NAME
 from caraserve.config import ClusterConfig, HttpConfig, LoraConfig, ModelConfig, check_adapter_name
 from caraserve.errors import ConfigError
+from caraserve.lora.peft_config import CONFIG_NAME
 
 
 def check_paths(model: ModelConfig, lora: LoraConfig) -> None:

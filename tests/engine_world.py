@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from caraserve.adapters.catalog import Catalog, CatalogRules
-from caraserve.adapters.loading import LAYERWISE_MODES, Loading
-from caraserve.adapters.registry import AdapterInfo, Registry
-from caraserve.adapters.residency import Residency
+from caraserve.core.backend import Limits, SharedMemory
+from caraserve.core.lora_layout import aligned_bytes
+from caraserve.core.request import Finish, GenerateRequest, SamplingParams, TokenDelta
 from caraserve.cpu.arena import Arena
-from caraserve.kv.room import Room
+from caraserve.engine.merge_policy import MergeRule
+from caraserve.engine.stream import Stream
+from caraserve.kv.memory_budget import Room
 from caraserve.loop import Engine
-from caraserve.merging import MergeRule
-from caraserve.model.backend import Limits, SharedMemory
-from caraserve.model.layout import aligned_bytes
-from caraserve.request import Finish, GenerateRequest, SamplingParams, TokenDelta
-from caraserve.stream import Stream
-from caraserve.units import align_up
+from caraserve.lora.catalog import Catalog, CatalogRules
+from caraserve.lora.manager import Residency
+from caraserve.lora.registry import AdapterInfo, Registry
+from caraserve.lora.start_policy import LAYERWISE_MODES, Loading
+from caraserve.util.units import align_up
 from tests.fake_backend import Aside, FakeBackend, FakeTokenizer, expected
 from tests.fake_images import ADAPTER_BYTES, FakeReader
 

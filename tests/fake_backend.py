@@ -19,12 +19,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.detokenizer import Detokenizer
-from caraserve.model.backend import Limits
-from caraserve.model.layout import AdapterSpec, HostAdapter
-from caraserve.plan import BASE_ADAPTER_SLOT, Plan, Row, RowResult, StepResult
-from caraserve.request import TokenLogprob
-from caraserve.units import align_up
+from caraserve.core.backend import Limits
+from caraserve.core.batch import BASE_ADAPTER_SLOT, Plan, Row, RowResult, StepResult
+from caraserve.core.lora_layout import AdapterSpec, HostAdapter
+from caraserve.core.request import TokenLogprob
+from caraserve.tokenizer.detokenizer import Detokenizer
+from caraserve.util.units import align_up
 from tests.fake_images import BASE, adapter_key, is_whole
 
 VOCAB_SIZE = 97

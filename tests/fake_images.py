@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.errors import AdapterRejected, CaraServeError
-from caraserve.model.layout import AdapterSpec, Dtype, HostAdapter
+from caraserve.model.dtype import Dtype
 
 ADAPTER_BYTES = 100
 BASE = 0

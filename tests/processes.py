@@ -19,8 +19,8 @@ import numpy as np
 
 from caraserve import demo
 from caraserve.model.spec import load_spec
+from tests.lora.folders import tensor_name, write_adapter
 from tests.serving import PROFILE
-from tests.unit.folders import tensor_name, write_adapter
 
 NAMES = ("a", "b", "c", "d", "e")
 

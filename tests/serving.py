@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from caraserve.config import EngineConfig, LoraConfig, LoraModule, ModelConfig
+from caraserve.core.request import NO_TENANT, Finish, GenerateRequest, SamplingParams, Tenant, TokenLogprob
 from caraserve.loop import Engine
-from caraserve.request import NO_TENANT, Finish, GenerateRequest, SamplingParams, Tenant, TokenLogprob
 from caraserve.serve import build_engine
 
 MIB = 1 << 20

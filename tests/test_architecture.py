@@ -23,59 +23,14 @@ SOURCES = sorted(
     path for ending in ("py", "cu", "cuh", "h") for folder in FOLDERS for path in folder.rglob(f"*.{ending}")
 )
 
-LEVELS = {
-    **dict.fromkeys(("__init__", "config", "request", "plan", "errors", "units", "log", "trace", "demo"), 0),
-    **dict.fromkeys(("profile", "fits", "endpoints", "tasks", "compat_flags", "option_values"), 0),
-    **dict.fromkeys(("model", "cpu", "gpu"), 1),
-    **dict.fromkeys(("scheduler", "merging", "fairness", "stream", "metrics", "exposition", "kv", "adapters"), 2),
-    **dict.fromkeys(("tokenizer", "detokenizer", "chat_template", "probes", "lora_rate"), 2),
-    "loop": 3,
-    "line": 3,
-    "opened": 3,
-    "launcher": 3,
-    "report": 3,
-    "calibrate": 3,
-    "background": 3,
-    "cluster": 4,
-    **dict.fromkeys(("http", "bench"), 5),
-    "serve": 6,
-    **dict.fromkeys(("fleet", "fleet_adapters"), 6),
-    **dict.fromkeys(("tuning", "backends", "progress", "start_checks"), 6),
-    **dict.fromkeys(("cli", "options", "interrupts", "profile_command", "__main__"), 7),
-}
-# Neighbours on a level that may import one another, in this direction only.
-NEIGHBOURS = {
-    ("cpu", "model"),
-    ("gpu", "model"),
-    ("gpu", "cpu"),
-    ("scheduler", "kv"),
-    ("adapters", "kv"),
-    ("metrics", "exposition"),
-    ("tokenizer", "detokenizer"),
-    ("tokenizer", "chat_template"),
-    ("loop", "line"),
-    ("loop", "opened"),
-    ("line", "opened"),
-    ("launcher", "opened"),
-    ("report", "opened"),
-    ("loop", "launcher"),
-    ("launcher", "line"),
-    ("loop", "report"),
-    ("report", "line"),
-    ("serve", "tuning"),
-    ("serve", "backends"),
-    ("serve", "progress"),
-    ("serve", "start_checks"),
-    ("backends", "progress"),
-    ("tuning", "backends"),
-    ("serve", "fleet"),
-    ("serve", "fleet_adapters"),
-    ("fleet", "fleet_adapters"),
-    ("cli", "profile_command"),
-    ("cli", "options"),
-    ("cli", "interrupts"),
-    ("__main__", "cli"),
-}
+# Folders and single modules, from the command line down: each imports only from those below it.
+LAYERS = (
+    *("__main__", "cli", "serve", "serve_cluster", "serve_adapters", "start_checks"),  # arguments, and all wiring
+    *("bench", "http", "cluster"),
+    *("loop", "profiling", "engine", "lora", "kv", "tokenizer"),
+    *("backend_factory", "gpu", "cpu"),
+    *("telemetry", "core", "model", "config", "demo", "errors", "util"),
+)
 
 # Packages with a price, and the parts that may pay it.
 HOMES = {
@@ -86,23 +41,30 @@ HOMES = {
     "llvmlite": {"cpu"},
     "aiohttp": {"http", "cluster", "bench"},
     "orjson": {"http", "cluster", "bench"},
-    "safetensors": {"model", "adapters"},
+    "safetensors": {"model", "lora"},
     "tokenizers": {"tokenizer"},
-    "jinja2": {"chat_template"},
-    "rich": {"progress", "serve", "cli", "profile_command", "bench"},
+    "jinja2": {"tokenizer"},
+    "rich": {"telemetry", "serve", "cli", "bench"},
     "uvloop": {"serve", "cli", "bench"},
-    "yaml": {"options"},
+    "yaml": {"cli"},
 }
 
 # Files whose decisions are functions of their arguments: no clock, no chance, no input or output. They import the
-# standard library, level 0, one another, and the limits that a backend states.
-ROUTING = ("perf_model", "cost", "assignment", "tail", "packing", "placement", "plans", "migration", "router")
-PURE = ("scheduler.py", "merging.py", "fairness.py", "kv/blocks.py", "kv/prefix.py", "kv/room.py")
-MEMBERSHIP = ("core", "ports", "dialling", "links", "seal", "facts", "members", "relays", "sharing", "wire", "copies")
-SHARED = ("signing", "demand", "plan_codec")
-PURE += tuple(f"cluster/{name}.py" for name in (*ROUTING, "policies", *MEMBERSHIP, *SHARED))
-PURE_IMPORTS = {"caraserve.kv.blocks", "caraserve.kv.prefix", "caraserve.fairness", "caraserve.model.backend"}
-PURE_IMPORTS |= {f"caraserve.cluster.{name}" for name in (*ROUTING, "ranking", *MEMBERSHIP)}
+# standard library, contracts, and one another.
+PURE = (
+    *("engine/scheduler.py", "engine/merge_policy.py", "engine/fair_queue.py"),
+    *("kv/block_pool.py", "kv/prefix_keys.py", "kv/memory_budget.py"),
+    *(f"cluster/membership/{name}.py" for name in ("auth", "connection", "dialer", "events", "messages", "ping_relay")),
+    *(f"cluster/membership/{name}.py" for name in ("protocol", "signing", "swim")),
+    *(f"cluster/state/{name}.py" for name in ("anti_entropy", "replicated_map")),
+    *(f"cluster/routing/{name}.py" for name in ("cost", "perf_model", "policies", "router")),
+    *(f"cluster/placement/{name}.py" for name in ("bin_packing", "cold_adapters", "demand", "loraserve", "migration")),
+    *(f"cluster/placement/{name}.py" for name in ("plan", "plan_codec", "plan_factory")),
+    "cluster/transfer/delete_lease.py",
+)
+PURE_IMPORTS = {f"caraserve.{name.removesuffix('.py').replace('/', '.')}" for name in PURE}
+PURE_IMPORTS |= {"caraserve.cluster.routing.ranking"}
+PURE_PACKAGES = ("core", "model", "config", "errors", "util")
 
 
 def relative(path: Path) -> str:
@@ -134,7 +96,7 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def part(path: Path) -> str:
-    """The first name below the package: `http` for caraserve/http/sse.py, `loop` for caraserve/loop.py."""
+    """The first name below the package: `http` for caraserve/http/streaming.py, `loop` for caraserve/loop.py."""
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
@@ -146,25 +108,15 @@ def own_imports(path: Path) -> Iterator[tuple[str, int]]:
             yield head, line
 
 
-def test_every_part_has_a_level() -> None:
-    assert {part(path) for path in MODULES} <= set(LEVELS)
+def test_every_part_has_a_layer() -> None:
+    assert {part(path) for path in MODULES} - {"__init__"} == set(LAYERS)
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if part(path) in LEVELS], ids=relative)
+@pytest.mark.parametrize("path", MODULES, ids=relative)
 def test_imports_run_downwards(path: Path) -> None:
-    here = part(path)
+    below = LAYERS[LAYERS.index(part(path)) + 1 :] if part(path) in LAYERS else ()
     for there, line in own_imports(path):
-        allowed = LEVELS[there] < LEVELS[here] or LEVELS[there] == 0 or (here, there) in NEIGHBOURS
-        assert allowed, f"{relative(path)}:{line}: {here} (level {LEVELS[here]}) imports {there} ({LEVELS[there]})"
-
-
-def test_level_zero_has_no_circle() -> None:
-    seen: set[str] = set()
-    left = {part(path): {there for there, _ in own_imports(path)} for path in MODULES if LEVELS.get(part(path)) == 0}
-    while ready := {name for name, needs in left.items() if needs <= seen}:
-        seen |= ready
-        left = {name: needs for name, needs in left.items() if name not in ready}
-    assert left == {}
+        assert there in below, f"{relative(path)}:{line}: {part(path)} imports {there}, which is not below it"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=relative)
@@ -185,7 +137,7 @@ def test_the_product_does_not_need_the_test_extra(path: Path) -> None:
 def test_pure_files_take_time_and_chance_as_arguments(name: str) -> None:
     for module, line in imports(PACKAGE / name):
         head, _, rest = module.partition(".")
-        ours = head == "caraserve" and (module in PURE_IMPORTS or LEVELS[rest.split(".")[0]] == 0)
+        ours = head == "caraserve" and (module in PURE_IMPORTS or rest.split(".")[0] in PURE_PACKAGES)
         standard = head in sys.stdlib_module_names - {"time", "datetime", "random", "asyncio", "threading", "os"}
         handed_in = module == "random" and only_annotates(PACKAGE / name, "Random")
         assert ours or standard or handed_in or module in ("orjson", "numpy"), f"{name}:{line} imports {module}"
@@ -209,7 +161,7 @@ def only_annotates(path: Path, what: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "module", ["caraserve", "caraserve.loop", "caraserve.http.app", "caraserve.cluster.plan_process"]
+    "module", ["caraserve", "caraserve.loop", "caraserve.http.app", "caraserve.cluster.placement.planner_process"]
 )
 def test_importing_stays_light(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({{'torch', 'numba', 'llvmlite', 'cupy'}} & set(sys.modules)))"
@@ -228,7 +180,7 @@ def test_nothing_is_left_unfinished(path: Path) -> None:
     assert re.findall(rf"\b(?:{marks})\b", path.read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if part(path) != "cli"], ids=relative)
+@pytest.mark.parametrize("path", [path for path in MODULES if relative(path) != "caraserve/cli/main.py"], ids=relative)
 def test_only_the_command_line_prints(path: Path) -> None:
     calls = (node.func for node in ast.walk(tree(path)) if isinstance(node, ast.Call))
     assert not [func.lineno for func in calls if isinstance(func, ast.Name) and func.id == "print"]

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from caraserve.adapters.registry import AdapterInfo
-from caraserve.cluster.cost import Links
-from caraserve.cluster.names_file import NamesFile
-from caraserve.cluster.node import Node, NodeConfig
-from caraserve.cluster.perf_model import PerfModel
-from caraserve.cluster.seal import Keyring
+from caraserve.cluster.membership.auth import Keyring
+from caraserve.cluster.membership.node import Node, NodeConfig
+from caraserve.cluster.routing.cost import Links
+from caraserve.cluster.routing.perf_model import PerfModel
+from caraserve.cluster.state.persistence import NamesFile
 from caraserve.config import ClusterConfig, LoraConfig
-from caraserve.fleet import Admission, join, make_dispatch
+from caraserve.core.machine_profile import Profile, load
+from caraserve.engine.stats import Workload
 from caraserve.http.dispatch import Dispatch
-from caraserve.profile import Profile, load
-from caraserve.report import Workload
+from caraserve.lora.registry import AdapterInfo
+from caraserve.serve_cluster import Admission, join, make_dispatch
 from tests.cluster.nodes import instances
 
 PROFILE = Path(__file__).parent / "profile.json"

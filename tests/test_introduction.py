@@ -3,8 +3,8 @@
 import asyncio
 from pathlib import Path
 
-from caraserve.cluster.facts import Adapter
-from caraserve.fleet import introduction
+from caraserve.cluster.state.replicated_map import Adapter
+from caraserve.serve_cluster import introduction
 from tests.cluster.nodes import instances, until
 
 

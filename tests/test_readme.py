@@ -13,11 +13,11 @@ from urllib.parse import urlsplit
 import pytest
 
 from caraserve import demo
-from caraserve.bench.commands import bench_parser
+from caraserve.bench.cli import bench_parser
 from caraserve.bench.gpu import run as stages
 from caraserve.bench.workload.presets import find_preset
+from caraserve.cli.options import OptionParser
 from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
-from caraserve.options import OptionParser
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")

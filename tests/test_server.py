@@ -25,8 +25,8 @@ import pytest
 from caraserve import demo
 from caraserve.errors import AdapterRejected, ConfigError
 from caraserve.http.app import make_app, start_http
-from caraserve.metrics import Metrics
 from caraserve.serve import build_engine
+from caraserve.telemetry.metrics import Metrics
 from tests.http.serving import http_config
 from tests.serving import engine_config, lora_config, model_config, running
 

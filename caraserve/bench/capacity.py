@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from caraserve.bench.client.endpoint import Endpoint
-from caraserve.bench.conduct import Conductor
 from caraserve.bench.records import Run
+from caraserve.bench.runner import Conductor
 from caraserve.bench.workload.arrivals import parse_arrivals
 from caraserve.bench.workload.build import WorkloadSpec, build
 from caraserve.bench.workload.presets import Preset, load_presets

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from caraserve.bench.report.sheets import LATENCIES
+from caraserve.bench.report.table_text import LATENCIES
 from caraserve.bench.synthetic import SHAPES
 from caraserve.bench.workload.arrivals import FORMS as ARRIVALS
 from caraserve.bench.workload.arrivals import parse_arrivals

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from caraserve.bench.synthetic import SHAPES, write_adapters, write_model
+from caraserve.core.lora_layout import lay_out
 from caraserve.errors import BackendFailed, ConfigError
-from caraserve.model.layout import Dtype, lay_out
+from caraserve.model.dtype import Dtype
 
 _READY = re.compile(rb"ready at (http://\S+)")
 _START_S = 600.0  # a large model is read from a slow disk

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from caraserve.core.lora_layout import AdapterSpec, HostAdapter, aligned_bytes
 from caraserve.cpu.jit import entry
-from caraserve.cpu.records import LORA_ENTRY, LOST
 from caraserve.cpu.simd import store_release
-from caraserve.model.layout import AdapterSpec, HostAdapter, aligned_bytes
+from caraserve.cpu.structs import LORA_ENTRY, LOST
 from caraserve.model.spec import SITES, ModelSpec
 
 

@@ -10,8 +10,8 @@ from bisect import bisect_left
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.model.layout import ALIGN_BYTES
-from caraserve.units import align_up
+from caraserve.core.lora_layout import ALIGN_BYTES
+from caraserve.util.units import align_up
 
 
 class Arena:

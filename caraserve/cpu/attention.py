@@ -9,7 +9,6 @@ import numpy as np
 
 from caraserve.cpu.jit import apart, kernel
 from caraserve.cpu.kernels import rms_norm, rotate
-from caraserve.cpu.records import K_NORM, NUM_WEIGHTS, Q_NORM, batch_at, buffers_at, cache_at, model_at, word
 from caraserve.cpu.simd import (
     LANES,
     fetch_add,
@@ -27,6 +26,7 @@ from caraserve.cpu.simd import (
     vsub,
     vsum,
 )
+from caraserve.cpu.structs import K_NORM, NUM_WEIGHTS, Q_NORM, batch_at, buffers_at, cache_at, model_at, word
 from caraserve.cpu.tiles import scores_tile, values_tile
 
 BLOCK_TOKENS = 16

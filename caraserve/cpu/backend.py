@@ -13,29 +13,29 @@ from queue import SimpleQueue
 import numpy as np
 from numpy.typing import NDArray
 
+from caraserve.core.backend import Limits
+from caraserve.core.batch import BASE_ADAPTER_SLOT, Plan, Row, SlotSampling, SlotStart, StepResult
+from caraserve.core.lora_layout import AdapterSpec, HostAdapter
+from caraserve.core.machine_profile import Profile
 from caraserve.cpu.adapters import DeviceAdapters, Image
-from caraserve.cpu.aside import Asides
 from caraserve.cpu.attention import BLOCK_TOKENS
 from caraserve.cpu.batch import HostBatch, Shape, build_batch, collect
 from caraserve.cpu.buffers import Buffers
-from caraserve.cpu.copier import Copier
+from caraserve.cpu.forward import Sampler, step
 from caraserve.cpu.link import Link
-from caraserve.cpu.merged import MergedWeights
-from caraserve.cpu.records import CACHE, filled
-from caraserve.cpu.round_trip import RoundTrip, one_segment, round_trip
+from caraserve.cpu.loader import Copier
+from caraserve.cpu.lora_workers.pool import Workers
+from caraserve.cpu.lora_workers.timing import RoundTrip, one_segment, round_trip
+from caraserve.cpu.merged_weights import MergedWeights
 from caraserve.cpu.sampling import SLOT_SAMPLING, write_sampling
-from caraserve.cpu.step import Sampler, step
-from caraserve.cpu.team import Team, yield_to_event_loop
+from caraserve.cpu.streamed_prefill import Asides
+from caraserve.cpu.structs import CACHE, filled
+from caraserve.cpu.thread_team import Team, yield_to_event_loop
 from caraserve.cpu.tracing import trace_batch
 from caraserve.cpu.weights import LoadedModel
-from caraserve.cpu.workers import Workers
-from caraserve.model.backend import Limits
-from caraserve.model.layout import AdapterSpec, HostAdapter
 from caraserve.model.spec import ModelSpec
-from caraserve.plan import BASE_ADAPTER_SLOT, Plan, Row, SlotSampling, SlotStart, StepResult
-from caraserve.profile import Profile
-from caraserve.trace import Trace
-from caraserve.units import align_up, ceil_div
+from caraserve.telemetry.trace import Trace
+from caraserve.util.units import align_up, ceil_div
 
 _STREAMED_PLANS = 2  # each has room for the residual stream of a whole iteration
 

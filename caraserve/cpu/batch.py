@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from caraserve.core import outputs
+from caraserve.core.batch import BASE_ADAPTER_SLOT, Plan, Row, RowResult
+from caraserve.core.outputs import Found, Output
+from caraserve.core.request import MAX_LOGPROBS
 from caraserve.cpu.adapters import DeviceAdapters
-from caraserve.cpu.assist import WORKERS
-from caraserve.cpu.records import BATCH, filled
-from caraserve.model import outputs
-from caraserve.model.outputs import Found, Output
-from caraserve.plan import BASE_ADAPTER_SLOT, Plan, Row, RowResult
-from caraserve.request import MAX_LOGPROBS
+from caraserve.cpu.lora_workers.compute_side import WORKERS
+from caraserve.cpu.structs import BATCH, filled
 
 Words = NDArray[np.int64]
 

@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.cpu.assist import PIECE_WORDS, REDO_BYTES, add_deltas, choose_sources, hand_over
+from caraserve.core.lora_layout import MAX_RANK, RANK_STEP
 from caraserve.cpu.attention import attend, scratch_bytes
+from caraserve.cpu.forward import decoder_layer
 from caraserve.cpu.handoff import block_bytes
 from caraserve.cpu.kernels import lora_expand, lora_shrink, panel_gemm
-from caraserve.cpu.records import BUFFERS, LORA, filled
-from caraserve.cpu.shared import PAGE_BYTES, SharedRegion
-from caraserve.cpu.step import decoder_layer
-from caraserve.model.layout import MAX_RANK, RANK_STEP
-from caraserve.units import align_up
+from caraserve.cpu.lora_workers.compute_side import PIECE_WORDS, REDO_BYTES, add_deltas, choose_sources, hand_over
+from caraserve.cpu.shared_memory import PAGE_BYTES, SharedRegion
+from caraserve.cpu.structs import BUFFERS, LORA, filled
+from caraserve.util.units import align_up
 
 
 class Buffers:

@@ -26,7 +26,7 @@ An adapter's bytes are never freed while a hand-over for it is awaited. A worker
 later; what it makes of them is awaited by nobody.
 """
 
-from caraserve.cpu.records import LORA_ENTRY
+from caraserve.cpu.structs import LORA_ENTRY
 
 _LINE = 128  # two cache lines: the neighbour is prefetched
 REQUEST, DONE, PROGRESS, ASLEEP, INCARNATION = (_LINE * line for line in range(5))

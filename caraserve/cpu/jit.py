@@ -16,13 +16,13 @@ import numba
 import numba.extending
 from numba.core import event
 
-_ELSEWHERE = ("cost.py", "perf_model.py")  # of the cluster
+_ELSEWHERE = ("cluster/routing/cost.py", "cluster/routing/perf_model.py")
 
 
 def sources() -> list[Path]:
     """Every file with a function that an entry of another file may call; an edit of any has all compiled anew."""
     here = Path(__file__).parent
-    return [*sorted(here.glob("*.py")), *(here.with_name("cluster") / name for name in _ELSEWHERE)]
+    return [*sorted(here.rglob("*.py")), *(here.parent / name for name in _ELSEWHERE)]
 
 
 def _cache_folder() -> Path:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from caraserve.core.lora_layout import PANEL, RANK_STEP
 from caraserve.cpu.jit import apart, kernel, variant
-from caraserve.cpu.records import word
 from caraserve.cpu.simd import (
     DTYPE_BF16,
     DTYPE_F16,
@@ -30,8 +30,8 @@ from caraserve.cpu.simd import (
     vsub,
     vsum,
 )
+from caraserve.cpu.structs import word
 from caraserve.cpu.tiles import dot_tile, gemm_tile, stack_bytes
-from caraserve.model.layout import PANEL, RANK_STEP
 
 K_BLOCK = 2048  # inputs summed before the partial result is stored: keeps a panel's slice inside the L2 cache
 # numpy integers: Numba would compile a function again for every literal it is called with.

@@ -4,9 +4,9 @@ import time
 
 import numpy as np
 
+from caraserve.core.lora_layout import aligned_bytes
 from caraserve.cpu.jit import entry
 from caraserve.cpu.simd import LANES, store_f32, vadd, vfma, vsplat, vsum
-from caraserve.model.layout import aligned_bytes
 
 _CHAINS = 12  # more than the latency of a multiply-add times two a cycle
 _STEPS = 200_000

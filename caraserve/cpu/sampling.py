@@ -8,10 +8,10 @@ bits of a weight, which order like the weights themselves.
 import numpy as np
 from numpy.typing import NDArray
 
+from caraserve.core.batch import SlotSampling
+from caraserve.core.request import MAX_LOGIT_BIAS
 from caraserve.cpu.jit import kernel, reduction
 from caraserve.cpu.simd import bits_to_float
-from caraserve.plan import SlotSampling
-from caraserve.request import MAX_LOGIT_BIAS
 
 MAX_END_IDS = 32
 _GREEDY_BELOW = np.float32(1e-5)

@@ -1,9 +1,9 @@
 """An iteration as spans of a trace: the whole, each layer on the device, each hand-over on a CPU worker. Level 1."""
 
-from caraserve.cpu.assist import WORKERS
+from caraserve.core.batch import Plan
 from caraserve.cpu.batch import HostBatch
-from caraserve.plan import Plan
-from caraserve.trace import Trace
+from caraserve.cpu.lora_workers.compute_side import WORKERS
+from caraserve.telemetry.trace import Trace
 
 _INPUTS = ("q, k, v", "o", "gate, up", "down")  # modules that read one input, and are handed over together
 

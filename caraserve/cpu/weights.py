@@ -11,14 +11,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.cpu import records
+from caraserve.core.lora_layout import ALIGN_BYTES, PANEL
+from caraserve.cpu import structs
 from caraserve.cpu.jit import entry
 from caraserve.errors import ModelLoadError
-from caraserve.model.layout import ALIGN_BYTES, PANEL, Dtype
+from caraserve.model.dtype import Dtype
 from caraserve.model.rope import rope_tables
+from caraserve.model.safetensors_reader import TensorFile, TensorFileError, weight_files
 from caraserve.model.spec import SITES, ModelSpec
-from caraserve.model.tensorfile import TensorFile, TensorFileError, weight_files
-from caraserve.units import align_up
+from caraserve.util.units import align_up
 
 Raw = NDArray[np.generic]  # float32, or the bits of a 16-bit type as uint16
 Read = Callable[[str, tuple[int, ...]], tuple[Raw, Dtype]]  # tensor name and shape → data
@@ -130,7 +131,7 @@ def load_model(
 ) -> LoadedModel:
     """Reads each tensor once, packs it, and calls `progress` after each layer and after the embeddings."""
     store = _Store()
-    layers = np.zeros((spec.layers, records.NUM_WEIGHTS), np.int64)
+    layers = np.zeros((spec.layers, structs.NUM_WEIGHTS), np.int64)
     for layer in range(spec.layers):
         _load_layer(spec, dtype, layer, read, store, layers[layer])
         progress()
@@ -143,8 +144,8 @@ def load_model(
         head = store.panels(convert(raw, source, dtype))
     cos, sin = rope_tables(spec.rope, spec.head_dim, max_context)
     hidden_pad = align_up(spec.hidden, PANEL)
-    model = records.filled(
-        records.MODEL,
+    model = structs.filled(
+        structs.MODEL,
         layers=spec.layers,
         hidden=spec.hidden,
         hidden_pad=hidden_pad,
@@ -167,7 +168,7 @@ def load_model(
         cos=store.vector(cos),
         sin=store.vector(sin),
         weights=store.words(layers),
-        windows=store.words(np.array([window or records.NO_WINDOW for window in spec.windows], np.int64)),
+        windows=store.words(np.array([window or structs.NO_WINDOW for window in spec.windows], np.int64)),
     )
     progress()
     return LoadedModel(model, layers, store.chunks, sum(chunk.nbytes for chunk in store.chunks))
@@ -180,16 +181,16 @@ def _load_layer(spec: ModelSpec, dtype: Dtype, layer: int, read: Read, store: _S
         name = f"{prefix}.{'self_attn' if site in _ATTENTION else 'mlp'}.{site}"
         inputs, outputs = spec.site_shape(site)
         raw, source = read(f"{name}.weight", (outputs, inputs))
-        out[records.WQ + index] = store.panels(convert(raw, source, dtype))
+        out[structs.WQ + index] = store.panels(convert(raw, source, dtype))
         if biased.get(site, spec.mlp_bias):
             bias = to_float32(*read(f"{name}.bias", (outputs,)))
-            out[records.BQ + index] = store.vector(bias, align_up(outputs, PANEL))
+            out[structs.BQ + index] = store.vector(bias, align_up(outputs, PANEL))
     hidden_pad = align_up(spec.hidden, PANEL)
-    for column, name in ((records.ATTN_NORM, "input_layernorm"), (records.MLP_NORM, "post_attention_layernorm")):
+    for column, name in ((structs.ATTN_NORM, "input_layernorm"), (structs.MLP_NORM, "post_attention_layernorm")):
         weight = to_float32(*read(f"{prefix}.{name}.weight", (spec.hidden,)))
         out[column] = store.vector(weight, hidden_pad)
     if spec.qk_norm:
-        for column, name in ((records.Q_NORM, "q_norm"), (records.K_NORM, "k_norm")):
+        for column, name in ((structs.Q_NORM, "q_norm"), (structs.K_NORM, "k_norm")):
             weight = to_float32(*read(f"{prefix}.self_attn.{name}.weight", (spec.head_dim,)))
             out[column] = store.vector(weight)
 

@@ -11,17 +11,17 @@ import threading
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 
-from caraserve.cpu.round_trip import RoundTrip
-from caraserve.cpu.workers import Workers
+from caraserve.core.batch import BASE_ADAPTER_SLOT, Plan, StepResult
+from caraserve.core.lora_layout import AdapterSpec, HostAdapter
+from caraserve.core.machine_profile import ASSUMED_HANDOFF_MS, Profile
+from caraserve.cpu.lora_workers.pool import Workers
+from caraserve.cpu.lora_workers.timing import RoundTrip
 from caraserve.errors import ConfigError
-from caraserve.gpu.assemble import GpuDevice, GpuSizes, Parts, assemble
-from caraserve.gpu.timeline import Lane
+from caraserve.gpu.driver.streams import Lane
+from caraserve.gpu.forward.builder import GpuDevice, GpuSizes, Parts, assemble
 from caraserve.gpu.weights import Weights
-from caraserve.model.layout import AdapterSpec, HostAdapter
 from caraserve.model.spec import ModelSpec
-from caraserve.plan import BASE_ADAPTER_SLOT, Plan, StepResult
-from caraserve.profile import ASSUMED_HANDOFF_MS, Profile
-from caraserve.trace import Trace
+from caraserve.telemetry.trace import Trace
 
 log = logging.getLogger(__name__)
 

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from caraserve.core.lora_layout import A_COLUMNS, GROUPS
 from caraserve.cpu.weights import Raw, Read
 from caraserve.errors import ModelLoadError
-from caraserve.model.layout import A_COLUMNS, GROUPS, Dtype
+from caraserve.model.dtype import Dtype
 from caraserve.model.rope import rope_tables
 from caraserve.model.spec import ModelSpec
-from caraserve.units import human_bytes
+from caraserve.util.units import human_bytes
 
 TORCH_DTYPES = {Dtype.F32: torch.float32, Dtype.BF16: torch.bfloat16, Dtype.F16: torch.float16}
 _STAGING_BYTES = 32 << 20

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from caraserve.errors import InvalidRequest, NotFound
-from caraserve.http.engine_api import Find
-from caraserve.http.fields import Fields, shown
+from caraserve.http.interfaces import Find
+from caraserve.http.validation import Fields, shown
 
 _LONGEST_NAME = 1024
 

@@ -14,13 +14,13 @@ from aiohttp import web
 from caraserve.errors import AdapterRejected, Forbidden, NotFound
 from caraserve.http.cluster_pages import by_name
 from caraserve.http.context import CLIENT, CONTEXT, Context
-from caraserve.http.engine_api import AdapterView, far_adapter, find_adapter
 from caraserve.http.field_check import check_fields
-from caraserve.http.fields import Fields
-from caraserve.http.known_fields import LOAD_ADAPTER, UNLOAD_ADAPTER
-from caraserve.http.messages import json_response, note_ignored, read_object
-from caraserve.option_values import ADAPTER_NAME
-from caraserve.tasks import in_turns
+from caraserve.http.interfaces import AdapterView, far_adapter, find_adapter
+from caraserve.http.request_schema import LOAD_ADAPTER, UNLOAD_ADAPTER
+from caraserve.http.responses import json_response, note_ignored, read_object
+from caraserve.http.validation import Fields
+from caraserve.util.option_values import ADAPTER_NAME
+from caraserve.util.tasks import in_turns
 
 log = logging.getLogger("caraserve.http")
 

@@ -14,22 +14,23 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import web
 
-from caraserve.background import BackgroundTasks
-from caraserve.cluster.hop import INSTANCE
+from caraserve.cluster.routing.forward_auth import INSTANCE
 from caraserve.config import HttpConfig
 from caraserve.errors import CaraServeError, ServerBusy, Unauthorized
-from caraserve.http import admin, chat, cluster_pages, openai, pages, tokens
+from caraserve.http import admin, chat, cluster_pages, completions, tokenize
+from caraserve.http import status as pages
 from caraserve.http.auth import challenge, identify
 from caraserve.http.binding import bind, cannot_listen
 from caraserve.http.bodies import Bodies
 from caraserve.http.context import ANSWERED_HERE, CLIENT, CONTEXT, REQUEST_ID, Context, HttpTimings
 from caraserve.http.cors import add_headers, preflight
 from caraserve.http.dispatch import Dispatch
-from caraserve.http.engine_api import ClusterApi, EngineApi
-from caraserve.http.messages import SERVER, error_body, error_response, fault_body, json_response, refusal_response
+from caraserve.http.interfaces import ClusterApi, EngineApi
 from caraserve.http.request_log import CLIENT_LEFT, IGNORED_HEADER, SUMMARY, Summary, log_request
+from caraserve.http.responses import SERVER, error_body, error_response, fault_body, json_response, refusal_response
 from caraserve.http.server import Runner
-from caraserve.metrics import Metrics
+from caraserve.telemetry.background import BackgroundTasks
+from caraserve.telemetry.metrics import Metrics
 
 log = logging.getLogger("caraserve.http")
 
@@ -63,14 +64,14 @@ def make_app(
     app.on_cleanup.append(_close)
     app.add_routes(
         [
-            web.post("/v1/completions", openai.completions),
+            web.post("/v1/completions", completions.completions),
             web.post("/v1/chat/completions", chat.chat_completions),
             web.get("/v1/models", admin.list_models),
             web.get("/v1/models/{model:.+}", admin.show_model),
             web.get("/v1/cluster", cluster_pages.members),
             web.get("/v1/cluster/adapters", cluster_pages.adapters),
-            web.post("/tokenize", tokens.tokenize),
-            web.post("/detokenize", tokens.detokenize),
+            web.post("/tokenize", tokenize.tokenize),
+            web.post("/detokenize", tokenize.detokenize),
             web.get("/health", pages.health),
             web.get("/ready", pages.ready),
             web.get("/ping", pages.health),

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import aiohttp
 from aiohttp import web
 
-from caraserve.cluster.hop import PREFIX as PEER_PREFIX
+from caraserve.cluster.routing.forward_auth import PREFIX as PEER_PREFIX
 from caraserve.config import HttpConfig
 from caraserve.errors import Forbidden, Unauthorized
 from caraserve.http.context import Client

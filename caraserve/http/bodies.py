@@ -3,7 +3,7 @@
 from aiohttp import web
 
 from caraserve.errors import ServerBusy
-from caraserve.units import human_bytes
+from caraserve.util.units import human_bytes
 
 _FREE_BYTES = 64 << 10  # of each body: large bodies of some clients are no reason to refuse small ones of others
 _LEAST_BYTES = 256 << 20

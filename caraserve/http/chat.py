@@ -13,15 +13,10 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from caraserve.core.request import MAX_LOGPROBS, GenerateRequest, TokenDelta, TokenLogprob
 from caraserve.errors import InvalidRequest
-from caraserve.http import params as sampling
-from caraserve.http.dispatch import answer, answer_forwarded
-from caraserve.http.engine_api import EngineApi, Find, TokenizerApi
-from caraserve.http.field_check import check_fields
-from caraserve.http.fields import Fields, shown
-from caraserve.http.generation import Job
-from caraserve.http.known_fields import CHAT
-from caraserve.http.openai import (
+from caraserve.http import sampling_fields as sampling
+from caraserve.http.completions import (
     ENCODED_IN_PLACE_CHARACTERS,
     fan_out,
     finish_fields,
@@ -29,8 +24,13 @@ from caraserve.http.openai import (
     parse_asked,
     response_head,
 )
-from caraserve.request import MAX_LOGPROBS, GenerateRequest, TokenDelta, TokenLogprob
-from caraserve.tasks import in_turns
+from caraserve.http.dispatch import answer, answer_forwarded
+from caraserve.http.field_check import check_fields
+from caraserve.http.generation import Job
+from caraserve.http.interfaces import EngineApi, Find, TokenizerApi
+from caraserve.http.request_schema import CHAT
+from caraserve.http.validation import Fields, shown
+from caraserve.util.tasks import in_turns
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_MESSAGES = 4096

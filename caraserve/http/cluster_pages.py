@@ -10,12 +10,12 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from caraserve.cluster.facts import Adapter
-from caraserve.cluster.members import Record
+from caraserve.cluster.membership.swim import Record
+from caraserve.cluster.state.replicated_map import Adapter
 from caraserve.http.context import CONTEXT
-from caraserve.http.engine_api import ClusterApi
-from caraserve.http.messages import json_response
-from caraserve.tasks import in_turns
+from caraserve.http.interfaces import ClusterApi
+from caraserve.http.responses import json_response
+from caraserve.util.tasks import in_turns
 
 _SLICE = 50  # adapters written at once
 _NAME = operator.attrgetter("name")

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
 
-from caraserve.background import BackgroundTasks
 from caraserve.config import HttpConfig
 from caraserve.http.bodies import Bodies
-from caraserve.http.engine_api import ClusterApi, EngineApi
-from caraserve.http.whole import TURN_SCORES
-from caraserve.metrics import Metrics
-from caraserve.tasks import TurnBudget
+from caraserve.http.interfaces import ClusterApi, EngineApi
+from caraserve.http.whole_answer import TURN_SCORES
+from caraserve.telemetry.background import BackgroundTasks
+from caraserve.telemetry.metrics import Metrics
+from caraserve.util.tasks import TurnBudget
 
 if TYPE_CHECKING:
     from caraserve.http.dispatch import Dispatch

@@ -14,9 +14,9 @@ from typing import Any, Concatenate, ParamSpec
 from aiohttp import web
 
 from caraserve.errors import DeadlineExceeded, InvalidRequest
-from caraserve.http.fields import shown
-from caraserve.http.messages import fault_body
-from caraserve.http.sse import BEGUN
+from caraserve.http.responses import fault_body
+from caraserve.http.streaming import BEGUN
+from caraserve.http.validation import shown
 
 HEADER = "x-envoy-expected-rq-timeout-ms"
 _MILLISECONDS = re.compile(r"[0-9]{1,15}")

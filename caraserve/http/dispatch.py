@@ -13,23 +13,23 @@ from typing import Any
 
 from aiohttp import web
 
-from caraserve.cluster.cost import Estimate
-from caraserve.cluster.forward import Forwarding, Here, Peer, Trip
-from caraserve.cluster.hop import REFUSED, Gate, Hop, refusal_text
-from caraserve.cluster.router import Reason, Refusal
-from caraserve.cluster.tallies import count
+from caraserve.cluster.routing.cost import Estimate
+from caraserve.cluster.routing.forward_auth import REFUSED, Gate, Hop, refusal_text
+from caraserve.cluster.routing.forwarding import Forwarding, Here, Peer, Trip
+from caraserve.cluster.routing.router import Reason, Refusal
+from caraserve.cluster.routing.routing_metrics import count
+from caraserve.core.request import Finish
 from caraserve.errors import BackendFailed, CaraServeError, Draining, Forbidden, Overloaded, Unreachable
 from caraserve.http.context import ANSWERED_HERE, CLIENT, CONTEXT, REQUEST_ID, Client
 from caraserve.http.deadline import in_time
-from caraserve.http.engine_api import EngineApi, Find, named_adapter
-from caraserve.http.fields import Fields
 from caraserve.http.generation import Job, respond
+from caraserve.http.interfaces import EngineApi, Find, named_adapter
 from caraserve.http.json_reader import MOST_NUMBERS, Body, parse_object
-from caraserve.http.messages import error_response, note_ignored, read_body
-from caraserve.http.queue_moves import QueueMoves
-from caraserve.http.relay import Parcel, RefusedError, Relays, UnreachedError, body_digest
+from caraserve.http.proxy import Parcel, RefusedError, Relays, UnreachedError, body_digest
+from caraserve.http.queue_rebalance import QueueMoves
 from caraserve.http.request_log import SUMMARY, model_label
-from caraserve.request import Finish
+from caraserve.http.responses import error_response, note_ignored, read_body
+from caraserve.http.validation import Fields
 
 log = logging.getLogger("caraserve.http")
 

@@ -6,8 +6,8 @@ Called by each route's parser with its table from `known_fields.py`.
 import functools
 
 from caraserve.errors import InvalidRequest
-from caraserve.http.fields import Fields, shown
-from caraserve.http.known_fields import KnownFields
+from caraserve.http.request_schema import KnownFields
+from caraserve.http.validation import Fields, shown
 
 MAX_UNKNOWN = 64  # fields of one body that no table names; real clients send about a dozen
 _SHORTEST = 4  # letters of a name of which one may be less or more; shorter ones are all alike

@@ -13,18 +13,18 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
+from caraserve.core.request import Finish, GenerateRequest, TokenDelta
 from caraserve.errors import BackendFailed, CaraServeError, Draining, InvalidRequest
 from caraserve.http.context import CONTEXT, REQUEST_ID
-from caraserve.http.engine_api import StreamApi
 from caraserve.http.field_check import check_fields
-from caraserve.http.fields import Fields
-from caraserve.http.known_fields import STREAM_OPTIONS
-from caraserve.http.messages import error_body, fault_body
+from caraserve.http.interfaces import StreamApi
 from caraserve.http.request_log import SUMMARY, model_label
-from caraserve.http.sse import DONE, ChunkFrame, EventStream, comment
-from caraserve.http.whole import WholeAnswer, WholeChoice, paced, whole_response
-from caraserve.request import Finish, GenerateRequest, TokenDelta
-from caraserve.tasks import TurnBudget, in_turns
+from caraserve.http.request_schema import STREAM_OPTIONS
+from caraserve.http.responses import error_body, fault_body
+from caraserve.http.streaming import DONE, ChunkFrame, EventStream, comment
+from caraserve.http.validation import Fields
+from caraserve.http.whole_answer import WholeAnswer, WholeChoice, paced, whole_response
+from caraserve.util.tasks import TurnBudget, in_turns
 
 log = logging.getLogger("caraserve.http")
 

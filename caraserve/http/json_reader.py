@@ -15,8 +15,8 @@ from typing import Any
 import orjson
 
 from caraserve.errors import InvalidRequest
-from caraserve.http.fields import shown
-from caraserve.tasks import in_turns
+from caraserve.http.validation import shown
+from caraserve.util.tasks import in_turns
 
 MOST_NUMBERS = 1 << 19  # 10 ms to free
 _MOST_VALUES = 1 << 16  # besides the numbers in lists: strings, objects, lists, fields

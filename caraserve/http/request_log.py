@@ -13,9 +13,9 @@ from typing import Any
 
 from aiohttp import web
 
+from caraserve.core.request import Finish
 from caraserve.http.context import CLIENT
-from caraserve.http.sse import BEGUN
-from caraserve.request import Finish
+from caraserve.http.streaming import BEGUN
 
 log = logging.getLogger("caraserve.http.requests")
 

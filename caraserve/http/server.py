@@ -18,7 +18,7 @@ from aiohttp.streams import StreamReader
 
 from caraserve.errors import CaraServeError, ServerBusy
 from caraserve.http.auth import PROBES
-from caraserve.http.messages import SERVER, error_body, error_response, json_response
+from caraserve.http.responses import SERVER, error_body, error_response, json_response
 
 log = logging.getLogger("caraserve.http")
 

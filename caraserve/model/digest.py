@@ -3,7 +3,7 @@
 import hashlib
 from pathlib import Path
 
-from caraserve.model.tensorfile import TensorFileError, weight_files
+from caraserve.model.safetensors_reader import TensorFileError, weight_files
 
 _SAMPLES, _SAMPLE_BYTES = 32, 4096  # of each file: two fine-tunes of one model differ all over
 

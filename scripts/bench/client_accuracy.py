@@ -20,9 +20,9 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from caraserve.bench.about import machine, versions
 from caraserve.bench.client.endpoint import find_endpoint
 from caraserve.bench.client.player import Player, Settings
+from caraserve.bench.machine import machine, versions
 from caraserve.bench.records import Run
 from caraserve.bench.report.summary import summarize
 from caraserve.bench.workload.arrivals import parse_arrivals

@@ -23,22 +23,22 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from caraserve import profile as profiles
-from caraserve.bench.about import machine, versions
 from caraserve.bench.client.endpoint import find_endpoint
 from caraserve.bench.client.player import Player, Settings
-from caraserve.bench.cluster.instance import MS
-from caraserve.bench.cluster.machines import Machine, of_papers, of_profile
-from caraserve.bench.cluster.simulation import Setting, Simulation
+from caraserve.bench.machine import machine, versions
 from caraserve.bench.options import TARGETS
 from caraserve.bench.records import PlannedRequest, RequestRecord, Workload
 from caraserve.bench.report.canvas import can_draw, legend, line_style, new_figure, picture, style
 from caraserve.bench.servers import OwnServer, make_synthetic, own_server, working_folder
+from caraserve.bench.simulator.instance import MS
+from caraserve.bench.simulator.machines import Machine, of_papers, of_profile
+from caraserve.bench.simulator.simulation import Setting, Simulation
 from caraserve.bench.workload.arrivals import parse_arrivals
 from caraserve.bench.workload.build import WorkloadSpec, build
 from caraserve.bench.workload.lengths import parse_lengths
 from caraserve.bench.workload.popularity import parse_popularity
-from caraserve.cluster.cost import Links
+from caraserve.cluster.routing.cost import Links
+from caraserve.core import machine_profile as profiles
 
 _RANKS = (8, 16, 32, 64)
 _WARM_UP = 0.1  # share of requests, by arrival

@@ -16,13 +16,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from caraserve.bench.about import machine, versions
-from caraserve.bench.cluster.machines import of_papers
-from caraserve.bench.cluster.outcome import outcome
-from caraserve.bench.cluster.simulation import Setting, Simulation
+from caraserve.bench.machine import machine, versions
+from caraserve.bench.simulator.machines import of_papers
+from caraserve.bench.simulator.outcome import outcome
+from caraserve.bench.simulator.simulation import Setting, Simulation
 from caraserve.bench.workload.build import build, spec_from_preset
 from caraserve.bench.workload.presets import find_preset
-from caraserve.cluster.plans import ROUTINGS
+from caraserve.cluster.placement.plan_factory import ROUTINGS
 
 _SLO_MS = 56.0  # about what the report's settings have
 

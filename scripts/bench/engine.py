@@ -27,14 +27,14 @@ from rich.console import Console
 from rich.progress import Progress
 from workload import SITUATIONS, Answer, Batch, Case, Request, decode_weight_bytes, requests
 
-from caraserve.bench.about import machine, versions
+from caraserve.bench.machine import machine, versions
 from caraserve.bench.synthetic import SHAPES, adapter_bytes, write_adapters, write_model
 from caraserve.config import EngineConfig, LoraConfig, LoraModule, ModelConfig
+from caraserve.core.request import GenerateRequest, SamplingParams
+from caraserve.engine.stream import Stream
 from caraserve.loop import Engine
 from caraserve.model.spec import SITES, ModelSpec
-from caraserve.request import GenerateRequest, SamplingParams
 from caraserve.serve import build_engine
-from caraserve.stream import Stream
 
 Side = Callable[[Sequence[Request]], Awaitable[Batch]]
 

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import uvloop
 
-from caraserve.bench.about import machine, versions
+from caraserve.bench.machine import machine, versions
 from caraserve.bench.options import TARGETS
 from caraserve.bench.servers import OwnServer, Synthetic, make_synthetic, own_server, working_folder
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from workload import Batch, Case
 
-from caraserve.units import human_bytes
+from caraserve.util.units import human_bytes
 
 _WIDTH = 140  # columns of the table where stdout is no terminal
 

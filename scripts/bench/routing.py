@@ -15,12 +15,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 
-from caraserve.cluster.assignment import AdapterDemand, Server
-from caraserve.cluster.cost import Arrival, Backlog, Links, Tier
-from caraserve.cluster.perf_model import PerfModel
-from caraserve.cluster.placement import place
-from caraserve.cluster.policies import policy
-from caraserve.cluster.router import Fleet, Instance, Policy, propose, settle
+from caraserve.cluster.placement.loraserve import place
+from caraserve.cluster.placement.plan import AdapterDemand, Server
+from caraserve.cluster.routing.cost import Arrival, Backlog, Links, Tier
+from caraserve.cluster.routing.perf_model import PerfModel
+from caraserve.cluster.routing.policies import policy
+from caraserve.cluster.routing.router import Fleet, Instance, Policy, propose, settle
 
 _RANKS = (8, 16, 32, 64)
 _POINTS = {8: 2000.0, 16: 1900.0, 32: 1700.0, 64: 1300.0}  # tokens/s

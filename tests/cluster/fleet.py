@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from random import Random
 
-from caraserve.cluster.core import Core
-from caraserve.cluster.links import MAX_WAITING
-from caraserve.cluster.members import MAX_KNOWN, MemberChanged, State, Timing
-from caraserve.cluster.ports import Close, Dial, Output, Settings
-from caraserve.cluster.seal import Keyring
-from caraserve.cluster.wire import MAX_FRAME
+from caraserve.cluster.membership.auth import Keyring
+from caraserve.cluster.membership.connection import MAX_WAITING
+from caraserve.cluster.membership.events import Close, Dial, Output, Settings
+from caraserve.cluster.membership.messages import MAX_FRAME
+from caraserve.cluster.membership.protocol import Core
+from caraserve.cluster.membership.swim import MAX_KNOWN, MemberChanged, State, Timing
 
 SECRET = b"a secret of the tests"
 WALL_MS = 1_700_000_000_000

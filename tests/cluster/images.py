@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from caraserve.adapters.manifest import ChunkHasher, identified
-from caraserve.model.layout import AdapterSpec, Dtype, HostAdapter, aligned_bytes, lay_out
+from caraserve.core.lora_layout import AdapterSpec, HostAdapter, aligned_bytes, lay_out
+from caraserve.lora.manifest import ChunkHasher, identified
+from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES, ModelSpec, parse_spec
 
 TARGETS = SITES[:3]

@@ -11,13 +11,13 @@ from random import Random
 
 from aiohttp import web
 
-from caraserve.cluster.facts import Load
-from caraserve.cluster.members import State
-from caraserve.cluster.names_file import NamesFile
-from caraserve.cluster.node import Node, NodeConfig
-from caraserve.cluster.seal import Keyring
-from caraserve.cluster.secret_file import SecretFile
-from caraserve.http.peers import add_peer_routes
+from caraserve.cluster.membership.auth import Keyring
+from caraserve.cluster.membership.node import Node, NodeConfig
+from caraserve.cluster.membership.secret_file import SecretFile
+from caraserve.cluster.membership.swim import State
+from caraserve.cluster.state.persistence import NamesFile
+from caraserve.cluster.state.replicated_map import Load
+from caraserve.http.peer_routes import add_peer_routes
 
 KEYS = Keyring((b"a secret of the tests",))
 # Others dial at any time. After these turns of the loop, whoever came before the door was shut is known to the server,

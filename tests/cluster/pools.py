@@ -8,24 +8,24 @@ from pathlib import Path
 
 import numpy as np
 
-from caraserve.adapters.catalog import AdapterReader, Catalog, CatalogRules
-from caraserve.adapters.loading import Loading
-from caraserve.adapters.registry import Registry
-from caraserve.adapters.residency import Residency
-from caraserve.adapters.version import Tier
-from caraserve.cluster.cost import Links
-from caraserve.cluster.node import Node
-from caraserve.cluster.pool import Pool
-from caraserve.cluster.publisher import Publisher
-from caraserve.cluster.stored import Stored
-from caraserve.cluster.transfers import Transfers
+from caraserve.cluster.membership.node import Node
+from caraserve.cluster.routing.cost import Links
+from caraserve.cluster.state.publisher import Publisher
+from caraserve.cluster.transfer.adapter_pool import Pool
+from caraserve.cluster.transfer.disk_cache import Stored
+from caraserve.cluster.transfer.peer_client import Transfers
+from caraserve.core.backend import Limits
+from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.cpu.arena import Arena
-from caraserve.kv.room import Room
-from caraserve.model.backend import Limits
-from caraserve.model.layout import HostAdapter, aligned_bytes
+from caraserve.kv.memory_budget import Room
+from caraserve.lora.adapter import Tier
+from caraserve.lora.catalog import AdapterReader, Catalog, CatalogRules
+from caraserve.lora.manager import Residency
+from caraserve.lora.registry import Registry
+from caraserve.lora.start_policy import Loading
 from tests.cluster.nodes import KEYS, Instance, Instances, instances, until
 from tests.fake_backend import FakeBackend
-from tests.unit.folders import SPEC, tensors_for, write_adapter
+from tests.lora.folders import SPEC, tensors_for, write_adapter
 
 _LIMITS = Limits(num_blocks=1, block_tokens=16, num_slots=1, adapter_slots=9, max_step_tokens=1, max_context=1)
 _MIB = 1 << 20

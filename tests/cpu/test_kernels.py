@@ -10,9 +10,9 @@ import pytest
 from numpy.typing import NDArray
 
 from caraserve.cpu.kernels import PANEL, lora_shrink, panel_gemm
-from caraserve.cpu.records import LORA_ENTRY
+from caraserve.cpu.structs import LORA_ENTRY
 from caraserve.cpu.weights import convert, to_float32
-from caraserve.model.layout import Dtype
+from caraserve.model.dtype import Dtype
 
 DTYPES = (Dtype.F32, Dtype.BF16, Dtype.F16)
 _GEMM = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 9)(panel_gemm.address)

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from caraserve.core.batch import SlotSampling
 from caraserve.cpu.sampling import SLOT_SAMPLING, all_finite, best_tokens, choose, log_sum_exp, write_sampling
-from caraserve.plan import SlotSampling
 
 VOCAB = 50
 _DEFAULTS: dict[str, Any] = {

@@ -4,7 +4,7 @@ device sees as it is."""
 import itertools
 from typing import Generic, TypeVar
 
-from caraserve.gpu.driver import Graph, Stream
+from caraserve.gpu.driver.api import Graph, Stream
 
 Operation = TypeVar("Operation")
 

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from caraserve.core.lora_layout import A_COLUMNS, PANEL
 from caraserve.cpu import handoff
-from caraserve.cpu.shared import SharedRegion
+from caraserve.cpu.lora_workers.pool import Workers
+from caraserve.cpu.shared_memory import SharedRegion
 from caraserve.cpu.weights import convert, to_float32
-from caraserve.cpu.workers import Workers
-from caraserve.gpu import launches, letters
-from caraserve.model.layout import A_COLUMNS, PANEL, Dtype
-from caraserve.units import align_up
+from caraserve.gpu.assist import work_orders
+from caraserve.gpu.kernels import cuda_launch
+from caraserve.model.dtype import Dtype
+from caraserve.util.units import align_up
 from tests.gpu.emulator import run
 from tests.gpu.lora_case import address, stored
 
@@ -68,15 +70,15 @@ class Desk:
         self.x_stride = align_up(INPUTS, A_COLUMNS)
         self.host_x = self.region.carve(4 * TOKENS * self.x_stride)
         self.modules, self.products = self._adapter()
-        self.delta_columns, self.delta_stride = letters.delta_columns(self.modules)
+        self.delta_columns, self.delta_stride = work_orders.delta_columns(self.modules)
         self.deltas = [self.region.carve(4 * TOKENS * self.delta_stride) for _ in range(workers)]
         self.y_columns = (0, 140, 204)
-        self.letter = np.zeros(letters.letter_bytes(workers) // 8, np.int64)
+        self.letter = np.zeros(work_orders.letter_bytes(workers) // 8, np.int64)
         self.workers.start()
         assert self.workers.await_all(PATIENCE_NS / 1e9)
         self.workers.keep_vigil(True)
 
-    def _adapter(self) -> tuple[list[letters.Module], list[Matrix]]:
+    def _adapter(self) -> tuple[list[work_orders.Module], list[Matrix]]:
         rng, modules, products = np.random.default_rng(0), [], []
         for rank, outputs, scale in zip(RANKS, WIDTHS, (0.5, 1.0, 2.0), strict=True):
             a, b = np.zeros((rank, self.x_stride)), np.zeros((rank, align_up(outputs, PANEL)))
@@ -88,7 +90,7 @@ class Desk:
                 room = self.region.carve(max(data.nbytes, 1))
                 room[: data.nbytes] = data
                 places.append(self.region.offset(address(room)))
-            modules.append(letters.Module(outputs, rank, Dtype.BF16, scale, *places))
+            modules.append(work_orders.Module(outputs, rank, Dtype.BF16, scale, *places))
             products.append(scale * a.T[:INPUTS] @ np.concatenate(list(b), axis=1)[:, :outputs])
         return modules, products
 
@@ -103,36 +105,36 @@ class Desk:
         self.x[:, INPUTS:] = np.frombuffer(b"\xff" * step.itemsize, step)[0]  # no number
         self.y = convert(rng.standard_normal(shape).astype(np.float32), Dtype.F32, self.activation)
         self.before = self.y.copy()
-        slices = letters.cut(TOKENS, -(-TOKENS // len(self.workers)), len(self.workers))
+        slices = work_orders.cut(TOKENS, -(-TOKENS // len(self.workers)), len(self.workers))
         errands = [
-            letters.Errand(
+            work_orders.Errand(
                 worker, address(self.blocks[worker]), self.number, *place, self.region.offset(address(deltas))
             )
             for worker, (place, deltas) in enumerate(zip(slices, self.deltas, strict=True))
         ]
-        region = letters.Region(self.region.base, self.region.offset(address(self.host_x)), self.x_stride, INPUTS)
-        terms = letters.Terms(
+        region = work_orders.Region(self.region.base, self.region.offset(address(self.host_x)), self.x_stride, INPUTS)
+        terms = work_orders.Terms(
             deadline_ns, address(self.arrived), ARRIVED, address(self.words.status), self.generation,
             address(self.words.x_flag) * rings, address(self.words.y_flag) * rings,
         )  # fmt: skip
-        letters.write_letter(self.letter, errands, self.modules, region, terms)
+        work_orders.write_letter(self.letter, errands, self.modules, region, terms)
 
     def publish(self, grid: int = 3, seed: int = 0) -> int:
-        x = launches.Rows(address(self.x), self.x_stride, INPUTS)
+        x = cuda_launch.Rows(address(self.x), self.x_stride, INPUTS)
         state = (address(self.asked), address(self.counter), address(self.outcome))
-        launch = launches.publish(grid, address(self.letter), x, address(self.host_x), self.x_stride, *state)
+        launch = cuda_launch.publish(grid, address(self.letter), x, address(self.host_x), self.x_stride, *state)
         run(launch, self.activation, seed)
         return int(self.outcome[0])
 
     def wait(self) -> int:
-        run(launches.wait(address(self.letter), address(self.outcome), address(self.errors)), self.activation)
+        run(cuda_launch.wait(address(self.letter), address(self.outcome), address(self.errors)), self.activation)
         return int(self.outcome[0])
 
     def add(self, grid: int = 2) -> None:
-        y = launches.Rows(address(self.y), self.y.shape[1], sum(WIDTHS))
-        places = launches.Projections(self.y_columns, WIDTHS)
+        y = cuda_launch.Rows(address(self.y), self.y.shape[1], sum(WIDTHS))
+        places = cuda_launch.Projections(self.y_columns, WIDTHS)
         letter, outcome = address(self.letter), address(self.outcome)
-        run(launches.add(grid, letter, outcome, y, places, self.delta_stride, self.delta_columns), self.activation)
+        run(cuda_launch.add(grid, letter, outcome, y, places, self.delta_stride, self.delta_columns), self.activation)
 
     def expected(self) -> Matrix:
         """y with the LoRA of this round's x, in fp64."""

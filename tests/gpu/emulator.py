@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from caraserve.gpu import nvrtc
-from caraserve.gpu.launches import Launch
-from caraserve.model.layout import Dtype
+from caraserve.gpu.driver import nvrtc
+from caraserve.gpu.kernels.cuda_launch import Launch
+from caraserve.model.dtype import Dtype
 
 _HERE = Path(__file__).parent
 _FLAGS = (

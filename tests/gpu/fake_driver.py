@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.gpu.driver import Event, Graph, Stream, has_reached
+from caraserve.gpu.driver.api import Event, Graph, Stream, has_reached
 from tests.gpu.captures import Captures
 
 HOST = 0  # the host's own thread, as if it were a stream

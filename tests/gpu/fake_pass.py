@@ -4,18 +4,18 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from caraserve.gpu.copier import Copier, Image
-from caraserve.gpu.driver import Stream, has_reached
-from caraserve.gpu.handover import Book, Books, Life, Watchdog, book_bytes
-from caraserve.gpu.lane import (
+from caraserve.core.lora_layout import GROUPS
+from caraserve.gpu.assist.handshake import Book, Books, Life, Watchdog, book_bytes
+from caraserve.gpu.driver.api import Stream, has_reached
+from caraserve.gpu.driver.streams import NOTHING, Lane, Marks, Timelines, at, latest
+from caraserve.gpu.forward.lanes import (
     AssistedChunk,
     AssistLane,
     HandOver,
     IterationLane,
 )
-from caraserve.gpu.timeline import NOTHING, Lane, Marks, Timelines, at, latest
-from caraserve.gpu.transfers import LinkQueue, Source, groups_of
-from caraserve.model.layout import GROUPS
+from caraserve.gpu.memory.copier import Copier, Image
+from caraserve.gpu.memory.link_queue import LinkQueue, Source, groups_of
 from tests.gpu.fake_driver import Clock, FakeDriver, Operation
 
 LAYERS, LAYER_BYTES, SLOTS = 3, 8, 4

@@ -9,19 +9,21 @@ from typing import Any
 
 import pytest
 
-import caraserve.backends
-from caraserve.adapters.peft import inspect_adapter, read_adapter
+import caraserve.backend_factory
 from caraserve.config import EngineConfig, LoraConfig, ModelConfig
+from caraserve.core.lora_layout import HostAdapter
 from caraserve.cpu.weights import folder_reader
-from caraserve.gpu import assemble, weights
-from caraserve.gpu import open as opening
-from caraserve.gpu.assemble import GpuDevice, GpuSizes, Parts
+from caraserve.gpu import weights
 from caraserve.gpu.backend import CudaBackend
-from caraserve.gpu.detect import Choice
-from caraserve.gpu.host import BOOKS
-from caraserve.gpu.timeline import Lane
+from caraserve.gpu.driver import open as opening
+from caraserve.gpu.driver.detect import Choice
+from caraserve.gpu.driver.streams import Lane
+from caraserve.gpu.forward import builder
+from caraserve.gpu.forward.builder import GpuDevice, GpuSizes, Parts
+from caraserve.gpu.memory.host_memory import BOOKS
 from caraserve.loop import Engine
-from caraserve.model.layout import Dtype, HostAdapter
+from caraserve.lora.peft import inspect_adapter, read_adapter
+from caraserve.model.dtype import Dtype
 from caraserve.model.spec import load_spec
 from tests.gpu.host_device import HostDriver, host_device
 from tests.serving import running
@@ -104,9 +106,9 @@ async def serving(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(opening, "open_device", open_device)
-        patch.setattr(assemble, "GpuSizes", with_sizes)
-        patch.setattr(assemble, "GRANULE_BYTES", GRANULE_BYTES)
-        patch.setattr(caraserve.backends, "detect", lambda device: Choice("cuda"))
+        patch.setattr(builder, "GpuSizes", with_sizes)
+        patch.setattr(builder, "GRANULE_BYTES", GRANULE_BYTES)
+        patch.setattr(caraserve.backend_factory, "detect", lambda device: Choice("cuda"))
         async with running(model, lora, replace(engine, device="cuda")) as served:
             backend = served._backend
             assert isinstance(backend, CudaBackend)
@@ -135,7 +137,7 @@ def alone(folder: Path, *, seed: int = 0, last: Lane | None = None, **sizes: Any
     }  # fmt: skip
     loaded = weights.load(spec, weights.TORCH_DTYPES[Dtype.F32], 128, device.device, fill)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assemble, "GRANULE_BYTES", GRANULE_BYTES)
+        patch.setattr(builder, "GRANULE_BYTES", GRANULE_BYTES)
         backend = CudaBackend(spec, loaded, GpuSizes(**fields | sizes), device)
         host = Host(driver, backend)
         spoil_pool(host)

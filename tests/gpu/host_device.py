@@ -17,11 +17,11 @@ from random import Random
 
 import torch
 
-from caraserve.gpu.assemble import GpuDevice
-from caraserve.gpu.driver import DriverError, Event, Graph, Stream, has_reached
-from caraserve.gpu.launches import Launch
-from caraserve.gpu.timeline import Lane
-from caraserve.model.layout import Dtype
+from caraserve.gpu.driver.api import DriverError, Event, Graph, Stream, has_reached
+from caraserve.gpu.driver.streams import Lane
+from caraserve.gpu.forward.builder import GpuDevice
+from caraserve.gpu.kernels.cuda_launch import Launch
+from caraserve.model.dtype import Dtype
 from tests.gpu import emulator
 from tests.gpu.captures import Captures
 from tests.gpu.desk import AWAITED

@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from caraserve.core.lora_layout import A_COLUMNS, PANEL, aligned_bytes
 from caraserve.cpu.weights import convert, to_float32
-from caraserve.gpu import launches
-from caraserve.gpu.items import PLANES, adapter_items, plan_items
-from caraserve.model.layout import A_COLUMNS, PANEL, Dtype, aligned_bytes
-from caraserve.units import align_up
+from caraserve.gpu.kernels import cuda_launch
+from caraserve.gpu.kernels.bgmv_work import PLANES, adapter_items, plan_items
+from caraserve.model.dtype import Dtype
+from caraserve.util.units import align_up
 from tests.gpu.emulator import run
 
 NO_NUMBER = 0xFF  # in every byte, in any dtype
@@ -68,10 +69,10 @@ class LoraCase:
         codes = np.array([dtype.value for dtype in self.dtypes], np.int32)
         self._weights = {"a": a, "b": b, "rank": rank, "scale": scale, "dtype": codes}
 
-    def tables(self) -> launches.Tables:
+    def tables(self) -> cuda_launch.Tables:
         names = {name: address(array) for name, array in self._weights.items()}
         gate = 0 if self.gate is None else address(self.gate)
-        return launches.Tables(**names, slots=len(self.dtypes), gate=gate)
+        return cuda_launch.Tables(**names, slots=len(self.dtypes), gate=gate)
 
     def run(
         self, x: NDArray[np.float64], y: NDArray[np.float64], row_slots: list[int], grid: int = 3, seed: int = 0
@@ -104,17 +105,17 @@ class LoraCase:
         plan = plan_items(slots, adapters)
         max_rank = max(int(ranks.max()), 8)
         part = np.full(PLANES * rows * len(self.outputs) * max_rank, np.nan, np.float32)
-        planes = launches.Part(address(part), rows, len(self.outputs), max_rank)
+        planes = cuda_launch.Part(address(part), rows, len(self.outputs), max_rank)
         for list_, launch in ((plan.shrink, "shrink"), (plan.expand, "expand")):
             count = np.array([len(list_)], np.int32)
-            items = launches.Items(address(list_), address(count), address(plan.groups))
+            items = cuda_launch.Items(address(list_), address(count), address(plan.groups))
             if launch == "shrink":
-                source = launches.Rows(address(x_data), x_stride, self.inputs)
-                run(launches.shrink(grid, self.tables(), items, source, planes), self.activation, seed)
+                source = cuda_launch.Rows(address(x_data), x_stride, self.inputs)
+                run(cuda_launch.shrink(grid, self.tables(), items, source, planes), self.activation, seed)
             else:
-                target = launches.Rows(address(y_data), y_stride, int(starts[-1]))
-                places = launches.Projections(tuple(starts[:-1].tolist()), self.outputs)
-                run(launches.expand(grid, self.tables(), items, planes, target, places), self.activation, seed)
+                target = cuda_launch.Rows(address(y_data), y_stride, int(starts[-1]))
+                places = cuda_launch.Projections(tuple(starts[:-1].tolist()), self.outputs)
+                run(cuda_launch.expand(grid, self.tables(), items, planes, target, places), self.activation, seed)
         return np.concatenate([self._float(y_rows[:, span]) for span in spans], axis=1), expected
 
     def _float(self, values: NDArray[np.generic]) -> NDArray[np.float64]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from caraserve.bench.commands import bench_parser
+from caraserve.bench.cli import bench_parser
 from caraserve.bench.gpu.__main__ import of_stage
 from caraserve.bench.gpu.accelerator import Mark
 from caraserve.bench.gpu.effort import Effort
@@ -26,11 +26,11 @@ from caraserve.bench.records import RequestRecord, Run
 from caraserve.bench.report.files import document
 from caraserve.bench.report.summary import summarize
 from caraserve.bench.synthetic import Shape
-from caraserve.gpu.assemble import GpuDevice
-from caraserve.gpu.driver import Stream
-from caraserve.gpu.facts import DeviceFacts
-from caraserve.gpu.launches import Launch
-from caraserve.model.layout import Dtype
+from caraserve.gpu.driver.api import Stream
+from caraserve.gpu.driver.info import DeviceFacts
+from caraserve.gpu.forward.builder import GpuDevice
+from caraserve.gpu.kernels.cuda_launch import Launch
+from caraserve.model.dtype import Dtype
 from tests.gpu.host_device import HostDriver, host_device
 
 FACTS = DeviceFacts(

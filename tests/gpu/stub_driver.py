@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from caraserve.gpu.device import CudaDriver
-from caraserve.gpu.driver import Stream
-from caraserve.gpu.launches import Launch
-from caraserve.gpu.libcuda import Cuda
+from caraserve.gpu.driver.api import Stream
+from caraserve.gpu.driver.cuda_driver import CudaDriver
+from caraserve.gpu.driver.libcuda import Cuda
+from caraserve.gpu.kernels.cuda_launch import Launch
 from tests.gpu.emulator import CACHES
 
 _TRITON = find_spec("triton")

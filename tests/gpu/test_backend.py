@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from caraserve.config import LOADING_MODES, PRELOADED_MODES, LoraConfig
+from caraserve.core.batch import Plan
+from caraserve.engine.active_request import Open
+from caraserve.engine.queues import Line
 from caraserve.errors import ConfigError
-from caraserve.gpu import captures
-from caraserve.gpu.batch import Shape
-from caraserve.gpu.driver import DriverError, Stream
-from caraserve.gpu.lane import Replay
-from caraserve.gpu.timeline import Lane
-from caraserve.line import Line
-from caraserve.opened import Open
-from caraserve.plan import Plan
+from caraserve.gpu.driver.api import DriverError, Stream
+from caraserve.gpu.driver.streams import Lane
+from caraserve.gpu.forward import graph_capture as captures
+from caraserve.gpu.forward.batch import Shape
+from caraserve.gpu.forward.lanes import Replay
 from tests.gpu.host_backend import GRANULE_BYTES, PATIENCE_S, Host, serving
 from tests.gpu.host_device import HostDriver
 from tests.gpu.torch_kernels import torch_kernels

@@ -12,12 +12,12 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from caraserve.gpu.driver import DriverError
-from caraserve.gpu.state import BLOCK_TOKENS
-from caraserve.gpu.timeline import Lane
-from caraserve.kv.room import Room
-from caraserve.model.layout import HostAdapter
-from caraserve.plan import BlockGrant, Plan, Row, SlotSampling, SlotStart, StepResult
+from caraserve.core.batch import BlockGrant, Plan, Row, SlotSampling, SlotStart, StepResult
+from caraserve.core.lora_layout import HostAdapter
+from caraserve.gpu.driver.api import DriverError
+from caraserve.gpu.driver.streams import Lane
+from caraserve.gpu.memory.request_state import BLOCK_TOKENS
+from caraserve.kv.memory_budget import Room
 from tests.gpu.host_backend import KV_BLOCK_BYTES, PATIENCE_S, Host, alone, host_tier
 from tests.gpu.torch_kernels import torch_kernels
 from tests.oracle.models import ALL_TARGETS, prompt_of

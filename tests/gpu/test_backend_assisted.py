@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from caraserve.cpu import workers
-from caraserve.gpu.aside import Asides
-from caraserve.gpu.timeline import Lane
+from caraserve.cpu.lora_workers import pool
+from caraserve.gpu.assist.assisted_prefill import Asides
+from caraserve.gpu.driver.streams import Lane
 from caraserve.loop import Engine
 from caraserve.model.spec import load_spec
 from tests.gpu.host_backend import NO_NUMBER, Host, serving
@@ -27,7 +27,7 @@ from tests.serving import MIB, Answer, engine_config, lora_config, model_config,
 LAYERS, CONTEXT = 2, 256
 CORES = tuple(sorted(os.sched_getaffinity(0)))
 PATIENCE_S = 60.0
-STUCK_S = workers._STUCK_S
+STUCK_S = pool._STUCK_S
 LONG = 150  # tokens: two chunks
 TOKENS = 3
 
@@ -47,7 +47,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 @pytest.fixture(autouse=True)
 def nobody_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """For standing still, which a worker on a machine with much to do may seem to."""
-    monkeypatch.setattr(workers, "_STUCK_S", PATIENCE_S)
+    monkeypatch.setattr(pool, "_STUCK_S", PATIENCE_S)
 
 
 @dataclass
@@ -247,7 +247,7 @@ def test_a_prompt_whose_workers_fail_it_is_done_again_without_them(
 ) -> None:
     """In the middle of a slice. Nobody else loses a token, and when they have been replaced, workers help again."""
     if blow is signal.SIGSTOP:
-        monkeypatch.setattr(workers, "_STUCK_S", STUCK_S)
+        monkeypatch.setattr(pool, "_STUCK_S", STUCK_S)
 
     async def serve() -> None:
         async with office(subject) as at:

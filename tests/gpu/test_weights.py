@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from caraserve.core.lora_layout import GROUPS
 from caraserve.cpu.weights import folder_reader
 from caraserve.errors import ModelLoadError
 from caraserve.gpu.weights import Weights, columns_of, dummy, from_reader, load, num_bytes, progress_steps
-from caraserve.model.layout import GROUPS
 from caraserve.model.spec import ModelSpec, load_spec, parse_spec
 from tests.gpu.small_model import CONFIG, SPEC
 from tests.oracle.models import FAMILIES, make_model

@@ -11,25 +11,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from caraserve.adapters.peft import inspect_adapter, read_adapter
+from caraserve.core.batch import Plan, Row, RowResult, SlotSampling
+from caraserve.core.lora_layout import GROUPS, AdapterSpec, HostAdapter, aligned_bytes
+from caraserve.core.outputs import Found, collect, outputs_of
 from caraserve.cpu.sampling import SLOT_SAMPLING, write_sampling
 from caraserve.cpu.weights import folder_reader
-from caraserve.gpu.batch import Capacity, HostBatch, Results, Shape, decode_slots, make_batch
-from caraserve.gpu.decoder import Decoder
-from caraserve.gpu.driver import Driver, Stream
-from caraserve.gpu.items import AdapterItems, adapter_items, plan_items
-from caraserve.gpu.lane import issue_pass
-from caraserve.gpu.launches import Launch
-from caraserve.gpu.state import BLOCK_TOKENS, block_bytes, make_state
-from caraserve.gpu.tables import GROUP_SITES, AdapterTables, column
-from caraserve.gpu.triton_attention import prefill_tile_tokens
+from caraserve.gpu.driver.api import Driver, Stream
+from caraserve.gpu.forward.batch import Capacity, HostBatch, Results, Shape, decode_slots, make_batch
+from caraserve.gpu.forward.decoder import Decoder
+from caraserve.gpu.forward.lanes import issue_pass
+from caraserve.gpu.kernels.attention import prefill_tile_tokens
+from caraserve.gpu.kernels.bgmv_work import AdapterItems, adapter_items, plan_items
+from caraserve.gpu.kernels.cuda_launch import Launch
+from caraserve.gpu.memory.adapter_tables import GROUP_SITES, AdapterTables, column
+from caraserve.gpu.memory.request_state import BLOCK_TOKENS, block_bytes, make_state
+from caraserve.gpu.memory.workspace import make_workspace
 from caraserve.gpu.weights import TORCH_DTYPES, Weights, from_reader, load
-from caraserve.gpu.workspace import make_workspace
-from caraserve.model.layout import GROUPS, AdapterSpec, Dtype, HostAdapter, aligned_bytes
-from caraserve.model.outputs import Found, collect, outputs_of
+from caraserve.lora.peft import inspect_adapter, read_adapter
+from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES, ModelSpec, load_spec
-from caraserve.plan import Plan, Row, RowResult, SlotSampling
-from caraserve.units import ceil_div
+from caraserve.util.units import ceil_div
 from tests.gpu.emulator import run as emulate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -54,7 +55,7 @@ class Kernels:
         self._activation, self._real = activation, None
         self.watch: Callable[[Launch], None] | None = None  # told of every launch
         if DEVICE.type == "cuda":
-            from caraserve.gpu.cuda import CudaKernels
+            from caraserve.gpu.driver.modules import CudaKernels
 
             self._real = CudaKernels(activation)
 

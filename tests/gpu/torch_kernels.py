@@ -14,16 +14,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from caraserve.core.lora_layout import A_COLUMNS, PANEL
+from caraserve.core.outputs import NOT_FINITE, SAMPLE
 from caraserve.cpu.sampling import SLOT_SAMPLING, all_finite, choose
-from caraserve.gpu import decoder, lora_pass
-from caraserve.gpu.batch import NO_TOKEN
-from caraserve.gpu.triton_attention import NO_WINDOW, DecodeScratch, PagedCache, TokenTables
-from caraserve.gpu.triton_lora import Segments, SiteTables
-from caraserve.gpu.triton_sampling import Outputs, SamplerState
+from caraserve.gpu.forward import decoder, lora_pass
+from caraserve.gpu.forward.batch import NO_TOKEN
+from caraserve.gpu.kernels.attention import NO_WINDOW, DecodeScratch, PagedCache, TokenTables
+from caraserve.gpu.kernels.lora import Segments, SiteTables
+from caraserve.gpu.kernels.sampling import Outputs, SamplerState
 from caraserve.gpu.weights import TORCH_DTYPES
-from caraserve.model.layout import A_COLUMNS, PANEL, Dtype
-from caraserve.model.outputs import NOT_FINITE, SAMPLE
-from caraserve.units import align_up
+from caraserve.model.dtype import Dtype
+from caraserve.util.units import align_up
 
 
 @contextmanager

@@ -5,8 +5,8 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from caraserve.core.request import Finish, FinishReason, GenerateRequest, Phases, TokenDelta, TokenLogprob
 from caraserve.errors import CaraServeError, ContextLengthExceeded, InvalidRequest, NotFound
-from caraserve.request import Finish, FinishReason, GenerateRequest, Phases, TokenDelta, TokenLogprob
 
 PHASES = Phases(queued_ms=1.0, load_ms=2.0, prefill_ms=3.0, decode_ms=4.0)
 BOS, EOS = 256, 257

@@ -13,22 +13,22 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from caraserve.cluster.cost import Backlog, Tier
-from caraserve.cluster.facts import Adapter, Load
-from caraserve.cluster.forward import LOCAL, Body, Forwarding, Slo, takes_nothing
-from caraserve.cluster.hop import HOP, INSTANCE, PREFIX, Gate
-from caraserve.cluster.members import Record, State
-from caraserve.cluster.perf_model import PerfModel
-from caraserve.cluster.policies import policy
-from caraserve.cluster.router import Instance
-from caraserve.cluster.seal import Keyring
-from caraserve.http import chat, openai
+from caraserve.cluster.membership.auth import Keyring
+from caraserve.cluster.membership.swim import Record, State
+from caraserve.cluster.routing.cost import Backlog, Tier
+from caraserve.cluster.routing.forward_auth import HOP, INSTANCE, PREFIX, Gate
+from caraserve.cluster.routing.forwarding import LOCAL, Body, Forwarding, Slo, takes_nothing
+from caraserve.cluster.routing.perf_model import PerfModel
+from caraserve.cluster.routing.policies import policy
+from caraserve.cluster.routing.router import Instance
+from caraserve.cluster.state.replicated_map import Adapter, Load
+from caraserve.http import chat, completions
 from caraserve.http.app import make_app, start_http
 from caraserve.http.context import HttpTimings
 from caraserve.http.dispatch import Dispatch
-from caraserve.http.peers import start_peer_http
-from caraserve.http.queue_moves import QueueMoves
-from caraserve.http.relay import Relays
+from caraserve.http.peer_routes import start_peer_http
+from caraserve.http.proxy import Relays
+from caraserve.http.queue_rebalance import QueueMoves
 from tests.http.fake_engine import FakeEngine
 from tests.http.serving import Client, http_config, new_metrics
 
@@ -172,7 +172,7 @@ class Fleet:
             cluster=view,
             dispatch=dispatch,
         )
-        app.router.add_post(f"{PREFIX}/v1/completions", openai.forwarded_completions)
+        app.router.add_post(f"{PREFIX}/v1/completions", completions.forwarded_completions)
         app.router.add_post(f"{PREFIX}/v1/chat/completions", chat.forwarded_chat_completions)
         runner, port = await start_http(app, config)
         self._stack.push_async_callback(runner.cleanup)

@@ -9,11 +9,11 @@ from typing import Any
 
 import aiohttp
 
-from caraserve.background import BackgroundTasks
 from caraserve.config import HttpConfig
 from caraserve.http.app import make_app, start_http
 from caraserve.http.context import HttpTimings
-from caraserve.metrics import Metrics
+from caraserve.telemetry.background import BackgroundTasks
+from caraserve.telemetry.metrics import Metrics
 from tests.http.fake_engine import FakeEngine
 
 

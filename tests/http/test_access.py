@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from caraserve.bench.commands import without_keys
+from caraserve.bench.cli import without_keys
 from caraserve.bench.servers import api_key_in
 from caraserve.config import HttpConfig
 from caraserve.http.app import make_app, start_http
 from caraserve.http.context import CLIENT, Client
-from caraserve.http.peers import add_peer_routes
+from caraserve.http.peer_routes import add_peer_routes
 from tests.http.fake_engine import FakeEngine
 from tests.http.fleet import fleet
 from tests.http.serving import Answer, http_config, new_metrics, serving

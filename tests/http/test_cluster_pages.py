@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager, suppress
 import aiohttp
 import pytest
 
-from caraserve.cluster.cost import Tier
-from caraserve.cluster.facts import Adapter, Load
-from caraserve.cluster.members import Record
+from caraserve.cluster.membership.swim import Record
+from caraserve.cluster.routing.cost import Tier
+from caraserve.cluster.state.replicated_map import Adapter, Load
 from caraserve.http.app import make_app, start_http
 from tests.http.fake_engine import FakeEngine
 from tests.http.serving import Client, http_config, new_metrics
@@ -81,7 +81,7 @@ async def test_a_server_that_serves_alone_lists_none() -> None:
 
 
 async def test_others_have_their_turn_while_many_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("caraserve.tasks._TURN_S", 0.0)
+    monkeypatch.setattr("caraserve.util.tasks._TURN_S", 0.0)
     cluster = Cluster(5000)
 
     async def take_turns() -> None:

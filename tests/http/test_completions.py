@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from caraserve.core.request import GenerateRequest, Phases, Tenant, TokenDelta
 from caraserve.errors import BackendFailed, Draining, NonFiniteLogits, Overloaded
-from caraserve.request import GenerateRequest, Phases, Tenant, TokenDelta
 from tests.http.fake_engine import BOS, FakeEngine, finish, scored
 from tests.http.serving import serving
 

@@ -11,13 +11,13 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
-from caraserve.cluster.hop import INSTANCE, PREFIX, Hop, signed
+from caraserve.cluster.routing.forward_auth import INSTANCE, PREFIX, Hop, signed
+from caraserve.core.request import Finish
 from caraserve.errors import DeadlineExceeded
 from caraserve.http.context import HttpTimings
 from caraserve.http.deadline import HEADER, in_time, remaining
-from caraserve.http.relay import body_digest
-from caraserve.http.sse import DONE, EventStream
-from caraserve.request import Finish
+from caraserve.http.proxy import body_digest
+from caraserve.http.streaming import DONE, EventStream
 from tests.engine_world import world
 from tests.http.fake_engine import FakeEngine
 from tests.http.fleet import KEYS, RawAnswer, fleet, streamed

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from caraserve.cluster.members import State
+from caraserve.cluster.membership.swim import State
+from caraserve.core.request import Tenant
 from caraserve.errors import BackendFailed, Draining, Overloaded
 from caraserve.http.auth import key_name
 from caraserve.http.context import HttpTimings
-from caraserve.request import Tenant
 from tests.http.fake_engine import FakeAdapter, FakeEngine
 from tests.http.fleet import FULL, RawAnswer, fleet, streamed
 from tests.http.test_streaming import begun, raw_post, read_chunk, read_event
@@ -243,7 +243,7 @@ async def test_a_name_server_that_says_nothing_holds_up_nobody_for_long(monkeypa
     async def silent(*about: object, **more: object) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("caraserve.http.relay._REACH_S", 0.05)
+    monkeypatch.setattr("caraserve.http.proxy._REACH_S", 0.05)
     async with fleet("b") as running:
         running.add_absent("a")
         running.world.records["a"] = replace(running.world.records["a"], address="a.example:1")

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from caraserve.cluster.cost import Backlog, Tier
-from caraserve.cluster.facts import Adapter
-from caraserve.cluster.forward import Slo
-from caraserve.cluster.hop import HOP, INSTANCE, PREFIX, SIGNATURE
+from caraserve.cluster.routing.cost import Backlog, Tier
+from caraserve.cluster.routing.forward_auth import HOP, INSTANCE, PREFIX, SIGNATURE
+from caraserve.cluster.routing.forwarding import Slo
+from caraserve.cluster.state.replicated_map import Adapter
 from caraserve.errors import Unreachable
-from tests.cluster.test_admission import certificate, tls
+from tests.cluster.membership.test_admission import certificate, tls
 from tests.http.fake_engine import FakeAdapter, FakeEngine
 from tests.http.fleet import FULL, RawAnswer, fleet
 

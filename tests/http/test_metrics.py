@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from caraserve.exposition import family
-from caraserve.metrics import MAX_HOST_SERIES, Metrics
-from caraserve.request import Finish, FinishReason, Phases
+from caraserve.core.request import Finish, FinishReason, Phases
+from caraserve.telemetry.metrics import MAX_HOST_SERIES, Metrics
+from caraserve.telemetry.prometheus import family
 from tests.http.fake_engine import FakeSnapshot
 from tests.http.serving import new_metrics
 

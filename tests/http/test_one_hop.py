@@ -6,10 +6,10 @@ import contextlib
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from caraserve.cluster.cost import Backlog, Links, Tier
-from caraserve.cluster.forward import Slo
-from caraserve.cluster.plans import ROUTINGS
-from caraserve.cluster.router import Instance
+from caraserve.cluster.placement.plan_factory import ROUTINGS
+from caraserve.cluster.routing.cost import Backlog, Links, Tier
+from caraserve.cluster.routing.forwarding import Slo
+from caraserve.cluster.routing.router import Instance
 from caraserve.errors import Overloaded
 from tests.http.fake_engine import FakeAdapter, FakeEngine
 from tests.http.fleet import MODEL, Fleet, fleet

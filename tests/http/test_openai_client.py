@@ -7,8 +7,8 @@ from typing import Any
 import openai
 import pytest
 
+from caraserve.core.request import GenerateRequest, TokenDelta
 from caraserve.errors import BackendFailed, Draining, Overloaded
-from caraserve.request import GenerateRequest, TokenDelta
 from tests.http.fake_engine import FakeEngine, finish
 from tests.http.serving import serving
 

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from caraserve.http import fields, known_fields
-from caraserve.http.known_fields import KnownFields
+from caraserve.http import request_schema, validation
+from caraserve.http.request_schema import KnownFields
 from tests.http.fake_engine import FakeEngine
 from tests.http.serving import Answer, Client, serving
 
 ROUTES: dict[str, tuple[KnownFields, dict[str, Any]]] = {
-    "/v1/completions": (known_fields.COMPLETIONS, {"prompt": "x"}),
-    "/v1/chat/completions": (known_fields.CHAT, {"messages": [{"role": "user", "content": "x"}]}),
-    "/tokenize": (known_fields.TOKENIZE, {"prompt": "x"}),
-    "/detokenize": (known_fields.DETOKENIZE, {"tokens": [65]}),
-    "/v1/load_lora_adapter": (known_fields.LOAD_ADAPTER, {"lora_name": "c", "lora_path": "/c"}),
-    "/v1/unload_lora_adapter": (known_fields.UNLOAD_ADAPTER, {"lora_name": "b"}),
+    "/v1/completions": (request_schema.COMPLETIONS, {"prompt": "x"}),
+    "/v1/chat/completions": (request_schema.CHAT, {"messages": [{"role": "user", "content": "x"}]}),
+    "/tokenize": (request_schema.TOKENIZE, {"prompt": "x"}),
+    "/detokenize": (request_schema.DETOKENIZE, {"tokens": [65]}),
+    "/v1/load_lora_adapter": (request_schema.LOAD_ADAPTER, {"lora_name": "c", "lora_path": "/c"}),
+    "/v1/unload_lora_adapter": (request_schema.UNLOAD_ADAPTER, {"lora_name": "b"}),
 }
 PLAUSIBLE: list[Any] = [
     *(
@@ -90,13 +90,13 @@ class Asking:
         self._loop = asyncio.new_event_loop()
         self._stack = AsyncExitStack()
         self._client: Client = self._run(self._stack.enter_async_context(serving(FakeEngine())))
-        raw = fields.Fields.raw
+        raw = validation.Fields.raw
 
-        def noting(read: fields.Fields, name: str) -> Any:
+        def noting(read: validation.Fields, name: str) -> Any:
             self.read.add(name)
             return raw(read, name)
 
-        monkeypatch.setattr(fields.Fields, "raw", noting)
+        monkeypatch.setattr(validation.Fields, "raw", noting)
 
     def _run(self, work: Any) -> Any:
         return self._loop.run_until_complete(work)

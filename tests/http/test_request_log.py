@@ -13,8 +13,8 @@ from caraserve.http import context
 from caraserve.http.auth import key_name
 from caraserve.http.context import CLIENT, HttpTimings
 from caraserve.http.request_log import SUMMARY, Summary, log_request
-from caraserve.http.sse import BEGUN, EventStream
-from caraserve.log import configure
+from caraserve.http.streaming import BEGUN, EventStream
+from caraserve.telemetry.log import configure
 from tests.http.fake_engine import FakeAdapter, FakeEngine, spell
 from tests.http.fleet import fleet
 from tests.http.serving import Client, serving

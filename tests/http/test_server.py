@@ -6,10 +6,10 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from caraserve.background import BackgroundTasks
 from caraserve.errors import ConfigError, Draining
 from caraserve.http.app import make_app, start_http
 from caraserve.http.context import HttpTimings
+from caraserve.telemetry.background import BackgroundTasks
 from tests.http.fake_engine import FakeEngine, FakeSnapshot
 from tests.http.serving import http_config, new_metrics, serving
 

@@ -10,12 +10,12 @@ import aiohttp
 import pytest
 
 from caraserve import demo
+from caraserve.cli.options import OptionParser
 from caraserve.config import ClusterConfig, HttpConfig, LoraModule
 from caraserve.errors import ConfigError
 from caraserve.http.app import make_app, start_http
 from caraserve.http.binding import bind
 from caraserve.model.spec import load_spec
-from caraserve.options import OptionParser
 from caraserve.serve import _announce
 from caraserve.start_checks import check_paths, client_tls
 from tests.http.fake_engine import FakeEngine

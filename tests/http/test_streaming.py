@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from caraserve.core.request import GenerateRequest, TokenDelta, TokenLogprob
 from caraserve.errors import BackendFailed
 from caraserve.http.context import HttpTimings
-from caraserve.http.sse import EventStream
-from caraserve.http.whole import TURN_SCORES, paced
-from caraserve.request import GenerateRequest, TokenDelta, TokenLogprob
-from caraserve.tasks import TurnBudget
+from caraserve.http.streaming import EventStream
+from caraserve.http.whole_answer import TURN_SCORES, paced
+from caraserve.util.tasks import TurnBudget
 from tests.http.fake_engine import BOS, FakeEngine, finish
 from tests.http.serving import Client, serving
 

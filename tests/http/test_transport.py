@@ -11,9 +11,9 @@ import pytest
 from aiohttp import web
 from aiohttp.http_writer import StreamWriter
 
+from caraserve.core.request import GenerateRequest, TokenDelta
 from caraserve.http.app import make_app, start_http
 from caraserve.http.context import HttpTimings
-from caraserve.request import GenerateRequest, TokenDelta
 from tests.http.fake_engine import FakeEngine, finish
 from tests.http.serving import Answer, Client, exchange, http_config, new_metrics, serving
 

@@ -11,10 +11,10 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from caraserve.cli import _parser
-from caraserve.cluster.cost import Backlog
-from caraserve.cluster.perf_model import PerfModel
-from caraserve.cluster.prices import gauges
+from caraserve.cli.main import _parser
+from caraserve.cluster.routing.cost import Backlog
+from caraserve.cluster.routing.perf_model import PerfModel
+from caraserve.cluster.routing.price_metrics import gauges
 from caraserve.http.app import make_app
 from caraserve.http.context import HttpTimings
 from tests.http.fake_engine import FakeEngine, FakeSnapshot

@@ -5,7 +5,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from caraserve.cli import _parser
+from caraserve.cli.main import _parser
 from tests.k8s.kustomize import build, documents
 
 FOLDER = Path(__file__).parents[2] / "scripts" / "k8s"

@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from caraserve.core.batch import BASE_ADAPTER_SLOT, BlockGrant, Plan, Row, SlotSampling, SlotStart, StepResult
+from caraserve.core.lora_layout import HostAdapter
 from caraserve.cpu.adapters import Image
 from caraserve.cpu.backend import CpuBackend, CpuSizes
 from caraserve.cpu.weights import dummy_reader, load_model
-from caraserve.model.layout import Dtype, HostAdapter
+from caraserve.model.dtype import Dtype
 from caraserve.model.spec import parse_spec
-from caraserve.plan import BASE_ADAPTER_SLOT, BlockGrant, Plan, Row, SlotSampling, SlotStart, StepResult
-from caraserve.probes import adapter_spec, random_adapter
+from caraserve.profiling.microbench import adapter_spec, random_adapter
 
 LAYERS = 4
 SPEC = parse_spec(

@@ -10,7 +10,7 @@ import pytest
 
 from caraserve.config import LOADING_MODES, PRELOADED_MODES
 from caraserve.cpu.backend import CpuBackend
-from caraserve.cpu.workers import Workers
+from caraserve.cpu.lora_workers.pool import Workers
 from caraserve.loop import Engine
 from tests.oracle.models import prompt_of
 from tests.oracle.subject import Subject, make_subject

@@ -14,11 +14,11 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from caraserve.core.backend import Backend
+from caraserve.core.batch import Plan
 from caraserve.cpu.backend import CpuBackend
 from caraserve.loop import Engine
-from caraserve.model.backend import Backend
 from caraserve.model.spec import load_spec
-from caraserve.plan import Plan
 from tests.oracle.models import SOME_KINDS, Kinds, make_adapter, make_model, prompt_of
 from tests.oracle.oracle import Oracle
 from tests.oracle.subject import Subject, make_subject

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from caraserve.adapters.loading import LAYERWISE_MODES
-from caraserve.adapters.peft import read_adapter
-from caraserve.adapters.reads import Came, Done
-from caraserve.adapters.version import Source, Tier
+from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.cpu.backend import CpuBackend
 from caraserve.errors import Unreachable
 from caraserve.loop import Engine
-from caraserve.model.layout import HostAdapter, aligned_bytes
+from caraserve.lora.adapter import Source, Tier
+from caraserve.lora.host_loader import Came, Done
+from caraserve.lora.peft import read_adapter
+from caraserve.lora.start_policy import LAYERWISE_MODES
 from caraserve.model.spec import ModelSpec, load_spec
 from tests.cluster.nodes import until
 from tests.oracle.models import ALL_TARGETS, Kinds, prompt_of

@@ -15,7 +15,7 @@ from caraserve.bench.gpu.outcome import WrongResult
 from caraserve.bench.gpu.rig import Rig, real_rig
 from caraserve.bench.gpu.run import Report, named
 from caraserve.bench.gpu.stages import Stage
-from caraserve.gpu.detect import prepare_environment
+from caraserve.gpu.driver.detect import prepare_environment
 
 
 def main() -> int:

@@ -13,11 +13,11 @@ from typing import Any, NewType, Protocol
 import torch
 from torch import Tensor
 
-from caraserve.gpu.assemble import GpuDevice
-from caraserve.gpu.driver import Stream
-from caraserve.gpu.launches import Launch
+from caraserve.gpu.driver.api import Stream
+from caraserve.gpu.forward.builder import GpuDevice
+from caraserve.gpu.kernels.cuda_launch import Launch
 from caraserve.gpu.weights import TORCH_DTYPES
-from caraserve.model.layout import Dtype
+from caraserve.model.dtype import Dtype
 
 Mark = NewType("Mark", object)
 

@@ -9,12 +9,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from caraserve.bench.gpu.accelerator import Accelerator
-from caraserve.gpu import launches
-from caraserve.gpu.items import PLANES, adapter_items, plan_items
-from caraserve.gpu.triton_lora import SiteTables
+from caraserve.core.lora_layout import A_COLUMNS, ALIGN_BYTES, PANEL, RANK_STEP
+from caraserve.gpu.kernels import cuda_launch
+from caraserve.gpu.kernels.bgmv_work import PLANES, adapter_items, plan_items
+from caraserve.gpu.kernels.lora import SiteTables
 from caraserve.gpu.weights import TORCH_DTYPES
-from caraserve.model.layout import A_COLUMNS, ALIGN_BYTES, PANEL, RANK_STEP, Dtype
-from caraserve.units import align_up
+from caraserve.model.dtype import Dtype
+from caraserve.util.units import align_up
 
 # Of 1, or of the value if that is larger: sums in fp32, and one rounding of the result.
 TOLERANCE = {Dtype.F32: 3e-5, Dtype.BF16: 2.0**-8, Dtype.F16: 2.0**-10}
@@ -85,11 +86,11 @@ class Adapters:
         self.dtype = torch.tensor([dtype.value for dtype in site.dtypes], dtype=torch.int32, device=acc.place)
         self._addresses = a, b
 
-    def tables(self, layer: int) -> launches.Tables:
+    def tables(self, layer: int) -> cuda_launch.Tables:
         """As the raw kernels take them."""
         parts = self.a[layer], self.b[layer], self.rank, self.scale, self.dtype
         a, b, rank, scale, dtype = (part.data_ptr() for part in parts)
-        return launches.Tables(a, b, rank, scale, dtype, self.site.slots)
+        return cuda_launch.Tables(a, b, rank, scale, dtype, self.site.slots)
 
     def site_tables(self, layer: int) -> SiteTables:
         """As the Triton kernels take them."""
@@ -169,13 +170,13 @@ class DecodingRows:
         """Both launches of one layer."""
         shrink, expand, groups = (part.data_ptr() for part in self._lists)
         counts, site, tables = self._counts.data_ptr(), self.adapters.site, self.adapters.tables(layer)
-        part = launches.Part(self.part.data_ptr(), len(self.row_slots), len(site.outputs), self.max_rank)
-        x = launches.Rows(self.x.data_ptr(), self.x.stride(0), site.inputs)
-        y = launches.Rows(self.y.data_ptr(), self.y.stride(0), site.width)
-        grid, places = self._acc.device.kernels.bgmv_grid, launches.Projections(site.columns, site.outputs)
-        self._acc.launch(launches.shrink(grid, tables, launches.Items(shrink, counts, groups), x, part))
-        items = launches.Items(expand, counts + 4, groups)
-        self._acc.launch(launches.expand(grid, tables, items, part, y, places))
+        part = cuda_launch.Part(self.part.data_ptr(), len(self.row_slots), len(site.outputs), self.max_rank)
+        x = cuda_launch.Rows(self.x.data_ptr(), self.x.stride(0), site.inputs)
+        y = cuda_launch.Rows(self.y.data_ptr(), self.y.stride(0), site.width)
+        grid, places = self._acc.device.kernels.bgmv_grid, cuda_launch.Projections(site.columns, site.outputs)
+        self._acc.launch(cuda_launch.shrink(grid, tables, cuda_launch.Items(shrink, counts, groups), x, part))
+        items = cuda_launch.Items(expand, counts + 4, groups)
+        self._acc.launch(cuda_launch.expand(grid, tables, items, part, y, places))
 
     def results(self) -> Tensor:
         """[rows, outputs of all projections], as y is now."""

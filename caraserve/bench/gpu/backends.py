@@ -9,18 +9,19 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.adapters.peft import inspect_adapter, read_adapter
 from caraserve.bench.gpu.rig import Rig
 from caraserve.bench.synthetic import Shape, llama_config, write_adapters, write_model
+from caraserve.core.backend import Backend
+from caraserve.core.lora_layout import ALIGN_BYTES, AdapterSpec, HostAdapter, lay_out
 from caraserve.cpu.weights import folder_reader, load_model
-from caraserve.gpu.assemble import GpuDevice, GpuSizes
 from caraserve.gpu.backend import CudaBackend
+from caraserve.gpu.forward.builder import GpuDevice, GpuSizes
 from caraserve.gpu.weights import TORCH_DTYPES, Fill, dummy, from_reader, load
-from caraserve.model.backend import Backend
-from caraserve.model.layout import ALIGN_BYTES, AdapterSpec, Dtype, HostAdapter, lay_out
+from caraserve.lora.peft import inspect_adapter, read_adapter
+from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES, ModelSpec, load_spec, parse_spec
-from caraserve.probes import random_adapter
-from caraserve.units import align_up
+from caraserve.profiling.microbench import random_adapter
+from caraserve.util.units import align_up
 
 TINY = Shape(hidden=64, layers=2, intermediate=96, vocab=512, heads=4, kv_heads=2)
 _TINY_RANKS = (4, 8, 16, 24)

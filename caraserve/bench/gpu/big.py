@@ -9,11 +9,12 @@ from statistics import median
 from caraserve.bench.gpu.backends import cuda_backend, shape_spec, synthetic_adapter
 from caraserve.bench.gpu.rig import Rig
 from caraserve.bench.gpu.session import Prompt, Session, tokens
-from caraserve.gpu.assemble import GpuSizes
+from caraserve.core.batch import Plan, Row
+from caraserve.core.lora_layout import HostAdapter
 from caraserve.gpu.backend import CudaBackend
-from caraserve.model.layout import Dtype, HostAdapter
+from caraserve.gpu.forward.builder import GpuSizes
+from caraserve.model.dtype import Dtype
 from caraserve.model.spec import ModelSpec
-from caraserve.plan import Plan, Row
 
 DTYPE = Dtype.BF16
 _THREADS = "caraserve-"  # begin the names of a backend's threads

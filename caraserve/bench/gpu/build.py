@@ -7,9 +7,9 @@ from caraserve.bench.gpu.backends import cuda_backend, shape_spec
 from caraserve.bench.gpu.big import DTYPE
 from caraserve.bench.gpu.outcome import Outcome
 from caraserve.bench.gpu.rig import Rig
-from caraserve.gpu.assemble import GpuSizes
-from caraserve.gpu.cuda import CudaKernels
-from caraserve.model.layout import Dtype
+from caraserve.gpu.driver.modules import CudaKernels
+from caraserve.gpu.forward.builder import GpuSizes
+from caraserve.model.dtype import Dtype
 
 _LAYERS = 1  # kernels are the same in all
 _CONTEXT = 512

@@ -16,10 +16,9 @@ from caraserve.bench.gpu.big import Big, big
 from caraserve.bench.gpu.outcome import Outcome
 from caraserve.bench.gpu.rig import Rig
 from caraserve.bench.gpu.session import wait_for_load
-from caraserve.model.layout import AdapterSpec, HostAdapter
-from caraserve.model.spec import SITES
-from caraserve.plan import Plan, Row
-from caraserve.profile import (
+from caraserve.core.batch import Plan, Row
+from caraserve.core.lora_layout import AdapterSpec, HostAdapter
+from caraserve.core.machine_profile import (
     ASSUMED_HANDOFF_MS,
     SCHEMA,
     Decode,
@@ -30,6 +29,7 @@ from caraserve.profile import (
     Profile,
     Targets,
 )
+from caraserve.model.spec import SITES
 
 _SITES: dict[Targets, Sequence[str]] = {"qkv": SITES[:3], "all": SITES}
 _MODES = ("ondemand", "pipelined", "assisted")

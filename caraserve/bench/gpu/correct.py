@@ -14,9 +14,9 @@ from caraserve.bench.gpu.correct_sampling import check_sampling
 from caraserve.bench.gpu.outcome import Outcome, WrongResult
 from caraserve.bench.gpu.rig import Rig
 from caraserve.bench.gpu.session import Prompt, Session, tokens
-from caraserve.gpu.assemble import GpuSizes
-from caraserve.model.backend import Backend
-from caraserve.model.layout import Dtype
+from caraserve.core.backend import Backend
+from caraserve.gpu.forward.builder import GpuSizes
+from caraserve.model.dtype import Dtype
 
 Check = Callable[[Rig, Accelerator, int], float]
 _CHECKS: dict[str, Check] = {

@@ -9,8 +9,9 @@ from caraserve.bench.gpu.accelerator import Accelerator
 from caraserve.bench.gpu.adapters import TOLERANCE, Adapters, DecodingRows, Site
 from caraserve.bench.gpu.outcome import check_close, check_same_bits
 from caraserve.bench.gpu.rig import Rig
-from caraserve.gpu.triton_lora import PLANES, Segments, cut_segments, lora_expand, lora_shrink
-from caraserve.model.layout import MAX_RANK, Dtype
+from caraserve.core.lora_layout import MAX_RANK
+from caraserve.gpu.kernels.lora import PLANES, Segments, cut_segments, lora_expand, lora_shrink
+from caraserve.model.dtype import Dtype
 
 _RANKS = (0, 8, 8, 16, 24, 64, 128, 256)
 _MOST_SLOTS = 6

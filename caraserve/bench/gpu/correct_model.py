@@ -9,7 +9,7 @@ from torch import Tensor
 from caraserve.bench.gpu.accelerator import Accelerator
 from caraserve.bench.gpu.outcome import check_close, check_same_bits
 from caraserve.bench.gpu.rig import Rig
-from caraserve.gpu.triton_attention import (
+from caraserve.gpu.kernels.attention import (
     NO_WINDOW,
     DecodeScratch,
     PagedCache,
@@ -18,9 +18,9 @@ from caraserve.gpu.triton_attention import (
     attend_prefill,
     prefill_tile_tokens,
 )
-from caraserve.gpu.triton_layers import embed, rms_norm, rotate_and_append, silu_mul
-from caraserve.model.layout import Dtype
-from caraserve.units import ceil_div
+from caraserve.gpu.kernels.layers import embed, rms_norm, rotate_and_append, silu_mul
+from caraserve.model.dtype import Dtype
+from caraserve.util.units import ceil_div
 
 _BLOCK = 16
 _EPS = 1e-5

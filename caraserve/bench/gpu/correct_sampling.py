@@ -10,11 +10,11 @@ from caraserve.bench.gpu.accelerator import Accelerator
 from caraserve.bench.gpu.outcome import WrongResult, check_close
 from caraserve.bench.gpu.rig import Rig
 from caraserve.bench.gpu.session import greedy
+from caraserve.core.outputs import SAMPLE
+from caraserve.core.request import MAX_LOGPROBS
 from caraserve.cpu.sampling import SLOT_SAMPLING, choose, write_sampling
-from caraserve.gpu.triton_attention import TokenTables
-from caraserve.gpu.triton_sampling import Outputs, SamplerState, sample, score
-from caraserve.model.outputs import SAMPLE
-from caraserve.request import MAX_LOGPROBS
+from caraserve.gpu.kernels.attention import TokenTables
+from caraserve.gpu.kernels.sampling import Outputs, SamplerState, sample, score
 
 _WAYS: tuple[dict[str, Any], ...] = (
     {},

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from caraserve.bench.synthetic import SHAPES, Shape
-from caraserve.model.layout import Dtype
+from caraserve.model.dtype import Dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,10 @@
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 
-from caraserve.bench.about import machine, versions
 from caraserve.bench.gpu.outcome import Outcome
 from caraserve.bench.gpu.rig import Rig
-from caraserve.units import human_bytes
+from caraserve.bench.machine import machine, versions
+from caraserve.util.units import human_bytes
 
 _PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc", "nvidia-cublas", "transformers", "peft", "pytest")
 

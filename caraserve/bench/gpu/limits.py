@@ -7,8 +7,8 @@ import torch
 from caraserve.bench.gpu.accelerator import Accelerator
 from caraserve.bench.gpu.outcome import Outcome, WrongResult
 from caraserve.bench.gpu.rig import Rig
-from caraserve.cpu.shared import SharedRegion
-from caraserve.model.layout import Dtype
+from caraserve.cpu.shared_memory import SharedRegion
+from caraserve.model.dtype import Dtype
 
 _SMALLEST_COPY_BYTES = 64 << 10
 _STEP = 8  # between sizes of copies

@@ -14,8 +14,8 @@ from caraserve.bench.gpu.adapters import TOLERANCE, Adapters, DecodingRows, Site
 from caraserve.bench.gpu.limits import copy_bytes_per_s
 from caraserve.bench.gpu.outcome import Outcome, check_close
 from caraserve.bench.gpu.rig import Rig
-from caraserve.model.layout import Dtype
-from caraserve.units import ceil_div
+from caraserve.model.dtype import Dtype
+from caraserve.util.units import ceil_div
 
 _PROJECTIONS = 3  # q, k and v
 _LAYERS_LEAST, _LAYERS_MOST = 4, 320

@@ -11,8 +11,8 @@ from caraserve.bench.gpu.big import DTYPE, Big, big
 from caraserve.bench.gpu.limits import copy_bytes_per_s
 from caraserve.bench.gpu.outcome import Outcome
 from caraserve.bench.gpu.rig import Rig
+from caraserve.core.machine_profile import LineFit
 from caraserve.model.spec import SITES
-from caraserve.profile import LineFit
 
 _QKV = SITES[:3]
 _RANKS = (8, 16, 32, 64)

@@ -12,13 +12,14 @@ from caraserve.bench.gpu.rig import Rig
 from caraserve.bench.gpu.rounds import counter, play
 from caraserve.bench.gpu.session import Prompt, Session, tokens, wait_for_load
 from caraserve.bench.gpu.standing_link import StandingLink
-from caraserve.cpu.workers import Workers
+from caraserve.core.batch import Plan, Row, StepResult
+from caraserve.core.lora_layout import HostAdapter
+from caraserve.core.machine_profile import SCHEMA, Decode, DecodePoint, LoraRate, Prefill, PrefillPoint, Profile
+from caraserve.cpu.lora_workers.pool import Workers
 from caraserve.errors import BackendFailed
-from caraserve.gpu.assemble import GpuSizes
 from caraserve.gpu.backend import CudaBackend
-from caraserve.model.layout import Dtype, HostAdapter
-from caraserve.plan import Plan, Row, StepResult
-from caraserve.profile import SCHEMA, Decode, DecodePoint, LoraRate, Prefill, PrefillPoint, Profile
+from caraserve.gpu.forward.builder import GpuSizes
+from caraserve.model.dtype import Dtype
 
 _RELEASE_TARGET_MS = 5.0
 _PROMPT_TOKENS = 12

@@ -10,10 +10,10 @@ from caraserve.bench.gpu.accelerator import Accelerator, CudaStopwatch, Stopwatc
 from caraserve.bench.gpu.effort import FULL, Effort
 from caraserve.bench.gpu.modes_process import run_bench_modes
 from caraserve.bench.gpu.outcome import Figures
-from caraserve.gpu.assemble import GpuDevice
-from caraserve.gpu.facts import DeviceFacts, device_facts
-from caraserve.gpu.libcuda import Cuda
-from caraserve.model.layout import Dtype
+from caraserve.gpu.driver.info import DeviceFacts, device_facts
+from caraserve.gpu.driver.libcuda import Cuda
+from caraserve.gpu.forward.builder import GpuDevice
+from caraserve.model.dtype import Dtype
 
 Opened = tuple[GpuDevice, Stopwatch]
 
@@ -54,7 +54,7 @@ def real_rig(folder: Path, budget_s: float, known: Mapping[str, Figures], server
     """This machine's GPU. Raises OSError or DriverError when there is none."""
 
     def open_(dtype: Dtype) -> Opened:
-        from caraserve.gpu.open import open_device  # needs CuPy
+        from caraserve.gpu.driver.open import open_device  # needs CuPy
 
         return open_device(dtype), CudaStopwatch()
 

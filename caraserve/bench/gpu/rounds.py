@@ -19,14 +19,16 @@ from caraserve.bench.gpu.backends import shape_spec, synthetic_adapter
 from caraserve.bench.gpu.outcome import WrongResult, check_close
 from caraserve.bench.gpu.rig import Rig
 from caraserve.bench.synthetic import Shape
+from caraserve.core.lora_layout import PANEL, HostAdapter
 from caraserve.cpu import handoff
-from caraserve.cpu.shared import PAGE_BYTES, SharedRegion
-from caraserve.cpu.workers import Workers
+from caraserve.cpu.lora_workers.pool import Workers
+from caraserve.cpu.shared_memory import PAGE_BYTES, SharedRegion
 from caraserve.errors import BackendFailed
-from caraserve.gpu import launches, letters
-from caraserve.model.layout import PANEL, Dtype, HostAdapter
+from caraserve.gpu.assist import work_orders
+from caraserve.gpu.kernels import cuda_launch
+from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES
-from caraserve.units import align_up
+from caraserve.util.units import align_up
 
 _SHAPE = Shape(hidden=128, layers=1, intermediate=128, vocab=64, heads=2, kv_heads=2)
 _QKV = SITES[:3]
@@ -92,20 +94,20 @@ def play(desk: Counter, rounds: int, generator: torch.Generator, *, by_stream: b
     arrived = torch.zeros(1, dtype=torch.int32, device=acc.place)  # the weights, which never do
     made = _letters(desk, rounds, arrived.data_ptr())
     on_device = torch.from_numpy(made).to(acc.place)
-    projections = launches.Projections(columns, (_SHAPE.hidden,) * 3)
+    projections = cuda_launch.Projections(columns, (_SHAPE.hidden,) * 3)
     acc.settle()
     started_s = time.monotonic()
     for index in range(rounds):
         letter, outcome = on_device[index].data_ptr(), outcomes.data_ptr() + 4 * index
-        rows = launches.Rows(x[index].data_ptr(), _SHAPE.hidden, _SHAPE.hidden)
+        rows = cuda_launch.Rows(x[index].data_ptr(), _SHAPE.hidden, _SHAPE.hidden)
         state = asked.data_ptr(), counted.data_ptr(), outcome
-        acc.launch(launches.publish(2, letter, rows, desk.on_device(desk.host_x), _SHAPE.hidden, *state))
+        acc.launch(cuda_launch.publish(2, letter, rows, desk.on_device(desk.host_x), _SHAPE.hidden, *state))
         if by_stream:
             generation = desk.rounds_done + index + 1
             acc.device.driver.wait_value(acc.stream, desk.on_device(desk.words[32:]), generation)
-        acc.launch(launches.wait(letter, outcome, errors.data_ptr()))
-        target = launches.Rows(y[index].data_ptr(), width, width)
-        acc.launch(launches.add(2, letter, outcome, target, projections, width, columns))
+        acc.launch(cuda_launch.wait(letter, outcome, errors.data_ptr()))
+        target = cuda_launch.Rows(y[index].data_ptr(), width, width)
+        acc.launch(cuda_launch.add(2, letter, outcome, target, projections, width, columns))
     acc.settle()
     spent_s = time.monotonic() - started_s
     desk.rounds_done += rounds
@@ -121,7 +123,7 @@ def _letters(desk: Counter, rounds: int, arrived: int) -> NDArray[np.int64]:
     spans = {span.site: span for span in desk.adapter.spec.spans}
     image = desk.region.offset(int(desk.adapter.data.ctypes.data))
     modules = [
-        letters.Module(
+        work_orders.Module(
             _SHAPE.hidden,
             _RANK,
             desk.adapter.spec.dtype,
@@ -132,12 +134,14 @@ def _letters(desk: Counter, rounds: int, arrived: int) -> NDArray[np.int64]:
         for site in range(len(_QKV))
     ]
     offset_of = desk.region.offset
-    errand = letters.Errand(0, desk.on_device(desk.blocks), _NUMBER, 0, _ROWS, offset_of(int(desk.deltas.ctypes.data)))
-    region = letters.Region(desk.base, offset_of(int(desk.host_x.ctypes.data)), _SHAPE.hidden, _SHAPE.hidden)
+    errand = work_orders.Errand(
+        0, desk.on_device(desk.blocks), _NUMBER, 0, _ROWS, offset_of(int(desk.deltas.ctypes.data))
+    )
+    region = work_orders.Region(desk.base, offset_of(int(desk.host_x.ctypes.data)), _SHAPE.hidden, _SHAPE.hidden)
     flags = [desk.on_device(desk.words[at:]) for at in (0, 16, 32)]
-    terms = letters.Terms(_PATIENCE_NS, arrived, 1, flags[0], _GENERATION, flags[1], flags[2])
-    letter = np.zeros(letters.letter_bytes(1) // 8, np.int64)
-    letters.write_letter(letter, [errand], modules, region, terms)
+    terms = work_orders.Terms(_PATIENCE_NS, arrived, 1, flags[0], _GENERATION, flags[1], flags[2])
+    letter = np.zeros(work_orders.letter_bytes(1) // 8, np.int64)
+    work_orders.write_letter(letter, [errand], modules, region, terms)
     made = np.tile(letter, (rounds, 1))
     numbers = desk.rounds_done + 1 + np.arange(rounds)
     for placeholder in (_NUMBER, _GENERATION):

@@ -7,11 +7,11 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from caraserve.bench.gpu.outcome import WrongResult
+from caraserve.core.backend import Backend
+from caraserve.core.batch import BASE_ADAPTER_SLOT, BlockGrant, Plan, Row, SlotSampling, SlotStart, StepResult
+from caraserve.core.lora_layout import HostAdapter
 from caraserve.errors import BackendFailed
-from caraserve.model.backend import Backend
-from caraserve.model.layout import HostAdapter
-from caraserve.plan import BASE_ADAPTER_SLOT, BlockGrant, Plan, Row, SlotSampling, SlotStart, StepResult
-from caraserve.units import ceil_div
+from caraserve.util.units import ceil_div
 
 _T = TypeVar("_T")
 _PATIENCE_S = 60.0  # for one answer; longer means that the device hangs

@@ -4,9 +4,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from caraserve.cpu.shared import SharedRegion
-from caraserve.gpu.driver import Driver, Stream
-from caraserve.gpu.timeline import Lane
+from caraserve.cpu.shared_memory import SharedRegion
+from caraserve.gpu.driver.api import Driver, Stream
+from caraserve.gpu.driver.streams import Lane
 
 
 class StandingLink:

@@ -8,8 +8,8 @@ from caraserve.bench.gpu.lora import LoraPoint, measure
 from caraserve.bench.gpu.outcome import WrongResult
 from caraserve.bench.gpu.rig import Rig, real_rig
 from caraserve.errors import BackendFailed
-from caraserve.gpu.detect import prepare_environment
-from caraserve.model.layout import Dtype
+from caraserve.gpu.driver.detect import prepare_environment
+from caraserve.model.dtype import Dtype
 
 
 def gpu_points(budget_s: float) -> list[LoraPoint]:

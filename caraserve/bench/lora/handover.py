@@ -21,9 +21,9 @@ from caraserve.bench.lora.process import deaf_to_interrupts, pin, pinned_process
 from caraserve.cpu.backend import CpuBackend, CpuSizes
 from caraserve.cpu.weights import dummy_reader, load_model
 from caraserve.errors import BackendFailed
-from caraserve.model.layout import Dtype
-from caraserve.probes import Device, random_adapter
-from caraserve.units import ceil_div
+from caraserve.model.dtype import Dtype
+from caraserve.profiling.microbench import Device, random_adapter
+from caraserve.util.units import ceil_div
 
 _BIRTH_S = 30.0
 _MOST_TOKENS = 256
@@ -162,7 +162,7 @@ class SocketWorkers:
 def _serve_socket(end: socket.socket, hidden: int, rank: int, tokens: int, core: int) -> None:
     """A worker's life: until the other end closes."""
     pin([core])
-    from caraserve.lora_rate import LayerLora  # compiles kernels
+    from caraserve.profiling.cpu_lora_rate import LayerLora  # compiles kernels
 
     spec = one_layer_spec(hidden)
     lora = LayerLora(spec, adapter_of(spec, Dtype.F16, rank), QKV, tokens)

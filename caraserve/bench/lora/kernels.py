@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from caraserve.bench.lora.model import QKV, adapter_of, one_layer_spec
-from caraserve.model.layout import Dtype
+from caraserve.model.dtype import Dtype
 
 _WEIGHTS_BYTES = 64 << 20  # of one point's layers: more than any L2 cache, and than this core's share of L3
 _SAMPLE_S = 0.03
@@ -88,7 +88,7 @@ def measure(case: Case) -> KernelPoint:
 
 
 def _ours(case: Case, layers: int) -> Callable[[], float]:
-    from caraserve.lora_rate import LayerLora
+    from caraserve.profiling.cpu_lora_rate import LayerLora
 
     spec = one_layer_spec(case.hidden, layers)
     lora = LayerLora(spec, adapter_of(spec, case.dtype, case.rank), QKV, case.tokens)

@@ -1,8 +1,9 @@
 """The layer and the adapters that `caraserve bench lora` computes with. Level 5."""
 
-from caraserve.model.layout import AdapterSpec, Dtype, HostAdapter, aligned_bytes, lay_out
+from caraserve.core.lora_layout import AdapterSpec, HostAdapter, aligned_bytes, lay_out
+from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES, ModelSpec, parse_spec
-from caraserve.probes import random_adapter
+from caraserve.profiling.microbench import random_adapter
 
 QKV = SITES[:3]
 _HEAD_DIM = 128

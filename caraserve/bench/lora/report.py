@@ -10,7 +10,7 @@ from rich.table import Table
 from caraserve.bench.gpu.lora import LoraPoint
 from caraserve.bench.lora.handover import RoundTripPoint, ThreadsPoint
 from caraserve.bench.lora.kernels import KernelPoint
-from caraserve.units import ceil_div
+from caraserve.util.units import ceil_div
 
 _COLUMNS = 3  # of panels in the figure
 

@@ -15,17 +15,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from caraserve.bench.about import machine, versions
-from caraserve.bench.commands import LORA_PARTS
+from caraserve.bench.cli import LORA_PARTS
 from caraserve.bench.gpu.lora import LoraPoint
 from caraserve.bench.lora.gpu import gpu_points
 from caraserve.bench.lora.handover import Rig, RoundTripPoint, ThreadsPoint, beside_threads, round_trips
 from caraserve.bench.lora.kernels import KernelPoint, cases, measure
 from caraserve.bench.lora.process import pinned_process
 from caraserve.bench.lora.report import draw, tables
+from caraserve.bench.machine import machine, versions
 from caraserve.errors import ConfigError
-from caraserve.gpu.detect import detect
-from caraserve.model.layout import Dtype
+from caraserve.gpu.driver.detect import detect
+from caraserve.model.dtype import Dtype
 
 _HIDDEN = 4096  # of Llama-2-7B
 _ROUND_TRIP_RANK = 64

@@ -17,8 +17,8 @@ from caraserve.bench.report.canvas import (
 )
 from caraserve.bench.report.files import Saved
 from caraserve.bench.report.ratios import by_label
-from caraserve.bench.report.sheets import NONE, Sheet, number
 from caraserve.bench.report.summary import Summary
+from caraserve.bench.report.table_text import NONE, Sheet, number
 from caraserve.bench.report.tables import table
 from caraserve.errors import ConfigError
 

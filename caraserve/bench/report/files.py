@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from caraserve.bench.about import machine, versions
+from caraserve.bench.machine import machine, versions
 from caraserve.bench.records import Run
 from caraserve.bench.report.figures import all_pictures
 from caraserve.bench.report.html import page

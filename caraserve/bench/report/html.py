@@ -7,8 +7,8 @@ from typing import Any
 
 from caraserve.bench.report.canvas import Picture, can_draw
 from caraserve.bench.report.ratios import by_label
-from caraserve.bench.report.sheets import DEFINITIONS, Sheet, beside_sheet, summary_sheets
 from caraserve.bench.report.summary import Summary
+from caraserve.bench.report.table_text import DEFINITIONS, Sheet, beside_sheet, summary_sheets
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #d0d4d9; --ink: #1f2328; --page: #ffffff; --quiet: #59636e; --bad: #b3261e; }

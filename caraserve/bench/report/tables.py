@@ -6,8 +6,8 @@ from rich.table import Table
 from rich.text import Text
 
 from caraserve.bench.report.ratios import by_label
-from caraserve.bench.report.sheets import LATENCIES, Sheet, beside_sheet, summary_sheets
 from caraserve.bench.report.summary import Summary
+from caraserve.bench.report.table_text import LATENCIES, Sheet, beside_sheet, summary_sheets
 
 
 def tables(summaries: Sequence[Summary], latencies: Sequence[str] = LATENCIES) -> Iterator[Table]:

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from caraserve.errors import ConfigError
-from caraserve.units import human_bytes
+from caraserve.util.units import human_bytes
 
 MOST_BYTES = 512 << 20  # uncompressed; one day of the functions trace, 46,000 functions by minute, has about 150 MiB
 MOST_LINE_BYTES = 1 << 20

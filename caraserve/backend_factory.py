@@ -1,0 +1,199 @@
+"""Builds the backend that was asked for, with the defaults of its kind of device. Level 6; for `serve.py`."""
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from caraserve.config import EngineConfig, LoraConfig, ModelConfig
+from caraserve.core.backend import Backend
+from caraserve.core.machine_profile import Profile
+from caraserve.errors import ConfigError, ModelLoadError
+from caraserve.gpu.driver.detect import detect, prepare_environment
+from caraserve.model.dtype import Dtype
+from caraserve.model.spec import ModelSpec
+from caraserve.telemetry.progress import CompileProgress, progress
+from caraserve.telemetry.trace import Trace
+from caraserve.util.units import human_bytes
+
+if TYPE_CHECKING:  # they import kernels, which are compiled after all that can be refused
+    from caraserve.cpu.lora_workers.pool import Workers
+    from caraserve.cpu.lora_workers.timing import RoundTrip
+
+log = logging.getLogger(__name__)
+
+ADAPTER_SLOTS = 1025  # entries of the device adapter table; bytes are the bound that matters
+_DEFAULT_CONTEXT_TOKENS = 8192  # where the model allows more; --max-model-len raises it
+_CPU_SEQS, _GPU_SEQS = 64, 256
+# Past the roofline's knee, where larger chunks gain nothing.
+_CPU_STEP_TOKENS, _GPU_STEP_TOKENS = 256, 2048
+_KV_SHARE, _KV_MOST_BYTES = 0.3, 8 << 30  # of the free memory, for the KV cache by default
+_SWITCH_S = 0.0005  # that a thread may keep Python's lock from others: a device waits for those that launch
+
+_DTYPES = {"float32": Dtype.F32, "bfloat16": Dtype.BF16, "float16": Dtype.F16}
+
+
+class ServingBackend(Backend, Protocol):
+    """What serving asks of a backend besides running plans."""
+
+    device_name: str  # for people
+    accelerator: str  # the name of the GPU; empty: there is none
+    shares_cores: bool  # whether CPU LoRA workers take cores that iterations need
+    workers: "Workers"
+
+    def start_workers(self, tokens_per_worker: Callable[[int], int]) -> None:
+        """Starts the CPU LoRA workers; to be called once. `tokens_per_worker(rank)`: most tokens of a slice."""
+
+    def use(self, profile: Profile) -> None:
+        """What is known of this machine from now on."""
+
+    def emulate_link(self, bytes_per_s: float) -> None:
+        """Slows loading down to a stated bandwidth from now on. Raises ConfigError where that cannot be."""
+
+    def time_hand_over(self, slot: int, tokens: int) -> "RoundTrip | None":
+        """One hand-over to the workers, for a bound slot; None: not known."""
+
+    @property
+    def slices_handed_over(self) -> int: ...
+
+    @property
+    def modules_redone(self) -> int: ...
+
+    @property
+    def adapters_merged(self) -> int: ...
+
+
+def build_backend(
+    spec: ModelSpec, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, trace: Trace | None = None
+) -> ServingBackend:
+    """A warm backend on the device that was asked for, its LoRA workers not yet started. Raises ConfigError or
+    ModelLoadError."""
+    if model.max_model_len is not None and model.max_model_len > spec.max_position:
+        raise ConfigError(
+            f"--max-model-len {model.max_model_len} is more than the model's {spec.max_position} positions"
+        )
+    choice = detect(engine.device)
+    if choice.note:
+        log.warning("%s", choice.note)
+    if choice.device == "cuda":
+        prepare_environment()
+        return build_cuda_backend(spec, model, engine, lora, trace)
+    if lora.lora_kernel != "bgmv":
+        raise ConfigError(f"--lora-kernel {lora.lora_kernel} is for a GPU; the CPU has one kernel")
+    return _build_cpu_backend(spec, model, engine, lora, trace)
+
+
+def _build_cpu_backend(
+    spec: ModelSpec, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, trace: Trace | None
+) -> ServingBackend:
+    from caraserve.cpu.jit import counting  # kernels are compiled late, after all that can be refused
+
+    kernels = CompileProgress()
+    with kernels.shown() as compiled, counting(compiled):
+        from caraserve.cpu.backend import CpuBackend, CpuSizes
+        from caraserve.cpu.weights import dummy_reader, folder_reader, load_model, progress_steps
+
+    assert model.model is not None
+    dtype, context = dtype_of(spec, model.dtype), _context(spec, model)
+    kv_bytes, lora_cpus = _kv_bytes(spec, context, engine.kv_cache_bytes), _lora_cpus(lora)
+    read = dummy_reader(engine.seed, dtype) if model.load_format == "dummy" else folder_reader(model.model)
+    with progress("weights", progress_steps(spec)) as advance:
+        loaded = load_model(spec, dtype, context, read, advance)
+    seqs = engine.max_num_seqs or _CPU_SEQS
+    sizes = CpuSizes(
+        threads=engine.cpu_threads or _compute_threads(len(os.sched_getaffinity(0))),
+        num_slots=seqs,
+        adapter_slots=ADAPTER_SLOTS,
+        max_step_tokens=max(engine.max_num_batched_tokens or _CPU_STEP_TOKENS, seqs),
+        max_context=context,
+        kv_cache_bytes=kv_bytes,
+        host_bytes=lora.max_host_adapters_bytes,
+        lora_cpus=lora_cpus,
+    )
+    backend = CpuBackend(spec, loaded, sizes, trace)
+    with kernels.shown() as compiled, counting(compiled):
+        backend.warm_up(merging=lora.loading_mode == "merged")
+    return backend
+
+
+def build_cuda_backend(
+    spec: ModelSpec, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, trace: Trace | None
+) -> ServingBackend:
+    """On the first device that is visible."""
+    from caraserve.cpu.weights import folder_reader
+    from caraserve.gpu.backend import CudaBackend
+    from caraserve.gpu.driver.open import open_device
+    from caraserve.gpu.forward.builder import GpuSizes
+    from caraserve.gpu.weights import TORCH_DTYPES, dummy, from_reader, load, progress_steps
+
+    assert model.model is not None
+    dtype, context = dtype_of(spec, model.dtype), _context(spec, model)
+    seqs, lora_cpus = engine.max_num_seqs or _GPU_SEQS, _lora_cpus(lora)
+    sys.setswitchinterval(_SWITCH_S)
+    device = open_device(dtype)
+    if model.load_format == "dummy":
+        fill = dummy(engine.seed, device.device)
+    else:
+        fill = from_reader(folder_reader(model.model), device.device)
+    with progress("weights", progress_steps(spec)) as advance:
+        weights = load(spec, TORCH_DTYPES[dtype], context, device.device, fill, advance)
+    sizes = GpuSizes(
+        num_slots=seqs,
+        adapter_slots=ADAPTER_SLOTS,
+        max_step_tokens=max(engine.max_num_batched_tokens or _GPU_STEP_TOKENS, seqs),
+        max_context=context,
+        memory_utilization=engine.gpu_memory_utilization,
+        host_bytes=lora.max_host_adapters_bytes,
+        adapter_bytes=lora.lora_pool_bytes,
+        pool_bytes=engine.kv_cache_bytes,
+        padded_rank=lora.padded_rank,
+        merging=lora.loading_mode == "merged",
+        lora_cpus=lora_cpus,
+    )
+    backend = CudaBackend(spec, weights, sizes, device, trace)
+    with progress("kernels", backend.warm_up_steps) as advance:
+        backend.warm_up(advance)
+    return backend
+
+
+def dtype_of(spec: ModelSpec, asked: str) -> Dtype:
+    """Raises ModelLoadError for a checkpoint in a dtype that cannot be served."""
+    name = spec.dtype if asked == "auto" else asked
+    if name not in _DTYPES:
+        raise ModelLoadError(f"config.json: dtype {name!r} is not supported; give --dtype {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _context(spec: ModelSpec, model: ModelConfig) -> int:
+    return min(spec.max_position, model.max_model_len or _DEFAULT_CONTEXT_TOKENS)
+
+
+def _compute_threads(cores: int) -> int:
+    """All cores but one, which the event loop keeps; of two cores both, where half the speed would be too dear: there
+    the loop's 99th percentile lateness is 2 to 3 ms instead of 0.6."""
+    return cores if cores <= 2 else cores - 1
+
+
+def _lora_cpus(lora: LoraConfig) -> tuple[int, ...]:
+    """Cores of the CPU LoRA workers: all but the first, left to the event loop; none where no mode uses them."""
+    if lora.loading_mode not in ("assisted", "auto"):
+        return ()
+    usable = sorted(os.sched_getaffinity(0))
+    if lora.lora_cpus is None:
+        return tuple(usable[1:] or usable)
+    if missing := set(lora.lora_cpus) - set(usable):
+        raise ConfigError(f"--lora-cpus names core {min(missing)}; this process may use {usable}")
+    return lora.lora_cpus
+
+
+def _kv_bytes(spec: ModelSpec, context: int, asked: int | None) -> int:
+    """The KV cache's size: at least one request of full length must fit, or it could never run."""
+    least = spec.kv_bytes_per_token(4) * (context + 16)
+    if asked is not None and asked < least:
+        raise ConfigError(
+            f"--kv-cache-bytes {asked} is too small: one request of {context} tokens needs {least} bytes "
+            f"({human_bytes(least)}); raise it or lower --max-model-len"
+        )
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return asked or max(least, min(_KV_MOST_BYTES, int(_KV_SHARE * free)))

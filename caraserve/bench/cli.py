@@ -1,0 +1,309 @@
+"""`caraserve bench …`: arguments of the benchmarks, and which of them runs. Level 5.
+
+Whatever computes is imported when it is asked for: the command line itself must not wait for kernels.
+"""
+
+import argparse
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, count, positive
+from caraserve.bench.synthetic import ITEMSIZE, SHAPES
+from caraserve.cluster.placement.plan_factory import ROUTINGS
+from caraserve.config import LOADING_MODES, LORA_KERNELS
+from caraserve.errors import ConfigError
+from caraserve.util.option_values import parse_cpus
+
+LORA_PARTS = ("kernels", "round-trip", "threads", "gpu")
+_BACKENDS = ("openai", "openai-chat", "llamacpp")
+
+
+def run_benchmark(argv: Sequence[str]) -> int:
+    """`caraserve bench` with these arguments; those after `--` are for `caraserve serve`. Returns the exit code."""
+    at = list(argv).index("--") if "--" in argv else len(argv)
+    ours, theirs = argv[:at], argv[at + 1 :]
+    args = bench_parser().parse_args(ours)
+    if theirs and not args.takes_serve_arguments:
+        bench_parser().error(f"bench {ours[0]} takes nothing after --")
+    args.serve_arguments = tuple(theirs)
+    return int(args.run(args))
+
+
+def bench_parser() -> argparse.ArgumentParser:
+    """Of `caraserve bench`, up to `--`."""
+    bench = argparse.ArgumentParser(prog="caraserve bench", description="Measures a server, or this machine.")
+    bench.set_defaults(takes_serve_arguments=False)
+    kinds = bench.add_subparsers(title="benchmarks", required=True, metavar="KIND")
+    _add_serve(kinds)
+    _add_modes(kinds)
+    _add_lora(kinds)
+    _add_cluster(kinds)
+    _add_compare(kinds)
+    _add_presets(kinds)
+    return bench
+
+
+def _add_serve(kinds: Any) -> None:
+    serve = kinds.add_parser(
+        "serve",
+        help="send a load to an endpoint",
+        description="Sends a load to any OpenAI-compatible endpoint, or to a server that it starts and ends itself: "
+        "the bundled demo, a random model, or whatever `caraserve serve` takes after `--`.",
+        usage="caraserve bench serve [OPTIONS] [-- MODEL SERVE-OPTIONS]",
+    )
+    group = serve.add_argument_group("endpoint")
+    group.add_argument("--url", metavar="URL", help="as http://host:port; without it a server is started")
+    group.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
+    group.add_argument("--backend", choices=_BACKENDS, default="openai", help="what the endpoint speaks")
+    group.add_argument("--lora-modules", nargs="+", metavar="NAME", help="adapters to use (default: all it lists)")
+    _add_random_model(group)
+    LoadOptions.add_arguments(serve)
+    ReportOptions.add_arguments(serve)
+    serve.add_argument("--label", metavar="TEXT", help="what the report calls the run (default: the model's name)")
+    serve.set_defaults(run=_serve, takes_serve_arguments=True)
+
+
+def _add_modes(kinds: Any) -> None:
+    modes = kinds.add_parser(
+        "modes",
+        help="compare loading modes on this machine",
+        description="Gives one load to several loading modes in turn, each in a fresh server with random weights, and "
+        "reports every latency as a ratio to `cached`. Arguments after `--` go to every server.",
+        usage="caraserve bench modes [OPTIONS] [-- SERVE-OPTIONS]",
+    )
+    group = modes.add_argument_group("modes")
+    group.add_argument("--modes", type=_modes, default=LOADING_MODES, metavar="LIST", help=",".join(LOADING_MODES))
+    group.add_argument(
+        "--lora-kernel",
+        dest="lora_kernels",
+        type=_kernels,
+        default=(),
+        metavar="LIST",
+        help=f"every mode with each of {','.join(LORA_KERNELS)} in turn; GPU only (default: the server's)",
+    )
+    group.add_argument("--repeats", type=count, default=3, help="of every mode")
+    group.add_argument("--resident", type=count, metavar="N", help="adapters on the device at once (default a quarter)")
+    group.add_argument("--emulate-link-mb-per-s", type=positive, metavar="MB", help="bandwidth to the device")
+    group.add_argument(
+        "--calm-cores",
+        type=positive,
+        default=max(0.2, 0.1 * (os.cpu_count() or 1)),
+        metavar="X",
+        help="cores that other programs may use; a run that they disturbed more is made again, twice at most",
+    )
+    group.add_argument(
+        "--cores-used",
+        type=positive,
+        metavar="X",
+        help="choose the rate so that `cached` keeps X cores busy (default: by this machine's capacity)",
+    )
+    _add_random_model(group)
+    LoadOptions.add_arguments(modes)
+    ReportOptions.add_arguments(modes)
+    modes.set_defaults(run=_bench_modes, takes_serve_arguments=True)
+
+
+def _add_random_model(group: Any) -> None:
+    group.add_argument("--random-model", choices=tuple(SHAPES), help="serve random weights of this shape")
+    group.add_argument("--targets", choices=tuple(TARGETS), default="qkv", help="modules of random adapters")
+    group.add_argument("--dtype", choices=tuple(ITEMSIZE), default="bfloat16", help="of random weights")
+
+
+def _modes(text: str) -> tuple[str, ...]:
+    modes = tuple(text.split(","))
+    for mode in modes:
+        if mode not in LOADING_MODES:
+            raise argparse.ArgumentTypeError(f"{mode!r} is no loading mode; there are {', '.join(LOADING_MODES)}")
+    return tuple(dict.fromkeys(modes))
+
+
+def _kernels(text: str) -> tuple[str, ...]:
+    kernels = tuple(text.split(","))
+    for kernel in kernels:
+        if kernel not in LORA_KERNELS:
+            raise argparse.ArgumentTypeError(f"{kernel!r} is no LoRA kernel; there are {', '.join(LORA_KERNELS)}")
+    return tuple(dict.fromkeys(kernels))
+
+
+def _add_compare(kinds: Any) -> None:
+    compare = kinds.add_parser("compare", help="set two saved reports side by side")
+    compare.add_argument("a", type=Path, metavar="A.json")
+    compare.add_argument("b", type=Path, metavar="B.json")
+    _add_save(compare)
+    compare.set_defaults(run=_compare)
+
+
+def _add_presets(kinds: Any) -> None:
+    presets = kinds.add_parser("presets", help="list the papers' settings")
+    presets.add_argument("name", nargs="?", help="one of them, with what its paper leaves unsaid")
+    presets.set_defaults(run=_presets)
+
+
+def _add_lora(kinds: Any) -> None:
+    lora = kinds.add_parser(
+        "lora",
+        help="what LoRA costs on this machine",
+        description="Measures the CPU LoRA kernels beside torch and NumPy on one core, hand-overs to CPU LoRA workers "
+        "beside a UNIX socket, the workers beside torch's threads, and a GPU's decode kernels beside torch.bmm.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    lora.add_argument("--parts", nargs="+", choices=LORA_PARTS, help="what to measure (all that this machine has)")
+    lora.add_argument(
+        "--lora-cpus", type=parse_cpus, metavar="LIST", help="cores to measure on, as 1-3,6 (default: all)"
+    )
+    lora.add_argument("--quick", action="store_true", help="fewer points and repeats")
+    _add_save(lora)
+    lora.set_defaults(run=_lora)
+
+
+def _add_cluster(kinds: Any) -> None:
+    cluster = kinds.add_parser(
+        "cluster",
+        help="simulate a fleet under routing policies",
+        description="Simulates a fleet with the functions that route and place in a real one, under a virtual clock. "
+        "Without --preset or --trace it is Toppings' simulation: 60 instances, 40,000 adapters, 340 requests/s.",
+    )
+    group = cluster.add_argument_group("fleet")
+    group.add_argument("--routing", type=_routings, default=ROUTINGS, metavar="LIST", help=",".join(ROUTINGS))
+    group.add_argument("--instances", type=count, metavar="N", help="(default: as many as the preset has)")
+    group.add_argument(
+        "--kernel",
+        choices=("unpadded", "padded", "measured"),
+        help="how the ranks of a batch add up: in a sum, as in this server's kernels and S-LoRA's MBGMV; every request "
+        "at the largest rank of its batch, as in Punica's BGMV, which only the simulator has; or as a profile was "
+        "measured (default: measured with --profile, otherwise unpadded)",
+    )
+    group.add_argument(
+        "--profile",
+        type=Path,
+        nargs="+",
+        default=(),
+        metavar="FILE",
+        help="times of measured machines, not the papers'",
+    )
+    group.add_argument("--slo-scale", type=positive, default=1.5, metavar="X", help="TPT within X times the base's")
+    group.add_argument("--beat-ms", type=positive, default=250.0, metavar="MS", help="between an instance's load beats")
+    group.add_argument("--routers", type=count, metavar="N", help="instances that clients send to (default: all)")
+    group.add_argument(
+        "--copies",
+        type=count,
+        default=2,
+        metavar="N",
+        help="of each adapter at the start, under routings that make no plan (default %(default)s)",
+    )
+    group.add_argument("--need-attainment", type=positive, metavar="X", help="find the least fleet with this share")
+    group.add_argument("--need-ttft-p95-ms", type=positive, metavar="MS", help="and with 95 %% of TTFTs under this")
+    group.add_argument("--processes", type=count, metavar="N", help="(default: one for each core)")
+    LoadOptions.add_arguments(cluster)
+    _add_save(cluster)
+    cluster.set_defaults(run=_cluster)
+
+
+def _routings(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in ROUTINGS:
+            raise argparse.ArgumentTypeError(f"{name!r} is no routing policy; there are {', '.join(ROUTINGS)}")
+    return tuple(dict.fromkeys(names))
+
+
+def _cluster(args: argparse.Namespace) -> int:
+    from caraserve.bench.simulator.command import ClusterOptions, bench_cluster
+
+    asked = {name: getattr(args, name) for name in ClusterOptions.__slots__}
+    options = ClusterOptions(**asked | {"profile": tuple(args.profile)})
+    return bench_cluster(options, LoadOptions.from_args(args), _asked(args))
+
+
+def _add_save(kind: argparse.ArgumentParser) -> None:
+    kind.add_argument("--save", type=Path, metavar="DIR", help="folder for the report: JSON and figures")
+
+
+def _lora(args: argparse.Namespace) -> int:
+    try:
+        from caraserve.bench.lora.run import FULL, QUICK, bench_lora
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ConfigError(
+            "bench lora compares with torch: install the package's `test` extra, or torch itself"
+        ) from None
+
+    bench_lora(args.parts, args.lora_cpus, QUICK if args.quick else FULL, args.save)
+    return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from caraserve.bench.output import finish
+    from caraserve.bench.serve import Target, bench_serve
+
+    load, report = LoadOptions.from_args(args), ReportOptions.from_args(args)
+    target = Target(
+        url=args.url,
+        api_key=args.api_key,
+        backend=args.backend,
+        lora_modules=tuple(args.lora_modules) if args.lora_modules is not None else None,
+        random_model=args.random_model,
+        targets=args.targets,
+        dtype=args.dtype,
+        serve=args.serve_arguments or None,
+    )
+    return finish("serve", lambda: bench_serve(target, load, report, args.label), report, _asked(args))
+
+
+def _bench_modes(args: argparse.Namespace) -> int:
+    from caraserve.bench.modes import ModesOptions, bench_modes
+    from caraserve.bench.output import finish
+
+    load, report = LoadOptions.from_args(args), ReportOptions.from_args(args)
+    options = ModesOptions(
+        modes=args.modes,
+        repeats=args.repeats,
+        resident=args.resident,
+        random_model=args.random_model,
+        targets=args.targets,
+        dtype=args.dtype,
+        lora_kernels=args.lora_kernels,
+        emulate_link_mb_per_s=args.emulate_link_mb_per_s,
+        calm_cores=args.calm_cores,
+        cores_used=args.cores_used,
+        serve=args.serve_arguments,
+    )
+    return finish("modes", lambda: bench_modes(options, load, report), report, _asked(args))
+
+
+def _asked(args: argparse.Namespace) -> Mapping[str, object]:
+    """The arguments as given, for the report: enough to run it again, but no key."""
+    unsaid = ("run", "api_key", "save", "takes_serve_arguments")  # a folder here is of no use elsewhere
+    asked = {name: value for name, value in vars(args).items() if name not in unsaid}
+    if (url := asked.get("url")) is not None:
+        asked["url"] = re.sub(r"//[^/]*@", "//", url)
+    return asked | {"serve_arguments": without_keys(args.serve_arguments)}
+
+
+def without_keys(arguments: Sequence[str]) -> list[str]:
+    """A server's arguments as a report may repeat them."""
+    shown, in_keys = [], False
+    for word in arguments:
+        flag, equals, _ = word.partition("=")
+        if word.startswith("--"):
+            in_keys = flag in ("--api-key", "--admin-key")
+            shown.append(f"{flag}=…" if in_keys and equals else word)
+        else:
+            shown.append("…" if in_keys else word)
+    return shown
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from caraserve.bench.output import show_comparison
+
+    return show_comparison(args.a, args.b, args.save)
+
+
+def _presets(args: argparse.Namespace) -> int:
+    from caraserve.bench.output import show_presets
+
+    return show_presets(args.name)

@@ -1,0 +1,236 @@
+"""`caraserve bench modes`: one load through several loading modes, each in a fresh server, in turn. Level 5.
+
+A machine's speed drifts while it is measured. So modes take turns within each repeat, every repeat begins with another
+one, and each mode's latencies are set against those of `cached` in the same repeat, which had the same requests.
+"""
+
+import asyncio
+import math
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from caraserve.bench.capacity import rate_here
+from caraserve.bench.client.endpoint import Endpoint, find_endpoint
+from caraserve.bench.client.player import Settings
+from caraserve.bench.objective import objective
+from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, with_rate
+from caraserve.bench.records import Run
+from caraserve.bench.runner import Conductor, interruptible
+from caraserve.bench.serve import Measured, keeping
+from caraserve.bench.servers import (
+    OwnServer,
+    Synthetic,
+    api_key_in,
+    busy_s,
+    make_synthetic,
+    own_server,
+    working_folder,
+)
+from caraserve.bench.workload.build import WorkloadSpec, build
+from caraserve.bench.workload.presets import find_preset
+from caraserve.errors import ConfigError
+
+BASELINE = "cached"
+_ALL_ON_DEVICE = ("cached", "merged")
+_TRIES = 3
+_CALM_PATIENCE_S = 20
+_ALONE_REQUESTS = 12  # one after another, to see what one costs
+
+
+@dataclass(frozen=True, slots=True)
+class ModesOptions:
+    """Which modes, on what."""
+
+    modes: tuple[str, ...]
+    repeats: int
+    resident: int | None  # adapters that the device holds, in modes that load; None: a quarter
+    random_model: str | None
+    targets: str
+    dtype: str
+    emulate_link_mb_per_s: float | None
+    lora_kernels: tuple[str, ...]  # each mode with each of them; empty: the server's own choice
+    calm_cores: float  # that other programs may use: a run that more disturbed is made again
+    cores_used: float | None  # by the server in `cached`, by which the rate is chosen; None: by capacity
+    serve: tuple[str, ...]  # more arguments of `caraserve serve`, for every mode
+
+
+async def bench_modes(options: ModesOptions, load: LoadOptions, report: ReportOptions) -> Measured:
+    """Raises ConfigError or BackendFailed."""
+    if BASELINE not in options.modes:
+        raise ConfigError(f"--modes: all others are compared with {BASELINE}, which is missing")
+    _check(options, load, report)
+    conductor = Conductor(Settings(load.seed, load.ignore_eos, load.concurrency))
+    limits = objective(report.slo, None, load.preset)
+    measured = Measured([], limits.slo, [])
+    if limits.scale is not None:
+        measured.notes.append("The setting's objective goes by a run without adapters, which `bench serve` makes.")
+    with interruptible(conductor), working_folder() as folder, keeping(measured):
+        bench = await asyncio.to_thread(_prepared, options, load, folder, measured.notes)
+        spec = bench.spec
+        if load.concurrency is None and load.request_rate is None and (load.auto_rate or load.rate_scale is None):
+            rate = await _rate(conductor, bench, load, measured.notes)
+            spec = spec if conductor.stopped.is_set() else with_rate(spec, rate)
+        spec = load.sized(spec)
+        measured.notes += build(spec).notes
+        for note in measured.notes:
+            conductor.say(note)
+        ways = ways_of(options)
+        for repeat in range(options.repeats):
+            turn = repeat % len(ways)
+            for way in (*ways[turn:], *ways[:turn]):
+                if not conductor.stopped.is_set():
+                    repeated = replace(spec, seed=load.seed + repeat)
+                    measured.runs.append(await _run(conductor, bench, way, repeated, measured.notes))
+    labels = [way.label for way in ways]
+    measured.runs.sort(key=lambda run: (run.label != BASELINE, labels.index(run.label)))
+    return measured
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A loading mode with a LoRA kernel. `label`: the mode alone, where the kernel is the first that was asked for."""
+
+    mode: str
+    kernel: str | None  # None: the server's own choice
+    label: str
+
+
+def ways_of(options: ModesOptions) -> list[Way]:
+    """Kernels alternate within a mode, so that what drifts drifts for both."""
+    if not options.lora_kernels:
+        return [Way(mode, None, mode) for mode in options.modes]
+    first = options.lora_kernels[0]
+    return [
+        Way(mode, kernel, mode if kernel == first else f"{mode} {kernel}")
+        for mode in options.modes
+        for kernel in options.lora_kernels
+    ]
+
+
+def _check(options: ModesOptions, load: LoadOptions, report: ReportOptions) -> None:
+    """Raises ConfigError for what would have to be dropped in silence."""
+    if report.slo_scale is not None:
+        raise ConfigError("--slo-scale is for bench serve; modes are compared with cached")
+    if load.request_rate is not None and len(load.request_rate) > 1:
+        raise ConfigError("--request-rate: bench modes runs at one rate")
+    if options.cores_used is not None and (load.request_rate is not None or load.rate_scale is not None):
+        raise ConfigError("--cores-used chooses the rate; give it or a rate")
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What every server is started with."""
+
+    options: ModesOptions
+    made: Synthetic
+    registry: Path
+    spec: WorkloadSpec
+    resident: int
+
+    def arguments(self, way: Way) -> tuple[str, ...]:
+        """Of `caraserve serve`."""
+        held = None if way.mode in _ALL_ON_DEVICE else self.resident
+        link = self.options.emulate_link_mb_per_s
+        return (
+            *self.made.arguments,
+            *("--registry", str(self.registry)),
+            *("--loading-mode", way.mode),
+            *(("--lora-kernel", way.kernel) if way.kernel is not None else ()),
+            *("--lora-pool-bytes", str(self.made.room_bytes(held))),
+            *("--max-host-adapters-bytes", str(2 * self.made.room_bytes() + (256 << 20))),
+            *(("--emulate-link-mb-per-s", f"{link:g}") if link is not None else ()),
+            *self.options.serve,
+        )
+
+
+def _prepared(options: ModesOptions, load: LoadOptions, folder: Path, notes: list[str]) -> _Prepared:
+    """Writes the model and the adapters."""
+    spec = load.spec()
+    model, note = load.model(options.random_model)
+    notes += [] if note is None else [note]
+    workload = build(spec if spec.rate is not None else with_rate(spec, math.inf))
+    count = len(workload.ranks)
+    longest = max(each.prompt_tokens + each.output_tokens for each in workload.requests)
+    context = load.max_model_len or -(-longest // 64) * 64 + 64
+    made = make_synthetic(folder, model, options.dtype, context, workload.ranks, TARGETS[options.targets])
+    resident = options.resident or max(1, count // 4)
+    if resident > count:
+        raise ConfigError(f"--resident {resident}: there are only {count} adapters")
+    link = options.emulate_link_mb_per_s
+    mean_bytes = made.room_bytes() / max(1, count)
+    notes.append(
+        f"{model} with random weights in {options.dtype}; {count} adapters of "
+        f"{mean_bytes / 1e6:.1f} MB on average, {resident} of them on the device at once except in "
+        f"{' and '.join(_ALL_ON_DEVICE)}, where all are."
+    )
+    if link is not None:
+        load_ms = mean_bytes / (link * 1e6) * 1000
+        notes.append(f"The link to the device is emulated at {link:g} MB/s: {load_ms:.1f} ms for such an adapter.")
+    spec = replace(spec, adapters=count, scale=replace(spec.scale, adapters=1.0), max_context=context)
+    return _Prepared(options, made, folder / "registry.sqlite", spec, resident)
+
+
+async def _run(conductor: Conductor, bench: _Prepared, way: Way, spec: WorkloadSpec, notes: list[str]) -> Run:
+    """A run during which nobody else used the machine; after some tries, the one with the least of that."""
+    tries: list[tuple[float, Run]] = []
+    while len(tries) < _TRIES and not conductor.stopped.is_set():
+        tries.append(await _measured(conductor, bench, way, spec))
+        if tries[-1][0] <= bench.options.calm_cores:
+            break
+        conductor.say(f"{way.label}: other programs used {tries[-1][0]:.1f} cores meanwhile")
+    elsewhere, run = min(tries, key=lambda each: (each[1].interrupted, each[0]))
+    if elsewhere > bench.options.calm_cores:
+        notes.append(f"While {way.label} was measured (seed {spec.seed}), other programs used {elsewhere:.1f} cores.")
+    return run
+
+
+async def _measured(conductor: Conductor, bench: _Prepared, way: Way, spec: WorkloadSpec) -> tuple[float, Run]:
+    """A fresh server in this mode: warmed up, then given the load; and the cores that other programs used meanwhile."""
+    async with own_server(bench.arguments(way), conductor.stopped) as server:
+        endpoint = await _endpoint(server, bench)
+        workload = build(spec)
+        await conductor.warm(endpoint, bench.made.names)
+        await _calm(bench.options.calm_cores)
+        ours_s, busy_before_s = server.cpu_s() + time.process_time(), busy_s()
+        run = await conductor.play(endpoint, workload, bench.made.names, way.label)
+        ours_s = server.cpu_s() + time.process_time() - ours_s
+        elsewhere_s = busy_s() - busy_before_s - ours_s
+    return (elsewhere_s / run.wall_s if run.wall_s else 0.0), run
+
+
+async def _calm(cores: float) -> None:
+    """Returns when the whole machine has done next to nothing for a second, or after a while."""
+    for _ in range(_CALM_PATIENCE_S):
+        before_s = busy_s()
+        await asyncio.sleep(1.0)
+        if busy_s() - before_s < cores:
+            return
+
+
+async def _endpoint(server: OwnServer, bench: _Prepared) -> Endpoint:
+    return await find_endpoint(server.url, "openai", api_key_in(bench.options.serve), bench.made.names)
+
+
+async def _rate(conductor: Conductor, bench: _Prepared, load: LoadOptions, notes: list[str]) -> float:
+    """Requests a second: by the cores that they are to keep busy, or by the share of the capacity that the setting had
+    of its own machine's. NaN when interrupted."""
+    baseline = next(way for way in ways_of(bench.options) if way.label == BASELINE)
+    async with own_server(bench.arguments(baseline), conductor.stopped) as server:
+        endpoint = await _endpoint(server, bench)
+        await conductor.warm(endpoint, bench.made.names)
+        if bench.options.cores_used is None:
+            preset = find_preset(load.preset) if load.preset is not None else None
+            return await rate_here(conductor, endpoint, bench.spec, bench.made.names, preset, notes)
+        alone = replace(with_rate(bench.spec, math.inf), num_requests=_ALONE_REQUESTS, duration_s=None)
+        cpu_s = server.cpu_s()
+        await conductor.play(endpoint, build(alone), bench.made.names, "calibration", concurrency=1)
+        cpu_s = server.cpu_s() - cpu_s
+    if conductor.stopped.is_set():
+        return math.nan
+    rate = bench.options.cores_used * _ALONE_REQUESTS / cpu_s
+    notes.append(
+        f"A request alone takes {1000 * cpu_s / _ALONE_REQUESTS:.0f} ms of CPU here, so {rate:.3g} requests/s keep "
+        f"{bench.options.cores_used:g} cores busy."
+    )
+    return rate

@@ -1,0 +1,214 @@
+"""`caraserve bench serve`: one load against one endpoint, once or at several rates. Level 5."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from caraserve.bench.capacity import rate_here
+from caraserve.bench.client.endpoint import Endpoint, find_endpoint
+from caraserve.bench.client.player import Settings
+from caraserve.bench.objective import objective
+from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, with_rate
+from caraserve.bench.records import Run, Workload
+from caraserve.bench.report.figures import SWEEP_MARK
+from caraserve.bench.report.slo import Slo
+from caraserve.bench.report.summary import summarize
+from caraserve.bench.runner import Conductor, interruptible
+from caraserve.bench.servers import Interrupted, api_key_in, make_synthetic, own_server, working_folder
+from caraserve.bench.workload.build import WorkloadSpec, build
+from caraserve.bench.workload.presets import find_preset
+from caraserve.errors import CaraServeError, ConfigError
+
+_RESIDENT_SHARE, _LEAST_RESIDENT = 8, 8  # of random adapters, where each is to be loaded for every request
+_DEVICE = ("--lora-pool-bytes",)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is measured: an endpoint, or a server of our own."""
+
+    url: str | None
+    api_key: str | None
+    backend: str
+    lora_modules: tuple[str, ...] | None
+    random_model: str | None
+    targets: str
+    dtype: str
+    serve: tuple[str, ...] | None  # arguments of `caraserve serve`; None: a random model, or the demo
+
+    def check(self, load: LoadOptions) -> None:
+        """Raises ConfigError where one thing asked for would have to be dropped for another."""
+        given = {"--url": self.url, "--random-model": self.random_model, "arguments after --": self.serve}
+        named = [name for name, value in given.items() if value is not None]
+        if len(named) > 1:
+            raise ConfigError(f"{' and '.join(named)} both say what is measured; give one of them")
+
+
+@dataclass(slots=True)
+class Measured:
+    """All that a report is made of. `failure`: what ended the benchmark before its time."""
+
+    runs: list[Run]
+    slo: Slo | None
+    notes: list[str]
+    failure: str | None = None
+
+
+@contextlib.contextmanager
+def keeping(measured: Measured) -> Iterator[None]:
+    """A failure after the first run ends the benchmark, but what was measured is kept."""
+    try:
+        yield
+    except Interrupted:
+        pass
+    except (OSError, CaraServeError) as error:
+        if not measured.runs:
+            raise
+        measured.failure = str(error)
+
+
+async def bench_serve(target: Target, load: LoadOptions, report: ReportOptions, label: str | None) -> Measured:
+    """Raises ConfigError, BackendFailed, or OSError when nothing could be measured."""
+    target.check(load)
+    conductor = Conductor(Settings(load.seed, load.ignore_eos, load.concurrency))
+    limits = objective(report.slo, report.slo_scale, load.preset)
+    measured = Measured([], limits.slo, [] if limits.note is None else [limits.note])
+    with interruptible(conductor), working_folder() as folder, keeping(measured):
+        own = None
+        if target.url is None:
+            own = await asyncio.to_thread(_own, target, load, folder, measured.notes)
+        rate = None
+        if load.auto_rate:
+            async with _reached(target, own.cached if own is not None else None, conductor.stopped) as endpoint:
+                spec, names = _for_endpoint(load.spec(), load, target, endpoint, [])
+                preset = find_preset(load.preset) if load.preset is not None else None
+                rate = await rate_here(conductor, endpoint, spec, names, preset, measured.notes)
+        if not conductor.stopped.is_set():
+            async with _reached(target, own.arguments if own is not None else None, conductor.stopped) as endpoint:
+                spec, names = _for_endpoint(load.spec(), load, target, endpoint, measured.notes)
+                if own is not None:
+                    await conductor.warm(endpoint, names)
+                rates = load.request_rate or (rate if rate is not None else spec.rate,)
+                specs = [load.sized(spec if each is None else with_rate(spec, each)) for each in rates]
+                await _play(conductor, endpoint, specs, names, limits.scale, label, measured)
+    return measured
+
+
+async def _play(
+    conductor: Conductor,
+    endpoint: Endpoint,
+    specs: Sequence[WorkloadSpec],
+    names: Sequence[str],
+    slo_scale: float | None,
+    label: str | None,
+    measured: Measured,
+) -> None:
+    """One load after another; before them the first without adapters, where limits go by that."""
+    workloads = [build(spec) for spec in specs]
+    measured.notes += dict.fromkeys(note for workload in workloads for note in workload.notes)
+    for note in measured.notes:
+        conductor.say(note)
+    if slo_scale is not None:
+        base = await conductor.play(endpoint, _without_adapters(workloads[0]), names, "without adapters")
+        if conductor.stopped.is_set():
+            return
+        measured.slo = Slo.scaled(summarize(base), slo_scale)
+    for spec, workload in zip(specs, workloads, strict=True):
+        if conductor.stopped.is_set():
+            return
+        shown = label or endpoint.base_model
+        if len(specs) > 1:
+            shown += f"{SWEEP_MARK}{'inf' if spec.rate is None else f'{spec.rate:g}'}/s"
+        measured.runs.append(await conductor.play(endpoint, workload, names, shown))
+
+
+@asynccontextmanager
+async def _reached(target: Target, arguments: Sequence[str] | None, stopped: asyncio.Event) -> AsyncIterator[Endpoint]:
+    """The endpoint given, or that of a server started with these arguments."""
+    if arguments is None:
+        assert target.url is not None
+        yield await find_endpoint(target.url, target.backend, target.api_key, target.lora_modules)
+        return
+    async with own_server(arguments, stopped) as server:
+        yield await find_endpoint(server.url, target.backend, api_key_in(arguments), target.lora_modules)
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """Arguments of `caraserve serve`: of the server that is measured, and of one with all adapters on the device."""
+
+    arguments: tuple[str, ...]
+    cached: tuple[str, ...]
+
+
+def _own(target: Target, load: LoadOptions, folder: Path, notes: list[str]) -> _Own:
+    """The server asked for; else a random model, where a preset or a name asks for one; else the demo."""
+    if target.serve is not None:
+        return _Own(target.serve, (*target.serve, "--loading-mode", "cached"))
+    registry = ("--registry", str(folder / "registry.sqlite"))
+    if target.random_model is None and load.preset is None:
+        return _Own(registry, (*registry, "--loading-mode", "cached"))
+    model, note = load.model(target.random_model)
+    notes += [] if note is None else [note]
+    spec = load.spec()
+    workload = build(spec)
+    context = load.max_model_len or _longest(workload)
+    made = make_synthetic(folder, model, target.dtype, context, workload.ranks, TARGETS[target.targets])
+    arguments = (*made.arguments, *registry, *_host_room(made.room_bytes()))
+    device_bytes = made.room_bytes()
+    cached = (*arguments, *_DEVICE, str(device_bytes), "--loading-mode", "cached")
+    if spec.popularity.drops_after_use and made.names:
+        count = len(made.names)
+        resident = max(1, min(count // 2, max(_LEAST_RESIDENT, count // _RESIDENT_SHARE)))
+        device_bytes = made.room_bytes(resident)
+        notes.append(f"The device holds {resident} of {count} adapters, so that each has left it when its turn comes.")
+    return _Own((*arguments, *_DEVICE, str(device_bytes)), cached)
+
+
+def _host_room(adapter_bytes: int) -> tuple[str, str]:
+    """A host tier with room for all adapters, and for those that a profile is measured with before them."""
+    return "--max-host-adapters-bytes", str(2 * adapter_bytes + (256 << 20))
+
+
+def _longest(workload: Workload) -> int:
+    """Context that every request fits into, in steps that need not be a power of two."""
+    return -(-max(each.prompt_tokens + each.output_tokens for each in workload.requests) // 64) * 64 + 64
+
+
+def _for_endpoint(
+    spec: WorkloadSpec, load: LoadOptions, target: Target, endpoint: Endpoint, notes: list[str]
+) -> tuple[WorkloadSpec, tuple[str, ...]]:
+    """The load for the adapters that there are, and their names. Theirs are the ranks that count, if they are told."""
+    names = endpoint.adapters
+    if load.adapters is not None or load.preset is not None:
+        wanted = max(1, round(spec.adapters * spec.scale.adapters)) if spec.adapters else 0
+        if wanted > len(names):
+            if load.adapters is not None:
+                raise ConfigError(f"--adapters {wanted}: the endpoint has {len(names)}")
+            notes.append(f"The endpoint has {len(names)} adapters, not the {wanted} of the setting.")
+        names = names[:wanted]
+    if not names:
+        notes.append("No adapters: every request is for the base model.")
+    if endpoint.unlisted:
+        notes.append(f"The endpoint does not list {', '.join(endpoint.unlisted)} among its models.")
+    if names and not all(name in endpoint.ranks for name in names):
+        notes.append("The endpoint does not tell its adapters' ranks: where the load goes by them, those asked for do.")
+    if names and spec.popularity.drops_after_use and (target.url is not None or target.serve is not None):
+        notes.append("Adapters come in turn, but nothing makes them leave the device of a server that is not ours.")
+    spread = spec.ranks or (1,)
+    ranks = tuple(endpoint.ranks.get(name, spread[index % len(spread)]) for index, name in enumerate(names))
+    limits = [limit for limit in (spec.max_context, endpoint.max_model_len) if limit is not None]
+    return replace(
+        spec,
+        adapters=len(names),
+        ranks=ranks,
+        scale=replace(spec.scale, adapters=1.0),
+        max_context=min(limits, default=None),
+    ), names
+
+
+def _without_adapters(workload: Workload) -> Workload:
+    return replace(workload, requests=tuple(replace(each, adapter=None) for each in workload.requests))

@@ -1,0 +1,111 @@
+"""Which adapters a simulated instance has, and when one that it lacks is there. Level 5.
+
+Bytes come one adapter after another over each of two links: from another instance's host memory, and from here to the
+device. What an instance must keep (homes, and what a plan gives it) stays; the rest of the host tier makes room, least
+recently used first, and on the device whatever no request uses.
+"""
+
+from caraserve.bench.simulator.machines import Machine
+from caraserve.cluster.routing.cost import Tier
+
+MS = 1_000_000
+_DEVICE, _HOST, _ABSENT = Tier.DEVICE, Tier.HOST, Tier.ABSENT  # looked up at every delivery
+
+
+class Shelf:
+    """One instance's adapters, by number."""
+
+    def __init__(self, machine: Machine, adapter_bytes: list[int]) -> None:
+        self._machine, self._bytes = machine, adapter_bytes
+        self.host: dict[int, int] = {}  # adapter → when it is there
+        self._spare: dict[int, None] = {}  # of them what may make room; least recently used first
+        self._device: dict[int, int] = {}
+        self._uses: dict[int, int] = {}
+        self.host_bytes = self._device_bytes = 0
+        self._load_free = self._fetch_free = 0
+        self.changed: dict[int, Tier] = {}  # since they were last taken
+        self.fetches = self.fetched_bytes = self.loads = self.evictions = 0
+
+    def put(self, adapter: int, now: int, *, keep: bool) -> None:
+        """It is here, whether asked for or not."""
+        if adapter not in self.host:
+            self.host[adapter] = now
+            self.host_bytes += self._bytes[adapter]
+            self.changed[adapter] = Tier.HOST
+            self._make_room()
+            self._spare[adapter] = None
+        if keep:
+            self._spare.pop(adapter, None)
+
+    def tier(self, adapter: int) -> Tier:
+        """Where it is now."""
+        if adapter in self._device:
+            return _DEVICE
+        return _HOST if adapter in self.host else _ABSENT
+
+    def use(self, adapter: int, now: int) -> int:
+        """A request wants it from now on, until `unuse`. When it can run with it."""
+        self._uses[adapter] = self._uses.get(adapter, 0) + 1
+        there = self._device.pop(adapter, None)
+        if there is None:
+            there = self._load(adapter, self._fetched(adapter, now))
+        self._device[adapter] = there
+        return max(there, now)
+
+    def unuse(self, adapter: int) -> None:
+        """One of its requests has ended."""
+        left = self._uses[adapter] - 1
+        if left:
+            self._uses[adapter] = left
+        else:
+            del self._uses[adapter]
+
+    def drop(self, adapter: int) -> None:
+        """It need not be here any longer. One in use stays for now."""
+        if adapter in self.host:
+            self._spare.setdefault(adapter)
+        if adapter in self.host and adapter not in self._uses:
+            del self.host[adapter], self._spare[adapter]
+            self.host_bytes -= self._bytes[adapter]
+            if self._device.pop(adapter, None) is not None:
+                self._device_bytes -= self._bytes[adapter]
+            self.changed[adapter] = Tier.ABSENT
+
+    def _fetched(self, adapter: int, now: int) -> int:
+        there = self.host.get(adapter)
+        if there is not None:
+            if adapter in self._spare:
+                del self._spare[adapter]
+                self._spare[adapter] = None
+            return max(there, now)
+        links, size = self._machine.links, self._bytes[adapter]
+        fetch_ms = links.cold_ms(Tier.ABSENT, size) - links.cold_ms(Tier.HOST, size)
+        self._fetch_free = there = max(now, self._fetch_free) + round(fetch_ms * MS)
+        self.fetches += 1
+        self.fetched_bytes += size
+        self.put(adapter, there, keep=False)
+        return there
+
+    def _load(self, adapter: int, there: int) -> int:
+        size = self._bytes[adapter]
+        load_ms = self._machine.links.cold_ms(Tier.HOST, size)
+        self._load_free = max(there, self._load_free) + round(load_ms * MS)
+        self.loads += 1
+        self._device_bytes += size
+        self.changed[adapter] = Tier.DEVICE
+        while self._device_bytes > self._machine.device_adapter_bytes:
+            idle = next((other for other in self._device if other not in self._uses), None)
+            if idle is None:
+                break
+            del self._device[idle]
+            self._device_bytes -= self._bytes[idle]
+            self.changed[idle] = Tier.HOST if idle in self.host else Tier.ABSENT
+        return self._load_free
+
+    def _make_room(self) -> None:
+        while self.host_bytes > self._machine.host_adapter_bytes:
+            idle = next((adapter for adapter in self._spare if adapter not in self._uses), None)
+            if idle is None:
+                return
+            self.drop(idle)
+            self.evictions += 1

@@ -1,0 +1,153 @@
+"""`caraserve bench cluster`: from what is asked for to simulated fleets, and what is said of them. Level 5."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import inf
+from pathlib import Path
+
+from rich.console import Console
+
+from caraserve.bench.machine import versions
+from caraserve.bench.options import LoadOptions
+from caraserve.bench.records import Workload
+from caraserve.bench.report.tables import table
+from caraserve.bench.simulator.machines import Machine, of_papers, of_profile
+from caraserve.bench.simulator.outcome import Outcome
+from caraserve.bench.simulator.report import as_json, finite, pictures, sheets
+from caraserve.bench.simulator.simulation import Setting
+from caraserve.bench.simulator.sweep import Found, Goal, Study, base, find_all
+from caraserve.bench.workload.build import build
+from caraserve.bench.workload.presets import find_preset
+from caraserve.cluster.routing.perf_model import Kernel
+from caraserve.core import machine_profile as profiles
+from caraserve.errors import ConfigError
+
+_PRESET = "toppings-sim"
+_WIDTH = 160
+NOTES = (
+    "Simulated: no figure here was measured on a fleet.",
+    "TPT: end to end ÷ tokens, queueing and prefill included. SLO: a multiple of the mean TPT of the same requests "
+    "without adapters, dealt in turn to as many instances.",
+    "The first fifth of a run's time is warm-up; its requests do not count.",
+    "A request waits where the engine would preempt one; prefixes are not reused.",
+)
+_OF_PAPERS = "The machine's times are put together from what papers print; nothing of it was measured."
+_OF_PROFILES = "Measured are the machines' iterations and loads; their memory, disk and network are assumed."
+_PADDED = (
+    "Every request costs what the largest rank of its batch does, as in Punica's BGMV: no server here has that kernel."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterOptions:
+    """What is asked of a simulation beside its load."""
+
+    routing: tuple[str, ...]
+    instances: int | None  # None: as many as the preset has
+    kernel: Kernel | None  # None: as measured where there is a profile, unpadded otherwise
+    profile: tuple[Path, ...]
+    slo_scale: float
+    beat_ms: float
+    routers: int | None
+    copies: int
+    need_attainment: float | None
+    need_ttft_p95_ms: float | None
+    processes: int | None
+    save: Path | None
+
+
+def bench_cluster(options: ClusterOptions, load: LoadOptions, asked: Mapping[str, object]) -> int:
+    """Simulates, prints tables and as its last line one JSON document. Raises ConfigError."""
+    if load.max_concurrency is not None or load.auto_rate or len(load.request_rate or ()) > 1:
+        raise ConfigError(
+            "a simulated load has one rate, and sends when requests are due: no --max-concurrency, no auto"
+        )
+    load = load if load.preset or load.trace else replace(load, preset=_PRESET)
+    if options.save is not None:
+        _make(options.save)
+    workload = build(load.sized(load.spec()))
+    study = _study(options, load)
+    bare = base(study, workload, options.slo_scale)
+    study = replace(study, setting=replace(study.setting, slo_ms=bare.slo_ms))
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH, soft_wrap=True, highlight=False, markup=False)
+    processes = options.processes or len(os.sched_getaffinity(0))
+    found = list(find_all(study, workload, options.routing, min(processes, len(options.routing))))
+    for sheet in sheets(found):
+        console.print(table(sheet))
+    told = finite(_document(study, workload, bare, found, asked))
+    if options.save is not None:
+        for path in _save(options.save, told, found):
+            console.print(f"written: {path}")
+    sys.stdout.write(json.dumps(told) + "\n")
+    return 0
+
+
+def _document(
+    study: Study, workload: Workload, bare: Outcome, found: Sequence[Found], asked: Mapping[str, object]
+) -> dict[str, object]:
+    return {
+        "bench": "cluster",
+        "versions": versions(),
+        "arguments": {name: value for name, value in asked.items() if name not in ("profile", "processes")},
+        "notes": [*NOTES, *_assumed(study, asked), *workload.notes],
+        "machines": [_told(machine) for machine in study.machines],
+        "instances": study.instances,
+        "requests": len(workload.requests),
+        "base": asdict(bare),
+        "slo_ms": study.setting.slo_ms,
+        "runs": [as_json(one) for one in found],
+    }
+
+
+def _assumed(study: Study, asked: Mapping[str, object]) -> Iterator[str]:
+    yield _OF_PROFILES if asked["profile"] else _OF_PAPERS
+    if any(machine.model.padded for machine in study.machines):
+        yield _PADDED
+
+
+def _study(options: ClusterOptions, load: LoadOptions) -> Study:
+    instances = options.instances or (find_preset(load.preset).servers if load.preset else 1)
+    goal = None
+    if options.need_attainment is not None or options.need_ttft_p95_ms is not None:
+        goal = Goal(options.need_attainment, options.need_ttft_p95_ms)
+    setting = Setting(
+        (), "auto", inf, routers=options.routers, copies=options.copies, beat_ms=options.beat_ms, seed=load.seed
+    )
+    return Study(_machines(options), instances, setting, goal)
+
+
+def _machines(options: ClusterOptions) -> tuple[Machine, ...]:
+    if options.profile:
+        like = of_papers("unpadded")
+        kernel = options.kernel or "measured"
+        return tuple(of_profile(profiles.load(file), kernel, like) for file in options.profile)
+    if options.kernel == "measured":
+        raise ConfigError("--kernel measured needs --profile; the papers' machine has padded and unpadded kernels")
+    return (of_papers(options.kernel or "unpadded"),)
+
+
+def _told(machine: Machine) -> dict[str, object]:
+    model = asdict(machine.model)
+    sizes = ("max_running", "max_step_tokens", "kv_tokens", "device_adapter_bytes", "host_adapter_bytes", "rank_bytes")
+    return model | {name: getattr(machine, name) for name in sizes}
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--save {folder}: {error.strerror}") from error
+
+
+def _save(folder: Path, told: Mapping[str, object], found: Sequence[Found]) -> list[Path]:
+    contents = {"cluster.json": (json.dumps(told, indent=1) + "\n").encode()}
+    contents |= {f"{drawn.name}.png": drawn.png for drawn in pictures(found)}
+    try:
+        for name, content in contents.items():
+            (folder / name).write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"--save {folder}: {error.strerror}") from error
+    return [folder / name for name in contents]

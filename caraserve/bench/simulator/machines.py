@@ -1,0 +1,65 @@
+"""What an instance of a simulated fleet is made of: its times, its memory, its limits. Level 5; pure.
+
+A measured profile gives all times (`of_profile`). Without one there is the papers' machine, put together from what they
+print. Its times are Toppings': decode from the two batches of Fig. 6 (24 requests of rank 32 and 16 of rank 64 take
+34.8 and 35.8 ms with BGMV, 35.3 and 35.9 ms with MBGMV), prefill from 256 and 1,000 tokens in 44 and 90 ms. What the
+rank adds to a prefill is LoRAServe's: 2,000 tokens take 2.7 times as long with rank 128 as with rank 8.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from caraserve.cluster.routing.cost import Links
+from caraserve.cluster.routing.perf_model import Kernel, PerfModel
+from caraserve.core.machine_profile import Profile
+
+PaperKernel = Literal["padded", "unpadded"]
+_DECODE = {"padded": ((768, 34.8), (1024, 35.8)), "unpadded": ((768, 35.3), (1024, 35.9))}
+_PREFILL = ((256, 44.0), (1000, 90.0))
+_RANK_8_TO_128 = 2.7
+_RANK_BYTES = 100 * 2**20 // 64  # Toppings: an adapter of rank 64 on q, k and v of a 7B model has about 100 MiB
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One instance: what its iterations take and what it holds."""
+
+    model: PerfModel
+    links: Links
+    max_running: int = 256
+    max_step_tokens: int = 2048
+    max_queue: int = 1024
+    kv_tokens: int = 100_000
+    device_adapter_bytes: int = 20 * 2**30
+    host_adapter_bytes: int = 512 * 2**30
+    rank_bytes: int = _RANK_BYTES
+    launches_ahead: int = 1  # iterations launched before the one under way has ended; new requests join behind them
+
+
+def of_papers(kernel: PaperKernel) -> Machine:
+    """An A100 with Llama-2-7B. Loads from the host are hidden behind the CPU's prefill; a fetch from another instance
+    goes over 25 Gbit/s."""
+    (x, x_ms), (y, y_ms) = _DECODE[kernel]
+    alpha_ms = (y_ms - x_ms) / (y - x)
+    (short, short_ms), (long, long_ms) = _PREFILL
+    token_ms = (long_ms - short_ms) / (long - short)
+    base_ms = short_ms - short * token_ms
+    tokens = 2000
+    rank_8_ms = base_ms + tokens * token_ms  # Toppings' prefill, taken for a small rank
+    token_rank_ms = (_RANK_8_TO_128 - 1) * rank_8_ms / (tokens * (128 - 8))
+    model = PerfModel(alpha_ms, 0.0, x_ms - alpha_ms * x, kernel == "padded", base_ms, token_ms, token_rank_ms)
+    return Machine(model, Links(disk_bytes_per_ms=2e6, fetch_latency_ms=1.0, fetch_bytes_per_ms=3.1e6))
+
+
+def of_profile(profile: Profile, kernel: Kernel, like: Machine) -> Machine:
+    """A measured machine; its memory and limits are those of `like`."""
+    links = replace(
+        like.links, load_latency_ms=profile.link_latency_ms, load_bytes_per_ms=profile.link_bytes_per_s / 1000
+    )
+    return replace(like, model=PerfModel.of(profile, kernel), links=links)
+
+
+def without_adapters(machine: Machine) -> Machine:
+    """The same with every adapter free of cost: what objectives are multiples of."""
+    model = replace(machine.model, alpha_ms=0.0, prefill_token_rank_ms=0.0)
+    return replace(machine, model=model, links=Links(), device_adapter_bytes=1 << 62, host_adapter_bytes=1 << 62)

@@ -1,0 +1,131 @@
+"""Tables, figures and JSON of simulated fleets. Level 5; pure but for drawing."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from caraserve.bench.report.canvas import Picture, can_draw, legend, line_style, new_figure, picture, style
+from caraserve.bench.report.table_text import NONE, Sheet, number, percent
+from caraserve.bench.simulator.outcome import Outcome
+from caraserve.bench.simulator.sweep import Found
+from caraserve.util.units import human_bytes
+
+_FIRST_COLUMNS = ("SLO attainment", "TPT", "to the first", "TTFT p95", "TPOT", "busy", "imbalance")
+_LAST_COLUMNS = ("held", "at most", "fetches", "refused")
+
+
+def sheets(found: Sequence[Found]) -> Iterator[Sheet]:
+    """Latencies, then what instances held and moved; and the sizes needed, if they were searched for."""
+    outcomes = [one.at_size for one in found]
+    sized = any(one.tried for one in found)
+    size = f"{outcomes[0].instances} instances"
+    heads = ("routing", *_FIRST_COLUMNS, *(["instances needed"] if sized else []))
+    rows = []
+    for one in found:
+        row = _latency_row(one.at_size, outcomes[0])
+        rows.append((*row, NONE if one.needed is None else str(one.needed)) if sized else row)
+    note = "TPT: end to end ÷ tokens, mean, ms. Imbalance: tokens of the busiest instance over the mean."
+    yield Sheet(f"{size}: latencies in ms, SLO {outcomes[0].slo_ms:.1f} ms a token", heads, tuple(rows), note=note)
+    moved = tuple(_moved_row(one) for one in outcomes)
+    yield Sheet(f"{size}: adapters and requests", ("routing", *_LAST_COLUMNS, "fetched", "hops", "moved"), moved)
+
+
+def _latency_row(one: Outcome, first: Outcome) -> tuple[str, ...]:
+    return (
+        one.routing,
+        percent(one.attainment),
+        number(one.tpt_mean_ms),
+        f"{one.tpt_mean_ms / first.tpt_mean_ms - 1:+.0%}",
+        number(one.ttft_p95_ms),
+        number(one.tpot_mean_ms),
+        percent(one.utilisation),
+        f"{one.imbalance:.2f}",
+    )
+
+
+def _moved_row(one: Outcome) -> tuple[str, ...]:
+    return (
+        one.routing,
+        f"{one.adapters_held_mean:,.0f}",
+        f"{one.adapters_held_max:,} in {human_bytes(one.bytes_held_max)}",
+        f"{one.fetches:,}",
+        f"{one.refusals:,}",
+        human_bytes(one.fetched_bytes),
+        f"{one.hops:,}",
+        f"{one.migrations:,}",
+    )
+
+
+def as_json(one: Found) -> dict[str, Any]:
+    """One policy; the same for every run of one seed."""
+    tried = [
+        {"instances": size.instances, "attainment": size.attainment, "ttft_p95_ms": size.ttft_p95_ms}
+        for size in one.tried
+    ]
+    told = asdict(one.at_size) | {"needed": one.needed, "tried": tried}
+    return {name: finite(value) for name, value in told.items()}
+
+
+def finite(value: Any) -> Any:
+    """The same with null for what JSON has no number for: the latencies of requests that nobody took."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: finite(inner) for name, inner in value.items()}
+    return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def pictures(found: Sequence[Found]) -> list[Picture]:
+    """What there is to draw; nothing without matplotlib."""
+    if not can_draw():
+        return []
+    drawn = [_latencies(found)]
+    if any(len(one.tried) > 1 for one in found):
+        drawn.append(_sizes(found))
+    return drawn
+
+
+def _latencies(found: Sequence[Found]) -> Picture:
+    """Time per token as a CDF beside SLO attainment as bars."""
+    figure = new_figure(10.5, 4.4)
+    curves, bars = figure.subplots(1, 2, width_ratios=(3, 2))
+    levels = [2 * index for index in range(51)]
+    slo_ms = found[0].at_size.slo_ms
+    for place, one in enumerate(found):
+        curves.plot(one.at_size.tpt_curve_ms, levels, label=one.at_size.routing, **line_style(place))
+    curves.axvline(slo_ms, color="#8C8C8C", lw=0.9)
+    style(curves, xlabel="time per token, ms", ylabel="requests, %", xlim=(0, 2.5 * slo_ms), ylim=(0, 100))
+    curves.set_title("the line is the SLO", fontsize=9)
+    names = [one.at_size.routing for one in found]
+    shown = bars.barh(
+        range(len(found)),
+        [100 * one.at_size.attainment for one in found],
+        color=[line_style(place)["color"] for place in range(len(found))],
+    )
+    bars.bar_label(shown, fmt="%.1f", fontsize=8, padding=2)
+    style(bars, xlabel="SLO attainment, %", xlim=(0, 112))
+    bars.set_yticks(range(len(found)), names)
+    bars.invert_yaxis()
+    bars.grid(False, axis="y")
+    legend(figure, curves)
+    return picture(figure, "latencies", "Time per token and SLO attainment of every policy")
+
+
+def _sizes(found: Sequence[Found]) -> Picture:
+    """SLO attainment over the number of instances."""
+    figure = new_figure(8.5, 4.2)
+    (axes,) = figure.subplots(1, 1, squeeze=False)[0]
+    for place, one in enumerate(found):
+        sizes = [size.instances for size in one.tried]
+        axes.plot(
+            sizes,
+            [100 * size.attainment for size in one.tried],
+            marker="o",
+            ms=3,
+            label=one.at_size.routing,
+            **line_style(place),
+        )
+    style(axes, xlabel="instances", ylabel="SLO attainment, %", ylim=(0, 103))
+    legend(figure, axes)
+    return picture(figure, "sizes", "SLO attainment over the number of instances")

@@ -1,0 +1,338 @@
+"""A fleet under a virtual clock: requests arrive, routers decide by old views, instances batch. Level 5.
+
+Between two events an instance goes its own way, so it is advanced only when somebody looks at it: for a beat, for a
+quote, for a delivery. Events of one time happen in the order beat, rebalancing, plan, delivery, arrival. Everything is
+a function of the setting, the requests and the seed.
+"""
+
+import gc
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Any
+
+from caraserve.bench.records import Workload
+from caraserve.bench.simulator.adapter_cache import Shelf
+from caraserve.bench.simulator.instance import FOREVER, MS, Batches, Iterations, SimRequest
+from caraserve.bench.simulator.machines import Machine
+from caraserve.bench.simulator.placement import Planner
+from caraserve.bench.simulator.views import Views
+from caraserve.cluster.placement.migration import Queued, rebalanced
+from caraserve.cluster.routing.cost import AnswerLengths, Arrival, Estimate, Tier
+from caraserve.cluster.routing.policies import policy
+from caraserve.cluster.routing.ranking import estimates
+from caraserve.cluster.routing.router import Attempt, Instance, Proposal, Refusal, Target, answer, next_target, propose
+from caraserve.cluster.routing.router import settle as settled
+
+_BEAT, _REBALANCE, _PLAN, _DELIVERY = range(4)
+_S = 1000 * MS
+_MOVE_TOKENS = 50.0  # of service that moving a queued request costs: it has no KV yet, only an adapter to load
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A fleet and what is asked of it."""
+
+    machines: tuple[Machine, ...]
+    routing: str
+    slo_ms: float  # time per token
+    ttft_ms: float = 10_000.0
+    routers: int | None = None  # instances that clients send to; None: all
+    copies: int = 2  # of each adapter before the first request, under routings that make no plan
+    beat_ms: float = 250.0
+    beat_jitter: float = 0.1  # share of the period
+    gossip_ms: float = 2.0
+    quote_ms: float = 0.5  # asking and being answered
+    hop_ms: float = 0.6
+    first_plan_s: float = 10.0
+    plan_s: float = 60.0
+    rebalance_s: float = 1.0
+    move_bytes_per_s: float = 500e6  # of each instance, towards a plan
+    seed: int = 0
+
+
+class Node:
+    """One instance: its batches, its adapters, and how it shows itself."""
+
+    def __init__(self, name: str, machine: Machine, adapter_bytes: list[int], trace: list[Iterations] | None) -> None:
+        self.name, self.machine = name, machine
+        self.batches, self.shelf = Batches(machine, trace), Shelf(machine, adapter_bytes)
+        self._shown = Instance(name, machine.model, self.batches.backlog(), machine.links)
+
+    def shown(self) -> Instance:
+        """Its exact state."""
+        backlog = self.batches.backlog()
+        if backlog is not self._shown.backlog:
+            self._shown = Instance(self.name, self.machine.model, backlog, self.machine.links)
+        return self._shown
+
+    def tier(self, request: SimRequest) -> Tier:
+        """Where a request's adapter is."""
+        return Tier.DEVICE if request.adapter < 0 else self.shelf.tier(request.adapter)
+
+
+@dataclass(slots=True)
+class Journey:
+    """A request between its router and the instance that takes it."""
+
+    request: SimRequest
+    arrival: Arrival
+    router: int
+    order: Sequence[str]
+    attempts: list[Attempt]
+    target: Target
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened, beyond what instances count."""
+
+    arrivals: int = 0
+    beats: int = 0
+    quotes: int = 0
+    deliveries: int = 0
+    refusals: int = 0
+    hops: int = 0
+    migrations: int = 0
+    plans: int = 0
+
+
+class Simulation:
+    """One run. `log`, if given, takes every event: (time in ns, what, request or instance, instance)."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        workload: Workload,
+        log: list[tuple[int, str, int, int]] | None = None,
+        *,
+        trace: bool = False,
+    ) -> None:
+        self._setting, self._workload, self._log = setting, workload, log
+        self._chance = random.Random(setting.seed)
+        self.counts = Counts()
+        self.traces: list[list[Iterations]] = [[] for _ in setting.machines] if trace else []
+        rank_bytes = setting.machines[0].rank_bytes
+        adapter_bytes = [rank * rank_bytes for rank in workload.ranks]
+        self._adapters = [f"adapter-{number:05}" for number in range(len(workload.ranks))]
+        self.nodes = [
+            Node(f"i{number:03}", machine, adapter_bytes, self.traces[number] if trace else None)
+            for number, machine in enumerate(setting.machines)
+        ]
+        self._routers = setting.routers or len(self.nodes)
+        self._policies = [policy(setting.routing) for _ in range(self._routers)]
+        self._minds_slo = self._policies[0].minds_slo
+        self._own_weight = getattr(self._policies[0], "own_weight", 0.0)
+        shown = [node.shown() for node in self.nodes]
+        self._views = Views(shown, self._adapters, self._routers, round(setting.gossip_ms * MS))
+        self._lengths = AnswerLengths()
+        self._planner = Planner(
+            setting.routing, self.nodes, self._views, workload, self._adapters, setting.slo_ms, setting.copies
+        )
+        self._events: list[tuple[int, int, int, Any]] = []
+        self._sequence = 0
+        self.requests = [
+            SimRequest(
+                planned.index,
+                round(planned.at_s * _S),
+                -1 if planned.adapter is None else planned.adapter,
+                0 if planned.adapter is None else workload.ranks[planned.adapter],
+                planned.prompt_tokens,
+                planned.output_tokens,
+            )
+            for planned in workload.requests
+        ]
+        self.lost: list[SimRequest] = []  # nobody could take them
+        self.served_by = [-1] * len(self.requests)
+
+    def run(self) -> None:
+        """From the first arrival until every request has ended. Nothing in it makes cycles, and to look for some among
+        so many objects would take up to a quarter of its time."""
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            self._run()
+        finally:
+            if collects:
+                gc.enable()
+
+    def _run(self) -> None:
+        end = self.requests[-1].arrived if self.requests else 0
+        self._planner.begin()
+        self._schedule_first()
+        for request in self.requests:
+            self._until(request.arrived)
+            self._arrive(request)
+        self._until(end, last=True)
+        while self._events:  # deliveries under way
+            time, kind, _, payload = heappop(self._events)
+            if kind == _DELIVERY:
+                self._deliver(payload, time)
+        for node in self.nodes:
+            node.batches.advance(FOREVER - 1)
+            self._collect(node)
+
+    def _schedule_first(self) -> None:
+        period = round(self._setting.beat_ms * MS)
+        for number in range(len(self.nodes)):
+            self._push(period * number // len(self.nodes), _BEAT, number)
+        if self._setting.routing == "dlora":
+            self._push(round(self._setting.rebalance_s * _S), _REBALANCE, None)
+        if self._planner.replans:
+            self._push(round(self._setting.first_plan_s * _S), _PLAN, None)
+
+    def _push(self, time: int, kind: int, payload: object) -> None:
+        self._sequence += 1
+        heappush(self._events, (time, kind, self._sequence, payload))
+
+    def _until(self, now: int, *, last: bool = False) -> None:
+        """Everything before an arrival at `now`."""
+        events = self._events
+        while events and events[0][0] <= now:
+            time, kind, _, payload = heappop(events)
+            if kind == _BEAT:
+                self._beat(payload, time)
+            elif kind == _DELIVERY:
+                self._deliver(payload, time)
+            elif kind == _PLAN:
+                self._plan(time)
+            else:
+                self._rebalance(time)
+
+    # --- the fleet by itself ---
+
+    def _beat(self, number: int, now: int) -> None:
+        node, setting = self.nodes[number], self._setting
+        node.batches.advance(now)
+        self._collect(node)
+        self._planner.move(number, now, setting.move_bytes_per_s * setting.beat_ms / 1000)
+        changed, node.shelf.changed = node.shelf.changed, {}
+        self._views.publish(number, node.shown(), changed, now)
+        self.counts.beats += 1
+        if self._log is not None:
+            self._log.append((now, "beat", number, number))
+        jitter = 1 + setting.beat_jitter * (2 * self._chance.random() - 1)
+        self._push(now + round(setting.beat_ms * jitter * MS), _BEAT, number)
+
+    def _plan(self, now: int) -> None:
+        self._planner.replan(now)
+        self.counts.plans += 1
+        self._push(now + round(self._setting.plan_s * _S), _PLAN, None)
+
+    def _rebalance(self, now: int) -> None:
+        """dLoRA's migration, of requests that have waited for room."""
+        stuck: dict[str, list[SimRequest]] = {}
+        for node in self.nodes:
+            node.batches.advance(now)
+            stuck[node.name] = node.batches.stuck()
+        if any(stuck.values()):
+            queues = {
+                name: [Queued(str(one.index), self._name_of(one), one.prompt + one.output) for one in waiting]
+                for name, waiting in stuck.items()
+            }
+            outstanding = {node.name: float(node.batches.outstanding_tokens) for node in self.nodes}
+            wanted = {self._name_of(one) for waiting in stuck.values() for one in waiting}
+            holders: dict[str | None, Iterable[str]] = {
+                name: list(self._views.tiers.get(name, ())) for name in wanted if name is not None
+            }
+            for move in rebalanced(queues, outstanding, holders, _MOVE_TOKENS):
+                self._move(self.requests[int(move.request_id)], move.source, move.target, now)
+        self._push(now + round(self._setting.rebalance_s * _S), _REBALANCE, None)
+
+    def _move(self, request: SimRequest, source: str, target: str, now: int) -> None:
+        node = self.nodes[self._views.number(source)]
+        node.batches.take_back(request)
+        if request.adapter >= 0:
+            node.shelf.unuse(request.adapter)
+        self.counts.migrations += 1
+        arrival = self._arrival(request)
+        journey = Journey(request, arrival, self._views.number(source), (target,), [], Target(target, insists=True))
+        self._push(now + round(self._setting.hop_ms * MS), _DELIVERY, journey)
+
+    # --- requests ---
+
+    def _name_of(self, request: SimRequest) -> str | None:
+        return None if request.adapter < 0 else self._adapters[request.adapter]
+
+    def _arrival(self, request: SimRequest) -> Arrival:
+        name = self._name_of(request)
+        size = 0 if request.adapter < 0 else request.rank * self._setting.machines[0].rank_bytes
+        return Arrival(name, request.rank, request.prompt, self._lengths.expected(name), size, self._setting.slo_ms)
+
+    def _arrive(self, request: SimRequest) -> None:
+        now, chance = request.arrived, self._chance
+        self.counts.arrivals += 1
+        self._views.arrive(now)
+        router = int(chance.random() * self._routers)
+        own = self.nodes[router]
+        own.batches.advance(now)
+        arrival = self._arrival(request)
+        self._planner.observe(request)
+        fleet = self._views.of(router, own.shown(), now)
+        proposal = propose(self._policies[router], arrival, fleet, chance)
+        order = settled(proposal, self._quotes(proposal, arrival, request, now))
+        asked = round(self._setting.quote_ms * MS) if proposal.ask else 0
+        target = next_target(order, [], 0.0, self._setting.ttft_ms, insists=not self._minds_slo)
+        if self._log is not None:
+            self._log.append((now, "arrival", request.index, router))
+        self._send(Journey(request, arrival, router, order, [], target), now + asked) if target else self._lose(request)
+
+    def _quotes(self, proposal: Proposal, arrival: Arrival, request: SimRequest, now: int) -> dict[str, Estimate]:
+        if not proposal.ask:
+            return {}
+        nodes = [self.nodes[self._views.number(name)] for name in proposal.ask]
+        for node in nodes:
+            node.batches.advance(now)
+        self.counts.quotes += len(nodes)
+        tiers = [node.tier(request) for node in nodes]
+        quotes = estimates([node.shown() for node in nodes], tiers, arrival, self._own_weight)
+        return dict(zip(proposal.ask, quotes, strict=True))
+
+    def _send(self, journey: Journey, now: int) -> None:
+        number = self._views.number(journey.target.name)
+        if number == journey.router:
+            self._push(now, _DELIVERY, journey)
+            return
+        self.counts.hops += 1
+        self._views.sent(journey.router, number, journey.arrival, now)
+        self._push(now + round(self._setting.hop_ms * MS), _DELIVERY, journey)
+
+    def _deliver(self, journey: Journey, now: int) -> None:
+        request, number = journey.request, self._views.number(journey.target.name)
+        node = self.nodes[number]
+        node.batches.advance(now)
+        self._collect(node)
+        self.counts.deliveries += 1
+        refusal = answer(journey.arrival, node.shown(), node.tier(request), journey.target.insists)
+        if refusal is not None:
+            self._refused(journey, refusal, now)
+            return
+        ready = now if request.adapter < 0 else node.shelf.use(request.adapter, now)
+        node.batches.deliver(request, now, ready)
+        self.served_by[request.index] = number
+        if self._log is not None:
+            self._log.append((now, "delivery", request.index, number))
+
+    def _refused(self, journey: Journey, refusal: Refusal, now: int) -> None:
+        self.counts.refusals += 1
+        journey.attempts.append((journey.target, refusal))
+        elapsed_ms = (now - journey.request.arrived) / MS
+        target = next_target(
+            journey.order, journey.attempts, elapsed_ms, self._setting.ttft_ms, insists=not self._minds_slo
+        )
+        if target is None:
+            self._lose(journey.request)
+            return
+        journey.target = target
+        self._send(journey, now + round(self._setting.hop_ms / 2 * MS))
+
+    def _lose(self, request: SimRequest) -> None:
+        self.lost.append(request)
+
+    def _collect(self, node: Node) -> None:
+        for request in node.batches.finished:
+            self._lengths.observe(self._name_of(request), request.output)
+            if request.adapter >= 0:
+                node.shelf.unuse(request.adapter)
+        node.batches.finished.clear()

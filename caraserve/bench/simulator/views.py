@@ -1,0 +1,76 @@
+"""What the routers of a simulated fleet know: load beats that travelled for a while, and what each has sent since.
+Level 5.
+
+A beat reaches all routers at once, so that what was published is kept once for all; a router's own requests and its own
+exact state are laid over it when it routes.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from caraserve.cluster.placement.plan import Plan
+from caraserve.cluster.routing.cost import Arrival, Tier
+from caraserve.cluster.routing.router import Fleet, Instance, Ledger
+
+_S = 1e-9
+
+
+class Views:
+    """Instances are numbered in the order of their names, adapters as in `adapters`."""
+
+    def __init__(self, published: Sequence[Instance], adapters: Sequence[str], routers: int, delay_ns: int) -> None:
+        self.plan: Plan | None = None
+        self.tiers: dict[str, dict[str, Tier]] = {}
+        self._names = [instance.name for instance in published]
+        self._number = {name: number for number, name in enumerate(self._names)}
+        self._adapters = adapters
+        self._published = {instance.name: instance for instance in published}
+        self._delay = delay_ns
+        self._under_way: deque[tuple[int, int, Instance, dict[int, Tier]]] = deque()
+        self._ledgers = [Ledger() for _ in range(routers)]
+        self._sent: list[dict[int, None]] = [{} for _ in published]  # by instance: routers that sent to it lately
+        self._open: list[dict[int, None]] = [{} for _ in range(routers)]  # the other way round
+
+    def publish(self, number: int, instance: Instance, changed: dict[int, Tier], now: int) -> None:
+        """An instance's beat, with what has changed of its adapters."""
+        self._under_way.append((now + self._delay, number, instance, changed))
+
+    def arrive(self, now: int) -> None:
+        """Takes in the beats that have arrived by now."""
+        while self._under_way and self._under_way[0][0] <= now:
+            at, number, instance, changed = self._under_way.popleft()
+            self._published[instance.name] = instance
+            for adapter, tier in changed.items():
+                self.learn(adapter, instance.name, tier)
+            for router in list(self._sent[number]):
+                self._ledgers[router].beat(instance.name, at * _S)
+                if instance.name not in self._ledgers[router]:
+                    del self._sent[number][router], self._open[router][number]
+
+    def learn(self, adapter: int, name: str, tier: Tier) -> None:
+        """Where an adapter is."""
+        holders = self.tiers.setdefault(self._adapters[adapter], {})
+        if tier is Tier.ABSENT:
+            holders.pop(name, None)
+        else:
+            holders[name] = tier
+
+    def sent(self, router: int, number: int, arrival: Arrival, now: int) -> None:
+        """A router has forwarded a request."""
+        self._ledgers[router].sent(self._names[number], arrival, now * _S)
+        self._sent[number][router] = None
+        self._open[router][number] = None
+
+    def of(self, router: int, own: Instance, now: int) -> Fleet:
+        """The fleet as one router sees it."""
+        seen = self._published.copy()
+        for number in self._open[router]:
+            instance = seen[self._names[number]]
+            backlog = self._ledgers[router].backlog(instance.name, instance.backlog, now * _S)
+            seen[instance.name] = Instance(instance.name, instance.model, backlog, instance.links)
+        seen[own.name] = own
+        return Fleet(own.name, seen, self.tiers, self.plan)
+
+    def number(self, name: str) -> int:
+        """The instance of a name."""
+        return self._number[name]

@@ -1,0 +1,1 @@
+"""The `caraserve` command: arguments, the environment, configuration files."""

@@ -1,0 +1,122 @@
+"""The `caraserve` command: arguments → frozen configs → one lazy import; exit codes. Level 7.
+
+Exit codes: 0 done, 1 the work failed, 2 the command line was wrong, 130 interrupted.
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from caraserve import __version__
+from caraserve.cli.interrupts import EXIT_CODE, ending_at_once
+from caraserve.cli.options import OptionParser
+from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
+from caraserve.errors import CaraServeError, ConfigError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if words[:1] == ["bench"]:
+            return _bench(words[1:])
+        parser = _parser()
+        if not words:
+            parser.print_help()
+            return 0
+        args = parser.parse_args(words)
+        return int(args.run(args))
+    except KeyboardInterrupt:
+        print("caraserve: interrupted", file=sys.stderr)
+        return EXIT_CODE
+    except ConfigError as error:
+        print(f"caraserve: {error.message}", file=sys.stderr)
+        return 2
+    except CaraServeError as error:
+        print(f"caraserve: {error.message}", file=sys.stderr)
+        return 1
+
+
+class _CommandParser(argparse.ArgumentParser):
+    """Reports what is wrong as one line. Raises ConfigError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message.removeprefix('argument COMMAND: ')}; see caraserve --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _CommandParser(prog="caraserve", description="Many LoRA adapters over one base model.")
+    parser.add_argument("--version", action="version", version=f"caraserve {__version__}")
+    commands = parser.add_subparsers(
+        title="commands", required=True, metavar="COMMAND", parser_class=OptionParser, prog="caraserve"
+    )
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model and its adapters over HTTP",
+        usage="caraserve serve [MODEL] [OPTIONS]",
+        description="Serves a base model and LoRA adapters behind one OpenAI-compatible endpoint.",
+    )
+    for config in (ModelConfig, LoraConfig, EngineConfig, HttpConfig, ClusterConfig):
+        config.add_arguments(serve)
+    serve.set_defaults(run=_serve)
+    _add_profile(
+        commands.add_parser(
+            "profile",
+            help="measure this machine with a model",
+            usage="caraserve profile [MODEL] [OPTIONS]",
+            description="Measures how long loads, prefill, decode and CPU LoRA take, and writes it to a file that "
+            "serve goes by. Takes serve's options, so that what is measured is what will be served.",
+        )
+    )
+    commands.add_parser("bench", help="measure a server or this machine")  # `main` runs it; here for --help
+    return parser
+
+
+def _add_profile(profile: argparse.ArgumentParser) -> None:
+    for config in (ModelConfig, LoraConfig, EngineConfig):
+        config.add_arguments(profile)
+    group = profile.add_argument_group("profile")
+    group.add_argument("--quick", action="store_true", help="fewer points and repeats: seconds instead of a minute")
+    group.add_argument(
+        "--output", type=Path, metavar="FILE", help="JSON to write (default: by machine and model, in ~/.cache)"
+    )
+    group.add_argument("--plot", type=Path, metavar="FILE", help="draw points and fits; needs the `plot` extra")
+    profile.set_defaults(run=_profile)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from caraserve.telemetry import log
+
+    http = HttpConfig.from_args(args)
+    log.configure(http.log_format, http.log_level)
+    for note in args.notes:
+        logging.getLogger("caraserve").info("%s", note)
+    configs = ModelConfig.from_args(args), LoraConfig.from_args(args), EngineConfig.from_args(args)
+    with ending_at_once() as release:
+        import uvloop
+
+        from caraserve.serve import serve
+
+        uvloop.run(serve(*configs, http, ClusterConfig.from_args(args), watching_signals=release))
+    return 0
+
+
+def _profile(args: argparse.Namespace) -> int:
+    from caraserve.telemetry import log
+
+    log.configure("human", "info")
+    configs = ModelConfig.from_args(args), LoraConfig.from_args(args), EngineConfig.from_args(args)
+    with ending_at_once():
+        from caraserve.cli.profile import profile
+
+        profile(*configs, quick=args.quick, output=args.output, plot=args.plot)
+    return 0
+
+
+def _bench(words: Sequence[str]) -> int:
+    from caraserve.bench.cli import run_benchmark  # its own parser: the others do not wait for what it imports
+
+    return run_benchmark(words)

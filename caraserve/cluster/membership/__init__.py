@@ -1,0 +1,1 @@
+"""Which instances are in the cluster: connections, heartbeats, messages."""

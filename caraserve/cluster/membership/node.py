@@ -1,0 +1,402 @@
+"""One instance in the cluster, with sockets and clocks: the core's I/O. Level 4.
+
+    await node.start(address)       when HTTP listens: `address` is where others reach us
+    await node.stop()               says goodbye and closes all connections
+    await node.close()              closes the file of names, when HTTP has ended
+    await node.ended                why we must stop, as a ConfigError, should the cluster turn us away
+
+What others build on it, all on the event loop and without waiting:
+
+    node.instances()                router.Instance of every live instance, ours included; none while none is measured
+    node.record(name)               members.Record: its address (where requests for it go, too), state and epoch
+    node.members(), node.load(name) everybody, in any state; the newest load with its age
+    node.adapters(), node.adapter(name)     facts.Adapter: what names mean everywhere
+    node.holders(digest)            {instance: cost.Tier} of those alive who have an adapter's bytes
+    node.register(adapter), node.remove(name)   a name for all; raises InvalidRequest
+    node.hold(digest, tier), node.drop(digest)  our own bytes; `hold` once they are verified
+    node.publish(model, links)      our performance model or None, again whenever it changes
+
+and what calls them back, each a plain attribute that is set before `start`:
+
+    node.on_names(news)             names that others gave or took away: {name: Adapter, or None for a removed one}
+    node.on_held()                  what some instance holds has changed, or who is alive
+    node.on_member(record, before)  an instance came, came back, fell under suspicion, died or left
+    node.on_question(peer, body) -> body    another instance asks for a quote; `await node.ask(peer, body, timeout_s)`
+                                    is the other side, and gives None when no answer came in time
+    node.load_now(lag_s) -> Load    our load, for every beat
+
+`add_peer_routes` of http/peers.py puts `node.accept` on a port. Forwarded requests and adapter bytes belong on that
+port, too: `record.address` is the only address that is known of an instance.
+"""
+
+import asyncio
+import itertools
+import logging
+import ssl
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from random import Random
+
+from aiohttp import web
+
+from caraserve.cluster.membership.addresses import check_count, resolved
+from caraserve.cluster.membership.auth import Keyring
+from caraserve.cluster.membership.connection import SILENT, STRANGER
+from caraserve.cluster.membership.dns import Resolver
+from caraserve.cluster.membership.events import (
+    Close,
+    Dial,
+    FactsChanged,
+    Output,
+    PeerRefused,
+    Quoted,
+    RefusedUs,
+    Settings,
+)
+from caraserve.cluster.membership.messages import Quote
+from caraserve.cluster.membership.protocol import Core
+from caraserve.cluster.membership.secret_file import SecretFile
+from caraserve.cluster.membership.swim import MemberChanged, Record, State
+from caraserve.cluster.membership.websocket import Sockets
+from caraserve.cluster.routing.cost import Links, Tier
+from caraserve.cluster.routing.perf_model import PerfModel
+from caraserve.cluster.routing.router import Instance
+from caraserve.cluster.state.advertised import LINKS, MODEL, Seen, links_value, model_value, tier_of
+from caraserve.cluster.state.persistence import NamesFile
+from caraserve.cluster.state.replicated_map import SHARED, Adapter, Load
+from caraserve.errors import ConfigError
+from caraserve.telemetry.background import BackgroundTasks
+from caraserve.telemetry.prometheus import family
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.08  # the core wants ten a second or more
+_RESOLVE_S = 10.0  # between looks at DNS
+_REREAD_S = 2.0  # between looks at the secret file
+_QUIET_S = 60.0  # between two log lines of one kind about one address
+
+Body = tuple[str | int | float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfig:
+    """Which cluster, and how to get in."""
+
+    cluster: str
+    name: str | None  # None: the address
+    model: str  # digest of the base model
+    peers: tuple[str, ...]  # HOST:PORT, each one address or a DNS name of many
+    keys: SecretFile | Keyring
+    tls: ssl.SSLContext | None = None  # for dialling
+    base_name: str = ""  # by which clients ask for the base model: no adapter's name
+
+
+class Node:
+    """See above. Made before the port listens, started when it does."""
+
+    def __init__(
+        self, config: NodeConfig, names: NamesFile, *, rng: Random, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.name = config.name or ""
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.on_names: Callable[[Mapping[str, Adapter | None]], None] = lambda news: None
+        self.on_member: Callable[[Record, State | None], None] = lambda record, before: None
+        self.on_held: Callable[[], None] = lambda: None
+        self.on_question: Callable[[str, Body], Body] = lambda peer, body: ()
+        self.load_now: Callable[[float], Load] = lambda lag_s: Load("serving", lag_s=lag_s)
+        self._config, self._names, self._rng, self._now = config, names, rng, now
+        self._core: Core | None = None
+        self._sockets: Sockets | None = None
+        self.background = BackgroundTasks()  # this node's own, and those of the parts that are built on it
+        self._stack = AsyncExitStack()
+        self._lag_s, self._beat_s, self._status = 0.0, 0.0, "starting"
+        self._outputs: deque[Output] = deque()
+        self._numbers = itertools.count()
+        self._questions: dict[tuple[str, int], asyncio.Future[Body]] = {}
+        self._seen = Seen()
+        self._told: dict[tuple[str, str], float] = {}
+        self._resolver = Resolver()
+        self._unresolved: list[str] = []
+        self._refused = 0  # facts, when we last looked
+
+    # ---- life
+
+    async def start(self, address: str) -> None:
+        """Joins: dials the peers until it is known, and goes on doing so. Raises ConfigError."""
+        seeds, self._unresolved = await resolved(self._config.peers, self._resolver)
+        check_count(seeds)
+        wall_ms = int(time.time() * 1000)
+        self.name = self._config.name or address
+        who = self._config.cluster, self._config.model, self.name, address
+        settings = Settings(*who, seeds, base_name=self._config.base_name)
+        core = Core(settings, self.keys, self._rng, self._now(), wall_ms)
+        core.restore(self._names.restore(wall_ms), self._now())
+        self._names.seen(wall_ms)
+        self._core, self._sockets = core, Sockets(self, self._config.tls, self._resolver)
+        self.background.run(self._stack, self._tick, "cluster tick")
+        self.background.run(self._stack, self._look_around, "cluster upkeep")
+
+    async def accept(self, request: web.Request) -> web.StreamResponse:
+        """The handler of another instance's connection."""
+        if self._sockets is None:
+            raise web.HTTPServiceUnavailable(text="This instance has not joined its cluster yet.")
+        return await self._sockets.accept(request)
+
+    async def stop(self) -> None:
+        """Leaves, so that nobody suspects anything."""
+        await self._stack.aclose()
+        if self._core is not None and self._sockets is not None:
+            self._core.leave(self._now())
+            self._settle()
+            await self._sockets.end()
+        self.ended.cancel()
+
+    async def close(self) -> None:
+        """Ends what is left after `stop`, when nobody gives or takes away names any more: HTTP has ended."""
+        await asyncio.to_thread(self._names.close)
+
+    @property
+    def keys(self) -> Keyring:
+        """The secrets that hold now."""
+        keys = self._config.keys
+        return keys.keys if isinstance(keys, SecretFile) else keys
+
+    # ---- what is known
+
+    @property
+    def core(self) -> Core:
+        """The state behind all this. Raises AssertionError before `start`."""
+        assert self._core is not None, "the node has not started"
+        return self._core
+
+    def members(self) -> tuple[Record, ...]:
+        """Everybody known, ourselves first, the dead and departed included."""
+        return self.core.members.records() if self._core else ()
+
+    def record(self, name: str) -> Record | None:
+        """One of them."""
+        return self.core.members.get(name)
+
+    def load(self, name: str) -> tuple[Load, float] | None:
+        """The newest load of an instance and its age in seconds."""
+        return (self.load_now(self._lag_s), 0.0) if name == self.name else self.core.facts.load(name, self._now())
+
+    def instances(self) -> tuple[Instance, ...]:
+        """What a router chooses among. Built anew only where a beat, a profile or a state has changed."""
+        live = (self.core.members.me, *filter(None, map(self.record, self.core.members.live())))
+        shelf = self.core.facts.shelf
+        return self._seen.all((record, self.load(record.name), shelf(record.name)) for record in live)
+
+    @property
+    def names_version(self) -> int:
+        """Another number whenever names or what they mean have changed."""
+        shelf = self._core.facts.shelf(SHARED) if self._core else None
+        return shelf.root if shelf else 0
+
+    def adapters(self) -> Iterator[Adapter]:
+        """All names and what they mean, in no order."""
+        return self._core.facts.adapters() if self._core else iter(())
+
+    def adapter(self, name: str) -> Adapter | None:
+        """What a name means; None if nobody gave it."""
+        return self._core.facts.adapter(name) if self._core else None
+
+    def given_s(self, name: str) -> float | None:
+        """When a name was last given or taken away, in unix time; None if it never was."""
+        shelf = self.core.facts.shelf(SHARED)
+        fact = shelf.get(name) if shelf else None
+        return fact.time_ms / 1000 if fact else None
+
+    def holders(self, digest: str) -> dict[str, Tier]:
+        """Who has its bytes and how near to their device. Only those alive: suspects may be back, and are left out."""
+        members = self.core.members
+        said = ((members.get(name), value) for name, value in self.core.facts.holders(digest).items())
+        return {record.name: tier_of(value) for record, value in said if record and record.state == State.ALIVE}
+
+    # ---- what is said
+
+    def register(self, adapter: Adapter) -> None:
+        """Gives a name its meaning on all instances. Raises InvalidRequest."""
+        self._names.save(self.core.register(adapter, self._now()))
+
+    def remove(self, name: str) -> None:
+        """Takes a name away on all instances; harmless where nobody knows it."""
+        self._names.save(self.core.remove(name, self._now()))
+
+    def hold(self, digest: str, tier: Tier) -> None:
+        """We have its bytes, all of them and verified."""
+        self.core.hold(digest, (int(tier),), self._now())
+
+    def drop(self, digest: str) -> None:
+        """We have them no more."""
+        self.core.drop(digest, self._now())
+
+    def publish(self, model: PerfModel | None, links: Links) -> None:
+        """How fast we are; None: nobody has measured it."""
+        self.core.hold(MODEL, model_value(model), self._now())
+        self.core.hold(LINKS, links_value(links), self._now())
+
+    async def ask(self, peer: str, body: Body, timeout_s: float) -> Body | None:
+        """A question to another instance, and what it answers."""
+        number = next(self._numbers)
+        answer: asyncio.Future[Body] = asyncio.get_running_loop().create_future()
+        self._questions[peer, number] = answer
+        try:
+            if not self.core.quote(peer, Quote(number, False, body)):
+                return None
+            self._settle()
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except TimeoutError:
+            return None
+        finally:
+            del self._questions[peer, number]
+
+    def reread_secrets(self) -> None:
+        """Takes the secrets that the file has now; those we have stay when it is of no use."""
+        keys = self._config.keys
+        if isinstance(keys, SecretFile):
+            try:
+                if keys.reread():
+                    self.core.rekey(keys.keys)
+                    log.info("the cluster's secrets are new")
+            except ConfigError as error:
+                self._say(logging.ERROR, "secrets", "", "%s; the secrets from before stay", error.message)
+
+    def families(self, labels: str) -> Iterator[str]:
+        """For GET /metrics: what we did not take in, or not keep."""
+        core = self.core
+        counts = {
+            "facts": (
+                core.facts.refused,
+                "Facts of other instances refused: wrong clocks, impostors, names or sizes that no adapter has.",
+            ),
+            "frames": (
+                core.malformed,
+                "Frames of other instances refused: not signed with a secret of ours, or no message.",
+            ),
+            "instances": (
+                core.members.refused_names,
+                "Times that an instance was not taken in, as there are too many.",
+            ),
+        }
+        for what, (count, text) in counts.items():
+            yield family(f"caraserve:cluster_{what}_refused_total", "counter", text, [(labels, count)])
+        text = "Removals of names forgotten before their time, for want of room."
+        yield family("caraserve:cluster_removals_dropped_total", "counter", text, [(labels, core.facts.dropped)])
+
+    # ---- what happens on connections
+
+    def connected(self, link: int, dialled: str | None) -> None:
+        """For `Sockets`, as the three below."""
+        self.core.connected(link, self._now(), dialled=dialled)
+        self._settle()
+
+    def received(self, link: int, frame: bytes) -> None:
+        """A frame came."""
+        self.core.received(link, frame, self._now())
+        self._settle()
+
+    def lost(self, link: int) -> None:
+        """A connection ended."""
+        self.core.lost(link, self._now())
+        self._settle()
+
+    def pull(self, link: int) -> bytes | None:
+        """The next frame to send."""
+        return self.core.pull(link, self._now())
+
+    # ---- inside
+
+    async def _tick(self) -> None:
+        planned_s = self._now()
+        while True:
+            now = self._now()
+            self._lag_s = max(now - planned_s, 0.8 * self._lag_s)
+            if now >= self._beat_s:
+                self._beat(now)
+            self.core.tick(now, int(time.time() * 1000))
+            self._settle()
+            planned_s = self._now() + _TICK_S
+            await asyncio.sleep(_TICK_S)
+
+    def _beat(self, now: float) -> None:
+        load = self.load_now(self._lag_s)
+        self.core.set_load(load, now, urgent=load.status != self._status)
+        self._status, self._beat_s = load.status, now + 2 * _TICK_S
+
+    async def _look_around(self) -> None:
+        resolve_s = self._now() + (_REREAD_S if self._unresolved else _RESOLVE_S)
+        while True:
+            await asyncio.sleep(_REREAD_S)
+            self.reread_secrets()
+            self._names.seen(int(time.time() * 1000))
+            if (refused := self.core.facts.refused) > self._refused:
+                self._refused = refused
+                text = "%d facts of other instances were refused so far; of the last one, %s"
+                self._say(logging.WARNING, "facts", "", text, refused, self.core.facts.objection)
+            if self._now() >= resolve_s:
+                seeds, self._unresolved = await resolved(self._config.peers, self._resolver)
+                resolve_s = self._now() + (_REREAD_S if self._unresolved else _RESOLVE_S)
+                if seeds:  # a name server that is away makes nobody leave
+                    self.core.seed(seeds)
+            for peer in self._unresolved:
+                self._say(logging.WARNING, "resolve", peer, "--peers %s does not resolve now", peer)
+
+    def _settle(self) -> None:
+        """Does what the core says, and has sent what it wants to send."""
+        core, sockets = self.core, self._sockets
+        assert sockets is not None
+        self._outputs.extend(core.take_outputs())
+        while self._outputs:  # should one fail, the next call goes on with those after it
+            output = self._outputs.popleft()
+            if isinstance(output, Dial):
+                sockets.dial(output.address)
+            elif isinstance(output, Close):
+                sockets.close(output.link)
+                who = output.dialled or "an instance that connected to us"
+                level = logging.WARNING if output.reason in (SILENT, STRANGER) else logging.DEBUG
+                self._say(level, output.reason, who, "the connection with %s ends: %s", who, output.reason)
+            else:
+                self._take(output)
+        sockets.flush(core.writable())
+
+    def _take(self, output: Output) -> None:
+        match output:
+            case MemberChanged(record, before):
+                log.info("%s at %s is %s", record.name, record.address, record.state.name.lower())
+                self.on_member(record, before)
+                self.on_held()
+            case FactsChanged(owner, facts) if owner == SHARED:
+                self._names.save(facts)
+                # What a later version means by a value is unknown here: as if nothing had been said, and no removal.
+                means = {fact.key: self.adapter(fact.key) for fact in facts}
+                gone = {fact.key for fact in facts if fact.deleted}
+                self.on_names({name: adapter for name, adapter in means.items() if adapter or name in gone})
+            case FactsChanged():
+                self.on_held()
+            case PeerRefused(peer, reason):
+                self._say(logging.WARNING, "refused", peer, "%s is refused: %s", peer, reason)
+            case RefusedUs(peer, reason, ours_to_go):
+                self._say(logging.ERROR, "refused us", peer, "%s refuses us: %s", peer or "an instance", reason)
+                if ours_to_go and not self.ended.done():
+                    self.ended.set_exception(ConfigError(f"this instance cannot join its cluster: {reason}"))
+            case Quoted(peer, quote):
+                self._quoted(peer, quote)
+
+    def _quoted(self, peer: str, quote: Quote) -> None:
+        if not quote.answer:
+            self.core.quote(peer, Quote(quote.number, True, self.on_question(peer, quote.body)))
+        elif (future := self._questions.get((peer, quote.number))) is not None and not future.done():
+            future.set_result(quote.body)
+
+    def _say(self, level: int, kind: str, about: str, text: str, *values: object) -> None:
+        """A log line, but not of one kind about one address all the time."""
+        now = self._now()
+        if now - self._told.get((kind, about), -_QUIET_S) >= _QUIET_S:
+            self._told = {key: when for key, when in self._told.items() if now - when < _QUIET_S}
+            self._told[kind, about] = now
+            log.log(level, text, *values)

@@ -1,0 +1,197 @@
+"""Connections between instances: one persistent WebSocket each, dialled or accepted. Level 4.
+
+What waits to be sent waits in the core, within its bounds: a frame is pulled when the connection takes it, not before.
+So a peer that does not read costs its 256 control frames and one beat, and nobody else anything.
+
+    core ──pull──► writer task ──► WebSocket ──► the peer's reader task ──received──► its core
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import socket
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+import aiohttp
+from aiohttp import web
+
+from caraserve.cluster.membership.dns import Resolver
+from caraserve.cluster.membership.messages import MAX_FRAME
+from caraserve.util.tasks import log_defect
+
+PATH = "/cluster/ws"
+
+_DIAL_S = 2.0  # the name server's part in it included
+_CLOSE_S = 1.0  # for the peer to take what is left, and to say goodbye
+_UNACKNOWLEDGED_MS = 10_000  # then the kernel gives a connection up: nobody is there
+_MOST_SOCKETS = 512  # strangers included, who have not shown a key yet
+
+_WebSocket: TypeAlias = "web.WebSocketResponse | aiohttp.ClientWebSocketResponse[bool]"
+
+
+class Ends(Protocol):
+    """What happens on connections, for the one who decides."""
+
+    def connected(self, link: int, dialled: str | None) -> None: ...
+
+    def received(self, link: int, frame: bytes) -> None: ...
+
+    def lost(self, link: int) -> None: ...
+
+    def pull(self, link: int) -> bytes | None:
+        """The next frame to send, if there is one."""
+
+
+@dataclass(slots=True, eq=False)
+class _Socket:
+    link: int
+    stream: _WebSocket
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    closing: bool = False
+
+
+class Sockets:
+    """All connections of one instance."""
+
+    def __init__(self, ends: Ends, tls: ssl.SSLContext | None, resolver: Resolver) -> None:
+        """`tls`: for dialling; None: peers speak plain HTTP."""
+        self._ends, self._tls = ends, tls
+        self._open: dict[int, _Socket] = {}
+        self._links = itertools.count()
+        self._dialling: dict[str, asyncio.Task[None]] = {}
+        self._conversations: set[asyncio.Task[None]] = set()
+        # A connection for each WebSocket, so that nothing is to be pooled.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True, resolver=resolver)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_DIAL_S)
+        redirects = aiohttp.TraceConfig()  # `ws_connect` has no argument that refuses them
+        redirects.on_request_redirect.append(_refuse_redirect)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, trace_configs=[redirects])
+
+    def dial(self, address: str) -> None:
+        """Connects to HOST:PORT in the background, unless that is under way. A failure is no event."""
+        if address not in self._dialling:
+            task = self._dialling[address] = asyncio.create_task(self._dial(address), name=f"dial {address}")
+            task.add_done_callback(lambda _: self._dialling.pop(address, None))
+            task.add_done_callback(log_defect)
+
+    async def accept(self, request: web.Request) -> web.StreamResponse:
+        """The handler of `PATH`. Returns when the connection has ended."""
+        if "Origin" in request.headers:  # browsers always say it; no page has any business here
+            raise web.HTTPForbidden(text="This address is for other instances.")
+        if len(self._open) >= _MOST_SOCKETS:
+            raise web.HTTPServiceUnavailable(text="Too many connections.")
+        stream = web.WebSocketResponse(timeout=_CLOSE_S, compress=False, max_msg_size=MAX_FRAME)
+        await stream.prepare(request)
+        await self._converse(stream, None)
+        return stream
+
+    def close(self, link: int) -> None:
+        """Sends what is left for a link, then ends it."""
+        found = self._open.get(link)
+        if found is not None:
+            found.closing = True
+            found.wake.set()
+
+    def flush(self, links: list[int]) -> None:
+        """These links have something to send."""
+        for link in links:
+            if (found := self._open.get(link)) is not None:
+                found.wake.set()
+
+    async def end(self) -> None:
+        """Sends what is left, and closes everything."""
+        for task in self._dialling.values():
+            task.cancel()
+        for link in list(self._open):
+            self.close(link)
+        if self._conversations:
+            await asyncio.wait(self._conversations, timeout=3 * _CLOSE_S)
+        await self._session.close()
+
+    async def _dial(self, address: str) -> None:
+        url = f"{'wss' if self._tls else 'ws'}://{address}{PATH}"
+        closing = aiohttp.ClientWSTimeout(ws_close=_CLOSE_S)
+        try:
+            async with asyncio.timeout(_DIAL_S):
+                stream = await self._session.ws_connect(
+                    url, ssl=self._tls or True, timeout=closing, max_msg_size=MAX_FRAME
+                )
+        except (aiohttp.ClientError, OSError, ValueError, TimeoutError):
+            return
+        self._dialling.pop(address, None)
+        await self._converse(stream, address)
+
+    async def _converse(self, stream: _WebSocket, dialled: str | None) -> None:
+        """The whole life of a connection, in a task that lives no longer than it."""
+        task = asyncio.current_task()
+        assert task is not None
+        here = _Socket(next(self._links), stream)
+        self._conversations.add(task)
+        self._open[here.link] = here
+        _on_kernel_socket(stream, _give_up_early)
+        self._ends.connected(here.link, dialled)
+        writer = asyncio.create_task(self._write(here), name="cluster writer")
+        writer.add_done_callback(log_defect)
+        try:
+            async for message in stream:
+                if message.type is not aiohttp.WSMsgType.BINARY or here.closing:
+                    break
+                self._ends.received(here.link, message.data)
+                await asyncio.sleep(0)  # a burst of frames is read without a pause otherwise
+        finally:
+            self._open.pop(here.link, None)
+            self._conversations.discard(task)
+            self._ends.lost(here.link)
+            await _finished(writer, here)
+
+    async def _write(self, here: _Socket) -> None:
+        with contextlib.suppress(ConnectionError, aiohttp.ClientError):
+            while True:
+                while (frame := self._ends.pull(here.link)) is not None:
+                    await here.stream.send_bytes(frame)
+                if here.closing:
+                    break
+                await here.wake.wait()
+                here.wake.clear()
+        await here.stream.close()  # and so the reader ends, too
+
+
+async def _refuse_redirect(
+    session: aiohttp.ClientSession, context: object, answer: aiohttp.TraceRequestRedirectParams
+) -> None:
+    """What answers at a peer's address must not choose which other URL this machine asks for."""
+    raise aiohttp.ClientConnectionError(f"{answer.url} redirects to another address")
+
+
+async def _finished(writer: "asyncio.Task[None]", here: _Socket) -> None:
+    """Gives the writer a moment for what is left, and then takes the connection away."""
+    here.closing = True
+    here.wake.set()
+    try:
+        await asyncio.wait([writer], timeout=2 * _CLOSE_S)
+    finally:
+        if not writer.done():
+            writer.cancel()
+            _on_kernel_socket(here.stream, _cut)
+
+
+def _on_kernel_socket(stream: _WebSocket, action: Callable[[socket.socket], None]) -> None:
+    """What transports do not offer; that the connection is gone already is fine."""
+    shown = stream.get_extra_info("socket")
+    with contextlib.suppress(OSError):
+        if shown is not None:
+            with socket.socket(fileno=os.dup(shown.fileno())) as raw:
+                action(raw)
+
+
+def _give_up_early(raw: socket.socket) -> None:
+    """A machine that vanished acknowledges nothing, and says nothing either."""
+    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
+
+
+def _cut(raw: socket.socket) -> None:
+    raw.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,1 @@
+"""Chooses the instances that hold each adapter."""

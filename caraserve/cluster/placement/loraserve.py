@@ -1,0 +1,123 @@
+"""Which instances store and serve which adapters: LoRAServe §IV-A, Algorithm 1, repaired. Pure; level 4.
+
+Instances are divided among ranks by demand, so that requests of one rank meet; an adapter's traffic is divided among
+instances of its rank. The steps are the paper's, with these repairs:
+
+- budgets of servers (step 2) sum to the number of servers: largest remainder, not rounding; and the highest rank with
+  demand gets a server, because above it no class could take it in without padding others
+- packing (step 3) has a second dimension, bytes, and adapters without demand spread by hash within their class instead
+  of piling up on its last server
+- what a class cannot carry (step 4) goes to the next higher rank with room, only then to lower ones
+- the previous plan is a constraint, not something to permute towards afterwards (step 5): instances keep their class
+  and adapters their instances while the budgets and the target allow it
+- every adapter has copies inside its class, more when it is hot: a choice that makes routing by old views harmless
+
+`packing.py` has steps 3 and 4. Hysteresis: a plan stays as long as it keeps what it promised when it was made, the
+largest utilisation over the mean and the share of the load among strangers of another rank.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from operator import attrgetter
+
+from caraserve.cluster.placement.bin_packing import Packing, PlacementOptions
+from caraserve.cluster.placement.cold_adapters import Node
+from caraserve.cluster.placement.plan import AdapterDemand, Plan, Server, word
+
+
+def place(
+    adapters: Iterable[AdapterDemand],
+    servers: Iterable[Server],
+    operating_points: Mapping[int, float],
+    epoch: int,
+    previous: Plan | None = None,
+    options: PlacementOptions | None = None,
+) -> Plan:
+    """The plan of an epoch. `operating_points`: tokens/s of one server by rank, within the SLO. The order of adapters
+    and servers does not matter. Raises ValueError without servers, or for a rank without an operating point."""
+    options = options or PlacementOptions()
+    known = sorted(adapters, key=attrgetter("name"))  # sums of floats depend on their order
+    machines = sorted(servers, key=lambda server: server.name)
+    if not machines:
+        raise ValueError("no instance to place adapters on")
+    if missing := {adapter.rank for adapter in known} - operating_points.keys():
+        raise ValueError(f"no operating point for rank {min(missing)}")
+    loads = {adapter.name: adapter.tokens_per_s / operating_points[adapter.rank] for adapter in known}
+    kept = _kept(known, machines, loads, previous, options) if previous else None
+    if kept and previous and _as_good(kept, previous, options):
+        return replace(kept, epoch=epoch, peak=previous.peak, strange=previous.strange)
+    ranks = _divided(known, machines, loads, previous)
+    packing = Packing([Node(m, word(m.name), ranks[m.name]) for m in machines], loads, previous, options)
+    packing.fill(known)
+    plan = packing.plan(epoch)
+    if kept and _as_good(kept, plan, options):
+        return replace(kept, epoch=epoch)  # no better one is to be had: what it does is the promise from now on
+    return plan
+
+
+def _as_good(plan: Plan, other: Plan, options: PlacementOptions) -> bool:
+    level = plan.peak <= other.peak * (1 + options.hysteresis)
+    return level and plan.strange <= other.strange + options.strangers
+
+
+def _kept(
+    adapters: Sequence[AdapterDemand],
+    machines: Sequence[Server],
+    loads: Mapping[str, float],
+    previous: Plan,
+    options: PlacementOptions,
+) -> Plan | None:
+    """The previous plan with new adapters added and gone ones left out; None if it cannot go on."""
+    if previous.overfull or previous.classes.keys() != {machine.name for machine in machines}:
+        return None
+    nodes = [Node(machine, word(machine.name), previous.classes[machine.name]) for machine in machines]
+    packing = Packing(nodes, loads, previous, options)
+    packing.adopt(adapters)
+    packing.fill([adapter for adapter in adapters if adapter.name not in previous.shares])
+    plan = packing.plan(previous.epoch)
+    return None if plan.overfull else plan
+
+
+# --- step 2 ---
+
+
+def budgets(loads: Mapping[int, float], servers: int) -> dict[int, int]:
+    """Servers by rank, in proportion to its load; they sum to `servers`."""
+    total = math.fsum(loads.values())
+    quotas = {rank: servers * load / total for rank, load in loads.items()}
+    counts = {rank: math.floor(quota) for rank, quota in quotas.items()}
+    top = max(rank for rank, load in loads.items() if load > 0)
+    counts[top] = max(counts[top], 1)
+    while (given := sum(counts.values())) != servers:
+        if given < servers:
+            counts[max(counts, key=lambda rank: (quotas[rank] - counts[rank], rank))] += 1
+        else:  # the server for the highest rank comes from whoever has most of a server too much
+            others = [rank for rank in counts if counts[rank] > 0 and rank != top]
+            counts[max(others, key=lambda rank: (counts[rank] - quotas[rank], rank))] -= 1
+    return counts
+
+
+def _divided(
+    adapters: Sequence[AdapterDemand], machines: Sequence[Server], loads: Mapping[str, float], previous: Plan | None
+) -> dict[str, int]:
+    """The rank that each instance is for."""
+    if not adapters:
+        return {machine.name: 0 for machine in machines}
+    idle = math.fsum(loads.values()) == 0  # then bytes are what there is to divide
+    by_rank = dict.fromkeys((adapter.rank for adapter in adapters), 0.0)
+    for adapter in adapters:
+        by_rank[adapter.rank] += adapter.num_bytes + 1 if idle else loads[adapter.name]
+    left = budgets(by_rank, len(machines))
+    before = previous.classes if previous else {}
+    ranks: dict[str, int] = {}
+    for machine in machines:
+        rank = before.get(machine.name, 0)
+        if left.get(rank, 0) > 0:
+            ranks[machine.name] = rank
+            left[rank] -= 1
+    # In order of rank on both sides: an instance that changes its class goes to a neighbouring one.
+    free = sorted((before.get(m.name, 0), m.name) for m in machines if m.name not in ranks)
+    wanted = sorted(rank for rank, count in left.items() for _ in range(count))
+    ranks.update((name, rank) for (_, name), rank in zip(free, wanted, strict=True))
+    return ranks

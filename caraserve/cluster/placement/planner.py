@@ -1,0 +1,269 @@
+"""The placement that the fleet goes by: made by one instance for each time step, adopted by all. Level 4.
+
+    demand of every instance ─► first live member by the hash of the step ─► plan ─► others pull it by its digest
+                                 (on its silence the second one)              └─► `mending.py` moves towards it
+
+Two plans at once cost efficiency only: the later step's holds, and of one step's two the greater digest.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from caraserve.cluster.membership.node import Node
+from caraserve.cluster.membership.signing import HEADER, is_signed
+from caraserve.cluster.membership.swim import State
+from caraserve.cluster.placement.demand import STEP_S, Demand, Rates, expected
+from caraserve.cluster.placement.plan import AdapterDemand, Plan, Server, Share, planners
+from caraserve.cluster.placement.plan_codec import MAX_PLAN_BYTES, decoded
+from caraserve.cluster.placement.planner_process import ask, question
+from caraserve.cluster.routing.perf_model import PerfModel
+from caraserve.cluster.routing.price_metrics import Typical
+from caraserve.cluster.state.replicated_map import Adapter
+from caraserve.cluster.state.scan import known_adapters
+from caraserve.cluster.transfer.peer_client import Transfers, Trouble
+from caraserve.config import DIGEST
+from caraserve.telemetry.prometheus import family
+
+log = logging.getLogger(__name__)
+
+PATH = "/cluster/placement"
+PLAN, ROOM = ":plan", ":room"  # keys on an instance's own shelf: (epoch, digest); bytes of adapters that it stores
+
+_MAKING_S = 120.0
+_MAX_DEMAND_BYTES = 8 << 20
+_MOST_TOKENS_PER_S = 1e9  # of one adapter on one instance; what says more is wrong
+_AHEAD = 1  # steps by which another's clock may be before ours
+_RUNNING = 64  # requests that an instance serves at once, where it is asked how much it can do
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How often, and how long for whom."""
+
+    look_s: float = 1.0
+    settle_s: float = 3.0  # after joining, for the others to be known
+    silence_s: float = 10.0  # of the one whose turn it is; then it is the next one's
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """All adapters' names, and their demand."""
+
+    adapters: list[Adapter]
+    rates: list[Rates]
+
+
+class Planner:
+    """One instance's part in it."""
+
+    def __init__(
+        self,
+        node: Node,
+        transfers: Transfers,
+        routing: str,
+        room_bytes: int,
+        slo_ms: float,
+        now: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        pace: Pace | None = None,
+    ) -> None:
+        """`room_bytes`: of adapters that this instance stores. `slo_ms`: time per token that is promised."""
+        self.demand = Demand()
+        self.plan: Plan | None = None
+        self.on_plan: Callable[[Plan], None] = lambda plan: None
+        self.made = self.failed = 0
+        self._node, self._transfers = node, transfers
+        self._routing, self._room_bytes, self._slo_ms = routing, room_bytes, slo_ms
+        self._now, self._wall, self._pace = now, wall, pace or Pace()
+        self._body = b""  # the plan, encoded
+        self._adopted_s = 0.0
+
+    def routes(self) -> list[web.RouteDef]:
+        """For the port on which other instances ask."""
+        return [web.get(f"{PATH}/demand", self._tell_demand), web.get(f"{PATH}/plans/{{digest}}", self._tell_plan)]
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        self._node.core.hold(ROOM, (self._room_bytes,), self._now())
+        joined_s, again_s = self._wall(), self._now()
+        while True:
+            await asyncio.sleep(self._pace.look_s)
+            epoch = int(self._wall() / STEP_S)
+            if self.plan is not None and self.plan.epoch > epoch + _AHEAD:
+                self.plan, self._body = None, b""  # our clock was ahead when we took it
+            await self._adopt_published(epoch + _AHEAD)
+            if self.plan is not None and self.plan.epoch >= epoch:
+                continue
+            waited_s = self._wall() - max(epoch * STEP_S, joined_s + self._pace.settle_s)
+            if waited_s >= self._pace.silence_s * self._turn(epoch) and self._now() >= again_s:
+                await self._make(epoch)
+                if self.plan is None or self.plan.epoch < epoch:
+                    again_s = self._now() + self._pace.silence_s
+
+    # --- making ---
+
+    def _turn(self, epoch: int) -> int:
+        """How many others come before us."""
+        alive = [record.name for record in self._node.members() if record.state == State.ALIVE]
+        return planners(epoch, alive).index(self._node.name)
+
+    async def _make(self, epoch: int) -> None:
+        models = {one.name: one.model for one in self._node.instances()}
+        rooms = {name: room for name in models if (room := self._room(name)) is not None}
+        if not rooms:
+            return
+        known = await self._known(epoch)
+        previous, body = self.plan, self._body
+        try:
+            asked = await asyncio.to_thread(_asked, self._routing, epoch, known, rooms, models, self._slo_ms)
+            body = await ask(asked, body, _MAKING_S)
+            plan = await asyncio.to_thread(decoded, body) if body else None
+        except (OSError, ValueError, TimeoutError) as error:
+            self.failed += 1
+            log.error("no plan could be made for step %d: %s", epoch, error)
+            return
+        if plan is not None and self.plan is previous:
+            self.made += 1
+            self._adopt(plan, body)
+
+    def _room(self, name: str) -> int | None:
+        shelf = self._node.core.facts.shelf(name)
+        fact = shelf.get(ROOM) if shelf is not None else None
+        match fact.value if fact is not None else ():
+            case (int(room),):
+                return room
+        return None
+
+    async def _known(self, epoch: int) -> _Known:
+        """Names in slices, so that the event loop goes on; demand from all who answer."""
+        others = [one for one in self._node.members()[1:] if one.state == State.ALIVE]
+        path = f"{PATH}/demand?epoch={epoch}"
+        bodies = await asyncio.gather(*(self._transfers.page(one.address, path, _MAX_DEMAND_BYTES) for one in others))
+        others_rates = await asyncio.to_thread(lambda: [*map(_rates, bodies)])
+        return _Known([one async for one in known_adapters(self._node)], [self.demand.rates(epoch), *others_rates])
+
+    # --- taking and telling ---
+
+    async def _adopt_published(self, most_epoch: int) -> None:
+        """Pulls the plan that holds over ours, from any who has it. Those of later steps come of a clock that is wrong,
+        and would hold over all others for as long as it is."""
+        held = self.plan
+        ours = (held.epoch, held.digest) if held is not None else (-1, "")
+        published: dict[tuple[int, str], list[str]] = {}
+        for record in self._node.members()[1:]:
+            shelf = self._node.core.facts.shelf(record.name)
+            fact = shelf.get(PLAN) if shelf is not None and record.state == State.ALIVE else None
+            match fact.value if fact is not None else ():
+                case (int(epoch), str(digest)) if (
+                    ours < (epoch, digest) and epoch <= most_epoch and DIGEST.fullmatch(digest)
+                ):
+                    published.setdefault((epoch, digest), []).append(record.address)
+        for best in sorted(published, reverse=True):
+            for address in published[best]:
+                if await self._adopt_from(address, *best):
+                    return
+
+    async def _adopt_from(self, address: str, epoch: int, digest: str) -> bool:
+        body = await self._transfers.page(address, f"{PATH}/plans/{digest}", MAX_PLAN_BYTES)
+        if isinstance(body, Trouble):
+            return False
+        try:
+            plan = await asyncio.to_thread(decoded, body)
+        except ValueError as error:
+            log.warning("the plan at %s is of no use: %s", address, error)
+            return False
+        if (plan.epoch, plan.digest) != (epoch, digest):
+            return False
+        self._adopt(plan, body)
+        return True
+
+    def _adopt(self, plan: Plan, body: bytes) -> None:
+        if not plan.holds_over(self.plan):
+            return
+        self.plan, self._body, self._adopted_s = plan, body, self._now()
+        self._node.core.hold(PLAN, (plan.epoch, plan.digest), self._now())
+        self.on_plan(plan)
+
+    async def _tell_demand(self, request: web.Request) -> web.Response:
+        self._check(request)
+        text = request.query.get("epoch", "")
+        epoch = int(text) if text.isdecimal() and len(text) < 12 else 0
+        return web.Response(body=orjson.dumps(self.demand.rates(epoch)), content_type="application/json")
+
+    async def _tell_plan(self, request: web.Request) -> web.Response:
+        self._check(request)
+        if self.plan is None or request.match_info["digest"] != self.plan.digest:
+            raise web.HTTPNotFound(text="This instance goes by another plan.")
+        return web.Response(body=self._body, content_type="application/octet-stream")
+
+    def _check(self, request: web.Request) -> None:
+        signed = request.headers.get(HEADER, "")
+        if not is_signed(self._node.keys, signed, request.method, request.path_qs, time.time()):
+            raise web.HTTPForbidden(text="This address is for other instances.")
+
+    def families(self, labels: str) -> Iterator[str]:
+        """For GET /metrics."""
+        plan = self.plan
+        age_s = self._now() - self._adopted_s if plan is not None else 0.0
+        for name, kind, text, value in (
+            ("plan_epoch", "gauge", "Time step of the placement in force; 0: none.", plan.epoch if plan else 0),
+            ("plan_age_seconds", "gauge", "Since it was adopted.", age_s),
+            ("plan_peak_ratio", "gauge", "Its largest utilisation over the mean.", plan.peak if plan else 0.0),
+            ("plan_strange_ratio", "gauge", "Its load at other ranks' instances.", plan.strange if plan else 0.0),
+            ("plans_made_total", "counter", "Plans that this instance made.", self.made),
+            ("plans_failed_total", "counter", "Plans that it could not make.", self.failed),
+        ):
+            yield family(f"caraserve:{name}", kind, text, [(labels, value)])
+
+
+def _rates(body: bytes | Trouble) -> Rates:
+    """Another instance's demand; none where it said nothing of use."""
+    if isinstance(body, Trouble):
+        return {}
+    try:
+        return {name: (_rate(old), _rate(new)) for name, (old, new) in orjson.loads(body).items()}
+    except (ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _rate(tokens_per_s: Any) -> float:
+    rate = float(tokens_per_s)
+    return rate if 0 <= rate <= _MOST_TOKENS_PER_S else 0.0
+
+
+def _asked(
+    routing: str,
+    epoch: int,
+    known: _Known,
+    rooms: Mapping[str, int],
+    models: Mapping[str, PerfModel],
+    slo_ms: float,
+) -> bytes:
+    """The question for a plan. One machine's speeds are the measure of the others'."""
+    typical = Typical()
+    wants = expected(known.rates)
+    adapters = [AdapterDemand(one.name, one.rank, one.num_bytes, wants.get(one.name, 0.0)) for one in known.adapters]
+    ranks = sorted({adapter.rank for adapter in adapters})
+
+    def point(name: str, rank: int) -> float:
+        sizes = typical.prompt_tokens, typical.output_tokens
+        return models[name].operating_point(rank, slo_ms, *sizes, _RUNNING)
+
+    measure = min(rooms)
+    middle = ranks[len(ranks) // 2] if ranks else 0
+    servers = [Server(name, room, point(name, middle) / point(measure, middle)) for name, room in rooms.items()]
+    points = {rank: point(measure, rank) for rank in ranks}
+    return question(routing, epoch, adapters, servers, points, padded=models[measure].padded)
+
+
+def restricted(plan: Plan, names: Sequence[str]) -> Plan:
+    """A plan of these adapters alone."""
+    shares: dict[str, tuple[Share, ...]] = {name: plan.shares[name] for name in names if name in plan.shares}
+    return Plan(plan.epoch, shares, plan.classes, plan.peak, plan.strange, plan.overfull, plan.digest)

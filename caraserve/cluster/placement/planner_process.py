@@ -1,0 +1,82 @@
+"""Makes a plan in a process of its own: seconds of computing beside which no server answers its clients. Level 4.
+
+    python -m caraserve.cluster.placement.planner_process < question > plan
+
+`ask` is the other side. Questions and plans are `plan_codec`'s bytes; what goes wrong is said on standard error.
+"""
+
+import asyncio
+import os
+import sys
+from collections.abc import Iterable, Mapping
+
+from caraserve.cluster.placement.plan import AdapterDemand, Plan, Server
+from caraserve.cluster.placement.plan_codec import decoded, encoded, packed, unpacked
+from caraserve.cluster.placement.plan_factory import make_plan
+
+_NICE = 10
+
+
+def question(
+    routing: str,
+    epoch: int,
+    adapters: Iterable[AdapterDemand],
+    servers: Iterable[Server],
+    points: Mapping[int, float],
+    *,
+    padded: bool,
+) -> bytes:
+    """What a plan is made of, but for the plan before it."""
+    return packed(
+        {
+            "routing": routing,
+            "epoch": epoch,
+            "adapters": [(one.name, one.rank, one.num_bytes, one.tokens_per_s) for one in adapters],
+            "servers": [(one.name, one.capacity_bytes, one.speed) for one in servers],
+            "points": list(points.items()),
+            "padded": padded,
+        }
+    )
+
+
+def answer(body: bytes, previous: Plan | None) -> Plan | None:
+    """The plan for a question; None if that routing needs none."""
+    asked = unpacked(body)
+    adapters = [AdapterDemand(*fields) for fields in asked["adapters"]]
+    servers = [Server(*fields) for fields in asked["servers"]]
+    points = {rank: rate for rank, rate in asked["points"]}  # noqa: C416 -- lists, not pairs
+    return make_plan(asked["routing"], adapters, servers, points, asked["epoch"], previous, asked["padded"])
+
+
+async def ask(body: bytes, previous: bytes, timeout_s: float) -> bytes:
+    """The encoded plan; empty if none is needed. `previous`: encoded, or empty. Raises OSError, with what the process
+    said, and TimeoutError."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", __name__),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(timeout_s):
+            plan, said = await process.communicate(len(body).to_bytes(8) + body + previous)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode != 0:
+        raise OSError(f"the process that makes plans ended with {process.returncode}: {said.decode()[-500:]}")
+    return plan
+
+
+def main() -> None:
+    """The process."""
+    os.nice(_NICE)
+    given = sys.stdin.buffer.read()
+    end = 8 + int.from_bytes(given[:8])
+    plan = answer(given[8:end], decoded(given[end:]) if given[end:] else None)
+    sys.stdout.buffer.write(encoded(plan) if plan is not None else b"")
+
+
+if __name__ == "__main__":
+    main()

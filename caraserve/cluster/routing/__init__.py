@@ -1,0 +1,1 @@
+"""Chooses the instance that answers a request."""

@@ -1,0 +1,243 @@
+"""How long an instance's next iteration takes: Toppings §5, eq. 2, kept true while the instance serves. Pure; level 4.
+
+`cost.py` asks it for every candidate of a request, so a prediction is a few multiplications on sums that a load beat
+carries. The functions at the top take plain numbers and call nothing. `DriftWatch` compares predicted with observed
+times and refits a model that has drifted: another clock speed, a neighbour on the machine, a profile made in haste.
+"""
+
+import dataclasses
+import math
+import statistics
+import struct
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, Self
+
+from caraserve.core.least_squares import fit_times
+from caraserve.core.machine_profile import Profile
+
+Kernel = Literal["measured", "unpadded", "padded"]
+"""`measured`: the profile's own fit, with a term for requests. `unpadded`, `padded`: eq. 2 for MBGMV and for BGMV."""
+
+_WINDOW = 128  # observations: some seconds of iterations
+_CHECK_EVERY = 32
+_TOLERANCE = 0.10  # median relative error that calls for a refit; fits of a quiet machine are within 0.04
+_GAIN = 0.9  # a refit has to lower that error to this share of it: otherwise the times only scatter
+_LEAST_MS, _MOST_MS = 1e-6, 1e9  # a nanosecond and eleven days: sums, products and ratios of such times are finite
+
+
+def decode_ms(
+    alpha_ms: float, gamma_ms: float, beta_ms: float, padded: bool, requests: float, rank_sum: float, rank_max: float
+) -> float:
+    """One token for each request (eq. 2). The base model's have rank 0; an empty batch takes no time."""
+    if requests == 0:
+        return 0.0
+    work = requests * rank_max if padded else rank_sum
+    return alpha_ms * work + gamma_ms * requests + beta_ms
+
+
+def prefill_ms(base_ms: float, token_ms: float, token_rank_ms: float, tokens: float, token_ranks: float) -> float:
+    """One iteration over prompts of so many tokens in all; `token_ranks` is Σ tokens · rank. Prefill kernels work by
+    segment, so one prompt's rank does not pad another's. No tokens take no time."""
+    if tokens == 0:
+        return 0.0
+    return base_ms + token_ms * tokens + token_rank_ms * token_ranks
+
+
+def mixed_ms(decoding_ms: float, beta_ms: float, prefilling_ms: float, base_ms: float) -> float:
+    """One iteration with tokens of both kinds. It reads the weights and is launched once: of the two fixed parts the
+    lesser falls away."""
+    if decoding_ms == 0.0 or prefilling_ms == 0.0:
+        return decoding_ms + prefilling_ms
+    return decoding_ms + prefilling_ms - min(beta_ms, base_ms)
+
+
+def operating_point(
+    token_ms: float, beta_ms: float, prefill_share_ms: float, slo_ms: float, most_requests: int
+) -> float:
+    """Tokens/s that one instance answers with when all its requests have one rank and time per token just meets the
+    SLO (LoRAServe §IV-A). `token_ms` is what one more request adds to an iteration, `prefill_share_ms` its prompt's
+    time over the tokens of its answer. An SLO that even one request misses still gets that one request. A time too
+    short to measure counts as a nanosecond, so that the result is finite."""
+    each_ms = max(token_ms + prefill_share_ms, _LEAST_MS)
+    requests = float(most_requests)
+    if requests * each_ms > slo_ms - beta_ms:
+        requests = max(1.0, math.floor((slo_ms - beta_ms) / each_ms))
+    return 1000.0 * requests / (beta_ms + requests * each_ms)
+
+
+@dataclass(frozen=True)  # without slots: `packed` stays with it
+class PerfModel:
+    """One instance's coefficients. They travel in its profile; a fleet may mix machines.
+
+    Raises ValueError where a coefficient is no time, or where decoding or prefilling for the base model would take none
+    at all: other code divides by these times, and an instance that claims to take no time would be sent every request.
+    """
+
+    alpha_ms: float  # decode, for each unit of rank
+    gamma_ms: float  # decode, for each request; eq. 2 has none
+    beta_ms: float  # decode, for each iteration
+    padded: bool  # work of a batch: requests · largest rank, or Σ rank
+    prefill_base_ms: float
+    prefill_token_ms: float
+    prefill_token_rank_ms: float
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not 0 <= value <= _MOST_MS:  # a peer sent it
+                raise ValueError(f"{field.name} of a performance model is {value}; use 0 to {_MOST_MS:g}")
+        if self.gamma_ms + self.beta_ms < _LEAST_MS:
+            raise ValueError("by this performance model decoding takes no time; gamma_ms or beta_ms has to be positive")
+        if self.prefill_base_ms + self.prefill_token_ms < _LEAST_MS:
+            raise ValueError(
+                "by this performance model prefilling takes no time; prefill_base_ms or prefill_token_ms has to be "
+                "positive"
+            )
+
+    @cached_property
+    def packed(self) -> bytes:
+        """The coefficients, one after another as float64."""
+        return struct.pack("=7d", *dataclasses.astuple(self))
+
+    @classmethod
+    def of(cls, profile: Profile, kernel: Kernel = "measured", padded_rank: int | None = None) -> Self:
+        """The model of a profile's machine under one of its three fits. `padded_rank`: what kernels compute for every
+        adapter, whatever its own rank; a request then costs the same beside any others."""
+        decode, prefill = profile.decode, profile.prefill
+        line = {"unpadded": decode.unpadded, "padded": decode.padded}.get(kernel)
+        alpha_ms, gamma_ms, beta_ms = (
+            (line.alpha_ms, 0.0, line.beta_ms) if line else (decode.alpha_ms, decode.gamma_ms, decode.beta_ms)
+        )
+        token_ms, token_rank_ms = prefill.per_token_ms, prefill.per_token_rank_ms
+        if padded_rank is not None:
+            alpha_ms, gamma_ms = 0.0, gamma_ms + alpha_ms * padded_rank
+            token_rank_ms, token_ms = 0.0, token_ms + token_rank_ms * padded_rank
+        return cls(alpha_ms, gamma_ms, beta_ms, kernel == "padded", prefill.base_ms, token_ms, token_rank_ms)
+
+    def decode_ms(self, requests: int, rank_sum: int, rank_max: int) -> float:
+        """One token for each of the batch's requests."""
+        return decode_ms(self.alpha_ms, self.gamma_ms, self.beta_ms, self.padded, requests, rank_sum, rank_max)
+
+    def prefill_ms(self, tokens: int, token_ranks: int) -> float:
+        """One iteration over prompts of so many tokens; `token_ranks` is Σ tokens · rank."""
+        return prefill_ms(self.prefill_base_ms, self.prefill_token_ms, self.prefill_token_rank_ms, tokens, token_ranks)
+
+    def iteration_ms(self, requests: int, rank_sum: int, rank_max: int, tokens: int, token_ranks: int) -> float:
+        """A token for each of the decoding requests, and so many tokens of prompts beside them."""
+        decoding_ms = self.decode_ms(requests, rank_sum, rank_max)
+        return mixed_ms(decoding_ms, self.beta_ms, self.prefill_ms(tokens, token_ranks), self.prefill_base_ms)
+
+    def operating_point(
+        self, rank: int, slo_ms: float, prompt_tokens: float, output_tokens: float, most_requests: int
+    ) -> float:
+        """Tokens/s of answers to typical requests of one rank under the SLO."""
+        prefill = self.prefill_base_ms + prompt_tokens * (self.prefill_token_ms + rank * self.prefill_token_rank_ms)
+        token_ms = self.alpha_ms * rank + self.gamma_ms
+        return operating_point(token_ms, self.beta_ms, prefill / output_tokens, slo_ms, most_requests)
+
+
+class _Line:
+    """ms = Σ coefficient · x, watched. Errors are relative: a short iteration counts as much as a long one."""
+
+    def __init__(self, coefficients: Sequence[float], anchors: Sequence[Sequence[float]]) -> None:
+        self.coefficients = tuple(coefficients)
+        self._anchors = [tuple(anchor) for anchor in anchors]
+        self._seen: deque[tuple[tuple[float, ...], float]] = deque(maxlen=_WINDOW)
+        self._until_check = _CHECK_EVERY
+
+    def observe(self, x: Sequence[float], ms: float) -> bool:
+        """Takes one iteration's time. True: the coefficients are new."""
+        if not 0 < ms < math.inf:
+            return False
+        self._seen.append((tuple(x), ms))
+        self._until_check -= 1
+        if self._until_check > 0:
+            return False
+        self._until_check = _CHECK_EVERY
+        return len(self._seen) >= _WINDOW // 2 and self.error > _TOLERANCE and self._refit()
+
+    @property
+    def error(self) -> float:
+        """Median of |predicted - observed| ÷ observed; 0 before any."""
+        return self._error(self.coefficients)
+
+    def _error(self, coefficients: Sequence[float]) -> float:
+        errors = [abs(_value(coefficients, x) - ms) / ms for x, ms in self._seen]
+        return statistics.median(errors) if errors else 0.0
+
+    def _refit(self) -> bool:
+        # Traffic of one kind says nothing of another: the profile's points stand in for what was not seen, moved by
+        # the ratio of what was. Without them, equal batches would leave the slope to chance.
+        ratios = [ms / predicted for x, ms in self._seen if (predicted := _value(self.coefficients, x)) > 0]
+        ratio = statistics.median(ratios) if ratios else 1.0
+        anchored = [(x, ratio * ms) for x in self._anchors if (ms := _value(self.coefficients, x)) > 0]
+        # Rows over their times: least squares then weighs relative errors, and a pause of the machine errs by 1.
+        rows = [*self._seen, *anchored]
+        columns = zip(*([value / ms for value in x] for x, ms in rows), strict=True)
+        found, _ = fit_times([list(column) for column in columns], [1.0] * len(rows))
+        if self._error(found) > _GAIN * self.error:
+            return False
+        self.coefficients = found
+        return True
+
+
+def _value(coefficients: Sequence[float], x: Sequence[float]) -> float:
+    return sum(map(float.__mul__, coefficients, map(float, x)))
+
+
+class DriftWatch:
+    """Keeps one instance's model true to the times it observes. `model` is the one to publish."""
+
+    def __init__(self, profile: Profile, kernel: Kernel = "measured", padded_rank: int | None = None) -> None:
+        self.model = model = PerfModel.of(profile, kernel, padded_rank)
+        self.refits = 0
+        self._with_requests = kernel == "measured"
+        decode_points = profile.decode.points
+        self._decode = _Line(
+            (model.alpha_ms, model.beta_ms, *([model.gamma_ms] if self._with_requests else [])),
+            [self._decode_row(point.batch, point.rank_sum, point.rank_max) for point in decode_points],
+        )
+        self._prefill = _Line(
+            (model.prefill_base_ms, model.prefill_token_ms, model.prefill_token_rank_ms),
+            [(1.0, point.tokens, point.tokens * point.rank) for point in profile.prefill.points],
+        )
+
+    def observe_decode(self, requests: int, rank_sum: int, rank_max: int, ms: float) -> bool:
+        """Takes an iteration that only decoded. True: `model` is new."""
+        if requests == 0 or not self._decode.observe(self._decode_row(requests, rank_sum, rank_max), ms):
+            return False
+        alpha_ms, beta_ms, *gamma_ms = self._decode.coefficients
+        return self._take(alpha_ms=alpha_ms, beta_ms=beta_ms, gamma_ms=gamma_ms[0] if gamma_ms else 0.0)
+
+    def observe_prefill(self, tokens: int, token_ranks: int, ms: float) -> bool:
+        """Takes an iteration that only prefilled. True: `model` is new."""
+        if tokens == 0 or not self._prefill.observe((1.0, tokens, token_ranks), ms):
+            return False
+        base_ms, token_ms, token_rank_ms = self._prefill.coefficients
+        return self._take(prefill_base_ms=base_ms, prefill_token_ms=token_ms, prefill_token_rank_ms=token_rank_ms)
+
+    def _take(self, **coefficients_ms: float) -> bool:
+        """Whether they make a model. Times of one kind of batch may fit a line through zero, which is none."""
+        try:
+            self.model = PerfModel(**(dataclasses.asdict(self.model) | coefficients_ms))
+        except ValueError:
+            return False
+        self.refits += 1
+        return True
+
+    @property
+    def decode_error(self) -> float:
+        """Median relative error of the decode iterations seen lately."""
+        return self._decode.error
+
+    @property
+    def prefill_error(self) -> float:
+        """Median relative error of the prefill iterations seen lately."""
+        return self._prefill.error
+
+    def _decode_row(self, requests: int, rank_sum: int, rank_max: int) -> tuple[float, ...]:
+        work = requests * rank_max if self.model.padded else rank_sum
+        return (float(work), 1.0, float(requests)) if self._with_requests else (float(work), 1.0)

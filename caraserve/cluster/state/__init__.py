@@ -1,0 +1,1 @@
+"""State that all instances share: a replicated map of adapters and of what each instance advertises."""

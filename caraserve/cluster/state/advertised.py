@@ -1,0 +1,222 @@
+"""What an instance says of itself, and what others make of it: load beats, its performance model, its holdings. Pure.
+
+    engine's Workload ─► Load ──beat──► Backlog ─┐
+    PerfModel, Links  ─► facts ─shelf─► the same ─┴─► router.Instance
+    digests by tier   ─► facts ─shelf─► holders
+
+Whatever arrives may be of another version of this program or wrong: it is then as if nothing had been said. Level 4.
+"""
+
+import dataclasses
+import operator
+from collections.abc import Collection, Iterable, Iterator
+from functools import lru_cache
+from math import inf
+
+from caraserve.cluster.membership.swim import Record, State
+from caraserve.cluster.routing.cost import Backlog, Links, Tier
+from caraserve.cluster.routing.perf_model import PerfModel
+from caraserve.cluster.routing.router import Instance
+from caraserve.cluster.state.replicated_map import Fact, Load, Shelf, Status, Value
+from caraserve.engine.stats import Workload
+
+MODEL, LINKS = ":model", ":links"  # keys on an instance's own shelf; all others there are digests of adapters
+
+_MOST_VALUES = 256  # models, or links, that are kept as read: several of each instance
+
+STALE_S = 1.0  # a load older than four beats is of an instance that has trouble
+_HUNG_S, _HUNG_ITERATIONS = 2.0, 10.0  # an iteration may take so long, or so many times what is predicted
+
+
+# --- load ---
+
+
+def load_of(
+    work: Workload, status: Status, response_tokens: float, iteration_age_s: float = 0.0, lag_s: float = 0.0
+) -> Load:
+    """The load to publish. `iteration_age_s`: since the last iteration ended, if there is work."""
+    return Load(
+        status=status,
+        running=work.running,
+        queued=work.queued,
+        ranks=tuple(sorted(work.ranks.items())),
+        queued_tokens=work.queued_tokens,
+        queued_token_ranks=work.queued_token_ranks,
+        kv_tokens=work.kv_tokens,
+        kv_free_tokens=work.kv_free_tokens,
+        queue_room=work.queue_room,
+        response_tokens=response_tokens,
+        iteration_age_s=iteration_age_s,
+        lag_s=lag_s,
+    )
+
+
+def backlog_of(load: Load) -> Backlog:
+    """What the cost function asks of an instance, from its load."""
+    return Backlog(
+        requests=load.running + load.queued,
+        rank_sum=sum(rank * count for rank, count in load.ranks),
+        rank_max=max((rank for rank, count in load.ranks if count), default=0),
+        queued_tokens=load.queued_tokens,
+        queued_token_ranks=load.queued_token_ranks,
+        kv_tokens=load.kv_tokens,
+        kv_free_tokens=load.kv_free_tokens,
+        queue_room=load.queue_room,
+    )
+
+
+# --- performance model and links ---
+
+
+def model_value(model: PerfModel | None) -> Value:
+    """A model as a fact's value: floats as texts, exactly. None: this machine was never measured."""
+    return () if model is None else _value(dataclasses.astuple(model))
+
+
+@lru_cache(maxsize=_MOST_VALUES)
+def model_of(value: Value) -> PerfModel | None:
+    """The model in a fact's value; None if there is none in it. The same one each time: what it keeps is kept."""
+    try:
+        alpha_ms, gamma_ms, beta_ms, padded, *rates = map(float, value)
+        base_ms, token_ms, token_rank_ms = rates
+        return PerfModel(alpha_ms, gamma_ms, beta_ms, bool(padded), base_ms, token_ms, token_rank_ms)
+    except ValueError:
+        return None
+
+
+def links_value(links: Links) -> Value:
+    """Links as a fact's value."""
+    return _value(dataclasses.astuple(links))
+
+
+@lru_cache(maxsize=_MOST_VALUES)
+def links_of(value: Value) -> Links:
+    """The links in a fact's value, likewise. Of an instance that said nothing of them: as fast as they could be."""
+    try:
+        load_ms, load_rate, disk_rate, fetch_ms, fetch_rate, blocks = map(float, value)
+    except ValueError:
+        return Links()
+    # One comparison for each: `min` of a number and NaN may be the number.
+    if not (0 <= load_ms < inf and 0 <= fetch_ms < inf and load_rate > 0 and disk_rate > 0 and fetch_rate > 0):
+        return Links()
+    return Links(load_ms, load_rate, disk_rate, fetch_ms, fetch_rate, bool(blocks))
+
+
+def _value(numbers: tuple[float | bool, ...]) -> Value:
+    return tuple(repr(float(number)) for number in numbers)  # which reads back exactly
+
+
+# --- an instance as a router sees it ---
+
+
+def instance_of(record: Record, load: Load, model: PerfModel, links: Links, age_s: float) -> Instance:
+    """An instance as a router sees it. `age_s`: of the load."""
+    able = record.state == State.ALIVE and age_s <= STALE_S and load.status == "serving" and not is_hung(load, model)
+    return Instance(record.name, model, backlog_of(load), links, able)
+
+
+Known = tuple[Record, tuple[Load, float] | None, Shelf | None]  # its newest load with its age, and its own shelf
+
+
+class Seen:
+    """Instances as a router sees them, built anew only where a beat, a performance model or a state has changed.
+
+    One that says it was never measured is taken for the slowest of those that were: it draws nothing from a faster one,
+    and has its share when they are busy. Where nobody was measured there is nothing to choose by, and each instance
+    answers what it is sent.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[tuple[object, ...], Instance]] = {}
+
+    def all(self, known: Iterable[Known]) -> tuple[Instance, ...]:
+        """Those of whom enough is known."""
+        measured: list[tuple[Instance, Fact, Fact | None]] = []
+        unmeasured: list[tuple[Record, tuple[Load, float]]] = []
+        for record, found, shelf in known:
+            model_fact, links_fact = (shelf.get(key) if shelf else None for key in (MODEL, LINKS))
+            if found is None or model_fact is None:
+                continue
+            instance = self._of(record, found, model_fact, links_fact)
+            if instance is None:
+                unmeasured.append((record, found))
+            else:
+                measured.append((instance, model_fact, links_fact))
+        seen = [instance for instance, _, _ in measured]
+        if measured and unmeasured:
+            _, model_fact, links_fact = max(measured, key=lambda one: _typical_ms(one[0].model))
+            taken = (self._of(record, found, model_fact, links_fact) for record, found in unmeasured)
+            seen += filter(None, taken)
+        return tuple(seen)
+
+    def _of(
+        self, record: Record, found: tuple[Load, float], model_fact: Fact, links_fact: Fact | None
+    ) -> Instance | None:
+        """None if there is no model in its fact."""
+        load, age_s = found
+        parts = (record, load, model_fact, links_fact, age_s > STALE_S)
+        known = self._known.get(record.name)
+        if known is not None and all(map(operator.is_, known[0], parts)):
+            return known[1]
+        model = model_of(model_fact.value)
+        if model is None:
+            return None
+        links = links_of(links_fact.value) if links_fact is not None else Links()
+        instance = instance_of(record, load, model, links, age_s)
+        self._known[record.name] = parts, instance
+        return instance
+
+
+def _typical_ms(model: PerfModel) -> float:
+    """A request alone, of 100 tokens and as many in answer: enough to tell a slow machine from a fast one."""
+    return model.prefill_ms(100, 1600) + 100 * model.decode_ms(1, 16, 16)
+
+
+def is_hung(load: Load, model: PerfModel) -> bool:
+    """Alive is not able: an engine may hang under a loop that answers."""
+    backlog = backlog_of(load)
+    predicted_ms = model.decode_ms(backlog.requests, backlog.rank_sum, backlog.rank_max)
+    predicted_ms += model.prefill_ms(backlog.queued_tokens, backlog.queued_token_ranks)
+    return load.iteration_age_s > max(_HUNG_S, _HUNG_ITERATIONS * predicted_ms / 1000)
+
+
+# --- holdings ---
+
+
+class Holdings:
+    """Which digests an instance holds, and how near to its device, as last said."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, Tier] = {}
+        self._upper: set[str] = set()  # those said to be above the disk
+
+    def changes(self, device: Collection[str], host: Collection[str]) -> Iterator[tuple[str, Tier]]:
+        """What to say anew, given the digests on the device and in the host tier. Cheap where most are on disk."""
+        now = dict.fromkeys(host, Tier.HOST) | dict.fromkeys(device, Tier.DEVICE)
+        for digest in self._upper - now.keys():
+            now[digest] = Tier.DISK
+        self._upper = {digest for digest, tier in now.items() if tier < Tier.DISK and digest in self._said}
+        for digest, tier in now.items():
+            if self._said.get(digest, tier) is not tier:
+                self._said[digest] = tier
+                yield digest, tier
+
+    def add(self, digest: str) -> bool:
+        """Its bytes are on our disk now. Whether that is news."""
+        if digest in self._said:
+            return False
+        self._said[digest] = Tier.DISK
+        return True
+
+    def drop(self, digest: str) -> None:
+        """We hold it no more."""
+        self._said.pop(digest, None)
+        self._upper.discard(digest)
+
+
+def tier_of(value: Value) -> Tier:
+    """The tier in a holder's fact; the farthest that still has bytes, if it is none we know."""
+    match value:
+        case (int(number), *_) if number in (Tier.DEVICE, Tier.HOST):
+            return Tier(number)
+    return Tier.DISK

@@ -1,0 +1,153 @@
+"""The names that all instances share, on disk: a cluster whose instances all restart still knows them. Level 4.
+
+A file beside the registry of this instance's own adapters. Tombstones are kept like names, or an instance that was away
+would bring back what was removed. A thread writes, and all that came meanwhile at once, without waiting for the disk: a
+lost one costs what the others tell us again.
+
+Tombstones go after their time, so who was away for longer cannot tell a name that was removed meanwhile from one that
+was not. The file says when its server last ran; after so long its names are those that the others tell, and our own
+adapters.
+"""
+
+import logging
+import sqlite3
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from caraserve.cluster.membership.messages import fact_of
+from caraserve.cluster.state.replicated_map import TOMBSTONE_S, Fact, is_expired
+from caraserve.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_SCHEMA_VERSION = 1
+_SCHEMA = """
+CREATE TABLE names (
+    name TEXT PRIMARY KEY, value TEXT NOT NULL, hlc INTEGER NOT NULL, node TEXT NOT NULL, deleted INTEGER NOT NULL
+) WITHOUT ROWID
+"""
+
+
+# Beside the first schema, so that earlier versions can go on with the file.
+_SEEN = "CREATE TABLE IF NOT EXISTS seen (only_row INTEGER PRIMARY KEY, wall_ms INTEGER NOT NULL)"
+_SEEN_EVERY_MS = 3_600_000
+
+
+def beside(registry: Path) -> Path:
+    """Where the names are, given the registry's file."""
+    return registry.with_name(f"{registry.stem}.cluster{registry.suffix}")
+
+
+class NamesFile:
+    """Facts of the shared shelf by name. `path` None: nothing is kept."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Raises ConfigError when the file cannot be used."""
+        self._where = str(path) if path else "in memory"
+        self._writer = ThreadPoolExecutor(1, "caraserve-names")
+        self._lock = threading.Lock()
+        self._waiting: dict[str, Fact] = {}
+        self._seen_ms = 0
+        try:
+            self._connection = sqlite3.connect(path or ":memory:", timeout=1.0, check_same_thread=False)
+            try:
+                self._prepare()
+            except BaseException:
+                self._connection.close()
+                raise
+        except (sqlite3.Error, ValueError) as error:
+            raise ConfigError(
+                f"{self._where}, which keeps the cluster's names beside --registry: {error}; another server may use it"
+            ) from None
+
+    def restore(self, wall_ms: int) -> list[Fact]:
+        """All names and the tombstones that others may still need; drops the others, and what a damaged file has in
+        their place. Nothing after too long. Raises ConfigError when the file cannot be read."""
+        try:
+            return self._restore(wall_ms)
+        except sqlite3.Error as error:
+            raise ConfigError(
+                f"{self._where}, which keeps the cluster's names beside --registry: {error}; remove it, and the other "
+                "instances tell the names again"
+            ) from None
+
+    def _restore(self, wall_ms: int) -> list[Fact]:
+        ((seen_ms,),) = self._connection.execute("SELECT max(wall_ms) FROM seen").fetchall()
+        if isinstance(seen_ms, int) and wall_ms - seen_ms > TOMBSTONE_S * 1000:
+            log.warning(
+                "%s was not in use for over %d days: its names are left out", self._where, TOMBSTONE_S // 86_400
+            )
+            with self._connection:
+                self._connection.execute("DELETE FROM names")
+        rows = self._connection.execute("SELECT name, value, hlc, node, deleted FROM names").fetchall()
+        facts = list(map(_fact, rows))
+        if damaged := facts.count(None):
+            log.warning("%s: %d names in it are damaged and left out", self._where, damaged)
+        kept = [None if fact is None or is_expired(fact, wall_ms) else fact for fact in facts]
+        dropped = [(row[0],) for row, fact in zip(rows, kept, strict=True) if fact is None]
+        with self._connection:
+            self._connection.executemany("DELETE FROM names WHERE name = ?", dropped)
+        return list(filter(None, kept))
+
+    def save(self, facts: Iterable[Fact]) -> None:
+        """Writes them soon, in one transaction with all that wait."""
+        with self._lock:
+            is_first = not self._waiting
+            self._waiting.update({fact.key: fact for fact in facts})
+            if is_first and self._waiting:
+                self._writer.submit(self._write)
+
+    def seen(self, wall_ms: int) -> None:
+        """We still run. Written once an hour."""
+        if wall_ms - self._seen_ms >= _SEEN_EVERY_MS:
+            self._seen_ms = wall_ms
+            # A clock that is behind takes nothing back.
+            text = "INSERT INTO seen VALUES (0, ?) ON CONFLICT DO UPDATE SET wall_ms = max(wall_ms, excluded.wall_ms)"
+            self._writer.submit(self._execute, text, [(wall_ms,)])
+
+    def close(self) -> None:
+        """Writes what waits, and closes the file."""
+        self._writer.shutdown(wait=True)
+        self._connection.close()
+
+    def _prepare(self) -> None:
+        execute = self._connection.execute
+        execute("PRAGMA locking_mode = EXCLUSIVE")
+        execute("PRAGMA journal_mode = WAL")
+        execute("PRAGMA synchronous = NORMAL")
+        (version,) = execute("PRAGMA user_version").fetchone()
+        if version not in (0, _SCHEMA_VERSION):
+            raise ValueError(f"it is of another version of this program (schema {version})")
+        with self._connection:
+            execute("BEGIN IMMEDIATE")
+            if version == 0:
+                execute(_SCHEMA)
+                execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+            execute(_SEEN)
+
+    def _write(self) -> None:
+        with self._lock:
+            facts, self._waiting = self._waiting.values(), {}
+        rows = [(fact.key, orjson.dumps(fact.value).decode(), fact.hlc, fact.node, fact.deleted) for fact in facts]
+        self._execute("INSERT OR REPLACE INTO names VALUES (?, ?, ?, ?, ?)", rows)
+
+    def _execute(self, text: str, rows: Iterable[tuple[str | int, ...]]) -> None:
+        try:
+            with self._connection:
+                self._connection.executemany(text, rows)
+        except sqlite3.Error as error:
+            log.error("names of the cluster cannot be kept in %s: %s", self._where, error)
+
+
+def _fact(row: tuple[Any, ...]) -> Fact | None:
+    """The fact in a row, held to the same limits as one from another instance; None if it is damaged."""
+    name, value, hlc, node, gone = row
+    try:
+        return fact_of([name, orjson.loads(value), hlc, node, bool(gone)])
+    except ValueError:
+        return None

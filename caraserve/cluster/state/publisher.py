@@ -1,0 +1,229 @@
+"""What this instance tells its cluster, from the engine and the adapters that it has. Level 4.
+
+engine.workload ─► load beats            engine.watch ─► DriftWatch ─► performance model, and its errors
+catalog ─► names and holdings            names from others ─► unloaded here too, or `on_wanted`
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+from caraserve.cluster.membership.node import Node
+from caraserve.cluster.membership.swim import State
+from caraserve.cluster.routing.cost import Links, Tier
+from caraserve.cluster.routing.forwarding import takes_nothing
+from caraserve.cluster.routing.perf_model import DriftWatch
+from caraserve.cluster.routing.price_metrics import Typical, gauges
+from caraserve.cluster.state.advertised import Holdings, backlog_of, load_of
+from caraserve.cluster.state.replicated_map import Adapter, Load, Status
+from caraserve.core.batch import Row
+from caraserve.engine.active_request import Open
+from caraserve.engine.stats import Workload, rank_of
+from caraserve.errors import CaraServeError
+from caraserve.lora.catalog import Catalog
+from caraserve.lora.registry import AdapterInfo
+from caraserve.telemetry.prometheus import family
+from caraserve.util.tasks import Tasks, in_turns
+
+log = logging.getLogger(__name__)
+
+_HOLDINGS_S = 1.0  # between looks at the tiers: a wrong guess costs a fetch
+_MEMORY = 0.3  # weight of the latest second's answers in the mean length
+_PRIOR_TOKENS = 200.0  # of an answer, before there are any
+
+
+class Working(Protocol):
+    """The part of the engine that is told of."""
+
+    @property
+    def draining(self) -> bool: ...
+
+    @property
+    def failure(self) -> str | None: ...
+
+    @property
+    def catalog(self) -> Catalog: ...
+
+    def workload(self, response_tokens: float) -> Workload: ...
+
+    async def unload_adapter(self, name: str) -> None: ...
+
+
+class Publisher:
+    """Keeps the cluster informed of one engine."""
+
+    def __init__(
+        self,
+        node: Node,
+        engine: Working,
+        answers: Callable[[], tuple[int, int]],
+        drift: DriftWatch | None,
+        links: Links,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`answers`: how many have ended and how many tokens they had. `drift` None: nothing is known of this machine,
+        and routers take it for as slow as the slowest that they know."""
+        self.on_wanted: Callable[[Adapter], None] = lambda adapter: None  # a name whose bytes are not here
+        self._node, self._engine, self._answers = node, engine, answers
+        self._drift, self._links, self._now = drift, links, now
+        self._holdings = Holdings()
+        self._response_tokens = _PRIOR_TOKENS
+        self._answered = (0, 0)
+        self._iterated_s: float | None = None  # when the last iteration ended, while there is work
+        self._times_ms = dict.fromkeys(("decode", "prefill"), (0.0, 0.0))  # predicted, observed; of all so far
+        self._unloads = Tasks()
+        self._taken: set[str] = set()  # names being unloaded because others took them away
+        self._unsaid: set[str] = set()  # names of the start whose turn in `announce` is to come
+
+    async def announce(self) -> None:
+        """All adapters that this instance starts with, then how fast it is: nobody forwards requests here before. A
+        name that the cluster gave another meaning, or took away, after ours was loaded has that meaning here, too.
+
+        Returns when all is said. `Catalog.on_change` must lead to `changed` by then: names come and go meanwhile.
+        """
+        infos = self._engine.catalog.all()
+        self._unsaid = {info.name for info in infos}
+        async for info in in_turns(infos):
+            self._unsaid.discard(info.name)
+            if self._engine.catalog.find(info.name) is not info:
+                continue
+            given_s = self._node.given_s(info.name)
+            if given_s is not None and given_s > info.created_s and not self._means(info.name, info.digest):
+                self.hold(info.digest, Tier.DISK)
+                self.take_names({info.name: self._node.adapter(info.name)})
+            else:
+                self.changed(info.name, info)
+        self._node.publish(self._drift.model if self._drift else None, self._links)
+
+    def changed(self, name: str, info: AdapterInfo | None) -> None:
+        """An adapter was loaded here, or unloaded."""
+        self._unsaid.discard(name)
+        if info is None:
+            if name not in self._taken:
+                self._node.remove(name)
+            return
+        try:
+            self._node.register(Adapter(name, info.digest, info.rank, info.num_bytes))
+        except CaraServeError as error:
+            log.warning("adapter %s serves on this instance alone: %s", name, error.message)
+        self.hold(info.digest, Tier.DISK)
+
+    def hold(self, digest: str, tier: Tier) -> None:
+        """All its bytes are here, and verified."""
+        if self._holdings.add(digest):
+            self._node.hold(digest, tier)
+
+    def drop(self, digest: str) -> None:
+        """They are not."""
+        self._holdings.drop(digest)
+        self._node.drop(digest)
+
+    def take_names(self, news: Mapping[str, Adapter | None]) -> None:
+        """Names that others gave or took away. Those that `announce` has not come to yet wait for it: it knows whether
+        the cluster's meaning or ours is the later one."""
+        for name, adapter in news.items():
+            if name in self._unsaid:
+                continue
+            here = self._engine.catalog.find(name)
+            if adapter is None:
+                if here is not None and name not in self._taken:
+                    self._unloads.start(self._unload(name), "cluster unload")
+            elif here is None or here.digest != adapter.digest:
+                if here is not None:
+                    log.warning("adapter %s has other contents now: %s, not %s", name, adapter.digest, here.digest)
+                self.on_wanted(adapter)
+
+    def load_now(self, lag_s: float) -> Load:
+        """What the next beat says."""
+        work = self._engine.workload(self._response_tokens)
+        if not work.running:
+            self._iterated_s = None
+        elif self._iterated_s is None:
+            self._iterated_s = self._now()
+        age_s = 0.0 if self._iterated_s is None else self._now() - self._iterated_s
+        status: Status = "draining" if takes_nothing(self._engine) else "serving"
+        return load_of(work, status, self._response_tokens, age_s, lag_s)
+
+    def watch(self, rows: Sequence[tuple[Open, Row]], ms: float) -> None:
+        """For `Engine.watch`: an iteration's time beside its prediction."""
+        self._iterated_s = self._now()
+        drift = self._drift
+        if drift is None:
+            return
+        ranks = [rank_of(opened.version, self._engine.catalog) for opened, _ in rows]
+        decodes = [row.start >= opened.request.prompt_tokens for opened, row in rows]
+        if all(decodes):
+            sums = (len(rows), sum(ranks), max(ranks, default=0))
+            self._count("decode", drift.model.decode_ms(*sums), ms)
+            refitted = drift.observe_decode(*sums, ms)
+        elif not any(decodes):
+            tokens = sum(row.count for _, row in rows)
+            token_ranks = sum(row.count * rank for (_, row), rank in zip(rows, ranks, strict=True))
+            self._count("prefill", drift.model.prefill_ms(tokens, token_ranks), ms)
+            refitted = drift.observe_prefill(tokens, token_ranks, ms)
+        else:
+            return
+        if refitted:
+            self._node.publish(drift.model, self._links)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(_HOLDINGS_S)
+            self._observe_answers()
+            residency = self._engine.catalog.residency
+            device = {version.digest for version in residency.on_device()}
+            host = {version.digest for version in residency.in_host()}
+            for digest, tier in self._holdings.changes(device, host):
+                self._node.hold(digest, tier)
+
+    def families(self, labels: str) -> Iterator[str]:
+        """For GET /metrics."""
+
+        def by(name: str, kind: str, text: str, label: str, values: Mapping[str, float]) -> str:
+            return family(name, kind, text, [(f'{label}="{of}",{labels}', value) for of, value in values.items()])
+
+        states = [record.state for record in self._node.members()]
+        counts = {state.name.lower(): states.count(state) for state in State}
+        yield by("caraserve:cluster_members", "gauge", "Instances by state, this one included.", "state", counts)
+        if self._drift is None:
+            return
+        for index, kind in enumerate(("predicted", "observed")):
+            seconds = {phase: times[index] / 1000 for phase, times in self._times_ms.items()}
+            text = f"Iterations of one phase, {kind}; those that mix phases are left out."
+            yield by(f"caraserve:{kind}_iteration_seconds_total", "counter", text, "phase", seconds)
+        errors = {"decode": self._drift.decode_error, "prefill": self._drift.prefill_error}
+        text = "Median of |predicted - observed| / observed over recent iterations."
+        yield by("caraserve:prediction_error_ratio", "gauge", text, "phase", errors)
+        text = "Times that the performance model was fitted anew."
+        yield family("caraserve:model_refits_total", "counter", text, [(labels, self._drift.refits)])
+        typical = Typical(output_tokens=self._response_tokens)
+        yield from gauges(self._drift.model, backlog_of(self.load_now(0.0)), labels, typical)
+
+    def _count(self, phase: str, predicted_ms: float, observed_ms: float) -> None:
+        predicted, observed = self._times_ms[phase]
+        self._times_ms[phase] = predicted + predicted_ms, observed + observed_ms
+
+    def _observe_answers(self) -> None:
+        count, tokens = self._answers()
+        if (new := count - self._answered[0]) > 0:
+            mean = (tokens - self._answered[1]) / new
+            self._response_tokens += _MEMORY * (max(1.0, mean) - self._response_tokens)
+        self._answered = count, tokens
+
+    def _means(self, name: str, digest: str) -> bool:
+        adapter = self._node.adapter(name)
+        return adapter is not None and adapter.digest == digest
+
+    async def _unload(self, name: str) -> None:
+        self._taken.add(name)
+        try:
+            await self._engine.unload_adapter(name)
+            log.info("adapter %s was removed from the cluster", name)
+        except CaraServeError as error:
+            log.warning("adapter %s was removed from the cluster and stays here: %s", name, error.message)
+        finally:
+            self._taken.discard(name)
+        self.take_names({name: self._node.adapter(name)} if self._node.adapter(name) else {})  # given again meanwhile

@@ -1,0 +1,1 @@
+"""Moves adapters between instances and keeps them on disk."""

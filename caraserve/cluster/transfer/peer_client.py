@@ -1,0 +1,193 @@
+"""Bytes of adapters from other instances' memory into ours, on a thread of their own. Level 4.
+
+The event loop that serves requests only hears how a range went: receiving and hashing take it no time. A chunk counts
+when its hash is right; what came after the last such one is as if it had not come.
+"""
+
+import asyncio
+import hashlib
+import ssl
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from enum import Enum
+from typing import Any, TypeVar
+
+import aiohttp
+
+from caraserve.cluster.membership.auth import Keyring
+from caraserve.cluster.membership.dns import Resolver
+from caraserve.cluster.membership.signing import HEADER, signature
+from caraserve.cluster.transfer.upload import PATH
+from caraserve.lora.manifest import MAX_MANIFEST_BYTES
+
+T = TypeVar("T")
+
+_CONNECT_S = 1.0
+_REACH_S = 2.0  # the name server's part in it included
+_SILENT_S = 5.0  # without a byte: the peer is as good as gone
+_KEPT_ALIVE_S = 15.0
+_CLOSING_S = 0.05  # connections are closed some turns of the loop after their session says that it is
+
+
+class Trouble(Enum):
+    """Why a peer did not give what it was asked for."""
+
+    FAILED = "failed"  # no connection, or it broke
+    BUSY = "busy"
+    ABSENT = "absent"  # it has no such bytes
+    CORRUPT = "corrupt"  # they are others than they should be
+
+
+class Transfers:
+    """Asks other instances for what they hold."""
+
+    def __init__(self, keys: Callable[[], Keyring], tls: ssl.SSLContext | None) -> None:
+        """`tls`: for dialling; None: peers speak plain HTTP."""
+        self._keys, self._tls = keys, tls
+        self._session: aiohttp.ClientSession | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="caraserve-exchange", daemon=True)
+        self._thread.start()
+
+    async def page(self, address: str, path: str, most_bytes: int) -> bytes | Trouble:
+        """The whole of a small answer."""
+        return await self._there(self._page(f"http://{address}{path}", self._signed(path), most_bytes))
+
+    async def manifest(self, address: str, digest: str) -> bytes | Trouble:
+        """An adapter's manifest, unchecked."""
+        return await self.page(address, f"{PATH}/{digest}/manifest", MAX_MANIFEST_BYTES)
+
+    async def chunks(
+        self,
+        address: str,
+        digest: str,
+        start: int,
+        ends: Sequence[int],
+        hashes: Sequence[bytes],
+        into: memoryview,
+        right: Callable[[], None],
+    ) -> Trouble | None:
+        """Bytes of an image from `start` on, into `into`, which is as long: chunks up to `ends` (of the image) with
+        these hashes. `right` is called, here, for each that has come and is right, and its bytes stay as they are;
+        what kept the next one from it is returned."""
+        path = f"{PATH}/{digest}?from={start}&to={ends[-1]}"
+        sizes = [end - begin for begin, end in zip((start, *ends), ends, strict=False)]
+        here = asyncio.get_running_loop()
+
+        def checked() -> None:
+            here.call_soon_threadsafe(right)
+
+        work = self._chunks(f"http://{address}{path}", self._signed(path), sizes, hashes, into, checked)
+        return await self._there(work)
+
+    async def close(self) -> None:
+        """Ends what is under way, and the thread."""
+        await self._there(self._end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+        self._loop.close()
+
+    def _signed(self, path: str) -> dict[str, str]:
+        return {HEADER: signature(self._keys(), "GET", path, time.time())}
+
+    async def _there(self, work: Coroutine[Any, Any, T]) -> T:
+        """Whoever is cancelled meanwhile goes on only when the work has ended: it writes into memory of theirs."""
+        ended: Future[T] = Future()
+        tasks: list[asyncio.Task[T]] = []
+
+        def begin() -> None:
+            tasks.append(self._loop.create_task(work))
+            tasks[0].add_done_callback(lambda task: _pass_on(task, ended))
+
+        self._loop.call_soon_threadsafe(begin)
+        end = asyncio.wrap_future(ended)
+        try:
+            return await asyncio.shield(end)
+        except asyncio.CancelledError:
+            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            while not end.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([end])
+            if not end.cancelled():
+                end.exception()  # which nobody else will look at
+            raise
+
+    # --- on the thread ---
+
+    def _get(self, url: str, headers: dict[str, str]) -> Any:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_ALIVE_S, resolver=Resolver())
+            timeout = aiohttp.ClientTimeout(None, connect=_REACH_S, sock_connect=_CONNECT_S, sock_read=_SILENT_S)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
+        scheme = "https" if self._tls else "http"
+        url = url.replace("http", scheme, 1)
+        return self._session.get(url, headers=headers, ssl=self._tls or True, allow_redirects=False)
+
+    async def _page(self, url: str, headers: dict[str, str], most_bytes: int) -> bytes | Trouble:
+        try:
+            async with self._get(url, headers) as answer:
+                if (trouble := _trouble(answer.status)) is not None:
+                    return trouble
+                body = bytearray()
+                while (piece := await answer.content.readany()) and len(body) <= most_bytes:
+                    body += piece
+                return bytes(body) if len(body) <= most_bytes else Trouble.CORRUPT
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+            return Trouble.FAILED
+
+    async def _chunks(
+        self,
+        url: str,
+        headers: dict[str, str],
+        sizes: Sequence[int],
+        hashes: Sequence[bytes],
+        into: memoryview,
+        right: Callable[[], None],
+    ) -> Trouble | None:
+        count = at = checked = 0
+        try:
+            async with self._get(url, headers) as answer:
+                if (trouble := _trouble(answer.status)) is not None:
+                    return trouble
+                while piece := await answer.content.readany():
+                    if at + len(piece) > len(into):
+                        return Trouble.CORRUPT
+                    into[at : at + len(piece)] = piece
+                    at += len(piece)
+                    while count < len(sizes) and at - checked >= sizes[count]:
+                        if hashlib.sha256(into[checked : checked + sizes[count]]).digest() != hashes[count]:
+                            return Trouble.CORRUPT
+                        checked += sizes[count]
+                        count += 1
+                        right()
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+            return Trouble.FAILED
+        return None if count == len(sizes) else Trouble.FAILED
+
+    async def _end(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+            await asyncio.sleep(_CLOSING_S)
+
+
+def _pass_on(task: asyncio.Task[T], to: Future[T]) -> None:
+    """How a task on the thread has ended."""
+    if task.cancelled():
+        to.cancel()
+    elif (error := task.exception()) is not None:
+        to.set_exception(error)
+    else:
+        to.set_result(task.result())
+
+
+def _trouble(status: int) -> Trouble | None:
+    if status in (200, 206):
+        return None
+    return {503: Trouble.BUSY, 404: Trouble.ABSENT}.get(status, Trouble.FAILED)

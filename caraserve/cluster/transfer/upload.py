@@ -1,0 +1,184 @@
+"""Our adapters for other instances: manifests and ranges of images, over HTTP. Level 4.
+
+    GET /cluster/adapters/{digest}/manifest     what the digest is the hash of
+    GET /cluster/adapters/{digest}?from=&to=    bytes of the image; 404: not held, 503: too many ask
+
+From the host tier where they are there, else read from our disk into memory that is kept for a few moments, so that an
+instance that hands out its adapters evicts none of its own.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from aiohttp import web
+from numpy.typing import NDArray
+
+from caraserve.cluster.membership.auth import Keyring
+from caraserve.cluster.membership.signing import HEADER, is_signed
+from caraserve.config import DIGEST
+from caraserve.core.lora_layout import HostAdapter, aligned_bytes
+from caraserve.errors import CaraServeError
+from caraserve.lora.adapter import Source
+from caraserve.lora.host_loader import Done
+from caraserve.lora.manager import Residency
+from caraserve.lora.manifest import manifest_of
+
+PATH = "/cluster/adapters"
+
+_SLICE_BYTES = 256 << 10  # written at a time: a tenth of a millisecond of the event loop
+_MOST_UPLOADS = 8
+_MOST_READ = 2  # images in memory outside the host tier
+_KEPT_S = 5.0
+_UPLOAD_S = 60.0  # of a range; an adapter is held so long for one who reads slowly
+
+
+Routes: TypeAlias = list[web.RouteDef]
+
+
+class Busy(Exception):
+    """Later."""
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    image: HostAdapter | CaraServeError | None = None
+    users: int = 0
+    there: asyncio.Event | None = None
+
+
+class Lending:
+    """Hands out what this instance has."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        read: Callable[[Source, NDArray[np.uint8], Done], None],
+        unread: Callable[[str, bool], None],
+        keys: Callable[[], Keyring],
+    ) -> None:
+        """`read`: an adapter from our disk, as residency's. `unread` is told of a digest that it did not give, and
+        whether that is because the bytes there are others now."""
+        self.sent_bytes = self.refusals = 0
+        self._residency, self._read, self._unread, self._keys = residency, read, unread, keys
+        self._uploads = 0
+        self._reads: dict[str, _Read] = {}
+
+    def routes(self) -> list[web.RouteDef]:
+        """For the port on which other instances ask."""
+        digest = f"{PATH}/{{digest:{DIGEST.pattern}}}"
+        return [web.get(f"{digest}/manifest", self.manifest), web.get(digest, self.image)]
+
+    async def manifest(self, request: web.Request) -> web.StreamResponse:
+        """The whole manifest."""
+        async with self._lent(request) as image:
+            return web.Response(body=manifest_of(image.spec), content_type="application/json")
+
+    async def image(self, request: web.Request) -> web.StreamResponse:
+        """Bytes [from, to) of the image."""
+        async with self._lent(request) as image:
+            start, end = (
+                int(text) if text.isdecimal() else -1 for text in map(request.query.get, ("from", "to"), ("", ""))
+            )
+            if not 0 <= start < end <= image.spec.num_bytes:
+                raise web.HTTPRequestRangeNotSatisfiable(text="No such bytes.")
+            response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+            response.content_length = end - start
+            await response.prepare(request)
+            async with asyncio.timeout(_UPLOAD_S):
+                for at in range(start, end, _SLICE_BYTES):
+                    # A copy: what a socket has not taken yet outlives our hold on the image when the peer goes away.
+                    piece = image.data[at : min(end, at + _SLICE_BYTES)].tobytes()
+                    await response.write(piece)
+                    self.sent_bytes += len(piece)
+                await response.write_eof()
+            return response
+
+    @asynccontextmanager
+    async def _lent(self, request: web.Request) -> AsyncIterator[HostAdapter]:
+        signed = request.headers.get(HEADER, "")
+        if not is_signed(self._keys(), signed, request.method, request.path_qs, time.time()):
+            raise web.HTTPForbidden(text="This address is for other instances.")
+        digest = request.match_info["digest"]
+        if self._uploads >= _MOST_UPLOADS:
+            self.refusals += 1
+            raise web.HTTPServiceUnavailable(text="Too many ask at once.", headers={"Retry-After": "1"})
+        self._uploads += 1
+        try:
+            async with self.image_of(digest) as image:
+                yield image
+        except Busy:
+            self.refusals += 1
+            raise web.HTTPServiceUnavailable(text="Too many ask at once.", headers={"Retry-After": "1"}) from None
+        except CaraServeError as error:
+            raise web.HTTPNotFound(text=error.message) from None
+        finally:
+            self._uploads -= 1
+
+    @asynccontextmanager
+    async def image_of(self, digest: str) -> AsyncIterator[HostAdapter]:
+        """An adapter's image, held in memory meanwhile. Raises Busy, or the error that reading it ended with."""
+        version = self._residency.find(digest)
+        if version is None:
+            raise CaraServeError(f"This instance does not have {digest}.")
+        version.pins += 1
+        try:
+            image = self._residency.image(digest)
+            if image is None:
+                async with self._from_disk(digest, version.source, version.num_bytes) as image:
+                    yield image
+                return
+            self._residency.begin_aside(version)
+            try:
+                yield image
+            finally:
+                self._residency.end_aside(version)
+        finally:
+            self._residency.unpin(version)
+
+    @asynccontextmanager
+    async def _from_disk(self, digest: str, source: Source, num_bytes: int) -> AsyncIterator[HostAdapter]:
+        entry = self._reads.get(digest) or self._begin(digest, source, num_bytes)
+        entry.users += 1
+        try:
+            while entry.image is None:
+                assert entry.there is not None
+                await entry.there.wait()
+            if isinstance(entry.image, CaraServeError):
+                raise entry.image
+            yield entry.image
+        finally:
+            entry.users -= 1
+            if isinstance(entry.image, CaraServeError):
+                self._drop(digest, entry)
+            else:
+                asyncio.get_running_loop().call_later(_KEPT_S, self._drop, digest, entry)
+
+    def _begin(self, digest: str, source: Source, num_bytes: int) -> _Read:
+        for other, old in [*self._reads.items()][: max(0, len(self._reads) - _MOST_READ + 1)]:
+            self._drop(other, old)
+        if len(self._reads) >= _MOST_READ:
+            raise Busy
+        entry = self._reads[digest] = _Read(there=asyncio.Event())
+
+        def done(result: HostAdapter | CaraServeError) -> None:
+            wrong = isinstance(result, HostAdapter) and result.spec.digest != digest
+            entry.image = CaraServeError("Its files have changed.") if wrong else result
+            if isinstance(entry.image, CaraServeError):
+                self._unread(digest, wrong)
+            assert entry.there is not None
+            entry.there.set()
+            self._drop(digest, entry)  # those who asked may have left meanwhile
+
+        self._read(source, aligned_bytes(num_bytes), done)
+        return entry
+
+    def _drop(self, digest: str, entry: _Read) -> None:
+        if entry.users == 0 and entry.image is not None and self._reads.get(digest) is entry:
+            with contextlib.suppress(KeyError):
+                del self._reads[digest]

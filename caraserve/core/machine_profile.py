@@ -1,0 +1,268 @@
+"""What was measured of one machine and one model, and the times that follow from it. Level 0: standard library.
+
+`calibrate.py` measures a `Profile`; scheduling and routing ask it. All predictions are functions of the profile alone.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+import re
+import sys
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from caraserve.core.least_squares import fit_times
+from caraserve.errors import ConfigError
+
+SCHEMA = 1  # goes up when a field changes its name or meaning
+
+Targets = Literal["qkv", "all"]  # q, k and v; or all seven modules of a layer
+
+ASSUMED_HANDOFF_MS = 0.05  # a hand-over where none was measured: 0.04 for 16 tokens and one worker on a Zen 5 core
+_WORKER_MS = 0.5  # of compute that one core should be given at once: far more than handing it over costs
+_WORKER_LEAST_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LoraRate:
+    """How fast ONE core computes the LoRA of one layer's modules, weights streamed from memory."""
+
+    rank: int
+    targets: Targets
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPoint:
+    """A measured iteration over one prompt of `tokens`, its adapter on all modules; rank 0: the base model."""
+
+    tokens: int
+    rank: int
+    ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """`ms = base + tokens · per_token + tokens · rank · per_token_rank`."""
+
+    points: tuple[PrefillPoint, ...]
+    base_ms: float
+    per_token_ms: float
+    per_token_rank_ms: float
+    r2: float
+
+    @classmethod
+    def fitted(cls, points: Sequence[PrefillPoint]) -> Self:
+        """Least squares over the points."""
+        columns = [
+            [1.0 for _ in points],
+            [float(point.tokens) for point in points],
+            [float(point.tokens * point.rank) for point in points],
+        ]
+        (base_ms, per_token_ms, per_token_rank_ms), r2 = fit_times(columns, [point.ms for point in points])
+        return cls(tuple(points), base_ms, per_token_ms, per_token_rank_ms, r2)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePoint:
+    """A measured iteration of one token for each of `batch` requests, every adapter another; rank 0: the base model."""
+
+    batch: int
+    rank_sum: int
+    rank_max: int
+    ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class LineFit:
+    """`ms = alpha · x + beta`; what x is, its owner says."""
+
+    alpha_ms: float
+    beta_ms: float
+    r2: float
+
+    @classmethod
+    def fitted(cls, x: Sequence[float], times_ms: Sequence[float]) -> Self:
+        """Least squares over the points."""
+        (alpha_ms, beta_ms), r2 = fit_times([x, [1.0] * len(x)], times_ms)
+        return cls(alpha_ms, beta_ms, r2)
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """`ms = alpha · Σ ranks + gamma · requests + beta` predicts; the other two fits are the literature's kernels."""
+
+    points: tuple[DecodePoint, ...]
+    padded: LineFit  # x = requests · largest rank
+    unpadded: LineFit  # x = Σ ranks
+    alpha_ms: float
+    gamma_ms: float
+    beta_ms: float
+    r2: float
+
+    @classmethod
+    def fitted(cls, points: Sequence[DecodePoint]) -> Self:
+        """Least squares over the points, three times."""
+        times_ms, ones = [point.ms for point in points], [1.0 for _ in points]
+        sums = [float(point.rank_sum) for point in points]
+        batches = [float(point.batch) for point in points]
+        padded = LineFit.fitted([float(point.batch * point.rank_max) for point in points], times_ms)
+        unpadded = LineFit.fitted(sums, times_ms)
+        (alpha_ms, gamma_ms, beta_ms), r2 = fit_times([sums, batches, ones], times_ms)
+        return cls(tuple(points), padded, unpadded, alpha_ms, gamma_ms, beta_ms, r2)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """One machine with one model. `machine` and `model` are keys; `quick` profiles have fewer points and repeats."""
+
+    schema: int
+    machine: str
+    model: str
+    made_unix_s: float
+    quick: bool
+    link_bytes_per_s: float  # of an adapter from host to device
+    link_latency_ms: float  # of each such copy, whatever its size
+    handoff_ms: float | None  # round trip to a CPU LoRA worker beyond its compute; None: not measured
+    lora: tuple[LoraRate, ...]  # ranks rise within each target set
+    prefill: Prefill
+    decode: Decode
+
+    def __post_init__(self) -> None:
+        rates = [rate for rate in self.lora if rate.rank > 0 and rate.tokens_per_s > 0]
+        if self.link_bytes_per_s <= 0 or {rate.targets for rate in rates} != {"qkv", "all"} or rates != [*self.lora]:
+            raise ValueError("a rate is missing or not above zero")
+        for targets in ("qkv", "all"):
+            ranks = [rate.rank for rate in self.lora if rate.targets == targets]
+            if ranks != sorted(set(ranks)):
+                raise ValueError("the ranks of lora do not rise")
+
+    # --- predictions ---
+
+    def prefill_ms(self, tokens: int, rank: int) -> float:
+        """One iteration over `tokens` of a prompt."""
+        fit = self.prefill
+        return fit.base_ms + tokens * (fit.per_token_ms + rank * fit.per_token_rank_ms)
+
+    def decode_ms(self, ranks: Sequence[int]) -> float:
+        """One iteration for requests with adapters of these ranks, 0 for the base model's; no requests take no time."""
+        if not ranks:
+            return 0.0
+        fit = self.decode
+        return fit.alpha_ms * sum(ranks) + fit.gamma_ms * len(ranks) + fit.beta_ms
+
+    def load_ms(self, num_bytes: int) -> float:
+        """One copy of so many bytes from host to device."""
+        return self.link_latency_ms + 1000 * num_bytes / self.link_bytes_per_s
+
+    def cpu_lora_ms(self, tokens: int, rank: int, targets: Targets) -> float:
+        """ONE core's time for one layer's modules; handing over comes on top.
+
+        A token's time grows in a line with the rank between measured ranks and beyond them; below the least measured
+        rank it stays the same, since kernels pad to it.
+        """
+        known = [(rate.rank, 1000 / rate.tokens_per_s) for rate in self.lora if rate.targets == targets]
+        above = next((index for index, (measured, _) in enumerate(known) if measured >= rank), len(known))
+        if above == 0:
+            return tokens * known[0][1]
+        if above == len(known):
+            return tokens * known[-1][1] * rank / known[-1][0]
+        (low, low_ms), (high, high_ms) = known[above - 1], known[above]
+        return tokens * (low_ms + (high_ms - low_ms) * (rank - low) / (high - low))
+
+    def tokens_per_worker(self, rank: int, targets: Targets = "qkv") -> int:
+        """The most tokens that one core should take of one layer's hand-over."""
+        return max(_WORKER_LEAST_TOKENS, int(_WORKER_MS / self.cpu_lora_ms(1, rank, targets)))
+
+    # --- files ---
+
+    def save(self, path: Path) -> None:
+        """Writes JSON that people can read. The file is always whole: the old one or this. Raises ConfigError."""
+        text = json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True, allow_nan=False) + "\n"
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise ConfigError(f"the profile cannot be written to {path}: {error.strerror}") from None
+
+
+def load(path: Path) -> Profile:
+    """Reads what `save` wrote, digit for digit. Raises ConfigError for a damaged file or one of another version."""
+    again = "run `caraserve profile` again"
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"the profile {path} cannot be read: {error.strerror}; {again}") from None
+    except (ValueError, RecursionError):
+        raise ConfigError(f"the profile {path} is not valid JSON; {again}") from None
+    if isinstance(fields, dict) and fields.get("schema", SCHEMA) != SCHEMA:
+        raise ConfigError(
+            f"the profile {path} has schema {fields['schema']!r:.20}, this version reads {SCHEMA}; {again}"
+        )
+    try:
+        profile: Profile = _parsed(Profile, fields, "profile")
+    except ValueError as error:
+        raise ConfigError(f"the profile {path} is damaged: {error}; {again}") from None
+    return profile
+
+
+def _parsed(kind: Any, value: Any, where: str) -> Any:
+    """`value` from JSON as a `kind`. Raises ValueError that says where it is wrong."""
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        if not isinstance(value, dict) or value.keys() != hints.keys():
+            raise ValueError(f"{where} must have the fields {', '.join(hints)}")
+        return kind(**{name: _parsed(hint, value[name], f"{where}.{name}") for name, hint in hints.items()})  # type: ignore[operator]
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_parsed(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value))
+    if origin is Literal and value in arguments:
+        return value
+    if origin is types.UnionType:
+        return None if value is None else _parsed(arguments[0], value, where)
+    if kind is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
+        return float(value)
+    if kind is not float and type(value) is kind:
+        return value
+    raise ValueError(f"{where} has a wrong value")
+
+
+# --- names ---
+
+
+def machine_key(accelerator: str = "") -> str:
+    """This machine: its CPU's name and the cores that this process may use, and its accelerator, if that is used."""
+    cores = len(os.sched_getaffinity(0))
+    key = f"{_slug(_cpu_name())}-{cores}-core{'s' if cores > 1 else ''}"
+    return f"{key}-{_slug(accelerator)}" if accelerator else key
+
+
+def _cpu_name() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1] if found else platform.machine()  # Arm's cpuinfo has no name
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.")[:60]
+
+
+def default_path(machine: str, model: str) -> Path:
+    """Where the profile of a model on a machine is kept: a name to read, and a digest that tells equal names apart."""
+    digest = hashlib.sha256(f"{machine}\n{model}".encode()).hexdigest()[:8]
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "caraserve" / "profiles" / f"{_slug(machine)}--{_slug(model)}-{digest}.json"

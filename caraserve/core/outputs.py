@@ -1,0 +1,99 @@
+"""Which tokens of an iteration are sampled or scored, and what each row gets of it; the same on every device. Level 1.
+
+A backend computes one output after another in this order: of each row first the prompt tokens to be scored, then the
+token to be sampled.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.core.batch import Plan, Row, RowResult
+from caraserve.core.request import TokenLogprob
+
+SAMPLE, SCORE = 0, 1  # kinds of output
+NOT_FINITE = -1  # in a token's place: a logit was infinite or not a number, so that none can be chosen or scored
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """[outputs] each: row of the batch's tokens, kind, alternatives to report (-1: not even a log-probability)."""
+
+    token: NDArray[np.int64]
+    kind: NDArray[np.int64]
+    logprobs: NDArray[np.int64]
+
+    def arrays(self) -> tuple[NDArray[np.int64], ...]:
+        return self.token, self.kind, self.logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the device made of the outputs, [outputs, …]."""
+
+    chosen: NDArray[np.integer]  # NOT_FINITE: the rest means nothing
+    logprob: NDArray[np.float32]
+    top_ids: NDArray[np.integer]  # [outputs, MAX_LOGPROBS]
+    top_logprobs: NDArray[np.float32]
+
+
+def scored_positions(row: Row, prompt_tokens: int) -> range:
+    """Positions of `row` whose following prompt token is to be scored."""
+    if row.prompt_logprobs is None:
+        return range(0)
+    return range(row.start, min(row.start + row.count, prompt_tokens - 1))
+
+
+def outputs_of(rows: tuple[Row, ...], prompt_tokens: NDArray[np.int64]) -> Output:
+    """`prompt_tokens` by request slot."""
+    tokens: list[int] = []
+    kinds: list[int] = []
+    logprobs: list[int] = []
+    first = 0
+    for row in rows:
+        scored = scored_positions(row, int(prompt_tokens[row.slot]))
+        tokens += [first + position - row.start for position in scored]
+        kinds += [SCORE] * len(scored)
+        logprobs += [row.prompt_logprobs or 0] * len(scored)
+        if row.samples:
+            tokens.append(first + row.count - 1)
+            kinds.append(SAMPLE)
+            logprobs.append(-1 if row.logprobs is None else row.logprobs)
+        first += row.count
+    token, kind, wanted = (np.array(part, np.int64) for part in (tokens, kinds, logprobs))
+    return Output(token, kind, wanted)
+
+
+def collect(
+    plan: Plan,
+    outputs: Output,
+    found: Found,
+    prompt_tokens: NDArray[np.int64],
+    loads: Mapping[int, tuple[int, float]] | None = None,
+) -> tuple[RowResult, ...]:
+    """Row results in the plan's order. `loads`, by adapter slot: layers that CPU workers computed, and ms for which the
+    iteration stood still for weights."""
+    chosen = found.chosen[: len(outputs.token)].tolist()
+    results = []
+    index = 0
+    for row in plan.rows:
+        count = len(scored_positions(row, int(prompt_tokens[row.slot])))
+        is_finite = NOT_FINITE not in chosen[index : index + count + row.samples]
+        prompt = tuple(_scored(outputs, found, at) for at in range(index, index + count)) if is_finite else ()
+        index += count
+        token, scored = None, None
+        if row.samples and is_finite:
+            token = chosen[index]
+            scored = _scored(outputs, found, index) if row.logprobs is not None else None
+        index += row.samples
+        cpu_layers, waited_ms = (loads or {}).get(row.adapter_slot, (0, 0.0))
+        results.append(RowResult(token, scored, prompt, cpu_layers, waited_ms, is_finite=is_finite))
+    return tuple(results)
+
+
+def _scored(outputs: Output, found: Found, index: int) -> TokenLogprob:
+    count = int(outputs.logprobs[index])
+    top = zip(found.top_ids[index, :count].tolist(), found.top_logprobs[index, :count].tolist(), strict=True)
+    return TokenLogprob(int(found.chosen[index]), float(found.logprob[index]), tuple(top))

@@ -1,0 +1,370 @@
+"""Layers whose LoRA weights have not arrived: wait, or have CPU workers compute the layer. Level 1; Toppings §4.
+
+Called by `step.py`. Which of the two is decided when the team gets to a layer, not when the iteration was launched: a
+layer that has arrived by then is computed on the device. One member decides and hands over; all add what comes back.
+"""
+
+import numpy as np
+from numba import types
+
+from caraserve.core.lora_layout import MAX_RANK, PANEL
+from caraserve.cpu import handoff as shared
+from caraserve.cpu.jit import apart, kernel
+from caraserve.cpu.kernels import ADD, RANK_GROUP
+from caraserve.cpu.libc import now_ns, sched_yield, wake
+from caraserve.cpu.simd import (
+    LANES,
+    fence,
+    fetch_add,
+    load_acquire,
+    spin_pause,
+    store_i64,
+    store_release,
+    vadd,
+    vload,
+    vstore,
+)
+from caraserve.cpu.structs import LORA_ENTRY, LOST, batch_at, buffers_at, lora_at, model_at, word
+from caraserve.cpu.tiles import call_by_address
+
+DEVICE, WORKERS, HOST = np.int64(0), np.int64(1), np.int64(2)  # whence a layer's LoRA comes; HOST: the load was lost
+
+# A slice of the hand-over under way, for those who wait: worker, number, incarnation, first token, tokens, deltas.
+PIECE_WORDS = 6
+NOBODY = np.int64(-1)  # number and incarnation of a slice that its worker never got
+_PIECE_BYTES = np.int64(8 * PIECE_WORDS)
+_PATIENCE_NS = np.int64(10_000_000)  # without progress, until the caller computes a slice itself
+_PAUSES, _YIELDS, _NAP_US = 400, 100, np.uint32(40)
+_ENTRY_BYTES = np.int64(LORA_ENTRY.itemsize)
+_SITE_BYTES, _SLICE_BYTES = np.int64(shared.SITE_BYTES), np.int64(shared.SLICE_BYTES)
+REDO_BYTES = 4 * shared.BLOCK_TOKENS * MAX_RANK + 64  # and a timespec
+_Q, _O, _GATE, _UP, _DOWN = np.int64(0), np.int64(3), np.int64(4), np.int64(5), np.int64(6)  # indices of SITES
+_call8, _call9 = call_by_address(8), call_by_address(9)
+_usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
+
+
+@kernel
+def host_entry(lora, adapter, layer, site):  # type: ignore[no-untyped-def]
+    """Address of a module's LORA_ENTRY over the host tier."""
+    return lora.host_entries + _ENTRY_BYTES * ((adapter * lora.layers + layer) * 7 + site)
+
+
+@kernel
+def source_of(batch, layer, segment):  # type: ignore[no-untyped-def]
+    """Whence the LoRA of a segment comes in a layer."""
+    if batch.arriving == 0:
+        return DEVICE
+    return word(batch.sources, layer * batch.segments + segment)
+
+
+@kernel
+def clock(lora, thread):  # type: ignore[no-untyped-def]
+    return lora.redo + (thread + 1) * lora.redo_bytes - 64
+
+
+@kernel
+def stamp(lora, batch, layer):  # type: ignore[no-untyped-def]
+    """Notes when a layer begins; member 0's."""
+    if batch.layer_ns != 0:
+        store_i64(batch.layer_ns + 8 * layer, now_ns(clock(lora, 0)))
+
+
+@kernel
+def _is_free(lora, worker):  # type: ignore[no-untyped-def]
+    """Whether a worker is there and has done all that its present life was asked."""
+    block = lora.blocks + worker * lora.block_bytes
+    incarnation = load_acquire(block + shared.INCARNATION)
+    if incarnation == 0:
+        return False
+    return incarnation != word(lora.asked, worker) or load_acquire(block + shared.DONE) == word(lora.published, worker)
+
+
+@kernel
+def _free_workers(lora):  # type: ignore[no-untyped-def]
+    count = 0
+    for worker in range(lora.workers):
+        if _is_free(lora, worker):
+            count += 1
+    return count
+
+
+@kernel
+def _adapts(lora, adapter, layer):  # type: ignore[no-untyped-def]
+    for site in range(7):  # noqa: SIM110  # compiled: no generators
+        if word(host_entry(lora, adapter, layer, site), 2) > 0:
+            return True
+    return False
+
+
+@apart(3)
+def choose_sources(lora_address, batch_address, layer):  # type: ignore[no-untyped-def]
+    """Decides for every segment whence this layer's LoRA comes, waiting where it must; member 0's, before a barrier."""
+    lora, batch = lora_at(lora_address), batch_at(batch_address)
+    for segment in range(batch.segments):
+        adapter = word(batch.segment_adapter, segment)
+        arrived, source, looks = word(lora.arrived, adapter), DEVICE, 0
+        started = np.int64(0)
+        while _adapts(lora, adapter, layer):
+            count = load_acquire(arrived)
+            if count > layer:
+                break
+            if count == LOST:
+                source = HOST
+                break
+            if word(batch.segment_assist, segment) != 0 and _free_workers(lora) > 0:
+                source = WORKERS
+                break
+            if looks == 0:
+                started = now_ns(clock(lora, 0))
+            looks += 1
+            if looks < _PAUSES:
+                spin_pause()
+            elif looks < _PAUSES + _YIELDS:
+                sched_yield()
+            else:
+                _usleep(_NAP_US)
+        if looks > 0:
+            waited = batch.waited_ns + 8 * segment
+            store_i64(waited, word(waited, 0) + now_ns(clock(lora, 0)) - started)
+        store_i64(batch.sources + 8 * (layer * batch.segments + segment), source)
+
+
+@kernel
+def _delta_stride(model, site):  # type: ignore[no-untyped-def]
+    """Bytes of a row of deltas: all modules that read the same input, side by side."""
+    if site < _O:
+        return 4 * (model.q_pad + 2 * model.kv_pad)
+    if site in (_GATE, _UP):
+        return 8 * model.inter_pad
+    return 4 * model.hidden_pad
+
+
+@kernel
+def _delta_column(model, site):  # type: ignore[no-untyped-def]
+    """Where a module's columns begin in a row of deltas, in bytes."""
+    if site == 1:
+        return 4 * model.q_pad
+    if site == 2:
+        return 4 * (model.q_pad + model.kv_pad)
+    if site == _UP:
+        return 4 * model.inter_pad
+    return 0 * model.inter_pad
+
+
+@kernel
+def _panels(model, site):  # type: ignore[no-untyped-def]
+    if site == _Q:
+        return model.q_pad // PANEL
+    if site < _O:
+        return model.kv_pad // PANEL
+    if site in (_GATE, _UP):
+        return model.inter_pad // PANEL
+    return model.hidden_pad // PANEL
+
+
+@kernel
+def _write_slice(model, lora, piece, adapter, layer, site, sites, x, x_stride, k, rows, y):  # type: ignore[no-untyped-def]
+    """Describes a slice to a worker: positions as offsets, modules that the adapter has."""
+    store_i64(piece + 8 * shared.SLICE_X, x - lora.base)
+    store_i64(piece + 8 * shared.SLICE_X_STRIDE, x_stride)
+    store_i64(piece + 8 * shared.SLICE_K, k)
+    store_i64(piece + 8 * shared.SLICE_ROWS, rows)
+    store_i64(piece + 8 * shared.SLICE_Y, y - lora.base)
+    store_i64(piece + 8 * shared.SLICE_Y_STRIDE, _delta_stride(model, site))
+    count = 0
+    for which in range(sites):
+        entry = host_entry(lora, adapter, layer, site + which)
+        if word(entry, 2) > 0:
+            at = piece + shared.SLICE_HEAD_BYTES + count * _SITE_BYTES
+            store_i64(at, word(entry, 0) - lora.base)
+            store_i64(at + 8, word(entry, 1) - lora.base)
+            for index in range(2, _ENTRY_BYTES // 8):
+                store_i64(at + 8 * index, word(entry, index))
+            store_i64(at + 8 * shared.SITE_PANELS, _panels(model, site + which))
+            store_i64(at + 8 * shared.SITE_COLUMN_BYTES, _delta_column(model, site + which))
+            count += 1
+    store_i64(piece + 8 * shared.SLICE_SITES, count)
+    store_i64(piece + 8 * shared.SLICE_BELL, 0)
+
+
+@kernel
+def _largest_rank(lora, adapter, layer, site, sites):  # type: ignore[no-untyped-def]
+    rank = np.int64(0)
+    for which in range(sites):
+        rank = max(rank, word(host_entry(lora, adapter, layer, site + which), 2))
+    return rank
+
+
+@kernel
+def _publish(lora):  # type: ignore[no-untyped-def]
+    """Lets the workers that have slices begin, and wakes those that sleep. One that has died just now loses them."""
+    for worker in range(lora.workers):
+        block = lora.blocks + worker * lora.block_bytes
+        if not _is_free(lora, worker):
+            store_i64(block + shared.COUNT, 0)
+        elif word(block, shared.COUNT // 8) > 0:
+            number = word(lora.published, worker) + 1
+            store_i64(lora.published + 8 * worker, number)
+            store_i64(lora.asked + 8 * worker, load_acquire(block + shared.INCARNATION))
+            store_release(block + shared.REQUEST, number)
+            fence()  # either we see that it sleeps, or it sees the request
+            if load_acquire(block + shared.ASLEEP) != 0:
+                store_release(block + shared.ASLEEP, 0)
+                wake(block + shared.ASLEEP)
+
+
+@kernel
+def _add_slice(model, lora, adapter, layer, site, sites, x, x_stride, k, first, rows, worker, index):  # type: ignore[no-untyped-def]
+    """Appends a slice to a worker's block and to the table of those who wait. Deltas lie where x's rows do."""
+    block = lora.blocks + worker * lora.block_bytes
+    count = word(block, shared.COUNT // 8)
+    y = lora.deltas + worker * lora.delta_bytes + first * _delta_stride(model, site)
+    piece = block + shared.SLICES + count * _SLICE_BYTES
+    _write_slice(model, lora, piece, adapter, layer, site, sites, x + first * x_stride, x_stride, k, rows, y)
+    store_i64(block + shared.COUNT, count + 1)
+    at = lora.slices + _PIECE_BYTES * index
+    store_i64(at, worker)
+    store_i64(at + 24, first)
+    store_i64(at + 32, rows)
+    store_i64(at + 40, y)
+
+
+@apart(9)
+def hand_over(model_address, lora_address, batch_address, layer, site, sites, x, x_stride, k):  # type: ignore[no-untyped-def]
+    """Cuts the tokens of segments that workers are to compute into slices of at most c tokens, and publishes them.
+
+    `site`, `sites`: the modules that read x. Member 0's, after x is complete and before a barrier. A segment that gets
+    no slice, for want of a worker, is computed by those who would have waited.
+    """
+    model, lora, batch = model_at(model_address), lora_at(lora_address), batch_at(batch_address)
+    free = _free_workers(lora)
+    slices, turn = 0, 0
+    for worker in range(lora.workers):
+        if _is_free(lora, worker):  # a late one may be reading its slices still
+            store_i64(lora.blocks + worker * lora.block_bytes + shared.COUNT, 0)
+    for segment in range(batch.segments):
+        store_i64(lora.segment_slices + 16 * segment, slices)
+        store_i64(lora.segment_slices + 16 * segment + 8, 0)
+        adapter = word(batch.segment_adapter, segment)
+        rank = _largest_rank(lora, adapter, layer, site, sites)
+        if source_of(batch, layer, segment) != WORKERS or free == 0 or rank == 0:
+            continue
+        first, tokens = word(batch.segment_first, segment), word(batch.segment_tokens, segment)
+        most = word(lora.tokens_per_worker, rank // 8)
+        parts = min((tokens + most - 1) // most, free)
+        for part in range(parts):
+            start, end = tokens * part // parts, tokens * (part + 1) // parts
+            while not _is_free(lora, turn % lora.workers):
+                turn += 1  # one of `free` is there; if it dies meanwhile, its slices are done by those who wait
+                if turn > 4 * lora.workers + slices:
+                    break
+            _add_slice(
+                model,
+                lora,
+                adapter,
+                layer,
+                site,
+                sites,
+                x,
+                x_stride,
+                k,
+                first + start,
+                end - start,
+                turn % lora.workers,
+                slices,
+            )
+            turn += 1
+            slices += 1
+        store_i64(lora.segment_slices + 16 * segment + 8, parts)
+    store_i64(lora.handed, word(lora.handed, 0) + slices)
+    _publish(lora)
+    for index in range(slices):
+        piece = lora.slices + _PIECE_BYTES * index
+        worker = word(piece, 0)
+        asked = word(lora.blocks + worker * lora.block_bytes, shared.COUNT // 8) > 0
+        store_i64(piece + 8, word(lora.published, worker) if asked else NOBODY)
+        store_i64(piece + 16, word(lora.asked, worker) if asked else NOBODY)
+
+
+@kernel
+def await_slice(lora, thread, piece):  # type: ignore[no-untyped-def]
+    """Whether a slice's deltas are there; False when its worker has died or stopped moving."""
+    block = lora.blocks + word(piece, 0) * lora.block_bytes
+    number, incarnation = word(piece, 1), word(piece, 2)
+    looks = 0
+    progress, since = np.int64(-1), np.int64(0)
+    while load_acquire(block + shared.DONE) != number:
+        if load_acquire(block + shared.INCARNATION) != incarnation:
+            return False
+        looks += 1
+        if looks < _PAUSES:
+            spin_pause()
+            continue
+        sched_yield()
+        now = now_ns(clock(lora, thread))
+        if load_acquire(block + shared.PROGRESS) != progress:
+            progress, since = load_acquire(block + shared.PROGRESS), now
+        elif now - since > _PATIENCE_NS:
+            return False
+    return True
+
+
+@kernel
+def _redo(buffers, lora, thread, entry, x, x_stride, k, rows, first, end, y, y_stride):  # type: ignore[no-untyped-def]
+    """Adds `x A B` to the output panels [first, end) from the weights in the host tier, as a worker would have."""
+    shrunk, rank = lora.redo + thread * lora.redo_bytes, word(entry, 2)
+    for start in range(0, rows, shared.BLOCK_TOKENS):
+        count = min(rows - start, shared.BLOCK_TOKENS)
+        for row in range(0, rank, RANK_GROUP):
+            _call8(
+                buffers.lora_shrink, entry, row, x + start * x_stride, x_stride, count, k, shrunk + 4 * row, 4 * rank
+            )
+        _call9(buffers.lora_expand, entry, shrunk, 4 * rank, count, first, end, y + start * y_stride, y_stride, ADD)
+
+
+@kernel
+def _add_rows(deltas, stride, rows, first, end, y, y_stride):  # type: ignore[no-untyped-def]
+    for row in range(rows):
+        for lane in range(4 * PANEL * first, 4 * PANEL * end, 4 * LANES):
+            at = y + row * y_stride + lane
+            vstore(at, vadd(vload(at), vload(deltas + row * stride + lane)))
+
+
+@apart(15)
+def add_deltas(  # type: ignore[no-untyped-def]
+    thread, model_address, buffers_address, lora_address, batch_address,
+    layer, site, segment, x, x_stride, k, first, end, y, y_stride,
+):  # fmt: skip
+    """Adds what the workers have computed for a segment to a module's output panels [first, end); redoes what they
+    have not."""
+    model, buffers = model_at(model_address), buffers_at(buffers_address)
+    lora, batch = lora_at(lora_address), batch_at(batch_address)
+    entry = host_entry(lora, word(batch.segment_adapter, segment), layer, site)
+    from_slice, slices = word(lora.segment_slices, 2 * segment), word(lora.segment_slices, 2 * segment + 1)
+    at, rows = word(batch.segment_first, segment), word(batch.segment_tokens, segment)
+    for index in range(max(slices, 1)):
+        piece, there = lora.slices + _PIECE_BYTES * (from_slice + index), False
+        if slices > 0:
+            at, rows = word(piece, 3), word(piece, 4)
+            there = await_slice(lora, thread, piece)
+        if there:
+            deltas = word(piece, 5) + _delta_column(model, site)
+            _add_rows(deltas, _delta_stride(model, site), rows, first, end, y + at * y_stride, y_stride)
+            continue
+        if first == 0:  # one member counts
+            fetch_add(lora.redone, 1)
+        x_at, y_at = x + at * x_stride, y + at * y_stride
+        _redo(buffers, lora, thread, entry, x_at, x_stride, k, rows, first, end, y_at, y_stride)
+
+
+@kernel
+def note_workers(thread, lora, batch, layer, group):  # type: ignore[no-untyped-def]
+    """Notes when the workers computed the hand-over just awaited; after the barrier that follows it."""
+    if thread != 0 or batch.worker_ns == 0 or batch.arriving == 0:
+        return
+    for worker in range(lora.workers):
+        block = lora.blocks + worker * lora.block_bytes
+        if word(block, shared.COUNT // 8) > 0 and load_acquire(block + shared.DONE) == word(lora.published, worker):
+            at = batch.worker_ns + 16 * ((layer * 4 + group) * lora.workers + worker)
+            store_i64(at, word(block, shared.STARTED_NS // 8))
+            store_i64(at + 8, word(block, shared.ENDED_NS // 8))

@@ -1,0 +1,75 @@
+"""Times one hand-over by itself: what the profile and `caraserve bench lora` measure. Level 1."""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.cpu.jit import entry
+from caraserve.cpu.libc import now_ns
+from caraserve.cpu.lora_workers import compute_side
+from caraserve.cpu.lora_workers.pool import Workers
+from caraserve.cpu.simd import load_i64
+from caraserve.cpu.structs import BATCH, address_of, filled
+from caraserve.cpu.tiles import call_by_address
+
+_SITES = np.int64(3)  # q, k, v: the modules that read a layer's first input
+_LAYER = np.int64(0)
+_call9 = call_by_address(9)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTrip:
+    """A hand-over of q, k and v: until all deltas were there, and for how long the slowest worker computed."""
+
+    total_s: float
+    compute_s: float
+
+
+@entry
+def _round_trip(models, buffer_sets, loras, batches):  # type: ignore[no-untyped-def]
+    """Returns the nanoseconds from publishing to the last delta; -1 if no worker was free or one did not do it."""
+    model, buffers, lora, batch = models[0], buffer_sets[0], loras[0], batches[0]
+    site = np.int64(0)
+    x_stride, k = 4 * model.hidden_pad, model.hidden
+    clock = compute_side.clock(lora, np.int64(0))
+    started = now_ns(clock)
+    records = address_of(model), address_of(lora), address_of(batch)
+    _call9(buffers.hand_over, *records, _LAYER, site, _SITES, buffers.normed, x_stride, k)
+    slices = load_i64(lora.segment_slices + 8)
+    done = slices > 0
+    for index in range(slices):
+        done = compute_side.await_slice(lora, np.int64(0), lora.slices + 8 * compute_side.PIECE_WORDS * index) and done
+    return now_ns(clock) - started if done else np.int64(-1)
+
+
+def one_segment(slot: int, tokens: int, layers: int) -> tuple[NDArray[np.void], list[NDArray[np.int64]]]:
+    """A BATCH record of one prompt whose adapter has not arrived, and the arrays behind it."""
+    arrays = {
+        "segment_first": np.array([0]),
+        "segment_tokens": np.array([tokens]),
+        "segment_adapter": np.array([slot]),
+        "segment_assist": np.array([1]),
+        "sources": np.full(layers, compute_side.WORKERS),
+        "waited_ns": np.array([0]),
+    }
+    unused = {name: 0 for name in BATCH.names or () if name not in arrays}
+    sizes = unused | {"tokens": tokens, "rows": 1, "segments": 1, "arriving": 1}
+    record = filled(BATCH, **sizes, **{name: int(array.ctypes.data) for name, array in arrays.items()})
+    return record, list(arrays.values())
+
+
+def round_trip(
+    model: NDArray[np.void],
+    buffers: NDArray[np.void],
+    lora: NDArray[np.void],
+    batch: NDArray[np.void],
+    workers: Workers,
+) -> RoundTrip | None:
+    """Hands the batch's one segment over and waits; None if no worker was free or one died. Nothing else may be handed
+    over meanwhile."""
+    started_ns = time.monotonic_ns()
+    total_ns = int(_round_trip(model, buffers, lora, batch))
+    spans = [end_ns - start_ns for start_ns, end_ns in workers.last_times_ns() if start_ns >= started_ns]
+    return RoundTrip(total_ns / 1e9, max(spans) / 1e9) if total_ns >= 0 and spans else None

@@ -1,0 +1,127 @@
+"""What a CPU LoRA worker does all its life: wait for a hand-over, compute x A B, publish the deltas. Level 1.
+
+Runs in a process of its own that `zygote.py` has forked and pinned; see handoff.py for the shared words.
+"""
+
+import numpy as np
+
+from caraserve.core.lora_layout import MAX_RANK, aligned_bytes
+from caraserve.cpu import handoff
+from caraserve.cpu.jit import entry, kernel
+from caraserve.cpu.kernels import RANK_GROUP, STORE, lora_expand, lora_shrink
+from caraserve.cpu.libc import now_ns, sched_yield, sleep_while, wake
+from caraserve.cpu.simd import fence, fetch_add, load_acquire, spin_pause, store_i64, store_release
+from caraserve.cpu.structs import LORA_ENTRY, word
+from caraserve.cpu.tiles import call_by_address
+from caraserve.util.units import align_up
+
+_PAUSES = 400  # about 10 µs: the next hand-over of the same layer comes within that if the core is free
+_YIELDS = 200  # then gives the core away between two looks, in case the caller needs it
+_ENTRY_BYTES = LORA_ENTRY.itemsize
+_call8, _call9 = call_by_address(8), call_by_address(9)
+_REQUEST, _VIGIL, _DONE, _PROGRESS, _ASLEEP = (
+    np.int64(at) for at in (handoff.REQUEST, handoff.VIGIL, handoff.DONE, handoff.PROGRESS, handoff.ASLEEP)
+)
+_SLICE_BYTES, _SITE_BYTES = np.int64(handoff.SLICE_BYTES), np.int64(handoff.SITE_BYTES)
+SCRATCH_BYTES = align_up(_ENTRY_BYTES + 16, 64) + 4 * handoff.BLOCK_TOKENS * MAX_RANK
+
+
+@kernel
+def _await_request(block, seen):  # type: ignore[no-untyped-def]
+    """Returns when the request is no longer `seen`: spins, then yields, then sleeps and uses no CPU."""
+    looks = 0
+    while load_acquire(block + _REQUEST) == seen:
+        looks += 1
+        if looks < _PAUSES:
+            spin_pause()
+        elif looks < _PAUSES + _YIELDS or load_acquire(block + _VIGIL) != 0:
+            sched_yield()
+        else:
+            store_release(block + _ASLEEP, 1)
+            fence()  # either we see the request or the vigil now, or the caller sees that we sleep
+            if load_acquire(block + _REQUEST) == seen and load_acquire(block + _VIGIL) == 0:
+                sleep_while(block + _ASLEEP, 1)
+            store_release(block + _ASLEEP, 0)
+
+
+@kernel
+def _compute_site(block, base, site, x, x_stride, k, rows, y, y_stride, shrink, expand, scratch):  # type: ignore[no-untyped-def]
+    """One module of some rows: `y = scale · (x Aᵀ) B`."""
+    entry, shrunk = scratch, scratch + SCRATCH_BYTES - 4 * handoff.BLOCK_TOKENS * MAX_RANK
+    store_i64(entry, word(site, 0) + base)
+    store_i64(entry + 8, word(site, 1) + base)
+    for index in range(2, _ENTRY_BYTES // 8):
+        store_i64(entry + 8 * index, word(site, index))
+    rank = word(site, 2)
+    for row in range(0, rank, RANK_GROUP):
+        _call8(shrink, entry, row, x, x_stride, rows, k, shrunk + 4 * row, 4 * rank)
+    panels, at = word(site, handoff.SITE_PANELS), y + word(site, handoff.SITE_COLUMN_BYTES)
+    _call9(expand, entry, shrunk, 4 * rank, rows, 0, panels, at, y_stride, STORE)
+    store_release(block + _PROGRESS, load_acquire(block + _PROGRESS) + 1)
+
+
+@kernel
+def _compute_slice(block, base, piece, shrink, expand, scratch):  # type: ignore[no-untyped-def]
+    rows = word(piece, handoff.SLICE_ROWS)
+    x_stride, y_stride = word(piece, handoff.SLICE_X_STRIDE), word(piece, handoff.SLICE_Y_STRIDE)
+    for first in range(0, rows, handoff.BLOCK_TOKENS):
+        count = min(rows - first, handoff.BLOCK_TOKENS)
+        x = base + word(piece, handoff.SLICE_X) + first * x_stride
+        y = base + word(piece, handoff.SLICE_Y) + first * y_stride
+        for index in range(word(piece, handoff.SLICE_SITES)):
+            site = piece + handoff.SLICE_HEAD_BYTES + index * _SITE_BYTES
+            k = word(piece, handoff.SLICE_K)
+            _compute_site(block, base, site, x, x_stride, k, count, y, y_stride, shrink, expand, scratch)
+
+
+@kernel
+def _ring(base, piece):  # type: ignore[no-untyped-def]
+    """Tells the slice's bell that its deltas are there."""
+    bell = word(piece, handoff.SLICE_BELL)
+    if bell != 0 and fetch_add(base + bell + handoff.BELL_LEFT, -1) == 1:
+        store_release(base + bell, load_acquire(base + bell + handoff.BELL_VALUE))
+
+
+@entry
+def _work(block, base, seen, shrink, expand, scratch, lives):  # type: ignore[no-untyped-def]
+    """Serves the hand-overs after number `seen`. Never returns unless `lives` is 0, which compiles it and no more."""
+    clock = scratch + _ENTRY_BYTES
+    while lives != 0:
+        _await_request(block, seen)
+        seen = load_acquire(block + _REQUEST)
+        store_i64(block + handoff.STARTED_NS, now_ns(clock))
+        for index in range(word(block, handoff.COUNT // 8)):
+            _compute_slice(block, base, block + handoff.SLICES + index * _SLICE_BYTES, shrink, expand, scratch)
+        for index in range(word(block, handoff.COUNT // 8)):
+            _ring(base, block + handoff.SLICES + index * _SLICE_BYTES)  # before it is done: then slices may change
+        store_i64(block + handoff.ENDED_NS, now_ns(clock))
+        store_release(block + _DONE, seen)
+
+
+@entry
+def _keep_vigil(block, vigil):  # type: ignore[no-untyped-def]
+    store_release(block + _VIGIL, vigil)
+    fence()  # either we see that it sleeps, or it sees the vigil
+    if vigil != 0 and load_acquire(block + _ASLEEP) != 0:
+        store_release(block + _ASLEEP, 0)
+        wake(block + _ASLEEP)
+
+
+def keep_vigil(block: int, vigil: bool) -> None:
+    """Has the worker of the block at an address stay awake, or lets it sleep again; from any process."""
+    _keep_vigil(block, int(vigil))
+
+
+def work(block: int, base: int, seen: int) -> None:
+    """Serves the block at an address, whose last hand-over taken was `seen`, for ever."""
+    _run(block, base, seen, lives=1)
+
+
+def compile_worker() -> None:
+    """Compiles, or loads from the cache, all that a worker runs; a fork of this process then has it ready."""
+    _run(0, 0, 0, lives=0)
+
+
+def _run(block: int, base: int, seen: int, lives: int) -> None:
+    scratch = aligned_bytes(SCRATCH_BYTES)
+    _work(block, base, seen, lora_shrink.address, lora_expand.address, int(scratch.ctypes.data), lives)

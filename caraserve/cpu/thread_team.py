@@ -1,0 +1,103 @@
+"""A team of threads that runs compiled functions together. Level 1.
+
+The caller is member 0. Helpers wait for the next call by a bounded spin inside compiled code (no interpreter lock),
+then asleep on a condition: an idle server uses no CPU, and steps that follow closely wake nobody.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from caraserve.core.lora_layout import aligned_bytes
+from caraserve.cpu.jit import entry
+from caraserve.cpu.libc import sched_yield
+from caraserve.cpu.simd import load_acquire, spin_pause, store_release
+
+_SPINS = 4000  # about 100 µs: longer than the gap between two iterations that follow closely
+
+
+@entry
+def _await_change(word, seen, spins):  # type: ignore[no-untyped-def]
+    """Whether the int64 at `word` stopped being `seen` within `spins` looks."""
+    for spin in range(spins):
+        if load_acquire(word) != seen:
+            return True
+        if spin % 64 == 63:
+            sched_yield()
+        else:
+            spin_pause()
+    return False
+
+
+@entry
+def _publish(word, value):  # type: ignore[no-untyped-def]
+    store_release(word, value)
+
+
+class Team:
+    """`size` threads, the caller of `run` included."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._words = aligned_bytes(64).view(np.int64)
+        self._words[:] = 0
+        self._word = int(self._words.ctypes.data)
+        self._call = 0
+        self._function: Callable[..., None] = lambda *arguments: None
+        self._arguments: tuple[Any, ...] = ()
+        self._sleeping = 0
+        self._wake = threading.Condition()
+        self._closing = False
+        self._helpers = [
+            threading.Thread(target=self._help, args=(member,), name=f"caraserve-compute-{member}", daemon=True)
+            for member in range(1, size)
+        ]
+        for helper in self._helpers:
+            helper.start()
+
+    def run(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Calls `function(member, size, *arguments)` on every member; returns when member 0's call does.
+
+        The function must end with a barrier of the whole team, so that its arguments may change afterwards.
+        """
+        if self.size > 1:
+            self._function, self._arguments = function, arguments
+            self._post()
+        function(0, self.size, *arguments)
+
+    def close(self) -> None:
+        """Ends the helpers."""
+        self._closing = True
+        self._post()
+        for helper in self._helpers:
+            helper.join()
+
+    def _post(self) -> None:
+        self._call += 1
+        _publish(self._word, self._call)
+        if self._sleeping:
+            with self._wake:
+                self._wake.notify_all()
+
+    def _help(self, member: int) -> None:
+        yield_to_event_loop()
+        seen = 0
+        while True:
+            if not _await_change(self._word, seen, _SPINS):
+                with self._wake:
+                    self._sleeping += 1
+                    self._wake.wait_for(lambda: self._call != seen)  # noqa: B023
+                    self._sleeping -= 1
+            seen += 1
+            if self._closing:
+                return
+            self._function(member, self.size, *self._arguments)
+
+
+def yield_to_event_loop() -> None:
+    """Lets the event loop's thread preempt this one at once: batch threads never preempt a woken normal one late."""
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)

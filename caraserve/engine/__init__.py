@@ -1,0 +1,1 @@
+"""The engine's parts: request queues, the scheduler, execution, statistics."""

@@ -1,0 +1,162 @@
+"""Fair shares by virtual token counters: between clients, then between the users of each. Pure; level 2.
+
+Each client has a counter of the service it got, in weighted tokens; the waiting client with the least goes first, and
+of its users the one with the least, whose requests go by priority, then by arrival. However many users a client names,
+it has one share. A client or user that comes back is lifted to the least counter of those waiting, or where none waits
+to that of the last one that went: time away is not saved up, and what a client got while it was alone is not held
+against it.
+(Sheng et al., "Fairness in Serving Large Language Models".)
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice, takewhile
+from typing import Generic, TypeVar
+
+from caraserve.core.request import Tenant
+
+_PROMPT_WEIGHT, _OUTPUT_WEIGHT = 1.0, 2.0  # an output token costs a whole iteration's turn, a prompt token a share
+_MAX_COUNTERS = 10_000  # of each level, of those that are not waiting; users' names come from clients
+
+W = TypeVar("W")
+K = TypeVar("K", str, Tenant)
+
+
+class _Counters(Generic[K]):
+    """The service that each client, or each user, has received."""
+
+    def __init__(self) -> None:
+        self._served: dict[K, float] = {}
+        self._most = _MAX_COUNTERS
+
+    def lift(self, name: K, others: Iterable[K], last: float) -> None:
+        """`name` begins to wait beside `others`. `last`: what counts where there are none."""
+        least = min((self._served[other] for other in others), default=last)
+        self._served[name] = max(self._served.get(name, 0.0), least)
+
+    def of(self, name: K) -> float:
+        """The counter of one that waits."""
+        return self._served[name]
+
+    def least(self, names: Iterable[K], count: int = 1) -> list[K]:
+        """The `count` least served, the least first."""
+        return heapq.nsmallest(count, names, key=lambda name: (self._served[name], name))
+
+    def charge(self, name: K, service: float) -> None:
+        self._served[name] = self._served.get(name, 0.0) + service
+
+    @property
+    def are_too_many(self) -> bool:
+        return len(self._served) > self._most
+
+    def keep(self, waiting: Iterable[K]) -> None:
+        """Forgets all others."""
+        self._served = {name: self._served[name] for name in waiting}
+        self._most = max(_MAX_COUNTERS, 2 * len(self._served))
+
+
+class FairQueue(Generic[W]):
+    """Waiting items by client and user. `priority`: of a user's items, those with a lower one go first."""
+
+    def __init__(self, priority: Callable[[W], int] = lambda item: 0) -> None:
+        self._priority = priority
+        self._queues: dict[str, dict[Tenant, deque[W]]] = {}
+        self._clients: _Counters[str] = _Counters()
+        self._users: _Counters[Tenant] = _Counters()
+        self._last_client = 0.0  # the counter of the last client that went, when it went
+        self._last_user: dict[str, float] = {}  # likewise of each client's users
+
+    def __len__(self) -> int:
+        return sum(map(self.count, self._queues))
+
+    def __iter__(self) -> Iterator[W]:
+        for users in self._queues.values():
+            for queue in users.values():
+                yield from queue
+
+    def count(self, client: str) -> int:
+        """Items of one client."""
+        return sum(map(len, self._queues.get(client, {}).values()))
+
+    def push(self, tenant: Tenant, item: W) -> None:
+        """Adds to the tenant's queue: behind the items of the same priority, before those of a higher one."""
+        if tenant.client not in self._queues:
+            self._clients.lift(tenant.client, self._queues, self._last_client)
+            self._queues[tenant.client] = {}
+            if self._clients.are_too_many:
+                self._clients.keep(self._queues)
+                self._last_user = {name: last for name, last in self._last_user.items() if name in self._queues}
+        users = self._queues[tenant.client]
+        if tenant not in users:
+            self._users.lift(tenant, users, self._last_user.get(tenant.client, 0.0))
+            users[tenant] = deque()
+            if self._users.are_too_many:
+                self._users.keep(chain.from_iterable(self._queues.values()))
+        queue, own = users[tenant], self._priority(item)
+        later = sum(1 for _ in takewhile(lambda other: self._priority(other) > own, reversed(queue)))
+        queue.insert(len(queue) - later, item)
+
+    def first(self) -> Tenant | None:
+        """Whose first item is next."""
+        if not self._queues:
+            return None
+        (client,) = self._clients.least(self._queues)
+        return self._users.least(self._queues[client])[0]
+
+    def upcoming(self, count: int) -> list[W]:
+        """About the first `count` items to come: the clients' first ones, then their second ones, and so on, and those
+        of each client likewise by its users."""
+        clients = [self._by_turns(self._queues[name], count) for name in self._clients.least(self._queues, count)]
+        return list(islice(_turns(clients), count))
+
+    def _by_turns(self, users: dict[Tenant, deque[W]], count: int) -> Iterator[W]:
+        return _turns([iter(users[tenant]) for tenant in self._users.least(users, count)])
+
+    def newest_of_largest(self, beside: str) -> W | None:
+        """The item to give up for one more of the client `beside`: the newest of the client with most. None: no client
+        would still have more."""
+        if not self._queues:
+            return None
+        largest = max(self._queues, key=self.count)
+        if self.count(largest) <= self.count(beside) + 1:
+            return None
+        return max(self._queues[largest].values(), key=len)[-1]
+
+    def pop(self, tenant: Tenant) -> W:
+        """Takes the tenant's first item."""
+        item = self._queues[tenant.client][tenant].popleft()
+        self._last_client = self._clients.of(tenant.client)
+        self._last_user[tenant.client] = self._users.of(tenant)
+        self._drop_empty(tenant)
+        return item
+
+    def remove(self, tenant: Tenant, item: W) -> None:
+        """Takes an item out of the middle. Raises ValueError when it is not there."""
+        self._queues.get(tenant.client, {}).get(tenant, deque[W]()).remove(item)
+        self._drop_empty(tenant)
+
+    def charge(self, tenant: Tenant, prompt_tokens: int, output_tokens: int) -> None:
+        """Records service given to a tenant."""
+        service = _PROMPT_WEIGHT * prompt_tokens + _OUTPUT_WEIGHT * output_tokens
+        self._clients.charge(tenant.client, service)
+        self._users.charge(tenant, service)
+
+    def _drop_empty(self, tenant: Tenant) -> None:
+        users = self._queues[tenant.client]
+        if not users[tenant]:
+            del users[tenant]
+        if not users:
+            del self._queues[tenant.client]
+
+
+def _turns(queues: Iterable[Iterator[W]]) -> Iterator[W]:
+    """The first items of all, then the second ones, and so on."""
+    waiting = list(queues)
+    while waiting:
+        going = []
+        for queue in waiting:
+            for item in islice(queue, 1):
+                yield item
+                going.append(queue)
+        waiting = going

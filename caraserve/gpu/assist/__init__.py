@@ -1,0 +1,1 @@
+"""Assisted prefill: hand-over of layers to CPU LoRA workers."""

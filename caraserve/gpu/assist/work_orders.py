@@ -1,0 +1,141 @@
+"""Writes down a hand-over for the device to carry out: what each CPU worker is asked for, and what is waited for.
+
+A letter is made before the iteration is launched and read by the kernels of handoff.cu when they get there; whether it
+is sent is theirs to decide. The words of a worker's slice are those of cpu/handoff.py. Pure; level 1.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.core.lora_layout import PANEL
+from caraserve.cpu import handoff
+from caraserve.cpu.structs import LORA_ENTRY
+from caraserve.model.dtype import Dtype
+from caraserve.util.units import align_up, ceil_div
+
+# Words of a letter and of an errand, as `struct Letter` and `struct Errand` in handoff.cu.
+_HEAD_WORDS, _ERRAND_HEAD_WORDS = 12, 7
+_SLICE_WORDS = handoff.SLICE_BYTES // 8
+_ERRAND_WORDS = _ERRAND_HEAD_WORDS + _SLICE_WORDS
+MOST_ERRANDS = 256  # threads of the block that sends them
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """One projection of the layer, in the host tier. Rank 0: the adapter does not have it. Offsets into the region."""
+
+    outputs: int
+    rank: int = 0  # padded
+    dtype: Dtype = Dtype.F32
+    scale: float = 1.0
+    a: int = 0
+    b: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """A worker's part: rows [first, first + rows) of the prompt. `number`: of its hand-overs, one more each time."""
+
+    worker: int
+    block: int  # device address of its words
+    number: int
+    first: int
+    rows: int
+    deltas: int  # offset of its area for results in the region
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The shared region as the device sees it, and where x lies in it. `x_stride`: numbers between rows."""
+
+    device_base: int
+    x: int  # offset
+    x_stride: int
+    inputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Device addresses of the words that decide. `arrived` gets the value `wanted` with the layer's weights; `status`
+    gets `generation` when all is given up; x_flag and y_flag are set to it (0: nobody looks). The y_flag is a bell."""
+
+    deadline_ns: int
+    arrived: int
+    wanted: int
+    status: int
+    generation: int
+    x_flag: int = 0
+    y_flag: int = 0
+
+
+def letter_bytes(errands: int) -> int:
+    """Bytes of a letter."""
+    return 8 * (_HEAD_WORDS + errands * _ERRAND_WORDS)
+
+
+def delta_columns(modules: Sequence[Module]) -> tuple[tuple[int, ...], int]:
+    """Where the modules begin in a row of deltas, and how long that is, in fp32 numbers."""
+    ends = np.cumsum([align_up(module.outputs, PANEL) for module in modules]).tolist()
+    return (0, *ends[:-1]), ends[-1]
+
+
+def cut(tokens: int, most: int, workers: int) -> list[tuple[int, int]]:
+    """(first, rows) of slices of a prompt: as many workers as it takes for none to have more than `most` tokens."""
+    parts = min(ceil_div(tokens, most), workers)
+    edges = [tokens * part // parts for part in range(parts + 1)]
+    return [(first, end - first) for first, end in pairwise(edges)]
+
+
+def write_letter(
+    into: NDArray[np.int64], errands: Sequence[Errand], modules: Sequence[Module], region: Region, terms: Terms
+) -> None:
+    """Fills `into`, at least `letter_bytes` of them. The errands' rows follow one another."""
+    if len(errands) > MOST_ERRANDS or not 0 < len(modules) <= handoff.MOST_SITES:
+        raise AssertionError("a hand-over has up to three modules and one slice for each worker")
+    rows = sum(errand.rows for errand in errands)
+    head = (len(errands), errands[0].first if errands else 0, rows, terms.deadline_ns, terms.arrived, terms.wanted)
+    into[:_HEAD_WORDS] = 0
+    into[: len(head) + 4] = (*head, terms.status, terms.generation, terms.x_flag, terms.y_flag)
+    bell = terms.y_flag - region.device_base if terms.y_flag else 0
+    adapted = sum(1 << index for index, module in enumerate(modules) if module.rank)
+    for index, errand in enumerate(errands):
+        words = into[_HEAD_WORDS + index * _ERRAND_WORDS :][:_ERRAND_WORDS]
+        deltas = region.device_base + errand.deltas
+        words[:_ERRAND_HEAD_WORDS] = (
+            errand.block,
+            errand.number,
+            errand.worker,
+            errand.first,
+            errand.rows,
+            deltas,
+            adapted,
+        )
+        _write_slice(words[_ERRAND_HEAD_WORDS:], errand, modules, region, bell)
+
+
+def _write_slice(
+    words: NDArray[np.int64], errand: Errand, modules: Sequence[Module], region: Region, bell: int
+) -> None:
+    columns, stride = delta_columns(modules)
+    words[:] = 0
+    words[handoff.SLICE_X] = region.x + 4 * region.x_stride * errand.first
+    words[handoff.SLICE_X_STRIDE] = 4 * region.x_stride
+    words[handoff.SLICE_K] = region.inputs
+    words[handoff.SLICE_ROWS] = errand.rows
+    words[handoff.SLICE_Y], words[handoff.SLICE_Y_STRIDE] = errand.deltas, 4 * stride
+    words[handoff.SLICE_BELL] = bell
+    adapted = [(module, column) for module, column in zip(modules, columns, strict=True) if module.rank]
+    words[handoff.SLICE_SITES] = len(adapted)
+    for index, (module, column) in enumerate(adapted):
+        at = (handoff.SLICE_HEAD_BYTES + index * handoff.SITE_BYTES) // 8
+        site = words[at : at + handoff.SITE_BYTES // 8]
+        entry = np.zeros(1, LORA_ENTRY)
+        entry["a"], entry["b"], entry["rank"] = module.a, module.b, module.rank
+        entry["dtype"], entry["scale"] = module.dtype.value, module.scale
+        site[: LORA_ENTRY.itemsize // 8] = entry.view(np.int64)
+        site[handoff.SITE_PANELS] = align_up(module.outputs, PANEL) // PANEL
+        site[handoff.SITE_COLUMN_BYTES] = 4 * column

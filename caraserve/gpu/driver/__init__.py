@@ -1,0 +1,1 @@
+"""The CUDA driver: its calls, devices, streams and compiled modules."""

@@ -1,0 +1,253 @@
+"""A real device behind the Driver protocol: streams, events, copies, words and graphs by CUDA's own calls. Level 1.
+
+All of it is in the device's primary context, which is torch's, Triton's and CuPy's, too.
+"""
+
+import contextlib
+import ctypes
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from caraserve.gpu.driver import libcuda
+from caraserve.gpu.driver.api import DriverError, Event, Graph, Stream
+from caraserve.gpu.driver.libcuda import Attribute, Cuda, Memcpy2D
+from caraserve.gpu.kernels import cuda_launch
+from caraserve.gpu.kernels.cuda_launch import Kernels
+
+_CHUNK_BYTES = 8 << 30  # of host memory registered by one call, which fails for a very large one
+_HUGE_PAGE_BYTES = 2 << 20  # chunks meet where pages do: none is registered twice
+
+
+class Torch(Protocol):
+    """All that is asked of torch."""
+
+    def make_current(self, stream: int) -> None:
+        """The calling thread's work goes to this stream from now on."""
+
+    def allocations(self) -> int:
+        """How often the allocator has given out device memory."""
+
+
+class CudaTorch:
+    """torch on one device."""
+
+    def __init__(self, device: int) -> None:
+        import torch
+
+        self._cuda: Any = torch.cuda
+        self._device = device
+        self._streams: dict[int, Any] = {}
+
+    def make_current(self, stream: int) -> None:
+        if self._cuda.current_stream(self._device).cuda_stream == stream:
+            return
+        if stream not in self._streams:
+            self._streams[stream] = self._cuda.ExternalStream(stream, self._device)
+        self._cuda.set_stream(self._streams[stream])
+
+    def allocations(self) -> int:
+        return int(self._cuda.memory_stats(self._device).get("allocation.all.allocated", 0))
+
+
+@dataclass(slots=True)
+class _Registered:
+    """Host memory in chunks that lie side by side on the device, too."""
+
+    chunks: list[int]  # where they begin on the host
+    device: int = 0  # where the first begins there
+
+    @property
+    def borders(self) -> list[int]:
+        """Where chunks meet on the device."""
+        return [self.device + chunk - self.chunks[0] for chunk in self.chunks[1:]]
+
+
+class CudaDriver:
+    """The Driver protocol. A stream is its CUstream, an event its CUevent, a graph its CUgraphExec."""
+
+    def __init__(self, cuda: Cuda, kernels: Kernels, device: int = 0, torch: Torch | None = None) -> None:
+        """`device`: as CUDA counts those that are visible. `kernels` wait for words where streams cannot."""
+        self._cuda, self._kernels = cuda, kernels
+        handle = cuda.number("cuDeviceGet", device)
+        self._context = cuda.number("cuDevicePrimaryCtxRetain", handle)
+        self._threads = threading.local()  # those on which the context is current
+        self._torch = torch or CudaTorch(device)
+        self._has_memory_operations = bool(cuda.attribute(Attribute.CAN_USE_64_BIT_STREAM_MEM_OPS, handle))
+        self._registered: dict[int, _Registered] = {}  # by host address
+        self._borders: list[int] = []  # where chunks meet, on the device and in order: no copy may cross one
+        self._captures: dict[Stream, int] = {}  # torch's allocations before each
+        self._enter()
+
+    def create_stream(self, priority: int) -> Stream:
+        return Stream(self._number("cuStreamCreateWithPriority", libcuda.STREAM_NON_BLOCKING, priority))
+
+    def create_event(self) -> Event:
+        """Who waits for it sleeps, and does not spin."""
+        return Event(self._number("cuEventCreate", libcuda.EVENT_BLOCKING_SYNC | libcuda.EVENT_DISABLE_TIMING))
+
+    def record(self, event: Event, stream: Stream) -> None:
+        self._call("cuEventRecord", event, stream)
+
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def is_done(self, event: Event) -> bool:
+        self._enter()
+        return self._cuda.ask("cuEventQuery", event)
+
+    def synchronize(self, event: Event) -> None:
+        self._call("cuEventSynchronize", event)
+
+    def copy_to_device(self, target: int, source: int, num_bytes: int, stream: Stream) -> None:
+        self._copy(target, source, num_bytes, stream)
+
+    def copy_rows_to_device(
+        self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int, stream: Stream
+    ) -> None:
+        if not width or not rows:
+            return
+        if cuts := self._cuts(source, (rows - 1) * source_pitch + width):
+            row = cuts[0] // source_pitch  # of its own: `_copy` knows how to cut it
+            self.copy_rows_to_device(target, target_pitch, source, source_pitch, width, row, stream)
+            self._copy(target + row * target_pitch, source + row * source_pitch, width, stream)
+            target, source, rows = target + (row + 1) * target_pitch, source + (row + 1) * source_pitch, rows - row - 1
+            self.copy_rows_to_device(target, target_pitch, source, source_pitch, width, rows, stream)
+            return
+        copy = Memcpy2D(
+            srcMemoryType=libcuda.MEMORYTYPE_UNIFIED,
+            srcDevice=source,
+            srcPitch=source_pitch,
+            dstMemoryType=libcuda.MEMORYTYPE_UNIFIED,
+            dstDevice=target,
+            dstPitch=target_pitch,
+            WidthInBytes=width,
+            Height=rows,
+        )
+        self._call("cuMemcpy2DAsync_v2", ctypes.byref(copy), stream)
+
+    def copy_to_host(self, target: int, source: int, num_bytes: int, stream: Stream) -> None:
+        self._copy(target, source, num_bytes, stream)
+
+    def copy_on_device(self, target: int, source: int, num_bytes: int, stream: Stream) -> None:
+        self._copy(target, source, num_bytes, stream)
+
+    def fill(self, target: int, num_bytes: int, stream: Stream) -> None:
+        if num_bytes:
+            self._call("cuMemsetD8Async", target, 0, num_bytes, stream)
+
+    def write_value(self, stream: Stream, address: int, value: int) -> None:
+        if self._has_memory_operations:
+            self._call("cuStreamWriteValue32_v2", stream, address, value, libcuda.STREAM_WRITE_VALUE_DEFAULT)
+        else:
+            self._call("cuMemsetD32Async", address, value, 1, stream)
+
+    def wait_value(self, stream: Stream, address: int, value: int) -> None:
+        """One warp waits where streams themselves cannot, under WSL for example."""
+        if self._has_memory_operations:
+            self._call("cuStreamWaitValue32_v2", stream, address, value, libcuda.STREAM_WAIT_VALUE_GEQ)
+        else:
+            self._enter()
+            self._kernels.launch(cuda_launch.wait_word(address, value), stream)
+
+    def register_host(self, host_address: int, num_bytes: int) -> int:
+        """Raises DriverError, with nothing registered, when the driver refuses or scatters the memory."""
+        flags = libcuda.MEMHOSTREGISTER_PORTABLE | libcuda.MEMHOSTREGISTER_DEVICEMAP
+        made = self._registered[host_address] = _Registered([])
+        at, end = host_address, host_address + num_bytes
+        try:
+            while at < end:
+                stop = min(end, (at + _CHUNK_BYTES) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES)
+                self._call("cuMemHostRegister_v2", at, stop - at, flags)
+                made.chunks.append(at)
+                mapped = self._number("cuMemHostGetDevicePointer_v2", at, 0)
+                made.device = made.device or mapped
+                if mapped != made.device + at - host_address:
+                    raise DriverError(f"the driver mapped {num_bytes} bytes of host memory to addresses far apart")
+                at = stop
+        except DriverError:
+            self.unregister_host(host_address)
+            raise
+        self._borders = sorted(border for known in self._registered.values() for border in known.borders)
+        return made.device
+
+    def unregister_host(self, host_address: int) -> None:
+        for chunk in self._registered.pop(host_address).chunks:
+            self._call("cuMemHostUnregister", chunk)
+
+    def run(self, stream: Stream, issue: Callable[[], None]) -> None:
+        self._enter()
+        self._torch.make_current(stream)
+        issue()
+
+    def begin_capture(self, stream: Stream) -> None:
+        """Only what this thread does is held to the rules of a capture."""
+        self._captures[stream] = self._torch.allocations()
+        self._call("cuStreamBeginCapture_v2", stream, libcuda.STREAM_CAPTURE_MODE_THREAD_LOCAL)
+
+    def end_capture(self, stream: Stream) -> Graph:
+        """Raises AssertionError when torch gave out memory meanwhile: the graph would write there for ever, whoever has
+        it by then."""
+        captured, before = ctypes.c_void_p(), self._captures.pop(stream)
+        self._call("cuStreamEndCapture", stream, ctypes.byref(captured))
+        try:
+            if given := self._torch.allocations() - before:
+                raise AssertionError(f"torch gave out device memory {given} times while a graph was captured")
+            graph = self._number("cuGraphInstantiateWithFlags", captured, 0)
+        finally:
+            self._call("cuGraphDestroy", captured)
+        self._call("cuGraphUpload", graph, stream)  # or the first launch would do it
+        return Graph(graph)
+
+    def abandon_capture(self, stream: Stream) -> None:
+        captured = ctypes.c_void_p()
+        del self._captures[stream]
+        with contextlib.suppress(DriverError):  # says that the capture has failed, and ends it all the same
+            self._call("cuStreamEndCapture", stream, ctypes.byref(captured))
+        if captured.value is not None:
+            self._call("cuGraphDestroy", captured)
+
+    def launch_graph(self, graph: Graph, stream: Stream) -> None:
+        self._call("cuGraphLaunch", graph, stream)
+
+    def free_bytes(self) -> int:
+        self._enter()
+        return self._cuda.memory()[0]
+
+    def total_bytes(self) -> int:
+        self._enter()
+        return self._cuda.memory()[1]
+
+    def destroy_graph(self, graph: Graph) -> None:
+        self._call("cuGraphExecDestroy", graph)
+
+    def _copy(self, target: int, source: int, num_bytes: int, stream: Stream) -> None:
+        """The driver sees from the addresses what is where; host memory's may be the device's for it."""
+        ends = sorted({*self._cuts(target, num_bytes), *self._cuts(source, num_bytes), num_bytes})
+        for start, end in zip([0, *ends], ends, strict=False):
+            if end > start:
+                self._call("cuMemcpyAsync", target + start, source + start, end - start, stream)
+
+    def _cuts(self, address: int, num_bytes: int) -> list[int]:
+        """How far behind an address host memory goes on in another chunk, each time within so many bytes. CUDA promises
+        nothing of a copy that lies in two, not even that it is asynchronous."""
+        borders = self._borders
+        if not borders or num_bytes == 0:
+            return []
+        between = borders[bisect_right(borders, address) : bisect_left(borders, address + num_bytes)]
+        return [border - address for border in between]
+
+    def _enter(self) -> None:
+        if not hasattr(self._threads, "has_entered"):
+            self._cuda.call("cuCtxSetCurrent", self._context)
+            self._threads.has_entered = True
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        self._enter()
+        self._cuda.call(name, *arguments)
+
+    def _number(self, name: str, *arguments: Any) -> int:
+        self._enter()
+        return self._cuda.number(name, *arguments)

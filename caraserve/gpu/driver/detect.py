@@ -1,0 +1,191 @@
+"""Whether there is a GPU to serve on, and what is missing if there is one that cannot be used. Level 1.
+
+Looking happens before workers are forked, who must not inherit a started driver: another process asks it. torch is not
+imported for it, nor CuPy.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from ctypes import CDLL
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from caraserve.errors import ConfigError
+from caraserve.gpu.driver.api import DriverError
+from caraserve.gpu.driver.info import capability
+from caraserve.gpu.driver.libcuda import LIBRARY, Cuda
+
+DEVICES = ("auto", "cuda", "cpu")  # what --device may be
+
+_OLDEST_CUDA = 12
+_NEWEST_CUDA = 13  # that there is an extra for
+_OLDEST_CAPABILITY = 80
+# The releases of torch whose plain wheels are built for a CUDA.
+_TORCH = {12: "torch>=2.9,<2.11", 13: "torch>=2.11,<2.14"}
+_LOOK_S = 60.0  # a driver that nobody keeps awake takes seconds to start
+
+
+def prepare_environment() -> None:
+    """What CUDA reads when it starts. Other values would do harm: streams that share a hardware queue hold one another
+    back, and code that is loaded while the device waits for a word waits, too."""
+    os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A device as far as it decides whether it can be used. CUDA 13.2 is 13020, compute capability 9.0 is 90."""
+
+    name: str
+    capability: int
+    driver_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """Python packages that a GPU needs. `torch_cuda`, `cupy_cuda`: the CUDA that they are built for, its major version;
+    None: not built for one, or not installed; 0: unknown."""
+
+    torch: str
+    torch_cuda: int | None
+    cupy_cuda: int | None
+    triton: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What to serve on. `note`: one line for the operator, why a GPU that is there is not used."""
+
+    device: Literal["cuda", "cpu"]
+    note: str = ""
+
+
+def choose(wanted: str, gpu: Gpu | None, problem: str, installed: Installed) -> Choice:
+    """Pure. `wanted` is one of DEVICES; `problem` says why there is no GPU, and is empty where none is to be expected.
+    Raises ConfigError when a GPU is wanted and there is none that can be used."""
+    if wanted == "cpu":
+        return Choice("cpu")
+    if gpu is not None:
+        problem = _problem(gpu, installed)
+    if gpu is not None and not problem:
+        return Choice("cuda")
+    if wanted == "cuda":
+        raise ConfigError(f"--device cuda: {problem or 'there is no NVIDIA driver on this machine'}")
+    return Choice("cpu", f"{problem}; serving on the CPU" if problem else "")
+
+
+def _problem(gpu: Gpu, installed: Installed) -> str:
+    """Why a GPU cannot be used, and the command that helps."""
+    cuda = gpu.driver_version // 1000
+    version = f"{cuda}.{gpu.driver_version % 1000 // 10}"
+    if gpu.capability < _OLDEST_CAPABILITY:
+        capability = f"{gpu.capability // 10}.{gpu.capability % 10}"
+        return f"{gpu.name} has compute capability {capability}, and 8.0 (A100, A10, RTX 30) is the least"
+    if cuda < _OLDEST_CUDA:
+        return f"the NVIDIA driver is one of CUDA {version}, and CUDA {_OLDEST_CUDA} is the least; update the driver"
+    missing, commands = _missing(cuda, installed)
+    if not missing:
+        return ""
+    return f"{gpu.name} (driver of CUDA {version}) lacks {' and '.join(missing)}: {' && '.join(commands)}"
+
+
+def _missing(cuda: int, installed: Installed) -> tuple[list[str], list[str]]:
+    """What a driver of that CUDA cannot do without, and the commands that install it, in order."""
+    wheels = min(cuda, _NEWEST_CUDA)
+    missing, commands, extra = [], [], []
+    if installed.torch_cuda is None or installed.torch_cuda > cuda:
+        built = "without CUDA" if installed.torch_cuda is None else f"for CUDA {installed.torch_cuda}"
+        there = f"{installed.torch} is built {built}" if installed.torch else "none is installed"
+        missing.append(f"a torch for CUDA {wheels} ({there})")
+        commands.append(f"pip install --force-reinstall '{_TORCH[wheels]}'")
+    if installed.cupy_cuda is None:
+        extra.append("CuPy")
+    elif installed.cupy_cuda > cuda:
+        extra.append(f"a CuPy for CUDA {wheels}")
+        commands.append(f"pip uninstall -y cupy-cuda{installed.cupy_cuda}x")  # two of them break each other
+    if not installed.triton:
+        extra.append("Triton")
+    if extra:
+        commands.append(f"pip install 'caraserve[cuda{wheels}]'")
+    return missing + extra, commands
+
+
+def detect(wanted: str, library: str = LIBRARY) -> Choice:
+    """`choose` on this machine; looks at nothing for `cpu`. Raises ConfigError as that does."""
+    if wanted == "cpu":
+        return Choice("cpu")
+    gpu, problem = look(library)
+    return choose(wanted, gpu, problem, installed())
+
+
+def look(library: str = LIBRARY) -> tuple[Gpu | None, str]:
+    """The first GPU, or why there is none: nothing, where there is no driver."""
+    try:
+        CDLL(library)
+    except OSError:
+        return None, ""
+    command = [sys.executable, "-m", "caraserve.gpu.driver.detect", library]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=_LOOK_S, check=False)
+    except subprocess.TimeoutExpired:
+        return None, f"the NVIDIA driver did not start within {_LOOK_S:.0f} s"
+    if asked.returncode != 0:
+        last = (asked.stderr.strip().splitlines() or [f"status {asked.returncode}"])[-1]
+        return None, f"the NVIDIA driver cannot be used: {last}"
+    answer = json.loads(asked.stdout)
+    return (None, answer) if isinstance(answer, str) else (Gpu(**answer), "")
+
+
+def installed() -> Installed:
+    """Reads what is installed and imports none of it."""
+    return Installed(
+        torch=f"torch {_version('torch')}" if find_spec("torch") else "",
+        torch_cuda=_torch_cuda(),
+        cupy_cuda=_cupy_cuda(metadata.distributions()) if find_spec("cupy") else None,
+        triton=find_spec("triton") is not None,
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "of no version"
+
+
+def _torch_cuda() -> int | None:
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    built = re.search(r"^cuda\b[^=]*= *'(\d+)", text, re.MULTILINE)
+    return int(built[1]) if built else None
+
+
+def _cupy_cuda(distributions: Iterable[metadata.Distribution]) -> int:
+    names = (str(distribution.metadata["Name"]).lower() for distribution in distributions)
+    wheels = [re.fullmatch(r"cupy-cuda(\d+)x", name) for name in names]
+    return max((int(wheel[1]) for wheel in wheels if wheel), default=0)
+
+
+def _answer(library: str) -> dict[str, str | int] | str:
+    """In a process of its own: the first GPU, or what is wrong."""
+    try:
+        cuda = Cuda(library)
+        if cuda.number("cuDeviceGetCount") == 0:
+            return "the NVIDIA driver sees no GPU"
+        device = cuda.number("cuDeviceGet", 0)
+        gpu = Gpu(cuda.text("cuDeviceGetName", device), capability(cuda, device), cuda.number("cuDriverGetVersion"))
+    except DriverError as error:
+        return f"the NVIDIA driver cannot be used: {error}"
+    return asdict(gpu)
+
+
+if __name__ == "__main__":
+    json.dump(_answer(sys.argv[1]), sys.stdout)

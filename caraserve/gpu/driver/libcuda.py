@@ -1,0 +1,164 @@
+"""The CUDA driver's library, through ctypes: the calls that CaraServe makes, by their exact prototypes. Level 1.
+
+The driver comes with the machine and not with a wheel, so it is opened when it is asked for. Names end in `_v2` where
+the header says so: the plain symbols are older calls with narrower arguments, or with other conditions. What fails here
+leaves no error behind that torch's next call would report as its own, unlike with the runtime's calls.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint32, c_uint64, c_ulonglong, c_void_p
+from enum import IntEnum
+from typing import Any, ClassVar
+
+from caraserve.gpu.driver.api import DriverError
+
+LIBRARY = "libcuda.so.1"
+NOT_READY = 600  # what a query answers while there is work left
+
+MEMHOSTREGISTER_PORTABLE = 1
+MEMHOSTREGISTER_DEVICEMAP = 2
+STREAM_NON_BLOCKING = 1
+EVENT_BLOCKING_SYNC = 1
+EVENT_DISABLE_TIMING = 2
+STREAM_WAIT_VALUE_GEQ = 0  # counts round
+STREAM_WRITE_VALUE_DEFAULT = 0  # after everything before it
+STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
+MEMORYTYPE_UNIFIED = 4
+
+
+class Attribute(IntEnum):
+    """Of a device."""
+
+    MULTIPROCESSOR_COUNT = 16
+    L2_CACHE_SIZE = 38
+    COMPUTE_CAPABILITY_MAJOR = 75
+    COMPUTE_CAPABILITY_MINOR = 76
+    CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91
+    CAN_USE_64_BIT_STREAM_MEM_OPS = 122  # of the second version, of which 32 bits are a part
+
+
+class Memcpy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D, of 64-bit sizes."""
+
+    _fields_: ClassVar[Sequence[tuple[str, Any]]] = [
+        ("srcXInBytes", c_size_t),
+        ("srcY", c_size_t),
+        ("srcMemoryType", c_int),
+        ("srcHost", c_void_p),
+        ("srcDevice", c_uint64),
+        ("srcArray", c_void_p),
+        ("srcPitch", c_size_t),
+        ("dstXInBytes", c_size_t),
+        ("dstY", c_size_t),
+        ("dstMemoryType", c_int),
+        ("dstHost", c_void_p),
+        ("dstDevice", c_uint64),
+        ("dstArray", c_void_p),
+        ("dstPitch", c_size_t),
+        ("WidthInBytes", c_size_t),
+        ("Height", c_size_t),
+    ]
+
+
+_Handle = c_void_p  # contexts, streams, events, graphs
+_Address = c_uint64  # CUdeviceptr
+_Device = c_int
+_PROTOTYPES: dict[str, tuple[type, ...]] = {
+    "cuInit": (c_uint,),
+    "cuDriverGetVersion": (POINTER(c_int),),
+    "cuDeviceGetCount": (POINTER(c_int),),
+    "cuDeviceGet": (POINTER(_Device), c_int),
+    "cuDeviceGetName": (c_char_p, c_int, _Device),
+    "cuDeviceGetAttribute": (POINTER(c_int), c_int, _Device),
+    "cuDeviceGetPCIBusId": (c_char_p, c_int, _Device),
+    "cuDevicePrimaryCtxRetain": (POINTER(_Handle), _Device),
+    "cuCtxSetCurrent": (_Handle,),
+    "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
+    "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
+    "cuMemHostUnregister": (c_void_p,),
+    "cuMemHostGetDevicePointer_v2": (POINTER(_Address), c_void_p, c_uint),
+    "cuMemcpyAsync": (_Address, _Address, c_size_t, _Handle),
+    "cuMemcpy2DAsync_v2": (POINTER(Memcpy2D), _Handle),
+    "cuMemsetD8Async": (_Address, c_ubyte, c_size_t, _Handle),
+    "cuMemsetD32Async": (_Address, c_uint, c_size_t, _Handle),
+    "cuStreamCreateWithPriority": (POINTER(_Handle), c_uint, c_int),
+    "cuStreamWaitEvent": (_Handle, _Handle, c_uint),
+    "cuStreamWaitValue32_v2": (_Handle, _Address, c_uint32, c_uint),
+    "cuStreamWriteValue32_v2": (_Handle, _Address, c_uint32, c_uint),
+    "cuStreamBeginCapture_v2": (_Handle, c_int),
+    "cuStreamEndCapture": (_Handle, POINTER(_Handle)),
+    "cuEventCreate": (POINTER(_Handle), c_uint),
+    "cuEventRecord": (_Handle, _Handle),
+    "cuEventQuery": (_Handle,),
+    "cuEventSynchronize": (_Handle,),
+    "cuGraphInstantiateWithFlags": (POINTER(_Handle), _Handle, c_ulonglong),
+    "cuGraphUpload": (_Handle, _Handle),
+    "cuGraphLaunch": (_Handle, _Handle),
+    "cuGraphExecDestroy": (_Handle,),
+    "cuGraphDestroy": (_Handle,),
+    "cuGetErrorName": (c_int, POINTER(c_char_p)),
+    "cuGetErrorString": (c_int, POINTER(c_char_p)),
+}
+
+
+_QUERIES = ("cuEventQuery",)
+
+
+class Cuda:
+    """The library, initialized. Calls come from threads on which a context is current. They release Python's lock, for
+    almost any may wait for the device; a query never does, and is asked so often that getting the lock back would cost
+    more than it."""
+
+    def __init__(self, library: str = LIBRARY) -> None:
+        """Raises OSError when there is no such library, DriverError when it has no device."""
+        loaded, quick = ctypes.CDLL(library), ctypes.PyDLL(library)
+        self._calls: dict[str, Any] = {}
+        for name, types in _PROTOTYPES.items():
+            function = getattr(quick if name in _QUERIES else loaded, name, None)
+            if function is None:
+                raise DriverError(f"{library} lacks {name}: it is too old")
+            function.argtypes, function.restype = types, c_int
+            self._calls[name] = function
+        self.call("cuInit", 0)
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Raises DriverError with CUDA's word for what went wrong."""
+        if status := self._calls[name](*arguments):
+            raise DriverError(f"{name}: {self._words(status)}")
+
+    def ask(self, name: str, *arguments: Any) -> bool:
+        """Whether a query finds all done. Raises DriverError when what it asks about has failed."""
+        status = self._calls[name](*arguments)
+        if status not in (0, NOT_READY):
+            raise DriverError(f"{name}: {self._words(status)}")
+        return bool(status == 0)
+
+    def number(self, name: str, *arguments: Any) -> int:
+        """What a call writes to its first argument: a handle, an address, a count."""
+        out = _PROTOTYPES[name][0]._type_()  # type: ignore[attr-defined]  # what the pointer points to
+        self.call(name, ctypes.byref(out), *arguments)
+        return int(out.value or 0)
+
+    def text(self, name: str, *arguments: Any) -> str:
+        """What a call writes to a buffer, its first argument, whose size is the second."""
+        buffer = ctypes.create_string_buffer(256)
+        self.call(name, buffer, len(buffer), *arguments)
+        return buffer.value.decode(errors="replace")
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes that nobody has, and all bytes, of the device whose context is current."""
+        free, total = c_size_t(), c_size_t()
+        self.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        return free.value, total.value
+
+    def attribute(self, attribute: Attribute, device: int) -> int:
+        """A property of a device."""
+        return self.number("cuDeviceGetAttribute", attribute, device)
+
+    def _words(self, status: int) -> str:
+        name, text = c_char_p(), c_char_p()
+        for call, out in (("cuGetErrorName", name), ("cuGetErrorString", text)):
+            if self._calls[call](status, ctypes.byref(out)) != 0:
+                return f"error {status}, which the driver has no name for"
+        return f"{(name.value or b'').decode()} ({(text.value or b'').decode()})"

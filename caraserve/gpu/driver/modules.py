@@ -1,0 +1,70 @@
+"""The raw CUDA kernels on a device: loaded through CuPy, launched on a stream that is somebody else's. Level 1.
+
+CuPy is imported when kernels are made and not before: it can be imported, and used, only where there is a driver. It
+allocates nothing here; all memory is the caller's. Kernels are made before anything waits on a device word and before
+a graph is captured: loading a module takes locks under which a waiting device would wait for ever.
+"""
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from caraserve.errors import ConfigError
+from caraserve.gpu.driver import nvrtc
+from caraserve.gpu.driver.api import Stream
+from caraserve.gpu.kernels.cuda_launch import BLOCKS_PER_SM, Launch
+from caraserve.model.dtype import Dtype
+
+log = logging.getLogger(__name__)
+
+_OF_ACTIVATIONS = ("bgmv", "handoff")
+
+
+@dataclass(frozen=True, slots=True)
+class _Handle:
+    """All that CuPy's launcher wants of a stream is its handle. Its own stream objects would push a current stream."""
+
+    ptr: int
+
+
+class CudaKernels:
+    """All kernels for activations of one dtype, on the current device."""
+
+    def __init__(self, activation: Dtype, cache: Path | None = None) -> None:
+        """`cache`: where machine code is kept between starts."""
+        try:
+            import cupy
+        except ImportError as error:
+            raise ConfigError("the CUDA kernels need CuPy; pip install 'caraserve[cuda13]' (or cuda12)") from error
+
+        runtime: Any = cupy.cuda.runtime
+        device = cupy.cuda.Device()
+        library = nvrtc.load(runtime.driverGetVersion() // 1000)
+        folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "caraserve" / "cubins"
+        self.multiprocessors: int = device.attributes["MultiProcessorCount"]
+        self._kernels: dict[str, Any] = {}
+        self.registers: dict[str, int] = {}  # of a thread, by kernel
+        for source in nvrtc.SOURCES:
+            dtype = activation if source in _OF_ACTIVATIONS else Dtype.F32
+            unit = nvrtc.Unit(source, dtype, f"sm_{device.compute_capability}")
+            module = cupy.RawModule(path=str(nvrtc.cubin_file(unit, folder, library)))
+            for name in nvrtc.kernels(source):
+                kernel = module.get_function(name)
+                if kernel.local_size_bytes:  # asking for this loads it
+                    log.warning("%s spills registers on %s: it will be slower than it was measured", name, unit.arch)
+                self._kernels[name] = kernel
+                self.registers[name] = int(kernel.num_regs)
+
+    @property
+    def bgmv_grid(self) -> int:
+        """Blocks of the BGMV kernels that run at once."""
+        return BLOCKS_PER_SM * self.multiprocessors
+
+    def launch(self, launch: Launch, stream: Stream) -> None:
+        """Issues a launch on a stream, which is its CUstream. May be captured.
+
+        Must be called from a thread on which the device is current.
+        """
+        self._kernels[launch.kernel]((launch.grid,), (launch.block,), launch.arguments, stream=_Handle(stream))

@@ -1,0 +1,180 @@
+"""Compiles the raw CUDA kernels to machine code with NVRTC, loaded through ctypes: needs no GPU and no driver. Level 1.
+
+The library comes with the `nvidia-cuda-nvrtc` wheels, which CuPy and torch bring along, or with a CUDA toolkit. Its
+results run on any driver of the same major version, so whoever is to run them names that version.
+"""
+
+import ctypes
+import hashlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata, resources
+from pathlib import Path
+
+from caraserve.cpu import handoff
+from caraserve.errors import ConfigError
+from caraserve.model.dtype import Dtype
+
+SOURCES = ("bgmv", "handoff", "words")
+_HEADER = "common.cuh"
+_MAJORS = (13, 12)  # newest first
+_PACKAGES = {13: ("nvidia-cuda-nvrtc",), 12: ("nvidia-cuda-nvrtc-cu12",)}
+
+
+class CompilationFailed(Exception):
+    """NVRTC refused a source; the message is its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One thing to compile: a source for one type of activations. `arch`: `sm_90`, say."""
+
+    source: str
+    activation: Dtype
+    arch: str
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """No fused multiply-add but where the source says so: the order of roundings is part of the result."""
+        macros = tuple(f"-D{name}={value}" for name, value in definitions(self.activation).items())
+        return (f"-arch={self.arch}", "-std=c++17", "-fmad=false", *macros)
+
+    def digest(self, compiler: str) -> str:
+        """Changes with everything that the machine code depends on."""
+        text = "\0".join((*sources(self.source).values(), *self.options, compiler))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """Machine code and what it was made from on the way."""
+
+    cubin: bytes
+    ptx: str
+
+
+def definitions(activation: Dtype) -> Mapping[str, int]:
+    """The numbers that the kernels share with Python."""
+    words = ("REQUEST", "DONE", "INCARNATION", "COUNT", "SLICES", "SLICE_BYTES", "BELL_LEFT", "BELL_VALUE")
+    return {"ACTIVATION": activation.value, **{name: getattr(handoff, name) for name in words}}
+
+
+def sources(name: str) -> dict[str, str]:
+    """The text of a source and of what it includes, by file name, the source first."""
+    folder = resources.files("caraserve.gpu.kernels")
+    return {file: (folder / file).read_text(encoding="utf-8") for file in (f"{name}.cu", _HEADER)}
+
+
+_KERNEL = re.compile(r"^KERNEL(?: __launch_bounds__\([^)]*\))? (?P<name>\w+)\((?P<parameters>[^)]*)\)", re.MULTILINE)
+
+
+def kernels(source: str) -> dict[str, tuple[str, ...]]:
+    """By name, the parameters of every kernel in a source, as written."""
+    text = sources(source)[f"{source}.cu"]
+    return {
+        match["name"]: tuple(" ".join(parameter.split()) for parameter in match["parameters"].split(","))
+        for match in _KERNEL.finditer(text)
+    }
+
+
+class Nvrtc:
+    """The library. Calls may come from several threads at once."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._check(library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+        self.version = f"{major.value}.{minor.value}"
+
+    def compile(self, unit: Unit) -> Compiled:
+        """Raises CompilationFailed with the compiler's log, which is also where its warnings end: they count."""
+        (name, text), *headers = sources(unit.source).items()
+        program = ctypes.c_void_p()
+        self._check(
+            self._library.nvrtcCreateProgram(
+                ctypes.byref(program),
+                text.encode(),
+                name.encode(),
+                len(headers),
+                _strings([header for _, header in headers]),
+                _strings([header for header, _ in headers]),
+            )
+        )
+        try:
+            status = self._library.nvrtcCompileProgram(program, len(unit.options), _strings(unit.options))
+            log = self._read(program, "ProgramLog").rstrip(b"\0").decode(errors="replace").strip()
+            if status != 0 or log:
+                raise CompilationFailed(f"{name} for {unit.arch}: {log or self._message(status)}")
+            return Compiled(self._read(program, "CUBIN"), self._read(program, "PTX").rstrip(b"\0").decode())
+        finally:
+            self._library.nvrtcDestroyProgram(ctypes.byref(program))
+
+    def _read(self, program: ctypes.c_void_p, what: str) -> bytes:
+        size = ctypes.c_size_t()
+        self._check(getattr(self._library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+        buffer = ctypes.create_string_buffer(size.value)
+        self._check(getattr(self._library, f"nvrtcGet{what}")(program, buffer))
+        return buffer.raw
+
+    def _check(self, status: int) -> None:
+        if status != 0:
+            raise CompilationFailed(self._message(status))
+
+    def _message(self, status: int) -> str:
+        text: bytes = self._library.nvrtcGetErrorString(status)
+        return text.decode()
+
+
+def _strings(texts: Sequence[str]) -> ctypes.Array[ctypes.c_char_p]:
+    return (ctypes.c_char_p * len(texts))(*(text.encode() for text in texts))
+
+
+@cache
+def load(newest_major: int = _MAJORS[0]) -> Nvrtc:
+    """The newest NVRTC whose results a driver of CUDA `newest_major` runs. Raises ConfigError when there is none."""
+    for major in _MAJORS:
+        if major <= newest_major:
+            candidates: list[Path | str] = [*_in_wheels(major), f"libnvrtc.so.{major}"]
+            for candidate in candidates:
+                try:
+                    return Nvrtc(_open(candidate))
+                except OSError:
+                    continue
+    command = "pip install nvidia-cuda-nvrtc" + ("" if newest_major > 12 else "-cu12")
+    raise ConfigError(f"no NVRTC library for a driver of CUDA {newest_major} was found; {command}")
+
+
+def cubin_file(unit: Unit, folder: Path, library: Nvrtc) -> Path:
+    """The unit's machine code in `folder`: from an earlier start, or compiled now."""
+    path = (
+        folder / f"{unit.source}-{unit.activation.name.lower()}-{unit.arch}-{unit.digest(library.version)[:16]}.cubin"
+    )
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        made = folder / f"{path.name}.{os.getpid()}"  # servers that start together do not read each other's halves
+        made.write_bytes(library.compile(unit).cubin)
+        made.replace(path)
+    return path
+
+
+def _open(library: Path | str) -> ctypes.CDLL:
+    """NVRTC looks for its second library by name alone, and finds it only if it is there already."""
+    if isinstance(library, Path):
+        for builtins in library.parent.glob("libnvrtc-builtins.so.*"):
+            ctypes.CDLL(str(builtins))
+    return ctypes.CDLL(str(library))
+
+
+def _in_wheels(major: int) -> list[Path]:
+    found = []
+    for package in _PACKAGES[major]:
+        try:
+            files = metadata.files(package) or []
+        except metadata.PackageNotFoundError:
+            continue
+        found += [Path(str(file.locate())) for file in files if file.name == f"libnvrtc.so.{major}"]
+    return found

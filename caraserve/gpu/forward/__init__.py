@@ -1,0 +1,1 @@
+"""The forward pass on a GPU: batches, the decoder, captured graphs."""

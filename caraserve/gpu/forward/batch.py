@@ -1,0 +1,290 @@
+"""What kernels read of an iteration: the batch's arrays at fixed places of device memory, and how they are filled.
+
+All arrays but the BGMV kernels' lists lie side by side and go over in one copy. Places are made for the largest batch,
+so a captured graph finds every later batch where it found the first; what a smaller batch leaves over is filled with
+what kernels skip. Rows of one token, those that decode, have kernels of their own in attention and LoRA; all other
+tokens are prompt chunks. Level 1.
+"""
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from caraserve.core.batch import BASE_ADAPTER_SLOT, Row
+from caraserve.core.lora_layout import GROUPS
+from caraserve.core.outputs import Output
+from caraserve.core.request import MAX_LOGPROBS
+from caraserve.gpu.kernels import cuda_launch
+from caraserve.gpu.kernels.attention import TokenTables
+from caraserve.gpu.kernels.bgmv_work import GROUP_WORDS, ITEM_WORDS, most_items
+from caraserve.gpu.kernels.lora import Segments, cut_segments, most_segments
+from caraserve.gpu.kernels.sampling import Outputs
+from caraserve.model.dtype import Dtype
+from caraserve.model.spec import ModelSpec
+from caraserve.util.units import ceil_div
+
+Ints = NDArray[np.int32]
+NO_TOKEN = -1
+ALL_GROUPS = frozenset(range(len(GROUPS)))  # indices into layout.GROUPS
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How much of the batch's arrays a pass looks at: exact for one that is launched kernel by kernel, a bucket's for
+    one that is captured."""
+
+    tokens: int  # activations are [tokens, …]
+    decode_rows: int  # places of `row_token`; 0: nobody decodes
+    tiles: int  # places of `tile_first`; 0: no prompt chunks
+    outputs: int  # tokens whose logits are wanted
+    segments: int  # places of `segments`; 0: no prompt chunk has an adapter
+    has_items: bool  # whether rows that decode have adapters
+    context: int  # no row that decodes has more positions
+    groups: frozenset[int] = ALL_GROUPS  # of modules, in which any of the adapters has one
+
+    @property
+    def has_lora(self) -> bool:
+        return self.has_items or self.segments > 0
+
+    def fits(self, larger: "Shape") -> bool:
+        """Whether a pass of another shape does for a batch of this one, filled up."""
+        return (
+            self.tokens <= larger.tokens
+            and self.decode_rows <= larger.decode_rows
+            and self.tiles <= larger.tiles
+            and self.outputs <= larger.outputs
+            and self.segments <= larger.segments
+            and self.has_items <= larger.has_items
+            and self.context <= larger.context
+            and (not self.has_lora or self.groups <= larger.groups)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The largest batch of a lane."""
+
+    tokens: int
+    rows: int
+    outputs: int
+    tile_tokens: int  # most tokens in a tile of `attend_prefill`
+    adapters: int  # most adapters in a batch
+
+    @property
+    def tiles(self) -> int:
+        return self.tokens // self.tile_tokens + min(self.rows, self.tokens)
+
+    @property
+    def segments(self) -> int:
+        return most_segments(self.tokens, min(self.adapters, self.rows))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupItems:
+    """Lists of the BGMV kernels for one group of modules."""
+
+    shrink: cuda_launch.Items
+    expand: cuda_launch.Items
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """One lane's arrays. `words` is what the one copy fills; views of it are the rest but `items` and results."""
+
+    words: Tensor  # int32 [words]
+    tokens: TokenTables  # position NO_TOKEN: none
+    row_token: Tensor  # int32 [rows]
+    tile_first: Tensor  # int32 [tiles]
+    tile_tokens: Tensor  # int32 [tiles]
+    segments: Segments
+    outputs: Outputs
+    results: Tensor  # uint8: what `outputs` has of results, for one copy to the host
+    items: tuple[GroupItems, ...]  # by group
+    lists: "ItemLists"
+
+
+def _places(capacity: Capacity) -> dict[str, slice]:
+    sizes = {
+        "slot": capacity.tokens,
+        "position": capacity.tokens,
+        "row_token": capacity.rows,
+        "tile_first": capacity.tiles,
+        "tile_tokens": capacity.tiles,
+        "out_token": capacity.outputs,
+        "out_kind": capacity.outputs,
+        "out_wanted": capacity.outputs,
+        "order": capacity.tokens,
+        "segment_first": capacity.segments,
+        "segment_rows": capacity.segments,
+        "segment_slot": capacity.segments,
+    }
+    padded = [ceil_div(size, 4) * 4 for size in sizes.values()]  # every array at a multiple of 16 bytes
+    starts = [0, *accumulate(padded)]
+    return {name: slice(start, start + size) for (name, size), start in zip(sizes.items(), starts, strict=False)}
+
+
+_EMPTY = {"position": NO_TOKEN, "row_token": NO_TOKEN, "out_token": NO_TOKEN, "out_wanted": -1}  # all else: 0
+
+
+class HostBatch:
+    """The batch's arrays as numpy has them, before the copy. Reused: `fill` leaves nothing of the batch before."""
+
+    def __init__(self, capacity: Capacity) -> None:
+        self.capacity = capacity
+        self._places = _places(capacity)
+        self.num_words = max(place.stop for place in self._places.values())
+        empty = np.zeros(self.num_words, np.int32)
+        for name, value in _EMPTY.items():
+            empty[self._places[name]] = value
+        self._empty = empty
+
+    def empty(self) -> Ints:
+        """A batch of no rows, [num_words]."""
+        return self._empty.copy()
+
+    def fill(
+        self, words: Ints, rows: tuple[Row, ...], outputs: Output, *, with_lora: bool = True, all_prompt: bool = False
+    ) -> Shape:
+        """Writes a batch into `words` [num_words]. `with_lora`: whether adapters are applied by kernels. `all_prompt`:
+        rows of one token are prompt chunks, too."""
+        words[:] = self._empty
+        counts = np.array([row.count for row in rows], np.int32)
+        first = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(counts, out=first[1:])
+        total = int(first[-1])
+        starts = np.array([row.start for row in rows], np.int32)
+        self._put(words, "slot", np.repeat(np.array([row.slot for row in rows], np.int32), counts))
+        self._put(words, "position", np.arange(total, dtype=np.int32) + np.repeat(starts - first[:-1], counts))
+        decodes = (counts == 1) & (not all_prompt)
+        self._put(words, "row_token", first[:-1][decodes])
+        tiles = self._put_tiles(words, first[:-1][~decodes], counts[~decodes])
+        for name, values in zip(("out_token", "out_kind", "out_wanted"), outputs.arrays(), strict=True):
+            self._put(words, name, values)
+        adapters = np.array([row.adapter_slot * with_lora for row in rows], np.int32)
+        prompts = np.repeat(np.where(decodes, BASE_ADAPTER_SLOT, adapters), counts)
+        segments = self._put_segments(words, prompts) if prompts.any() else 0
+        has_items = bool((adapters[decodes] != BASE_ADAPTER_SLOT).any())
+        context = int(starts[decodes].max(initial=-1)) + 1
+        return Shape(total, int(decodes.sum()), tiles, len(outputs.token), segments, has_items, context)
+
+    def _put(self, words: Ints, name: str, values: NDArray[np.integer]) -> None:
+        start = self._places[name].start
+        words[start : start + len(values)] = values
+
+    def _put_tiles(self, words: Ints, first: Ints, counts: Ints) -> int:
+        size = self.capacity.tile_tokens
+        pieces = -(-counts // size)
+        number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        self._put(words, "tile_first", np.repeat(first, pieces) + size * number)
+        self._put(words, "tile_tokens", np.minimum(np.repeat(counts, pieces) - size * number, size))
+        return len(number)
+
+    def _put_segments(self, words: Ints, slots: Ints) -> int:
+        parts = cut_segments(slots)
+        for name, values in zip(("order", "segment_first", "segment_rows", "segment_slot"), parts, strict=True):
+            self._put(words, name, values)
+        return len(parts[1])
+
+
+def decode_slots(rows: tuple[Row, ...]) -> Ints:
+    """Adapter slots [tokens] of rows that decode, at their tokens; 0 elsewhere: what BGMV lists are made for."""
+    slots = np.array([row.adapter_slot if row.count == 1 else BASE_ADAPTER_SLOT for row in rows], np.int32)
+    return np.repeat(slots, [row.count for row in rows])
+
+
+@dataclass(frozen=True, slots=True)
+class ItemLists:
+    """Device memory of the BGMV kernels' lists: by group, and there for both launches. Groups of rows are shared."""
+
+    counts: Tensor  # int32 [groups, 2]
+    lists: tuple[tuple[Tensor, Tensor], ...]  # int32 [items, ITEM_WORDS] shrink, expand
+    groups: Tensor  # int32 [row groups, GROUP_WORDS]
+
+    @classmethod
+    def empty(cls, spec: ModelSpec, rows: int, max_rank: int, device: torch.device) -> "ItemLists":
+        """For `rows` rows of adapters of any dtype."""
+        lists = []
+        for group in GROUPS:
+            outputs = [spec.site_shape(site)[1] for site in group]
+            sizes = [most_items(rows, max_rank, outputs, kind) for kind in Dtype]
+            most = [max(size[launch] for size in sizes) for launch in range(2)]
+            shrink, expand = (torch.zeros((size, ITEM_WORDS), dtype=torch.int32, device=device) for size in most)
+            lists.append((shrink, expand))
+        return cls(
+            torch.zeros((len(GROUPS), 2), dtype=torch.int32, device=device),
+            tuple(lists),
+            torch.zeros((rows, GROUP_WORDS), dtype=torch.int32, device=device),
+        )
+
+    def items(self) -> tuple[GroupItems, ...]:
+        """What launches are told."""
+        made = []
+        for group, pair in enumerate(self.lists):
+            both = [
+                cuda_launch.Items(items.data_ptr(), self.counts[group, launch].data_ptr(), self.groups.data_ptr())
+                for launch, items in enumerate(pair)
+            ]
+            made.append(GroupItems(*both))
+        return tuple(made)
+
+
+def make_batch(spec: ModelSpec, capacity: Capacity, max_rank: int, device: torch.device) -> DeviceBatch:
+    """One lane's arrays, empty."""
+    places = _places(capacity)
+    words = torch.zeros(max(place.stop for place in places.values()), dtype=torch.int32, device=device)
+    at = {name: words[place] for name, place in places.items()}
+    count = capacity.outputs
+    results = torch.zeros(result_bytes(count), dtype=torch.uint8, device=device)
+    ints, floats = results.view(torch.int32), results.view(torch.float32)
+    tops = (count, MAX_LOGPROBS)
+    lists = ItemLists.empty(spec, capacity.rows, max_rank, device)
+    return DeviceBatch(
+        words=words,
+        tokens=TokenTables(at["slot"], at["position"]),
+        row_token=at["row_token"],
+        tile_first=at["tile_first"],
+        tile_tokens=at["tile_tokens"],
+        segments=Segments(at["order"], at["segment_first"], at["segment_rows"], at["segment_slot"]),
+        outputs=Outputs(
+            at["out_token"],
+            at["out_kind"],
+            at["out_wanted"],
+            chosen=ints[:count],
+            logprob=floats[count : 2 * count],
+            top_ids=ints[2 * count : (2 + MAX_LOGPROBS) * count].view(tops),
+            top_logprobs=floats[(2 + MAX_LOGPROBS) * count : (2 + 2 * MAX_LOGPROBS) * count].view(tops),
+        ),
+        results=results,
+        items=lists.items(),
+        lists=lists,
+    )
+
+
+def result_bytes(outputs: int) -> int:
+    """Bytes of the results of so many outputs."""
+    return 4 * outputs * (2 + 2 * MAX_LOGPROBS)
+
+
+@dataclass(slots=True)
+class Results:
+    """Results on the host, as `DeviceBatch.results` lays them out: numpy views of one block of `outputs` places."""
+
+    block: NDArray[np.uint8]
+    outputs: int
+    chosen: NDArray[np.int32] = field(init=False)
+    logprob: NDArray[np.float32] = field(init=False)
+    top_ids: NDArray[np.int32] = field(init=False)  # [outputs, MAX_LOGPROBS]
+    top_logprobs: NDArray[np.float32] = field(init=False)
+
+    def __post_init__(self) -> None:
+        count = self.outputs
+        ints, floats = self.block.view(np.int32), self.block.view(np.float32)
+        self.chosen, self.logprob = ints[:count], floats[count : 2 * count]
+        self.top_ids = ints[2 * count : (2 + MAX_LOGPROBS) * count].reshape(count, MAX_LOGPROBS)
+        self.top_logprobs = floats[(2 + MAX_LOGPROBS) * count : (2 + 2 * MAX_LOGPROBS) * count].reshape(
+            count, MAX_LOGPROBS
+        )

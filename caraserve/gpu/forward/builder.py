@@ -1,0 +1,364 @@
+"""Makes the parts of the CUDA backend and joins them: what memory there is, who gets how much, who knows whom. Level 1.
+
+The order is one of memory: weights are there already; then what has a fixed size is taken, then the pool gets what is
+left of the share that may be used, less what graphs will take.
+"""
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from caraserve.core.backend import Limits, SharedMemory
+from caraserve.core.lora_layout import MAX_RANK
+from caraserve.cpu.lora_workers.pool import Workers
+from caraserve.errors import ConfigError
+from caraserve.gpu.assist.assisted_prefill import Asides, Helpers
+from caraserve.gpu.assist.watchdog import Guard
+from caraserve.gpu.driver.api import Driver, DriverError
+from caraserve.gpu.driver.streams import NOTHING, Lane, Timelines
+from caraserve.gpu.forward.batch import Capacity, DeviceBatch, HostBatch, Shape, make_batch, result_bytes
+from caraserve.gpu.forward.channels import Channels, LaneParts
+from caraserve.gpu.forward.decoder import Decoder
+from caraserve.gpu.forward.graph_capture import Captures
+from caraserve.gpu.forward.graphs import Bucket, GraphSet
+from caraserve.gpu.forward.iteration import Iterations
+from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS, issue_pass
+from caraserve.gpu.forward.pass_selector import Works
+from caraserve.gpu.kernels.attention import prefill_tile_tokens
+from caraserve.gpu.kernels.cuda_launch import Kernels
+from caraserve.gpu.memory.adapter_tables import AdapterTables
+from caraserve.gpu.memory.adapters import DeviceImages, HostMemory
+from caraserve.gpu.memory.copier import Copier
+from caraserve.gpu.memory.host_memory import BOOKS, HostRegion, RegionWords
+from caraserve.gpu.memory.link_queue import LinkQueue
+from caraserve.gpu.memory.pool import GRANULE_BYTES, DevicePool
+from caraserve.gpu.memory.request_state import BLOCK_TOKENS, block_bytes, make_state
+from caraserve.gpu.memory.results import ResultBlocks, Waiter
+from caraserve.gpu.memory.slots import RequestSlots
+from caraserve.gpu.memory.staging_ring import Ring
+from caraserve.gpu.memory.workspace import Workspace, make_workspace
+from caraserve.gpu.merged_weights import MergedWeights
+from caraserve.gpu.weights import Weights
+from caraserve.model.spec import ModelSpec
+from caraserve.telemetry.trace import Trace
+from caraserve.util.units import align_up, ceil_div, human_bytes
+
+log = logging.getLogger(__name__)
+
+_RING_BYTES = 64 << 20
+_ITERATIONS_AHEAD = 3
+_UNKNOWN_LINK_BYTES_PER_S = 12e9  # until it is measured
+_NODE_BYTES = 8 << 10  # of device memory, a captured kernel
+_NODES_PER_LAYER = 20
+_FIRST_KV_SHARE = 0.25  # of the pool; it grows when requests need more
+
+
+@dataclass(frozen=True, slots=True)
+class GpuDevice:
+    """What the backend is built over; tests have one on the host."""
+
+    driver: Driver
+    kernels: Kernels
+    device: torch.device
+    name: str
+    enter_thread: Callable[[], None] = lambda: None  # makes the device current on a new thread
+    synchronize: Callable[[], None] = lambda: None  # waits for all streams, torch's own as well; before serving only
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSizes:
+    """What `serve.py` decides for this backend."""
+
+    num_slots: int
+    adapter_slots: int
+    max_step_tokens: int
+    max_context: int
+    memory_utilization: float  # of the device's memory
+    host_bytes: int  # for the host tier
+    adapter_bytes: int | None = None  # most of the pool that adapters may take
+    graph_bytes: int = 1 << 30
+    padded_rank: int | None = None  # rows that every module takes, in the padded baseline
+    merging: bool = False
+    lora_cpus: tuple[int, ...] = ()  # cores that CPU LoRA workers are pinned to
+    pool_bytes: int | None = None  # None: what is left
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """All of them, joined. `lanes`: of iterations, of assisted prefills."""
+
+    limits: Limits
+    device: GpuDevice
+    spec: ModelSpec
+    channels: Channels
+    images: DeviceImages
+    slots: RequestSlots
+    lanes: tuple[LaneParts, ...]
+    copies: Waiter
+    captures: Captures
+    works: Works
+    iterations: Iterations
+    helpers: Helpers
+    asides: Asides
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `pump` is to be called again soon."""
+        return self.images.is_busy or self.asides.is_busy
+
+    def pump(self) -> None:
+        """What is to be done now and then while anything is on its way."""
+        try:
+            self.images.pump()
+        except DriverError as error:
+            log.exception("the device has failed")
+            self.images.fail(error)
+            self.asides.fail(error)
+        self.asides.go_on()
+
+    @property
+    def warm_up_steps(self) -> int:
+        """How often `warm_up` calls `advance`."""
+        return len(list(self._shapes())) + (self.limits.aside_plans > 0) + self.captures.count
+
+    def warm_up(self, advance: Callable[[], None]) -> None:
+        """Runs every kernel once in each of its forms, then captures the graphs; on the launching thread."""
+        lane, timelines = self.lanes[0], self.channels.timelines
+        stream = timelines.streams[Lane.COMPUTE]
+        self.channels.ring.send(lane.batch.words.data_ptr(), lane.host.empty(), Lane.COMPUTE)
+        for shape in self._shapes():
+            issue_pass(lane.decoder.work(shape), stream, self.spec.layers)
+            timelines.settle(Lane.COMPUTE)
+            advance()
+        if self.limits.aside_plans:
+            self.asides.warm_up(lambda: timelines.settle(Lane.ASSIST))
+            advance()
+        self.captures.make_gates(self.device.device)
+        self.device.synchronize()
+        self.captures.capture_all(self.works.to_capture, stream, lambda: timelines.settle(Lane.COMPUTE), advance)
+
+    def _shapes(self) -> Iterator[Shape]:
+        """Kernels are compiled apart for sizes of one, for multiples of sixteen, and for all others."""
+        capacity = self.lanes[0].capacity
+        for tokens in (1, 2, 16):
+            if tokens <= capacity.tokens:
+                rows, segments = min(tokens, capacity.rows), min(1, capacity.segments)
+                yield Shape(tokens, rows, 1, min(tokens, capacity.outputs), segments, True, self.limits.max_context)
+
+    def close(self) -> None:
+        """After the launching thread has ended."""
+        with contextlib.suppress(DriverError):  # of a device that has failed
+            for each in Lane:
+                self.channels.timelines.settle(each)
+        for waiter in (*(lane.waiter for lane in self.lanes), self.copies):
+            waiter.close()
+        self.helpers.guard.close()
+        self.helpers.workers.close()
+        region = self.helpers.region.region
+        with contextlib.suppress(DriverError):  # of a device that has failed
+            self.device.driver.unregister_host(region.base)
+        region.close()
+
+
+def assemble(
+    spec: ModelSpec,
+    weights: Weights,
+    sizes: GpuSizes,
+    device: GpuDevice,
+    wake: Callable[[], None],
+    trace: Trace | None = None,
+) -> Parts:
+    """Takes the memory and joins the parts. `wake` has the launching thread look around. Raises ConfigError when the
+    device is too small, or host memory cannot be pinned."""
+    try:
+        return _assemble(spec, weights, sizes, device, wake, trace)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            "the device's memory is full before all is there that serving needs; lower --gpu-memory-utilization, "
+            "--max-num-seqs, --max-num-batched-tokens or --max-model-len"
+        ) from error
+
+
+def _assemble(
+    spec: ModelSpec,
+    weights: Weights,
+    sizes: GpuSizes,
+    device: GpuDevice,
+    wake: Callable[[], None],
+    trace: Trace | None,
+) -> Parts:
+    driver, capacities = device.driver, _capacities(weights, sizes)
+    tables = AdapterTables(spec, sizes.adapter_slots, device.device)
+    merged = MergedWeights(spec, weights, MAX_RANK) if sizes.merging else None
+    rooms = [_lane_memory(spec, weights, sizes, capacity, device) for capacity in capacities]
+    region, host = _host_memory(spec, sizes, capacities, driver)
+    channels = _channels(driver, region, host)
+    _first_products(channels, weights)
+    memory = torch.empty(_pool_bytes(driver, sizes), dtype=torch.uint8, device=device.device)
+    state = make_state(spec, weights.dtype, memory, sizes.num_slots, sizes.max_context)
+    limits = _limits(spec, weights.dtype, sizes, memory.numel())
+    copies = Waiter(driver, "caraserve-copies")
+    images = DeviceImages(
+        channels,
+        _pool(limits),
+        memory,
+        tables,
+        spec,
+        host,
+        padded_rank=sizes.padded_rank,
+        with_ready_words=bool(sizes.lora_cpus),
+        when_copied=lambda: copies.when_done(channels.timelines.streams[Lane.COPY], lambda failure: wake()),
+        now=time.monotonic,
+    )
+    blocks = [(block, host.on_device(int(block.ctypes.data))) for block in region.results]
+    lanes = [
+        LaneParts(
+            capacity,
+            batch,
+            HostBatch(capacity),
+            Decoder(spec, weights, state, batch, tables, workspace, device.kernels, driver),
+            ResultBlocks(own, capacity.outputs),
+            Waiter(driver, f"caraserve-{name}"),
+        )
+        for capacity, (batch, workspace), own, name in zip(
+            capacities,
+            rooms,
+            (blocks[:_ITERATIONS_AHEAD], blocks[_ITERATIONS_AHEAD:]),
+            ("results", "asides"),
+            strict=True,
+        )
+    ]
+    slots = RequestSlots(state, channels.ring)
+    graphs = GraphSet(
+        sizes.num_slots, sizes.max_step_tokens, sizes.graph_bytes, _expected_bytes(spec), merging=sizes.merging
+    )
+    captures = Captures(driver, graphs, lanes[0].capacity, sizes.max_context, spec.layers)
+    works = Works(lanes[0].decoder, images, channels, merged)
+    workers = Workers(region.region, region.blocks, sizes.lora_cpus, region.block_bytes)
+    helpers = Helpers(region, host, workers, Guard(RegionWords(region.region), workers))
+    parts = Parts(
+        limits=limits,
+        device=device,
+        spec=spec,
+        channels=channels,
+        images=images,
+        slots=slots,
+        lanes=tuple(lanes),
+        copies=copies,
+        captures=captures,
+        works=works,
+        iterations=Iterations(channels, lanes[0], images, slots, captures, works, spec, trace),
+        helpers=helpers,
+        asides=Asides(channels, lanes[1], images, slots, helpers, spec, wake),
+    )
+    device.synchronize()  # memory was filled on whatever stream was torch's, and not each lane waits for that
+    return parts
+
+
+def _capacities(weights: Weights, sizes: GpuSizes) -> tuple[Capacity, Capacity]:
+    """Of iterations and of assisted prefills. Room for results begins at multiples of 64 bytes in both, for kernels are
+    compiled apart where it does not."""
+    tile_tokens = prefill_tile_tokens(weights.dtype)
+    outputs = align_up(sizes.max_step_tokens + sizes.num_slots, 16)  # every token scored, every row sampled
+    iterations = Capacity(sizes.max_step_tokens, sizes.num_slots, outputs, tile_tokens, sizes.adapter_slots - 1)
+    chunk = align_up(ASSISTED_CHUNK_TOKENS + 1, 16)
+    return iterations, Capacity(ASSISTED_CHUNK_TOKENS, 1, chunk, tile_tokens, 1)
+
+
+def _lane_memory(
+    spec: ModelSpec, weights: Weights, sizes: GpuSizes, capacity: Capacity, device: GpuDevice
+) -> tuple[DeviceBatch, Workspace]:
+    max_rank = sizes.padded_rank or MAX_RANK
+    workspace = make_workspace(spec, weights.dtype, capacity, max_rank, sizes.max_context, device.device)
+    return make_batch(spec, capacity, max_rank, device.device), workspace
+
+
+def _host_memory(
+    spec: ModelSpec, sizes: GpuSizes, capacities: Sequence[Capacity], driver: Driver
+) -> tuple[HostRegion, HostMemory]:
+    most_outputs = max(capacity.outputs for capacity in capacities)
+    block_bytes = result_bytes(most_outputs) + 64  # an assisted chunk's error word is the last
+    blocks = _ITERATIONS_AHEAD + BOOKS
+    region = HostRegion(spec, len(sizes.lora_cpus), _RING_BYTES, block_bytes, blocks, sizes.host_bytes)
+    base, num_bytes = region.region.base, region.region.num_bytes
+    try:
+        return region, HostMemory(base, driver.register_host(base, num_bytes))
+    except DriverError as error:
+        region.region.close()
+        raise ConfigError(
+            f"{human_bytes(num_bytes)} of host memory cannot be pinned ({error}); lower --max-host-adapters-bytes"
+        ) from error
+
+
+def _channels(driver: Driver, region: HostRegion, host: HostMemory) -> Channels:
+    timelines, queue = Timelines(driver), LinkQueue(_UNKNOWN_LINK_BYTES_PER_S)
+    ring = Ring(driver, timelines, region.ring, host.on_device(int(region.ring.ctypes.data)))
+    return Channels(driver, timelines, ring, queue, Copier(driver, timelines, queue))
+
+
+def _first_products(channels: Channels, weights: Weights) -> None:
+    """torch's library takes memory for each stream that it is first used on: now, or it would while serving."""
+    one = torch.zeros((16, 16), dtype=weights.dtype, device=weights.device)
+    out = torch.empty_like(one)
+
+    def multiply() -> None:
+        torch.mm(one, one, out=out)
+
+    for lane in (Lane.COMPUTE, Lane.ASSIST):
+        channels.driver.run(channels.timelines.streams[lane], multiply)
+        channels.timelines.settle(lane)
+
+
+def _pool(limits: Limits) -> DevicePool:
+    shared = limits.shared
+    assert shared is not None
+    pool = DevicePool(
+        shared.num_bytes,
+        shared.block_bytes,
+        lora_bytes=shared.adapter_bytes,
+        least_kv_blocks=shared.least_blocks,
+        granule=shared.granule_bytes,
+    )
+    pool.resize_kv(limits.num_blocks, until=NOTHING, moved=NOTHING)
+    return pool
+
+
+def _expected_bytes(spec: ModelSpec) -> Callable[[Bucket], int]:
+    def expected(bucket: Bucket) -> int:
+        return spec.layers * _NODES_PER_LAYER * _NODE_BYTES
+
+    return expected
+
+
+def _pool_bytes(driver: Driver, sizes: GpuSizes) -> int:
+    if sizes.pool_bytes is not None:
+        return sizes.pool_bytes
+    spared = (1 - sizes.memory_utilization) * driver.total_bytes()
+    return max(0, int(driver.free_bytes() - spared - sizes.graph_bytes)) // GRANULE_BYTES * GRANULE_BYTES
+
+
+def _limits(spec: ModelSpec, dtype: torch.dtype, sizes: GpuSizes, pool_bytes: int) -> Limits:
+    block = block_bytes(spec, dtype)
+    least = ceil_div(sizes.max_context + 1, BLOCK_TOKENS)
+    if align_up(least * block, GRANULE_BYTES) > pool_bytes:
+        raise ConfigError(
+            f"one request of {sizes.max_context} tokens needs {human_bytes(least * block)} of device memory and "
+            f"{human_bytes(pool_bytes)} are left; lower --max-model-len or raise --gpu-memory-utilization"
+        )
+    most = pool_bytes // block
+    adapter_bytes = pool_bytes if sizes.adapter_bytes is None else sizes.adapter_bytes
+    return Limits(
+        num_blocks=min(most, max(least, math.floor(_FIRST_KV_SHARE * most))),
+        block_tokens=BLOCK_TOKENS,
+        num_slots=sizes.num_slots,
+        adapter_slots=sizes.adapter_slots,
+        max_step_tokens=sizes.max_step_tokens,
+        max_context=sizes.max_context,
+        shared=SharedMemory(pool_bytes, block, GRANULE_BYTES, adapter_bytes, least),
+        aside_plans=BOOKS if sizes.lora_cpus else 0,
+    )

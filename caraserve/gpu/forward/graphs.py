@@ -1,0 +1,153 @@
+"""Which graphs are captured, and which one an iteration takes. Pure; level 1.
+
+A graph is captured for a number of rows or tokens; a smaller batch is filled up with padding rows, which belong to no
+request and are skipped by whatever reads or writes keys and values. Everything else a graph finds in device tables, so
+one graph serves any mix of adapters and ranks. Graphs take memory, of which so much may be taken as is fixed at start.
+All are captured before serving: capturing and instantiating hold locks that a wait's way out might need.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+
+from caraserve.core.batch import BASE_ADAPTER_SLOT, Plan
+
+_DECODE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_MIXED_SIZES = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+# A graph of more than so many times the size costs more than launching one by one: small batches are over before the
+# next kernel is launched, large ones compute for nothing.
+_MOST_PADDING, _MOST_PADDING_OF_LARGE = 4.0, 1.15
+_LARGE_TOKENS = 512
+
+_QKV = frozenset({0})  # the group of modules that most adapters have alone
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Bucket:
+    """A graph's shape. Decode: `size` rows of one token each; mixed: `size` tokens of any rows. `qkv_only`: it has the
+    LoRA kernels of q, k and v alone. `gated`: it waits for layers that are on their way. `merged`: over the weights
+    that an adapter is merged into."""
+
+    is_mixed: bool
+    size: int
+    lora: bool
+    qkv_only: bool = False
+    gated: bool = False
+    merged: bool = False
+
+    def serves(self, wanted: "Bucket") -> bool:
+        """Whether an iteration of shape `wanted` may take this graph. One with LoRA does for base rows too."""
+        return (
+            self.size >= wanted.size
+            and (self.is_mixed or not wanted.is_mixed)
+            and (not wanted.lora or (self.lora and self.qkv_only <= wanted.qkv_only))
+            and (self.gated or not wanted.gated)
+            and self.merged == wanted.merged
+        )
+
+    @property
+    def cost(self) -> tuple[bool, bool, int, bool, bool]:
+        """What is less for the better choice among those that serve."""
+        return (self.is_mixed, self.gated, self.size, self.lora, not self.qkv_only)
+
+
+def bucket_of(plan: Plan, arriving: Collection[int], groups: Collection[int]) -> Bucket | None:
+    """What a plan needs, its size exact; None: it is launched kernel by kernel. `arriving`: adapter slots of which
+    layers are missing; `groups`: of modules that its adapters have."""
+    if any(row.prompt_logprobs is not None for row in plan.rows):
+        return None  # every token is scored: far more logits than a graph has room for
+    slots = {row.adapter_slot for row in plan.rows}
+    is_mixed = plan.num_tokens > len(plan.rows)
+    merged = plan.merged is not None
+    has_lora = not merged and slots != {BASE_ADAPTER_SLOT}
+    return Bucket(
+        is_mixed=is_mixed,
+        size=plan.num_tokens if is_mixed else len(plan.rows),
+        lora=has_lora,
+        qkv_only=has_lora and _QKV.issuperset(groups),
+        gated=not merged and not slots.isdisjoint(arriving),
+        merged=merged,
+    )
+
+
+def buckets(max_rows: int, max_tokens: int, *, merging: bool = False) -> Iterator[Bucket]:
+    """All there may be, the most useful first."""
+    for size in _up_to(_DECODE_SIZES, max_rows):
+        yield from _variants(size, is_mixed=False, merging=merging)
+    mixed = _up_to(_MIXED_SIZES, max(max_rows, max_tokens))
+    for size in mixed:
+        yield from _variants(size, is_mixed=True, merging=merging)
+    for size in mixed:
+        yield Bucket(is_mixed=True, size=size, lora=True, gated=True)
+
+
+def _variants(size: int, *, is_mixed: bool, merging: bool) -> Iterator[Bucket]:
+    yield Bucket(is_mixed, size, lora=False)
+    yield Bucket(is_mixed, size, lora=True, qkv_only=True)
+    yield Bucket(is_mixed, size, lora=True)
+    if merging:
+        yield Bucket(is_mixed, size, lora=False, merged=True)
+
+
+def _up_to(sizes: tuple[int, ...], most: int) -> list[int]:
+    """The sizes below `most`, and `most` itself."""
+    return [*(size for size in sizes if size < most), most]
+
+
+@dataclass(slots=True)
+class GraphSet:
+    """The graphs of one backend."""
+
+    max_rows: int
+    max_tokens: int
+    budget_bytes: int
+    expected_bytes: Callable[[Bucket], int]
+    merging: bool = False
+    _captured: dict[Bucket, int] = field(default_factory=dict)  # bytes
+    _chosen: dict[Bucket, Bucket | None] = field(default_factory=dict)  # what `choose` has said
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that graphs take."""
+        return sum(self._captured.values())
+
+    def to_capture(self) -> list[Bucket]:
+        """The most useful that fit, largest first, so that the smaller reuse memory."""
+        chosen: list[Bucket] = []
+        left = self.budget_bytes
+        for bucket in buckets(self.max_rows, self.max_tokens, merging=self.merging):
+            if (num_bytes := self.expected_bytes(bucket)) <= left:
+                chosen.append(bucket)
+                left -= num_bytes
+        return sorted(chosen, key=lambda bucket: (-bucket.size, bucket))
+
+    def captured(self, bucket: Bucket, num_bytes: int) -> bool:
+        """Notes a graph and what it took. False when it took too much after all: it is to be destroyed."""
+        if self.num_bytes + num_bytes > self.budget_bytes:
+            return False
+        self._captured[bucket] = num_bytes
+        self._chosen.clear()
+        return True
+
+    def choose(self, wanted: Bucket) -> Bucket | None:
+        """The captured graph that serves best; None: kernel by kernel."""
+        if wanted not in self._chosen:
+            self._chosen[wanted] = self._best(wanted)
+        return self._chosen[wanted]
+
+    def _best(self, wanted: Bucket) -> Bucket | None:
+        if wanted.size > (self.max_tokens if wanted.is_mixed else self.max_rows):
+            raise AssertionError(f"an iteration of {wanted.size} exceeds the backend's limits")
+        serving = [bucket for bucket in self._captured if bucket.serves(wanted)]
+        best = min(serving, key=lambda bucket: (bucket.cost, bucket), default=None)
+        if best is None:
+            return None
+        if best.is_mixed and best.size > _LARGE_TOKENS:
+            return best if best.size <= _MOST_PADDING_OF_LARGE * wanted.size else None
+        return best if best.size <= max(self._ideal_size(wanted), _MOST_PADDING * wanted.size) else None
+
+    def _ideal_size(self, wanted: Bucket) -> int:
+        """Of the best there may be that serves."""
+        every = buckets(self.max_rows, self.max_tokens, merging=self.merging)
+        serving = (bucket for bucket in every if bucket.serves(wanted))
+        ideal = min(serving, key=lambda bucket: (bucket.cost, bucket), default=None)
+        return 0 if ideal is None else ideal.size

@@ -1,0 +1,153 @@
+"""From a plan to an iteration on the device, and from what it leaves to a result. Level 1.
+
+The launching thread fills the batch's arrays, has them copied, launches a graph or kernel by kernel, and goes on: the
+next iteration may be launched before this one has begun. Results come on the waiter's thread.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.core.batch import BASE_ADAPTER_SLOT, Plan, StepResult
+from caraserve.core.outputs import Found, Output, collect, outputs_of
+from caraserve.gpu.driver.api import Driver, DriverError, Stream
+from caraserve.gpu.driver.streams import NOTHING, Lane
+from caraserve.gpu.forward.batch import DeviceBatch, Results, decode_slots
+from caraserve.gpu.forward.channels import Channels, LaneParts
+from caraserve.gpu.forward.graph_capture import Captures
+from caraserve.gpu.forward.lanes import IterationLane
+from caraserve.gpu.forward.pass_selector import Works
+from caraserve.gpu.kernels.bgmv_work import plan_items
+from caraserve.gpu.memory.adapters import Bound, DeviceImages
+from caraserve.gpu.memory.slots import RequestSlots
+from caraserve.gpu.memory.staging_ring import Ring
+from caraserve.model.spec import ModelSpec
+from caraserve.telemetry.trace import Trace
+
+Done = Callable[[StepResult | Exception], None]
+
+_CHOSEN_AND_LOGPROB_BYTES = 8  # of an output; its alternatives follow behind those of all outputs
+
+
+def copy_results(
+    driver: Driver, batch: DeviceBatch, outputs: Output, results: Results, address: int, stream: Stream
+) -> None:
+    """To the host; alternatives only where somebody wants them."""
+    has_tops = bool((outputs.logprobs > 0).any())
+    num_bytes = batch.results.numel() if has_tops else _CHOSEN_AND_LOGPROB_BYTES * results.outputs
+    driver.copy_to_host(address, batch.results.data_ptr(), num_bytes, stream)
+
+
+class BatchLists:
+    """The BGMV kernels' lists of one lane: sent anew when the members of the decoding batch have changed."""
+
+    def __init__(self, ring: Ring, images: DeviceImages, batch: DeviceBatch, lane: Lane) -> None:
+        self._ring, self._images, self._lists, self._lane = ring, images, batch.lists, lane
+        self._sent: tuple[int, bytes] | None = None
+
+    def send(self, slots: NDArray[np.int32]) -> None:
+        """`slots`: of adapters, [tokens], as `decode_slots` gives them."""
+        slots = slots if slots.any() else slots[:0]
+        state = self._images.bindings, slots.tobytes()
+        if state == self._sent:
+            return
+        self._sent = state
+        counts = np.zeros(tuple(self._lists.counts.shape), np.int32)
+        for group, pair in enumerate(self._lists.lists if slots.size else ()):
+            made = plan_items(slots, self._images.items[group])
+            for launch, (target, items) in enumerate(zip(pair, (made.shrink, made.expand), strict=True)):
+                self._ring.send(target.data_ptr(), items, self._lane)
+                counts[group, launch] = len(items)
+            if group == 0:  # the same for all
+                self._ring.send(self._lists.groups.data_ptr(), made.groups, self._lane)
+        self._ring.send(self._lists.counts.data_ptr(), counts, self._lane)
+
+
+class Iterations:
+    """The launching thread's, but for what `done` is called from."""
+
+    def __init__(
+        self,
+        channels: Channels,
+        parts: LaneParts,
+        images: DeviceImages,
+        slots: RequestSlots,
+        captures: Captures,
+        works: Works,
+        spec: ModelSpec,
+        trace: Trace | None = None,
+    ) -> None:
+        self._driver, self._timelines, self._ring = channels.driver, channels.timelines, channels.ring
+        self._lane = IterationLane(self._driver, self._timelines, channels.copier, spec.layers)
+        self._waiter, self._batch, self._host, self._results = parts.waiter, parts.batch, parts.host, parts.results
+        self._images, self._slots, self._captures, self._works = images, slots, captures, works
+        self._layers, self._trace = spec.layers, trace
+        self._lists = BatchLists(self._ring, images, self._batch, Lane.COMPUTE)
+        self._words = self._host.empty()
+        self._ended_s = 0.0  # when the iteration before was done
+
+    def launch(self, plan: Plan, done: Done) -> None:
+        """All adapters that the plan names have their places. Raises what goes wrong before anything is launched."""
+        launched_s = time.monotonic()
+        with_lora = plan.merged is None
+        outputs = outputs_of(plan.rows, self._slots.prompt_tokens)
+        shape = self._host.fill(self._words, plan.rows, outputs, with_lora=with_lora)
+        adapters = {row.adapter_slot for row in plan.rows} - {BASE_ADAPTER_SLOT}
+        shape = replace(shape, groups=self._images.groups_of(adapters))
+        arriving = self._images.arriving(adapters)
+        self._works.prepare(plan)
+        replay = self._captures.find(plan, shape, arriving)
+        work = self._works.of_plan(plan, shape) if replay is None else replay
+        self._lists.send(decode_slots(plan.rows) if with_lora else np.zeros(0, np.int32))
+
+        def metadata(stream: Stream) -> None:
+            self._ring.send(self._batch.words.data_ptr(), self._words, Lane.COMPUTE)
+
+        self._timelines.passed()  # or events would pile up while nothing is loading
+        number = self._lane.launch(metadata, work, arriving, NOTHING)
+        self._images.used(adapters, Lane.COMPUTE, number)
+        self._return_results(plan, outputs, {slot: self._images.bound[slot] for slot in arriving}, launched_s, done)
+
+    def _return_results(
+        self, plan: Plan, outputs: Output, arriving: Mapping[int, Bound], launched_s: float, done: Done
+    ) -> None:
+        stream = self._timelines.streams[Lane.COMPUTE]
+        results, address = self._results.take()
+        copy_results(self._driver, self._batch, outputs, results, address, stream)
+        prompt_tokens = self._slots.prompt_tokens.copy()
+
+        def ended(failure: DriverError | None) -> None:
+            done_s = time.monotonic()
+            started_s, self._ended_s = max(launched_s, self._ended_s), done_s
+            outcome: StepResult | Exception
+            if failure is not None:
+                outcome = failure
+            else:
+                found = Found(results.chosen, results.logprob, results.top_ids, results.top_logprobs)
+                loads = {
+                    slot: (0, 1000 * stall_s(started_s, done_s, self._layers, bound.arrivals))
+                    for slot, bound in arriving.items()
+                }
+                outcome = StepResult(collect(plan, outputs, found, prompt_tokens, loads), started_s, done_s)
+            self._results.give_back(results, address)
+            if self._trace is not None:
+                name = f"{plan.num_tokens} tokens of {len(plan.rows)} requests"
+                self._trace.span("device", name, int(started_s * 1e9), int(done_s * 1e9))
+            done(outcome)
+
+        self._waiter.when_done(stream, ended)
+
+
+def stall_s(started_s: float, done_s: float, layers: int, arrivals: list[tuple[int, float]]) -> float:
+    """For how long an iteration stood still for layers, by when they were seen to arrive: (first layer of a group,
+    time). Layers take equal times, so a group at layer l that came a after the start stalled the iteration by
+    a - l times the time of a layer, which is what was not stalling, shared among all layers."""
+    spent_s, worst_s = done_s - started_s, 0.0
+    for first_layer, at_s in list(arrivals):
+        share = first_layer / layers
+        waited_s = min(at_s - started_s, spent_s)
+        worst_s = max(worst_s, (waited_s - share * spent_s) / (1 - share))
+    return min(worst_s, spent_s)

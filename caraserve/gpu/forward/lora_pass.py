@@ -1,0 +1,169 @@
+"""What adapters add to a pass: by BGMV for rows that decode, by segments for prompts, or by CPU workers. Level 1.
+
+Rows of both kinds may be in one batch: each has its own room in `part`, and both kernels read the same device tables.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from caraserve.core.lora_layout import GROUPS
+from caraserve.gpu.assist import work_orders as letters
+from caraserve.gpu.driver.api import Driver, Stream
+from caraserve.gpu.forward.batch import DeviceBatch, Shape
+from caraserve.gpu.kernels import cuda_launch
+from caraserve.gpu.kernels.cuda_launch import BYTES_THREADS, Kernels, Launch
+from caraserve.gpu.kernels.lora import Segments, SiteTables, lora_expand, lora_shrink
+from caraserve.gpu.memory.adapter_tables import AdapterTables
+from caraserve.gpu.memory.workspace import Workspace
+from caraserve.gpu.weights import columns_of
+from caraserve.model.spec import ModelSpec
+from caraserve.util.units import ceil_div
+
+_MOST_HOST_BLOCKS = 32  # of the kernels that read or write host memory: enough to keep the link full
+_NUMBERS_PER_THREAD = 4
+
+
+@dataclass(frozen=True, slots=True)
+class AssistTerms:
+    """Where the hand-overs of one assisted chunk are written down. Addresses are the device's; entries are counted as
+    `HandOver.entry`, and only those that are handed over are read.
+
+    Outcomes stand in `gate` at the chunk's adapter slot, one hand-over's after another's: the LoRA kernels read there
+    whether they are to compute.
+    """
+
+    slot: int
+    gate: Tensor  # int32 [adapter slots]
+    letters: Sequence[int]  # by entry: as letters.py writes them
+    host_x: Sequence[int]  # by entry: fp32 rows, where the letter says
+    host_strides: Sequence[int]  # by entry: numbers between rows
+    asked: int  # int64 [workers]: the incarnations last asked
+    counter: int  # uint32, 0 between launches
+    errors: int  # uint32: gets a bit when the chunk is void
+
+    @property
+    def outcome(self) -> int:
+        """Address of the word that says who computes."""
+        return self.gate.data_ptr() + self.slot * self.gate.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """What is the same in every layer for modules that read the same input."""
+
+    x: Tensor  # [most tokens, inputs]
+    y: Tensor  # [most tokens, outputs of all modules]
+    x_rows: cuda_launch.Rows
+    y_rows: cuda_launch.Rows
+    projections: cuda_launch.Projections
+    delta_columns: tuple[int, ...]
+    delta_stride: int
+
+    @classmethod
+    def of(cls, spec: ModelSpec, group: int, x: Tensor, y: Tensor) -> "_Group":
+        columns, widths = columns_of(spec, group)
+        delta_columns, delta_stride = letters.delta_columns([letters.Module(width) for width in widths])
+        x_rows, y_rows = (cuda_launch.Rows(rows.data_ptr(), rows.stride(0), rows.shape[1]) for rows in (x, y))
+        return cls(x, y, x_rows, y_rows, cuda_launch.Projections(columns, widths), delta_columns, delta_stride)
+
+
+class LoraLane:
+    """What the passes of one lane have in common."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        batch: DeviceBatch,
+        tables: AdapterTables,
+        workspace: Workspace,
+        kernels: Kernels,
+        driver: Driver,
+    ) -> None:
+        self.batch, self.workspace, self.kernels, self.driver = batch, workspace, kernels, driver
+        activations = workspace.activations
+        pairs = zip(activations.inputs, activations.outputs, strict=True)
+        self.groups = [_Group.of(spec, group, *pair) for group, pair in enumerate(pairs)]
+        places = [(layer, group) for layer in range(spec.layers) for group in range(len(GROUPS))]
+        self.triton_tables = {place: tables.for_triton(*place) for place in places}
+        self._raw_tables = {place: tables.for_launch(*place) for place in places}
+        self._for_decoding: dict[tuple[int, int, int], tuple[Launch, Launch]] = {}
+
+    def pass_over(self, shape: Shape, assist: AssistTerms | None = None) -> "LoraPass":
+        """For a batch of a shape."""
+        return LoraPass(self, shape, assist)
+
+    def for_decoding(self, layer: int, group: int, gate: int) -> tuple[Launch, Launch]:
+        """Shrink and expand of rows that decode. Made once, for they are the same for every batch."""
+        if (layer, group, gate) not in self._for_decoding:
+            tables = replace(self._raw_tables[layer, group], gate=gate)
+            items, of, room = self.batch.items[group], self.groups[group], self.workspace.parts[group]
+            part = cuda_launch.Part(room.data_ptr(), *room.shape[1:])
+            grid = self.kernels.bgmv_grid
+            self._for_decoding[layer, group, gate] = (
+                cuda_launch.shrink(grid, tables, items.shrink, of.x_rows, part),
+                cuda_launch.expand(grid, tables, items.expand, part, of.y_rows, of.projections),
+            )
+        return self._for_decoding[layer, group, gate]
+
+
+class LoraPass:
+    """Issues the LoRA of one pass; methods as those of lane.Pass. Allocates nothing on the device."""
+
+    def __init__(self, lane: LoraLane, shape: Shape, assist: AssistTerms | None) -> None:
+        self._lane, self._shape, self._assist = lane, shape, assist
+        cut, count = lane.batch.segments, shape.segments
+        self._segments = Segments(cut.order, cut.first[:count], cut.rows[:count], cut.slot[:count])
+
+    def add(self, layer: int, group: int, stream: Stream, gate: Tensor | None = None) -> None:
+        """From weights on the device. `gate`: int32 [slots], not 0: not of this adapter."""
+        if group not in self._shape.groups:
+            return
+        if self._shape.has_items:
+            for launch in self._lane.for_decoding(layer, group, 0 if gate is None else gate.data_ptr()):
+                self._lane.kernels.launch(launch, stream)
+        if self._shape.segments:
+            tables = self._lane.triton_tables[layer, group]
+            tables = tables if gate is None else replace(tables, gate=gate)
+            self._lane.driver.run(stream, lambda: self._add_to_prompts(group, tables))
+
+    def publish(self, group: int, entry: int, stream: Stream) -> None:
+        """Hands x over to the workers, or finds that this is not needed."""
+        assist, lane = self._terms(), self._lane
+        x = lane.groups[group].x_rows
+        launch = cuda_launch.publish(
+            _host_blocks(self._shape.tokens * x.columns),
+            assist.letters[entry],
+            x,
+            assist.host_x[entry],
+            assist.host_strides[entry],
+            assist.asked,
+            assist.counter,
+            assist.outcome,
+        )
+        lane.kernels.launch(launch, stream)
+
+    def add_handed_over(self, layer: int, group: int, entry: int, stream: Stream) -> None:
+        """What the workers made of x, or what weights on the device do; nothing, when neither came."""
+        assist, lane = self._terms(), self._lane
+        letter, of = assist.letters[entry], lane.groups[group]
+        lane.kernels.launch(cuda_launch.wait(letter, assist.outcome, assist.errors), stream)
+        blocks = min(self._shape.tokens, _MOST_HOST_BLOCKS)
+        deltas = of.delta_stride, of.delta_columns
+        lane.kernels.launch(cuda_launch.add(blocks, letter, assist.outcome, of.y_rows, of.projections, *deltas), stream)
+        self.add(layer, group, stream, assist.gate)
+
+    def _terms(self) -> AssistTerms:
+        if self._assist is None:
+            raise AssertionError("a pass without terms hands nothing over")
+        return self._assist
+
+    def _add_to_prompts(self, group: int, tables: SiteTables) -> None:
+        of, part = self._lane.groups[group], self._lane.workspace.parts[group]
+        lora_shrink(of.x, part, self._segments, tables)
+        lora_expand(of.y, part, self._segments, tables, of.projections.columns, of.projections.outputs)
+
+
+def _host_blocks(numbers: int) -> int:
+    return min(ceil_div(numbers, BYTES_THREADS * _NUMBERS_PER_THREAD), _MOST_HOST_BLOCKS)

@@ -1,0 +1,1 @@
+"""CUDA and Triton kernels, and how they are launched."""

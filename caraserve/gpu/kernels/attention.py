@@ -1,0 +1,275 @@
+"""Attention over paged keys and values: split-KV for decoding rows, tiles of queries for prompt chunks. Level 1.
+
+Keys and values of one layer are `[blocks, block tokens, kv heads, head dim]` views of the cache, any strides but the
+last; a request's blocks are named, in order, by its slot's row of the block table. A query at position p sees
+positions (p - window, p].
+
+Softmax is computed online, in base 2, over tiles of keys at aligned positions. Splits are ranges of `SPLIT_TOKENS`
+positions, not shares of a context, and are merged in order. A tile or split without a visible key changes no bit, so a
+query's result does not depend on its chunk or batch.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from caraserve.util.units import ceil_div
+
+NO_WINDOW = 1 << 30
+SPLIT_TOKENS = 256  # short enough that one long request fills a GPU, long enough that merging costs little
+_MOST_PROGRAMS = 2048  # of `decode_kernel`, unless there are more rows: some for each place that a GPU has for them
+_LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCache:
+    """One layer's keys and values, and where the requests' tokens lie."""
+
+    keys: Tensor  # [blocks, block tokens, kv heads, head dim]
+    values: Tensor  # likewise
+    block_table: Tensor  # int32 [slots, most blocks of a request]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTables:
+    """Where the tokens of a batch belong."""
+
+    slot: Tensor  # int32 [tokens] request slot
+    position: Tensor  # int32 [tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeScratch:
+    """Results of the splits of a context before they are merged."""
+
+    sums: Tensor  # float32 [rows, heads, splits, head dim]
+    best: Tensor  # float32 [rows, heads, splits] largest score
+    mass: Tensor  # float32 [rows, heads, splits] sum of the weights
+
+    @classmethod
+    def empty(cls, rows: int, heads: int, head_dim: int, max_context: int, device: torch.device) -> "DecodeScratch":
+        """Room for `rows` rows whose contexts have up to `max_context` tokens."""
+        shape = (rows, heads, ceil_div(max_context, SPLIT_TOKENS))
+        best, mass = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
+        return cls(torch.empty((*shape, head_dim), dtype=torch.float32, device=device), best, mass)
+
+    def within(self, rows: int, max_context: int) -> "DecodeScratch":
+        """The same memory for fewer rows and shorter contexts: fewer programs to start, and not a bit of difference."""
+        shape = (rows, self.best.shape[1], ceil_div(max_context, SPLIT_TOKENS))
+        count, dim = math.prod(shape), self.sums.shape[3]
+        best, mass = (part.view(-1)[:count].view(shape) for part in (self.best, self.mass))
+        return DecodeScratch(self.sums.view(-1)[: count * dim].view(*shape, dim), best, mass)
+
+
+@triton.jit
+def _attend_tile(  # type: ignore[no-untyped-def]
+    queries, position, keys, values, blocks, start, end, scale, window,
+    key_block, key_token, value_block, value_token,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Online softmax of queries [BM, DIM_PAD] at `position` [BM] over keys [start, end); `scale` holds log2 e.
+
+    Returns weighted sums of values [BM, DIM_PAD], best scores and masses [BM]. `start` is a multiple of BN.
+    """
+    column, lane = tl.arange(0, DIM_PAD), tl.arange(0, BN)
+    is_column = column < DIM
+    best = tl.full((BM,), float("-inf"), tl.float32)
+    mass = tl.zeros((BM,), tl.float32)
+    total = tl.zeros((BM, DIM_PAD), tl.float32)
+    for first in range(start, end, BN):
+        at = first + lane
+        inside = at < end
+        block = tl.load(blocks + at // BLOCK, mask=inside, other=0).to(tl.int64)
+        key_at = keys + block * key_block + at % BLOCK * key_token
+        value_at = values + block * value_block + at % BLOCK * value_token
+        key = tl.load(key_at[None, :] + column[:, None], mask=inside[None, :] & is_column[:, None], other=0.0)
+        value = tl.load(value_at[:, None] + column[None, :], mask=inside[:, None] & is_column[None, :], other=0.0)
+        scores = tl.dot(queries, key, input_precision="ieee") * scale
+        seen = (at[None, :] <= position[:, None]) & (at[None, :] > position[:, None] - window) & inside[None, :]
+        scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, 1))
+        shift = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet: -inf minus -inf would be a NaN
+        weights = tl.exp2(scores - shift[:, None])
+        rescale = tl.exp2(best - shift)
+        mass = mass * rescale + tl.sum(weights, 1)
+        total = tl.dot(weights.to(value.dtype), value, total * rescale[:, None], input_precision="ieee")
+        best = higher
+    return total, best, mass
+
+
+@triton.jit(do_not_specialize=["splits"])  # or a new length of context would compile once more while requests wait
+def decode_kernel(  # type: ignore[no-untyped-def]
+    q, keys, values, block_table, row_token, token_slot, token_position, sums, best, mass,
+    scale, window, q_stride, table_stride, key_block, key_token, key_head, value_block, value_token, value_head, splits,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """One program: the query heads of one row that share a key-value head, over every so manieth split of its context.
+    Which program computes a split changes nothing of it."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    token = tl.load(row_token + row).to(tl.int64)
+    position = tl.load(token_position + token, mask=token >= 0, other=-1)
+    low = tl.maximum(position - window + 1, 0)
+    split = low // SPLIT + tl.program_id(2)
+    if split * SPLIT <= position:
+        member, column = tl.arange(0, BM), tl.arange(0, DIM_PAD)
+        query_head = head * GROUP + member
+        inside = (member < GROUP)[:, None] & (column < DIM)[None, :]
+        queries = tl.load(q + token * q_stride + query_head[:, None] * DIM + column[None, :], mask=inside, other=0.0)
+        blocks = block_table + tl.load(token_slot + token).to(tl.int64) * table_stride
+        places = (tl.cast(row, tl.int64) * tl.num_programs(1) * GROUP + query_head) * splits  # [BM]
+        while split * SPLIT <= position:
+            total, top, weight = _attend_tile(
+                queries, tl.full((BM,), 0, tl.int32) + position, keys + head * key_head, values + head * value_head,
+                blocks, tl.maximum(split * SPLIT, low // BN * BN), tl.minimum((split + 1) * SPLIT, position + 1),
+                scale, window, key_block, key_token, value_block, value_token, DIM, DIM_PAD, BLOCK, BM, BN,
+            )  # fmt: skip
+            place = places + split
+            tl.store(sums + place[:, None] * DIM + column[None, :], total, mask=inside)
+            tl.store(best + place, top, mask=member < GROUP)
+            tl.store(mass + place, weight, mask=member < GROUP)
+            split += tl.num_programs(2)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def merge_kernel(  # type: ignore[no-untyped-def]
+    sums, best, mass, out, row_token, token_position, window, out_stride, splits,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """One program: a head of a row; its splits are merged first to last."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    token = tl.load(row_token + row).to(tl.int64)
+    if token >= 0:
+        position = tl.load(token_position + token)
+        column = tl.arange(0, DIM_PAD)
+        place = (tl.cast(row, tl.int64) * tl.num_programs(1) + head) * splits
+        top = tl.full((1,), float("-inf"), tl.float32)
+        weight = tl.zeros((1,), tl.float32)
+        total = tl.zeros((DIM_PAD,), tl.float32)
+        for split in range(tl.maximum(position - window + 1, 0) // SPLIT, position // SPLIT + 1):
+            split_top = tl.load(best + place + split)
+            higher = tl.maximum(top, split_top)
+            ours, theirs = tl.exp2(top - higher), tl.exp2(split_top - higher)
+            part = tl.load(sums + (place + split) * DIM + column, mask=column < DIM, other=0.0)
+            total = total * ours + part * theirs
+            weight = weight * ours + tl.load(mass + place + split) * theirs
+            top = higher
+        result = (total / weight).to(out.dtype.element_ty)
+        tl.store(out + token * out_stride + head * DIM + column, result, mask=column < DIM)
+
+
+@triton.jit
+def prefill_kernel(  # type: ignore[no-untyped-def]
+    q, keys, values, block_table, tile_first, tile_tokens, token_slot, token_position, out,
+    scale, window, q_stride, out_stride, table_stride,
+    key_block, key_token, key_head, value_block, value_token, value_head,
+    GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """One program: one head of a tile of consecutive tokens of one request."""
+    # Later tiles of a prompt read more keys: they start first, or the last of them would run alone at the end.
+    tile, head = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(0)
+    tokens = tl.load(tile_tokens + tile)
+    if tokens > 0:
+        lane, column = tl.arange(0, BM), tl.arange(0, DIM_PAD)
+        first = tl.load(tile_first + tile).to(tl.int64)
+        position = tl.load(token_position + first)
+        inside = (lane < tokens)[:, None] & (column < DIM)[None, :]
+        place = first + lane
+        queries = tl.load(q + place[:, None] * q_stride + head * DIM + column[None, :], mask=inside, other=0.0)
+        blocks = block_table + tl.load(token_slot + first).to(tl.int64) * table_stride
+        start = tl.maximum(position - window + 1, 0) // BN * BN
+        shared = head // GROUP
+        total, _, weight = _attend_tile(
+            queries, position + lane, keys + shared * key_head, values + shared * value_head,
+            blocks, start, position + tokens, scale, window, key_block, key_token, value_block, value_token,
+            DIM, DIM_PAD, BLOCK, BM, BN,
+        )  # fmt: skip
+        weight = tl.where(lane < tokens, weight, 1.0)  # lanes past the tile may have seen nothing
+        result = (total / weight[:, None]).to(out.dtype.element_ty)
+        tl.store(out + place[:, None] * out_stride + head * DIM + column[None, :], result, mask=inside)
+
+
+def decode_shape(dtype: torch.dtype, group: int) -> dict[str, int]:
+    """Tile sizes and launch options for decoding rows. Tensor cores take no fewer than 16 rows."""
+    rows = max(16, triton.next_power_of_2(group))
+    if dtype is torch.float32:
+        return {"BM": rows, "BN": 32, "num_warps": 8, "num_stages": 2}
+    return {"BM": rows, "BN": 64, "num_warps": 4, "num_stages": 2}
+
+
+def prefill_shape(dtype: torch.dtype) -> dict[str, int]:
+    """Tile sizes and launch options for prompt chunks: the largest without spills on any architecture."""
+    if dtype is torch.float32:
+        return {"BM": 16, "BN": 32, "num_warps": 8, "num_stages": 2}
+    return {"BM": 128, "BN": 64, "num_warps": 8, "num_stages": 2}
+
+
+def prefill_tile_tokens(dtype: torch.dtype) -> int:
+    """Tokens in a tile of `attend_prefill`."""
+    return prefill_shape(dtype)["BM"]
+
+
+def decode_programs(rows: int, kv_heads: int, splits: int) -> int:
+    """Programs among which the splits of a row's context are dealt out: as many as fill a GPU, since a captured graph
+    starts them for the longest context, most of them in vain."""
+    return min(splits, max(1, _MOST_PROGRAMS // (rows * kv_heads)))
+
+
+def attend_decode(
+    q: Tensor,
+    cache: PagedCache,
+    tokens: TokenTables,
+    row_token: Tensor,
+    out: Tensor,
+    scratch: DecodeScratch,
+    window: int = NO_WINDOW,
+) -> None:
+    """Attention of single tokens, each of another request. Contexts are at most what `scratch` was made for.
+
+    q: [tokens, heads · head dim], out likewise, rows at any stride; row_token: int32 [rows], -1: no row.
+    """
+    kv_heads, dim = cache.keys.shape[2:]
+    group = q.shape[1] // dim // kv_heads
+    _, heads, splits, _ = scratch.sums.shape
+    rows = row_token.shape[0]
+    decode_kernel[(rows, kv_heads, decode_programs(rows, kv_heads, splits))](
+        q, cache.keys, cache.values, cache.block_table, row_token, tokens.slot, tokens.position,
+        scratch.sums, scratch.best, scratch.mass, _LOG2_E * dim**-0.5, window, q.stride(0), cache.block_table.stride(0),
+        *cache.keys.stride()[:3], *cache.values.stride()[:3], splits,
+        GROUP=group, DIM=dim, DIM_PAD=triton.next_power_of_2(dim), BLOCK=cache.keys.shape[1], SPLIT=SPLIT_TOKENS,
+        **decode_shape(q.dtype, group),
+    )  # fmt: skip
+    merge_kernel[(rows, heads)](
+        scratch.sums, scratch.best, scratch.mass, out, row_token, tokens.position, window, out.stride(0), splits,
+        DIM=dim, DIM_PAD=triton.next_power_of_2(dim), SPLIT=SPLIT_TOKENS, num_warps=1,
+    )  # fmt: skip
+
+
+def attend_prefill(
+    q: Tensor,
+    cache: PagedCache,
+    tokens: TokenTables,
+    tile_first: Tensor,
+    tile_tokens: Tensor,
+    out: Tensor,
+    window: int = NO_WINDOW,
+) -> None:
+    """Attention of chunks of prompts, whose own keys and values are already in the cache.
+
+    q and out as for decoding. A tile is up to `prefill_tile_tokens` consecutive tokens of one request, from token
+    `tile_first` of the batch: int32 [tiles] both; 0 tokens: no tile.
+    """
+    kv_heads, dim = cache.keys.shape[2:]
+    heads = q.shape[1] // dim
+    prefill_kernel[(heads, tile_first.shape[0])](
+        q, cache.keys, cache.values, cache.block_table, tile_first, tile_tokens, tokens.slot, tokens.position, out,
+        _LOG2_E * dim**-0.5, window, q.stride(0), out.stride(0), cache.block_table.stride(0),
+        *cache.keys.stride()[:3], *cache.values.stride()[:3],
+        GROUP=heads // kv_heads, DIM=dim, DIM_PAD=triton.next_power_of_2(dim), BLOCK=cache.keys.shape[1],
+        **prefill_shape(q.dtype),
+    )  # fmt: skip

@@ -1,0 +1,116 @@
+"""Cuts a decode batch's LoRA into items of work of about equal bytes, for the kernels of bgmv.cu. Pure; level 1.
+
+One list serves all layers: it is made for the largest rank that an adapter has in any layer, and the kernels skip what
+a layer lacks. Rows of one adapter share a read of its weights, up to `ROWS` of them. An item reads 16 KiB or less:
+
+    shrink    a plane of K of eight rank rows (four in fp32)
+    expand    as many columns of B, at all ranks, as 128 threads hold with eight 16-byte loads each
+
+so a small rank pays nothing for a large one beside it. An adapter's items are made once, when it gets its slot; a
+batch's list is those of its adapters, one after another, and changes only with the members of the batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.core.batch import BASE_ADAPTER_SLOT
+from caraserve.core.lora_layout import RANK_STEP
+from caraserve.model.dtype import Dtype
+from caraserve.util.units import ceil_div
+
+ROWS = 4
+PLANES = 4
+THREADS = 128
+VECTOR_BYTES = 16
+
+# Words of an item and of a group, as `struct Item` and `struct Group` in bgmv.cu.
+SLOT, PLACE, FIRST, COUNT = range(4)
+ITEM_WORDS = 4
+GROUP_COUNT, GROUP_ROW = 0, 4
+GROUP_WORDS = GROUP_ROW + ROWS
+_GROUP = 8  # bits of PLACE below the group: the projection
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterItems:
+    """int32 [items, ITEM_WORDS] of one adapter for each of the two launches, without a group."""
+
+    shrink: Ints
+    expand: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class WorkItems:
+    """int32 [items, ITEM_WORDS] for each of the two launches; [groups, GROUP_WORDS], the rows that share a read."""
+
+    shrink: Ints
+    expand: Ints
+    groups: Ints
+
+
+def adapter_items(slot: int, ranks: Sequence[int], dtype: Dtype, outputs: Sequence[int]) -> AdapterItems:
+    """Items of an adapter for projections that read the same x: `ranks`, the largest of any layer, 0 where a module is
+    not adapted, and `outputs` by projection."""
+    shrink, expand = [np.empty((0, ITEM_WORDS), np.int32)], [np.empty((0, ITEM_WORDS), np.int32)]
+    step = per_load = VECTOR_BYTES // dtype.itemsize  # rank rows: four warps have two each, or one in fp32
+    for projection, (rank, columns) in enumerate(zip(ranks, outputs, strict=True)):
+        rank_groups = ceil_div(rank, RANK_STEP)
+        if rank_groups == 0:
+            continue
+        # Planes side by side: blocks that run at the same time read neighbouring bytes.
+        number = np.arange(rank_groups * RANK_STEP // step * PLANES)
+        shrink.append(_items(slot, projection, number // PLANES * step, number % PLANES))
+        vectors, width = ceil_div(columns, per_load), THREADS // rank_groups
+        first = np.arange(0, vectors, width)
+        expand.append(_items(slot, projection, first, np.minimum(width, vectors - first)))
+    return AdapterItems(np.concatenate(shrink), np.concatenate(expand))
+
+
+def plan_items(row_slots: Ints, adapters: Sequence[AdapterItems | None]) -> WorkItems:
+    """Items of rows with adapter slots `row_slots` [rows]; `adapters` by slot, None where there is none."""
+    slots, groups = _group_rows(row_slots)
+    chosen = [adapter for slot in slots if (adapter := adapters[slot]) is not None]
+    if len(chosen) != len(slots):
+        raise AssertionError("a row names a slot that has no adapter")
+    numbers = np.arange(len(slots), dtype=np.int32) << _GROUP
+    lists = []
+    for parts in ([adapter.shrink for adapter in chosen], [adapter.expand for adapter in chosen]):
+        items = np.concatenate([np.empty((0, ITEM_WORDS), np.int32), *parts])
+        items[:, PLACE] += np.repeat(numbers, [len(part) for part in parts])
+        lists.append(items)
+    return WorkItems(lists[0], lists[1], groups)
+
+
+def most_items(rows: int, max_rank: int, outputs: Sequence[int], dtype: Dtype) -> tuple[int, int]:
+    """Shrink and expand items that a batch of so many rows can have: a graph's lists are made for that."""
+    per_load = VECTOR_BYTES // dtype.itemsize
+    rank_groups = ceil_div(max_rank, RANK_STEP)
+    shrink = rank_groups * RANK_STEP // per_load * PLANES * len(outputs)
+    expand = sum(ceil_div(ceil_div(columns, per_load), THREADS // rank_groups) for columns in outputs)
+    return rows * shrink, rows * expand
+
+
+def _group_rows(row_slots: Ints) -> tuple[list[int], Ints]:
+    """Slots of the groups, and the groups: up to ROWS rows of one adapter each, the base model's in none."""
+    order = np.argsort(row_slots, kind="stable")
+    order = order[row_slots[order] > BASE_ADAPTER_SLOT]
+    slots, starts, counts = np.unique(row_slots[order], return_index=True, return_counts=True)
+    pieces = -(-counts // ROWS)
+    owner = np.repeat(np.arange(len(slots)), pieces)
+    first = ROWS * (np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces))  # 0, 4, … | 0, 4, …
+    groups = np.zeros((len(owner), GROUP_WORDS), np.int32)
+    groups[:, GROUP_COUNT] = count = np.minimum(counts[owner] - first, ROWS)
+    places = (starts[owner] + first)[:, None] + np.minimum(np.arange(ROWS), count[:, None] - 1)
+    groups[:, GROUP_ROW:] = order[places]  # unused places repeat the last row
+    return slots[owner].tolist(), groups
+
+
+def _items(slot: int, projection: int, first: NDArray[np.integer], count: NDArray[np.integer]) -> Ints:
+    items = np.empty((len(first), ITEM_WORDS), np.int32)
+    items[:, SLOT], items[:, PLACE], items[:, FIRST], items[:, COUNT] = slot, projection, first, count
+    return items

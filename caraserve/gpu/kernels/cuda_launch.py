@@ -1,0 +1,179 @@
+"""How each raw CUDA kernel is called: grid, block and arguments of the exact widths that its source declares. Level 1.
+
+Pure: a launch is a value. `cuda.py` passes it to the driver; tests run it on the host. A wrong width would corrupt
+arguments in silence, so nobody else writes argument lists. Addresses are the device's, strides are in numbers.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from caraserve.core.lora_layout import A_COLUMNS, MAX_RANK
+from caraserve.gpu.driver.api import Stream
+from caraserve.gpu.kernels.bgmv_work import THREADS
+
+BYTES_THREADS = 256  # of the kernels that only move bytes
+WARP = 32
+BLOCKS_PER_SM = 5  # of the BGMV kernels; what their registers allow
+_VECTOR_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel call."""
+
+    source: str
+    kernel: str
+    grid: int
+    block: int
+    arguments: tuple[np.generic, ...]
+
+
+class Kernels(Protocol):
+    """Who runs launches: a device, or tests on the host."""
+
+    @property
+    def bgmv_grid(self) -> int:
+        """Blocks of the BGMV kernels that run at once."""
+
+    def launch(self, launch: Launch, stream: Stream) -> None:
+        """Issues a kernel on a stream. Allocates nothing and waits for nothing, so that it may be captured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of activations in the model's dtype. Readable to a multiple of A_COLUMNS, which the stride is, too."""
+
+    address: int
+    stride: int
+    columns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Projections:
+    """Where the outputs of up to three projections lie in a row. Each begins at a multiple of four, and what lies
+    between its end and the next such multiple belongs to nobody else."""
+
+    columns: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Weights of one layer's projections that read the same input: addresses of tables [projections, slots]."""
+
+    a: int  # u64 addresses, as layout.py lays them out
+    b: int
+    rank: int  # int32
+    scale: int  # fp32
+    dtype: int  # int32 [slots]
+    slots: int
+    gate: int = 0  # int32 [slots], not 0: computed elsewhere (outcomes of hand-overs); 0: no such table
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """A list of items on the device, the word that says how many there are, and the groups of rows that they name."""
+
+    address: int
+    count: int
+    groups: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """fp32 [planes, rows, projections, max_rank], what shrink leaves for expand."""
+
+    address: int
+    rows: int
+    projections: int
+    max_rank: int
+
+
+def shrink(grid: int, tables: Tables, items: Items, x: Rows, part: Part) -> Launch:
+    """part = x Aᵀ"""
+    _check_rows(x)
+    if not 0 < part.max_rank <= MAX_RANK:
+        raise AssertionError(f"rank {part.max_rank} is more than the kernels hold")
+    table = _pointers(tables.a, tables.rank, tables.dtype, tables.gate)
+    arguments = (*table, *_ints(tables.slots), *_pointers(items.address, items.count, items.groups, x.address))
+    sizes = _ints(part.rows, part.projections, part.max_rank)
+    return Launch(
+        "bgmv",
+        "bgmv_shrink",
+        grid,
+        THREADS,
+        (*arguments, *_ints(x.stride, x.columns), *_pointers(part.address), *sizes),
+    )
+
+
+def expand(grid: int, tables: Tables, items: Items, part: Part, y: Rows, projections: Projections) -> Launch:
+    """y += scale · part B"""
+    _check_rows(y)
+    table = _pointers(tables.b, tables.rank, tables.dtype, tables.scale, tables.gate)
+    arguments = (*table, *_ints(tables.slots), *_pointers(items.address, items.count, items.groups, part.address))
+    sizes = _ints(part.rows, part.projections, part.max_rank)
+    target = (*_pointers(y.address), *_ints(y.stride), *_three(projections.columns), *_three(projections.outputs))
+    _check_columns(projections)
+    return Launch("bgmv", "bgmv_expand", grid, THREADS, (*arguments, *sizes, *target))
+
+
+def publish(
+    grid: int, letter: int, x: Rows, host_x: int, host_stride: int, asked: int, counter: int, outcome: int
+) -> Launch:
+    """x → host memory as fp32, then the workers' requests. `host_stride`: numbers between rows there."""
+    _check_rows(x)
+    sizes = _ints(x.stride, x.columns)
+    target = (*_pointers(host_x), *_ints(host_stride), *_pointers(asked, counter, outcome))
+    arguments = (*_pointers(letter, x.address), *sizes, *target)
+    return Launch("handoff", "handoff_publish", grid, BYTES_THREADS, arguments)
+
+
+def wait(letter: int, outcome: int, errors: int) -> Launch:
+    """Until deltas or weights are there, or neither will be."""
+    return Launch("handoff", "handoff_wait", 1, WARP, _pointers(letter, outcome, errors))
+
+
+def add(
+    grid: int,
+    letter: int,
+    outcome: int,
+    y: Rows,
+    projections: Projections,
+    delta_stride: int,
+    delta_columns: tuple[int, ...],
+) -> Launch:
+    """y += deltas, where the workers made them. `delta_columns`: where projections begin in a row of deltas."""
+    _check_rows(y)
+    _check_columns(projections)
+    sizes = (*_ints(y.stride, delta_stride, len(projections.outputs)), *_three(projections.columns))
+    arguments = (*_pointers(letter, outcome, y.address), *sizes, *_three(projections.outputs), *_three(delta_columns))
+    return Launch("handoff", "handoff_add", grid, BYTES_THREADS, arguments)
+
+
+def wait_word(address: int, value: int) -> Launch:
+    """Until a word has reached a value: `driver.has_reached`. One warp."""
+    return Launch("words", "wait_word", 1, WARP, (*_pointers(address), np.uint32(value)))
+
+
+def _pointers(*addresses: int) -> tuple[np.generic, ...]:
+    return tuple(np.uint64(address) for address in addresses)
+
+
+def _ints(*values: int) -> tuple[np.generic, ...]:
+    return tuple(np.int32(value) for value in values)
+
+
+def _three(values: tuple[int, ...]) -> tuple[np.generic, ...]:
+    return _ints(*values, *(0 for _ in range(3 - len(values))))
+
+
+def _check_rows(rows: Rows) -> None:
+    if rows.stride % A_COLUMNS or rows.address % _VECTOR_BYTES or rows.columns > rows.stride:
+        raise AssertionError(f"{rows} cannot be read in vectors")
+
+
+def _check_columns(projections: Projections) -> None:
+    if any(column % 4 for column in projections.columns):
+        raise AssertionError(f"{projections} cannot be written in vectors")

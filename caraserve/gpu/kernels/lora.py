@@ -1,0 +1,250 @@
+"""LoRA of prefill tokens on tensor cores: a gather matmul over segments of equal adapters. Level 1.
+
+A segment is up to `SEGMENT_ROWS` tokens of one adapter, wherever they stand in the batch; segments are cut on the host.
+Two launches serve all projections that read the same input: shrink writes `part = x Aᵀ`, expand adds `scale · part B`.
+Both find weights, ranks and scales in device tables and stop at a slot's own rank, so that one captured graph serves
+any mix of adapters and a small rank pays nothing for a large one beside it.
+
+K is always cut into the same four planes and their sums are added in the same order: a token's result does not depend
+on what else is in the batch, and there is nothing to zero beforehand.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from caraserve.core.batch import BASE_ADAPTER_SLOT
+from caraserve.core.lora_layout import A_COLUMNS, PANEL, RANK_STEP
+from caraserve.model.dtype import Dtype
+from caraserve.util.units import ceil_div
+
+PLANES = 4
+SEGMENT_ROWS = 64
+MAX_PROJECTIONS = 3
+
+_PLANES = tl.constexpr(PLANES)
+_PANEL = tl.constexpr(PANEL)
+_A_COLUMNS = tl.constexpr(A_COLUMNS)
+_RANK_STEP = tl.constexpr(RANK_STEP)
+_F32 = tl.constexpr(Dtype.F32.value)
+_BF16 = tl.constexpr(Dtype.BF16.value)
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """The cut of a batch, in device memory. Segments of no rows fill a captured graph's grid up."""
+
+    order: Tensor  # int32 [tokens] rows of x, those of a segment side by side
+    first: Tensor  # int32 [segments] where in `order` a segment starts
+    rows: Tensor  # int32 [segments] at most SEGMENT_ROWS
+    slot: Tensor  # int32 [segments] adapter slot
+
+
+@dataclass(frozen=True, slots=True)
+class SiteTables:
+    """Device tables of the projections of one layer that read the same input, as the kernels for decoding read them."""
+
+    a: Tensor  # int64 [projections, slots] addresses of matrices laid out as in `layout.py`
+    b: Tensor  # int64 [projections, slots]
+    rank: Tensor  # int32 [projections, slots] 0: not adapted
+    scale: Tensor  # float32 [projections, slots]
+    dtype: Tensor  # int32 [slots] value of the adapter's `Dtype`
+    gate: Tensor | None = None  # int32 [slots] not 0: somebody else computes this layer of the slot's adapter
+
+
+def cut_segments(slots: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """order, first, rows and slot of the segments of tokens with adapter `slots`; the base model's have none."""
+    order = np.argsort(slots, kind="stable").astype(np.int32)
+    order = order[slots[order] > BASE_ADAPTER_SLOT]
+    adapters, starts, counts = np.unique(slots[order], return_index=True, return_counts=True)
+    pieces = -(-counts // SEGMENT_ROWS)
+    # Each segment's number among those of its adapter: 0, 1, … | 0, 1, …
+    number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    first = np.repeat(starts, pieces) + SEGMENT_ROWS * number
+    rows = np.minimum(np.repeat(counts, pieces) - SEGMENT_ROWS * number, SEGMENT_ROWS)
+    return order, first.astype(np.int32), rows.astype(np.int32), np.repeat(adapters, pieces).astype(np.int32)
+
+
+def most_segments(tokens: int, adapters: int) -> int:
+    """Segments that `tokens` tokens on up to `adapters` adapters can make."""
+    return min(tokens, adapters + tokens // SEGMENT_ROWS)
+
+
+@triton.jit
+def _rank(rank_table, gate, entry, slot, HAS_GATE: tl.constexpr):  # type: ignore[no-untyped-def]
+    rank = tl.load(rank_table + entry)
+    if HAS_GATE:
+        rank = tl.where(tl.load(gate + slot) != 0, 0, rank)
+    return rank
+
+
+@triton.jit
+def _shrink_tile(  # type: ignore[no-untyped-def]
+    x, token, is_row, address, rank, first, start, end, stride, k,
+    WEIGHT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """x[token] · A[first : first + BN]ᵀ over the columns [start, end), [BM, BN]."""
+    # Every A starts on a cache line; without saying so its loads would go element by element.
+    a = tl.multiple_of(address.to(tl.pointer_type(WEIGHT)), 64)
+    row = first + tl.arange(0, BN)
+    column = tl.arange(0, BK)
+    x_at = x + token[:, None] * stride + column[None, :]  # [BM, BK]
+    a_at = a + row[None, :] * (tl.cdiv(k, _A_COLUMNS) * _A_COLUMNS) + column[:, None]  # [BK, BN]
+    total = tl.zeros((BM, BN), tl.float32)
+    for at in range(start, end, BK):
+        inside = at + column < k
+        xs = tl.load(x_at + at, mask=is_row[:, None] & inside[None, :], other=0.0)
+        weights = tl.load(a_at + at, mask=inside[:, None] & (row < rank)[None, :], other=0.0)
+        total = tl.dot(xs, weights.to(xs.dtype), total, input_precision="ieee")
+    return total
+
+
+@triton.jit(do_not_specialize=["tokens"])  # or a new size of batch would compile once more while requests wait
+def shrink_kernel(  # type: ignore[no-untyped-def]
+    x, part, order, segment_first, segment_rows, segment_slot, a_table, rank_table, dtype_table, gate,
+    stride, k, slots, tokens,
+    PROJECTIONS: tl.constexpr, RANKS: tl.constexpr, HAS_GATE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """One program: a segment, one projection at all its rank rows, one plane of K."""
+    segment, projection, plane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rows, slot = tl.load(segment_rows + segment), tl.load(segment_slot + segment)
+    entry = projection * slots + slot
+    rank = _rank(rank_table, gate, entry, slot, HAS_GATE)
+    if rows > 0:
+        lane = tl.arange(0, BM)
+        is_row = lane < rows
+        token = tl.load(order + tl.load(segment_first + segment) + lane, mask=is_row, other=0).to(tl.int64)
+        width = tl.cdiv(tl.cdiv(k, _PLANES), BK) * BK
+        start, end = plane * width, tl.minimum((plane + 1) * width, k)
+        address, code = tl.load(a_table + entry), tl.load(dtype_table + slot)
+        to = part + ((plane * tokens + token) * PROJECTIONS + projection)[:, None] * RANKS
+        for first in range(0, rank, BN):
+            # The branch is outside of the loop over K, which is pipelined only without one.
+            if code == _F32:
+                total = _shrink_tile(
+                    x, token, is_row, address, rank, first, start, end, stride, k, tl.float32, BM, BN, BK
+                )
+            elif code == _BF16:
+                total = _shrink_tile(
+                    x, token, is_row, address, rank, first, start, end, stride, k, tl.bfloat16, BM, BN, BK
+                )
+            else:
+                total = _shrink_tile(
+                    x, token, is_row, address, rank, first, start, end, stride, k, tl.float16, BM, BN, BK
+                )
+            row = first + tl.arange(0, BN)
+            tl.store(to + row[None, :], total, mask=is_row[:, None] & (row < rank)[None, :])
+
+
+@triton.jit
+def _expand_tile(  # type: ignore[no-untyped-def]
+    part_at, plane_stride, is_row, address, rank, first, width,
+    WEIGHT: tl.constexpr, COMPUTE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """(sum of the planes) · B[:, first : first + BN], [BM, BN]. `part_at`: [BM] where a token's rank rows start."""
+    b = tl.multiple_of(address.to(tl.pointer_type(WEIGHT)), 64)
+    padded = tl.cdiv(rank, _RANK_STEP) * _RANK_STEP
+    column = first + tl.arange(0, BN)
+    b_at = b + (column // _PANEL * padded * _PANEL + column % _PANEL)[None, :]  # panels of 64 columns, rank rows apart
+    total = tl.zeros((BM, BN), tl.float32)
+    for start in range(0, rank, BR):
+        row = start + tl.arange(0, BR)
+        at = part_at[:, None] + row[None, :]
+        is_part = is_row[:, None] & (row < rank)[None, :]
+        sums = tl.load(at, mask=is_part, other=0.0)
+        for plane in tl.static_range(1, _PLANES):
+            sums += tl.load(at + plane * plane_stride, mask=is_part, other=0.0)
+        inside = (row < rank)[:, None] & (column < width)[None, :]  # past the width there may be no panel
+        weights = tl.load(b_at + row[:, None] * _PANEL, mask=inside, other=0.0)
+        total = tl.dot(sums.to(COMPUTE), weights.to(COMPUTE), total, input_precision="ieee")
+    return total
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def expand_kernel(  # type: ignore[no-untyped-def]
+    y, part, order, segment_first, segment_rows, segment_slot, b_table, rank_table, scale_table, dtype_table, gate,
+    y_stride, column0, column1, column2, width0, width1, width2, slots, tokens,
+    PROJECTIONS: tl.constexpr, RANKS: tl.constexpr, HAS_GATE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """One program: a segment, a tile of columns of one projection."""
+    segment, first, projection = tl.program_id(0), tl.program_id(1) * BN, tl.program_id(2)
+    width = tl.where(projection == 0, width0, tl.where(projection == 1, width1, width2))
+    before = tl.where(projection == 0, column0, tl.where(projection == 1, column1, column2))
+    rows, slot = tl.load(segment_rows + segment), tl.load(segment_slot + segment)
+    entry = projection * slots + slot
+    rank = _rank(rank_table, gate, entry, slot, HAS_GATE)
+    if (rows > 0) & (rank > 0) & (first < width):
+        lane = tl.arange(0, BM)
+        is_row = lane < rows
+        token = tl.load(order + tl.load(segment_first + segment) + lane, mask=is_row, other=0).to(tl.int64)
+        part_at = part + (token * PROJECTIONS + projection) * RANKS
+        stride = tl.cast(tokens, tl.int64) * PROJECTIONS * RANKS
+        address, code = tl.load(b_table + entry), tl.load(dtype_table + slot)
+        compute: tl.constexpr = y.dtype.element_ty
+        if code == _F32:
+            total = _expand_tile(part_at, stride, is_row, address, rank, first, width, tl.float32, compute, BM, BN, BR)
+        elif code == _BF16:
+            total = _expand_tile(part_at, stride, is_row, address, rank, first, width, tl.bfloat16, compute, BM, BN, BR)
+        else:
+            total = _expand_tile(part_at, stride, is_row, address, rank, first, width, tl.float16, compute, BM, BN, BR)
+        column = first + tl.arange(0, BN)
+        to = y + token[:, None] * y_stride + (before + column)[None, :]
+        inside = is_row[:, None] & (column < width)[None, :]
+        base = tl.load(to, mask=inside, other=0.0).to(tl.float32)
+        tl.store(to, (base + total * tl.load(scale_table + entry)).to(compute), mask=inside)
+
+
+def shrink_shape(dtype: torch.dtype, max_rank: int) -> dict[str, int]:
+    """Tile sizes and launch options of the shrink: the largest that spill on no architecture."""
+    ranks = max(16, triton.next_power_of_2(max_rank))
+    if dtype is torch.float32:
+        return {"BM": SEGMENT_ROWS, "BN": min(32, ranks), "BK": 16, "num_warps": 8, "num_stages": 3}
+    return {"BM": SEGMENT_ROWS, "BN": min(64, ranks), "BK": 64, "num_warps": 4, "num_stages": 3}
+
+
+def expand_shape(dtype: torch.dtype) -> dict[str, int]:
+    """Tile sizes and launch options of the expand. Four planes of few rank rows at a time are what registers hold."""
+    if dtype is torch.float32:
+        return {"BM": SEGMENT_ROWS, "BN": PANEL, "BR": 16, "num_warps": 4, "num_stages": 1}
+    return {"BM": SEGMENT_ROWS, "BN": 2 * PANEL, "BR": 16, "num_warps": 8, "num_stages": 1}
+
+
+def lora_shrink(x: Tensor, part: Tensor, segments: Segments, tables: SiteTables) -> None:
+    """Writes `part[plane, token, projection, :rank]` for every token of a segment.
+
+    x: [tokens, in]; part: float32 [PLANES, tokens, projections, max_rank], whose sum over planes is x Aᵀ.
+    """
+    _, tokens, projections, ranks = part.shape
+    shape = shrink_shape(x.dtype, ranks)
+    grid = (segments.rows.shape[0], projections, PLANES)
+    shrink_kernel[grid](
+        x, part, segments.order, segments.first, segments.rows, segments.slot,
+        tables.a, tables.rank, tables.dtype, tables.rank if tables.gate is None else tables.gate,
+        x.stride(0), x.shape[1], tables.rank.shape[1], tokens,
+        PROJECTIONS=projections, RANKS=ranks, HAS_GATE=tables.gate is not None, **shape,
+    )  # fmt: skip
+
+
+def lora_expand(
+    y: Tensor, part: Tensor, segments: Segments, tables: SiteTables, columns: tuple[int, ...], outputs: tuple[int, ...]
+) -> None:
+    """Adds the adapters' part to y: [tokens, …], where `outputs[p]` columns from `columns[p]` on are projection p's."""
+    _, tokens, projections, ranks = part.shape
+    shape = expand_shape(y.dtype)
+    places = ((*numbers, 0, 0)[:MAX_PROJECTIONS] for numbers in (columns, outputs))
+    grid = (segments.rows.shape[0], ceil_div(max(outputs), shape["BN"]), projections)
+    expand_kernel[grid](
+        y, part, segments.order, segments.first, segments.rows, segments.slot,
+        tables.b, tables.rank, tables.scale, tables.dtype, tables.rank if tables.gate is None else tables.gate,
+        y.stride(0), *(number for place in places for number in place), tables.rank.shape[1], tokens,
+        PROJECTIONS=projections, RANKS=ranks, HAS_GATE=tables.gate is not None, **shape,
+    )  # fmt: skip

@@ -1,0 +1,67 @@
+"""The device's adapter tables: where each module's A and B lie, at which rank and scale, by adapter slot. Level 1.
+
+Kernels find everything about adapters here, so that one captured graph serves any mix of them. A slot's column is
+written in stream order when an adapter is bound to it or moved in the pool; nobody names a slot between two adapters,
+so nothing is ever erased. Slot 0 is the base model and keeps rank 0.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from caraserve.core.lora_layout import GROUPS, AdapterSpec
+from caraserve.gpu.kernels import cuda_launch
+from caraserve.gpu.kernels.lora import SiteTables
+from caraserve.model.spec import SITES, ModelSpec
+
+GROUP_SITES = tuple(range(SITES.index(group[0]), SITES.index(group[-1]) + 1) for group in GROUPS)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One slot's part of each table, as it is to be written: [layers · sites] each, and the dtype's code."""
+
+    a: NDArray[np.int64]  # addresses
+    b: NDArray[np.int64]
+    rank: NDArray[np.int32]  # padded
+    scale: NDArray[np.float32]
+    dtype: NDArray[np.int32]  # [1]
+
+
+class AdapterTables:
+    """Tables [layers, sites, slots]; the modules that read the same input are neighbours."""
+
+    def __init__(self, spec: ModelSpec, slots: int, device: torch.device) -> None:
+        shape = (spec.layers, len(SITES), slots)
+        self.slots = slots
+        self.a, self.b = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
+        self.rank = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.scale = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.dtype = torch.zeros(slots, dtype=torch.int32, device=device)
+
+    def for_triton(self, layer: int, group: int, gate: Tensor | None = None) -> SiteTables:
+        """Of one group of modules, as triton_lora.py takes them. `gate`: int32 [slots]."""
+        sites = slice(GROUP_SITES[group].start, GROUP_SITES[group].stop)
+        a, b, rank, scale = (table[layer, sites] for table in (self.a, self.b, self.rank, self.scale))
+        return SiteTables(a, b, rank, scale, self.dtype, gate)
+
+    def for_launch(self, layer: int, group: int, gate: int = 0) -> cuda_launch.Tables:
+        """Of one group of modules, as the raw kernels take them. `gate`: address of int32 [slots]."""
+        first = GROUP_SITES[group].start
+        a, b, rank, scale = (table[layer, first].data_ptr() for table in (self.a, self.b, self.rank, self.scale))
+        return cuda_launch.Tables(a, b, rank, scale, self.dtype.data_ptr(), self.slots, gate)
+
+
+def column(spec: AdapterSpec, layers: int, base: int) -> Column:
+    """What the tables say of an adapter whose bytes begin at the device address `base`."""
+    shape = (layers, len(SITES))
+    a, b = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    rank, scale = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+    for span in spec.spans:
+        at = span.layer, span.site
+        a[at], b[at] = base + span.a_offset, base + span.b_offset
+        rank[at], scale[at] = span.padded_rank, span.scale
+    return Column(a.ravel(), b.ravel(), rank.ravel(), scale.ravel(), np.array([spec.dtype.value], np.int32))

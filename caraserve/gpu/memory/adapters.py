@@ -1,0 +1,265 @@
+"""Adapters on the device and on their way to it: room in the pool, entries in the tables, copies in the queue. Level 1.
+
+Residency has made sure that the sums fit; where bytes lie is decided here. An adapter that is being copied, or that an
+assisted prefill reads, stays where it is, so room in one piece may be missing for a moment though there is enough in
+all: then the load waits until one of these is done, and whoever launches a plan that names it waits with it.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from caraserve.core.lora_layout import GROUPS, AdapterSpec, HostAdapter
+from caraserve.gpu.driver.api import Stream
+from caraserve.gpu.driver.streams import NOTHING, Lane, Marks, at, latest
+from caraserve.gpu.forward.channels import Channels
+from caraserve.gpu.forward.lanes import issue_moves
+from caraserve.gpu.kernels.bgmv_work import AdapterItems, adapter_items
+from caraserve.gpu.memory import padding
+from caraserve.gpu.memory.adapter_tables import GROUP_SITES, AdapterTables, column
+from caraserve.gpu.memory.copier import Image
+from caraserve.gpu.memory.link_queue import Group, groups_of
+from caraserve.gpu.memory.pool import DevicePool, Move
+from caraserve.model.spec import SITES, ModelSpec
+
+Loaded = Callable[[Exception | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Registered host memory; the device may have another address for it."""
+
+    host_base: int
+    device_base: int
+
+    def on_device(self, host_address: int) -> int:
+        return host_address - self.host_base + self.device_base
+
+
+@dataclass(slots=True)
+class Bound:
+    """What a slot means. `stored`: as the bytes lie in the pool; `generation`: what ready words get when a layer has
+    arrived, 0 until the load is queued."""
+
+    adapter: HostAdapter
+    stored: AdapterSpec
+    groups: tuple[frozenset[int], ...]  # by layer: groups of modules that the adapter has
+    generation: int = 0
+    is_placed: bool = False
+    is_loading: bool = True
+    used: Marks = NOTHING  # after the last iteration or prefill that reads it
+    arrivals: list[tuple[int, float]] = field(default_factory=list)  # (first layer of a group, when it was seen there)
+    any_groups: frozenset[int] = field(init=False)  # of all layers together
+
+    def __post_init__(self) -> None:
+        self.any_groups = frozenset().union(*self.groups)
+
+
+class DeviceImages:
+    """The launching thread's alone."""
+
+    def __init__(
+        self,
+        channels: Channels,
+        pool: DevicePool,
+        memory: Tensor,
+        tables: AdapterTables,
+        spec: ModelSpec,
+        host: HostMemory,
+        *,
+        padded_rank: int | None = None,
+        with_ready_words: bool = False,
+        when_copied: Callable[[], None] = lambda: None,
+        now: Callable[[], float],
+    ) -> None:
+        """`memory`: the pool's bytes. `padded_rank`: rows that every module takes, in the padded baseline.
+        `when_copied`: is to have `pump` called when what was issued on the copy lane so far has run."""
+        self._driver, self._timelines = channels.driver, channels.timelines
+        self._copier, self._ring = channels.copier, channels.ring
+        self.pool, self.memory, self.tables = pool, memory, tables
+        self._spec, self._host, self._padded_rank, self._now = spec, host, padded_rank, now
+        self._when_copied = when_copied
+        words = (tables.slots, spec.layers) if with_ready_words else (0, 0)
+        self._ready = torch.zeros(words, dtype=torch.int32, device=memory.device)
+        self.bound: dict[int, Bound] = {}
+        self.items: list[list[AdapterItems | None]] = [[None] * tables.slots for _ in GROUPS]  # by group, by slot
+        self.bindings = 0  # how often any slot's meaning has changed
+        self._waiting: deque[Callable[[], bool]] = deque()  # for room in one piece, in the order of asking
+        self._loading: dict[int, Loaded] = {}  # who is to be told
+
+    # --- what residency asks ---
+
+    def load(self, adapter: HostAdapter, slot: int, group_ends: Sequence[int], done: Loaded) -> None:
+        """Binds an adapter to a slot and queues its copy. `done` is told what has failed, if anything has."""
+        stored = self.stored(adapter.spec)
+        self.bound[slot] = Bound(adapter, stored, _groups_by_layer(stored, self._spec))
+        for items, made in zip(self.items, self._items(slot, stored), strict=True):
+            items[slot] = made
+        self.bindings += 1
+        self._loading[slot] = done
+
+        def place() -> bool:
+            try:
+                return self._place(slot, group_ends)
+            except Exception as error:
+                self._end_load(slot, error)
+                return True
+
+        self._when_there_is_room(place)
+
+    def stored(self, spec: AdapterSpec) -> AdapterSpec:
+        """As an adapter's bytes lie in the pool. Raises AdapterRejected for more rows than there are. Any thread's."""
+        return spec if self._padded_rank is None else padding.padded(spec, self._spec, self._padded_rank)
+
+    def unload(self, slot: int) -> None:
+        """Gives a slot's memory back; its load has ended."""
+        bound = self.bound.pop(slot)
+        if bound.is_loading:
+            raise AssertionError(f"adapter slot {slot} is unloaded while it is being loaded")
+        if bound.is_placed:
+            self.pool.release(slot, bound.used)
+
+    def resize_kv(self, blocks: int, done: Callable[[], None]) -> None:
+        """As model/backend.py says. Blocks that go have been used by iterations."""
+
+        def resize() -> bool:
+            until = at(Lane.COMPUTE, self._timelines.issued()[Lane.COMPUTE])
+            grant = self.pool.resize_kv(blocks, until=until, moved=self._timelines.next(Lane.COMPUTE))
+            if grant is None:
+                return False
+            issue_moves(self._driver, self._timelines, self.memory.data_ptr(), grant, self._relocate)
+            self._timelines.wait(Lane.COMPUTE, grant.after)
+            done()
+            return True
+
+        if blocks < self.pool.kv_blocks:
+            resize()
+        else:
+            self._when_there_is_room(resize)
+
+    # --- what launches ask ---
+
+    def pump(self) -> None:
+        """Notes what has arrived, issues what comes next, and places what found no room."""
+        self._copier.pump()
+        self.pool.forget(self._timelines.known)
+        while self._waiting and self._waiting[0]():
+            self._waiting.popleft()
+
+    def fail(self, failure: Exception) -> None:
+        """The device has failed: nothing arrives any more, and nothing is moved."""
+        self._waiting.clear()
+        for slot in list(self._loading):
+            self._end_load(slot, failure)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `pump` is to be called again soon."""
+        return bool(self._waiting or self._loading)
+
+    def are_placed(self, slots: Collection[int]) -> bool:
+        """Whether all of these have their places; mostly they do. If not, `pump` until they have."""
+        return all(self.bound[slot].is_placed for slot in slots)
+
+    def arriving(self, slots: Collection[int]) -> list[int]:
+        """Those of which layers may be missing."""
+        return [slot for slot in slots if slot in self.bound and self.bound[slot].is_loading]
+
+    def groups_of(self, slots: Collection[int]) -> frozenset[int]:
+        """Groups of modules in which any of these has one."""
+        return frozenset().union(*(self.bound[slot].any_groups for slot in slots))
+
+    def used(self, slots: Collection[int], lane: Lane, number: int) -> None:
+        """A pass that reads adapters ends with a lane's mark of that number."""
+        marks = at(lane, number)
+        for slot in slots:
+            bound = self.bound[slot]
+            bound.used = latest(bound.used, marks)
+
+    def bytes_of(self, slot: int) -> Tensor:
+        """Where an adapter's bytes lie now."""
+        start = self.pool.place_of(slot)
+        return self.memory[start : start + self.bound[slot].stored.num_bytes]
+
+    def ready_words(self, slot: int) -> list[int]:
+        """Addresses of the words that tell which layers of a slot have arrived."""
+        row = self._ready[slot]
+        return [row.data_ptr() + row.element_size() * layer for layer in range(row.numel())]
+
+    # --- inside ---
+
+    def _when_there_is_room(self, attempt: Callable[[], bool]) -> None:
+        if self._waiting or not attempt():
+            self._waiting.append(attempt)
+
+    def _end_load(self, slot: int, failure: Exception | None) -> None:
+        self.bound[slot].is_loading = False
+        self._loading.pop(slot)(failure)
+
+    def _place(self, slot: int, group_ends: Sequence[int]) -> bool:
+        bound = self.bound[slot]
+        stored = bound.stored
+        grant = self.pool.place(slot, stored.num_bytes, self._timelines.next(Lane.COMPUTE))
+        if grant is None:
+            return False
+        bound.is_placed = True
+        base = self.memory.data_ptr()
+        issue_moves(self._driver, self._timelines, base, grant, self._relocate)
+        self._write_column(slot, base + grant.start)
+
+        def arrived() -> None:
+            self.pool.let_go(slot)
+            self._end_load(slot, None)
+
+        source = self._host.on_device(int(bound.adapter.data.ctypes.data)) if bound.adapter.data.size else 0
+        groups = groups_of(bound.adapter.spec.layer_ends, group_ends)
+        image = Image(
+            slot=slot,
+            source=source,
+            target=base + grant.start,
+            num_bytes=stored.num_bytes,
+            groups=groups,
+            after=grant.after,
+            ready=self.ready_words(slot) if self._ready.numel() else (),
+            rows=None if self._padded_rank is None else lambda group: self._rows(bound, group),
+            arrived=lambda group: bound.arrivals.append((group.first_layer, self._now())),
+            issued=self._when_copied,
+        )
+        bound.generation = self._copier.load(image, arrived)
+        return True
+
+    def _rows(self, bound: Bound, group: Group) -> list[padding.Rows]:
+        layers = range(group.first_layer, group.end_layer)
+        return padding.copies(bound.adapter.spec, bound.stored, self._spec, layers)
+
+    def _relocate(self, move: Move, stream: Stream) -> None:
+        """After an adapter's bytes have moved; the compute lane's order puts it before the next iteration."""
+        self._write_column(move.slot, self.memory.data_ptr() + move.target)
+
+    def _write_column(self, slot: int, base: int) -> None:
+        tables, made = self.tables, column(self.bound[slot].stored, self._spec.layers, base)
+        pairs = ((tables.a, made.a), (tables.b, made.b), (tables.rank, made.rank), (tables.scale, made.scale))
+        for table, values in (*pairs, (tables.dtype, made.dtype)):
+            size = table.element_size()
+            self._ring.send_column(table.data_ptr() + size * slot, size * tables.slots, values, Lane.COMPUTE)
+
+    def _items(self, slot: int, stored: AdapterSpec) -> tuple[AdapterItems, ...]:
+        ranks = [0] * len(SITES)
+        for span in stored.spans:
+            ranks[span.site] = max(ranks[span.site], span.padded_rank)
+        made = []
+        for group, sites in zip(GROUPS, GROUP_SITES, strict=True):
+            outputs = [self._spec.site_shape(site)[1] for site in group]
+            made.append(adapter_items(slot, [ranks[site] for site in sites], stored.dtype, outputs))
+        return tuple(made)
+
+
+def _groups_by_layer(stored: AdapterSpec, model: ModelSpec) -> tuple[frozenset[int], ...]:
+    group_of = {site: group for group, sites in enumerate(GROUP_SITES) for site in sites}
+    groups: list[set[int]] = [set() for _ in range(model.layers)]
+    for span in stored.spans:
+        groups[span.layer].add(group_of[span.site])
+    return tuple(frozenset(found) for found in groups)

@@ -1,0 +1,169 @@
+"""Issues what the link's queue says, on the copy lane, and knows which layers have arrived. Level 1.
+
+The backend's launching thread calls `pump` often (every ms while loads are under way), `commit` for each arriving
+adapter of an iteration before it launches it, and asks `arrival_of_all` where a lane gets to a layer.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from caraserve.gpu.driver.api import Driver
+from caraserve.gpu.driver.streams import NOTHING, Lane, Marks, Timelines, at, covers, latest
+from caraserve.gpu.memory.link_queue import Group, LinkQueue, Piece
+from caraserve.gpu.memory.padding import Rows
+
+_WORDS = 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """Where an adapter comes from and where it goes. `ready`: a word per layer, which is set to the load's `generation`
+    when the layer has arrived: a kernel that compares can never take the last owner's layers for these. `rows`: how the
+    layers of a group are copied, if not byte by byte over bytes that need no zeros before. `arrived` is called when a
+    group is seen to be there."""
+
+    slot: int
+    source: int
+    target: int
+    num_bytes: int
+    groups: tuple[Group, ...]
+    after: Marks  # when the bytes may be written
+    ready: Sequence[int] = ()
+    rows: Callable[[Group], Sequence[Rows]] | None = None
+    arrived: Callable[[Group], None] = lambda group: None
+    issued: Callable[[], None] = lambda: None  # called when the last piece has been
+
+
+@dataclass(slots=True)
+class _Loading:
+    image: Image
+    generation: int
+    done: Callable[[], None]
+    marks: list[int] = field(default_factory=list)  # of the groups issued whole, on the copy lane
+    last: int = 0  # mark of the last piece
+    has_begun: bool = False
+    seen: int = 0  # groups of which `arrived` has been told
+
+
+class Copier:
+    """Not thread-safe: the thread that launches."""
+
+    def __init__(self, driver: Driver, timelines: Timelines, queue: LinkQueue) -> None:
+        self._driver, self._timelines, self._queue = driver, timelines, queue
+        self._stream = timelines.streams[Lane.COPY]
+        self._loads: dict[int, _Loading] = {}
+        self._in_flight: deque[tuple[int, int]] = deque()  # (mark, bytes) of pieces
+        self._generations = 0
+
+    def load(self, image: Image, done: Callable[[], None]) -> int:
+        """Queues a load; `done` is called by `pump` when all of it has arrived. Returns its generation."""
+        self._generations = self._generations % (_WORDS - 1) + 1  # never 0, which words begin with
+        self._queue.ask(image.slot, image.groups)
+        self._loads[image.slot] = _Loading(image, self._generations, done)
+        return self._generations
+
+    def pump(self) -> None:
+        """Takes note of what has arrived, and issues what comes next."""
+        passed = self._timelines.passed()[Lane.COPY]
+        while self._in_flight and self._in_flight[0][0] <= passed:
+            self._queue.arrived(self._in_flight.popleft()[1])
+        for load in self._loads.values():
+            while load.seen < len(load.marks) and load.marks[load.seen] <= passed:
+                load.image.arrived(load.image.groups[load.seen])
+                load.seen += 1
+        complete = [load for load in self._loads.values() if self._is_complete(load) and load.marks[-1] <= passed]
+        for load in complete:
+            del self._loads[load.image.slot]
+            load.done()
+        while (piece := self._queue.next(self._blocked())) is not None:
+            self._issue(piece)
+
+    def commit(self, slots: Collection[int], layers: int) -> None:
+        """An iteration is about to be launched that will use the first `layers` layers of these slots: what is missing
+        is issued now, because only what has been issued can be waited for."""
+        for slot in slots:
+            self._queue.commit(slot, layers)
+        while any(self.arrival(slot, layers - 1) is None for slot in slots):
+            piece = self._queue.next(self._blocked())
+            assert piece is not None, "a committed load is not in the queue"
+            self._issue(piece)
+
+    def cancel(self, slot: int) -> Marks:
+        """Ends a load, if there is one; what has been issued may write the bytes until the marks returned, and `done`
+        is not called."""
+        load = self._loads.pop(slot, None)
+        if load is None:
+            return NOTHING
+        if not self._is_complete(load):
+            self._queue.cancel(slot)
+        return at(Lane.COPY, load.last)
+
+    def has_arrived(self, slot: int, layer: int) -> bool:
+        """Whether a layer was there when anybody last asked the driver."""
+        marks = self.arrival(slot, layer)
+        return marks is not None and covers(self._timelines.known, marks)
+
+    def group_of(self, slot: int, layer: int) -> int | None:
+        """The group that brings a layer; None: there is no load, or it has ended."""
+        load = self._loads.get(slot)
+        if load is None:
+            return None
+        return next(index for index, group in enumerate(load.image.groups) if layer < group.end_layer)
+
+    def arrival(self, slot: int, layer: int) -> Marks | None:
+        """After what a layer is there; None: its group has not been issued."""
+        load = self._loads.get(slot)
+        if load is None:
+            return NOTHING  # arrived, and seen to
+        group = self.group_of(slot, layer)
+        return at(Lane.COPY, load.marks[group]) if group is not None and group < len(load.marks) else None
+
+    def arrival_of_all(self, slots: Collection[int], layer: int) -> Marks:
+        """After what a layer of several adapters is there; all of it must have been issued, by `commit` for example."""
+        marks = [self.arrival(slot, layer) for slot in slots]
+        if None in marks:
+            raise AssertionError(f"layer {layer} of a slot of {list(slots)} has not been issued: there is no event yet")
+        return latest(*(entry for entry in marks if entry is not None))
+
+    def _blocked(self) -> set[int]:
+        """Slots whose bytes may still be touched by what was there before."""
+        loads = [load for load in self._loads.values() if not load.has_begun]
+        return {load.image.slot for load in loads if not covers(self._timelines.known, load.image.after)}
+
+    def _is_complete(self, load: _Loading) -> bool:
+        return len(load.marks) == len(load.image.groups)
+
+    def _issue(self, piece: Piece) -> None:
+        load = self._loads[piece.slot]
+        image = load.image
+        if not load.has_begun:
+            load.has_begun = True
+            self._timelines.wait(Lane.COPY, image.after)
+            if image.rows is not None:
+                self._driver.fill(image.target, image.num_bytes, self._stream)
+        if image.rows is None:
+            if piece.end > piece.start:
+                source, target = image.source + piece.start, image.target + piece.start
+                self._driver.copy_to_device(target, source, piece.end - piece.start, self._stream)
+        elif piece.group is not None:
+            for rows in image.rows(image.groups[piece.group]):
+                self._driver.copy_rows_to_device(
+                    image.target + rows.target,
+                    rows.target_pitch,
+                    image.source + rows.source,
+                    rows.source_pitch,
+                    rows.width,
+                    rows.rows,
+                    self._stream,
+                )
+        if piece.group is not None and image.ready:
+            group = image.groups[piece.group]
+            for layer in range(group.first_layer, group.end_layer):
+                self._driver.write_value(self._stream, image.ready[layer], load.generation)
+        load.last = self._timelines.mark(Lane.COPY)
+        self._in_flight.append((load.last, piece.end - piece.start))
+        if piece.group is not None:
+            load.marks.append(load.last)
+            if self._is_complete(load):
+                image.issued()

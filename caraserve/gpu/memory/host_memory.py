@@ -1,0 +1,88 @@
+"""The host memory that the device sees, in one shared region: small copies, results, what is handed to CPU workers, and
+the arena. Level 1.
+
+It is made before anything of CUDA starts, because the workers' zygote inherits it; the device registers it later.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.core.lora_layout import A_COLUMNS, GROUPS
+from caraserve.cpu import handoff
+from caraserve.cpu.shared_memory import PAGE_BYTES, SharedRegion
+from caraserve.gpu.assist.handshake import book_bytes
+from caraserve.gpu.assist.work_orders import Module, delta_columns
+from caraserve.gpu.driver.api import WORD_BYTES
+from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS
+from caraserve.model.spec import ModelSpec
+from caraserve.util.units import align_up
+
+BOOKS = 2  # assisted chunks under way
+
+
+@dataclass(frozen=True, slots=True)
+class HandOverRoom:
+    """Of one assisted chunk: its words, and room for its x and its deltas. Offsets into the region."""
+
+    book: int
+    x: int
+    deltas: int
+
+
+class HostRegion:
+    """All of it; pages take no room until they are written or registered."""
+
+    def __init__(
+        self, spec: ModelSpec, workers: int, ring_bytes: int, result_bytes: int, results: int, arena_bytes: int
+    ):
+        """`result_bytes`: of each of `results` blocks."""
+        self.block_bytes = align_up(handoff.block_bytes(1), PAGE_BYTES)
+        entries = spec.layers * len(GROUPS)
+        rooms = (book_bytes(entries), x_bytes(spec), delta_bytes(spec)) if workers else (0, 0, 0)
+        sizes = [ring_bytes, *[result_bytes] * results, workers * self.block_bytes, *rooms * BOOKS, arena_bytes]
+        self.region = SharedRegion(sum(align_up(size, PAGE_BYTES) for size in sizes))
+        self.ring = self.region.carve(ring_bytes)
+        self.results = [self.region.carve(result_bytes) for _ in range(results)]
+        self.blocks = self.region.carve(workers * self.block_bytes)
+        self.rooms = [self._room(rooms) for _ in range(BOOKS)] if workers else []
+        self.arena = self.region.carve(arena_bytes)
+
+    def _room(self, sizes: tuple[int, int, int]) -> HandOverRoom:
+        return HandOverRoom(*(self.region.offset(int(self.region.carve(size).ctypes.data)) for size in sizes))
+
+
+class RegionWords:
+    """Words of the region, as handover.py wants them. Stores and loads of aligned words are whole on every machine that
+    CUDA runs on, and on x86 seen in order."""
+
+    def __init__(self, region: SharedRegion) -> None:
+        self._words: NDArray[np.uint32] = region.bytes.view(np.uint32)
+
+    def load(self, offset: int) -> int:
+        return int(self._words[offset // WORD_BYTES])
+
+    def store(self, offset: int, value: int) -> None:
+        self._words[offset // WORD_BYTES] = value
+
+
+def inputs_of(spec: ModelSpec, group: int) -> int:
+    """Columns of the x that a group of modules reads."""
+    return spec.site_shape(GROUPS[group][0])[0]
+
+
+def x_stride(spec: ModelSpec, group: int) -> int:
+    """Numbers between rows of x in the region."""
+    return align_up(inputs_of(spec, group), A_COLUMNS)
+
+
+def x_bytes(spec: ModelSpec) -> int:
+    """Of the widest x of a chunk, fp32."""
+    return 4 * ASSISTED_CHUNK_TOKENS * max(x_stride(spec, group) for group in range(len(GROUPS)))
+
+
+def delta_bytes(spec: ModelSpec) -> int:
+    """Of the widest deltas of a chunk."""
+    strides = [delta_columns([Module(spec.site_shape(site)[1]) for site in group])[1] for group in GROUPS]
+    return 4 * ASSISTED_CHUNK_TOKENS * max(strides)

@@ -1,0 +1,267 @@
+"""Device memory shared by KV blocks and adapters: who has which bytes, and what may be moved. Pure; level 1.
+
+    0                      kv_end          first adapter                           num_bytes
+    | KV blocks, in order   |  room for both   | adapter | hole | adapter | adapter |
+
+An adapter is one contiguous extent, so kernels read it without an index; holes are cured by moving, which costs half a
+ms per GB and changes only table entries. KV blocks never move. Residency decides who is evicted; the pool says what
+fits. Nothing waits for memory to be read for the last time: bytes are given back at once together with the marks after
+which they may be written, and whoever gets them has its stream wait for these (timeline.py).
+"""
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from caraserve.gpu.driver.streams import NOTHING, Marks, covers, latest
+from caraserve.util.units import align_up
+
+GRANULE_BYTES = 2 << 20  # a page of device memory
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """An adapter's bytes go up to a higher place."""
+
+    slot: int
+    source: int
+    target: int
+    num_bytes: int
+
+    def pieces(self) -> Iterator[tuple[int, int, int]]:
+        """Copies (target, source, bytes) to be done in this order. None overlaps itself, and none writes what a later
+        one reads: the last bytes go first, by as much at a time as the adapter moves."""
+        step, end = self.target - self.source, self.num_bytes
+        while end > 0:
+            start = max(0, end - step)
+            yield self.target + start, self.source + start, end - start
+            end = start
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Bytes to be written from now on. First come the moves, in order, on the compute lane, once it is past
+    `moves_after`; whoever writes the bytes must be past `after`."""
+
+    start: int
+    num_bytes: int
+    after: Marks
+    moves: tuple[Move, ...] = ()
+    moves_after: Marks = NOTHING
+
+
+@dataclass(slots=True, order=True)
+class _Extent:
+    start: int
+    num_bytes: int = field(compare=False)
+    slot: int = field(compare=False)
+    holds: int = field(default=1, compare=False)
+    moved: Marks = field(default=NOTHING, compare=False)
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_bytes
+
+    @property
+    def is_fixed(self) -> bool:
+        return self.holds > 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Neighbouring extents [first, last) that make one hole of theirs by moving up."""
+
+    first: int
+    last: int
+    moved_bytes: int
+
+
+class DevicePool:
+    """Hands out the bytes [0, num_bytes). Adapters are named by their adapter slot."""
+
+    def __init__(
+        self,
+        num_bytes: int,
+        block_bytes: int,
+        *,
+        lora_bytes: int | None = None,
+        least_kv_blocks: int = 0,
+        granule: int = GRANULE_BYTES,
+    ) -> None:
+        """`lora_bytes`: most that adapters may take together. `least_kv_blocks`: blocks that adapters never take."""
+        self.num_bytes = num_bytes // granule * granule
+        self.block_bytes = block_bytes
+        self.lora_bytes = self.num_bytes if lora_bytes is None else lora_bytes
+        self.kv_blocks = 0
+        self._least_kv_bytes = least_kv_blocks * block_bytes
+        self._granule = granule
+        self._extents: list[_Extent] = []  # in order of place
+        self._by_slot: dict[int, _Extent] = {}
+        self._stale: list[tuple[int, int, Marks]] = []  # [start, end) that was given back, and what may touch it still
+        if self._least_kv_bytes > self.num_bytes:
+            raise ValueError(f"{least_kv_blocks} KV blocks do not fit in {num_bytes} bytes")
+
+    # --- questions ---
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes that adapters take."""
+        return sum(extent.num_bytes for extent in self._extents)
+
+    def takes(self, num_bytes: int) -> int:
+        """Bytes that an adapter of so many takes."""
+        return align_up(max(num_bytes, 1), self._granule)
+
+    def place_of(self, slot: int) -> int:
+        """Where an adapter begins now."""
+        return self._by_slot[slot].start
+
+    def moved(self, slot: int) -> Marks:
+        """After what an adapter's bytes are where they are now, for lanes other than the one that moves."""
+        return self._by_slot[slot].moved
+
+    # --- adapters ---
+
+    def place(self, slot: int, num_bytes: int, moved: Marks) -> Grant | None:
+        """Room for an adapter, held until `let_go`; None when it does not fit. `moved`: after the moves, which the
+        caller is about to issue."""
+        need = self.takes(num_bytes)
+        if slot in self._by_slot:
+            raise AssertionError(f"adapter slot {slot} has bytes already")
+        window = self._window(need) if self.adapter_bytes + need <= self.lora_bytes else None
+        if window is None:
+            return None
+        end, moves, moves_after = self._move(window, moved)
+        extent = _Extent(end - need, need, slot)
+        insort(self._extents, extent)
+        self._by_slot[slot] = extent
+        return Grant(extent.start, need, self._marks(extent.start, extent.end), moves, moves_after)
+
+    def hold(self, slot: int) -> None:
+        """Somebody beside the compute lane uses the adapter's bytes: they stay where they are."""
+        self._by_slot[slot].holds += 1
+
+    def let_go(self, slot: int) -> None:
+        """One of those has been seen to be done."""
+        extent = self._by_slot[slot]
+        if extent.holds == 0:
+            raise AssertionError(f"adapter slot {slot} is held by nobody")
+        extent.holds -= 1
+
+    def release(self, slot: int, until: Marks) -> None:
+        """Takes an adapter's bytes back, held or not; what uses them is over by `until`. All that was issued would do,
+        but would have the next load wait for a lane that waits for CPU workers."""
+        extent = self._by_slot.pop(slot)
+        self._extents.remove(extent)
+        self._give_back(extent.start, extent.end, latest(until, extent.moved))  # it may be on its way there still
+
+    # --- KV blocks ---
+
+    def resize_kv(self, blocks: int, *, until: Marks, moved: Marks) -> Grant | None:
+        """KV blocks are [0, blocks) from now on; None when adapters are in the way, and nothing has changed. `until`:
+        blocks that go may be touched so long. `moved`: as in `place`."""
+        window = self._kv_window(blocks)
+        if window is None:
+            return None
+        before, end = self.kv_blocks * self.block_bytes, blocks * self.block_bytes
+        _, moves, moves_after = self._move(window, moved) if end > before else (0, (), NOTHING)
+        self.kv_blocks = blocks
+        if end < before:
+            self._give_back(end, before, until)
+        return Grant(before, max(0, end - before), self._marks(before, end), moves, moves_after)
+
+    # --- accounts ---
+
+    def forget(self, passed: Marks) -> None:
+        """Drops marks that lie behind; to be called now and then, so that they do not pile up."""
+        self._stale = [entry for entry in self._stale if not covers(passed, entry[2])]
+
+    def check(self) -> None:
+        """Raises AssertionError when bytes have two owners or a bound is broken."""
+        place = self._lowest(self.kv_blocks)
+        for extent in self._extents:
+            assert extent.start >= place, f"adapter slot {extent.slot} overlaps what lies before it"
+            assert extent.start % self._granule == 0, f"adapter slot {extent.slot} is not on a granule"
+            assert self._by_slot[extent.slot] is extent, f"adapter slot {extent.slot} is filed wrongly"
+            place = extent.end
+        assert place <= self.num_bytes, "adapters reach beyond the pool"
+        assert len(self._extents) == len(self._by_slot), "an adapter is lost"
+        assert self.adapter_bytes <= self.lora_bytes, "adapters are over their cap"
+
+    # --- holes ---
+
+    def _lowest(self, kv_blocks: int) -> int:
+        """The first byte that adapters may have."""
+        return align_up(max(kv_blocks * self.block_bytes, self._least_kv_bytes), self._granule)
+
+    def _holes(self) -> list[int]:
+        """Bytes free before each extent in turn, and after the last."""
+        starts = [extent.start for extent in self._extents] + [self.num_bytes]
+        ends = [self._lowest(self.kv_blocks)] + [extent.end for extent in self._extents]
+        return [start - end for start, end in zip(starts, ends, strict=True)]
+
+    def _window(self, need: int) -> _Window | None:
+        """What moves so that `need` bytes are free in one piece: as little as possible. Without a move: the smallest
+        hole among adapters, and the room for both last, for KV may want it."""
+        holes = self._holes()
+        fitting = [(hole, index) for index, hole in enumerate(holes) if hole >= need and index > 0]
+        if fitting or holes[0] >= need:
+            at = min(fitting)[1] if fitting else 0
+            return _Window(at, at, 0)
+        best: _Window | None = None
+        first = total = moved = 0
+        for last, hole in enumerate(holes):
+            if last > 0 and self._extents[last - 1].is_fixed:
+                first, total, moved = last, 0, 0
+            elif last > 0:
+                moved += self._extents[last - 1].num_bytes
+            total += hole
+            while first < last and total - holes[first] >= need:
+                total -= holes[first]
+                moved -= self._extents[first].num_bytes
+                first += 1
+            if total >= need and (best is None or moved < best.moved_bytes):
+                best = _Window(first, last, moved)
+        return best
+
+    def _kv_window(self, blocks: int) -> _Window | None:
+        """What moves so that KV may have so many blocks."""
+        need = self._lowest(blocks) - self._lowest(self.kv_blocks)
+        if blocks * self.block_bytes > self.num_bytes:
+            return None
+        total = moved = 0
+        for last, hole in enumerate(self._holes()):
+            if last > 0 and self._extents[last - 1].is_fixed:
+                return None
+            moved += self._extents[last - 1].num_bytes if last > 0 else 0
+            total += hole
+            if total >= need:
+                return _Window(0, last, moved)
+        return None
+
+    def _move(self, window: _Window, moved: Marks) -> tuple[int, tuple[Move, ...], Marks]:
+        """Moves a window's extents up against what lies above; there is a hole, or the window would be smaller. Returns
+        where its own hole ends, and how to get there."""
+        above = self._extents[window.last].start if window.last < len(self._extents) else self.num_bytes
+        moves: list[Move] = []
+        after = NOTHING
+        for extent in reversed(self._extents[window.first : window.last]):
+            target = above - extent.num_bytes
+            moves.append(Move(extent.slot, extent.start, target, extent.num_bytes))
+            after = latest(after, self._marks(target, above))
+            extent.start, extent.moved = target, moved
+            above = target
+        for move in moves:
+            self._give_back(move.source, move.source + move.num_bytes, moved)
+        return above, tuple(moves), after
+
+    def _give_back(self, start: int, end: int, until: Marks) -> None:
+        """Older marks on the same bytes are kept until they are passed: who had them since may never have waited."""
+        covered = [e for e in self._stale if start <= e[0] and e[1] <= end and covers(until, e[2])]
+        self._stale = [entry for entry in self._stale if entry not in covered]
+        if until != NOTHING:
+            self._stale.append((start, end, until))
+
+    def _marks(self, start: int, end: int) -> Marks:
+        """After what the bytes may be written."""
+        return latest(*(marks for low, high, marks in self._stale if low < end and start < high))

@@ -1,0 +1,53 @@
+"""What the device remembers between iterations: keys and values, and of each request slot its blocks, its tokens so far
+and how to sample. Level 1.
+
+Keys and values are a view of the pool's first bytes, block after block: `[block, layer, 2, block tokens, kv heads, head
+dim]`. How many of the blocks may be used is not said here.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from caraserve.cpu.sampling import SLOT_SAMPLING
+from caraserve.gpu.kernels.attention import PagedCache
+from caraserve.model.spec import ModelSpec
+from caraserve.util.units import ceil_div
+
+BLOCK_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceState:
+    """`caches`: one for each layer."""
+
+    caches: tuple[PagedCache, ...]
+    block_table: Tensor  # int32 [slots, most blocks of a request]
+    history: Tensor  # int32 [slots, positions + 1]
+    sampling: Tensor  # uint8 [slots, bytes of SLOT_SAMPLING]
+
+
+def block_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Of one KV block, over all layers."""
+    return spec.kv_bytes_per_token(dtype.itemsize) * BLOCK_TOKENS
+
+
+def make_state(spec: ModelSpec, dtype: torch.dtype, pool: Tensor, slots: int, max_context: int) -> DeviceState:
+    """Over `pool`: uint8 [bytes], whose address is a multiple of 16."""
+    device = pool.device
+    block_table = torch.zeros((slots, ceil_div(max_context, BLOCK_TOKENS)), dtype=torch.int32, device=device)
+    row = spec.kv_heads * spec.head_dim  # numbers of a token's keys
+    half = BLOCK_TOKENS * row
+    block = 2 * spec.layers * half
+    numbers = pool[: pool.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+    shape = (numbers.numel() // block, BLOCK_TOKENS, spec.kv_heads, spec.head_dim)
+    strides = (block, row, spec.head_dim, 1)
+    halves = [numbers.as_strided(shape, strides, index * half) for index in range(2 * spec.layers)]
+    caches = [PagedCache(keys, values, block_table) for keys, values in zip(halves[::2], halves[1::2], strict=True)]
+    return DeviceState(
+        tuple(caches),
+        block_table,
+        torch.zeros((slots, max_context + 1), dtype=torch.int32, device=device),
+        torch.zeros((slots, SLOT_SAMPLING.itemsize), dtype=torch.uint8, device=device),
+    )

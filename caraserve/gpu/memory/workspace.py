@@ -1,0 +1,102 @@
+"""A lane's activations: memory made once for its largest batch, of which each pass takes the first rows. Level 1."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from caraserve.core.lora_layout import GROUPS
+from caraserve.gpu.forward.batch import Capacity, Shape
+from caraserve.gpu.kernels.attention import DecodeScratch
+from caraserve.gpu.kernels.bgmv_work import PLANES
+from caraserve.model.spec import ModelSpec
+from caraserve.util.units import align_up
+
+OUTPUTS_AT_ONCE = 256  # rows of logits
+_SAMPLING_PROGRAMS = 128  # each works in room of its own, as large as two rows of logits
+_SCRATCH_BYTES = 256 << 20  # of attention
+_ROWS_STEP = 16  # pieces of decoding rows begin at multiples: their addresses stay multiples of 64 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Rows of one pass, [tokens, …] in the model's dtype."""
+
+    hidden: Tensor  # the residual stream
+    normed: Tensor  # likewise wide
+    qkv: Tensor
+    attended: Tensor  # [tokens, heads · head dim]
+    delta: Tensor  # what o or down add to the residual stream
+    gate_up: Tensor
+    activated: Tensor  # [tokens, intermediate]
+
+    def first(self, tokens: int) -> "Activations":
+        """The same memory for fewer tokens."""
+        parts = self.hidden, self.normed, self.qkv, self.attended, self.delta, self.gate_up, self.activated
+        return Activations(*(part[:tokens] for part in parts))
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """By group of layout.GROUPS."""
+        return self.normed, self.attended, self.normed, self.activated
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """By group of layout.GROUPS."""
+        return self.qkv, self.delta, self.gate_up, self.delta
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Everything that a lane's kernels write and nobody else reads."""
+
+    activations: Activations
+    parts: tuple[Tensor, ...]  # float32 [PLANES, tokens, modules, max rank], by group: what LoRA's shrink leaves
+    scratch: DecodeScratch
+    wanted: Tensor  # [outputs at once, hidden] normed rows whose logits are wanted
+    logits: Tensor  # [outputs at once, vocab]
+    weights: Tensor  # float32 [programs, vocab], for sampling
+    counts: Tensor  # int32 [programs, vocab], zero between launches
+
+    def decode_pieces(self, shape: Shape) -> list[tuple[slice, DecodeScratch]]:
+        """Rows that decode, as many at once as there is room for at this length of context."""
+        if shape.decode_rows == 0:
+            return []
+        most = self.scratch.best.numel() // self.scratch.within(1, shape.context).best.numel()
+        step = shape.decode_rows if most >= shape.decode_rows else most // _ROWS_STEP * _ROWS_STEP
+        ends = [(start, min(start + step, shape.decode_rows)) for start in range(0, shape.decode_rows, step)]
+        return [(slice(start, end), self.scratch.within(end - start, shape.context)) for start, end in ends]
+
+
+def make_workspace(
+    spec: ModelSpec, dtype: torch.dtype, capacity: Capacity, max_rank: int, max_context: int, device: torch.device
+) -> Workspace:
+    """`max_rank`: of any adapter; 0: none is ever served."""
+    q, kv, _ = (spec.site_shape(site)[1] for site in GROUPS[0])
+
+    def rows(count: int, width: int) -> Tensor:
+        return torch.zeros((count, width), dtype=dtype, device=device)
+
+    widths = (spec.hidden, spec.hidden, q + 2 * kv, q, spec.hidden, 2 * spec.intermediate, spec.intermediate)
+    outputs = min(capacity.outputs, OUTPUTS_AT_ONCE)
+    programs = min(outputs, _SAMPLING_PROGRAMS)
+    shapes = [(PLANES, capacity.tokens, len(group), max_rank) for group in GROUPS]
+    part = torch.zeros(max(map(math.prod, shapes)), dtype=torch.float32, device=device)  # of one group at a time
+    return Workspace(
+        Activations(*(rows(capacity.tokens, width) for width in widths)),
+        tuple(part[: math.prod(shape)].view(shape) for shape in shapes),
+        _scratch(spec, capacity.rows, max_context, device),
+        rows(outputs, spec.hidden),
+        rows(outputs, spec.vocab_size),
+        torch.zeros((programs, spec.vocab_size), dtype=torch.float32, device=device),
+        torch.zeros((programs, spec.vocab_size), dtype=torch.int32, device=device),
+    )
+
+
+def _scratch(spec: ModelSpec, rows: int, max_context: int, device: torch.device) -> DecodeScratch:
+    """For all rows at once, unless contexts are so long that this would take too much."""
+    one = DecodeScratch.empty(1, spec.heads, spec.head_dim, max_context, torch.device("meta"))
+    num_bytes = sum(part.nbytes for part in (one.sums, one.best, one.mass))
+    fitting = max(_SCRATCH_BYTES // num_bytes // _ROWS_STEP, 1) * _ROWS_STEP
+    return DecodeScratch.empty(min(align_up(rows, _ROWS_STEP), fitting), spec.heads, spec.head_dim, max_context, device)

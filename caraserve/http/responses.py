@@ -1,0 +1,129 @@
+"""Bodies in, JSON and errors out: what all handlers share.
+
+`read_object` takes a request's body within its limits; `error_response` puts any fault in OpenAI's shape.
+"""
+
+import asyncio
+import heapq
+import math
+from collections.abc import Mapping
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from caraserve.errors import (
+    CaraServeError,
+    Draining,
+    InvalidRequest,
+    Overloaded,
+    PayloadTooLarge,
+    ServerBusy,
+    Unreachable,
+)
+from caraserve.http.context import CONTEXT
+from caraserve.http.json_reader import Body, parse_object
+from caraserve.http.request_log import SUMMARY, listed
+from caraserve.http.validation import Fields
+from caraserve.util.tasks import in_turns
+from caraserve.util.units import human_bytes
+
+# At once. The pages of larger ones come as they are written, a millisecond of them in a turn: 15 MB of new memory take
+# over 15 ms.
+_JOINED_BYTES = 1 << 20
+_LISTED_FIELDS = 100  # more than a header has room for
+SERVER = "CaraServe"  # without versions, which would say what to try
+
+
+async def read_object(request: web.Request) -> Fields:
+    """Reads the body as one JSON object. Raises as `read_body`, and InvalidRequest."""
+    return Fields(await parse_object(await read_body(request)))
+
+
+async def read_body(request: web.Request) -> Body:
+    """The body of a request with JSON; a missing content type is taken as JSON.
+
+    Raises HTTPUnsupportedMediaType, HTTPRequestTimeout, PayloadTooLarge, ServerBusy or InvalidRequest.
+    """
+    if "Content-Type" in request.headers and request.content_type != "application/json":
+        raise web.HTTPUnsupportedMediaType(text="Send the header Content-Type: application/json.")
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding.lower() != "identity":  # a few kB can become GB
+        raise web.HTTPUnsupportedMediaType(
+            text=f"Content-Encoding: {encoding[:80]!r} is not taken; send the body as it is."
+        )
+    try:
+        async with asyncio.timeout(request.app[CONTEXT].timings.body_s):
+            return await _whole_body(request)
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(text="The body did not arrive in time.") from None
+    except web.RequestPayloadError as error:
+        raise InvalidRequest(f"The body could not be read: {error}.") from None
+
+
+async def _whole_body(request: web.Request) -> Body:
+    context = request.app[CONTEXT]
+    limit, size, pieces = context.config.max_body_bytes, 0, list[bytes]()
+    too_large = PayloadTooLarge(f"The body is larger than {human_bytes(limit)}, which is this server's limit.")
+    if (request.content_length or 0) > limit:
+        raise too_large
+    async for piece in request.content.iter_any():
+        size += len(piece)
+        if size > limit:
+            raise too_large
+        context.bodies.hold(request, size)
+        pieces.append(piece)
+    if size <= _JOINED_BYTES:
+        return b"".join(pieces)
+    body = mmap(-1, size, MAP_PRIVATE | MAP_ANONYMOUS)
+    async for piece in in_turns(pieces):
+        body.write(piece)
+    return body
+
+
+def note_ignored(request: web.Request, fields: Fields) -> None:
+    """Lists the fields that were sent and not read, for the answer's header and the log line. Call it when all have
+    been read."""
+    if names := fields.unread():
+        request[SUMMARY].ignored = listed(heapq.nsmallest(_LISTED_FIELDS, names))
+
+
+def json_response(value: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(body=orjson.dumps(value), status=status, headers=headers, content_type="application/json")
+
+
+def error_body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def fault_body(error: CaraServeError) -> dict[str, Any]:
+    """The error in OpenAI's shape, as a body or as an event of a stream that has begun."""
+    return error_body(error.message, error.type, error.param, error.code)
+
+
+def error_response(error: CaraServeError) -> web.Response:
+    """The answer for a fault of ours or the client's, with the headers that its status wants."""
+    headers = {}
+    if isinstance(error, Overloaded | Draining | ServerBusy | Unreachable):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+        headers["retry-after-ms"] = str(max(1, math.ceil(1000 * error.retry_after_s)))
+    response = json_response(fault_body(error), status=error.status, headers=headers)
+    if isinstance(error, PayloadTooLarge | ServerBusy):
+        response.force_close()  # the rest of the body is not wanted
+    return response
+
+
+def refusal_response(error: web.HTTPException, request: web.Request) -> web.Response:
+    """What aiohttp itself refuses (no such route, wrong method, too slow, …), in OpenAI's shape."""
+    messages = {
+        404: (f"Unknown URL: {request.method} {request.path[:200]}", "unknown_url"),
+        405: (f"{request.path[:200]} does not take {request.method[:20]}.", "method_not_allowed"),
+    }
+    message, code = messages.get(error.status, (error.text or error.reason, None))
+    headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
+    body = error_body(message, "invalid_request_error", None, code)
+    response = json_response(body, status=error.status, headers=headers)
+    if error.status in (408, 431):
+        response.force_close()
+    return response

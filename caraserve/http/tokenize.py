@@ -1,0 +1,57 @@
+"""POST /tokenize and /detokenize: what the engine's tokenizer makes of a text. Called by `app.py`."""
+
+from aiohttp import web
+
+from caraserve.errors import ContextLengthExceeded, InvalidRequest
+from caraserve.http.adapter_choice import choose_adapter
+from caraserve.http.chat import chat_ids
+from caraserve.http.completions import decode, encode
+from caraserve.http.context import CONTEXT
+from caraserve.http.field_check import check_fields
+from caraserve.http.interfaces import named_adapter
+from caraserve.http.request_schema import DETOKENIZE, TOKENIZE
+from caraserve.http.responses import json_response, note_ignored, read_object
+from caraserve.http.validation import shown, token_ids
+from caraserve.util.tasks import in_turns
+
+_LONGEST_TEXT = 1 << 22
+_MOST_TOKENS = 1 << 16  # where the model's context is no longer: 5 ms to make a list of, or to check
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    context = request.app[CONTEXT]
+    engine = context.engine
+    fields = await read_object(request)
+    check_fields(fields, TOKENIZE)
+    choose_adapter(fields, engine.base_name, lambda name: named_adapter(context, name))
+    add_special_tokens = fields.boolean("add_special_tokens", True)
+    with_text = fields.boolean("return_token_strs", False)
+    most = max(_MOST_TOKENS, engine.max_model_len)
+    try:
+        if fields.raw("messages") is not None:
+            ids = await chat_ids(fields, engine.tokenizer, most)
+        else:
+            prompt = fields.maybe_text("prompt", _LONGEST_TEXT)
+            if prompt is None:
+                raise InvalidRequest("Send prompt, a string, or messages.", param="prompt")
+            ids = await encode(engine.tokenizer, prompt, add_special_tokens=add_special_tokens, max_tokens=most)
+    except ContextLengthExceeded:
+        raise InvalidRequest(f"prompt has more than {most} tokens; send a shorter one.", param="prompt") from None
+    note_ignored(request, fields)
+    answer = {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids}
+    texts = [engine.tokenizer.token_text(token_id) async for token_id in in_turns(ids)] if with_text else None
+    return json_response(answer | {"token_strs": texts})
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    context = request.app[CONTEXT]
+    engine = context.engine
+    fields = await read_object(request)
+    check_fields(fields, DETOKENIZE)
+    choose_adapter(fields, engine.base_name, lambda name: named_adapter(context, name))
+    tokens = fields.array("tokens", max(_MOST_TOKENS, engine.max_model_len))
+    if fields.raw("tokens") is None:
+        raise InvalidRequest(f"tokens must be a list of token ids, not {shown(None)}.", param="tokens")
+    note_ignored(request, fields)
+    ids = token_ids("tokens", tokens, engine.tokenizer.vocab_size)
+    return json_response({"prompt": await decode(engine.tokenizer, ids, skip_special_tokens=False)})

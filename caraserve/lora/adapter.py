@@ -1,0 +1,149 @@
+"""One adapter version and the places where its weights can be. Level 2; pure.
+
+`residency.py` is the only writer.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import TypeAlias
+
+from caraserve.core.batch import BASE_ADAPTER_SLOT
+from caraserve.core.lora_layout import AdapterSpec, HostAdapter
+from caraserve.errors import AdapterRejected, CaraServeError
+from caraserve.lora.start_policy import Group
+
+_AGAIN_S = 5.0  # after a failure, before a version is read ahead again; who is admitted tries at once
+_HALF_LIFE_S = 60.0  # of the rate that eviction goes by
+
+
+class Tier(Enum):
+    """The nearest place where a version's weights are, or are on their way to."""
+
+    DISK = "disk"
+    READING = "reading"  # disk or another instance → host
+    HOST = "host"
+    STREAMING = "streaming"  # another instance → host → device, a layer at a time
+    COPYING = "copying"  # host → device
+    DEVICE = "device"
+    FAILED = "failed"  # could not be read; the next request tries again
+
+
+TIER_CHANGES: dict[Tier, frozenset[Tier]] = {
+    Tier.DISK: frozenset({Tier.READING, Tier.HOST}),
+    Tier.READING: frozenset({Tier.HOST, Tier.STREAMING, Tier.FAILED}),
+    Tier.HOST: frozenset({Tier.COPYING, Tier.DISK, Tier.FAILED}),
+    Tier.STREAMING: frozenset({Tier.COPYING, Tier.READING, Tier.FAILED}),
+    Tier.COPYING: frozenset({Tier.DEVICE, Tier.HOST, Tier.FAILED}),
+    Tier.DEVICE: frozenset({Tier.HOST, Tier.DISK}),
+    Tier.FAILED: frozenset({Tier.READING, Tier.HOST, Tier.DISK}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """Where an adapter's bytes are that no folder here has: with other instances, or in our cache of theirs."""
+
+    digest: str
+
+    @property
+    def name(self) -> str:
+        """For messages, as a folder's name is."""
+        return self.digest[:12]
+
+
+Source: TypeAlias = Path | Pooled
+
+
+@dataclass(slots=True)
+class Partial:
+    """What has come of an adapter that other instances send: the first `layers` layers, since `began_s`. Of these the
+    image may be read; the last layer never counts, for it comes with the end of the read."""
+
+    image: HostAdapter
+    began_s: float
+    layers: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Version:
+    """One adapter version. `pins`: requests not yet finished. `uses`: those of them that are admitted. `asides`: plans
+    under way beside the others that may read its image."""
+
+    digest: str
+    source: Source
+    num_bytes: int  # of its image in the host tier
+    tier: Tier = Tier.DISK
+    pins: int = 0
+    uses: int = 0
+    asides: int = 0
+    names: set[str] = field(default_factory=set)
+    slot: int = BASE_ADAPTER_SLOT
+    device_bytes: int = 0
+    spec: AdapterSpec | None = None  # known once it has been in the host tier
+    partial: Partial | None = None  # while it is read, once layers have come
+    gives_way: bool = False  # whether others want its room on the device; it comes there whole, once it has been read
+    groups: tuple[Group, ...] = ()  # expected on the device while STREAMING or COPYING
+    error: CaraServeError | None = None
+    again_s: float = 0.0  # when it may be read ahead again, where it has failed
+    copy_error: Exception | None = None  # of a copy that has failed under a plan aside, or before its read has ended
+    asked_s: float = 0.0  # when the load under way began
+    rate: float = 0.0  # admissions, decayed
+    rated_s: float = 0.0
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it leaves the device as soon as its plans aside have ended, without having come whole."""
+        return self.tier is Tier.STREAMING and (self.gives_way or self.error is not None)
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether any may begin or go on with it on the device: not when it leaves, nor when its copy has failed, for
+        then its image may give way."""
+        return self.copy_error is None and not self.is_leaving
+
+    @property
+    def needs_image(self) -> bool:
+        """Whether its image is about to be copied to the device, or is being copied: kernels may read it meanwhile."""
+        is_read = self.tier in (Tier.STREAMING, Tier.COPYING) or self.asides > 0
+        return is_read or (self.tier is Tier.HOST and self.uses > 0)
+
+    def to(self, tier: Tier) -> None:
+        """Moves to `tier`; only the changes of `TIER_CHANGES` exist."""
+        if tier not in TIER_CHANGES[self.tier]:
+            raise AssertionError(f"adapter {self.digest[:12]}: {self.tier.name} cannot become {tier.name}")
+        self.tier = tier
+
+    def fail(self, error: CaraServeError, now_s: float) -> None:
+        """Its weights could not be read or copied."""
+        self.error, self.again_s = error, now_s + _AGAIN_S
+        self.to(Tier.FAILED)
+
+    def may_be_read_ahead(self, now_s: float) -> bool:
+        """Whether it is on disk alone, and no read has failed just now."""
+        return self.tier is Tier.DISK or (self.tier is Tier.FAILED and now_s >= self.again_s)
+
+    def rate_at(self, now_s: float) -> float:
+        """Admissions, those longer ago counting less."""
+        return float(self.rate * 0.5 ** ((now_s - self.rated_s) / _HALF_LIFE_S))
+
+    def count_admission(self, now_s: float) -> None:
+        """One more."""
+        self.rate, self.rated_s = self.rate_at(now_s) + 1.0, now_s
+
+
+@dataclass(slots=True)
+class Counters:
+    """Events since the start, for metrics."""
+
+    device_hits: int = 0
+    host_hits: int = 0
+    disk_reads: int = 0
+    device_evictions: int = 0
+    host_evictions: int = 0
+    failures: int = 0
+
+
+def too_large(num_bytes: int, budget_bytes: int, flag: str) -> AdapterRejected:
+    """The refusal of an adapter that can never be in a tier."""
+    return AdapterRejected(f"the adapter takes {num_bytes} bytes, more than {flag} {budget_bytes}")

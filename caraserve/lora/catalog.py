@@ -1,0 +1,366 @@
+"""The adapters of this instance by name: what `/v1/models` lists, and loading and unloading at run time. Level 2.
+
+Joins the registry (what is known, across restarts), the reader of PEFT folders, and residency (where weights are).
+"""
+
+import asyncio
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.config import DIGEST, check_adapter_name
+from caraserve.core.lora_layout import MAX_RANK, HostAdapter
+from caraserve.errors import AdapterRejected, CaraServeError, ConfigError, Forbidden, NotFound
+from caraserve.lora.adapter import Pooled, Source, Version, too_large
+from caraserve.lora.host_loader import Came, Done
+from caraserve.lora.manager import Residency
+from caraserve.lora.peft import inspect_adapter, read_adapter, resolve_adapter_path
+from caraserve.lora.registry import AdapterInfo, Registry
+from caraserve.model.spec import ModelSpec
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+_FILES = ("adapter_config.json", "adapter_model.safetensors")
+_ANYWHERE = (Path("/"),)  # where adapters given at the start may lie
+_READERS = 2  # threads that read and check adapters: enough to keep a disk busy beside the compute threads
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogRules:
+    """What may be loaded, and how it is kept."""
+
+    base_name: str
+    roots: tuple[Path, ...]  # run-time loads and remembered adapters must lie inside one
+    device_bytes: int
+    host_bytes: int
+    keep_on_device: bool  # modes `cached` and `merged`: every adapter is loaded at once and stays
+    max_rank: int | None = None  # adapters above it are refused
+
+
+class AdapterReader:
+    """Reads adapter folders on threads of its own and answers on the event loop. `fetch` gets what no folder here has;
+    a server that serves alone is never asked for it."""
+
+    def __init__(self, spec: ModelSpec, on_loop: Callable[[Callable[[], None]], None]) -> None:
+        self.fetch: Callable[[str, NDArray[np.uint8], Done, Came], None] | None = None  # of a digest
+        # What a folder has, and its stamp from before it was read.
+        self.on_read: Callable[[str, Path, str], None] = lambda digest, folder, stamp: None
+        self._spec, self._on_loop = spec, on_loop
+        self.executor = ThreadPoolExecutor(_READERS, "caraserve-read")
+        self._refusals: dict[Path, str] = {}  # of folders that could not be read the last time: each is logged once
+
+    def read(
+        self, source: Source, into: NDArray[np.uint8], done: Done, came: Came = lambda image, layers: None
+    ) -> None:
+        """Reads and checks a whole adapter; `done` is called on the event loop with it or with what was wrong, `came`
+        before with what others have sent so far."""
+        if isinstance(source, Pooled):
+            assert self.fetch is not None, "nobody else has adapters"
+            self.fetch(source.digest, into, done, came)
+            return
+        folder = source
+
+        def work() -> None:
+            result: HostAdapter | CaraServeError
+            before = stamp(folder)
+            try:
+                result = read_adapter(folder, self._spec, into)
+            except CaraServeError as error:
+                result = error
+            except OSError as error:
+                result = AdapterRejected(f"{folder.name}: the adapter cannot be read: {error.strerror}")
+            self._on_loop(lambda: told(result, before))
+
+        def told(result: HostAdapter | CaraServeError, before: str) -> None:
+            if isinstance(result, CaraServeError) and self._refusals.get(folder) != result.message:
+                self._refusals[folder] = result.message
+                log.warning("adapter folder %r cannot be used: %s", str(folder), result.message)
+            done(result)
+            if isinstance(result, HostAdapter):
+                self._refusals.pop(folder, None)
+                self.on_read(result.spec.digest, folder, before)
+
+        self.executor.submit(work)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self.executor.shutdown(wait=True, cancel_futures=True)
+
+
+class Catalog:
+    """Names → versions. Runs on the event loop; disk work goes to the reader's threads."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        registry: Registry,
+        residency: Residency,
+        reader: AdapterReader,
+        rules: CatalogRules,
+    ) -> None:
+        self.residency = residency
+        self.on_change: Callable[[str, AdapterInfo | None], None] = lambda name, info: None  # loaded or unloaded
+        self._spec, self._registry = spec, registry
+        self._reader, self._rules = reader, rules
+        self._infos: dict[str, AdapterInfo] = {}
+        self._changing: set[str] = set()  # names being loaded or unloaded
+
+    def all(self) -> list[AdapterInfo]:
+        """All adapters, in the order of registration."""
+        return list(self._infos.values())
+
+    def get(self, name: str) -> AdapterInfo:
+        """Raises NotFound."""
+        info = self.find(name)
+        if info is None:
+            raise NotFound(f"the model {name!r} does not exist", param="model")
+        return info
+
+    def find(self, name: str) -> AdapterInfo | None:
+        """The adapter of that name, if any."""
+        return self._infos.get(name)
+
+    def pin(self, name: str) -> Version:
+        """The version that `name` means now, held for a request. Raises NotFound."""
+        self.get(name)
+        return self.residency.pin(name)
+
+    async def load(self, name: str, path: str, *, inplace: bool) -> AdapterInfo:
+        """Registers the adapter at `path`. The same contents under the same name are a success without effect."""
+        self._refuse_if_all_stay()
+        self._check_name(name)
+        with self._exclusively(name):
+            info = await self._on_thread(self._inspect, name, path, self._rules.roots)
+            old = self._infos.get(name)
+            is_same = old is not None and old.digest == info.digest
+            if old is not None and is_same and old.targets:
+                return old
+            if old is not None and not (inplace or is_same):  # an adopted one has a folder from now on
+                raise AdapterRejected(
+                    f"The lora adapter {name!r} has already been loaded; set load_inplace to replace it",
+                    param="lora_name",
+                )
+            await self._on_thread(self._registry.put, info)
+            self._add(info)
+            self.on_change(name, info)
+            return info
+
+    def adopt(self, name: str, digest: str, rank: int, num_bytes: int) -> None:
+        """A name that other instances gave a meaning; its bytes come from them when a request needs them. What the
+        name meant here drains, also when this raises AdapterRejected or Forbidden for what this instance cannot serve:
+        then it serves that name no more."""
+        try:
+            self._refuse_unservable(name, digest, rank, num_bytes)
+        except CaraServeError:
+            if self._infos.pop(name, None) is not None:
+                self.residency.unregister(name)
+            raise
+        self._infos[name] = AdapterInfo(name, digest, digest, rank, (), num_bytes, created_s=time.time())
+        self.residency.register(name, digest, Pooled(digest), num_bytes)
+
+    def _refuse_unservable(self, name: str, digest: str, rank: int, num_bytes: int) -> None:
+        self._refuse_if_all_stay()
+        self._check_name(name)
+        if not (DIGEST.fullmatch(digest) and 0 < rank <= MAX_RANK and num_bytes > 0):
+            raise AdapterRejected(f"the adapter {name!r} was registered by another version of this program")
+        if (refusal := self._refusal(rank, num_bytes)) is not None:
+            raise refusal
+
+    async def unload(self, name: str) -> None:
+        """Takes the name away at once; returns when the last request of its version has ended. Raises NotFound."""
+        if name not in self._infos:
+            raise NotFound(f"The lora adapter {name!r} cannot be found.", param="lora_name")
+        self._refuse_if_all_stay()
+        with self._exclusively(name):
+            await self._on_thread(self._registry.remove, name)
+            if self._infos.pop(name, None) is None:
+                return  # the cluster took it away meanwhile
+            self.on_change(name, None)
+            await self.residency.forgotten(self.residency.unregister(name))
+
+    def add_at_start(
+        self, modules: Iterable[tuple[str, Path]], progress: Callable[[], None], *, found: Collection[str] = ()
+    ) -> list[str]:
+        """Registers adapters before the server is up, and those that the registry remembers. Files that have not
+        changed since they were last looked at are not read again. Returns complaints about remembered ones.
+
+        `found`: names of those that nobody asked for, as their folders lay there. They are as old as their files, so
+        that who removed one since then need not do so again. One that cannot be served is left out with a complaint.
+
+        Raises ConfigError for one that was asked for and cannot be served.
+        """
+        given, fresh, complaints = dict(modules), [], list(self._registry.complaints)
+        for name, path in given.items():
+            try:
+                info = self._known(name, path) or self._inspect_at_start(name, path, was_found=name in found)
+            except CaraServeError as error:
+                if name not in found:
+                    raise ConfigError(f"adapter {name!r} at {path}: {error.message}") from error
+                complaints.append(f"{str(path)!r} in --adapters-dir is left out: {error.message}")
+            else:
+                if info is not self._registry.get(name):
+                    fresh.append(info)
+                self._add(info)
+            progress()
+        remembered = self._registry.all()
+        lost = {info: complaint for info in remembered if (complaint := self._recall(info, given)) is not None}
+        self._registry.put_many([*fresh, *(replace(info, state="missing") for info in lost)])
+        return [*complaints, *lost.values()]
+
+    def _known(self, name: str, path: Path) -> AdapterInfo | None:
+        """What the registry says of an adapter given at the start, if its files are as they were. Raises CaraServeError
+        for one that cannot be served."""
+        check_adapter_name(name, self._rules.base_name)
+        known = self._registry.get(name)
+        if known is None or (known.path, known.stamp) != (os.path.realpath(path), stamp(path)):
+            return None
+        if (refusal := self._refusal(known.rank, known.num_bytes)) is not None:
+            raise refusal
+        return known
+
+    def _inspect_at_start(self, name: str, path: Path, *, was_found: bool) -> AdapterInfo:
+        """Raises CaraServeError for an adapter that cannot be served."""
+        try:
+            info = self._inspect(name, os.path.abspath(path), roots=_ANYWHERE)
+            return replace(info, created_s=min(info.created_s, _changed_s(path))) if was_found else info
+        except OSError as error:
+            raise AdapterRejected(f"it cannot be read: {error.strerror}") from None
+
+    async def preloaded(self) -> None:
+        """Returns when every adapter is on the device, for modes that keep them there. Raises ConfigError when not all
+        can be."""
+        self._refuse_if_not_all_fit()
+        have_all_come = await self.residency.settled()
+        for info in self._infos.values():
+            if (error := self.residency.error_of(info.name)) is not None:
+                raise ConfigError(f"adapter {info.name!r}: {error.message}")
+        if not have_all_come:
+            self._refuse_if_not_all_fit()
+            raise AssertionError("adapters that fit have not come to the device")
+
+    def _refuse_if_not_all_fit(self) -> None:
+        """By what is known of those that have been read; the others may take more, where kernels want padding."""
+        stay = "--loading-mode cached and merged keep all adapters on the device"
+        room, most = self.residency.room, self._rules.device_bytes
+        versions = {info.digest: self.residency.find(info.digest) for info in self._infos.values()}.values()
+        if len(versions) > (places := self.residency.device.places):
+            raise ConfigError(f"{stay}, which has places for {places}: {len(versions)} were given")
+        total = sum(room.takes(version.device_bytes or version.num_bytes) for version in versions if version)
+        if total > most:
+            raise ConfigError(f"{stay}: they take at least {total} bytes there, more than --lora-pool-bytes {most}")
+
+    def _recall(self, info: AdapterInfo, given: dict[str, Path]) -> str | None:
+        """Brings back an adapter of an earlier run; says why if that cannot be done."""
+        if info.name in given:
+            return None
+        if info.name == self._rules.base_name:
+            return f"adapter {info.name!r} has the base model's name now and is left out"
+        try:
+            folder = resolve_adapter_path(info.path, self._rules.roots)
+        except NotFound:
+            folder = None
+        except CaraServeError:
+            return (
+                f"adapter {info.name!r} at {info.path!r} is left out: it is not in a folder that --adapters-dir or "
+                "--allow-adapter-path names; name it in --lora-modules, or allow its folder"
+            )
+        if folder is None or stamp(folder) != info.stamp:
+            return f"adapter {info.name!r}: {info.path} is gone or has changed; load it again to use it"
+        if (refusal := self._refusal(info.rank, info.num_bytes)) is not None:
+            return f"adapter {info.name!r}: {refusal.message}"
+        self._add(info)
+        return None
+
+    def _add(self, info: AdapterInfo) -> None:
+        self._infos[info.name] = info
+        self.residency.register(info.name, info.digest, Path(info.path), info.num_bytes)
+        if self._rules.keep_on_device:
+            self.residency.preload(info.name)
+
+    def _inspect(self, name: str, path: str, roots: Sequence[Path]) -> AdapterInfo:
+        """Reads an adapter's header and digest."""
+        folder = resolve_adapter_path(path, roots)
+        spec = inspect_adapter(folder, self._spec)
+        if (refusal := self._refusal(spec.rank, spec.num_bytes)) is not None:
+            raise refusal
+        return AdapterInfo(
+            name=name,
+            digest=spec.digest,
+            path=str(folder),
+            rank=spec.rank,
+            targets=spec.targets,
+            num_bytes=spec.num_bytes,
+            created_s=time.time(),
+            stamp=stamp(folder),
+        )
+
+    def _refusal(self, rank: int, num_bytes: int) -> AdapterRejected | None:
+        """The reason why an adapter of this rank and size can never be served, if there is one."""
+        if self._rules.max_rank is not None and rank > self._rules.max_rank:
+            return AdapterRejected(f"rank {rank} is above --max-lora-rank {self._rules.max_rank}", param="lora_path")
+        if num_bytes > self._rules.device_bytes:
+            return too_large(num_bytes, self._rules.device_bytes, "--lora-pool-bytes")
+        if num_bytes > self._rules.host_bytes:
+            return too_large(num_bytes, self._rules.host_bytes, "--max-host-adapters-bytes")
+        return None
+
+    def _refuse_if_all_stay(self) -> None:
+        if self._rules.keep_on_device:
+            raise Forbidden(
+                "--loading-mode cached and merged keep the adapters of the start; nothing is loaded or unloaded later"
+            )
+
+    def _check_name(self, name: str) -> None:
+        try:
+            check_adapter_name(name, self._rules.base_name)
+        except ConfigError as error:
+            raise AdapterRejected(error.message, param="lora_name") from None
+
+    def _exclusively(self, name: str) -> "_Exclusive":
+        return _Exclusive(self._changing, name)
+
+    async def _on_thread(self, function: Callable[..., T], *arguments: object) -> T:
+        call = functools.partial(function, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._reader.executor, call)
+
+
+class _Exclusive:
+    """One load or unload of a name at a time; a second is refused rather than queued."""
+
+    def __init__(self, names: set[str], name: str) -> None:
+        self._names, self._name = names, name
+
+    def __enter__(self) -> None:
+        if self._name in self._names:
+            raise AdapterRejected(
+                f"the adapter {self._name!r} is being loaded or unloaded; try again", param="lora_name"
+            )
+        self._names.add(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        self._names.discard(self._name)
+
+
+def _changed_s(folder: Path) -> float:
+    """When an adapter's files were last written, in unix time."""
+    return max((folder / name).stat().st_mtime for name in _FILES)
+
+
+def stamp(folder: Path) -> str:
+    """Changes when an adapter's files do: their sizes and times. Empty when they are not there."""
+    try:
+        stats = [(folder / name).stat() for name in _FILES]
+    except OSError:
+        return ""
+    return ",".join(f"{stat.st_size}:{stat.st_mtime_ns}" for stat in stats)

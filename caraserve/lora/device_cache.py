@@ -1,0 +1,104 @@
+"""The device tier: versions that are there or on their way, in whose slot, and who gives way. Level 2; for
+`residency.py`."""
+
+from collections.abc import Callable
+
+from caraserve.core.backend import Backend
+from caraserve.core.batch import BASE_ADAPTER_SLOT
+from caraserve.core.lora_layout import AdapterSpec
+from caraserve.kv.memory_budget import Room
+from caraserve.lora.adapter import Tier, Version, too_large
+
+
+class DeviceTier:
+    """Versions by digest, and the free slots of the device's adapter table. The event loop's alone."""
+
+    def __init__(self, backend: Backend, room: Room, value: Callable[[Version], float]) -> None:
+        """`value`: of a version that nobody uses; the least valuable gives way first."""
+        self._backend, self._room, self._value = backend, room, value
+        self._versions: dict[str, Version] = {}
+        self._free_slots = list(range(backend.limits.adapter_slots - 1, BASE_ADAPTER_SLOT, -1))
+        self.places = len(self._free_slots)  # for versions
+
+    def ready(self) -> list[Version]:
+        """Versions that have arrived."""
+        return [version for version in self._versions.values() if version.tier is Tier.DEVICE]
+
+    def streaming(self) -> list[Version]:
+        """Versions that are copied while other instances still send them."""
+        return [version for version in self._versions.values() if version.tier is Tier.STREAMING]
+
+    def is_arriving(self, beside: Version) -> bool:
+        """Whether a version other than `beside` is being copied."""
+        return any(other.tier is Tier.COPYING and other is not beside for other in self._versions.values())
+
+    def measure(self, spec: AdapterSpec) -> int:
+        """Bytes that an adapter will take. Raises AdapterRejected for one that can never be there."""
+        num_bytes = self._backend.device_bytes(spec)
+        if num_bytes > self._room.most_adapter_bytes:
+            raise too_large(num_bytes, self._room.most_adapter_bytes, "--lora-pool-bytes")
+        return num_bytes
+
+    def make_room(self, num_bytes: int, evict: Callable[[Version], None]) -> bool:
+        """Room and a slot for an adapter: idle ones give way, all or nothing."""
+        return self._evict(self._room.excess(num_bytes), 0 if self._free_slots else 1, evict)
+
+    def add(self, version: Version) -> None:
+        """A version comes; room has been made for it."""
+        version.slot = self._free_slots.pop()
+        self._versions[version.digest] = version
+        if self._room.add_adapter(version.device_bytes):
+            self._backend.resize_kv(self._room.pool.num_blocks, lambda: None)
+
+    def remove(self, version: Version) -> None:
+        """A version has gone."""
+        del self._versions[version.digest]
+        self._free_slots.append(version.slot)
+        version.slot = BASE_ADAPTER_SLOT
+        self._room.remove_adapter(version.device_bytes)
+
+    def growable(self) -> int:
+        """KV blocks beyond those that there are, could all idle adapters give way; those under way included."""
+        if not self._room.is_shared:
+            return 0
+        idle_bytes = sum(self._room.takes(version.device_bytes) for version in self._idle())
+        return self._room.blocks_without(idle_bytes) - self._room.pool.num_blocks
+
+    def grow_kv(self, more: int, evict: Callable[[Version], None], done: Callable[[], None]) -> None:
+        """Asks for more KV blocks, as many of them as there can be; idle adapters give way. Nothing happens while
+        blocks are under way."""
+        if self._room.is_growing or (more := min(more, self.growable())) <= 0:
+            return
+        blocks = self._room.pool.num_blocks + more
+        self._evict(self._room.excess_for_blocks(blocks), 0, evict)
+        self._room.grow(blocks)
+        self._backend.resize_kv(blocks, done)
+
+    def check(self) -> None:
+        """Raises AssertionError when sums differ from their parts."""
+        versions = list(self._versions.values())
+        assert all(version.tier in (Tier.STREAMING, Tier.COPYING, Tier.DEVICE) for version in versions), "not resident"
+        taken = sum(self._room.takes(version.device_bytes) for version in versions)
+        assert self._room.adapter_bytes == taken, "device bytes differ"
+        slots = [version.slot for version in versions]
+        assert len({*slots, *self._free_slots}) == len(slots) + len(self._free_slots), "a slot has two owners"
+        assert len(slots) + len(self._free_slots) == self.places, "a slot is lost"
+        self._room.check()
+
+    def _idle(self) -> list[Version]:
+        return [v for v in self._versions.values() if v.tier is Tier.DEVICE and v.uses == 0]
+
+    def _evict(self, excess_bytes: int, slots_missing: int, evict: Callable[[Version], None]) -> bool:
+        """All or nothing."""
+        if excess_bytes <= 0 and not slots_missing:
+            return True
+        idle = sorted(self._idle(), key=self._value)
+        victims: list[Version] = []
+        while idle and (excess_bytes > 0 or len(victims) < slots_missing):
+            victims.append(idle.pop(0))
+            excess_bytes -= self._room.takes(victims[-1].device_bytes)
+        if excess_bytes > 0 or len(victims) < slots_missing:
+            return False
+        for victim in victims:
+            evict(victim)
+        return True

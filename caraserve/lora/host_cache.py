@@ -1,0 +1,60 @@
+"""The host tier: adapter images in the arena, least recently used first. Level 2; for `residency.py`."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.core.lora_layout import HostAdapter
+from caraserve.cpu.arena import Arena
+
+
+class HostTier:
+    """Extents by digest: of images, and of adapters that are being read. The event loop's alone."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._images: OrderedDict[str, HostAdapter] = OrderedDict()
+        self._extents: dict[str, NDArray[np.uint8]] = {}
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._images
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._images))
+
+    def get(self, digest: str) -> HostAdapter | None:
+        """An image, if it is here."""
+        return self._images.get(digest)
+
+    def touch(self, digest: str) -> None:
+        """An image was used just now."""
+        self._images.move_to_end(digest)
+
+    def take(
+        self, digest: str, num_bytes: int, is_needed: Callable[[str], bool], evict: Callable[[str], None]
+    ) -> NDArray[np.uint8] | None:
+        """Room for an adapter to be read into; images that nothing needs give way one by one. None: not now."""
+        while (extent := self._arena.take(num_bytes)) is None:
+            victim = next((other for other in self._images if not is_needed(other)), None)
+            if victim is None:
+                return None
+            evict(victim)
+        self._extents[digest] = extent
+        return extent
+
+    def keep(self, digest: str, image: HostAdapter) -> None:
+        """What was read into the extent of `digest`."""
+        self._images[digest] = image
+
+    def drop(self, digest: str) -> None:
+        """Gives back the extent of an image, or of one that could not be read."""
+        self._images.pop(digest, None)
+        self._arena.give_back(self._extents.pop(digest))
+
+    def check(self, reading: set[str]) -> None:
+        """Raises AssertionError when an extent has no owner, or bytes of the arena have none or two."""
+        assert self._extents.keys() == self._images.keys() | reading, "an extent of the arena has no owner"
+        assert self._arena.used_bytes >= sum(extent.nbytes for extent in self._extents.values()), "an extent is lost"
+        self._arena.check()

@@ -1,0 +1,110 @@
+"""What an adapter is, to the last byte: the manifest whose hash is its digest. Level 2; pure.
+
+    digest = sha256(manifest),   manifest = dtype, modules with rank and scale, sha256 of each chunk of the image
+
+The image is the one of `model/layout.py`, the same on every instance: where its parts lie follows from the modules, so
+a manifest that somebody else wrote can claim no offsets. Chunks follow the layers, so that whoever has the manifest can
+check an image piece by piece, from its first layer on, whoever sends the pieces.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from caraserve.core.lora_layout import MAX_RANK, AdapterSpec, lay_out
+from caraserve.errors import AdapterRejected
+from caraserve.model.dtype import Dtype
+from caraserve.model.spec import SITES, ModelSpec
+
+MAX_MANIFEST_BYTES = 4 << 20
+
+_FORMAT = 1  # changes with the layout of images
+_LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES = 256 << 10, 1 << 20
+
+
+def chunk_ends(layer_ends: Sequence[int]) -> list[int]:
+    """Where the chunks of an image end: with a layer where layers are neither tiny nor huge."""
+    ends: list[int] = []
+    start = 0
+    for end in layer_ends:
+        while end - start > _MOST_CHUNK_BYTES:
+            start += _MOST_CHUNK_BYTES
+            ends.append(start)
+        if end - start >= _LEAST_CHUNK_BYTES or (end > start and end == layer_ends[-1]):
+            ends.append(end)
+            start = end
+    return ends
+
+
+class ChunkHasher:
+    """Hashes of an image's chunks, from its bytes in order, in pieces of any size."""
+
+    def __init__(self, layer_ends: Sequence[int]) -> None:
+        self.hashes: list[bytes] = []
+        self._ends = chunk_ends(layer_ends)
+        self._at = 0
+        self._hash = hashlib.sha256()
+
+    def update(self, data: memoryview) -> None:
+        """The next bytes."""
+        while data:
+            room = self._ends[len(self.hashes)] - self._at
+            self._hash.update(data[:room])
+            self._at += min(room, len(data))
+            if len(data) >= room:
+                self.hashes.append(self._hash.digest())
+                self._hash = hashlib.sha256()
+            data = data[room:]
+
+
+def identified(spec: AdapterSpec, hashes: Sequence[bytes]) -> AdapterSpec:
+    """A layout with the identity that its bytes give it."""
+    spec = replace(spec, chunks=tuple(hashes))
+    return replace(spec, digest=hashlib.sha256(manifest_of(spec)).hexdigest())
+
+
+def manifest_of(spec: AdapterSpec) -> bytes:
+    """The manifest; equal adapters have equal ones."""
+    modules = [[span.layer, span.site, span.rank, span.scale] for span in spec.spans]
+    chunks = [one.hex() for one in spec.chunks]
+    return json.dumps([_FORMAT, spec.dtype.value, modules, chunks], separators=(",", ":")).encode()
+
+
+def read_manifest(body: bytes, digest: str, model: ModelSpec) -> AdapterSpec:
+    """The adapter that a manifest describes. Raises AdapterRejected unless it is that digest's, and one for `model`."""
+    if hashlib.sha256(body).hexdigest() != digest:
+        raise AdapterRejected(f"adapter {digest[:12]}: what was read is not its manifest")
+    try:
+        written, dtype, modules, chunks = json.loads(body)
+        if written != _FORMAT:
+            raise ValueError(f"format {written}")
+        sites = {(layer, SITES[site]): (rank, scale) for layer, site, rank, scale in map(_module, modules)}
+        if not sites or len(sites) != len(modules) or not all(layer < model.layers for layer, _ in sites):
+            raise ValueError("modules")
+        spans, layer_ends = lay_out(model, Dtype(dtype), sites)
+        hashes = tuple(bytes.fromhex(one) for one in chunks)
+        if len(hashes) != len(chunk_ends(layer_ends)) or any(len(one) != 32 for one in hashes):
+            raise ValueError("chunks")
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise AdapterRejected(f"adapter {digest[:12]} is not for this base model or this version: {error}") from None
+    targets = {site for _, site in sites}
+    return AdapterSpec(
+        digest=digest,
+        dtype=Dtype(dtype),
+        rank=max(span.rank for span in spans),
+        targets=tuple(site for site in SITES if site in targets),
+        layer_ends=layer_ends,
+        spans=spans,
+        chunks=hashes,
+    )
+
+
+def _module(value: Any) -> tuple[int, int, int, float]:
+    layer, site, rank, scale = value
+    whole = all(type(number) is int for number in (layer, site, rank))
+    if not (whole and layer >= 0 and 0 <= site < len(SITES) and 0 < rank <= MAX_RANK and math.isfinite(scale)):
+        raise ValueError(f"module {value}")
+    return layer, site, rank, float(scale)

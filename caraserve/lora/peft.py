@@ -1,0 +1,264 @@
+"""From a PEFT folder to an adapter in host memory: every tensor is applied exactly, or the folder is refused. Level 2.
+
+`catalog.py` inspects a folder when it is registered; residency has it read when a request needs it.
+"""
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.core.lora_layout import A_COLUMNS, PANEL, AdapterSpec, HostAdapter, SiteSpan, aligned_bytes, lay_out
+from caraserve.errors import AdapterRejected, Forbidden, NotFound
+from caraserve.lora.manifest import ChunkHasher, identified
+from caraserve.lora.peft_config import CONFIG_NAME, PeftConfig, read_config, refusal
+from caraserve.lora.peft_names import module_name
+from caraserve.model.dtype import Dtype
+from caraserve.model.safetensors_reader import TensorFile, TensorFileError
+from caraserve.model.spec import SITES, ModelSpec
+from caraserve.util.units import align_up, ceil_div
+
+TENSORS_NAME = "adapter_model.safetensors"
+_PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
+_TENSOR = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>model\.layers\.(?P<layer>[0-9]{1,6})\.(?:self_attn|mlp)\."
+    rf"(?P<site>{'|'.join(SITES)}))\.lora_(?P<half>[AB])(?P<adapter>(?:\.[A-Za-z0-9_-]+)?)\.weight"
+)
+Site = tuple[int, str]  # layer, module
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """The two tensors of one adapted module, with its rank and scale."""
+
+    a: str
+    b: str
+    rank: int
+    scale: float
+
+
+def inspect_adapter(folder: Path, model: ModelSpec) -> AdapterSpec:
+    """Checks everything, and computes the digest. Raises AdapterRejected."""
+    with _opened(folder) as file:
+        spec, pairs = _specify(folder, file, model)
+        starts = (0, *spec.layer_ends)
+        layer = aligned_bytes(max(end - start for start, end in pairwise(starts)))
+        return _fill(file, spec, pairs, model, lambda start, end: layer[: end - start])
+
+
+def read_adapter(folder: Path, model: ModelSpec, into: NDArray[np.uint8]) -> HostAdapter:
+    """Reads and checks a whole adapter into `into`. Raises AdapterRejected naming the field or tensor."""
+    with _opened(folder) as file:
+        spec, pairs = _specify(folder, file, model)
+        if spec.num_bytes > into.nbytes:
+            raise AdapterRejected(f"{folder.name}: the files have changed since the adapter was loaded")
+        spec = _fill(file, spec, pairs, model, lambda start, end: into[start:end])
+        return HostAdapter(spec, into[: spec.num_bytes])
+
+
+def _fill(
+    file: TensorFile,
+    spec: AdapterSpec,
+    pairs: Mapping[Site, _Pair],
+    model: ModelSpec,
+    room: Callable[[int, int], NDArray[np.uint8]],
+) -> AdapterSpec:
+    """Lays out layer after layer where `room` says; the spec with its digest."""
+    hasher = ChunkHasher(spec.layer_ends)
+    for layer, (start, end) in enumerate(pairwise((0, *spec.layer_ends))):
+        data = room(start, end)
+        data[:] = 0
+        for span in (span for span in spec.spans if span.layer == layer):
+            pair = pairs[layer, SITES[span.site]]
+            inputs, outputs = model.site_shape(SITES[span.site])
+            _place_a(_values(file, pair.a, spec.dtype), data, span, span.a_offset - start, inputs)
+            _place_b(_values(file, pair.b, spec.dtype), data, span, span.b_offset - start, outputs)
+        hasher.update(data.data)
+    return identified(spec, hasher.hashes)
+
+
+def _place_a(values: NDArray[np.generic], data: NDArray[np.uint8], span: SiteSpan, offset: int, inputs: int) -> None:
+    """values: [rank, in]."""
+    shape = span.padded_rank, align_up(inputs, A_COLUMNS)
+    _view(data, offset, shape, values.dtype)[: span.rank, :inputs] = values
+
+
+def _place_b(values: NDArray[np.generic], data: NDArray[np.uint8], span: SiteSpan, offset: int, outputs: int) -> None:
+    """values: [out, rank], as PEFT keeps it."""
+    panels = _view(data, offset, (ceil_div(outputs, PANEL), span.padded_rank, PANEL), values.dtype)
+    whole = outputs // PANEL
+    panels[:whole, : span.rank] = values[: whole * PANEL].reshape(whole, PANEL, span.rank).transpose(0, 2, 1)
+    panels[whole:, : span.rank, : outputs % PANEL] = values[whole * PANEL :].T
+
+
+def _view(
+    data: NDArray[np.uint8], offset: int, shape: tuple[int, ...], dtype: np.dtype[np.generic]
+) -> NDArray[np.generic]:
+    return data[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+
+
+def may_exist(path: Path) -> bool:
+    """Whether there is a file at `path`, or its folder does not let us see."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:  # opening it says why
+        return True
+    return True
+
+
+def resolve_adapter_path(path: str, roots: Sequence[Path]) -> Path:
+    """The folder that `path` means. Relative paths start at the first root; the folder and its files must lie inside
+    one of the roots.
+
+    Raises Forbidden when there are no roots, AdapterRejected when the folder lies outside, NotFound when there is none.
+    """
+    if not roots:
+        raise Forbidden(
+            "adapters are loaded at run time only from folders that the server was started with: "
+            "--adapters-dir DIR or --allow-adapter-path ROOT"
+        )
+    if "\0" in path or len(path) > 4096:
+        raise AdapterRejected("lora_path is not a path", param="lora_path")
+    missing = NotFound(f"no adapter folder at {path[:200]!a}", param="lora_path")
+    allowed = [root.resolve() for root in roots]
+    outside = " or ".join(str(root) for root in allowed)
+
+    def is_allowed(place: Path) -> bool:
+        return any(place.is_relative_to(root) for root in allowed)
+
+    try:
+        folder = (allowed[0] / path).resolve()
+        is_folder = is_allowed(folder) and folder.is_dir()
+    except (OSError, RuntimeError, ValueError):  # too long a name, a loop of links, not text
+        raise missing from None
+    if not is_allowed(folder):
+        raise AdapterRejected(f"lora_path lies outside {outside}, from where adapters may be loaded", param="lora_path")
+    if not is_folder:
+        raise missing
+    for name in (CONFIG_NAME, TENSORS_NAME):
+        if not is_allowed((folder / name).resolve()):
+            raise AdapterRejected(f"{name} is a link that leads outside {outside}", param="lora_path")
+    return folder
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[TensorFile]:
+    path = folder / TENSORS_NAME
+    if not may_exist(path):
+        if any(os.path.lexists(folder / name) for name in _PICKLES):
+            raise AdapterRejected(f"{folder.name} holds a pickle; only {TENSORS_NAME} is read: convert the adapter")
+        raise AdapterRejected(f"{folder.name} has no {TENSORS_NAME}")
+    try:
+        with TensorFile(path) as file:
+            yield file
+            file.check_unchanged()
+    except TensorFileError as error:
+        raise AdapterRejected(str(error)) from None
+
+
+def _specify(folder: Path, file: TensorFile, model: ModelSpec) -> tuple[AdapterSpec, dict[Site, _Pair]]:
+    """An adapter's layout, still without identity, and its tensors."""
+    config = read_config(folder)
+    pairs = _pairs(file, config, model)
+    kinds = {file.dtype(name) for pair in pairs.values() for name in (pair.a, pair.b)}
+    dtype = kinds.pop() if len(kinds) == 1 else Dtype.F32  # fp32 holds every mixture exactly
+    spans, layer_ends = lay_out(model, dtype, {site: (pair.rank, pair.scale) for site, pair in pairs.items()})
+    sites = {site for _, site in pairs}
+    spec = AdapterSpec(
+        digest="",  # follows from the bytes
+        dtype=dtype,
+        rank=max(pair.rank for pair in pairs.values()),
+        targets=tuple(site for site in SITES if site in sites),
+        layer_ends=layer_ends,
+        spans=spans,
+    )
+    return spec, pairs
+
+
+def _pairs(file: TensorFile, config: PeftConfig, model: ModelSpec) -> dict[Site, _Pair]:
+    """All adapted modules; every tensor of the file belongs to one of them."""
+    if config.layers is not None and max(config.layers) >= model.layers:
+        raise refusal("layers_to_transform", f"names layers that a model with {model.layers} does not have")
+    halves = _halves(file, model)
+    if not halves:
+        raise AdapterRejected(f"{TENSORS_NAME} has no LoRA tensors")
+    pairs: dict[Site, _Pair] = {}
+    for (layer, site), found in halves.items():
+        module = module_name(layer, site)
+        missing = {"A", "B"} - found.keys()
+        if missing:
+            raise AdapterRejected(f"tensor {next(iter(found.values()))} has no lora_{missing.pop()} beside it")
+        if not config.covers(layer, module):
+            raise AdapterRejected(f"tensor {found['A']}: adapter_config.json does not target this module")
+        rank = config.ranks.of(module)
+        _check_shapes(file, found["A"], found["B"], rank, model.site_shape(site))
+        pairs[layer, site] = _Pair(found["A"], found["B"], rank, config.scale_of(module, rank))
+    _check_complete(config, pairs, model)
+    return pairs
+
+
+def _halves(file: TensorFile, model: ModelSpec) -> dict[Site, dict[str, str]]:
+    """{(layer, module): {"A": tensor name, "B": tensor name}}."""
+    halves: dict[Site, dict[str, str]] = {}
+    adapters: set[str] = set()
+    for name in file.names:
+        match = _TENSOR.fullmatch(name)
+        if match is None or match["module"] != module_name(int(match["layer"]), match["site"]):
+            raise AdapterRejected(f"tensor {ascii(name)[:200]} is not LoRA A or B of one of {', '.join(SITES)}")
+        layer = int(match["layer"])
+        if layer >= model.layers:
+            raise AdapterRejected(f"tensor {name}: the base model has only {model.layers} layers")
+        found = halves.setdefault((layer, match["site"]), {})
+        if match["half"] in found:
+            raise AdapterRejected(f"tensor {name} and {found[match['half']]} are the same module's")
+        found[match["half"]] = name
+        adapters.add(match["adapter"])
+        if len(adapters) > 1:
+            raise AdapterRejected(f"tensor {name} belongs to another adapter than those before it")
+    return halves
+
+
+def _check_shapes(file: TensorFile, a: str, b: str, rank: int, features: tuple[int, int]) -> None:
+    for name, expected in ((a, (rank, features[0])), (b, (features[1], rank))):
+        if file.shape(name) != expected:
+            raise AdapterRejected(
+                f"tensor {name} has shape {list(file.shape(name))}; "
+                f"rank {rank} on this base model needs {list(expected)}"
+            )
+
+
+def _check_complete(config: PeftConfig, pairs: dict[Site, _Pair], model: ModelSpec) -> None:
+    """What the configuration names must be there, or a part of the adapter was lost."""
+    for layer in range(model.layers):
+        for site in SITES:
+            module = module_name(layer, site)
+            if config.requires(layer, module) and (layer, site) not in pairs:
+                raise refusal("target_modules", f"covers {module}, but {TENSORS_NAME} has no tensors for it")
+
+
+def _values(file: TensorFile, name: str, dtype: Dtype) -> NDArray[np.generic]:
+    """A tensor in the adapter's dtype, every value finite."""
+    raw, source = file.raw(name), file.dtype(name)
+    if not _all_finite(raw, source):
+        raise AdapterRejected(f"tensor {name} has values that are not finite")
+    if source is dtype:
+        return raw
+    if source is Dtype.F16:
+        return raw.view(np.float16).astype(np.float32)
+    return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _all_finite(raw: NDArray[np.generic], dtype: Dtype) -> bool:
+    if dtype is Dtype.F32:
+        return bool(np.isfinite(raw).all())
+    exponent = np.uint16(0x7C00 if dtype is Dtype.F16 else 0x7F80)
+    return not bool(((raw & exponent) == exponent).any())  # type: ignore[operator]

@@ -1,0 +1,187 @@
+"""The adapters that this instance knows, in one SQLite file that survives restarts. Level 2.
+
+Reads come from memory: a look-up on the event loop never touches the disk. Writes are for other threads.
+"""
+
+import json
+import math
+import sqlite3
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from caraserve.config import ADAPTER_NAME, DIGEST
+from caraserve.core.lora_layout import MAX_RANK
+from caraserve.errors import CaraServeError, ConfigError
+from caraserve.model.spec import SITES
+
+_SCHEMA_VERSION = 2
+_SCHEMA = """
+CREATE TABLE adapters (
+    name TEXT PRIMARY KEY, digest TEXT NOT NULL, path TEXT NOT NULL, rank INTEGER NOT NULL, targets TEXT NOT NULL,
+    num_bytes INTEGER NOT NULL, created_s REAL NOT NULL, stamp TEXT NOT NULL, state TEXT NOT NULL
+) WITHOUT ROWID
+"""
+_COLUMNS = "name, digest, path, rank, targets, num_bytes, created_s, stamp, state"
+_WAIT_FOR_LOCK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """One registered adapter. `digest` is its version; `stamp` the sizes and times of its files when it was read.
+
+    `state`: `active`, or `missing` when its files were gone or changed at the last start.
+    """
+
+    name: str
+    digest: str
+    path: str
+    rank: int
+    targets: tuple[str, ...]
+    num_bytes: int
+    created_s: float  # unix time
+    stamp: str = ""
+    state: str = "active"
+
+
+class Registry:
+    """Names → `AdapterInfo`. `path` None keeps it in memory only. Thread-safe.
+
+    The file is this instance's alone while it is open: another one's changes would never reach the copy in memory.
+    Its rows are input like any other: `complaints` says which are left out, and why.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        """Raises ConfigError when the file cannot be used."""
+        self.complaints: list[str] = []
+        self._lock = threading.Lock()
+        self._where = str(path) if path else "in memory"
+        try:
+            self._connection = sqlite3.connect(
+                path or ":memory:", timeout=_WAIT_FOR_LOCK_S, check_same_thread=False, isolation_level=None
+            )
+            try:
+                self._prepare()
+                rows = self._connection.execute(f"SELECT {_COLUMNS} FROM adapters").fetchall()
+                self._infos = self._read(rows)
+            except BaseException:
+                self._connection.close()
+                raise
+        except sqlite3.Error as error:
+            raise self._unusable(str(error)) from None
+
+    def get(self, name: str) -> AdapterInfo | None:
+        """The adapter of that name, if any."""
+        return self._infos.get(name)
+
+    def all(self) -> list[AdapterInfo]:
+        """All adapters, oldest first."""
+        return sorted(self._infos.values(), key=lambda info: (info.created_s, info.name))
+
+    def put(self, info: AdapterInfo) -> None:
+        """Adds an adapter, or a new version of it. Raises CaraServeError when the disk refuses."""
+        self.put_many([info])
+
+    def put_many(self, infos: Iterable[AdapterInfo]) -> None:
+        """Adds many in one transaction: all or none."""
+        infos = list(infos)
+        marks = ", ".join("?" * len(_COLUMNS.split(", ")))
+        with self._lock:
+            statement = f"INSERT OR REPLACE INTO adapters ({_COLUMNS}) VALUES ({marks})"
+            self._write(statement, [_to_row(info) for info in infos])
+            self._infos |= {info.name: info for info in infos}
+
+    def remove(self, name: str) -> None:
+        """Forgets an adapter; harmless when it is not there."""
+        with self._lock:
+            self._write("DELETE FROM adapters WHERE name = ?", [(name,)])
+            self._infos.pop(name, None)
+
+    def close(self) -> None:
+        """Closes the file and lets other instances have it."""
+        self._connection.close()
+
+    def _read(self, rows: Iterable[tuple[Any, ...]]) -> dict[str, AdapterInfo]:
+        """The rows that can be right, by name."""
+        infos = {}
+        for row in rows:
+            try:
+                info = _from_row(*row)
+            except ValueError as error:
+                self.complaints.append(f"--registry {self._where}: the row of {_shown(row[0])} is left out: {error}")
+            else:
+                infos[info.name] = info
+        return infos
+
+    def _prepare(self) -> None:
+        """Takes the file, and gives a new one its table: wholly or, if the process dies here, not at all."""
+        execute = self._connection.execute
+        execute("PRAGMA locking_mode = EXCLUSIVE")  # before WAL, so that no shared memory is needed either
+        execute("PRAGMA journal_mode = WAL")
+        execute("BEGIN IMMEDIATE")
+        (version,) = execute("PRAGMA user_version").fetchone()
+        (tables,) = execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if version == 0 and tables == 0:
+            execute(_SCHEMA)
+            execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+        elif version != _SCHEMA_VERSION:
+            raise self._unusable(f"it belongs to another program or another version of this one (schema {version})")
+        execute("COMMIT")
+
+    def _unusable(self, why: str) -> ConfigError:
+        hint = "another server uses it" if "locked" in why else "give a file that this server may create"
+        return ConfigError(f"--registry {self._where}: {why}; {hint}")
+
+    def _write(self, statement: str, rows: list[tuple[object, ...]]) -> None:
+        """All rows in one transaction. The lock is held."""
+        try:
+            with self._connection as transaction:  # commits, or rolls back after any error, also one of ours
+                transaction.execute("BEGIN IMMEDIATE")
+                transaction.executemany(statement, rows)
+        except (sqlite3.Error, UnicodeError) as error:  # SQLite keeps text as UTF-8, which a path need not be
+            raise CaraServeError(f"the registry {self._where} cannot be written: {error}") from None
+
+
+def _to_row(info: AdapterInfo) -> tuple[object, ...]:
+    targets = json.dumps(info.targets)
+    return (
+        *(info.name, info.digest, info.path, info.rank, targets),
+        *(info.num_bytes, info.created_s, info.stamp, info.state),
+    )
+
+
+def _from_row(
+    name: Any, digest: Any, path: Any, rank: Any, targets: Any, num_bytes: Any, created_s: Any, stamp: Any, state: Any
+) -> AdapterInfo:
+    """Raises ValueError naming the column that cannot be right. SQLite keeps a value of any type in any column."""
+    sites = _sites(targets)
+    for column, value, is_right in (
+        ("name", name, isinstance(name, str) and ADAPTER_NAME.fullmatch(name)),
+        ("digest", digest, isinstance(digest, str) and DIGEST.fullmatch(digest)),
+        ("path", path, isinstance(path, str) and path.startswith("/")),
+        ("rank", rank, isinstance(rank, int) and 0 < rank <= MAX_RANK),
+        ("targets", targets, sites),
+        ("num_bytes", num_bytes, isinstance(num_bytes, int) and num_bytes > 0),
+        ("created_s", created_s, isinstance(created_s, float) and math.isfinite(created_s)),
+        ("stamp", stamp, isinstance(stamp, str)),
+        ("state", state, state in ("active", "missing")),
+    ):
+        if not is_right:
+            raise ValueError(f"{column} is {_shown(value)}")
+    return AdapterInfo(name, digest, path, rank, sites, num_bytes, created_s, stamp, state)
+
+
+def _sites(targets: Any) -> tuple[str, ...]:
+    """The modules that a row names; empty if it names none, or others than there are."""
+    try:
+        sites = json.loads(targets)
+    except (ValueError, TypeError, RecursionError):
+        return ()
+    return tuple(sites) if isinstance(sites, list) and all(site in SITES for site in sites) else ()
+
+
+def _shown(value: Any) -> str:
+    """A value in a message: short, and in characters that any log takes."""
+    return ascii(value)[:80]

@@ -1,0 +1,137 @@
+"""When a prefill may start whose adapter is still on its way to the device, and with whose help. Level 2; pure.
+
+`residency.py` asks in which groups of layers to load and what is to be expected of the link; `line.py` asks when a
+request may start. A prefill reaches layer l about l layer times after its start, so it may start as soon as every group
+of layers is expected to be there when it is reached: nothing waits, and decoding goes on meanwhile. Toppings §4.1 has
+CPU workers compute the layers that are not there yet; then it may start at once. Predictions only choose; a layer that
+has not arrived in spite of them is waited for or computed, never guessed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Literal, Protocol
+
+from caraserve.core.lora_layout import AdapterSpec
+
+LAYERWISE_MODES = ("pipelined", "assisted", "auto")  # prefill may start before the whole adapter has arrived
+
+_TYPICAL_TOKENS = 128  # of a prompt, for group sizes, which are fixed before the requests are known
+_LEAST_GROUP_BYTES = 2 << 20  # below this a copy's own cost shows
+_LEAST_GAIN_MS = 0.5  # and
+_LEAST_GAIN_SHARE = 0.1  # of the prefill, for assistance to be chosen: predictions are not better than that
+
+
+class Costs(Protocol):
+    """What a machine's profile predicts."""
+
+    def prefill_ms(self, tokens: int, rank: int) -> float: ...
+    def cpu_lora_ms(self, tokens: int, rank: int, targets: Literal["qkv", "all"]) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers up to `end` are expected on the device at `arrives_s`, and in host memory, where CPU workers read them, at
+    `in_host_s`."""
+
+    end: int
+    arrives_s: float
+    in_host_s: float = -inf
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A prefill may start at `at_s`, with or without CPU workers for layers that have not arrived by then.
+
+    `ends_s`: when its first chunk is expected to be done, where `auto` has chosen.
+    """
+
+    at_s: float
+    assist: bool
+    ends_s: float | None = field(default=None, compare=False)
+
+
+@dataclass(slots=True)
+class Choice:
+    """What `auto` has chosen for a request's cold or warm start: predicted, and to be compared with what came of it."""
+
+    name: Literal["cached", "pipelined", "assisted"]
+    chosen_s: float
+    ends_s: float  # expected end of its first chunk
+    is_observed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """The rules of one loading mode on one machine."""
+
+    mode: str
+    layers: int
+    link_bytes_per_s: float
+    costs: Costs | None  # needed by layerwise modes alone
+    workers: int = 0  # CPU LoRA workers
+    handoff_ms: float = 0.0  # round trip of a hand-over beyond its compute
+    shared_cores: bool = False  # whether the workers' cores are the device's own, as on the CPU backend
+
+    def group_ends(self, spec: AdapterSpec) -> tuple[int, ...]:
+        """Where groups of layers end. Where loading is faster than computing, each group may be larger than the one
+        before by the ratio of the two; otherwise layers go one by one, so that none waits for another."""
+        if self.mode not in LAYERWISE_MODES:
+            return (self.layers,)
+        layer_bytes = max(1.0, spec.num_bytes / self.layers)
+        load_ms = 1000 * layer_bytes / self.link_bytes_per_s
+        growth = max(1.0, 0.8 * self._layer_ms(_TYPICAL_TOKENS, spec.rank) / load_ms)
+        size, ends = float(max(1, int(_LEAST_GROUP_BYTES / layer_bytes))) if growth > 1 else 1.0, [0]
+        while ends[-1] < self.layers:
+            ends.append(min(self.layers, ends[-1] + int(size)))
+            size *= growth
+        return tuple(ends[1:])
+
+    def start(
+        self, now_s: float, groups: Sequence[Group], spec: AdapterSpec, tokens: int, *, may_assist: bool = True
+    ) -> Start:
+        """When a prefill whose first chunk has so many tokens may start. `may_assist`: whether CPU workers may help."""
+        layer_ms = self._layer_ms(tokens, spec.rank)
+        at_s = now_s
+        for layer, group in zip((0, *(group.end for group in groups)), groups, strict=False):
+            at_s = max(at_s, group.arrives_s - layer * layer_ms / 1000)
+        if self.mode == "pipelined" or self.workers == 0 or not may_assist:
+            return self._begin(at_s, layer_ms, assist=False)
+        if self.mode == "assisted":
+            return Start(now_s, assist=True)
+        extra_ms = self._assisted_ms(now_s, groups, spec, tokens)
+        gain_ms = 1000 * (at_s - now_s) - extra_ms
+        if gain_ms > max(_LEAST_GAIN_MS, _LEAST_GAIN_SHARE * layer_ms * self.layers):
+            return self._begin(now_s, layer_ms, extra_ms, assist=True)
+        return self._begin(at_s, layer_ms, assist=False)
+
+    def start_loaded(self, now_s: float, spec: AdapterSpec | None, tokens: int) -> Start:
+        """The same where the whole adapter is there."""
+        if self.mode != "auto" or spec is None:
+            return Start(now_s, assist=False)
+        return self._begin(now_s, self._layer_ms(tokens, spec.rank), assist=False)
+
+    def _begin(self, at_s: float, layer_ms: float, extra_ms: float = 0.0, *, assist: bool) -> Start:
+        ends_s = at_s + (layer_ms * self.layers + extra_ms) / 1000 if self.mode == "auto" else None
+        return Start(at_s, assist, ends_s)
+
+    def _layer_ms(self, tokens: int, rank: int) -> float:
+        assert self.costs is not None
+        return max(0.0, self.costs.prefill_ms(tokens, rank)) / self.layers
+
+    def _assisted_ms(self, now_s: float, groups: Sequence[Group], spec: AdapterSpec, tokens: int) -> float:
+        """By how much a prefill that starts now with the workers' help takes longer than one of a loaded adapter."""
+        assert self.costs is not None
+        layer_ms = self._layer_ms(tokens, spec.rank)
+        targets: Literal["qkv", "all"] = "qkv" if set(spec.targets) <= {"q_proj", "k_proj", "v_proj"} else "all"
+        cpu_ms = self.costs.cpu_lora_ms(tokens, spec.rank, targets) / self.workers
+        hidden_ms = 0.0 if self.shared_cores else layer_ms
+        extra_ms = self.handoff_ms * (1 if targets == "qkv" else 4) + max(0.0, cpu_ms - hidden_ms)
+        spent_ms, layer = 0.0, 0
+        for group in groups:
+            spent_ms = max(spent_ms, 1000 * (group.in_host_s - now_s))
+            for _ in range(layer, group.end):
+                arrived = 1000 * (group.arrives_s - now_s) <= spent_ms
+                spent_ms += layer_ms if arrived else layer_ms + extra_ms
+            layer = group.end
+        return spent_ms - self.layers * layer_ms

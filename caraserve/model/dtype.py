@@ -1,0 +1,22 @@
+"""Storage types of weights."""
+
+from enum import Enum
+
+import numpy as np
+
+
+class Dtype(Enum):
+    """Storage type of weights. The value is the code that kernels switch on."""
+
+    F32 = 0
+    BF16 = 1
+    F16 = 2
+
+    @property
+    def itemsize(self) -> int:
+        return 4 if self is Dtype.F32 else 2
+
+    @property
+    def storage(self) -> np.dtype[np.generic]:
+        """numpy has no bfloat16, so 16-bit weights travel as raw bits."""
+        return np.dtype(np.float32 if self is Dtype.F32 else np.uint16)

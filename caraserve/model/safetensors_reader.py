@@ -1,0 +1,256 @@
+"""Safe reading of safetensors files: the library checks the header, tensors are read one at a time. Level 1.
+
+Used for base weights and for adapters. Nothing here unpickles, and memory never grows with a size that a file claims.
+Files are read, not mapped: someone who copies a new version over a mapped file would end the process by SIGBUS.
+Headers are bounded and decoded a tensor at a time, because a decoder holds the interpreter lock until it is done.
+"""
+
+import json
+import os
+import re
+import stat
+import struct
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import safetensors
+from numpy.typing import NDArray
+
+from caraserve.model.dtype import Dtype
+
+_DTYPES = {"F32": Dtype.F32, "BF16": Dtype.BF16, "F16": Dtype.F16}
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+_MAX_INDEX_BYTES = 64 << 20
+_MAX_HEADER_BYTES = 512 << 10  # twice what A and B of all 7 modules of 126 layers take; the library's check is 4 ms
+_MAX_MEMBER_CHARS = 16 << 10  # one tensor, or the metadata: decoded in 1 ms, whatever they hold
+_MAX_NAME_CHARS, _MAX_DIMENSIONS = 512, 8  # so that both fit into a message
+_BLANKS = r"[ \t\n\r]*"
+_OPENING, _COLON, _NEXT = (re.compile(f"{_BLANKS}{mark}{_BLANKS}") for mark in (r"\{", ":", "([,}])"))
+
+
+class TensorFileError(Exception):
+    """A tensor file that cannot be read; the message names the file and what is wrong with it."""
+
+
+class TensorFile:
+    """One safetensors file, open for reading."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises TensorFileError for anything but a well-formed regular file."""
+        self._name = path.name
+        self._descriptor = open_regular(path)
+        self._closer = weakref.finalize(self, os.close, self._descriptor)  # also when nobody calls `close`
+        self._status = os.fstat(self._descriptor)
+        self._header, self._start = self._checked_header()
+
+    @property
+    def names(self) -> list[str]:
+        """Tensor names, in the header's order."""
+        return list(self._header)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Elements along each dimension. Raises TensorFileError when there is no such tensor."""
+        return tuple(self._entry(name)["shape"])
+
+    def dtype(self, name: str) -> Dtype:
+        """Raises TensorFileError for a dtype other than F32, F16 and BF16, and when there is no such tensor."""
+        kind = self._entry(name)["dtype"]
+        if kind not in _DTYPES:
+            raise TensorFileError(f"{self._name}: tensor {name} has dtype {kind}; F32, F16 and BF16 are supported")
+        return _DTYPES[kind]
+
+    def raw(self, name: str) -> NDArray[np.generic]:
+        """The values of a tensor: float32, or uint16 with the bits of a 16-bit float.
+
+        Allocates what the shape asks for, which is never more than the file has; check `shape` first where the file
+        is not trusted. Raises TensorFileError when the file has been cut short since it was opened.
+        """
+        values = np.empty(self.shape(name), self.dtype(name).storage)
+        self._read_into(values.reshape(-1).view(np.uint8).data, self._start + self._entry(name)["data_offsets"][0])
+        return values
+
+    def check_unchanged(self) -> None:
+        """Raises TensorFileError when the file has been written since it was opened: what was read may be a mixture."""
+        now = os.fstat(self._descriptor)
+        if (now.st_size, now.st_mtime_ns) != (self._status.st_size, self._status.st_mtime_ns):
+            raise TensorFileError(f"{self._name} was changed while it was being read; try again")
+
+    def close(self) -> None:
+        """Closes the file; a second time does nothing. Arrays read from it stay valid."""
+        self._closer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        try:
+            entry: dict[str, Any] = self._header[name]
+        except KeyError:
+            raise TensorFileError(f"{self._name} has no tensor {name}") from None
+        return entry
+
+    def _checked_header(self) -> tuple[dict[str, Any], int]:
+        """The header by tensor name, and where the data begins."""
+        prefix = bytearray(8)
+        if self._status.st_size < len(prefix):
+            raise self._invalid(f"it has only {self._status.st_size} bytes")
+        self._read_into(memoryview(prefix), 0)
+        (num_bytes,) = struct.unpack("<Q", prefix)
+        if num_bytes > min(_MAX_HEADER_BYTES, self._status.st_size - len(prefix)):
+            raise self._invalid(f"its header claims {num_bytes} bytes")
+        text = bytearray(num_bytes)
+        self._read_into(memoryview(text), len(prefix))
+        try:
+            header = _decoded(text.decode())
+            _check(bytes(prefix + text), self._status.st_size)
+        except (safetensors.SafetensorError, ValueError, OSError, RecursionError) as error:
+            raise self._invalid(str(error)) from None
+        return header, len(prefix) + num_bytes
+
+    def _read_into(self, target: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(target):
+            try:
+                count = os.preadv(self._descriptor, [target[done:]], offset + done)
+            except OSError as error:
+                raise TensorFileError(f"{self._name} cannot be read: {error.strerror}") from None
+            if count == 0:
+                raise TensorFileError(f"{self._name} was cut short while it was being read")
+            done += count
+
+    def _invalid(self, why: str) -> TensorFileError:
+        return TensorFileError(f"{self._name} is not a valid safetensors file: {why}")
+
+
+def _check(header: bytes, file_bytes: int) -> None:
+    """Raises SafetensorError unless offsets, shapes and dtypes agree with one another and with the file's size.
+
+    The library maps what it opens, so it gets a file in memory that has the header and, for the tensors, a hole.
+    """
+    copy = os.memfd_create("safetensors header", os.MFD_CLOEXEC)
+    try:
+        os.write(copy, header)
+        os.ftruncate(copy, file_bytes)
+        with safetensors.safe_open(f"/dev/fd/{copy}", framework="numpy"):
+            pass
+    finally:
+        os.close(copy)
+
+
+def _decoded(text: str) -> dict[str, Any]:
+    """The header's tensors by name; their fields are still to be checked. Raises ValueError or RecursionError."""
+    header: dict[str, Any] = {}
+    for name, value in _members(text):
+        if name in header:  # readers differ on which one they believe
+            raise ValueError("its header names a tensor twice")
+        header[name] = value
+        if name == "__metadata__":
+            continue
+        if not isinstance(value, dict) or not isinstance(value.get("shape"), list):
+            raise ValueError(f"its header gives no shape for tensor {ascii(name)[:200]}")
+        if len(name) > _MAX_NAME_CHARS or len(value["shape"]) > _MAX_DIMENSIONS:
+            raise ValueError(
+                f"a tensor has {len(value['shape'])} dimensions and a name of {len(name)} characters; "
+                f"{_MAX_DIMENSIONS} and {_MAX_NAME_CHARS} at most are read"
+            )
+    header.pop("__metadata__", None)
+    return header
+
+
+def _members(text: str) -> Iterator[tuple[str, Any]]:
+    """Names and values of a JSON object, decoded one after another. Raises ValueError or RecursionError."""
+    place = _found(_OPENING, text, 0).end()
+    has_more = not text.startswith("}", place)
+    while has_more:
+        name, value, end = _member(text[place : place + _MAX_MEMBER_CHARS])
+        yield name, value
+        mark = _found(_NEXT, text, place + end)
+        place, has_more = mark.end(), mark[1] == ","
+
+
+def _member(text: str) -> tuple[str, Any, int]:
+    """The name and value that `text` begins with, and where they end. Raises ValueError or RecursionError."""
+    try:
+        name, end = _DECODER.raw_decode(text)
+        value, end = _DECODER.raw_decode(text, _found(_COLON, text, end).end())
+    except ValueError:
+        if len(text) < _MAX_MEMBER_CHARS:
+            raise
+        raise ValueError(
+            f"its header has more than {_MAX_MEMBER_CHARS} characters on one tensor or on the metadata"
+        ) from None
+    if not isinstance(name, str):
+        raise ValueError("its header has a name that is not text")
+    return name, value, end
+
+
+def _found(pattern: re.Pattern[str], text: str, place: int) -> re.Match[str]:
+    match = pattern.match(text, place)
+    if match is None:
+        raise ValueError("its header is not a JSON object")
+    return match
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object without the last-one-wins of duplicate names."""
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("its header names a field twice")
+    return fields
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor for reading; never waits. Raises TensorFileError, also for pipes, devices and folders."""
+    try:
+        # Without O_NONBLOCK, opening a FIFO waits for a writer. It has no effect on regular files.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise TensorFileError(f"{path.name} cannot be opened: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise TensorFileError(f"{path.name} is not a regular file")
+    return descriptor
+
+
+def weight_files(folder: Path) -> dict[str, Path]:
+    """Tensor name → file, for a single `model.safetensors` or a sharded folder with its index.
+
+    Raises TensorFileError when there is neither, or when the index names files outside the folder.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return _sharded(folder, index)
+    single = folder / "model.safetensors"
+    if single.is_file():
+        with TensorFile(single) as file:
+            return dict.fromkeys(file.names, single)
+    pickled = sorted(path.name for path in folder.glob("*") if path.suffix in _PICKLED)
+    if pickled:
+        raise TensorFileError(f"{folder} holds {pickled[0]}; pickle files are never read: convert it to safetensors")
+    raise TensorFileError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
+
+
+def _sharded(folder: Path, index: Path) -> dict[str, Path]:
+    if index.stat().st_size > _MAX_INDEX_BYTES:
+        raise TensorFileError(f"{index.name} is larger than {_MAX_INDEX_BYTES} bytes")
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        names = {str(tensor): str(file) for tensor, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise TensorFileError(f"{index.name} has no valid weight_map") from None
+    for file in set(names.values()):
+        if Path(file).name != file or file in ("", ".."):
+            raise TensorFileError(f"{index.name} names {file!r}, which is not a file of the folder")
+    return {tensor: folder / file for tensor, file in names.items()}

@@ -1,0 +1,76 @@
+"""The LoRA of whole layers by the CPU kernels on one core, as a CPU LoRA worker computes it. Level 2.
+
+Timed by `calibrate.py`.
+"""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.core.lora_layout import PANEL, HostAdapter, aligned_bytes
+from caraserve.cpu.handoff import BLOCK_TOKENS
+from caraserve.cpu.jit import entry
+from caraserve.cpu.kernels import RANK_GROUP, STORE, lora_expand, lora_shrink
+from caraserve.cpu.structs import LORA_ENTRY, word
+from caraserve.cpu.tiles import call_by_address
+from caraserve.model.spec import SITES, ModelSpec
+from caraserve.util.units import align_up, ceil_div
+
+_call8, _call9 = call_by_address(8), call_by_address(9)
+
+_MODULE = np.dtype([("entry", LORA_ENTRY), ("inputs", np.int64), ("panels", np.int64)])
+_MODULE_BYTES, _INPUTS, _PANELS = _MODULE.itemsize, LORA_ENTRY.itemsize // 8, LORA_ENTRY.itemsize // 8 + 1
+
+
+@entry
+def _compute(shrink, expand, modules, count, tokens, x, x_stride, shrunk, y, y_stride):  # type: ignore[no-untyped-def]
+    """`y = (x Aᵀ) B` for every module in turn, in blocks of tokens as a worker takes them."""
+    for index in range(count):
+        module = modules + index * _MODULE_BYTES
+        rank = word(module, 2)
+        for first in range(0, tokens, BLOCK_TOKENS):
+            rows, at = min(tokens - first, BLOCK_TOKENS), x + first * x_stride
+            for row in range(0, rank, RANK_GROUP):
+                _call8(shrink, module, row, at, x_stride, rows, word(module, _INPUTS), shrunk + 4 * row, 4 * rank)
+            out = y + first * y_stride
+            _call9(expand, module, shrunk, 4 * rank, rows, 0, word(module, _PANELS), out, y_stride, STORE)
+
+
+class LayerLora:
+    """x A B of some modules of an adapter's layers, computed by the thread that calls.
+
+    `x` is [tokens, widest input padded]; `y` is [tokens, widest output padded], one module's over another's.
+    """
+
+    def __init__(self, model: ModelSpec, adapter: HostAdapter, sites: Sequence[str], tokens: int) -> None:
+        spec = adapter.spec
+        spans = [span for span in spec.spans if SITES[span.site] in sites]
+        shapes = [model.site_shape(SITES[span.site]) for span in spans]
+        self._layers, self._tokens = len({span.layer for span in spans}), tokens
+        at = int(adapter.data.ctypes.data)
+        self._modules = np.zeros(len(spans), _MODULE)
+        for module, span, (inputs, outputs) in zip(self._modules, spans, shapes, strict=True):
+            module["entry"] = (at + span.a_offset, at + span.b_offset, span.padded_rank, spec.dtype.value, span.scale)
+            module["inputs"], module["panels"] = inputs, ceil_div(outputs, PANEL)
+        self._kept = adapter.data
+        widest_x, widest_y = (align_up(max(widths), PANEL) for widths in zip(*shapes, strict=True))
+        self.x, self.y = _floats(tokens, widest_x), _floats(tokens, widest_y)
+        self._shrunk = _floats(BLOCK_TOKENS, align_up(spec.rank, RANK_GROUP))
+        self._strides = 4 * widest_x, 4 * widest_y
+
+    def layer_ms(self, repeats: int) -> float:
+        """The time of one layer, all of them having been computed `repeats` times."""
+        x, y, shrunk, modules = (int(a.ctypes.data) for a in (self.x, self.y, self._shrunk, self._modules))
+        kernels, count = (lora_shrink.address, lora_expand.address), len(self._modules)
+        started_s = time.perf_counter()
+        for _ in range(repeats):
+            _compute(*kernels, modules, count, self._tokens, x, self._strides[0], shrunk, y, self._strides[1])
+        return 1000 * (time.perf_counter() - started_s) / repeats / self._layers
+
+
+def _floats(rows: int, width: int) -> NDArray[np.float32]:
+    array = aligned_bytes(4 * rows * width).view(np.float32).reshape(rows, width)
+    array[:] = 0.5
+    return array

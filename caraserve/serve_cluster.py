@@ -1,0 +1,210 @@
+"""What makes a server one of several: its part in the cluster, checked, built and wired. Level 6; for `serve.py`.
+
+check_cluster   before anything is loaded: secrets, TLS, addresses
+make_node       with the engine; its routes go into the application
+make_dispatch   the same, for requests that other instances may answer
+join            when the port listens
+"""
+
+import asyncio
+import logging
+import signal
+import ssl
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from math import inf
+from random import Random
+
+from caraserve.cluster.membership.addresses import check_count, is_loopback, is_wildcard, join_address, outward_address
+from caraserve.cluster.membership.auth import Keyring
+from caraserve.cluster.membership.dns import Resolver
+from caraserve.cluster.membership.node import Node, NodeConfig
+from caraserve.cluster.membership.secret_file import LOOPBACK_SECRET, SecretFile
+from caraserve.cluster.routing.cost import Links
+from caraserve.cluster.routing.forward_auth import Gate
+from caraserve.cluster.routing.forwarding import LOCAL, Forwarding, Slo, takes_nothing
+from caraserve.cluster.routing.perf_model import DriftWatch
+from caraserve.cluster.state.persistence import NamesFile, beside
+from caraserve.cluster.state.publisher import Publisher
+from caraserve.config import ClusterConfig, HttpConfig, LoraConfig
+from caraserve.core.machine_profile import Profile
+from caraserve.errors import ConfigError
+from caraserve.http.dispatch import Dispatch
+from caraserve.http.proxy import Relays
+from caraserve.http.queue_rebalance import QueueMoves
+from caraserve.loop import Engine
+from caraserve.serve_adapters import FleetAdapters
+from caraserve.telemetry.metrics import Metrics
+from caraserve.util.endpoints import split_address
+
+log = logging.getLogger(__name__)
+
+# A common disk, and a network of 10 Gbit/s: nobody has measured them here, and a holder is always to be preferred.
+_DISK_BYTES_PER_MS, _FETCH_MS, _FETCH_BYTES_PER_MS = 2e6, 5.0, 1e6
+
+_LOOK_UP_S = 30.0  # for the address that others reach us by: nothing is served before it is known
+_PATIENCE_S = 5.0  # until an instance that hears of no other one takes itself for the first
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What an instance shows to others, and asks of them."""
+
+    keys: SecretFile | Keyring
+    listening: ssl.SSLContext | None
+    dialling: ssl.SSLContext | None
+
+
+def check_cluster(cluster: ClusterConfig, http: HttpConfig) -> Admission:
+    """Raises ConfigError for what cannot work or would be open to anybody."""
+    check_count(cluster.peers)
+    if cluster.peer_host is not None and cluster.peer_port is None:
+        raise ConfigError("--peer-host is the address of --peer-port; give both")
+    listening, dialling = _tls(cluster)
+    if cluster.cluster_secret_file is not None:
+        return Admission(SecretFile(cluster.cluster_secret_file), listening, dialling)
+    advertised = [cluster.advertise] if cluster.advertise else []
+    hosts = [cluster.peer_host or http.host, *(split_address(address)[0] for address in (*advertised, *cluster.peers))]
+    for host in hosts:
+        if not is_loopback(host):
+            raise ConfigError(
+                f"--cluster-secret-file is needed: without a secret, anybody who reaches {host} could join"
+            )
+    if http.keys:
+        raise ConfigError(
+            "--cluster-secret-file is needed with --api-key or --admin-key: without a secret, every process of this "
+            "machine could send requests as another instance does, and needs no key"
+        )
+    return Admission(Keyring((LOOPBACK_SECRET,)), listening, dialling)
+
+
+def _tls(cluster: ClusterConfig) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:
+    """Contexts for listening and for dialling: whoever shows a certificate of the CA is let in, whatever its name. That
+    CA is the cluster's own, and addresses of instances come and go."""
+    files = cluster.cluster_tls_cert, cluster.cluster_tls_key, cluster.cluster_tls_ca
+    if files == (None, None, None):
+        return None, None
+    cert, key, ca = files
+    if cert is None or key is None or ca is None:
+        raise ConfigError("--cluster-tls-cert, --cluster-tls-key and --cluster-tls-ca belong together; give all three")
+    if cluster.peer_port is None:
+        raise ConfigError("--cluster-tls-cert needs --peer-port: clients speak plain HTTP on --port")
+    contexts = []
+    for kind in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
+        context = ssl.SSLContext(kind)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_REQUIRED
+        try:
+            context.load_cert_chain(cert, key)
+            context.load_verify_locations(ca)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"--cluster-tls-cert {cert}, -key {key}, -ca {ca}: {error.strerror or error}") from None
+        contexts.append(context)
+    return contexts[0], contexts[1]
+
+
+def make_node(cluster: ClusterConfig, lora: LoraConfig, admission: Admission, model: str, base_name: str) -> Node:
+    """`model`: the base model's digest. Raises ConfigError."""
+    if lora.registry is None:
+        log.warning("without --registry this instance forgets the cluster's adapters when it ends")
+    names = NamesFile(beside(lora.registry) if lora.registry else None)
+    who = cluster.cluster_name, cluster.name, model, cluster.peers
+    config = NodeConfig(*who, admission.keys, admission.dialling, base_name)
+    return Node(config, names, rng=Random())
+
+
+def make_dispatch(node: Node, engine: Engine, cluster: ClusterConfig, admission: Admission) -> Dispatch:
+    """What other instances answer for this one, and this one for others. `close` its relays when HTTP has ended."""
+    slo = Slo(cluster.slo_ttft_ms or inf, cluster.slo_tpot_ms or inf)
+    routing = cluster.routing or "auto"
+    chosen = None
+    if routing != LOCAL:
+        from caraserve.cluster.routing.policies import (
+            policy,  # loads compiled code, which a server alone has no use for
+        )
+
+        chosen = policy(routing)
+    forwarding = Forwarding(node, chosen, slo, engine.catalog.find, lambda: takes_nothing(engine), rng=Random())
+    relays = Relays(lambda: node.name, lambda: node.keys, admission.dialling)
+    gate = Gate(lambda: node.name, lambda: node.keys)
+    return Dispatch(forwarding, relays, gate, QueueMoves(engine, forwarding))
+
+
+async def join(
+    stack: AsyncExitStack,
+    node: Node,
+    dispatch: Dispatch,
+    adapters: FleetAdapters,
+    engine: Engine,
+    metrics: Metrics,
+    profile: Profile | None,
+    cluster: ClusterConfig,
+    links: Links,
+    where: tuple[str, int],
+    padded_rank: int | None = None,
+) -> Publisher:
+    """Connects the engine with the cluster. `where`: host and port on which others can connect now. `padded_rank`: that
+    of `LoraConfig`. `stack` undoes it.
+
+    Raises ConfigError.
+    """
+    if profile is None:
+        log.warning(
+            "without a profile of this machine the fleet takes it for as slow as its slowest instance that has one; "
+            "give --profile"
+        )
+    drift = DriftWatch(profile, padded_rank=padded_rank) if profile else None
+    publisher = Publisher(node, engine, metrics.answers, drift, links)
+    node.load_now, node.on_names = publisher.load_now, publisher.take_names
+    forwarding, relays = dispatch.forwarding, dispatch.relays
+    adapters.prepare(publisher, forwarding)
+
+    node.on_member = lambda record, before: relays.changed(record)
+    stack.push_async_callback(node.stop)
+    await node.start(await _advertised(cluster, *where))
+    engine.watch = publisher.watch
+    metrics.show(publisher.families)
+    metrics.show(node.families)
+    metrics.show(node.background.families)
+    adapters.join(stack, publisher, engine, metrics)
+    await publisher.announce()
+    forwarding.joined, forwarding.introduced = True, introduction(node)
+    metrics.show(forwarding.tallies.families)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, node.reread_secrets)
+    node.background.run(stack, publisher.run, "cluster publisher")
+    if cluster.routing == "dlora":
+        node.background.run(stack, dispatch.moves.run, "cluster queue moves")
+    return publisher
+
+
+def introduction(node: Node, now: Callable[[], float] = time.monotonic) -> Callable[[], bool]:
+    """Whether clients may come: this instance knows the cluster's names, or there is nobody to tell it any."""
+    ends_s = now() + _PATIENCE_S
+    return lambda: node.core.facts.agreed or now() >= ends_s
+
+
+def links_of(profile: Profile | None, lora: LoraConfig) -> Links:
+    """How fast adapters come onto this instance's device, as far as the profile knows."""
+    blocks = lora.loading_mode == "ondemand"
+    disk_and_fetch = _DISK_BYTES_PER_MS, _FETCH_MS, _FETCH_BYTES_PER_MS
+    if profile is None:
+        return Links(0.0, inf, *disk_and_fetch, blocks_batch=blocks)
+    return Links(profile.link_latency_ms, profile.link_bytes_per_s / 1000, *disk_and_fetch, blocks_batch=blocks)
+
+
+async def _advertised(cluster: ClusterConfig, host: str, port: int) -> str:
+    if cluster.advertise is not None:
+        return cluster.advertise
+    if not is_wildcard(host):
+        return join_address(host, port)
+    resolver = Resolver()
+    for peer in cluster.peers:
+        if (found := await outward_address(peer, resolver, _LOOK_UP_S)) is not None:
+            return join_address(found, port)
+    raise ConfigError(
+        f"--host {host} is no address that others could connect to, and no way to --peers "
+        f"{','.join(cluster.peers)} was found that would tell; give --advertise HOST:PORT"
+    )

@@ -1,0 +1,226 @@
+"""Text ↔ token ids, from a Hugging Face folder's `tokenizer.json`. Level 2.
+
+`http/` encodes prompts and chats; `loop.py` asks for a detokenizer for each request. Of the library's calls only those
+for a batch release the interpreter lock, so long texts are encoded and decoded as batches of one: on another thread
+they hold up nothing.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Encoding
+from tokenizers import Tokenizer as _Tokenizer
+
+from caraserve.errors import ContextLengthExceeded, InvalidRequest, ModelLoadError
+from caraserve.model.spec import ModelSpec
+from caraserve.tokenizer.chat_template import ChatTemplate
+from caraserve.tokenizer.detokenizer import Detokenizer
+
+_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_MAX_JSON_BYTES = 64 << 20
+_SPACE_MARK = "\u2581"  # SentencePiece's visible space
+# A text's length in tokens is first estimated from pieces of this size, at 10 ms each: what is far too long costs no
+# more than its beginning. A text cut into pieces has a few more tokens than the whole, never twice as many.
+_PIECE_CHARACTERS = 16 << 10
+_PIECES_TO_WHOLE = 2
+_DECODED_AT_ONCE_TOKENS = 1024  # at 0.3 µs a token
+# A batch of one gains nothing from the library's own threads, and would wait for them while other texts hold them.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+class Tokenizer:
+    """One model's tokenizer, chat template, end tokens and default sampling."""
+
+    def __init__(
+        self,
+        tokenizer: _Tokenizer,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        chat_template: ChatTemplate | None,
+        default_sampling: Mapping[str, Any],
+    ) -> None:
+        self.vocab_size = vocab_size  # of the model: ids in [0, vocab_size) are valid, named by the tokenizer or not
+        self.eos_ids = eos_ids
+        self.default_sampling = default_sampling
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._bytes_of_token: dict[int, bytes] = {}  # those asked for: logprobs name 20 for each token
+        self._bytes_of_char = _byte_level_alphabet() if _is_byte_level(tokenizer) else None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """Token ids, with the model's begin and end tokens if asked.
+
+        Raises ContextLengthExceeded when there are more than `max_tokens`. A text that is far longer is not encoded to
+        its end.
+        """
+        return self._ids(text, add_special_tokens, max_tokens, "prompt")
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of ids; ids that the tokenizer does not know have none."""
+        ids = list(ids)
+        if len(ids) <= _DECODED_AT_ONCE_TOKENS:  # an output's next token: not worth giving the lock away
+            return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+        return str(self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for."""
+        known = self._bytes_of_token.get(token_id)
+        if known is None:
+            known = self._bytes_of_token[token_id] = self._spelled(token_id)
+        return known
+
+    def _spelled(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._special:
+            return str(token).encode()
+        if self._bytes_of_char is not None:
+            return b"".join(
+                bytes([self._bytes_of_char[char]]) if char in self._bytes_of_char else char.encode() for char in token
+            )
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes([int(token[3:5], 16)])
+        return str(token).replace(_SPACE_MARK, " ").encode()
+
+    def token_text(self, token_id: int) -> str:
+        """One token as logprobs show it; bytes that are no character become U+FFFD."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        kwargs: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation. Raises InvalidRequest when there is no template or it refuses, and
+        ContextLengthExceeded as `encode` does."""
+        if self._chat_template is None:
+            raise InvalidRequest(
+                "the model has no chat template; use /v1/completions, or start the server with --chat-template",
+                param="messages",
+            )
+        text = self._chat_template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            kwargs=kwargs or {},
+        )
+        # The template writes special tokens itself.
+        return self._ids(text, False, max_tokens, "messages")
+
+    def detokenizer(
+        self, prompt_ids: Sequence[int], *, stop: tuple[str, ...], include_stop: bool, skip_special_tokens: bool
+    ) -> Detokenizer:
+        """Incremental decoding of one request's output."""
+
+        def decode(ids: Sequence[int]) -> str:
+            return self.decode(ids, skip_special_tokens=skip_special_tokens)
+
+        return Detokenizer(decode, prompt_ids, stop=stop, include_stop=include_stop)
+
+    def _ids(self, text: str, add_special_tokens: bool, max_tokens: int | None, source: str) -> list[int]:
+        if max_tokens is not None and len(text) > _PIECE_CHARACTERS:
+            self._refuse_far_too_long(text, max_tokens, source)
+        encoding = self._encode(text, add_special_tokens)
+        if max_tokens is not None and len(encoding) > max_tokens:
+            raise _too_long(len(encoding), max_tokens, source)
+        return list(encoding.ids)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> Encoding:
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding
+
+    def _refuse_far_too_long(self, text: str, max_tokens: int, source: str) -> None:
+        counted = 0
+        for start in range(0, len(text), _PIECE_CHARACTERS):
+            counted += len(self._encode(text[start : start + _PIECE_CHARACTERS], add_special_tokens=False))
+            if counted > _PIECES_TO_WHOLE * max_tokens:
+                raise _too_long(counted // _PIECES_TO_WHOLE, max_tokens, source)
+
+
+def load_tokenizer(folder: Path, spec: ModelSpec, chat_template: Path | None) -> Tokenizer:
+    """Reads tokenizer.json and the files beside it. Raises ModelLoadError naming the file."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ModelLoadError(f"{folder} has no tokenizer.json; save the model's fast tokenizer there")
+    try:
+        tokenizer = _Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelLoadError(f"{path} is not a valid tokenizer: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    settings = _read_json(folder / "tokenizer_config.json")
+    generation = _read_json(folder / "generation_config.json")
+    ends = _ids(generation.get("eos_token_id")) | _ids(_read_json(folder / "config.json").get("eos_token_id"))
+    eos_token = _token_text(settings.get("eos_token"))
+    if not ends and eos_token and (eos_id := tokenizer.token_to_id(eos_token)) is not None:
+        ends = {eos_id}
+    sampling = {
+        name: generation[name]
+        for name in _SAMPLING_DEFAULTS
+        if generation.get("do_sample") and isinstance(generation.get(name), int | float)
+    }
+    template = ChatTemplate.load(folder, settings, chat_template, _special_tokens(settings))
+    return Tokenizer(tokenizer, spec.vocab_size, frozenset(ends), template, sampling)
+
+
+def _too_long(tokens: int, max_tokens: int, source: str) -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"This model's maximum context length is {max_tokens} tokens. However, the {source} alone "
+        f"{'have' if source == 'messages' else 'has'} at least {tokens} tokens.",
+        param=source,
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; empty when the file is not there."""
+    if not path.is_file():
+        return {}
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise ValueError("it is too large")
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} must hold a JSON object")
+    return value
+
+
+def _ids(value: Any) -> set[int]:
+    values = value if isinstance(value, list) else [value]
+    return {token_id for token_id in values if isinstance(token_id, int)}
+
+
+def _token_text(value: Any) -> str | None:
+    """A token in tokenizer_config.json is text or an object with `content`."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
+    return {name: text for name in names if (text := _token_text(settings.get(name)))}
+
+
+def _is_byte_level(tokenizer: _Tokenizer) -> bool:
+    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+    kinds = [decoder.get("type"), *(part.get("type") for part in decoder.get("decoders", []))]
+    return "ByteLevel" in kinds
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The printable character that byte-level BPE writes for each byte, reversed."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in printable]
+    return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}

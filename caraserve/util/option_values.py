@@ -1,0 +1,119 @@
+"""Values of options, as they are written on the command line. Level 0; for `config.py`.
+
+Every parser raises ArgumentTypeError, which says what would be right.
+"""
+
+import argparse
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from caraserve.util.units import parse_bytes
+
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_TOKEN_UNITS = {"": 1, "k": 1000, "K": 1024, "m": 1_000_000, "M": 1 << 20}  # as vLLM reads them
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:]+\])(:[0-9]+)?", re.IGNORECASE)
+_MOST_CORE = 8191  # Linux's own limit
+
+
+def size(text: str) -> int:
+    """Bytes, as 512MiB, 2GB or 1048576."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def at_least(least: float, kind: type[int] | type[float] = int) -> Any:
+    """The parser of a number that is not below `least`."""
+
+    def parse(text: str) -> int | float:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        if not value >= least:
+            raise argparse.ArgumentTypeError(f"{text} is too small; at least {least} is needed")
+        return value
+
+    return parse
+
+
+def share(text: str) -> float:
+    """A number above 0 and up to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: write a share above 0 and up to 1")
+    return value
+
+
+def parse_cpus(text: str) -> tuple[int, ...]:
+    """Cores of a list such as 1-3,6."""
+    cores: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not (first.isascii() and first.isdigit() and (not dash or (last.isascii() and last.isdigit()))):
+            raise argparse.ArgumentTypeError(f"{text!r}: write cores as in 1-3,6")
+        if max(int(first), int(last or 0)) > _MOST_CORE:
+            raise argparse.ArgumentTypeError(f"{text!r}: no machine has so many cores")
+        cores.update(range(int(first), int(last or first) + 1))
+    if not cores:
+        raise argparse.ArgumentTypeError(f"{text!r}: the second core of a range is below the first")
+    return tuple(sorted(cores))
+
+
+def tokens(text: str) -> int | None:
+    """A number of tokens, as 4096, 4k (4000) or 4K (4096); auto and -1 leave it to the server."""
+    if text in ("auto", "-1"):
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text)
+    value = int(float(found[1]) * _TOKEN_UNITS[found[2]]) if found else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: write a number of tokens such as 4096, 4k, 4K, or auto")
+    return value
+
+
+def key(text: str) -> str:
+    """A client's key: anything but blanks."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("a key must not be empty")
+    return text.strip()
+
+
+def origin(text: str) -> str:
+    """Where web pages come from, as browsers say it: https://chat.example; * for all."""
+    if text != "*" and not _ORIGIN.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: write SCHEME://HOST[:PORT] without a path, or *")
+    return text.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class LoraModule:
+    """An adapter of --lora-modules. `base_model`: what it says it is for; None: nothing."""
+
+    name: str
+    path: Path
+    base_model: str | None = None
+
+
+def lora_module(text: str) -> LoraModule:
+    """Parses `name=path` or vLLM's JSON form {"name": …, "path": …, "base_model_name": …}."""
+    base_model = None
+    if text.startswith("{"):
+        try:
+            fields = json.loads(text)
+            name, path, base_model = fields["name"], fields["path"], fields.get("base_model_name")
+        except (ValueError, KeyError, TypeError):
+            raise argparse.ArgumentTypeError(f'{text!r}: JSON needs "name" and "path"') from None
+    else:
+        name, equals, path = text.partition("=")
+        if not equals:
+            raise argparse.ArgumentTypeError(f"{text!r}: write NAME=PATH")
+    if not isinstance(name, str) or not ADAPTER_NAME.fullmatch(name) or not isinstance(path, str) or not path:
+        raise argparse.ArgumentTypeError(f"{text!r}: a name has letters, digits and . _ : - (128 at most), then a path")
+    return LoraModule(name, Path(path), str(base_model) if base_model else None)

@@ -1,0 +1,82 @@
+"""Stage `server` of scripts/gpu_check: what it asks `caraserve bench modes` for, and what it makes of reports."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from caraserve.bench.cli import bench_parser
+from caraserve.bench.gpu import modes_process
+from caraserve.bench.gpu.outcome import Outcome
+from caraserve.bench.gpu.server import arguments, server
+from caraserve.errors import BackendFailed
+
+
+def run(label: str, *, ttft_ms: float = 10.0, gap_ms: float = 5.0, interrupted: bool = False) -> dict[str, Any]:
+    latency = {"ttft": {"mean_ms": ttft_ms}, "itl": {"percentiles_ms": {"p99": gap_ms}}}
+    return {"label": label, "latency": latency, "completed": 9, "sent": 9, "interrupted": interrupted}
+
+
+def judged(tmp_path: Path, *runs: Mapping[str, Any]) -> Outcome:
+    def bench_modes(argv: Sequence[str], timeout_s: float) -> None:
+        folder = Path(argv[argv.index("--save") + 1])
+        folder.mkdir()
+        (folder / "modes.json").write_text(json.dumps({"runs": runs, "notes": [], "arguments": {}}))
+
+    rig: Any = SimpleNamespace(folder=tmp_path, server_arguments=(), left_s=100.0, bench_modes=bench_modes)
+    return server(rig)
+
+
+def test_what_stands_last_counts_and_servers_are_on_the_gpu(tmp_path: Path) -> None:
+    argv = arguments(("--modes", "cached,auto", "--repeats", "2"), tmp_path)
+    at = argv.index("--")
+    args = bench_parser().parse_args(["modes", *argv[:at]])
+    assert (args.preset, args.random_model, args.repeats) == ("toppings-s3", "llama2-7b", 2)
+    assert argv[at:] == ["--", "--device", "cuda"]
+    own = arguments(("--repeats", "1", "--", "--device", "cpu"), tmp_path)
+    assert own[own.index("--") :] == ["--", "--device", "cpu"]
+
+
+def test_running_requests_are_set_against_those_of_cached(tmp_path: Path) -> None:
+    outcome = judged(tmp_path, run("cached"), run("auto", ttft_ms=10.1, gap_ms=6.0), run("ondemand", ttft_ms=20.0))
+    assert outcome.figures["beside_cached"]["auto"] == {"ttft": 1.01, "itl_p99": 1.2}
+    assert [line.met for line in outcome.lines if line.target] == [True, False]
+    assert any(line.what == "server, ondemand ÷ cached" for line in outcome.lines)
+
+
+def test_runs_that_time_has_cut_short_are_not_compared(tmp_path: Path) -> None:
+    outcome = judged(tmp_path, run("cached"), run("auto", interrupted=True))
+    assert "beside_cached" not in outcome.figures
+    assert outcome.lines[0].value == "time was up: 1 of 2 runs are whole"
+
+
+def test_without_cached_nothing_can_be_said(tmp_path: Path) -> None:
+    with pytest.raises(BackendFailed, match="did not come to the end of cached"):
+        judged(tmp_path, run("auto"), run("cached", interrupted=True))
+
+
+@pytest.fixture
+def instead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Has a script run in the place of `python -m caraserve`."""
+
+    def put(code: str) -> None:
+        (tmp_path / "caraserve.py").write_text(code)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.chdir(tmp_path)
+
+    return put
+
+
+def test_a_benchmark_that_fails_is_a_failure(instead: Callable[[str], None]) -> None:
+    instead("import sys; sys.exit('no such preset')")
+    with pytest.raises(BackendFailed, match="bench modes ended with 1:\nno such preset"):
+        modes_process.run_bench_modes(["--preset", "x"], 60.0)
+
+
+def test_a_benchmark_that_takes_too_long_is_asked_to_end(instead: Callable[[str], None]) -> None:
+    """It leaves a report of what it has: this is no failure yet."""
+    instead("import signal\nsignal.pause()\n")
+    modes_process.run_bench_modes([], 0.5)

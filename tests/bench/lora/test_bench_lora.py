@@ -1,0 +1,89 @@
+"""`caraserve bench lora` measures every part, says on what, and leaves nothing running."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from caraserve.bench.lora.kernels import Case, measure
+from caraserve.model.dtype import Dtype
+
+
+def bench_lora(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "caraserve", "bench", "lora", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_quick_run_measures_every_part_and_saves_what_it_prints(tmp_path: Path) -> None:
+    done = bench_lora("--quick", "--save", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert json.loads((tmp_path / "lora.json").read_text()) == document
+    assert document["complete"] is True
+    assert document["machine"]["cores"] == len(os.sched_getaffinity(0))
+    assert [(point["rank"], point["tokens"]) for point in document["kernels"]] == [(8, 16), (8, 64), (64, 16), (64, 64)]
+    trips = [(trip["transport"], trip["tokens"]) for trip in document["round_trips"] if trip["workers"] == 1]
+    assert trips == [
+        ("shared memory", 16),
+        ("UNIX socket", 16),
+        ("shared memory", 256),
+        ("UNIX socket", 256),
+    ]
+    assert {point["rank"] for point in document["threads"]} == {8, 64}
+    assert all(trip["total_us"] > trip["beyond_us"] > 0 for trip in document["round_trips"])
+    assert "of the core's peak" in done.stdout
+
+
+def test_one_part_alone_leaves_the_others_out() -> None:
+    done = bench_lora("--quick", "--parts", "kernels")
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert document["kernels"]
+    assert document["round_trips"] == document["threads"] == []
+
+
+def test_a_core_that_is_not_there_is_refused_in_one_line() -> None:
+    done = bench_lora("--quick", "--lora-cpus", "8000")
+    assert done.returncode == 2
+    assert done.stderr.startswith("caraserve: --lora-cpus 8000")
+    assert done.stderr.count("\n") == 1
+
+
+def test_interrupted_it_still_prints_what_it_measured() -> None:
+    command = [sys.executable, "-m", "caraserve", "bench", "lora", "--parts", "kernels"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
+        try:
+            assert process.stderr is not None
+            assert "measuring" in process.stderr.readline()
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+            printed, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 0, errors
+    assert json.loads(printed.splitlines()[-1])["complete"] is False
+    assert "Traceback" not in errors
+    ends = time.monotonic() + 10  # those that look after others' remains go last
+    while _has_members(process.pid):
+        assert time.monotonic() < ends, "a process is left"
+        Event().wait(0.02)
+
+
+def _has_members(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.F16, Dtype.BF16])
+def test_speeds_are_no_more_than_the_core_can_do(dtype: Dtype) -> None:
+    point = measure(Case(hidden=256, dtype=dtype, rank=8, tokens=4))
+    assert 0 < point.ours < point.peak
+    assert (point.numpy is not None) == (dtype is Dtype.F32)

@@ -1,0 +1,62 @@
+"""LoRA kernels in alternation: which servers `bench modes` starts, and what their runs are called."""
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from caraserve.bench.cli import bench_parser
+from caraserve.bench.gpu.lora import LoraPoint
+from caraserve.bench.lora.report import tables
+from caraserve.bench.modes import ModesOptions, Way, _Prepared, ways_of
+from caraserve.bench.options import LoadOptions
+from caraserve.bench.servers import Synthetic
+
+
+def options(*arguments: str) -> ModesOptions:
+    args = bench_parser().parse_args(["modes", *arguments])
+    given = {name: getattr(args, name) for name in ModesOptions.__slots__ if name != "serve"}
+    return ModesOptions(**given, serve=())
+
+
+def test_each_mode_is_run_with_each_kernel_in_turn() -> None:
+    ways = ways_of(options("--modes", "auto,cached", "--lora-kernel", "bgmv,bgmv-padded"))
+    assert ways == [
+        Way("auto", "bgmv", "auto"),
+        Way("auto", "bgmv-padded", "auto bgmv-padded"),
+        Way("cached", "bgmv", "cached"),
+        Way("cached", "bgmv-padded", "cached bgmv-padded"),
+    ]
+
+
+def test_without_a_kernel_the_server_chooses() -> None:
+    assert ways_of(options("--modes", "cached")) == [Way("cached", None, "cached")]
+
+
+def test_one_kernel_alone_goes_by_the_mode_s_name() -> None:
+    ways = ways_of(options("--modes", "cached", "--lora-kernel", "bgmv-padded"))
+    assert ways == [Way("cached", "bgmv-padded", "cached")]
+
+
+def test_the_server_is_told(tmp_path: Path) -> None:
+    chosen, made = options("--lora-kernel", "bgmv-padded"), Synthetic(("model",), ("a",), (1 << 20,))
+    spec = LoadOptions.from_args(bench_parser().parse_args(["modes"])).spec()
+    prepared = _Prepared(chosen, made, tmp_path / "registry", spec, resident=1)
+    arguments = prepared.arguments(ways_of(chosen)[0])
+    assert arguments[arguments.index("--lora-kernel") + 1] == "bgmv-padded"
+    assert "--lora-kernel" not in prepared.arguments(Way("cached", None, "cached"))
+
+
+def test_an_unknown_kernel_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        options("--lora-kernel", "sgmv")
+    assert "'sgmv' is no LoRA kernel; there are bgmv, bgmv-padded" in capsys.readouterr().err
+
+
+def test_a_gpu_s_points_have_a_table_of_their_own() -> None:
+    points = [LoraPoint(64, (64,), 58.25, 201.3, 0.82, 116.5), LoraPoint(64, (8, 64), 30.0, 110.0, 0.85, None)]
+    console = Console(width=120, record=True)
+    for table in tables([], [], [], points):
+        console.print(table)
+    text = console.export_text()
+    assert [word for word in ("58.2", "82%", "2.0", "8+64", "–") if word not in text] == []

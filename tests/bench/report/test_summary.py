@@ -1,0 +1,182 @@
+"""What is said of a run, against figures worked out by hand."""
+
+import pytest
+
+from caraserve.bench.records import RequestRecord, Run
+from caraserve.bench.report.ratios import beside
+from caraserve.bench.report.slo import Slo, parse_slo
+from caraserve.bench.report.summary import Summary, summarize
+from caraserve.bench.report.table_text import beside_sheet
+from caraserve.errors import ConfigError
+
+
+def answered(index: int, sent_s: float, token_s: tuple[float, ...], **changes: object) -> RequestRecord:
+    """Due and sent at `sent_s`, done with its last token, unless told otherwise."""
+    fields: dict[str, object] = {
+        "index": index,
+        "model": "poet",
+        "rank": 8,
+        "due_s": sent_s,
+        "sent_s": sent_s,
+        "done_s": token_s[-1] if token_s else sent_s,
+        "prompt_tokens": 10,
+        "output_tokens": len(token_s),
+        "token_s": token_s,
+    }
+    return RequestRecord(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def two_answers() -> Summary:
+    """TTFT 100 and 300 ms; TPOT 50 and 100 ms; four and three tokens; E2E 250 and 500 ms."""
+    records = (answered(0, 0.0, (0.1, 0.15, 0.2, 0.25)), answered(1, 1.0, (1.3, 1.4, 1.5)))
+    return summarize(Run("two", records, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("metric", "mean_ms"),
+    [("ttft", 200.0), ("tpot", 75.0), ("tpt", (62.5 + 500 / 3) / 2), ("itl", (3 * 50 + 2 * 100) / 5), ("e2e", 375.0)],
+)
+def test_latencies(metric: str, mean_ms: float) -> None:
+    assert getattr(two_answers().latency, metric).mean_ms == pytest.approx(mean_ms)
+
+
+def test_percentiles_lie_between_the_two_nearest_requests() -> None:
+    ttft = two_answers().latency.ttft
+    assert ttft is not None
+    assert ttft.percentiles_ms == pytest.approx({"p50": 200.0, "p90": 280.0, "p95": 290.0, "p99": 298.0})
+
+
+def test_rates_count_complete_answers_over_the_run() -> None:
+    summary = two_answers()
+    assert (summary.requests_per_s, summary.output_tokens_per_s, summary.total_tokens_per_s) == (1.0, 3.5, 13.5)
+
+
+def test_failures_are_counted_by_kind_and_left_out_of_latencies() -> None:
+    records = (
+        answered(0, 0.0, (0.1, 0.2)),
+        answered(1, 0.1, (), error="HTTP 429: busy"),
+        answered(2, 0.2, (9.0,), error="HTTP 429: busy"),
+    )
+    summary = summarize(Run("some", records, 1.0))
+    assert (summary.sent, summary.completed, summary.failed) == (3, 1, 2)
+    assert summary.errors == {"HTTP 429: busy": 2}
+    assert summary.latency.ttft is not None
+    assert summary.latency.ttft.mean_ms == pytest.approx(100)
+
+
+@pytest.mark.parametrize(("late_s", "valid"), [(0.0099, True), (0.0101, False)])
+def test_a_run_sent_later_than_a_hundredth_of_its_gaps_is_not_valid(late_s: float, valid: bool) -> None:
+    records = tuple(answered(i, i + late_s, (i + 0.5,), due_s=float(i)) for i in range(5))
+    summary = summarize(Run("late", records, 5.0))
+    assert summary.valid is valid
+    assert bool(summary.invalid_because) is not valid
+    assert summary.lateness is not None
+    assert summary.lateness.share_of_gap == pytest.approx(late_s)
+
+
+def test_cold_starts_are_the_share_of_time_that_the_server_says() -> None:
+    cold = (("load", 50.0), ("stalled", 25.0), ("interrupted", 0.0))
+    warm = (("load", 0.0), ("stalled", 0.0), ("interrupted", 60.0))
+    records = answered(0, 0.0, (0.1, 0.3), phases=cold), answered(1, 0.0, (0.1, 0.6), phases=warm)
+    summary = summarize(Run("cold", records, 1.0))
+    assert summary.cold_start_share == pytest.approx((50 + 25 + 60) / 900)
+    assert summary.interrupted_share == pytest.approx(60 / 900)
+    assert two_answers().cold_start_share is two_answers().interrupted_share is None
+
+
+def test_an_interruption_is_a_gap_above_one_and_a_half_medians() -> None:
+    steady = tuple(0.1 + 0.01 * i for i in range(10))
+    broken = (*steady, 0.19 + 0.05)
+    summary = summarize(Run("broken", (answered(0, 0.0, steady), answered(1, 0.0, broken)), 1.0))
+    assert summary.interruptions is not None
+    assert summary.interruptions.median_gap_ms == pytest.approx(10)
+    assert summary.interruptions.mean_per_request == 0.5
+    assert summary.interruptions.lost_share_of_decode == pytest.approx(40 / (90 + 140))
+
+
+def test_attainment_counts_requests_that_meet_every_limit() -> None:
+    records = (
+        answered(0, 0.0, (0.1, 0.2)),
+        answered(1, 0.0, (0.1, 0.9)),
+        answered(2, 0.0, (0.5, 0.6)),
+        answered(3, 0.0, (), error="gone"),
+    )
+    summary = summarize(Run("judged", records, 2.0), Slo(ttft_ms=200, tpot_ms=200))
+    assert summary.attainment is not None
+    assert summary.attainment.share == 0.25
+    assert summary.attainment.goodput_per_s == 0.5
+    assert summary.attainment.by_limit == {"ttft": 0.5, "tpot": 0.5}
+
+
+def test_groups_by_rank_and_adapter() -> None:
+    records = (
+        answered(0, 0.0, (0.1,), model="a", rank=64),
+        answered(1, 0.0, (0.3,), model="a", rank=64),
+        answered(2, 0.0, (0.2,), model="base", rank=0),
+    )
+    summary = summarize(Run("groups", records, 1.0))
+    assert [(group.rank, group.requests) for group in summary.ranks] == [(0, 1), (64, 2)]
+    assert [group.name for group in summary.adapters] == ["a", "base"]
+    assert [group.ttft_mean_ms for group in summary.adapters] == pytest.approx([200, 200])
+
+
+def test_adapters_of_unknown_rank_are_not_the_base_model() -> None:
+    summary = summarize(Run("unknown", (answered(0, 0.0, (0.1,), rank=None),), 1.0))
+    assert [group.name for group in summary.ranks] == ["unknown"]
+
+
+def test_lengths_are_told_beside_those_asked_for() -> None:
+    record = answered(0, 0.0, (0.1, 0.2), asked_prompt_tokens=20, asked_output_tokens=4)
+    lengths = summarize(Run("short", (record,), 1.0)).lengths
+    assert lengths is not None
+    assert (lengths.prompt, lengths.prompt_asked, lengths.output, lengths.output_asked) == (10, 20, 2, 4)
+
+
+def test_a_run_without_an_answer_has_no_latencies() -> None:
+    summary = summarize(Run("none", (), 0.0, interrupted=True))
+    assert summary.latency.ttft is None
+    assert summary.interrupted
+
+
+def test_repeats_are_set_against_the_same_repeat_of_the_first_mode() -> None:
+    def run(label: str, ttft_s: float) -> Summary:
+        return summarize(Run(label, (answered(0, 0.0, (ttft_s, ttft_s + 0.1)),), 1.0))
+
+    lines = beside([run("cached", 0.1), run("cached", 0.2), run("auto", 0.2), run("auto", 0.2)])
+    assert [line.label for line in lines] == ["cached", "auto"]
+    assert lines[0].ratios["ttft"].mean == 1.0
+    assert lines[1].ratios["ttft"].mean == pytest.approx((2 + 1) / 2)
+    assert lines[1].ratios["ttft"].spread == pytest.approx(0.5**0.5)
+
+
+def test_what_cold_starts_cost_stands_beside_the_ratios() -> None:
+    def run(label: str, interrupted_ms: float) -> Summary:
+        phases = (("load", 50.0), ("stalled", 0.0), ("interrupted", interrupted_ms))
+        return summarize(Run(label, (answered(0, 0.0, (0.5, 1.0), phases=phases),), 1.0))
+
+    sheet = beside_sheet([run("cached", 0.0), run("ondemand", 100.0), run("ondemand", 300.0)])
+    assert sheet.heads[-2:] == ("lost to cold starts", "to others' loads")
+    assert [row[-2:] for row in sheet.rows] == [("5.0%", "0.0%"), ("25.0%", "20.0%")]
+
+
+@pytest.mark.parametrize(
+    ("text", "slo"),
+    [
+        ("ttft:200", Slo(ttft_ms=200)),
+        ("ttft:200, tpot:30.5,e2e:5000", Slo(ttft_ms=200, tpot_ms=30.5, e2e_ms=5000)),
+    ],
+)
+def test_limits_are_read(text: str, slo: Slo) -> None:
+    assert parse_slo(text) == slo
+
+
+@pytest.mark.parametrize("text", ["", "ttft", "ttft:", "ttft:-1", "ttft:nan", "speed:3", "ttft:1,ttft:2"])
+def test_limits_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--slo"):
+        parse_slo(text)
+
+
+def test_limits_may_be_a_multiple_of_a_run_without_adapters() -> None:
+    slo = Slo.scaled(two_answers(), 1.5)
+    assert slo.tpt_ms == pytest.approx(1.5 * (62.5 + 500 / 3) / 2)
+    assert slo.ttft_ms is None

@@ -1,0 +1,377 @@
+"""What `caraserve serve` is asked for: by arguments, by the environment, by a file, and in other servers' words."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from caraserve import demo
+from caraserve.cli import main
+from caraserve.cli.compat_flags import FLAGS, SAME, VARIABLES
+from caraserve.cli.options import OptionParser
+from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, LoraModule, ModelConfig
+from caraserve.errors import ConfigError
+from caraserve.start_checks import check_names
+
+MODEL, POET, CHEF = "/models/llama", "/adapters/poet", "/adapters/chef"
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def parser() -> OptionParser:
+    parser = OptionParser(prog="serve")
+    for config in (ModelConfig, LoraConfig, EngineConfig, HttpConfig, ClusterConfig):
+        config.add_arguments(parser)
+    return parser
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    return parser().parse_args(words)
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parsed(*words)
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+# Argument lists of the guides of other servers, their models and adapters replaced by ones that could be here.
+START_LINES = {
+    "vllm: lora": [MODEL, "--enable-lora", "--lora-modules", f"sql-lora={POET}"],
+    "vllm: lora as json": [
+        *(MODEL, "--enable-lora", "--lora-modules"),
+        json.dumps({"name": "sql-lora", "path": POET, "base_model_name": "llama"}),
+    ],
+    "vllm: lora, slots": [
+        *(MODEL, "--enable-lora", "--max-loras", "4", "--max-lora-rank", "64", "--max-cpu-loras", "8"),
+        *("--lora-modules", f"a={POET}", f"b={CHEF}"),
+    ],
+    "vllm: api server": [
+        *("--model", MODEL, "--host", "0.0.0.0", "--port", "8000", "--tensor-parallel-size", "1"),
+        *("--gpu-memory-utilization", "0.33", "--max-model-len", "1k", "--served-model-name", "qwen", "llama"),
+    ],
+    "vllm: with tools": [
+        *("--model", MODEL, "--tool-call-parser", "hermes", "--enable-auto-tool-choice", "--enable-lora"),
+        *("--lora-modules", f"grpo={POET}", "--gpu-memory-utilization", "0.8", "--port", "8001"),
+        *("--max_model_len", "1000"),
+    ],
+    "vllm: on kubernetes": [
+        *(MODEL, "--trust-remote-code", "--enable-chunked-prefill", "--max_num_batched_tokens", "1024"),
+    ],
+    "gateway api inference extension": [
+        *("--model", MODEL, "--tensor-parallel-size", "1", "--port", "8000", "--max-num-seq", "1024"),
+        *("--compilation-config", "3", "--enable-lora", "--max-loras", "2", "--max-lora-rank", "64"),
+        *("--max-cpu-loras", "12", "--lora-modules", json.dumps([{"name": "food-review", "path": POET}])),
+    ],
+    "kserve: hugging face runtime": [
+        *(f"--model_name={demo.BASE_NAME}", f"--model_dir={MODEL}", "--enable_lora", "--max-lora-rank=64"),
+        *("--lora-modules", f"poet={POET}", "--dtype=half", "--backend=vllm"),
+    ],
+    "kserve: llm inference service": [
+        *(MODEL, "--served-model-name", "llama", "--port", "8000", "--disable-log-requests", "--enable-lora"),
+        *("--lora-modules", f"poet={POET}", f"chef={CHEF}", "--max-loras=2", "--enable-ssl-refresh"),
+        *("--ssl-certfile", "/tls/tls.crt", "--ssl-keyfile", "/tls/tls.key"),
+    ],
+    "nim": ["--model", MODEL, "--enable-lora", "--max-loras", "8", "--max-lora-rank", "64", "--max-cpu-loras", "16"],
+    "trl vllm-serve": [
+        *("--model", MODEL, "--tensor_parallel_size", "1", "--gpu_memory_utilization", "0.85"),
+        *(
+            "--max_model_len",
+            "1000",
+            "--enable_prefix_caching",
+            "true",
+            "--enforce_eager",
+            "True",
+            "--revision",
+            "main",
+        ),
+        *("--data_parallel_size", "1", "--kv_cache_dtype", "auto", "--trust_remote_code", "--log_level", "info"),
+    ],
+    "sglang": [
+        *("--model-path", MODEL, "--enable-lora", "--lora-paths", f"lora0={POET}", f"lora1={CHEF}"),
+        *("--max-loras-per-batch", "2", "--lora-backend", "csgmv", "--tp", "1", "--disable-radix-cache"),
+    ],
+}
+
+
+@pytest.mark.parametrize("words", START_LINES.values(), ids=START_LINES)
+def test_start_lines_of_other_servers_guides_are_taken(words: list[str]) -> None:
+    args = parsed(*words)
+    assert args.model == Path(MODEL)
+    for config in (ModelConfig, LoraConfig, EngineConfig, HttpConfig, ClusterConfig):
+        config.from_args(args)
+
+
+def test_what_has_no_effect_is_noted_with_the_reason_and_what_has_is_not() -> None:
+    args = parsed("--enable-lora", "--max-lora-rank", "64", "--max-cpu-loras=8", "--no-enable-chunked-prefill")
+    assert args.max_lora_rank == 64
+    assert [note.partition(" has no effect: ")[0] for note in args.notes] == [
+        *("--enable-lora", "--max-cpu-loras 8", "--no-enable-chunked-prefill")
+    ]
+    assert "--max-host-adapters-bytes" in args.notes[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        (["--quantization", "awq"], "unquantised"),
+        (["-tp", "2"], "--peers"),
+        (["--tensor-parallel-size=8"], "--peers"),
+        (["--kv-cache-dtype", "fp8"], "--kv-cache-bytes"),
+        (["--uds", "/run/x.sock"], "--host"),
+        (["--revision", "v2"], "hf download"),
+        (["--tokenizer", "other"], "model's folder"),
+        (["--otlp-traces-endpoint", "http://x"], "--trace"),
+        (["--max-logprobs", "50"], "at most 20"),
+    ],
+    ids=lambda part: " ".join(part) if isinstance(part, list) else None,
+)
+def test_what_cannot_be_served_is_refused_with_what_to_do_instead(words: list[str], instead: str) -> None:
+    message = refusal(*words)
+    assert message.startswith(" ".join(words).replace("=", " "))
+    assert instead in message
+
+
+def test_every_entry_of_the_table_means_something_that_is_not_ours() -> None:
+    ours = set(parser()._option_string_actions)
+    names = [name for flag in FLAGS for name in flag.names]
+    assert len(names) == len(set(names))
+    assert not {*names, *SAME} & ours
+    assert set(SAME.values()) <= ours
+    assert set(VARIABLES.values()) <= {*ours, *names}
+    assert all((flag.note or flag.values == ()) and (flag.instead or flag.values is None) for flag in FLAGS)
+
+
+# --- names and values ---
+
+
+@pytest.mark.parametrize(
+    ("word", "near"), [("--max-lora", "--max-loras"), ("--adapter-dir", "--adapters-dir"), ("--prot", "--port")]
+)
+def test_an_unknown_option_names_the_nearest(word: str, near: str) -> None:
+    assert refusal(word, "x") == f"unknown option {word}; did you mean {near}?"
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "value"),
+    [
+        (["--max_num_seqs", "3"], "max_num_seqs", 3),
+        (["--max-num-se=3"], "max_num_seqs", 3),
+        (["--max-model-len", "4k"], "max_model_len", 4000),
+        (["--max-model-len", "4K"], "max_model_len", 4096),
+        (["--max-model-len=25.6k"], "max_model_len", 25600),
+        (["--max-model-len", "-1"], "max_model_len", None),
+        (["--max-model-len", "auto"], "max_model_len", None),
+        (["--dtype", "half"], "dtype", "float16"),
+        (["--dtype", "float"], "dtype", "float32"),
+        (["--load-format", "safetensors"], "load_format", "auto"),
+        (["--enable-prefix-caching", "False"], "enable_prefix_caching", False),
+        (["--enable-prefix-caching=1"], "enable_prefix_caching", True),
+        (["--no-enable-prefix-caching"], "enable_prefix_caching", False),
+        (["--served-model-name", "a", "b"], "served_model_name", ["a", "b"]),
+        (["--kv-cache-memory-bytes", "1MiB"], "kv_cache_bytes", 1 << 20),
+    ],
+    ids=lambda part: " ".join(part) if isinstance(part, list) else None,
+)
+def test_values_may_be_written_as_elsewhere(words: list[str], field: str, value: object) -> None:
+    assert getattr(parsed(*words), field) == value
+
+
+@pytest.mark.parametrize("text", ["0", "4q", "k", "-2", ""])
+def test_a_length_that_is_none_is_refused(text: str) -> None:
+    assert "4k" in refusal(f"--max-model-len={text}")
+
+
+def test_adapters_come_as_pairs_as_objects_and_as_a_list_of_objects() -> None:
+    one, two = {"name": "b", "path": CHEF, "base_model_name": "llama"}, {"name": "c", "path": POET}
+    args = parsed("--lora-modules", f"a={POET}", json.dumps(one), "--lora-modules", json.dumps([two]))
+    assert args.lora_modules == [
+        *(LoraModule("a", Path(POET)), LoraModule("b", Path(CHEF), "llama"), LoraModule("c", Path(POET)))
+    ]
+
+
+@pytest.mark.parametrize("base", ["other", "meta/other"])
+def test_an_adapter_for_another_base_model_is_refused(base: str) -> None:
+    args = parsed("org/llama", "--lora-modules", json.dumps({"name": "a", "path": POET, "base_model_name": base}))
+    configs = ModelConfig.from_args(args), LoraConfig.from_args(args)
+    with pytest.raises(ConfigError, match="base model is"):
+        check_names(*configs, ("mine",))
+    check_names(*configs, (base,))
+
+
+def test_a_name_for_two_adapters_is_refused() -> None:
+    args = parsed(MODEL, "--lora-modules", f"a={POET}", f"a={CHEF}")
+    with pytest.raises(ConfigError, match="'a' twice"):
+        check_names(ModelConfig.from_args(args), LoraConfig.from_args(args), ("base",))
+
+
+def test_no_adapter_may_have_one_of_the_base_models_names() -> None:
+    args = parsed("--model", MODEL, "--lora-modules", f"b={POET}")
+    with pytest.raises(ConfigError, match="own name"):
+        check_names(ModelConfig.from_args(args), LoraConfig.from_args(args), ("a", "b"))
+
+
+# --- the model ---
+
+
+def test_the_model_comes_first_or_by_its_option() -> None:
+    assert parsed(MODEL, "--port", "1").model == parsed("--port", "1", "--model", MODEL).model == Path(MODEL)
+    assert parsed(MODEL, "--model", MODEL).model == Path(MODEL)
+    assert parsed().model is None
+    assert "given twice" in refusal("a", "--model", "b")
+
+
+@pytest.mark.parametrize("words", [["--port", "1", MODEL], ["--enable-lora", MODEL], ["a", MODEL], ["-tp", "1", MODEL]])
+def test_a_word_that_belongs_to_no_option_is_refused_with_where_the_model_goes(words: list[str]) -> None:
+    message = refusal(*words)
+    assert repr(MODEL) in message
+    assert "--model MODEL" in message
+
+
+def test_options_that_take_lists_do_not_take_the_model() -> None:
+    args = parsed(MODEL, "--served-model-name", "a", "b")
+    assert (args.model, args.served_model_name) == (Path(MODEL), ["a", "b"])
+
+
+@pytest.mark.parametrize("option", ["--served-model-name", "--api-key", "--lora-modules", "--lora-target-modules"])
+def test_a_folder_at_the_end_of_a_list_is_refused_where_no_model_is_given(option: str, tmp_path: Path) -> None:
+    """The bundled demo would be served in its place."""
+    message = refusal(option, f"a={POET}", str(tmp_path))
+    assert repr(str(tmp_path)) in message
+    assert "--model MODEL" in message
+
+
+def test_the_note_on_a_token_of_the_hub_does_not_show_it() -> None:
+    (note,) = parsed(MODEL, "--hf-token", "hf_secret").notes
+    assert note == "--hf-token has no effect: nothing is downloaded"
+
+
+# --- environment and file ---
+
+
+def test_an_argument_beats_the_environment_which_beats_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("port: 1\nmax-num-seqs: 1\nseed: 1\nlora-modules: [a=/file]\nserved_model_name: file\n")
+    monkeypatch.setenv("CARASERVE_PORT", "2")
+    monkeypatch.setenv("CARASERVE_MAX_NUM_SEQS", "2")
+    monkeypatch.setenv("CARASERVE_LORA_MODULES", "a=/environment b=/environment")
+    args = parsed("--config", str(file), "--port", "3")
+    assert (args.port, args.max_num_seqs, args.seed) == (3, 2, 1)
+    assert [str(module.path) for module in args.lora_modules] == ["/environment", "/environment"]
+    assert args.served_model_name == ["file"]
+
+
+def test_a_file_may_have_all_kinds_of_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        f"model: {MODEL}\nenable-lora: true\nenable_prefix_caching: false\ngpu-memory-utilization: 0.5\n"
+        f"trace: null\nlora-modules:\n  - a={POET}\n  - {{name: b, path: {CHEF}}}\n"
+    )
+    monkeypatch.setenv("CARASERVE_CONFIG", str(file))
+    args = parsed()
+    assert (args.model, args.enable_prefix_caching, args.gpu_memory_utilization) == (Path(MODEL), False, 0.5)
+    assert [module.name for module in args.lora_modules] == ["a", "b"]
+    assert args.notes
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("max-lora: 3", "unknown option --max-lora; did you mean --max-loras?"),
+        ("port: x", "--port: 'x' is not a port"),
+        ("enable-prefix-caching: maybe", "write true or false"),
+        ("- port", "has no options"),
+        ("a: [", "is not valid YAML"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_told_with_the_files_name(text: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(text)
+    message = refusal("--config", str(file))
+    assert words in message
+    assert str(file) in message
+
+
+def test_a_file_that_is_not_there_is_refused() -> None:
+    assert "cannot be read" in refusal("--config", "/nowhere/serve.yaml")
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "field", "value"),
+    [
+        ("CARASERVE_ENABLE_PREFIX_CACHING", "0", "enable_prefix_caching", False),
+        ("CARASERVE_SERVED_MODEL_NAME", '["a", "b"]', "served_model_name", ["a", "b"]),
+        ("CARASERVE_MODEL", MODEL, "model", Path(MODEL)),
+        ("CARASERVE_PORT", "tcp://10.0.0.1:8000", "port", 8000),  # Kubernetes', of a service named caraserve
+        ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True", "allow_runtime_lora_updating", True),
+        ("VLLM_LORA_RESOLVER_CACHE_DIR", "/loras", "adapters_dir", Path("/loras")),
+        ("NIM_PEFT_SOURCE", "/loras", "adapters_dir", Path("/loras")),
+        ("NIM_MAX_LORA_RANK", "32", "max_lora_rank", 32),
+    ],
+)
+def test_variables_set_options(
+    variable: str, text: str, field: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, text)
+    assert getattr(parsed(), field) == value
+
+
+@pytest.mark.parametrize("variable", ["VLLM_API_KEY", "CARASERVE_API_KEY"])
+def test_a_key_may_come_from_the_environment_and_help_does_not_show_it(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "sesame")
+    assert "sesame" in parsed().api_key
+    assert "sesame" not in parser().format_help()
+
+
+def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CARASERVE_PORT", "high")
+    assert refusal().startswith("CARASERVE_PORT: --port: 'high' is not a port")
+
+
+# --- the command ---
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["serve", "--help"], ["bench", "--help"], ["bench", "-h"]])
+def test_help_is_printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code: object = main.main(words)
+    except SystemExit as ended:
+        code = ended.code
+    printed = capsys.readouterr()
+    assert code == 0
+    assert printed.out.startswith("usage: caraserve")
+    assert printed.err == ""
+
+
+def test_help_gives_each_default_once_and_none_where_there_is_none() -> None:
+    text = " ".join(parser().format_help().split())
+    assert "(default: the demo) --" in text
+    assert "(default: 127.0.0.1)" in text
+    assert "(default: None)" not in text
+    assert "(default: [])" not in text
+
+
+def test_an_unknown_command_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["servee"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "'servee' (choose from" in line
+
+
+def test_a_wrong_option_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["serve", "--max-lora", "3"]) == 2
+    assert capsys.readouterr().err == "caraserve: unknown option --max-lora; did you mean --max-loras?\n"
+
+
+def test_a_model_of_the_hub_is_answered_with_the_command_that_fetches_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["serve", "meta-llama/Llama-3.1-8B", "--port", "0"]) == 1
+    assert "hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B" in capsys.readouterr().err

@@ -1,0 +1,140 @@
+"""What an instance must show before it may be one of several; TLS between those that have it."""
+
+import argparse
+import os
+import subprocess
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from caraserve.cluster.membership.addresses import is_loopback, is_wildcard, join_address, outward_address, resolved
+from caraserve.cluster.membership.dns import Resolver
+from caraserve.cluster.membership.secret_file import SecretFile
+from caraserve.config import ClusterConfig, HttpConfig
+from caraserve.errors import ConfigError
+from caraserve.serve_cluster import Admission, check_cluster
+from caraserve.util.endpoints import split_address
+from tests.cluster.nodes import instances, until
+
+
+def admitted(*arguments: str) -> Admission:
+    parser = argparse.ArgumentParser()
+    HttpConfig.add_arguments(parser)
+    ClusterConfig.add_arguments(parser)
+    args = parser.parse_args(arguments)
+    return check_cluster(ClusterConfig.from_args(args), HttpConfig.from_args(args))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--peers", "10.0.0.7:8000"], "--cluster-secret-file is needed"),
+        (["--peers", "peers.example:8000"], "--cluster-secret-file is needed"),
+        (["--peers", "127.0.0.1:8000", "--host", "0.0.0.0"], "--cluster-secret-file is needed"),
+        (["--peers", "127.0.0.1:8000", "--advertise", "10.0.0.7:80"], "--cluster-secret-file is needed"),
+        (["--peers", "127.0.0.1:1", "--peer-port", "1", "--peer-host", "::"], "--cluster-secret-file is needed"),
+        (["--peers", "127.0.0.1:8000", "--api-key", "k"], "--cluster-secret-file is needed with --api-key"),
+        (["--peers", "127.0.0.1:8000", "--cluster-secret-file", "/nowhere"], "'/nowhere': No such file"),
+        (["--peers", "127.0.0.1:8000", "--cluster-secret-file", os.devnull], "at least 16 bytes"),
+        (["--peers", ",".join(f"127.0.0.1:{port}" for port in range(1, 66))], "Kubernetes"),
+        (["--peers", "127.0.0.1:8000", "--peer-host", "127.0.0.1"], "--peer-port"),
+        (["--peers", "127.0.0.1:8000", "--cluster-tls-cert", "x"], "belong together"),
+        (["--peers", "127.0.0.1:8000", *[f"--cluster-tls-{part}=x" for part in ("cert", "key", "ca")]], "--peer-port"),
+    ],
+)
+def test_what_would_be_open_or_cannot_work_is_refused(arguments: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        admitted(*arguments)
+
+
+def test_on_this_machine_alone_no_secret_is_needed() -> None:
+    assert admitted("--peers", "127.0.0.1:1,[::1]:2,localhost:3").listening is None
+
+
+def test_with_a_secret_any_address_will_do(tmp_path: Path) -> None:
+    file = tmp_path / "secrets"
+    file.write_text("a secret of the tests\n")
+    admitted("--peers", "10.0.0.7:8000", "--host", "0.0.0.0", "--cluster-secret-file", str(file))
+
+
+def test_secrets_are_one_to_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "secrets"
+    file.write_bytes(b"  first secret of the two \r\n\nsecond secret of the two")
+    secrets = SecretFile(file)
+    assert secrets.keys.hello_keys() == (
+        *SecretFile(written(tmp_path / "1", b"first secret of the two")).keys.hello_keys(),
+        *SecretFile(written(tmp_path / "2", b"second secret of the two")).keys.hello_keys(),
+    )
+    assert not secrets.reread()
+
+
+def written(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize(
+    "text", ["host", "host:", ":80", "host:0", "host:65536", "host:x", "::1:80", "[::1]", "h:８０"]
+)
+def test_what_is_no_address(text: str) -> None:
+    with pytest.raises(ValueError, match="write"):
+        split_address(text)
+
+
+def test_addresses() -> None:
+    assert split_address("[::1]:80") == ("::1", 80)
+    assert join_address("::1", 80) == "[::1]:80"
+    assert split_address(join_address("host", 80)) == ("host", 80)
+    assert [is_loopback(host) for host in ("127.0.0.9", "::1", "localhost", "10.0.0.1", "0.0.0.0", "host")] == [
+        *(True, True, True),
+        *(False, False, False),
+    ]
+    assert [is_wildcard(host) for host in ("0.0.0.0", "::", "127.0.0.1", "host")] == [True, True, False, False]
+
+
+async def test_the_way_to_a_peer_shows_our_own_address() -> None:
+    assert await outward_address("127.0.0.1:80", Resolver()) == "127.0.0.1"
+    assert await outward_address("nobody.invalid:80", Resolver()) is None
+
+
+async def test_a_name_stands_for_all_that_it_resolves_to_and_one_that_does_not_is_named() -> None:
+    found, missing = await resolved(
+        ("127.0.0.1:1", "127.0.0.1:1", "127.0.0.2:1", "nobody.invalid:1", "no..name:1"), Resolver()
+    )
+    assert found == ("127.0.0.1:1", "127.0.0.2:1")
+    assert missing == ["nobody.invalid:1", "no..name:1"]
+
+
+def certificate(folder: Path, name: str, ca: Path | None = None) -> None:
+    """A key and certificate of that name; self-signed, or by the CA of another."""
+    sign = ["-CA", f"{ca}.pem", "-CAkey", f"{ca}.key"] if ca else ["-addext", "basicConstraints=critical,CA:TRUE"]
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-days", "2", "-subj", f"/CN={name}", "-keyout", f"{folder / name}.key", "-out", f"{folder / name}.pem"]
+    subprocess.run([*command, *sign], check=True, capture_output=True)
+
+
+def tls(folder: Path, name: str, ca: str) -> Admission:
+    files = [f"--cluster-tls-cert={folder / name}.pem", f"--cluster-tls-key={folder / name}.key"]
+    return admitted("--peers", "127.0.0.1:1", "--peer-port", "0", *files, f"--cluster-tls-ca={folder / ca}.pem")
+
+
+async def test_only_certificates_of_the_clusters_authority_get_in(tmp_path: Path) -> None:
+    for name in ("ca", "other"):
+        certificate(tmp_path, name)
+    certificate(tmp_path, "member", tmp_path / "ca")
+    certificate(tmp_path, "stranger", tmp_path / "other")
+    member, stranger = tls(tmp_path, "member", "ca"), tls(tmp_path, "stranger", "ca")
+    assert member.listening is not None
+    assert member.dialling is not None
+    async with instances(tmp_path) as running, aiohttp.ClientSession() as session:
+        for name in "ab":
+            await running.start(name, tls=(member.listening, member.dialling))
+        await until(running.agree)
+        url = f"{running.running['a'].address}/cluster/ws"
+        async with session.ws_connect(f"https://{url}", ssl=member.dialling or True) as stream:
+            assert not stream.closed
+        with pytest.raises(aiohttp.ClientError):
+            await session.ws_connect(f"https://{url}", ssl=stranger.dialling or True)
+        with pytest.raises(aiohttp.ClientError):
+            await session.ws_connect(f"http://{url}")

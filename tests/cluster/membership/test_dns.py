@@ -1,0 +1,171 @@
+"""Name servers that say nothing for long: whoever waits for one gives up in time, and nobody else notices."""
+
+import asyncio
+import errno
+import socket
+import threading
+from collections.abc import Awaitable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from caraserve.cluster.membership import addresses, websocket
+from caraserve.cluster.membership.addresses import resolved
+from caraserve.cluster.membership.dns import Resolver
+from caraserve.cluster.membership.websocket import Sockets
+from caraserve.cluster.transfer.peer_client import Transfers, Trouble
+from caraserve.http.proxy import Relays
+from tests.cluster.nodes import KEYS, instances, until
+
+MANY = 100  # names at a silent server; no pool of threads that a program has by itself is as large
+
+
+class NameServer:
+    """Knows `quick` at once, and has yet to answer for `slow…`."""
+
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+        self.asked: list[str] = []
+        self.gave_up = False
+        self._real = socket.getaddrinfo
+
+    def getaddrinfo(self, host: str, port: int | None, *args: int, **kinds: int) -> list[Any]:
+        flags = kinds.get("flags", args[3] if len(args) > 3 else 0)
+        if not flags & socket.AI_NUMERICHOST:
+            self.asked.append(host)
+            if host.startswith("slow"):
+                self.gave_up |= not self.answers.wait(10)  # a test that fails ends, too
+            if host == "nobody":
+                raise socket.gaierror(socket.EAI_NONAME, "no such name")
+            host = "127.0.0.1"
+        return list(self._real(host, port, *args, **kinds))
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[NameServer]:
+    server = NameServer()
+    monkeypatch.setattr(socket, "getaddrinfo", server.getaddrinfo)
+    yield server
+    server.answers.set()
+    for thread in threading.enumerate():
+        if thread.name == "caraserve-resolver":
+            thread.join()
+
+
+class Ends:
+    """Knows which connections came about."""
+
+    def __init__(self) -> None:
+        self.dialled: asyncio.Queue[str | None] = asyncio.Queue()
+
+    def connected(self, link: int, dialled: str | None) -> None:
+        self.dialled.put_nowait(dialled)
+
+    def received(self, link: int, frame: bytes) -> None: ...
+
+    def lost(self, link: int) -> None: ...
+
+    def pull(self, link: int) -> bytes | None: ...
+
+
+async def test_a_silent_name_server_holds_up_no_other_name_and_no_other_work(server: NameServer) -> None:
+    resolver = Resolver()
+    waiting = [asyncio.create_task(resolver.addresses(f"slow-{index}")) for index in range(MANY)]
+    assert [found.address for found in await resolver.addresses("quick")] == ["127.0.0.1"]
+    assert await asyncio.to_thread(lambda: "done") == "done"
+    assert not any(task.done() for task in waiting)
+    server.answers.set()
+    assert {found.address for task in waiting for found in await task} == {"127.0.0.1"}
+
+
+async def test_a_name_that_many_wait_for_is_asked_for_once_even_when_they_give_up(server: NameServer) -> None:
+    resolver = Resolver()
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await resolver.addresses("slow")
+    waiting = [asyncio.create_task(resolver.addresses("slow")) for _ in range(3)]
+    await asyncio.sleep(0)
+    server.answers.set()
+    assert len({tuple(await task) for task in waiting}) == 1
+    assert server.asked == ["slow"]
+    await resolver.addresses("slow")
+    assert server.asked == ["slow", "slow"]  # what it stands for may have changed
+
+
+async def test_what_resolves_is_not_held_up_by_what_does_not(server: NameServer) -> None:
+    found, missing = await resolved(("slow:1", "nobody:2", "quick:3", "127.0.0.2:4"), Resolver(), patience_s=0.5)
+    assert found == ("127.0.0.1:3", "127.0.0.2:4")
+    assert missing == ["slow:1", "nobody:2"]
+
+
+async def test_a_connection_whose_name_does_not_resolve_is_given_up_in_time_and_others_come_about(
+    tmp_path: Path, server: NameServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = Ends()
+    async with instances(tmp_path) as running:
+        quick = "quick:" + (await running.start("a")).address.partition(":")[2]
+        ours = Sockets(ends, None, Resolver())
+        for index in range(MANY):
+            ours.dial(f"slow-{index}:1")
+        ours.dial(quick)
+        assert await asyncio.wait_for(ends.dialled.get(), 10) == quick
+        monkeypatch.setattr(websocket, "_DIAL_S", 0.01)
+        ours.dial("slow:1")
+        await ours._dialling["slow:1"]
+        assert "slow" in server.asked
+        assert not server.gave_up
+        await ours.end()
+
+
+async def test_reaching_instances_for_requests_leaves_the_threads_of_others_alone(server: NameServer) -> None:
+    relays = Relays(lambda: "a", lambda: KEYS, None)
+    async with asyncio.TaskGroup() as group:
+        for index in range(MANY):
+            group.create_task(_given_up(relays._session.get(f"http://slow-{index}:1/")))
+        await until(lambda: len(server.asked) == MANY)
+        assert await asyncio.to_thread(lambda: "done") == "done"
+        server.answers.set()
+    await relays.close()
+
+
+async def _given_up(request: Awaitable[object]) -> None:
+    with pytest.raises((aiohttp.ClientError, TimeoutError)):
+        await request
+
+
+async def test_adapters_come_from_whom_a_name_leads_to_while_others_wait_for_theirs(
+    tmp_path: Path, server: NameServer
+) -> None:
+    transfers = Transfers(lambda: KEYS, None)
+    async with instances(tmp_path) as running:
+        port = (await running.start("a")).address.partition(":")[2]
+        waiting = [asyncio.create_task(transfers.page(f"slow-{index}:1", "/", 1)) for index in range(MANY)]
+        await asyncio.sleep(0)
+        assert await transfers.page(f"quick:{port}", "/nothing/is/here", 1) is Trouble.ABSENT
+        server.answers.set()
+        assert set(await asyncio.gather(*waiting)) == {Trouble.FAILED}
+        await transfers.close()
+
+
+async def test_a_name_that_no_thread_was_left_for_is_looked_up_again(
+    server: NameServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    resolver = Resolver()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        assert await resolved(("quick:1",), resolver) == ((), ["quick:1"])
+    assert await resolved(("quick:1",), resolver) == (("127.0.0.1:1",), [])
+
+
+async def test_an_address_of_a_kind_that_this_machine_has_not_leads_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_socket(*kind: object) -> None:
+        raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+
+    monkeypatch.setattr(addresses.socket, "socket", no_socket)
+    assert await addresses.outward_address("127.0.0.1:1", Resolver()) is None

@@ -1,0 +1,148 @@
+"""Who greets whom, and what a stranger or an instance of another version learns by it."""
+
+from pathlib import Path
+from random import Random
+
+import aiohttp
+import orjson
+import pytest
+
+from caraserve.cluster.membership.auth import HELLO, Keyring, seal
+from caraserve.cluster.membership.connection import SILENT, STRANGER
+from caraserve.cluster.membership.events import Close, Dial, PeerRefused, RefusedUs, Settings
+from caraserve.cluster.membership.messages import PROTOCOL, Hello, Malformed, Message, Refuse, decode, encode
+from caraserve.cluster.membership.protocol import Core
+from caraserve.cluster.membership.websocket import PATH
+from tests.cluster import nodes
+from tests.cluster.fleet import SECRET, WALL_MS, Fleet
+
+KEYS, OTHER_KEYS = Keyring((SECRET,)), Keyring((b"another secret, of somebody else",))
+_HEAD = 25  # bytes of a frame before its message
+
+
+def core(name: str, keys: Keyring = KEYS, started_s: float = 0.0) -> Core:
+    wall_ms = WALL_MS + int(started_s * 1000)
+    return Core(Settings("c", "m", name, f"{name}:1"), keys, Random(name), 0.0, wall_ms)
+
+
+def hello(name: str, protocol: int = PROTOCOL, epoch: int = WALL_MS) -> Hello:
+    return Hello(protocol, "c", "m", name, f"{name}:1", epoch, "its nonce", "", False)
+
+
+def frame(message: Hello | Refuse, keys: Keyring = KEYS) -> bytes:
+    return seal(HELLO, keys.hello_keys()[0], 0, encode(message))
+
+
+def said(one: Core, now: float) -> list[Message | Malformed]:
+    """All that it wants to send over connection 1."""
+    found = []
+    while (sent := one.pull(1, now)) is not None:
+        found.append(decode(sent[_HEAD:]))
+    return found
+
+
+@pytest.mark.parametrize("shown", [None, b"GET / HTTP/1.1", frame(hello("b"), OTHER_KEYS)])
+def test_who_shows_no_key_is_told_nothing(shown: bytes | None) -> None:
+    a = core("a")
+    a.connected(1, 0.0)
+    heard: list[object] = []
+    for step in range(60):
+        if shown is not None and step < 3:
+            a.received(1, shown, step / 10)
+        a.tick(step / 10)
+        heard += said(a, step / 10)
+    assert heard == []
+    assert [output.link for output in a.take_outputs() if isinstance(output, Close)] == [1]
+
+
+def test_who_shows_a_key_is_greeted() -> None:
+    a = core("a")
+    a.connected(1, 0.0)
+    a.received(1, frame(hello("b")), 0.0)
+    (answer,) = said(a, 0.0)
+    assert isinstance(answer, Hello)
+    assert (answer.name, answer.echo) == ("a", "its nonce")
+    a.tick(0.6)
+    assert [type(again) for again in said(a, 0.6)] == [Hello]  # the first one may have been lost
+
+
+def test_of_two_secrets_both_sides_speak() -> None:
+    a, b = core("a"), core("b", OTHER_KEYS)
+    a.connected(1, 0.0, dialled="b:1")
+    b.connected(1, 0.0)
+    for step in range(60):
+        now = step / 10
+        for here, there in ((a, b), (b, a)):
+            here.tick(now)
+            while (sent := here.pull(1, now)) is not None:
+                there.received(1, sent, now)
+        closed = [output for one in (a, b) for output in one.take_outputs() if isinstance(output, Close)]
+        if closed:
+            break
+    assert [one.reason for one in closed] == [
+        SILENT
+    ]  # who dialled is the first, or it would only see the other hang up
+    b.lost(1, now)
+    b.connected(2, now)
+    for _ in range(20):
+        b.received(2, frame(hello("a")), now)
+    assert [output.reason for output in b.take_outputs() if isinstance(output, Close)] == [STRANGER]
+
+
+def test_our_own_address_is_dialled_once() -> None:
+    fleet = Fleet(1)
+    fleet.start("a", ["a"])
+    fleet.run(10)
+    assert [output.address for _, output in fleet.nodes["a"].outputs if isinstance(output, Dial)] == ["a:1"]
+    assert fleet.nodes["a"].core._links == {}
+
+
+@pytest.mark.parametrize("we_dial", [False, True])
+@pytest.mark.parametrize("started_s", [-9.0, 9.0])
+def test_of_two_versions_neither_goes_and_each_says_so_once(we_dial: bool, started_s: float) -> None:
+    a = core("a", started_s=started_s)
+    a.connected(1, 0.0, dialled="z:1" if we_dial else None)
+    a.received(1, frame(hello("z", PROTOCOL + 1)), 0.1)
+    ours, refusal = said(a, 0.1)
+    assert isinstance(ours, Hello)
+    assert isinstance(refusal, Refuse)
+    assert refusal.echo == "its nonce"
+    a.received(1, frame(Refuse(ours.nonce, "z speaks another version")), 0.2)
+    outputs = a.take_outputs()
+    (told,) = [output for output in outputs if isinstance(output, PeerRefused)]
+    assert told.peer == "z at z:1"
+    assert told.reason == refusal.reason
+    assert f"version {PROTOCOL} of the cluster's protocol, not {PROTOCOL + 1}; each serves without" in told.reason
+    assert [output for output in outputs if isinstance(output, RefusedUs)] == []
+    assert [output.link for output in outputs if isinstance(output, Close)] == [1]
+    assert list(a.peers()) == []
+
+
+@pytest.mark.parametrize("protocol", [PROTOCOL, PROTOCOL + 1])
+def test_a_greeting_that_says_more_is_of_a_later_version_or_none(protocol: int) -> None:
+    longer = orjson.dumps([*orjson.loads(encode(hello("z", protocol))), {"more": True}])
+    if protocol == PROTOCOL:
+        assert isinstance(decode(longer), Malformed)
+    else:
+        assert decode(longer) == hello("z", protocol)
+
+
+async def test_an_instance_of_another_version_gets_one_line_in_the_log_and_ends_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with nodes.instances(tmp_path) as running, aiohttp.ClientSession() as session:
+        a = await running.start("a")
+        later = hello("z", PROTOCOL + 1, epoch=1)  # so that `a` is the later started
+        for _ in range(2):
+            async with session.ws_connect(f"http://{a.address}{PATH}") as stream:
+                await stream.send_bytes(frame(later, nodes.KEYS))
+                ours, refusal = [decode((await stream.receive_bytes())[_HEAD:]) for _ in range(2)]
+                assert isinstance(ours, Hello)
+                assert isinstance(refusal, Refuse)
+                await stream.send_bytes(frame(Refuse(ours.nonce, "z speaks another version"), nodes.KEYS))
+                assert (await stream.receive()).type is aiohttp.WSMsgType.CLOSE
+        lines = [record.getMessage() for record in caplog.records if "version" in record.getMessage()]
+        assert [line.split(";")[0] for line in lines] == [
+            f"z at z:1 is refused: a speaks version {PROTOCOL} of the cluster's protocol, not {PROTOCOL + 1}"
+        ]
+        assert not a.node.ended.done()

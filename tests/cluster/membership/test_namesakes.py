@@ -1,0 +1,236 @@
+"""Two instances started with one name, which only others know both: neither is led astray for ever, and both say so."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from caraserve.cluster.membership.events import PeerRefused, RefusedUs
+from caraserve.cluster.membership.swim import Record, Rumour, State
+from caraserve.cluster.state.replicated_map import Value
+from tests.cluster import nodes
+from tests.cluster.fleet import Fleet
+from tests.cluster.membership.test_swim import View, record
+
+
+def elsewhere(epoch: int, state: State = State.ALIVE, address: str = "other:1") -> Rumour:
+    return Rumour(Record("me", address, epoch, 0, state), "b" if state == State.SUSPECT else "")
+
+
+def namesakes(seed: int = 0) -> Fleet:
+    """`one` and `two` are both called a; each has come by an instance of its own, and those two then meet."""
+    fleet = Fleet(seed)
+    for name, friend in (("one", "x"), ("two", "y")):
+        fleet.start(friend)
+        fleet.start(name, [friend], called="a")
+        fleet.run(1)
+    fleet.nodes["y"].core.seed(("x:1",))
+    return fleet
+
+
+def complaints(fleet: Fleet, name: str) -> set[PeerRefused]:
+    return {output for _, output in fleet.nodes[name].outputs if isinstance(output, PeerRefused)}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_they_stop_outbidding_each_other_and_each_names_both_addresses(seed: int) -> None:
+    fleet = namesakes(seed)
+    first, second = (fleet.nodes[name].core.members.me.epoch for name in ("one", "two"))
+    fleet.run(60)
+    epochs = [fleet.nodes[name].core.members.me.epoch for name in ("one", "two")]
+    assert max(epochs) <= max(first, second) + 6
+    moved = len([event for when, event in fleet.events("x") if event.record.name == "a"])
+    fleet.run(60)
+    assert [fleet.nodes[name].core.members.me.epoch for name in ("one", "two")] == epochs
+    assert len([event for when, event in fleet.events("x") if event.record.name == "a"]) == moved
+    for name, other in (("one", "two"), ("two", "one")):
+        reason = f"an instance at {name}:1 is called a, too; give each a --name of its own"
+        assert complaints(fleet, name) == {PeerRefused(f"a at {other}:1", reason)}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_who_is_in_already_does_not_end_for_a_namesake(seed: int) -> None:
+    fleet = namesakes(seed)
+    fleet.run(60)
+    outputs = [output for name in ("one", "two") for _, output in fleet.nodes[name].outputs]
+    refusals = [output for output in outputs if isinstance(output, RefusedUs)]
+    assert refusals != []
+    assert not any(output.ours_to_go for output in refusals)
+
+
+@pytest.mark.parametrize("how", ["leave", "kill"])
+@pytest.mark.parametrize("gone", ["one", "two"])
+def test_when_one_goes_the_name_is_the_others_again(gone: str, how: str) -> None:
+    fleet = namesakes()
+    fleet.run(30)
+    getattr(fleet, how)(gone)
+    stays = "two" if gone == "one" else "one"
+
+    def all_see_it() -> bool:
+        seen = [fleet.nodes[viewer].core.members.get("a") for viewer in ("x", "y")]
+        return all(one == fleet.nodes[stays].core.members.me for one in seen)
+
+    fleet.run_until(all_see_it, 20)
+    fleet.run(10)
+    assert all_see_it()
+    assert all("a" in set(fleet.nodes[viewer].core.peers()) for viewer in ("x", "y"))
+
+
+def test_an_earlier_life_at_another_address_is_outbid_without_a_word() -> None:
+    members = View("b").members
+    members.take_events()
+    members.merge(elsewhere(500), 1.0)
+    assert (members.me.epoch, members.me.address) == (501, "me:1")
+    members.merge(elsewhere(500, State.SUSPECT), 2.0)
+    members.merge(elsewhere(600, State.DEAD), 3.0)
+    assert members.me.epoch == 601
+    assert members.take_events() == []
+
+
+def test_whom_only_a_namesake_lets_hear_is_as_silent_as_it_is() -> None:
+    view = View("b")
+    for _ in range(100):
+        view.wait(0.1)
+        view.members.heard("b", "other:1", view.now)
+    assert (found := view.members.get("b")) is not None
+    assert found.state == State.DEAD
+
+
+def test_of_two_started_in_the_same_moment_one_is_outbid_too() -> None:
+    members = View("b").members
+    members.merge(Rumour(Record("me", "z:1", *record("me").order[:3]), ""), 1.0)
+    assert members.me.epoch == record("me").epoch + 1
+
+
+def test_who_goes_on_answering_is_not_outbid_for_ever_but_its_end_is() -> None:
+    members = View("b").members
+    for address in ("other:1", "third:1", "other:1", "third:1", "other:1"):
+        members.merge(elsewhere(members.me.epoch + 1, address=address), 1.0)
+    assert members.me.epoch == record("me").epoch + 6  # by two, three times
+    for state in (State.DEAD, State.LEFT):
+        last = members.me.epoch + 10
+        members.merge(elsewhere(last, state), 2.0)
+        assert members.me == Record("me", "me:1", last + 1, 0, State.ALIVE)
+
+
+# --- what they say of themselves ---
+
+
+class Namesakes(RuleBasedStateMachine):
+    """`one` and `two`, both called a, in touch with x and y alone; whatever happens, they come to rest, and what is
+    believed of a is true of the one that is taken for it."""
+
+    @initialize(seed=st.integers(0, 1000), size=st.sampled_from([1, 20]))
+    def begin(self, seed: int, size: int) -> None:
+        self.fleet = namesakes(seed)
+        self.held: dict[str, dict[str, Value]] = {"one": {}, "two": {}}
+        for name, tier in (("one", 1), ("two", 2)):
+            for index in range(size):
+                self.hold(name, f"both have {index}", tier)
+                self.hold(name, f"{name} has {index}", 2)
+
+    @rule(name=st.sampled_from(["one", "two"]), key=st.sampled_from(["p", "q", "one has 0"]), tier=st.integers(0, 2))
+    def hold(self, name: str, key: str, tier: int) -> None:
+        self.fleet.nodes[name].core.hold(key, (tier,), self.fleet.now)
+        self.held[name][key] = (tier,)
+
+    @rule(name=st.sampled_from(["one", "two"]), key=st.sampled_from(["p", "both have 0", "two has 0"]))
+    def drop(self, name: str, key: str) -> None:
+        self.fleet.nodes[name].core.drop(key, self.fleet.now)
+        self.held[name].pop(key, None)
+
+    @rule(seconds=st.floats(0.05, 10))
+    def wait(self, seconds: float) -> None:
+        self.fleet.run(seconds)
+
+    @rule(name=st.sampled_from(["one", "two"]), politely=st.booleans())
+    def restart(self, name: str, politely: bool) -> None:
+        """Its former self's word counts no more."""
+        self.fleet.leave(name) if politely else self.fleet.kill(name)
+        self.fleet.start(name, ["x" if name == "one" else "y"], called="a")
+        self.held[name] = {}
+
+    @rule(reset=st.booleans())
+    def part(self, reset: bool) -> None:
+        self.fleet.partition(["one", "x"], ["two", "y"], reset=reset)
+
+    @rule()
+    def meet(self) -> None:
+        self.fleet.heal()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "fleet"):
+            return
+        fleet = self.fleet
+        fleet.heal()
+        fleet.run(60)
+        believed, sent = said(fleet), sum(fleet.sent.values())
+        fleet.run(10)
+        assert said(fleet) == believed
+        assert sum(fleet.sent.values()) - sent <= 10 * 4 * 6 * 4  # beats, syncs and greetings, and no facts
+        taken = {fleet.nodes[viewer].core.members.get("a") for viewer in ("x", "y")}
+        (name,) = [name for name in ("one", "two") if {fleet.nodes[name].core.members.me} == taken]
+        assert all(one == self.held[name] for one in believed)
+        other = "two" if name == "one" else "one"
+        reason = f"an instance at {other}:1 is called a, too; give each a --name of its own"
+        assert PeerRefused(f"a at {name}:1", reason) in complaints(fleet, other)
+
+
+def said(fleet: Fleet) -> list[dict[str, Value]]:
+    """What each instance believes that a holds."""
+    shelves = [node.core.facts.shelf("a") or () for node in fleet.nodes.values()]
+    return [{fact.key: fact.value for fact in shelf if not fact.deleted} for shelf in shelves]
+
+
+TestNamesakes = Namesakes.TestCase
+TestNamesakes.settings = settings(max_examples=15, stateful_step_count=10, deadline=None, print_blob=True)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_each_says_of_itself_is_not_contradicted_for_ever(seed: int) -> None:
+    fleet = namesakes(seed)
+    for name in ("one", "two"):
+        fleet.nodes[name].core.hold("by whom", (name,), fleet.now)
+        fleet.nodes[name].core.hold(f"only {name}", (1,), fleet.now)
+    fleet.run(60)
+    facts = [list(node.core.facts.shelf("a") or ()) for node in fleet.nodes.values()]
+    fleet.run(10)
+    assert facts == [list(node.core.facts.shelf("a") or ()) for node in fleet.nodes.values()]
+    taken = fleet.nodes["x"].core.members.get("a")
+    assert taken is not None
+    name = taken.address.removesuffix(":1")
+    assert said(fleet) == [{"by whom": (name,), f"only {name}": (1,)}] * 4
+
+
+@pytest.mark.parametrize("how", ["leave", "kill"])
+@pytest.mark.parametrize("gone", ["one", "two"])
+def test_when_one_goes_what_the_other_said_all_the_time_is_believed(gone: str, how: str) -> None:
+    fleet, count = namesakes(), 700
+    for name in ("one", "two"):
+        for index in range(count):
+            fleet.nodes[name].core.hold(f"{name} has {index}", (1,), fleet.now)
+    fleet.run(60)
+    getattr(fleet, how)(gone)
+    stays = "two" if gone == "one" else "one"
+    truth = {f"{stays} has {index}": (1,) for index in range(count)}
+    fleet.run_until(lambda: all(one == truth for one in said(fleet)), 60)
+
+
+async def test_the_log_says_which_two_share_a_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with nodes.instances(tmp_path) as running:
+        x = await running.start("x")
+        one = await running.start("one", called="a", peers=(x.address,))
+        y = await running.start("y", peers=("127.0.0.1:1",))
+        two = await running.start("two", called="a", peers=(y.address,))
+        await nodes.until(lambda: x.sees("a") == y.sees("a") == State.ALIVE)
+        y.node.core.seed((x.address,))
+        both = {
+            f"a at {here.address} is refused: an instance at {there.address} is called a, too; give each a --name of "
+            "its own"
+            for here, there in ((one, two), (two, one))
+        }
+        await nodes.until(lambda: both <= {line.getMessage() for line in caplog.records})
+        assert not one.node.ended.done()
+        assert not two.node.ended.done()

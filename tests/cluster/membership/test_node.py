@@ -1,0 +1,354 @@
+"""Instances find each other over real sockets, share what they know, and end in order."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from caraserve.cluster.membership.auth import Keyring
+from caraserve.cluster.membership.node import Body
+from caraserve.cluster.membership.secret_file import SecretFile
+from caraserve.cluster.membership.swim import Record, Rumour, State
+from caraserve.cluster.routing.cost import Links, Tier
+from caraserve.cluster.routing.perf_model import PerfModel
+from caraserve.cluster.state.persistence import NamesFile
+from caraserve.cluster.state.replicated_map import SHARED, Adapter, Fact, Load
+from caraserve.cluster.transfer.peer_client import Transfers, Trouble
+from caraserve.errors import ConfigError
+from tests.cluster.nodes import LOAD, Instances, instances, until
+
+MODEL = PerfModel(0.01, 0.1, 5.0, False, 1.0, 0.05, 0.001)
+LINKS = Links(1.0, 1000.0)
+OLD, NEW = b"the old secret of this cluster", b"the new secret of this cluster"
+
+
+async def together(running: Instances, *names: str) -> None:
+    for name in names:
+        await running.start(name)
+    await until(running.agree)
+
+
+async def test_five_see_each_other_and_one_that_leaves_is_suspected_by_nobody(tmp_path: Path) -> None:
+    seen: list[State] = []
+    async with instances(tmp_path) as running:
+        await together(running, "a", "b", "c", "d", "e")
+        for one in running.running.values():
+            one.node.on_member = lambda record, before: seen.append(record.state)
+        await running.stop("e")
+        await until(running.agree)
+        assert all(one.sees("e") == State.LEFT for one in running.running.values())
+        assert seen == [State.LEFT] * 4
+
+
+async def test_a_name_is_known_everywhere_and_forgotten_everywhere(tmp_path: Path) -> None:
+    adapter = Adapter("poet", "d" * 64, 8, 4096)
+    heard: list[object] = []
+    async with instances(tmp_path) as running:
+        await together(running, "a", "b", "c")
+        a, b, c = (running.running[name].node for name in "abc")
+        c.on_names = heard.append
+        a.register(adapter)
+        a.hold("d1", Tier.HOST)
+        await until(lambda: b.adapter("poet") == c.adapter("poet") == adapter)
+        await until(lambda: c.holders("d1") == {"a": Tier.HOST})
+        b.remove("poet")
+        await until(lambda: a.adapter("poet") is None and c.adapter("poet") is None)
+        assert heard == [{"poet": adapter}, {"poet": None}]
+
+
+async def test_a_name_given_in_words_of_a_later_version_is_not_taken_for_a_removal(tmp_path: Path) -> None:
+    heard: dict[str, Adapter | None] = {}
+    async with instances(tmp_path) as running:
+        await together(running, "a", "b")
+        a, b = running.running["a"].node, running.running["b"].node
+        a.on_names = heard.update
+        wall_ms = int(time.time() * 1000)
+        later = Fact("poet", ("blake3", "digest"), wall_ms << 16, "b")
+        b.core.facts.merge(SHARED, [later], wall_ms)
+        b.register(Adapter("known", "d" * 64, 8, 10))
+        shelf = a.core.facts.shelf(SHARED)
+        await until(lambda: "known" in heard and shelf is not None and shelf.get("poet") == later)
+        assert set(heard) == {"known"}
+
+
+async def test_only_the_living_hold_anything(tmp_path: Path) -> None:
+    async with instances(tmp_path) as running:
+        await together(running, "a", "b")
+        running.running["b"].node.hold("d1", Tier.DEVICE)
+        a = running.running["a"].node
+        await until(lambda: a.holders("d1") == {"b": Tier.DEVICE})
+        await running.stop("b")
+        await until(lambda: a.holders("d1") == {})
+
+
+async def test_names_and_what_was_removed_survive_a_restart_of_all(tmp_path: Path) -> None:
+    async with instances(tmp_path) as running:
+        await together(running, "a", "b")
+        a, b = running.running["a"].node, running.running["b"].node
+        for index in range(1000):
+            a.register(Adapter(f"n{index}", f"{index:064x}", 8, 10))
+        b.register(Adapter("gone", "d" * 64, 8, 10))
+        await until(lambda: sum(1 for _ in b.adapters()) == sum(1 for _ in a.adapters()) == 1001)
+        a.remove("gone")
+        await until(lambda: b.adapter("gone") is None)
+    async with instances(tmp_path) as running:
+        alone = (await running.start("b")).node
+        assert {adapter.name for adapter in alone.adapters()} == {f"n{index}" for index in range(1000)}
+        await running.start("a")
+        await until(running.agree)
+        assert alone.adapter("gone") is None
+
+
+async def test_a_name_taken_away_while_http_ends_is_remembered(tmp_path: Path) -> None:
+    async with instances(tmp_path) as running:
+        a = (await running.start("a")).node
+        a.register(Adapter("late", "d" * 64, 8, 10))
+        await a.stop()
+        a.remove("late")
+    with contextlib.closing(NamesFile(tmp_path / "a.db")) as names:
+        assert [(fact.key, fact.deleted) for fact in names.restore(0)] == [("late", True)]
+
+
+async def test_a_wrong_clock_is_said_to_be_one_and_may_be_put_right(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = time.time()
+    later_s = now_s + 7200
+    async with instances(tmp_path) as running:
+        await together(running, "a", "b")
+        a, b = running.running["a"].node, running.running["b"].node
+        b.core.facts.merge(
+            SHARED, [Fact("ahead", ("d" * 64, 8, 10), int(later_s * 1000) << 16, "b")], int(later_s * 1000)
+        )
+        b.register(Adapter("poet", "d" * 64, 8, 10))
+        await until(lambda: "is a clock wrong" in caplog.text)
+        assert a.adapter("poet") is None
+        monkeypatch.setattr("caraserve.cluster.membership.node.time.time", lambda: later_s)
+        b.register(Adapter("pirate", "d" * 64, 8, 10))
+        await until(lambda: a.adapter("pirate") is not None)
+
+
+async def test_what_was_refused_is_counted_for_all_to_see(tmp_path: Path) -> None:
+    async with instances(tmp_path) as running:
+        await together(running, "a", "b")
+        a = running.running["a"].node
+        now_ms = int(time.time() * 1000)
+        a.core.facts.merge("b", [Fact("d1", (1,), now_ms << 16, "impostor")] * 3, now_ms)
+        a.core.received(0, b"no frame", a._now())
+        a.core.members.refused_names = 4
+        (shelf,) = [shelf for shelf in [a.core.facts.shelf(SHARED)] if shelf is not None]
+        shelf.dropped = 5
+        lines = [line for part in a.families('x="y"') for line in part.splitlines() if not line.startswith("#")]
+        assert lines == [
+            'caraserve:cluster_facts_refused_total{x="y"} 3',
+            'caraserve:cluster_frames_refused_total{x="y"} 1',
+            'caraserve:cluster_instances_refused_total{x="y"} 4',
+            'caraserve:cluster_removals_dropped_total{x="y"} 5',
+        ]
+
+
+async def test_a_router_sees_loads_and_performance_models(tmp_path: Path) -> None:
+    async with instances(tmp_path) as running:
+        await together(running, "a", "b")
+        a, b = running.running["a"].node, running.running["b"].node
+        assert a.instances() == ()
+        b.publish(MODEL, LINKS)
+        await until(lambda: len(a.instances()) == 1 and a.instances()[0].able)
+        (seen,) = a.instances()
+        assert (seen.name, seen.model, seen.links) == ("b", MODEL, LINKS)
+        assert (seen.backlog.kv_tokens, seen.backlog.queue_room) == (LOAD.kv_tokens, LOAD.queue_room)
+        assert a.instances()[0] is a.instances()[0]
+
+
+async def test_a_question_is_answered_and_one_to_nobody_is_not(tmp_path: Path) -> None:
+    def answer(peer: str, body: Body) -> Body:
+        return (peer, *body, 0.5)
+
+    async with instances(tmp_path) as running:
+        await together(running, "a", "b")
+        a, b = running.running["a"].node, running.running["b"].node
+        b.on_question = answer
+        assert await a.ask("b", ("cost", 8), 1.0) == ("a", "cost", 8, 0.5)
+        assert await asyncio.gather(*(a.ask("b", (index,), 1.0) for index in range(3))) == [
+            ("a", index, 0.5) for index in range(3)
+        ]
+        assert await a.ask("nobody", (), 1.0) is None
+        b.core.leave(0.0)  # it hears nobody any more
+        assert await a.ask("b", (), 0.05) is None
+
+
+async def test_a_wrong_secret_never_gets_in_and_is_said_to_be_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    async with instances(tmp_path) as running:
+        await together(running, "a", "b")
+        stranger = await running.start("stranger", keys=Keyring((b"some other secret of somebody",)))
+        await until(lambda: "--cluster-secret-file" in caplog.text)
+        assert [record.name for record in stranger.node.members()] == ["stranger"]
+        assert running.running["a"].sees("stranger") is None
+
+
+async def test_secrets_change_without_a_pause(tmp_path: Path) -> None:
+    files = {name: tmp_path / f"{name}.secrets" for name in "ab"}
+    for file in files.values():
+        file.write_bytes(OLD + b"\n")
+    secrets = {name: SecretFile(file) for name, file in files.items()}
+    left: list[State] = []
+    async with instances(tmp_path) as running:
+        for name in "ab":
+            one = await running.start(name, keys=secrets[name])
+            one.node.on_member = lambda record, before: left.append(record.state)
+        await until(running.agree)
+        for content in (OLD + b"\n" + NEW, NEW + b"\n" + OLD + b"\n", NEW):
+            for name, file in files.items():
+                file.write_bytes(content)
+                running.running[name].node.reread_secrets()
+                await asyncio.sleep(0.3)  # the two differ, and speak
+        running.running["a"].node.register(Adapter("after", "d" * 64, 8, 1))
+        await until(lambda: running.running["b"].node.adapter("after") is not None)
+        assert left == [State.ALIVE] * 2
+
+
+async def test_a_secret_file_that_became_useless_changes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "secrets"
+    file.write_bytes(OLD)
+    secrets = SecretFile(file)
+    async with instances(tmp_path) as running:
+        await running.start("a", keys=secrets)
+        await running.start("b", keys=Keyring((OLD,)))
+        await until(running.agree)
+        file.write_bytes(b"short")
+        running.running["a"].node.reread_secrets()
+        running.running["a"].node.register(Adapter("after", "d" * 64, 8, 1))
+        await until(lambda: running.running["b"].node.adapter("after") is not None)
+
+
+@pytest.mark.parametrize(("settings", "reason"), [({"model": "other"}, "base model"), ({"called": "a"}, "called a")])
+async def test_who_does_not_belong_here_goes_and_who_was_here_stays(
+    tmp_path: Path, settings: dict[str, str], reason: str
+) -> None:
+    async with instances(tmp_path) as running:
+        await together(running, "a", "b")
+        a = running.running["a"]
+        stranger = await running.start("stranger", peers=(a.address,), **settings)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=reason):
+            await stranger.node.ended
+        await running.stop("stranger")
+        await until(running.agree)
+        assert not a.node.ended.done()
+
+
+async def test_what_each_side_learnt_in_a_partition_both_know_when_it_heals(tmp_path: Path) -> None:
+    async with instances(tmp_path) as running:
+        first = await running.start("a", behind_relay=True)
+        await running.start("b", behind_relay=True, peers=(first.address,))
+        await until(running.agree)
+        pair = [running.running[name] for name in "ab"]
+        pair[0].node.register(Adapter("before", "d" * 64, 8, 1))
+        for one in pair:
+            assert one.relay is not None
+            one.relay.cut()
+        await until(lambda: pair[0].sees("b") == pair[1].sees("a") == State.SUSPECT)
+        await until(lambda: pair[0].sees("b") == pair[1].sees("a") == State.DEAD)
+        pair[0].node.register(Adapter("on-a", "d" * 64, 8, 1))
+        pair[1].node.register(Adapter("on-b", "d" * 64, 8, 1))
+        for one in pair:
+            assert one.relay is not None
+            one.relay.heal()
+        await until(running.agree)
+        await until(lambda: all({x.name for x in one.node.adapters()} == {"before", "on-a", "on-b"} for one in pair))
+
+
+async def test_a_defect_in_what_one_change_leads_to_keeps_no_other_change_back(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def fail_once(record: Record, before: State | None) -> None:
+        seen.append(record.name)
+        if len(seen) == 1:
+            raise ZeroDivisionError
+
+    async with instances(tmp_path) as running:
+        a = (await running.start("a")).node
+        a.on_member = fail_once
+        for name in ("x", "y"):
+            a.core.members.merge(Rumour(Record(name, "127.0.0.1:1", 1, 0, State.ALIVE), ""), a._now())
+        await until(lambda: seen[:2] == ["x", "y"])
+
+
+async def test_a_node_whose_tick_fails_ticks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with instances(tmp_path) as running:
+        await together(running, "a", "b")
+        a, b = running.running["a"].node, running.running["b"].node
+
+        def fail_once(lag_s: float) -> Load:
+            a.load_now = lambda lag_s: Load("serving", queued=7)
+            raise ZeroDivisionError
+
+        a.load_now = fail_once
+        await until(lambda: (found := b.core.facts.load("a", 0.0)) is not None and found[0].queued == 7)
+        assert not a.ended.done()
+        assert 'background_task_failures_total{task="cluster tick",x="y"} 1' in "".join(a.background.families('x="y"'))
+
+
+async def test_what_answers_for_a_peer_cannot_send_this_machine_to_another_url(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    async def redirect(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        raise web.HTTPFound("/elsewhere")
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", redirect)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    address = f"127.0.0.1:{runner.addresses[0][1]}"
+    wire = Transfers(lambda: Keyring((OLD,)), None)
+    try:
+        assert await wire.page(address, "/page", 100) is Trouble.FAILED
+        async with instances(tmp_path) as running:
+            await running.start("a", peers=(address,))
+            await until(lambda: asked.count("/cluster/ws") >= 2)
+    finally:
+        await wire.close()
+        await runner.cleanup()
+    assert set(asked) == {"/page", "/cluster/ws"}
+
+
+async def test_the_base_models_name_is_no_adapters(tmp_path: Path) -> None:
+    async with instances(tmp_path) as running:
+        await running.start("a", base_name="base")
+        b = (await running.start("b")).node
+        await until(running.agree)
+        for name in ("base", "poet"):
+            b.register(Adapter(name, "d" * 64, 8, 1))
+        a = running.running["a"].node
+        await until(lambda: a.adapter("poet") is not None and a.core.facts.refused > 0)
+        assert [adapter.name for adapter in a.adapters()] == ["poet"]
+
+
+async def test_no_web_page_can_join(tmp_path: Path) -> None:
+    async with instances(tmp_path) as running, aiohttp.ClientSession() as session:
+        one = await running.start("a")
+        with pytest.raises(aiohttp.WSServerHandshakeError) as caught:
+            await session.ws_connect(f"http://{one.address}/cluster/ws", origin="http://evil.example")
+        assert caught.value.status == 403
+
+
+@pytest.mark.parametrize("frame", [b"", b"H", b"\x00" * 200_000, b"S" + b"x" * 100])
+async def test_rubbish_disturbs_nobody(tmp_path: Path, frame: bytes) -> None:
+    async with instances(tmp_path) as running, aiohttp.ClientSession() as session:
+        await together(running, "a", "b")
+        async with session.ws_connect(f"http://{running.running['a'].address}/cluster/ws") as stream:
+            with contextlib.suppress(ConnectionError):
+                for _ in range(30):
+                    await stream.send_bytes(frame)
+            while (await stream.receive(timeout=20)).type is aiohttp.WSMsgType.BINARY:
+                pass
+        assert running.agree()

@@ -1,0 +1,86 @@
+"""Who makes a plan, which of two holds, and what demand it is made for."""
+
+from collections import Counter
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from caraserve.cluster.placement.loraserve import place
+from caraserve.cluster.placement.plan import (
+    AdapterDemand,
+    Plan,
+    Server,
+    Share,
+    extrapolated,
+    planners,
+    random_plan,
+    rendezvous,
+)
+
+
+def test_of_two_plans_the_later_epoch_holds_then_the_greater_digest() -> None:
+    shares: Mapping[str, tuple[Share, ...]] = {"a": (Share("s", 1.0),)}
+    first, second = Plan.made(1, shares, {"s": 8}), Plan.made(2, shares, {"s": 8})
+    other = Plan.made(1, shares, {"s": 16})
+    assert first.holds_over(None)
+    assert second.holds_over(first)
+    assert not first.holds_over(second)
+    assert first.holds_over(other) != other.holds_over(first)
+    assert not first.holds_over(first)
+    assert first.digest == second.digest != other.digest
+
+
+@given(st.sets(st.sampled_from([f"s{index}" for index in range(20)]), min_size=2), st.integers(0, 50))
+def test_the_second_planner_is_the_first_once_that_is_gone(members: set[str], epoch: int) -> None:
+    order = planners(epoch, members)
+    assert set(order) == members
+    assert planners(epoch, members - {order[0]}) == order[1:]
+
+
+def test_epochs_are_planned_in_turn() -> None:
+    members = [f"s{index}" for index in range(5)]
+    counts = Counter(planners(epoch, members)[0] for epoch in range(1000))
+    assert min(counts.values()) > 140
+    assert len({tuple(rendezvous(f"key {index}", members)) for index in range(2000)}) == 120  # all the orders there are
+
+
+def test_all_versions_agree_on_whose_turn_it_is() -> None:
+    assert planners(7, [f"s{index}" for index in range(5)]) == ["s4", "s1", "s0", "s2", "s3"]
+
+
+@given(st.sets(st.sampled_from([f"s{index}" for index in range(20)]), min_size=1), st.text(max_size=5))
+def test_the_first_of_an_adapters_order_has_it_where_plans_are_random(names: set[str], adapter: str) -> None:
+    order = rendezvous(adapter, names)
+    plan = random_plan([AdapterDemand(adapter, 8, 10)], [Server(name, 100) for name in names])
+    assert plan.instances(adapter) == (order[0],)
+
+
+@pytest.mark.parametrize(
+    ("previous", "latest", "expected"),
+    [
+        (None, 50.0, 50.0),
+        (40.0, 50.0, 60.0),
+        (10.0, 50.0, 90.0),
+        (0.0, 50.0, 100.0),
+        (200.0, 50.0, 25.0),
+        (5.0, 0.0, 0.0),
+    ],
+)
+def test_demand_goes_on_in_a_line_within_a_factor_of_two(
+    previous: float | None, latest: float, expected: float
+) -> None:
+    assert extrapolated(previous, latest) == expected
+
+
+def test_a_plan_that_stays_has_the_digest_of_what_it_says() -> None:
+    adapters = [AdapterDemand(f"a{number:02}", 8, 1, 10.0 / (number + 1)) for number in range(40)]
+    servers = [Server(f"s{number}", 100) for number in range(4)]
+    points = {8: 20.0}
+    before = place(adapters, servers, points, 1)
+    kept = place(adapters, servers, points, 2, before)
+    longer = place([*adapters, AdapterDemand("new", 8, 1)], servers, points, 3, kept)
+    assert kept.digest == before.digest != longer.digest
+    for plan in (kept, longer):
+        assert plan.digest == Plan.made(9, dict(plan.shares), dict(plan.classes)).digest

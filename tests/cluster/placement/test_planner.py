@@ -1,0 +1,298 @@
+"""The placement: one instance makes it, all go by it, and whoever falls silent is replaced."""
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import orjson
+import pytest
+
+from caraserve.cluster.membership.auth import Keyring
+from caraserve.cluster.membership.node import Node
+from caraserve.cluster.placement.demand import STEP_S, Demand, expected
+from caraserve.cluster.placement.plan import AdapterDemand, Plan, Server, Share, planners
+from caraserve.cluster.placement.plan_codec import decoded, encoded, packed
+from caraserve.cluster.placement.planner import PLAN as PUBLISHED
+from caraserve.cluster.placement.planner import Pace, Planner, _rates
+from caraserve.cluster.placement.planner_process import answer, ask, question
+from caraserve.cluster.routing.cost import Links
+from caraserve.cluster.routing.perf_model import PerfModel
+from caraserve.cluster.state.replicated_map import Adapter, Facts
+from caraserve.cluster.transfer.peer_client import Transfers, Trouble
+from caraserve.serve_adapters import planned
+from tests.cluster.nodes import KEYS, Instances, instances, until
+
+MODEL = PerfModel(0.01, 0.1, 5.0, True, 1.0, 0.05, 0.001)
+PLAN = Plan.made(
+    7, {"x": (Share("a", 0.75), Share("b", 0.25)), "y": (Share("b", 1.0),)}, {"a": 8, "b": 64}, 1.1, 0.25, ("b",)
+)
+EPOCH = 29_000_000
+RANKS = {"small": 8, "other": 8, "large": 64}
+
+
+class Clock:
+    """A time of day that stands still at some step's beginning, but for what a test adds."""
+
+    def __init__(self) -> None:
+        self.wall_s = EPOCH * STEP_S + 5.0
+
+
+@asynccontextmanager
+async def planning(
+    folder: Path, clock: Clock, *names: str, pace: Pace | None = None
+) -> AsyncIterator[tuple[Instances, dict[str, Planner]]]:
+    pace = pace or Pace(look_s=0.05, settle_s=1.0, silence_s=20.0)
+    made: dict[str, Planner] = {}
+    wires: list[Transfers] = []
+
+    def add(node: Node) -> Planner:
+        wire = Transfers(lambda: KEYS, None)
+        wires.append(wire)
+        made[node.name] = Planner(*(node, wire, "loraserve", 10**9, math.inf), wall=lambda: clock.wall_s, pace=pace)
+        return made[node.name]
+
+    async with instances(folder) as group:
+        for name in names:
+            await group.start(name, routes=lambda node: add(node).routes())
+        await until(group.agree)
+        for one in group.running.values():
+            one.node.publish(MODEL, Links())
+        for name, rank in RANKS.items():
+            group.running[names[0]].node.register(Adapter(name, name.encode().hex().zfill(64), rank, 1000))
+        for one in group.running.values():
+            await until(lambda one=one: sum(1 for _ in one.node.adapters()) == len(RANKS))
+            await until(lambda one=one: len(one.node.instances()) == len(names))
+        tasks = [asyncio.create_task(planner.run()) for planner in made.values()]
+        try:
+            await until(lambda: all(_has_room(planner, *names) for planner in made.values()))
+            assert all(planner.plan is None for planner in made.values())  # not before the others are known
+            clock.wall_s += 1.0
+            yield group, made
+        finally:
+            for task in tasks:
+                task.cancel()
+            done = await asyncio.gather(*tasks, return_exceptions=True)
+            assert all(isinstance(one, asyncio.CancelledError) for one in done), done
+            await asyncio.gather(*(wire.close() for wire in wires))
+
+
+def _has_room(planner: Planner, *names: str) -> bool:
+    return all(planner._room(name) is not None for name in names)
+
+
+def agreed(planners_by_name: dict[str, Planner], epoch: int) -> bool:
+    plans = [planner.plan for planner in planners_by_name.values()]
+    return all(plan is not None and plan.epoch == epoch for plan in plans) and len({p.digest for p in plans if p}) == 1
+
+
+async def test_the_one_whose_turn_it_is_makes_a_plan_by_everybodys_demand_and_all_go_by_it(tmp_path: Path) -> None:
+    clock = Clock()
+    async with planning(tmp_path, clock, "a", "b", "c") as (_, made):
+        for planner in made.values():
+            for step in (EPOCH - 2, EPOCH - 1):
+                planner.demand.count("small", step * STEP_S, 600)
+                planner.demand.count("large", step * STEP_S, 600)
+        await until(lambda: agreed(made, EPOCH))
+        first = planners(EPOCH, made)[0]
+        assert {name: planner.made for name, planner in made.items()} == {name: name == first for name in made}
+        plan = made["a"].plan
+        assert plan is not None
+        assert plan.shares.keys() == RANKS.keys()
+        assert set(plan.classes.values()) == {8, 64}  # without demand, all three instances would be for large
+        adopted: list[Plan] = []
+        made["b"].on_plan = adopted.append
+        clock.wall_s += STEP_S
+        await until(lambda: agreed(made, EPOCH + 1))
+        assert [plan.epoch for plan in adopted] == [EPOCH + 1]
+
+
+async def test_when_the_first_is_silent_the_second_makes_it(tmp_path: Path) -> None:
+    clock = Clock()
+    order = planners(EPOCH, ("a", "b"))
+    async with planning(tmp_path, clock, "a", "b") as (_, made):
+        made[order[0]]._make = _never  # type: ignore[method-assign]
+        await asyncio.sleep(0.3)  # several turns
+        assert all(planner.plan is None for planner in made.values())
+        clock.wall_s += 20.0
+        await until(lambda: agreed(made, EPOCH))
+        assert made[order[1]].made == 1
+
+
+async def test_a_plan_that_cannot_be_made_is_not_tried_all_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("caraserve.cluster.placement.planner.ask", _fails)
+    async with planning(tmp_path, Clock(), "a") as (_, made):
+        await until(lambda: made["a"].failed == 1)
+        await asyncio.sleep(0.3)  # several turns
+        assert made["a"].failed == 1
+
+
+async def test_a_clock_that_is_ahead_leads_nobody_else(tmp_path: Path) -> None:
+    clock = Clock()
+    async with planning(tmp_path, clock, "a", "b") as (_, made):
+        await until(lambda: agreed(made, EPOCH))
+        ahead = Plan.made(EPOCH + 1000, {"small": (Share("a", 1.0),)}, {"a": 8, "b": 8})
+        made["a"]._make = made["b"]._make = _never  # type: ignore[method-assign]
+        made["a"]._wall = lambda: clock.wall_s + 1000 * STEP_S
+        made["a"]._adopt(ahead, encoded(ahead))
+        current = Plan.made(EPOCH + 1, {"small": (Share("b", 1.0),)}, {"a": 8, "b": 8})
+        assert await _takes(made["b"], ahead) is None
+        made["a"]._wall = lambda: clock.wall_s  # it is set right, and the plan dropped
+        await until(lambda: made["a"].plan != ahead)
+        made["a"]._adopt(current, encoded(current))
+        assert await _takes(made["b"], current) == current
+        await until(lambda: agreed(made, EPOCH + 1))
+
+
+async def test_where_the_latest_plan_cannot_be_had_the_one_before_it_is_taken(tmp_path: Path) -> None:
+    clock = Clock()
+    async with planning(tmp_path, clock, "a", "b", "c") as (_, made):
+        await until(lambda: agreed(made, EPOCH))
+        for planner in made.values():
+            planner._make = _never  # type: ignore[method-assign]
+        late = Plan.made(EPOCH + 1, {"small": (Share("b", 1.0),)}, {"a": 8, "b": 8, "c": 8})
+        made["a"]._adopt_published = _never  # type: ignore[method-assign]
+        made["a"]._node.core.hold(PUBLISHED, (EPOCH + 1, "f" * 64), time.monotonic())  # and has no such plan
+        made["b"]._adopt(late, encoded(late))
+        assert late.digest < "f" * 64
+        await until(lambda: made["c"].plan == late)
+
+
+async def _takes(planner: Planner, plan: Plan) -> Plan | None:
+    """The plan, if it is taken within several turns of its being known."""
+    facts = planner._node.core.facts
+    await until(lambda: any(_published(facts, name) == plan.digest for name in "ab"))
+    await asyncio.sleep(0.3)
+    return planner.plan if planner.plan == plan else None
+
+
+def _published(facts: Facts, name: str) -> str:
+    shelf = facts.shelf(name)
+    fact = shelf.get(PUBLISHED) if shelf is not None else None
+    return str(fact.value[1]) if fact is not None and fact.value else ""
+
+
+async def _fails(body: bytes, previous: bytes, timeout_s: float) -> bytes:
+    raise OSError("it could not be started")
+
+
+async def _never(epoch: int) -> None:
+    return
+
+
+async def test_strangers_learn_neither_demand_nor_plans(tmp_path: Path) -> None:
+    clock = Clock()
+    async with planning(tmp_path, clock, "a") as (group, made):
+        await until(lambda: made["a"].plan is not None)
+        address, plan = group.running["a"].address, made["a"].plan
+        assert plan is not None
+        for keys, gets_in in ((KEYS, True), (Keyring((b"some other secret of somebody",)), False)):
+            wire = Transfers(lambda keys=keys: keys, None)
+            for path in (f"/cluster/placement/plans/{plan.digest}", "/cluster/placement/demand?epoch=3"):
+                assert isinstance(await wire.page(address, path, 1 << 20), bytes) is gets_in
+            assert await wire.page(address, "/cluster/placement/plans/0", 1 << 20) in (Trouble.ABSENT, Trouble.FAILED)
+            await wire.close()
+
+
+@pytest.mark.parametrize(
+    ("routing", "by"), [("local", "auto"), ("auto", "auto"), ("s-lora-random", "s-lora-random"), ("most-idle", None)]
+)
+def test_a_fleet_that_others_route_for_has_a_placement_too(routing: str, by: str | None) -> None:
+    assert planned(routing) == by
+
+
+# --- plans as bytes ---
+
+
+def test_a_plan_survives_the_way_exactly() -> None:
+    assert decoded(encoded(PLAN)) == PLAN
+
+
+BAD = {
+    "no bytes": b"",
+    "not packed": b"[]",
+    "cut short": encoded(PLAN)[:-9],
+    "a list": packed([]),
+    "another version": packed([2, 7, 1.0, 0.0, [], ["a"], [8], {}]),
+    "an instance twice": packed([1, 7, 1.0, 0.0, [], ["a", "a"], [8, 8], {}]),
+    "fewer ranks than instances": packed([1, 7, 1.0, 0.0, [], ["a"], [], {}]),
+    "nobody": packed([1, 7, 1.0, 0.0, [], ["a"], [8], {"x": [1, 1.0]}]),
+    "the last one by -1": packed([1, 7, 1.0, 0.0, [], ["a"], [8], {"x": [-1, 1.0]}]),
+    "more than all": packed([1, 7, 1.0, 0.0, [], ["a"], [8], {"x": [0, 1.5]}]),
+    "no shares": packed([1, 7, 1.0, 0.0, [], ["a"], [8], {"x": []}]),
+    "half a share": packed([1, 7, 1.0, 0.0, [], ["a"], [8], {"x": [0]}]),
+    "a text for a number": packed([1, 7, "1", 0.0, [], ["a"], [8], {}]),
+    "numbers for names": packed([1, 7, 1.0, 0.0, [], [1], [8], {}]),
+    "an early step": packed([1, -7, 1.0, 0.0, [], ["a"], [8], {}]),
+    "shares in a list": packed([1, 7, 1.0, 0.0, [], ["a"], [8], []]),
+}
+
+
+@pytest.mark.parametrize("body", BAD.values(), ids=BAD)
+def test_what_is_no_plan_is_refused(body: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        decoded(body)
+
+
+def test_what_would_grow_past_all_bounds_is_refused() -> None:
+    with pytest.raises(ValueError, match="too large"):
+        decoded(packed("0" * (65 << 20)))
+
+
+def test_the_digest_is_computed_anew_so_that_a_changed_plan_shows() -> None:
+    other = replace(PLAN, shares={**PLAN.shares, "y": (Share("a", 1.0),)})
+    assert decoded(encoded(other)).digest != PLAN.digest
+
+
+# --- the process ---
+
+
+ADAPTERS = [AdapterDemand("x", 8, 10, 5.0), AdapterDemand("y", 64, 10, 5.0)]
+SERVERS = [Server("a", 100), Server("b", 100)]
+
+
+async def test_the_process_makes_the_plan_that_we_would_and_keeps_one_that_is_good() -> None:
+    asked = question("loraserve", 3, ADAPTERS, SERVERS, {8: 10.0, 64: 10.0}, padded=True)
+    body = await ask(asked, b"", 60)
+    assert decoded(body) == answer(asked, None)
+    later = question("loraserve", 4, ADAPTERS, SERVERS[::-1], {8: 10.0, 64: 10.0}, padded=True)
+    again = decoded(await ask(later, body, 60))
+    assert (again.epoch, again.shares) == (4, decoded(body).shares)
+
+
+async def test_what_the_process_trips_over_is_said() -> None:
+    asked = question("loraserve", 3, ADAPTERS, [], {8: 10.0, 64: 10.0}, padded=True)
+    with pytest.raises(OSError, match="no instance to place adapters on"):
+        await ask(asked, b"", 60)
+
+
+# --- demand ---
+
+
+def test_demand_is_counted_by_steps_and_only_the_last_two_are_remembered() -> None:
+    demand = Demand()
+    for step, tokens in ((5, 60), (6, 120), (7, 600), (7, 600)):
+        demand.count("x", step * STEP_S + 1, tokens)
+    assert demand.rates(8) == {"x": (2.0, 20.0)}
+    assert demand.rates(7) == {"x": (1.0, 2.0)}
+    demand.count("y", 20 * STEP_S)
+    assert demand.rates(8) == {}
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", -1, 1e300, "-inf"])
+def test_demand_that_cannot_be_is_none(value: object) -> None:
+    assert _rates(orjson.dumps({"x": [value, 2.0], "y": [1.0, 3]})) == {"x": (0.0, 2.0), "y": (1.0, 3.0)}
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"x": 1}', b'{"x": ["a", 1]}', b'{"x": [[], 1]}', b"[" * 9000])
+def test_what_is_no_demand_is_none(body: bytes) -> None:
+    assert _rates(body) == {}
+
+
+def test_expected_demand_is_everybodys_and_follows_its_line_within_bounds() -> None:
+    assert expected([{"x": (1.0, 2.0)}, {"x": (2.0, 2.0), "y": (0.0, 3.0)}]) == {"x": 5.0, "y": 6.0}

@@ -1,0 +1,160 @@
+"""Moving towards the plan: what it wants here comes, what others now have goes, and nothing goes before."""
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from pathlib import Path
+
+from caraserve.cluster.placement.migration import MigrationLimits
+from caraserve.cluster.placement.plan import Plan, Share
+from caraserve.cluster.placement.reconciler import Mending
+from tests.cluster.nodes import until
+from tests.cluster.pools import Member, Pools, pools
+
+CLASSES = {"a": 8, "b": 8, "c": 8}
+
+
+def plan(epoch: int, **where: str) -> Plan:
+    """`poet="bc"`: an equal share of poet on b and on c."""
+    shares = {name: tuple(Share(one, 1 / len(names)) for one in names) for name, names in where.items()}
+    return Plan.made(epoch, shares, CLASSES)
+
+
+class Plans(list[Plan]):
+    """All members move towards the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks: Counter[str] = Counter()
+
+    def last(self, name: str) -> Plan | None:
+        """For a member that has another look at it."""
+        self.looks[name] += 1
+        return self[-1] if self else None
+
+    async def several_turns(self, name: str) -> None:
+        """Of one member's."""
+        seen = self.looks[name]
+        await until(lambda: self.looks[name] > seen + 5)
+
+
+def _hastily() -> float:
+    """A clock by which what failed is tried again soon."""
+    return 100 * time.monotonic()
+
+
+@contextlib.asynccontextmanager
+async def mended(
+    fleet: Pools, limits: MigrationLimits | None = None, now: Callable[[], float] = _hastily
+) -> AsyncIterator[Plans]:
+    """All members move towards the last of the plans."""
+    plans = Plans()
+    tasks = [
+        asyncio.create_task(Mending(one.node, one.pool, limits, now, turn_s=0.05).run(partial(plans.last, name)))
+        for name, one in fleet.members.items()
+    ]
+    try:
+        yield plans
+    finally:
+        for task in tasks:
+            task.cancel()
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(one, asyncio.CancelledError) for one in done), done
+
+
+async def test_adapters_come_where_the_plan_wants_them_and_go_where_it_does_not(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b, c = [await fleet.start(name) for name in "abc"]
+        digest = await fleet.load(a, "poet", 1)
+        async with mended(fleet) as plans:
+            plans.append(plan(1, poet="ab"))
+            await until(lambda: set(a.node.holders(digest)) == {"a", "b"})
+            plans.append(plan(2, poet="ac"))
+            await until(lambda: set(a.node.holders(digest)) == {"a", "c"})
+            assert (digest in b.stored, digest in c.stored) == (False, True)
+            plans.append(plan(3, poet="bc"))
+            await until(lambda: set(a.node.holders(digest)) == {"a", "b", "c"})  # a's folder is its user's
+
+
+async def test_nothing_goes_while_those_who_should_have_it_do_not(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        (a, b), digest = await fleet.sharing("a", "b")
+        async with mended(fleet) as plans:
+            plans.append(plan(1, poet="c"))  # which is not there
+            await fleet.load(a, "chef", 2)
+            plans.append(plan(2, poet="c", chef="b"))
+            chef = b.catalog.get("chef").digest
+            await until(lambda: chef in b.stored)  # several turns
+            assert digest in b.stored
+
+
+async def test_moves_keep_to_their_rate_and_the_debt_of_one_is_paid_before_the_next(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        digests = [await fleet.load(a, f"n{index}", index) for index in range(4)]
+        now_s = 0.0
+        limits = MigrationLimits(bytes_per_s=1.0, burst_bytes=1.0, concurrent=2)
+        async with mended(fleet, limits, lambda: now_s) as plans:
+            plans.append(plan(1, **{f"n{index}": "b" for index in range(4)}))
+            for count in (1, 2):
+                await until(lambda count=count: len(b.stored.digests()) == count)
+                await plans.several_turns("b")
+                assert len(b.stored.digests()) == count
+                now_s += b.catalog.get("n0").num_bytes
+            assert set(b.stored.digests()) < set(digests)
+
+
+async def test_what_the_plan_wants_is_not_what_makes_room_on_a_full_disk(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b", most_bytes=13_000)
+        poet, _ = await fleet.load(a, "poet", 1), await fleet.load(a, "chef", 2)
+        async with mended(fleet) as plans:
+            plans.append(plan(1, poet="b", chef="a"))
+            await until(lambda: poet in b.stored)
+            await b.want("chef")
+            await until(lambda: b.pool.keeping.unkept == 1)
+            assert _holds(b, poet)
+
+
+async def test_moves_take_nothing_from_the_host_tier(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a = await fleet.start("a")
+        await fleet.load(a, "poet", 1)
+        num_bytes = (await a.want("poet")).data.nbytes
+        b = await fleet.start("b", host_bytes=num_bytes)
+        await until(lambda: b.knows("poet"))
+        await b.want("poet")
+        digest = await fleet.load(a, "chef", 2)
+        async with mended(fleet) as plans:
+            plans.append(plan(1, chef="b"))
+            await until(lambda: digest in b.stored)
+        assert b.residency.image(b.catalog.get("poet").digest) is not None
+        assert b.residency.image(digest) is None
+
+
+async def test_a_move_that_trips_over_a_defect_is_counted_and_others_go_on(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        poet, chef = await fleet.load(a, "poet", 1), await fleet.load(a, "chef", 2)
+        bring = b.pool.bring
+
+        async def trips(name: str) -> bool:
+            if name == "chef":
+                raise RuntimeError("a defect")
+            return await bring(name)
+
+        b.pool.bring = trips  # type: ignore[method-assign]
+        mending = Mending(b.node, b.pool, turn_s=0.05)
+        held = plan(1, chef="b", poet="b")
+        task = asyncio.create_task(mending.run(lambda: held))
+        await until(lambda: poet in b.stored and mending.failed == 1)
+        assert chef not in b.stored
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _holds(member: Member, digest: str) -> bool:
+    return digest in member.stored

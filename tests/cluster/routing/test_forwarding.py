@@ -1,0 +1,309 @@
+"""What routing rests on: views with what was sent on top, quotes, expected lengths; and who may forward."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from caraserve.cluster.membership.auth import Keyring
+from caraserve.cluster.membership.swim import Record, State
+from caraserve.cluster.placement.plan_factory import ROUTINGS
+from caraserve.cluster.routing.cost import Backlog, Estimate, Tier
+from caraserve.cluster.routing.forward_auth import HOP, SIGNATURE, Gate, Hop, _mac, refusal_of, refusal_text, signed
+from caraserve.cluster.routing.forwarding import LOCAL, Body, Forwarding, Here, Peer, Slo
+from caraserve.cluster.routing.perf_model import PerfModel
+from caraserve.cluster.routing.policies import policy
+from caraserve.cluster.routing.router import Instance, Refusal
+from caraserve.cluster.state.replicated_map import Adapter
+from caraserve.config import ROUTINGS as FLAG
+from caraserve.errors import Forbidden, Overloaded
+
+MODEL = PerfModel(0.01, 0.1, 5.0, False, 1.0, 0.05, 0.001)
+OLD, NEW = b"the old secret of this cluster", b"the new secret of this cluster"
+PATH = "/cluster/v1/completions"
+HOP_OF_B = Hop("id", 1, "b", "a", None, "", 5, insists=False, time_ms=1_000_000, body_digest="d", client="c")
+
+
+class Cluster:
+    """Instances a, b, …; we are a. Quotes are what `quotes` says."""
+
+    def __init__(self, *requests: int) -> None:
+        self.name = "a"
+        self.quotes: dict[str, Body] = {}
+        self.seen = {
+            name: Instance(name, MODEL, Backlog(count)) for name, count in zip("abcdef", requests, strict=False)
+        }
+        self.dead: set[str] = set()
+
+    def instances(self) -> tuple[Instance, ...]:
+        return tuple(self.seen.values())
+
+    def record(self, name: str) -> Record | None:
+        return Record(name, f"{name}:1", 1, 0, State.DEAD if name in self.dead else State.ALIVE)
+
+    def adapter(self, name: str) -> Adapter | None:
+        return None
+
+    def holders(self, digest: str) -> Mapping[str, Tier]:
+        return {}
+
+    async def ask(self, peer: str, body: Body, timeout_s: float) -> Body | None:
+        return self.quotes.get(peer)
+
+
+def clock() -> Iterator[float]:
+    """A second passes with every look."""
+    yield from map(float, range(10**6))
+
+
+def forwarding(cluster: Cluster, routing: str = "most-idle", *, frozen: bool = False) -> Forwarding:
+    ticks = clock()
+    made = Forwarding(
+        *(cluster, None if routing == LOCAL else policy(routing), Slo(), lambda name: None, lambda: False),
+        rng=Random(1),
+        now=(lambda: 0.0) if frozen else (lambda: next(ticks)),
+    )
+    made.joined = True
+    return made
+
+
+def test_the_flag_knows_every_policy_and_one_that_is_none() -> None:
+    assert set(FLAG) == {*ROUTINGS, "local"}
+
+
+def test_a_burst_at_one_entry_is_spread_before_any_beat_shows_it() -> None:
+    router = forwarding(Cluster(0, 0, 0), frozen=True)
+    arrival = router.arrival(None, 10, 10)
+    went = []
+    for _ in range(30):
+        went.append(router.propose(arrival).order[0])
+        router.began(went[-1], arrival)
+    assert {name: went.count(name) for name in went} == {"a": 10, "b": 10, "c": 10}
+
+
+def test_what_a_beat_does_not_show_yet_stays_on_top_of_it() -> None:
+    now = 0.0
+    cluster = Cluster(0, 0)
+    router = Forwarding(
+        cluster, policy("most-idle"), Slo(), lambda name: None, lambda: False, rng=Random(1), now=lambda: now
+    )
+    router.joined = True
+    arrival = router.arrival(None, 10, 10)
+    cluster.seen["a"] = dataclasses.replace(cluster.seen["a"], backlog=Backlog(1))
+    router.propose(arrival)
+    for _ in range(2):
+        router.began("b", arrival)
+    now = 0.03  # b's next beat was on its way already when the requests left
+    cluster.seen["b"] = dataclasses.replace(cluster.seen["b"], backlog=Backlog())
+    assert router.propose(arrival).order[0] == "a"
+    now = 0.2  # and this one knows
+    cluster.seen["b"] = dataclasses.replace(cluster.seen["b"], backlog=Backlog())
+    assert router.propose(arrival).order[0] == "b"
+
+
+def test_an_instance_that_could_not_be_reached_is_left_alone_for_a_while() -> None:
+    now = 0.0
+    router = Forwarding(
+        Cluster(5, 0), policy("most-idle"), Slo(), lambda name: None, lambda: False, rng=Random(1), now=lambda: now
+    )
+    router.joined = True
+    arrival = router.arrival(None, 10, 10)
+    router.shun("b")
+    assert list(router.propose(arrival).order) == ["a"]
+    now = 2.0
+    assert list(router.propose(arrival).order) == ["b", "a"]
+
+
+async def test_quotes_decide_among_the_best() -> None:
+    cluster = Cluster(50, 0, 0, 0)
+    cluster.quotes = {"b": (9.0, 9.0), "c": (1.0, 1.0), "d": (-1.0, -1.0)}
+    router = forwarding(cluster, "rank-aware")
+    stop = (await router.begin(router.arrival(None, 10, 10))).next()
+    assert stop == Peer("c", "c:1", 1, insists=False)
+
+
+async def test_quotes_that_do_not_come_are_counted() -> None:
+    cluster = Cluster(50, 0, 0, 0)
+    cluster.quotes = {"b": (9.0, 9.0)}
+    router = forwarding(cluster, "rank-aware")
+    await router.begin(router.arrival(None, 10, 10))
+    assert router.tallies.unquoted == 2
+    assert 'caraserve:missed_quotes_total{x="y"} 2' in "".join(router.tallies.families('x="y"'))
+
+
+async def test_the_dead_are_passed_over_whatever_the_views_say() -> None:
+    cluster = Cluster(50, 0, 1)
+    cluster.dead = {"b", "c"}
+    router = forwarding(cluster)
+    assert isinstance((await router.begin(router.arrival(None, 10, 10))).next(), Here)
+
+
+def test_a_quote_is_what_the_request_would_cost_here() -> None:
+    router = forwarding(Cluster(3, 0), "rank-aware")
+    cost, latency_ms = router.quote("b", ("route", "", 10, 10.0))
+    own = Cluster(3, 0).seen["a"].estimate(router.arrival(None, 10, 10), Tier.DEVICE, 0.0)
+    assert (cost, latency_ms) == own
+    assert router.quote("b", ("route", "nobody's", 10, 10.0)) == (-1.0, -1.0)
+
+
+@given(st.lists(st.one_of(st.text(), st.integers(), st.floats(allow_nan=False)), max_size=6))
+def test_any_question_gets_an_answer(body: list[str | int | float]) -> None:
+    forwarding(Cluster(1)).quote("b", tuple(body))
+
+
+def test_answers_are_expected_to_be_as_long_as_those_before() -> None:
+    router = forwarding(Cluster(0))
+    before = router.arrival("poet", 10, 1000).output_tokens
+    for _ in range(200):
+        router.answered("poet", 20)
+    assert router.arrival("poet", 10, 1000).output_tokens < min(before, 30)
+    assert router.arrival("poet", 10, 7).output_tokens == 7
+
+
+# --- who may forward ---
+
+
+def headers(keys: Keyring = Keyring((NEW,)), hop: Hop = HOP_OF_B) -> dict[str, str]:  # noqa: B008 -- never changes
+    return signed(keys, PATH, hop)
+
+
+def gate(*secrets: bytes) -> Gate:
+    return Gate(lambda: "a", lambda: Keyring(secrets))
+
+
+def test_a_hop_says_what_was_signed() -> None:
+    assert gate(NEW).admit(PATH, headers(), HOP_OF_B.time_ms) == HOP_OF_B
+
+
+def test_secrets_may_be_changed_while_requests_are_on_their_way() -> None:
+    assert gate(OLD, NEW).admit(PATH, headers(), HOP_OF_B.time_ms)
+    with pytest.raises(Forbidden):
+        gate(OLD).admit(PATH, headers(), HOP_OF_B.time_ms)
+
+
+@pytest.mark.parametrize("late_ms", [-31_000, 31_000])
+def test_an_old_hop_is_worth_nothing(late_ms: int) -> None:
+    with pytest.raises(Forbidden, match="clocks"):
+        gate(NEW).admit(PATH, headers(), HOP_OF_B.time_ms + late_ms)
+
+
+def test_a_hop_is_remembered_as_long_as_it_would_be_good() -> None:
+    door = gate(NEW)
+    door.admit(PATH, headers(), HOP_OF_B.time_ms - 29_000)
+    for number in range(100):
+        other = dataclasses.replace(HOP_OF_B, attempt=2 + number)
+        door.admit(PATH, headers(hop=other), HOP_OF_B.time_ms)
+    with pytest.raises(Forbidden, match="taken"):
+        door.admit(PATH, headers(), HOP_OF_B.time_ms + 29_000)
+
+
+def test_more_hops_than_can_be_remembered_are_refused_rather_than_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("caraserve.cluster.routing.forward_auth._MOST_REMEMBERED", 2)
+    door, later = gate(NEW), dataclasses.replace(HOP_OF_B, attempt=3, time_ms=HOP_OF_B.time_ms + 60_000)
+    for attempt in (1, 2):
+        door.admit(PATH, headers(hop=dataclasses.replace(HOP_OF_B, attempt=attempt)), HOP_OF_B.time_ms)
+    with pytest.raises(Overloaded):
+        door.admit(PATH, headers(hop=dataclasses.replace(HOP_OF_B, attempt=3)), HOP_OF_B.time_ms)
+    with pytest.raises(Forbidden, match="taken"):
+        door.admit(PATH, headers(), HOP_OF_B.time_ms)
+    door.admit(PATH, headers(hop=later), later.time_ms)
+
+
+def by_hand(text: str) -> dict[str, str]:
+    """The headers of a hop that somebody with the secret wrote."""
+    return {HOP: text, SIGNATURE: _mac(Keyring((NEW,)).forward_keys()[0], PATH, text)}
+
+
+WRONG = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@given(st.sampled_from([field.name for field in dataclasses.fields(Hop)]), WRONG)
+def test_a_signed_hop_with_a_wrong_value_is_refused_or_good(field: str, value: object) -> None:
+    text = json.dumps(dataclasses.asdict(HOP_OF_B) | {field: value})
+    try:
+        hop = gate(NEW).admit(PATH, by_hand(text), HOP_OF_B.time_ms)
+    except Forbidden:
+        return
+    types = {"adapter": (str, type(None)), "seed": (int, type(None))}
+    assert type(getattr(hop, field)) in types.get(field, (type(getattr(HOP_OF_B, field)),))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("receiver", 5), ("receiver", None), ("time_ms", "x"), ("time_ms", None), ("id", {}), ("attempt", [])),
+        *(("sender", [1]), ("adapter", 5), ("adapter", [1]), ("adapter", {}), ("adapter", "../x"), ("insists", 1)),
+        *(("digest", None), ("seed", 1.5), ("seed", True), ("body_digest", 0), ("client", 5), ("unknown", 1)),
+    ],
+)
+def test_a_signed_hop_of_wrong_types_is_forbidden(field: str, value: object) -> None:
+    text = json.dumps(dataclasses.asdict(HOP_OF_B) | {field: value})
+    with pytest.raises(Forbidden, match=HOP):
+        gate(NEW).admit(PATH, by_hand(text), HOP_OF_B.time_ms)
+
+
+@pytest.mark.parametrize("text", ["[" * 8000, "[" * 4000 + "]" * 4000, "null", "[]", '"x"', "{}", '{"id":' * 1000])
+def test_a_signed_header_that_is_no_hop_is_forbidden(text: str) -> None:
+    with pytest.raises(Forbidden, match=HOP):
+        gate(NEW).admit(PATH, by_hand(text), HOP_OF_B.time_ms)
+
+
+@given(st.text(max_size=50), st.text(max_size=50))
+def test_nothing_unsigned_gets_in(text: str, signature: str) -> None:
+    with pytest.raises(Forbidden):
+        gate(NEW).admit(PATH, {HOP: text, "X-CaraServe-Signature": signature}, 0)
+
+
+@given(
+    st.sampled_from(["slo", "full", "draining", "no-adapter", "stale-epoch"]),
+    st.floats(0, allow_nan=False),
+    st.floats(0, allow_nan=False),
+)
+def test_a_refusal_survives_its_header(reason: str, cost: float, latency_ms: float) -> None:
+    refusal = Refusal(reason, Estimate(cost, latency_ms))  # type: ignore[arg-type]
+    assert refusal_of(refusal_text(refusal)) == refusal
+
+
+@given(st.text())
+def test_any_refusal_is_one(text: str) -> None:
+    assert refusal_of(text).estimate.cost >= 0
+
+
+class Without:
+    """An exchange that gets nothing, as nobody has it."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def ensure(self, name: str) -> None:
+        self.asked.append(name)
+
+    def can_get(self, name: str) -> bool:
+        return False
+
+
+async def test_what_nobody_has_is_neither_offered_nor_taken_from_another_instance() -> None:
+    router = forwarding(Cluster(0, 0))
+    router.exchange = Without()
+    assert router.refusal(router.arrival(None, 10, 10), insists=True) is None
+    refusal = router.refusal(router.arrival("poet", 10, 10), insists=True)
+    assert refusal is not None
+    assert refusal.reason == "no-adapter"
+    assert router.quote("b", ("route", "poet", 10, 10.0))[:1] == (-1.0,)  # infinite, on the wire
+
+
+async def test_before_an_answer_here_the_exchange_is_asked_also_for_a_name_that_is_known_here() -> None:
+    router = Forwarding(
+        Cluster(0), policy("most-idle"), Slo(), lambda name: Adapter(name, "d", 8, 1), lambda: False, rng=Random(1)
+    )
+    router.joined, router.exchange = True, (without := Without())
+    await router.obtain("poet")
+    assert without.asked == ["poet"]

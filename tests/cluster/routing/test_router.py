@@ -1,0 +1,396 @@
+"""Requests go where they cost least, by policies that agree with their papers, and never round in circles."""
+
+import math
+import random
+from collections import Counter
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from caraserve.cluster.placement.plan import AdapterDemand, Plan, Server, Share
+from caraserve.cluster.placement.plan_factory import ROUTINGS, make_plan
+from caraserve.cluster.routing.cost import Arrival, Backlog, Estimate, Links, Tier, estimate
+from caraserve.cluster.routing.perf_model import PerfModel
+from caraserve.cluster.routing.policies import policy
+from caraserve.cluster.routing.router import (
+    ATTEMPTS,
+    Attempt,
+    Fleet,
+    Instance,
+    Proposal,
+    Reason,
+    Refusal,
+    Target,
+    answer,
+    next_target,
+    propose,
+    settle,
+)
+from caraserve.errors import ConfigError
+
+PADDED = PerfModel(0.01, 0.0, 20.0, True, 5.0, 0.1, 0.0)
+UNPADDED = PerfModel(0.01, 0.0, 20.0, False, 5.0, 0.1, 0.0)
+LINKS = Links(0.1, 1e6, 1e5, 1.0, 1e5)
+ARRIVAL = Arrival("a", 8, 100, 50.0, 10_000_000, 30.0)
+NAMES = [f"i{index:02d}" for index in range(12)]
+
+
+def instance(name: str, count: int = 0, rank: int = 8, model: PerfModel = PADDED, able: bool = True) -> Instance:
+    return Instance(name, model, Backlog(count, rank * count, rank * (count > 0)), LINKS, able)
+
+
+def fleet(loads: Mapping[str, tuple[int, int]], plan: Plan | None = None, me: str = "i00") -> Fleet:
+    """Instances with (requests, their rank); all have adapter a on their device."""
+    instances = tuple(instance(name, *load) for name, load in loads.items())
+    return Fleet.of(me, instances, {"a": dict.fromkeys(loads, Tier.DEVICE)}, plan)
+
+
+def first(name: str, seen: Fleet, arrival: Arrival = ARRIVAL, seed: int = 0) -> str:
+    return settle(propose(policy(name), arrival, seen, random.Random(seed)), {})[0]
+
+
+def plan_of(shares: Mapping[str, Mapping[str, float]], classes: Mapping[str, int]) -> Plan:
+    return Plan.made(1, {a: tuple(Share(*share) for share in parts.items()) for a, parts in shares.items()}, classes)
+
+
+# --- every policy ---
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> Fleet:
+    """Any view that one instance may have, however wrong."""
+    names = draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=12, unique=True))
+    instances = tuple(
+        Instance(
+            name,
+            draw(st.sampled_from([PADDED, UNPADDED])),
+            Backlog(
+                (count := draw(st.integers(0, 50))),
+                (rank := draw(st.sampled_from([0, 8, 64])) * (count > 0)) * count,
+                rank,
+                kv_free_tokens=draw(st.sampled_from([math.inf, 0.0, -500.0])),
+                kv_tokens=draw(st.sampled_from([math.inf, 1e4, 100.0])),
+                queue_room=draw(st.sampled_from([math.inf, 0, 1])),
+            ),
+            draw(st.sampled_from([LINKS, Links()])),
+            draw(st.booleans()),
+        )
+        for name in names
+    )
+    tiers = draw(st.dictionaries(st.sampled_from(NAMES), st.sampled_from(Tier)))
+    shares = draw(st.dictionaries(st.sampled_from("ab"), st.dictionaries(st.sampled_from(NAMES), st.floats(0.1, 1))))
+    classes = draw(st.dictionaries(st.sampled_from(NAMES), st.sampled_from([8, 64])))
+    plan = draw(st.sampled_from([None, plan_of(shares, classes)]))
+    return Fleet.of(draw(st.sampled_from(NAMES)), instances, {"a": tiers}, plan)
+
+
+ARRIVALS = st.builds(
+    Arrival,
+    st.sampled_from([None, "a", "unknown"]),
+    st.sampled_from([0, 8, 64]),
+    st.integers(1, 1000),
+    st.floats(1, 500),
+    st.sampled_from([0, 10_000_000]),
+    st.sampled_from([1.0, 30.0, math.inf]),
+)
+
+
+@given(st.sampled_from(ROUTINGS), fleets(), ARRIVALS, st.integers(0, 9))
+def test_every_policy_orders_each_able_instance_once(name: str, seen: Fleet, arrival: Arrival, seed: int) -> None:
+    proposal = propose(policy(name), arrival, seen, random.Random(seed))
+    able = [*seen.able]
+    assert sorted(proposal.order) == able
+    assert set(proposal.ask) <= proposal.estimates.keys() <= set(able)
+    assert proposal.ask == proposal.order[: len(proposal.ask)]
+    assert sorted(settle(proposal, dict.fromkeys(proposal.ask[:2]))) == able
+
+
+@given(st.sampled_from(ROUTINGS), fleets(), ARRIVALS, st.integers(0, 9), st.randoms())
+def test_the_order_in_which_instances_are_known_does_not_matter(
+    name: str, seen: Fleet, arrival: Arrival, seed: int, chance: random.Random
+) -> None:
+    known = [*seen.able.values(), instance("none", able=False)]
+    other = Fleet.of(seen.me, chance.sample(known, len(known)), seen.tiers, seen.plan)
+    proposals = [propose(policy(name), arrival, view, random.Random(seed)) for view in (seen, other)]
+    assert proposals[0] == proposals[1]
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_what_was_forwarded_stays(name: str) -> None:
+    seen = fleet({"i00": (500, 64), "i01": (0, 8)}, me="i00")
+    assert propose(policy(name), Arrival("a", 8, 1, 1.0, hop=1), seen, random.Random(0)) == Proposal(("i00",))
+
+
+def test_an_unknown_policy_is_a_mistake_with_a_list() -> None:
+    with pytest.raises(ConfigError, match="unknown routing policy 'best'; there are auto, rank-aware"):
+        policy("best")
+
+
+# --- no circles ---
+
+
+REASONS: tuple[Reason, ...] = ("slo", "full", "draining", "no-adapter", "stale-epoch")
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(ROUTINGS),
+    st.dictionaries(st.sampled_from(NAMES), fleets(), max_size=2),
+    fleets(),
+    ARRIVALS,
+    st.data(),
+)
+def test_no_view_makes_a_request_go_further_than_one_hop(
+    name: str, views: dict[str, Fleet], view: Fleet, arrival: Arrival, data: st.DataObject
+) -> None:
+    """Every instance has a view of its own, and answers whatever it likes; a receiver asks its own router, too."""
+    attempts: list[Attempt] = []
+    chance = random.Random(0)
+    proposal = propose(policy(name), arrival, view, chance)
+    order = settle(proposal, {})
+    while target := next_target(order, attempts, data.draw(st.floats(0, 1000)), 1000.0):
+        if target.name != view.me:
+            there = views.get(target.name, view)
+            there = Fleet(target.name, there.able, there.tiers, there.plan)
+            forwarded = Arrival(arrival.adapter, arrival.rank, arrival.prompt_tokens, arrival.output_tokens, hop=1)
+            assert propose(policy(name), forwarded, there, chance).order == (target.name,)
+        refusal = st.builds(Refusal, st.sampled_from(REASONS), st.just(Estimate(1.0, 1.0)))
+        attempts.append((target, data.draw(st.none() | refusal)))
+        assert len(attempts) <= 2 * ATTEMPTS + ATTEMPTS
+    told = [(target.name, target.insists) for target, _ in attempts]
+    assert len(told) == len(set(told))
+
+
+def refused(reason: Reason, latency_ms: float = 1.0) -> Refusal:
+    return Refusal(reason, Estimate(math.inf, latency_ms))
+
+
+def test_after_three_refusals_the_least_bad_is_told_to() -> None:
+    order = ("a", "b", "c", "d")
+    attempts: list[Attempt] = []
+    for name, latency_ms in zip("abc", (70.0, 50.0, 60.0), strict=True):
+        assert next_target(order, attempts, 0.0, 1000.0) == Target(name)
+        attempts.append((Target(name), refused("slo", latency_ms)))
+    assert next_target(order, attempts, 0.0, 1000.0) == Target("b", insists=True)
+    attempts.append((Target("b", True), None))  # it died
+    assert next_target(order, attempts, 0.0, 1000.0) == Target("c", insists=True)
+
+
+def test_refusals_may_take_a_fifth_of_the_time_to_the_first_token() -> None:
+    attempts: list[Attempt] = [(Target("a"), refused("slo"))]
+    assert next_target(("a", "b"), attempts, 199.0, 1000.0) == Target("b")
+    assert next_target(("a", "b"), attempts, 200.0, 1000.0) == Target("a", insists=True)
+    assert next_target(("a", "b"), [], 5000.0, 1000.0) == Target("a")
+
+
+def test_who_cannot_serve_is_not_told_to() -> None:
+    attempts: list[Attempt] = [(Target("a"), refused("draining")), (Target("b"), refused("no-adapter"))]
+    assert next_target(("a", "b"), attempts, 0.0, 1000.0) is None
+    assert next_target(("a", "b", "c"), attempts, 900.0, 1000.0) == Target("c", insists=True)
+    assert next_target((), [], 0.0, 1000.0) is None
+
+
+def test_a_policy_that_knows_no_slo_insists_from_the_start() -> None:
+    assert [name for name in ROUTINGS if policy(name).minds_slo] == ["auto", "rank-aware"]
+    assert next_target(("a",), [], 0.0, 1000.0, insists=True) == Target("a", insists=True)
+
+
+@pytest.mark.parametrize(
+    ("own", "tier", "extra", "reason"),
+    [
+        (instance("i"), Tier.DEVICE, {}, None),
+        (instance("i"), Tier.ABSENT, {}, None),
+        (instance("i"), Tier.ABSENT, {"obtainable": False}, "no-adapter"),
+        (instance("i"), Tier.DEVICE, {"draining": True}, "draining"),
+        (instance("i", 200), Tier.DEVICE, {}, "slo"),
+        (Instance("i", PADDED, Backlog(queue_room=0)), Tier.DEVICE, {}, "full"),
+        (Instance("i", PADDED, Backlog(kv_tokens=10)), Tier.DEVICE, {}, "full"),
+    ],
+)
+def test_a_receiver_refuses_for_a_reason_and_only_the_slo_can_be_overruled(
+    own: Instance, tier: Tier, extra: dict[str, bool], reason: Reason | None
+) -> None:
+    asked = answer(ARRIVAL, own, tier, insists=False, **extra)
+    told = answer(ARRIVAL, own, tier, insists=True, **extra)
+    assert (asked.reason if asked else None) == reason
+    assert (told.reason if told else None) == (None if reason == "slo" else reason)
+
+
+# --- by cost ---
+
+
+def test_padding_keeps_ranks_apart_where_counts_would_mix_them() -> None:
+    seen = fleet({"i00": (10, 8), "i01": (12, 64)})
+    large = Arrival("a", 64, 100, 50.0)
+    assert first("rank-aware", seen, large) == "i01"
+    assert first("most-idle", seen, large) == "i00"
+
+
+@pytest.mark.parametrize("name", ["rank-aware", "auto"])
+def test_four_of_the_best_eight_are_asked_and_the_least_quote_wins(name: str) -> None:
+    seen = fleet({name: (index + 1, 8) for index, name in enumerate(NAMES)}, me="elsewhere")
+    asked: Counter[str] = Counter()
+    for seed in range(200):
+        proposal = propose(policy(name), ARRIVAL, seen, random.Random(seed))
+        assert len(proposal.ask) == 4
+        asked.update(proposal.ask)
+        quotes = {one: Estimate(float(index), 1.0) for index, one in enumerate(reversed(proposal.ask))}
+        assert settle(proposal, quotes)[0] == proposal.ask[-1]
+        # A quote that did not come: the old estimate stands.
+        late: dict[str, Estimate | None] = dict.fromkeys(proposal.ask, Estimate(1e9, 1e9))
+        late[proposal.ask[2]] = None
+        assert settle(proposal, late)[0] == proposal.ask[2]
+    assert set(asked) == set(NAMES[:8])
+    assert min(asked.values()) > 60  # of 100 expected
+
+
+@given(fleets(), ARRIVALS, st.integers(0, 9))
+def test_the_ranking_is_the_one_of_all_estimates(seen: Fleet, arrival: Arrival, seed: int) -> None:
+    draw, tiers = random.Random(seed).random, seen.tiers["a"] if arrival.adapter == "a" else {}
+    missing = Tier.DEVICE if arrival.adapter is None else Tier.ABSENT
+    ranked = []
+    for name, one in seen.able.items():
+        links, tier = one.links, tiers.get(name, missing)
+        plain = estimate(one.model, one.backlog, arrival, links.cold_ms(tier, arrival.adapter_bytes), False, 0.0)
+        assert one.estimate(arrival, tier, 0.0) == plain
+        ranked.append((plain, draw(), name))
+    proposal = propose(policy("rank-aware"), arrival, seen, random.Random(seed))
+    asked = set(proposal.ask)
+    assert [*proposal.order[len(asked) :]] == [name for _, _, name in sorted(ranked) if name not in asked]
+    assert proposal.estimates == {name: worth for worth, _, name in ranked if name in asked}
+
+
+def test_the_routers_own_state_competes_without_a_question() -> None:
+    seen = fleet({name: (index + 1, 8) for index, name in enumerate(NAMES)}, me="i05")
+    for seed in range(20):
+        proposal = propose(policy("auto"), ARRIVAL, seen, random.Random(seed))
+        assert "i05" in proposal.ask
+        assert len(proposal.ask) in (4, 5)
+
+
+def test_past_the_slo_everywhere_more_are_asked() -> None:
+    seen = fleet({name: (200 + index, 8) for index, name in enumerate(NAMES)})
+    proposal = propose(policy("rank-aware"), ARRIVAL, seen, random.Random(0))
+    assert proposal.ask == tuple(NAMES[:8])
+    assert settle(proposal, {})[0] == "i00"  # the least late
+
+
+def test_the_fetch_of_an_adapter_is_charged() -> None:
+    seen = Fleet.of("me", (instance("i00"), instance("i01")), {"a": {"i01": Tier.HOST}})
+    assert {first("rank-aware", seen, seed=seed) for seed in range(10)} == {"i01"}
+    busy = Fleet.of("me", (instance("i00"), instance("i01", 30)), {"a": {"i01": Tier.HOST}})
+    assert first("rank-aware", busy) == "i00"
+
+
+def test_ties_fall_on_everyone() -> None:
+    seen = fleet(dict.fromkeys(NAMES[:6], (3, 8)), me="elsewhere")
+    for name in ("rank-aware", "auto", "most-idle", "random", "dlora"):
+        assert {first(name, seen, seed=seed) for seed in range(100)} == set(NAMES[:6])
+
+
+# --- auto: circles ---
+
+CLASSES = {"i00": 8, "i01": 8, "i02": 8, "i03": 64}
+PLAN = plan_of({"a": {"i00": 0.5, "i01": 0.5}}, CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("loads", "expected"),
+    [
+        ((5, 6, 0, 0), "i00"),  # its own copies are good enough: nothing spreads
+        ((200, 200, 20, 0), "i02"),  # they are past the SLO: the class
+        ((200, 200, 200, 1), "i03"),  # so is the class
+        ((220, 210, 200, 205), "i02"),  # so is everyone
+    ],
+)
+def test_auto_widens_its_circle_only_when_it_must(loads: tuple[int, ...], expected: str) -> None:
+    seen = fleet({name: (count, 8) for name, count in zip(CLASSES, loads, strict=True)}, PLAN, me="elsewhere")
+    assert first("auto", seen) == expected
+
+
+def test_auto_prefers_an_iteration_within_the_slo_when_no_answer_is_end_to_end() -> None:
+    short = Arrival("a", 8, 1000, 2.0, slo_ms=30.0)  # 105 ms of prefill over two tokens
+    seen = fleet({"i00": (5, 8), "i01": (200, 8), "i02": (0, 8), "i03": (0, 8)}, PLAN, me="elsewhere")
+    assert first("auto", seen, short) == "i00"
+
+
+def test_auto_leaves_a_long_queue_though_its_iterations_are_within_the_slo() -> None:
+    waiting = Backlog(10, 80, 8, 20_000, 160_000)  # 2 s of prefill over 50 tokens
+    instances = [Instance(name, PADDED, waiting, LINKS) for name in ("i00", "i01")] + [instance("i02", 5)]
+    assert first("auto", Fleet.of("elsewhere", instances, {}, PLAN)) == "i02"
+
+
+def test_auto_tries_the_class_next_when_its_own_refuse() -> None:
+    plan = plan_of({"a": {"i00": 0.5, "i01": 0.5}}, {**CLASSES, "i04": 8})
+    seen = fleet({"i00": (1, 8), "i01": (1, 8), "i02": (9, 8), "i03": (0, 8), "i04": (4, 8)}, plan)
+    order = propose(policy("auto"), ARRIVAL, seen, random.Random(0)).order
+    assert order[2:] == ("i04", "i02", "i03")  # of the class the less busy one first
+
+
+def test_auto_takes_an_adapter_that_no_plan_knows_to_its_ranks_class() -> None:
+    seen = fleet(dict.fromkeys(CLASSES, (3, 8)), PLAN, me="elsewhere")
+    for rank, expected in [(8, {"i00", "i01", "i02"}), (16, {"i03"}), (128, {"i03"})]:
+        arrival = Arrival("unknown", rank, 100, 50.0)
+        assert {first("auto", seen, arrival, seed) for seed in range(30)} == expected
+
+
+# --- the others ---
+
+
+def test_loraserve_draws_by_fraction() -> None:
+    seen = fleet(dict.fromkeys(CLASSES, (3, 8)), plan_of({"a": {"i00": 0.25, "i03": 0.75}}, CLASSES))
+    chance = random.Random(0)
+    firsts = Counter(propose(policy("loraserve"), ARRIVAL, seen, chance).order[0] for _ in range(2000))
+    assert firsts.keys() == {"i00", "i03"}
+    assert firsts["i03"] == pytest.approx(1500, abs=80)
+
+
+def test_loraserve_goes_by_the_hash_for_what_the_plan_does_not_know() -> None:
+    seen = fleet(dict.fromkeys(NAMES, (3, 8)), PLAN)
+    arrivals = [Arrival(f"unknown-{index}", 8, 100, 50.0) for index in range(50)]
+    firsts = [first("loraserve", seen, arrival, seed=1) for arrival in arrivals]
+    assert firsts == [first("loraserve", seen, arrival, seed=2) for arrival in arrivals]
+    assert len(set(firsts)) > 6
+
+
+def test_a_planned_instance_that_is_gone_is_passed_over() -> None:
+    instances = (instance("i00", able=False), instance("i01"), instance("i02"))
+    for name in ("loraserve", "s-lora-random", "auto"):
+        assert first(name, Fleet.of("i02", instances, {}, PLAN)) == "i01"
+
+
+def test_s_lora_plans_are_static_and_one_instance_each() -> None:
+    adapters = [AdapterDemand(f"a{index}", 8 * 2 ** (index % 4), 1) for index in range(40)]
+    servers = [Server(name, 100) for name in NAMES[:4]]
+    contiguous = make_plan("s-lora-contiguous", adapters, servers, {}, 1)
+    by_hash = make_plan("s-lora-random", adapters, servers, {}, 1)
+    assert contiguous is not None
+    assert by_hash is not None
+    assert contiguous.classes == {"i00": 8, "i01": 16, "i02": 32, "i03": 64}
+    assert Counter(shares[0].instance for shares in contiguous.shares.values()) == dict.fromkeys(NAMES[:4], 10)
+    assert {len(shares) for shares in by_hash.shares.values()} == {1}
+    assert len({shares[0].instance for shares in by_hash.shares.values()}) == 4
+    assert make_plan("random", adapters, servers, {}, 1) is None
+    points = {8: 1.0, 16: 1.0, 32: 1.0, 64: 1.0}
+    assert make_plan("auto", adapters, servers, points, 1) == make_plan("loraserve", adapters, servers, points, 1)
+
+
+def test_round_robin_goes_round() -> None:
+    seen, chosen = fleet(dict.fromkeys(NAMES[:3], (3, 8))), policy("round-robin")
+    firsts = [propose(chosen, ARRIVAL, seen, random.Random(0)).order[0] for _ in range(7)]
+    assert firsts == ["i00", "i01", "i02", "i00", "i01", "i02", "i00"]
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"), [((31, 0, 0), "i00"), ((32, 5, 0), "i01"), ((40, 35, 36), "i01"), ((0, 0, 0), "i00")]
+)
+def test_first_fit_fills_one_after_the_other(counts: tuple[int, ...], expected: str) -> None:
+    assert first("first-fit", fleet({name: (count, 8) for name, count in zip(NAMES, counts, strict=False)})) == expected
+
+
+def test_dlora_takes_the_least_loaded_holder() -> None:
+    instances = (instance("i00", 9), instance("i01", 4), instance("i02", 0))
+    seen = Fleet.of("i00", instances, {"a": {"i00": Tier.HOST, "i01": Tier.DISK}})
+    assert propose(policy("dlora"), ARRIVAL, seen, random.Random(0)).order == ("i01", "i00", "i02")

@@ -1,0 +1,104 @@
+"""Instances that nobody has measured, among others that were: they have their share of the requests, and no more."""
+
+import asyncio
+import operator
+from functools import partial
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from caraserve.cluster.membership.node import Node
+from caraserve.cluster.routing.cost import Links
+from caraserve.cluster.routing.forwarding import Forwarding, Here, Slo
+from caraserve.cluster.routing.perf_model import PerfModel
+from caraserve.cluster.routing.policies import policy
+from caraserve.cluster.state.advertised import MODEL
+from caraserve.cluster.state.publisher import Publisher
+from caraserve.cluster.state.replicated_map import Value
+from tests.cluster.nodes import LOAD, Instances, instances, until
+
+FAST = PerfModel(0.01, 0.1, 5.0, False, 1.0, 0.05, 0.001)
+SLOW = PerfModel(0.1, 1.0, 50.0, False, 10.0, 0.5, 0.01)
+FAST_LINKS, SLOW_LINKS = Links(1.0, 1000.0), Links(10.0, 100.0)
+
+
+async def fleet(running: Instances, *names: str) -> list[Node]:
+    for name in names:
+        await running.start(name)
+    await until(running.agree)
+    return [running.running[name].node for name in names]
+
+
+def router(node: Node, routing: str) -> Forwarding:
+    made = Forwarding(node, policy(routing), Slo(), lambda name: None, lambda: False, rng=Random(1), now=lambda: 0.0)
+    made.joined = True
+    return made
+
+
+def says(node: Node, value: Value) -> None:
+    node.core.hold(MODEL, value, node._now())
+
+
+def _sees(node: Node, count: int) -> bool:
+    return len(node.instances()) == count and all(one.able for one in node.instances())
+
+
+@pytest.mark.parametrize("value", [(), ("a model", "of a later version")])
+async def test_one_that_was_not_measured_is_taken_for_the_slowest_that_was(tmp_path: Path, value: Value) -> None:
+    async with instances(tmp_path) as running:
+        a, b, c, _ = await fleet(running, "a", "b", "c", "d")  # d has said nothing yet
+        a.publish(FAST, FAST_LINKS)
+        b.publish(SLOW, SLOW_LINKS)
+        says(c, value)
+        for viewer in (a, b, c):
+            await until(partial(_sees, viewer, 3))
+            seen = {one.name: (one.model, one.links, one.able) for one in viewer.instances()}
+            assert seen["a"] == (FAST, FAST_LINKS, True)
+            assert seen["b"] == seen["c"] == (SLOW, SLOW_LINKS, True)
+            assert all(map(operator.is_, viewer.instances(), viewer.instances()))  # nothing is built twice
+
+
+async def test_it_draws_nothing_from_a_faster_one_and_has_its_share_when_that_one_is_busy(tmp_path: Path) -> None:
+    async with instances(tmp_path) as running:
+        a, b, c = await fleet(running, "a", "b", "c")
+        a.publish(FAST, FAST_LINKS)
+        b.publish(SLOW, SLOW_LINKS)
+        c.publish(None, Links())
+        await until(partial(_sees, a, 3))
+        entry = router(a, "auto")
+        arrival = entry.arrival(None, 10, 10)
+        went: list[str] = []
+        for _ in range(LOAD.queue_room + 6):
+            went.append(entry.propose(arrival).order[0])
+            entry.began(went[-1], arrival)
+        assert set(went[: LOAD.queue_room]) == {"a"}
+        assert set(went[LOAD.queue_room :]) == {"b", "c"}
+        by_turns = router(a, "round-robin")
+        assert {by_turns.propose(arrival).order[0] for _ in range(3)} == set("abc")
+
+
+async def test_where_nobody_was_measured_each_answers_what_it_is_sent(tmp_path: Path) -> None:
+    async with instances(tmp_path) as running:
+        a, b = await fleet(running, "a", "b")
+        for node in (a, b):
+            node.publish(None, Links())
+        shelf = a.core.facts.shelf
+        await until(lambda: (said := shelf("b")) is not None and said.get(MODEL) is not None)
+        assert a.instances() == ()
+        entry = router(a, "auto")
+        assert isinstance((await entry.begin(entry.arrival(None, 100, 100))).next(), Here)
+        assert entry.refusal(entry.arrival(None, 100, 100, hop=1), insists=False) is None
+
+
+async def test_an_instance_without_a_profile_says_so_when_its_adapters_are_known(tmp_path: Path) -> None:
+    async with instances(tmp_path) as running:
+        (a,) = await fleet(running, "a")
+        engine: Any = SimpleNamespace(catalog=SimpleNamespace(all=list))
+        await asyncio.wait_for(Publisher(a, engine, lambda: (0, 0), None, Links()).announce(), 5)
+        said = a.core.facts.shelf("a")
+        assert said is not None
+        assert (fact := said.get(MODEL)) is not None
+        assert fact.value == ()

@@ -1,0 +1,140 @@
+"""An instance that starts with thousands of adapters tells its cluster of them, and does its other work meanwhile."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from caraserve.cluster.membership.node import Node
+from caraserve.cluster.routing.cost import Links, Tier
+from caraserve.cluster.routing.perf_model import DriftWatch
+from caraserve.cluster.state.publisher import Publisher
+from caraserve.cluster.state.replicated_map import Adapter
+from caraserve.core.machine_profile import load
+from caraserve.lora.registry import AdapterInfo
+from caraserve.util.tasks import in_turns
+from tests.cluster.nodes import instances
+from tests.serving import PROFILE
+
+COUNT = 3000
+
+
+class Catalog:
+    """The part of one that is told of."""
+
+    def __init__(self) -> None:
+        names = [f"n{index}" for index in range(COUNT)]
+        self.infos = {name: AdapterInfo(name, f"d-{name}", "", 8, (), 10, created_s=0.0) for name in names}
+
+    def all(self) -> list[AdapterInfo]:
+        return list(self.infos.values())
+
+    def find(self, name: str) -> AdapterInfo | None:
+        return self.infos.get(name)
+
+
+def publisher_of(node: Node, catalog: Catalog) -> Publisher:
+    engine: Any = SimpleNamespace(catalog=catalog)
+    return Publisher(node, engine, lambda: (0, 0), DriftWatch(load(PROFILE)), Links())
+
+
+async def test_others_have_their_turn_and_all_is_said_in_the_end(tmp_path: Path) -> None:
+    async with instances(tmp_path) as running:
+        node = (await running.start("a")).node
+        seen: set[int] = set()
+
+        async def look() -> None:
+            while True:
+                seen.add(node.names_version)
+                await asyncio.sleep(0)
+
+        looking = asyncio.create_task(look())
+        await publisher_of(node, Catalog()).announce()
+        looking.cancel()
+        assert seen - {0, node.names_version}  # some of its names, and not yet all
+        assert {adapter.name: adapter.digest for adapter in node.adapters()} == {
+            f"n{index}": f"d-n{index}" for index in range(COUNT)
+        }
+        assert node.holders("d-n7") == {"a": Tier.DISK}
+
+
+async def test_nobody_can_predict_it_before_its_adapters_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with instances(tmp_path) as running:
+        node = (await running.start("a")).node
+        known: list[int] = []
+        monkeypatch.setattr(node, "publish", lambda model, links: known.append(sum(1 for _ in node.adapters())))
+        await publisher_of(node, Catalog()).announce()
+        assert known == [COUNT]
+
+
+async def test_what_changes_meanwhile_stays_changed(tmp_path: Path) -> None:
+    async with instances(tmp_path) as running:
+        node, catalog = (await running.start("a")).node, Catalog()
+        publisher = publisher_of(node, catalog)
+
+        async def change() -> None:
+            assert node.adapter("n2998") is None
+            del catalog.infos["n2998"]
+            publisher.changed("n2998", None)
+            catalog.infos["n2999"] = replace(catalog.infos["n2999"], digest="new")
+            publisher.changed("n2999", catalog.infos["n2999"])
+
+        changing = asyncio.create_task(change())
+        await publisher.announce()
+        await changing
+        assert node.adapter("n2998") is None
+        assert (adapter := node.adapter("n2999")) is not None
+        assert adapter.digest == "new"
+
+
+async def test_what_the_cluster_meant_before_ours_was_loaded_is_nothing_to_us(tmp_path: Path) -> None:
+    """Also where it is heard of while names wait for their turn."""
+    async with instances(tmp_path) as running:
+        node, catalog = (await running.start("a")).node, Catalog()
+        publisher, wanted = publisher_of(node, catalog), []
+        publisher.on_wanted = wanted.append
+
+        async def hear() -> None:
+            assert node.adapter("n2998") is None
+            older = Adapter("n2999", "a" * 64, 8, 10)
+            publisher.take_names({"n2998": None, "n2999": older})
+
+        hearing = asyncio.create_task(hear())
+        await publisher.announce()
+        await hearing
+        assert wanted == []
+        assert (kept := node.adapter("n2998")) is not None
+        assert kept.digest == "d-n2998"
+
+
+async def test_once_announced_a_name_means_what_others_say(tmp_path: Path) -> None:
+    async with instances(tmp_path) as running:
+        publisher, wanted = publisher_of((await running.start("a")).node, Catalog()), []
+        publisher.on_wanted = wanted.append
+        await publisher.announce()
+        publisher.take_names({"n2999": (newer := Adapter("n2999", "b" * 64, 8, 10))})
+        assert wanted == [newer]
+
+
+async def test_a_rest_is_taken_after_each_millisecond_of_work() -> None:
+    clock_s = [0.0]
+    turns: list[int] = []
+    done: list[int] = []
+
+    async def look() -> None:
+        while True:
+            turns.append(len(done))
+            await asyncio.sleep(0)
+
+    looking = asyncio.create_task(look())
+    async for item in in_turns(range(8), lambda: clock_s[0]):
+        done.append(item)
+        clock_s[0] += 0.0004
+    looking.cancel()
+    assert done == list(range(8))
+    assert sorted(set(turns)) == [3, 6]

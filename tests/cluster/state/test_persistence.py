@@ -1,0 +1,144 @@
+"""Names and tombstones outlive the process; a file that cannot be used is refused with the reason."""
+
+import sqlite3
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from caraserve.cluster.state.persistence import NamesFile, beside
+from caraserve.cluster.state.replicated_map import TOMBSTONE_S, Fact
+from caraserve.errors import ConfigError
+
+NOW_MS = 1_700_000_000_000
+HLC = NOW_MS << 16
+NAME = Fact("poet", ("d1", 8, 4096), HLC, "a")
+GONE = Fact("pirate", (), HLC + 1, "b", deleted=True)
+
+
+def kept(path: Path, wall_ms: int = NOW_MS) -> list[Fact]:
+    with closing(NamesFile(path)) as names:
+        return sorted(names.restore(wall_ms), key=lambda fact: fact.key, reverse=True)
+
+
+def test_names_and_tombstones_come_back_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "names.db"
+    with closing(NamesFile(path)) as names:
+        names.save([NAME, GONE])
+        names.save([])
+    assert kept(path) == [NAME, GONE]
+
+
+def test_the_newest_of_a_name_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "names.db"
+    with closing(NamesFile(path)) as names:
+        for count in range(50):
+            names.save([Fact("poet", ("d", count), HLC + count, "a")])
+    assert kept(path) == [Fact("poet", ("d", 49), HLC + 49, "a")]
+
+
+def test_what_comes_while_the_disk_is_busy_is_written_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "names.db"
+    ready, go_on = threading.Event(), threading.Event()
+    commits = 0
+
+    def count(statement: str) -> None:
+        nonlocal commits
+        commits += statement == "COMMIT"
+        ready.set()
+        go_on.wait()
+
+    with closing(NamesFile(path)) as names:
+        names._connection.set_trace_callback(count)
+        names.save([NAME])
+        ready.wait()
+        for index in range(1000):
+            names.save([Fact(f"n{index}", ("d", 8, 1), HLC + index, "a")])
+        go_on.set()
+        names._writer.shutdown(wait=True)
+        assert commits == 2
+    assert len(kept(path)) == 1001
+
+
+def test_tombstones_that_nobody_needs_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "names.db"
+    with closing(NamesFile(path)) as names:
+        names.save([NAME, GONE])
+    assert kept(path, NOW_MS + int(TOMBSTONE_S * 1000) + 1000) == [NAME]
+    assert kept(path) == [NAME]
+
+
+def test_who_was_away_for_longer_than_tombstones_last_brings_no_name_back(tmp_path: Path) -> None:
+    path = tmp_path / "names.db"
+    day_ms = 86_400_000
+    with closing(NamesFile(path)) as names:
+        names.save([NAME, GONE])
+        names.seen(NOW_MS)
+        names.seen(NOW_MS + 20 * day_ms)
+        names.seen(1000)  # a clock that is behind for once
+    assert kept(path, NOW_MS + 49 * day_ms) == [NAME]
+    assert kept(path, NOW_MS + 51 * day_ms) == []
+    assert kept(path, NOW_MS + 20 * day_ms) == []
+
+
+def test_a_file_of_before_last_sights_were_kept_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "names.db"
+    with closing(NamesFile(path)) as names:
+        names.save([NAME])
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("DROP TABLE seen")
+    assert kept(path, NOW_MS + int(TOMBSTONE_S * 1000) + 1000) == [NAME]
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        *(("value", b"\xff"), ("value", "[["), ("value", "{}"), ("value", "[1.5]"), ("value", f'["{"x" * 5000}"]')),
+        *(("hlc", "x"), ("hlc", -1), ("hlc", 2**62), ("node", ""), ("node", "a\nb"), ("node", b"a"), ("name", b"x")),
+    ],
+)
+def test_a_damaged_row_is_left_out_and_the_others_come_back(
+    tmp_path: Path, column: str, value: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "names.db"
+    with closing(NamesFile(path)) as names:
+        names.save([NAME, GONE])
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(f"UPDATE names SET {column} = ? WHERE name = 'poet'", (value,))
+    assert kept(path) == [GONE]
+    assert "1 names in it are damaged" in caplog.text
+    caplog.clear()
+    assert kept(path) == [GONE]
+    assert not caplog.records
+
+
+def test_a_file_whose_pages_are_damaged_is_refused_with_the_reason(tmp_path: Path) -> None:
+    path = tmp_path / "names.db"
+    with closing(NamesFile(path)) as names:
+        names.save([Fact(f"n{index}", ("d", index), HLC, "a") for index in range(500)])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:8192] + b"\xff" * (len(whole) - 8192))
+    with closing(NamesFile(path)) as names, pytest.raises(ConfigError, match=r"names\.db.*remove it"):
+        names.restore(NOW_MS)
+
+
+def test_without_a_file_nothing_is_kept() -> None:
+    with closing(NamesFile(None)) as names:
+        names.save([NAME])
+    with closing(NamesFile(None)) as names:
+        assert names.restore(NOW_MS) == []
+
+
+def test_a_file_in_use_or_of_another_kind_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "names.db"
+    with closing(NamesFile(path)), pytest.raises(ConfigError, match="another server may use it"):
+        NamesFile(path)
+    other = tmp_path / "text"
+    other.write_text("no database " * 100)
+    with pytest.raises(ConfigError, match="text"):
+        NamesFile(other)
+
+
+def test_it_lies_beside_the_registry() -> None:
+    assert beside(Path("/data/registry.db")) == Path("/data/registry.cluster.db")

@@ -1,0 +1,144 @@
+"""One engine's part in the cluster: what it publishes of its work and adapters, and what it does with others' names."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from caraserve import demo
+from caraserve.cluster.routing.cost import Links, Tier
+from caraserve.cluster.routing.perf_model import DriftWatch, PerfModel
+from caraserve.cluster.state.publisher import Publisher
+from caraserve.cluster.state.replicated_map import Adapter
+from caraserve.core.machine_profile import load
+from caraserve.loop import Engine
+from tests.cluster.nodes import Instances, instances, until
+from tests.serving import PROFILE, engine_config, lora_config, model_config, running, submit
+
+PROMPT = tuple(range(5, 45))
+ADAPTERS = {name: demo.adapters_folder() / name for name in ("poet", "chef")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """The first engine on a machine compiles kernels, for longer than a coroutine's test may take."""
+
+    async def body() -> None:
+        async with running(model_config(demo.model_folder()), lora_config({}), engine_config(seqs=2)):
+            pass
+
+    asyncio.run(body())
+
+
+@asynccontextmanager
+async def published(folder: Path) -> AsyncIterator[tuple[Engine, Publisher, Instances]]:
+    """Instance a has an engine and two adapters; b is in the cluster and has none."""
+    lora = lora_config(ADAPTERS, adapters_dir=demo.adapters_folder(), mode="overlapped")
+    lora.lora_modules[:] = [module for module in lora.lora_modules if module.name in ADAPTERS]
+    async with (
+        running(model_config(demo.model_folder()), lora, engine_config(seqs=2)) as engine,
+        instances(folder) as group,
+    ):
+        a = (await group.start("a")).node
+        publisher = Publisher(a, engine, lambda: (0, 0), DriftWatch(load(PROFILE)), Links())
+        a.load_now, a.on_names = publisher.load_now, publisher.take_names
+        engine.watch, engine.catalog.on_change = publisher.watch, publisher.changed
+        await publisher.announce()
+        await group.start("b")
+        await until(group.agree)
+        yield engine, publisher, group
+
+
+async def test_others_learn_of_adapters_and_of_the_machine(tmp_path: Path) -> None:
+    async with published(tmp_path) as (engine, _, group):
+        b = group.running["b"].node
+        poet = engine.adapter("poet")
+        await until(lambda: b.adapter("poet") == Adapter("poet", poet.digest, poet.rank, poet.num_bytes))
+        await until(lambda: b.holders(poet.digest) == {"a": Tier.DISK})
+        await until(lambda: [one.model for one in b.instances()] == [PerfModel.of(load(PROFILE))])
+        await engine.unload_adapter("poet")
+        await until(lambda: b.adapter("poet") is None)
+
+
+async def test_what_others_remove_is_unloaded_and_what_they_add_is_wanted(tmp_path: Path) -> None:
+    async with published(tmp_path) as (engine, publisher, group):
+        wanted: list[Adapter] = []
+        publisher.on_wanted = wanted.append
+        b = group.running["b"].node
+        await until(lambda: b.adapter("chef") is not None)
+        b.remove("chef")
+        await until(lambda: [info.name for info in engine.adapters()].count("chef") == 0)
+        b.register(Adapter("new", "d" * 64, 8, 1))
+        await until(lambda: wanted == [Adapter("new", "d" * 64, 8, 1)])
+
+
+@pytest.mark.parametrize("asked_for", [False, True])
+async def test_a_folder_that_lies_there_does_not_bring_back_what_was_removed(tmp_path: Path, asked_for: bool) -> None:
+    lora = lora_config(ADAPTERS if asked_for else {}, adapters_dir=demo.adapters_folder(), mode="overlapped")
+    removed_s = time.time()
+    async with instances(tmp_path) as group:
+        a = (await group.start("a")).node
+        a.register(Adapter("poet", "d" * 64, 8, 1))
+        a.remove("poet")
+        async with running(model_config(demo.model_folder()), lora, engine_config(seqs=2)) as engine:
+            assert (engine.adapter("poet").created_s < removed_s) is not asked_for
+            await Publisher(a, engine, lambda: (0, 0), None, Links()).announce()
+            if asked_for:
+                assert a.adapter("poet") is not None
+            else:
+                await until(lambda: "poet" not in {info.name for info in engine.adapters()})
+                assert a.adapter("poet") is None
+
+
+async def test_an_unload_that_fails_in_an_unforeseen_way_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(name: str) -> None:
+        raise ZeroDivisionError(name)
+
+    async with published(tmp_path) as (engine, publisher, _):
+        monkeypatch.setattr(engine, "unload_adapter", broken)
+        publisher.take_names({"chef": None})
+        await until(lambda: "has stopped" in caplog.text)
+        assert "ZeroDivisionError: chef" in caplog.text
+
+
+async def test_a_load_counts_what_runs_and_what_waits(tmp_path: Path) -> None:
+    async with published(tmp_path) as (engine, publisher, _):
+        ranks = {name: engine.adapter(name).rank for name in ADAPTERS}
+        tasks = [submit(engine, PROMPT, name, max_tokens=2) for name in ("poet", "poet", "chef", None)]
+        await asyncio.sleep(0)
+        said = publisher.load_now(0.0)
+        assert said.running + said.queued == 4
+        assert dict(said.ranks) == {0: 1, ranks["poet"]: 2, ranks["chef"]: 1}
+        assert said.queued_tokens == 4 * len(PROMPT)
+        assert said.queued_token_ranks == len(PROMPT) * (2 * ranks["poet"] + ranks["chef"])
+        assert said.kv_free_tokens < said.kv_tokens - said.queued_tokens
+        await asyncio.gather(*tasks)
+        idle = publisher.load_now(0.0)
+        assert (idle.running, idle.queued, idle.ranks, idle.queued_tokens) == (0, 0, (), 0)
+        assert idle.kv_free_tokens == idle.kv_tokens
+
+
+async def test_one_whose_device_has_failed_asks_for_nothing(tmp_path: Path) -> None:
+    async with published(tmp_path) as (engine, publisher, _):
+        assert publisher.load_now(0.0).status == "serving"
+        engine.failure = "out of its bus"
+        assert publisher.load_now(0.0).status == "draining"
+
+
+async def test_predicted_stands_beside_observed(tmp_path: Path) -> None:
+    async with published(tmp_path) as (engine, publisher, _):
+        await submit(engine, PROMPT, "poet", max_tokens=10)
+        values = {}
+        for line in "".join(publisher.families('x="y"')).splitlines():
+            if not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                values[name] = float(value)
+        for phase in ("decode", "prefill"):
+            for kind in ("predicted", "observed"):
+                assert values[f'caraserve:{kind}_iteration_seconds_total{{phase="{phase}",x="y"}}'] > 0
+        assert values['caraserve:cluster_members{state="alive",x="y"}'] == 2

@@ -1,0 +1,55 @@
+"""All names of a cluster, looked at while they come and go and others do their work."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from caraserve.cluster.state.replicated_map import Adapter, _bucket
+from caraserve.cluster.state.scan import known_adapters
+from tests.cluster.nodes import instances
+
+NAMES = [
+    name for name in map(str, range(2000)) if _bucket(name) == 0
+]  # one part of them, in which many are side by side
+
+
+def meaning(name: str) -> Adapter:
+    return Adapter(name, name.encode().hex().zfill(64), 8, 10)
+
+
+async def test_each_is_there_with_what_it_means_when_its_turn_comes(tmp_path: Path) -> None:
+    async with instances(tmp_path) as running:
+        node = (await running.start("a")).node
+        for name in NAMES:
+            node.register(meaning(name))
+        seen = {}
+        async for adapter in known_adapters(node):
+            seen[adapter.name] = adapter
+            if len(seen) == 1:
+                first, changed, gone, *others = [adapter.name, *(name for name in NAMES if name != adapter.name)]
+                node.register(Adapter(changed, "a" * 64, 8, 10))
+                node.remove(gone)
+        assert seen == {name: meaning(name) for name in (first, *others)} | {changed: Adapter(changed, "a" * 64, 8, 10)}
+
+
+async def test_others_have_their_turn_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("caraserve.util.tasks._TURN_S", 0.0)
+    async with instances(tmp_path) as running:
+        node = (await running.start("a")).node
+        for name in NAMES:
+            node.register(meaning(name))
+        seen: list[str] = []
+        met: set[int] = set()
+
+        async def look() -> None:
+            while True:
+                met.add(len(seen))
+                await asyncio.sleep(0)
+
+        looking = asyncio.create_task(look())
+        async for adapter in known_adapters(node):
+            seen += [adapter.name]
+        looking.cancel()
+        assert len(NAMES) >= 5
+        assert met >= set(range(1, len(NAMES)))

@@ -1,0 +1,359 @@
+"""Adapters of the fleet on its instances: fetched, kept, never lost while anybody means them."""
+
+import asyncio
+import errno
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from caraserve.cluster.membership.auth import Keyring
+from caraserve.cluster.routing.cost import Tier
+from caraserve.cluster.state.replicated_map import Adapter
+from caraserve.cluster.transfer.adapter_pool import Holders
+from caraserve.cluster.transfer.adapter_store import HOLD
+from caraserve.cluster.transfer.disk_cache import Stored
+from caraserve.cluster.transfer.peer_client import Transfers, Trouble
+from caraserve.core.lora_layout import HostAdapter, aligned_bytes
+from caraserve.errors import AdapterRejected, CaraServeError, Unreachable
+from tests.cluster.nodes import KEYS, until
+from tests.cluster.pools import Member, pools, write_folder
+
+
+async def test_what_one_loaded_another_fetches_and_then_holds_too(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        digest = await fleet.load(a, "poet", 1)
+        assert b.pool.find("poet") is None
+        image = await b.want("poet")
+        assert np.array_equal(image.data, (await a.want("poet")).data)
+        assert image.spec.digest == digest
+        await until(lambda: set(a.node.holders(digest)) == {"a", "b"})
+        assert b.pool.find("poet") is not None
+        assert b.stored.digests() == [digest]
+
+
+async def test_layers_are_told_of_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("caraserve.lora.manifest._LEAST_CHUNK_BYTES", 1)  # a chunk for each layer
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        digest = await fleet.load(a, "poet", 1)
+        held = await a.want("poet")
+        ends, into, told = held.spec.layer_ends, aligned_bytes(held.spec.num_bytes), list[int]()
+        ended: asyncio.Future[HostAdapter | CaraServeError] = asyncio.get_running_loop().create_future()
+
+        def came(image: HostAdapter, layers: int) -> None:
+            assert not ended.done()
+            assert image.spec == held.spec
+            assert np.array_equal(image.data[: ends[layers - 1]], held.data[: ends[layers - 1]])
+            told.append(layers)
+
+        b.pool.fetch(digest, into, ended.set_result, came)
+        assert isinstance(await ended, HostAdapter)
+        assert told == [layers for layers in range(1, len(ends) + 1) if ends[layers - 1] < ends[-1]] + [len(ends)]
+
+
+async def test_the_second_read_is_from_the_own_disk_also_after_a_restart(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        (_, b), digest = await fleet.sharing("a", "b")
+        await fleet.stop("a")
+        b.evict("poet")
+        await b.want("poet")
+        await fleet.stop("b")
+        b = await fleet.start("b")
+        await b.want("poet")
+        assert b.pool.exchange.counts.fetched == 0
+        assert b.node.holders(digest) == {"b": Tier.DISK}
+
+
+async def test_what_is_kept_waits_for_its_name_to_be_known_again(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        (_, b), digest = await fleet.sharing("a", "b")
+        await fleet.stop("a")
+        await fleet.stop("b")
+        for file in tmp_path.glob("b.db*"):  # noqa: ASYNC240
+            file.unlink()
+        b = await fleet.start("b")
+        await b.pool.keeping.sweep()
+        assert b.stored.digests() == [digest]
+
+
+async def test_a_kept_file_that_has_changed_is_fetched_again(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        (_, b), digest = await fleet.sharing("a", "b")
+        right = (await b.want("poet")).data.copy()
+        path = b.folder / digest
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        b.evict("poet")
+        assert np.array_equal((await b.want("poet")).data, right)
+        assert b.pool.exchange.counts.fetched == 2
+        await until(lambda: digest in b.stored and path.read_bytes()[-1:] == bytes([content[-1] ^ 1]))
+
+
+async def test_a_kept_file_that_cannot_be_opened_for_a_moment_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pools(tmp_path) as fleet:
+        (_, b), digest = await fleet.sharing("a", "b")
+        await fleet.stop("a")
+        await until(lambda: set(b.node.holders(digest)) == {"b"})
+        b.evict("poet")
+        with monkeypatch.context() as patch:
+            patch.setattr(Stored, "read", _out_of_files)
+            with pytest.raises(Unreachable):
+                await b.want("poet")
+            await _lends_nothing(b, digest)
+        assert (await b.want("poet")).spec.digest == digest
+        assert set(b.node.holders(digest)) == {"b"}
+
+
+def _out_of_files(stored: Stored, digest: str, into: object) -> HostAdapter:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+async def _lends_nothing(member: Member, digest: str) -> None:
+    with pytest.raises(CaraServeError):
+        async with member.pool.keeping.lending.image_of(digest):
+            pass
+
+
+async def test_a_folder_that_cannot_be_read_for_a_moment_is_still_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pools(tmp_path) as fleet:
+        a = await fleet.start("a")
+        digest = await fleet.load(a, "poet", 1)
+        with monkeypatch.context() as patch:
+            patch.setattr("caraserve.lora.catalog.read_adapter", _no_disk)
+            await _lends_nothing(a, digest)
+        await until(lambda: not a.pool.keeping._tasks)  # its files have been looked at
+        assert set(a.node.holders(digest)) == {"a"}
+        async with a.pool.keeping.lending.image_of(digest) as image:
+            assert image.spec.digest == digest
+
+
+async def test_a_folder_that_is_gone_is_held_again_when_it_is_back_and_was_read(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        digest = await fleet.load(a, "poet", 1)
+        folder = Path(a.catalog.get("poet").path)
+        folder.rename(folder.with_name("away"))  # noqa: ASYNC240
+        await _lends_nothing(a, digest)
+        await until(lambda: not b.node.holders(digest))
+        folder.with_name("away").rename(folder)
+        await a.want("poet")
+        await until(lambda: set(b.node.holders(digest)) == {"a"})
+
+
+def _no_disk(folder: Path, spec: object, into: object) -> HostAdapter:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+async def test_bytes_whose_name_cannot_be_served_here_are_kept_for_those_who_can(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        (_, b), digest = await fleet.sharing("a", "b")
+        num_bytes = (await b.want("poet")).spec.num_bytes
+        await fleet.stop("a")
+        too_many = 2 << 30
+        b.catalog.adopt("poet", "0" * 64, 8, num_bytes)  # b's only name for it now means another thing
+        b.node.register(Adapter("bard", digest, 8, too_many))
+        b.publisher.take_names({"bard": b.node.adapter("bard")})
+        assert not b.knows("bard")
+        b.pool.keeping.renamed()
+        await b.pool.keeping.sweep()
+        assert digest in b.stored
+        b.node.remove("bard")
+        b.node.remove("poet")
+        b.pool.keeping.renamed()
+        await b.pool.keeping.sweep()
+        assert digest not in b.stored
+
+
+async def test_the_third_gets_it_from_the_second_when_the_first_is_gone(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b, c = [await fleet.start(name) for name in "abc"]
+        digest = await fleet.load(a, "poet", 1)
+        await b.want("poet")
+        await until(lambda: "b" in c.node.holders(digest))
+        await fleet.stop("a")
+        b.evict("poet")  # it reads it from its disk for others, and its host tier stays as it is
+        await c.want("poet")
+        assert b.residency.image(digest) is None
+
+
+async def test_when_all_who_had_it_are_gone_that_is_said_and_others_are_served(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        digest = await fleet.load(a, "poet", 1)
+        await fleet.load(a, "chef", 2)
+        await b.want("chef")
+        await fleet.stop("a")
+        await until(lambda: not b.node.holders(digest))
+        with pytest.raises(Unreachable, match="no instance that has it is there"):
+            await b.want("poet")
+        await b.want("chef")
+
+
+async def test_who_cannot_read_its_folder_any_more_is_no_holder(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        digest = await fleet.load(a, "poet", 1)
+        write_folder(Path(a.catalog.get("poet").path), 2)
+        with pytest.raises(Unreachable):
+            await b.want("poet")
+        assert a.node.holders(digest) == {}
+        assert a.pool.keeping.answer("b", (HOLD, digest, 5.0)) == (0,)
+
+
+async def test_a_name_that_gets_another_meaning_gets_it_everywhere(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        (a, b), old = await fleet.sharing("a", "b")
+        new = await fleet.load(a, "poet", 2)
+        assert (await b.want("poet")).spec.digest == new
+        await until(lambda: old not in b.stored and not (b.folder / old).exists())
+        assert set(b.node.holders(old)) <= {"a"}
+
+
+async def test_a_name_whose_new_meaning_cannot_be_served_here_is_not_answered_by_its_old_one(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        old = await fleet.load(a, "poet", 1)
+        running = a.catalog.pin("poet")
+        b.node.register(Adapter("poet", "0" * 64, 8, 2 << 30))
+        await until(lambda: not a.knows("poet"))
+        assert running.digest == old
+        with pytest.raises(AdapterRejected, match="more than"):
+            await a.pool.ensure("poet")
+        a.residency.unpin(running)
+
+
+async def test_a_request_gets_the_meaning_that_its_name_has_by_now(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        await fleet.load(a, "poet", 1)
+        b.publisher.on_wanted = a.publisher.on_wanted = lambda adapter: None  # nobody adopts it by itself
+        new = await a.catalog.load("poet", str(write_folder(tmp_path / "new", 2)), inplace=True)
+        await until(lambda: new.digest in {one.digest for one in b.node.adapters()})
+        assert b.catalog.get("poet").digest != new.digest
+        await b.pool.ensure("poet")
+        assert b.catalog.get("poet").digest == new.digest
+
+
+async def test_a_request_for_what_nobody_has_is_refused_before_it_takes_a_slot(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        await fleet.load(a, "poet", 1)
+        assert b.pool.can_get("poet")
+        await fleet.stop("a")
+        await until(lambda: not b.pool.can_get("poet"))
+        with pytest.raises(Unreachable, match="no instance that has it is there"):
+            await b.pool.ensure("poet")
+        assert b.residency.counters.disk_reads == 0
+
+
+async def test_another_name_for_what_lies_in_a_folder_here_is_read_from_there(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        digest = await fleet.load(a, "poet", 1)
+        b.node.register(Adapter("bard", digest, 4, a.catalog.get("poet").num_bytes))
+        await until(lambda: a.knows("bard"))
+        assert (await a.want("bard")).spec.digest == digest
+        assert (a.pool.exchange.counts.fetched, a.pool.exchange.counts.failed) == (0, 0)
+
+
+async def test_a_name_given_again_while_its_last_request_ends_stays(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        await fleet.load(a, "poet", 1)
+        meaning = b.node.adapter("poet")
+        assert meaning is not None
+        running = b.catalog.pin("poet")
+        b.node.remove("poet")
+        await until(lambda: a.node.adapter("poet") is None and not a.knows("poet"))
+        b.publisher.take_names({"poet": None})
+        await asyncio.sleep(0)  # the unloading has begun
+        b.node.register(meaning)
+        await until(lambda: not b.knows("poet"))
+        b.residency.unpin(running)
+        await until(lambda: a.knows("poet") and b.knows("poet"))
+        assert a.node.adapter("poet") == b.node.adapter("poet") == meaning
+
+
+async def test_nobody_fetches_from_itself(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a = await fleet.start("a")
+        digest = await fleet.load(a, "poet", 1)
+        assert a.node.holders(digest)
+        assert Holders(a.node).holders(digest) == {}
+
+
+async def test_what_was_removed_is_deleted_and_only_that(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        digests = {name: await fleet.load(a, name, seed) for seed, name in enumerate(("poet", "chef"))}
+        for name in digests:
+            await b.want(name)
+        await until(lambda: set(b.stored.digests()) == set(digests.values()))
+        b.node.remove("poet")
+        await b.catalog.unload("poet")
+        await until(lambda: b.stored.digests() == [digests["chef"]] and not a.knows("poet"))
+        await until(lambda: [path.name for path in b.folder.iterdir()] == [digests["chef"]])
+
+
+# --- what others say ---
+
+
+@pytest.mark.parametrize("digest", ["../../etc/passwd", "", "A" * 64, "0" * 63])
+async def test_a_digest_that_is_none_is_neither_adopted_nor_a_path(tmp_path: Path, digest: str) -> None:
+    async with pools(tmp_path) as fleet:
+        a, b = await fleet.start("a"), await fleet.start("b")
+        a.node.register(Adapter("odd", digest or "x", 8, 10))
+        await until(lambda: b.node.core.facts.refused > 0)
+        assert b.node.adapter("odd") is None
+        assert not b.knows("odd")
+
+
+async def test_only_who_signs_gets_bytes_and_only_those_that_are_there(tmp_path: Path) -> None:
+    async with pools(tmp_path) as fleet:
+        a = await fleet.start("a")
+        digest = await fleet.load(a, "poet", 1)
+        image = await a.want("poet")
+        ends, hashes, into = [image.spec.num_bytes], list(image.spec.chunks), bytearray(image.spec.num_bytes)
+        where, wires = a.instance.address, [Transfers(lambda: KEYS, None)]
+        ours, right = wires[0], list[None]()
+
+        async def chunks(wire: Transfers, ends: list[int], hashes: list[bytes]) -> tuple[int, Trouble | None]:
+            right.clear()
+            trouble = await wire.chunks(where, digest, 0, ends, hashes, memoryview(into), lambda: right.append(None))
+            return len(right), trouble
+
+        wires.append(stranger := Transfers(lambda: Keyring((b"some other secret of somebody",)), None))
+        try:
+            assert await chunks(ours, ends, hashes) == (1, None)
+            assert into == image.data.tobytes()
+            assert await chunks(ours, ends, [b"?" * 32]) == (0, Trouble.CORRUPT)
+            beyond = [image.spec.num_bytes + 1]
+            assert await chunks(ours, beyond, hashes) == (0, Trouble.FAILED)
+            assert await ours.manifest(where, "0" * 64) is Trouble.ABSENT
+            assert await ours.manifest("127.0.0.1:1", digest) is Trouble.FAILED
+            assert await stranger.manifest(where, digest) is Trouble.FAILED
+            assert await chunks(stranger, ends, hashes) == (0, Trouble.FAILED)
+        finally:
+            for wire in wires:
+                await wire.close()
+
+
+async def test_files_that_were_not_finished_and_files_of_others_are_no_adapters(tmp_path: Path) -> None:
+    folder = tmp_path / "a.adapters"
+    folder.mkdir()
+    unfinished, foreign, link = folder / f"{'a' * 64}.part", folder / "notes.txt", folder / ("b" * 64)
+    unfinished.write_bytes(b"half")
+    foreign.write_bytes(b"mine")
+    link.symlink_to("/etc/passwd")
+    async with pools(tmp_path) as fleet:
+        a = await fleet.start("a")
+        assert a.stored.digests() == []
+    assert not unfinished.exists()
+    assert foreign.read_bytes() == b"mine"

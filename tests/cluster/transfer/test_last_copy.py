@@ -1,0 +1,117 @@
+"""Plans that change, views that are old, answers that come late, partitions, restarts and lost disks: the last copy of
+an adapter is deleted by nobody."""
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from caraserve.cluster.placement.migration import MigrationLimits, Mover
+from caraserve.cluster.placement.plan import AdapterDemand, Plan, Share
+from caraserve.cluster.transfer.delete_lease import Copies
+
+NAMES = ("a", "b", "c")
+ADAPTER = AdapterDemand("x", 8, 10, 1.0)
+TTL_S = 30.0
+WALKS, STEPS = 150, 150
+
+
+class Instance:
+    """What one knows: its own copy for certain, the others' as it last heard."""
+
+    def __init__(self, name: str) -> None:
+        self.copies = Copies()
+        self.mover = Mover(name, MigrationLimits())
+        self.view: set[str] = set()
+
+
+class Fleet:
+    """At each step one thing happens somewhere; where, and who hears of it, is drawn."""
+
+    def __init__(self, rng: Random) -> None:
+        self.rng, self.now, self.epoch = rng, 0.0, 0
+        self.instances = {name: Instance(name) for name in NAMES}
+        self.cut: set[str] = set()  # those that reach only one another
+        self.answers: list[Callable[[], None]] = []  # on their way
+        self.instances["a"].copies.verified("x")
+
+    def step(self) -> None:
+        who = self.rng.choice(NAMES)
+        things = (self.fetches, self.fetches, self.lets_go, self.lets_go, self.lets_go, self.hears, self.hears)
+        self.rng.choice((*things, self.gets_an_answer, self.parts, self.restarts, self.loses_its_disk))(who)
+        self.now += self.rng.choice((0.0, 0.1, 10.0, 40.0))
+
+    def plan(self) -> Plan:
+        """Plans are made by views, so there are several at once, and not all get all of them."""
+        self.epoch += 1
+        others = self.rng.sample(NAMES, self.rng.randint(1, 2))
+        shares = tuple(Share(name, 1 / len(others)) for name in others)
+        return Plan.made(self.epoch, {"x": shares}, dict.fromkeys(NAMES, 8))
+
+    def fetches(self, who: str) -> None:
+        one = self.instances[who]
+        held = {"x"} if one.copies.has("x") else set()
+        for _ in one.mover.fetches(self.plan(), held, {"x": ADAPTER}, self.now):
+            if any(self.reaches(who, other) and self.instances[other].copies.has("x") for other in NAMES):
+                one.copies.verified("x")
+            one.mover.done("x")
+
+    def lets_go(self, who: str) -> None:
+        one = self.instances[who]
+        held = {"x"} if one.copies.has("x") else set()
+        holders = sorted(one.view - {who})
+        if not holders or not one.mover.drops(self.plan(), held, {"x": one.view | {who}}):
+            return
+        number = one.copies.ask("x", TTL_S, self.now)
+        other = self.rng.choice(holders)
+        if number is None or not self.reaches(who, other):
+            one.copies.give_up("x")
+            return
+        kept = self.instances[other].copies.promise("x", TTL_S, self.now)
+        self.answers.append(lambda: one.copies.answered("x", number, kept, self.now) and None)
+        if self.rng.random() < 0.7:
+            self.gets_an_answer(who)
+
+    def gets_an_answer(self, who: str) -> None:
+        if self.answers:
+            self.answers.pop(self.rng.randrange(len(self.answers)))()
+
+    def hears(self, who: str) -> None:
+        for whom in (name for name in NAMES if self.reaches(who, name)):
+            (self.instances[who].view.add if self.instances[whom].copies.has("x") else self._unheard(who))(whom)
+
+    def _unheard(self, who: str) -> Callable[[str], None]:
+        return self.instances[who].view.discard
+
+    def parts(self, who: str) -> None:
+        self.cut = set(self.rng.sample(NAMES, self.rng.randint(0, 2)))
+
+    def restarts(self, who: str) -> None:
+        """It finds its files, and keeps them for as long as it may have promised. Answers reach it no more."""
+        old, self.instances[who] = self.instances[who], Instance(who)
+        held = {"x"} if old.copies.has("x") else set()
+        self.instances[who].copies.restore(held, dict.fromkeys(held, TTL_S), self.now)
+
+    def loses_its_disk(self, who: str) -> None:
+        """Others must have a copy yet that they are not about to delete, or it is lost under any rule."""
+        others = [self.instances[name].copies for name in NAMES if name != who]
+        if self.rng.random() < 0.2 and any(copies.has("x") and "x" not in copies._asked for copies in others):
+            self.instances[who] = Instance(who)
+
+    def reaches(self, who: str, whom: str) -> bool:
+        return (who in self.cut) == (whom in self.cut)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_last_copy_is_deleted_by_nobody(seed: int) -> None:
+    rng = Random(seed)
+    deleted = 0
+    for _ in range(WALKS):
+        fleet = Fleet(rng)
+        for _ in range(STEPS):
+            before = sum(one.copies.has("x") for one in fleet.instances.values())
+            fleet.step()
+            held = sum(one.copies.has("x") for one in fleet.instances.values())
+            assert held > 0
+            deleted += held < before
+    assert deleted > WALKS  # or it was no test

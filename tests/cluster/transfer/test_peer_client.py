@@ -1,0 +1,50 @@
+"""Bytes from other instances arrive on a thread of their own, and only while somebody waits for them."""
+
+import asyncio
+import threading
+
+import pytest
+
+from caraserve.cluster.transfer.peer_client import Transfers
+from tests.cluster.nodes import KEYS
+
+
+async def test_whoever_is_cancelled_goes_on_only_when_nothing_writes_into_its_memory_any_more() -> None:
+    transfers = Transfers(lambda: KEYS, None)
+    begun, ending, may_end = threading.Event(), threading.Event(), threading.Event()
+    has_ended = False
+
+    async def receives() -> None:
+        nonlocal has_ended
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ending.set()
+            may_end.wait(5)  # a piece is being hashed
+            has_ended = True
+
+    task = asyncio.create_task(transfers._there(receives()))
+    await asyncio.to_thread(begun.wait, 5)
+    task.cancel()
+    await asyncio.to_thread(ending.wait, 5)
+    task.cancel()  # a second time
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not task.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert has_ended
+    await transfers.close()
+
+
+async def test_what_goes_wrong_on_the_thread_is_raised_here() -> None:
+    transfers = Transfers(lambda: KEYS, None)
+
+    async def fails() -> None:
+        raise ValueError("no such thing")
+
+    with pytest.raises(ValueError, match="no such thing"):
+        await transfers._there(fails())
+    await transfers.close()

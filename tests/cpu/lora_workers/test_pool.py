@@ -1,0 +1,331 @@
+"""CPU LoRA workers as processes: where they run, what they compute, and that none is missed or left behind."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from caraserve.core.lora_layout import A_COLUMNS, PANEL, AdapterSpec, HostAdapter, lay_out
+from caraserve.cpu.backend import CpuBackend, CpuSizes
+from caraserve.cpu.lora_workers.compute_side import PIECE_WORDS
+from caraserve.cpu.lora_workers.pool import Workers
+from caraserve.cpu.shared_memory import SharedRegion
+from caraserve.cpu.weights import convert, dummy_reader, load_model, to_float32
+from caraserve.model.dtype import Dtype
+from caraserve.model.spec import SITES, parse_spec
+from caraserve.profiling.microbench import Device
+from caraserve.util.units import align_up
+
+SPEC = parse_spec(
+    {
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": 80,
+        "intermediate_size": 144,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+    }
+)
+SCALES = {"q_proj": 0.5, "k_proj": 2.0, "v_proj": 1.25}  # of the modules that read a layer's first input
+WIDTHS = [align_up(SPEC.site_shape(site)[1], PANEL) for site in SCALES]  # of their deltas, side by side
+SLOT = 1
+TOKENS = 90  # of a prompt: more than a worker computes at once, whole or cut in two
+USABLE_CORES = sorted(os.sched_getaffinity(0))
+PATIENCE_S = 120.0  # until a worker is born; the first time, kernels are compiled
+BLOCK_BYTES = 1 << 16
+NAN = 0xFF  # in every byte: no number in any dtype
+
+Matrix = NDArray[np.float64]
+
+
+def cores(workers: int) -> tuple[int, ...]:
+    """As many as there are workers, the first and the last of this process."""
+    return (USABLE_CORES[0], USABLE_CORES[-1])[:workers]
+
+
+@contextlib.contextmanager
+def serving(workers: int) -> Iterator[CpuBackend]:
+    """A backend all of whose workers are there; prompts are cut in two if there are two."""
+    loaded = load_model(SPEC, Dtype.F32, 256, dummy_reader(0, Dtype.F32), lambda: None)
+    sizes = CpuSizes(
+        threads=1,
+        num_slots=2,
+        adapter_slots=2,
+        max_step_tokens=TOKENS,
+        max_context=256,
+        kv_cache_bytes=1 << 20,
+        host_bytes=1 << 20,
+        lora_cpus=cores(workers),
+    )
+    backend = CpuBackend(SPEC, loaded, sizes)
+    try:
+        backend.warm_up()
+        backend.start_workers(lambda rank: TOKENS // 2)
+        assert backend.workers.await_all(PATIENCE_S)
+        yield backend
+    finally:
+        backend.close()
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[CpuBackend]:
+    with serving(1) as backend:
+        yield backend
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[CpuBackend]:
+    """Both have computed something: a worker is there before it has its name and its core."""
+    with serving(2) as backend:
+        hand_over(backend, make_adapter(8, Dtype.F32, backend)[0])
+        yield backend
+
+
+def pids(workers: Workers) -> list[int]:
+    return [state.pid for state in workers.states() if state.pid is not None]
+
+
+def of_process(pid: int, name: str) -> str:
+    return Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8").strip()
+
+
+def stat(pid: int) -> list[str]:
+    """From the third field on, the process's state; its name, which comes before, may hold anything."""
+    return of_process(pid, "stat").rpartition(")")[2].split()
+
+
+def zygote_of(workers: Workers) -> int:
+    return int(stat(pids(workers)[0])[1])
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return stat(pid)[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def next_life(workers: Workers, place: int, before: int) -> int:
+    """The pid of whoever fills a place after `before`."""
+    with workers.changed:
+        workers.changed.wait_for(lambda: workers.states()[place].pid not in (None, before), PATIENCE_S)
+    pid = workers.states()[place].pid
+    assert pid is not None
+    assert pid != before, "the worker was not replaced"
+    return pid
+
+
+# --- where they run ---
+
+
+def test_a_worker_stays_on_its_core(pair: CpuBackend) -> None:
+    assert [os.sched_getaffinity(pid) for pid in pids(pair.workers)] == [{core} for core in cores(2)]
+
+
+def test_a_worker_can_be_told_by_its_name(pair: CpuBackend) -> None:
+    assert [of_process(pid, "comm") for pid in pids(pair.workers)] == ["caraserve-lora0", "caraserve-lora1"]
+    assert of_process(zygote_of(pair.workers), "comm") == "caraserve-zyg"
+
+
+def test_no_worker_has_torch(pair: CpuBackend) -> None:
+    for pid in (zygote_of(pair.workers), *pids(pair.workers)):
+        maps = of_process(pid, "maps")
+        assert "numba" in maps
+        assert "torch" not in maps
+
+
+def test_a_worker_is_one_thread(pair: CpuBackend) -> None:
+    for pid in (zygote_of(pair.workers), *pids(pair.workers)):
+        assert os.listdir(f"/proc/{pid}/task") == [str(pid)]
+
+
+def test_memory_is_shared_without_a_name_in_the_file_system(pair: CpuBackend) -> None:
+    for pid in pids(pair.workers):
+        maps = of_process(pid, "maps")
+        assert "/memfd:caraserve" in maps
+        assert "/dev/shm" not in maps
+
+
+def ticks(processes: Sequence[int]) -> int:
+    """CPU time used so far, user and system."""
+    return sum(int(field) for pid in processes for field in stat(pid)[11:13])
+
+
+def test_idle_workers_use_no_cpu(pair: CpuBackend) -> None:
+    """Nor does the process that they were forked from; also after they had something to do."""
+    hand_over(pair, make_adapter(8, Dtype.F32, pair)[0])
+    idle = [zygote_of(pair.workers), *pids(pair.workers)]
+    with pair.workers.changed:
+        before = ticks(idle)
+        assert not pair.workers.changed.wait(0.5), "a worker was born or has died"
+        assert ticks(idle) - before <= 1
+    assert all(state.is_asleep for state in pair.workers.states())
+
+
+# --- what they compute ---
+
+
+def make_adapter(rank: int, dtype: Dtype, backend: CpuBackend) -> tuple[HostAdapter, list[Matrix]]:
+    """An adapter of q, k and v in the host tier, and by module what x is multiplied with, [inputs, columns of y]."""
+    rng = np.random.default_rng(rank)
+    spans, layer_ends = lay_out(SPEC, dtype, {(0, site): (rank, scale) for site, scale in SCALES.items()})
+    data = backend.host_memory[: layer_ends[-1]]
+    data[:] = 0
+    products = []
+    for span in spans:
+        inputs, outputs = SPEC.site_shape(SITES[span.site])
+        a, b = np.zeros((rank, align_up(inputs, A_COLUMNS))), np.zeros((rank, align_up(outputs, PANEL)))
+        a[:, :inputs], b[:, :outputs] = rng.standard_normal((rank, inputs)), rng.standard_normal((rank, outputs))
+        a = store(a / rank, dtype, data[span.a_offset :])
+        b = store(b.reshape(rank, -1, PANEL).swapaxes(0, 1), dtype, data[span.b_offset :])
+        products.append(span.scale * a[:, :inputs].T @ b.swapaxes(0, 1).reshape(rank, -1))
+    return HostAdapter(AdapterSpec(f"{rank} {dtype}", dtype, rank, tuple(SCALES), layer_ends, spans), data), products
+
+
+def store(values: Matrix, dtype: Dtype, at: NDArray[np.uint8]) -> Matrix:
+    """Writes values as they are stored; returns what the stored ones mean exactly."""
+    raw = np.ascontiguousarray(convert(np.ascontiguousarray(values, np.float32), Dtype.F32, dtype))
+    at[: raw.nbytes] = raw.reshape(-1).view(np.uint8)
+    return to_float32(raw, dtype).astype(np.float64)
+
+
+def floats_at(address: int, rows: int, width: int) -> NDArray[np.float32]:
+    return np.ctypeslib.as_array((ctypes.c_float * (rows * width)).from_address(address)).reshape(rows, width)
+
+
+def words_at(address: int, rows: int, width: int) -> NDArray[np.int64]:
+    return np.ctypeslib.as_array((ctypes.c_int64 * (rows * width)).from_address(address)).reshape(rows, width)
+
+
+def inputs_of(backend: CpuBackend) -> NDArray[np.float32]:
+    """The first input of a layer, [tokens, inputs], where workers read it."""
+    address, width = int(backend._buffers.record["normed"][0]), align_up(SPEC.hidden, PANEL)
+    return floats_at(address, TOKENS, width)[:, : SPEC.hidden]
+
+
+def hand_over(backend: CpuBackend, adapter: HostAdapter) -> NDArray[np.float32]:
+    """What the workers make of a prompt, [tokens, columns of q, k, v], each having computed a slice.
+
+    A hand-over whose worker does not get its core in time is given up, as it should be: it is done again.
+    """
+    Device(backend).load(adapter, SLOT)
+    inputs_of(backend)[:] = np.random.default_rng(0).standard_normal((TOKENS, SPEC.hidden))
+    lora, deltas = backend._lora, np.full((TOKENS, sum(WIDTHS)), np.nan, np.float32)
+    for _ in range(100):
+        backend._buffers._deltas[:] = NAN
+        done = backend.time_hand_over(SLOT, TOKENS) is not None
+        count = int(words_at(int(lora["segment_slices"][0]), 1, 2)[0, 1])
+        slices = words_at(int(lora["slices"][0]), count, PIECE_WORDS)
+        if done and {int(worker) for worker in slices[:, 0]} == set(range(len(backend.workers))):
+            for _, _, _, first, rows, address in slices.tolist():
+                deltas[first : first + rows] = floats_at(address, rows, sum(WIDTHS))
+            return deltas
+        with backend.workers.changed:
+            backend.workers.changed.wait(0.05)
+    raise AssertionError("some worker never did what it was asked for")
+
+
+@pytest.mark.parametrize("workers", ["alone", "pair"])
+@pytest.mark.parametrize("dtype", Dtype)
+@pytest.mark.parametrize("rank", [8, 24, 64])
+def test_deltas_are_scale_times_x_times_a_times_b(
+    request: pytest.FixtureRequest, workers: str, dtype: Dtype, rank: int
+) -> None:
+    backend: CpuBackend = request.getfixturevalue(workers)
+    adapter, products = make_adapter(rank, dtype, backend)
+    deltas = hand_over(backend, adapter)
+    x = inputs_of(backend).astype(np.float64)
+    np.testing.assert_allclose(deltas, np.concatenate([x @ product for product in products], axis=1), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", Dtype)
+@pytest.mark.parametrize("rank", [8, 24, 64])
+def test_a_prompt_that_is_cut_has_the_same_bits(alone: CpuBackend, pair: CpuBackend, dtype: Dtype, rank: int) -> None:
+    whole, cut = (hand_over(backend, make_adapter(rank, dtype, backend)[0]) for backend in (alone, pair))
+    assert whole.tobytes() == cut.tobytes()
+
+
+# --- how they end ---
+
+
+def test_a_killed_worker_is_replaced_by_one_like_it() -> None:
+    with serving(2) as backend:
+        adapter, _ = make_adapter(24, Dtype.F32, backend)
+        before = hand_over(backend, adapter)
+        killed = pids(backend.workers)[1]
+        os.kill(killed, signal.SIGKILL)
+        next_life(backend.workers, 1, killed)
+        assert hand_over(backend, adapter).tobytes() == before.tobytes()
+        reborn = pids(backend.workers)[1]
+        assert (of_process(reborn, "comm"), os.sched_getaffinity(reborn)) == ("caraserve-lora1", {cores(2)[1]})
+
+
+def test_a_worker_that_stops_in_a_hand_over_is_replaced() -> None:
+    with serving(1) as backend:
+        adapter, _ = make_adapter(24, Dtype.F32, backend)
+        before = hand_over(backend, adapter)
+        stopped = pids(backend.workers)[0]
+        os.kill(stopped, signal.SIGSTOP)
+        assert backend.time_hand_over(SLOT, TOKENS) is None
+        backend.workers.watch(True)
+        next_life(backend.workers, 0, stopped)
+        assert hand_over(backend, adapter).tobytes() == before.tobytes()
+
+
+def test_a_killed_zygote_is_replaced_and_its_workers_with_it() -> None:
+    with serving(2) as backend:
+        adapter, _ = make_adapter(24, Dtype.F32, backend)
+        before, zygote, workers = hand_over(backend, adapter), zygote_of(backend.workers), pids(backend.workers)
+        os.kill(zygote, signal.SIGKILL)
+        for place, pid in enumerate(workers):
+            next_life(backend.workers, place, pid)
+        assert not any(is_alive(pid) for pid in (zygote, *workers))
+        assert hand_over(backend, adapter).tobytes() == before.tobytes()
+
+
+def test_a_worker_that_keeps_dying_is_replaced_more_and_more_slowly() -> None:
+    with serving(1) as backend:
+        waits_s = []
+        for _ in range(5):
+            pid, killed_s = pids(backend.workers)[0], time.monotonic()
+            os.kill(pid, signal.SIGKILL)
+            next_life(backend.workers, 0, pid)
+            waits_s.append(time.monotonic() - killed_s)
+        assert waits_s[3] >= 0.1
+        assert waits_s[4] >= 1.0
+
+
+@pytest.mark.parametrize("number", [None, signal.SIGSTOP], ids=["idle", "stopped"])
+def test_after_close_no_process_is_left(number: signal.Signals | None) -> None:
+    with serving(2) as backend:
+        left = [zygote_of(backend.workers), *pids(backend.workers)]
+        if number is not None:
+            os.kill(left[1], number)
+    assert not any(is_alive(pid) for pid in left)
+
+
+def test_deaths_and_the_end_leave_no_descriptor_open() -> None:
+    region = SharedRegion(BLOCK_BYTES)
+    try:
+        before = sorted(os.listdir("/proc/self/fd"))
+        workers = Workers(region, region.carve(BLOCK_BYTES), cores(1), BLOCK_BYTES)
+        workers.start()
+        try:
+            assert workers.await_all(PATIENCE_S)
+            for dies_of_itself in (True, False):
+                pid = pids(workers)[0]
+                os.kill(pid if dies_of_itself else zygote_of(workers), signal.SIGKILL)
+                next_life(workers, 0, pid)
+        finally:
+            workers.close()
+        assert sorted(os.listdir("/proc/self/fd")) == before
+    finally:
+        region.close()

@@ -1,0 +1,73 @@
+"""The host tier's memory: no byte has two owners, none is lost, and neighbours that are free are one piece."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from caraserve.core.lora_layout import ALIGN_BYTES, aligned_bytes
+from caraserve.cpu.arena import Arena
+from caraserve.cpu.shared_memory import PAGE_BYTES, SharedRegion
+
+ROOM = 32 * ALIGN_BYTES
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 8 * ALIGN_BYTES)), max_size=60))
+def test_any_order_of_taking_and_giving_back_keeps_every_byte_with_one_owner(steps: list[tuple[bool, int]]) -> None:
+    arena = Arena(aligned_bytes(ROOM))
+    held: list[tuple[np.ndarray, int]] = []  # type: ignore[type-arg]
+    for mark, (takes, amount) in enumerate(steps):
+        if takes:
+            extent = arena.take(amount)
+            if extent is None:
+                continue
+            assert extent.nbytes == amount
+            assert extent.ctypes.data % ALIGN_BYTES == 0
+            extent[:] = mark
+            held.append((extent, mark))
+        elif held:
+            arena.give_back(held.pop(amount % len(held))[0])
+        arena.check()
+        assert all((extent == mark % 256).all() for extent, mark in held), "somebody wrote into another's extent"
+    for extent, _ in held:
+        arena.give_back(extent)
+    arena.check()
+    assert arena.used_bytes == 0
+    assert arena.take(ROOM) is not None, "what was given back is not one piece"
+
+
+def test_a_full_arena_says_so() -> None:
+    arena = Arena(aligned_bytes(ROOM))
+    assert arena.take(ROOM) is not None
+    assert arena.take(1) is None
+
+
+def test_scattered_room_is_not_room() -> None:
+    arena = Arena(aligned_bytes(3 * ALIGN_BYTES))
+    extents = [arena.take(ALIGN_BYTES) for _ in range(3)]
+    for extent in (extents[0], extents[2]):
+        assert extent is not None
+        arena.give_back(extent)
+    assert arena.take(2 * ALIGN_BYTES) is None
+
+
+def test_the_smallest_piece_that_fits_is_taken() -> None:
+    arena = Arena(aligned_bytes(8 * ALIGN_BYTES))
+    small, _, _ = arena.take(ALIGN_BYTES), arena.take(ALIGN_BYTES), arena.take(2 * ALIGN_BYTES)
+    assert small is not None
+    arena.give_back(small)
+    again = arena.take(ALIGN_BYTES)
+    assert again is not None
+    assert again.ctypes.data == small.ctypes.data
+
+
+def test_two_maps_of_one_region_see_each_others_bytes() -> None:
+    region = SharedRegion(3 * PAGE_BYTES)
+    other = SharedRegion(region.num_bytes, fd=region.fd)
+    region.carve(10)
+    piece = region.carve(10)
+    piece[:] = 7
+    offset = region.offset(int(piece.ctypes.data))
+    assert offset == PAGE_BYTES
+    assert (other.bytes[offset : offset + 10] == 7).all()
+    region.close()

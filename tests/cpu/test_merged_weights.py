@@ -1,0 +1,228 @@
+"""Weights with an adapter merged into them, against numpy; and that they are never those of another adapter."""
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from caraserve.core.lora_layout import A_COLUMNS, PANEL, AdapterSpec, HostAdapter, aligned_bytes, lay_out
+from caraserve.cpu import simd
+from caraserve.cpu.adapters import DeviceAdapters, Image
+from caraserve.cpu.buffers import Buffers
+from caraserve.cpu.jit import kernel
+from caraserve.cpu.merged_weights import MergedWeights
+from caraserve.cpu.structs import NUM_WEIGHTS, WQ
+from caraserve.cpu.thread_team import Team
+from caraserve.cpu.weights import LoadedModel, convert, dummy_reader, load_model, to_float32
+from caraserve.model.dtype import Dtype
+from caraserve.model.spec import SITES, parse_spec
+from caraserve.util.units import align_up
+
+DTYPES = (Dtype.F32, Dtype.BF16, Dtype.F16)
+SPEC = parse_spec(
+    {
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": 80,
+        "intermediate_size": 272,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+    }
+)
+SLOT = 2
+SCALE = 1.25
+
+Modules = dict[tuple[int, str], NDArray[np.float64]]
+
+
+@dataclass
+class Subject:
+    """A base model and room for adapters and for merging."""
+
+    loaded: LoadedModel
+    dtype: Dtype
+    adapters: DeviceAdapters
+    buffers: Buffers
+    lora: NDArray[np.void]
+    team: Team
+    merged: MergedWeights
+
+    def model(self, slot: int = SLOT) -> NDArray[np.void]:
+        return self.merged.holding(slot, self.adapters, self.buffers.record, self.lora, self.team.run)
+
+    def panels(self, model: NDArray[np.void], layer: int, site: str) -> NDArray[np.generic]:
+        """A module's stored weights, [out, in]."""
+        at = int(model["weights"][0]) + 8 * (NUM_WEIGHTS * layer + WQ + SITES.index(site))
+        inputs, outputs = SPEC.site_shape(site)
+        count = align_up(outputs, PANEL) * inputs
+        kind = ctypes.c_float if self.dtype is Dtype.F32 else ctypes.c_uint16
+        flat = np.ctypeslib.as_array((kind * count).from_address(ctypes.c_int64.from_address(at).value))
+        return flat.reshape(-1, inputs, PANEL).swapaxes(1, 2).reshape(-1, inputs)[:outputs].copy()
+
+
+def zeros(name: str, shape: tuple[int, ...]) -> tuple[NDArray[np.generic], Dtype]:
+    return np.zeros(shape, np.float32), Dtype.F32
+
+
+def subject(dtype: Dtype = Dtype.F32, threads: int = 2, *, zero: bool = False) -> Subject:
+    loaded = load_model(SPEC, dtype, 64, zeros if zero else dummy_reader(0, dtype), lambda: None)
+    adapters = DeviceAdapters(SPEC, 4)
+    buffers = Buffers(loaded.model, 8, 8, threads, 1 << 16, ())
+    lora = buffers.lora_record(adapters.addresses())
+    return Subject(loaded, dtype, adapters, buffers, lora, Team(threads), MergedWeights(SPEC, loaded, threads))
+
+
+def adapter(rank: int, dtype: Dtype, sites: tuple[str, ...] = SITES, layers: int = 2) -> tuple[Image, Modules]:
+    """An image that has arrived, and what each module adds to the weights, [out, in]."""
+    rng, deltas = np.random.default_rng(rank), {}
+    spans, ends = lay_out(SPEC, dtype, {(layer, site): (rank, SCALE) for layer in range(layers) for site in sites})
+    data = aligned_bytes(ends[-1])
+    data[:] = 0
+    for span in spans:
+        inputs, outputs = SPEC.site_shape(SITES[span.site])
+        a = np.zeros((span.padded_rank, align_up(inputs, A_COLUMNS)), np.float32)
+        b = np.zeros((span.padded_rank, align_up(outputs, PANEL)), np.float32)
+        a[:rank, :inputs] = rng.standard_normal((rank, inputs)) / 8
+        b[:rank, :outputs] = rng.standard_normal((rank, outputs)) / 8
+        a = keep(a, dtype, data[span.a_offset :])
+        b = keep(b.reshape(len(b), -1, PANEL).swapaxes(0, 1), dtype, data[span.b_offset :])
+        b = b.swapaxes(0, 1).reshape(span.padded_rank, -1)
+        deltas[span.layer, SITES[span.site]] = SCALE * (b.T @ a)[:outputs, :inputs]
+    spec = AdapterSpec(f"{rank} {dtype}", dtype, rank, sites, ends, spans)
+    image = Image.empty(HostAdapter(spec, data))
+    image.data[:] = data
+    image.arrive(SPEC.layers)
+    return image, deltas
+
+
+def keep(values: NDArray[np.float32], dtype: Dtype, at: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """Writes values as they are stored; returns what the stored ones mean."""
+    raw = np.ascontiguousarray(convert(np.ascontiguousarray(values), Dtype.F32, dtype))
+    at[: raw.nbytes] = raw.reshape(-1).view(np.uint8)
+    return to_float32(raw, dtype).astype(np.float64)
+
+
+def check(here: Subject, deltas: Modules) -> None:
+    """Every module is the base's plus what the adapter adds, rounded once; modules without one are the base's own."""
+    model = here.model()
+    for layer in range(SPEC.layers):
+        for site in SITES:
+            base, merged = here.panels(here.loaded.model, layer, site), here.panels(model, layer, site)
+            delta = deltas.get((layer, site))
+            if delta is None:
+                assert base.tobytes() == merged.tobytes()
+                continue
+            exact = to_float32(base, here.dtype) + delta
+            spacing = {Dtype.F32: 2**-22, Dtype.BF16: 2**-8, Dtype.F16: 2**-11}[here.dtype]
+            error = np.abs(to_float32(merged, here.dtype) - exact)
+            assert (error <= spacing * np.abs(exact) + 1e-6).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lora_dtype", DTYPES)
+@pytest.mark.parametrize("rank", [1, 13, 64])
+def test_merged_weights_are_the_sum(dtype: Dtype, lora_dtype: Dtype, rank: int) -> None:
+    here = subject(dtype)
+    image, deltas = adapter(rank, lora_dtype)
+    here.adapters.bind(SLOT, image)
+    check(here, deltas)
+    here.team.close()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_modules_that_an_adapter_does_not_have_are_those_of_the_base(threads: int) -> None:
+    here = subject(threads=threads)
+    image, deltas = adapter(8, Dtype.F32, ("k_proj", "o_proj", "down_proj"), layers=1)
+    here.adapters.bind(SLOT, image)
+    check(here, deltas)
+    here.team.close()
+
+
+def test_an_adapter_with_fewer_modules_leaves_nothing_of_the_one_before() -> None:
+    here = subject()
+    here.adapters.bind(1, adapter(64, Dtype.F32)[0])
+    here.model(1)
+    image, deltas = adapter(8, Dtype.F32, ("q_proj",))
+    here.adapters.bind(SLOT, image)
+    check(here, deltas)
+    here.team.close()
+
+
+def test_what_is_there_is_not_merged_again() -> None:
+    here = subject()
+    here.adapters.bind(SLOT, adapter(8, Dtype.F32)[0])
+    here.model()
+    here.model()
+    assert here.merged.merges == 1
+    here.team.close()
+
+
+@pytest.mark.parametrize("unbound", [False, True])
+def test_a_slot_that_is_bound_anew_is_merged_anew(unbound: bool) -> None:
+    here = subject()
+    here.adapters.bind(SLOT, adapter(64, Dtype.F32)[0])
+    here.model()
+    if unbound:
+        here.adapters.unbind(SLOT)
+    image, deltas = adapter(13, Dtype.F32)
+    here.adapters.bind(SLOT, image)
+    check(here, deltas)
+    assert here.merged.merges == 2
+    here.team.close()
+
+
+@pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.F16])
+@pytest.mark.parametrize("zero", [False, True])
+def test_sums_are_rounded_to_the_nearest_weight_and_ties_to_the_even_one(dtype: Dtype, zero: bool) -> None:
+    """An adapter whose products are exact and of all sizes, subnormal ones among them; alone, many of them lie halfway
+    between two weights."""
+    here = subject(dtype, threads=1, zero=zero)
+    spans, ends = lay_out(SPEC, Dtype.F32, {(0, "q_proj"): (1, 1.0)})
+    data = aligned_bytes(ends[-1])
+    data[:] = 0
+    inputs, outputs = SPEC.site_shape("q_proj")
+    rng = np.random.default_rng(0)
+    exponents = np.arange(inputs) % 36 - 20  # of what is added, from below the least fp16 to near the largest
+    data[spans[0].a_offset :].view(np.float32)[:inputs] = 2.0 ** (exponents - 11)
+    row = np.zeros(align_up(outputs, PANEL), np.float32)
+    row[:outputs] = rng.integers(-2047, 2048, outputs)
+    b = np.zeros((len(row) // PANEL, spans[0].padded_rank, PANEL), np.float32)
+    b[:, 0] = row.reshape(-1, PANEL)
+    data[spans[0].b_offset :].view(np.float32)[: b.size] = b.reshape(-1)
+    image = Image.empty(HostAdapter(AdapterSpec("d", Dtype.F32, 1, ("q_proj",), ends, spans), data))
+    image.data[:] = data
+    image.arrive(SPEC.layers)
+    here.adapters.bind(SLOT, image)
+    added = np.outer(row[:outputs], 2.0 ** (exponents - 11)).astype(np.float32)
+    base = to_float32(here.panels(here.loaded.model, 0, "q_proj"), dtype)
+    expected = convert(base + added, Dtype.F32, dtype)
+    assert here.panels(here.model(), 0, "q_proj").tobytes() == expected.tobytes()
+    here.team.close()
+
+
+@pytest.mark.parametrize("converts", [False, True])
+def test_fp16_weights_are_rounded_alike_with_and_without_the_cpus_help(
+    monkeypatch: pytest.MonkeyPatch, converts: bool
+) -> None:
+    """All fp16 numbers, what lies halfway between two, and the fp32 numbers on either side of those."""
+    if not converts:
+        monkeypatch.setattr(simd, "_CONVERTS_HALF", False)
+    _, store = simd.weight_ops(simd.DTYPE_F16)
+    vload = simd.vload
+
+    @kernel
+    def narrow(x, count, y):  # type: ignore[no-untyped-def]
+        for i in range(0, count, 16):
+            store(y + 2 * i, vload(x + 4 * i))
+
+    exact = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
+    halfway = (exact + np.append(exact[1:], np.float32(65536))) / 2
+    values = np.concatenate([exact, halfway, np.nextafter(halfway, 0), np.nextafter(halfway, np.float32(1e9)), [1e9]])
+    values = np.resize(np.concatenate([values, -values]).astype(np.float32), align_up(2 * len(values), 16))
+    narrowed = np.zeros(len(values), np.uint16)
+    narrow(values.ctypes.data, len(values), narrowed.ctypes.data)
+    with np.errstate(over="ignore"):
+        assert narrowed.tobytes() == values.astype(np.float16).tobytes()

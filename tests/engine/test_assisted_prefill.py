@@ -1,0 +1,316 @@
+"""Prompts that CPU workers help with, on a device with a lane for them: nobody waits for them, and nothing that they
+use is taken away before they have ended. Over a device that is a hash."""
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+from caraserve.core.batch import Plan
+from caraserve.core.request import FinishReason
+from caraserve.lora.adapter import Tier
+from tests.engine_world import Asked, World, in_world, turn
+
+PROMPT = [1, 2, 3, 4, 5]
+
+with_world = partial(in_world, mode="assisted", aside_plans=2)
+
+
+async def iterate(here: World, times: int = 1) -> None:
+    for _ in range(times):
+        here.backend.step()
+        await turn()
+
+
+async def arrive_in_host(here: World) -> None:
+    """Ends all reads: copies begin."""
+    while here.reader.reads:
+        here.reader.reads.pop(0)(True)
+    await turn()
+
+
+async def go_aside(
+    here: World, name: str = "a0", prompt: Sequence[int] = PROMPT, **params: Any
+) -> "tuple[Asked, asyncio.Task[Asked]]":
+    """A request whose plan aside has begun."""
+    asked, task = here.ask(prompt, name, **{"max_tokens": 4} | params)
+    await turn()
+    await arrive_in_host(here)
+    begun = len(here.backend.asides)
+    while len(here.backend.asides) == begun:
+        await iterate(here)
+    return asked, task
+
+
+def aside(here: World) -> list[Plan]:
+    return [plan for plan in here.backend.launched if plan.aside]
+
+
+def test_a_prompt_whose_adapter_is_on_its_way_goes_in_a_plan_of_its_own() -> None:
+    async def test(here: World) -> None:
+        asked, _ = await go_aside(here)
+        (plan,) = aside(here)
+        (row,) = plan.rows
+        assert (row.start, row.count, row.samples, row.assist) == (0, len(PROMPT), True, True)
+        here.backend.end_aside(0)
+        await turn()
+        assert len(asked.tokens) == 1, "its first token is there before its adapter is"
+
+    with_world(test)
+
+
+def test_iterations_go_on_at_full_pace_meanwhile() -> None:
+    async def test(here: World) -> None:
+        other, _ = here.ask([7, 8], None, max_tokens=20)
+        await turn()
+        await go_aside(here)
+        before = len(other.tokens)
+        await iterate(here, 8)
+        assert len(other.tokens) >= before + 7
+
+    with_world(test)
+
+
+def test_its_tokens_are_told_while_an_iteration_is_under_way() -> None:
+    async def test(here: World) -> None:
+        here.ask([7, 8], None, max_tokens=20)
+        await turn()
+        asked, _ = await go_aside(here)
+        assert here.backend.lane
+        here.backend.end_aside(0)
+        await turn()
+        assert len(asked.tokens) == 1
+
+    with_world(test)
+
+
+def test_it_decodes_once_its_adapter_has_arrived_and_stops_no_iteration_before() -> None:
+    async def test(here: World) -> None:
+        asked, task = await go_aside(here)
+        here.backend.now_s = 0.0  # long before the copy is expected to end
+        here.backend.end_aside(0)
+        await turn()
+        assert not here.backend.lane
+        here.backend.copies.pop()(True)
+        await here.until_done([task])
+        asked.check()
+        assert asked.finish.reason == "length"
+
+    with_world(test)
+
+
+def test_as_many_go_aside_as_the_device_has_lanes_for() -> None:
+    async def test(here: World) -> None:
+        tasks = [here.ask(PROMPT, name, max_tokens=2)[1] for name in ("a0", "a1", "a2")]
+        await turn()
+        await arrive_in_host(here)
+        assert len(aside(here)) == 2
+        await here.until_done(tasks)
+        assert [task.result().finish.reason for task in tasks] == ["length"] * 3
+
+    with_world(test, device_adapters=4)
+
+
+def test_a_device_without_such_a_lane_has_workers_help_within_iterations() -> None:
+    async def test(here: World) -> None:
+        here.ask(PROMPT, "a0", max_tokens=1)
+        await turn()
+        await arrive_in_host(here)
+        (plan,) = here.backend.launched
+        assert not plan.aside
+        assert plan.rows[0].assist
+
+    with_world(test, aside_plans=0)
+
+
+def test_a_long_prompt_goes_aside_piece_by_piece() -> None:
+    async def test(here: World) -> None:
+        _, task = await go_aside(here, prompt=range(20))
+        here.backend.end_aside(0)
+        await turn()
+        assert [plan.rows[0].count for plan in aside(here)] == [16, 4]
+        await here.until_done([task])
+
+    with_world(test, step_tokens=16)
+
+
+def test_one_who_leaves_is_told_at_once_but_gives_back_only_when_the_plan_has_ended() -> None:
+    async def test(here: World) -> None:
+        asked, task = await go_aside(here)
+        asked.stream.cancel()
+        await turn()
+        assert task.done()
+        assert asked.finish.reason == "cancelled"
+        assert here.engine.snapshot().kv_used_blocks == 2
+        here.engine.check()
+        here.backend.end_aside(0)
+        await turn()
+        assert here.engine.snapshot().kv_used_blocks == 0
+        here.engine.check()
+
+    with_world(test)
+
+
+def test_its_adapter_stays_until_the_plan_has_ended() -> None:
+    async def test(here: World) -> None:
+        asked, _ = await go_aside(here)
+        asked.stream.cancel()
+        here.backend.copies.pop()(True)
+        _, waiting = here.ask(PROMPT, "a1", max_tokens=2)
+        await turn()
+        await arrive_in_host(here)
+        await iterate(here)
+        assert not here.backend.copies, "the device has room for one"
+        here.backend.end_aside(0)
+        await turn()
+        assert here.backend.copies
+        await here.until_done([waiting])
+
+    with_world(test, device_adapters=1)
+
+
+def test_its_image_stays_in_the_host_tier_even_when_the_copy_has_ended() -> None:
+    """Workers may have begun a layer before its weights arrived."""
+
+    async def test(here: World) -> None:
+        residency = here.engine.catalog.residency
+        await go_aside(here)
+        here.backend.copies.pop()(True)
+        await iterate(here)
+        (version,) = residency.on_device()
+        assert version.needs_image
+        here.backend.end_aside(0)
+        await turn()
+        assert not version.needs_image
+
+    with_world(test)
+
+
+def test_a_copy_that_fails_under_it_is_told_when_the_plan_has_ended() -> None:
+    async def test(here: World) -> None:
+        asked, task = await go_aside(here)
+        here.backend.copies.pop()(False)
+        await iterate(here)
+        assert not task.done()
+        here.backend.end_aside(0)
+        await turn()
+        assert asked.finish.reason == "error"
+        assert "could not be copied" in asked.finish.error.message
+
+    with_world(test)
+
+
+def test_nobody_takes_its_blocks() -> None:
+    """Others give up theirs instead, or wait."""
+
+    async def test(here: World) -> None:
+        _, helped = await go_aside(here, prompt=range(16))
+        tasks = [here.ask(range(index, index + 24), None, max_tokens=20)[1] for index in (1, 2)]
+        await turn()
+        for _ in range(60):
+            if here.backend.lane:
+                await iterate(here)
+        here.backend.end_aside(0)
+        await here.until_done([helped, *tasks])
+        for task in (helped, *tasks):
+            task.result().check()
+        assert here.metrics.preemptions > 0
+
+    with_world(test, blocks=16)
+
+
+def test_when_workers_fail_it_begins_again_without_them_and_nobody_else_loses_a_token() -> None:
+    async def test(here: World) -> None:
+        other, second = here.ask([7, 8], None, max_tokens=12)
+        await turn()
+        asked, task = await go_aside(here)
+        here.backend.end_aside(0, "void")
+        await here.until_done([task, second])
+        assert len(aside(here)) == 1
+        for one in (asked, other):
+            one.check()
+            assert one.finish.reason == "length"
+
+    with_world(test)
+
+
+def test_the_request_of_a_void_plan_waits_for_its_weights() -> None:
+    async def test(here: World) -> None:
+        _, task = await go_aside(here)
+        here.backend.now_s = 0.0
+        here.backend.end_aside(0, "void")
+        here.backend.now_s = 0.0
+        await turn()
+        assert not here.backend.lane, "the copy is expected later"
+        here.backend.copies.pop()(True)
+        await here.until_done([task])
+
+    with_world(test)
+
+
+@pytest.mark.parametrize(("outcome", "reason"), [("failed", "error"), ("void", "cancelled"), ("done", "cancelled")])
+def test_a_drain_waits_for_what_ended_requests_still_hold(outcome: Any, reason: FinishReason) -> None:
+    async def test(here: World) -> None:
+        asked, _ = await go_aside(here)
+        if reason == "cancelled":
+            asked.stream.cancel()
+        await turn()
+        drain = asyncio.create_task(here.engine.drain(timeout_s=60.0))
+        await turn()
+        assert not drain.done()
+        here.backend.end_aside(0, outcome)
+        await drain
+        assert asked.finish.reason == reason
+        assert here.engine.snapshot().kv_used_blocks == 0
+
+    with_world(test)
+
+
+def test_a_plan_aside_that_fails_ends_its_own_request_alone() -> None:
+    async def test(here: World) -> None:
+        other, second = here.ask([7, 8], None, max_tokens=12)
+        await turn()
+        asked, task = await go_aside(here)
+        here.backend.end_aside(0, "failed")
+        await here.until_done([task, second])
+        assert asked.finish.reason == "error"
+        assert other.finish.reason == "length"
+        other.check()
+
+    with_world(test)
+
+
+def test_what_it_computed_is_found_by_others_only_when_it_has_ended() -> None:
+    async def test(here: World) -> None:
+        prompt = list(range(9))
+        _, first = await go_aside(here, prompt=prompt, max_tokens=1)
+        _, second = here.ask([*prompt, 11], "a0", max_tokens=1)
+        await turn()
+        assert second_starts(here) == [0, 0]
+        here.backend.end_aside(0)
+        await here.until_done([first, second])
+        _, third = here.ask([*prompt, 12], "a0", max_tokens=1)
+        await here.until_done([third])
+        assert third.result().finish.cached_tokens == 8
+
+    with_world(test)
+
+
+def second_starts(here: World) -> list[int]:
+    return [plan.rows[0].start for plan in aside(here)]
+
+
+def test_a_request_that_failed_for_a_missing_adapter_is_no_plan_aside() -> None:
+    async def test(here: World) -> None:
+        _, task = here.ask(PROMPT, "a0", max_tokens=2)
+        await turn()
+        here.reader.reads.pop()(False)
+        await turn()
+        assert task.result().finish.reason == "error"
+        assert aside(here) == []
+        assert here.engine.catalog.residency.error_of("a0") is not None
+        assert all(version.tier is not Tier.COPYING for version in here.engine.catalog.residency.on_device())
+
+    with_world(test)

@@ -1,0 +1,200 @@
+"""Clients share by service received, and the users of each likewise; of one user, first come first served."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from caraserve.core.request import Tenant
+from caraserve.engine import fair_queue
+from caraserve.engine.fair_queue import FairQueue
+
+
+def take(queue: FairQueue[str], output_tokens: int) -> str:
+    """Serves whoever is next, and charges for it."""
+    tenant = queue.first()
+    assert tenant is not None
+    item = queue.pop(tenant)
+    queue.charge(tenant, 0, output_tokens)
+    return item
+
+
+def served_order(queue: FairQueue[str], count: int, output_tokens: dict[str, int]) -> list[str]:
+    order = []
+    for _ in range(count):
+        tenant = queue.first()
+        assert tenant is not None
+        order.append(take(queue, output_tokens[tenant.client]))
+    return order
+
+
+def test_one_tenant_is_served_in_order_of_arrival() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for item in "abc":
+        queue.push(Tenant("t"), item)
+    assert served_order(queue, 3, {"t": 5}) == ["a", "b", "c"]
+    assert (len(queue), queue.first()) == (0, None)
+
+
+def test_of_one_tenants_items_those_of_lower_priority_go_first() -> None:
+    queue: FairQueue[str] = FairQueue(lambda item: int(item[1:]))
+    for item in ("a0", "b0", "c5", "d-3", "e5", "f0"):
+        queue.push(Tenant("t"), item)
+    assert served_order(queue, 6, {"t": 5}) == ["d-3", "a0", "b0", "f0", "c5", "e5"]
+
+
+def test_no_priority_takes_another_tenants_turn() -> None:
+    queue: FairQueue[str] = FairQueue(lambda item: -1000 if item.startswith("pushy") else 0)
+    for index in range(3):
+        queue.push(Tenant("modest"), f"m{index}")
+    for index in range(3):
+        queue.push(Tenant("pushy"), f"pushy{index}")
+    order = served_order(queue, 4, {"modest": 10, "pushy": 10})
+    assert sorted(order) == ["m0", "m1", "pushy0", "pushy1"]
+
+
+def test_a_flood_of_one_client_does_not_keep_another_waiting() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for index in range(10):
+        queue.push(Tenant("flood"), f"f{index}")
+    queue.push(Tenant("quiet"), "q0")
+    queue.push(Tenant("quiet"), "q1")
+    assert set(served_order(queue, 4, {"flood": 10, "quiet": 10})) == {"f0", "f1", "q0", "q1"}
+
+
+def test_a_client_has_one_share_however_many_users_it_names() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for index in range(1000):
+        queue.push(Tenant("flood", f"user {index}"), "flood")
+    for _ in range(20):
+        queue.push(Tenant("quiet"), "quiet")
+    assert Counter(take(queue, 10) for _ in range(40)) == {"flood": 20, "quiet": 20}
+
+
+def test_users_of_one_client_share_what_it_gets() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for _ in range(50):
+        queue.push(Tenant("gateway", "loud"), "loud")
+        queue.push(Tenant("other"), "other")
+    for _ in range(10):
+        queue.push(Tenant("gateway", "soft"), "soft")
+    assert Counter(take(queue, 10) for _ in range(40)) == {"other": 20, "loud": 10, "soft": 10}
+
+
+def test_service_and_not_requests_is_shared() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for index in range(9):
+        queue.push(Tenant("long"), f"l{index}")
+        queue.push(Tenant("short"), f"s{index}")
+    order = served_order(queue, 8, {"long": 30, "short": 10})
+    assert sum(item.startswith("s") for item in order) == 6
+
+
+def test_time_away_is_not_saved_up() -> None:
+    queue: FairQueue[str] = FairQueue()
+    queue.push(Tenant("busy"), "b0")
+    queue.charge(Tenant("busy"), 0, 1000)
+    queue.push(Tenant("busy"), "b1")
+    queue.push(Tenant("back"), "k0")
+    queue.push(Tenant("back"), "k1")
+    order = served_order(queue, 3, {"busy": 1, "back": 600})
+    assert order[0] in ("b0", "k0")
+    assert "b0" in order[:2]
+
+
+@pytest.mark.parametrize(("old", "new"), [(Tenant("old"), Tenant("new")), (Tenant("one", "old"), Tenant("one", "new"))])
+def test_service_while_no_other_client_waited_is_not_held_against_one(old: Tenant, new: Tenant) -> None:
+    queue: FairQueue[str] = FairQueue()
+    for _ in range(100):  # with room for all, each goes as it comes
+        queue.push(old, "old")
+        take(queue, 1000)
+    for _ in range(20):
+        queue.push(new, "new")
+    queue.push(old, "old")
+    queue.push(old, "old")
+    assert Counter(take(queue, 1000) for _ in range(5)) == {"new": 3, "old": 2}
+
+
+def test_an_item_can_be_taken_out_of_the_middle() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for item in "abc":
+        queue.push(Tenant("t"), item)
+    queue.remove(Tenant("t"), "b")
+    assert list(queue) == ["a", "c"]
+
+
+def test_the_next_to_come_are_every_clients_first_then_every_clients_second() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for client, item in (("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"), ("c", "c1"), ("c", "c2")):
+        queue.push(Tenant(client), item)
+    queue.push(Tenant("a", "z"), "z1")
+    queue.charge(Tenant("a"), 100, 0)
+    whole = ["b1", "c1", "z1", "c2", "a1", "a2", "a3"]
+    assert [queue.upcoming(count) for count in range(9)] == [whole[:count] for count in range(9)]
+    assert len(queue) == 7
+
+
+def test_the_newest_of_the_client_with_most_is_given_up_for_one_that_has_less() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for index in range(4):
+        queue.push(Tenant("flood", f"u{index % 2}"), f"f{index}")
+    queue.push(Tenant("quiet"), "q0")
+    assert queue.newest_of_largest("quiet") in ("f2", "f3")
+    assert queue.newest_of_largest("flood") is None
+    queue.push(Tenant("quiet"), "q1")
+    queue.push(Tenant("quiet"), "q2")
+    assert queue.newest_of_largest("quiet") is None
+    assert queue.newest_of_largest("new") in ("f2", "f3")
+
+
+TENANTS = st.builds(Tenant, st.sampled_from("abc"), st.sampled_from("xyz"))
+
+
+@given(st.lists(st.tuples(TENANTS, st.integers(1, 50)), max_size=200), st.integers(0, 5))
+@settings(deadline=None)
+def test_clients_that_wait_all_the_time_get_the_same_within_one_request(
+    charged: list[tuple[Tenant, int]], most: int
+) -> None:
+    """Whatever the users of each ask for; and counters of the idle that are forgotten change nothing of it."""
+    before, fair_queue._MAX_COUNTERS = fair_queue._MAX_COUNTERS, most
+    try:
+        queue: FairQueue[str] = FairQueue()
+        for client in "abc":
+            for user in "xyz":
+                for _ in range(200):
+                    queue.push(Tenant(client, user), client)
+        clients: Counter[str] = Counter()
+        users: Counter[Tenant] = Counter()
+        for _, tokens in charged:
+            tenant = queue.first()
+            assert tenant is not None
+            clients[take(queue, tokens)] += tokens
+            users[tenant] += tokens
+            assert max(clients.values()) - min(clients[client] for client in "abc") <= 50
+            for client in "abc":
+                of_client = [users[Tenant(client, user)] for user in "xyz"]
+                assert max(of_client) - min(of_client) <= 50
+    finally:
+        fair_queue._MAX_COUNTERS = before
+
+
+@given(st.lists(st.sampled_from(["a", "a", "b", 25, 50, 50]), min_size=100, max_size=200), st.sampled_from(["", "one"]))
+@settings(deadline=None)
+def test_who_waits_gets_as_much_as_another_that_waits_within_two_requests(steps: list[str | int], client: str) -> None:
+    """A name: a request of that client, or user of one client, comes; a number: the next one is served so many tokens.
+    What was served while one of the two did not wait makes no difference."""
+    queue: FairQueue[str] = FairQueue()
+    waiting: Counter[str] = Counter()
+    a_before_b = 0  # tokens, since both wait
+    for step in steps:
+        if isinstance(step, str):
+            queue.push(Tenant(client, step) if client else Tenant(step), step)
+            waiting[step] += 1
+        elif queue:
+            name = take(queue, step)
+            waiting[name] -= 1
+            a_before_b += step if name == "a" else -step
+        if not (waiting["a"] and waiting["b"]):
+            a_before_b = 0
+        assert abs(a_before_b) <= 2 * 50

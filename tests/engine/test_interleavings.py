@@ -1,0 +1,280 @@
+"""Whatever ends first, every finished request has the tokens it would have had alone. Over a device that is a hash."""
+
+import asyncio
+import random
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from caraserve.core.request import GenerateRequest, SamplingParams
+from caraserve.errors import BackendFailed
+from tests.engine_world import Asked, World, world
+
+
+async def random_run(
+    seed: int,
+    *,
+    plan_failures: float = 0.0,
+    read_failures: float = 0.0,
+    copy_failures: float = 0.0,
+    aside_failures: float = 0.0,
+    **kind: Any,
+) -> World:
+    """Random requests, arrivals, cancellations and failures; returns what they left behind."""
+    rng = random.Random(seed)
+    stems = [[rng.randrange(97) for _ in range(24)] for _ in range(2)]
+    async with world(rng, **kind) as here:
+        here.plan_failures, here.aside_failures = plan_failures, aside_failures
+        here.read_failures, here.copy_failures = read_failures, copy_failures
+        asked, tasks = [], []
+        for _ in range(rng.randrange(3, 16)):
+            prompt = rng.choice(stems)[: rng.choice((0, 4, 9, 16, 24))] + [rng.randrange(97)] * rng.randrange(1, 8)
+            name = rng.choice([None, "a0", "a1", "a2", "a3"])
+            scores = 0 if rng.random() < 0.2 else None
+            one, task = here.ask(prompt, name, max_tokens=rng.randrange(1, 22), prompt_logprobs=scores)
+            asked.append(one)
+            tasks.append(task)
+            for _ in range(rng.randrange(4)):
+                await asyncio.sleep(0)
+                here.end_something()
+            if rng.random() < 0.2:
+                rng.choice(asked).stream.cancel()
+        await here.until_done(tasks)
+        await here.settle()
+        for one in asked:
+            one.check()
+            phases = one.finish.phases
+            assert phases.stalled_ms + phases.interrupted_ms <= phases.prefill_ms + phases.decode_ms + 1e-6
+            if one.finish.reason == "length" and one.params.prompt_logprobs is not None and len(one.prompt) > 1:
+                told = [entry for delta in one.deltas for entry in delta.prompt_logprobs]
+                assert told[0] is None
+                assert [entry.token_id for entry in told[1:] if entry] == list(one.prompt[1:])
+            if one.finish.error is not None and not read_failures and not copy_failures:
+                assert isinstance(one.finish.error, BackendFailed)
+        return here
+
+
+KINDS = {
+    "step_tokens": st.sampled_from([5, 7, 16, 64]),
+    "blocks": st.integers(13, 24),
+    "device_adapters": st.sampled_from([1, 2, 4]),
+    "exclusive": st.booleans(),
+    "mode": st.sampled_from(["overlapped", "pipelined", "assisted", "auto", "merged"]),
+    "spare_bytes": st.sampled_from([None, None, 0, 70, 150, 500]),
+    "aside_plans": st.sampled_from([0, 1, 3]),
+    "streamed_plans": st.sampled_from([0, 0, 1, 2]),
+}
+STREAMED = {"mode": st.sampled_from(["pipelined", "assisted", "auto"]), "streamed_plans": st.sampled_from([1, 2])}
+bounded = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+@bounded
+@given(seed=st.integers(0, 2**32), **KINDS)
+def test_no_interleaving_changes_a_token(seed: int, **kind: Any) -> None:
+    asyncio.run(random_run(seed, **kind))
+
+
+@bounded
+@given(seed=st.integers(0, 2**32), **KINDS)
+def test_a_failed_read_costs_its_own_requests_only(seed: int, **kind: Any) -> None:
+    asyncio.run(random_run(seed, read_failures=0.3, **kind))
+
+
+@bounded
+@given(seed=st.integers(0, 2**32), **KINDS)
+def test_a_copy_that_fails_under_running_requests_costs_only_them(seed: int, **kind: Any) -> None:
+    asyncio.run(random_run(seed, copy_failures=0.3, **kind))
+
+
+@bounded
+@given(seed=st.integers(0, 2**32), **KINDS)
+def test_a_failed_iteration_never_gives_anybody_a_wrong_token(seed: int, **kind: Any) -> None:
+    asyncio.run(random_run(seed, plan_failures=0.1, **kind))
+
+
+@bounded
+@given(seed=st.integers(0, 2**32), **KINDS | {"mode": st.just("assisted"), "aside_plans": st.sampled_from([1, 3])})
+def test_a_plan_aside_that_fails_costs_nobody_else_a_token(seed: int, **kind: Any) -> None:
+    asyncio.run(random_run(seed, aside_failures=0.4, **kind))
+
+
+@bounded
+@given(seed=st.integers(0, 2**32), **KINDS | {"mode": st.just("assisted"), "aside_plans": st.sampled_from([1, 3])})
+def test_whatever_fails_beside_plans_aside_nobody_gets_a_wrong_token(seed: int, **kind: Any) -> None:
+    asyncio.run(random_run(seed, plan_failures=0.1, copy_failures=0.2, aside_failures=0.2, **kind))
+
+
+@bounded
+@given(seed=st.integers(0, 2**32), **KINDS | STREAMED)
+def test_whatever_fails_while_adapters_come_nobody_gets_a_wrong_token(seed: int, **kind: Any) -> None:
+    asyncio.run(random_run(seed, read_failures=0.2, copy_failures=0.2, aside_failures=0.2, **kind))
+
+
+def test_prompts_do_end_and_are_recalled_while_adapters_come() -> None:
+    """Otherwise the tests above would not cover it."""
+    worlds = [asyncio.run(random_run(seed, mode="assisted", blocks=13, streamed_plans=2)) for seed in range(20)]
+    outcomes = sum((here.backend.outcomes for here in worlds), start=Counter[str]())
+    assert min(outcomes["done"], outcomes["void"]) > 5
+
+
+def test_the_small_pool_does_force_preemption() -> None:
+    """Otherwise the tests above would not cover it."""
+    assert sum(asyncio.run(random_run(seed, blocks=13)).metrics.preemptions for seed in range(20)) > 5
+
+
+def test_five_hundred_requests_leave_nothing_behind() -> None:
+    async def body() -> None:
+        rng = random.Random(5)
+        async with world(rng) as here:
+            tasks = []
+            for _ in range(500):
+                prompt = [rng.randrange(97) for _ in range(rng.randrange(1, 30))]
+                one, task = here.ask(prompt, rng.choice([None, "a0", "a1", "a2", "a3"]), max_tokens=rng.randrange(1, 8))
+                tasks.append(task)
+                if rng.random() < 0.4:
+                    one.stream.cancel()
+                await asyncio.sleep(0)
+                here.end_something()
+            await here.until_done(tasks)
+            await here.settle()
+            for task in tasks:
+                task.result().check()
+
+    asyncio.run(body())
+
+
+def test_two_hundred_adapters_share_room_for_three() -> None:
+    async def body() -> None:
+        async with world(random.Random(6), adapters=200, device_adapters=3) as here:
+            tasks = [here.ask([index % 97, 3], f"a{index}", max_tokens=3)[1] for index in range(200)]
+            await here.until_done(tasks)
+            await here.settle()
+            for task in tasks:
+                task.result().check()
+                assert task.result().finish.reason == "length"
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_adapter_replaced_in_place_keeps_its_old_version_for_those_who_asked_before(seed: int) -> None:
+    async def body() -> None:
+        async with world(random.Random(seed)) as here:
+            prompt = list(range(20))
+            before, first = here.ask(prompt, "a0", max_tokens=12)
+            await here.engine.load_adapter("a0", "digest-new", inplace=True)
+            after, second = here.ask(prompt, "a0", max_tokens=12)
+            await here.until_done([first, second])
+            await here.settle()
+            assert (before.digest, after.digest) == ("digest-0", "digest-new")
+            before.check()
+            after.check()
+
+    asyncio.run(body())
+
+
+def requests_of_one_response(count: int, name: str | None) -> list[GenerateRequest]:
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    return [GenerateRequest(f"r{index}", tuple(range(20)), name, params, arrival_s=0.0) for index in range(count)]
+
+
+def test_the_requests_of_one_response_have_one_adapter_version_whatever_is_loaded_in_place_between_them() -> None:
+    async def body() -> None:
+        async with world(random.Random(1)) as here:
+            requests = requests_of_one_response(2, "a0")
+            submitted = here.engine.submit_each(requests)
+            for stream in submitted:  # the first one has ended, and its name means something else, before the next
+                asked = Asked(requests[0].prompt_ids, "digest-0", requests[0].params, stream)
+                await here.until_done([asyncio.create_task(asked.collect())])
+                await here.engine.load_adapter("a0", "digest-new", inplace=True)
+                asked.check()
+                assert asked.finish.reason == "length"
+            await here.settle()
+            here.engine.check()
+
+    asyncio.run(body())
+
+
+def test_thousands_that_are_cancelled_together_end_some_in_each_turn() -> None:
+    async def body() -> None:
+        async with world(random.Random(2)) as here:
+            streams = list(here.engine.submit_each(requests_of_one_response(1000, None)))
+            for stream in streams:
+                stream.cancel()
+            waiting = [len(here.engine.waiting())]
+            while waiting[-1]:
+                here.end_something()
+                await asyncio.sleep(0)
+                waiting.append(len(here.engine.waiting()))
+            assert max(before - after for before, after in pairwise(waiting)) <= 100
+            await here.settle()
+            here.engine.check()
+
+    asyncio.run(body())
+
+
+def test_nothing_is_launched_while_a_load_is_under_way_when_loads_are_exclusive() -> None:
+    async def body() -> None:
+        async with world(random.Random(8), exclusive=True) as here:
+            _, warm = here.ask([1, 2, 3], None, max_tokens=20)
+            for _ in range(10):
+                await asyncio.sleep(0)
+            _, cold = here.ask([1, 2, 3], "a0", max_tokens=2)
+            for _ in range(10):
+                await asyncio.sleep(0)
+            launched = len(here.backend.launched)
+            while here.backend.lane:
+                here.backend.step()
+                for _ in range(10):
+                    await asyncio.sleep(0)
+            assert len(here.backend.launched) == launched
+            await here.until_done([warm, cold])
+            await here.settle()
+
+    asyncio.run(body())
+
+
+def test_an_adapter_whose_only_request_left_while_it_was_copied_gives_way_to_the_next() -> None:
+    async def body() -> None:
+        async with world(random.Random(9), device_adapters=1) as here:
+            left, first = here.ask([1, 2, 3], "a0", max_tokens=2)
+            await asyncio.sleep(0)
+            here.reader.reads.pop()(True)
+            here.backend.copies.pop()(True)
+            _, second = here.ask([1, 2, 3], "a1", max_tokens=2)
+            for _ in range(5):
+                await asyncio.sleep(0)
+            here.reader.reads.pop()(True)
+            left.stream.cancel()
+            for _ in range(5):
+                await asyncio.sleep(0)
+            await here.until_done([first, second])
+            await here.settle()
+            assert second.result().finish.reason == "length"
+
+    asyncio.run(body())
+
+
+def test_a_request_that_found_blocks_of_an_iteration_that_then_failed_never_goes_on_with_them() -> None:
+    async def body() -> None:
+        async with world(random.Random(10), step_tokens=8) as here:
+            prompt = list(range(17))
+            _, first = here.ask(prompt, None, max_tokens=4)
+            await asyncio.sleep(0)
+            reader, second = here.ask([*prompt, 5], None, max_tokens=4)
+            here.backend.step()
+            for _ in range(5):
+                await asyncio.sleep(0)
+            written, found = here.backend.launched[1].grants[0], here.backend.launched[2].grants[0]
+            assert set(written.blocks) < set(found.blocks), "the second request reuses what is still being computed"
+            here.backend.fail_next = True
+            here.backend.step()
+            await here.until_done([first, second])
+            await here.settle()
+            reader.check()
+
+    asyncio.run(body())

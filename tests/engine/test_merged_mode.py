@@ -1,0 +1,72 @@
+"""The loading mode `merged` in the engine, over a device that is a hash: who runs together, and that nobody is lost."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from caraserve.core.batch import BASE_ADAPTER_SLOT, Plan, Row
+from tests.engine_world import world
+
+
+def row(slot: int, adapter_slot: int) -> Row:
+    return Row(slot, 0, 1, adapter_slot, samples=True)
+
+
+def test_a_plan_is_merged_for_rows_of_one_adapter_alone() -> None:
+    Plan((), (), (row(0, 3), row(1, 3)), merged=3)
+    for rows, merged in (((row(0, 3), row(1, 5)), 3), ((row(0, 3),), 5), ((row(0, 0),), BASE_ADAPTER_SLOT)):
+        with pytest.raises(AssertionError, match="cannot be merged"):
+            Plan((), (), rows, merged)
+
+
+async def serve(names: Sequence[str | None], seed: int = 0, tokens: int = 9, **kind: Any) -> list[Plan]:
+    """Serves requests for `names` to their ends; returns the plans."""
+    async with world(random.Random(seed), mode="merged", **kind) as here:
+        tasks = [here.ask([index, 3], name, max_tokens=tokens)[1] for index, name in enumerate(names)]
+        await here.until_done(tasks)
+        await here.settle()
+        for task in tasks:
+            task.result().check()
+            assert task.result().finish.reason == "length"
+        return here.backend.launched
+
+
+def test_one_adapter_alone_is_merged_throughout() -> None:
+    plans = asyncio.run(serve(["a1"] * 12))
+    assert {plan.merged for plan in plans} == {1}
+
+
+def test_the_base_model_alone_is_never_merged() -> None:
+    assert {plan.merged for plan in asyncio.run(serve([None] * 12))} == {None}
+
+
+def test_without_the_mode_nothing_is_merged() -> None:
+    async def body() -> list[Plan]:
+        async with world(random.Random(0)) as here:
+            tasks = [here.ask([index, 3], "a1", max_tokens=9)[1] for index in range(8)]
+            await here.until_done(tasks)
+            await here.settle()
+            return here.backend.launched
+
+    assert {plan.merged for plan in asyncio.run(body())} == {None}
+
+
+@pytest.mark.parametrize("device_adapters", [2, 4])
+def test_adapters_are_merged_and_unmerged_in_turn(device_adapters: int) -> None:
+    """Slots that adapters come to and go from are merged as well."""
+    names = [*["a0"] * 7, None, *["a2"] * 7, "a1"] * 3
+    merged = [plan.merged for plan in asyncio.run(serve(names, device_adapters=device_adapters))]
+    assert {None, 1, 2} <= set(merged)
+    assert sum(before != after for before, after in pairwise(merged)) > 6
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_merged_batch_that_runs_out_of_blocks_never_stands_still(seed: int) -> None:
+    """The pool holds one request of full length; those that are passed over hold blocks of it."""
+    rng = random.Random(seed)
+    names = [rng.choice(["a0", "a0", "a0", "a1", None]) for _ in range(10)]
+    asyncio.run(serve(names, seed, tokens=40, blocks=13))

@@ -1,0 +1,86 @@
+"""How often mode `auto` chose what, and whether it came as predicted."""
+
+import asyncio
+from functools import partial
+
+import pytest
+
+from caraserve.telemetry.metrics import Metrics
+from tests.engine_world import World, in_world
+
+with_world = partial(in_world, mode="auto", device_adapters=4)
+
+
+async def serve(here: World, name: str | None, prompt: int) -> None:
+    _, task = here.ask(range(prompt), name, max_tokens=3)
+    await here.until_done([task])
+
+
+def test_a_cold_start_and_a_warm_one() -> None:
+    async def test(here: World) -> None:
+        await serve(here, "a0", 5)
+        await serve(here, "a0", 5)
+        assert [name for name, _, _ in here.metrics.choices] == ["assisted", "cached"]
+
+    with_world(test)
+
+
+def test_where_no_worker_is_free_a_prefill_starts_when_its_weights_are_expected() -> None:
+    async def test(here: World) -> None:
+        tasks = [here.ask(range(5), name, max_tokens=3)[1] for name in ("a0", "a1")]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        while here.reader.reads:
+            here.reader.reads.pop(0)(True)
+            for _ in range(5):
+                await asyncio.sleep(0)
+        here.backend.copies.pop()(True)
+        while here.backend.lane:
+            here.backend.step()
+        await here.until_done(tasks)
+        assert sorted(name for name, _, _ in here.metrics.choices) == ["assisted", "pipelined"]
+
+    with_world(test, aside_plans=1)
+
+
+def test_predicted_is_the_time_from_the_choice_to_the_end_of_the_first_chunk() -> None:
+    async def test(here: World) -> None:
+        await serve(here, "a0", 5)
+        await serve(here, "a0", 7)
+        (_, cold_ms, _), (_, warm_ms, seen_ms) = here.metrics.choices
+        assert cold_ms == pytest.approx(500, abs=100)
+        assert warm_ms == pytest.approx(700)
+        assert seen_ms == 1000, "an iteration of the fake takes a second"
+
+    with_world(test)
+
+
+@pytest.mark.parametrize("mode", ["pipelined", "assisted", "overlapped"])
+def test_other_modes_choose_nothing(mode: str) -> None:
+    async def test(here: World) -> None:
+        await serve(here, "a0", 5)
+        assert here.metrics.choices == []
+
+    with_world(test, mode=mode)
+
+
+def test_the_base_model_is_no_choice() -> None:
+    async def test(here: World) -> None:
+        await serve(here, None, 5)
+        assert here.metrics.choices == []
+
+    with_world(test)
+
+
+def test_choices_are_exported_with_predicted_and_observed_seconds() -> None:
+    metrics = Metrics("m", max_loras=1, block_tokens=16)
+    metrics.observe_choice("assisted", 20.0, 30.0)
+    metrics.observe_choice("assisted", 40.0, 50.0)
+    metrics.observe_choice("cached", 1.0, 2.0)
+    text = "".join(metrics._loading_choices())
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    told = {(name.split("{")[0], name.split('choice="')[1].split('"')[0]): float(v) for name, v in values.items()}
+    assert told["caraserve:loading_choice_total", "assisted"] == 2
+    assert told["caraserve:loading_choice_total", "cached"] == 1
+    assert told["caraserve:loading_choice_predicted_seconds_total", "assisted"] == pytest.approx(0.06)
+    assert told["caraserve:loading_choice_observed_seconds_total", "assisted"] == pytest.approx(0.08)

@@ -1,0 +1,122 @@
+"""Adapters of requests that still wait for a slot are read into the host tier meanwhile, and cost nobody anything."""
+
+from functools import partial
+
+from caraserve.core.lora_layout import ALIGN_BYTES
+from caraserve.errors import CaraServeError
+from caraserve.lora.adapter import Tier
+from tests.engine_world import World, in_world, turn
+from tests.lora.tiers import World as Tiers
+
+with_world = partial(in_world, slots=1, device_adapters=4)
+
+
+def test_the_next_in_the_queue_have_their_adapters_read_while_all_slots_are_taken() -> None:
+    async def test(here: World) -> None:
+        tasks = [here.ask([1, 2], name, max_tokens=9)[1] for name in (None, "a0", "a1", "a2")]
+        await turn()
+        assert len(here.reader.reads) == 2, "no more at a time"
+        here.reader.reads.pop(0)(True)
+        here.backend.step()
+        await turn()
+        assert here.engine.snapshot().host_adapters == ("a0",)
+        assert here.engine.snapshot().device_adapters == ()
+        assert not here.backend.copies, "the device copy waits for admission"
+        assert len(here.reader.reads) == 2
+        await here.until_done(tasks)
+        assert here.engine.catalog.residency.counters.disk_reads == 3
+
+    with_world(test)
+
+
+def test_where_loads_are_exclusive_nothing_is_read_ahead() -> None:
+    """It would stop the device for a request that is not even admitted."""
+
+    async def test(here: World) -> None:
+        tasks = [here.ask([1, 2], name, max_tokens=9)[1] for name in (None, "a0")]
+        await turn()
+        assert not here.reader.reads
+        await here.until_done(tasks)
+
+    with_world(test, exclusive=True)
+
+
+def test_a_read_ahead_that_fails_is_tried_again_when_the_request_is_admitted() -> None:
+    async def test(here: World) -> None:
+        tasks = [here.ask([1, 2], name, max_tokens=3)[1] for name in (None, "a0")]
+        await turn()
+        here.reader.reads.pop()(False)
+        await here.until_done(tasks)
+        assert [task.result().finish.reason for task in tasks] == ["length", "length"]
+
+    with_world(test)
+
+
+def test_nothing_is_read_ahead_into_the_place_of_an_image_that_an_open_request_will_need() -> None:
+    tiers = Tiers(host_bytes=2 * ALIGN_BYTES)
+    for name in "abc":
+        tiers.add(name)
+    waiting = [tiers.residency.pin(name) for name in "abc"]
+    for version in waiting:
+        tiers.residency.prefetch(version)
+    tiers.settle()
+    tiers.residency.prefetch(waiting[2])
+    assert [version.tier for version in waiting] == [Tier.HOST, Tier.HOST, Tier.DISK]
+    tiers.residency.unpin(waiting[0])
+    tiers.residency.prefetch(waiting[2])
+    tiers.settle()
+    assert [version.tier for version in waiting] == [Tier.DISK, Tier.HOST, Tier.HOST]
+
+
+def test_what_was_read_ahead_gives_way_to_what_an_admitted_request_needs() -> None:
+    tiers = Tiers(host_bytes=ALIGN_BYTES)
+    tiers.add("a")
+    tiers.add("b")
+    waiting = tiers.residency.pin("a")
+    tiers.residency.prefetch(waiting)
+    tiers.settle()
+    admitted = tiers.ask("b")
+    tiers.settle()
+    assert (waiting.tier, admitted.tier) == (Tier.DISK, Tier.DEVICE)
+
+
+def test_one_admitted_while_its_adapter_is_read_ahead_gets_it_when_it_is_there() -> None:
+    tiers = Tiers()
+    tiers.add("a")
+    version = tiers.residency.pin("a")
+    tiers.residency.prefetch(version)
+    tiers.now_s = 7.0
+    tiers.residency.use(version)
+    tiers.settle()
+    assert version.tier is Tier.DEVICE
+    assert version.asked_s == 7.0
+    assert tiers.residency.counters.disk_reads == 1
+
+
+def test_one_who_leaves_while_its_adapter_is_read_ahead_leaves_no_trace() -> None:
+    tiers = Tiers()
+    tiers.add("a")
+    version = tiers.residency.pin("a")
+    tiers.residency.prefetch(version)
+    tiers.residency.unregister("a")
+    tiers.residency.unpin(version)
+    tiers.settle()
+    assert tiers.residency.is_forgotten(version)
+    assert tiers.arena.used_bytes == 0
+
+
+def test_what_could_not_be_read_ahead_is_tried_again_after_a_while() -> None:
+    tiers = Tiers()
+    tiers.add("a")
+    there, tiers.disk["a"] = tiers.disk["a"], CaraServeError("nobody has it")
+    version = tiers.residency.pin("a")
+    tiers.residency.prefetch(version)
+    tiers.settle()
+    tiers.disk["a"] = there
+    tiers.residency.prefetch(version)
+    tiers.settle()
+    assert version.tier is Tier.FAILED
+    tiers.now_s += 5.0
+    tiers.residency.prefetch(version)
+    tiers.settle()
+    assert version.tier is Tier.HOST

@@ -1,0 +1,262 @@
+"""An engine over a device whose memory KV blocks and adapters share: who gives way when, and that nobody waits for
+ever. Over a device that is a hash; an adapter takes 120 bytes, a block 30."""
+
+import asyncio
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from caraserve.lora.device_loader import MAX_BYPASSES
+from tests.engine_world import Asked, World, in_world, turn
+
+
+async def serve(here: World, name: str | None, tokens: int = 3, prompt: int = 5) -> None:
+    _, task = here.ask(range(prompt), name, max_tokens=tokens)
+    await here.until_done([task])
+    assert task.result().finish.reason == "length"
+    task.result().check()
+
+
+def on_device(here: World) -> tuple[str, ...]:
+    return here.engine.snapshot().device_adapters
+
+
+def test_free_blocks_give_way_to_an_adapter_that_a_request_needs() -> None:
+    async def test(here: World) -> None:
+        assert here.backend.kv_blocks == 20
+        await serve(here, "a0")
+        await serve(here, "a1")
+        assert on_device(here) == ("a0", "a1")
+        assert here.backend.kv_blocks == (600 - 240) // 30
+
+    in_world(test, spare_bytes=0, blocks=20, device_adapters=4)
+
+
+def test_idle_adapters_give_way_to_blocks_the_least_asked_for_first() -> None:
+    async def test(here: World) -> None:
+        for name in ("a0", "a1", "a1"):
+            await serve(here, name)
+        tasks = [here.ask(range(index, index + 20), None, max_tokens=14)[1] for index in range(2)]
+        await here.until_done(tasks)
+        assert here.metrics.preemptions == 0
+        assert on_device(here) == ("a1",)
+        assert here.backend.kv_blocks >= 18
+
+    in_world(test, spare_bytes=120, blocks=20, device_adapters=4)
+
+
+def test_an_adapter_in_use_does_not_give_way_and_requests_are_preempted_as_ever() -> None:
+    async def test(here: World) -> None:
+        kept, using = here.ask([7, 8, 9], "a0", max_tokens=40)
+        tasks = [here.ask(range(index, index + 20), "a0", max_tokens=20)[1] for index in range(3)]
+        await here.until_done([using, *tasks])
+        kept.check()
+        assert here.metrics.preemptions > 0
+        assert on_device(here) == ("a0",)
+
+    in_world(test, spare_bytes=0, blocks=16, device_adapters=4)
+
+
+def test_while_blocks_are_on_their_way_requests_wait_for_them_and_nobody_is_preempted() -> None:
+    async def test(here: World) -> None:
+        here.ask(range(10), None, max_tokens=30)
+        here.ask(range(5, 15), None, max_tokens=30)
+        await turn()
+        while here.backend.lane:
+            here.backend.step()
+            await turn()
+        assert here.backend.resizes, "more blocks have been asked for"
+        assert here.metrics.preemptions == 0
+        while here.backend.resizes or here.backend.lane:
+            (here.backend.resizes.pop() if here.backend.resizes else here.backend.step)()
+            await turn()
+        assert here.metrics.preemptions == 0
+
+    in_world(test, spare_bytes=400, blocks=5, device_adapters=4)
+
+
+def test_blocks_are_asked_for_ahead_so_that_an_iteration_later_is_soon_enough() -> None:
+    async def test(here: World) -> None:
+        asked, task = here.ask(range(10), None, max_tokens=30)
+        await turn()
+        while not task.done():
+            under_way = list(here.backend.resizes)
+            here.backend.step()
+            await turn()
+            assert task.done() or here.backend.lane, "the request waits"
+            for granted in under_way:
+                here.backend.resizes.remove(granted)
+                granted()
+            await turn()
+        asked.check()
+        assert here.backend.kv_blocks >= 10
+
+    in_world(test, spare_bytes=900, blocks=6, device_adapters=4)
+
+
+def test_running_requests_get_their_blocks_before_an_adapter_that_waits() -> None:
+    async def test(here: World) -> None:
+        base = [here.ask(range(index, index + 12), None, max_tokens=12)[1] for index in range(2)]
+        await turn()
+        _, cold = here.ask([3, 4], "a0", max_tokens=2)
+        await turn()
+        here.reader.reads.pop()(True)
+        await here.until_done([*base, cold])
+        assert here.metrics.preemptions == 0
+
+    in_world(test, spare_bytes=120, blocks=8, device_adapters=1)
+
+
+def test_a_waiting_adapter_gets_room_though_requests_of_the_base_model_keep_coming() -> None:
+    """They may pass it a bounded number of times."""
+
+    async def test(here: World) -> None:
+        tasks = [here.ask([index % 97] * 24, None, max_tokens=16)[1] for index in range(4)]
+        await turn()
+        cold, waiting = here.ask([3, 4], "a0", max_tokens=2)
+        while not waiting.done():
+            tasks.append(here.ask([len(tasks) % 97] * 24, None, max_tokens=16)[1])
+            for _ in range(12):
+                await asyncio.sleep(0)
+                here.end_something()
+            assert len(tasks) < 400
+        cold.check()
+        await here.until_done(tasks)
+
+    in_world(test, spare_bytes=0, blocks=14, device_adapters=1, slots=4)
+
+
+def test_an_adapter_that_leaves_less_than_a_request_needs_is_refused() -> None:
+    async def test(here: World) -> None:
+        room = here.engine.catalog.residency.room
+        assert room.most_adapter_bytes == 120
+        assert room.excess(120) == 0
+        assert room.excess(121) > 0
+
+    in_world(test, spare_bytes=0, blocks=0, device_adapters=4)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 2**32),
+    spare=st.sampled_from([0, 40, 130, 300]),
+    blocks=st.integers(0, 24),
+    slots=st.integers(1, 5),
+    mode=st.sampled_from(["overlapped", "pipelined", "assisted"]),
+)
+def test_far_more_adapters_and_requests_than_memory_all_come_to_their_ends(
+    seed: int, spare: int, blocks: int, slots: int, mode: str
+) -> None:
+    async def test(here: World) -> None:
+        rng = random.Random(seed)
+        here.rng = rng
+        names = [None, *(f"a{index}" for index in range(12))]
+        tasks = []
+        for index in range(40):
+            prompt = [rng.randrange(97) for _ in range(rng.randrange(1, 30))]
+            tasks.append(here.ask(prompt, rng.choice(names), max_tokens=rng.randrange(1, 18))[1])
+            if index % 3 == 0:
+                await asyncio.sleep(0)
+                here.end_something()
+        await here.until_done(tasks)
+        for task in tasks:
+            task.result().check()
+            assert task.result().finish.reason == "length"
+
+    in_world(
+        test, spare_bytes=spare, blocks=blocks, slots=slots, mode=mode, adapters=12, device_adapters=4, aside_plans=2
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_finished_server_can_give_all_its_memory_to_either(seed: int) -> None:
+    async def test(here: World) -> None:
+        here.rng = random.Random(seed)
+        await asyncio.gather(*(serve(here, name, tokens=9, prompt=12) for name in ("a0", None, "a1", "a2", None)))
+        room = here.engine.catalog.residency.room
+        assert room.pool.held_end == 0
+        assert room.blocks_without(room.adapter_bytes) == room.most_blocks
+
+    in_world(test, spare_bytes=200, blocks=15, device_adapters=4)
+
+
+async def waiting_for_memory(here: World) -> "tuple[asyncio.Task[Asked], list[asyncio.Task[Asked]]]":
+    """An adapter waits, for two requests of the base model hold the blocks in whose place it would be."""
+    base = [here.ask([index] * 40, None, max_tokens=8)[1] for index in range(2)]
+    await turn()
+    while here.engine.catalog.residency.room.pool.held_end < 22:
+        here.backend.step()
+        await turn()
+    _, cold = here.ask([3, 4], "a0", max_tokens=2)
+    await turn()
+    here.reader.reads.pop()(True)
+    await turn()
+    assert not here.backend.copies
+    assert here.engine.catalog.residency.copies.claims_memory
+    return cold, base
+
+
+def test_an_adapter_gets_its_memory_when_requests_without_adapter_have_ended() -> None:
+    async def test(here: World) -> None:
+        cold, base = await waiting_for_memory(here)
+        await here.until_done([cold, *base])
+        assert on_device(here) == ("a0",)
+
+    in_world(test, spare_bytes=0, blocks=24, device_adapters=4)
+
+
+def test_no_blocks_are_asked_for_ahead_while_an_adapter_waits_for_memory() -> None:
+    async def test(here: World) -> None:
+        cold, base = await waiting_for_memory(here)
+        here.engine.catalog.residency.copies.grow_kv(0, 3)
+        assert not here.backend.resizes
+        await here.until_done([cold, *base])
+
+    in_world(test, spare_bytes=40, blocks=24, device_adapters=4)
+
+
+def test_admissions_without_adapter_count_among_those_that_pass_one_that_waits_for_memory() -> None:
+    async def test(here: World) -> None:
+        cold, base = await waiting_for_memory(here)
+        residency = here.engine.catalog.residency
+        for _ in range(MAX_BYPASSES):
+            assert residency.copies.admits
+            residency.copies.passed(None)
+        assert not residency.copies.admits
+        await here.until_done([cold, *base])
+        assert residency.copies.admits
+
+    in_world(test, spare_bytes=0, blocks=24, device_adapters=4)
+
+
+def test_of_a_request_that_left_before_its_first_launch_the_device_is_told_nothing() -> None:
+    """Its blocks may be gone by then."""
+
+    async def test(here: World) -> None:
+        await serve(here, None, prompt=20)
+        asked, _ = here.ask(range(20), None, max_tokens=3)
+        line = here.engine._line
+        line.start(0.0)
+        assert line.running[0].request.blocks
+        asked.stream.cancel()
+        await turn()
+        assert line.new_in_slots() == ((), ())
+
+    in_world(test, spare_bytes=0, blocks=24, device_adapters=4)
+
+
+def test_blocks_are_asked_for_when_the_next_request_to_start_lacks_them() -> None:
+    async def test(here: World) -> None:
+        tasks = [here.ask([1] * 40, None, max_tokens=8)[1]]
+        await turn()
+        tasks.append(here.ask([2] * 40, None, max_tokens=8)[1])
+        while here.backend.kv_claimed < 20:
+            await turn()
+            assert here.engine.snapshot().running == 1
+            assert here.backend.lane or here.backend.resizes, "the second waits until the first has ended"
+            (here.backend.resizes.pop() if here.backend.resizes else here.backend.step)()
+        await here.until_done(tasks)
+
+    in_world(test, spare_bytes=900, blocks=11, device_adapters=4, step_tokens=64)

@@ -1,0 +1,370 @@
+"""A network may stand still for as long as it likes: what waits for it holds nothing that others lack, on the device or
+of the KV pool. Over a device that is a hash."""
+
+import asyncio
+from functools import partial
+
+import pytest
+
+from caraserve.lora.adapter import Tier
+from tests.engine.test_streamed_prefill import PROMPT, begun, come, end_read, run_lane, used_bytes, version_of
+from tests.engine_world import Asked, World, in_world, turn
+
+with_world = partial(in_world, mode="pipelined", streamed_plans=2)
+
+
+async def ends(here: World, asked: Asked) -> None:
+    """It gets to its end though nothing comes over the network."""
+    for _ in range(100):
+        while here.backend.copies:
+            here.backend.copies.pop()(True)
+        await turn()
+        await run_lane(here)
+    assert asked.deltas, "it is still waiting"
+    asked.check()
+    assert asked.finish.reason == "length"
+
+
+async def served(here: World, name: str, prompt: list[int] = PROMPT) -> None:
+    """One request from start to end, for an adapter that comes at once."""
+    asked, _ = here.ask(prompt, name, max_tokens=1)
+    await turn()
+    await end_read(here)
+    await ends(here, asked)
+
+
+async def taken(here: World) -> "tuple[Asked, asyncio.Task[Asked]]":
+    """The device has room for one: a0 has it, which streams, and a1 is in the host tier."""
+    await served(here, "a1")
+    first = await begun(here, "a0")
+    assert version_of(here, "a0").tier is Tier.STREAMING
+    return first
+
+
+async def wanted(here: World, name: str = "a1") -> Asked:
+    """A request comes for an adapter that is here."""
+    asked, _ = here.ask([9, 8, 7], name, max_tokens=3)
+    await turn()
+    return asked
+
+
+# --- on the device ---
+
+
+def test_an_adapter_that_is_here_gets_the_room_of_one_that_is_not() -> None:
+    async def test(here: World) -> None:
+        await taken(here)
+        await ends(here, await wanted(here))
+        assert version_of(here, "a0").tier is Tier.READING
+        assert here.backend.asides == []
+        await end_read(here)
+
+    with_world(test, device_adapters=1)
+
+
+def test_what_gave_way_comes_whole_and_is_served_then() -> None:
+    async def test(here: World) -> None:
+        first, task = await taken(here)
+        await ends(here, await wanted(here))
+        await come(here)
+        assert version_of(here, "a0").tier is Tier.READING, "it does not stream again"
+        await end_read(here)
+        await here.until_done([task])
+        first.check()
+        assert first.finish.reason == "length"
+
+    with_world(test, device_adapters=1)
+
+
+def test_it_streams_again_in_another_read() -> None:
+    async def test(here: World) -> None:
+        await taken(here)
+        await ends(here, await wanted(here))
+        await end_read(here, ok=False)
+        await begun(here, "a0")
+        assert version_of(here, "a0").tier is Tier.STREAMING
+        await end_read(here)
+
+    with_world(test, device_adapters=1)
+
+
+def test_one_that_has_come_before_it_has_left_the_device_is_served_after_who_wanted_its_room() -> None:
+    async def test(here: World) -> None:
+        first, task = await taken(here)
+        other = await wanted(here)
+        assert version_of(here, "a0").gives_way
+        here.reader.reads.pop()(True)
+        assert version_of(here, "a0").tier is Tier.STREAMING
+        await ends(here, other)
+        await here.until_done([task])
+        first.check()
+        assert first.finish.reason == "length"
+
+    with_world(test, device_adapters=1)
+
+
+def test_one_that_breaks_before_it_has_left_the_device_fails_and_nothing_is_left_of_it() -> None:
+    async def test(here: World) -> None:
+        first, _ = await taken(here)
+        before = used_bytes(here)
+        other = await wanted(here)
+        here.reader.reads.pop()(False)
+        await ends(here, other)
+        assert "the disk failed" in first.finish.error.message
+        assert used_bytes(here) < before
+
+    with_world(test, device_adapters=1)
+
+
+def test_a_copy_that_had_failed_before_is_no_failure_of_one_that_gives_way() -> None:
+    async def test(here: World) -> None:
+        first, task = await taken(here)
+        here.backend.fail_streamed(version_of(here, "a0").slot)
+        await run_lane(here)
+        await ends(here, await wanted(here))
+        await end_read(here)
+        await here.until_done([task])
+        first.check()
+        assert first.finish.reason == "length"
+
+    with_world(test, device_adapters=1)
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_one_that_nobody_uses_any_more_gives_way_too(copied: bool) -> None:
+    async def test(here: World) -> None:
+        left, _ = await taken(here)
+        if not copied:
+            here.backend.fail_streamed(version_of(here, "a0").slot)
+        left.stream.cancel()
+        await turn()
+        await run_lane(here)
+        assert version_of(here, "a0").tier is Tier.STREAMING
+        await ends(here, await wanted(here))
+        await end_read(here)
+        assert version_of(here, "a0").tier is Tier.HOST
+
+    with_world(test, device_adapters=1)
+
+
+def test_of_several_no_more_give_way_than_must() -> None:
+    async def test(here: World) -> None:
+        await served(here, "a2")
+        await begun(here, "a0")
+        await begun(here, "a1")
+        await ends(here, await wanted(here, "a2"))
+        assert [version_of(here, name).tier for name in ("a0", "a1")] == [Tier.STREAMING, Tier.READING]
+        await end_read(here)
+        await end_read(here)
+
+    with_world(test, device_adapters=2)
+
+
+@pytest.mark.parametrize("breaks", [False, True], ids=["gives way", "breaks"])
+def test_nobody_goes_aside_with_one_that_is_about_to_leave(breaks: bool) -> None:
+    """Or it would stay for as long as somebody came."""
+
+    async def test(here: World) -> None:
+        await taken(here)
+        if breaks:
+            here.reader.reads.pop()(False)
+        else:
+            await wanted(here)
+        assert version_of(here, "a0").is_leaving
+        launched = len(here.backend.launched)
+        here.ask([5, 6], "a0", max_tokens=2)
+        await turn()
+        assert not any(plan.aside for plan in here.backend.launched[launched:])
+        await run_lane(here)
+        assert version_of(here, "a0").tier is not Tier.STREAMING
+        if not breaks:
+            here.reader.reads.pop()(True)
+
+    with_world(test, device_adapters=1)
+
+
+def test_nobody_begins_on_one_whose_copy_has_failed_under_a_plan_aside() -> None:
+    """When that ends, its image may give way while others still read it."""
+
+    async def test(here: World) -> None:
+        first, _ = await begun(here, "a0")
+        here.backend.fail_streamed(version_of(here, "a0").slot)
+        await run_lane(here)
+        await end_read(here)
+        assert version_of(here, "a0").tier is Tier.COPYING
+        launched = len(here.backend.launched)
+        second, _ = here.ask(range(30, 46), "a0", max_tokens=2)
+        here.backend.now_s += 1000.0
+        await turn()
+        assert here.backend.launched[launched:] == []
+        here.backend.end_aside(0)
+        await turn()
+        assert [asked.finish.reason for asked in (first, second)] == ["error", "error"]
+        first.check()
+
+    with_world(test)
+
+
+def test_nobody_goes_on_with_one_whose_copy_has_failed_and_nobody_finds_what_they_wrote() -> None:
+    async def test(here: World) -> None:
+        await begun(here, "a0")
+        await end_read(here)
+        here.backend.now_s += 1000.0
+        second, _ = here.ask(range(30, 46), "a0", max_tokens=20)
+        await turn()
+        here.backend.copies.pop()(False)
+        await run_lane(here)
+        launched = len(here.backend.launched)
+        await turn()
+        assert len(here.backend.launched) == launched
+        here.backend.end_aside(0)
+        await turn()
+        assert second.finish.reason == "error"
+        assert second.tokens, "it had begun"
+        second.check()
+        again, _ = here.ask(range(30, 46), "a0", max_tokens=2)
+        await turn()
+        await ends(here, again)
+        assert again.finish.cached_tokens == 0
+
+    with_world(test, step_tokens=64)
+
+
+def test_no_more_adapters_stream_than_prompts_can() -> None:
+    async def test(here: World) -> None:
+        await begun(here, "a0")
+        await begun(here, "a1")
+        assert [version_of(here, name).tier for name in ("a0", "a1")] == [Tier.STREAMING, Tier.READING]
+        await end_read(here)
+        await end_read(here)
+
+    with_world(test, streamed_plans=1, device_adapters=3)
+
+
+# --- of the KV pool ---
+
+
+def test_who_decodes_loses_nothing_to_a_prompt_that_can_be_recalled() -> None:
+    async def test(here: World) -> None:
+        await begun(here, prompt=range(24))
+        decoding = [here.ask(range(first, first + 8), None, max_tokens=16)[0] for first in (40, 60)]
+        for asked in decoding:
+            await ends(here, asked)
+        assert here.backend.outcomes["void"] == 1
+        assert here.metrics.preemptions == 1, "the recalled prompt's own"
+        await end_read(here)
+
+    with_world(test, blocks=15, step_tokens=64)
+
+
+@pytest.mark.parametrize("steps", range(9))
+def test_a_prompt_that_finds_no_blocks_to_go_aside_with_holds_none(steps: int) -> None:
+    """Whatever the time at which its first layer comes: it has found six blocks of its prefix, and lacks the last."""
+
+    async def test(here: World) -> None:
+        await served(here, "a0", prompt=list(range(25)))
+        for index in range(1, 5):
+            await served(here, f"a{index}", prompt=[50 + index])
+        assert version_of(here, "a0").tier is Tier.DISK
+        other, _ = here.ask(range(60, 84), None, max_tokens=20)
+        await turn()
+        here.ask(range(25), "a0", max_tokens=2)
+        await turn()
+        for _ in range(steps):
+            if here.backend.lane:
+                here.backend.step()
+            await turn()
+        here.reader.coming[-1]()
+        here.backend.now_s += 1000.0
+        await ends(here, other)
+        assert [opened for opened in here.engine._line.running if not opened.is_aside] == []
+        await end_read(here)
+
+    with_world(test, device_adapters=1, adapters=6, blocks=14, step_tokens=64)
+
+
+@pytest.mark.parametrize(("blocks", "steps"), [(15, 3), (17, 7)])
+def test_who_decodes_loses_nothing_to_a_prompt_that_starts_and_would_wait(blocks: int, steps: int) -> None:
+    """It has found its prefix, and for the rest there is too little."""
+
+    async def test(here: World) -> None:
+        await served(here, "a0", prompt=list(range(25)))
+        for index in range(1, 5):
+            await served(here, f"a{index}", prompt=[50 + index])
+        decoding = [here.ask(range(first, first + 12), None, max_tokens=12)[0] for first in (40, 60)]
+        await turn()
+        here.ask(range(25), "a0", max_tokens=2)
+        await turn()
+        for _ in range(steps):
+            if here.backend.lane:
+                here.backend.step()
+            await turn()
+        here.reader.coming[-1]()
+        here.backend.now_s += 1000.0
+        for asked in decoding:
+            await ends(here, asked)
+        begun_with = [start.token_ids[0] for plan in here.backend.launched for start in plan.starts]
+        assert (begun_with.count(40), begun_with.count(60)) == (1, 1), "a decoder has begun again"
+        await end_read(here)
+
+    with_world(test, device_adapters=1, adapters=6, blocks=blocks, step_tokens=64)
+
+
+def test_a_prompt_whose_plan_was_void_waits_for_the_copy_outside_iterations() -> None:
+    """Though its adapter has come whole before it is told."""
+
+    async def test(here: World) -> None:
+        await begun(here, "a0", prompt=range(24))
+        here.backend.recall(0)
+        while here.backend.lane:
+            here.backend.step()
+        launched = len(here.backend.launched)
+        here.reader.reads.pop()(True)
+        await turn()
+        assert version_of(here, "a0").groups[-1].arrives_s > here.backend.now_s
+        assert here.backend.launched[launched:] == []
+
+    with_world(test, step_tokens=64)
+
+
+def test_a_streamed_prompt_that_finds_no_blocks_to_start_with_keeps_nobody_from_starting() -> None:
+    async def test(here: World) -> None:
+        await begun(here, "a0", prompt=range(24))
+        await begun(here, "a1", prompt=range(40, 70))
+        other, _ = here.ask([7, 8], None, max_tokens=2)
+        await ends(here, other)
+        assert [aside.row.count for aside in here.backend.asides] == [24], "it is not recalled for the other"
+        assert [opened.choice for opened in here.engine._line.loading] == [None]
+        await end_read(here)
+        await end_read(here)
+
+    with_world(test, mode="auto", blocks=12, step_tokens=64)
+
+
+# --- what is told of it ---
+
+
+def test_waiting_for_the_network_is_no_time_of_an_iteration() -> None:
+    async def test(here: World) -> None:
+        asked, task = await begun(here)
+        here.backend.now_s += 5000.0
+        await end_read(here)
+        await here.until_done([task])
+        assert max(here.metrics.iterations_ms) == pytest.approx(1000.0)
+        assert asked.finish.phases.stalled_ms >= 5_000_000.0
+
+    with_world(test)
+
+
+def test_what_auto_had_chosen_for_a_prompt_is_forgotten_when_it_is_recalled() -> None:
+    async def test(here: World) -> None:
+        await begun(here, prompt=range(24))
+        (opened,) = here.engine._line.running
+        assert opened.choice is not None
+        here.backend.recall(0)
+        await run_lane(here)
+        assert list(here.engine._line.loading) == [opened]
+        assert opened.choice is None
+        await end_read(here)
+
+    with_world(test, mode="auto", step_tokens=64)

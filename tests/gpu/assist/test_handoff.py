@@ -1,0 +1,265 @@
+"""The kernels that hand layers over to CPU workers, run on the CPU against real workers: nothing is added that is not
+there, nobody is waited for in vain."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from caraserve.cpu import handoff
+from caraserve.gpu.assist.work_orders import cut
+from caraserve.model.dtype import Dtype
+from tests.gpu.desk import ARRIVED, AWAITED, BY_DEVICE, BY_WORKERS, LOST, TOKENS, Desk, comes_true
+
+TOLERANCE = {Dtype.F32: 1e-6, Dtype.BF16: 2**-8, Dtype.F16: 2**-11}
+SHORT_NS = 30_000_000
+
+
+@pytest.fixture(scope="module")
+def desks() -> Iterator[dict[int, Desk]]:
+    """By number of workers."""
+    made = {workers: Desk(workers) for workers in (1, 2)}
+    yield made
+    for desk in made.values():
+        desk.close()
+
+
+@pytest.fixture
+def pair(desks: dict[int, Desk]) -> Desk:
+    return fresh(desks[2])
+
+
+@pytest.fixture
+def alone(desks: dict[int, Desk]) -> Desk:
+    return fresh(desks[1])
+
+
+def fresh(desk: Desk) -> Desk:
+    desk.await_all()
+    desk.workers.keep_vigil(True)
+    desk.arrived[0], desk.errors[0], desk.activation = 0, 0, Dtype.F32
+    return desk
+
+
+def check_sum(desk: Desk) -> None:
+    expected = desk.expected()
+    allowed = TOLERANCE[desk.activation] * np.maximum(np.abs(expected), 1) + 1e-5
+    assert (np.abs(desk.exact(desk.y) - expected) <= allowed).all()
+
+
+@pytest.mark.parametrize("activation", Dtype)
+def test_deltas_of_all_workers_are_added(pair: Desk, activation: Dtype) -> None:
+    pair.activation = activation
+    pair.begin()
+    assert pair.publish() == BY_WORKERS
+    assert pair.wait() == BY_WORKERS
+    pair.add()
+    check_sum(pair)
+    assert [int(word[0]) for word in (pair.words.x_flag, pair.words.y_flag)] == [pair.generation] * 2
+    assert pair.errors[0] == 0
+    assert pair.counter[0] == 0
+
+
+def test_a_projection_without_an_adapter_is_not_touched(pair: Desk) -> None:
+    for deltas in pair.deltas:
+        deltas[:] = 0xFF  # no numbers: they show wherever they are added
+    pair.begin()
+    pair.publish()
+    pair.wait()
+    pair.add()
+    assert not np.isnan(pair.y).any()
+    assert pair.y[:, 140:204].tobytes() == pair.before[:, 140:204].tobytes()
+
+
+def test_data_comes_before_the_flag(pair: Desk) -> None:
+    """Over and over with other x: a worker that began too soon, or a sum made too soon, would show an older one."""
+    for round_ in range(60):
+        pair.begin(seed=round_, rings=round_ % 2 == 0)
+        assert pair.publish(grid=1 + round_ % 7, seed=round_) == BY_WORKERS
+        assert pair.wait() == BY_WORKERS
+        pair.add(grid=1 + round_ % 5)
+        check_sum(pair)
+
+
+def test_a_stream_may_wait_for_the_bell_instead(pair: Desk) -> None:
+    """It rings when the last worker is done, and not before."""
+    pair.begin()
+    before = int(pair.words.y_flag[0])
+    os.kill(pair.pid(1), signal.SIGSTOP)
+    try:
+        pair.publish()
+        assert comes_true(lambda: pair.word(0, handoff.DONE) == pair.number)
+        assert pair.words.y_flag[0] == before
+    finally:
+        os.kill(pair.pid(1), signal.SIGCONT)
+    assert comes_true(lambda: bool(pair.words.y_flag[0] == pair.generation))
+    assert pair.wait() == BY_WORKERS
+    pair.add()
+    check_sum(pair)
+
+
+def test_weights_that_have_arrived_are_used(pair: Desk) -> None:
+    """Nobody is asked, and who waits for the bell goes on."""
+    pair.arrived[0] = ARRIVED
+    pair.begin()
+    asked = [pair.word(worker, handoff.REQUEST) for worker in range(2)]
+    assert pair.publish() == BY_DEVICE
+    assert pair.words.y_flag[0] == pair.generation
+    assert pair.wait() == BY_DEVICE
+    pair.add()
+    assert pair.y.tobytes() == pair.before.tobytes()
+    assert [pair.word(worker, handoff.REQUEST) for worker in range(2)] == asked
+
+
+def test_weights_that_arrive_while_the_workers_compute_are_used(alone: Desk) -> None:
+    alone.begin()
+    os.kill(alone.pid(), signal.SIGSTOP)
+    try:
+        assert alone.publish() == BY_WORKERS
+        threading.Timer(0.02, alone.arrived.fill, [ARRIVED]).start()
+        assert alone.wait() == BY_DEVICE
+    finally:
+        os.kill(alone.pid(), signal.SIGCONT)
+    alone.add()
+    assert alone.y.tobytes() == alone.before.tobytes()
+
+
+def test_a_worker_that_is_late_is_not_asked_again(alone: Desk) -> None:
+    """Its slice stays as it is until it has done it; the layer waits for its weights."""
+    alone.begin()
+    os.kill(alone.pid(), signal.SIGSTOP)
+    try:
+        assert alone.publish() == BY_WORKERS
+        slices = alone.blocks[0, handoff.COUNT // 8 :].copy()
+        alone.begin(deadline_ns=SHORT_NS)
+        assert alone.publish() == AWAITED
+        assert alone.words.y_flag[0] == alone.generation
+        assert (alone.blocks[0, handoff.COUNT // 8 :] == slices).all()
+        assert alone.wait() == LOST
+        assert alone.errors[0] == 1
+        alone.begin()
+        assert alone.publish() == AWAITED
+        threading.Timer(0.02, alone.arrived.fill, [ARRIVED]).start()
+        assert alone.wait() == BY_DEVICE
+    finally:
+        os.kill(alone.pid(), signal.SIGCONT)
+
+
+def test_a_deadline_frees_who_waits(alone: Desk) -> None:
+    alone.begin(deadline_ns=SHORT_NS)
+    os.kill(alone.pid(), signal.SIGSTOP)
+    try:
+        alone.publish()
+        started_ns = time.monotonic_ns()
+        assert alone.wait() == LOST
+        assert time.monotonic_ns() - started_ns >= SHORT_NS
+    finally:
+        os.kill(alone.pid(), signal.SIGCONT)
+    alone.add()
+    assert alone.y.tobytes() == alone.before.tobytes()
+    assert alone.errors[0] == 1
+
+
+def test_a_watchdog_frees_who_waits_and_stops_what_would_follow(alone: Desk) -> None:
+    alone.begin()
+    os.kill(alone.pid(), signal.SIGSTOP)
+    try:
+        alone.publish()
+        threading.Timer(0.02, alone.words.status.fill, [alone.generation]).start()
+        assert alone.wait() == LOST
+    finally:
+        os.kill(alone.pid(), signal.SIGCONT)
+    alone.await_all()
+    asked = alone.word(0, handoff.REQUEST)
+    assert alone.publish() == LOST
+    assert alone.wait() == LOST
+    alone.add()
+    assert alone.y.tobytes() == alone.before.tobytes()
+    assert alone.word(0, handoff.REQUEST) == asked
+
+
+def test_a_killed_worker_is_replaced_by_the_weights(pair: Desk) -> None:
+    """The layer waits for its weights, and the next one has a new worker."""
+    pair.begin()
+    killed = pair.pid(1)
+    os.kill(killed, signal.SIGSTOP)
+    pair.publish()
+    os.kill(killed, signal.SIGKILL)
+    threading.Timer(0.05, pair.arrived.fill, [ARRIVED]).start()
+    assert pair.wait() == BY_DEVICE
+    pair.arrived[0] = 0
+    pair.await_all()
+    assert pair.pid(1) != killed
+    pair.begin()
+    assert pair.publish() == BY_WORKERS
+    assert pair.wait() == BY_WORKERS
+    pair.add()
+    check_sum(pair)
+
+
+def test_a_worker_killed_at_any_moment_adds_all_or_nothing(pair: Desk) -> None:
+    outcomes = set()
+    for round_ in range(6):  # more would wait for workers: those that die often are replaced slowly
+        pair.await_all()
+        pair.begin(seed=round_, deadline_ns=SHORT_NS)
+        pair.publish()
+        time.sleep(round_ * 3e-5)
+        os.kill(pair.pid(round_ % 2), signal.SIGKILL)
+        outcomes.add(pair.wait())
+        pair.add()
+        if pair.outcome[0] == BY_WORKERS:
+            check_sum(pair)
+        else:
+            assert pair.y.tobytes() == pair.before.tobytes()
+    assert outcomes <= {BY_WORKERS, LOST}
+
+
+def test_nobody_is_asked_where_nobody_is(alone: Desk) -> None:
+    alone.begin(deadline_ns=SHORT_NS)
+    present = alone.word(0, handoff.INCARNATION)
+    alone.blocks[0, handoff.INCARNATION // 8] = 0
+    try:
+        assert alone.publish() == AWAITED
+        assert alone.wait() == LOST
+    finally:
+        alone.blocks[0, handoff.INCARNATION // 8] = present
+
+
+def test_numbers_and_generations_go_round(pair: Desk) -> None:
+    """Generations are words of 32 bits; numbers of hand-overs, of 64, pass that value like any other."""
+    pair.number = pair.generation = (1 << 32) - 3
+    for round_ in range(6):
+        pair.begin(seed=round_)
+        assert pair.publish() == BY_WORKERS
+        assert pair.wait() == BY_WORKERS
+        assert pair.words.y_flag[0] == pair.generation
+        pair.add()
+        check_sum(pair)
+    assert pair.generation == 3
+
+
+def test_a_worker_keeps_vigil_for_a_device_that_cannot_wake_it(alone: Desk) -> None:
+    def is_asleep() -> bool:
+        return alone.workers.states()[0].is_asleep
+
+    assert not comes_true(is_asleep, 0.2)
+    alone.workers.keep_vigil(False)
+    assert comes_true(is_asleep)
+    alone.workers.keep_vigil(True)
+    assert not is_asleep()
+    alone.begin()
+    alone.publish()
+    assert alone.wait() == BY_WORKERS
+
+
+def test_the_prompt_is_cut_without_gaps() -> None:
+    for most in range(1, TOKENS + 2):
+        for workers in (1, 2, 7):
+            pieces = cut(TOKENS, most, workers)
+            assert [first for first, _ in pieces] == list(np.cumsum([0, *(rows for _, rows in pieces)])[:-1])
+            assert sum(rows for _, rows in pieces) == TOKENS
+            assert len(pieces) == min(-(-TOKENS // most), workers)

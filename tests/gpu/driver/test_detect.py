@@ -1,0 +1,170 @@
+"""Which device is served on, and the one line that says why not the other."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from caraserve.errors import ConfigError
+from caraserve.gpu.driver import detect
+from caraserve.gpu.driver.detect import Choice, Gpu, Installed, choose, look
+from tests.gpu.stub_driver import Stub
+
+H200 = Gpu("NVIDIA H200", 90, 13020)
+FOR_13 = Installed("torch 2.11.0", torch_cuda=13, cupy_cuda=13, triton=True)
+FOR_12 = Installed("torch 2.10.0", torch_cuda=12, cupy_cuda=12, triton=True)
+BARE = Installed("torch 2.13.0+cpu", torch_cuda=None, cupy_cuda=None, triton=False)
+
+# What may be used: a driver runs what was built for its CUDA or an older one.
+GOOD = [
+    (H200, FOR_13),
+    (H200, FOR_12),
+    (Gpu("NVIDIA A10", 86, 12040), FOR_12),
+    (Gpu("NVIDIA A100", 80, 14000), FOR_13),
+    (H200, Installed("torch 2.11.0", torch_cuda=13, cupy_cuda=0, triton=True)),
+]
+
+# What may not, what is said of it, and the commands in it.
+BAD = [
+    (H200, BARE, "NVIDIA H200 (driver of CUDA 13.2) lacks a torch for CUDA 13 (torch 2.13.0+cpu is built without CUDA) "
+     "and CuPy and Triton: pip install --force-reinstall 'torch>=2.11,<2.14' && pip install 'caraserve[cuda13]'"),
+    (H200, Installed("torch 2.11.0", 13, None, triton=True),
+     "NVIDIA H200 (driver of CUDA 13.2) lacks CuPy: pip install 'caraserve[cuda13]'"),
+    (H200, Installed("torch 2.11.0", 13, 13, triton=False),
+     "NVIDIA H200 (driver of CUDA 13.2) lacks Triton: pip install 'caraserve[cuda13]'"),
+    (H200, Installed("torch 2.13.0+cpu", None, 13, triton=True),
+     "NVIDIA H200 (driver of CUDA 13.2) lacks a torch for CUDA 13 (torch 2.13.0+cpu is built without CUDA): "
+     "pip install --force-reinstall 'torch>=2.11,<2.14'"),
+    (Gpu("NVIDIA A10", 86, 12040), FOR_13,
+     "NVIDIA A10 (driver of CUDA 12.4) lacks a torch for CUDA 12 (torch 2.11.0 is built for CUDA 13) and a CuPy for "
+     "CUDA 12: pip install --force-reinstall 'torch>=2.9,<2.11' && pip uninstall -y cupy-cuda13x && "
+     "pip install 'caraserve[cuda12]'"),
+    (Gpu("NVIDIA X", 100, 14010), BARE,
+     "NVIDIA X (driver of CUDA 14.1) lacks a torch for CUDA 13 (torch 2.13.0+cpu is built without CUDA) "
+     "and CuPy and Triton: pip install --force-reinstall 'torch>=2.11,<2.14' && pip install 'caraserve[cuda13]'"),
+    (Gpu("NVIDIA A10", 86, 11080), FOR_12,
+     "the NVIDIA driver is one of CUDA 11.8, and CUDA 12 is the least; update the driver"),
+    (Gpu("Tesla T4", 75, 13000), FOR_13,
+     "Tesla T4 has compute capability 7.5, and 8.0 (A100, A10, RTX 30) is the least"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wanted", ["auto", "cuda"])
+@pytest.mark.parametrize(("gpu", "installed"), GOOD)
+def test_a_gpu_with_all_it_needs_is_used(wanted: str, gpu: Gpu, installed: Installed) -> None:
+    assert choose(wanted, gpu, "", installed) == Choice("cuda")
+
+
+@pytest.mark.parametrize(("gpu", "installed", "words"), BAD)
+def test_a_gpu_that_lacks_something_says_what_and_auto_goes_on(gpu: Gpu, installed: Installed, words: str) -> None:
+    assert choose("auto", gpu, "", installed) == Choice("cpu", f"{words}; serving on the CPU")
+    with pytest.raises(ConfigError) as refused:
+        choose("cuda", gpu, "", installed)
+    assert refused.value.message == f"--device cuda: {words}"
+    assert "\n" not in words
+
+
+def test_a_machine_without_a_gpu_serves_on_its_cpu_and_says_nothing() -> None:
+    assert choose("auto", None, "", FOR_13) == Choice("cpu")
+    with pytest.raises(ConfigError, match=r"^--device cuda: there is no NVIDIA driver on this machine$"):
+        choose("cuda", None, "", FOR_13)
+
+
+def test_a_driver_that_fails_is_named() -> None:
+    assert choose("auto", None, "the NVIDIA driver sees no GPU", FOR_13).note.startswith("the NVIDIA driver sees no")
+    with pytest.raises(ConfigError, match=r"^--device cuda: the NVIDIA driver sees no GPU$"):
+        choose("cuda", None, "the NVIDIA driver sees no GPU", FOR_13)
+
+
+def test_who_wants_the_cpu_gets_it_and_no_gpu_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(detect, "look")
+    assert detect.detect("cpu") == choose("cpu", H200, "", FOR_13) == Choice("cpu")
+
+
+# --- looking ---
+
+
+def test_another_process_asks_the_driver(library: Path) -> None:
+    stub = Stub(library)
+    assert look(stub.path) == (H200, "")
+    assert stub.log == []  # not in this one, which is to be forked
+
+
+def test_no_driver_is_nothing_to_mention() -> None:
+    assert look("libcuda-of-nobody.so.1") == (None, "")
+
+
+def test_what_is_wrong_with_a_driver_is_said() -> None:
+    assert look("libc.so.6") == (None, "the NVIDIA driver cannot be used: libc.so.6 lacks cuInit: it is too old")
+
+
+def test_a_driver_that_refuses_is_quoted(library: Path) -> None:
+    stub = Stub(library)
+    stub.fail("cuInit", 2)
+    refused = "the NVIDIA driver cannot be used: cuInit: CUDA_ERROR_OUT_OF_MEMORY (out of memory)"
+    assert detect._answer(stub.path) == refused
+
+
+def test_a_driver_that_dies_or_hangs_takes_nobody_along(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess([], -11, "", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert look(str(library)) == (None, "the NVIDIA driver cannot be used: status -11")
+
+    def hang(*arguments: object, timeout: float, **options: object) -> None:
+        raise subprocess.TimeoutExpired([], timeout)
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    assert look(str(library)) == (None, "the NVIDIA driver did not start within 60 s")
+
+
+def test_nothing_heavy_is_imported_to_find_out() -> None:
+    code = "import sys; from caraserve.gpu import detect; detect.detect('auto'); detect.installed()"
+    code += "; print(*sorted({'torch', 'cupy', 'triton', 'numpy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+# --- what is installed ---
+
+
+@pytest.mark.parametrize(
+    ("text", "cuda"),
+    [
+        ("cuda: Optional[str] = None", None),
+        ("cuda: Optional[str] = '13.0'", 13),
+        ("cuda: str | None = '12.8'", 12),
+        ("cuda = '12.6'", 12),
+        ("hip: Optional[str] = '6.4'", None),
+    ],
+)
+def test_what_torch_is_built_for_is_read_from_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, cuda: int | None
+) -> None:
+    (tmp_path / "version.py").write_text(f"__version__ = '2.11.0'\n{text}\n")
+    monkeypatch.setattr(detect, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    assert detect.installed().torch_cuda == cuda
+
+
+@pytest.mark.parametrize(
+    ("names", "cuda"), [(["numpy", "cupy-cuda13x"], 13), (["CuPy-CUDA12x"], 12), (["cupy"], 0), ([], None)]
+)
+def test_which_cupy_there_is_shows_in_its_name(
+    monkeypatch: pytest.MonkeyPatch, names: list[str], cuda: int | None
+) -> None:
+    monkeypatch.setattr(detect, "find_spec", lambda name: SimpleNamespace(origin=None) if names else None)
+    distributions = [SimpleNamespace(metadata={"Name": name}) for name in names]
+    monkeypatch.setattr(detect.metadata, "distributions", lambda: distributions)
+    assert detect.installed().cupy_cuda == cuda
+
+
+def test_cuda_finds_the_environment_that_waiting_streams_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"):
+        monkeypatch.setenv(name, "1")
+    detect.prepare_environment()
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    assert os.environ["CUDA_MODULE_LOADING"] == "EAGER"

@@ -1,0 +1,94 @@
+"""Host memory that CudaDriver registers, against the library of stub_driver.py: in chunks, and no copy lies in two."""
+
+import numpy as np
+import pytest
+
+from caraserve.gpu.driver import cuda_driver
+from caraserve.gpu.driver.api import DriverError
+from caraserve.gpu.driver.cuda_driver import CudaDriver
+from caraserve.gpu.driver.libcuda import Cuda
+from tests.gpu.stub_driver import Recorder, Stub, Torch, World
+
+GIB = 1 << 30
+PORTABLE_DEVICEMAP = 3
+
+
+# --- what is registered here is only addresses ---
+
+FAR = (1 << 45) + 12288  # pages of 4 KiB, not of 2 MiB
+
+
+def test_much_host_memory_is_registered_in_pieces_and_has_one_range_of_addresses(world: World) -> None:
+    address = world.driver.register_host(FAR, 20 * GIB)
+    pieces = world.stub.calls("cuMemHostRegister_v2")[1:]
+    assert sum(size for size, _ in pieces) == 20 * GIB
+    assert all(size <= 8 * GIB and flags == PORTABLE_DEVICEMAP for size, flags in pieces)
+    assert len(pieces) == 3
+    assert (FAR + pieces[0][0]) % (2 << 20) == 0  # huge pages are not cut
+    assert address == world.driver.register_host(FAR + 20 * GIB, 4096) - 20 * GIB
+    world.driver.unregister_host(FAR)
+    assert len(world.stub.calls("cuMemHostUnregister")) == 3
+
+
+@pytest.mark.parametrize("gap", [1 << 21, -4096])
+def test_host_memory_that_the_driver_scatters_is_refused_whole(stub: Stub, gap: int) -> None:
+    driver = CudaDriver(Cuda(stub.path), Recorder(), torch=Torch())
+    stub.set_gap(gap)
+    with pytest.raises(DriverError, match="addresses far apart"):
+        driver.register_host(FAR, 9 * GIB)
+    assert len(stub.calls("cuMemHostUnregister")) == 2
+
+
+def test_nothing_stays_registered_when_the_driver_refuses_a_piece(world: World) -> None:
+    world.stub.fail("cuMemHostRegister_v2", 2)
+    with pytest.raises(DriverError, match="cuMemHostRegister_v2: CUDA_ERROR_OUT_OF_MEMORY"):
+        world.driver.register_host(FAR, 9 * GIB)
+    assert world.stub.calls("cuMemHostUnregister") == []
+    world.driver.register_host(FAR, 9 * GIB)
+
+
+# --- copies ---
+
+
+@pytest.fixture
+def chopped(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> World:
+    """Host memory is registered in chunks of 64 bytes; the first may be smaller."""
+    monkeypatch.setattr(cuda_driver, "_CHUNK_BYTES", 64)
+    monkeypatch.setattr(cuda_driver, "_HUGE_PAGE_BYTES", 16)
+    return World(stub)
+
+
+def test_no_copy_lies_in_two_registered_chunks(chopped: World) -> None:
+    """The library refuses those that do."""
+    driver, at = chopped.driver, chopped.device
+    first = chopped.stub.calls("cuMemHostRegister_v2")[0][0]
+    for start, size in ((first - 8, 100), (first, 64), (first - 1, 2), (5, 1000), (first + 64, 3)):
+        driver.copy_to_device(at, chopped.host + start, size, chopped.stream)
+        assert (chopped.on_device()[:size] == chopped.bytes[start : start + size]).all()
+    before = chopped.bytes.copy()
+    driver.copy_to_host(chopped.host + first + 60, at, 200, chopped.stream)
+    assert (chopped.bytes[first + 60 :][:200] == chopped.on_device()[:200]).all()
+    assert (
+        np.delete(chopped.bytes, slice(first + 60, first + 260)) == np.delete(before, slice(first + 60, first + 260))
+    ).all()
+
+
+@pytest.mark.parametrize(("pitch", "width"), [(40, 40), (48, 30), (16, 16), (200, 150)])
+def test_no_rows_lie_in_two_registered_chunks(chopped: World, pitch: int, width: int) -> None:
+    """Where a chunk ends within a row, between two, and where a row has several."""
+    chopped.driver.fill(chopped.device, 4096, chopped.stream)
+    chopped.driver.copy_rows_to_device(chopped.device + 8, 250, chopped.host + 3, pitch, width, 9, chopped.stream)
+    expected = np.zeros(4096, np.uint8)
+    for row in range(9):
+        expected[8 + 250 * row :][:width] = chopped.bytes[3 + pitch * row :][:width]
+    assert (chopped.on_device() == expected).all()
+
+
+def test_memory_that_is_registered_anew_in_one_piece_is_copied_in_one(
+    chopped: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chopped.driver.unregister_host(chopped.bytes.ctypes.data)
+    monkeypatch.setattr(cuda_driver, "_CHUNK_BYTES", 8192)
+    host = chopped.driver.register_host(chopped.bytes.ctypes.data, chopped.bytes.nbytes)
+    chopped.driver.copy_to_device(chopped.device, host, 4000, chopped.stream)
+    assert chopped.stub.calls("cuMemcpyAsync") == [(4000,)]

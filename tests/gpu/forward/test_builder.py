@@ -1,0 +1,72 @@
+"""Joining the parts of the CUDA backend: what is refused, and that all memory is filled before anything reads it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from caraserve.errors import ConfigError
+from caraserve.gpu.driver.api import DriverError
+from caraserve.gpu.forward import builder as assembling
+from caraserve.gpu.forward.builder import GpuDevice, GpuSizes, Parts, assemble
+from caraserve.gpu.weights import dummy, load
+from tests.gpu.host_device import HostDriver, host_device
+from tests.gpu.small_model import SPEC
+
+CPU = torch.device("cpu")
+SIZES = GpuSizes(
+    num_slots=4, adapter_slots=4, max_step_tokens=32, max_context=64, memory_utilization=0.5, host_bytes=1 << 20,
+    pool_bytes=8 << 20, lora_cpus=(0,),
+)  # fmt: skip
+
+
+@contextmanager
+def assembled(device: GpuDevice) -> Iterator[Parts]:
+    parts = assemble(SPEC, load(SPEC, torch.float32, 64, CPU, dummy(0, CPU)), SIZES, device, lambda: None)
+    try:
+        yield parts
+    finally:
+        parts.close()
+
+
+def test_all_memory_is_filled_before_anybody_reads_it_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch fills it on a stream that the lanes do not wait for."""
+    order: list[str] = []
+    zeros = torch.zeros
+
+    def filling(*shape: Any, **options: Any) -> torch.Tensor:
+        order.append("fill")
+        return zeros(*shape, **options)
+
+    monkeypatch.setattr(torch, "zeros", filling)
+    device, _ = host_device()
+    with assembled(replace(device, synchronize=lambda: order.append("wait for all streams"))):
+        assert order.count("fill") > 5
+        assert order[-1] == "wait for all streams"
+
+
+def test_host_memory_that_cannot_be_pinned_is_refused_by_the_flag_that_asks_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(driver: HostDriver, host_address: int, num_bytes: int) -> int:
+        raise DriverError("cuMemHostRegister_v2: CUDA_ERROR_OUT_OF_MEMORY (out of memory)")
+
+    monkeypatch.setattr(HostDriver, "register_host", refuse)
+    said = r"MiB of host memory cannot be pinned \(cuMemHostRegister.*\); lower --max-host-adapters-bytes$"
+    with pytest.raises(ConfigError, match=said), assembled(host_device()[0]):
+        pass
+
+
+def test_a_device_whose_memory_is_full_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_full(*sizes: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmany more lines")
+
+    monkeypatch.setattr(assembling, "make_workspace", is_full)
+    with (
+        pytest.raises(ConfigError, match=r"memory is full .* lower --gpu-memory-utilization"),
+        assembled(host_device()[0]),
+    ):
+        pass

@@ -1,0 +1,180 @@
+"""Buckets of captured graphs: every choice covers its plan, memory has a bound, nothing in use is thrown away."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from caraserve.core.batch import Plan, Row
+from caraserve.gpu.forward.graphs import Bucket, GraphSet, bucket_of, buckets
+
+ROWS, TOKENS = 100, 1500
+ALL = (0, 1, 2, 3)  # groups of modules
+
+
+def graphs(budget: int = 10**9, bytes_each: int = 1, *, merging: bool = False) -> GraphSet:
+    return GraphSet(ROWS, TOKENS, budget, lambda bucket: bytes_each * bucket.size, merging)
+
+
+def captured(made: GraphSet) -> GraphSet:
+    for bucket in made.to_capture():
+        assert made.captured(bucket, made.expected_bytes(bucket))
+    return made
+
+
+def plan(*counts: int, adapter: int = 0, merged: int | None = None) -> Plan:
+    rows = tuple(Row(slot, 5, count, adapter, samples=True) for slot, count in enumerate(counts))
+    return Plan((), (), rows, merged)
+
+
+# --- what a plan needs ---
+
+
+def test_one_token_of_each_row_is_decoding_and_anything_more_is_mixed() -> None:
+    assert bucket_of(plan(1, 1, 1), (), ALL) == Bucket(is_mixed=False, size=3, lora=False)
+    assert bucket_of(plan(1, 7), (), ALL) == Bucket(is_mixed=True, size=8, lora=False)
+    assert bucket_of(plan(1, 2), (), ALL) == Bucket(is_mixed=True, size=3, lora=False)
+
+
+def test_adapters_those_on_their_way_and_merged_ones_are_told_apart() -> None:
+    assert bucket_of(plan(1, adapter=3), (), ALL) == Bucket(is_mixed=False, size=1, lora=True)
+    assert bucket_of(plan(9, adapter=3), {3}, ALL) == Bucket(is_mixed=True, size=9, lora=True, gated=True)
+    assert bucket_of(plan(9, adapter=3), {4}, ALL) == Bucket(is_mixed=True, size=9, lora=True)
+    assert bucket_of(plan(1, adapter=3, merged=3), {3}, ALL) == Bucket(is_mixed=False, size=1, lora=False, merged=True)
+
+
+def test_a_plan_whose_every_token_is_scored_takes_no_graph() -> None:
+    scored = Row(0, 0, 4, 0, samples=False, prompt_logprobs=0)
+    assert bucket_of(Plan((), (), (scored,)), (), ALL) is None
+
+
+# --- which graph it takes ---
+
+
+def test_the_smallest_that_serves_is_taken_and_base_rows_pay_nothing_for_lora() -> None:
+    made = captured(graphs())
+    assert made.choose(Bucket(is_mixed=False, size=9, lora=False)) == Bucket(is_mixed=False, size=12, lora=False)
+    assert made.choose(Bucket(is_mixed=False, size=9, lora=True)) == Bucket(is_mixed=False, size=12, lora=True)
+    assert made.choose(Bucket(is_mixed=False, size=ROWS, lora=True)) == Bucket(is_mixed=False, size=ROWS, lora=True)
+    assert made.choose(Bucket(is_mixed=True, size=65, lora=True)) == Bucket(is_mixed=True, size=96, lora=True)
+    wanted = Bucket(is_mixed=True, size=TOKENS, lora=True, gated=True)
+    assert made.choose(wanted) == wanted
+
+
+def test_adapters_of_q_k_and_v_alone_do_not_pay_for_the_other_modules() -> None:
+    made = captured(graphs())
+    wanted = bucket_of(plan(1, 1, adapter=3), (), {0})
+    assert wanted == Bucket(is_mixed=False, size=2, lora=True, qkv_only=True)
+    assert made.choose(wanted) == wanted
+    assert bucket_of(plan(1, 1, adapter=3), (), {0, 3}) == Bucket(is_mixed=False, size=2, lora=True)
+    alone = graphs()
+    alone.captured(Bucket(is_mixed=False, size=4, lora=True, qkv_only=True), 1)
+    assert alone.choose(Bucket(is_mixed=False, size=2, lora=True)) is None
+    assert alone.choose(Bucket(is_mixed=False, size=2, lora=False)) is not None
+
+
+def test_a_large_batch_is_not_filled_up_by_much() -> None:
+    made = captured(graphs())
+    assert made.choose(Bucket(is_mixed=True, size=700, lora=False)) == Bucket(is_mixed=True, size=768, lora=False)
+    assert made.choose(Bucket(is_mixed=True, size=600, lora=False)) is None
+
+
+def test_another_graph_does_until_the_right_one_is_there() -> None:
+    made = graphs()
+    made.captured(Bucket(is_mixed=False, size=16, lora=True), 1)
+    made.captured(Bucket(is_mixed=True, size=64, lora=True, gated=True), 1)
+    base = Bucket(is_mixed=False, size=12, lora=False)
+    assert made.choose(base) == Bucket(is_mixed=False, size=16, lora=True)
+    assert made.choose(Bucket(is_mixed=True, size=50, lora=False)) == Bucket(
+        is_mixed=True, size=64, lora=True, gated=True
+    )
+    assert made.choose(Bucket(is_mixed=False, size=30, lora=True)) == Bucket(
+        is_mixed=True, size=64, lora=True, gated=True
+    )
+    assert made.choose(Bucket(is_mixed=False, size=1, lora=True)) is None  # sixteen times the work
+    assert made.choose(Bucket(is_mixed=True, size=65, lora=False)) is None
+
+
+def test_what_waits_for_layers_never_takes_a_graph_that_does_not() -> None:
+    made = graphs()
+    made.captured(Bucket(is_mixed=True, size=64, lora=True), 1)
+    assert made.choose(Bucket(is_mixed=True, size=64, lora=True, gated=True)) is None
+    made.captured(Bucket(is_mixed=True, size=64, lora=False), 1)
+    assert made.choose(Bucket(is_mixed=True, size=64, lora=False, merged=True)) is None
+
+
+def test_a_batch_over_the_limits_is_a_mistake() -> None:
+    made = captured(graphs())
+    with pytest.raises(AssertionError, match="exceeds"):
+        made.choose(Bucket(is_mixed=False, size=ROWS + 1, lora=False))
+    with pytest.raises(AssertionError, match="exceeds"):
+        made.choose(Bucket(is_mixed=True, size=TOKENS + 1, lora=False))
+
+
+wanted_buckets = st.builds(
+    lambda mixed, rows, tokens, lora, gated: Bucket(
+        is_mixed=mixed, size=tokens if mixed else rows, lora=lora or gated, gated=gated
+    ),
+    st.booleans(),
+    st.integers(1, ROWS),
+    st.integers(1, TOKENS),
+    st.booleans(),
+    st.booleans(),
+)
+
+
+@given(st.lists(wanted_buckets, min_size=1, max_size=30), st.integers(100, 8000))
+def test_every_choice_covers_its_plan_and_memory_stays_within_its_bound(wanted: list[Bucket], budget: int) -> None:
+    made = captured(graphs(budget))
+    assert made.num_bytes <= budget
+    for shape in wanted:
+        chosen = made.choose(shape)
+        if chosen is not None:
+            assert chosen in made.to_capture()
+            assert chosen.serves(shape)
+            assert chosen.size >= shape.size
+            assert chosen.lora >= shape.lora
+            assert chosen.gated >= shape.gated
+
+
+def test_a_graph_that_takes_more_than_is_left_is_not_kept() -> None:
+    made, bucket = graphs(100), Bucket(is_mixed=False, size=1, lora=True)
+    assert not made.captured(bucket, 101)
+    assert made.choose(bucket) is None
+    assert made.captured(bucket, 100)
+    assert made.choose(bucket) == bucket
+
+
+# --- what is captured when ---
+
+
+def test_at_start_everything_is_captured_that_fits_large_ones_first() -> None:
+    chosen = graphs().to_capture()
+    assert set(chosen) == set(buckets(ROWS, TOKENS))
+    assert [bucket.size for bucket in chosen] == sorted((bucket.size for bucket in chosen), reverse=True)
+
+
+def test_when_memory_is_short_decoding_goes_first() -> None:
+    decode = {bucket for bucket in buckets(ROWS, TOKENS) if not bucket.is_mixed}
+    chosen = graphs(sum(bucket.size for bucket in decode)).to_capture()
+    assert set(chosen) == decode
+    assert graphs(0).to_capture() == []
+
+
+def test_buckets_end_with_the_limits_and_have_no_variant_that_is_never_needed() -> None:
+    every = list(buckets(ROWS, TOKENS))
+    assert len(every) == len(set(every))
+    assert max(bucket.size for bucket in every if bucket.is_mixed) == TOKENS
+    assert max(bucket.size for bucket in every if not bucket.is_mixed) == ROWS
+    assert not [bucket for bucket in every if bucket.gated and not bucket.lora]
+    assert not [bucket for bucket in every if bucket.merged]
+    assert [bucket for bucket in buckets(ROWS, TOKENS, merging=True) if bucket.merged and not bucket.lora]
+    assert (
+        max(bucket.size for bucket in buckets(8, 1) if bucket.is_mixed) == 8
+    )  # for decoding rows that wait for layers
+
+
+def test_in_merged_mode_base_and_merged_weights_have_graphs_of_their_own() -> None:
+    made = captured(graphs(merging=True))
+    for merged in (False, True):
+        wanted = Bucket(is_mixed=True, size=128, lora=False, merged=merged)
+        assert made.choose(wanted) == wanted

@@ -1,0 +1,214 @@
+"""The order of stream operations: iterations, gated graphs, assisted prefills."""
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from caraserve.core.lora_layout import GROUPS
+from caraserve.gpu.assist.handshake import LOOK_S
+from caraserve.gpu.driver.streams import NOTHING, Lane, at
+from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS, AssistedChunk, capture_pass, chunk_ends
+from caraserve.gpu.memory.link_queue import Source
+from tests.gpu.fake_driver import Operation, Stuck
+from tests.gpu.fake_pass import GATE, LAYER_BYTES, LAYERS, SLOTS, TOP, FakePass, World
+
+WORKERS, WAIT = Source.WORKERS, Source.WAIT
+
+
+# --- iterations ---
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_an_iteration_waits_for_each_layer_it_uses_captured_or_not(seed: int) -> None:
+    random = Random(seed)
+    world = World(piece_bytes=random.choice([3, 8, 100]))
+    stream = world.lanes.streams[Lane.COMPUTE]
+    passes: list[FakePass] = []
+    ready: set[int] = set()
+    for _ in range(6):
+        new = [slot for slot in range(SLOTS) if slot not in ready and random.random() < 0.4]
+        for slot in new:
+            world.bring(slot, random.sample([1, 2], random.randrange(3)))
+        ready.update(new)
+        slots = random.sample(sorted(ready), random.randint(0, len(ready)))
+        work = FakePass(world, slots)
+        passes.append(work)
+        if (kind := random.choice(["eager", "gated", "plain"])) == "eager":
+            world.iterations.launch(world.metadata, work, slots, NOTHING)
+        else:
+            gate = GATE if kind == "gated" else None
+            captured = capture_pass(world.driver, work, stream, LAYERS, gate)
+            world.iterations.launch(world.metadata, captured, slots, NOTHING)
+        for _ in range(random.choice([0, 3, 40])):
+            world.driver.step(random.randrange)
+        if random.random() < 0.5:
+            world.copier.pump()
+    world.driver.run_all(random.randrange)
+    for work in passes:
+        assert len(work.done) == 2 + LAYERS * len(GROUPS) * 3
+
+
+def test_what_is_on_its_way_to_nobody_is_not_waited_for() -> None:
+    world = World()
+    world.bring(1)
+    world.driver.issue(world.lanes.streams[Lane.COPY], Operation("slow", ready=lambda: False))
+    world.copier.pump()
+    work = FakePass(world, [])
+    world.iterations.launch(world.metadata, work, [], NOTHING)
+    world.settle()
+    assert work.done[-1] == ("end", 0, 0)
+
+
+def test_layers_run_while_later_ones_are_on_their_way() -> None:
+    for gate in (None, GATE):
+        world = World(piece_bytes=LAYER_BYTES)
+        world.bring(1)
+        world.copier.commit([1], 1)
+        world.driver.issue(world.lanes.streams[Lane.COPY], Operation("slow", ready=lambda: False))
+        work = FakePass(world, [1])
+        stream = world.lanes.streams[Lane.COMPUTE]
+        launched = work if gate is None else capture_pass(world.driver, work, stream, LAYERS, gate)
+        world.iterations.launch(world.metadata, launched, [1], NOTHING)
+        world.settle()
+        assert work.done[-1] == ("lora", 0, len(GROUPS) - 1)
+
+
+def test_a_pass_comes_after_what_its_caller_names() -> None:
+    for other in (Lane.ASSIST, Lane.COMPUTE):
+        world = World()
+        world.driver.issue(world.lanes.streams[other], Operation("slow", ready=lambda: False))
+        after = at(other, world.lanes.mark(other))
+        work = FakePass(world, [1])
+        if other is Lane.ASSIST:
+            world.iterations.launch(world.metadata, work, [], after)
+        else:
+            world.launch_chunk(work, world.chunk(1, 1, [WAIT] * LAYERS), after)
+        world.settle()
+        assert work.done == []
+
+
+# --- assisted prefills ---
+
+
+def test_chunks_are_capped_and_cover_the_prompt() -> None:
+    assert list(chunk_ends(0, ASSISTED_CHUNK_TOKENS)) == [ASSISTED_CHUNK_TOKENS]
+    assert list(chunk_ends(5, 5 + 2 * ASSISTED_CHUNK_TOKENS + 1)) == [133, 261, 262]
+    assert list(chunk_ends(7, 7)) == []
+
+
+def test_workers_compute_what_is_not_there_and_the_base_runs_beside_them() -> None:
+    world = World()
+    world.hold_copies()
+    chunk = world.chunk(1, world.bring(1), [WORKERS] * LAYERS)
+    work = world.assisted(chunk)
+    world.settle()
+    assert work.done == [("begin", 0, 0), ("before", 0, 0), ("project", 0, 0)]  # waits for y of layer 0
+    while world.work(chunk):
+        world.settle()
+    assert [kind for kind, _, group in work.done if group == 0 and kind != "before"] == [
+        "begin",
+        *["project", "add"] * LAYERS,
+        "end",
+    ]
+    assert not [kind for kind, _, group in work.done if group in (1, 2) and kind in ("add", "lora")]
+    names = world.driver.log
+    assert names.index("publish 1.3") < names.index("project 1.3") < names.index("add 1.3")
+    assert not world.watchdog.forget(chunk.book)
+
+
+def test_all_that_is_missing_goes_before_a_chunk_for_who_issues_may_have_to_wait_for_it() -> None:
+    world = World(piece_bytes=3)
+    world.assisted(world.chunk(1, world.bring(1), [WORKERS] * LAYERS))
+    assert world.copier.arrival(1, LAYERS - 1) is not None
+
+
+def test_every_hand_over_of_a_chunk_has_words_of_its_own() -> None:
+    world = World()
+    chunk = world.chunk(1, 1, [WORKERS] * LAYERS, groups=range(len(GROUPS)))
+    asked = list(chunk.hand_overs())
+    assert [(layer, group) for layer, group, *_ in asked] == [(i, j) for i in range(LAYERS) for j in range(len(GROUPS))]
+    assert [index for *_, index, _ in asked] == list(range(LAYERS * len(GROUPS)))
+    assert [entry for *_, entry in asked] == list(chunk.book.entries)
+
+
+def test_a_layer_that_arrives_meanwhile_is_taken_from_the_device() -> None:
+    world = World()
+    world.hold_copies()
+    chunk = world.chunk(1, world.bring(1), [WORKERS] * LAYERS)
+    work = world.assisted(chunk)
+    world.settle()
+    world.copies_run = True
+    world.settle()  # the copy runs while layer 0 waits
+    while world.work(chunk):
+        world.settle()
+    assert [kind for kind, *_ in work.done if kind in ("add", "expand")] == ["add"] + ["expand"] * (2 * LAYERS - 1)
+
+
+def test_layers_of_the_last_owner_are_never_taken_for_those_of_the_next() -> None:
+    world = World()
+    world.bring(1)
+    world.copier.pump()
+    world.driver.run_all()
+    world.copier.pump()
+    world.hold_copies()
+    chunk = world.chunk(1, world.bring(1), [WORKERS] * LAYERS)
+    work = world.assisted(chunk)
+    world.settle()
+    assert work.resident == {0: False}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32))
+def test_every_hand_over_is_answered_or_given_up_under_any_schedule(seed: int) -> None:
+    """Decoding goes on meanwhile, books are used again, generations wrap, workers die, come late or never."""
+    random = Random(seed)
+    world = World(piece_bytes=random.choice([5, 100]), books=2, generation=TOP - 1 - random.randrange(3))
+    for _ in range(4):
+        slot = random.randrange(SLOTS)
+        world.copier.cancel(slot)
+        generation = world.bring(slot)
+        if (book := world.books.take()) is None:
+            world.books.tidy(world.lives)
+            continue
+        sources = [random.choice([WORKERS, WORKERS, WAIT]) for _ in range(LAYERS)]
+        chunk = AssistedChunk(slot, book, sources, [(0, 1)] * LAYERS, world.ready(slot), generation)
+        work = world.assisted(chunk)
+        workers_until = random.choice([0, 2, 99])  # hand-overs, until all have died
+        decode = FakePass(world, [])
+        world.iterations.launch(world.metadata, decode, [], NOTHING)
+        while not world.driver.is_idle(world.lanes.streams[Lane.ASSIST]):
+            for _ in range(random.randrange(6)):
+                world.driver.step(random.randrange)
+            if workers_until and random.random() < 0.3:
+                workers_until -= world.work(chunk)
+            if random.random() < 0.3:
+                world.copier.pump()
+            world.now_s += random.choice([0.0, LOOK_S])
+            assert world.now_s < 1.0, "a wait has no way out"
+            world.watchdog.look(world.now_s, world.lives if workers_until else [])
+        given_up = world.watchdog.forget(book)
+        answers = [kind for kind, *_ in work.done if kind in ("add", "expand", "skip")]
+        assert len(answers) == 2 * sources.count(WORKERS)
+        assert given_up or "skip" not in answers
+        world.books.give_back(book, world.lives if given_up else [])
+    world.driver.run_all(random.randrange)
+    assert decode.done[-1] == ("end", 0, 0)
+
+
+def test_decoding_does_not_wait_for_a_lane_that_waits_for_workers() -> None:
+    world = World()
+    never = 12345  # a generation of weights that nobody brings
+    world.assisted(world.chunk(1, never, [WORKERS] * LAYERS))
+    world.bring(2)
+    stream = world.lanes.streams[Lane.COMPUTE]
+    for gate in (None, GATE):
+        work = FakePass(world, [2])
+        captured = capture_pass(world.driver, work, stream, LAYERS, gate)
+        world.iterations.launch(world.metadata, captured, [2], NOTHING)
+        world.settle()
+        assert work.done[-1] == ("end", 0, 0)
+    with pytest.raises(Stuck):
+        world.driver.run_all()

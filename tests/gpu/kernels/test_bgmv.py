@@ -1,0 +1,102 @@
+"""Decode LoRA: the CUDA sources, run on the CPU, beside fp64."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from caraserve.model.dtype import Dtype
+from tests.gpu.lora_case import LoraCase
+
+# Of a sum of products about 1 large: fp32 sums, and for 16-bit activations one rounding of the result.
+TOLERANCE = {Dtype.F32: 2e-6, Dtype.BF16: 2**-8, Dtype.F16: 2**-11}
+ALL = [Dtype.F32, Dtype.BF16, Dtype.F16, Dtype.BF16, Dtype.F16]
+
+
+def inputs(case: LoraCase, rows: int, seed: int = 1) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((rows, case.inputs)), rng.standard_normal((rows, sum(case.outputs)))
+
+
+def check(case: LoraCase, row_slots: list[int], **how: int) -> NDArray[np.float64]:
+    got, expected = case.run(*inputs(case, len(row_slots)), row_slots, **how)
+    allowed = TOLERANCE[case.activation] * np.maximum(np.abs(expected), 1) + 2e-6 * np.sqrt(case.inputs)
+    assert (np.abs(got - expected) <= allowed).all()
+    return got
+
+
+@pytest.mark.parametrize("activation", Dtype)
+def test_ranks_dtypes_and_the_base_model_in_one_batch(activation: Dtype) -> None:
+    ranks = [[0, 8, 256, 0, 40], [0, 64, 24, 0, 8], [0, 0, 16, 136, 8]]
+    case = LoraCase(192, (320, 64, 64), ranks, ALL, activation)
+    check(case, [1, 0, 2, 3, 2, 4, 2, 2, 2, 1])
+
+
+@pytest.mark.parametrize("activation", Dtype)
+@pytest.mark.parametrize("weight", Dtype)
+def test_every_storage_type_of_weights_meets_every_one_of_activations(activation: Dtype, weight: Dtype) -> None:
+    check(LoraCase(1088, (130,), [[0, 8]], [Dtype.F32, weight], activation), [1, 1])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_any_batch(data: st.DataObject) -> None:
+    """Odd sizes, ranks that differ by module, dtypes side by side, rows in any order."""
+    rank = st.one_of(st.just(0), st.integers(1, 40), st.sampled_from([64, 100, 128, 256]))
+    outputs = tuple(data.draw(st.lists(st.integers(1, 200), min_size=1, max_size=3)))
+    slots = data.draw(st.integers(1, 4))
+    ranks = [[0, *data.draw(st.lists(rank, min_size=slots, max_size=slots))] for _ in outputs]
+    dtypes = data.draw(st.lists(st.sampled_from(Dtype), min_size=slots + 1, max_size=slots + 1))
+    row_slots = data.draw(st.lists(st.integers(0, slots), min_size=1, max_size=6))
+    activation = data.draw(st.sampled_from(Dtype))
+    case = LoraCase(data.draw(st.integers(1, 300)), outputs, ranks, dtypes, activation)
+    check(case, row_slots, grid=data.draw(st.integers(1, 9)), seed=data.draw(st.integers(0, 99)))
+
+
+def test_a_plane_longer_than_what_a_warp_has_in_flight() -> None:
+    check(LoraCase(4 * 1024 + 4 * 120 + 3, (64,), [[0, 8, 8]], [Dtype.F32, Dtype.BF16, Dtype.F32]), [1, 2])
+
+
+def test_the_largest_rank() -> None:
+    check(LoraCase(48, (72,), [[0, 512]], [Dtype.F32] * 2), [1, 1])
+
+
+@pytest.mark.parametrize("activation", Dtype)
+def test_a_row_has_the_same_bits_whatever_is_beside_it(activation: Dtype) -> None:
+    """Alone, as one of many of its adapter, at any place, in any grid, and in whatever order threads run."""
+    case = LoraCase(144, (200, 72), [[0, 24, 64], [0, 136, 0]], ALL[:3], activation)
+    x, y = inputs(case, 7)
+    row_slots = [1, 2, 1, 1, 0, 1, 1]
+    together, _ = case.run(x, y, row_slots)
+    for row, slot in enumerate(row_slots):
+        alone, _ = case.run(x[row : row + 1], y[row : row + 1], [slot], grid=1)
+        assert alone.tobytes() == together[row : row + 1].tobytes()
+    order = [6, 2, 4, 0, 1, 5, 3]
+    moved, _ = case.run(x[order], y[order], [row_slots[row] for row in order], grid=50, seed=7)
+    assert moved.tobytes() == together[order].tobytes()
+
+
+def test_the_padded_baseline_computes_the_same() -> None:
+    """What it adds are products with zeros, in groups of their own."""
+    shape = (96, (128,), [[0, 8, 24, 64]], [Dtype.BF16] * 4)
+    row_slots = [1, 2, 3, 0, 2]
+    unpadded, padded = (LoraCase(*shape, padded_to=rank) for rank in (0, 64))
+    assert check(unpadded, row_slots).tobytes() == check(padded, row_slots).tobytes()
+
+
+def test_an_empty_batch_and_one_of_the_base_model_alone_touch_nothing() -> None:
+    case = LoraCase(16, (64,), [[0, 8]], [Dtype.F32] * 2)
+    x, y = inputs(case, 3)
+    got, _ = case.run(x, y, [0, 0, 0])
+    assert got.tobytes() == y.astype(np.float32).astype(np.float64).tobytes()
+    assert case.run(x[:0], y[:0], [])[0].shape == (0, 64)
+
+
+def test_rows_computed_elsewhere_are_left_alone() -> None:
+    gate = np.array([0, 1, 0], np.int32)
+    case = LoraCase(32, (64,), [[0, 8, 16]], [Dtype.F32] * 3, gate=gate)
+    x, y = inputs(case, 2)
+    got, expected = case.run(x, y, [1, 2])
+    assert got[0].tobytes() == y[0].astype(np.float32).astype(np.float64).tobytes()
+    np.testing.assert_allclose(got[1], expected[1], atol=1e-5)

@@ -1,0 +1,156 @@
+"""The CUDA sources as machine code for every GPU that is served: registers, and the memory operations that matter."""
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import groupby, product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from caraserve.errors import ConfigError
+from caraserve.gpu.driver import nvrtc
+from caraserve.gpu.driver.nvrtc import Compiled, Unit
+from caraserve.gpu.kernels import bgmv_work, cuda_launch
+from caraserve.model.dtype import Dtype
+from tests.gpu import cubin
+
+ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90")
+REGISTERS_OF_AN_SM = 1 << 16
+SHARED_OF_AN_SM = {"sm_80": 164 << 10, "sm_86": 100 << 10, "sm_89": 100 << 10, "sm_90": 228 << 10}
+UNITS = [Unit(*unit) for unit in product(nvrtc.SOURCES, Dtype, ARCHES) if unit[0] != "words" or unit[1] == Dtype.F32]
+BGMV, HANDOFF = ([unit for unit in UNITS if unit.source == source] for source in ("bgmv", "handoff"))
+READ = ("sm_80", "sm_90")  # whose instructions are looked at; those between have the same ones as one of these
+
+
+def named(unit: Unit) -> str:
+    return f"{unit.source}-{unit.activation.name}-{unit.arch}"
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Mapping[Unit, Compiled]:
+    """All of them; a warning fails the compilation."""
+    library = nvrtc.load()
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(UNITS, pool.map(library.compile, UNITS), strict=True))
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=named)
+def test_no_kernel_spills(compiled: Mapping[Unit, Compiled], unit: Unit) -> None:
+    found = cubin.kernels(compiled[unit].cubin)
+    assert set(found) == set(nvrtc.kernels(unit.source))
+    assert {name: kernel.frame_bytes for name, kernel in found.items()} == dict.fromkeys(found, 0)
+
+
+@pytest.mark.parametrize("unit", BGMV, ids=named)
+def test_as_many_blocks_fit_a_multiprocessor_as_the_grid_is_made_for(
+    compiled: Mapping[Unit, Compiled], unit: Unit
+) -> None:
+    for kernel in cubin.kernels(compiled[unit].cubin).values():
+        registers = (kernel.registers + 7) // 8 * 8 * bgmv_work.THREADS  # given out by eights
+        assert cuda_launch.BLOCKS_PER_SM * registers <= REGISTERS_OF_AN_SM
+        assert cuda_launch.BLOCKS_PER_SM * (kernel.shared_bytes + 1024) <= SHARED_OF_AN_SM[unit.arch]
+
+
+@cache
+def instructions(code: bytes) -> dict[str, list[str]]:
+    return cubin.instructions(code)
+
+
+@pytest.mark.parametrize("unit", [unit for unit in BGMV if unit.arch in READ], ids=named)
+def test_weights_come_in_wide_loads_that_leave_l1_alone(compiled: Mapping[Unit, Compiled], unit: Unit) -> None:
+    """Eight in flight for each of the three types of weights, none of them narrower."""
+    for name, code in instructions(compiled[unit].cubin).items():
+        streamed = [op for op in code if op.startswith("LDG") and ".NA" in op]
+        assert len(streamed) >= 3 * 8, name
+        assert all(".128" in op for op in streamed)
+        used = [op for op in code if op in streamed or op.startswith(("FFMA", "LDS", "BAR"))]
+        runs = [len(list(run)) for is_load, run in groupby(used, lambda op: ".NA" in op) if is_load]
+        assert min(runs) >= 8, name
+        assert not [op for op in code if op.startswith(("ATOM", "RED", "LDL", "STL"))], name
+
+
+@pytest.mark.parametrize("unit", [unit for unit in HANDOFF if unit.arch in READ], ids=named)
+def test_x_is_in_host_memory_before_a_worker_is_asked(compiled: Mapping[Unit, Compiled], unit: Unit) -> None:
+    """Copy, fence of the whole system, count; the last block: slices, fence, flags and requests with system scope."""
+    code = instructions(compiled[unit].cubin)["handoff_publish"]
+    fences = [at for at, op in enumerate(code) if op.startswith("MEMBAR") and op.endswith(".SYS")]
+    copies = [at for at, op in enumerate(code) if op == "STG.E.128"]
+    (count,) = (at for at, op in enumerate(code) if op.startswith("ATOMG"))
+    flags = [at for at, op in enumerate(code) if op.startswith("ST") and "STRONG.SYS" in op]
+    assert copies
+    assert [at for at in fences if max(copies) < at < count]
+    assert len(flags) == compiled[unit].ptx.count("st.release.sys.global.s64") == 3  # x_flag, request, y_flag
+    for before, flag in zip([count, *flags], flags, strict=False):
+        assert [at for at in fences if before < at < flag]
+
+
+@pytest.mark.parametrize("unit", [unit for unit in HANDOFF if unit.arch in READ], ids=named)
+def test_waiting_looks_at_memory_itself(compiled: Mapping[Unit, Compiled], unit: Unit) -> None:
+    code = instructions(compiled[unit].cubin)
+    polled = [op for op in code["handoff_wait"] if op.startswith("LD") and "STRONG.SYS" in op]
+    assert len(polled) >= 3  # status, arrived, done
+    assert "NANOSLEEP" in {op.split(".")[0] for op in code["handoff_wait"]}
+    assert [op for op in code["handoff_add"] if op.startswith("LD") and ".128" in op and "STRONG.SYS" in op]
+
+
+@pytest.mark.parametrize("unit", [unit for unit in UNITS if unit.source == "words" and unit.arch in READ], ids=named)
+def test_waiting_for_a_word_looks_at_memory_itself_and_naps(compiled: Mapping[Unit, Compiled], unit: Unit) -> None:
+    code = instructions(compiled[unit].cubin)["wait_word"]
+    assert [op for op in code if op.startswith("LD") and "STRONG.SYS" in op]
+    assert "NANOSLEEP" in {op.split(".")[0] for op in code}
+
+
+def test_a_source_that_is_wrong_is_refused_with_the_compilers_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "sources", lambda name: {"bad.cu": "__global__ void f() { undeclared(); }"})
+    with pytest.raises(nvrtc.CompilationFailed, match=r'bad\.cu.*\n*.*"undeclared" is undefined'):
+        nvrtc.load().compile(Unit("bad", Dtype.F32, "sm_80"))
+
+
+def test_a_digest_changes_with_all_that_the_code_depends_on() -> None:
+    units = [Unit("bgmv", Dtype.F32, "sm_80"), Unit("bgmv", Dtype.BF16, "sm_80"), Unit("bgmv", Dtype.F32, "sm_90")]
+    digests = {
+        unit.digest(version) for unit in (*units, Unit("words", Dtype.F32, "sm_80")) for version in ("12.9", "13.0")
+    }
+    assert len(digests) == 8
+
+
+def test_a_second_start_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unit, library = Unit("words", Dtype.F32, "sm_90"), nvrtc.load()
+    first = nvrtc.cubin_file(unit, tmp_path / "new", library)
+    assert set(cubin.kernels(first.read_bytes())) == {"wait_word"}
+    monkeypatch.delattr(nvrtc.Nvrtc, "compile")
+    assert nvrtc.cubin_file(unit, tmp_path / "new", library) == first
+    assert list((tmp_path / "new").iterdir()) == [first]
+
+
+def test_a_driver_that_is_too_old_is_told_what_to_install() -> None:
+    with pytest.raises(ConfigError, match="pip install nvidia-cuda-nvrtc-cu12"):
+        nvrtc.load(11)
+
+
+ROWS, PART = cuda_launch.Rows(64, 16, 16), cuda_launch.Part(0, 1, 1, 8)
+TABLES, ITEMS = cuda_launch.Tables(0, 0, 0, 0, 0, 1), cuda_launch.Items(0, 0, 0)
+ONE = cuda_launch.Projections((0,), (16,))
+EVERY_LAUNCH = (
+    cuda_launch.shrink(1, TABLES, ITEMS, ROWS, PART),
+    cuda_launch.expand(1, TABLES, ITEMS, PART, ROWS, ONE),
+    cuda_launch.publish(1, 0, ROWS, 0, 16, 0, 0, 0),
+    cuda_launch.wait(0, 0, 0),
+    cuda_launch.add(1, 0, 0, ROWS, ONE, 64, (0,)),
+    cuda_launch.wait_word(0, 0),
+)
+
+
+@pytest.mark.parametrize("launch", EVERY_LAUNCH, ids=lambda launch: launch.kernel)
+def test_arguments_are_as_wide_as_the_source_declares(launch: cuda_launch.Launch) -> None:
+    widths = {"int": np.int32, "i64": np.int64, "u32": np.uint32}
+    declared = nvrtc.kernels(launch.source)[launch.kernel]
+    expected = [np.uint64 if "*" in text else widths[text.split()[0]] for text in declared]
+    assert [type(argument) for argument in launch.arguments] == expected
+
+
+def test_every_kernel_has_a_launch() -> None:
+    kernels = {name for source in nvrtc.SOURCES for name in nvrtc.kernels(source)}
+    assert {launch.kernel for launch in EVERY_LAUNCH} == kernels

@@ -1,0 +1,250 @@
+"""Every Triton kernel, as its wrapper launches it for a model of 7 billion parameters, compiled for each kind of GPU.
+
+No GPU is needed: launches are recorded and compiled ahead of time. A block may have 99 KiB of shared memory on sm_86
+and sm_89, 163 on sm_80 and 227 on sm_90.
+"""
+
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from caraserve.cpu.sampling import SLOT_SAMPLING
+from caraserve.gpu.driver.api import Driver, Stream
+from caraserve.gpu.forward.batch import Capacity, Shape, make_batch
+from caraserve.gpu.forward.decoder import Decoder
+from caraserve.gpu.forward.lanes import issue_pass
+from caraserve.gpu.kernels.attention import (
+    DecodeScratch,
+    PagedCache,
+    TokenTables,
+    attend_decode,
+    attend_prefill,
+    prefill_tile_tokens,
+)
+from caraserve.gpu.kernels.cuda_launch import Kernels
+from caraserve.gpu.kernels.layers import embed, rms_norm, rotate_and_append, silu_mul
+from caraserve.gpu.kernels.lora import PLANES, Segments, SiteTables, lora_expand, lora_shrink
+from caraserve.gpu.kernels.sampling import Outputs, SamplerState, sample, score
+from caraserve.gpu.memory.adapter_tables import AdapterTables
+from caraserve.gpu.memory.request_state import make_state
+from caraserve.gpu.memory.workspace import make_workspace
+from caraserve.gpu.weights import load
+from caraserve.model.spec import parse_spec
+
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227}
+TOKENS, HIDDEN, INNER, HEADS, KV_HEADS, SLOTS, VOCAB = 64, 4096, 11008, 32, 8, 48, 32000
+TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+@dataclass(frozen=True)
+class Launch:
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What Triton would compile once for all."""
+        values = (value.dtype if isinstance(value, Tensor) else value for value in self.arguments.values())
+        return (self.kernel, *values)
+
+    def compile(self, capability: int) -> Any:
+        """As Triton would at the first launch: what it specialises on is a size of 1 or a multiple of 16."""
+        constants, signature, hints = {}, {}, {}  # by place, name, place
+        for index, parameter in enumerate(self.kernel.params):
+            value = self.arguments[parameter.name]
+            fixed = isinstance(value, int) and not parameter.do_not_specialize
+            if parameter.is_constexpr or (fixed and value == 1):
+                signature[parameter.name], constants[(index,)] = "constexpr", value
+                continue
+            signature[parameter.name] = kind(value)
+            if isinstance(value, Tensor) or (fixed and value % 16 == 0):
+                hints[(index,)] = [["tt.divisibility", 16]]
+        source = ASTSource(self.kernel, signature, constants, hints)
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=self.options)
+
+
+def kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return TYPES[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    recorded: list[Launch] = []
+
+    def record(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: Any, **named: Any) -> None:
+            assert all(0 < size < 65536 for size in grid[1:])
+            options = {name: named.pop(name) for name in ("num_warps", "num_stages") if name in named}
+            recorded.append(Launch(kernel, dict(zip(kernel.arg_names, arguments, strict=False)) | named, options))
+
+        return launch
+
+    monkeypatch.setattr(JITFunction, "__getitem__", record)
+    return recorded
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def launch_lora(dtype: torch.dtype, ranks: int, *, gated: bool) -> None:
+    x, y = empty(TOKENS, HIDDEN, dtype=dtype), empty(TOKENS, 3 * HIDDEN, dtype=dtype)
+    part = empty(PLANES, TOKENS, 3, ranks, dtype=torch.float32)
+    segments = Segments(*(empty(TOKENS) for _ in range(4)))
+    addresses = [empty(3, SLOTS, dtype=torch.int64) for _ in range(2)]
+    scale = empty(3, SLOTS, dtype=torch.float32)
+    tables = SiteTables(*addresses, empty(3, SLOTS), scale, empty(SLOTS), empty(SLOTS) if gated else None)
+    lora_shrink(x, part, segments, tables)
+    lora_expand(y, part, segments, tables, (0, HIDDEN, 2 * HIDDEN), (HIDDEN, HIDDEN, HIDDEN))
+
+
+def make_cache(dtype: torch.dtype, dim: int) -> PagedCache:
+    memory = empty(20, 2, 2, 16, KV_HEADS, dim, dtype=dtype)
+    return PagedCache(memory[:, 1, 0], memory[:, 1, 1], empty(SLOTS, 128))
+
+
+def launch_attention(dtype: torch.dtype, dim: int) -> None:
+    q, out = empty(TOKENS, (HEADS + 2 * KV_HEADS) * dim, dtype=dtype), empty(TOKENS, HEADS * dim, dtype=dtype)
+    tokens, cache = TokenTables(empty(TOKENS), empty(TOKENS)), make_cache(dtype, dim)
+    scratch = DecodeScratch.empty(TOKENS, HEADS, dim, 2048, torch.device("cpu"))
+    attend_decode(q[:, : HEADS * dim], cache, tokens, empty(TOKENS), out, scratch)
+    attend_prefill(q[:, : HEADS * dim], cache, tokens, empty(8), empty(8), out, window=4096)
+
+
+def launch_layers(dtype: torch.dtype) -> None:
+    hidden, weight = empty(TOKENS, HIDDEN, dtype=dtype), empty(HIDDEN, dtype=dtype)
+    embed(empty(SLOTS, 2049), empty(8, HIDDEN, dtype=dtype), TokenTables(empty(TOKENS), empty(TOKENS)), hidden)
+    rms_norm(hidden, weight, hidden, 1e-5)
+    rms_norm(hidden, weight, hidden, 1e-5, delta=hidden, rows=empty(TOKENS))
+    tables = [empty(2048, 64, dtype=torch.float32) for _ in range(2)]
+    qkv, tokens = empty(TOKENS, (HEADS + 2 * KV_HEADS) * 128, dtype=dtype), TokenTables(empty(TOKENS), empty(TOKENS))
+    rotate_and_append(qkv, *tables, tokens, make_cache(dtype, 128), (weight[:128], weight[128:256]), 1e-5)
+    silu_mul(empty(TOKENS, 2 * INNER, dtype=dtype), empty(TOKENS, INNER, dtype=dtype))
+
+
+def launch_sampling(dtype: torch.dtype) -> None:
+    tops = empty(TOKENS, 20), empty(TOKENS, 20, dtype=torch.float32)
+    outputs = Outputs(*(empty(TOKENS) for _ in range(4)), empty(TOKENS, dtype=torch.float32), *tops)
+    table = empty(SLOTS, SLOT_SAMPLING.itemsize, dtype=torch.uint8)
+    weights = empty(16, VOCAB, dtype=torch.float32)
+    logits = empty(TOKENS, VOCAB, dtype=dtype)
+    tokens = TokenTables(empty(TOKENS), empty(TOKENS))
+    sample(logits, outputs, tokens, SamplerState(table, empty(SLOTS, 2049), weights, empty(16, VOCAB)))
+    score(logits, outputs)
+
+
+def launch_pass(dtype: torch.dtype) -> None:
+    """All that a decoder launches for rows that decode and prompts, with adapters; its memory is none at all."""
+    nowhere = torch.device("meta")
+    spec = parse_spec(
+        {
+            "model_type": "qwen3",
+            "vocab_size": VOCAB,
+            "hidden_size": HIDDEN,
+            "intermediate_size": INNER,
+            "num_hidden_layers": 2,
+            "num_attention_heads": HEADS,
+            "num_key_value_heads": KV_HEADS,
+            "head_dim": 128,
+        }
+    )
+    weights = load(spec, dtype, 2048, nowhere, lambda name, target: None)
+    state = make_state(spec, dtype, torch.empty(1 << 30, dtype=torch.uint8, device=nowhere), SLOTS, 2048)
+    capacity = Capacity(TOKENS, SLOTS, TOKENS, prefill_tile_tokens(dtype), SLOTS)
+    parts = make_batch(spec, capacity, 64, nowhere), AdapterTables(spec, SLOTS, nowhere)
+    workspace = make_workspace(spec, dtype, capacity, 64, 2048, nowhere)
+    decoder = Decoder(spec, weights, state, *parts, workspace, cast(Kernels, NoKernels()), cast(Driver, AtOnce()))
+    issue_pass(decoder.work(Shape(TOKENS, 7, 3, 9, 4, True, 2048)), Stream(0), spec.layers)
+
+
+class NoKernels:
+    """The raw kernels are compiled elsewhere."""
+
+    bgmv_grid = 1
+
+    def launch(self, launch: object, stream: Stream) -> None:
+        pass
+
+
+class AtOnce:
+    """A driver that calls what launches kernels."""
+
+    def run(self, stream: Stream, issue: Callable[[], None]) -> None:
+        issue()
+
+
+def stack_bytes(compiled: Any, folder: Path) -> int:
+    """What a thread spills, or keeps in local memory for other reasons."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(compiled.asm["cubin"])
+    usage = subprocess.run([CUOBJDUMP, "-res-usage", path], capture_output=True, text=True, check=True)
+    return sum(int(number) for number in re.findall(r"(?:STACK|LOCAL):(\d+)", usage.stdout + usage.stderr))
+
+
+def check(recorded: list[Launch], capability: int, folder: Path) -> dict[str, Any]:
+    compiled = {}
+    for launch in recorded:
+        name = launch.kernel.fn.__name__
+        compiled[name] = launch.compile(capability)
+        assert compiled[name].metadata.shared <= SHARED_KIB[capability] * 1024, name
+        assert stack_bytes(compiled[name], folder) == 0, name
+    return compiled
+
+
+@pytest.mark.parametrize("capability", SHARED_KIB)
+def test_bf16_kernels_fit_and_do_not_spill(capability: int, launches: list[Launch], tmp_path: Path) -> None:
+    launch_lora(torch.bfloat16, 64, gated=True)
+    launch_attention(torch.bfloat16, 128)
+    launch_layers(torch.bfloat16)
+    launch_sampling(torch.bfloat16)
+    compiled = check(launches, capability, tmp_path)
+    product = "wgmma.mma_async" if capability == 90 else "mma.sync"
+    for name in ("shrink_kernel", "expand_kernel", "prefill_kernel"):
+        assert product in compiled[name].asm["ptx"], name
+    # Weights and keys must come in 16 bytes at a time, although their addresses come from tables.
+    for name in ("shrink_kernel", "prefill_kernel", "decode_kernel"):
+        copies = re.findall(
+            r"cp\.async\.c[ag]\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x(\w+)", compiled[name].asm["ptx"]
+        )
+        assert set(copies) == {"10"}, name
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96])
+def test_fp16_and_other_head_sizes_fit_where_memory_is_least(dim: int, launches: list[Launch], tmp_path: Path) -> None:
+    launch_attention(torch.float16, dim)
+    check(launches, 86, tmp_path)
+
+
+def test_fp32_and_high_ranks_fit_where_memory_is_least(launches: list[Launch], tmp_path: Path) -> None:
+    launch_attention(torch.float32, 128)
+    launch_lora(torch.float32, 512, gated=False)
+    check(launches, 86, tmp_path)
+
+
+def test_a_decoder_s_own_launches_fit_where_memory_is_least(launches: list[Launch], tmp_path: Path) -> None:
+    """With the strides, dtypes and sizes that the product has."""
+    launch_pass(torch.bfloat16)
+    distinct = {launch.identity: launch for launch in launches}
+    assert len({launch.kernel for launch in distinct.values()}) == 11
+    check(list(distinct.values()), 86, tmp_path)

@@ -1,0 +1,204 @@
+"""A prompt whose LoRA real CPU workers compute, or weights that arrive meanwhile, through the whole model; run as
+triton_decoder_cases.py is."""
+
+import os
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from caraserve.core.lora_layout import GROUPS, AdapterSpec
+from caraserve.cpu.lora_workers.pool import Workers
+from caraserve.cpu.shared_memory import SharedRegion
+from caraserve.gpu.assist import work_orders
+from caraserve.gpu.forward.lanes import HandOver
+from caraserve.gpu.forward.lora_pass import AssistTerms
+from caraserve.gpu.memory.host_memory import x_stride
+from caraserve.lora.peft import inspect_adapter
+from caraserve.model.spec import SITES
+from tests.gpu.desk import BLOCK_BYTES, BY_DEVICE, BY_WORKERS, LOST, PATIENCE_NS
+from tests.gpu.lora_case import address
+from tests.gpu.tiny_device import ADAPTER_SLOTS, DEVICE, STREAM, Request, TinyDevice, step
+from tests.oracle.models import ALL_TARGETS, VOCAB_SIZE, make_adapter, make_model
+from tests.oracle.oracle import Oracle
+
+TOKENS, WORKERS, SLOT, NAN = 9, 2, 2, 0xFF
+ARRIVED, GENERATION = 7, 5
+
+
+class Office:
+    """A device, CPU workers that have an adapter's bytes, and what passes between them for one chunk."""
+
+    def __init__(self, folder: Path) -> None:
+        model = make_model(folder / "model", "llama3")
+        pattern: dict[str, Any] = {"rank_pattern": {"o_proj": 24}}
+        self.adapter = make_adapter(folder / "adapter", model, rank=8, targets=ALL_TARGETS, seed=3, **pattern)
+        self.oracle = Oracle(model, {"it": self.adapter})
+        self.device = TinyDevice(model)
+        self.bound = self.device.bind(SLOT, self.adapter)
+        self.spec: AdapterSpec = inspect_adapter(self.adapter, self.device.spec)
+        self.entries = self.device.spec.layers * len(GROUPS)
+        self.region = SharedRegion(1 << 22)
+        self.blocks = self.region.carve(WORKERS * BLOCK_BYTES)
+        self.image = self.region.carve(self.spec.num_bytes)
+        widest = max(work_orders.delta_columns(self._modules(place))[1] for place in self.places)
+        self.x = self.region.carve(4 * TOKENS * max(x_stride(self.device.spec, group) for group in range(len(GROUPS))))
+        self.deltas = [self.region.carve(4 * TOKENS * widest) for _ in range(WORKERS)]
+        self.words = self.region.carve(64 * (1 + self.device.spec.layers)).view(np.uint32)[::16]  # status, then layers
+        self.letters = [
+            self.region.carve(work_orders.letter_bytes(WORKERS)).view(np.int64) for _ in range(self.entries)
+        ]
+        if DEVICE.type == "cuda":
+            cuda: Any = torch.cuda  # its types are not stated
+            cuda.cudart().cudaHostRegister(self.region.base, self.region.num_bytes, 3)  # portable and mapped
+        cores = sorted(os.sched_getaffinity(0))
+        self.workers = Workers(self.region, self.blocks, (cores[0], cores[-1]), BLOCK_BYTES)
+        self.workers.start()
+        assert self.workers.await_all(PATIENCE_NS / 1e9)
+        self.workers.keep_vigil(True)
+        self.number = 0
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        return [(layer, group) for layer in range(self.device.spec.layers) for group in range(len(GROUPS))]
+
+    def open(self) -> None:
+        """All bytes are there for the workers and none for the device; nothing has arrived."""
+        self.image[:] = self.bound.host.data
+        self.bound.image.fill_(NAN)
+        self.words[:] = 0
+        self.state = torch.zeros(WORKERS * 2 + 4, dtype=torch.int32, device=DEVICE)  # asked, counter, errors
+        self.gate = torch.zeros(ADAPTER_SLOTS, dtype=torch.int32, device=DEVICE)
+
+    def arrive(self, layer: int) -> None:
+        """A layer's weights reach the device, and the workers' copy is taken away."""
+        ends = (0, *self.spec.layer_ends)
+        part = slice(ends[layer], ends[layer + 1])
+        self.bound.image[part] = torch.from_numpy(self.bound.host.data[part]).to(DEVICE)
+        self.image[part] = NAN
+        self.words[1 + layer] = ARRIVED
+
+    @property
+    def errors(self) -> int:
+        return int(self.state[WORKERS * 2 + 2])
+
+    def prefill(self, request: Request) -> tuple[int | None, dict[int, set[int]]]:
+        """(token, by layer how its hand-overs came out) of a whole prompt."""
+        self.device.start(request.slot, request.prompt)
+        rows = [request.row()]
+        assert rows[0].count == TOKENS
+        shape = self.device.fill(rows, all_prompt=True)
+        work = self.device.decoder.work(shape, assist=self._terms())
+        outcomes: dict[int, set[int]] = {}
+        work.begin(STREAM)
+        for layer, group in self.places:
+            entry = layer * len(GROUPS) + group
+            hand_over = HandOver(entry, *(0 for _ in range(6)))
+            work.before(layer, group, STREAM)
+            work.publish(layer, group, hand_over, STREAM)
+            work.project(layer, group, STREAM)
+            work.add(layer, group, hand_over, STREAM)
+            outcomes.setdefault(layer, set()).add(int(self.gate[SLOT]))
+        work.end(STREAM)
+        return self.device.results(rows)[0].token_id, outcomes
+
+    def _modules(self, place: tuple[int, int]) -> list[work_orders.Module]:
+        layer, group = place
+        made, base = [], self.region.offset(address(self.image))
+        for site in GROUPS[group]:
+            outputs = self.device.spec.site_shape(site)[1]
+            found = [span for span in self.spec.spans if (span.layer, SITES[span.site]) == (layer, site)]
+            for span in found:
+                offsets = base + span.a_offset, base + span.b_offset
+                made.append(work_orders.Module(outputs, span.padded_rank, self.spec.dtype, span.scale, *offsets))
+            made += [] if found else [work_orders.Module(outputs)]
+        return made
+
+    def _terms(self) -> AssistTerms:
+        """Writes the letters of all hand-overs."""
+        model, base = self.device.spec, self.region.base
+        for index, place in enumerate(self.places):
+            layer, group = place
+            self.number += 1
+            stride = x_stride(model, group)
+            region = work_orders.Region(
+                base, self.region.offset(address(self.x)), stride, model.site_shape(GROUPS[group][0])[0]
+            )
+            arrived = address(self.words[1 + layer :])
+            terms = work_orders.Terms(PATIENCE_NS, arrived, ARRIVED, address(self.words), GENERATION)
+            slices = work_orders.cut(TOKENS, -(-TOKENS // WORKERS), WORKERS)
+            errands = [
+                work_orders.Errand(
+                    worker, address(self.blocks[worker * BLOCK_BYTES :]), self.number, *place_of,
+                    self.region.offset(address(self.deltas[worker])),
+                )
+                for worker, place_of in enumerate(slices)
+            ]  # fmt: skip
+            work_orders.write_letter(self.letters[index], errands, self._modules(place), region, terms)
+        at = self.state.data_ptr()
+        return AssistTerms(
+            slot=SLOT,
+            gate=self.gate,
+            letters=[address(letter) for letter in self.letters],
+            host_x=[address(self.x)] * self.entries,
+            host_strides=[x_stride(model, group) for _, group in self.places],
+            asked=at,
+            counter=at + 8 * WORKERS,
+            errors=at + 8 * WORKERS + 8,
+        )
+
+    def close(self) -> None:
+        self.workers.close()
+        self.region.close()
+
+
+@pytest.fixture(scope="module")
+def office(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Office]:
+    made = Office(tmp_path_factory.mktemp("office"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def request_(office: Office) -> Request:
+    office.open()
+    rng = random.Random(2)
+    return Request(1, [rng.randrange(2, VOCAB_SIZE) for _ in range(TOKENS)], SLOT)
+
+
+@pytest.mark.parametrize("arrived", [(), (0,), (1,), (0, 1)])
+def test_a_layer_is_computed_by_workers_or_from_weights_as_its_turn_comes(
+    office: Office, request_: Request, arrived: Sequence[int]
+) -> None:
+    """Whoever does not compute a layer has no numbers for it."""
+    for layer in arrived:
+        office.arrive(layer)
+    token, outcomes = office.prefill(request_)
+    assert token is not None
+    office.oracle.check_greedy(request_.prompt, "it", [token])
+    assert outcomes == {layer: {BY_DEVICE if layer in arrived else BY_WORKERS} for layer in range(2)}
+    assert office.errors == 0
+
+
+def test_the_request_goes_on_from_the_workers_keys_and_values(office: Office, request_: Request) -> None:
+    token, _ = office.prefill(request_)
+    assert token is not None
+    for layer in range(2):
+        office.arrive(layer)
+    request_.output.append(token)
+    request_.done = TOKENS
+    step(office.device, [request_])
+    office.oracle.check_greedy(request_.prompt, "it", request_.output)
+
+
+def test_a_chunk_that_was_given_up_says_so_and_adds_nothing(office: Office, request_: Request) -> None:
+    office.words[0] = GENERATION
+    token, outcomes = office.prefill(request_)
+    assert token is not None
+    office.oracle.check_greedy(request_.prompt, None, [token])
+    assert outcomes == {0: {LOST}, 1: {LOST}}
+    assert office.errors == 1

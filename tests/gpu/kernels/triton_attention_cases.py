@@ -1,0 +1,173 @@
+"""Paged attention against a plain softmax; run by test_triton_cases.py through Triton's interpreter, or on a GPU."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from caraserve.gpu.kernels import attention
+from caraserve.gpu.kernels.attention import (
+    NO_WINDOW,
+    SPLIT_TOKENS,
+    DecodeScratch,
+    PagedCache,
+    TokenTables,
+    attend_decode,
+    attend_prefill,
+    decode_programs,
+    prefill_tile_tokens,
+)
+from tests.gpu.honest_dots import honest_dots
+
+pytestmark = pytest.mark.usefixtures(honest_dots.__name__)
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BLOCK = 16
+LAYERS, LAYER = 2, 1
+
+
+def make_cache(slots: int, max_context: int, kv_heads: int, dim: int, dtype: torch.dtype) -> PagedCache:
+    """One layer of a block-major cache whose blocks are handed out in random order; unused entries are no block."""
+    generator = torch.Generator().manual_seed(dim)
+    per_slot = -(-max_context // BLOCK)
+    blocks = slots * per_slot + 3
+    memory = torch.randn(blocks, LAYERS, 2, BLOCK, kv_heads, dim, generator=generator).to(dtype).to(DEVICE)
+    table = torch.randperm(blocks, generator=generator)[: slots * per_slot].view(slots, per_slot).to(torch.int32)
+    return PagedCache(memory[:, LAYER, 0], memory[:, LAYER, 1], table.to(DEVICE))
+
+
+def plain(query: Tensor, cache: PagedCache, slot: int, position: int, window: int) -> Tensor:
+    """[heads, dim] of one token."""
+    kv_heads, dim = cache.keys.shape[2:]
+    seen = torch.arange(max(0, position - window + 1), position + 1)
+    block = cache.block_table[slot].cpu()[seen // BLOCK].long()
+    keys, values = (part.cpu()[block, seen % BLOCK].double() for part in (cache.keys, cache.values))  # [seen, kv, dim]
+    queries = query.double().view(kv_heads, -1, dim)
+    weights = torch.softmax(torch.einsum("kgd,skd->kgs", queries, keys) * dim**-0.5, -1)
+    return torch.einsum("kgs,skd->kgd", weights, values).reshape(-1, dim)
+
+
+def tables(slots: list[int], positions: list[int]) -> TokenTables:
+    return TokenTables(*(torch.tensor(part, dtype=torch.int32, device=DEVICE) for part in (slots, positions)))
+
+
+def queries(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
+    """A view into rows that also hold keys and values, as in a decoder."""
+    qkv = torch.randn(tokens, (heads + 3) * dim, generator=torch.Generator().manual_seed(tokens + dim))
+    return qkv.to(dtype).to(DEVICE)[:, : heads * dim]
+
+
+def decode(q: Tensor, cache: PagedCache, tokens: TokenTables, rows: list[int], window: int, most: int) -> Tensor:
+    heads, dim = q.shape[1] // cache.keys.shape[3], cache.keys.shape[3]
+    scratch = DecodeScratch.empty(len(rows) + 1, heads, dim, most + 600, DEVICE).within(len(rows), most)
+    for part in (scratch.sums, scratch.best, scratch.mass):
+        part.fill_(float("nan"))
+    out = torch.full_like(q, 7.0)
+    row_token = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
+    attend_decode(q, cache, tokens, row_token, out, scratch, window)
+    return out.cpu()
+
+
+def prefill(q: Tensor, cache: PagedCache, tokens: TokenTables, chunks: list[tuple[int, int]], window: int) -> Tensor:
+    """`chunks`: (first token, tokens), cut into tiles here."""
+    most = prefill_tile_tokens(q.dtype)
+    tiles = [(at, min(most, first + count - at)) for first, count in chunks for at in range(first, first + count, most)]
+    firsts, counts = (torch.tensor(part, dtype=torch.int32, device=DEVICE) for part in zip(*tiles, (0, 0), strict=True))
+    out = torch.full_like(q, 7.0)
+    attend_prefill(q, cache, tokens, firsts, counts, out, window)
+    return out.cpu()
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "window", "dtype", "tolerance"),
+    [
+        (4, 2, 64, NO_WINDOW, torch.float32, 2e-6),
+        (6, 2, 80, 100, torch.float32, 2e-6),
+        (2, 2, 96, 300, torch.bfloat16, 2e-2),
+        (8, 1, 128, NO_WINDOW, torch.float16, 2e-3),
+    ],
+)
+def test_decode_is_a_softmax_over_the_context(
+    heads: int, kv_heads: int, dim: int, window: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    cache = make_cache(4, 2 * SPLIT_TOKENS + 60, kv_heads, dim, dtype)
+    slots, positions = [2, 0, 3, 1], [SPLIT_TOKENS, 0, 2 * SPLIT_TOKENS + 57, 100]
+    q, tokens = queries(4, heads, dim, dtype), tables(slots, positions)
+    out = decode(q, cache, tokens, [3, 0, -1, 2], window, 2 * SPLIT_TOKENS + 60)
+    for token in (0, 2, 3):
+        wanted = plain(q[token].cpu(), cache, slots[token], positions[token], window)
+        torch.testing.assert_close(out[token].double().view(heads, dim), wanted, atol=tolerance, rtol=tolerance)
+    assert torch.all(out[1] == 7.0)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "window", "dtype", "tolerance"),
+    [
+        (4, 2, 64, NO_WINDOW, torch.float32, 2e-6),
+        (2, 1, 80, 20, torch.float32, 2e-6),
+        (2, 2, 96, NO_WINDOW, torch.bfloat16, 2e-2),
+        (3, 1, 128, 90, torch.float16, 2e-3),
+    ],
+)
+def test_prefill_is_causal_attention_after_what_is_cached(
+    heads: int, kv_heads: int, dim: int, window: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    cache = make_cache(3, 300, kv_heads, dim, dtype)
+    runs = [(1, 0, 37), (0, 201, 21), (2, 95, 1)]  # (slot, first position, tokens)
+    slots = [slot for slot, _, count in runs for _ in range(count)]
+    positions = [start + index for _, start, count in runs for index in range(count)]
+    q, tokens = queries(len(slots), heads, dim, dtype), tables(slots, positions)
+    out = prefill(q, cache, tokens, [(37, 21), (0, 37), (58, 1)], window)
+    for token in range(0, len(slots), 3):
+        wanted = plain(q[token].cpu(), cache, slots[token], positions[token], window)
+        torch.testing.assert_close(out[token].double().view(heads, dim), wanted, atol=tolerance, rtol=tolerance)
+
+
+def test_unread_tokens_may_hold_anything() -> None:
+    """Blocks are reused without being cleared: what lies after a context must not reach a result, not even as NaN."""
+    cache = make_cache(1, 64, 1, 64, torch.float32)
+    q, tokens = queries(3, 2, 64, torch.float32), tables([0] * 3, [17, 18, 19])
+    before = decode(q, cache, tokens, [2], NO_WINDOW, 64)[2], prefill(q, cache, tokens, [(0, 3)], NO_WINDOW)
+    for position in range(20, 64):
+        block = int(cache.block_table[0, position // BLOCK])
+        cache.keys[block, position % BLOCK] = float("nan")
+        cache.values[block, position % BLOCK] = float("nan")
+    cache.block_table[0, 2:] = -1000
+    after = decode(q, cache, tokens, [2], NO_WINDOW, 64)[2], prefill(q, cache, tokens, [(0, 3)], NO_WINDOW)
+    assert torch.equal(before[0], after[0])
+    assert torch.equal(before[1], after[1])
+
+
+@pytest.mark.parametrize("window", [NO_WINDOW, 70])
+def test_a_query_s_bits_do_not_depend_on_chunk_or_batch(window: int) -> None:
+    heads, dim, count = 4, 64, 150
+    cache = make_cache(3, 3 * SPLIT_TOKENS, 2, dim, torch.float32)
+    q = queries(count, heads, dim, torch.float32)
+    whole = prefill(q, cache, tables([1] * count, list(range(40, 40 + count))), [(0, count)], window)
+    pieces = prefill(q, cache, tables([1] * count, list(range(40, 40 + count))), [(0, 11), (11, 90), (101, 49)], window)
+    assert torch.equal(whole, pieces)
+    positions = np.linspace(3, 3 * SPLIT_TOKENS - 1, 4).astype(int).tolist()
+    tokens = tables([0, 1, 2, 1], positions)
+    together = decode(q[:4], cache, tokens, [0, 1, 2, 3], window, 3 * SPLIT_TOKENS)
+    alone = decode(q[:4], cache, tokens, [1], window, int(positions[1]) + 1)
+    assert torch.equal(together[1], alone[1])
+
+
+@pytest.mark.parametrize("window", [NO_WINDOW, 300])
+def test_a_row_s_bits_do_not_depend_on_how_many_programs_it_has(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+    heads, dim, rows, most = 2, 64, [1, 0, -1], 4 * SPLIT_TOKENS
+    cache, q = make_cache(2, most, 1, dim, torch.float32), queries(2, heads, dim, torch.float32)
+    tokens = tables([0, 1], [most - 1, SPLIT_TOKENS + 7])
+    outs = []
+    for programs in (1, 6, 2048):  # for a row: one, two, one for each split
+        monkeypatch.setattr(attention, "_MOST_PROGRAMS", programs)
+        outs.append(decode(q, cache, tokens, rows, window, most))
+    assert torch.equal(outs[0], outs[2])
+    assert torch.equal(outs[1], outs[2])
+
+
+def test_many_rows_have_a_program_each_and_one_row_has_one_for_each_split() -> None:
+    assert decode_programs(1, 8, 512) == 256
+    assert decode_programs(1, 8, 16) == 16
+    assert decode_programs(64, 8, 512) == 4
+    assert decode_programs(512, 32, 512) == 1

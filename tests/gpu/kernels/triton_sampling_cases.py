@@ -1,0 +1,191 @@
+"""Sampling against the CPU backend's; run by test_triton_cases.py through Triton's interpreter, or on a GPU."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from caraserve.core.batch import SlotSampling
+from caraserve.core.outputs import NOT_FINITE, SAMPLE, SCORE
+from caraserve.core.request import MAX_LOGPROBS
+from caraserve.cpu.sampling import SLOT_SAMPLING, choose, uniform, write_sampling
+from caraserve.gpu.kernels.attention import TokenTables
+from caraserve.gpu.kernels.sampling import Outputs, SamplerState, sample, score
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+VOCAB = 700  # more than one tile of the smallest size, and not a multiple of it
+GREEDY: dict[str, Any] = {
+    "prompt_tokens": 3, "seed": 1, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
+    "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
+    "min_tokens": 0, "end_ids": (), "logit_bias": (),
+}  # fmt: skip
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0},
+    {"temperature": 0.4, "top_k": 5},
+    {"temperature": 1.5, "top_k": 1},
+    {"temperature": 1.0, "top_p": 0.3},
+    {"temperature": 2.0, "top_p": 0.95, "top_k": 40},
+    {"temperature": 1.0, "min_p": 0.2},
+    {"temperature": 3.0, "min_p": 0.01, "top_k": 300, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": VOCAB + 5, "top_p": 0.0},
+    {"repetition_penalty": 1.9},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.3, "frequency_penalty": 0.1},
+    {"presence_penalty": 2.0, "frequency_penalty": 1.5, "temperature": 0.7},
+    {"logit_bias": ((11, 30.0), (12, 29.5))},
+    {"min_tokens": 9, "end_ids": (21, 22, 23), "logit_bias": ((22, 100.0),), "temperature": 0.5},
+]
+
+
+def random_logits(rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(rows)) * 3).to(dtype)
+
+
+class Bench:
+    """Slots, their histories, and one output row for each of `slots`."""
+
+    def __init__(self, ways: Sequence[dict[str, Any]], programs: int = 3) -> None:
+        generator = np.random.default_rng(4)
+        self.table = np.zeros(len(ways), SLOT_SAMPLING)
+        for slot, way in enumerate(ways):
+            write_sampling(self.table, slot, SlotSampling(**GREEDY | way))
+        self.history = generator.integers(0, VOCAB, (len(ways), 40))
+        self.history[:, 2:6] = self.history[:, 4:5]  # in the prompt, and generated more than once
+        self.state = SamplerState(
+            torch.from_numpy(self.table.view(np.uint8).reshape(len(ways), -1).copy()).to(DEVICE),
+            torch.from_numpy(self.history.astype(np.int32)).to(DEVICE),
+            torch.full((programs, VOCAB), float("nan"), device=DEVICE),
+            torch.zeros((programs, VOCAB), dtype=torch.int32, device=DEVICE),
+        )
+
+    def run(self, logits: Tensor, slots: list[int], positions: list[int], kinds: list[int]) -> list[int]:
+        outputs = make_outputs(list(range(len(slots))), kinds, [-1] * len(slots))
+        tokens = TokenTables(*(torch.tensor(part, dtype=torch.int32, device=DEVICE) for part in (slots, positions)))
+        given = logits.to(DEVICE)
+        before = given.clone()
+        sample(given, outputs, tokens, self.state)
+        assert torch.equal(given, before)
+        assert not self.state.counts.any()
+        return outputs.chosen.tolist()
+
+    def on_the_cpu(self, logits: Tensor, slot: int, position: int) -> int:
+        copies, seen = np.zeros(VOCAB, np.float32), np.zeros(VOCAB, np.uint8)
+        return int(choose(logits.float().numpy(), position, self.history[slot], self.table[slot], copies, seen))
+
+
+def make_outputs(token: list[int], kinds: list[int], wanted: list[int]) -> Outputs:
+    ints = [torch.tensor(part, dtype=torch.int32, device=DEVICE) for part in (token, kinds, wanted, [-7] * len(token))]
+    shape = (len(token), MAX_LOGPROBS)
+    floats = [torch.full(size, float("nan"), device=DEVICE) for size in (shape[:1], shape)]
+    return Outputs(*ints, floats[0], torch.full(shape, -7, dtype=torch.int32, device=DEVICE), floats[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_way_of_sampling_chooses_as_the_cpu_backend_does(dtype: torch.dtype) -> None:
+    ways = [way | {"seed": seed} for way in WAYS for seed in (7, 2**64 - 3)]
+    bench, logits = Bench(ways), random_logits(len(ways), dtype)
+    positions = [5 + slot for slot in range(len(ways))]
+    chosen = bench.run(logits, list(range(len(ways))), positions, [SAMPLE] * len(ways))
+    wanted = [bench.on_the_cpu(logits[slot], slot, positions[slot]) for slot in range(len(ways))]
+    assert chosen == wanted
+    assert bench.state.history[range(len(ways)), [position + 1 for position in positions]].tolist() == wanted
+
+
+def test_draws_follow_the_cpu_s_over_many_positions() -> None:
+    bench, logits = Bench([{"temperature": 1.2, "top_p": 0.98}]), random_logits(30)
+    positions = list(range(4, 34))
+    chosen = bench.run(logits, [0] * 30, positions, [SAMPLE] * 30)
+    assert chosen == [bench.on_the_cpu(logits[index], 0, position) for index, position in enumerate(positions)]
+    assert len(set(chosen)) > 5
+
+
+def test_a_draw_does_not_depend_on_its_batch() -> None:
+    ways = [{"temperature": 1.0, "seed": 5, "presence_penalty": 1.0}, {"temperature": 2.0}, {}]
+    logits = random_logits(3)
+    together = Bench(ways).run(logits, [0, 1, 2], [6, 9, 4], [SAMPLE] * 3)
+    alone = [
+        Bench(ways, programs=1).run(logits[slot : slot + 1], [slot], [position], [SAMPLE])[0]
+        for slot, position in ((0, 6), (1, 9), (2, 4))
+    ]
+    assert together == alone
+
+
+def test_penalties_are_exact_to_the_bit() -> None:
+    """Logits that penalties make equal on the CPU are equal here, so that the first of them is taken."""
+    way = {"frequency_penalty": 0.1, "presence_penalty": 0.7, "repetition_penalty": 1.7}
+    bench = Bench([way])
+    bench.history[0, :12] = [500, 600, 9, 600, 600, 600, 500, 77, 77, 77, 77, 77]
+    bench.state.history[0, :12] = torch.from_numpy(bench.history[0, :12].astype(np.int32))
+    penalised = np.float32(10.3) / np.float32(1.7) - np.float32(0.1) - np.float32(0.7)
+    for _ in range(4):
+        penalised -= np.float32(0.1)
+    for other in (penalised, np.nextafter(penalised, np.float32(0.0)), np.nextafter(penalised, np.float32(9.0))):
+        logits = torch.zeros(1, VOCAB)
+        logits[0, 77], logits[0, 78] = 10.3, float(other)
+        wanted = bench.on_the_cpu(logits[0], 0, 11)
+        assert bench.run(logits, [0], [11], [SAMPLE]) == [wanted]
+        assert wanted == (78 if other > penalised else 77)
+
+
+def test_greedy_takes_the_first_of_equals() -> None:
+    logits = torch.zeros(2, VOCAB)
+    logits[0, [699, 130, 400]] = 5.0
+    assert Bench([{}, {}]).run(logits, [0, 1], [3, 3], [SAMPLE] * 2) == [130, 0]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", [SAMPLE, SCORE])
+def test_a_row_that_is_not_finite_has_no_token_and_harms_no_other(way: dict[str, Any], kind: int) -> None:
+    bench, logits = Bench([way] * 5), random_logits(5)
+    logits[0] = float("nan")
+    logits[1, 300], logits[2, 699], logits[3, 0] = float("inf"), float("-inf"), float("nan")
+    outputs = make_outputs([0, 1, 2, 3, 4], [kind] * 4 + [SAMPLE], [3] * 5)
+    tokens = TokenTables(*(torch.tensor(part, dtype=torch.int32, device=DEVICE) for part in (range(5), [8] * 5)))
+    sample(logits.to(DEVICE), outputs, tokens, bench.state)
+    score(logits.to(DEVICE), outputs)
+    right = bench.on_the_cpu(logits[4], 4, 8)
+    assert outputs.chosen.tolist() == [NOT_FINITE] * 4 + [right]
+    assert torch.isfinite(outputs.logprob[4])
+    following = bench.state.history[:, 9]  # read by the next iteration, whatever becomes of this one
+    assert int(following[4]) == right
+    assert all(0 <= int(token) < VOCAB for token in following)
+    assert not bench.state.counts.any()
+
+
+def test_a_scored_row_reads_its_token_from_the_history() -> None:
+    bench = Bench([{}, {}])
+    chosen = bench.run(random_logits(2), [0, 1], [8, 8], [SCORE, SAMPLE])
+    assert chosen[0] == bench.history[0, 9]
+    assert bench.state.history[0].tolist() == bench.history[0].tolist()
+
+
+def test_random_numbers_are_the_cpu_s() -> None:
+    """One weight in VOCAB equal ones is chosen by the uniform number itself."""
+    bench = Bench([{"temperature": 1.0, "seed": seed} for seed in (0, 1, 2**63)])
+    chosen = bench.run(torch.zeros(3, VOCAB), [0, 1, 2], [3, 20, 38], [SAMPLE] * 3)
+    numbers = [uniform(np.uint64(seed), position) for seed, position in ((0, 3), (1, 20), (2**63, 38))]
+    assert chosen == [int(number * VOCAB) for number in numbers]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-5)])
+def test_log_probabilities(dtype: torch.dtype, tolerance: float) -> None:
+    wanted = [0, 5, -1, MAX_LOGPROBS, 3]
+    logits = random_logits(5, dtype)
+    logits[1, [3, 600]] = 50.0  # equals are named in the order of their ids
+    outputs = make_outputs([0, 1, 2, 3, -1], [SAMPLE] * 5, wanted)
+    outputs.chosen.copy_(torch.tensor([9, 3, 5, 699, 1]))
+    score(logits.to(DEVICE), outputs)
+    exact = torch.log_softmax(logits.double(), 1)
+    for row in (0, 1, 3):
+        assert abs(float(outputs.logprob[row]) - float(exact[row, int(outputs.chosen[row])])) < tolerance * 50
+        order = torch.argsort(exact[row], descending=True, stable=True)[: wanted[row]]
+        assert outputs.top_ids[row, : wanted[row]].tolist() == order.tolist()
+        got = outputs.top_logprobs[row, : wanted[row]].double().cpu()
+        torch.testing.assert_close(got, exact[row, order], atol=tolerance, rtol=tolerance)
+    for row in (2, 4):
+        assert torch.isnan(outputs.logprob[row])
+    assert torch.all(outputs.top_ids[[0, 2, 4]] == -7)

@@ -1,0 +1,264 @@
+"""Adapters on their way: nothing reads a layer before it is there, whatever runs when; the padded baseline's copies."""
+
+from itertools import accumulate
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from caraserve.core.lora_layout import A_COLUMNS, PANEL, AdapterSpec, lay_out
+from caraserve.errors import AdapterRejected
+from caraserve.gpu.driver.streams import NOTHING, Lane, Timelines, at
+from caraserve.gpu.memory.copier import Copier, Image
+from caraserve.gpu.memory.link_queue import LinkQueue, groups_of
+from caraserve.gpu.memory.padding import copies, padded
+from caraserve.model.dtype import Dtype
+from caraserve.model.spec import SITES, ModelSpec, RopeSpec
+from caraserve.util.units import align_up
+from tests.gpu.fake_driver import FakeDriver, Operation
+
+PIECE = 8  # bytes; two are ahead at most
+LINK = 1000.0  # bytes/s
+
+# --- on a device, under any schedule ---
+
+LAYERS, ROOM = 4, 64
+HOST, READY = 8 * ROOM, 16 * ROOM
+
+
+class World:
+    """Loads into fixed places, and passes that read them, launched without ever waiting."""
+
+    def __init__(self, random: Random) -> None:
+        self.random = random
+        self.driver = FakeDriver(READY + 8 * LAYERS * 4)
+        self.driver.memory[HOST : HOST + 8 * ROOM] = np.arange(8 * ROOM) % 251 + 1
+        self.lanes = Timelines(self.driver)
+        self.queue = LinkQueue(LINK, PIECE)
+        self.copier = Copier(self.driver, self.lanes, self.queue)
+        self.layer_ends: dict[int, tuple[int, ...]] = {}
+        self.free_after = dict.fromkeys(range(8), NOTHING)
+        self.generation: dict[int, int] = {}
+        self.open: set[int] = set()
+        self.reads = 0
+
+    def load(self) -> None:
+        slot = self.random.randrange(8)
+        if slot in self.layer_ends:
+            return
+        layer_ends = tuple(accumulate(self.random.randint(0, ROOM // LAYERS) for _ in range(LAYERS)))
+        groups = groups_of(layer_ends, self.random.sample(range(1, LAYERS), self.random.randrange(LAYERS)))
+        image = Image(
+            slot, HOST + slot * ROOM, slot * ROOM, layer_ends[-1], groups, self.free_after[slot], self.ready(slot)
+        )
+        self.generation[slot] = self.copier.load(image, lambda: self.open.remove(slot))
+        self.open.add(slot)
+        self.layer_ends[slot] = layer_ends
+
+    def ready(self, slot: int) -> list[int]:
+        return [READY + (slot * LAYERS + layer) * 4 for layer in range(LAYERS)]
+
+    def unload(self) -> None:
+        if self.layer_ends:
+            slot = self.random.choice(list(self.layer_ends))
+            self.copier.cancel(slot)
+            self.open.discard(slot)
+            del self.layer_ends[slot]
+            self.free_after[slot] = self.lanes.issued()
+
+    def run_pass(self) -> None:
+        """An iteration that uses some slots; what has not arrived is waited for."""
+        slots = self.random.sample(list(self.layer_ends), self.random.randint(0, len(self.layer_ends)))
+        layers = self.random.randint(1, LAYERS)
+        self.copier.commit(slots, layers)
+        for layer in range(layers):
+            self.lanes.wait(Lane.COMPUTE, self.copier.arrival_of_all(slots, layer))
+            for slot in slots:
+                self.kernel(slot, layer)
+        self.lanes.mark(Lane.COMPUTE)
+
+    def kernel(self, slot: int, layer: int) -> None:
+        low, high = (slot * ROOM + ((0, *self.layer_ends[slot])[layer + more]) for more in (0, 1))
+
+        def end() -> None:
+            self.reads += 1
+            there = self.driver.memory[low:high]
+            assert np.array_equal(there, self.driver.memory[HOST + low : HOST + high]), "a layer was read too early"
+
+        self.driver.issue(self.lanes.streams[Lane.COMPUTE], Operation("read", reads=[(low, high)], end=end))
+
+    def look_at_ready(self) -> None:
+        """What a late-bound kernel does: it reads the layer if the word says that this load has brought it."""
+        if not self.layer_ends:
+            return
+        slot, layer = self.random.choice(list(self.layer_ends)), self.random.randrange(LAYERS)
+        word, generation = self.ready(slot)[layer], self.generation[slot]
+        low, high = (slot * ROOM + ((0, *self.layer_ends[slot])[layer + more]) for more in (0, 1))
+        is_there = [False]
+
+        def begin() -> None:
+            is_there[0] = self.driver.word(word) == generation
+            if is_there[0]:
+                assert np.array_equal(self.driver.memory[low:high], self.driver.memory[HOST + low : HOST + high])
+
+        self.driver.issue(self.lanes.streams[Lane.ASSIST], Operation("look", begin=begin))
+        self.lanes.mark(Lane.ASSIST)
+
+    def act(self) -> None:
+        self.random.choice(
+            [self.load, self.load, self.unload, self.run_pass, self.run_pass, self.copier.pump, self.look_at_ready]
+        )()
+        for _ in range(self.random.choice((0, 0, 1, 4, 16))):
+            self.driver.step(self.random.randrange)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32))
+def test_no_kernel_reads_a_layer_before_its_copy(seed: int) -> None:
+    random = Random(seed)
+    world = World(random)
+    for _ in range(50):
+        world.act()
+    while world.open:
+        world.driver.run_all(random.randrange)
+        world.copier.pump()
+    world.driver.run_all(random.randrange)
+    assert world.queue.next() is None
+    world.copier.pump()
+    assert world.queue.in_flight == 0
+
+
+def test_waiting_for_what_has_not_been_issued_is_refused() -> None:
+    world = World(Random(0))
+    world.load()
+    (slot,) = world.open
+    with pytest.raises(AssertionError, match="there is no event yet"):
+        world.copier.arrival_of_all([slot], 0)
+    with pytest.raises(AssertionError, match="nothing would be waited for"):
+        world.lanes.wait(Lane.COMPUTE, at(Lane.COPY, 1))
+
+
+def test_whoever_gets_the_bytes_of_a_cancelled_load_comes_after_what_was_issued() -> None:
+    for pieces in range(3):
+        world = World(Random(0))
+        image = Image(1, HOST, 0, 4 * PIECE, groups_of((4 * PIECE,), ()), NOTHING)
+        world.copier.load(image, lambda: None)
+        if pieces:
+            world.copier.pump()  # two pieces of four
+        if pieces == 2:
+            world.copier.commit([1], 1)
+        until = world.copier.cancel(1)
+        assert (until == NOTHING) == (pieces == 0)
+        world.lanes.wait(Lane.COMPUTE, until)
+        world.driver.issue(world.lanes.streams[Lane.COMPUTE], Operation("KV", writes=[(0, 4 * PIECE)]))
+        world.driver.run_all(lambda count: 0)
+        world.driver.run_all(lambda count: count - 1)
+        assert world.copier.cancel(1) == NOTHING
+        assert world.queue.next() is None
+
+
+def test_the_ready_words_of_a_load_say_which_one_it_was() -> None:
+    world = World(Random(0))
+    for _ in range(3):
+        world.load()
+    while world.open:
+        world.copier.pump()
+        world.driver.run_all()
+    for slot, generation in world.generation.items():
+        assert [world.driver.word(word) for word in world.ready(slot)] == [generation] * LAYERS
+
+
+def test_bytes_still_read_hold_up_only_their_own_load() -> None:
+    driver = FakeDriver(4096)
+    lanes = Timelines(driver)
+    copier = Copier(driver, lanes, LinkQueue(LINK, PIECE))
+    driver.issue(lanes.streams[Lane.COMPUTE], Operation("slow", ready=lambda: False))
+    reader = at(Lane.COMPUTE, lanes.mark(Lane.COMPUTE))
+    done: list[int] = []
+    for slot, after in ((1, reader), (2, NOTHING)):
+        image = Image(slot, 1024, slot * 64, 4, groups_of((4,), ()), after)
+        copier.load(image, lambda slot=slot: done.append(slot))  # type: ignore[misc]
+    for _ in range(3):
+        copier.pump()
+        while driver.step(lambda count: 0):
+            pass
+    assert done == [2]
+
+
+# --- the padded baseline ---
+
+MODEL = ModelSpec(
+    family="llama",
+    vocab_size=32,
+    hidden=40,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    head_dim=36,
+    intermediate=70,
+    rms_eps=1e-5,
+    rope=RopeSpec(10000.0),
+    max_position=64,
+    qkv_bias=False,
+    o_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    tied_embeddings=False,
+    windows=(None, None),
+    dtype="float32",
+)
+
+
+def adapter(rank: int) -> AdapterSpec:
+    modules = {(0, "q_proj"): (rank, 2.0), (0, "k_proj"): (max(1, rank - 9), 2.0), (1, "down_proj"): (rank, 1.0)}
+    spans, layer_ends = lay_out(MODEL, Dtype.F16, modules)
+    targets = ("q_proj", "k_proj", "down_proj")
+    return AdapterSpec("d" * 64, Dtype.F16, rank, targets, layer_ends, spans)
+
+
+@pytest.mark.parametrize("rank", [1, 8, 20, 32])
+def test_a_padded_adapter_has_all_rows_and_the_rest_are_zeros(rank: int) -> None:
+    spec = adapter(rank)
+    wide = padded(spec, MODEL, 32)
+    image = np.random.default_rng(rank).integers(1, 255, spec.num_bytes).astype(np.uint8)
+    driver = FakeDriver(2 * wide.num_bytes)
+    driver.memory[: wide.num_bytes] = 0xEE  # whoever was there before
+    driver.memory[wide.num_bytes : wide.num_bytes + spec.num_bytes] = image
+    lanes = Timelines(driver)
+    copier = Copier(driver, lanes, LinkQueue(1e9, 1 << 20))
+    copier.load(
+        Image(
+            slot=1,
+            source=wide.num_bytes,
+            target=0,
+            num_bytes=wide.num_bytes,
+            groups=groups_of(spec.layer_ends, (1,)),
+            after=NOTHING,
+            rows=lambda group: copies(spec, wide, MODEL, range(group.first_layer, group.end_layer)),
+        ),
+        lambda: None,
+    )
+    copier.pump()
+    driver.run_all()
+    for narrow, span in zip(spec.spans, wide.spans, strict=True):
+        inputs, outputs = MODEL.site_shape(SITES[span.site])
+        columns, panels = align_up(inputs, A_COLUMNS), align_up(outputs, PANEL) // PANEL
+        assert (span.rank, span.scale) == (32, narrow.scale)
+        for offset, offset_before, shape in (
+            (span.a_offset, narrow.a_offset, (1, -1, columns)),
+            (span.b_offset, narrow.b_offset, (panels, -1, PANEL)),
+        ):
+            rows, rows_before = 32, narrow.padded_rank
+            size = shape[0] * shape[2] * 2
+            now = driver.memory[offset : offset + size * rows].view(np.uint16).reshape(shape)
+            before = image[offset_before : offset_before + size * rows_before].view(np.uint16).reshape(shape)
+            assert np.array_equal(now[:, :rows_before], before)
+            assert not now[:, rows_before:].any()
+
+
+def test_padded_adapters_of_all_ranks_take_the_same_bytes_and_larger_ones_are_refused() -> None:
+    assert len({padded(adapter(rank), MODEL, 32).num_bytes for rank in (1, 8, 32)}) == 1
+    with pytest.raises(AdapterRejected, match="exceeds the 32 rows"):
+        padded(adapter(33), MODEL, 32)

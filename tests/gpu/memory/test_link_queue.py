@@ -1,0 +1,172 @@
+"""The link: sizes of groups, which piece goes next, when it is expected."""
+
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from caraserve.gpu.memory.link_queue import (
+    Group,
+    LinkQueue,
+    Piece,
+    Source,
+    groups_of,
+    source,
+)
+
+MB = 1 << 20
+PIECE = 8  # bytes; two are ahead at most
+LINK = 1000.0  # bytes/s
+
+
+def ends(*sizes: int) -> tuple[int, ...]:
+    return tuple(int(end) for end in np.cumsum(sizes))
+
+
+# --- groups ---
+
+
+def test_groups_of_an_image_ignore_ends_that_are_none() -> None:
+    assert groups_of(ends(5, 7, 1), (0, 2, 2, 9)) == (Group(0, 2, 0, 12), Group(2, 3, 12, 13))
+    assert groups_of(ends(5, 7), ()) == (Group(0, 2, 0, 12),)
+
+
+# --- the queue ---
+
+
+def queue() -> LinkQueue:
+    return LinkQueue(LINK, PIECE)
+
+
+def ask(made: LinkQueue, slot: int, *sizes: int) -> None:
+    """A load in groups of one layer each."""
+    made.ask(slot, groups_of(ends(*sizes), range(1, len(sizes))))
+
+
+def drain(made: LinkQueue) -> list[Piece]:
+    """All pieces, the link being as fast as they are issued."""
+    pieces = []
+    while (piece := made.next()) is not None:
+        pieces.append(piece)
+        made.arrived(piece.end - piece.start)
+    return pieces
+
+
+def test_loads_go_in_the_order_of_asking_layer_by_layer() -> None:
+    made = queue()
+    ask(made, 2, 4, 4, 4)
+    ask(made, 1, 4, 4)
+    assert [(piece.slot, piece.group) for piece in drain(made)] == [(2, 0), (2, 1), (2, 2), (1, 0), (1, 1)]
+
+
+def test_little_is_issued_ahead_of_what_has_arrived() -> None:
+    made = queue()
+    ask(made, 1, 10 * PIECE)
+    assert made.next() is not None
+    assert made.next() is not None
+    assert made.next() is None
+    made.arrived(PIECE)
+    assert made.next() is not None
+    assert made.next() is None
+
+
+def test_answers_of_cpu_workers_make_loads_late_and_hold_none_back() -> None:
+    made = queue()
+    ask(made, 1, PIECE, PIECE)
+    assert made.next() is not None
+    alone_s = made.arrivals(1, 0.0)[1]
+    made.await_answers(1000 * PIECE)
+    assert made.arrival_of_issued(0.0) == pytest.approx(1001 * PIECE / LINK)
+    assert made.arrivals(1, 0.0) == pytest.approx({1: 1002 * PIECE / LINK})
+    made.answered(1000 * PIECE)
+    assert made.arrivals(1, 0.0) == {1: alone_s}
+    made.await_answers(1000 * PIECE)
+    assert made.next() is not None
+
+
+def test_committed_layers_go_at_once_and_before_all_others() -> None:
+    made = queue()
+    for slot in (1, 2):
+        ask(made, slot, *[PIECE] * 4)
+    made.commit(2, 3)
+    assert [(piece.slot, piece.group) for piece in (made.next(), made.next(), made.next()) if piece] == [
+        (2, 0),
+        (2, 1),
+        (2, 2),
+    ]
+    assert made.next() is None
+    made.cancel(2)  # the rest of it
+    made.commit(1, 1)
+    with pytest.raises(AssertionError, match="an iteration waits"):
+        made.cancel(1)
+
+
+def test_a_load_whose_bytes_are_in_use_holds_nobody_up() -> None:
+    made = queue()
+    for slot in (1, 2):
+        ask(made, slot, 4)
+    piece = made.next(blocked={1})
+    assert piece is not None
+    assert piece.slot == 2
+    piece = made.next(blocked={1})  # nothing else is left
+    assert piece is not None
+    assert piece.slot == 1
+
+
+def test_a_slot_has_one_load_and_what_arrives_was_issued() -> None:
+    made = queue()
+    ask(made, 1, 4)
+    with pytest.raises(AssertionError, match="already"):
+        ask(made, 1, 4)
+    with pytest.raises(AssertionError, match="more has arrived"):
+        made.arrived(1)
+
+
+loads = st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=5), max_size=5)
+
+
+@given(loads)
+def test_arrivals_are_what_the_queue_then_does(asked: list[list[int]]) -> None:
+    made = queue()
+    for slot, sizes in enumerate(asked):
+        ask(made, slot, *sizes)
+    expected = {(slot, group): at for slot in range(len(asked)) for group, at in made.arrivals(slot, 100.0).items()}
+    sent, seen = 0, {}
+    for piece in drain(made):
+        sent += piece.end - piece.start
+        if piece.group is not None:
+            seen[piece.slot, piece.group] = 100.0 + sent / LINK
+    assert seen == pytest.approx(expected)
+    assert sent == sum(map(sum, asked))
+
+
+@given(loads, st.integers(0, 2**32))
+def test_every_byte_goes_once_and_in_order_whatever_is_asked_meanwhile(asked: list[list[int]], seed: int) -> None:
+    random, made, flying, sent = Random(seed), queue(), [0], dict.fromkeys(range(len(asked)), 0)
+    left = dict(enumerate(asked))
+    while left or flying:
+        if left and random.random() < 0.5:
+            slot, sizes = left.popitem()
+            ask(made, slot, *sizes)
+        if (piece := made.next()) is not None:
+            assert piece.start == sent[piece.slot]
+            assert piece.end - piece.start <= PIECE
+            assert made.in_flight <= 3 * PIECE
+            sent[piece.slot] = piece.end
+            flying.append(piece.end - piece.start)
+        elif flying:
+            made.arrived(flying.pop(0))
+    assert made.next() is None
+    assert list(sent.values()) == [sum(sizes) for sizes in asked]
+
+
+def test_the_three_answers_at_launch() -> None:
+    def answer(arrives_s: float, stall_s: float | None, *, arrived: bool = False) -> Source:
+        return source(arrived=arrived, arrives_s=arrives_s, use_s=1.0, stall_s=stall_s)
+
+    assert answer(9.0, 0.1, arrived=True) is Source.DEVICE
+    assert answer(1.1, 0.2) is Source.WAIT
+    assert answer(1.3, 0.2) is Source.WORKERS
+    assert answer(1.3, None) is Source.WAIT

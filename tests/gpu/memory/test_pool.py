@@ -1,0 +1,343 @@
+"""The device pool: what fits, what moves, and that no byte changes hands while something launched may touch it."""
+
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from caraserve.gpu.driver.api import Stream
+from caraserve.gpu.driver.streams import NOTHING, Lane, Marks, Timelines, at, latest
+from caraserve.gpu.forward.lanes import issue_moves
+from caraserve.gpu.memory.pool import DevicePool, Grant, Move
+from tests.gpu.fake_driver import FakeDriver, Operation
+
+GRANULE = 16
+BLOCK = 24  # does not divide the granule, nor the other way round
+PAST = at(Lane.COMPUTE, 1)
+
+
+def pool(granules: int = 20, **options: int) -> DevicePool:
+    return DevicePool(granules * GRANULE, BLOCK, granule=GRANULE, **options)
+
+
+def placed(made: DevicePool, slot: int, granules: int, *, held: bool = False) -> Grant:
+    grant = made.place(slot, granules * GRANULE, PAST)
+    assert grant is not None, "it should fit"
+    if not held:
+        made.let_go(slot)
+    return grant
+
+
+# --- what goes where ---
+
+
+def test_adapters_come_down_from_the_high_end_and_fill_the_smallest_hole_first() -> None:
+    made = pool(20)
+    assert [placed(made, slot, size).start // GRANULE for slot, size in ((1, 4), (2, 2), (3, 3), (4, 1))] == [
+        16,
+        14,
+        11,
+        10,
+    ]
+    made.release(1, NOTHING)
+    made.release(3, NOTHING)
+    assert placed(made, 5, 2).start // GRANULE == 12  # in the hole of 3, at its top
+    assert made.place_of(5) == 12 * GRANULE
+    made.check()
+
+
+def test_sizes_are_whole_granules_and_an_empty_adapter_has_one() -> None:
+    made = pool()
+    assert [made.takes(size) for size in (0, 1, GRANULE, GRANULE + 1)] == [GRANULE, GRANULE, GRANULE, 2 * GRANULE]
+
+
+def test_scattered_room_is_joined_by_moving_as_little_as_possible() -> None:
+    made = pool(10)
+    for slot, size in ((1, 2), (2, 1), (3, 2), (4, 3), (5, 2)):
+        placed(made, slot, size)
+    made.release(1, NOTHING)
+    made.release(3, NOTHING)
+    assert made.place(6, 5 * GRANULE, PAST) is None
+    grant = placed(made, 6, 4)
+    assert grant.moves == (Move(2, 7 * GRANULE, 9 * GRANULE, GRANULE),)
+    assert grant.start == 5 * GRANULE
+    made.check()
+
+
+def test_of_two_ways_to_join_room_the_cheaper_is_taken() -> None:
+    made = pool(14)
+    for slot, size in ((1, 1), (2, 1), (3, 1), (4, 1), (5, 4), (6, 6)):
+        placed(made, slot, size)
+    made.hold(6)
+    for slot in (1, 3, 4):
+        made.release(slot, NOTHING)
+    made.hold(5)
+    assert [move.slot for move in placed(made, 7, 3).moves] == [2]
+    made = pool(13)
+    for slot, size in ((1, 1), (2, 1), (3, 1), (4, 6), (5, 1), (6, 3)):
+        placed(made, slot, size)
+    for slot in (1, 3, 5):
+        made.release(slot, NOTHING)
+    assert [move.slot for move in placed(made, 7, 2).moves] == [2]
+
+
+def test_bytes_given_back_untouched_keep_the_marks_they_had() -> None:
+    made = pool(4)
+    placed(made, 1, 4)
+    made.release(1, at(Lane.COMPUTE, 5))
+    assert placed(made, 2, 4).after == at(Lane.COMPUTE, 5)
+    made.release(2, NOTHING)
+    assert placed(made, 3, 2).after == at(Lane.COMPUTE, 5)
+    made.forget(at(Lane.COMPUTE, 4))
+    assert placed(made, 4, 1).after == at(Lane.COMPUTE, 5)
+    made.forget(at(Lane.COMPUTE, 5))
+    assert placed(made, 5, 1).after == NOTHING
+
+
+def test_the_cap_holds_though_there_is_room() -> None:
+    made = pool(20, lora_bytes=4 * GRANULE)
+    placed(made, 1, 3)
+    assert made.place(2, 2 * GRANULE, PAST) is None
+    placed(made, 2, 1)
+
+
+def test_kv_has_its_least_share_before_it_asks() -> None:
+    made = pool(20, least_kv_blocks=8)  # 192 bytes: 12 granules
+    assert made.place(1, 9 * GRANULE, PAST) is None
+    placed(made, 1, 8)
+    assert made.resize_kv(8, until=NOTHING, moved=PAST) == Grant(0, 8 * BLOCK, NOTHING)
+    made.check()
+
+
+def test_kv_pushes_adapters_together_and_is_refused_when_they_are_in_the_way() -> None:
+    made = pool(10)
+    for slot in range(1, 6):
+        placed(made, slot, 2)
+    for slot in (2, 4):
+        made.release(slot, NOTHING)
+    grant = made.resize_kv(2, until=NOTHING, moved=PAST)  # 48 bytes: 3 granules
+    assert grant is not None
+    assert [move.slot for move in grant.moves] == [3, 5]
+    assert made.resize_kv(3, until=NOTHING, moved=PAST) is None  # 5 granules, 4 free
+    assert made.kv_blocks == 2
+    made.check()
+
+
+def test_what_is_held_stays_in_the_way() -> None:
+    made = pool(10)
+    placed(made, 1, 5)
+    placed(made, 2, 1)
+    made.release(1, NOTHING)
+    for _ in range(2):
+        made.hold(2)
+    made.let_go(2)
+    assert made.place(3, 6 * GRANULE, PAST) is None
+    assert made.resize_kv(3, until=NOTHING, moved=PAST) is None
+    made.let_go(2)
+    placed(made, 3, 6)
+
+
+def test_a_slot_has_bytes_once_and_is_let_go_as_often_as_it_was_held() -> None:
+    made = pool()
+    placed(made, 1, 1)
+    with pytest.raises(AssertionError, match="has bytes already"):
+        made.place(1, 1, PAST)
+    with pytest.raises(AssertionError, match="held by nobody"):
+        made.let_go(1)
+
+
+def test_a_pool_too_small_for_the_least_kv_is_refused() -> None:
+    with pytest.raises(ValueError, match="do not fit"):
+        pool(2, least_kv_blocks=2)
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.sampled_from(["keep", "drop", "hold"])), max_size=12), st.data())
+def test_something_fits_exactly_if_neighbours_that_may_move_leave_room_for_it(
+    asked: list[tuple[int, str]], data: st.DataObject
+) -> None:
+    made = pool(24)
+    kept = []
+    for slot, (size, fate) in enumerate(asked, start=1):
+        if made.place(slot, size * GRANULE, PAST) is not None:
+            kept.append((slot, fate))
+            made.let_go(slot)
+    for slot, fate in kept:
+        if fate == "drop":
+            made.release(slot, NOTHING)
+        elif fate == "hold":
+            made.hold(slot)
+    need = data.draw(st.integers(1, 24))
+    taken = {slot: made.place_of(slot) for slot, fate in kept if fate != "drop"}
+    free = [True] * 24
+    for slot, start in taken.items():
+        for granule in range(start // GRANULE, start // GRANULE + asked[slot - 1][0]):
+            free[granule] = False
+    walls = {granule for slot, fate in kept if fate == "hold" for granule in [taken[slot] // GRANULE]}
+    rooms, room = [], 0
+    for granule in range(24):
+        if granule in walls:
+            rooms.append(room)
+            room = 0
+        room += free[granule]
+    grant = made.place(99, need * GRANULE, PAST)
+    assert (grant is not None) == (max([*rooms, room]) >= need)
+    assert all(made.place_of(slot) == taken[slot] for slot, fate in kept if fate == "hold")
+    made.check()
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_a_move_keeps_its_bytes_whatever_it_overlaps(size: int, distance: int) -> None:
+    memory = np.arange(100, dtype=np.uint8)
+    for target, source, num_bytes in Move(1, 5, 5 + distance, size).pieces():
+        assert source + num_bytes <= target
+        memory[target : target + num_bytes] = memory[source : source + num_bytes]
+    assert list(memory[5 + distance : 5 + distance + size]) == list(range(5, 5 + size))
+
+
+# --- on a device, under any schedule ---
+
+
+class World:
+    """A pool on a fake device, with copies into it and kernels that read it, launched without ever waiting."""
+
+    GRANULES, SLOTS = 24, 7
+
+    def __init__(self, random: Random) -> None:
+        self.random = random
+        self.size = self.GRANULES * GRANULE
+        self.driver = FakeDriver(2 * self.size)
+        self.driver.memory[self.size :] = np.arange(self.size) % 251 + 1  # the host's copy of any adapter
+        self.lanes = Timelines(self.driver)
+        self.pool = DevicePool(self.size, BLOCK, lora_bytes=20 * GRANULE, least_kv_blocks=1, granule=GRANULE)
+        self.sizes: dict[int, int] = {}
+        self.arrives: dict[int, Marks] = {}
+        self.used: dict[int, Marks] = {}  # after the last kernel that reads it
+        self.loading: dict[int, Marks] = {}
+        self.lent: list[tuple[int, Marks]] = []  # to the assist lane
+        self.kv_after = NOTHING
+        self.copied: set[int] = set()
+
+    def host(self, slot: int) -> int:
+        return self.size + 3 * slot
+
+    def load(self) -> None:
+        free = [slot for slot in range(1, self.SLOTS) if slot not in self.sizes]
+        if not free:
+            return
+        slot, num_bytes = self.random.choice(free), self.random.randint(1, 8 * GRANULE)
+        grant = self.pool.place(slot, num_bytes, self.lanes.next(Lane.COMPUTE))
+        if grant is None:
+            return
+        self.move(grant)
+        self.sizes[slot] = num_bytes
+        self.lanes.wait(Lane.COPY, grant.after)
+        stream = self.lanes.streams[Lane.COPY]
+        if self.random.random() < 0.8:  # else cancelled before anything was issued
+            self.driver.copy_to_device(grant.start, self.host(slot), num_bytes, stream)
+            self.copied.add(slot)
+        self.arrives[slot] = self.loading[slot] = at(Lane.COPY, self.lanes.mark(Lane.COPY))
+        if self.driver.left() and self.random.random() < 0.2:
+            self.evict(slot)
+
+    def move(self, grant: Grant) -> None:
+        moving = {move.slot for move in grant.moves}
+        assert not moving & (self.loading.keys() | {slot for slot, _ in self.lent}), "moved in use"
+        issue_moves(self.driver, self.lanes, 0, grant, lambda move, stream: None)
+
+    def evict(self, slot: int) -> None:
+        self.pool.release(slot, latest(self.arrives[slot], self.used.get(slot, NOTHING)))
+        self.copied.discard(slot)
+        for table in (self.sizes, self.arrives, self.loading, self.used):
+            table.pop(slot, None)
+        self.lent = [entry for entry in self.lent if entry[0] != slot]
+
+    def evict_one(self) -> None:
+        if self.sizes:
+            self.evict(self.random.choice(list(self.sizes)))
+
+    def read(self, lane: Lane) -> None:
+        """A kernel reads an adapter that was loaded, or is being loaded."""
+        if not self.sizes:
+            return
+        slot = self.random.choice(list(self.sizes))
+        start, num_bytes = self.pool.place_of(slot), self.sizes[slot]
+        self.lanes.wait(lane, self.arrives[slot])
+        if lane is not Lane.COMPUTE:
+            self.lanes.wait(lane, self.pool.moved(slot))
+        self.kernel(lane, reads=(start, start + num_bytes))
+        mark = self.lanes.mark(lane)
+        self.used[slot] = latest(self.used.get(slot, NOTHING), at(lane, mark))
+        if lane is Lane.ASSIST:
+            self.pool.hold(slot)
+            self.lent.append((slot, at(lane, mark)))
+
+    def resize_kv(self) -> None:
+        blocks = self.random.randint(0, 12)
+        until, moved = self.lanes.issued(), self.lanes.next(Lane.COMPUTE)
+        if (grant := self.pool.resize_kv(blocks, until=until, moved=moved)) is not None:
+            self.move(grant)
+            self.kv_after = latest(self.kv_after, grant.after)
+
+    def write_kv(self) -> None:
+        """An iteration writes to KV blocks."""
+        if self.pool.kv_blocks:
+            start = self.random.randrange(self.pool.kv_blocks) * BLOCK
+            self.lanes.wait(Lane.COMPUTE, self.kv_after)
+            self.kernel(Lane.COMPUTE, writes=(start, start + BLOCK))
+            self.lanes.mark(Lane.COMPUTE)
+
+    def kernel(self, lane: Lane, reads: tuple[int, int] = (0, 0), writes: tuple[int, int] = (0, 0)) -> None:
+        self.driver.issue(self.stream(lane), Operation("kernel", reads=[reads], writes=[writes]))
+
+    def stream(self, lane: Lane) -> Stream:
+        return self.lanes.streams[lane]
+
+    def look(self) -> None:
+        """The host sees how far the device has come."""
+        passed = self.lanes.passed()
+        for slot, marks in list(self.loading.items()):
+            if passed[Lane.COPY] >= marks[Lane.COPY]:
+                del self.loading[slot]
+                self.pool.let_go(slot)
+        for slot, marks in list(self.lent):
+            if passed[Lane.ASSIST] >= marks[Lane.ASSIST]:
+                self.lent.remove((slot, marks))
+                self.pool.let_go(slot)
+        self.pool.forget(passed)
+
+    def act(self) -> None:
+        actions = [self.load, self.load, self.evict_one, self.resize_kv, self.write_kv, self.look]
+        actions += [lambda: self.read(Lane.COMPUTE), lambda: self.read(Lane.ASSIST)]
+        self.random.choice(actions)()
+        self.pool.check()
+        for _ in range(self.random.choice((0, 0, 1, 4, 16))):
+            self.driver.step(self.random.randrange)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32))
+def test_no_byte_changes_hands_while_something_launched_may_touch_it(seed: int) -> None:
+    random = Random(seed)
+    world = World(random)
+    for _ in range(60):
+        world.act()
+    world.driver.run_all(random.randrange)
+    world.look()
+    assert not world.loading
+    assert not world.lent
+    for slot in world.copied:
+        start, num_bytes = world.pool.place_of(slot), world.sizes[slot]
+        expected = world.driver.memory[world.host(slot) : world.host(slot) + num_bytes]
+        assert np.array_equal(world.driver.memory[start : start + num_bytes], expected), "bytes were lost in a move"
+
+
+def test_marks_do_not_pile_up() -> None:
+    made = pool()
+    for number in range(1, 1000):
+        placed(made, 1, 1 + number % 3)
+        made.release(1, at(Lane.COMPUTE, number))
+        made.forget(at(Lane.COMPUTE, number - 2))
+    assert made.place(1, GRANULE, PAST) is not None
+    assert len(made._stale) <= 4

@@ -1,0 +1,64 @@
+"""What a lane's kernels write, cut for one pass after another."""
+
+import pytest
+import torch
+
+from caraserve.core.lora_layout import GROUPS
+from caraserve.gpu.forward.batch import Capacity, Shape
+from caraserve.gpu.kernels.attention import SPLIT_TOKENS
+from caraserve.gpu.memory import workspace
+from caraserve.gpu.memory.workspace import Workspace, make_workspace
+from tests.gpu.small_model import SPEC
+
+ROWS, MOST_CONTEXT = 40, 8 * SPLIT_TOKENS
+ONE_SPLIT_BYTES = 4 * SPEC.heads * (SPEC.head_dim + 2)
+
+
+def made() -> Workspace:
+    capacity = Capacity(tokens=64, rows=ROWS, outputs=500, tile_tokens=16, adapters=8)
+    return make_workspace(SPEC, torch.float32, capacity, 16, MOST_CONTEXT, torch.device("cpu"))
+
+
+def pieces(space: Workspace, rows: int, context: int) -> list[tuple[int, int]]:
+    found = space.decode_pieces(Shape(rows, rows, 0, rows, 0, False, context))
+    for piece, scratch in found:
+        assert scratch.best.shape == (piece.stop - piece.start, SPEC.heads, -(-context // SPLIT_TOKENS))
+        assert scratch.sums.data_ptr() == space.scratch.sums.data_ptr()
+    return [(piece.start, piece.stop) for piece, _ in found]
+
+
+def test_all_rows_decode_at_once_where_there_is_room() -> None:
+    assert pieces(made(), ROWS, MOST_CONTEXT) == [(0, ROWS)]
+    assert pieces(made(), 3, 1) == [(0, 3)]
+
+
+def test_long_contexts_are_attended_to_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workspace, "_SCRATCH_BYTES", 20 * 8 * ONE_SPLIT_BYTES)
+    space = made()
+    assert space.scratch.best.shape[0] == 16
+    assert pieces(space, ROWS, MOST_CONTEXT) == [(0, 16), (16, 32), (32, 40)]
+    assert pieces(space, ROWS, MOST_CONTEXT // 2) == [(0, 32), (32, 40)]
+    assert pieces(space, ROWS, SPLIT_TOKENS) == [(0, ROWS)]
+
+
+def test_sixteen_rows_fit_whatever_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workspace, "_SCRATCH_BYTES", 1)
+    assert pieces(made(), 17, MOST_CONTEXT) == [(0, 16), (16, 17)]
+
+
+def test_nobody_decodes() -> None:
+    assert pieces(made(), 0, 0) == []
+
+
+def test_a_pass_takes_the_first_rows() -> None:
+    space = made()
+    first = space.activations.first(5)
+    for group, part in enumerate(space.parts):
+        assert part.shape == (4, 64, len(GROUPS[group]), 16)
+        assert first.inputs[group].shape == (5, SPEC.site_shape(GROUPS[group][0])[0])
+        assert first.outputs[group].shape == (5, sum(SPEC.site_shape(site)[1] for site in GROUPS[group]))
+    assert first.hidden.data_ptr() == space.activations.hidden.data_ptr()
+
+
+def test_logits_take_bounded_room() -> None:
+    assert made().logits.shape == (256, SPEC.vocab_size)

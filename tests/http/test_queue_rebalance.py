@@ -1,0 +1,82 @@
+"""Under dLoRA's rule a request that waits moves to an instance with less to do, and its client notices nothing."""
+
+import asyncio
+
+import pytest
+
+from caraserve.cluster.routing.cost import Backlog
+from tests.http.fake_engine import FakeEngine, FakeStream
+from tests.http.fleet import Fleet, fleet
+from tests.http.serving import Answer
+
+BUSY = Backlog(requests=40, queued_tokens=3000)
+LOOK_S = 0.03  # until everybody has looked at the world again
+
+
+async def waiting_at_a(running: Fleet, entry: str) -> "tuple[asyncio.Task[Answer], FakeStream]":
+    """A request that waits at a, which was idle when it came and is the busiest now."""
+    running.world.loads |= {"a": Backlog(), "b": BUSY, "c": BUSY}
+    asked = asyncio.create_task(running[entry].client.complete(model="b", stream=True))
+    (stream,) = await running["a"].engine.submitted()
+    stream.taken = 0  # the stream was looked at; nothing came
+    running.world.loads |= {"a": BUSY, "b": Backlog(), "c": Backlog(requests=5)}
+    await asyncio.sleep(LOOK_S)
+    return asked, stream
+
+
+async def start(running: Fleet) -> None:
+    await running.start("a", FakeEngine(script=None))
+    await running.start("b")
+    await running.start("c")
+
+
+@pytest.mark.parametrize("entry", ["a", "c"])
+async def test_a_waiting_request_moves(entry: str) -> None:
+    async with fleet(routing="dlora") as running:
+        await start(running)
+        asked, stream = await waiting_at_a(running, entry)
+        running["a"].dispatch.moves.balance()
+        await stream.cancelled.wait()
+        stream.end(0, "cancelled")
+        answer = await asked
+        assert answer.status == 200
+        (there,) = running["b"].engine.requests
+        assert (there.adapter, there.params.seed) == ("b", stream.request.params.seed)
+        assert running["a"].tallies.moved == 1
+        assert not running["c"].engine.requests
+
+
+async def test_one_that_has_begun_stays() -> None:
+    async with fleet(routing="dlora") as running:
+        await start(running)
+        asked, stream = await waiting_at_a(running, "c")
+        stream.taken = 1
+        running["a"].dispatch.moves.balance()
+        assert not stream.cancelled.is_set()
+        stream.end()
+        assert (await asked).status == 200
+
+
+async def test_nothing_moves_to_where_there_is_as_much_to_do() -> None:
+    async with fleet(routing="dlora") as running:
+        await start(running)
+        asked, stream = await waiting_at_a(running, "c")
+        running.world.loads |= dict.fromkeys("bc", BUSY)
+        await asyncio.sleep(LOOK_S)
+        running["a"].dispatch.moves.balance()
+        assert not stream.cancelled.is_set()
+        stream.end()
+        await asked
+
+
+async def test_a_moved_request_comes_back_when_nobody_else_takes_it() -> None:
+    async with fleet(routing="dlora") as running:
+        await start(running)
+        asked, stream = await waiting_at_a(running, "a")
+        running["a"].dispatch.moves.balance()
+        for name in "bc":
+            running.world.records.pop(name)
+        stream.end(0, "cancelled")
+        _, again = await running["a"].engine.submitted(2)
+        again.end()
+        assert (await asked).status == 200

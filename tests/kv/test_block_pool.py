@@ -1,0 +1,114 @@
+"""KV blocks: every block has an owner, published ones are found again, room is made by the least recently used."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from caraserve.kv.block_pool import BlockPool
+from caraserve.kv.prefix_keys import next_key, root_key
+
+
+def test_take_is_all_or_nothing() -> None:
+    pool = BlockPool(4)
+    assert pool.take(5) is None
+    assert pool.available == 4
+    assert len(set(pool.take(4) or [])) == 4
+    assert pool.take(1) is None
+
+
+def test_a_published_block_is_found_after_its_owner_has_left() -> None:
+    pool = BlockPool(2)
+    (block,) = pool.take(1) or []
+    pool.publish(block, b"key")
+    pool.release([block])
+    assert pool.available == 2
+    assert pool.find(b"key") == block
+    assert pool.available == 1
+
+
+def test_what_is_forgotten_is_found_no_more_and_stays_its_holders() -> None:
+    pool = BlockPool(3)
+    lost, kept, unpublished = pool.take(3) or []
+    pool.publish(lost, b"lost")
+    pool.publish(kept, b"kept")
+    pool.forget([lost, unpublished])
+    pool.check([[lost, kept, unpublished]])
+    assert (pool.find(b"lost"), pool.find(b"kept")) == (None, kept)
+    pool.release([lost, kept, kept, unpublished])
+    pool.check([])
+
+
+def test_a_shared_block_is_free_only_when_the_last_holder_leaves() -> None:
+    pool = BlockPool(1)
+    (block,) = pool.take(1) or []
+    pool.publish(block, b"key")
+    assert pool.find(b"key") == block
+    pool.release([block])
+    assert pool.take(1) is None
+    pool.release([block])
+    assert pool.take(1) == [block]
+
+
+def test_room_is_made_by_overwriting_the_least_recently_released_and_the_end_of_a_prefix_first() -> None:
+    pool = BlockPool(3)
+    first, second, third = pool.take(3) or []
+    for block, key in ((first, b"1"), (second, b"2"), (third, b"3")):
+        pool.publish(block, key)
+    pool.release([first, second, third])
+    assert pool.take(1) == [third]
+    assert pool.find(b"3") is None
+    assert pool.find(b"1") == first
+
+
+def test_an_overwritten_block_is_no_longer_found() -> None:
+    pool = BlockPool(1)
+    (block,) = pool.take(1) or []
+    pool.publish(block, b"old")
+    pool.release([block])
+    pool.take(1)
+    assert pool.find(b"old") is None
+
+
+def test_forgetting_all_leaves_owned_blocks_owned() -> None:
+    pool = BlockPool(3)
+    kept, left = pool.take(2) or []
+    pool.publish(kept, b"kept")
+    pool.publish(left, b"left")
+    pool.release([left])
+    pool.forget_all()
+    assert pool.find(b"kept") is None
+    assert pool.find(b"left") is None
+    pool.check([[kept]])
+
+
+def test_check_notices_a_block_that_nobody_holds() -> None:
+    pool = BlockPool(2)
+    pool.take(1)
+    with pytest.raises(AssertionError):
+        pool.check([])
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9)), max_size=60))
+def test_counts_add_up_after_any_history(steps: list[tuple[int, int]]) -> None:
+    """0: take; 1: release the oldest holding; 2: find by key."""
+    pool, held = BlockPool(5), []
+    for action, argument in steps:
+        if action == 0 and (blocks := pool.take(argument % 4)) is not None:
+            held.append(blocks)
+            for block in blocks:
+                pool.publish(block, bytes([argument, block]))
+        elif action == 1 and held:
+            pool.release(held.pop(0))
+        elif action == 2 and (found := pool.find(bytes([argument, argument % 5]))) is not None:
+            held.append([found])
+        pool.check(held)
+
+
+def test_a_key_depends_on_adapter_version_salt_and_every_token_before() -> None:
+    tokens = [1, 2, 3]
+    roots = {root_key(None, ""), root_key("a", ""), root_key("b", ""), root_key("a", "x"), root_key("ax", "")}
+    assert len(roots) == 5
+    root = root_key("a", "")
+    assert next_key(root, tokens) == next_key(root_key("a", ""), list(tokens))
+    assert next_key(next_key(root, tokens), tokens) != next_key(root, tokens)
+    assert next_key(root, tokens) != next_key(root, [1, 2, 4])

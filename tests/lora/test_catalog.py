@@ -1,0 +1,209 @@
+"""Which adapters a server begins with: those given must be right, those found or remembered are left out if they are
+not; and what is read at run time and cannot be used is said once."""
+
+import asyncio
+import os
+import sqlite3
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from queue import Queue
+
+import numpy as np
+import pytest
+
+from caraserve.core.backend import Limits
+from caraserve.core.lora_layout import HostAdapter, aligned_bytes
+from caraserve.cpu.arena import Arena
+from caraserve.errors import AdapterRejected, CaraServeError, ConfigError, Forbidden
+from caraserve.kv.memory_budget import Room
+from caraserve.lora.catalog import AdapterReader, Catalog, CatalogRules
+from caraserve.lora.manager import Residency
+from caraserve.lora.peft import TENSORS_NAME
+from caraserve.lora.registry import AdapterInfo, Registry
+from caraserve.lora.start_policy import Loading
+from tests.fake_backend import FakeBackend
+from tests.lora.folders import SPEC, write_adapter
+
+_MIB = 1 << 20
+_LIMITS = Limits(num_blocks=4, block_tokens=4, num_slots=2, adapter_slots=4, max_step_tokens=8, max_context=16)
+
+
+def catalog(registry: Registry, reader: AdapterReader, *roots: Path, device_bytes: int = _MIB) -> Catalog:
+    """Over a device that is never asked."""
+    room, arena = Room(_LIMITS, device_bytes), Arena(aligned_bytes(_MIB))
+    loading = Loading("overlapped", SPEC.layers, 1e9, None)
+    residency = Residency(FakeBackend(_LIMITS), room, arena, reader.read, lambda call: None, lambda: 0.0, loading)
+    return Catalog(SPEC, registry, residency, reader, CatalogRules("base", roots, device_bytes, arena.num_bytes, False))
+
+
+@pytest.fixture
+def reader() -> Iterator[AdapterReader]:
+    made = AdapterReader(SPEC, lambda call: call())
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def adapters_dir(tmp_path: Path) -> Path:
+    """Holds an adapter `good`; tests add what is not."""
+    write_adapter(tmp_path / "adapters" / "good")
+    return tmp_path / "adapters"
+
+
+def truncated(folder: Path) -> None:
+    path = write_adapter(folder) / TENSORS_NAME
+    os.truncate(path, path.stat().st_size - 100)
+
+
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (truncated, "is not a valid safetensors file"),
+    "of a field that nobody knows": (lambda folder: write_adapter(folder, {"use_magic": 7}), "use_magic is 7"),
+    "without tensors": (lambda folder: (write_adapter(folder) / TENSORS_NAME).unlink(), f"has no {TENSORS_NAME}"),
+    "too large": (lambda folder: write_adapter(folder, {"r": 512}, wide()), "more than --lora-pool-bytes"),
+}
+
+
+def wide() -> dict[str, np.ndarray]:  # type: ignore[type-arg]
+    name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
+    halves = {"A": (512, 64), "B": (64, 512)}
+    return {name.format(at, half): np.ones(shape, np.float32) for at in (0, 1) for half, shape in halves.items()}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_folder_found_that_cannot_be_served_is_left_out_with_one_complaint(
+    adapters_dir: Path, reader: AdapterReader, kind: str
+) -> None:
+    make, reason = BAD[kind]
+    make(adapters_dir / "bad")
+    given = {name: adapters_dir / name for name in ("bad", "good")}
+    with closing(Registry(None)) as registry:
+        made = catalog(registry, reader, adapters_dir, device_bytes=100_000)
+        (complaint,) = made.add_at_start(given.items(), lambda: None, found=given)
+        assert [info.name for info in made.all()] == [info.name for info in registry.all()] == ["good"]
+    assert f"{str(adapters_dir / 'bad')!r} in --adapters-dir is left out: " in complaint
+    assert reason in complaint
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_one_that_was_given_must_be_right(adapters_dir: Path, reader: AdapterReader, kind: str) -> None:
+    BAD[kind][0](adapters_dir / "bad")
+    given = {name: adapters_dir / name for name in ("bad", "good")}
+    with closing(Registry(None)) as registry:
+        made = catalog(registry, reader, adapters_dir, device_bytes=100_000)
+        with pytest.raises(ConfigError, match="adapter 'bad' at "):
+            made.add_at_start(given.items(), lambda: None, found=["good"])
+
+
+def test_a_folder_found_whose_name_cannot_be_an_adapters_is_left_out(adapters_dir: Path, reader: AdapterReader) -> None:
+    given = {name: write_adapter(adapters_dir / name) for name in ("two words", "base")}
+    with closing(Registry(None)) as registry:
+        made = catalog(registry, reader, adapters_dir)
+        complaints = made.add_at_start(given.items(), lambda: None, found=given)
+        assert made.all() == []
+    assert ["two words" in complaints[0], "base" in complaints[1]] == [True, True]
+
+
+def test_a_folder_that_was_served_and_is_damaged_since_is_left_out_until_it_is_mended(
+    adapters_dir: Path, reader: AdapterReader, tmp_path: Path
+) -> None:
+    given = {"good": adapters_dir / "good"}
+
+    def start() -> tuple[list[str], list[str]]:
+        with closing(Registry(tmp_path / "registry.db")) as registry:
+            made = catalog(registry, reader, adapters_dir)
+            complaints = made.add_at_start(given.items(), lambda: None, found=given)
+            return complaints, [info.name for info in made.all()]
+
+    assert start() == ([], ["good"])
+    truncated(adapters_dir / "good")
+    complaints, names = start()
+    assert (len(complaints), names) == (1, [])
+    write_adapter(adapters_dir / "good")
+    assert start() == ([], ["good"])
+
+
+def remembered(registry: Path, reader: AdapterReader, folder: Path, *roots: Path) -> tuple[list[str], list[str]]:
+    """Complaints and names at the start of a server that is given nothing, after one that was given `folder`."""
+    with closing(Registry(registry)) as before:
+        catalog(before, reader, folder.parent).add_at_start([("voice", folder)], lambda: None)
+    with closing(Registry(registry)) as after:
+        made = catalog(after, reader, *roots)
+        return made.add_at_start([], lambda: None), [info.name for info in made.all()]
+
+
+def test_what_is_remembered_comes_back_from_folders_that_are_allowed(
+    adapters_dir: Path, reader: AdapterReader, tmp_path: Path
+) -> None:
+    assert remembered(tmp_path / "r.db", reader, adapters_dir / "good", adapters_dir) == ([], ["voice"])
+    for roots in ((), (tmp_path / "elsewhere",)):
+        (complaint,), names = remembered(tmp_path / "r.db", reader, adapters_dir / "good", *roots)
+        assert names == []
+        assert str(adapters_dir / "good") in complaint
+        assert "--allow-adapter-path" in complaint
+
+
+def test_a_row_with_anothers_path_is_not_believed(adapters_dir: Path, reader: AdapterReader, tmp_path: Path) -> None:
+    """Files of the same sizes and times: only the path tells that the row is not of the adapter given."""
+    other = write_adapter(tmp_path / "other", {"lora_alpha": 9})
+    for file in other.iterdir():
+        stat = (adapters_dir / "good" / file.name).stat()
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    given = [("good", adapters_dir / "good")]
+    with closing(Registry(tmp_path / "r.db")) as registry:
+        catalog(registry, reader, tmp_path).add_at_start(given, lambda: None)
+        right = registry.all()[0]
+    with closing(sqlite3.connect(tmp_path / "r.db")) as vandal, vandal:
+        vandal.execute("UPDATE adapters SET path = ?, digest = ?", (str(other), "0" * 64))
+    with closing(Registry(tmp_path / "r.db")) as registry:
+        made = catalog(registry, reader, tmp_path)
+        assert made.add_at_start(given, lambda: None) == []
+        assert made.all() == [replace(right, created_s=made.all()[0].created_s)]
+
+
+def test_damaged_rows_are_among_the_complaints(adapters_dir: Path, reader: AdapterReader, tmp_path: Path) -> None:
+    with closing(Registry(tmp_path / "r.db")) as registry:
+        catalog(registry, reader).add_at_start([("good", adapters_dir / "good")], lambda: None)
+    with closing(sqlite3.connect(tmp_path / "r.db")) as vandal, vandal:
+        vandal.execute("UPDATE adapters SET rank = 'eight'")
+    with closing(Registry(tmp_path / "r.db")) as registry:
+        (complaint,) = catalog(registry, reader).add_at_start([], lambda: None)
+    assert "rank is 'eight'" in complaint
+
+
+def load(made: Catalog, path: Path) -> AdapterInfo:
+    async def body(call: Callable[[], Awaitable[AdapterInfo]]) -> AdapterInfo:
+        return await call()
+
+    return asyncio.run(body(lambda: made.load("new", str(path), inplace=False)))
+
+
+def test_run_time_loads_lie_in_folders_that_are_allowed(adapters_dir: Path, reader: AdapterReader) -> None:
+    with closing(Registry(None)) as registry:
+        assert load(catalog(registry, reader, adapters_dir), adapters_dir / "good").name == "new"
+        with pytest.raises(AdapterRejected, match="lies outside"):
+            load(catalog(registry, reader, adapters_dir / "good"), adapters_dir)
+        with pytest.raises(Forbidden, match="--allow-adapter-path ROOT"):
+            load(catalog(registry, reader), adapters_dir / "good")
+
+
+def test_a_folder_that_cannot_be_read_any_more_is_logged_once(
+    adapters_dir: Path, reader: AdapterReader, caplog: pytest.LogCaptureFixture
+) -> None:
+    results: Queue[HostAdapter | CaraServeError] = Queue()
+
+    def read() -> list[str]:
+        reader.read(adapters_dir / "good", aligned_bytes(_MIB), results.put)
+        results.get(timeout=30)
+        return [record.getMessage() for record in caplog.records]
+
+    assert read() == []
+    truncated(adapters_dir / "good")
+    (message,) = read()
+    assert read() == [message]
+    assert "adapters/good' cannot be used: adapter_model.safetensors is not a valid" in message
+    write_adapter(adapters_dir / "good")
+    assert read() == [message]
+    truncated(adapters_dir / "good")
+    assert read() == [message, message]

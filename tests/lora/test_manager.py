@@ -1,0 +1,289 @@
+"""Where adapters are: which changes of tier exist, who is evicted, and that nothing in use ever is."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from caraserve.core.lora_layout import ALIGN_BYTES
+from caraserve.errors import AdapterRejected
+from caraserve.lora.adapter import TIER_CHANGES, Tier, Version
+from caraserve.lora.device_loader import MAX_BYPASSES
+from tests.lora.tiers import World
+
+
+@pytest.mark.parametrize(("start", "end"), list(itertools.product(Tier, Tier)))
+def test_only_the_tables_changes_exist(start: Tier, end: Tier) -> None:
+    version = Version("digest", Path(), 40)
+    version.tier = start
+    if end in TIER_CHANGES[start]:
+        version.to(end)
+        assert version.tier is end
+    else:
+        with pytest.raises(AssertionError):
+            version.to(end)
+
+
+def test_a_request_brings_its_adapter_to_the_device_and_the_next_finds_it_there() -> None:
+    world = World()
+    world.add("a")
+    world.serve("a")
+    world.serve("a")
+    assert world.residency.counters.disk_reads == 1
+    assert world.residency.counters.device_hits == 1
+
+
+def test_the_adapter_least_asked_for_makes_room() -> None:
+    world = World(device_bytes=100)
+    for name in "abc":
+        world.add(name)
+    for name in "aab":
+        world.serve(name)
+    world.serve("c")
+    assert world.on_device() == {"a", "c"}
+
+
+def test_old_requests_count_less_than_recent_ones() -> None:
+    world = World(device_bytes=100)
+    for name in "abc":
+        world.add(name)
+    for name in "aaa":
+        world.serve(name)
+    world.now_s = 600.0
+    world.serve("b")
+    world.serve("c")
+    assert world.on_device() == {"b", "c"}
+
+
+def test_of_two_equally_asked_for_the_one_that_is_quicker_to_reload_makes_room() -> None:
+    world = World(device_bytes=100)
+    for name, size in (("small", 30), ("large", 60), ("new", 25)):
+        world.add(name, size)
+        world.serve(name)
+    assert world.on_device() == {"large", "new"}
+
+
+def test_an_adapter_in_use_is_never_evicted_and_the_next_gets_its_room_when_it_ends() -> None:
+    world = World(device_bytes=50)
+    world.add("a")
+    world.add("b")
+    first, second = world.ask("a"), world.ask("b")
+    world.settle()
+    assert world.on_device() == {"a"}
+    world.end(first)
+    world.settle()
+    assert world.on_device() == {"b"}
+    assert second.tier is Tier.DEVICE
+
+
+def test_those_who_wait_for_room_are_served_in_order() -> None:
+    world = World(device_bytes=50)
+    for name in "abc":
+        world.add(name)
+    asked = [world.ask(name) for name in "abc"]
+    world.settle()
+    for version in asked:
+        assert world.on_device() == {version.digest}
+        world.end(version)
+        world.settle()
+
+
+def test_admission_pauses_when_too_many_pass_an_adapter_that_waits() -> None:
+    world = World(device_bytes=50)
+    world.add("hot")
+    world.add("cold")
+    holding = [world.ask("hot")]
+    world.settle()
+    world.ask("cold")
+    world.settle()
+    for _ in range(MAX_BYPASSES):
+        assert world.residency.copies.admits
+        holding.append(world.ask("hot"))
+    assert not world.residency.copies.admits
+    for version in holding:
+        world.end(version)
+    world.settle()
+    assert world.on_device() == {"cold"}
+    assert world.residency.copies.admits
+
+
+def test_the_host_tier_keeps_the_most_recent_within_its_bytes() -> None:
+    world = World(device_bytes=45, host_bytes=2 * ALIGN_BYTES)
+    for name in "abc":
+        world.add(name)
+        world.serve(name)
+    assert {version.digest for version in world.residency.in_host()} == {"b", "c"}
+    world.serve("b")
+    assert world.residency.counters.disk_reads == 3
+    world.serve("a")
+    assert world.residency.counters.disk_reads == 4
+
+
+def test_a_failed_read_is_told_and_tried_again_by_the_next_request() -> None:
+    world = World()
+    world.add("a")
+    world.disk["a"] = AdapterRejected("broken")
+    version = world.ask("a")
+    world.settle()
+    assert version.tier is Tier.FAILED
+    assert version.error is not None
+    world.end(version)
+    world.disk["a"] = 40
+    world.serve("a")
+
+
+def test_files_that_changed_since_registration_are_refused() -> None:
+    world = World()
+    world.add("a")
+    world.residency.register("b", "other-digest", Path("a"), 40)
+    version = world.ask("b")
+    world.settle()
+    assert version.tier is Tier.FAILED
+    assert "changed" in str(version.error)
+
+
+def test_an_adapter_larger_than_the_device_is_refused() -> None:
+    world = World(device_bytes=30)
+    world.add("a")
+    version = world.ask("a")
+    world.settle()
+    assert isinstance(version.error, AdapterRejected)
+
+
+def test_a_version_without_name_lives_until_its_last_request_ends() -> None:
+    world = World()
+    world.add("a")
+    version = world.ask("a")
+    world.settle()
+    world.residency.unregister("a")
+    assert world.on_device() == {"a"}
+    world.end(version)
+    assert world.on_device() == set()
+    assert world.residency.is_forgotten(version)
+    assert world.device.bound == {}
+
+
+def test_two_names_of_one_version_share_its_memory() -> None:
+    world = World(device_bytes=50)
+    world.add("a")
+    world.residency.register("alias", "a", Path("a"), 40)
+    first, second = world.ask("a"), world.ask("alias")
+    world.settle()
+    assert first is second
+    assert len(world.device.bound) == 1
+    world.residency.unregister("a")
+    assert not world.residency.is_forgotten(first)
+
+
+def test_an_adapter_that_nobody_wants_any_more_is_not_copied() -> None:
+    world = World()
+    world.add("a")
+    version = world.ask("a")
+    world.end(version)
+    world.settle()
+    assert version.tier is Tier.HOST
+    assert world.device.bound == {}
+
+
+def test_adapters_wait_for_room_in_the_host_tier_in_the_order_of_asking() -> None:
+    """Room for one image, and the device is full: whose image is on its way to the device keeps it."""
+    world = World(device_bytes=50, host_bytes=ALIGN_BYTES)
+    for name in "abc":
+        world.add(name)
+    asked = [world.ask(name) for name in "abc"]
+    world.settle()
+    assert [version.tier for version in asked] == [Tier.DEVICE, Tier.HOST, Tier.DISK]
+    for version in asked:
+        assert world.on_device() == {version.digest}
+        world.end(version)
+        world.settle()
+
+
+def test_images_give_way_until_the_free_bytes_are_in_one_piece() -> None:
+    world = World(device_bytes=200, host_bytes=3 * ALIGN_BYTES)
+    for name in "abc":
+        world.add(name)
+        world.serve(name)
+    world.residency.unregister("c")
+    world.add("large", 2 * ALIGN_BYTES)
+    world.serve("large")
+    assert world.residency.counters.host_evictions == 2, (
+        "a's room and c's would have been enough bytes, but b is between"
+    )
+
+
+def test_one_who_leaves_while_waiting_for_the_host_tier_leaves_no_trace() -> None:
+    world = World(device_bytes=50, host_bytes=ALIGN_BYTES)
+    for name in "abc":
+        world.add(name)
+    first, second, third = (world.ask(name) for name in "abc")
+    world.settle()
+    world.end(third)
+    world.end(first)
+    world.end(second)
+    world.settle()
+    assert world.residency.counters.disk_reads == 2
+    world.serve("c")
+
+
+def test_a_failed_read_gives_its_room_back() -> None:
+    world = World(host_bytes=ALIGN_BYTES)
+    world.add("a")
+    world.add("b")
+    world.disk["a"] = AdapterRejected("broken")
+    world.end(world.ask("a"))
+    world.settle()
+    assert world.arena.used_bytes == 0
+    world.serve("b")
+
+
+def test_a_failed_copy_is_told_and_unbound() -> None:
+    world = World()
+    world.add("a")
+    world.device.failures["a"] = RuntimeError("no room")
+    version = world.ask("a")
+    world.settle()
+    assert version.tier is Tier.FAILED
+    assert world.device.bound == {}
+    world.end(version)
+    world.serve("a")
+
+
+def test_an_image_is_kept_while_it_is_copied() -> None:
+    """The workers may be reading it."""
+    world = World(device_bytes=200, host_bytes=ALIGN_BYTES)
+    world.add("a")
+    world.add("b")
+    copying = world.ask("a")
+    world.reads.pop()()
+    waiting = world.ask("b")
+    assert (copying.tier, waiting.tier) == (Tier.COPYING, Tier.DISK)
+    world.settle()
+    assert (copying.tier, waiting.tier) == (Tier.DEVICE, Tier.DEVICE)
+
+
+def test_one_that_comes_takes_its_room_when_its_first_layer_has_come() -> None:
+    world = World(streamed_plans=1)
+    world.add("a")
+    version = world.ask("a")
+    world.coming["a"]()
+    assert version.tier is Tier.STREAMING
+    world.residency.check()
+    world.settle()
+    assert world.on_device() == {"a"}
+
+
+def test_one_that_comes_takes_no_room_that_another_waits_for() -> None:
+    world = World(streamed_plans=1, device_bytes=100)
+    for name, size in (("held", 60), ("large", 60), ("small", 20)):
+        world.add(name, size)
+    held = world.ask("held")
+    world.settle()
+    large = world.ask("large")
+    world.settle()
+    small = world.ask("small")
+    world.coming["small"]()
+    assert (large.tier, small.tier) == (Tier.HOST, Tier.READING)
+    world.end(held)
+    world.settle()
+    assert world.on_device() == {"large", "small"}

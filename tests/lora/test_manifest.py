@@ -1,0 +1,112 @@
+"""What an adapter is known by: the same bytes, the same digest, whoever checks them, in whatever pieces."""
+
+import dataclasses
+import hashlib
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from caraserve.errors import AdapterRejected
+from caraserve.lora.manifest import ChunkHasher, chunk_ends, manifest_of, read_manifest
+from caraserve.model.dtype import Dtype
+from caraserve.model.spec import parse_spec
+from tests.cluster.images import MODEL, image
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("layer_ends", "ends"),
+    [
+        ([300 * KIB, 600 * KIB], [300 * KIB, 600 * KIB]),
+        ([100 * KIB, 200 * KIB, 300 * KIB, 400 * KIB], [300 * KIB, 400 * KIB]),
+        ([2 * MIB + 1], [MIB, 2 * MIB, 2 * MIB + 1]),
+        ([0, 0, 64, 64], [64]),
+        ([300 * KIB, 300 * KIB, 300 * KIB], [300 * KIB]),
+        ([MIB, 3 * MIB], [MIB, 2 * MIB, 3 * MIB]),
+    ],
+)
+def test_chunks_follow_layers_that_are_neither_tiny_nor_huge(layer_ends: list[int], ends: list[int]) -> None:
+    assert chunk_ends(layer_ends) == ends
+
+
+@pytest.mark.parametrize("piece", [1000, 300 * KIB, 5 * MIB])
+def test_hashes_are_those_of_the_chunks_however_the_bytes_come(piece: int) -> None:
+    one = image(rank=16)
+    hasher = ChunkHasher(one.spec.layer_ends)
+    for at in range(0, one.spec.num_bytes, piece):
+        hasher.update(one.data[at : at + piece].data)
+    starts = (0, *chunk_ends(one.spec.layer_ends))
+    right = [hashlib.sha256(one.data[start:end]).digest() for start, end in pairwise(starts)]
+    assert hasher.hashes == right
+
+
+def test_a_manifest_says_all_of_an_adapter_but_its_bytes() -> None:
+    spec = image(rank=16).spec
+    assert read_manifest(manifest_of(spec), spec.digest, MODEL) == spec
+
+
+def test_other_bytes_another_digest() -> None:
+    assert image(seed=1).spec.digest != image(seed=2).spec.digest
+    assert image(seed=1).spec == image(seed=1).spec
+
+
+def test_another_manifest_than_the_digests_is_refused() -> None:
+    spec = image().spec
+    with pytest.raises(AdapterRejected, match="not its manifest"):
+        read_manifest(manifest_of(spec) + b" ", spec.digest, MODEL)
+
+
+GOOD = json.loads(manifest_of(image().spec))
+
+
+def but(index: int, value: Any) -> list[Any]:
+    return [*GOOD[:index], value, *GOOD[index + 1 :]]
+
+
+HOSTILE: dict[str, Any] = {
+    "no list": {},
+    "too short": GOOD[:3],
+    "another version": but(0, 2),
+    "a dtype that is none": but(1, 7),
+    "a layer too far": but(2, [[MODEL.layers, 0, 8, 1.0]]),
+    "a layer too far, of no bytes": [*GOOD[:2], [[0, 0, 8, 1.0], [MODEL.layers, 0, 8, 1.0]], GOOD[3][:1]],
+    "a layer before the first": but(2, [[-1, 0, 8, 1.0]]),
+    "a site that is none": but(2, [[0, 7, 8, 1.0]]),
+    "a site from the end": but(2, [[0, -1, 8, 1.0]]),
+    "a module twice": but(2, [*GOOD[2], GOOD[2][0]]),
+    "no modules": but(2, []),
+    "nothing": [*GOOD[:2], [], []],
+    "no rank": but(2, [[0, 0, 0, 1.0]]),
+    "a rank past all": but(2, [[0, 0, 1 << 40, 1.0]]),
+    "a rank that is none": but(2, [[0, 0, True, 1.0]]),
+    "a scale that is none": but(2, [[0, 0, 8, "1"]]),
+    "an endless scale": but(2, [[0, 0, 8, float("inf")]]),
+    "a chunk missing": but(3, GOOD[3][:-1]),
+    "a chunk too many": but(3, [*GOOD[3], GOOD[3][0]]),
+    "a short hash": but(3, [GOOD[3][0][:-2], *GOOD[3][1:]]),
+    "no hash": but(3, ["?", *GOOD[3][1:]]),
+    "deep": json.loads("[" * 900 + "]" * 900),
+}
+
+
+@pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
+def test_a_manifest_that_somebody_invented_is_refused(value: Any) -> None:
+    body = json.dumps(value).encode()
+    with pytest.raises(AdapterRejected, match="not for this base model"):
+        read_manifest(body, hashlib.sha256(body).hexdigest(), MODEL)
+
+
+def test_one_of_another_base_model_is_refused_or_lies_elsewhere() -> None:
+    spec = image().spec
+    fields = {"architectures": ["LlamaForCausalLM"], "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96}
+    fields |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    with pytest.raises(AdapterRejected, match="not for this base model"):
+        read_manifest(manifest_of(spec), spec.digest, parse_spec(fields))
+
+
+def test_the_dtype_is_part_of_the_digest() -> None:
+    spec = image().spec
+    assert manifest_of(dataclasses.replace(spec, dtype=Dtype.BF16)) != manifest_of(spec)

@@ -1,0 +1,148 @@
+"""Tiers of adapters over a fake disk and a fake device, with a clock, where moves end when the test says so."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caraserve.core.backend import Limits
+from caraserve.core.batch import Plan, StepResult
+from caraserve.core.lora_layout import AdapterSpec, HostAdapter, aligned_bytes
+from caraserve.cpu.arena import Arena
+from caraserve.errors import CaraServeError
+from caraserve.kv.memory_budget import Room
+from caraserve.lora.adapter import Version
+from caraserve.lora.manager import Residency
+from caraserve.lora.start_policy import Loading
+from caraserve.model.dtype import Dtype
+
+
+class Device:
+    """A backend whose copies end when the test says so."""
+
+    limits = Limits(num_blocks=1, block_tokens=16, num_slots=1, adapter_slots=9, max_step_tokens=1, max_context=1)
+
+    def __init__(self, streamed_plans: int) -> None:
+        self.limits = replace(self.limits, streamed_plans=streamed_plans)
+        self.bound: dict[int, str] = {}
+        self.copies: list[Callable[[], None]] = []
+        self.failures: dict[str, Exception] = {}  # of copies, by digest
+
+    host_memory = np.zeros(0, np.uint8)
+
+    def load_adapter(
+        self,
+        adapter: HostAdapter,
+        slot: int,
+        done: Callable[[Exception | None], None],
+        group_ends: Sequence[int] = (),
+        layers: int | None = None,
+    ) -> None:
+        self.bound[slot] = adapter.spec.digest
+        self.copies.append(lambda: done(self.failures.pop(adapter.spec.digest, None)))
+
+    def extend_load(self, slot: int, layers: int) -> None:
+        assert slot in self.bound
+
+    def break_load(self, slot: int, cause: Exception) -> None:
+        raise AssertionError("all comes here")
+
+    def recall(self, slot: int) -> None:
+        raise AssertionError("no plan waits here")
+
+    def resize_kv(self, blocks: int, done: Callable[[], None]) -> None:
+        raise AssertionError("KV blocks have memory of their own here")
+
+    def device_bytes(self, spec: AdapterSpec) -> int:
+        return spec.num_bytes
+
+    def unload_adapter(self, slot: int) -> None:
+        del self.bound[slot]
+
+    def launch(self, plan: Plan, done: Callable[[StepResult | Exception], None]) -> None:
+        raise AssertionError("residency launches nothing")
+
+    def close(self) -> None:
+        pass
+
+
+class Costs:
+    def prefill_ms(self, tokens: int, rank: int) -> float:
+        return 1.0
+
+    def cpu_lora_ms(self, tokens: int, rank: int, targets: str) -> float:
+        return 1.0
+
+
+COSTS = Costs()
+
+
+class World:
+    """A residency over a fake disk, with a clock and loads that end when `settle` is called."""
+
+    def __init__(self, device_bytes: int = 100, host_bytes: int = 1000, streamed_plans: int = 0) -> None:
+        self.device, self.now_s = Device(streamed_plans), 0.0
+        self.coming: dict[str, Callable[[], None]] = {}  # the first of two layers, of reads under way
+        self.disk: dict[str, int | CaraServeError] = {}
+        self.reads: list[Callable[[], None]] = []
+        self.arena = Arena(aligned_bytes(host_bytes))
+        self.residency = Residency(
+            self.device,
+            Room(self.device.limits, device_bytes),
+            self.arena,
+            self._read,
+            lambda call: call(),
+            lambda: self.now_s,
+            Loading("pipelined" if streamed_plans else "overlapped", 1, link_bytes_per_s=100.0, costs=COSTS),
+        )
+
+    def add(self, name: str, size: int = 40) -> None:
+        self.disk[name] = size
+        self.residency.register(name, name, Path(name), size)
+
+    def ask(self, name: str) -> Version:
+        """A request is submitted and admitted."""
+        version = self.residency.pin(name)
+        self.residency.use(version)
+        return version
+
+    def end(self, version: Version) -> None:
+        self.residency.unuse(version)
+        self.residency.unpin(version)
+
+    def settle(self) -> None:
+        while self.reads or self.device.copies:
+            (self.reads or self.device.copies).pop(0)()
+        self.residency.check()
+
+    def serve(self, name: str) -> None:
+        """One request from start to end."""
+        version = self.ask(name)
+        self.settle()
+        assert self.device.bound[version.slot] == name
+        self.end(version)
+
+    def on_device(self) -> set[str]:
+        return {version.digest for version in self.residency.on_device()}
+
+    def _read(
+        self,
+        folder: Path,
+        into: NDArray[np.uint8],
+        done: Callable[[HostAdapter | CaraServeError], None],
+        came: Callable[[HostAdapter, int], None],
+    ) -> None:
+        found = self.disk[folder.name]
+        if isinstance(found, CaraServeError):
+            self.reads.append(lambda: done(found))
+            return
+        image = HostAdapter(AdapterSpec(folder.name, Dtype.F32, 8, ("q_proj",), (found // 2, found), ()), into)
+        self.coming[folder.name] = lambda: came(image, 1)
+
+        def finish() -> None:
+            del self.coming[folder.name]
+            done(image)
+
+        self.reads.append(finish)

@@ -1,0 +1,376 @@
+"""Measuring a backend: what it is asked for is allowed, what it answers is found again, nothing stays behind."""
+
+import itertools
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from caraserve import demo
+from caraserve.cli.main import main
+from caraserve.core.backend import Limits
+from caraserve.core.batch import BASE_ADAPTER_SLOT, Plan, Row, StepResult
+from caraserve.core.lora_layout import A_COLUMNS, PANEL, AdapterSpec, HostAdapter, aligned_bytes
+from caraserve.core.machine_profile import ASSUMED_HANDOFF_MS, Profile, load, machine_key
+from caraserve.errors import BackendFailed, ConfigError
+from caraserve.model.dtype import Dtype
+from caraserve.model.spec import SITES, ModelSpec, load_spec, parse_spec
+from caraserve.profiling import measure as calibrate
+from caraserve.profiling.apply import loading_rules, make_profile
+from caraserve.profiling.cpu_lora_rate import LayerLora
+from caraserve.profiling.measure import measure, model_key
+from caraserve.profiling.microbench import adapter_spec, random_adapter
+from caraserve.util.units import align_up
+from tests.serving import lora_config
+
+MIB = 1 << 20
+PREFILL = 3.0, 0.25, 0.002  # ms, a token, a token and rank
+DECODE = 5.0, 0.3, 0.01  # ms, a request, a rank
+
+
+def spec() -> ModelSpec:
+    return load_spec(demo.model_folder())
+
+
+class ExactBackend:
+    """Takes exactly the times above, whatever the clock says, and notes everything that a backend may refuse."""
+
+    def __init__(self, limits: Limits, host_bytes: int = 64 * MIB) -> None:
+        self.limits = limits
+        self.host_memory = aligned_bytes(host_bytes)
+        self.faults: list[str] = []
+        self.ranks: dict[int, int] = {BASE_ADAPTER_SLOT: 0}
+        self.most_ranks = self.ranks
+        self._tokens: dict[int, int] = {}
+        self._blocks: dict[int, tuple[int, ...]] = {}
+        self.failing = False
+
+    def launch(self, plan: Plan, done: Callable[[StepResult | Exception], None]) -> None:
+        if self.failing:
+            done(RuntimeError("the device is gone"))
+            return
+        self._tokens |= {start.slot: len(start.token_ids) for start in plan.starts}
+        self._blocks |= {grant.slot: grant.blocks for grant in plan.grants if grant.first == 0}
+        self._check(plan)
+        done(StepResult((), 0.0, self._ms(plan.rows) / 1000))
+
+    def _ms(self, rows: Sequence[Row]) -> float:
+        ranks = [self.ranks[row.adapter_slot] for row in rows]
+        if all(row.count == 1 for row in rows):
+            return DECODE[0] + DECODE[1] * len(rows) + DECODE[2] * sum(ranks)
+        return PREFILL[0] + sum(
+            row.count * (PREFILL[1] + PREFILL[2] * rank) for row, rank in zip(rows, ranks, strict=True)
+        )
+
+    def _check(self, plan: Plan) -> None:
+        slots = [row.slot for row in plan.rows]
+        adapters = [row.adapter_slot for row in plan.rows]
+        ends = {row.slot: row.start + row.count for row in plan.rows}
+        per_block, limits = self.limits.block_tokens, self.limits
+        rules = {
+            "a slot twice": len(set(slots)) == len(slots),
+            "no such slot": max(slots) < limits.num_slots,
+            "rows out of order": adapters == sorted(adapters),
+            "an adapter that is not there": set(adapters) <= set(self.ranks),
+            "too many tokens": 0 < plan.num_tokens <= limits.max_step_tokens,
+            "past the context": max(ends.values()) < limits.max_context,
+            "tokens that nobody gave": all(self._tokens[slot] >= end for slot, end in ends.items()),
+            "no block": all(len(self._blocks[slot]) * per_block >= end for slot, end in ends.items()),
+            "no such block": all(0 <= block < limits.num_blocks for slot in slots for block in self._blocks[slot]),
+        }
+        self.faults += [rule for rule, kept in rules.items() if not kept]
+
+    def load_adapter(
+        self,
+        adapter: HostAdapter,
+        slot: int,
+        done: Callable[[Exception | None], None],
+        group_ends: Sequence[int] = (),
+        layers: int | None = None,
+    ) -> None:
+        first = int(adapter.data.ctypes.data) - int(self.host_memory.ctypes.data)
+        if not (first >= 0 and first + adapter.data.nbytes <= self.host_memory.nbytes and first % 64 == 0):
+            self.faults.append("bytes outside the host's memory")
+        if (
+            slot in self.ranks
+            or not 0 < slot < self.limits.adapter_slots
+            or adapter.data.nbytes != adapter.spec.num_bytes
+        ):
+            self.faults.append("a load to a slot that is taken or none, or of too few bytes")
+        self.ranks = self.ranks | {slot: adapter.spec.rank}
+        self.most_ranks = max(self.most_ranks, self.ranks, key=len)
+        done(None)
+
+    def extend_load(self, slot: int, layers: int) -> None:
+        self.faults.append("a load of which not all was there")
+
+    def break_load(self, slot: int, cause: Exception) -> None:
+        self.faults.append("a load of which not all was there")
+
+    def recall(self, slot: int) -> None:
+        self.faults.append("a plan aside that is none")
+
+    def device_bytes(self, spec: AdapterSpec) -> int:
+        return spec.num_bytes
+
+    def unload_adapter(self, slot: int) -> None:
+        self.ranks = {bound: rank for bound, rank in self.ranks.items() if bound != slot}
+
+    def close(self) -> None:
+        pass
+
+
+LARGE = Limits(num_blocks=500, block_tokens=16, num_slots=64, adapter_slots=1025, max_step_tokens=256, max_context=1024)
+SMALL = Limits(num_blocks=9, block_tokens=16, num_slots=3, adapter_slots=5, max_step_tokens=40, max_context=48)
+TINY = Limits(num_blocks=4, block_tokens=16, num_slots=8, adapter_slots=5, max_step_tokens=40, max_context=24)
+
+
+def quick(backend: ExactBackend, progress: Callable[[float], None] = lambda share: None) -> Profile:
+    return measure(backend, spec(), quick=True, progress=progress)
+
+
+@pytest.mark.parametrize("limits", [LARGE, SMALL, TINY], ids=["large", "small", "tiny"])
+def test_a_profile_finds_the_times_that_a_backend_takes(limits: Limits) -> None:
+    backend = ExactBackend(limits)
+    made = quick(backend)
+    fit, decode = made.prefill, made.decode
+    assert (fit.base_ms, fit.per_token_ms, fit.per_token_rank_ms) == pytest.approx(PREFILL)
+    assert (decode.beta_ms, decode.gamma_ms, decode.alpha_ms) == pytest.approx(DECODE)
+    assert fit.r2 == decode.r2 == pytest.approx(1.0)
+    assert backend.faults == []
+
+
+def test_a_profile_says_what_it_is_of() -> None:
+    made = measure(
+        ExactBackend(LARGE), spec(), quick=True, progress=lambda share: None, measure_handoff=lambda: 0.02, threads=3
+    )
+    assert made.handoff_ms == 0.02
+    assert made.quick
+    assert made.machine == machine_key()
+    assert made.model == model_key(spec(), "bfloat16", 3)
+    assert quick(ExactBackend(LARGE)).handoff_ms is None
+    assert {(rate.rank, rate.targets) for rate in made.lora} == {
+        (rank, targets) for rank in (8, 16, 32, 64, 128) for targets in ("qkv", "all")
+    }
+
+
+class _Workers:
+    def __len__(self) -> int:
+        return 2
+
+    def await_all(self, timeout_s: float) -> bool:
+        return True
+
+
+class _Untimed(ExactBackend):
+    """Has CPU workers whose hand-overs cannot be timed, as on a GPU."""
+
+    accelerator, shares_cores, workers = "", False, _Workers()
+
+    def time_hand_over(self, slot: int, tokens: int) -> None:
+        return None
+
+
+def test_a_hand_over_that_was_not_measured_is_missing_and_auto_says_what_it_assumes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    backend: Any = _Untimed(LARGE)
+    made = make_profile(backend, spec(), "bfloat16", None, quick=True, progress=lambda share: None)
+    assert made.handoff_ms is None
+    with caplog.at_level("INFO"):
+        rules = [
+            loading_rules(backend, spec(), profile, lora_config({}, mode="auto"))
+            for profile in (made, replace(made, handoff_ms=0.0))
+        ]
+    assert [rule.handoff_ms for rule in rules] == [ASSUMED_HANDOFF_MS, 0.0]
+    assert len([record for record in caplog.records if "auto assumes 0.05 ms" in record.message]) == 1
+
+
+def test_models_that_take_other_times_have_other_keys() -> None:
+    keys = [model_key(spec(), "bfloat16", threads) for threads in (None, 1, 11)]
+    keys += [model_key(spec(), "float32"), model_key(odd_spec(), "bfloat16")]
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_backend_is_left_without_adapters() -> None:
+    backend = ExactBackend(LARGE)
+    quick(backend)
+    assert backend.ranks == {BASE_ADAPTER_SLOT: 0}
+    assert set(backend.most_ranks.values()) == {0, 8, 32}
+
+
+def test_a_backend_that_fails_is_reported_and_left_without_adapters() -> None:
+    backend = ExactBackend(LARGE)
+    backend.failing = True
+    with pytest.raises(BackendFailed, match="the device is gone"):
+        quick(backend)
+    assert backend.ranks == {BASE_ADAPTER_SLOT: 0}
+    assert len(backend.most_ranks) > 1
+
+
+def test_ranks_without_room_in_host_memory_are_left_out() -> None:
+    smallest = adapter_spec(spec(), Dtype.BF16, 8, spec().layers).num_bytes
+    backend = ExactBackend(LARGE, host_bytes=smallest)
+    assert {point.rank for point in quick(backend).prefill.points} == {0, 8}
+    assert backend.faults == []
+    with pytest.raises(ConfigError, match="rank 8 takes"):
+        quick(ExactBackend(LARGE, host_bytes=smallest - 64))
+
+
+def shares_told(monkeypatch: pytest.MonkeyPatch, tick_s: float) -> list[float]:
+    """What `progress` hears when every look at the clock takes so long."""
+    clock = itertools.count()
+    monkeypatch.setattr(calibrate, "time", SimpleNamespace(monotonic=lambda: tick_s * next(clock), time=time.time))
+    shares: list[float] = []
+    quick(ExactBackend(LARGE), shares.append)
+    return shares
+
+
+def test_progress_only_rises_and_slow_machines_get_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, slow, crawling = (shares_told(monkeypatch, tick_s) for tick_s in (0.0, 0.004, 0.2))
+    for shares in (fast, slow, crawling):
+        assert shares == sorted(shares)
+        assert 0 < shares[0] < shares[-1] == 1.0
+    assert len(fast) // 7 == len(slow) // 3 >= len(crawling) - 1  # points in a round
+
+
+class SlowBackend(ExactBackend):
+    """Takes so many times as long, by a clock of its own."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__(LARGE)
+        self._factor = factor
+        self.clock_s = 0.0
+
+    def _ms(self, rows: Sequence[Row]) -> float:
+        ms = self._factor * super()._ms(rows)
+        self.clock_s += ms / 1000
+        return ms
+
+
+def test_a_model_of_30_ms_for_a_token_is_measured_in_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = SlowBackend(8.0)
+    monkeypatch.setattr(calibrate, "time", SimpleNamespace(monotonic=lambda: backend.clock_s, time=time.time))
+    made = quick(backend)
+    assert backend.clock_s < 2.2  # more comes with memory, adapters and compiled kernels: 5 s in all
+    assert len(made.prefill.points) > 3 < len(made.decode.points)
+
+
+def test_a_large_model_is_measured_within_seconds_at_fewer_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = SlowBackend(30.0)  # 0.1 s for a token alone, and a second for 128 of them
+    monkeypatch.setattr(calibrate, "time", SimpleNamespace(monotonic=lambda: backend.clock_s, time=time.time))
+    made, full = quick(backend), quick(ExactBackend(LARGE))
+    assert backend.clock_s < 4.0
+    assert 3 <= len(made.prefill.points) < len(full.prefill.points)
+    assert 3 <= len(made.decode.points) < len(full.decode.points)
+    fit, decode = made.prefill, made.decode
+    assert (fit.base_ms, fit.per_token_ms, fit.per_token_rank_ms) == pytest.approx([30 * ms for ms in PREFILL])
+    assert (decode.beta_ms, decode.gamma_ms, decode.alpha_ms) == pytest.approx([30 * ms for ms in DECODE])
+
+
+def test_a_model_too_slow_to_be_measured_at_a_start_is_not() -> None:
+    backend = SlowBackend(100.0)
+    with pytest.raises(ConfigError, match="one token takes 530 ms"):
+        quick(backend)
+    assert backend.clock_s < 2.0
+
+
+# --- what is measured ---
+
+
+def odd_spec() -> ModelSpec:
+    """Widths that are no multiple of a panel, nor all of a vector."""
+    return parse_spec(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": 300,
+            "hidden_size": 80,
+            "intermediate_size": 150,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+        }
+    )
+
+
+def matrices(model: ModelSpec, adapter: HostAdapter) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """(A `[rank, in padded]`, B `[rank, out padded]`) of the first layer's modules, as fp32."""
+    found = {}
+    for span in adapter.spec.spans:
+        if span.layer == 0:
+            inputs, outputs = model.site_shape(SITES[span.site])
+            width, height = align_up(inputs, A_COLUMNS), align_up(outputs, PANEL)
+            words = [
+                adapter.data[at : at + count * 4].view(np.float32)
+                for at, count in ((span.a_offset, span.rank * width), (span.b_offset, span.rank * height))
+            ]
+            b = words[1].reshape(-1, span.rank, PANEL).transpose(1, 0, 2).reshape(span.rank, height)
+            found[SITES[span.site]] = words[0].reshape(span.rank, width), b
+    return found
+
+
+def test_random_adapters_have_weights_everywhere_and_zeros_as_padding() -> None:
+    model = odd_spec()
+    layout = adapter_spec(model, Dtype.F32, 16, model.layers)
+    memory = aligned_bytes(layout.num_bytes + 64)
+    memory[:] = 255
+    for site, (a, b) in matrices(model, random_adapter(model, layout, memory)).items():
+        inputs, outputs = model.site_shape(site)
+        for matrix, width in ((a, inputs), (b, outputs)):
+            assert (matrix[:, :width] != 0).all()
+            assert (matrix[:, width:] == 0).all()
+    assert (memory[layout.num_bytes :] == 255).all()
+
+
+@pytest.mark.parametrize("dtype", [Dtype.F16, Dtype.BF16])
+def test_random_adapters_of_16_bits_hold_small_numbers(dtype: Dtype) -> None:
+    model = odd_spec()
+    layout = adapter_spec(model, dtype, 8, model.layers)
+    words = random_adapter(model, layout, aligned_bytes(layout.num_bytes)).data.view(np.uint16)
+    values = words.view(np.float16) if dtype is Dtype.F16 else (words.astype(np.uint32) << 16).view(np.float32)
+    assert np.isfinite(values).all()
+    assert 0.01 < values[values != 0].astype(np.float32).std() < 0.03
+
+
+def test_the_rate_on_one_core_is_that_of_the_whole_product() -> None:
+    model = odd_spec()
+    layout = adapter_spec(model, Dtype.F32, 16, 1)
+    adapter = random_adapter(model, layout, aligned_bytes(layout.num_bytes))
+    for site, (a, b) in matrices(model, adapter).items():
+        lora = LayerLora(model, adapter, (site,), tokens=40)
+        lora.x[:] = np.random.default_rng(0).standard_normal(lora.x.shape)
+        assert lora.layer_ms(2) > 0
+        expected = lora.x[:, : a.shape[1]].astype(np.float64) @ a.T @ b
+        np.testing.assert_allclose(lora.y[:, : b.shape[1]], expected, rtol=1e-4, atol=1e-5)
+
+
+# --- the command ---
+
+
+def test_the_command_writes_a_profile_of_the_demo_and_shows_it(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    command = [sys.executable, "-m", "caraserve", "profile", "--quick", "--output", str(path), "--cpu-threads", "1"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "R²" in result.stdout
+    assert str(path) in result.stdout
+    assert "measured in" in result.stderr
+    made = load(path)
+    assert made.model == model_key(spec(), "bfloat16", 1)
+    assert made.quick
+    assert min(point.ms for point in (*made.prefill.points, *made.decode.points)) > 0
+    assert made.prefill_ms(128, 32) > made.prefill_ms(16, 0) > 0
+    assert made.decode_ms([8] * 8) > 0
+    assert made.load_ms(MIB) > 0
+
+
+def test_a_model_that_is_not_there_is_refused_before_anything_is_built(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "/nonexistent", "--quick"]) == 1
+    assert "does not exist" in capsys.readouterr().err

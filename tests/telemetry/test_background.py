@@ -1,0 +1,181 @@
+"""Background tasks: one that fails runs again after a pause, and operators see it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from caraserve.telemetry.background import BackgroundTasks
+
+
+class World:
+    """A clock that moves when a test says so, pauses that last until then, and work that fails when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.calls = 0
+        self.pauses: list[float] = []
+        self.tasks = BackgroundTasks(lambda: self.now_s, self._pause, lambda: 0.0)
+        self._fault: asyncio.Future[None] | None = None
+        self._resumed: asyncio.Event | None = None
+
+    async def work(self) -> None:
+        self.calls += 1
+        self._fault = asyncio.get_running_loop().create_future()
+        await self._fault
+
+    async def fail(self, error: BaseException | None = None) -> None:
+        """The task fails, and waits for its restart."""
+        assert self._fault is not None
+        if isinstance(error, asyncio.CancelledError):
+            self._fault.cancel()
+        else:
+            self._fault.set_exception(error or ZeroDivisionError("of a test"))
+        await settled()
+
+    async def restart(self) -> None:
+        """The pause is over."""
+        assert self._resumed is not None
+        self.now_s += self.pauses[-1]
+        self._resumed.set()
+        await settled()
+
+    def metric(self, name: str) -> str:
+        (line,) = [line for line in "".join(self.tasks.families('x="y"')).splitlines() if line.startswith(name)]
+        return line.removeprefix(name)
+
+    async def _pause(self, pause_s: float) -> None:
+        self.pauses.append(pause_s)
+        self._resumed = asyncio.Event()
+        await self._resumed.wait()
+
+
+async def settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[World]:
+    world = World()
+    async with AsyncExitStack() as stack:
+        world.tasks.run(stack, world.work, "planner")
+        await settled()
+        yield world
+
+
+async def test_a_task_that_fails_runs_again_after_pauses_that_double() -> None:
+    async with running() as world:
+        for _ in range(9):
+            await world.fail()
+            await world.restart()
+        assert world.pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+        assert world.calls == 10
+
+
+async def test_chance_shortens_a_pause_by_half_at_most() -> None:
+    pauses: list[float] = []
+    enough = asyncio.Event()
+
+    async def fail() -> None:
+        raise ZeroDivisionError
+
+    async def pause(pause_s: float) -> None:
+        pauses.append(pause_s)
+        if len(pauses) == 200:
+            enough.set()
+            await asyncio.Event().wait()
+
+    async with AsyncExitStack() as stack:
+        BackgroundTasks(sleep=pause).run(stack, fail, "x")
+        await enough.wait()
+    assert all(15.0 <= pause_s <= 30.0 for pause_s in pauses[7:])
+    assert len(set(pauses)) > 100
+
+
+async def test_a_task_that_ran_for_a_minute_starts_over_with_short_pauses() -> None:
+    async with running() as world:
+        for ran_s in (1.0, 59.0, 61.0, 0.0):
+            world.now_s += ran_s
+            await world.fail()
+            await world.restart()
+        assert world.pauses == [0.5, 1.0, 0.5, 1.0]
+
+
+async def test_a_task_counts_as_failing_from_its_third_failure_until_it_has_run_for_a_minute() -> None:
+    async with running() as world:
+        found = []
+        for _ in range(3):
+            await world.fail()
+            found.append(world.tasks.failing())
+            await world.restart()
+        assert found == [[], [], ["planner"]]
+        world.now_s += 59.0
+        assert world.tasks.failing() == ["planner"]
+        world.now_s += 1.0
+        assert world.tasks.failing() == []
+
+
+async def test_metrics_say_which_task_is_down_and_how_often_it_was() -> None:
+    async with running() as world:
+        up, failures = "caraserve:background_task_up", "caraserve:background_task_failures_total"
+        assert (world.metric(up + "{"), world.metric(failures + "{")) == (
+            'task="planner",x="y"} 1',
+            'task="planner",x="y"} 0',
+        )
+        await world.fail()
+        assert (world.metric(up + "{"), world.metric(failures + "{")) == (
+            'task="planner",x="y"} 0',
+            'task="planner",x="y"} 1',
+        )
+        await world.restart()
+        assert (world.metric(up + "{"), world.metric(failures + "{")) == (
+            'task="planner",x="y"} 1',
+            'task="planner",x="y"} 1',
+        )
+
+
+async def test_each_failure_is_one_record_and_only_the_first_in_a_row_has_a_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with running() as world:
+        for _ in range(4):
+            await world.fail(ValueError("x" * 10_000))
+            await world.restart()
+    assert [(record.levelname, record.exc_info is not None) for record in caplog.records] == [
+        ("ERROR", True),
+        *[("ERROR", False)] * 3,
+    ]
+    assert "the task planner failed 2 times in a row, now with ValueError(" in caplog.messages[1]
+    assert all(len(message) < 400 for message in caplog.messages)
+
+
+async def test_a_cancellation_that_was_meant_for_another_ends_no_task() -> None:
+    async with running() as world:
+        await world.fail(asyncio.CancelledError())
+        await world.restart()
+        assert world.calls == 2
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_the_stack_ends_a_task_that_runs_and_one_that_waits(
+    waits: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running() as world:
+        if waits:
+            await world.fail()
+        caplog.clear()
+    assert not caplog.records
+    assert "planner" not in "".join(world.tasks.families(""))
+
+
+async def test_work_that_returns_is_done() -> None:
+    async def work() -> None:
+        return
+
+    tasks = BackgroundTasks()
+    async with AsyncExitStack() as stack:
+        tasks.run(stack, work, "x")
+        await settled()
+        assert 'task="x"' not in "".join(tasks.families(""))

@@ -1,0 +1,365 @@
+"""What the engine promises its callers, over the real backend and the bundled demo."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from caraserve import demo
+from caraserve.config import PRELOADED_MODES
+from caraserve.core.batch import Plan, StepResult
+from caraserve.core.request import Tenant
+from caraserve.errors import (
+    AdapterRejected,
+    BackendFailed,
+    ContextLengthExceeded,
+    Draining,
+    Forbidden,
+    NotFound,
+    Overloaded,
+)
+from caraserve.loop import Engine
+from tests.serving import MIB, Answer, engine_config, lora_config, model_config, running, submit
+
+ADAPTERS = {name: demo.adapters_folder() / name for name in demo.ADAPTER_NAMES}
+PROMPT = tuple(range(5, 45))
+
+
+def with_engine(
+    test: Callable[[Engine], Awaitable[None]],
+    *,
+    adapters: dict[str, Path] | None = None,
+    mode: str = "overlapped",
+    device_bytes: int = 64 * MIB,
+    max_queue: int = 4096,
+    seqs: int = 8,
+) -> None:
+    async def body() -> None:
+        lora = lora_config(
+            ADAPTERS if adapters is None else adapters,
+            mode=mode,
+            device_bytes=device_bytes,
+            adapters_dir=demo.adapters_folder() if adapters is None else None,
+        )
+        settings = engine_config(seqs=seqs, max_queue=max_queue)
+        async with running(model_config(demo.model_folder()), lora, settings) as engine:
+            await test(engine)
+
+    asyncio.run(body())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Lets the loop turn until `condition` holds; there is no event for a state that callers only see from outside."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+def test_an_unknown_adapter_is_refused_without_effect() -> None:
+    async def test(engine: Engine) -> None:
+        with pytest.raises(NotFound):
+            submit(engine, PROMPT, "nobody")
+        engine.check()
+
+    with_engine(test)
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers() -> None:
+    async def test(engine: Engine) -> None:
+        with pytest.raises(ContextLengthExceeded, match=rf"{engine.max_model_len}.*{engine.max_model_len}"):
+            submit(engine, [5] * engine.max_model_len)
+
+    with_engine(test)
+
+
+def test_a_full_queue_says_when_to_come_back() -> None:
+    async def test(engine: Engine) -> None:
+        tasks = [submit(engine, PROMPT) for _ in range(3)]  # one runs, two wait
+        with pytest.raises(Overloaded) as caught:
+            submit(engine, PROMPT)
+        assert caught.value.retry_after_s >= 1.0
+        await asyncio.gather(*tasks)
+
+    with_engine(test, max_queue=2, seqs=1)
+
+
+def test_a_flood_that_fills_the_queue_gives_way_to_another_client() -> None:
+    """Whose request is refused then is the flood's newest, not the other client's."""
+
+    async def test(engine: Engine) -> None:
+        flood = [submit(engine, PROMPT, tenant=Tenant("flood", f"user {i}")) for i in range(5)]  # one runs, four wait
+        quiet = [submit(engine, PROMPT, tenant=Tenant("quiet")) for _ in range(2)]
+        with pytest.raises(Overloaded):  # two waiting ones each: it has its share
+            submit(engine, PROMPT, tenant=Tenant("quiet"))
+        assert [(await task).finish.reason for task in quiet] == ["length"] * 2
+        answers = [await task for task in flood]
+        errors = [answer.finish.error for answer in answers if answer.finish.reason == "error"]
+        assert [type(error) for error in errors] == [Overloaded, Overloaded]
+        engine.check()
+
+    with_engine(test, max_queue=4, seqs=1)
+
+
+def test_output_ends_at_max_tokens_and_at_the_context() -> None:
+    async def test(engine: Engine) -> None:
+        short = await submit(engine, PROMPT, max_tokens=3)
+        assert (short.finish.reason, len(short.token_ids)) == ("length", 3)
+        prompt = [5] * (engine.max_model_len - 4)
+        full = await submit(engine, prompt, max_tokens=100)
+        assert (full.finish.reason, len(full.token_ids)) == ("length", 4)
+
+    with_engine(test)
+
+
+def test_a_stop_token_ends_and_is_not_shown() -> None:
+    async def test(engine: Engine) -> None:
+        free = await submit(engine, PROMPT, "poet", max_tokens=10)
+        stopped = await submit(engine, PROMPT, "poet", max_tokens=10, stop_token_ids=(free.token_ids[4],))
+        ended = free.token_ids.index(free.token_ids[4]) + 1
+        assert stopped.token_ids == free.token_ids[:ended]
+        assert (stopped.finish.reason, stopped.finish.stop_reason) == ("stop", free.token_ids[4])
+        assert free.text.startswith(stopped.text)
+        assert len(stopped.text) < len(free.text)
+
+    with_engine(test)
+
+
+def test_a_stop_string_ends_and_is_cut_off_unless_asked_for() -> None:
+    async def test(engine: Engine) -> None:
+        free = await submit(engine, PROMPT, "pirate", max_tokens=30)
+        word = free.text[8:14]
+        first = free.text.index(word)
+        for included in (False, True):
+            stopped = await submit(
+                engine, PROMPT, "pirate", max_tokens=30, stop=(word,), include_stop_str_in_output=included
+            )
+            assert stopped.text == free.text[: first + (len(word) if included else 0)]
+            assert (stopped.finish.reason, stopped.finish.stop_reason) == ("stop", word)
+
+    with_engine(test)
+
+
+def test_the_end_token_counts_only_after_min_tokens() -> None:
+    async def test(engine: Engine) -> None:
+        prompt = engine.tokenizer.chat(
+            [{"role": "user", "content": "Tell me about the sea."}], add_generation_prompt=True
+        )
+        ended = await submit(engine, prompt, "poet", max_tokens=200, ignore_eos=False)
+        assert ended.finish.reason == "stop"
+        longer = await submit(
+            engine, prompt, "poet", max_tokens=200, ignore_eos=False, min_tokens=len(ended.token_ids) + 5
+        )
+        assert len(longer.token_ids) >= len(ended.token_ids) + 5
+
+    with_engine(test)
+
+
+def test_an_equal_beginning_is_computed_once_for_each_adapter_version() -> None:
+    async def test(engine: Engine) -> None:
+        cached = [
+            (await submit(engine, PROMPT, adapter)).finish.cached_tokens
+            for adapter in ("poet", "poet", "pirate", None, None)
+        ]
+        assert cached == [0, 32, 0, 0, 32]
+
+    with_engine(test)
+
+
+def test_another_salt_shares_nothing() -> None:
+    async def test(engine: Engine) -> None:
+        await submit(engine, PROMPT, cache_salt="a")
+        assert (await submit(engine, PROMPT, cache_salt="b")).finish.cached_tokens == 0
+
+    with_engine(test)
+
+
+def test_draining_refuses_new_requests_and_lets_open_ones_end() -> None:
+    async def test(engine: Engine) -> None:
+        task = submit(engine, PROMPT, "poet", max_tokens=60)
+        await asyncio.sleep(0)
+        draining = asyncio.create_task(engine.drain(30.0))
+        await asyncio.sleep(0)
+        with pytest.raises(Draining):
+            submit(engine, PROMPT)
+        await draining
+        assert (await task).finish.reason == "length"
+
+    with_engine(test)
+
+
+def test_a_drain_that_takes_too_long_cancels() -> None:
+    async def test(engine: Engine) -> None:
+        task = submit(engine, PROMPT, "poet", max_tokens=900)
+        await asyncio.sleep(0)
+        await engine.drain(0.0)
+        assert (await task).finish.reason == "cancelled"
+
+    with_engine(test)
+
+
+def test_unloading_waits_for_running_requests_and_refuses_new_ones_at_once() -> None:
+    async def test(engine: Engine) -> None:
+        task = submit(engine, PROMPT, "poet", max_tokens=80)
+        unloading = asyncio.create_task(engine.unload_adapter("poet"))
+        await until(lambda: "poet" not in {info.name for info in engine.adapters()})
+        with pytest.raises(NotFound):
+            submit(engine, PROMPT, "poet")
+        assert not unloading.done()
+        answer = await task
+        await unloading
+        assert len(answer.token_ids) == 80
+        assert "poet" not in engine.snapshot().device_adapters
+
+    with_engine(test)
+
+
+@pytest.mark.parametrize("mode", PRELOADED_MODES)
+def test_a_mode_without_cold_starts_keeps_what_it_started_with(mode: str) -> None:
+    async def test(engine: Engine) -> None:
+        assert set(engine.snapshot().device_adapters) == set(ADAPTERS)
+        with pytest.raises(Forbidden):
+            await engine.unload_adapter("poet")
+        with pytest.raises(Forbidden):
+            await engine.load_adapter("new", "poet")
+        answers = await asyncio.gather(*(submit(engine, PROMPT, name) for name in ADAPTERS))
+        phases = [answer.finish.phases for answer in answers]
+        assert [(one.load_ms, one.stalled_ms, one.interrupted_ms) for one in phases] == [(0.0, 0.0, 0.0)] * len(answers)
+
+    with_engine(test, mode=mode)
+
+
+def test_a_name_loaded_again_in_place_means_the_new_weights_and_running_requests_keep_the_old() -> None:
+    async def test(engine: Engine) -> None:
+        poet, pirate = [await submit(engine, PROMPT, name, max_tokens=40) for name in ("poet", "pirate")]
+        before = submit(engine, PROMPT, "poet", max_tokens=40)
+        with pytest.raises(AdapterRejected, match="already"):
+            await engine.load_adapter("poet", "pirate")
+        await engine.load_adapter("poet", "pirate", inplace=True)
+        after = await submit(engine, PROMPT, "poet", max_tokens=40)
+        assert (await before).token_ids == poet.token_ids
+        assert after.token_ids == pirate.token_ids
+
+    with_engine(test)
+
+
+def test_an_adapter_whose_files_vanish_fails_its_own_requests_only(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    for file in ADAPTERS["poet"].iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+
+    async def test(engine: Engine) -> None:
+        (folder / "adapter_model.safetensors").unlink()
+        lost, kept = submit(engine, PROMPT, "gone"), submit(engine, PROMPT, "pirate")
+        finish = (await lost).finish
+        assert finish.reason == "error"
+        assert isinstance(finish.error, AdapterRejected)
+        assert (await kept).finish.reason == "length"
+
+    with_engine(test, adapters={"gone": folder, "pirate": ADAPTERS["pirate"]})
+
+
+def test_a_failed_iteration_costs_the_requests_in_it_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    from caraserve.cpu.backend import CpuBackend
+
+    run, broken = CpuBackend._run, iter([False, False, True])
+
+    def breaking(self: CpuBackend, plan: Plan) -> StepResult | Exception:
+        return RuntimeError("out of order") if next(broken, False) else run(self, plan)
+
+    async def test(engine: Engine) -> None:
+        lost = await submit(engine, PROMPT, "poet", max_tokens=30)
+        assert lost.finish.reason == "error"
+        assert isinstance(lost.finish.error, BackendFailed)
+        later = await submit(engine, PROMPT, "poet", max_tokens=30)
+        assert (later.finish.reason, later.finish.cached_tokens) == ("length", 0)
+
+    monkeypatch.setattr(CpuBackend, "_run", breaking)
+    with_engine(test)
+
+
+@pytest.mark.parametrize("mode", ["overlapped", "ondemand"])
+def test_a_small_device_serves_all_adapters_in_turn(mode: str) -> None:
+    async def test(engine: Engine) -> None:
+        names = list(ADAPTERS) * 6
+        answers = await asyncio.gather(*(submit(engine, PROMPT, name, max_tokens=12) for name in names))
+        by_name: dict[str, list[int]] = {}
+        for name, answer in zip(names, answers, strict=True):
+            assert by_name.setdefault(name, answer.token_ids) == answer.token_ids
+        assert len({tuple(tokens) for tokens in by_name.values()}) == len(ADAPTERS)
+
+    with_engine(test, mode=mode, device_bytes=int(1.6 * MIB))
+
+
+def test_a_hot_adapter_does_not_keep_a_cold_one_out_for_ever() -> None:
+    """The device holds one adapter, and requests for it never stop coming."""
+
+    async def test(engine: Engine) -> None:
+        hot: set[asyncio.Task[Answer]] = set()
+        cold: asyncio.Task[Answer] | None = None
+        for turn in range(400):
+            hot.add(submit(engine, PROMPT, "chef", max_tokens=4))
+            if turn == 20:
+                cold = submit(engine, PROMPT, "pirate", max_tokens=4)
+            await asyncio.wait({*hot, cold} if cold else hot, return_when=asyncio.FIRST_COMPLETED)
+            hot = {task for task in hot if not task.done()}
+            if cold is not None and cold.done():
+                break
+        assert cold is not None
+        assert cold.done()
+        await asyncio.gather(*hot)
+
+    with_engine(test, device_bytes=int(1.2 * MIB), seqs=4)
+
+
+def test_phases_add_up_and_a_cold_adapter_shows_as_load() -> None:
+    async def test(engine: Engine) -> None:
+        cold = (await submit(engine, PROMPT, "chef")).finish.phases
+        warm = (await submit(engine, PROMPT, "chef")).finish.phases
+        assert cold.load_ms > 0
+        assert warm.load_ms == 0
+        assert cold.e2e_ms == cold.queued_ms + cold.load_ms + cold.prefill_ms + cold.decode_ms
+
+    with_engine(test)
+
+
+def test_a_cancelled_request_frees_all_it_held() -> None:
+    async def test(engine: Engine) -> None:
+        task = submit(engine, PROMPT, "poet", max_tokens=900)
+        await until(lambda: engine.snapshot().running == 1)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await until(lambda: engine.snapshot().running == 0)
+        assert engine.snapshot().kv_used_blocks == 0
+        engine.check()
+
+    with_engine(test)
+
+
+def test_tenants_share_the_engine() -> None:
+    """A tenant with one request does not wait behind another's forty."""
+
+    async def test(engine: Engine) -> None:
+        done: list[str] = []
+        tasks = [submit(engine, PROMPT, tenant=Tenant("flood"), max_tokens=10) for _ in range(40)]
+        tasks.append(submit(engine, PROMPT, tenant=Tenant("quiet"), max_tokens=10))
+        for task, tenant in zip(tasks, ["flood"] * 40 + ["quiet"], strict=True):
+            task.add_done_callback(lambda _, tenant=tenant: done.append(tenant))
+        await asyncio.gather(*tasks)
+        assert done.index("quiet") < 12
+
+    with_engine(test, seqs=4)
+
+
+def test_of_one_tenants_waiting_requests_those_of_lower_priority_begin_first() -> None:
+    async def test(engine: Engine) -> None:
+        done: list[int] = []
+        tasks = [submit(engine, PROMPT, priority=priority) for priority in (0, 7, 0, -7)]  # one runs, three wait
+        for number, task in enumerate(tasks):
+            task.add_done_callback(lambda _, number=number: done.append(number))
+        await asyncio.gather(*tasks)
+        assert done == [0, 3, 2, 1]
+
+    with_engine(test, seqs=1)

@@ -1,0 +1,46 @@
+"""Tasks of one owner: one that fails is heard of, and all end with their owner."""
+
+import asyncio
+
+import pytest
+
+from caraserve.util.tasks import Tasks
+
+
+def test_an_owners_tasks_are_known_until_they_end_and_a_defect_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail() -> None:
+        raise ZeroDivisionError
+
+    async def body() -> list[int]:
+        tasks = Tasks()
+        known = [len(tasks)]
+        failing = tasks.start(fail(), "fetch of a test")
+        known.append(len(tasks))
+        await asyncio.wait([failing])
+        await asyncio.sleep(0)
+        return [*known, len(tasks)]
+
+    assert asyncio.run(body()) == [0, 1, 0]
+    assert "the task fetch of a test has stopped" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_an_owner_ends_all_its_tasks_and_waits_for_them(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> list[str]:
+        tasks, ended = Tasks(), []
+
+        async def go_on(name: str) -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0)
+                ended.append(name)
+
+        for name in "ab":
+            tasks.start(go_on(name), name)
+        await asyncio.sleep(0)
+        await tasks.end()
+        return sorted(ended)
+
+    assert asyncio.run(body()) == ["a", "b"]
+    assert not caplog.records
