@@ -1,4 +1,4 @@
-"""Builds the backend that was asked for, with the defaults of its kind of device. Level 6; for `serve.py`."""
+"""Builds the backend that was asked for, with the defaults of its kind of device. For `serve.py`."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Frozen settings, one class per owner; each declares its own command-line arguments once. Level 0.
+"""Frozen settings, one class per owner; each declares its own command-line arguments once.
 
 Flags are named as vLLM's where the meaning is the same. "auto" is resolved by the owner into a new object; nothing
 ever writes a result back into a config.

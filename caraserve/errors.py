@@ -20,7 +20,7 @@
     ├── DeadlineExceeded           504  whoever asks waits no longer
     └── BackendFailed              500  an iteration failed on the device
 
-Each class carries the HTTP status and OpenAI's `type` and `code`. Level 0: imports nothing of ours.
+Each class carries the HTTP status and OpenAI's `type` and `code`. imports nothing of ours.
 """
 
 from typing import ClassVar

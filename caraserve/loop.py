@@ -1,4 +1,4 @@
-"""The engine: owns requests, and turns them into iterations. Level 3; the only writer of `Request`.
+"""The engine: owns requests, and turns them into iterations. the only writer of `Request`.
 
 One turn: admit → plan → launch iteration n+1 → retire iteration n → wait for whatever comes first. Two iterations are
 in flight at most, so the device never waits for the event loop. Everything here runs on the event loop; the backend's
@@ -16,13 +16,13 @@ from collections.abc import Callable, Generator, Sequence
 
 from caraserve.config import EngineConfig
 from caraserve.core.backend import Backend
-from caraserve.core.batch import DeviceLost, Row, RowResult, StepResult
+from caraserve.core.batch import DeviceLost, RowResult, ScheduledRow, StepResult
 from caraserve.core.request import Finish, FinishReason, GenerateRequest, Phase, Request, TokenDelta, TokenLogprob
-from caraserve.engine.active_request import Open
-from caraserve.engine.executor import Launched, Launcher, undo
-from caraserve.engine.merge_policy import MergeRule
-from caraserve.engine.queues import Line
-from caraserve.engine.stats import EngineSnapshot, Metrics, Watch, Workload
+from caraserve.engine.active_request import ActiveRequest
+from caraserve.engine.executor import Executor, LaunchedBatch, undo
+from caraserve.engine.merge_policy import MergePolicy
+from caraserve.engine.queues import RequestQueues
+from caraserve.engine.stats import EngineLoad, EngineSnapshot, MetricsSink, Watch
 from caraserve.engine.stream import Stream
 from caraserve.errors import (
     BackendFailed,
@@ -32,7 +32,7 @@ from caraserve.errors import (
     NonFiniteLogits,
     Overloaded,
 )
-from caraserve.lora.adapter import Tier, Version
+from caraserve.lora.adapter import Adapter, AdapterTier
 from caraserve.lora.catalog import Catalog
 from caraserve.lora.registry import AdapterInfo
 from caraserve.tokenizer.tokenizer import Tokenizer
@@ -54,9 +54,9 @@ class Engine:
         catalog: Catalog,
         tokenizer: Tokenizer,
         config: EngineConfig,
-        metrics: Metrics,
+        metrics: MetricsSink,
         exclusive_loads: bool = False,
-        merging: MergeRule | None = None,
+        merging: MergePolicy | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`base_names`: of the base model, the one that it is listed by first. `exclusive_loads`: nothing runs while an
@@ -74,25 +74,25 @@ class Engine:
         self._config, self._metrics, self._now = config, metrics, now
         self._exclusive_loads = exclusive_loads
         self._seeds = random.Random(config.seed)
-        self._line = Line(
+        self._queues = RequestQueues(
             backend.limits,
-            catalog.residency,
+            catalog.manager,
             tokenizer.eos_ids,
             prefix_caching=config.enable_prefix_caching,
             prefetching=not exclusive_loads,
             observe_preemption=metrics.observe_preemption,
             now=now,
         )
-        self._cancelled: list[Open] = []
+        self._cancelled: list[ActiveRequest] = []
         self._open = 0
         self._tokens_per_s = 0.0
         self._decode_s = 0.0  # an iteration without prefill, of late
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
-        self._launcher = Launcher(backend, self._line, merging, self._wake.set)
+        self._executor = Executor(backend, self._queues, merging, self._wake.set)
         self._idle = asyncio.Event()
         self._idle.set()
-        catalog.residency.on_change(self._wake.set)
+        catalog.manager.on_change(self._wake.set)
 
     # --- what HTTP asks ---
 
@@ -104,18 +104,18 @@ class Engine:
     def submit_each(self, asked: Sequence[GenerateRequest]) -> Generator[Stream]:
         """Queues a request with each step, as `submit` does, all with the adapter version that the first one gets,
         whatever is loaded in place between two steps. Thousands take 100 ms."""
-        version: Version | None = None
+        version: Adapter | None = None
         try:
             for one in asked:
-                opened = self._submit(one, version)
-                if version is None and opened.version is not None:
-                    version = self.catalog.residency.hold(opened.version)
-                yield opened.stream
+                active = self._submit(one, version)
+                if version is None and active.version is not None:
+                    version = self.catalog.manager.hold(active.version)
+                yield active.stream
         finally:
             if version is not None:
-                self.catalog.residency.unpin(version)
+                self.catalog.manager.unpin(version)
 
-    def _submit(self, asked: GenerateRequest, version: Version | None) -> Open:
+    def _submit(self, asked: GenerateRequest, version: Adapter | None) -> ActiveRequest:
         """`version`: held already, of an earlier request of the same response."""
         if self.failure is not None:
             raise BackendFailed(f"the device has failed: {self.failure}")
@@ -128,21 +128,21 @@ class Engine:
                 param="prompt",
             )
         displaced = None
-        if (count := len(self._line.waiting)) >= self._config.max_queue:
+        if (count := len(self._queues.waiting)) >= self._config.max_queue:
             full = Overloaded(f"{count} requests are waiting", retry_after_s=self._retry_after_s())
-            if (displaced := self._line.waiting.newest_of_largest(asked.tenant.client)) is None:
+            if (displaced := self._queues.waiting.newest_of_largest(asked.tenant.client)) is None:
                 raise full
         if version is not None:
-            self.catalog.residency.hold(version)
+            self.catalog.manager.hold(version)
         elif asked.adapter is not None:
             version = self.catalog.pin(asked.adapter)
         if displaced is not None:
             self._finish(displaced, "error", error=full)
-        opened = self._open_request(asked, version)
-        self._line.waiting.push(asked.tenant, opened)
-        self._line.admit()  # a load need not wait for the iteration under way
+        active = self._open_request(asked, version)
+        self._queues.waiting.push(asked.tenant, active)
+        self._queues.admit()  # a load need not wait for the iteration under way
         self._wake.set()
-        return opened
+        return active
 
     def adapters(self) -> list[AdapterInfo]:
         """All adapters that can be asked for."""
@@ -162,15 +162,15 @@ class Engine:
 
     def snapshot(self) -> EngineSnapshot:
         """The state that metrics and the page show."""
-        return EngineSnapshot.of(self._line, self.catalog.residency, draining=self.draining)
+        return EngineSnapshot.of(self._queues, self.catalog.manager, draining=self.draining)
 
     def waiting(self) -> set[str]:
         """Ids of the requests that have not begun."""
-        return {opened.request.asked.request_id for opened in self._line.waiting}
+        return {active.request.asked.request_id for active in self._queues.waiting}
 
-    def workload(self, response_tokens: float) -> Workload:
+    def workload(self, response_tokens: float) -> EngineLoad:
         """What there is to do, for those who predict it."""
-        return Workload.of(self._line, self.catalog, self._limits, self._config.max_queue, response_tokens)
+        return EngineLoad.of(self._queues, self.catalog, self._limits, self._config.max_queue, response_tokens)
 
     async def drain(self, timeout_s: float) -> None:
         """Takes no new requests, lets the open ones end, and cancels those that have not after `timeout_s`."""
@@ -178,95 +178,95 @@ class Engine:
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
-            self._cancelled += [*self._line.waiting, *self._line.loading, *self._line.running]
+            self._cancelled += [*self._queues.waiting, *self._queues.loading, *self._queues.running]
             self._wake.set()
             await self._idle.wait()
 
     def check(self) -> None:
         """Raises AssertionError when a count does not add up."""
-        self._line.check()
-        assert self._open == len(self._line), "a request is lost"
-        self.catalog.residency.check()
+        self._queues.check()
+        assert self._open == len(self._queues), "a request is lost"
+        self.catalog.manager.check()
 
     # --- the loop ---
 
     async def run(self) -> None:
         """Turns until cancelled."""
-        pending: Launched | None = None
+        pending: LaunchedBatch | None = None
         while True:
             self._wake.clear()
             self._retire_aside()
             await self._drop_cancelled()
             self._fail_unloadable()
-            self._line.admit()
+            self._queues.admit()
             begins_s = self._next_begins_s(pending)
-            self._line.start(begins_s)
-            exclusive_load = self._exclusive_loads and self.catalog.residency.loading
-            launched = None if exclusive_load else self._launcher.launch(begins_s)
+            self._queues.start(begins_s)
+            exclusive_load = self._exclusive_loads and self.catalog.manager.loading
+            launched = None if exclusive_load else self._executor.launch(begins_s)
             if pending is not None:
                 await self._retire_iteration(pending)  # frees what the next turn may admit
             elif launched is None:
-                await self._sleep(list(self._line.running) if exclusive_load else [])
+                await self._sleep(list(self._queues.running) if exclusive_load else [])
             pending = launched
 
-    def _next_begins_s(self, pending: Launched | None) -> float:
+    def _next_begins_s(self, pending: LaunchedBatch | None) -> float:
         """When an iteration launched now will begin: not before the one under way could be done."""
         now_s = self._now()
         return now_s if pending is None else max(now_s, pending.begins_s + self._decode_s)
 
-    async def _sleep(self, interrupted: list[Open]) -> None:
+    async def _sleep(self, interrupted: list[ActiveRequest]) -> None:
         """Until something has changed, or a request may start whose adapter is on its way. `interrupted`: requests that
         could go on but for a load."""
         alarm, since_s = None, self._now()
-        if self._line.next_start_s is not None:
-            alarm = self._loop.call_later(max(0.0, self._line.next_start_s - self._now()), self._wake.set)
+        if self._queues.next_start_s is not None:
+            alarm = self._loop.call_later(max(0.0, self._queues.next_start_s - self._now()), self._wake.set)
         await self._wake.wait()
         if alarm is not None:
             alarm.cancel()
-        for opened in interrupted:
-            opened.request.interrupted_ms += 1000 * (self._now() - since_s)
+        for active in interrupted:
+            active.request.interrupted_ms += 1000 * (self._now() - since_s)
 
     def _fail_unloadable(self) -> None:
         """A load may also fail under requests that run already; their tokens so far are right. What is launched of
         them may read an image that has given way by then: nobody is to find its blocks."""
-        for opened in [*self._line.loading, *self._line.running]:
-            if opened.version is not None and opened.version.tier is Tier.FAILED:
-                if opened.published:
-                    self._line.pool.forget_all()
-                self._finish(opened, "error", error=opened.version.error)
+        for active in [*self._queues.loading, *self._queues.running]:
+            if active.version is not None and active.version.tier is AdapterTier.FAILED:
+                if active.published:
+                    self._queues.pool.forget_all()
+                self._finish(active, "error", error=active.version.error)
 
     # --- retiring ---
 
-    async def _retire_iteration(self, launched: Launched) -> None:
+    async def _retire_iteration(self, launched: LaunchedBatch) -> None:
         """Once it has ended; plans aside that end before it are retired at once."""
-        while (outcome := await self._launcher.outcome_of(launched)) is None:
+        while (outcome := await self._executor.outcome_of(launched)) is None:
             self._retire_aside()
         self._retire(launched, outcome)
 
     def _retire_aside(self) -> None:
         """Hands results of plans aside to their requests, and gives back what those that have ended still hold."""
-        for launched in self._launcher.take_ended_aside():
-            ((opened, row),), outcome = launched.rows, launched.result.result()
-            self._line.end_aside(opened)
+        for launched in self._executor.take_ended_aside():
+            ((active, row),), outcome = launched.rows, launched.result.result()
+            self._queues.end_aside(active)
             if isinstance(outcome, Exception):
                 log.error("a plan aside failed", exc_info=outcome)
-                self._fail([opened], outcome)
+                self._fail([active], outcome)
             elif outcome.rows[0].void:
-                undo(opened, row)
-                stays = self._limits.aside_plans and opened.can_go_on  # whom workers failed goes on without
-                if opened.request.phase is not Phase.FINISHED and not stays:
-                    self._line.set_back(opened)
-            elif opened.request.phase is not Phase.FINISHED:
-                self._line.publish(opened)
+                undo(active, row)
+                stays = self._limits.aside_plans and active.can_go_on  # whom workers failed goes on without
+                if active.request.phase is not Phase.FINISHED and not stays:
+                    self._queues.set_back(active)
+            elif active.request.phase is not Phase.FINISHED:
+                self._queues.publish(active)
                 took_ms = 1000 * (outcome.done_s - outcome.started_s) - outcome.rows[0].waited_ms
                 self._deliver(launched, outcome, took_ms)
         self._settle()
 
     def _settle(self) -> None:
-        if self._open == 0 and self._line.is_settled:
+        if self._open == 0 and self._queues.is_settled:
             self._idle.set()
 
-    def _retire(self, launched: Launched, outcome: StepResult | Exception) -> None:
+    def _retire(self, launched: LaunchedBatch, outcome: StepResult | Exception) -> None:
         """What came of an iteration, failure included."""
         if isinstance(outcome, Exception):
             self._fail_iteration(launched, outcome)
@@ -279,54 +279,54 @@ class Engine:
         self._tokens_per_s += 0.1 * (launched.num_tokens / max(duration_s, 1e-6) - self._tokens_per_s)
         self._deliver(launched, outcome, 1000 * duration_s)
 
-    def _deliver(self, launched: Launched, outcome: StepResult, took_ms: float) -> None:
+    def _deliver(self, launched: LaunchedBatch, outcome: StepResult, took_ms: float) -> None:
         """Hands the results to their requests; those of requests that have ended meanwhile are dropped."""
         self._metrics.observe_iteration(launched.num_tokens, took_ms)
         interruptions_ms = outcome.interruptions_ms([row for _, row in launched.rows])
-        for (opened, row), result, others_ms in zip(launched.rows, outcome.rows, interruptions_ms, strict=True):
-            if opened.request.phase is not Phase.FINISHED:
-                opened.request.cpu_layers += result.cpu_layers
-                opened.request.stalled_ms += result.waited_ms
-                opened.request.interrupted_ms += others_ms
-                self._observe_choice(opened, outcome.done_s)
+        for (active, row), result, others_ms in zip(launched.rows, outcome.rows, interruptions_ms, strict=True):
+            if active.request.phase is not Phase.FINISHED:
+                active.request.cpu_layers += result.cpu_layers
+                active.request.stalled_ms += result.waited_ms
+                active.request.interrupted_ms += others_ms
+                self._observe_choice(active, outcome.done_s)
                 if result.is_finite:
-                    self._retire_row(opened, row, result, outcome.done_s)
+                    self._retire_row(active, row, result, outcome.done_s)
                 else:
-                    self._fail_not_finite(opened)
+                    self._fail_not_finite(active)
 
-    def _fail_iteration(self, launched: Launched, cause: Exception) -> None:
+    def _fail_iteration(self, launched: LaunchedBatch, cause: Exception) -> None:
         """Ends the requests of a failed iteration, and those that may have reused blocks which it was to fill."""
         log.error("an iteration failed", exc_info=cause)
-        self._line.pool.forget_all()
-        lost = [opened for opened, _ in launched.rows]
-        lost += [opened for opened in self._line.running if opened.request.phase is Phase.PREFILL and opened.reused]
+        self._queues.pool.forget_all()
+        lost = [active for active, _ in launched.rows]
+        lost += [active for active in self._queues.running if active.request.phase is Phase.PREFILL and active.reused]
         self._fail(lost, cause)
 
-    def _fail(self, lost: list[Open], cause: Exception) -> None:
+    def _fail(self, lost: list[ActiveRequest], cause: Exception) -> None:
         if isinstance(cause, DeviceLost):
             self.failure = str(cause)
-        for opened in lost:
-            if opened.request.phase is not Phase.FINISHED:
-                self._finish(opened, "error", error=BackendFailed(f"the iteration failed: {cause}"))
+        for active in lost:
+            if active.request.phase is not Phase.FINISHED:
+                self._finish(active, "error", error=BackendFailed(f"the iteration failed: {cause}"))
 
-    def _fail_not_finite(self, opened: Open) -> None:
+    def _fail_not_finite(self, active: ActiveRequest) -> None:
         """Ends a request whose logits are not finite, and takes what it computed out of the prefix cache."""
-        self._line.pool.forget(opened.request.blocks)
-        name = opened.request.asked.adapter or self.base_name
-        self._finish(opened, "error", error=NonFiniteLogits(name))
+        self._queues.pool.forget(active.request.blocks)
+        name = active.request.asked.adapter or self.base_name
+        self._finish(active, "error", error=NonFiniteLogits(name))
 
-    def _retire_row(self, opened: Open, row: Row, result: RowResult, done_s: float) -> None:
-        request = opened.request
+    def _retire_row(self, active: ActiveRequest, row: ScheduledRow, result: RowResult, done_s: float) -> None:
+        request = active.request
         if result.prompt_scored:
-            opened.put_prompt_scores(row, result)
+            active.put_prompt_scores(row, result)
         if result.token_id is None:
             if request.asked.params.max_tokens == 0 and row.start + row.count == request.prompt_tokens:
-                self._finish(opened, "length")
+                self._finish(active, "length")
             return
-        self._observe_token(opened, done_s)
+        self._observe_token(active, done_s)
         token = result.token_id
         request.output_ids.append(token)
-        self._line.waiting.charge(request.asked.tenant, 0, 1)
+        self._queues.waiting.charge(request.asked.tenant, 0, 1)
         if request.phase is Phase.PREFILL:
             request.to(Phase.DECODE, self._now())
         logprobs = (result.scored,) if result.scored else ()
@@ -335,35 +335,35 @@ class Engine:
         reason, stop_reason = request.ended_by(token, self.tokenizer.eos_ids) if may_stop else (None, None)
         text = ""
         if reason is None or params.include_stop_str_in_output:
-            text, stop = opened.detokenizer.push(token, may_stop=may_stop)
+            text, stop = active.detokenizer.push(token, may_stop=may_stop)
             if reason is None and stop is not None:
                 reason, stop_reason = "stop", stop
         if reason is None and not request.wants_more(self.max_model_len):
             reason = "length"
         if reason is None:
-            opened.stream.put(TokenDelta(text, (token,), logprobs))
+            active.stream.put(TokenDelta(text, (token,), logprobs))
         else:
-            self._finish(opened, reason, stop_reason=stop_reason, text=text, token_ids=(token,), logprobs=logprobs)
+            self._finish(active, reason, stop_reason=stop_reason, text=text, token_ids=(token,), logprobs=logprobs)
 
-    def _observe_choice(self, opened: Open, done_s: float) -> None:
+    def _observe_choice(self, active: ActiveRequest, done_s: float) -> None:
         """Once for each request: how its first chunk began, and whether it took as long as was expected."""
-        choice = opened.choice
+        choice = active.choice
         if choice is None or choice.is_observed:
             return
         choice.is_observed = True
         expected_s = choice.ends_s - choice.chosen_s
         self._metrics.observe_choice(choice.name, 1000 * expected_s, 1000 * (done_s - choice.chosen_s))
 
-    def _observe_token(self, opened: Open, done_s: float) -> None:
-        if opened.last_token_s is None:
-            self._metrics.observe_first_token(done_s - opened.request.asked.arrival_s)
+    def _observe_token(self, active: ActiveRequest, done_s: float) -> None:
+        if active.last_token_s is None:
+            self._metrics.observe_first_token(done_s - active.request.asked.arrival_s)
         else:
-            self._metrics.observe_token_gap(done_s - opened.last_token_s)
-        opened.last_token_s = done_s
+            self._metrics.observe_token_gap(done_s - active.last_token_s)
+        active.last_token_s = done_s
 
     # --- opening and ending ---
 
-    def _open_request(self, asked: GenerateRequest, version: Version | None) -> Open:
+    def _open_request(self, asked: GenerateRequest, version: Adapter | None) -> ActiveRequest:
         params = asked.params
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         request = Request(asked, seed, since_s=self._now())
@@ -373,30 +373,30 @@ class Engine:
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
         )
-        stream = Stream(lambda: self._cancel(opened))
-        opened = Open(request, stream, detokenizer, version, b"")
+        stream = Stream(lambda: self._cancel(active))
+        active = ActiveRequest(request, stream, detokenizer, version, b"")
         self._open += 1
         self._idle.clear()
-        return opened
+        return active
 
-    def _cancel(self, opened: Open) -> None:
-        if opened.request.phase is not Phase.FINISHED:
-            self._cancelled.append(opened)
+    def _cancel(self, active: ActiveRequest) -> None:
+        if active.request.phase is not Phase.FINISHED:
+            self._cancelled.append(active)
             self._wake.set()
 
     async def _drop_cancelled(self) -> None:
         """Some in each turn of the event loop: one response may have had thousands."""
         dropped, self._cancelled = self._cancelled[:_DROPPED_AT_ONCE], self._cancelled[_DROPPED_AT_ONCE:]
-        for opened in dropped:
-            if opened.request.phase is not Phase.FINISHED:
-                self._finish(opened, "cancelled")
+        for active in dropped:
+            if active.request.phase is not Phase.FINISHED:
+                self._finish(active, "cancelled")
         if self._cancelled:
             self._wake.set()
             await asyncio.sleep(0)  # with nothing to compute, the engine would not wait for anything else
 
     def _finish(
         self,
-        opened: Open,
+        active: ActiveRequest,
         reason: FinishReason,
         *,
         stop_reason: str | int | None = None,
@@ -406,8 +406,8 @@ class Engine:
         logprobs: tuple[TokenLogprob, ...] = (),
     ) -> None:
         """Ends a request wherever it is, gives back all it holds, and sends the last delta."""
-        request = opened.request
-        self._line.take_out(opened)
+        request = active.request
+        self._queues.take_out(active)
         request.to(Phase.FINISHED, self._now())
         self._open -= 1
         self._settle()
@@ -421,9 +421,9 @@ class Engine:
             error=error,
         )
         self._metrics.observe_finish(finish)
-        text += opened.detokenizer.flush()
-        opened.stream.put(TokenDelta(text, token_ids, logprobs, finish=finish))
+        text += active.detokenizer.flush()
+        active.stream.put(TokenDelta(text, token_ids, logprobs, finish=finish))
 
     def _retry_after_s(self) -> float:
         """About how long the queue's prompts and answers take at the recent rate."""
-        return min(60.0, max(1.0, self._line.waiting_tokens() / self._tokens_per_s if self._tokens_per_s else 1.0))
+        return min(60.0, max(1.0, self._queues.waiting_tokens() / self._tokens_per_s if self._tokens_per_s else 1.0))

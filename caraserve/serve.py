@@ -1,4 +1,4 @@
-"""The composition root: the only place that constructs and wires parts; start order, signals, drain. Level 6.
+"""The composition root: the only place that constructs and wires parts; start order, signals, drain.
 
 Start order: what can be refused cheaply first (paths, the port, the model's config, the tokenizer), then memory and
 kernels, then threads. The port is taken early and listened on last: a server that listens is able.
@@ -24,12 +24,12 @@ from caraserve.backend_factory import ADAPTER_SLOTS, ServingBackend, build_backe
 from caraserve.config import PRELOADED_MODES, ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
 from caraserve.core.machine_profile import Profile
 from caraserve.cpu.arena import Arena
-from caraserve.engine.merge_policy import MergeRule
+from caraserve.engine.merge_policy import MergePolicy
 from caraserve.errors import ConfigError
-from caraserve.kv.memory_budget import Room
+from caraserve.kv.memory_budget import MemoryBudget
 from caraserve.loop import Engine
 from caraserve.lora.catalog import AdapterReader, Catalog, CatalogRules
-from caraserve.lora.manager import Residency
+from caraserve.lora.manager import AdapterManager
 from caraserve.lora.peft import may_exist
 from caraserve.lora.peft_config import CONFIG_NAME
 from caraserve.lora.registry import Registry
@@ -121,8 +121,8 @@ async def build_engine(
     arena = Arena(backend.host_memory)
     mode = lora_config.loading_mode
     pool_bytes = lora_config.lora_pool_bytes
-    room = Room(backend.limits, _ADAPTER_BYTES if pool_bytes is None else pool_bytes)
-    residency = Residency(
+    room = MemoryBudget(backend.limits, _ADAPTER_BYTES if pool_bytes is None else pool_bytes)
+    manager = AdapterManager(
         backend,
         room,
         arena,
@@ -140,7 +140,7 @@ async def build_engine(
         keep_on_device=mode in PRELOADED_MODES,
         max_rank=lora_config.max_lora_rank,
     )
-    catalog = Catalog(spec, registry, residency, reader, rules)
+    catalog = Catalog(spec, registry, manager, reader, rules)
     complaints = _add_adapters(catalog, lora_config)
     engine = Engine(
         base_names=names,
@@ -150,7 +150,7 @@ async def build_engine(
         config=engine_config,
         metrics=metrics,
         exclusive_loads=mode == "ondemand",
-        merging=MergeRule(backend.limits.num_slots) if mode == "merged" else None,
+        merging=MergePolicy(backend.limits.num_slots) if mode == "merged" else None,
     )
     task = asyncio.create_task(engine.run(), name="caraserve-engine")
     task.add_done_callback(_stop_on_defect)

@@ -1,5 +1,4 @@
-"""What makes the fleet's adapters this server's own: the pool, the placement, and the way of their bytes, wired.
-Level 6; for `fleet.py` and `serve.py`."""
+"""What makes the fleet's adapters this server's own: the pool, the placement, and the way of their bytes, wired."""
 
 import ssl
 import time
@@ -19,8 +18,8 @@ from caraserve.cluster.transfer.disk_cache import Stored, beside
 from caraserve.cluster.transfer.peer_client import Transfers
 from caraserve.cluster.transfer.upload import Routes
 from caraserve.config import PRELOADED_MODES, ClusterConfig, LoraConfig
-from caraserve.core.batch import Row
-from caraserve.engine.active_request import Open
+from caraserve.core.batch import ScheduledRow
+from caraserve.engine.active_request import ActiveRequest
 from caraserve.loop import Engine
 from caraserve.lora.catalog import AdapterReader
 from caraserve.model.spec import ModelSpec
@@ -69,7 +68,7 @@ class FleetAdapters:
             return
         demand = planner.demand
 
-        def watch(rows: Sequence[tuple[Open, Row]], ms: float) -> None:
+        def watch(rows: Sequence[tuple[ActiveRequest, ScheduledRow]], ms: float) -> None:
             publisher.watch(rows, ms)
             wall_s = time.time()
             for opened, row in rows:

@@ -1,4 +1,4 @@
-"""What makes a server one of several: its part in the cluster, checked, built and wired. Level 6; for `serve.py`.
+"""What makes a server one of several: its part in the cluster, checked, built and wired. For `serve.py`.
 
 check_cluster   before anything is loaded: secrets, TLS, addresses
 make_node       with the engine; its routes go into the application
@@ -32,8 +32,8 @@ from caraserve.config import ClusterConfig, HttpConfig, LoraConfig
 from caraserve.core.machine_profile import Profile
 from caraserve.errors import ConfigError
 from caraserve.http.dispatch import Dispatch
-from caraserve.http.proxy import Relays
-from caraserve.http.queue_rebalance import QueueMoves
+from caraserve.http.proxy import PeerProxy
+from caraserve.http.queue_rebalance import QueueRebalancer
 from caraserve.loop import Engine
 from caraserve.serve_adapters import FleetAdapters
 from caraserve.telemetry.metrics import Metrics
@@ -128,9 +128,9 @@ def make_dispatch(node: Node, engine: Engine, cluster: ClusterConfig, admission:
 
         chosen = policy(routing)
     forwarding = Forwarding(node, chosen, slo, engine.catalog.find, lambda: takes_nothing(engine), rng=Random())
-    relays = Relays(lambda: node.name, lambda: node.keys, admission.dialling)
+    relays = PeerProxy(lambda: node.name, lambda: node.keys, admission.dialling)
     gate = Gate(lambda: node.name, lambda: node.keys)
-    return Dispatch(forwarding, relays, gate, QueueMoves(engine, forwarding))
+    return Dispatch(forwarding, relays, gate, QueueRebalancer(engine, forwarding))
 
 
 async def join(

@@ -1,4 +1,4 @@
-"""What can be refused before weights are read: paths, names, certificates. Level 6; for `serve.py`."""
+"""What can be refused before weights are read: paths, names, certificates. For `serve.py`."""
 
 import ssl
 

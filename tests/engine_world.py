@@ -12,14 +12,14 @@ from caraserve.core.backend import Limits, SharedMemory
 from caraserve.core.lora_layout import aligned_bytes
 from caraserve.core.request import Finish, GenerateRequest, SamplingParams, TokenDelta
 from caraserve.cpu.arena import Arena
-from caraserve.engine.merge_policy import MergeRule
+from caraserve.engine.merge_policy import MergePolicy
 from caraserve.engine.stream import Stream
-from caraserve.kv.memory_budget import Room
+from caraserve.kv.memory_budget import MemoryBudget
 from caraserve.loop import Engine
 from caraserve.lora.catalog import Catalog, CatalogRules
-from caraserve.lora.manager import Residency
+from caraserve.lora.manager import AdapterManager
 from caraserve.lora.registry import AdapterInfo, Registry
-from caraserve.lora.start_policy import LAYERWISE_MODES, Loading
+from caraserve.lora.start_policy import LAYERWISE_MODES, StartPolicy
 from caraserve.util.units import align_up
 from tests.fake_backend import Aside, FakeBackend, FakeTokenizer, expected
 from tests.fake_images import ADAPTER_BYTES, FakeReader
@@ -227,19 +227,19 @@ async def world(
     reader, metrics = FakeReader(layers), _Metrics()
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: backend.faults.append(repr(context)))
-    room, arena = Room(limits, device_adapters * ADAPTER_BYTES), Arena(aligned_bytes(4 * ADAPTER_BYTES))
-    residency = Residency(
+    room, arena = MemoryBudget(limits, device_adapters * ADAPTER_BYTES), Arena(aligned_bytes(4 * ADAPTER_BYTES))
+    manager = AdapterManager(
         backend,
         room,
         arena,
         reader.read,
         lambda call: loop.call_soon(call) and None,
         lambda: backend.now_s,
-        Loading(mode, layers=layers, link_bytes_per_s=ADAPTER_BYTES / 3, costs=_Costs(), workers=1),
+        StartPolicy(mode, layers=layers, link_bytes_per_s=ADAPTER_BYTES / 3, costs=_Costs(), workers=1),
     )
     registry = Registry(None)
     rules = CatalogRules("base", (), room.most_adapter_bytes, arena.num_bytes, keep_on_device)
-    catalog = _Catalog(None, registry, residency, reader, rules)  # type: ignore[arg-type]
+    catalog = _Catalog(None, registry, manager, reader, rules)  # type: ignore[arg-type]
     catalog.add_at_start([(f"a{index}", Path(f"digest-{index}")) for index in range(adapters)], lambda: None)
     config = type("Config", (), {"max_queue": 10_000, "seed": 0, "enable_prefix_caching": True})
     engine = Engine(
@@ -250,7 +250,7 @@ async def world(
         config=config,  # type: ignore[arg-type]
         metrics=metrics,
         exclusive_loads=exclusive,
-        merging=MergeRule(slots, credits_each=2.0) if mode == "merged" else None,  # credits are soon used up
+        merging=MergePolicy(slots, credits_each=2.0) if mode == "merged" else None,  # credits are soon used up
         now=lambda: backend.now_s,
     )
     running = asyncio.create_task(engine.run())

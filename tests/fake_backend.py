@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.core.backend import Limits
-from caraserve.core.batch import BASE_ADAPTER_SLOT, Plan, Row, RowResult, StepResult
+from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, RowResult, ScheduledRow, StepResult
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.core.request import TokenLogprob
 from caraserve.tokenizer.detokenizer import Detokenizer
@@ -60,7 +60,7 @@ class Streamed:
 class Aside:
     """A plan aside that has begun."""
 
-    row: Row
+    row: ScheduledRow
     tokens: list[int]
     adapter: int
     began_s: float
@@ -86,7 +86,7 @@ class FakeBackend:
     arriving: set[int] = field(default_factory=set)  # slots
     streamed: dict[int, Streamed] = field(default_factory=dict)  # by adapter slot, until all layers are in host memory
     bound: dict[int, int] = field(default_factory=lambda: {BASE_ADAPTER_SLOT: BASE})
-    launched: list[Plan] = field(default_factory=list)
+    launched: list[Batch] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)  # what no correct engine asks for
     fail_next: bool = False
     kv_blocks: int = 0  # that there are
@@ -95,7 +95,7 @@ class FakeBackend:
     now_s: float = 0.0
     outcomes: Counter[str] = field(default_factory=Counter)  # of plans aside
     _bound_streams: dict[int, Streamed] = field(default_factory=dict)  # by adapter slot
-    _under_way: list[Plan] = field(default_factory=list)  # aside, begun or not
+    _under_way: list[Batch] = field(default_factory=list)  # aside, begun or not
     _history: dict[int, list[int]] = field(default_factory=dict)
     _prompt_tokens: dict[int, int] = field(default_factory=dict)
     _tables: dict[int, dict[int, int]] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class FakeBackend:
     def __post_init__(self) -> None:
         self.kv_blocks = self.kv_claimed = self.limits.num_blocks
 
-    def launch(self, plan: Plan, done: Callable[[StepResult | Exception], None]) -> None:
+    def launch(self, plan: Batch, done: Callable[[StepResult | Exception], None]) -> None:
         self.launched.append(plan)
         self._check_launched(plan)
         if plan.aside:
@@ -112,7 +112,7 @@ class FakeBackend:
         else:
             self.lane.append(lambda: done(self._run(plan)))
 
-    def _check_launched(self, plan: Plan) -> None:
+    def _check_launched(self, plan: Batch) -> None:
         """What can be seen from a plan alone."""
         beyond = [block for grant in plan.grants for block in grant.blocks if block >= self.kv_blocks]
         if beyond:
@@ -126,7 +126,7 @@ class FakeBackend:
         if any(row.assist for row in plan.rows) and self.limits.aside_plans and not plan.aside:
             self.faults.append("workers are to help within an iteration")
 
-    def _begin_aside(self, plan: Plan, done: Callable[[StepResult | Exception], None]) -> None:
+    def _begin_aside(self, plan: Batch, done: Callable[[StepResult | Exception], None]) -> None:
         self._apply(plan)
         (row,) = plan.rows
 
@@ -293,7 +293,7 @@ class FakeBackend:
         """Ends the lane's first job."""
         self.lane.popleft()()
 
-    def _apply(self, plan: Plan) -> None:
+    def _apply(self, plan: Batch) -> None:
         for start in plan.starts:
             self._history[start.slot] = list(start.token_ids)
             self._prompt_tokens[start.slot] = start.sampling.prompt_tokens
@@ -301,7 +301,7 @@ class FakeBackend:
         for grant in plan.grants:
             self._tables[grant.slot].update(enumerate(grant.blocks, grant.first))
 
-    def _run(self, plan: Plan) -> StepResult | Exception:
+    def _run(self, plan: Batch) -> StepResult | Exception:
         self._apply(plan)
         if self.fail_next:
             self.fail_next = False
@@ -315,7 +315,7 @@ class FakeBackend:
         self.now_s += 1.0
         return self._result(*map(self._run_row, plan.rows))
 
-    def _check_merged(self, plan: Plan) -> None:
+    def _check_merged(self, plan: Batch) -> None:
         """Merged weights answer for one adapter, and only as it is once it has arrived."""
         if plan.merged is None:
             return
@@ -327,7 +327,7 @@ class FakeBackend:
     def _place(self, slot: int, position: int) -> tuple[int, int]:
         return self._tables[slot][position // self.limits.block_tokens], position % self.limits.block_tokens
 
-    def _run_row(self, row: Row, *, aside: bool = False) -> RowResult:
+    def _run_row(self, row: ScheduledRow, *, aside: bool = False) -> RowResult:
         history, end = self._history[row.slot], row.start + row.count
         if row.adapter_slot in self.arriving and not self.layerwise:
             self.faults.append(f"{row} names an adapter that has not arrived")

@@ -18,7 +18,7 @@ from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.state.persistence import NamesFile
 from caraserve.config import ClusterConfig, LoraConfig
 from caraserve.core.machine_profile import Profile, load
-from caraserve.engine.stats import Workload
+from caraserve.engine.stats import EngineLoad
 from caraserve.http.dispatch import Dispatch
 from caraserve.lora.registry import AdapterInfo
 from caraserve.serve_cluster import Admission, join, make_dispatch
@@ -63,7 +63,7 @@ async def prepared(
 ) -> AsyncIterator[tuple[Node, Dispatch, Callable[..., Awaitable[Any]]]]:
     """A node that is yet to join, its dispatch, and a function that has it join, as `serve` does."""
     catalog = SimpleNamespace(all=lambda: list(infos.values()), find=infos.get)
-    work = Workload(0, 0, {}, 0, 0, 1000, 1000, 10)
+    work = EngineLoad(0, 0, {}, 0, 0, 1000, 1000, 10)
     engine: Any = SimpleNamespace(draining=False, failure=None, catalog=catalog, workload=lambda tokens: work)
     metrics: Any = SimpleNamespace(answers=lambda: (0, 0), show=lambda families: None)
     async with AsyncExitStack() as stack:

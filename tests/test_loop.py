@@ -9,7 +9,7 @@ import pytest
 
 from caraserve import demo
 from caraserve.config import PRELOADED_MODES
-from caraserve.core.batch import Plan, StepResult
+from caraserve.core.batch import Batch, StepResult
 from caraserve.core.request import Tenant
 from caraserve.errors import (
     AdapterRejected,
@@ -265,7 +265,7 @@ def test_a_failed_iteration_costs_the_requests_in_it_and_nobody_else(monkeypatch
 
     run, broken = CpuBackend._run, iter([False, False, True])
 
-    def breaking(self: CpuBackend, plan: Plan) -> StepResult | Exception:
+    def breaking(self: CpuBackend, plan: Batch) -> StepResult | Exception:
         return RuntimeError("out of order") if next(broken, False) else run(self, plan)
 
     async def test(engine: Engine) -> None:

@@ -1,1 +1,1 @@
-"""`caraserve bench`: workloads, load client, measurements and reports. Level 5."""
+"""`caraserve bench`: workloads, load client, measurements and reports."""

@@ -1,4 +1,4 @@
-"""How much load a machine bears, and at which share of that the papers' machines ran. Level 5.
+"""How much load a machine bears, and at which share of that the papers' machines ran.
 
 A rate means nothing without the machine it is for. Toppings' A100 was busy for 46 to 81 % of the time at the highest
 rate of its settings (9 requests a second, section 7.2), so a setting's highest rate is taken for 0.65 of its machine's

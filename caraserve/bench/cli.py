@@ -1,4 +1,4 @@
-"""`caraserve bench …`: arguments of the benchmarks, and which of them runs. Level 5.
+"""`caraserve bench …`: arguments of the benchmarks, and which of them runs.
 
 Whatever computes is imported when it is asked for: the command line itself must not wait for kernels.
 """

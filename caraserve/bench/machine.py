@@ -1,4 +1,4 @@
-"""What a benchmark's figures were measured on. Level 5."""
+"""What a benchmark's figures were measured on."""
 
 import os
 import platform

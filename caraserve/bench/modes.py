@@ -1,4 +1,4 @@
-"""`caraserve bench modes`: one load through several loading modes, each in a fresh server, in turn. Level 5.
+"""`caraserve bench modes`: one load through several loading modes, each in a fresh server, in turn.
 
 A machine's speed drifts while it is measured. So modes take turns within each repeat, every repeat begins with another
 one, and each mode's latencies are set against those of `cached` in the same repeat, which had the same requests.

@@ -1,4 +1,4 @@
-"""The latency limits of a run: those asked for, else those of the preset's paper. Level 5; pure."""
+"""The latency limits of a run: those asked for, else those of the preset's paper. Pure."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What `caraserve bench serve` and `bench modes` share on the command line: the load and the report. Level 5."""
+"""What `caraserve bench serve` and `bench modes` share on the command line: the load and the report."""
 
 import argparse
 import math

@@ -1,4 +1,4 @@
-"""From measured runs to what the user gets: tables, files, one JSON line. Level 5."""
+"""From measured runs to what the user gets: tables, files, one JSON line."""
 
 import json
 import os

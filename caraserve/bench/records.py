@@ -1,4 +1,4 @@
-"""What passes between the parts of a benchmark: requests as planned, and as they went. Level 5; pure."""
+"""What passes between the parts of a benchmark: requests as planned, and as they went. Pure."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Runs one after another, shown as they go; Ctrl-C ends the one under way and lets no other begin. Level 5."""
+"""Runs one after another, shown as they go; Ctrl-C ends the one under way and lets no other begin."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""`caraserve bench serve`: one load against one endpoint, once or at several rates. Level 5."""
+"""`caraserve bench serve`: one load against one endpoint, once or at several rates."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Servers that a benchmark starts and ends itself: `caraserve serve` in a process of its own. Level 5."""
+"""Servers that a benchmark starts and ends itself: `caraserve serve` in a process of its own."""
 
 import argparse
 import asyncio

@@ -1,5 +1,5 @@
 """Models and adapters with random weights, as Hugging Face and peft folders: what a benchmark serves when the user has
-no checkpoint at hand. Level 5.
+no checkpoint at hand.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Options and variables of other servers, and what each means here: data for `options.py`. Level 0.
+"""Options and variables of other servers, and what each means here: data for `options.py`.
 
 `SAME` are other names of our own options. `FLAGS` are options that change nothing here, or that cannot be served; the
 names of one entry mean the same. `VARIABLES` are environment variables that set an option.

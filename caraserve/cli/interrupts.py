@@ -1,4 +1,4 @@
-"""Ctrl-C while a command starts: it ends at once, whatever is being imported, compiled or measured. Level 7.
+"""Ctrl-C while a command starts: it ends at once, whatever is being imported, compiled or measured.
 
 Python tells the main thread of a signal between two of its steps, which may be seconds away while a kernel is compiled,
 and raises in the middle of other packages' work. So a thread of its own waits for the signal, which is blocked in all

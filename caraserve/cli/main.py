@@ -1,4 +1,4 @@
-"""The `caraserve` command: arguments → frozen configs → one lazy import; exit codes. Level 7.
+"""The `caraserve` command: arguments → frozen configs → one lazy import; exit codes.
 
 Exit codes: 0 done, 1 the work failed, 2 the command line was wrong, 130 interrupted.
 """

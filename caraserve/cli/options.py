@@ -1,4 +1,4 @@
-"""The options of one command, from its arguments, the environment and a file. Level 7; for `cli.py`.
+"""The options of one command, from its arguments, the environment and a file. For `main.py`.
 
 An argument beats an environment variable, which beats the file of --config. Names may be written with underscores, and
 cut short where one option remains. Options of other servers are taken as `compat_flags.py` says.

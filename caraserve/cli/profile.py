@@ -1,4 +1,4 @@
-"""`caraserve profile`: builds a backend as `serve` would, measures it, writes and shows the profile. Level 7."""
+"""`caraserve profile`: builds a backend as `serve` would, measures it, writes and shows the profile."""
 
 import importlib.util
 import logging

@@ -1,1 +1,1 @@
-"""Instances that serve as one: membership, shared state, routing and placement, with no scheduler process. Level 4."""
+"""Instances that serve as one: membership, shared state, routing and placement, with no scheduler process."""

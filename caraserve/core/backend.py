@@ -1,4 +1,4 @@
-"""The seam between the engine and a device: everything the loop and residency may ask of it. Level 1.
+"""The seam between the engine and a device: everything the loop and residency may ask of it.
 
 Two implementations: `cpu/backend.py` (Numba) and a CUDA one. No torch, numpy arrays only where bytes are meant.
 """
@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.core.batch import Plan, StepResult
+from caraserve.core.batch import Batch, StepResult
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 
 
@@ -37,7 +37,7 @@ class Limits:
     max_step_tokens: int  # tokens in one iteration
     max_context: int  # positions of one request
     shared: SharedMemory | None = None  # None: KV blocks and adapters have memory of their own
-    aside_plans: int = 0  # at most so many plans go aside at a time (`Plan.aside`); 0: the device has no such lane
+    aside_plans: int = 0  # at most so many plans go aside at a time (`Batch.aside`); 0: the device has no such lane
     streamed_plans: int = 0  # at most so many go aside whose adapter is not all in host memory; 0: it is awaited
 
 
@@ -50,7 +50,7 @@ class Backend(Protocol):
     limits: Limits
     host_memory: NDArray[np.uint8]  # for the host tier: CPU workers see it, and copies to the device are fast
 
-    def launch(self, plan: Plan, done: Callable[[StepResult | Exception], None]) -> None:
+    def launch(self, plan: Batch, done: Callable[[StepResult | Exception], None]) -> None:
         """Queues one iteration. Returns at once. `done` is called exactly once, in launch order but for plans that go
         aside: these begin after the iterations launched before them, later ones pass them. Starts and grants of all
         plans take effect in launch order."""

@@ -1,8 +1,7 @@
 """One iteration as a value: all that passes between the loop and a backend.
 
-`scheduler.py` makes a `Plan`; `Backend.launch` takes it; the `StepResult` comes back by callback. Everything in a
+`scheduler.py` makes a `Batch`; `Backend.launch` takes it; the `StepResult` comes back by callback. Everything in a
 plan is applied by the backend in launch order, so a plan may be built while the one before it is still running.
-Level 0: standard library and numpy's types only.
 """
 
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ BASE_ADAPTER_SLOT = 0  # the adapter slot of the base model: rank 0 everywhere
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ScheduledRow:
     """A slice of one request: positions [start, start + count) of the tokens in `slot`.
 
     `assist`: CPU workers may compute the LoRA of layers whose weights have not arrived on the device yet; otherwise the
@@ -70,7 +69,7 @@ class BlockGrant:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Batch:
     """One forward pass over a mixed batch. Rows are ordered by adapter slot; at most one row per slot.
 
     `merged`: the adapter slot that all rows have; the pass is to run without LoRA kernels, over base weights into which
@@ -83,7 +82,7 @@ class Plan:
 
     starts: tuple[SlotStart, ...]
     grants: tuple[BlockGrant, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[ScheduledRow, ...]
     merged: int | None = None
     aside: bool = False
 
@@ -128,7 +127,7 @@ class StepResult:
     started_s: float
     done_s: float
 
-    def interruptions_ms(self, rows: Sequence[Row]) -> list[float]:
+    def interruptions_ms(self, rows: Sequence[ScheduledRow]) -> list[float]:
         """For how long each of the plan's rows stood still until weights of other rows' adapters arrived."""
         waits_ms = {row.adapter_slot: found.waited_ms for row, found in zip(rows, self.rows, strict=True)}
         all_ms, took_ms = sum(waits_ms.values()), 1000 * (self.done_s - self.started_s)

@@ -1,4 +1,4 @@
-"""Least squares with no coefficient below zero, for the few measured points of a profile. Level 0: standard library.
+"""Least squares with no coefficient below zero, for the few measured points of a profile. standard library.
 
 `profile.py` fits times with it. More work never takes less time: what comes out negative is noise, and a prediction
 that falls as work grows would mislead whoever goes by it.

@@ -1,6 +1,6 @@
-"""What was measured of one machine and one model, and the times that follow from it. Level 0: standard library.
+"""What was measured of one machine and one model, and the times that follow from it. standard library.
 
-`calibrate.py` measures a `Profile`; scheduling and routing ask it. All predictions are functions of the profile alone.
+`measure.py.py` measures a `Profile`; scheduling and routing ask it. All predictions are functions of the profile alone.
 """
 
 import contextlib

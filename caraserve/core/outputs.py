@@ -1,4 +1,4 @@
-"""Which tokens of an iteration are sampled or scored, and what each row gets of it; the same on every device. Level 1.
+"""Which tokens of an iteration are sampled or scored, and what each row gets of it; the same on every device.
 
 A backend computes one output after another in this order: of each row first the prompt tokens to be scored, then the
 token to be sampled.
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.core.batch import Plan, Row, RowResult
+from caraserve.core.batch import Batch, RowResult, ScheduledRow
 from caraserve.core.request import TokenLogprob
 
 SAMPLE, SCORE = 0, 1  # kinds of output
@@ -30,7 +30,7 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class OutputValues:
     """What the device made of the outputs, [outputs, …]."""
 
     chosen: NDArray[np.integer]  # NOT_FINITE: the rest means nothing
@@ -39,14 +39,14 @@ class Found:
     top_logprobs: NDArray[np.float32]
 
 
-def scored_positions(row: Row, prompt_tokens: int) -> range:
+def scored_positions(row: ScheduledRow, prompt_tokens: int) -> range:
     """Positions of `row` whose following prompt token is to be scored."""
     if row.prompt_logprobs is None:
         return range(0)
     return range(row.start, min(row.start + row.count, prompt_tokens - 1))
 
 
-def outputs_of(rows: tuple[Row, ...], prompt_tokens: NDArray[np.int64]) -> Output:
+def outputs_of(rows: tuple[ScheduledRow, ...], prompt_tokens: NDArray[np.int64]) -> Output:
     """`prompt_tokens` by request slot."""
     tokens: list[int] = []
     kinds: list[int] = []
@@ -67,9 +67,9 @@ def outputs_of(rows: tuple[Row, ...], prompt_tokens: NDArray[np.int64]) -> Outpu
 
 
 def collect(
-    plan: Plan,
+    plan: Batch,
     outputs: Output,
-    found: Found,
+    found: OutputValues,
     prompt_tokens: NDArray[np.int64],
     loads: Mapping[int, tuple[int, float]] | None = None,
 ) -> tuple[RowResult, ...]:
@@ -93,7 +93,7 @@ def collect(
     return tuple(results)
 
 
-def _scored(outputs: Output, found: Found, index: int) -> TokenLogprob:
+def _scored(outputs: Output, found: OutputValues, index: int) -> TokenLogprob:
     count = int(outputs.logprobs[index])
     top = zip(found.top_ids[index, :count].tolist(), found.top_logprobs[index, :count].tolist(), strict=True)
     return TokenLogprob(int(found.chosen[index]), float(found.logprob[index]), tuple(top))

@@ -1,7 +1,7 @@
 """What enters, lives in and leaves the engine: requests in, one mutable `Request`, token deltas out.
 
 `http/openai.py` makes a `GenerateRequest`; `loop.py` turns it into a `Request` and is its only writer;
-`TokenDelta`s leave through a `Stream`. Level 0: standard library only.
+`TokenDelta`s leave through a `Stream`. standard library only.
 """
 
 from dataclasses import dataclass, field

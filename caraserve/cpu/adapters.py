@@ -1,4 +1,4 @@
-"""The device tier of the CPU backend: copies of adapters, and the table that kernels read. Level 1."""
+"""The device tier of the CPU backend: copies of adapters, and the table that kernels read."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ def _publish(word, value):  # type: ignore[no-untyped-def]
 @dataclass(slots=True, eq=False)
 class Image:
     """An adapter on its way to the device, or there. `data` is filled by groups of layers. Until all are in the host
-    tier, only `aside.py` has kernels use it, as far as `can_compute` says."""
+    tier, only `streamed_prefill.py` has kernels use it, as far as `can_compute` says."""
 
     adapter: HostAdapter  # in the host tier; not to be read after the last layer has arrived
     data: NDArray[np.uint8]

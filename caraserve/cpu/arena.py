@@ -1,4 +1,4 @@
-"""Rooms for adapters in the host tier: contiguous extents of one shared region. Level 1.
+"""Rooms for adapters in the host tier: contiguous extents of one shared region.
 
 Residency takes an extent before it reads an adapter and gives it back when the adapter leaves the host tier. The table
 of extents is this process's alone and nothing about it lies in the shared bytes, so a worker that dies half-way can

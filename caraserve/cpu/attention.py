@@ -1,4 +1,4 @@
-"""Paged attention over fp32 KV blocks, one tile of up to four queries at a time. Level 1.
+"""Paged attention over fp32 KV blocks, one tile of up to four queries at a time.
 
 A KV block holds sixteen tokens of one layer and one key-value head: K as `[head_dim, 16]`, so that a token is a lane
 and no score needs a horizontal sum, then V as `[16, head_dim]`. Softmax is computed online over aligned spans of 64

@@ -1,5 +1,5 @@
 """The CPU backend: a lane thread that runs plans in order, a copy thread beside it for adapters, CPU LoRA workers in
-processes of their own. Level 1.
+processes of their own.
 
 `serve.py` builds it, `loop.py` launches plans on it, `adapters/residency.py` loads adapters into it.
 """
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.core.backend import Limits
-from caraserve.core.batch import BASE_ADAPTER_SLOT, Plan, Row, SlotSampling, SlotStart, StepResult
+from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, ScheduledRow, SlotSampling, SlotStart, StepResult
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.core.machine_profile import Profile
 from caraserve.cpu.adapters import DeviceAdapters, Image
@@ -107,8 +107,8 @@ class CpuBackend:
         """Compiles or loads the kernels by computing one token; to be called once, before any plan. `merging`: also
         what plans with a merged adapter need."""
         sampling = SlotSampling(1, 0, 0.0, 1.0, 0, 0.0, 0.0, 0.0, 1.0, 0, (), ())
-        rows = (Row(0, 0, 1, BASE_ADAPTER_SLOT, samples=True),)
-        outcome = self._run(Plan((SlotStart(0, (0,), sampling),), (), rows))
+        rows = (ScheduledRow(0, 0, 1, BASE_ADAPTER_SLOT, samples=True),)
+        outcome = self._run(Batch((SlotStart(0, (0,), sampling),), (), rows))
         if isinstance(outcome, Exception):
             raise outcome
         if merging:
@@ -160,7 +160,7 @@ class CpuBackend:
         del arrays  # alive until now: the record has their addresses
         return outcome
 
-    def launch(self, plan: Plan, done: PlanDone) -> None:
+    def launch(self, plan: Batch, done: PlanDone) -> None:
         """Queues one iteration; `done` is called on the lane's thread."""
         if plan.aside:
             self._jobs.put(lambda: self._begin_aside(plan, done))
@@ -220,7 +220,7 @@ class CpuBackend:
             job()
         self._asides.close()
 
-    def _run(self, plan: Plan) -> StepResult | Exception:
+    def _run(self, plan: Batch) -> StepResult | Exception:
         started_s = time.monotonic()
         try:
             batch = self._batch_of(plan)
@@ -229,7 +229,7 @@ class CpuBackend:
         except Exception as error:  # the loop fails the plan's requests and goes on
             return error
 
-    def _begin_aside(self, plan: Plan, done: PlanDone) -> None:
+    def _begin_aside(self, plan: Batch, done: PlanDone) -> None:
         try:
             batch, image = self._batch_of(plan), self._adapters.image(plan.rows[0].adapter_slot)
         except Exception as error:
@@ -237,11 +237,11 @@ class CpuBackend:
         else:
             self._asides.begin(plan, batch, image, done)
 
-    def _batch_of(self, plan: Plan) -> HostBatch:
+    def _batch_of(self, plan: Batch) -> HostBatch:
         self._apply(plan)
         return build_batch(plan, self._adapters, self._sampling["prompt_tokens"], self._shape)
 
-    def _compute(self, plan: Plan, batch: HostBatch, buffers: NDArray[np.void]) -> None:
+    def _compute(self, plan: Batch, batch: HostBatch, buffers: NDArray[np.void]) -> None:
         model = self._loaded.model if plan.merged is None else self._weights_with(plan.merged)
         started_ns = time.monotonic_ns()
         self.workers.watch(batch.is_arriving)
@@ -252,7 +252,7 @@ class CpuBackend:
         if self._trace is not None:
             trace_batch(self._trace, plan, batch, started_ns, time.monotonic_ns())
 
-    def _result(self, plan: Plan, batch: HostBatch, started_s: float) -> StepResult:
+    def _result(self, plan: Batch, batch: HostBatch, started_s: float) -> StepResult:
         rows = collect(plan, batch, self._sampling["prompt_tokens"])
         return StepResult(rows, started_s, time.monotonic())
 
@@ -281,7 +281,7 @@ class CpuBackend:
             top_logprobs=batch.top_logprobs,
         )
 
-    def _apply(self, plan: Plan) -> None:
+    def _apply(self, plan: Batch) -> None:
         for start in plan.starts:
             self._start_slot(start)
         for grant in plan.grants:

@@ -1,4 +1,4 @@
-"""From a `Plan` to the arrays that `step` reads, and from its results to a `StepResult`. Level 1; the lane's thread."""
+"""From a `Batch` to the arrays that `step` reads, and from its results to a `StepResult`. For the lane's thread."""
 
 from dataclasses import dataclass, replace
 
@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.core import outputs
-from caraserve.core.batch import BASE_ADAPTER_SLOT, Plan, Row, RowResult
-from caraserve.core.outputs import Found, Output
+from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, RowResult, ScheduledRow
+from caraserve.core.outputs import Output, OutputValues
 from caraserve.core.request import MAX_LOGPROBS
 from caraserve.cpu.adapters import DeviceAdapters
 from caraserve.cpu.lora_workers.compute_side import WORKERS
@@ -28,7 +28,7 @@ class HostBatch:
     top_ids: Words  # [outputs, MAX_LOGPROBS]
     top_logprobs: NDArray[np.float32]  # [outputs, MAX_LOGPROBS]
     segments: tuple["Segment", ...]
-    sources: Words  # [layers, segments] as in assist.py; meaningless unless the batch is arriving
+    sources: Words  # [layers, segments] as in compute_side.py; meaningless unless the batch is arriving
     waited_ns: Words  # [segments]
     layer_ns: Words  # [layers + 1], or empty when not wanted
     worker_ns: Words  # [layers, 4, workers, 2], likewise
@@ -67,7 +67,7 @@ class Shape:
     traced: bool
 
 
-def build_batch(plan: Plan, adapters: DeviceAdapters, prompt_tokens: Words, shape: Shape) -> HostBatch:
+def build_batch(plan: Batch, adapters: DeviceAdapters, prompt_tokens: Words, shape: Shape) -> HostBatch:
     """`prompt_tokens` by request slot. Where an adapter is merged into the weights, no row has LoRA of its own."""
     rows = plan.rows
     counts = np.array([row.count for row in rows], np.int64)
@@ -122,7 +122,7 @@ def build_batch(plan: Plan, adapters: DeviceAdapters, prompt_tokens: Words, shap
     )
 
 
-def _segments(rows: tuple[Row, ...], first: Words) -> list[Segment]:
+def _segments(rows: tuple[ScheduledRow, ...], first: Words) -> list[Segment]:
     """Runs of rows with one adapter, the base model's left out."""
     segments: list[Segment] = []
     for index, row in enumerate(rows):
@@ -136,9 +136,9 @@ def _segments(rows: tuple[Row, ...], first: Words) -> list[Segment]:
     return segments
 
 
-def collect(plan: Plan, batch: HostBatch, prompt_tokens: Words) -> tuple[RowResult, ...]:
+def collect(plan: Batch, batch: HostBatch, prompt_tokens: Words) -> tuple[RowResult, ...]:
     """Row results in the plan's order."""
-    found = Found(batch.chosen, batch.logprob, batch.top_ids, batch.top_logprobs)
+    found = OutputValues(batch.chosen, batch.logprob, batch.top_ids, batch.top_logprobs)
     return outputs.collect(plan, batch.outputs, found, prompt_tokens, _loads(batch))
 
 

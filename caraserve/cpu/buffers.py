@@ -1,4 +1,4 @@
-"""The memory that an iteration works in: activations, scratch, and what is shared with the CPU LoRA workers. Level 1.
+"""The memory that an iteration works in: activations, scratch, and what is shared with the CPU LoRA workers.
 
 Inputs of adapted modules lie in the shared region, where workers read them in place: handing a layer over copies
 nothing. All is allocated once; pages take no room until they are written.

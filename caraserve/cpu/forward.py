@@ -1,4 +1,4 @@
-"""One iteration of the decoder over a mixed batch, fused into one compiled function. Level 1.
+"""One iteration of the decoder over a mixed batch, fused into one compiled function.
 
 A team of threads runs it: each calls `step` with the same arguments and its own index; they split each phase and meet
 at a barrier after it. Nothing of Python runs inside, so the event loop has the interpreter to itself meanwhile.
@@ -8,7 +8,7 @@ attend | [shrink |] o + expand + residual | norm | [shrink |] gate, up + expand,
 residual |
 The bracketed ones run only when the batch has an adapter: base-only traffic pays nothing for LoRA. While an adapter is
 arriving, a hand-over to CPU workers goes out where its shrink would be, and what comes back is added where its expand
-would be; see assist.py.
+would be; see compute_side.py.
 """
 
 from typing import NamedTuple

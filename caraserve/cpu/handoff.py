@@ -1,6 +1,6 @@
 """What whoever runs a decoder layer and the CPU LoRA workers agree on: the words they share, and who writes them.
 
-Level 1; Toppings §4.2. A hand-over asks workers for `x A B` of slices of one layer's tokens, for all modules that read
+Toppings §4.2. A hand-over asks workers for `x A B` of slices of one layer's tokens, for all modules that read
 the same x. There is a block of words for each worker, and each word has one writer:
 
     request      caller      number of the last hand-over published; release, after the slices

@@ -1,4 +1,4 @@
-"""How this package compiles: one set of Numba options, and an on-disk cache that notices every change. Level 1.
+"""How this package compiles: one set of Numba options, and an on-disk cache that notices every change.
 
 `kernel` is for functions called from compiled code, `entry` for the few that Python calls: only those are cached on
 disk, with all they call linked in. Numba's cache looks at the file of the entry alone, so the folder's name carries a

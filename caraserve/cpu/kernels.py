@@ -1,6 +1,6 @@
-"""The operations of a decoder layer over register tiles: matmul panels, LoRA, norm, rotary embedding. Level 1.
+"""The operations of a decoder layer over register tiles: matmul panels, LoRA, norm, rotary embedding.
 
-Called by `step.py` alone, inside one compiled function. Addresses are integers, strides are in bytes, activations are
+For `forward.py` alone, inside one compiled function. Addresses are integers, strides are in bytes, activations are
 fp32. A base weight `[out, in]` is stored like a LoRA B, as panels of 64 outputs, `[out / 64, in, 64]`, zero-padded.
 """
 

@@ -1,4 +1,4 @@
-"""The few calls into libc that compiled code makes: yield, clock, sleep until woken. Level 1; Linux.
+"""The few calls into libc that compiled code makes: yield, clock, sleep until woken. Linux only.
 
 External symbols rather than ctypes objects: functions that hold a ctypes address cannot be cached on disk. Pointers
 travel as int64.

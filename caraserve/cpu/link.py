@@ -1,4 +1,4 @@
-"""The way from the host tier to the device tier. Level 1.
+"""The way from the host tier to the device tier.
 
 On this backend both are main memory and a copy costs little; a stated bandwidth can be emulated, so that loading modes
 can be compared as they would be behind a real link.

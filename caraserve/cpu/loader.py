@@ -1,4 +1,4 @@
-"""Copies adapters to the device tier beside the lane, as far as their bytes are in the host tier. Level 1.
+"""Copies adapters to the device tier beside the lane, as far as their bytes are in the host tier.
 
 Groups of layers are copied in the order in which they may be: an adapter whose bytes are still on their way to the host
 tier holds up nobody's.

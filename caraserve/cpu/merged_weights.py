@@ -1,4 +1,4 @@
-"""Base weights with one adapter merged into them, beside the base's own. Level 1.
+"""Base weights with one adapter merged into them, beside the base's own.
 
 `backend.py` asks for them when a plan names a merged adapter: the loading mode `merged`, after dLoRA. Only panels of
 adapted modules are written; all others are the base's. To unmerge is to use the base's panels again, which is exact and

@@ -1,4 +1,4 @@
-"""What one core can do at most: fused multiply-adds that wait for nothing. Level 1; for benchmarks."""
+"""What one core can do at most: fused multiply-adds that wait for nothing. For benchmarks."""
 
 import time
 

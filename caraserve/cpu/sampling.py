@@ -1,4 +1,4 @@
-"""Choosing a token from one row of logits, in compiled code. Level 1.
+"""Choosing a token from one row of logits, in compiled code.
 
 A draw depends on the logits, the request's seed and the position alone, so that it is the same in any batch, after
 any preemption and on any instance. Nothing is sorted: top-k and top-p are found by bisecting the threshold over the

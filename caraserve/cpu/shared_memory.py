@@ -1,4 +1,4 @@
-"""One region of memory that the server and its CPU workers map: words, activations, deltas, the arena. Level 1.
+"""One region of memory that the server and its CPU workers map: words, activations, deltas, the arena.
 
 A memfd has no name: it is not in /dev/shm, no container limit on that applies, and it is gone with the last process
 that maps it, also after `kill -9`. Pages take no room until they are written. Positions inside are given as offsets,

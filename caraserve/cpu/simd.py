@@ -1,4 +1,4 @@
-"""Sixteen fp32 lanes as a Numba scalar type, the register tiles built of it, and atomics. Level 1; CPU only.
+"""Sixteen fp32 lanes as a Numba scalar type, the register tiles built of it, and atomics. CPU only.
 
 LLVM's autovectoriser reaches a third to a half of a core's peak on these loops and depends on the CPU's preferred
 width; an explicit `<16 x float>` reaches 80 to 90 % and lowers to whatever the CPU has (one zmm, two ymm, four xmm).

@@ -1,5 +1,5 @@
 """Prompts whose adapter is not all in the host tier: computed on the lane as far as layers have come, iterations in
-between. Level 1.
+between.
 
 Between two layers such a prompt is its residual stream and nothing else, so it can stop there for as long as a network
 takes, and nobody waits for it. What never comes, or is no longer waited for, makes it void.
@@ -12,18 +12,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.core.batch import Plan, RowResult, StepResult
+from caraserve.core.batch import Batch, RowResult, StepResult
 from caraserve.cpu.adapters import Image
 from caraserve.cpu.batch import HostBatch
 
 Done = Callable[[StepResult | Exception], None]
-Compute = Callable[[Plan, HostBatch, NDArray[np.void]], None]
-Collect = Callable[[Plan, HostBatch, float], StepResult]
+Compute = Callable[[Batch, HostBatch, NDArray[np.void]], None]
+Collect = Callable[[Batch, HostBatch, float], StepResult]
 
 
 @dataclass(slots=True, eq=False)
 class _Aside:
-    plan: Plan
+    plan: Batch
     batch: HostBatch
     image: Image
     done: Done
@@ -51,7 +51,7 @@ class Asides:
         self._compute, self._collect = compute, collect
         self._under_way: list[_Aside] = []
 
-    def begin(self, plan: Plan, batch: HostBatch, image: Image, done: Done) -> None:
+    def begin(self, plan: Batch, batch: HostBatch, image: Image, done: Done) -> None:
         """Takes a plan whose slot and blocks are known."""
         self._under_way.append(_Aside(plan, batch, image, done, self._free.pop(), time.monotonic()))
         self.go_on()

@@ -1,6 +1,6 @@
-"""The data that compiled code shares with Python: one record a subject, passed as a pointer. Level 1.
+"""The data that compiled code shares with Python: one record a subject, passed as a pointer.
 
-`weights.py`, `adapters.py`, `batch.py` and `backend.py` fill these; `step.py` reads them.
+`weights.py`, `adapters.py`, `batch.py` and `backend.py` fill these; `forward.py` reads them.
 """
 
 from typing import Any

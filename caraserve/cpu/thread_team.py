@@ -1,4 +1,4 @@
-"""A team of threads that runs compiled functions together. Level 1.
+"""A team of threads that runs compiled functions together.
 
 The caller is member 0. Helpers wait for the next call by a bounded spin inside compiled code (no interpreter lock),
 then asleep on a condition: an idle server uses no CPU, and steps that follow closely wake nobody.

@@ -1,4 +1,4 @@
-"""Register tiles: the inner loops of matmul, LoRA shrink and attention, emitted as LLVM IR. Level 1; CPU only.
+"""Register tiles: the inner loops of matmul, LoRA shrink and attention, emitted as LLVM IR. CPU only.
 
 A tile keeps rows × vectors accumulators in registers and names memory by plain addresses; see simd.py for why.
 """

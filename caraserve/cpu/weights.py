@@ -1,4 +1,4 @@
-"""The base model's weights as the CPU kernels want them: panels of 64 outputs, one aligned array a tensor. Level 1.
+"""The base model's weights as the CPU kernels want them: panels of 64 outputs, one aligned array a tensor.
 
 `backend.py` calls `load_model`; the result keeps every array alive whose address the kernels hold.
 """

@@ -1,4 +1,4 @@
-"""The bundled demo: a base model small enough to ship, and one LoRA adapter for each voice. Level 0.
+"""The bundled demo: a base model small enough to ship, and one LoRA adapter for each voice.
 
 `scripts/train_demo.py` makes the files; `serve.py` serves them when no model is named.
 """

@@ -1,23 +1,23 @@
-"""An open request with what belongs to it in this process. Level 3; `line.py` and `loop.py` are its only writers."""
+"""An open request with what belongs to it in this process. `queues.py` and `loop.py` are its only writers."""
 
 from dataclasses import dataclass
 
-from caraserve.core.batch import BASE_ADAPTER_SLOT, Row, RowResult
+from caraserve.core.batch import BASE_ADAPTER_SLOT, RowResult, ScheduledRow
 from caraserve.core.request import Request, TokenDelta, TokenLogprob
 from caraserve.engine.stream import Stream
-from caraserve.lora.adapter import Tier, Version
-from caraserve.lora.start_policy import Choice
+from caraserve.lora.adapter import Adapter, AdapterTier
+from caraserve.lora.start_policy import ModeChoice
 from caraserve.tokenizer.detokenizer import Detokenizer
 
 
 @dataclass(slots=True, eq=False)
-class Open:
+class ActiveRequest:
     """An open request with what belongs to it here: its stream, text, adapter version and prefix keys."""
 
     request: Request
     stream: Stream
     detokenizer: Detokenizer
-    version: Version | None  # None: the base model
+    version: Adapter | None  # None: the base model
     key: bytes  # prefix key of the blocks published so far
     published: int = 0  # blocks published
     reused: int = 0  # blocks taken from the prefix index when it last took a slot
@@ -25,7 +25,7 @@ class Open:
     assist: bool = False  # whether CPU workers may compute layers of `version` that have not arrived
     is_aside: bool = False  # whether a plan aside with it is under way
     waits_whole: bool = False  # whether it starts only when all of its adapter is in host memory
-    choice: Choice | None = None  # how it began, where mode `auto` has chosen
+    choice: ModeChoice | None = None  # how it began, where mode `auto` has chosen
     prompt_scored: int = 0
     last_token_s: float | None = None
 
@@ -37,16 +37,16 @@ class Open:
     @property
     def is_streamed(self) -> bool:
         """Whether layers of its adapter are still on their way to this host."""
-        return self.version is not None and self.version.tier is Tier.STREAMING
+        return self.version is not None and self.version.tier is AdapterTier.STREAMING
 
     @property
     def can_go_on(self) -> bool:
         """Whether it may be in an iteration: it may wait there for its adapter, but not for a network, nor be on one
         that is about to leave the device."""
         version = self.version
-        return version is None or (version.tier in (Tier.COPYING, Tier.DEVICE) and version.takes_requests)
+        return version is None or (version.tier in (AdapterTier.COPYING, AdapterTier.DEVICE) and version.takes_requests)
 
-    def put_prompt_scores(self, row: Row, result: RowResult) -> None:
+    def put_prompt_scores(self, row: ScheduledRow, result: RowResult) -> None:
         """Scores of prompt tokens, each once: a preempted request computes them again."""
         new = result.prompt_scored[max(0, self.prompt_scored - row.start) :]
         if not new:

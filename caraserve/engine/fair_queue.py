@@ -1,4 +1,4 @@
-"""Fair shares by virtual token counters: between clients, then between the users of each. Pure; level 2.
+"""Fair shares by virtual token counters: between clients, then between the users of each. Pure.
 
 Each client has a counter of the service it got, in weighted tokens; the waiting client with the least goes first, and
 of its users the one with the least, whose requests go by priority, then by arrival. However many users a client names,

@@ -1,4 +1,4 @@
-"""Which adapter, if any, is merged into the base weights, and who is served meanwhile: dLoRA's rule. Level 2; pure.
+"""Which adapter, if any, is merged into the base weights, and who is served meanwhile: dLoRA's rule. Pure.
 
 `loop.py` asks once a turn, in the loading mode `merged` alone. A merged adapter needs no LoRA kernels, but serves only
 its own requests. dLoRA (OSDI 2024) merges when most requests ask for one adapter, keeps accounts of credits so that
@@ -23,7 +23,7 @@ STEP, FACTOR = 0.05, 1.1  # by which thresholds adapt: additively if a phase pai
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class MergeDecision:
     """One iteration. `serve`: indices of the requests that may take part, first served first; the others wait.
     `merged`: the adapter that all of them ask for, merged into the weights; None: LoRA kernels, any mix."""
 
@@ -48,7 +48,7 @@ class _Phase:
         return self.merged_requests / merged_s - self.unmerged_requests / unmerged_s
 
 
-class MergeRule:
+class MergePolicy:
     """Accounts and thresholds. `merge_threshold`: the share of requests for one adapter from which it is merged;
     `stay_threshold`: the share down to which it stays so."""
 
@@ -64,10 +64,10 @@ class MergeRule:
         """The account of an adapter that has been asked for."""
         return self._credits[adapter]
 
-    def choose(self, adapters: Sequence[int]) -> Choice:
+    def choose(self, adapters: Sequence[int]) -> MergeDecision:
         """`adapters`: what each request asks for (BASE_ADAPTER_SLOT: the base model), by arrival."""
         if not adapters:
-            return Choice(None, ())
+            return MergeDecision(None, ())
         self._open_accounts(adapters)
         requests: dict[int, list[int]] = {}
         for index, adapter in enumerate(adapters):
@@ -78,11 +78,11 @@ class MergeRule:
             return self._serve_first(first, fcfs, adapters)
         merged = self._merge(requests, len(fcfs))
         if merged is None:
-            return Choice(None, tuple(fcfs))
+            return MergeDecision(None, tuple(fcfs))
         serve = requests[merged][: self._max]
         for index in set(fcfs) - set(serve):
             self._pay(merged, adapters[index], 0.5 / (SPEED * self._max))
-        return Choice(merged, tuple(serve))
+        return MergeDecision(merged, tuple(serve))
 
     def _open_accounts(self, adapters: Sequence[int]) -> None:
         """All have the same credits at first. A newcomer raises the bar for all, so it raises all accounts with it:
@@ -103,7 +103,7 @@ class MergeRule:
         self._favoured = set(favoured)
         return sorted(favoured, key=lambda adapter: -self._credits[adapter])
 
-    def _serve_first(self, first: list[int], fcfs: range, adapters: Sequence[int]) -> Choice:
+    def _serve_first(self, first: list[int], fcfs: range, adapters: Sequence[int]) -> MergeDecision:
         """A mixed batch that begins with favoured requests. Each that passes another one pays for it."""
         self._switch_to(None)
         serve = [*first, *sorted(set(fcfs) - set(first))][: self._max]
@@ -111,7 +111,7 @@ class MergeRule:
         ahead = [index for index in serve if index not in fcfs]
         for index, other in zip(ahead, displaced, strict=True):
             self._pay(adapters[index], adapters[other], 1 / self._max)
-        return Choice(None, tuple(serve))
+        return MergeDecision(None, tuple(serve))
 
     def _pay(self, payer: int, receiver: int, cost: float) -> None:
         self._credits[payer] -= cost

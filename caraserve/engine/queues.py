@@ -1,4 +1,4 @@
-"""Where open requests stand: waiting → loading → running, and what each place holds. Level 3.
+"""Where open requests stand: waiting → loading → running, and what each place holds.
 
 `loop.py` asks for admissions at every turn and tells of requests that end. A running request holds a slot and KV
 blocks; a loading one holds its adapter on the device, or the wish for it; a waiting one holds its adapter's
@@ -12,13 +12,13 @@ from collections.abc import Callable
 from caraserve.core.backend import Limits
 from caraserve.core.batch import BlockGrant, SlotSampling, SlotStart
 from caraserve.core.request import Phase, Request
-from caraserve.engine.active_request import Open
+from caraserve.engine.active_request import ActiveRequest
 from caraserve.engine.fair_queue import FairQueue
 from caraserve.engine.scheduler import total_tokens
 from caraserve.kv.prefix_keys import next_key, root_key
-from caraserve.lora.adapter import Tier, Version
-from caraserve.lora.manager import Residency
-from caraserve.lora.start_policy import Choice, Start
+from caraserve.lora.adapter import Adapter, AdapterTier
+from caraserve.lora.manager import AdapterManager
+from caraserve.lora.start_policy import ModeChoice, PrefillStart
 from caraserve.util.units import ceil_div
 
 log = logging.getLogger(__name__)
@@ -27,13 +27,13 @@ _MOST_AHEAD = 16  # one part in so many of all KV blocks may be asked for ahead 
 _PREFETCHED = 8  # requests in the queue whose adapters are read ahead
 
 
-class Line:
+class RequestQueues:
     """The queues, the slots and the KV pool."""
 
     def __init__(
         self,
         limits: Limits,
-        residency: Residency,
+        manager: AdapterManager,
         eos_ids: frozenset[int],
         *,
         prefix_caching: bool,
@@ -41,15 +41,15 @@ class Line:
         observe_preemption: Callable[[], None],
         now: Callable[[], float],
     ) -> None:
-        self.pool = residency.room.pool
-        self.waiting: FairQueue[Open] = FairQueue(lambda opened: opened.request.asked.priority)
-        self.loading: deque[Open] = deque()  # admitted; waits for its adapter, a slot or blocks
-        self.running: list[Open] = []  # in the order of admission
-        self._leaving: list[Open] = []  # ended, but a plan aside still uses what they hold
-        self._limits, self._residency, self._eos_ids = limits, residency, eos_ids
+        self.pool = manager.room.pool
+        self.waiting: FairQueue[ActiveRequest] = FairQueue(lambda active: active.request.asked.priority)
+        self.loading: deque[ActiveRequest] = deque()  # admitted; waits for its adapter, a slot or blocks
+        self.running: list[ActiveRequest] = []  # in the order of admission
+        self._leaving: list[ActiveRequest] = []  # ended, but a plan aside still uses what they hold
+        self._limits, self._manager, self._eos_ids = limits, manager, eos_ids
         iteration_blocks = ceil_div(limits.max_step_tokens, limits.block_tokens) + limits.num_slots
         self._most_taken = iteration_blocks  # by one iteration
-        self._ahead = max(1, min(iteration_blocks, residency.room.most_blocks // _MOST_AHEAD))
+        self._ahead = max(1, min(iteration_blocks, manager.room.most_blocks // _MOST_AHEAD))
         self._read_ahead_at: tuple[int, int] | None = None
         self._start_lacks = 0  # blocks that the next request to start waits for
         self.is_short = False  # whether it found too few, even if there will never be as many; set by `start`
@@ -75,15 +75,15 @@ class Line:
 
     def waiting_tokens(self) -> int:
         """Prompts of the waiting requests, and their answers at full length."""
-        waiting = (opened.request for opened in self.waiting)
+        waiting = (active.request for active in self.waiting)
         return sum(request.prompt_tokens + request.asked.params.max_tokens for request in waiting)
 
     def check(self) -> None:
         """Raises AssertionError when a slot or a block has no owner, or two."""
         holders = [*self.running, *self._leaving]
-        self.pool.check([opened.request.blocks for opened in holders])
+        self.pool.check([active.request.blocks for active in holders])
         assert len(self._free_slots) + len(holders) == self._limits.num_slots, "a slot is lost"
-        assert all(opened.is_aside for opened in self._leaving), "one that has ended is kept for nothing"
+        assert all(active.is_aside for active in self._leaving), "one that has ended is kept for nothing"
 
     @property
     def is_settled(self) -> bool:
@@ -93,28 +93,28 @@ class Line:
     def admit(self) -> None:
         """Queue → loading, as far as slots may come free. Adapters that are not on the device begin to load; those of
         the next in the queue are read ahead."""
-        if self._residency.copies.claims_memory:
-            self._residency.copies.go_on()  # blocks may have been given back since
-        while self._places_taken() < self._limits.num_slots and self._residency.copies.admits:
+        if self._manager.copies.claims_memory:
+            self._manager.copies.go_on()  # blocks may have been given back since
+        while self._places_taken() < self._limits.num_slots and self._manager.copies.admits:
             tenant = self.waiting.first()
             if tenant is None:
                 break
-            opened = self.waiting.pop(tenant)
-            self.waiting.charge(opened.request.asked.tenant, opened.request.prompt_tokens, 0)
-            self._hold_adapter(opened)
-            self.loading.append(opened)
+            active = self.waiting.pop(tenant)
+            self.waiting.charge(active.request.asked.tenant, active.request.prompt_tokens, 0)
+            self._hold_adapter(active)
+            self.loading.append(active)
         if self.waiting and self._prefetching:
             self._read_ahead()
 
     def _read_ahead(self) -> None:
         """Only after a change of the queue or of the reads under way: there may be thousands of tenants."""
-        seen = len(self.waiting), self._residency.loading
+        seen = len(self.waiting), self._manager.loading
         if seen == self._read_ahead_at:
             return
-        for opened in self.waiting.upcoming(_PREFETCHED):
-            if opened.version is not None:
-                self._residency.prefetch(opened.version)
-        self._read_ahead_at = len(self.waiting), self._residency.loading
+        for active in self.waiting.upcoming(_PREFETCHED):
+            if active.version is not None:
+                self._manager.prefetch(active.version)
+        self._read_ahead_at = len(self.waiting), self._manager.loading
 
     def _places_taken(self) -> int:
         return len(self.loading) + len(self.running) + len(self._leaving)
@@ -123,51 +123,51 @@ class Line:
         """Loading → running, as far as slots and blocks are free and adapters are there, or will be when an iteration
         that begins at `begins_s` needs them."""
         self.next_start_s, self._start_lacks, self.is_short = None, 0, False
-        for opened in list(self.loading):
-            if self._free_slots and self._may_start(opened, begins_s):
-                if self._start(opened):
+        for active in list(self.loading):
+            if self._free_slots and self._may_start(active, begins_s):
+                if self._start(active):
                     continue
-                if opened.is_streamed:
-                    opened.wait_for_whole()  # as it waits anyway
+                if active.is_streamed:
+                    active.wait_for_whole()  # as it waits anyway
                     continue
                 self.is_short = True
                 break  # no blocks: later ones must not overtake for ever
-            if opened.request.phase is Phase.WAITING and opened.version is not None:
-                opened.request.to(Phase.LOADING, self._now())
+            if active.request.phase is Phase.WAITING and active.version is not None:
+                active.request.to(Phase.LOADING, self._now())
 
-    def _may_start(self, opened: Open, begins_s: float) -> bool:
+    def _may_start(self, active: ActiveRequest, begins_s: float) -> bool:
         """Whether a request's adapter is on the device, or will be by the time that it is needed."""
-        if opened.version is None:
+        if active.version is None:
             return True
-        if opened.is_streamed and (opened.waits_whole or not self._may_stream()):
+        if active.is_streamed and (active.waits_whole or not self._may_stream()):
             return False
-        start = self._start_of(opened, begins_s, may_assist=self._has_helpers())
+        start = self._start_of(active, begins_s, may_assist=self._has_helpers())
         if start is None:
             return False
-        opened.assist = start.assist
-        self._note_choice(opened, opened.version, start)
+        active.assist = start.assist
+        self._note_choice(active, active.version, start)
         return self._is_time(start, begins_s)
 
-    def _start_of(self, opened: Open, begins_s: float, *, may_assist: bool) -> Start | None:
-        assert opened.version is not None
-        left = total_tokens(opened.request) - opened.request.computed
+    def _start_of(self, active: ActiveRequest, begins_s: float, *, may_assist: bool) -> PrefillStart | None:
+        assert active.version is not None
+        left = total_tokens(active.request) - active.request.computed
         tokens = min(left, self._limits.max_step_tokens)
-        return self._residency.arrivals.start_of(opened.version, tokens, begins_s, may_assist=may_assist)
+        return self._manager.arrivals.start_of(active.version, tokens, begins_s, may_assist=may_assist)
 
-    def _is_time(self, start: Start, begins_s: float) -> bool:
+    def _is_time(self, start: PrefillStart, begins_s: float) -> bool:
         if start.at_s <= begins_s:
             return True
         self.next_start_s = min(start.at_s, self.next_start_s or start.at_s)
         return False
 
-    def _note_choice(self, opened: Open, version: Version, start: Start) -> None:
+    def _note_choice(self, active: ActiveRequest, version: Adapter, start: PrefillStart) -> None:
         if start.ends_s is None:
             return
-        if opened.choice is None:
-            is_there = version.tier is Tier.DEVICE
-            opened.choice = Choice("cached" if is_there else "pipelined", self._now(), start.ends_s)
-        if start.assist and not opened.choice.is_observed:
-            opened.choice.name = "assisted"
+        if active.choice is None:
+            is_there = version.tier is AdapterTier.DEVICE
+            active.choice = ModeChoice("cached" if is_there else "pipelined", self._now(), start.ends_s)
+        if start.assist and not active.choice.is_observed:
+            active.choice.name = "assisted"
 
     # --- plans aside ---
 
@@ -175,111 +175,111 @@ class Line:
         """Whether one more prompt may go aside; always, where they go with the others."""
         if not self._limits.aside_plans:
             return True
-        helped = sum(self.goes_aside(opened) for opened in self.running)
+        helped = sum(self.goes_aside(active) for active in self.running)
         return helped + len(self._leaving) < self._limits.aside_plans
 
     def _may_stream(self) -> bool:
         """Whether one more prompt may go aside whose adapter is."""
-        streamed = sum(opened.is_aside or opened.is_streamed for opened in self.running)
+        streamed = sum(active.is_aside or active.is_streamed for active in self.running)
         return streamed + len(self._leaving) < self._limits.streamed_plans
 
-    def goes_aside(self, opened: Open) -> bool:
+    def goes_aside(self, active: ActiveRequest) -> bool:
         """Whether a plan aside is under way for a running request, or is to be launched next; in iterations it has no
         place."""
-        if opened.is_aside or not opened.can_go_on:
+        if active.is_aside or not active.can_go_on:
             return True
-        if not (self._limits.aside_plans and opened.assist and opened.request.phase is Phase.PREFILL):
+        if not (self._limits.aside_plans and active.assist and active.request.phase is Phase.PREFILL):
             return False
-        return opened.version is not None and opened.version.tier is Tier.COPYING
+        return active.version is not None and active.version.tier is AdapterTier.COPYING
 
-    def is_ready(self, opened: Open, begins_s: float) -> bool:
+    def is_ready(self, active: ActiveRequest, begins_s: float) -> bool:
         """Whether a running request may be in an iteration that begins then: it would stop at layers of its adapter
         that have not arrived, and all others with it."""
-        if opened.version is None or opened.version.tier is not Tier.COPYING or not self._limits.aside_plans:
+        if active.version is None or active.version.tier is not AdapterTier.COPYING or not self._limits.aside_plans:
             return True
-        start = self._start_of(opened, begins_s, may_assist=False)
+        start = self._start_of(active, begins_s, may_assist=False)
         return start is not None and self._is_time(start, begins_s)
 
-    def set_back(self, opened: Open) -> None:
+    def set_back(self, active: ActiveRequest) -> None:
         """A running request whose adapter is not here yet gives up what it holds, and begins again when all of it is:
         its plan aside was recalled, or there are no blocks for one."""
-        opened.wait_for_whole()
-        self.pool.release(opened.request.blocks)
-        self.preempt(opened)
+        active.wait_for_whole()
+        self.pool.release(active.request.blocks)
+        self.preempt(active)
 
-    def begin_aside(self, opened: Open) -> None:
+    def begin_aside(self, active: ActiveRequest) -> None:
         """A plan aside is launched. Until it has ended, whatever becomes of the request, its slot, its blocks and its
         adapter stay as they are."""
-        assert opened.version is not None
-        opened.is_aside = True
-        self._residency.begin_aside(opened.version)
+        assert active.version is not None
+        active.is_aside = True
+        self._manager.begin_aside(active.version)
 
-    def end_aside(self, opened: Open) -> None:
+    def end_aside(self, active: ActiveRequest) -> None:
         """It has ended."""
-        assert opened.version is not None
-        opened.is_aside = False
-        self._residency.end_aside(opened.version)
-        if opened in self._leaving:
-            self._leaving.remove(opened)
-            self._give_back(opened)
+        assert active.version is not None
+        active.is_aside = False
+        self._manager.end_aside(active.version)
+        if active in self._leaving:
+            self._leaving.remove(active)
+            self._give_back(active)
 
     # --- memory ---
 
     def growable(self) -> int:
         """KV blocks that there could be more; 0 while there are enough for any iteration."""
-        return 0 if self.pool.available >= self._most_taken else self._residency.device.growable()
+        return 0 if self.pool.available >= self._most_taken else self._manager.device.growable()
 
     def grow(self, lacking: int) -> None:
         """Asks for KV blocks where memory is shared: those that running requests lack, those that the next one to start
         lacks, and some ahead of need, so that normally nobody waits. The latter two come after adapters that admitted
         requests wait for."""
-        self._residency.room.wanted_blocks = self.pool.num_blocks + lacking if lacking else 0
+        self._manager.room.wanted_blocks = self.pool.num_blocks + lacking if lacking else 0
         short = self._ahead - self.pool.available
         if lacking or self._start_lacks or (self.running and short > 0):
-            self._residency.copies.grow_kv(lacking, self._start_lacks + max(0, short) + self._ahead)
+            self._manager.copies.grow_kv(lacking, self._start_lacks + max(0, short) + self._ahead)
 
     # --- slots ---
 
-    def _hold_adapter(self, opened: Open) -> None:
-        if opened.version is None:
-            self._residency.copies.passed(None)
-        elif not opened.uses:
-            opened.uses = True
-            self._residency.use(opened.version)
+    def _hold_adapter(self, active: ActiveRequest) -> None:
+        if active.version is None:
+            self._manager.copies.passed(None)
+        elif not active.uses:
+            active.uses = True
+            self._manager.use(active.version)
 
-    def _start(self, opened: Open) -> bool:
+    def _start(self, active: ActiveRequest) -> bool:
         """Gives a request a slot and the blocks of its longest known prefix. False when there is no room for it."""
-        request = opened.request
+        request = active.request
         needed = ceil_div(total_tokens(request) + 1, self._limits.block_tokens)
         if self.running and needed > self.pool.available:
             lacks = needed - self.pool.available
-            self._start_lacks = lacks if lacks <= self._residency.device.growable() else 0
+            self._start_lacks = lacks if lacks <= self._manager.device.growable() else 0
             return False
-        self.loading.remove(opened)
+        self.loading.remove(active)
         request.slot = self._free_slots.pop()
         tokens = (*request.asked.prompt_ids, *request.output_ids)
-        self._reuse_prefix(opened, tokens)
+        self._reuse_prefix(active, tokens)
         self._starts.append(SlotStart(request.slot, tokens, self._sampling(request)))
         request.to(Phase.PREFILL, self._now())
-        self.running.append(opened)
+        self.running.append(active)
         return True
 
-    def _reuse_prefix(self, opened: Open, tokens: tuple[int, ...]) -> None:
+    def _reuse_prefix(self, active: ActiveRequest, tokens: tuple[int, ...]) -> None:
         """Takes published blocks from the front; at least one token is always computed."""
-        request, size = opened.request, self._limits.block_tokens
-        digest = opened.version.digest if opened.version else None
-        opened.key, opened.published, opened.reused = root_key(digest, request.asked.cache_salt), 0, 0
+        request, size = active.request, self._limits.block_tokens
+        digest = active.version.digest if active.version else None
+        active.key, active.published, active.reused = root_key(digest, request.asked.cache_salt), 0, 0
         if not self._prefix_caching or request.asked.params.prompt_logprobs is not None:
             return
-        while (opened.published + 1) * size < len(tokens):
-            key = next_key(opened.key, tokens[opened.published * size : (opened.published + 1) * size])
+        while (active.published + 1) * size < len(tokens):
+            key = next_key(active.key, tokens[active.published * size : (active.published + 1) * size])
             block = self.pool.find(key)
             if block is None:
                 break
             request.blocks.append(block)
-            opened.key, opened.published = key, opened.published + 1
-        opened.reused = opened.published
-        request.computed = opened.published * size
+            active.key, active.published = key, active.published + 1
+        active.reused = active.published
+        request.computed = active.published * size
         request.cached_tokens = max(request.cached_tokens, min(request.computed, request.prompt_tokens))
         if request.blocks:
             assert request.slot is not None
@@ -303,52 +303,52 @@ class Line:
             logit_bias=params.logit_bias,
         )
 
-    def preempt(self, opened: Open) -> None:
+    def preempt(self, active: ActiveRequest) -> None:
         """Back to the head of the line; everything is computed again (the scheduler has released the blocks)."""
-        request = opened.request
+        request = active.request
         log.debug("%s is preempted after %d tokens", request.asked.request_id, len(request.output_ids))
-        self.running.remove(opened)
+        self.running.remove(active)
         self._free_slot(request)
         request.computed = 0
         request.to(Phase.PREEMPTED, self._now())
-        self.loading.appendleft(opened)
+        self.loading.appendleft(active)
         self._observe_preemption()
 
-    def publish(self, opened: Open) -> None:
+    def publish(self, active: ActiveRequest) -> None:
         """Makes the full blocks of known tokens findable: stream order puts their writing before any reading."""
         if not self._prefix_caching:
             return
-        request, size = opened.request, self._limits.block_tokens
+        request, size = active.request, self._limits.block_tokens
         known = min(request.computed, request.prompt_tokens + len(request.output_ids))
-        while (opened.published + 1) * size <= known:
-            start = opened.published * size
-            opened.key = next_key(opened.key, _tokens(request, start, start + size))
-            self.pool.publish(request.blocks[opened.published], opened.key)
-            opened.published += 1
+        while (active.published + 1) * size <= known:
+            start = active.published * size
+            active.key = next_key(active.key, _tokens(request, start, start + size))
+            self.pool.publish(request.blocks[active.published], active.key)
+            active.published += 1
 
-    def take_out(self, opened: Open) -> None:
+    def take_out(self, active: ActiveRequest) -> None:
         """Removes a request from where it is, with all that it holds; while a plan aside is under way, that stays."""
-        request = opened.request
-        if opened in self.running:
-            self.running.remove(opened)
-            if opened.is_aside:
-                self._leaving.append(opened)
+        request = active.request
+        if active in self.running:
+            self.running.remove(active)
+            if active.is_aside:
+                self._leaving.append(active)
                 return
-        elif opened in self.loading:
-            self.loading.remove(opened)
+        elif active in self.loading:
+            self.loading.remove(active)
         else:
-            self.waiting.remove(request.asked.tenant, opened)
-        self._give_back(opened)
+            self.waiting.remove(request.asked.tenant, active)
+        self._give_back(active)
 
-    def _give_back(self, opened: Open) -> None:
-        request = opened.request
+    def _give_back(self, active: ActiveRequest) -> None:
+        request = active.request
         if request.slot is not None:
             self.pool.release(request.blocks)
             self._free_slot(request)
-        if opened.version is not None:
-            if opened.uses:
-                self._residency.unuse(opened.version)
-            self._residency.unpin(opened.version)
+        if active.version is not None:
+            if active.uses:
+                self._manager.unuse(active.version)
+            self._manager.unpin(active.version)
 
     def _free_slot(self, request: Request) -> None:
         """The slot of a request whose blocks have been released. What the device was still to be told of them is void:

@@ -1,14 +1,14 @@
-"""What runs in the next iteration: decode tokens first, then prefill chunks, within budgets. Level 2; pure.
+"""What runs in the next iteration: decode tokens first, then prefill chunks, within budgets. Pure.
 
-`loop.py` calls `plan_iteration` once a turn with its running requests and takes back a `Decision`. The scheduler reads
-requests and hands out KV blocks; it never changes a request.
+`loop.py` calls `plan_iteration` once a turn with its running requests and gets a `SchedulerOutput`. The scheduler
+reads requests and hands out KV blocks; it never changes a request.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from caraserve.core.backend import Limits
-from caraserve.core.batch import BlockGrant, Row
+from caraserve.core.batch import BlockGrant, ScheduledRow
 from caraserve.core.request import Request
 from caraserve.kv.block_pool import BlockPool
 from caraserve.util.units import ceil_div
@@ -21,12 +21,12 @@ class Scheduled:
     """A running request's part in the iteration."""
 
     request: Request
-    row: Row
+    row: ScheduledRow
     blocks: tuple[int, ...]  # newly granted, to follow the request's own
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class SchedulerOutput:
     """One iteration: rows in the plan's order, and requests that must give up their slot and blocks.
 
     `lacking`: blocks beyond the pool's that requests left out of the iteration wait for. `is_short`: whether somebody
@@ -128,7 +128,7 @@ def plan_iteration(
     limits: Limits,
     served: int | None = None,
     growable: int = 0,
-) -> Decision:
+) -> SchedulerOutput:
     """Plans one iteration over `running`, first served first (by admission, if nobody asks for another order), with
     each request's adapter slot. Those behind the first `served` keep what they hold, unless blocks run out. As long as
     the pool can grow, by `growable` blocks, whoever finds none is left out and nobody loses any.
@@ -142,7 +142,9 @@ def plan_iteration(
             if decodes is wanted:
                 budget.add(index)
     ordered = sorted(budget.scheduled.values(), key=lambda entry: (entry[0].row.adapter_slot, entry[1]))
-    return Decision(tuple(entry for entry, _ in ordered), tuple(budget.preempted), budget.lacking, budget.is_short)
+    return SchedulerOutput(
+        tuple(entry for entry, _ in ordered), tuple(budget.preempted), budget.lacking, budget.is_short
+    )
 
 
 def plan_aside(request: Request, adapter_slot: int, pool: BlockPool, limits: Limits) -> Scheduled | int:
@@ -165,11 +167,11 @@ def _wants_scores(request: Request) -> bool:
     return request.asked.params.prompt_logprobs is not None and request.computed < request.prompt_tokens
 
 
-def _row(request: Request, count: int, adapter_slot: int, limits: Limits) -> Row:
+def _row(request: Request, count: int, adapter_slot: int, limits: Limits) -> ScheduledRow:
     samples = request.computed + count == total_tokens(request) and wants_output(request, limits)
     params = request.asked.params
     assert request.slot is not None
-    return Row(
+    return ScheduledRow(
         slot=request.slot,
         start=request.computed,
         count=count,

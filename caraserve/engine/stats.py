@@ -1,22 +1,24 @@
-"""What the engine tells of itself: events as they happen, and its state at one moment. Level 3."""
+"""What the engine tells of itself: events as they happen, and its state at one moment."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from caraserve.core.backend import Limits
-from caraserve.core.batch import Row
+from caraserve.core.batch import ScheduledRow
 from caraserve.core.request import Finish
-from caraserve.engine.active_request import Open
-from caraserve.engine.queues import Line
-from caraserve.lora.adapter import Version
+from caraserve.engine.active_request import ActiveRequest
+from caraserve.engine.queues import RequestQueues
+from caraserve.lora.adapter import Adapter
 from caraserve.lora.catalog import Catalog
-from caraserve.lora.manager import Residency
+from caraserve.lora.manager import AdapterManager
 
-Watch: TypeAlias = Callable[[Sequence[tuple[Open, Row]], float], None]  # told an iteration's rows and its ms
+Watch: TypeAlias = Callable[
+    [Sequence[tuple[ActiveRequest, ScheduledRow]], float], None
+]  # told an iteration's rows and its ms
 
 
-class Metrics(Protocol):
+class MetricsSink(Protocol):
     """What the engine reports as it happens; `metrics.py` counts it."""
 
     def observe_iteration(self, num_tokens: int, ms: float) -> None: ...
@@ -42,23 +44,23 @@ class EngineSnapshot:
     draining: bool
 
     @classmethod
-    def of(cls, line: Line, residency: Residency, *, draining: bool) -> "EngineSnapshot":
+    def of(cls, queues: RequestQueues, adapters: AdapterManager, *, draining: bool) -> "EngineSnapshot":
         """The state that metrics and the page show."""
         return cls(
-            running=len(line.running),
-            waiting=len(line.waiting) + len(line.loading),
-            kv_used_blocks=line.pool.used,
-            kv_total_blocks=residency.room.most_blocks,
-            running_adapters=_names(line.running),
-            waiting_adapters=_names([*line.waiting, *line.loading]),
-            device_adapters=tuple(sorted(name for version in residency.on_device() for name in version.names)),
-            host_adapters=tuple(name for version in reversed(residency.in_host()) for name in sorted(version.names)),
+            running=len(queues.running),
+            waiting=len(queues.waiting) + len(queues.loading),
+            kv_used_blocks=queues.pool.used,
+            kv_total_blocks=adapters.room.most_blocks,
+            running_adapters=_names(queues.running),
+            waiting_adapters=_names([*queues.waiting, *queues.loading]),
+            device_adapters=tuple(sorted(name for version in adapters.on_device() for name in version.names)),
+            host_adapters=tuple(name for version in reversed(adapters.in_host()) for name in sorted(version.names)),
             draining=draining,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class EngineLoad:
     """What the engine has to do, as the sums from which its next iterations can be predicted."""
 
     running: int
@@ -71,18 +73,20 @@ class Workload:
     queue_room: int  # requests that it takes before it refuses
 
     @classmethod
-    def of(cls, line: Line, catalog: Catalog, limits: Limits, max_queue: int, response_tokens: float) -> "Workload":
+    def of(
+        cls, queues: RequestQueues, catalog: Catalog, limits: Limits, max_queue: int, response_tokens: float
+    ) -> "EngineLoad":
         """`response_tokens`: expected of an answer. A few tenths of a microsecond for each open request."""
-        counts: dict[Version | None, int] = {}
-        tokens: dict[Version | None, int] = {}
-        for opened in (*line.waiting, *line.loading):
-            counts[opened.version] = counts.get(opened.version, 0) + 1
-            tokens[opened.version] = tokens.get(opened.version, 0) + opened.request.prompt_tokens
+        counts: dict[Adapter | None, int] = {}
+        tokens: dict[Adapter | None, int] = {}
+        for active in (*queues.waiting, *queues.loading):
+            counts[active.version] = counts.get(active.version, 0) + 1
+            tokens[active.version] = tokens.get(active.version, 0) + active.request.prompt_tokens
         queued = sum(counts.values())
-        for opened in line.running:
-            counts[opened.version] = counts.get(opened.version, 0) + 1
-            left = opened.request.prompt_tokens - opened.request.computed
-            tokens[opened.version] = tokens.get(opened.version, 0) + max(0, left)
+        for active in queues.running:
+            counts[active.version] = counts.get(active.version, 0) + 1
+            left = active.request.prompt_tokens - active.request.computed
+            tokens[active.version] = tokens.get(active.version, 0) + max(0, left)
         ranks: dict[int, int] = {}
         token_ranks = 0
         for version, count in counts.items():
@@ -90,21 +94,21 @@ class Workload:
             ranks[rank] = ranks.get(rank, 0) + count
             token_ranks += rank * tokens[version]
         all_tokens = sum(tokens.values())
-        residency = catalog.residency
-        free_blocks = line.pool.available + residency.device.growable()
+        adapters = catalog.manager
+        free_blocks = queues.pool.available + adapters.device.growable()
         return cls(
-            running=len(line.running),
+            running=len(queues.running),
             queued=queued,
             ranks=ranks,
             queued_tokens=all_tokens,
             queued_token_ranks=token_ranks,
-            kv_tokens=residency.room.most_blocks * limits.block_tokens,
+            kv_tokens=adapters.room.most_blocks * limits.block_tokens,
             kv_free_tokens=free_blocks * limits.block_tokens - all_tokens - round(queued * response_tokens),
-            queue_room=max(0, max_queue - len(line.waiting)),
+            queue_room=max(0, max_queue - len(queues.waiting)),
         )
 
 
-def rank_of(version: Version | None, catalog: Catalog) -> int:
+def rank_of(version: Adapter | None, catalog: Catalog) -> int:
     """An adapter version's largest rank; 0 for the base model."""
     if version is None:
         return 0
@@ -113,5 +117,5 @@ def rank_of(version: Version | None, catalog: Catalog) -> int:
     return next((info.rank for info in map(catalog.find, version.names) if info is not None), 0)
 
 
-def _names(opened: Iterable[Open]) -> tuple[str, ...]:
-    return tuple(sorted({entry.request.asked.adapter for entry in opened if entry.request.asked.adapter}))
+def _names(active: Iterable[ActiveRequest]) -> tuple[str, ...]:
+    return tuple(sorted({entry.request.asked.adapter for entry in active if entry.request.asked.adapter}))

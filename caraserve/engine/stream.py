@@ -1,4 +1,4 @@
-"""What a request's owner holds: an async iterator of token deltas, and the right to cancel. Level 2.
+"""What a request's owner holds: an async iterator of token deltas, and the right to cancel.
 
 The engine puts deltas in, an HTTP handler takes them out. A reader that is slower than the engine finds the deltas
 since its last look merged into one, so a stalled client costs its own output's memory and nothing else.

@@ -1,1 +1,1 @@
-"""The CUDA backend: kernels, streams, the device pool and the transfers into it. Level 1."""
+"""The CUDA backend: kernels, streams, the device pool and the transfers into it."""

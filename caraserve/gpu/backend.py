@@ -1,8 +1,8 @@
-"""The CUDA backend: a thread that launches, lanes of device work, and threads that wait for its results. Level 1.
+"""The CUDA backend: a thread that launches, lanes of device work, and threads that wait for its results.
 
 `serve.py` builds it, `loop.py` launches plans on it, `adapters/residency.py` loads adapters into it. Everything asked
 of it goes to the launching thread in the order of asking; that thread never waits for the device but for what its
-helpers say. `assemble.py` makes the parts.
+helpers say. `builder.py` makes the parts.
 """
 
 import logging
@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 
-from caraserve.core.batch import BASE_ADAPTER_SLOT, Plan, StepResult
+from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, StepResult
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.core.machine_profile import ASSUMED_HANDOFF_MS, Profile
 from caraserve.cpu.lora_workers.pool import Workers
@@ -126,7 +126,7 @@ class CudaBackend:
 
     # --- serving ---
 
-    def launch(self, plan: Plan, done: Done) -> None:
+    def launch(self, plan: Batch, done: Done) -> None:
         """Queues one iteration; `done` is called on a thread of the backend's."""
         self._jobs.put(lambda: self._launch(plan, done))
 
@@ -208,7 +208,7 @@ class CudaBackend:
             return 0.0
         return _PUMP_S if self._parts.is_busy else None
 
-    def _launch(self, plan: Plan, done: Done) -> None:
+    def _launch(self, plan: Batch, done: Done) -> None:
         try:
             self._parts.slots.apply(plan)  # first: it may be of other requests as well, and is told once
             self._await_places({row.adapter_slot for row in plan.rows} - {BASE_ADAPTER_SLOT})

@@ -1,4 +1,4 @@
-"""Base weights with one adapter merged into them, beside the base's own. Level 1.
+"""Base weights with one adapter merged into them, beside the base's own.
 
 For the loading mode `merged`, after dLoRA. Every linear module is there twice, so that passes over merged weights, and
 graphs of them, find them in one place; what an adapter has no module in equals the base's. To unmerge is to use the

@@ -1,4 +1,4 @@
-"""The base model's weights on the device: modules that read the same input are one matrix. Level 1.
+"""The base model's weights on the device: modules that read the same input are one matrix.
 
 Memory is made first and filled tensor by tensor, from a checkpoint's files by way of pinned buffers or at random on the
 device itself, so that nothing is ever there twice.

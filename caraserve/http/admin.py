@@ -1,6 +1,6 @@
 """Models and adapters over HTTP: the list, and vLLM's two routes that load and unload adapters.
 
-Called by `app.py`. The two routes answer in plain text, as vLLM's do, and their errors in OpenAI's shape.
+The two routes answer in plain text, as vLLM's do, and their errors in OpenAI's shape.
 """
 
 import asyncio

@@ -21,12 +21,12 @@ from caraserve.http import admin, chat, cluster_pages, completions, tokenize
 from caraserve.http import status as pages
 from caraserve.http.auth import challenge, identify
 from caraserve.http.binding import bind, cannot_listen
-from caraserve.http.bodies import Bodies
+from caraserve.http.bodies import BodyBudget
 from caraserve.http.context import ANSWERED_HERE, CLIENT, CONTEXT, REQUEST_ID, Context, HttpTimings
 from caraserve.http.cors import add_headers, preflight
 from caraserve.http.dispatch import Dispatch
 from caraserve.http.interfaces import ClusterApi, EngineApi
-from caraserve.http.request_log import CLIENT_LEFT, IGNORED_HEADER, SUMMARY, Summary, log_request
+from caraserve.http.request_log import CLIENT_LEFT, IGNORED_HEADER, SUMMARY, RequestSummary, log_request
 from caraserve.http.responses import SERVER, error_body, error_response, fault_body, json_response, refusal_response
 from caraserve.http.server import Runner
 from caraserve.telemetry.background import BackgroundTasks
@@ -58,7 +58,7 @@ def make_app(
     serves alone. `background`: the tasks that /ready reports."""
     timings = timings or HttpTimings()
     parts = cluster, dispatch, background or BackgroundTasks()
-    bodies = Bodies(config.max_body_bytes)
+    bodies = BodyBudget(config.max_body_bytes)
     app = bare_app(Context(engine, metrics, config, allow_lora_updates, timings, time.time(), bodies, *parts))
     app[admin.MODELS] = admin.ModelList()
     app.on_cleanup.append(_close)
@@ -103,7 +103,7 @@ async def _guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
     context = request.app[CONTEXT]
     given = request.headers.get("X-Request-Id", "")
     request[REQUEST_ID] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-    request[SUMMARY] = Summary()
+    request[SUMMARY] = RequestSummary()
     status = CLIENT_LEFT
     try:
         response = await _answer(request, handler, context.config)

@@ -1,4 +1,4 @@
-"""Who sends a request: by API key, or for a server without keys by address. Called by `app.py`.
+"""Who sends a request: by API key, or for a server without keys by address.
 
 Without a key, a server on the loopback interface trusts everybody on the machine, but not the web pages that their
 browsers show. Such a page can reach us by DNS rebinding (its own name resolves to 127.0.0.1: wrong Host) or by

@@ -1,4 +1,4 @@
-"""Request bodies within the server's memory: how much of all may be held. Called by `messages.py`, `app.py`."""
+"""Request bodies within the server's memory: how much of all may be held."""
 
 from aiohttp import web
 
@@ -13,7 +13,7 @@ _RETRY_S = 1.0
 _HELD_BYTES = web.RequestKey("_HELD_BYTES", int)
 
 
-class Bodies:
+class BodyBudget:
     """Bytes of the bodies of all requests under way. A body counts as it arrives and until its request has ended."""
 
     def __init__(self, max_body_bytes: int) -> None:

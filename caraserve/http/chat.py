@@ -1,6 +1,6 @@
 """POST /v1/chat/completions: messages → prompt by the model's own template, deltas → messages in OpenAI's shape.
 
-Called by `app.py`; shares its parts with `openai.py`.
+Called by `app.py`; shares its parts with `completions.py`.
 """
 
 import asyncio

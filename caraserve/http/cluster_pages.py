@@ -1,4 +1,4 @@
-"""The cluster as this instance sees it, as JSON for people and tools. Called by `app.py`."""
+"""The cluster as this instance sees it, as JSON for people and tools."""
 
 import contextlib
 import heapq

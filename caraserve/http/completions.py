@@ -1,6 +1,6 @@
 """POST /v1/completions: body → `Job`, deltas → choices in OpenAI's shape.
 
-Called by `app.py`; `params.py` reads the sampling fields, `dispatch.py` finds who answers, `generation.py` runs
+`sampling_fields.py` reads the sampling fields, `dispatch.py` finds who answers, `generation.py` runs
 the job.
 """
 
@@ -51,7 +51,7 @@ async def forwarded_completions(request: web.Request) -> web.StreamResponse:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Asked:
+class CommonFields:
     """What completions and chat completions have in common, beside sampling."""
 
     model: str  # as the client named it, or its adapter; the response repeats it
@@ -64,10 +64,10 @@ class Asked:
     delivery: Delivery
 
 
-def parse_asked(fields: Fields, engine: EngineApi, find: Find, client: str) -> Asked:
+def parse_asked(fields: Fields, engine: EngineApi, find: Find, client: str) -> CommonFields:
     """Raises NotFound or InvalidRequest naming the field."""
     model, adapter = choose_adapter(fields, engine.base_name, find)
-    return Asked(
+    return CommonFields(
         model=model,
         adapter=adapter,
         n=fields.integer("n", 1, sampling.MAX_N, 1),
@@ -122,7 +122,7 @@ async def parse_completion(fields: Fields, engine: EngineApi, find: Find, client
 
 
 def fan_out(
-    prefix: str, first: int, ids: tuple[int, ...], asked: Asked, params: SamplingParams
+    prefix: str, first: int, ids: tuple[int, ...], asked: CommonFields, params: SamplingParams
 ) -> list[GenerateRequest]:
     """The engine requests of one prompt's n answers; answer i draws with seed + i."""
     return [

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from aiohttp import web
 
 from caraserve.config import HttpConfig
-from caraserve.http.bodies import Bodies
+from caraserve.http.bodies import BodyBudget
 from caraserve.http.interfaces import ClusterApi, EngineApi
 from caraserve.http.whole_answer import TURN_SCORES
 from caraserve.telemetry.background import BackgroundTasks
@@ -54,7 +54,7 @@ class Context:
     allow_lora_updates: bool
     timings: HttpTimings
     started_s: float  # unix time
-    bodies: Bodies
+    bodies: BodyBudget
     cluster: ClusterApi | None = None  # None: this server serves alone
     dispatch: "Dispatch | None" = None  # None: it answers all requests itself
     background: BackgroundTasks = field(default_factory=BackgroundTasks)

@@ -1,4 +1,4 @@
-"""Web pages of other origins (CORS): which of them may use the server from a browser. Called by `app.py`."""
+"""Web pages of other origins (CORS): which of them may use the server from a browser."""
 
 from collections.abc import Collection
 

@@ -2,7 +2,7 @@
 
 Envoy, and gateways built on it, say so of every request that they pass on under a timeout. Each instance has a clock
 of its own for a request, and another one that it has answer gets the time that remains then. Called by `dispatch.py`
-and `relay.py`.
+and `proxy.py`.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Requests for answers: who gives them, this instance or another one. Called by `openai.py`, `chat.py`, `peers.py`.
+"""Requests for answers: who gives them, this instance or another one.
 
 A client's request is parsed here in any case, so that faults in it never travel, and so that routing knows what it
 asks for. What another instance forwards is answered here or refused: that handler has no way on.
@@ -25,8 +25,8 @@ from caraserve.http.deadline import in_time
 from caraserve.http.generation import Job, respond
 from caraserve.http.interfaces import EngineApi, Find, named_adapter
 from caraserve.http.json_reader import MOST_NUMBERS, Body, parse_object
-from caraserve.http.proxy import Parcel, RefusedError, Relays, UnreachedError, body_digest
-from caraserve.http.queue_rebalance import QueueMoves
+from caraserve.http.proxy import ForwardedRequest, PeerProxy, RefusedError, UnreachedError, body_digest
+from caraserve.http.queue_rebalance import QueueRebalancer
 from caraserve.http.request_log import SUMMARY, model_label
 from caraserve.http.responses import error_response, note_ignored, read_body
 from caraserve.http.validation import Fields
@@ -44,9 +44,9 @@ class Dispatch:
     """An instance's part in a fleet, as far as requests go."""
 
     forwarding: Forwarding
-    relays: Relays
+    relays: PeerProxy
     gate: Gate
-    moves: QueueMoves
+    moves: QueueRebalancer
 
 
 @in_time
@@ -187,7 +187,7 @@ class _Journey:
         """Has another instance answer. Raises RefusedError, UnreachedError or Draining when nothing has been sent."""
         tallies = self._forwarding.tallies
         meant = None if self._adapter is None else self._forwarding.means(self._adapter)
-        parcel = Parcel(
+        parcel = ForwardedRequest(
             body, await body_digest(body), trip.id, self._adapter, "" if meant is None else meant.digest, seed
         )
         predicted_ms, began_s = self._began(peer.name), time.perf_counter()

@@ -1,6 +1,6 @@
 """Checks the names of a body's fields before their values are read: what is not served is refused or misspelt. Pure.
 
-Called by each route's parser with its table from `known_fields.py`.
+Called by each route's parser with its table from `request_schema.py`.
 """
 
 import functools

@@ -1,6 +1,7 @@
 """One HTTP request as one or more engine requests: submits them, gathers or streams their deltas, cancels the rest.
 
-`openai.py` and `chat.py` parse a body into a `Job` with one `Choice` for each (prompt × n) and call `respond`.
+`completions.py` and `chat.py` parse a body into a `Job`, with one `ChoiceWriter` for each (prompt × n), and call
+`respond`.
 Whatever way the handler ends, a disconnect included, every stream is cancelled, which for a finished one does nothing.
 """
 
@@ -23,7 +24,7 @@ from caraserve.http.request_schema import STREAM_OPTIONS
 from caraserve.http.responses import error_body, fault_body
 from caraserve.http.streaming import DONE, ChunkFrame, EventStream, comment
 from caraserve.http.validation import Fields
-from caraserve.http.whole_answer import WholeAnswer, WholeChoice, paced, whole_response
+from caraserve.http.whole_answer import WholeAnswer, WholeChoiceWriter, paced, whole_response
 from caraserve.util.tasks import TurnBudget, in_turns
 
 log = logging.getLogger("caraserve.http")
@@ -32,7 +33,7 @@ log = logging.getLogger("caraserve.http")
 MAX_CHOICES = 2048
 
 
-class Choice(WholeChoice, Protocol):
+class ChoiceWriter(WholeChoiceWriter, Protocol):
     """One answer in the shape of its API; keeps what lies between two deltas (text offset, role sent)."""
 
     def chunks(self, delta: TokenDelta) -> list[dict[str, Any]]:
@@ -58,7 +59,7 @@ class Job:
     """
 
     requests: tuple[GenerateRequest, ...]
-    choices: tuple[Choice, ...]
+    choices: tuple[ChoiceWriter, ...]
     n: int
     delivery: Delivery
     whole_head: dict[str, Any]
@@ -67,7 +68,7 @@ class Job:
 
 
 @dataclass(slots=True, eq=False)
-class Running:
+class RunningJob:
     """A job under way, for whoever may want to end it early."""
 
     streams: Sequence[StreamApi] = ()
@@ -95,11 +96,11 @@ async def respond(
     request: web.Request,
     job: Job,
     told: Callable[[Sequence[Finish]], None] = lambda finishes: None,
-    running: Running | None = None,
+    running: RunningJob | None = None,
 ) -> web.StreamResponse:
     """Runs the job. `told`: how its requests ended, if they all ended well. Raises CaraServeError when nothing has been
     sent yet."""
-    running, engine, summary = running or Running(), request.app[CONTEXT].engine, request[SUMMARY]
+    running, engine, summary = running or RunningJob(), request.app[CONTEXT].engine, request[SUMMARY]
     streams: list[StreamApi] = []
     running.streams = streams
 
@@ -144,7 +145,7 @@ async def _finished(answer: WholeAnswer, stream: StreamApi, turns: TurnBudget) -
 
 
 async def _stream(
-    request: web.Request, job: Job, running: Running, told: Callable[[Sequence[Finish]], None]
+    request: web.Request, job: Job, running: RunningJob, told: Callable[[Sequence[Finish]], None]
 ) -> web.StreamResponse:
     turns = request.app[CONTEXT].score_turns
     frame = ChunkFrame(job.chunk_head, job.first_head, usage_null=job.delivery.include_usage)
@@ -172,7 +173,7 @@ async def _stream(
 async def _pump(
     out: EventStream,
     frame: ChunkFrame,
-    choice: Choice,
+    choice: ChoiceWriter,
     turns: TurnBudget,
     stream: StreamApi,
     counted: GenerateRequest | None,

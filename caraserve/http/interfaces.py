@@ -150,7 +150,7 @@ Find = Callable[[str], str | None]
 
 
 @dataclass(frozen=True, slots=True)
-class FarAdapter:
+class RemoteAdapter:
     """An adapter that other instances have, as the API lists it."""
 
     name: str
@@ -202,6 +202,6 @@ def named_adapter(served: Served, model: str) -> str | None:
     return None if adapter is None else adapter.name
 
 
-def far_adapter(served: Served, adapter: Adapter) -> FarAdapter:
+def far_adapter(served: Served, adapter: Adapter) -> RemoteAdapter:
     """A name that the cluster knows, with what is known of it."""
-    return FarAdapter(adapter.name, adapter.digest, adapter.rank, adapter.num_bytes, served.started_s)
+    return RemoteAdapter(adapter.name, adapter.digest, adapter.rank, adapter.num_bytes, served.started_s)

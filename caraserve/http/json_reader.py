@@ -1,6 +1,6 @@
 """JSON bodies → objects, strictly, and without holding up the event loop however large they are.
 
-`messages.py` and `dispatch.py` call `parse_object`. A small body is parsed at once. Of a large one the structure is
+`responses.py` and `dispatch.py` call `parse_object`. A small body is parsed at once. Of a large one the structure is
 walked here and the pieces between are parsed one by one, with turns of the event loop for other requests in between:
 orjson takes tens of milliseconds for 16 MB of text and seconds for as much of `[]`, and keeps the interpreter lock.
 What is built is bounded, since freeing it takes the event loop's time, too.

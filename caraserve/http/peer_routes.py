@@ -1,4 +1,4 @@
-"""What other instances ask over HTTP, on the serving port or on one of its own. Called by `serve.py`.
+"""What other instances ask over HTTP, on the serving port or on one of its own.
 
 Peers know each other by their secrets, inside the connection, and need no API key.
 """

@@ -1,4 +1,4 @@
-"""A request's way to another instance and its answer's way back, byte for byte. Called by `dispatch.py`.
+"""A request's way to another instance and its answer's way back, byte for byte.
 
 Before the client has been sent anything, whatever goes wrong there is raised, so that the request can go elsewhere.
 After that, the death of the other instance ends the stream with an error event. A client that leaves cancels this, and
@@ -64,7 +64,7 @@ class _GoneError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class ForwardedRequest:
     """What is forwarded: the client's own body, and what its headers do not say."""
 
     body: Body
@@ -76,7 +76,7 @@ class Parcel:
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class ProxyResult:
     """An answer that came back, whole or not."""
 
     response: web.StreamResponse
@@ -91,7 +91,7 @@ async def body_digest(body: Body) -> str:
     return hashlib.sha256(body).hexdigest()
 
 
-class Relays:
+class PeerProxy:
     """Connections to all other instances, kept open between requests, and what is under way on them."""
 
     def __init__(self, me: Callable[[], str], keys: Callable[[], Keyring], tls: SSLContext | None) -> None:
@@ -140,7 +140,7 @@ class Relays:
             if not scope.expired():
                 scope.reschedule(0.0)
 
-    async def carry(self, request: web.Request, peer: Peer, parcel: Parcel) -> Carried:
+    async def carry(self, request: web.Request, peer: Peer, parcel: ForwardedRequest) -> ProxyResult:
         """Has `peer` answer a client's request. Raises UnreachedError, RefusedError, Draining or DeadlineExceeded, the
         client unaware."""
         if self._draining:
@@ -156,7 +156,7 @@ class Relays:
                 return await passage.end_in_error(stopped if self._overdue else None)
             raise stopped if self._overdue else UnreachedError(str(error)) from error
 
-    async def _exchange(self, passage: "_Passage", peer: Peer, parcel: Parcel) -> Carried:
+    async def _exchange(self, passage: "_Passage", peer: Peer, parcel: ForwardedRequest) -> ProxyResult:
         request = passage.request
         hop = Hop(
             *(parcel.id, peer.attempt, self._me(), peer.name, parcel.adapter, parcel.adapter_digest, parcel.seed),
@@ -200,7 +200,7 @@ class _Passage:
         self._name = name
         self._events = 0
 
-    async def take(self, upstream: aiohttp.ClientResponse) -> Carried:
+    async def take(self, upstream: aiohttp.ClientResponse) -> ProxyResult:
         """Passes an answer on. Raises _GoneError or RefusedError."""
         if INSTANCE not in upstream.headers:
             raise _GoneError(
@@ -215,9 +215,9 @@ class _Passage:
             raise RefusedError(refusal_of(refused), response)
         if (reason := _reason(upstream.status, body)) is not None:
             raise RefusedError(Refusal(reason, Estimate(inf, inf)), response)
-        return Carried(response, _completion_tokens(body))
+        return ProxyResult(response, _completion_tokens(body))
 
-    async def _stream(self, upstream: aiohttp.ClientResponse) -> Carried:
+    async def _stream(self, upstream: aiohttp.ClientResponse) -> ProxyResult:
         timings = self.request.app[CONTEXT].timings
         # The other side fills silences; these are for its own.
         async with EventStream(self.request, replace(timings, ping_s=2 * timings.ping_s)) as self.out:
@@ -238,17 +238,17 @@ class _Passage:
                 try:
                     await self.out.send(events)
                 except ConnectionError:
-                    return Carried(self.out.response, self._events, "cut")
+                    return ProxyResult(self.out.response, self._events, "cut")
             if not done or waiting:
                 raise _GoneError(f"{self._name} stopped in the middle")
-        return Carried(self.out.response, self._events)
+        return ProxyResult(self.out.response, self._events)
 
-    async def end_in_error(self, stopped: Draining | None) -> Carried:
+    async def end_in_error(self, stopped: Draining | None) -> ProxyResult:
         """A stream that will not end by itself: its instance has gone, or this one (`stopped`) waits no longer."""
         assert self.out is not None
         gone = InstanceLost(f"The instance {self._name} that was answering has gone; send the request again.")
         await self.out.end_in_error(fault_body(stopped or gone))
-        return Carried(self.out.response, self._events, "cut" if stopped else "lost")
+        return ProxyResult(self.out.response, self._events, "cut" if stopped else "lost")
 
 
 async def _of_peer(work: Awaitable[T]) -> T:

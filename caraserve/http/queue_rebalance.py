@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from caraserve.cluster.placement.migration import Queued, rebalanced
 from caraserve.cluster.routing.cost import Arrival
 from caraserve.cluster.routing.forwarding import Forwarding
-from caraserve.http.generation import Job, Running
+from caraserve.http.generation import Job, RunningJob
 from caraserve.http.interfaces import EngineApi
 
 _EVERY_S = 1.0
@@ -21,12 +21,12 @@ _COST_TOKENS = 32.0  # of service, that a move has to be worth: a hop and a plac
 
 
 @dataclass(slots=True, eq=False)
-class Answering:
+class MovableJob:
     """A job that this instance has taken on."""
 
     job: Job
     arrival: Arrival
-    running: Running
+    running: RunningJob
     moved: bool = False
 
     def is_queued(self, waiting: Set[str]) -> bool:
@@ -40,17 +40,17 @@ class Answering:
             stream.cancel()
 
 
-class QueueMoves:
+class QueueRebalancer:
     """The jobs of one instance that could move."""
 
     def __init__(self, engine: EngineApi, forwarding: Forwarding) -> None:
         self._engine, self._forwarding = engine, forwarding
-        self._jobs: dict[str, Answering] = {}
+        self._jobs: dict[str, MovableJob] = {}
 
     @contextmanager
-    def answering(self, job: Job, arrival: Arrival) -> Iterator[Answering]:
+    def answering(self, job: Job, arrival: Arrival) -> Iterator[MovableJob]:
         """While this instance answers a job."""
-        here = Answering(job, arrival, Running())
+        here = MovableJob(job, arrival, RunningJob())
         name = job.requests[0].request_id
         self._jobs[name] = here
         try:

@@ -1,7 +1,7 @@
 """One log line for each request when it ends: who asked, what answered, how it went; never a word of prompt or answer.
 
-`app.py` begins a `Summary` and logs it at the end; the handlers on a request's way fill it in. Names that come from
-clients are bounded here, and escaped by `log.py`.
+`app.py` begins a `RequestSummary` and logs it at the end; the handlers fill it in. Names that come from clients are
+bounded here, and escaped by `log.py`.
 """
 
 import logging
@@ -30,7 +30,7 @@ _DIGEST_CHARACTERS = 12
 
 
 @dataclass(slots=True)
-class Summary:
+class RequestSummary:
     """What there is to say of one request."""
 
     began_s: float = field(default_factory=time.perf_counter)
@@ -58,7 +58,7 @@ class Summary:
         self.param = (error["param"] or "")[:_LONGEST_NAME]
 
 
-SUMMARY = web.RequestKey("SUMMARY", Summary)
+SUMMARY = web.RequestKey("SUMMARY", RequestSummary)
 
 
 def model_label(name: str, digest: str) -> str:

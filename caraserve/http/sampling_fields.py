@@ -1,6 +1,6 @@
 """Sampling fields, the same for completions and chat completions: JSON → `SamplingParams`. Pure.
 
-Called by `openai.py` and `chat.py`. Where a field is absent, the model's own generation_config decides, then OpenAI's
+Where a field is absent, the model's own generation_config decides, then OpenAI's
 default. Names and ranges are OpenAI's and, for the rest, vLLM's.
 """
 

@@ -1,6 +1,6 @@
 """Connections below the application: how many there may be, and what is answered before a request reaches a handler.
 
-Called by `app.py`. aiohttp answers what it refuses itself in plain text and logs a trace for much that is a client's
+aiohttp answers what it refuses itself in plain text and logs a trace for much that is a client's
 fault, so its classes for a listening socket and for one connection are extended here.
 """
 

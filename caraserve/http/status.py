@@ -1,4 +1,4 @@
-"""Probes, metrics, and the page at `/` with the numbers that it polls. Called by `app.py`."""
+"""Probes, metrics, and the page at `/` with the numbers that it polls."""
 
 import dataclasses
 from heapq import nsmallest

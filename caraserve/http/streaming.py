@@ -1,6 +1,6 @@
 """Server-sent events: writes a response piece by piece, without letting a slow or silent client cost anyone else.
 
-Called by `generation.py` and `relay.py`. The response starts with the first event, so that a fault before it still gets
+The response starts with the first event, so that a fault before it still gets
 a status.
 """
 

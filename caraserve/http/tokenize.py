@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: what the engine's tokenizer makes of a text. Called by `app.py`."""
+"""POST /tokenize and /detokenize: what the engine's tokenizer makes of a text."""
 
 from aiohttp import web
 

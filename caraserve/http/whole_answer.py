@@ -1,4 +1,4 @@
-"""Whole answers: gathers a request's deltas and writes them as JSON, some tokens at a time. Called by `generation.py`.
+"""Whole answers: gathers a request's deltas and writes them as JSON, some tokens at a time.
 
 Logprobs of thousands of tokens are tens of megabytes. They are written as the tokens come, in parts of a millisecond
 with turns of the event loop in between, and the answer is handed to the socket in blocks; it is never one object.
@@ -20,7 +20,7 @@ _DELTA_COST = 32  # scores that are written in the time that an event takes with
 _BLOCK_BYTES = 256 << 10  # handed to the socket at once
 
 
-class WholeChoice(Protocol):
+class WholeChoiceWriter(Protocol):
     """An answer in the shape of its API, in three parts: what stands before its logprobs, these, and what follows."""
 
     def scores(self, delta: TokenDelta) -> dict[str, list[Any]] | None:
@@ -67,7 +67,7 @@ def _parts(delta: TokenDelta) -> Iterator[TokenDelta]:
 class WholeAnswer:
     """One choice's answer as it grows. `choice.around` is called once, when the last delta is there."""
 
-    def __init__(self, choice: WholeChoice) -> None:
+    def __init__(self, choice: WholeChoiceWriter) -> None:
         self.finish: Finish | None = None
         self._choice = choice
         self._text: list[str] = []

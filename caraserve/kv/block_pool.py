@@ -1,4 +1,4 @@
-"""KV blocks: who owns each, which can be found again by their contents, which may be overwritten. Pure; level 2.
+"""KV blocks: who owns each, which can be found again by their contents, which may be overwritten. Pure.
 
 A block is in exactly one state:
     free      nobody's, contents worthless

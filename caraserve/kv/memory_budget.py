@@ -1,4 +1,4 @@
-"""The device's memory: what KV blocks take of it, what adapters take, and who gives way to whom. Pure; level 2.
+"""The device's memory: what KV blocks take of it, what adapters take, and who gives way to whom. Pure.
 
 Both take from one sum where a device has them share its memory (`SharedMemory`): KV blocks the low end, adapters the
 rest. `adapters/residency.py` asks before it copies an adapter, and asks for more blocks when requests need them. Where
@@ -16,7 +16,7 @@ from caraserve.kv.block_pool import BlockPool
 from caraserve.util.units import align_up
 
 
-class Room:
+class MemoryBudget:
     """The accounts of one device."""
 
     def __init__(self, limits: Limits, adapter_bytes: int) -> None:

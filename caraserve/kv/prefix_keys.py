@@ -1,4 +1,4 @@
-"""Keys under which full KV blocks are found again. Pure; level 2.
+"""Keys under which full KV blocks are found again. Pure.
 
 A key is a chained digest over everything that the block's contents depend on: the adapter's content digest (not its
 name: a new version never meets the old one's KV), the tenant's salt, and all tokens up to the block's end. With 16

@@ -1,6 +1,6 @@
-"""One adapter version and the places where its weights can be. Level 2; pure.
+"""One adapter version and the places where its weights can be. Pure.
 
-`residency.py` is the only writer.
+`manager.py` is the only writer.
 """
 
 from dataclasses import dataclass, field
@@ -11,13 +11,13 @@ from typing import TypeAlias
 from caraserve.core.batch import BASE_ADAPTER_SLOT
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.errors import AdapterRejected, CaraServeError
-from caraserve.lora.start_policy import Group
+from caraserve.lora.start_policy import LayerGroup
 
 _AGAIN_S = 5.0  # after a failure, before a version is read ahead again; who is admitted tries at once
 _HALF_LIFE_S = 60.0  # of the rate that eviction goes by
 
 
-class Tier(Enum):
+class AdapterTier(Enum):
     """The nearest place where a version's weights are, or are on their way to."""
 
     DISK = "disk"
@@ -29,19 +29,19 @@ class Tier(Enum):
     FAILED = "failed"  # could not be read; the next request tries again
 
 
-TIER_CHANGES: dict[Tier, frozenset[Tier]] = {
-    Tier.DISK: frozenset({Tier.READING, Tier.HOST}),
-    Tier.READING: frozenset({Tier.HOST, Tier.STREAMING, Tier.FAILED}),
-    Tier.HOST: frozenset({Tier.COPYING, Tier.DISK, Tier.FAILED}),
-    Tier.STREAMING: frozenset({Tier.COPYING, Tier.READING, Tier.FAILED}),
-    Tier.COPYING: frozenset({Tier.DEVICE, Tier.HOST, Tier.FAILED}),
-    Tier.DEVICE: frozenset({Tier.HOST, Tier.DISK}),
-    Tier.FAILED: frozenset({Tier.READING, Tier.HOST, Tier.DISK}),
+TIER_CHANGES: dict[AdapterTier, frozenset[AdapterTier]] = {
+    AdapterTier.DISK: frozenset({AdapterTier.READING, AdapterTier.HOST}),
+    AdapterTier.READING: frozenset({AdapterTier.HOST, AdapterTier.STREAMING, AdapterTier.FAILED}),
+    AdapterTier.HOST: frozenset({AdapterTier.COPYING, AdapterTier.DISK, AdapterTier.FAILED}),
+    AdapterTier.STREAMING: frozenset({AdapterTier.COPYING, AdapterTier.READING, AdapterTier.FAILED}),
+    AdapterTier.COPYING: frozenset({AdapterTier.DEVICE, AdapterTier.HOST, AdapterTier.FAILED}),
+    AdapterTier.DEVICE: frozenset({AdapterTier.HOST, AdapterTier.DISK}),
+    AdapterTier.FAILED: frozenset({AdapterTier.READING, AdapterTier.HOST, AdapterTier.DISK}),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Pooled:
+class RemoteSource:
     """Where an adapter's bytes are that no folder here has: with other instances, or in our cache of theirs."""
 
     digest: str
@@ -52,11 +52,11 @@ class Pooled:
         return self.digest[:12]
 
 
-Source: TypeAlias = Path | Pooled
+Source: TypeAlias = Path | RemoteSource
 
 
 @dataclass(slots=True)
-class Partial:
+class PartialImage:
     """What has come of an adapter that other instances send: the first `layers` layers, since `began_s`. Of these the
     image may be read; the last layer never counts, for it comes with the end of the read."""
 
@@ -66,14 +66,14 @@ class Partial:
 
 
 @dataclass(slots=True, eq=False)
-class Version:
+class Adapter:
     """One adapter version. `pins`: requests not yet finished. `uses`: those of them that are admitted. `asides`: plans
     under way beside the others that may read its image."""
 
     digest: str
     source: Source
     num_bytes: int  # of its image in the host tier
-    tier: Tier = Tier.DISK
+    tier: AdapterTier = AdapterTier.DISK
     pins: int = 0
     uses: int = 0
     asides: int = 0
@@ -81,9 +81,9 @@ class Version:
     slot: int = BASE_ADAPTER_SLOT
     device_bytes: int = 0
     spec: AdapterSpec | None = None  # known once it has been in the host tier
-    partial: Partial | None = None  # while it is read, once layers have come
+    partial: PartialImage | None = None  # while it is read, once layers have come
     gives_way: bool = False  # whether others want its room on the device; it comes there whole, once it has been read
-    groups: tuple[Group, ...] = ()  # expected on the device while STREAMING or COPYING
+    groups: tuple[LayerGroup, ...] = ()  # expected on the device while STREAMING or COPYING
     error: CaraServeError | None = None
     again_s: float = 0.0  # when it may be read ahead again, where it has failed
     copy_error: Exception | None = None  # of a copy that has failed under a plan aside, or before its read has ended
@@ -94,7 +94,7 @@ class Version:
     @property
     def is_leaving(self) -> bool:
         """Whether it leaves the device as soon as its plans aside have ended, without having come whole."""
-        return self.tier is Tier.STREAMING and (self.gives_way or self.error is not None)
+        return self.tier is AdapterTier.STREAMING and (self.gives_way or self.error is not None)
 
     @property
     def takes_requests(self) -> bool:
@@ -105,10 +105,10 @@ class Version:
     @property
     def needs_image(self) -> bool:
         """Whether its image is about to be copied to the device, or is being copied: kernels may read it meanwhile."""
-        is_read = self.tier in (Tier.STREAMING, Tier.COPYING) or self.asides > 0
-        return is_read or (self.tier is Tier.HOST and self.uses > 0)
+        is_read = self.tier in (AdapterTier.STREAMING, AdapterTier.COPYING) or self.asides > 0
+        return is_read or (self.tier is AdapterTier.HOST and self.uses > 0)
 
-    def to(self, tier: Tier) -> None:
+    def to(self, tier: AdapterTier) -> None:
         """Moves to `tier`; only the changes of `TIER_CHANGES` exist."""
         if tier not in TIER_CHANGES[self.tier]:
             raise AssertionError(f"adapter {self.digest[:12]}: {self.tier.name} cannot become {tier.name}")
@@ -117,11 +117,11 @@ class Version:
     def fail(self, error: CaraServeError, now_s: float) -> None:
         """Its weights could not be read or copied."""
         self.error, self.again_s = error, now_s + _AGAIN_S
-        self.to(Tier.FAILED)
+        self.to(AdapterTier.FAILED)
 
     def may_be_read_ahead(self, now_s: float) -> bool:
         """Whether it is on disk alone, and no read has failed just now."""
-        return self.tier is Tier.DISK or (self.tier is Tier.FAILED and now_s >= self.again_s)
+        return self.tier is AdapterTier.DISK or (self.tier is AdapterTier.FAILED and now_s >= self.again_s)
 
     def rate_at(self, now_s: float) -> float:
         """Admissions, those longer ago counting less."""
@@ -133,7 +133,7 @@ class Version:
 
 
 @dataclass(slots=True)
-class Counters:
+class CacheCounters:
     """Events since the start, for metrics."""
 
     device_hits: int = 0

@@ -1,18 +1,18 @@
-"""When adapters on their way to the device are expected there, and when a prefill may start on one. Level 2; for
-`residency.py`."""
+"""When adapters on their way to the device are expected there, and when a prefill may start on one. For
+`manager.py`."""
 
 from collections.abc import Callable
 from dataclasses import replace
 
 from caraserve.core.lora_layout import AdapterSpec
-from caraserve.lora.adapter import Partial, Tier, Version
-from caraserve.lora.start_policy import LAYERWISE_MODES, Group, Loading, Start
+from caraserve.lora.adapter import Adapter, AdapterTier, PartialImage
+from caraserve.lora.start_policy import LAYERWISE_MODES, LayerGroup, PrefillStart, StartPolicy
 
 
-class Arrivals:
+class ArrivalEstimates:
     """One link, one copy after another. The event loop's alone."""
 
-    def __init__(self, loading: Loading, now: Callable[[], float]) -> None:
+    def __init__(self, loading: StartPolicy, now: Callable[[], float]) -> None:
         self._loading, self._now = loading, now
         self._link_free_s = 0.0  # when the link is expected to have done all that it was asked
 
@@ -21,15 +21,17 @@ class Arrivals:
         """Whether a prefill may start before its adapter has wholly arrived."""
         return self._loading.mode in LAYERWISE_MODES
 
-    def expect(self, spec: AdapterSpec) -> tuple[Group, ...]:
+    def expect(self, spec: AdapterSpec) -> tuple[LayerGroup, ...]:
         """An adapter is being copied from now on: in which groups of layers, and when each is expected, behind all
         loads before."""
         starts_s = max(self._now(), self._link_free_s)
         speed = self._loading.link_bytes_per_s
         self._link_free_s = starts_s + spec.num_bytes / speed
-        return tuple(Group(end, starts_s + spec.layer_ends[end - 1] / speed) for end in self._loading.group_ends(spec))
+        return tuple(
+            LayerGroup(end, starts_s + spec.layer_ends[end - 1] / speed) for end in self._loading.group_ends(spec)
+        )
 
-    def expect_streamed(self, partial: Partial) -> tuple[Group, ...]:
+    def expect_streamed(self, partial: PartialImage) -> tuple[LayerGroup, ...]:
         """The same of one that is copied while it comes, layer by layer: the rest as fast as what has come so far."""
         now_s, ends = self._now(), partial.image.spec.layer_ends
         there = ends[partial.layers - 1]
@@ -38,32 +40,34 @@ class Arrivals:
         groups, start = [], 0
         for layer, end in enumerate(ends):
             in_host_s = now_s + max(0, end - there) * s_per_byte
-            groups.append(Group(layer + 1, in_host_s + (end - start) * link_s_per_byte, in_host_s))
+            groups.append(LayerGroup(layer + 1, in_host_s + (end - start) * link_s_per_byte, in_host_s))
             start = end
         return tuple(groups)
 
-    def expect_rest(self, version: Version) -> tuple[Group, ...]:
+    def expect_rest(self, version: Adapter) -> tuple[LayerGroup, ...]:
         """All of a streamed one is in host memory now; what had come before, the link has been given before."""
         assert version.partial is not None
         now_s, ends, layers = self._now(), version.partial.image.spec.layer_ends, version.partial.layers
         rest_s = (ends[-1] - ends[layers - 1]) / self._loading.link_bytes_per_s
         self._link_free_s = max(now_s, self._link_free_s) + rest_s
-        return tuple(Group(group.end, now_s if group.end <= layers else self._link_free_s) for group in version.groups)
+        return tuple(
+            LayerGroup(group.end, now_s if group.end <= layers else self._link_free_s) for group in version.groups
+        )
 
     def all_there(self) -> None:
         """Nothing is being copied, whatever was expected."""
         self._link_free_s = self._now()
 
-    def start_of(self, version: Version, tokens: int, begins_s: float, *, may_assist: bool) -> Start | None:
+    def start_of(self, version: Adapter, tokens: int, begins_s: float, *, may_assist: bool) -> PrefillStart | None:
         """When a request whose first chunk has so many tokens may run on a version, `begins_s` at the earliest; None:
         not yet known, or it is about to leave the device."""
         if not version.takes_requests:
             return None
-        if version.tier is Tier.DEVICE:
+        if version.tier is AdapterTier.DEVICE:
             return self._loading.start_loaded(begins_s, version.spec, tokens)
-        if version.tier in (Tier.STREAMING, Tier.COPYING) and self.by_layers:
+        if version.tier in (AdapterTier.STREAMING, AdapterTier.COPYING) and self.by_layers:
             assert version.spec is not None
             start = self._loading.start(begins_s, version.groups, version.spec, tokens, may_assist=may_assist)
             # A prompt that waits for the network stops nobody: what has come may be computed at once.
-            return replace(start, at_s=begins_s) if version.tier is Tier.STREAMING else start
+            return replace(start, at_s=begins_s) if version.tier is AdapterTier.STREAMING else start
         return None

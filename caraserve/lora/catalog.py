@@ -1,4 +1,4 @@
-"""The adapters of this instance by name: what `/v1/models` lists, and loading and unloading at run time. Level 2.
+"""The adapters of this instance by name: what `/v1/models` lists, and loading and unloading at run time.
 
 Joins the registry (what is known, across restarts), the reader of PEFT folders, and residency (where weights are).
 """
@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from caraserve.config import DIGEST, check_adapter_name
 from caraserve.core.lora_layout import MAX_RANK, HostAdapter
 from caraserve.errors import AdapterRejected, CaraServeError, ConfigError, Forbidden, NotFound
-from caraserve.lora.adapter import Pooled, Source, Version, too_large
+from caraserve.lora.adapter import Adapter, RemoteSource, Source, too_large
 from caraserve.lora.host_loader import Came, Done
-from caraserve.lora.manager import Residency
+from caraserve.lora.manager import AdapterManager
 from caraserve.lora.peft import inspect_adapter, read_adapter, resolve_adapter_path
 from caraserve.lora.registry import AdapterInfo, Registry
 from caraserve.model.spec import ModelSpec
@@ -65,7 +65,7 @@ class AdapterReader:
     ) -> None:
         """Reads and checks a whole adapter; `done` is called on the event loop with it or with what was wrong, `came`
         before with what others have sent so far."""
-        if isinstance(source, Pooled):
+        if isinstance(source, RemoteSource):
             assert self.fetch is not None, "nobody else has adapters"
             self.fetch(source.digest, into, done, came)
             return
@@ -105,11 +105,11 @@ class Catalog:
         self,
         spec: ModelSpec,
         registry: Registry,
-        residency: Residency,
+        manager: AdapterManager,
         reader: AdapterReader,
         rules: CatalogRules,
     ) -> None:
-        self.residency = residency
+        self.manager = manager
         self.on_change: Callable[[str, AdapterInfo | None], None] = lambda name, info: None  # loaded or unloaded
         self._spec, self._registry = spec, registry
         self._reader, self._rules = reader, rules
@@ -131,10 +131,10 @@ class Catalog:
         """The adapter of that name, if any."""
         return self._infos.get(name)
 
-    def pin(self, name: str) -> Version:
+    def pin(self, name: str) -> Adapter:
         """The version that `name` means now, held for a request. Raises NotFound."""
         self.get(name)
-        return self.residency.pin(name)
+        return self.manager.pin(name)
 
     async def load(self, name: str, path: str, *, inplace: bool) -> AdapterInfo:
         """Registers the adapter at `path`. The same contents under the same name are a success without effect."""
@@ -164,10 +164,10 @@ class Catalog:
             self._refuse_unservable(name, digest, rank, num_bytes)
         except CaraServeError:
             if self._infos.pop(name, None) is not None:
-                self.residency.unregister(name)
+                self.manager.unregister(name)
             raise
         self._infos[name] = AdapterInfo(name, digest, digest, rank, (), num_bytes, created_s=time.time())
-        self.residency.register(name, digest, Pooled(digest), num_bytes)
+        self.manager.register(name, digest, RemoteSource(digest), num_bytes)
 
     def _refuse_unservable(self, name: str, digest: str, rank: int, num_bytes: int) -> None:
         self._refuse_if_all_stay()
@@ -187,7 +187,7 @@ class Catalog:
             if self._infos.pop(name, None) is None:
                 return  # the cluster took it away meanwhile
             self.on_change(name, None)
-            await self.residency.forgotten(self.residency.unregister(name))
+            await self.manager.forgotten(self.manager.unregister(name))
 
     def add_at_start(
         self, modules: Iterable[tuple[str, Path]], progress: Callable[[], None], *, found: Collection[str] = ()
@@ -241,9 +241,9 @@ class Catalog:
         """Returns when every adapter is on the device, for modes that keep them there. Raises ConfigError when not all
         can be."""
         self._refuse_if_not_all_fit()
-        have_all_come = await self.residency.settled()
+        have_all_come = await self.manager.settled()
         for info in self._infos.values():
-            if (error := self.residency.error_of(info.name)) is not None:
+            if (error := self.manager.error_of(info.name)) is not None:
                 raise ConfigError(f"adapter {info.name!r}: {error.message}")
         if not have_all_come:
             self._refuse_if_not_all_fit()
@@ -252,9 +252,9 @@ class Catalog:
     def _refuse_if_not_all_fit(self) -> None:
         """By what is known of those that have been read; the others may take more, where kernels want padding."""
         stay = "--loading-mode cached and merged keep all adapters on the device"
-        room, most = self.residency.room, self._rules.device_bytes
-        versions = {info.digest: self.residency.find(info.digest) for info in self._infos.values()}.values()
-        if len(versions) > (places := self.residency.device.places):
+        room, most = self.manager.room, self._rules.device_bytes
+        versions = {info.digest: self.manager.find(info.digest) for info in self._infos.values()}.values()
+        if len(versions) > (places := self.manager.device.places):
             raise ConfigError(f"{stay}, which has places for {places}: {len(versions)} were given")
         total = sum(room.takes(version.device_bytes or version.num_bytes) for version in versions if version)
         if total > most:
@@ -284,9 +284,9 @@ class Catalog:
 
     def _add(self, info: AdapterInfo) -> None:
         self._infos[info.name] = info
-        self.residency.register(info.name, info.digest, Path(info.path), info.num_bytes)
+        self.manager.register(info.name, info.digest, Path(info.path), info.num_bytes)
         if self._rules.keep_on_device:
-            self.residency.preload(info.name)
+            self.manager.preload(info.name)
 
     def _inspect(self, name: str, path: str, roots: Sequence[Path]) -> AdapterInfo:
         """Reads an adapter's header and digest."""

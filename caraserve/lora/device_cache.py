@@ -1,36 +1,36 @@
-"""The device tier: versions that are there or on their way, in whose slot, and who gives way. Level 2; for
-`residency.py`."""
+"""The device tier: versions that are there or on their way, in whose slot, and who gives way. For
+`manager.py`."""
 
 from collections.abc import Callable
 
 from caraserve.core.backend import Backend
 from caraserve.core.batch import BASE_ADAPTER_SLOT
 from caraserve.core.lora_layout import AdapterSpec
-from caraserve.kv.memory_budget import Room
-from caraserve.lora.adapter import Tier, Version, too_large
+from caraserve.kv.memory_budget import MemoryBudget
+from caraserve.lora.adapter import Adapter, AdapterTier, too_large
 
 
-class DeviceTier:
+class DeviceCache:
     """Versions by digest, and the free slots of the device's adapter table. The event loop's alone."""
 
-    def __init__(self, backend: Backend, room: Room, value: Callable[[Version], float]) -> None:
+    def __init__(self, backend: Backend, room: MemoryBudget, value: Callable[[Adapter], float]) -> None:
         """`value`: of a version that nobody uses; the least valuable gives way first."""
         self._backend, self._room, self._value = backend, room, value
-        self._versions: dict[str, Version] = {}
+        self._versions: dict[str, Adapter] = {}
         self._free_slots = list(range(backend.limits.adapter_slots - 1, BASE_ADAPTER_SLOT, -1))
         self.places = len(self._free_slots)  # for versions
 
-    def ready(self) -> list[Version]:
+    def ready(self) -> list[Adapter]:
         """Versions that have arrived."""
-        return [version for version in self._versions.values() if version.tier is Tier.DEVICE]
+        return [version for version in self._versions.values() if version.tier is AdapterTier.DEVICE]
 
-    def streaming(self) -> list[Version]:
+    def streaming(self) -> list[Adapter]:
         """Versions that are copied while other instances still send them."""
-        return [version for version in self._versions.values() if version.tier is Tier.STREAMING]
+        return [version for version in self._versions.values() if version.tier is AdapterTier.STREAMING]
 
-    def is_arriving(self, beside: Version) -> bool:
+    def is_arriving(self, beside: Adapter) -> bool:
         """Whether a version other than `beside` is being copied."""
-        return any(other.tier is Tier.COPYING and other is not beside for other in self._versions.values())
+        return any(other.tier is AdapterTier.COPYING and other is not beside for other in self._versions.values())
 
     def measure(self, spec: AdapterSpec) -> int:
         """Bytes that an adapter will take. Raises AdapterRejected for one that can never be there."""
@@ -39,18 +39,18 @@ class DeviceTier:
             raise too_large(num_bytes, self._room.most_adapter_bytes, "--lora-pool-bytes")
         return num_bytes
 
-    def make_room(self, num_bytes: int, evict: Callable[[Version], None]) -> bool:
+    def make_room(self, num_bytes: int, evict: Callable[[Adapter], None]) -> bool:
         """Room and a slot for an adapter: idle ones give way, all or nothing."""
         return self._evict(self._room.excess(num_bytes), 0 if self._free_slots else 1, evict)
 
-    def add(self, version: Version) -> None:
+    def add(self, version: Adapter) -> None:
         """A version comes; room has been made for it."""
         version.slot = self._free_slots.pop()
         self._versions[version.digest] = version
         if self._room.add_adapter(version.device_bytes):
             self._backend.resize_kv(self._room.pool.num_blocks, lambda: None)
 
-    def remove(self, version: Version) -> None:
+    def remove(self, version: Adapter) -> None:
         """A version has gone."""
         del self._versions[version.digest]
         self._free_slots.append(version.slot)
@@ -64,7 +64,7 @@ class DeviceTier:
         idle_bytes = sum(self._room.takes(version.device_bytes) for version in self._idle())
         return self._room.blocks_without(idle_bytes) - self._room.pool.num_blocks
 
-    def grow_kv(self, more: int, evict: Callable[[Version], None], done: Callable[[], None]) -> None:
+    def grow_kv(self, more: int, evict: Callable[[Adapter], None], done: Callable[[], None]) -> None:
         """Asks for more KV blocks, as many of them as there can be; idle adapters give way. Nothing happens while
         blocks are under way."""
         if self._room.is_growing or (more := min(more, self.growable())) <= 0:
@@ -77,7 +77,9 @@ class DeviceTier:
     def check(self) -> None:
         """Raises AssertionError when sums differ from their parts."""
         versions = list(self._versions.values())
-        assert all(version.tier in (Tier.STREAMING, Tier.COPYING, Tier.DEVICE) for version in versions), "not resident"
+        assert all(
+            version.tier in (AdapterTier.STREAMING, AdapterTier.COPYING, AdapterTier.DEVICE) for version in versions
+        ), "not resident"
         taken = sum(self._room.takes(version.device_bytes) for version in versions)
         assert self._room.adapter_bytes == taken, "device bytes differ"
         slots = [version.slot for version in versions]
@@ -85,15 +87,15 @@ class DeviceTier:
         assert len(slots) + len(self._free_slots) == self.places, "a slot is lost"
         self._room.check()
 
-    def _idle(self) -> list[Version]:
-        return [v for v in self._versions.values() if v.tier is Tier.DEVICE and v.uses == 0]
+    def _idle(self) -> list[Adapter]:
+        return [v for v in self._versions.values() if v.tier is AdapterTier.DEVICE and v.uses == 0]
 
-    def _evict(self, excess_bytes: int, slots_missing: int, evict: Callable[[Version], None]) -> bool:
+    def _evict(self, excess_bytes: int, slots_missing: int, evict: Callable[[Adapter], None]) -> bool:
         """All or nothing."""
         if excess_bytes <= 0 and not slots_missing:
             return True
         idle = sorted(self._idle(), key=self._value)
-        victims: list[Version] = []
+        victims: list[Adapter] = []
         while idle and (excess_bytes > 0 or len(victims) < slots_missing):
             victims.append(idle.pop(0))
             excess_bytes -= self._room.takes(victims[-1].device_bytes)

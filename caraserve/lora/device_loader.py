@@ -1,4 +1,4 @@
-"""Versions on their way to the device, and those that wait for room there. Level 2; for `residency.py`.
+"""Versions on their way to the device, and those that wait for room there. For `manager.py`.
 
 What is whole in the host tier is copied from there, in the order of asking. What other instances still send may be
 copied as far as it has come, where the device can use that; it has no claim to its room, for a network may stand still
@@ -12,48 +12,48 @@ from typing import Protocol
 from caraserve.core.backend import Backend
 from caraserve.core.lora_layout import HostAdapter
 from caraserve.errors import AdapterRejected, CaraServeError
-from caraserve.kv.memory_budget import Room
-from caraserve.lora.adapter import Counters, Tier, Version
-from caraserve.lora.arrival_estimates import Arrivals
-from caraserve.lora.device_cache import DeviceTier
-from caraserve.lora.host_cache import HostTier
+from caraserve.kv.memory_budget import MemoryBudget
+from caraserve.lora.adapter import Adapter, AdapterTier, CacheCounters
+from caraserve.lora.arrival_estimates import ArrivalEstimates
+from caraserve.lora.device_cache import DeviceCache
+from caraserve.lora.host_cache import HostCache
 
 MAX_BYPASSES = 64  # admissions that may pass an adapter which waits for device room
 
 
-class Owner(Protocol):
+class DeviceLoaderOwner(Protocol):
     """`Residency`, as far as copies concern it."""
 
-    def gone_from_host(self, version: Version) -> None: ...
-    def arrived(self, version: Version, image: HostAdapter) -> None: ...
-    def copied(self, version: Version) -> None: ...
-    def not_copied(self, version: Version, error: CaraServeError) -> None: ...
+    def gone_from_host(self, version: Adapter) -> None: ...
+    def arrived(self, version: Adapter, image: HostAdapter) -> None: ...
+    def copied(self, version: Adapter) -> None: ...
+    def not_copied(self, version: Adapter, error: CaraServeError) -> None: ...
     def changed(self) -> None: ...
 
 
-class Copies:
+class DeviceLoader:
     """Not thread-safe: everything, callbacks of the backend included, runs on the event loop."""
 
     def __init__(
         self,
         backend: Backend,
-        room: Room,
-        host: HostTier,
-        device: DeviceTier,
-        arrivals: Arrivals,
-        owner: Owner,
-        counters: Counters,
+        room: MemoryBudget,
+        host: HostCache,
+        device: DeviceCache,
+        arrivals: ArrivalEstimates,
+        owner: DeviceLoaderOwner,
+        counters: CacheCounters,
         on_loop: Callable[[Callable[[], None]], None],
     ) -> None:
         self.under_way = 0
         self._backend, self._room, self._host, self._device, self._arrivals = backend, room, host, device, arrivals
         self._owner, self._counters, self._on_loop = owner, counters, on_loop
-        self._wanting: deque[Version] = deque()  # in the host tier, waiting for device room
+        self._wanting: deque[Adapter] = deque()  # in the host tier, waiting for device room
         self._bypasses = 0
 
     # --- who waits ---
 
-    def __contains__(self, version: Version) -> bool:
+    def __contains__(self, version: Adapter) -> bool:
         return version in self._wanting
 
     @property
@@ -72,16 +72,16 @@ class Copies:
         wanted = self._wanting and self._room.is_shared
         return bool(wanted and not self._room.over_cap(self._wanting[0].device_bytes))
 
-    def passed(self, version: Version | None) -> None:
+    def passed(self, version: Adapter | None) -> None:
         """A request is admitted, which may take room that an adapter waits for; without an adapter, its memory."""
         self._bypasses += self.claims_memory if version is None else self.are_waiting
 
-    def want(self, version: Version) -> None:
+    def want(self, version: Adapter) -> None:
         """An admitted request needs a version that is in the host tier."""
         self._wanting.append(version)
         self.go_on()
 
-    def forget(self, version: Version) -> None:
+    def forget(self, version: Adapter) -> None:
         """Nobody wants it any more; a copy under way goes on."""
         if version in self._wanting:
             self._wanting.remove(version)
@@ -104,12 +104,12 @@ class Copies:
                 return
             self._wanting.popleft()
             self._bypasses = 0
-            version.to(Tier.COPYING)
+            version.to(AdapterTier.COPYING)
             self._host.touch(version.digest)
             version.groups = self._arrivals.expect(image.spec)
             self._load(version, image, None)
 
-    def _load(self, version: Version, image: HostAdapter, layers: int | None) -> None:
+    def _load(self, version: Adapter, image: HostAdapter, layers: int | None) -> None:
         self._device.add(version)
         self.under_way += 1
         version.spec = image.spec
@@ -120,8 +120,8 @@ class Copies:
         group_ends = [group.end for group in version.groups]
         self._backend.load_adapter(image, version.slot, done, group_ends, layers)
 
-    def _copied(self, version: Version, error: Exception | None) -> None:
-        is_coming = version.tier is Tier.STREAMING and not version.is_leaving
+    def _copied(self, version: Adapter, error: Exception | None) -> None:
+        is_coming = version.tier is AdapterTier.STREAMING and not version.is_leaving
         if error is not None and (version.asides or is_coming):
             version.copy_error = error  # its memory cannot be taken from under the plan, or the read
             return
@@ -136,18 +136,18 @@ class Copies:
             failure = CaraServeError(f"the adapter could not be copied to the device: {error}")
             self._owner.not_copied(version, version.error or failure)
         else:
-            version.to(Tier.DEVICE)
+            version.to(AdapterTier.DEVICE)
             version.groups = ()
             self._owner.copied(version)
 
-    def end_failed(self, version: Version) -> None:
+    def end_failed(self, version: Adapter) -> None:
         """A plan aside or a read has ended, for which a copy that failed may have been left as it was."""
         if version.copy_error is not None:
             self._copied(version, version.copy_error)
 
     # --- what is not all in the host tier ---
 
-    def stream(self, version: Version) -> None:
+    def stream(self, version: Adapter) -> None:
         """Begins to copy what has come so far of a version that is being read, where the device can use it and there is
         room that nobody waits for; otherwise it is copied when it is whole."""
         partial = version.partial
@@ -159,12 +159,12 @@ class Copies:
         except AdapterRejected:
             return  # which is said when it is whole
         if not self._wanting and self._device.make_room(version.device_bytes, self._evict):
-            version.to(Tier.STREAMING)
+            version.to(AdapterTier.STREAMING)
             version.groups = self._arrivals.expect_streamed(partial)
             self._load(version, partial.image, partial.layers)
             self._owner.changed()
 
-    def grew(self, version: Version) -> None:
+    def grew(self, version: Adapter) -> None:
         """More layers of a streamed version are in the host tier."""
         if not version.gives_way:
             assert version.partial is not None
@@ -172,16 +172,16 @@ class Copies:
             self._backend.extend_load(version.slot, version.partial.layers)
             self._owner.changed()
 
-    def completed(self, version: Version, layers: int) -> None:
+    def completed(self, version: Adapter, layers: int) -> None:
         """All layers of a streamed version are. One that gives way leaves the device first all the same."""
         if not version.gives_way:
-            version.to(Tier.COPYING)
+            version.to(AdapterTier.COPYING)
             version.groups = self._arrivals.expect_rest(version)
             self._backend.extend_load(version.slot, layers)
             self.end_failed(version)
             self._owner.changed()
 
-    def broke(self, version: Version, error: CaraServeError) -> None:
+    def broke(self, version: Adapter, error: CaraServeError) -> None:
         """The other layers of a streamed version will never be. It leaves the device when nobody waits for them."""
         version.error = error
         if not version.gives_way:
@@ -194,15 +194,15 @@ class Copies:
             streaming[-1].gives_way = True
             self._break(streaming[-1], CaraServeError("its room is wanted"))
 
-    def _break(self, version: Version, cause: Exception) -> None:
+    def _break(self, version: Adapter, cause: Exception) -> None:
         """No more of a streamed version is copied. Its plans aside end void; then it leaves the device."""
         self._backend.break_load(version.slot, cause)
         self.end_failed(version)
 
-    def _set_back(self, version: Version) -> None:
+    def _set_back(self, version: Adapter) -> None:
         """A version has given way: it is only being read from now on, or whole in the host tier by now."""
         self._leave(version)
-        version.to(Tier.READING)
+        version.to(AdapterTier.READING)
         if (image := self._host.get(version.digest)) is not None:
             self._owner.arrived(version, image)
         self.go_on()
@@ -221,15 +221,15 @@ class Copies:
         self.go_on()
         self._owner.changed()
 
-    def drop(self, version: Version) -> None:
+    def drop(self, version: Adapter) -> None:
         """Takes a version that nobody uses from the device."""
         self._leave(version)
-        version.to(Tier.HOST if version.digest in self._host else Tier.DISK)
+        version.to(AdapterTier.HOST if version.digest in self._host else AdapterTier.DISK)
 
-    def _evict(self, version: Version) -> None:
+    def _evict(self, version: Adapter) -> None:
         self.drop(version)
         self._counters.device_evictions += 1
 
-    def _leave(self, version: Version) -> None:
+    def _leave(self, version: Adapter) -> None:
         self._backend.unload_adapter(version.slot)
         self._device.remove(version)

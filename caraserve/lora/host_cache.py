@@ -1,4 +1,4 @@
-"""The host tier: adapter images in the arena, least recently used first. Level 2; for `residency.py`."""
+"""The host tier: adapter images in the arena, least recently used first. For `manager.py`."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from caraserve.core.lora_layout import HostAdapter
 from caraserve.cpu.arena import Arena
 
 
-class HostTier:
+class HostCache:
     """Extents by digest: of images, and of adapters that are being read. The event loop's alone."""
 
     def __init__(self, arena: Arena) -> None:

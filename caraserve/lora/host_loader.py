@@ -1,4 +1,4 @@
-"""Versions on their way into the host tier, and those that wait for room there. Level 2; for `residency.py`.
+"""Versions on their way into the host tier, and those that wait for room there. For `manager.py`.
 
 What comes from a disk is there when all of it is; what other instances send is there layer by layer, and may be read as
 far as it has come. The extent of a read that has failed is given back by its owner, when nobody looks into it any more.
@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import HostAdapter
 from caraserve.errors import AdapterRejected, CaraServeError
-from caraserve.lora.adapter import Counters, Partial, Source, Tier, Version
-from caraserve.lora.host_cache import HostTier
+from caraserve.lora.adapter import Adapter, AdapterTier, CacheCounters, PartialImage, Source
+from caraserve.lora.host_cache import HostCache
 
 _MOST_PREFETCHES = 2  # reads at a time for requests that are not admitted yet: more would only share the disk
 
@@ -22,7 +22,7 @@ Done = Callable[[HostAdapter | CaraServeError], None]
 Came = Callable[[HostAdapter, int], None]
 
 
-class Read(Protocol):
+class ReadAdapter(Protocol):
     """Reads an adapter into an extent of the arena elsewhere and calls `done` on the event loop. What comes from other
     instances is told before, also there: `came(image, layers)` says that the first layers of the image are right and
     will stay as they are; the other bytes are nobody's until then."""
@@ -30,26 +30,33 @@ class Read(Protocol):
     def __call__(self, source: Source, into: NDArray[np.uint8], done: Done, came: Came) -> None: ...
 
 
-class Owner(Protocol):
+class HostLoaderOwner(Protocol):
     """`Residency`, as far as reads concern it."""
 
-    def find(self, digest: str) -> Version | None: ...
+    def find(self, digest: str) -> Adapter | None: ...
     def evict_from_host(self, digest: str) -> None: ...
-    def arrived(self, version: Version, image: HostAdapter) -> None: ...
-    def grew(self, version: Version) -> None: ...
-    def not_read(self, version: Version, error: CaraServeError) -> None: ...
+    def arrived(self, version: Adapter, image: HostAdapter) -> None: ...
+    def grew(self, version: Adapter) -> None: ...
+    def not_read(self, version: Adapter, error: CaraServeError) -> None: ...
 
 
-class Reads:
+class HostLoader:
     """The event loop's alone."""
 
-    def __init__(self, host: HostTier, read: Read, owner: Owner, counters: Counters, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        host: HostCache,
+        read: ReadAdapter,
+        owner: HostLoaderOwner,
+        counters: CacheCounters,
+        now: Callable[[], float],
+    ) -> None:
         self.under_way = 0
         self._host, self._read, self._owner, self._counters, self._now = host, read, owner, counters, now
-        self._waiting: deque[Version] = deque()  # for room in the arena
+        self._waiting: deque[Adapter] = deque()  # for room in the arena
         self._ahead: set[str] = set()  # digests that are read for requests which are not admitted yet
 
-    def __contains__(self, version: Version) -> bool:
+    def __contains__(self, version: Adapter) -> bool:
         return version in self._waiting
 
     @property
@@ -57,14 +64,14 @@ class Reads:
         """Whether some version waits for room."""
         return bool(self._waiting)
 
-    def ask(self, version: Version) -> None:
+    def ask(self, version: Adapter) -> None:
         """An admitted request wants a version that is not in the host tier."""
-        if version.tier is Tier.FAILED:
-            version.to(Tier.DISK)  # this attempt has not failed yet
+        if version.tier is AdapterTier.FAILED:
+            version.to(AdapterTier.DISK)  # this attempt has not failed yet
         self._waiting.append(version)
         self.go_on()
 
-    def ask_ahead(self, version: Version) -> None:
+    def ask_ahead(self, version: Adapter) -> None:
         """A request that is not admitted yet will want it: it is read as far as there is room that no open request has
         a claim to."""
         if not version.may_be_read_ahead(self._now()) or version.digest in self._host or self._waiting:
@@ -72,7 +79,7 @@ class Reads:
         if len(self._ahead) < _MOST_PREFETCHES and self._begin(version, _claims_image):
             self._ahead.add(version.digest)
 
-    def forget(self, version: Version) -> None:
+    def forget(self, version: Adapter) -> None:
         """Nobody wants it any more; a read under way goes on."""
         if version in self._waiting:
             self._waiting.remove(version)
@@ -84,7 +91,7 @@ class Reads:
                 self._waiting.appendleft(version)
                 return
 
-    def _start(self, version: Version) -> bool:
+    def _start(self, version: Adapter) -> bool:
         """False when there is no room for it in the arena."""
         if (image := self._host.get(version.digest)) is not None:
             self._counters.host_hits += 1
@@ -93,7 +100,7 @@ class Reads:
             return True
         return self._begin(version, _needs_image)
 
-    def _begin(self, version: Version, is_needed: Callable[[Version], bool]) -> bool:
+    def _begin(self, version: Adapter, is_needed: Callable[[Adapter], bool]) -> bool:
         def stays(digest: str) -> bool:
             other = self._owner.find(digest)
             return other is not None and is_needed(other)
@@ -101,7 +108,7 @@ class Reads:
         extent = self._host.take(version.digest, version.num_bytes, stays, self._owner.evict_from_host)
         if extent is None:
             return False
-        version.to(Tier.READING)
+        version.to(AdapterTier.READING)
         version.error, version.gives_way = None, False
         self.under_way += 1
         self._counters.disk_reads += 1
@@ -110,17 +117,17 @@ class Reads:
             version.source,
             extent,
             lambda result: self._ended(version, result),
-            lambda image, layers: self._came(version, Partial(image, began_s, layers)),
+            lambda image, layers: self._came(version, PartialImage(image, began_s, layers)),
         )
         return True
 
-    def _came(self, version: Version, partial: Partial) -> None:
+    def _came(self, version: Adapter, partial: PartialImage) -> None:
         partial.layers = min(partial.layers, len(partial.image.spec.layer_ends) - 1)
         if partial.layers > (version.partial.layers if version.partial is not None else 0):
             version.partial = partial
             self._owner.grew(version)
 
-    def _ended(self, version: Version, result: HostAdapter | CaraServeError) -> None:
+    def _ended(self, version: Adapter, result: HostAdapter | CaraServeError) -> None:
         self.under_way -= 1
         self._ahead.discard(version.digest)
         if isinstance(result, HostAdapter) and result.spec.digest != version.digest:
@@ -134,10 +141,10 @@ class Reads:
         self.go_on()
 
 
-def _needs_image(version: Version) -> bool:
+def _needs_image(version: Adapter) -> bool:
     return version.needs_image
 
 
-def _claims_image(version: Version) -> bool:
+def _claims_image(version: Adapter) -> bool:
     """Whether an open request needs an image, or will."""
-    return version.needs_image or (version.tier is Tier.HOST and version.pins > 0)
+    return version.needs_image or (version.tier is AdapterTier.HOST and version.pins > 0)

@@ -1,4 +1,4 @@
-"""What an adapter is, to the last byte: the manifest whose hash is its digest. Level 2; pure.
+"""What an adapter is, to the last byte: the manifest whose hash is its digest. Pure.
 
     digest = sha256(manifest),   manifest = dtype, modules with rank and scale, sha256 of each chunk of the image
 

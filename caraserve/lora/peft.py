@@ -1,4 +1,4 @@
-"""From a PEFT folder to an adapter in host memory: every tensor is applied exactly, or the folder is refused. Level 2.
+"""From a PEFT folder to an adapter in host memory: every tensor is applied exactly, or the folder is refused.
 
 `catalog.py` inspects a folder when it is registered; residency has it read when a request needs it.
 """

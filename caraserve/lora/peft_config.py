@@ -1,4 +1,4 @@
-"""What an adapter's `adapter_config.json` says, and everything in it that we refuse. Level 2.
+"""What an adapter's `adapter_config.json` says, and everything in it that we refuse.
 
 The rule: a field is understood and applied exactly, or changes nothing, or the adapter is refused with its name.
 Nothing from the file is executed: a regular expression in `target_modules` or `exclude_modules` is not run at all,

@@ -1,4 +1,4 @@
-"""How the names in an adapter's configuration stand for the modules of the base model. Level 2; pure.
+"""How the names in an adapter's configuration stand for the modules of the base model. Pure.
 
 The names decide ranks and scales, so a name is understood exactly as peft understands it, or it is not accepted. peft
 runs the keys of `rank_pattern` and `alpha_pattern` as regular expressions; we run none, because an expression from a

@@ -1,4 +1,4 @@
-"""The adapters that this instance knows, in one SQLite file that survives restarts. Level 2.
+"""The adapters that this instance knows, in one SQLite file that survives restarts.
 
 Reads come from memory: a look-up on the event loop never touches the disk. Writes are for other threads.
 """

@@ -1,6 +1,6 @@
-"""When a prefill may start whose adapter is still on its way to the device, and with whose help. Level 2; pure.
+"""When a prefill may start whose adapter is still on its way to the device, and with whose help. Pure.
 
-`residency.py` asks in which groups of layers to load and what is to be expected of the link; `line.py` asks when a
+`manager.py` asks in which groups of layers to load and what is to be expected of the link; `queues.py.py` asks when a
 request may start. A prefill reaches layer l about l layer times after its start, so it may start as soon as every group
 of layers is expected to be there when it is reached: nothing waits, and decoding goes on meanwhile. Toppings §4.1 has
 CPU workers compute the layers that are not there yet; then it may start at once. Predictions only choose; a layer that
@@ -22,7 +22,7 @@ _LEAST_GAIN_MS = 0.5  # and
 _LEAST_GAIN_SHARE = 0.1  # of the prefill, for assistance to be chosen: predictions are not better than that
 
 
-class Costs(Protocol):
+class StartCosts(Protocol):
     """What a machine's profile predicts."""
 
     def prefill_ms(self, tokens: int, rank: int) -> float: ...
@@ -30,7 +30,7 @@ class Costs(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class LayerGroup:
     """Layers up to `end` are expected on the device at `arrives_s`, and in host memory, where CPU workers read them, at
     `in_host_s`."""
 
@@ -40,7 +40,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class PrefillStart:
     """A prefill may start at `at_s`, with or without CPU workers for layers that have not arrived by then.
 
     `ends_s`: when its first chunk is expected to be done, where `auto` has chosen.
@@ -52,7 +52,7 @@ class Start:
 
 
 @dataclass(slots=True)
-class Choice:
+class ModeChoice:
     """What `auto` has chosen for a request's cold or warm start: predicted, and to be compared with what came of it."""
 
     name: Literal["cached", "pipelined", "assisted"]
@@ -62,13 +62,13 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Loading:
+class StartPolicy:
     """The rules of one loading mode on one machine."""
 
     mode: str
     layers: int
     link_bytes_per_s: float
-    costs: Costs | None  # needed by layerwise modes alone
+    costs: StartCosts | None  # needed by layerwise modes alone
     workers: int = 0  # CPU LoRA workers
     handoff_ms: float = 0.0  # round trip of a hand-over beyond its compute
     shared_cores: bool = False  # whether the workers' cores are the device's own, as on the CPU backend
@@ -88,8 +88,8 @@ class Loading:
         return tuple(ends[1:])
 
     def start(
-        self, now_s: float, groups: Sequence[Group], spec: AdapterSpec, tokens: int, *, may_assist: bool = True
-    ) -> Start:
+        self, now_s: float, groups: Sequence[LayerGroup], spec: AdapterSpec, tokens: int, *, may_assist: bool = True
+    ) -> PrefillStart:
         """When a prefill whose first chunk has so many tokens may start. `may_assist`: whether CPU workers may help."""
         layer_ms = self._layer_ms(tokens, spec.rank)
         at_s = now_s
@@ -98,28 +98,28 @@ class Loading:
         if self.mode == "pipelined" or self.workers == 0 or not may_assist:
             return self._begin(at_s, layer_ms, assist=False)
         if self.mode == "assisted":
-            return Start(now_s, assist=True)
+            return PrefillStart(now_s, assist=True)
         extra_ms = self._assisted_ms(now_s, groups, spec, tokens)
         gain_ms = 1000 * (at_s - now_s) - extra_ms
         if gain_ms > max(_LEAST_GAIN_MS, _LEAST_GAIN_SHARE * layer_ms * self.layers):
             return self._begin(now_s, layer_ms, extra_ms, assist=True)
         return self._begin(at_s, layer_ms, assist=False)
 
-    def start_loaded(self, now_s: float, spec: AdapterSpec | None, tokens: int) -> Start:
+    def start_loaded(self, now_s: float, spec: AdapterSpec | None, tokens: int) -> PrefillStart:
         """The same where the whole adapter is there."""
         if self.mode != "auto" or spec is None:
-            return Start(now_s, assist=False)
+            return PrefillStart(now_s, assist=False)
         return self._begin(now_s, self._layer_ms(tokens, spec.rank), assist=False)
 
-    def _begin(self, at_s: float, layer_ms: float, extra_ms: float = 0.0, *, assist: bool) -> Start:
+    def _begin(self, at_s: float, layer_ms: float, extra_ms: float = 0.0, *, assist: bool) -> PrefillStart:
         ends_s = at_s + (layer_ms * self.layers + extra_ms) / 1000 if self.mode == "auto" else None
-        return Start(at_s, assist, ends_s)
+        return PrefillStart(at_s, assist, ends_s)
 
     def _layer_ms(self, tokens: int, rank: int) -> float:
         assert self.costs is not None
         return max(0.0, self.costs.prefill_ms(tokens, rank)) / self.layers
 
-    def _assisted_ms(self, now_s: float, groups: Sequence[Group], spec: AdapterSpec, tokens: int) -> float:
+    def _assisted_ms(self, now_s: float, groups: Sequence[LayerGroup], spec: AdapterSpec, tokens: int) -> float:
         """By how much a prefill that starts now with the workers' help takes longer than one of a loaded adapter."""
         assert self.costs is not None
         layer_ms = self._layer_ms(tokens, spec.rank)

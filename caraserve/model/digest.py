@@ -1,4 +1,4 @@
-"""Which base model a folder holds, in a few milliseconds: instances of one cluster must serve the same. Level 1."""
+"""Which base model a folder holds, in a few milliseconds: instances of one cluster must serve the same."""
 
 import hashlib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Rotary embedding tables: default, linear and llama3 frequencies. Level 1; numpy.
+"""Rotary embedding tables: default, linear and llama3 frequencies. numpy.
 
 The arithmetic is fp32 in the order that transformers uses, so that angles at long positions agree.
 """

@@ -1,4 +1,4 @@
-"""Safe reading of safetensors files: the library checks the header, tensors are read one at a time. Level 1.
+"""Safe reading of safetensors files: the library checks the header, tensors are read one at a time.
 
 Used for base weights and for adapters. Nothing here unpickles, and memory never grows with a size that a file claims.
 Files are read, not mapped: someone who copies a new version over a mapped file would end the process by SIGBUS.

@@ -1,4 +1,4 @@
-"""The shape of a base model, read from `config.json`. Level 1; pure.
+"""The shape of a base model, read from `config.json`. Pure.
 
 `serve.py` reads it first; backends, adapters and the tokenizer's limits follow from it.
 """

@@ -1,4 +1,4 @@
-"""What a machine's profile decides at the start: it is read, or made and kept, and applied. Level 6; for `serve.py`."""
+"""What a machine's profile decides at the start: it is read, or made and kept, and applied. For `serve.py`."""
 
 import logging
 import math
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from caraserve.config import EngineConfig, LoraConfig, ModelConfig
 from caraserve.core.machine_profile import ASSUMED_HANDOFF_MS, Profile, default_path, load, machine_key
 from caraserve.errors import ConfigError
-from caraserve.lora.start_policy import LAYERWISE_MODES, Loading
+from caraserve.lora.start_policy import LAYERWISE_MODES, StartPolicy
 from caraserve.model.spec import ModelSpec
 from caraserve.profiling.measure import measure, model_key
 
@@ -104,7 +104,7 @@ def make_profile(
     )
 
 
-def loading_rules(backend: "ServingBackend", spec: ModelSpec, profile: Profile | None, lora: LoraConfig) -> Loading:
+def loading_rules(backend: "ServingBackend", spec: ModelSpec, profile: Profile | None, lora: LoraConfig) -> StartPolicy:
     """The loading mode on this machine. Without a profile it is not known when a layer will be needed."""
     mode = "overlapped" if profile is None and lora.loading_mode in LAYERWISE_MODES else lora.loading_mode
     bytes_per_s = math.inf if profile is None else profile.link_bytes_per_s
@@ -113,7 +113,7 @@ def loading_rules(backend: "ServingBackend", spec: ModelSpec, profile: Profile |
         handoff_ms = ASSUMED_HANDOFF_MS
         if mode == "auto" and len(backend.workers) > 0:
             log.info("a hand-over to a CPU worker was not measured: auto assumes %.2f ms", handoff_ms)
-    return Loading(
+    return StartPolicy(
         mode=mode,
         layers=spec.layers,
         link_bytes_per_s=bytes_per_s if lora.emulate_link_mb_per_s is None else lora.emulate_link_mb_per_s * 1e6,

@@ -1,6 +1,6 @@
-"""The LoRA of whole layers by the CPU kernels on one core, as a CPU LoRA worker computes it. Level 2.
+"""The LoRA of whole layers by the CPU kernels on one core, as a CPU LoRA worker computes it.
 
-Timed by `calibrate.py`.
+Timed by `measure.py.py`.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""Measures a `Profile` of a running backend: which points, in which order, how often. Level 3.
+"""Measures a `Profile` of a running backend: which points, in which order, how often.
 
 Everything that is timed is asked in turn, round after round, and medians are taken over the rounds: a slow spell of a
 shared machine then lands on all points alike.
@@ -30,7 +30,7 @@ from caraserve.core.machine_profile import (
 from caraserve.errors import ConfigError
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES, ModelSpec
-from caraserve.profiling.microbench import Device, Probe, Requests, adapter_spec, random_adapter
+from caraserve.profiling.microbench import MeasuredBackend, Measurement, SyntheticRequests, adapter_spec, random_adapter
 from caraserve.util.units import align_up, human_bytes
 
 _DTYPES = {"float32": Dtype.F32, "bfloat16": Dtype.BF16, "float16": Dtype.F16}
@@ -99,12 +99,12 @@ _FULL = _Effort(
 class _Probes:
     """All that is asked in every round."""
 
-    lora: Mapping[tuple[Targets, int], Probe]  # by modules and rank; the time of one layer
-    loads: Mapping[int, Probe]  # by bytes
-    prefill: Mapping[tuple[int, int], Probe]  # by tokens and rank
-    decode: Mapping[tuple[int, ...], Probe]  # by the requests' ranks
+    lora: Mapping[tuple[Targets, int], Measurement]  # by modules and rank; the time of one layer
+    loads: Mapping[int, Measurement]  # by bytes
+    prefill: Mapping[tuple[int, int], Measurement]  # by tokens and rank
+    decode: Mapping[tuple[int, ...], Measurement]  # by the requests' ranks
 
-    def all(self) -> list[Probe]:
+    def all(self) -> list[Measurement]:
         groups = (self.lora, self.loads, self.prefill, self.decode)
         probes = chain.from_iterable(group.values() for group in groups)
         return sorted(probes, key=lambda probe: not probe.is_needed)
@@ -139,7 +139,7 @@ def measure(
     started_s = time.monotonic()
     effort = _QUICK if quick else _FULL
     dtype = dtype or model.dtype
-    device = Device(backend)
+    device = MeasuredBackend(backend)
     images = _host_images(device, model, _DTYPES[dtype], effort.ranks)
     with _bound(device, images, effort) as slots:
         probes = _probes(device, model, images[-1], slots, effort)
@@ -169,10 +169,10 @@ def measure(
 
 
 def _probes(
-    device: Device, model: ModelSpec, image: HostAdapter, slots: Mapping[int, Sequence[int]], effort: _Effort
+    device: MeasuredBackend, model: ModelSpec, image: HostAdapter, slots: Mapping[int, Sequence[int]], effort: _Effort
 ) -> _Probes:
     """`slots`: of adapters on the device, by rank; `image`: one to load again and again."""
-    requests = Requests(
+    requests = SyntheticRequests(
         device,
         model.vocab_size,
         context_tokens=effort.context_tokens,
@@ -221,7 +221,7 @@ def _adapters(ranks: Sequence[int], slots: Mapping[int, Sequence[int]]) -> list[
     return [next(free[rank]) if rank else BASE_ADAPTER_SLOT for rank in ranks]
 
 
-def _ask(probes: Sequence[Probe], effort: _Effort, started_s: float, progress: Callable[[float], None]) -> None:
+def _ask(probes: Sequence[Measurement], effort: _Effort, started_s: float, progress: Callable[[float], None]) -> None:
     """Rounds over all probes, every other one backwards. When time is short, the first round leaves out those that are
     not needed and, by the pace of their kind so far, would take too long; later ones do without them too."""
     done = 0
@@ -247,7 +247,7 @@ def _ask(probes: Sequence[Probe], effort: _Effort, started_s: float, progress: C
 # --- adapters ---
 
 
-def _host_images(device: Device, model: ModelSpec, dtype: Dtype, ranks: Sequence[int]) -> list[HostAdapter]:
+def _host_images(device: MeasuredBackend, model: ModelSpec, dtype: Dtype, ranks: Sequence[int]) -> list[HostAdapter]:
     """One adapter of each rank, side by side in the host tier; ranks for which there is no room are left out."""
     specs = [adapter_spec(model, dtype, rank, model.layers) for rank in ranks]
     starts = list(accumulate((align_up(spec.num_bytes, ALIGN_BYTES) for spec in specs), initial=0))
@@ -265,7 +265,7 @@ def _host_images(device: Device, model: ModelSpec, dtype: Dtype, ranks: Sequence
 
 
 @contextmanager
-def _bound(device: Device, images: Sequence[HostAdapter], effort: _Effort) -> Iterator[dict[int, list[int]]]:
+def _bound(device: MeasuredBackend, images: Sequence[HostAdapter], effort: _Effort) -> Iterator[dict[int, list[int]]]:
     """Adapters on the device while inside: {rank: slots}, as many of each rank as fit in bytes, slots and time."""
     total = sum(image.spec.num_bytes for image in images)
     fitting = min(effort.adapters, effort.adapters_bytes // total, (device.limits.adapter_slots - 2) // len(images))
@@ -284,7 +284,7 @@ def _bound(device: Device, images: Sequence[HostAdapter], effort: _Effort) -> It
             device.unload(slot)
 
 
-def _load_probes(device: Device, model: ModelSpec, image: HostAdapter, slot: int) -> dict[int, Probe]:
+def _load_probes(device: MeasuredBackend, model: ModelSpec, image: HostAdapter, slot: int) -> dict[int, Measurement]:
     """Copies of an adapter's first layer alone and of as many as take a while: {bytes: probe}. No plan ever runs them:
     their layout is the whole adapter's, cut off."""
     spec = image.spec
@@ -304,10 +304,10 @@ def _load_probes(device: Device, model: ModelSpec, image: HostAdapter, slot: int
 
     first_ms = load(part(1))
     layers = max(1, min(model.layers, int(_LOAD_MS / first_ms)))
-    return {part(count).spec.num_bytes: Probe(partial(sample, part(count))) for count in (1, layers)}
+    return {part(count).spec.num_bytes: Measurement(partial(sample, part(count))) for count in (1, layers)}
 
 
-def _link(loads: Mapping[int, Probe]) -> tuple[float, float]:
+def _link(loads: Mapping[int, Measurement]) -> tuple[float, float]:
     """Bytes/s, and ms of each copy whatever its size."""
     times_ms = [probe.ms for probe in loads.values()]
     (ms_per_byte, latency_ms), _ = fit_times([[float(size) for size in loads], [1.0] * len(loads)], times_ms)
@@ -316,7 +316,7 @@ def _link(loads: Mapping[int, Probe]) -> tuple[float, float]:
     return 1000 / ms_per_byte, latency_ms
 
 
-def _lora_probes(model: ModelSpec, dtype: Dtype) -> dict[tuple[Targets, int], Probe]:
+def _lora_probes(model: ModelSpec, dtype: Dtype) -> dict[tuple[Targets, int], Measurement]:
     from caraserve.profiling.cpu_lora_rate import LayerLora  # compiles kernels: not when this file is imported
 
     layers = min(_LORA_LAYERS, model.layers)
@@ -329,7 +329,7 @@ def _lora_probes(model: ModelSpec, dtype: Dtype) -> dict[tuple[Targets, int], Pr
     }
 
 
-def _lora_probe(layer_ms: Callable[[int], float], layers: int) -> Probe:
+def _lora_probe(layer_ms: Callable[[int], float], layers: int) -> Measurement:
     layer_ms(1)  # compiles
     repeats = max(1, round(_LORA_LEAST_MS / layers / layer_ms(1)))
-    return Probe(lambda: [layer_ms(repeats)])
+    return Measurement(lambda: [layer_ms(repeats)])

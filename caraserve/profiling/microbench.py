@@ -1,6 +1,6 @@
-"""What calibration times on a backend: iterations over synthetic requests, copies of random adapters. Level 2.
+"""What calibration times on a backend: iterations over synthetic requests, copies of random adapters.
 
-Used by `calibrate.py` alone.
+Used by `measure.py.py` alone.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.core.backend import Backend
-from caraserve.core.batch import BASE_ADAPTER_SLOT, BlockGrant, Plan, Row, SlotSampling, SlotStart, StepResult
+from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, BlockGrant, ScheduledRow, SlotSampling, SlotStart, StepResult
 from caraserve.core.lora_layout import A_COLUMNS, PANEL, AdapterSpec, HostAdapter, lay_out
 from caraserve.errors import BackendFailed, ConfigError
 from caraserve.model.dtype import Dtype
@@ -28,7 +28,7 @@ _NOISE = 0.02  # of adapter weights: what they add to activations stays small
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class Measurement:
     """One point: how to time it, and the times so far.
 
     `tokens` of a sample: points of one `kind` with more tokens take longer, at most by as much. `is_needed`: a profile
@@ -46,7 +46,7 @@ class Probe:
         return median(self.times_ms)
 
 
-class Device:
+class MeasuredBackend:
     """A backend asked for one thing after another by a thread that waits for each."""
 
     def __init__(self, backend: Backend) -> None:
@@ -54,7 +54,7 @@ class Device:
         self.limits = backend.limits
         self.host_memory = backend.host_memory
 
-    def run(self, *plans: Plan) -> list[float]:
+    def run(self, *plans: Batch) -> list[float]:
         """Runs plans back to back, as a busy server does; the time of each iteration in ms."""
         results: SimpleQueue[StepResult | Exception] = SimpleQueue()
         for plan in plans:
@@ -132,11 +132,18 @@ def _bits(values: NDArray[np.float32], dtype: Dtype) -> NDArray[np.generic]:
 # --- synthetic requests ---
 
 
-class Requests:
+class SyntheticRequests:
     """Requests in the backend's slots. They share KV blocks at will: what lies in a block does not change any time."""
 
     def __init__(
-        self, device: Device, vocab_size: int, *, context_tokens: int, most: int, contexts: int, most_token_ms: float
+        self,
+        device: MeasuredBackend,
+        vocab_size: int,
+        *,
+        context_tokens: int,
+        most: int,
+        contexts: int,
+        most_token_ms: float,
     ) -> None:
         """`contexts`: how many of the requests' contexts are computed; the others share them. Raises ConfigError where
         one token alone takes longer than `most_token_ms`."""
@@ -147,34 +154,40 @@ class Requests:
         self._blocks_each = ceil_div(self._context + 1, self._block)
         self.most = min(most, limits.num_slots, limits.max_step_tokens, limits.num_blocks // self._blocks_each)
         self._contexts = min(contexts, self.most)
-        token_ms = min(self._probe([Row(0, 0, 1, BASE_ADAPTER_SLOT, samples=True)], burst=2).sample())
+        token_ms = min(self._probe([ScheduledRow(0, 0, 1, BASE_ADAPTER_SLOT, samples=True)], burst=2).sample())
         if token_ms > most_token_ms:
             raise ConfigError(f"one token takes {token_ms:.0f} ms, too long to measure more at a start")
         self._fill(limits.max_step_tokens // self._context)
 
-    def prefill(self, tokens: int, adapter: int) -> Probe:
+    def prefill(self, tokens: int, adapter: int) -> Measurement:
         """A whole prompt with the adapter in a slot."""
-        return replace(self._probe([Row(0, 0, tokens, adapter, samples=True)], burst=1), kind="prefill", tokens=tokens)
+        return replace(
+            self._probe([ScheduledRow(0, 0, tokens, adapter, samples=True)], burst=1), kind="prefill", tokens=tokens
+        )
 
-    def decode(self, adapters: Sequence[int], burst: int) -> Probe:
+    def decode(self, adapters: Sequence[int], burst: int) -> Measurement:
         """One token for each of as many requests as adapter slots are given; `burst` times in a row."""
-        rows = [Row(slot, self._context, 1, adapter, samples=True) for slot, adapter in enumerate(sorted(adapters))]
+        rows = [
+            ScheduledRow(slot, self._context, 1, adapter, samples=True) for slot, adapter in enumerate(sorted(adapters))
+        ]
         return replace(self._probe(rows, burst), kind="decode", tokens=burst * len(rows) + 1)
 
-    def _probe(self, rows: Sequence[Row], burst: int) -> Probe:
+    def _probe(self, rows: Sequence[ScheduledRow], burst: int) -> Measurement:
         """`burst` iterations after one that wakes the device's threads and brings the requests to their slots."""
-        plan = Plan((), (), tuple(rows))
-        first = self._started({row.slot: row.start + row.count for row in rows}, [Row(0, 0, 1, 0, samples=False)])
-        return Probe(lambda: self._device.run(first, *[plan] * burst)[1:])
+        plan = Batch((), (), tuple(rows))
+        first = self._started(
+            {row.slot: row.start + row.count for row in rows}, [ScheduledRow(0, 0, 1, 0, samples=False)]
+        )
+        return Measurement(lambda: self._device.run(first, *[plan] * burst)[1:])
 
     def _fill(self, at_once: int) -> None:
         """Computes the contexts, so that the KV cache's memory is there."""
         for first in range(0, self._contexts, at_once):
             group = range(first, min(first + at_once, self._contexts))
-            rows = [Row(slot, 0, self._context, BASE_ADAPTER_SLOT, samples=False) for slot in group]
+            rows = [ScheduledRow(slot, 0, self._context, BASE_ADAPTER_SLOT, samples=False) for slot in group]
             self._device.run(self._started(dict.fromkeys(group, self._context), rows))
 
-    def _started(self, tokens_by_slot: Mapping[int, int], rows: Sequence[Row]) -> Plan:
+    def _started(self, tokens_by_slot: Mapping[int, int], rows: Sequence[ScheduledRow]) -> Batch:
         """A plan that begins with new requests of so many tokens."""
         starts, grants = [], []
         for slot, tokens in tokens_by_slot.items():
@@ -182,7 +195,7 @@ class Requests:
             starts.append(SlotStart(slot, ids, _greedy(tokens)))
             first = slot % self._contexts * self._blocks_each
             grants.append(BlockGrant(slot, 0, tuple(range(first, first + ceil_div(tokens, self._block)))))
-        return Plan(tuple(starts), tuple(grants), tuple(rows))
+        return Batch(tuple(starts), tuple(grants), tuple(rows))
 
 
 def _greedy(prompt_tokens: int) -> SlotSampling:

@@ -1,4 +1,4 @@
-"""Work that runs beside the requests for as long as the server does: restarted when it fails, and shown. Level 3.
+"""Work that runs beside the requests for as long as the server does: restarted when it fails, and shown.
 
     runs ──fails──► waits 0.5 s, 1 s, 2 s, … 30 s, each less up to half of it by chance ──► runs
     A task that has run for a minute counts as well again: its next failure is the first one.

@@ -1,4 +1,4 @@
-"""Logging set-up: one line an event, human on a terminal, JSON where asked. Level 0.
+"""Logging set-up: one line an event, human on a terminal, JSON where asked.
 
 A record may have `details` (`extra={"details": {…}}`): names with numbers or short texts, which JSON has as fields of
 the line, and which follow a human's message as `name=value`.

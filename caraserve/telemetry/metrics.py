@@ -12,7 +12,7 @@ Call points, all on the event loop's thread and all below a microsecond or two, 
 
 Counts are plain numbers without locks; `render` writes them as text when somebody scrapes. No label holds a client's
 text but adapter names, whose number is bounded. What llm-d's router, vLLM's production-stack and AIBrix read, and how,
-is in `tests/http/test_fleet_routers.py`. Level 2.
+is in `tests/http/test_fleet_routers.py`.
 """
 
 import time
@@ -216,7 +216,12 @@ class Metrics:
 
     def render(self, snapshot: SnapshotView, rank_of: Callable[[str], int]) -> bytes:
         """The text that Prometheus reads, 0.0.4. `rank_of`: an adapter's rank by its name."""
-        parts = [*self._state(snapshot), *self._residency(snapshot, rank_of), *self._counters(), *self._histograms()]
+        parts = [
+            *self._state(snapshot),
+            *self._adapter_places(snapshot, rank_of),
+            *self._counters(),
+            *self._histograms(),
+        ]
         for more in self._more:
             parts += more(self._labels)
         return "".join(parts).encode()
@@ -247,7 +252,7 @@ class Metrics:
             }
         )
 
-    def _residency(self, snapshot: SnapshotView, rank_of: Callable[[str], int]) -> Iterator[str]:
+    def _adapter_places(self, snapshot: SnapshotView, rank_of: Callable[[str], int]) -> Iterator[str]:
         device, host = snapshot.device_adapters, snapshot.host_adapters
         yield self._gauge("vllm:num_gpu_loaded_lora_adapters", "Adapters in the device tier.", len(device))
         yield self._gauge("vllm:num_cpu_loaded_lora_adapters", "Adapters in the host tier.", len(host))

@@ -1,4 +1,4 @@
-"""Long work as people see it: a bar on a terminal, one log line elsewhere. Level 6."""
+"""Long work as people see it: a bar on a terminal, one log line elsewhere."""
 
 import contextlib
 import logging

@@ -1,4 +1,4 @@
-"""Prometheus' text format, 0.0.4, as strings. Level 2; for `metrics.py`.
+"""Prometheus' text format, 0.0.4, as strings. For `metrics.py`.
 
 Routers scrape twenty times a second on the event loop's thread, so a page has to cost a fraction of a millisecond;
 prometheus-client's own writer takes several. Each family has its `# TYPE` line: a router that finds none reads zeros.

@@ -1,4 +1,4 @@
-"""A Chrome trace of loads, iterations, layers and CPU workers, to be opened in Perfetto. Level 0.
+"""A Chrome trace of loads, iterations, layers and CPU workers, to be opened in Perfetto.
 
 Events are written as they come; the format allows the closing bracket to be missing, so a trace cut short by a crash
 is readable.

@@ -1,4 +1,4 @@
-"""Chat templates: a conversation → the prompt's text, in a sandbox with bounds. Level 2.
+"""Chat templates: a conversation → the prompt's text, in a sandbox with bounds.
 
 A template is a program that came with a model's files. It runs in Jinja's immutable sandbox, with the names that
 Hugging Face gives it; what it writes, the ranges it walks and the strings it multiplies have bounds, and its errors are

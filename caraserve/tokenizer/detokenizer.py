@@ -1,4 +1,4 @@
-"""Token ids → text as they come: whole characters only, and nothing that may still become a stop string. Level 2."""
+"""Token ids → text as they come: whole characters only, and nothing that may still become a stop string."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,4 +1,4 @@
-"""Text ↔ token ids, from a Hugging Face folder's `tokenizer.json`. Level 2.
+"""Text ↔ token ids, from a Hugging Face folder's `tokenizer.json`.
 
 `http/` encodes prompts and chats; `loop.py` asks for a detokenizer for each request. Of the library's calls only those
 for a batch release the interpreter lock, so long texts are encoded and decoded as batches of one: on another thread

@@ -1,4 +1,4 @@
-"""Addresses and ports as they stand on the command line. Level 0."""
+"""Addresses and ports as they stand on the command line."""
 
 import argparse
 import ipaddress

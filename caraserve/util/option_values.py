@@ -1,4 +1,4 @@
-"""Values of options, as they are written on the command line. Level 0; for `config.py`.
+"""Values of options, as they are written on the command line. For `config.py`.
 
 Every parser raises ArgumentTypeError, which says what would be right.
 """

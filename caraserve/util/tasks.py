@@ -1,4 +1,4 @@
-"""Work beside other work: tasks that are heard of when they fail, and long loops that hold nobody up. Level 0."""
+"""Work beside other work: tasks that are heard of when they fail, and long loops that hold nobody up."""
 
 import asyncio
 import logging

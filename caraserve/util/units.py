@@ -1,4 +1,4 @@
-"""Small arithmetic and how quantities are shown to people. Level 0: imports nothing of ours."""
+"""Small arithmetic and how quantities are shown to people. imports nothing of ours."""
 
 
 def ceil_div(value: int, divisor: int) -> int:

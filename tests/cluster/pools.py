@@ -17,12 +17,12 @@ from caraserve.cluster.transfer.peer_client import Transfers
 from caraserve.core.backend import Limits
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.cpu.arena import Arena
-from caraserve.kv.memory_budget import Room
-from caraserve.lora.adapter import Tier
+from caraserve.kv.memory_budget import MemoryBudget
+from caraserve.lora.adapter import AdapterTier
 from caraserve.lora.catalog import AdapterReader, Catalog, CatalogRules
-from caraserve.lora.manager import Residency
+from caraserve.lora.manager import AdapterManager
 from caraserve.lora.registry import Registry
-from caraserve.lora.start_policy import Loading
+from caraserve.lora.start_policy import StartPolicy
 from tests.cluster.nodes import KEYS, Instance, Instances, instances, until
 from tests.fake_backend import FakeBackend
 from tests.lora.folders import SPEC, tensors_for, write_adapter
@@ -59,7 +59,7 @@ class Member:
     most_bytes: int = _MIB  # of others' adapters on its disk
     instance: Instance = field(init=False)
     catalog: Catalog = field(init=False)
-    residency: Residency = field(init=False)
+    manager: AdapterManager = field(init=False)
     pool: Pool = field(init=False)
     publisher: Publisher = field(init=False)
     stored: Stored = field(init=False)
@@ -70,14 +70,14 @@ class Member:
     def make(self, node: Node) -> None:
         loop = asyncio.get_running_loop()
         self._reader = AdapterReader(SPEC, lambda call: loop.call_soon_threadsafe(call) and None)
-        room, arena = Room(_LIMITS, _MIB), Arena(aligned_bytes(self.host_bytes))
-        loading = Loading("overlapped", SPEC.layers, 1e9, None)
-        self.residency = Residency(
+        room, arena = MemoryBudget(_LIMITS, _MIB), Arena(aligned_bytes(self.host_bytes))
+        loading = StartPolicy("overlapped", SPEC.layers, 1e9, None)
+        self.manager = AdapterManager(
             *(FakeBackend(_LIMITS), room, arena, self._reader.read),
             *(lambda call: loop.call_soon(call) and None, loop.time, loading),
         )
         rules = CatalogRules("base", (Path("/"),), room.most_adapter_bytes, arena.num_bytes, keep_on_device=False)
-        self.catalog = Catalog(SPEC, Registry(None), self.residency, self._reader, rules)
+        self.catalog = Catalog(SPEC, Registry(None), self.manager, self._reader, rules)
         self.stored = Stored(self.folder, SPEC)
         self._transfers = Transfers(lambda: KEYS, None)
         self.pool = Pool(node, self.catalog, self._reader, self.stored, self._transfers, SPEC, self.most_bytes)
@@ -100,22 +100,22 @@ class Member:
         """As a request does: waits for an adapter in the host tier. Raises what kept it away."""
         version = self.catalog.pin(name)
         try:
-            if version.tier is Tier.FAILED:
-                version.to(Tier.DISK)
-            self.residency.prefetch(version)
-            while version.tier is Tier.READING:
-                await self.residency.next_change()
+            if version.tier is AdapterTier.FAILED:
+                version.to(AdapterTier.DISK)
+            self.manager.prefetch(version)
+            while version.tier is AdapterTier.READING:
+                await self.manager.next_change()
             if version.error is not None:
                 raise version.error
-            image = self.residency.image(version.digest)
+            image = self.manager.image(version.digest)
             assert image is not None, "it was not even read"
             return image
         finally:
-            self.residency.unpin(version)
+            self.manager.unpin(version)
 
     def evict(self, name: str) -> None:
         """Its image leaves the host tier."""
-        self.residency.evict_from_host(self.catalog.get(name).digest)
+        self.manager.evict_from_host(self.catalog.get(name).digest)
 
     def knows(self, *names: str) -> bool:
         return all(self.catalog.find(name) is not None for name in names)
@@ -127,7 +127,7 @@ class Member:
         await self.pool.close()
         await self._transfers.close()
         self._reader.close()
-        self.residency.check()
+        self.manager.check()
 
 
 class Pools:

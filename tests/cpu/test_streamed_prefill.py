@@ -2,14 +2,14 @@
 
 import pytest
 
-from caraserve.core.batch import Plan, Row, RowResult, StepResult
+from caraserve.core.batch import Batch, RowResult, ScheduledRow, StepResult
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter, aligned_bytes
 from caraserve.cpu.adapters import Image
 from caraserve.cpu.streamed_prefill import Asides
 from caraserve.model.dtype import Dtype
 
 LAYERS, COMPUTE_S, WAIT_S = 3, 0.25, 100.0
-PLAN = Plan((), (), (Row(0, 0, 5, 1, samples=True),), aside=True)
+PLAN = Batch((), (), (ScheduledRow(0, 0, 5, 1, samples=True),), aside=True)
 
 
 class Clock:
@@ -50,7 +50,7 @@ class Lane:
     def _compute(self, *_: object) -> None:
         self.clock.now_s += COMPUTE_S
 
-    def _collect(self, plan: Plan, batch: object, started_s: float) -> StepResult:
+    def _collect(self, plan: Batch, batch: object, started_s: float) -> StepResult:
         return StepResult((RowResult(7, waited_ms=1.0),), started_s, self.clock.now_s)
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from caraserve.core.batch import Plan
+from caraserve.core.batch import Batch
 from caraserve.core.request import FinishReason
-from caraserve.lora.adapter import Tier
+from caraserve.lora.adapter import AdapterTier
 from tests.engine_world import Asked, World, in_world, turn
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -44,7 +44,7 @@ async def go_aside(
     return asked, task
 
 
-def aside(here: World) -> list[Plan]:
+def aside(here: World) -> list[Batch]:
     return [plan for plan in here.backend.launched if plan.aside]
 
 
@@ -175,11 +175,11 @@ def test_its_image_stays_in_the_host_tier_even_when_the_copy_has_ended() -> None
     """Workers may have begun a layer before its weights arrived."""
 
     async def test(here: World) -> None:
-        residency = here.engine.catalog.residency
+        manager = here.engine.catalog.manager
         await go_aside(here)
         here.backend.copies.pop()(True)
         await iterate(here)
-        (version,) = residency.on_device()
+        (version,) = manager.on_device()
         assert version.needs_image
         here.backend.end_aside(0)
         await turn()
@@ -310,7 +310,7 @@ def test_a_request_that_failed_for_a_missing_adapter_is_no_plan_aside() -> None:
         await turn()
         assert task.result().finish.reason == "error"
         assert aside(here) == []
-        assert here.engine.catalog.residency.error_of("a0") is not None
-        assert all(version.tier is not Tier.COPYING for version in here.engine.catalog.residency.on_device())
+        assert here.engine.catalog.manager.error_of("a0") is not None
+        assert all(version.tier is not AdapterTier.COPYING for version in here.engine.catalog.manager.on_device())
 
     with_world(test)

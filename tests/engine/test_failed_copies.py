@@ -2,7 +2,7 @@
 
 import asyncio
 
-from caraserve.lora.adapter import Tier
+from caraserve.lora.adapter import AdapterTier
 from tests.engine_world import World, in_world, turn
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -15,12 +15,12 @@ def test_who_asks_before_the_failure_is_told_is_told_too_and_nobody_runs_without
         here.reader.reads.pop()(True)
         here.backend.now_s += 1000.0  # long enough for its copy: the prefill begins
         await turn()
-        version = here.engine.catalog.residency._names["a0"]
+        version = here.engine.catalog.manager._names["a0"]
         here.backend.copies.pop()(False)
-        while version.tier is Tier.COPYING:
+        while version.tier is AdapterTier.COPYING:
             here.backend.step()
             await asyncio.sleep(0)
-        assert version.tier is Tier.FAILED, "the engine has had no turn since"
+        assert version.tier is AdapterTier.FAILED, "the engine has had no turn since"
         second, two = here.ask(PROMPT, "a0", max_tokens=2)
         await here.until_done([one, two])
         assert [first.finish.reason, second.finish.reason] == ["error", "error"]

@@ -8,22 +8,22 @@ from typing import Any
 
 import pytest
 
-from caraserve.core.batch import BASE_ADAPTER_SLOT, Plan, Row
+from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, ScheduledRow
 from tests.engine_world import world
 
 
-def row(slot: int, adapter_slot: int) -> Row:
-    return Row(slot, 0, 1, adapter_slot, samples=True)
+def row(slot: int, adapter_slot: int) -> ScheduledRow:
+    return ScheduledRow(slot, 0, 1, adapter_slot, samples=True)
 
 
 def test_a_plan_is_merged_for_rows_of_one_adapter_alone() -> None:
-    Plan((), (), (row(0, 3), row(1, 3)), merged=3)
+    Batch((), (), (row(0, 3), row(1, 3)), merged=3)
     for rows, merged in (((row(0, 3), row(1, 5)), 3), ((row(0, 3),), 5), ((row(0, 0),), BASE_ADAPTER_SLOT)):
         with pytest.raises(AssertionError, match="cannot be merged"):
-            Plan((), (), rows, merged)
+            Batch((), (), rows, merged)
 
 
-async def serve(names: Sequence[str | None], seed: int = 0, tokens: int = 9, **kind: Any) -> list[Plan]:
+async def serve(names: Sequence[str | None], seed: int = 0, tokens: int = 9, **kind: Any) -> list[Batch]:
     """Serves requests for `names` to their ends; returns the plans."""
     async with world(random.Random(seed), mode="merged", **kind) as here:
         tasks = [here.ask([index, 3], name, max_tokens=tokens)[1] for index, name in enumerate(names)]
@@ -45,7 +45,7 @@ def test_the_base_model_alone_is_never_merged() -> None:
 
 
 def test_without_the_mode_nothing_is_merged() -> None:
-    async def body() -> list[Plan]:
+    async def body() -> list[Batch]:
         async with world(random.Random(0)) as here:
             tasks = [here.ask([index, 3], "a1", max_tokens=9)[1] for index in range(8)]
             await here.until_done(tasks)

@@ -4,7 +4,7 @@ from functools import partial
 
 from caraserve.core.lora_layout import ALIGN_BYTES
 from caraserve.errors import CaraServeError
-from caraserve.lora.adapter import Tier
+from caraserve.lora.adapter import AdapterTier
 from tests.engine_world import World, in_world, turn
 from tests.lora.tiers import World as Tiers
 
@@ -24,7 +24,7 @@ def test_the_next_in_the_queue_have_their_adapters_read_while_all_slots_are_take
         assert not here.backend.copies, "the device copy waits for admission"
         assert len(here.reader.reads) == 2
         await here.until_done(tasks)
-        assert here.engine.catalog.residency.counters.disk_reads == 3
+        assert here.engine.catalog.manager.counters.disk_reads == 3
 
     with_world(test)
 
@@ -56,52 +56,52 @@ def test_nothing_is_read_ahead_into_the_place_of_an_image_that_an_open_request_w
     tiers = Tiers(host_bytes=2 * ALIGN_BYTES)
     for name in "abc":
         tiers.add(name)
-    waiting = [tiers.residency.pin(name) for name in "abc"]
+    waiting = [tiers.manager.pin(name) for name in "abc"]
     for version in waiting:
-        tiers.residency.prefetch(version)
+        tiers.manager.prefetch(version)
     tiers.settle()
-    tiers.residency.prefetch(waiting[2])
-    assert [version.tier for version in waiting] == [Tier.HOST, Tier.HOST, Tier.DISK]
-    tiers.residency.unpin(waiting[0])
-    tiers.residency.prefetch(waiting[2])
+    tiers.manager.prefetch(waiting[2])
+    assert [version.tier for version in waiting] == [AdapterTier.HOST, AdapterTier.HOST, AdapterTier.DISK]
+    tiers.manager.unpin(waiting[0])
+    tiers.manager.prefetch(waiting[2])
     tiers.settle()
-    assert [version.tier for version in waiting] == [Tier.DISK, Tier.HOST, Tier.HOST]
+    assert [version.tier for version in waiting] == [AdapterTier.DISK, AdapterTier.HOST, AdapterTier.HOST]
 
 
 def test_what_was_read_ahead_gives_way_to_what_an_admitted_request_needs() -> None:
     tiers = Tiers(host_bytes=ALIGN_BYTES)
     tiers.add("a")
     tiers.add("b")
-    waiting = tiers.residency.pin("a")
-    tiers.residency.prefetch(waiting)
+    waiting = tiers.manager.pin("a")
+    tiers.manager.prefetch(waiting)
     tiers.settle()
     admitted = tiers.ask("b")
     tiers.settle()
-    assert (waiting.tier, admitted.tier) == (Tier.DISK, Tier.DEVICE)
+    assert (waiting.tier, admitted.tier) == (AdapterTier.DISK, AdapterTier.DEVICE)
 
 
 def test_one_admitted_while_its_adapter_is_read_ahead_gets_it_when_it_is_there() -> None:
     tiers = Tiers()
     tiers.add("a")
-    version = tiers.residency.pin("a")
-    tiers.residency.prefetch(version)
+    version = tiers.manager.pin("a")
+    tiers.manager.prefetch(version)
     tiers.now_s = 7.0
-    tiers.residency.use(version)
+    tiers.manager.use(version)
     tiers.settle()
-    assert version.tier is Tier.DEVICE
+    assert version.tier is AdapterTier.DEVICE
     assert version.asked_s == 7.0
-    assert tiers.residency.counters.disk_reads == 1
+    assert tiers.manager.counters.disk_reads == 1
 
 
 def test_one_who_leaves_while_its_adapter_is_read_ahead_leaves_no_trace() -> None:
     tiers = Tiers()
     tiers.add("a")
-    version = tiers.residency.pin("a")
-    tiers.residency.prefetch(version)
-    tiers.residency.unregister("a")
-    tiers.residency.unpin(version)
+    version = tiers.manager.pin("a")
+    tiers.manager.prefetch(version)
+    tiers.manager.unregister("a")
+    tiers.manager.unpin(version)
     tiers.settle()
-    assert tiers.residency.is_forgotten(version)
+    assert tiers.manager.is_forgotten(version)
     assert tiers.arena.used_bytes == 0
 
 
@@ -109,14 +109,14 @@ def test_what_could_not_be_read_ahead_is_tried_again_after_a_while() -> None:
     tiers = Tiers()
     tiers.add("a")
     there, tiers.disk["a"] = tiers.disk["a"], CaraServeError("nobody has it")
-    version = tiers.residency.pin("a")
-    tiers.residency.prefetch(version)
+    version = tiers.manager.pin("a")
+    tiers.manager.prefetch(version)
     tiers.settle()
     tiers.disk["a"] = there
-    tiers.residency.prefetch(version)
+    tiers.manager.prefetch(version)
     tiers.settle()
-    assert version.tier is Tier.FAILED
+    assert version.tier is AdapterTier.FAILED
     tiers.now_s += 5.0
-    tiers.residency.prefetch(version)
+    tiers.manager.prefetch(version)
     tiers.settle()
-    assert version.tier is Tier.HOST
+    assert version.tier is AdapterTier.HOST

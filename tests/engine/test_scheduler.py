@@ -4,7 +4,13 @@ import pytest
 
 from caraserve.core.backend import Limits
 from caraserve.core.request import GenerateRequest, Phase, Request, SamplingParams
-from caraserve.engine.scheduler import PROMPT_LOGPROBS_CHUNK_TOKENS, Decision, Scheduled, plan_aside, plan_iteration
+from caraserve.engine.scheduler import (
+    PROMPT_LOGPROBS_CHUNK_TOKENS,
+    Scheduled,
+    SchedulerOutput,
+    plan_aside,
+    plan_iteration,
+)
 from caraserve.kv.block_pool import BlockPool
 
 
@@ -48,7 +54,7 @@ def holding(pool: BlockPool, made: Request, count: int) -> Request:
     return made
 
 
-def rows(decision: Decision) -> list[tuple[int, int, int, bool]]:
+def rows(decision: SchedulerOutput) -> list[tuple[int, int, int, bool]]:
     return [(e.row.slot, e.row.start, e.row.count, e.row.samples) for e in decision.scheduled]
 
 
@@ -58,7 +64,7 @@ def plan(
     limit: Limits,
     slots: list[int] | None = None,
     served: int | None = None,
-) -> Decision:
+) -> SchedulerOutput:
     return plan_iteration(running, slots or [0] * len(running), pool, limit, served)
 
 

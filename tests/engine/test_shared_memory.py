@@ -130,7 +130,7 @@ def test_a_waiting_adapter_gets_room_though_requests_of_the_base_model_keep_comi
 
 def test_an_adapter_that_leaves_less_than_a_request_needs_is_refused() -> None:
     async def test(here: World) -> None:
-        room = here.engine.catalog.residency.room
+        room = here.engine.catalog.manager.room
         assert room.most_adapter_bytes == 120
         assert room.excess(120) == 0
         assert room.excess(121) > 0
@@ -175,7 +175,7 @@ def test_a_finished_server_can_give_all_its_memory_to_either(seed: int) -> None:
     async def test(here: World) -> None:
         here.rng = random.Random(seed)
         await asyncio.gather(*(serve(here, name, tokens=9, prompt=12) for name in ("a0", None, "a1", "a2", None)))
-        room = here.engine.catalog.residency.room
+        room = here.engine.catalog.manager.room
         assert room.pool.held_end == 0
         assert room.blocks_without(room.adapter_bytes) == room.most_blocks
 
@@ -186,7 +186,7 @@ async def waiting_for_memory(here: World) -> "tuple[asyncio.Task[Asked], list[as
     """An adapter waits, for two requests of the base model hold the blocks in whose place it would be."""
     base = [here.ask([index] * 40, None, max_tokens=8)[1] for index in range(2)]
     await turn()
-    while here.engine.catalog.residency.room.pool.held_end < 22:
+    while here.engine.catalog.manager.room.pool.held_end < 22:
         here.backend.step()
         await turn()
     _, cold = here.ask([3, 4], "a0", max_tokens=2)
@@ -194,7 +194,7 @@ async def waiting_for_memory(here: World) -> "tuple[asyncio.Task[Asked], list[as
     here.reader.reads.pop()(True)
     await turn()
     assert not here.backend.copies
-    assert here.engine.catalog.residency.copies.claims_memory
+    assert here.engine.catalog.manager.copies.claims_memory
     return cold, base
 
 
@@ -210,7 +210,7 @@ def test_an_adapter_gets_its_memory_when_requests_without_adapter_have_ended() -
 def test_no_blocks_are_asked_for_ahead_while_an_adapter_waits_for_memory() -> None:
     async def test(here: World) -> None:
         cold, base = await waiting_for_memory(here)
-        here.engine.catalog.residency.copies.grow_kv(0, 3)
+        here.engine.catalog.manager.copies.grow_kv(0, 3)
         assert not here.backend.resizes
         await here.until_done([cold, *base])
 
@@ -220,13 +220,13 @@ def test_no_blocks_are_asked_for_ahead_while_an_adapter_waits_for_memory() -> No
 def test_admissions_without_adapter_count_among_those_that_pass_one_that_waits_for_memory() -> None:
     async def test(here: World) -> None:
         cold, base = await waiting_for_memory(here)
-        residency = here.engine.catalog.residency
+        manager = here.engine.catalog.manager
         for _ in range(MAX_BYPASSES):
-            assert residency.copies.admits
-            residency.copies.passed(None)
-        assert not residency.copies.admits
+            assert manager.copies.admits
+            manager.copies.passed(None)
+        assert not manager.copies.admits
         await here.until_done([cold, *base])
-        assert residency.copies.admits
+        assert manager.copies.admits
 
     in_world(test, spare_bytes=0, blocks=24, device_adapters=4)
 
@@ -237,7 +237,7 @@ def test_of_a_request_that_left_before_its_first_launch_the_device_is_told_nothi
     async def test(here: World) -> None:
         await serve(here, None, prompt=20)
         asked, _ = here.ask(range(20), None, max_tokens=3)
-        line = here.engine._line
+        line = here.engine._queues
         line.start(0.0)
         assert line.running[0].request.blocks
         asked.stream.cancel()

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter, aligned_bytes
-from caraserve.lora.adapter import Partial, Tier, Version
-from caraserve.lora.arrival_estimates import Arrivals
-from caraserve.lora.start_policy import Group, Loading
+from caraserve.lora.adapter import Adapter, AdapterTier, PartialImage
+from caraserve.lora.arrival_estimates import ArrivalEstimates
+from caraserve.lora.start_policy import LayerGroup, StartPolicy
 from caraserve.model.dtype import Dtype
 from tests.engine_world import Asked, World, in_world, turn
 
@@ -52,12 +52,12 @@ async def begun(
     return asked, task
 
 
-def version_of(here: World, name: str) -> Version:
-    return here.engine.catalog.residency._names[name]
+def version_of(here: World, name: str) -> Adapter:
+    return here.engine.catalog.manager._names[name]
 
 
 def used_bytes(here: World) -> int:
-    return here.engine.catalog.residency._host._arena.used_bytes
+    return here.engine.catalog.manager._host._arena.used_bytes
 
 
 # --- what has come is used ---
@@ -67,10 +67,10 @@ def test_a_prompt_begins_when_the_first_layer_has_come_and_ends_when_the_last_ha
     async def test(here: World) -> None:
         asked, task = await begun(here)
         assert len(here.backend.asides) == 1
-        assert version_of(here, "a0").tier is Tier.STREAMING
+        assert version_of(here, "a0").tier is AdapterTier.STREAMING
         await come(here)
         await end_read(here)
-        assert version_of(here, "a0").tier is Tier.COPYING
+        assert version_of(here, "a0").tier is AdapterTier.COPYING
         await here.until_done([task])
         asked.check()
         assert asked.finish.reason == "length"
@@ -116,10 +116,10 @@ def test_what_had_come_before_a_request_was_admitted_is_used_at_once() -> None:
         _, task = here.ask(PROMPT, "a0", max_tokens=2)
         await turn()
         here.reader.coming[0]()
-        assert version_of(here, "a0").tier is Tier.READING
+        assert version_of(here, "a0").tier is AdapterTier.READING
         first.stream.cancel()
         await run_lane(here)
-        assert version_of(here, "a0").tier is Tier.STREAMING
+        assert version_of(here, "a0").tier is AdapterTier.STREAMING
         await here.until_done([one, task])
 
     with_world(test, slots=1)
@@ -153,10 +153,10 @@ def test_where_there_is_no_room_for_it_it_is_copied_when_it_is_whole() -> None:
         await turn()
         here.reader.coming[-1]()
         await turn()
-        assert version_of(here, "a0").tier is Tier.READING
+        assert version_of(here, "a0").tier is AdapterTier.READING
         here.reader.reads.pop()(True)
         await turn()
-        assert version_of(here, "a0").tier is Tier.HOST
+        assert version_of(here, "a0").tier is AdapterTier.HOST
         await here.until_done([first, second])
         holds.check()
 
@@ -229,7 +229,7 @@ def test_who_leaves_gives_back_what_it_holds_at_once() -> None:
         await turn()
         await run_lane(here)
         assert here.engine.snapshot().kv_used_blocks == 0
-        assert version_of(here, "a0").tier is Tier.STREAMING, "its bytes come all the same"
+        assert version_of(here, "a0").tier is AdapterTier.STREAMING, "its bytes come all the same"
         await end_read(here)
 
     with_world(test)
@@ -337,12 +337,12 @@ def test_one_that_is_unloaded_meanwhile_goes_when_it_has_come_and_its_last_reque
 LAYERS, LAYER_BYTES, LINK_BYTES_PER_S = 4, 1000, 8000.0
 
 
-def expected(layers: int, seconds: float) -> tuple[Group, ...]:
+def expected(layers: int, seconds: float) -> tuple[LayerGroup, ...]:
     """What is expected of an adapter of which so many layers came in so many seconds."""
     ends = tuple(LAYER_BYTES * (layer + 1) for layer in range(LAYERS))
     image = HostAdapter(AdapterSpec("digest", Dtype.F32, 8, ("q_proj",), ends, ()), aligned_bytes(ends[-1]))
-    loading = Loading("pipelined", LAYERS, LINK_BYTES_PER_S, costs=None)
-    return Arrivals(loading, lambda: 100.0).expect_streamed(Partial(image, 100.0 - seconds, layers))
+    loading = StartPolicy("pipelined", LAYERS, LINK_BYTES_PER_S, costs=None)
+    return ArrivalEstimates(loading, lambda: 100.0).expect_streamed(PartialImage(image, 100.0 - seconds, layers))
 
 
 def test_the_rest_is_expected_to_come_as_fast_as_what_has_come() -> None:

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from caraserve.lora.adapter import Tier
+from caraserve.lora.adapter import AdapterTier
 from tests.engine.test_streamed_prefill import PROMPT, begun, come, end_read, run_lane, used_bytes, version_of
 from tests.engine_world import Asked, World, in_world, turn
 
@@ -37,7 +37,7 @@ async def taken(here: World) -> "tuple[Asked, asyncio.Task[Asked]]":
     """The device has room for one: a0 has it, which streams, and a1 is in the host tier."""
     await served(here, "a1")
     first = await begun(here, "a0")
-    assert version_of(here, "a0").tier is Tier.STREAMING
+    assert version_of(here, "a0").tier is AdapterTier.STREAMING
     return first
 
 
@@ -55,7 +55,7 @@ def test_an_adapter_that_is_here_gets_the_room_of_one_that_is_not() -> None:
     async def test(here: World) -> None:
         await taken(here)
         await ends(here, await wanted(here))
-        assert version_of(here, "a0").tier is Tier.READING
+        assert version_of(here, "a0").tier is AdapterTier.READING
         assert here.backend.asides == []
         await end_read(here)
 
@@ -67,7 +67,7 @@ def test_what_gave_way_comes_whole_and_is_served_then() -> None:
         first, task = await taken(here)
         await ends(here, await wanted(here))
         await come(here)
-        assert version_of(here, "a0").tier is Tier.READING, "it does not stream again"
+        assert version_of(here, "a0").tier is AdapterTier.READING, "it does not stream again"
         await end_read(here)
         await here.until_done([task])
         first.check()
@@ -82,7 +82,7 @@ def test_it_streams_again_in_another_read() -> None:
         await ends(here, await wanted(here))
         await end_read(here, ok=False)
         await begun(here, "a0")
-        assert version_of(here, "a0").tier is Tier.STREAMING
+        assert version_of(here, "a0").tier is AdapterTier.STREAMING
         await end_read(here)
 
     with_world(test, device_adapters=1)
@@ -94,7 +94,7 @@ def test_one_that_has_come_before_it_has_left_the_device_is_served_after_who_wan
         other = await wanted(here)
         assert version_of(here, "a0").gives_way
         here.reader.reads.pop()(True)
-        assert version_of(here, "a0").tier is Tier.STREAMING
+        assert version_of(here, "a0").tier is AdapterTier.STREAMING
         await ends(here, other)
         await here.until_done([task])
         first.check()
@@ -139,10 +139,10 @@ def test_one_that_nobody_uses_any_more_gives_way_too(copied: bool) -> None:
         left.stream.cancel()
         await turn()
         await run_lane(here)
-        assert version_of(here, "a0").tier is Tier.STREAMING
+        assert version_of(here, "a0").tier is AdapterTier.STREAMING
         await ends(here, await wanted(here))
         await end_read(here)
-        assert version_of(here, "a0").tier is Tier.HOST
+        assert version_of(here, "a0").tier is AdapterTier.HOST
 
     with_world(test, device_adapters=1)
 
@@ -153,7 +153,7 @@ def test_of_several_no_more_give_way_than_must() -> None:
         await begun(here, "a0")
         await begun(here, "a1")
         await ends(here, await wanted(here, "a2"))
-        assert [version_of(here, name).tier for name in ("a0", "a1")] == [Tier.STREAMING, Tier.READING]
+        assert [version_of(here, name).tier for name in ("a0", "a1")] == [AdapterTier.STREAMING, AdapterTier.READING]
         await end_read(here)
         await end_read(here)
 
@@ -176,7 +176,7 @@ def test_nobody_goes_aside_with_one_that_is_about_to_leave(breaks: bool) -> None
         await turn()
         assert not any(plan.aside for plan in here.backend.launched[launched:])
         await run_lane(here)
-        assert version_of(here, "a0").tier is not Tier.STREAMING
+        assert version_of(here, "a0").tier is not AdapterTier.STREAMING
         if not breaks:
             here.reader.reads.pop()(True)
 
@@ -191,7 +191,7 @@ def test_nobody_begins_on_one_whose_copy_has_failed_under_a_plan_aside() -> None
         here.backend.fail_streamed(version_of(here, "a0").slot)
         await run_lane(here)
         await end_read(here)
-        assert version_of(here, "a0").tier is Tier.COPYING
+        assert version_of(here, "a0").tier is AdapterTier.COPYING
         launched = len(here.backend.launched)
         second, _ = here.ask(range(30, 46), "a0", max_tokens=2)
         here.backend.now_s += 1000.0
@@ -234,7 +234,7 @@ def test_no_more_adapters_stream_than_prompts_can() -> None:
     async def test(here: World) -> None:
         await begun(here, "a0")
         await begun(here, "a1")
-        assert [version_of(here, name).tier for name in ("a0", "a1")] == [Tier.STREAMING, Tier.READING]
+        assert [version_of(here, name).tier for name in ("a0", "a1")] == [AdapterTier.STREAMING, AdapterTier.READING]
         await end_read(here)
         await end_read(here)
 
@@ -265,7 +265,7 @@ def test_a_prompt_that_finds_no_blocks_to_go_aside_with_holds_none(steps: int) -
         await served(here, "a0", prompt=list(range(25)))
         for index in range(1, 5):
             await served(here, f"a{index}", prompt=[50 + index])
-        assert version_of(here, "a0").tier is Tier.DISK
+        assert version_of(here, "a0").tier is AdapterTier.DISK
         other, _ = here.ask(range(60, 84), None, max_tokens=20)
         await turn()
         here.ask(range(25), "a0", max_tokens=2)
@@ -277,7 +277,7 @@ def test_a_prompt_that_finds_no_blocks_to_go_aside_with_holds_none(steps: int) -
         here.reader.coming[-1]()
         here.backend.now_s += 1000.0
         await ends(here, other)
-        assert [opened for opened in here.engine._line.running if not opened.is_aside] == []
+        assert [active for active in here.engine._queues.running if not active.is_aside] == []
         await end_read(here)
 
     with_world(test, device_adapters=1, adapters=6, blocks=14, step_tokens=64)
@@ -334,7 +334,7 @@ def test_a_streamed_prompt_that_finds_no_blocks_to_start_with_keeps_nobody_from_
         other, _ = here.ask([7, 8], None, max_tokens=2)
         await ends(here, other)
         assert [aside.row.count for aside in here.backend.asides] == [24], "it is not recalled for the other"
-        assert [opened.choice for opened in here.engine._line.loading] == [None]
+        assert [active.choice for active in here.engine._queues.loading] == [None]
         await end_read(here)
         await end_read(here)
 
@@ -359,12 +359,12 @@ def test_waiting_for_the_network_is_no_time_of_an_iteration() -> None:
 def test_what_auto_had_chosen_for_a_prompt_is_forgotten_when_it_is_recalled() -> None:
     async def test(here: World) -> None:
         await begun(here, prompt=range(24))
-        (opened,) = here.engine._line.running
-        assert opened.choice is not None
+        (active,) = here.engine._queues.running
+        assert active.choice is not None
         here.backend.recall(0)
         await run_lane(here)
-        assert list(here.engine._line.loading) == [opened]
-        assert opened.choice is None
+        assert list(here.engine._queues.loading) == [active]
+        assert active.choice is None
         await end_read(here)
 
     with_world(test, mode="auto", step_tokens=64)

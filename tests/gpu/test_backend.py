@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from caraserve.config import LOADING_MODES, PRELOADED_MODES, LoraConfig
-from caraserve.core.batch import Plan
-from caraserve.engine.active_request import Open
-from caraserve.engine.queues import Line
+from caraserve.core.batch import Batch
+from caraserve.engine.active_request import ActiveRequest
+from caraserve.engine.queues import RequestQueues
 from caraserve.errors import ConfigError
 from caraserve.gpu.driver.api import DriverError, Stream
 from caraserve.gpu.driver.streams import Lane
@@ -125,7 +125,7 @@ class Seen:
         find, relocate = captures.find, images._relocate
         host.driver.held = {Lane.COPY} if first_layers_late else set()
 
-        def finding(plan: Plan, shape: Shape, arriving: Collection[int]) -> Replay | None:
+        def finding(plan: Batch, shape: Shape, arriving: Collection[int]) -> Replay | None:
             replay = find(plan, shape, arriving)
             self.replays += [] if replay is None else [replay.gate is not None]
             self.waited += len(arriving) > 0
@@ -235,14 +235,14 @@ def refused_start(subject: Subject, lora: LoraConfig, **device: Any) -> str:
 
 
 def test_preempted_requests_lose_no_token(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    preempted: list[Open] = []
-    preempt = Line.preempt
+    preempted: list[ActiveRequest] = []
+    preempt = RequestQueues.preempt
 
-    def counting(line: Line, opened: Open) -> None:
+    def counting(line: RequestQueues, opened: ActiveRequest) -> None:
         preempted.append(opened)
         preempt(line, opened)
 
-    monkeypatch.setattr(Line, "preempt", counting)
+    monkeypatch.setattr(RequestQueues, "preempt", counting)
     rng = random.Random(7)
     asked = [(prompt_of(rng, 90), name) for name in (None, "r13", None, "r8", None, "r13")]
     check(subject, asked, ask(subject, asked, 60, pool_granules=16), 60)

@@ -12,12 +12,12 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from caraserve.core.batch import BlockGrant, Plan, Row, SlotSampling, SlotStart, StepResult
+from caraserve.core.batch import Batch, BlockGrant, ScheduledRow, SlotSampling, SlotStart, StepResult
 from caraserve.core.lora_layout import HostAdapter
 from caraserve.gpu.driver.api import DriverError
 from caraserve.gpu.driver.streams import Lane
 from caraserve.gpu.memory.request_state import BLOCK_TOKENS
-from caraserve.kv.memory_budget import Room
+from caraserve.kv.memory_budget import MemoryBudget
 from tests.gpu.host_backend import KV_BLOCK_BYTES, PATIENCE_S, Host, alone, host_tier
 from tests.gpu.torch_kernels import torch_kernels
 from tests.oracle.models import ALL_TARGETS, prompt_of
@@ -43,15 +43,15 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 
 def prompt_plan(
     slot: int, prompt: Sequence[int], blocks: Sequence[int], adapter: int = 0, *, aside: bool = False
-) -> Plan:
+) -> Batch:
     """A whole prompt and its first token."""
     sampling = SlotSampling(len(prompt), 0, 0.0, 1.0, 0, 0.0, 0.0, 0.0, 1.0, 0, (), ())
-    row = Row(slot, 0, len(prompt), adapter, samples=True, assist=aside)
+    row = ScheduledRow(slot, 0, len(prompt), adapter, samples=True, assist=aside)
     start = SlotStart(slot, tuple(prompt), sampling)
-    return Plan((start,), (BlockGrant(slot, 0, tuple(blocks)),), (row,), aside=aside)
+    return Batch((start,), (BlockGrant(slot, 0, tuple(blocks)),), (row,), aside=aside)
 
 
-def base_plan(number: int) -> Plan:
+def base_plan(number: int) -> Batch:
     slot = number % SLOTS
     return prompt_plan(slot, base_prompt(number), range(slot * BLOCKS_EACH, (slot + 1) * BLOCKS_EACH))
 
@@ -96,7 +96,7 @@ class World:
 
     def __init__(self, host: Host, tier: dict[str, HostAdapter], oracle: Oracle, rng: random.Random) -> None:
         self.host, self.tier, self.oracle, self.rng = host, tier, oracle, rng
-        self.room = Room(host.backend.limits, 0)
+        self.room = MemoryBudget(host.backend.limits, 0)
         self.slots: dict[str, int] = {}
         self.loading: set[str] = set()
         self.loads: SimpleQueue[tuple[str, Exception | None]] = SimpleQueue()
@@ -159,14 +159,16 @@ class World:
 
     def decode(self) -> None:
         rows = [
-            Row(slot, request.known - 1, 1, self.slots[request.adapter] if request.adapter else 0, samples=True)
+            ScheduledRow(
+                slot, request.known - 1, 1, self.slots[request.adapter] if request.adapter else 0, samples=True
+            )
             for slot, request in self.requests.items()
             if request.known < BLOCKS_EACH * BLOCK_TOKENS
         ]
         if rows:
-            self.run(Plan((), (), tuple(sorted(rows, key=lambda row: row.adapter_slot))))
+            self.run(Batch((), (), tuple(sorted(rows, key=lambda row: row.adapter_slot))))
 
-    def run(self, plan: Plan) -> None:
+    def run(self, plan: Batch) -> None:
         outcome: Future[Outcome] = Future()
         self.host.backend.launch(plan, outcome.set_result)
         for index, row in enumerate(plan.rows):

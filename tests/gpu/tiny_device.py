@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from caraserve.core.batch import Plan, Row, RowResult, SlotSampling
+from caraserve.core.batch import Batch, RowResult, ScheduledRow, SlotSampling
 from caraserve.core.lora_layout import GROUPS, AdapterSpec, HostAdapter, aligned_bytes
-from caraserve.core.outputs import Found, collect, outputs_of
+from caraserve.core.outputs import OutputValues, collect, outputs_of
 from caraserve.cpu.sampling import SLOT_SAMPLING, write_sampling
 from caraserve.cpu.weights import folder_reader
 from caraserve.gpu.driver.api import Driver, Stream
@@ -141,7 +141,7 @@ class TinyDevice:
         write_sampling(self.sampling, slot, replace(sampling, prompt_tokens=len(token_ids)))
         self.state.sampling.copy_(torch.from_numpy(self.sampling.view(np.uint8).reshape(SLOTS, -1)))
 
-    def fill(self, rows: Sequence[Row], *, with_lora: bool = True, all_prompt: bool = False) -> Shape:
+    def fill(self, rows: Sequence[ScheduledRow], *, with_lora: bool = True, all_prompt: bool = False) -> Shape:
         """Writes the batch; rows are in the order of their adapters."""
         words, outputs = self.host.empty(), outputs_of(tuple(rows), self._prompt_tokens)
         shape = self.host.fill(words, tuple(rows), outputs, with_lora=with_lora, all_prompt=all_prompt)
@@ -160,7 +160,7 @@ class TinyDevice:
 
     def run(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[ScheduledRow],
         *,
         shape: Callable[[Shape], Shape] = lambda shape: shape,
         weights: Weights | None = None,
@@ -170,12 +170,12 @@ class TinyDevice:
         issue_pass(self.decoder.work(used, weights=weights), STREAM, self.spec.layers)
         return self.results(rows)
 
-    def results(self, rows: Sequence[Row]) -> tuple[RowResult, ...]:
+    def results(self, rows: Sequence[ScheduledRow]) -> tuple[RowResult, ...]:
         """Of the last pass."""
         results = Results(self.batch.results.cpu().numpy().copy(), self.host.capacity.outputs)
-        found = Found(results.chosen, results.logprob, results.top_ids, results.top_logprobs)
+        found = OutputValues(results.chosen, results.logprob, results.top_ids, results.top_logprobs)
         outputs = outputs_of(tuple(rows), self._prompt_tokens)
-        return collect(Plan((), (), tuple(rows)), outputs, found, self._prompt_tokens)
+        return collect(Batch((), (), tuple(rows)), outputs, found, self._prompt_tokens)
 
     @property
     def _prompt_tokens(self) -> NDArray[np.int64]:
@@ -196,13 +196,13 @@ class Request:
     output: list[int] = field(default_factory=list)
     results: list[RowResult] = field(default_factory=list)
 
-    def row(self) -> Row:
+    def row(self) -> ScheduledRow:
         """The next pass's."""
         known = len(self.prompt) + len(self.output)
         count = min(known - self.done, self.chunk)
         samples = self.done + count == known
         logprobs = self.logprobs if samples else None
-        return Row(self.slot, self.done, count, self.adapter, samples, logprobs, self.prompt_logprobs)
+        return ScheduledRow(self.slot, self.done, count, self.adapter, samples, logprobs, self.prompt_logprobs)
 
 
 def serve(device: TinyDevice, requests: Sequence[Request], new: int, **how: Any) -> None:

@@ -27,8 +27,8 @@ from caraserve.http.app import make_app, start_http
 from caraserve.http.context import HttpTimings
 from caraserve.http.dispatch import Dispatch
 from caraserve.http.peer_routes import start_peer_http
-from caraserve.http.proxy import Relays
-from caraserve.http.queue_rebalance import QueueMoves
+from caraserve.http.proxy import PeerProxy
+from caraserve.http.queue_rebalance import QueueRebalancer
 from tests.http.fake_engine import FakeEngine
 from tests.http.serving import Client, http_config, new_metrics
 
@@ -110,7 +110,7 @@ class Server:
         return self.dispatch.forwarding.tallies
 
 
-class CountingRelays(Relays):
+class CountingRelays(PeerProxy):
     """Relays that note what they carry."""
 
     carried: list[tuple[str, str]]
@@ -163,7 +163,7 @@ class Fleet:
         relays.carried = []
         self._stack.push_async_callback(relays.close)
         gate = Gate(lambda: name, lambda: KEYS)
-        dispatch = Dispatch(forwarding, relays, gate, QueueMoves(engine, forwarding))
+        dispatch = Dispatch(forwarding, relays, gate, QueueRebalancer(engine, forwarding))
         config = http_config(**settings)
         app = make_app(
             *(engine, config, new_metrics()),

@@ -12,7 +12,7 @@ from aiohttp.test_utils import make_mocked_request
 from caraserve.http import context
 from caraserve.http.auth import key_name
 from caraserve.http.context import CLIENT, HttpTimings
-from caraserve.http.request_log import SUMMARY, Summary, log_request
+from caraserve.http.request_log import SUMMARY, RequestSummary, log_request
 from caraserve.http.streaming import BEGUN, EventStream
 from caraserve.telemetry.log import configure
 from tests.http.fake_engine import FakeAdapter, FakeEngine, spell
@@ -103,7 +103,7 @@ async def test_a_client_that_leaves_is_told_from_one_that_was_answered(lines: Li
 
 async def test_a_stream_whose_end_was_never_written_was_left(lines: Lines) -> None:
     request = make_mocked_request("POST", "/v1/completions")
-    request[SUMMARY], request[CLIENT] = Summary(), context.Client("c")
+    request[SUMMARY], request[CLIENT] = RequestSummary(), context.Client("c")
     request[BEGUN] = EventStream(request, HttpTimings())
     log_request(request, "my-id", 200)
     (line,) = lines.all

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from caraserve.core.backend import Limits, SharedMemory
 from caraserve.kv.block_pool import BlockPool
-from caraserve.kv.memory_budget import Room
+from caraserve.kv.memory_budget import MemoryBudget
 from caraserve.util.units import align_up
 
 BLOCK, GRANULE, LEAST = 30, 40, 4
@@ -27,8 +27,8 @@ def limits(blocks: int, memory: SharedMemory | None) -> Limits:
     )
 
 
-def room(blocks: int, *, num_bytes: int = 1000, cap: int = 1000, least: int = LEAST) -> Room:
-    return Room(limits(blocks, SharedMemory(num_bytes, BLOCK, GRANULE, cap, least)), 0)
+def room(blocks: int, *, num_bytes: int = 1000, cap: int = 1000, least: int = LEAST) -> MemoryBudget:
+    return MemoryBudget(limits(blocks, SharedMemory(num_bytes, BLOCK, GRANULE, cap, least)), 0)
 
 
 def test_a_pool_that_grows_hands_out_the_new_blocks_last() -> None:
@@ -73,7 +73,7 @@ def test_what_was_published_in_blocks_that_go_is_no_longer_found_even_when_they_
 
 
 def test_without_shared_memory_adapters_have_their_own_and_blocks_stay() -> None:
-    own = Room(limits(10, None), 100)
+    own = MemoryBudget(limits(10, None), 100)
     assert own.excess(100) == 0
     assert not own.add_adapter(100)
     assert (own.excess(30), own.most_adapter_bytes, own.most_blocks, own.pool.num_blocks) == (30, 100, 10, 10)

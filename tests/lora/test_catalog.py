@@ -17,12 +17,12 @@ from caraserve.core.backend import Limits
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.cpu.arena import Arena
 from caraserve.errors import AdapterRejected, CaraServeError, ConfigError, Forbidden
-from caraserve.kv.memory_budget import Room
+from caraserve.kv.memory_budget import MemoryBudget
 from caraserve.lora.catalog import AdapterReader, Catalog, CatalogRules
-from caraserve.lora.manager import Residency
+from caraserve.lora.manager import AdapterManager
 from caraserve.lora.peft import TENSORS_NAME
 from caraserve.lora.registry import AdapterInfo, Registry
-from caraserve.lora.start_policy import Loading
+from caraserve.lora.start_policy import StartPolicy
 from tests.fake_backend import FakeBackend
 from tests.lora.folders import SPEC, write_adapter
 
@@ -32,10 +32,10 @@ _LIMITS = Limits(num_blocks=4, block_tokens=4, num_slots=2, adapter_slots=4, max
 
 def catalog(registry: Registry, reader: AdapterReader, *roots: Path, device_bytes: int = _MIB) -> Catalog:
     """Over a device that is never asked."""
-    room, arena = Room(_LIMITS, device_bytes), Arena(aligned_bytes(_MIB))
-    loading = Loading("overlapped", SPEC.layers, 1e9, None)
-    residency = Residency(FakeBackend(_LIMITS), room, arena, reader.read, lambda call: None, lambda: 0.0, loading)
-    return Catalog(SPEC, registry, residency, reader, CatalogRules("base", roots, device_bytes, arena.num_bytes, False))
+    room, arena = MemoryBudget(_LIMITS, device_bytes), Arena(aligned_bytes(_MIB))
+    loading = StartPolicy("overlapped", SPEC.layers, 1e9, None)
+    manager = AdapterManager(FakeBackend(_LIMITS), room, arena, reader.read, lambda call: None, lambda: 0.0, loading)
+    return Catalog(SPEC, registry, manager, reader, CatalogRules("base", roots, device_bytes, arena.num_bytes, False))
 
 
 @pytest.fixture

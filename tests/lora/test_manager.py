@@ -7,14 +7,14 @@ import pytest
 
 from caraserve.core.lora_layout import ALIGN_BYTES
 from caraserve.errors import AdapterRejected
-from caraserve.lora.adapter import TIER_CHANGES, Tier, Version
+from caraserve.lora.adapter import TIER_CHANGES, Adapter, AdapterTier
 from caraserve.lora.device_loader import MAX_BYPASSES
 from tests.lora.tiers import World
 
 
-@pytest.mark.parametrize(("start", "end"), list(itertools.product(Tier, Tier)))
-def test_only_the_tables_changes_exist(start: Tier, end: Tier) -> None:
-    version = Version("digest", Path(), 40)
+@pytest.mark.parametrize(("start", "end"), list(itertools.product(AdapterTier, AdapterTier)))
+def test_only_the_tables_changes_exist(start: AdapterTier, end: AdapterTier) -> None:
+    version = Adapter("digest", Path(), 40)
     version.tier = start
     if end in TIER_CHANGES[start]:
         version.to(end)
@@ -29,8 +29,8 @@ def test_a_request_brings_its_adapter_to_the_device_and_the_next_finds_it_there(
     world.add("a")
     world.serve("a")
     world.serve("a")
-    assert world.residency.counters.disk_reads == 1
-    assert world.residency.counters.device_hits == 1
+    assert world.manager.counters.disk_reads == 1
+    assert world.manager.counters.device_hits == 1
 
 
 def test_the_adapter_least_asked_for_makes_room() -> None:
@@ -73,7 +73,7 @@ def test_an_adapter_in_use_is_never_evicted_and_the_next_gets_its_room_when_it_e
     world.end(first)
     world.settle()
     assert world.on_device() == {"b"}
-    assert second.tier is Tier.DEVICE
+    assert second.tier is AdapterTier.DEVICE
 
 
 def test_those_who_wait_for_room_are_served_in_order() -> None:
@@ -97,14 +97,14 @@ def test_admission_pauses_when_too_many_pass_an_adapter_that_waits() -> None:
     world.ask("cold")
     world.settle()
     for _ in range(MAX_BYPASSES):
-        assert world.residency.copies.admits
+        assert world.manager.copies.admits
         holding.append(world.ask("hot"))
-    assert not world.residency.copies.admits
+    assert not world.manager.copies.admits
     for version in holding:
         world.end(version)
     world.settle()
     assert world.on_device() == {"cold"}
-    assert world.residency.copies.admits
+    assert world.manager.copies.admits
 
 
 def test_the_host_tier_keeps_the_most_recent_within_its_bytes() -> None:
@@ -112,11 +112,11 @@ def test_the_host_tier_keeps_the_most_recent_within_its_bytes() -> None:
     for name in "abc":
         world.add(name)
         world.serve(name)
-    assert {version.digest for version in world.residency.in_host()} == {"b", "c"}
+    assert {version.digest for version in world.manager.in_host()} == {"b", "c"}
     world.serve("b")
-    assert world.residency.counters.disk_reads == 3
+    assert world.manager.counters.disk_reads == 3
     world.serve("a")
-    assert world.residency.counters.disk_reads == 4
+    assert world.manager.counters.disk_reads == 4
 
 
 def test_a_failed_read_is_told_and_tried_again_by_the_next_request() -> None:
@@ -125,7 +125,7 @@ def test_a_failed_read_is_told_and_tried_again_by_the_next_request() -> None:
     world.disk["a"] = AdapterRejected("broken")
     version = world.ask("a")
     world.settle()
-    assert version.tier is Tier.FAILED
+    assert version.tier is AdapterTier.FAILED
     assert version.error is not None
     world.end(version)
     world.disk["a"] = 40
@@ -135,10 +135,10 @@ def test_a_failed_read_is_told_and_tried_again_by_the_next_request() -> None:
 def test_files_that_changed_since_registration_are_refused() -> None:
     world = World()
     world.add("a")
-    world.residency.register("b", "other-digest", Path("a"), 40)
+    world.manager.register("b", "other-digest", Path("a"), 40)
     version = world.ask("b")
     world.settle()
-    assert version.tier is Tier.FAILED
+    assert version.tier is AdapterTier.FAILED
     assert "changed" in str(version.error)
 
 
@@ -155,24 +155,24 @@ def test_a_version_without_name_lives_until_its_last_request_ends() -> None:
     world.add("a")
     version = world.ask("a")
     world.settle()
-    world.residency.unregister("a")
+    world.manager.unregister("a")
     assert world.on_device() == {"a"}
     world.end(version)
     assert world.on_device() == set()
-    assert world.residency.is_forgotten(version)
+    assert world.manager.is_forgotten(version)
     assert world.device.bound == {}
 
 
 def test_two_names_of_one_version_share_its_memory() -> None:
     world = World(device_bytes=50)
     world.add("a")
-    world.residency.register("alias", "a", Path("a"), 40)
+    world.manager.register("alias", "a", Path("a"), 40)
     first, second = world.ask("a"), world.ask("alias")
     world.settle()
     assert first is second
     assert len(world.device.bound) == 1
-    world.residency.unregister("a")
-    assert not world.residency.is_forgotten(first)
+    world.manager.unregister("a")
+    assert not world.manager.is_forgotten(first)
 
 
 def test_an_adapter_that_nobody_wants_any_more_is_not_copied() -> None:
@@ -181,7 +181,7 @@ def test_an_adapter_that_nobody_wants_any_more_is_not_copied() -> None:
     version = world.ask("a")
     world.end(version)
     world.settle()
-    assert version.tier is Tier.HOST
+    assert version.tier is AdapterTier.HOST
     assert world.device.bound == {}
 
 
@@ -192,7 +192,7 @@ def test_adapters_wait_for_room_in_the_host_tier_in_the_order_of_asking() -> Non
         world.add(name)
     asked = [world.ask(name) for name in "abc"]
     world.settle()
-    assert [version.tier for version in asked] == [Tier.DEVICE, Tier.HOST, Tier.DISK]
+    assert [version.tier for version in asked] == [AdapterTier.DEVICE, AdapterTier.HOST, AdapterTier.DISK]
     for version in asked:
         assert world.on_device() == {version.digest}
         world.end(version)
@@ -204,12 +204,10 @@ def test_images_give_way_until_the_free_bytes_are_in_one_piece() -> None:
     for name in "abc":
         world.add(name)
         world.serve(name)
-    world.residency.unregister("c")
+    world.manager.unregister("c")
     world.add("large", 2 * ALIGN_BYTES)
     world.serve("large")
-    assert world.residency.counters.host_evictions == 2, (
-        "a's room and c's would have been enough bytes, but b is between"
-    )
+    assert world.manager.counters.host_evictions == 2, "a's room and c's would have been enough bytes, but b is between"
 
 
 def test_one_who_leaves_while_waiting_for_the_host_tier_leaves_no_trace() -> None:
@@ -222,7 +220,7 @@ def test_one_who_leaves_while_waiting_for_the_host_tier_leaves_no_trace() -> Non
     world.end(first)
     world.end(second)
     world.settle()
-    assert world.residency.counters.disk_reads == 2
+    assert world.manager.counters.disk_reads == 2
     world.serve("c")
 
 
@@ -243,7 +241,7 @@ def test_a_failed_copy_is_told_and_unbound() -> None:
     world.device.failures["a"] = RuntimeError("no room")
     version = world.ask("a")
     world.settle()
-    assert version.tier is Tier.FAILED
+    assert version.tier is AdapterTier.FAILED
     assert world.device.bound == {}
     world.end(version)
     world.serve("a")
@@ -257,9 +255,9 @@ def test_an_image_is_kept_while_it_is_copied() -> None:
     copying = world.ask("a")
     world.reads.pop()()
     waiting = world.ask("b")
-    assert (copying.tier, waiting.tier) == (Tier.COPYING, Tier.DISK)
+    assert (copying.tier, waiting.tier) == (AdapterTier.COPYING, AdapterTier.DISK)
     world.settle()
-    assert (copying.tier, waiting.tier) == (Tier.DEVICE, Tier.DEVICE)
+    assert (copying.tier, waiting.tier) == (AdapterTier.DEVICE, AdapterTier.DEVICE)
 
 
 def test_one_that_comes_takes_its_room_when_its_first_layer_has_come() -> None:
@@ -267,8 +265,8 @@ def test_one_that_comes_takes_its_room_when_its_first_layer_has_come() -> None:
     world.add("a")
     version = world.ask("a")
     world.coming["a"]()
-    assert version.tier is Tier.STREAMING
-    world.residency.check()
+    assert version.tier is AdapterTier.STREAMING
+    world.manager.check()
     world.settle()
     assert world.on_device() == {"a"}
 
@@ -283,7 +281,7 @@ def test_one_that_comes_takes_no_room_that_another_waits_for() -> None:
     world.settle()
     small = world.ask("small")
     world.coming["small"]()
-    assert (large.tier, small.tier) == (Tier.HOST, Tier.READING)
+    assert (large.tier, small.tier) == (AdapterTier.HOST, AdapterTier.READING)
     world.end(held)
     world.settle()
     assert world.on_device() == {"large", "small"}

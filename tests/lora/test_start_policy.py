@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from caraserve.config import LOADING_MODES
 from caraserve.core.lora_layout import AdapterSpec
-from caraserve.lora.start_policy import LAYERWISE_MODES, Group, Loading, Start
+from caraserve.lora.start_policy import LAYERWISE_MODES, LayerGroup, PrefillStart, StartPolicy
 from caraserve.model.dtype import Dtype
 
 MIB = 1 << 20
@@ -39,9 +39,9 @@ def adapter(layers: int, layer_bytes: int, targets: tuple[str, ...] = ("q_proj",
     return AdapterSpec("digest", Dtype.F32, 8, targets, ends, spans=())
 
 
-def rules(mode: str, layers: int, layer_ms: float, **changed: Any) -> Loading:
+def rules(mode: str, layers: int, layer_ms: float, **changed: Any) -> StartPolicy:
     fields = {"link_bytes_per_s": 1e6, "costs": Costs(layer_ms, layers), "workers": 2, "handoff_ms": 0.125}
-    return Loading(mode, layers, **fields | changed)  # type: ignore[arg-type]
+    return StartPolicy(mode, layers, **fields | changed)  # type: ignore[arg-type]
 
 
 # --- groups of layers ---
@@ -52,13 +52,13 @@ LAYER_MS = st.floats(0, 50)
 SPEEDS = st.floats(1e3, 1e11)  # bytes a second
 
 
-def group_sizes(loading: Loading, spec: AdapterSpec) -> list[int]:
+def group_sizes(loading: StartPolicy, spec: AdapterSpec) -> list[int]:
     return [end - start for start, end in pairwise((0, *loading.group_ends(spec)))]
 
 
 @pytest.mark.parametrize("mode", sorted({*LOADING_MODES} - {*LAYERWISE_MODES}))
 def test_who_waits_for_the_whole_adapter_loads_it_as_one_group(mode: str) -> None:
-    assert Loading(mode, layers=7, link_bytes_per_s=1e6, costs=None).group_ends(adapter(7, 1000)) == (7,)
+    assert StartPolicy(mode, layers=7, link_bytes_per_s=1e6, costs=None).group_ends(adapter(7, 1000)) == (7,)
 
 
 @given(mode=st.sampled_from(LAYERWISE_MODES), layers=LAYERS, num_bytes=LAYER_BYTES, layer_ms=LAYER_MS, speed=SPEEDS)
@@ -106,7 +106,7 @@ TOKENS = 40  # of the prompt
 class Case:
     """A prefill whose adapter is on its way. Times are sums of powers of two: they compare exactly."""
 
-    groups: list[Group]
+    groups: list[LayerGroup]
     layer_ms: float
     cpu_ms: float  # of a layer's modules on one core
     workers: int
@@ -136,7 +136,7 @@ class Case:
         beside_ms = 0 if self.shared_cores else self.layer_ms
         return hand_overs * self.handoff_ms + max(0, self.cpu_ms / self.workers - beside_ms)
 
-    def start(self, mode: str, **changed: Any) -> Start:
+    def start(self, mode: str, **changed: Any) -> PrefillStart:
         costs = Costs(self.layer_ms, self.layers, cpu_ms=self.cpu_ms, cpu_qkv_ms=self.cpu_ms)
         same = {"costs": costs, "handoff_ms": self.handoff_ms, "shared_cores": self.shared_cores}
         loading = rules(mode, self.layers, self.layer_ms, **same | {"workers": self.workers} | changed)
@@ -164,7 +164,7 @@ def cases(draw: st.DrawFn) -> Case:
     steps = st.tuples(st.integers(1, 6), st.integers(0, 64), st.integers(0, 64))
     for size, wait, link in draw(st.lists(steps, min_size=1, max_size=8)):
         end, arrives_s = end + size, arrives_s + wait / 1024
-        groups.append(Group(end, arrives_s, in_host_s=arrives_s - link / 1024))
+        groups.append(LayerGroup(end, arrives_s, in_host_s=arrives_s - link / 1024))
     return Case(
         groups,
         layer_ms=draw(eighths),
@@ -187,7 +187,7 @@ def test_a_pipelined_prefill_starts_as_soon_as_it_will_wait_for_no_layer(case: C
 
 @given(case=cases())
 def test_an_assisted_prefill_starts_at_once(case: Case) -> None:
-    assert case.start("assisted") == Start(NOW_S, assist=True)
+    assert case.start("assisted") == PrefillStart(NOW_S, assist=True)
 
 
 @given(case=cases())
@@ -197,7 +197,7 @@ def test_auto_asks_for_assistance_where_that_is_expected_to_gain_enough(case: Ca
     gain_ms = 1000 * (pipelined.at_s - NOW_S) + plain_ms - case.assisted_end_ms()
     least_ms = max(LEAST_GAIN_MS, LEAST_GAIN_SHARE * plain_ms)
     assume(abs(gain_ms - least_ms) > 1e-6)
-    assert case.start("auto") == (Start(NOW_S, assist=True) if gain_ms > least_ms else pipelined)
+    assert case.start("auto") == (PrefillStart(NOW_S, assist=True) if gain_ms > least_ms else pipelined)
 
 
 @pytest.mark.parametrize("mode", ["assisted", "auto"])
@@ -209,5 +209,5 @@ def test_without_workers_nothing_is_assisted(mode: str, case: Case) -> None:
 @pytest.mark.parametrize("mode", ["pipelined", "auto"])
 @given(case=cases())
 def test_what_has_arrived_is_not_waited_for(mode: str, case: Case) -> None:
-    there = replace(case, groups=[Group(group.end, min(group.arrives_s, NOW_S)) for group in case.groups])
-    assert there.start(mode) == Start(NOW_S, assist=False)
+    there = replace(case, groups=[LayerGroup(group.end, min(group.arrives_s, NOW_S)) for group in case.groups])
+    assert there.start(mode) == PrefillStart(NOW_S, assist=False)

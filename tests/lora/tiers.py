@@ -8,14 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.core.backend import Limits
-from caraserve.core.batch import Plan, StepResult
+from caraserve.core.batch import Batch, StepResult
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter, aligned_bytes
 from caraserve.cpu.arena import Arena
 from caraserve.errors import CaraServeError
-from caraserve.kv.memory_budget import Room
-from caraserve.lora.adapter import Version
-from caraserve.lora.manager import Residency
-from caraserve.lora.start_policy import Loading
+from caraserve.kv.memory_budget import MemoryBudget
+from caraserve.lora.adapter import Adapter
+from caraserve.lora.manager import AdapterManager
+from caraserve.lora.start_policy import StartPolicy
 from caraserve.model.dtype import Dtype
 
 
@@ -61,8 +61,8 @@ class Device:
     def unload_adapter(self, slot: int) -> None:
         del self.bound[slot]
 
-    def launch(self, plan: Plan, done: Callable[[StepResult | Exception], None]) -> None:
-        raise AssertionError("residency launches nothing")
+    def launch(self, plan: Batch, done: Callable[[StepResult | Exception], None]) -> None:
+        raise AssertionError("manager launches nothing")
 
     def close(self) -> None:
         pass
@@ -88,34 +88,34 @@ class World:
         self.disk: dict[str, int | CaraServeError] = {}
         self.reads: list[Callable[[], None]] = []
         self.arena = Arena(aligned_bytes(host_bytes))
-        self.residency = Residency(
+        self.manager = AdapterManager(
             self.device,
-            Room(self.device.limits, device_bytes),
+            MemoryBudget(self.device.limits, device_bytes),
             self.arena,
             self._read,
             lambda call: call(),
             lambda: self.now_s,
-            Loading("pipelined" if streamed_plans else "overlapped", 1, link_bytes_per_s=100.0, costs=COSTS),
+            StartPolicy("pipelined" if streamed_plans else "overlapped", 1, link_bytes_per_s=100.0, costs=COSTS),
         )
 
     def add(self, name: str, size: int = 40) -> None:
         self.disk[name] = size
-        self.residency.register(name, name, Path(name), size)
+        self.manager.register(name, name, Path(name), size)
 
-    def ask(self, name: str) -> Version:
+    def ask(self, name: str) -> Adapter:
         """A request is submitted and admitted."""
-        version = self.residency.pin(name)
-        self.residency.use(version)
+        version = self.manager.pin(name)
+        self.manager.use(version)
         return version
 
-    def end(self, version: Version) -> None:
-        self.residency.unuse(version)
-        self.residency.unpin(version)
+    def end(self, version: Adapter) -> None:
+        self.manager.unuse(version)
+        self.manager.unpin(version)
 
     def settle(self) -> None:
         while self.reads or self.device.copies:
             (self.reads or self.device.copies).pop(0)()
-        self.residency.check()
+        self.manager.check()
 
     def serve(self, name: str) -> None:
         """One request from start to end."""
@@ -125,7 +125,7 @@ class World:
         self.end(version)
 
     def on_device(self) -> set[str]:
-        return {version.digest for version in self.residency.on_device()}
+        return {version.digest for version in self.manager.on_device()}
 
     def _read(
         self,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from caraserve.core.batch import BASE_ADAPTER_SLOT, BlockGrant, Plan, Row, SlotSampling, SlotStart, StepResult
+from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, BlockGrant, ScheduledRow, SlotSampling, SlotStart, StepResult
 from caraserve.core.lora_layout import HostAdapter
 from caraserve.cpu.adapters import Image
 from caraserve.cpu.backend import CpuBackend, CpuSizes
@@ -101,7 +101,7 @@ class Subject:
             self._backend._adapters.bind(slot, journey.image)
         return [self._iterate(plan, journeys, due) for plan, due in zip(plans(assist), arrivals, strict=True)]
 
-    def _iterate(self, plan: Plan, journeys: Sequence[Journey], arrivals: Sequence[Arrival]) -> Outcome:
+    def _iterate(self, plan: Batch, journeys: Sequence[Journey], arrivals: Sequence[Arrival]) -> Outcome:
         results: SimpleQueue[tuple[StepResult | Exception, NDArray[np.float32]]] = SimpleQueue()
         for arrival in arrivals:
             if arrival.delay_us == 0:
@@ -123,7 +123,7 @@ class Subject:
         )
 
 
-def plans(assist: tuple[bool, bool]) -> Iterator[Plan]:
+def plans(assist: tuple[bool, bool]) -> Iterator[Batch]:
     """The logits of all prompt tokens are wanted, too."""
     starts, grants = [], []
     for slot, count in enumerate(PROMPT_TOKENS):
@@ -137,10 +137,10 @@ def plans(assist: tuple[bool, bool]) -> Iterator[Plan]:
             count = FIRST_CHUNKS[slot] if iteration == 0 else max(1, prompt - done[slot])
             helped = slot != BASE_ADAPTER_SLOT and assist[slot - 1]
             ends = done[slot] + count >= prompt
-            rows.append(Row(slot, done[slot], count, slot, samples=ends, prompt_logprobs=0, assist=helped))
+            rows.append(ScheduledRow(slot, done[slot], count, slot, samples=ends, prompt_logprobs=0, assist=helped))
             done[slot] += count
         first = iteration == 0
-        yield Plan(tuple(starts) if first else (), tuple(grants) if first else (), tuple(rows))
+        yield Batch(tuple(starts) if first else (), tuple(grants) if first else (), tuple(rows))
 
 
 def greedy(prompt_tokens: int) -> SlotSampling:

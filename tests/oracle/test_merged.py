@@ -15,7 +15,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from caraserve.core.backend import Backend
-from caraserve.core.batch import Plan
+from caraserve.core.batch import Batch
 from caraserve.cpu.backend import CpuBackend
 from caraserve.loop import Engine
 from caraserve.model.spec import load_spec
@@ -43,10 +43,10 @@ class Watched:
 
     def __init__(self, backend: Backend) -> None:
         assert isinstance(backend, CpuBackend)
-        self.backend, self.plans, self._launch = backend, list[Plan](), backend.launch
+        self.backend, self.plans, self._launch = backend, list[Batch](), backend.launch
         backend.launch = self.launch  # type: ignore[method-assign]
 
-    def launch(self, plan: Plan, done: Any) -> None:
+    def launch(self, plan: Batch, done: Any) -> None:
         self.plans.append(plan)
         self._launch(plan, done)
 

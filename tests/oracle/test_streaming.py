@@ -17,7 +17,7 @@ from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.cpu.backend import CpuBackend
 from caraserve.errors import Unreachable
 from caraserve.loop import Engine
-from caraserve.lora.adapter import Source, Tier
+from caraserve.lora.adapter import AdapterTier, Source
 from caraserve.lora.host_loader import Came, Done
 from caraserve.lora.peft import read_adapter
 from caraserve.lora.start_policy import LAYERWISE_MODES
@@ -104,7 +104,7 @@ class Serving:
             if workers:
                 assert backend_of(served).workers.await_all(PATIENCE_S)
             network = Network(spec)
-            served.catalog.residency._reads._read = network.read
+            served.catalog.manager._reads._read = network.read
             yield served, network
 
 
@@ -247,7 +247,7 @@ def test_when_the_rest_never_comes_the_error_is_told_and_the_next_request_is_ser
                 assert isinstance(failed.finish.error, Unreachable)
                 assert failed.token_ids == []
             engine.check()
-            assert engine.catalog.residency._host._arena.used_bytes == 0
+            assert engine.catalog.manager._host._arena.used_bytes == 0
             again, task = await begun(engine, network, "poet", prompt)
             again.finish()
             subject.check(prompt, "poet", await task)
@@ -322,7 +322,7 @@ def test_an_adapter_that_is_unloaded_meanwhile_is_served_to_its_end(subject: Ser
             sending.finish()
             subject.check(prompt, "poet", await task)
             await unloading
-            assert engine.catalog.residency._host._arena.used_bytes == 0
+            assert engine.catalog.manager._host._arena.used_bytes == 0
 
     asyncio.run(body())
 
@@ -339,11 +339,11 @@ def test_an_adapter_that_is_here_is_served_though_one_that_is_not_had_its_room(s
             sending.finish()
             subject.check(prompt, "clerk", await task)
             sending, task = await begun(engine, network, "poet", prompt)
-            assert [version.tier for version in engine.catalog.residency.on_device()] == []
+            assert [version.tier for version in engine.catalog.manager.on_device()] == []
             subject.check(prompt, "clerk", await submit(engine, prompt, "clerk"))
             assert computed(engine) == []
             sending.send(2)
-            assert engine.catalog.residency._names["poet"].tier is Tier.READING
+            assert engine.catalog.manager._names["poet"].tier is AdapterTier.READING
             sending.finish()
             subject.check(prompt, "poet", await task)
 
@@ -357,7 +357,7 @@ def test_where_whole_adapters_are_awaited_nothing_begins_before(subject: Serving
             task = submit(engine, prompt, "poet")
             sending = await network.sending("poet")
             sending.send(2)
-            assert engine.catalog.residency._names["poet"].tier is Tier.READING
+            assert engine.catalog.manager._names["poet"].tier is AdapterTier.READING
             sending.finish()
             subject.check(prompt, "poet", await task)
 

@@ -16,7 +16,7 @@ import pytest
 from caraserve import demo
 from caraserve.cli.main import main
 from caraserve.core.backend import Limits
-from caraserve.core.batch import BASE_ADAPTER_SLOT, Plan, Row, StepResult
+from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, ScheduledRow, StepResult
 from caraserve.core.lora_layout import A_COLUMNS, PANEL, AdapterSpec, HostAdapter, aligned_bytes
 from caraserve.core.machine_profile import ASSUMED_HANDOFF_MS, Profile, load, machine_key
 from caraserve.errors import BackendFailed, ConfigError
@@ -52,7 +52,7 @@ class ExactBackend:
         self._blocks: dict[int, tuple[int, ...]] = {}
         self.failing = False
 
-    def launch(self, plan: Plan, done: Callable[[StepResult | Exception], None]) -> None:
+    def launch(self, plan: Batch, done: Callable[[StepResult | Exception], None]) -> None:
         if self.failing:
             done(RuntimeError("the device is gone"))
             return
@@ -61,7 +61,7 @@ class ExactBackend:
         self._check(plan)
         done(StepResult((), 0.0, self._ms(plan.rows) / 1000))
 
-    def _ms(self, rows: Sequence[Row]) -> float:
+    def _ms(self, rows: Sequence[ScheduledRow]) -> float:
         ranks = [self.ranks[row.adapter_slot] for row in rows]
         if all(row.count == 1 for row in rows):
             return DECODE[0] + DECODE[1] * len(rows) + DECODE[2] * sum(ranks)
@@ -69,7 +69,7 @@ class ExactBackend:
             row.count * (PREFILL[1] + PREFILL[2] * rank) for row, rank in zip(rows, ranks, strict=True)
         )
 
-    def _check(self, plan: Plan) -> None:
+    def _check(self, plan: Batch) -> None:
         slots = [row.slot for row in plan.rows]
         adapters = [row.adapter_slot for row in plan.rows]
         ends = {row.slot: row.start + row.count for row in plan.rows}
@@ -249,7 +249,7 @@ class SlowBackend(ExactBackend):
         self._factor = factor
         self.clock_s = 0.0
 
-    def _ms(self, rows: Sequence[Row]) -> float:
+    def _ms(self, rows: Sequence[ScheduledRow]) -> float:
         ms = self._factor * super()._ms(rows)
         self.clock_s += ms / 1000
         return ms

@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections that stamp every piece of an answer with the moment it came. Level 5.
+"""HTTP/1.1 connections that stamp every piece of an answer with the moment it came.
 
 A load client has one core for thousands of stream events a second, and what it adds to a latency it measures. So an
 answer's bytes are kept as they come, with their time, and looked at when the answer is whole (dialects.py).

@@ -1,4 +1,4 @@
-"""What endpoints are asked, and what their streams say: OpenAI's two endpoints and llama.cpp's own. Level 5.
+"""What endpoints are asked, and what their streams say: OpenAI's two endpoints and llama.cpp's own.
 
 Streams are read after they have ended, from pieces stamped with their time (connection.py). A token counts when the
 event that carries it was whole.

@@ -1,4 +1,4 @@
-"""An endpoint: where it is, which dialect it speaks, which adapters it has. Level 5."""
+"""An endpoint: where it is, which dialect it speaks, which adapters it has."""
 
 import ssl
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Calls back at the moments of a schedule, to some microseconds. Level 5.
+"""Calls back at the moments of a schedule, to some microseconds.
 
 An event loop's own timers count in milliseconds: at 500 requests a second that alone is half a gap. So a kernel timer
 wakes the loop a little early, and the rest is spun away.

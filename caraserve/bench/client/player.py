@@ -1,4 +1,4 @@
-"""Plays a workload to an endpoint and notes how every request went. Level 5.
+"""Plays a workload to an endpoint and notes how every request went.
 
 Open loop: each request is sent when the schedule says, whatever became of those before it. Closed loop: so many are
 under way at any time, and the next is sent when one ends; the schedule then only holds it back.

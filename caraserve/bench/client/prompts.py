@@ -1,4 +1,4 @@
-"""Prompts of a stated length that no prefix cache has seen. Level 5; pure."""
+"""Prompts of a stated length that no prefix cache has seen. Pure."""
 
 import numpy as np
 

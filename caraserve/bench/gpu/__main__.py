@@ -1,6 +1,6 @@
-"""One stage, in a process of its own: `python -m caraserve.bench.gpu --stage NAME --folder DIR`. Level 5.
+"""One stage, in a process of its own: `python -m caraserve.bench.gpu --stage NAME --folder DIR`.
 
-DIR has the figures of earlier stages in `known.json` and gets a `report.json`. `run.py` starts it.
+DIR has the figures of earlier stages in `known.json` and gets a `report.json`. `command.py` starts it.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A device with the raw kernels of one dtype, a stream, and a watch for it. Level 5.
+"""A device with the raw kernels of one dtype, a stream, and a watch for it.
 
 Everything is issued on one stream, torch's too. Whoever measures waits (`settle`) before he reads what was issued, or
 writes what issued work still reads: on a device of the host it has not run before.

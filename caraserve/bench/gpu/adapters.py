@@ -1,4 +1,4 @@
-"""Random adapters in device memory, and what a batch with them is to come to, in fp64. Level 5."""
+"""Random adapters in device memory, and what a batch with them is to come to, in fp64."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Backends that the stages ask: CUDA's over a rig's device, and the CPU's as the judge. Level 5."""
+"""Backends that the stages ask: CUDA's over a rig's device, and the CPU's as the judge."""
 
 import hashlib
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""The model whose speed is measured, with random weights, and adapters for it; shared by stages. Level 5."""
+"""The model whose speed is measured, with random weights, and adapters for it; shared by stages."""
 
 import threading
 import time
@@ -9,7 +9,7 @@ from statistics import median
 from caraserve.bench.gpu.backends import cuda_backend, shape_spec, synthetic_adapter
 from caraserve.bench.gpu.rig import Rig
 from caraserve.bench.gpu.session import Prompt, Session, tokens
-from caraserve.core.batch import Plan, Row
+from caraserve.core.batch import Batch, ScheduledRow
 from caraserve.core.lora_layout import HostAdapter
 from caraserve.gpu.backend import CudaBackend
 from caraserve.gpu.forward.builder import GpuSizes
@@ -49,15 +49,18 @@ class Big:
         for prompt in prompts:
             ends = [*range(most, context, most), context]
             rows = [
-                Row(prompt.slot, end - (end - 1) % most - 1, (end - 1) % most + 1, 0, samples=False) for end in ends
+                ScheduledRow(prompt.slot, end - (end - 1) % most - 1, (end - 1) % most + 1, 0, samples=False)
+                for end in ends
             ]
             first, *rest = rows
-            self.session.run(self.session.started([prompt], [first]), *(Plan((), (), (row,)) for row in rest))
+            self.session.run(self.session.started([prompt], [first]), *(Batch((), (), (row,)) for row in rest))
 
     def decode_ms(self, context: int, adapters: Sequence[int]) -> float:
         """Median time of an iteration of one token for as many requests as adapter slots are given."""
-        rows = tuple(Row(slot, context, 1, adapter, samples=True) for slot, adapter in enumerate(sorted(adapters)))
-        plan = Plan((), (), rows)
+        rows = tuple(
+            ScheduledRow(slot, context, 1, adapter, samples=True) for slot, adapter in enumerate(sorted(adapters))
+        )
+        plan = Batch((), (), rows)
         ended = self.session.run(*[plan] * (self.rig.effort.decodes + _SETTLING))[_SETTLING:]
         return median(1000 * (each.result.done_s - each.result.started_s) for each in ended)
 
@@ -77,10 +80,12 @@ class Big:
             for each in self.session.run(plan)
         )
 
-    def prompt_plan(self, count: int, adapter: int, slot: int, *, aside: bool = False) -> Plan:
+    def prompt_plan(self, count: int, adapter: int, slot: int, *, aside: bool = False) -> Batch:
         """A new request in a slot, its prompt whole."""
         prompt = Prompt(slot, tokens(count, self.spec.vocab_size, 1), adapter)
-        return self.session.started([prompt], [Row(slot, 0, count, adapter, samples=True, assist=aside)], aside=aside)
+        return self.session.started(
+            [prompt], [ScheduledRow(slot, 0, count, adapter, samples=True, assist=aside)], aside=aside
+        )
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Stage `build`: all kernels are compiled and loaded, and kept for the stages that follow. Level 5."""
+"""Stage `build`: all kernels are compiled and loaded, and kept for the stages that follow."""
 
 import time
 from dataclasses import replace

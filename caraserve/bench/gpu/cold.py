@@ -1,4 +1,4 @@
-"""Stage `cold`: what an adapter that is not on the device costs its request, and everybody else. Level 5.
+"""Stage `cold`: what an adapter that is not on the device costs its request, and everybody else.
 
 The exposed time is that from asking for adapter and prompt to the first token, less a warm prompt's. `ondemand` and
 `overlapped` are the same for the request itself: they wait for the whole adapter, and differ for those who decode.
@@ -16,7 +16,7 @@ from caraserve.bench.gpu.big import Big, big
 from caraserve.bench.gpu.outcome import Outcome
 from caraserve.bench.gpu.rig import Rig
 from caraserve.bench.gpu.session import wait_for_load
-from caraserve.core.batch import Plan, Row
+from caraserve.core.batch import Batch, ScheduledRow
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.core.machine_profile import (
     ASSUMED_HANDOFF_MS,
@@ -199,7 +199,7 @@ def _gaps_ms(subject: Big, adapter: HostAdapter, context: int, mode: str) -> lis
     """One arrival after another, several iterations apart; two iterations are always under way. `overlapped`: the
     prompt joins when its adapter is there; `pipelined`: at once, and waits for layers."""
     effort = subject.rig.effort
-    decodes = tuple(Row(slot, context, 1, 0, samples=True) for slot in range(effort.bystanders))
+    decodes = tuple(ScheduledRow(slot, context, 1, 0, samples=True) for slot in range(effort.bystanders))
     newcomer, spacing, count = (
         effort.bystanders,
         effort.decodes // 2 + 1,
@@ -209,17 +209,17 @@ def _gaps_ms(subject: Big, adapter: HostAdapter, context: int, mode: str) -> lis
         wait_for_load(subject.session.begin_load(adapter, _SLOT))
     session, told, started = subject.session, [], 0
     loading = None
-    session.launch(Plan((), (), decodes))
+    session.launch(Batch((), (), decodes))
     for turn in range(spacing * effort.arrivals):
         if turn % spacing == 0 and mode != "warm":
             loading = session.begin_load(adapter, _SLOT, group_ends(adapter.spec))
         joins = turn % spacing == 0 if mode != "overlapped" else loading is not None and not loading.empty()
         if joins:
             prompt = subject.prompt_plan(count, _SLOT, newcomer)
-            session.launch(Plan(prompt.starts, prompt.grants, (*decodes, *prompt.rows)))
+            session.launch(Batch(prompt.starts, prompt.grants, (*decodes, *prompt.rows)))
             started += 1
         else:
-            session.launch(Plan((), (), decodes))
+            session.launch(Batch((), (), decodes))
         told.append(session.next().told_s)
         has_ended = turn % spacing == spacing - 1
         if loading is not None and (has_ended or (joins and mode == "overlapped")):

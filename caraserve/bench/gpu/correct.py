@@ -1,4 +1,4 @@
-"""Stage `correct`: every kernel beside fp64 on random cases, and a whole model beside the CPU's. Level 5.
+"""Stage `correct`: every kernel beside fp64 on random cases, and a whole model beside the CPU's.
 
 Memory that a kernel is not to read, or that it is to write, is full of what is no number. A row's bits are compared
 alone and among others for all kernels of ours; the base model's products are cuBLAS', which promises no such thing.

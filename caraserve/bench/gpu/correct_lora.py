@@ -1,4 +1,4 @@
-"""LoRA kernels beside fp64: random ranks, dtypes and sizes, and a row's bits alone and among others. Level 5."""
+"""LoRA kernels beside fp64: random ranks, dtypes and sizes, and a row's bits alone and among others."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The kernels of a decoder beside fp64, at a model's sizes. Level 5."""
+"""The kernels of a decoder beside fp64, at a model's sizes."""
 
 import random
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Sampling beside the CPU's. Level 5."""
+"""Sampling beside the CPU's."""
 
 from dataclasses import replace
 from typing import Any

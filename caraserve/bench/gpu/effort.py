@@ -1,4 +1,4 @@
-"""How much a check of a GPU computes and measures. Level 5."""
+"""How much a check of a GPU computes and measures."""
 
 from dataclasses import dataclass
 

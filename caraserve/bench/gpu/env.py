@@ -1,4 +1,4 @@
-"""Stage `env`: what the machine is and has, and what is missing. Level 5."""
+"""Stage `env`: what the machine is and has, and what is missing."""
 
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version

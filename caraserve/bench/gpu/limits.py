@@ -1,4 +1,4 @@
-"""Stage `limits`: what the device and its link carry, which everything else is set against. Level 5."""
+"""Stage `limits`: what the device and its link carry, which everything else is set against."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Stage `lora`: LoRA of decode, in time and in bytes; also what `caraserve bench lora` shows of a GPU. Level 5.
+"""Stage `lora`: LoRA of decode, in time and in bytes; also what `caraserve bench lora` shows of a GPU.
 
 A step of a model is replayed as one graph: layer after layer, every layer other weights, in all more than the L2 cache
 holds. The floor is the time in which the device copies as many bytes as the adapters have.

@@ -1,4 +1,4 @@
-"""Stage `model`: iterations of a 7-billion-parameter shape with random weights, with and without adapters. Level 5.
+"""Stage `model`: iterations of a 7-billion-parameter shape with random weights, with and without adapters.
 
 The floor of an iteration is the time in which the device copies as many bytes as it must read: all weights but the
 embeddings, and the keys and values of all contexts.

@@ -1,4 +1,4 @@
-"""`caraserve bench modes` in a process of its own. Level 5."""
+"""`caraserve bench modes` in a process of its own."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What a stage found: figures for a file, lines for a short table. Level 5."""
+"""What a stage found: figures for a file, lines for a short table."""
 
 from dataclasses import dataclass, field
 from typing import Any

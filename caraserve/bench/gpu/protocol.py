@@ -1,4 +1,4 @@
-"""Stage `protocol`: what device and CPU workers agree on holds, however often and whoever dies. Level 5."""
+"""Stage `protocol`: what device and CPU workers agree on holds, however often and whoever dies."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from caraserve.bench.gpu.rig import Rig
 from caraserve.bench.gpu.rounds import counter, play
 from caraserve.bench.gpu.session import Prompt, Session, tokens, wait_for_load
 from caraserve.bench.gpu.standing_link import StandingLink
-from caraserve.core.batch import Plan, Row, StepResult
+from caraserve.core.batch import Batch, ScheduledRow, StepResult
 from caraserve.core.lora_layout import HostAdapter
 from caraserve.core.machine_profile import SCHEMA, Decode, DecodePoint, LoraRate, Prefill, PrefillPoint, Profile
 from caraserve.cpu.lora_workers.pool import Workers
@@ -77,7 +77,7 @@ class _Patient:
         self.adapter: HostAdapter = model.read(backend.host_memory)[0]
         self.vocab = model.spec.vocab_size
         self.asked = Prompt(_ASSISTED, tokens(_PROMPT_TOKENS, self.vocab, 3), _ADAPTER_SLOT)
-        self._row = Row(_ASSISTED, 0, _PROMPT_TOKENS, _ADAPTER_SLOT, samples=True)
+        self._row = ScheduledRow(_ASSISTED, 0, _PROMPT_TOKENS, _ADAPTER_SLOT, samples=True)
         self._loading: SimpleQueue[Exception | None] = SimpleQueue()
         self.right = self._alone()
 
@@ -169,14 +169,14 @@ def _helped(patient: _Patient, outcome: Outcome) -> None:
 def _stopped(patient: _Patient, outcome: Outcome) -> None:
     """Others decode while the prompt waits in vain, until it is given up."""
     bystander = Prompt(_BYSTANDER, tokens(4, patient.vocab), 0)
-    patient.session.run(patient.session.started([bystander], [Row(_BYSTANDER, 0, 4, 0, samples=True)]))
+    patient.session.run(patient.session.started([bystander], [ScheduledRow(_BYSTANDER, 0, 4, 0, samples=True)]))
     patient.signal(signal.SIGSTOP)
     try:
         patient.begin()
         patient.await_asked()
         started_s = time.monotonic()
         for index in range(_DECODES):
-            patient.session.launch(Plan((), (), (Row(_BYSTANDER, 4 + index, 1, 0, samples=True),)))
+            patient.session.launch(Batch((), (), (ScheduledRow(_BYSTANDER, 4 + index, 1, 0, samples=True),)))
         ended = [patient.session.next() for _ in range(_DECODES + 1)]
     finally:
         patient.signal(signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""What every stage is given. Level 5."""
+"""What every stage is given."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Hand-overs to CPU workers, over and over: the device publishes, waits and adds; every sum is looked at. Level 5.
+"""Hand-overs to CPU workers, over and over: the device publishes, waits and adds; every sum is looked at.
 
 Each round has another x at the same place of host memory, so that a flag that came before its data, or a sum made too
 soon, shows as the sum of an older x.

@@ -1,5 +1,5 @@
 """Runs the stages one after another, each in a process of its own: one that fails or hangs takes no other with it, and
-leaves the device as it found it. Level 5.
+leaves the device as it found it.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Stage `server`: the server itself under a paper's load, in several loading modes. Level 5.
+"""Stage `server`: the server itself under a paper's load, in several loading modes.
 
 Running requests' gaps between tokens in a mode that loads are set against those in `cached`, under the same requests:
 what is left is what cold requests cost those that run.

@@ -1,4 +1,4 @@
-"""A backend asked for plans by somebody who knows beforehand what will be in them. Level 5."""
+"""A backend asked for plans by somebody who knows beforehand what will be in them."""
 
 import time
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from caraserve.bench.gpu.outcome import WrongResult
 from caraserve.core.backend import Backend
-from caraserve.core.batch import BASE_ADAPTER_SLOT, BlockGrant, Plan, Row, SlotSampling, SlotStart, StepResult
+from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, BlockGrant, ScheduledRow, SlotSampling, SlotStart, StepResult
 from caraserve.core.lora_layout import HostAdapter
 from caraserve.errors import BackendFailed
 from caraserve.util.units import ceil_div
@@ -63,7 +63,7 @@ class Session:
         self.backend.load_adapter(adapter, slot, done.put, group_ends)
         return done
 
-    def launch(self, plan: Plan) -> None:
+    def launch(self, plan: Batch) -> None:
         """Returns at once; `next` has the outcome."""
         self.backend.launch(plan, lambda result: self._ended.put((result, time.monotonic())))
 
@@ -74,20 +74,20 @@ class Session:
             raise BackendFailed(f"an iteration failed: {result}")
         return Ended(result, told_s)
 
-    def run(self, *plans: Plan) -> list[Ended]:
+    def run(self, *plans: Batch) -> list[Ended]:
         """All of them back to back."""
         for plan in plans:
             self.launch(plan)
         return [self.next() for _ in plans]
 
-    def started(self, prompts: Sequence[Prompt], rows: Sequence[Row], *, aside: bool = False) -> Plan:
+    def started(self, prompts: Sequence[Prompt], rows: Sequence[ScheduledRow], *, aside: bool = False) -> Batch:
         """A plan that begins with these requests; all blocks are granted at once."""
         starts, grants = [], []
         for prompt in prompts:
             starts.append(SlotStart(prompt.slot, prompt.token_ids, greedy(len(prompt.token_ids))))
             first = prompt.slot * self._blocks_each
             grants.append(BlockGrant(prompt.slot, 0, tuple(range(first, first + self._blocks_each))))
-        return Plan(tuple(starts), tuple(grants), tuple(rows), aside=aside)
+        return Batch(tuple(starts), tuple(grants), tuple(rows), aside=aside)
 
     def serve(self, prompts: Sequence[Prompt], new_tokens: int, chunk: int) -> list[list[int]]:
         """`new_tokens` for each request, all of them together, prompts in chunks of so many tokens."""
@@ -96,7 +96,7 @@ class Session:
         plans = []
         for turn in range(max(map(len, rows))):
             now = tuple(each[turn] for each in rows if turn < len(each))
-            plans.append(self.started(ordered, now) if turn == 0 else Plan((), (), now))
+            plans.append(self.started(ordered, now) if turn == 0 else Batch((), (), now))
         found: dict[int, list[int]] = {prompt.slot: [] for prompt in prompts}
         for plan, ended in zip(plans, self.run(*plans), strict=True):
             for row, made in zip(plan.rows, ended.result.rows, strict=True):
@@ -107,13 +107,15 @@ class Session:
         return [found[prompt.slot] for prompt in prompts]
 
 
-def _rows(prompt: Prompt, new_tokens: int, chunk: int) -> list[Row]:
+def _rows(prompt: Prompt, new_tokens: int, chunk: int) -> list[ScheduledRow]:
     length = len(prompt.token_ids)
     rows = [
-        Row(prompt.slot, at, min(chunk, length - at), prompt.adapter, samples=at + chunk >= length)
+        ScheduledRow(prompt.slot, at, min(chunk, length - at), prompt.adapter, samples=at + chunk >= length)
         for at in range(0, length, chunk)
     ]
-    return rows + [Row(prompt.slot, length + index, 1, prompt.adapter, samples=True) for index in range(new_tokens - 1)]
+    return rows + [
+        ScheduledRow(prompt.slot, length + index, 1, prompt.adapter, samples=True) for index in range(new_tokens - 1)
+    ]
 
 
 def tokens(count: int, vocab: int, salt: int = 0) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The stages, in their order, and how long each may take. Level 5."""
+"""The stages, in their order, and how long each may take."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A link to the device that can be made to stand still: a driver whose copies of adapters wait for a word. Level 5."""
+"""A link to the device that can be made to stand still: a driver whose copies of adapters wait for a word."""
 
 from typing import Any, cast
 

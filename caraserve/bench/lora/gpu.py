@@ -1,4 +1,4 @@
-"""The GPU's part of `caraserve bench lora`: what `scripts/gpu_check` measures in its stage `lora`. Level 5."""
+"""The GPU's part of `caraserve bench lora`: what `scripts/gpu_check` measures in its stage `lora`."""
 
 import tempfile
 from pathlib import Path

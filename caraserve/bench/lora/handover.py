@@ -1,4 +1,4 @@
-"""Hand-overs of q, k and v to CPU LoRA workers, beside workers behind UNIX sockets and torch's threads. Level 5.
+"""Hand-overs of q, k and v to CPU LoRA workers, beside workers behind UNIX sockets and torch's threads.
 
 Toppings Fig. 12 (right) and Fig. 17 (right).
 """
@@ -22,7 +22,7 @@ from caraserve.cpu.backend import CpuBackend, CpuSizes
 from caraserve.cpu.weights import dummy_reader, load_model
 from caraserve.errors import BackendFailed
 from caraserve.model.dtype import Dtype
-from caraserve.profiling.microbench import Device, random_adapter
+from caraserve.profiling.microbench import MeasuredBackend, random_adapter
 from caraserve.util.units import ceil_div
 
 _BIRTH_S = 30.0
@@ -90,7 +90,7 @@ class Rig:
         self._backend.start_workers(lambda rank: _MOST_TOKENS)
         if not self._backend.workers.await_all(_BIRTH_S):
             raise BackendFailed(f"the CPU LoRA workers did not appear within {_BIRTH_S:.0f} s")
-        device, at = Device(self._backend), 0
+        device, at = MeasuredBackend(self._backend), 0
         for (dtype, rank), slot in self._slots.items():
             spec = adapter_spec(self._spec, dtype, rank)
             device.load(random_adapter(self._spec, spec, device.host_memory[at:]), slot)

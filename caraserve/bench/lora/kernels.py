@@ -1,4 +1,4 @@
-"""The LoRA kernels of one CPU core beside torch and NumPy on the same core. Level 5.
+"""The LoRA kernels of one CPU core beside torch and NumPy on the same core.
 
 Everything is computed by one process pinned to one core, point after point, the contestants of a point in turn. The
 adapter's layers are many enough that weights come from memory, as they do when a batch has several adapters.

@@ -1,4 +1,4 @@
-"""The layer and the adapters that `caraserve bench lora` computes with. Level 5."""
+"""The layer and the adapters that `caraserve bench lora` computes with."""
 
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter, aligned_bytes, lay_out
 from caraserve.model.dtype import Dtype

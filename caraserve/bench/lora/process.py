@@ -1,4 +1,4 @@
-"""Processes that measure on cores of their own. Level 5."""
+"""Processes that measure on cores of their own."""
 
 import multiprocessing
 import os

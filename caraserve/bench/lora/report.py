@@ -1,4 +1,4 @@
-"""Tables and the figure of `caraserve bench lora`. Level 5."""
+"""Tables and the figure of `caraserve bench lora`."""
 
 import importlib.util
 from collections.abc import Iterator, Sequence

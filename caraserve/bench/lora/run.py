@@ -1,4 +1,4 @@
-"""`caraserve bench lora`: what LoRA costs on this machine, on its CPU and on its GPU if there is one. Level 5.
+"""`caraserve bench lora`: what LoRA costs on this machine, on its CPU and on its GPU if there is one.
 
 Three questions of the CPU: how near a core's peak the kernels come, and torch and NumPy beside them; what a hand-over
 to workers costs beyond their computing, over shared memory and over a UNIX socket; and what workers do beside torch's

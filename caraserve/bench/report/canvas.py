@@ -1,4 +1,4 @@
-"""How every figure looks, and how it becomes PNG and inline SVG. Called by `figures.py` and `compare.py`.
+"""How every figure looks, and how it becomes PNG and inline SVG.
 
 matplotlib is an extra: it is imported when something is drawn. In the SVG, ink and grid are drawn in two colours that
 stand for the page's own text colour, so that a figure follows a dark page.

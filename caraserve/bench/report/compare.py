@@ -1,4 +1,4 @@
-"""Two saved reports side by side: every figure of B over that of A. Level 5."""
+"""Two saved reports side by side: every figure of B over that of A."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

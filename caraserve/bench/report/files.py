@@ -1,4 +1,4 @@
-"""A report's files: one JSON document, a row for every request, a page, pictures. Level 5."""
+"""A report's files: one JSON document, a row for every request, a page, pictures."""
 
 import csv
 import io

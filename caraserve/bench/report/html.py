@@ -1,4 +1,4 @@
-"""A report as one page that needs nothing beside it: no script, no resource from anywhere. Level 5; pure."""
+"""A report as one page that needs nothing beside it: no script, no resource from anywhere. Pure."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

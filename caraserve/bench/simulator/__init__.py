@@ -1,4 +1,4 @@
-"""A simulated fleet: the cost, placement and routing functions that serve, under a virtual clock. Level 5.
+"""A simulated fleet: the cost, placement and routing functions that serve, under a virtual clock.
 
 In the order of a simulated request: `machines` (what an instance is), `simulation` (the events, by time), `views` (what
 gossip lets a router see), `shelf` (where an instance has its adapters), `instance` (its batches); then `outcome` (what

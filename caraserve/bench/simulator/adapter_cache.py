@@ -1,4 +1,4 @@
-"""Which adapters a simulated instance has, and when one that it lacks is there. Level 5.
+"""Which adapters a simulated instance has, and when one that it lacks is there.
 
 Bytes come one adapter after another over each of two links: from another instance's host memory, and from here to the
 device. What an instance must keep (homes, and what a plan gives it) stays; the rest of the host tier makes room, least

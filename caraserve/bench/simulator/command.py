@@ -1,4 +1,4 @@
-"""`caraserve bench cluster`: from what is asked for to simulated fleets, and what is said of them. Level 5."""
+"""`caraserve bench cluster`: from what is asked for to simulated fleets, and what is said of them."""
 
 import json
 import os

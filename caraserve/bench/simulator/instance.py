@@ -1,4 +1,4 @@
-"""One simulated instance: continuous batching, with runs of equal iterations advanced in one step. Level 5.
+"""One simulated instance: continuous batching, with runs of equal iterations advanced in one step.
 
 The rules are those of the engine's loop and scheduler: decode tokens first, then chunks of prompts in the order of
 admission within the budget of an iteration; a request joins at the first iteration that had not been launched when it

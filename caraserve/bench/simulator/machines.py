@@ -1,4 +1,4 @@
-"""What an instance of a simulated fleet is made of: its times, its memory, its limits. Level 5; pure.
+"""What an instance of a simulated fleet is made of: its times, its memory, its limits. Pure.
 
 A measured profile gives all times (`of_profile`). Without one there is the papers' machine, put together from what they
 print. Its times are Toppings': decode from the two batches of Fig. 6 (24 requests of rank 32 and 16 of rank 64 take

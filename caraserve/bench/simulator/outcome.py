@@ -1,4 +1,4 @@
-"""What came of a simulated run: the papers' measures, and how much was simulated. Level 5; pure.
+"""What came of a simulated run: the papers' measures, and how much was simulated. Pure.
 
 `events` is what a simulator that goes token by token would process: arrivals, deliveries, quotes, beats, loads, the
 iterations of every instance, and every request's token in each. `steps` is what this one did process: it takes a run of

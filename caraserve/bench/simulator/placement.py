@@ -1,4 +1,4 @@
-"""Plans of a simulated fleet: demand as it was seen, the same placement code, adapters that move slowly. Level 5."""
+"""Plans of a simulated fleet: demand as it was seen, the same placement code, adapters that move slowly."""
 
 from collections import deque
 from typing import TYPE_CHECKING

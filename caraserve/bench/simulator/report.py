@@ -1,4 +1,4 @@
-"""Tables, figures and JSON of simulated fleets. Level 5; pure but for drawing."""
+"""Tables, figures and JSON of simulated fleets. Pure but for drawing."""
 
 import math
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""A fleet under a virtual clock: requests arrive, routers decide by old views, instances batch. Level 5.
+"""A fleet under a virtual clock: requests arrive, routers decide by old views, instances batch.
 
 Between two events an instance goes its own way, so it is advanced only when somebody looks at it: for a beat, for a
 quote, for a delivery. Events of one time happen in the order beat, rebalancing, plan, delivery, arrival. Everything is

@@ -1,4 +1,4 @@
-"""Many simulated runs: every policy at one size of fleet, and the smallest fleet that each needs. Level 5.
+"""Many simulated runs: every policy at one size of fleet, and the smallest fleet that each needs.
 
 Runs are spread over processes; each process has the workload from the one that forked it.
 """

@@ -1,5 +1,4 @@
 """What the routers of a simulated fleet know: load beats that travelled for a while, and what each has sent since.
-Level 5.
 
 A beat reaches all routers at once, so that what was published is kept once for all; a router's own requests and its own
 exact state are laid over it when it routes.

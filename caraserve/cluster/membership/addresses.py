@@ -1,4 +1,4 @@
-"""Addresses of instances: what `--peers` says, what it resolves to, and whether it is this machine alone. Level 4."""
+"""Addresses of instances: what `--peers` says, what it resolves to, and whether it is this machine alone."""
 
 import asyncio
 import ipaddress

@@ -1,4 +1,4 @@
-"""Frames: messages signed with a shared secret and good for one connection only. No I/O, no clock. Level 4.
+"""Frames: messages signed with a shared secret and good for one connection only. No I/O, no clock.
 
 A frame is a kind byte (H while shaking hands, S in a session), 16 bytes of HMAC-SHA256, an 8-byte sequence number, and
 the message. Each side of a connection draws a nonce, and the key of each direction is made of a secret and both nonces.

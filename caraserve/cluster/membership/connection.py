@@ -1,4 +1,4 @@
-"""One connection to one peer: the handshake, what is signed and verified, and what waits to be sent. Pure. Level 4.
+"""One connection to one peer: the handshake, what is signed and verified, and what waits to be sent. Pure.
 
     dialling: Hello(nonce) ─► dialled: Hello(nonce, repeats) ─► dialling: up, Hello(nonce, repeats) ─► dialled: up
 

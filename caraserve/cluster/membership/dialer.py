@@ -1,4 +1,4 @@
-"""Which addresses to connect to, and when. Pure; time and chance are handed in. Level 4.
+"""Which addresses to connect to, and when. Pure; time and chance are handed in.
 
 Seeds that were never reached and instances taken for dead are tried again and again: that is how the halves of a
 partition find each other. All waits are spread out, so that sixty instances that start at once do not all knock at the

@@ -1,4 +1,4 @@
-"""What host names stand for, looked up so that a slow name server holds up nothing but what waits for it. Level 4.
+"""What host names stand for, looked up so that a slow name server holds up nothing but what waits for it.
 
 A look-up cannot be stopped: it ends when the system's resolver gives up, after half a minute perhaps. The threads that
 the event loop has for such work are few, and others need them. So each look-up has a thread of its own, and one name is

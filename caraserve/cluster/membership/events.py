@@ -1,4 +1,4 @@
-"""What goes into the core at its start, and what comes out of it besides bytes. Level 4."""
+"""What goes into the core at its start, and what comes out of it besides bytes."""
 
 from dataclasses import dataclass, field
 from typing import TypeAlias

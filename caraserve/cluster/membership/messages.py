@@ -1,4 +1,4 @@
-"""What instances say to each other, as frozen dataclasses; to bytes and back. No I/O, no clock. Level 4.
+"""What instances say to each other, as frozen dataclasses; to bytes and back. No I/O, no clock.
 
 A message is JSON: `["beat", …]`, its fields in order. Whatever does not decode to a message, all the way down, is a
 `Malformed` and never an exception: it comes from outside. seal.py makes frames of messages.

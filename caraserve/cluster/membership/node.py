@@ -1,4 +1,4 @@
-"""One instance in the cluster, with sockets and clocks: the core's I/O. Level 4.
+"""One instance in the cluster, with sockets and clocks: the core's I/O.
 
     await node.start(address)       when HTTP listens: `address` is where others reach us
     await node.stop()               says goodbye and closes all connections

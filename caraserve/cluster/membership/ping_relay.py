@@ -1,4 +1,4 @@
-"""Pings that we send for others: whose they are, and when to say that no answer came. Pure. Level 4."""
+"""Pings that we send for others: whose they are, and when to say that no answer came. Pure."""
 
 _FIRST = 2**40  # our own probes have numbers below
 _MAX_OPEN = 256

@@ -1,4 +1,4 @@
-"""The whole of an instance's part in the cluster, without a socket: bytes and time in, bytes and events out. Level 4.
+"""The whole of an instance's part in the cluster, without a socket: bytes and time in, bytes and events out.
 
 Whoever does the I/O calls `connected`, `received`, `lost` and, ten times a second or more often, `tick`; after each, it
 does what `take_outputs` says and sends what `pull` gives for the links in `writable`. Nothing here waits, reads a clock

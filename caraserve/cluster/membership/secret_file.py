@@ -1,4 +1,4 @@
-"""The file of shared secrets: one to a line, the first signs, all verify. Level 4.
+"""The file of shared secrets: one to a line, the first signs, all verify.
 
 To change them without a pause: add the new one everywhere, put it first everywhere, take the old one away. The file is
 read again when it changes, as it does when Kubernetes renews a mounted secret.

@@ -1,4 +1,4 @@
-"""Who may ask over HTTP what only instances may: requests signed with a shared secret. Pure. Level 4.
+"""Who may ask over HTTP what only instances may: requests signed with a shared secret. Pure.
 
 A signature covers the method, the path with its query, and a time of day, and is good for half a minute. What it lets
 in can be asked twice without harm: adapters' bytes and plans are only read, and each is checked against its digest.

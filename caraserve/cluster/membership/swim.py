@@ -1,4 +1,4 @@
-"""Who is in the cluster and who answers: SWIM's rules over an injected clock. Pure; called by core.py. Level 4.
+"""Who is in the cluster and who answers: SWIM's rules over an injected clock. Pure; called by core.py.
 
 A record's order is (epoch, incarnation, state), and the higher one wins wherever two meet. The epoch is the instance's
 start in ms, so a restart replaces its old self at once. Only the instance itself raises its incarnation: that is how it

@@ -1,4 +1,4 @@
-"""Connections between instances: one persistent WebSocket each, dialled or accepted. Level 4.
+"""Connections between instances: one persistent WebSocket each, dialled or accepted.
 
 What waits to be sent waits in the core, within its bounds: a frame is pulled when the connection takes it, not before.
 So a peer that does not read costs its 256 control frames and one beat, and nobody else anything.

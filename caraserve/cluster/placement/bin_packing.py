@@ -1,6 +1,6 @@
-"""Fills instances with adapters, by load and by bytes: LoRAServe's Algorithm 1, steps 3 and 4. Pure; level 4.
+"""Fills instances with adapters, by load and by bytes: LoRAServe's Algorithm 1, steps 3 and 4. Pure.
 
-`placement.py` gives every instance its rank and calls this. A load is in servers: tokens/s over the operating point.
+`loraserve.py` gives every instance its rank and calls this. A load is in servers: tokens/s over the operating point.
 Three passes, hot adapters first: which class takes how much of an adapter; one home for each, so that bytes run out for
 copies before they do for an adapter; then copies, among which the load is levelled.
 """

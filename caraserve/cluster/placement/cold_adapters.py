@@ -1,8 +1,8 @@
-"""Places adapters that nobody asks for, a class at a time: most of what there is, and no load in it. Pure; level 4.
+"""Places adapters that nobody asks for, a class at a time: most of what there is, and no load in it. Pure.
 
 What decides where one of them goes is its own order of the class's instances by hash, and where it was before. As long
 as there are bytes for all of them, none of them is in another's way, and arrays say where they all go. Where bytes are
-short, `packing.py` takes them one by one.
+short, `bin_packing.py` takes them one by one.
 """
 
 import math

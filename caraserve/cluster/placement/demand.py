@@ -1,4 +1,4 @@
-"""How many tokens each adapter's answers had, by time step: what a placement is made of. Pure. Level 4."""
+"""How many tokens each adapter's answers had, by time step: what a placement is made of. Pure."""
 
 from collections.abc import Iterable, Mapping
 

@@ -1,4 +1,4 @@
-"""Which instances store and serve which adapters: LoRAServe §IV-A, Algorithm 1, repaired. Pure; level 4.
+"""Which instances store and serve which adapters: LoRAServe §IV-A, Algorithm 1, repaired. Pure.
 
 Instances are divided among ranks by demand, so that requests of one rank meet; an adapter's traffic is divided among
 instances of its rank. The steps are the paper's, with these repairs:
@@ -12,7 +12,7 @@ instances of its rank. The steps are the paper's, with these repairs:
   and adapters their instances while the budgets and the target allow it
 - every adapter has copies inside its class, more when it is hot: a choice that makes routing by old views harmless
 
-`packing.py` has steps 3 and 4. Hysteresis: a plan stays as long as it keeps what it promised when it was made, the
+`bin_packing.py` has steps 3 and 4. Hysteresis: a plan stays as long as it keeps what it promised when it was made, the
 largest utilisation over the mean and the share of the load among strangers of another rank.
 """
 

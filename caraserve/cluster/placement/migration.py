@@ -1,5 +1,4 @@
-"""What moves between instances, and how fast: adapters towards a plan, and queued requests as dLoRA moves them. Pure;
-level 4.
+"""What moves between instances, and how fast: adapters towards a plan, and queued requests as dLoRA moves them. Pure.
 
 An instance moves its own adapters: it fetches what a plan wants of it, hot ones first and slowly, and lets go of what
 the plan gives to others only once they have it. A request that needs an adapter fetches it at once, past these limits.

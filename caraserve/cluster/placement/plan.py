@@ -1,8 +1,8 @@
-"""A published assignment of adapters to instances: what it is, who may make it, which of two holds. Pure; level 4.
+"""A published assignment of adapters to instances: what it is, who may make it, which of two holds. Pure.
 
 LoRAServe's routing table (§IV) has a fraction φ of each adapter's traffic for each instance that stores it. No two
 instances need equal views to agree on one: the first live member by the hash of the epoch computes it, the others
-adopt what is published, and two plans at once cost efficiency only. `placement.py` makes plans; `router.py` reads them.
+adopt what is published, and two plans at once cost efficiency only. `loraserve.py` makes plans; `router.py` reads them.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ class Plan:
     epoch: int
     shares: Mapping[str, tuple[Share, ...]]  # an adapter's fractions sum to 1; largest first
     classes: Mapping[str, int]  # instance → the rank that it is for
-    peak: float = 1.0  # the largest utilisation over the mean: this and the next are promised, see placement.py
+    peak: float = 1.0  # the largest utilisation over the mean: this and the next are promised, see loraserve.py
     strange: float = 0.0  # share of the load on instances for another rank
     overfull: tuple[str, ...] = ()  # instances with more bytes than they store: no room for a first copy anywhere
     digest: str = ""

@@ -1,4 +1,4 @@
-"""Plans as bytes, for other instances and for the process that makes them. Pure. Level 4.
+"""Plans as bytes, for other instances and for the process that makes them. Pure.
 
 Whoever takes a plan from elsewhere checks it against the digest that was published: `decoded` computes it anew.
 """

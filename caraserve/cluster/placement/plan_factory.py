@@ -1,4 +1,4 @@
-"""Routings by name, and the plan that belongs to each. Pure; level 4."""
+"""Routings by name, and the plan that belongs to each. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace

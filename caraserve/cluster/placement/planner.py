@@ -1,7 +1,7 @@
-"""The placement that the fleet goes by: made by one instance for each time step, adopted by all. Level 4.
+"""The placement that the fleet goes by: made by one instance for each time step, adopted by all.
 
     demand of every instance ─► first live member by the hash of the step ─► plan ─► others pull it by its digest
-                                 (on its silence the second one)              └─► `mending.py` moves towards it
+                                 (on its silence the second one)              └─► `reconciler.py` moves towards it
 
 Two plans at once cost efficiency only: the later step's holds, and of one step's two the greater digest.
 """

@@ -1,4 +1,4 @@
-"""Makes a plan in a process of its own: seconds of computing beside which no server answers its clients. Level 4.
+"""Makes a plan in a process of its own: seconds of computing beside which no server answers its clients.
 
     python -m caraserve.cluster.placement.planner_process < question > plan
 

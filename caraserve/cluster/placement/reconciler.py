@@ -1,4 +1,4 @@
-"""Moves towards the plan in the background: adapters that it wants here come, those that others now have go. Level 4.
+"""Moves towards the plan in the background: adapters that it wants here come, those that others now have go.
 
 Slowly, and a few at a time, however many there are: requests that need an adapter fetch it at once and do not wait for
 this, and neither does the event loop.

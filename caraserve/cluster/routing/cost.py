@@ -1,4 +1,4 @@
-"""What one more request would cost an instance: Toppings §5, Algorithm 1, with its holes closed. Pure; level 4.
+"""What one more request would cost an instance: Toppings §5, Algorithm 1, with its holes closed. Pure.
 
 `ranking.py` compiles `worth`, and compares candidates by it, on what is known of them; an instance answers a quote with
 it. All that it asks of its model, links and backlog are numbers by name, which an array's record has as well.

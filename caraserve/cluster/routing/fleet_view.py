@@ -1,4 +1,4 @@
-"""The fleet as one router sees it: every instance's newest beat, and on top what was sent there since. Level 4.
+"""The fleet as one router sees it: every instance's newest beat, and on top what was sent there since.
 
 A look at all instances is worth a few ten microseconds and is made at most every 20 ms, when somebody asks. In between,
 whatever is sent somewhere is added to that one's view, our own included.

@@ -1,4 +1,4 @@
-"""What a forwarded request carries besides its body, signed with the cluster's secret. No I/O, no clock. Level 4.
+"""What a forwarded request carries besides its body, signed with the cluster's secret. No I/O, no clock.
 
 An instance answers a forwarded request itself or refuses it, so there is one hop whatever anybody's view says: the
 paths below have no way on. Only a header that verifies gets in there; on all other paths it means nothing, whoever

@@ -1,4 +1,4 @@
-"""Who answers a request: this instance or another one. Level 4.
+"""Who answers a request: this instance or another one.
 
     trip = await forwarding.begin(arrival)
     while (stop := await trip.next()):      Here, or a Peer to forward to

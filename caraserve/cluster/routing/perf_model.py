@@ -1,4 +1,4 @@
-"""How long an instance's next iteration takes: Toppings §5, eq. 2, kept true while the instance serves. Pure; level 4.
+"""How long an instance's next iteration takes: Toppings §5, eq. 2, kept true while the instance serves. Pure.
 
 `cost.py` asks it for every candidate of a request, so a prediction is a few multiplications on sums that a load beat
 carries. The functions at the top take plain numbers and call nothing. `DriftWatch` compares predicted with observed

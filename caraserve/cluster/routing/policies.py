@@ -1,6 +1,7 @@
-"""The routing policies by name: rank-aware ones, LoRAServe's, and what they are compared with. Pure; level 4.
+"""The routing policies by name: rank-aware ones, LoRAServe's, and what they are compared with. Pure.
 
-`router.py` has the frame. Each policy says whose it is. Those that go by a plan read the fleet's; `plans.py` makes it.
+`router.py` has the frame. Each policy says whose it is. Those that go by a plan read the
+fleet's; `plan_factory.py` makes it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

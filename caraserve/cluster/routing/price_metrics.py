@@ -1,4 +1,4 @@
-"""What one more request would cost this instance, by rank, as numbers that another router can scrape. Pure; level 4.
+"""What one more request would cost this instance, by rank, as numbers that another router can scrape. Pure.
 
 A router in Kubernetes (llm-d's endpoint picker) chooses by scalars of each instance. It cannot put the rank of its own
 request into our cost function, so the function is asked here for each usual rank, and the picker's configuration names

@@ -1,4 +1,4 @@
-"""Candidates by what a request would cost them: `cost.worth`, compiled, for all of them in one call. Level 4.
+"""Candidates by what a request would cost them: `cost.worth`, compiled, for all of them in one call.
 
 The formula stands in `cost.py` alone, as plain Python; what is compiled here is its text. Both give the same bits: they
 do the same operations on float64 in the same order.

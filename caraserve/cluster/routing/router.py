@@ -1,4 +1,4 @@
-"""Which instance takes a request: the frame that all policies share. Pure; level 4.
+"""Which instance takes a request: the frame that all policies share. Pure.
 
 A policy (`policies.py`) proposes an order of instances, from views that are always a little old, and names those whose
 exact quotes are worth a round trip. `settle` puts the quotes in; `next_target` goes through the order while instances

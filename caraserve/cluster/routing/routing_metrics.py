@@ -1,4 +1,4 @@
-"""What became of requests that other instances could answer, counted for GET /metrics. Level 4."""
+"""What became of requests that other instances could answer, counted for GET /metrics."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -4,7 +4,7 @@
     PerfModel, Links  ─► facts ─shelf─► the same ─┴─► router.Instance
     digests by tier   ─► facts ─shelf─► holders
 
-Whatever arrives may be of another version of this program or wrong: it is then as if nothing had been said. Level 4.
+Whatever arrives may be of another version of this program or wrong: it is then as if nothing had been said.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from caraserve.cluster.routing.cost import Backlog, Links, Tier
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.router import Instance
 from caraserve.cluster.state.replicated_map import Fact, Load, Shelf, Status, Value
-from caraserve.engine.stats import Workload
+from caraserve.engine.stats import EngineLoad
 
 MODEL, LINKS = ":model", ":links"  # keys on an instance's own shelf; all others there are digests of adapters
 
@@ -32,7 +32,7 @@ _HUNG_S, _HUNG_ITERATIONS = 2.0, 10.0  # an iteration may take so long, or so ma
 
 
 def load_of(
-    work: Workload, status: Status, response_tokens: float, iteration_age_s: float = 0.0, lag_s: float = 0.0
+    work: EngineLoad, status: Status, response_tokens: float, iteration_age_s: float = 0.0, lag_s: float = 0.0
 ) -> Load:
     """The load to publish. `iteration_age_s`: since the last iteration ended, if there is work."""
     return Load(

@@ -1,4 +1,4 @@
-"""How facts travel: news at once to every peer, and whatever was missed by comparing copies. Pure. Level 4.
+"""How facts travel: news at once to every peer, and whatever was missed by comparing copies. Pure.
 
     mine: root ≠ yours ──Compare(my 256 sums)──► you ──Facts, of the buckets that differ──► me, until nothing is new
 

@@ -1,4 +1,4 @@
-"""The names that all instances share, on disk: a cluster whose instances all restart still knows them. Level 4.
+"""The names that all instances share, on disk: a cluster whose instances all restart still knows them.
 
 A file beside the registry of this instance's own adapters. Tombstones are kept like names, or an instance that was away
 would bring back what was removed. A thread writes, and all that came meanwhile at once, without waiting for the disk: a

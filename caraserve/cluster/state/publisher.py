@@ -1,4 +1,4 @@
-"""What this instance tells its cluster, from the engine and the adapters that it has. Level 4.
+"""What this instance tells its cluster, from the engine and the adapters that it has.
 
 engine.workload ─► load beats            engine.watch ─► DriftWatch ─► performance model, and its errors
 catalog ─► names and holdings            names from others ─► unloaded here too, or `on_wanted`
@@ -18,9 +18,9 @@ from caraserve.cluster.routing.perf_model import DriftWatch
 from caraserve.cluster.routing.price_metrics import Typical, gauges
 from caraserve.cluster.state.advertised import Holdings, backlog_of, load_of
 from caraserve.cluster.state.replicated_map import Adapter, Load, Status
-from caraserve.core.batch import Row
-from caraserve.engine.active_request import Open
-from caraserve.engine.stats import Workload, rank_of
+from caraserve.core.batch import ScheduledRow
+from caraserve.engine.active_request import ActiveRequest
+from caraserve.engine.stats import EngineLoad, rank_of
 from caraserve.errors import CaraServeError
 from caraserve.lora.catalog import Catalog
 from caraserve.lora.registry import AdapterInfo
@@ -46,7 +46,7 @@ class Working(Protocol):
     @property
     def catalog(self) -> Catalog: ...
 
-    def workload(self, response_tokens: float) -> Workload: ...
+    def workload(self, response_tokens: float) -> EngineLoad: ...
 
     async def unload_adapter(self, name: str) -> None: ...
 
@@ -146,7 +146,7 @@ class Publisher:
         status: Status = "draining" if takes_nothing(self._engine) else "serving"
         return load_of(work, status, self._response_tokens, age_s, lag_s)
 
-    def watch(self, rows: Sequence[tuple[Open, Row]], ms: float) -> None:
+    def watch(self, rows: Sequence[tuple[ActiveRequest, ScheduledRow]], ms: float) -> None:
         """For `Engine.watch`: an iteration's time beside its prediction."""
         self._iterated_s = self._now()
         drift = self._drift
@@ -173,9 +173,9 @@ class Publisher:
         while True:
             await asyncio.sleep(_HOLDINGS_S)
             self._observe_answers()
-            residency = self._engine.catalog.residency
-            device = {version.digest for version in residency.on_device()}
-            host = {version.digest for version in residency.in_host()}
+            manager = self._engine.catalog.manager
+            device = {version.digest for version in manager.on_device()}
+            host = {version.digest for version in manager.in_host()}
             for digest, tier in self._holdings.changes(device, host):
                 self._node.hold(digest, tier)
 

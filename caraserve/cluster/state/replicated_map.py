@@ -1,4 +1,4 @@
-"""What all instances know together: adapter names, who holds which bytes, how loaded each is. Pure. Level 4.
+"""What all instances know together: adapter names, who holds which bytes, how loaded each is. Pure.
 
 Adapter names are one shared map that any instance writes. Each instance's holdings are a map of its own that only it
 writes. Both are `Shelf`s: the newer fact of a key wins, by a hybrid logical clock, and what is removed leaves a

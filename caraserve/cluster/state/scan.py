@@ -1,4 +1,4 @@
-"""All names of a cluster, looked at without holding up the event loop. Level 4."""
+"""All names of a cluster, looked at without holding up the event loop."""
 
 from collections.abc import AsyncIterator
 

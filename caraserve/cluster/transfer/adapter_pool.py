@@ -1,7 +1,7 @@
-"""The fleet's adapters on this instance: names that others gave, bytes that others hold. Level 4.
+"""The fleet's adapters on this instance: names that others gave, bytes that others hold.
 
 name from the cluster ─► catalog, with no bytes ─► a request ─► our disk, else other instances ─► host tier
-                                                                      └─► then our disk: `keeping.py`
+                                                                      └─► then our disk: `adapter_store.py`
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from caraserve.cluster.transfer.download import Exchange
 from caraserve.cluster.transfer.peer_client import Transfers
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.errors import CaraServeError, Forbidden, Unreachable
-from caraserve.lora.adapter import Tier as LocalTier
+from caraserve.lora.adapter import AdapterTier
 from caraserve.lora.catalog import AdapterReader, Catalog
 from caraserve.lora.host_loader import Came, Done
 from caraserve.lora.registry import AdapterInfo
@@ -81,7 +81,7 @@ class Pool:
         """`most_bytes`: of other instances' adapters on our disk."""
         self._holders = Holders(node)
         self.exchange = Exchange(self._holders, transfers, model, now)
-        self.keeping = Keeping(node, catalog.residency, reader, stored, most_bytes, now)
+        self.keeping = Keeping(node, catalog.manager, reader, stored, most_bytes, now)
         self._node, self._catalog, self._now = node, catalog, now
         self._publisher: Publisher | None = None
         self._tasks = Tasks()
@@ -166,8 +166,8 @@ class Pool:
         return meant is not None and self._is_in_reach(meant.digest)
 
     def _is_in_reach(self, digest: str) -> bool:
-        version = self._catalog.residency.find(digest)
-        if version is not None and version.tier not in (LocalTier.DISK, LocalTier.FAILED):
+        version = self._catalog.manager.find(digest)
+        if version is not None and version.tier not in (AdapterTier.DISK, AdapterTier.FAILED):
             return True  # in memory, or on its way there
         return self.has(digest) or bool(self._holders.holders(digest))
 
@@ -178,7 +178,7 @@ class Pool:
 
     def has(self, digest: str) -> bool:
         """Whether all its bytes are here, be it in memory alone."""
-        return self.keeping.holds(digest) or self._catalog.residency.image(digest) is not None
+        return self.keeping.holds(digest) or self._catalog.manager.image(digest) is not None
 
     # --- bytes ---
 
@@ -195,7 +195,7 @@ class Pool:
         digest = info.digest
         if not self.keeping.holds(digest):
             image = None
-            if self._catalog.residency.image(digest) is None:
+            if self._catalog.manager.image(digest) is None:
                 try:
                     image = await self.exchange.fetch(digest, aligned_bytes(info.num_bytes))
                 except CaraServeError:

@@ -1,4 +1,4 @@
-"""The bytes that this instance holds for the fleet: kept, promised, handed out, let go. Level 4.
+"""The bytes that this instance holds for the fleet: kept, promised, handed out, let go.
 
     fetched ─► written to our disk ─► held: others may count on it
     too much on disk, or the plan wants it elsewhere ─► another holder's promise ─► deleted
@@ -29,10 +29,10 @@ from caraserve.cluster.transfer.disk_cache import Stored, size_of
 from caraserve.cluster.transfer.upload import Busy, Lending
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.errors import AdapterRejected, CaraServeError
-from caraserve.lora.adapter import Pooled, Source
+from caraserve.lora.adapter import RemoteSource, Source
 from caraserve.lora.catalog import AdapterReader, stamp
 from caraserve.lora.host_loader import Done
-from caraserve.lora.manager import Residency
+from caraserve.lora.manager import AdapterManager
 from caraserve.lora.registry import AdapterInfo
 from caraserve.util.tasks import Tasks, in_turns
 
@@ -54,17 +54,17 @@ class Keeping:
     def __init__(
         self,
         node: Node,
-        residency: Residency,
+        manager: AdapterManager,
         reader: AdapterReader,
         stored: Stored,
         most_bytes: int,
         now: Callable[[], float],
     ) -> None:
         """`most_bytes`: of other instances' adapters on our disk."""
-        self.lending = Lending(residency, self._read_own, self._unread, lambda: node.keys)
+        self.lending = Lending(manager, self._read_own, self._unread, lambda: node.keys)
         self.wanted: Callable[[str], bool] = lambda name: False  # whether the plan wants an adapter here
         self.unkept = self.unsaid = self.deleted = 0
-        self._node, self._residency, self._reader = node, residency, reader
+        self._node, self._manager, self._reader = node, manager, reader
         self._publisher: Publisher | None = None
         self._stored, self._most_bytes, self._now = stored, most_bytes, now
         self._copies = Copies()
@@ -132,7 +132,7 @@ class Keeping:
     def spare(self, digests: Iterable[str]) -> Iterator[tuple[str, str]]:
         """(name, digest) of those that no name which the plan wants here has."""
         for digest in digests:
-            version = self._residency.find(digest)
+            version = self._manager.find(digest)
             if version is not None and not any(map(self.wanted, version.names)):
                 yield from ((name, digest) for name in version.names)
 
@@ -160,7 +160,7 @@ class Keeping:
             return
         self._swept = True
         async for digest in in_turns(list(self._held)):
-            version = self._residency.find(digest)
+            version = self._manager.find(digest)
             if version is not None and not version.names:
                 self._swept = False  # its last requests are under way
             elif version is None and digest in self._named:  # else its name may still be on its way to us
@@ -170,7 +170,7 @@ class Keeping:
                 self._nameless.discard(adapter.digest)
         while self._nameless:
             digest = self._nameless.pop()
-            if self._residency.find(digest) is None:
+            if self._manager.find(digest) is None:
                 self._copies.lost(digest)
                 self._delete(digest)
 
@@ -195,7 +195,7 @@ class Keeping:
 
     def _read_own(self, source: Source, into: NDArray[np.uint8], done: Done) -> None:
         """From our disk alone: what others have, they hand out themselves."""
-        if isinstance(source, Pooled):
+        if isinstance(source, RemoteSource):
             self._tasks.start(self._read_stored(source.digest, into, done), f"read of adapter {source.digest[:12]}")
         else:
             self._reader.read(source, into, done)
@@ -206,7 +206,7 @@ class Keeping:
 
     def _was_read(self, digest: str, folder: Path, before: str) -> None:
         """For `AdapterReader.on_read`: those who were told that we hold it no more hear that we do."""
-        version = self._residency.find(digest)
+        version = self._manager.find(digest)
         if version is None or version.source != folder or not version.names:
             return
         self._stamps[digest] = before
@@ -266,7 +266,7 @@ class Keeping:
             return self._stored.num_bytes + num_bytes <= self._most_bytes
 
         async for digest in in_turns(takewhile(lambda _: not fits(), self._stored.digests())):
-            version = self._residency.find(digest)
+            version = self._manager.find(digest)
             if version is None or not any(map(self.wanted, version.names)):
                 await self.let_go(digest)
         return fits()
@@ -332,7 +332,7 @@ class Keeping:
     async def _look(self, digest: str) -> None:
         """Whether its bytes are still here, and as they were. One at a time: it may take a whole adapter's memory."""
         async with self._looks:
-            version = self._residency.find(digest)
+            version = self._manager.find(digest)
             if digest in self._stored:
                 await self.stored_image(digest, aligned_bytes(self._stored.file_bytes(digest)))
             elif version is not None and isinstance(version.source, Path):

@@ -1,4 +1,4 @@
-"""When the last local bytes of an adapter may go: only against another holder's promise to keep its own. Pure. Level 4.
+"""When the last local bytes of an adapter may go: only against another holder's promise to keep its own. Pure.
 
 Gossip alone is not enough: two instances, each seeing the other's copy in a stale view, would delete both.
 

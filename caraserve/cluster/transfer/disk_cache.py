@@ -1,4 +1,4 @@
-"""Adapters that came from other instances, on our disk: one file each, named by its digest alone. Level 4.
+"""Adapters that came from other instances, on our disk: one file each, named by its digest alone.
 
     file = magic, length of the manifest, manifest, zeros up to a page, image
 

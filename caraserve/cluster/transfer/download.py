@@ -1,4 +1,4 @@
-"""Adapters fetched from the instances that hold them: in ranges, from several at once, each chunk checked. Level 4.
+"""Adapters fetched from the instances that hold them: in ranges, from several at once, each chunk checked.
 
     holders ─► manifest, checked against the digest ─► runs of chunks from up to three holders, first layers first
                                                        └─ what one fails to give, another gives

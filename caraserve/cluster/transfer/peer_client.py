@@ -1,4 +1,4 @@
-"""Bytes of adapters from other instances' memory into ours, on a thread of their own. Level 4.
+"""Bytes of adapters from other instances' memory into ours, on a thread of their own.
 
 The event loop that serves requests only hears how a range went: receiving and hashing take it no time. A chunk counts
 when its hash is right; what came after the last such one is as if it had not come.

@@ -1,4 +1,4 @@
-"""Our adapters for other instances: manifests and ranges of images, over HTTP. Level 4.
+"""Our adapters for other instances: manifests and ranges of images, over HTTP.
 
     GET /cluster/adapters/{digest}/manifest     what the digest is the hash of
     GET /cluster/adapters/{digest}?from=&to=    bytes of the image; 404: not held, 503: too many ask
@@ -26,7 +26,7 @@ from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.errors import CaraServeError
 from caraserve.lora.adapter import Source
 from caraserve.lora.host_loader import Done
-from caraserve.lora.manager import Residency
+from caraserve.lora.manager import AdapterManager
 from caraserve.lora.manifest import manifest_of
 
 PATH = "/cluster/adapters"
@@ -57,7 +57,7 @@ class Lending:
 
     def __init__(
         self,
-        residency: Residency,
+        manager: AdapterManager,
         read: Callable[[Source, NDArray[np.uint8], Done], None],
         unread: Callable[[str, bool], None],
         keys: Callable[[], Keyring],
@@ -65,7 +65,7 @@ class Lending:
         """`read`: an adapter from our disk, as residency's. `unread` is told of a digest that it did not give, and
         whether that is because the bytes there are others now."""
         self.sent_bytes = self.refusals = 0
-        self._residency, self._read, self._unread, self._keys = residency, read, unread, keys
+        self._manager, self._read, self._unread, self._keys = manager, read, unread, keys
         self._uploads = 0
         self._reads: dict[str, _Read] = {}
 
@@ -123,23 +123,23 @@ class Lending:
     @asynccontextmanager
     async def image_of(self, digest: str) -> AsyncIterator[HostAdapter]:
         """An adapter's image, held in memory meanwhile. Raises Busy, or the error that reading it ended with."""
-        version = self._residency.find(digest)
+        version = self._manager.find(digest)
         if version is None:
             raise CaraServeError(f"This instance does not have {digest}.")
         version.pins += 1
         try:
-            image = self._residency.image(digest)
+            image = self._manager.image(digest)
             if image is None:
                 async with self._from_disk(digest, version.source, version.num_bytes) as image:
                     yield image
                 return
-            self._residency.begin_aside(version)
+            self._manager.begin_aside(version)
             try:
                 yield image
             finally:
-                self._residency.end_aside(version)
+                self._manager.end_aside(version)
         finally:
-            self._residency.unpin(version)
+            self._manager.unpin(version)
 
     @asynccontextmanager
     async def _from_disk(self, digest: str, source: Source, num_bytes: int) -> AsyncIterator[HostAdapter]:

@@ -1,6 +1,6 @@
-"""Layers whose LoRA weights have not arrived: wait, or have CPU workers compute the layer. Level 1; Toppings §4.
+"""Layers whose LoRA weights have not arrived: wait, or have CPU workers compute the layer. Toppings §4.
 
-Called by `step.py`. Which of the two is decided when the team gets to a layer, not when the iteration was launched: a
+Which of the two is decided when the team gets to a layer, not when the iteration was launched: a
 layer that has arrived by then is computed on the device. One member decides and hands over; all add what comes back.
 """
 

@@ -1,4 +1,4 @@
-"""The parent of all CPU LoRA workers: forks one whenever the server asks. Level 1; a process of its own.
+"""The parent of all CPU LoRA workers: forks one whenever the server asks. a process of its own.
 
 A fork copies one thread and every lock as it happens to be: a child of a process in which torch's or OpenMP's threads
 exist hangs at their next use, and one forked while another thread compiles holds the compiler's lock for ever. So the

@@ -1,4 +1,4 @@
-"""The server's side of the CPU LoRA workers: starts them, notices when one dies or is stuck, replaces it. Level 1.
+"""The server's side of the CPU LoRA workers: starts them, notices when one dies or is stuck, replaces it.
 
 A thread of its own sleeps until a worker's descriptor says that it has died, or the zygote's socket says that one has
 been born. Only while a hand-over is under way does it look now and then whether a worker's progress has stopped: such a

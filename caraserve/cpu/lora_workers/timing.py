@@ -1,4 +1,4 @@
-"""Times one hand-over by itself: what the profile and `caraserve bench lora` measure. Level 1."""
+"""Times one hand-over by itself: what the profile and `caraserve bench lora` measure."""
 
 import time
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
-"""What a CPU LoRA worker does all its life: wait for a hand-over, compute x A B, publish the deltas. Level 1.
+"""What a CPU LoRA worker does all its life: wait for a hand-over, compute x A B, publish the deltas.
 
-Runs in a process of its own that `zygote.py` has forked and pinned; see handoff.py for the shared words.
+Runs in a process of its own that `fork_server.py` has forked and pinned; see handoff.py for the shared words.
 """
 
 import numpy as np

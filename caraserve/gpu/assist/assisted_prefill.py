@@ -1,4 +1,4 @@
-"""Prefills that CPU workers help with, beside iterations: chunk by chunk on the assist lane (Toppings §4.2). Level 1.
+"""Prefills that CPU workers help with, beside iterations: chunk by chunk on the assist lane (Toppings §4.2).
 
 Before a chunk is launched, a letter for each layer and group that may have to be handed over says what each worker is
 to do; whether it is sent, the device decides when it gets there. A chunk whose workers fail is void as a whole, and so
@@ -16,9 +16,9 @@ from queue import Empty, SimpleQueue
 import numpy as np
 import torch
 
-from caraserve.core.batch import Plan, Row, RowResult, StepResult
+from caraserve.core.batch import Batch, RowResult, ScheduledRow, StepResult
 from caraserve.core.lora_layout import GROUPS
-from caraserve.core.outputs import Found, Output, collect, outputs_of
+from caraserve.core.outputs import Output, OutputValues, collect, outputs_of
 from caraserve.cpu.lora_workers.pool import Workers
 from caraserve.gpu.assist.handshake import Book, Books, Life
 from caraserve.gpu.assist.order_writer import LetterWriter
@@ -71,7 +71,7 @@ class Counts:
 class _Prompt:
     """One plan that went aside."""
 
-    plan: Plan
+    plan: Batch
     done: Done
     issued: int  # mark of the compute lane, after which the device knows its slot and its blocks
     ends: deque[int]
@@ -92,7 +92,7 @@ class _Issuing:
 @dataclass(frozen=True, slots=True)
 class _Chunk:
     prompt: _Prompt
-    row: Row
+    row: ScheduledRow
     outputs: Output
     book: Book
     number: int
@@ -141,7 +141,7 @@ class Asides:
         self.predictions = Predictions()
         self.counts = Counts()
 
-    def launch(self, plan: Plan, done: Done) -> None:
+    def launch(self, plan: Batch, done: Done) -> None:
         """Takes a plan whose slot and blocks have just been written on the compute lane."""
         (row,) = plan.rows
         ends = deque(chunk_ends(row.start, row.start + row.count))
@@ -275,10 +275,10 @@ class Asides:
         prompt_tokens = self._slots.prompt_tokens.copy()
 
         def ended(failure: DriverError | None) -> None:
-            found = Found(results.chosen, results.logprob, results.top_ids, results.top_logprobs)
+            found = OutputValues(results.chosen, results.logprob, results.top_ids, results.top_logprobs)
             made = None
             if failure is None:
-                made = collect(Plan((), (), (chunk.row,)), chunk.outputs, found, prompt_tokens)[0]
+                made = collect(Batch((), (), (chunk.row,)), chunk.outputs, found, prompt_tokens)[0]
             is_void = bool(errors[0])
             self._results.give_back(results, address)
             self._returned.put(lambda: self._ended(chunk, failure, made, is_void=is_void))
@@ -359,7 +359,7 @@ class Asides:
             )
         return found
 
-    def _hand_over_s(self, row: Row, bound: Bound) -> float:
+    def _hand_over_s(self, row: ScheduledRow, bound: Bound) -> float:
         return self.predictions.hand_over_s(row.count, bound.stored.rank)
 
     def _terms(self, chunk: AssistedChunk) -> AssistTerms:

@@ -1,4 +1,4 @@
-"""The words by which device, CPU workers and a watchdog agree on an assisted prefill, and who gives up. Level 1.
+"""The words by which device, CPU workers and a watchdog agree on an assisted prefill, and who gives up.
 
 The device runs through all layers of a chunk without the host, so every hand-over of a chunk (a layer's group of
 modules that read the same x) has words of its own, in a *book*; a chunk has a book to itself. In host memory, each word

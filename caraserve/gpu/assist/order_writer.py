@@ -1,4 +1,4 @@
-"""Writes the letters of an assisted chunk: what each worker is to do at each hand-over. Level 1.
+"""Writes the letters of an assisted chunk: what each worker is to do at each hand-over.
 
 letters.py says what a letter is; here is whom it goes to, and where x, deltas and weights lie.
 """

@@ -1,4 +1,4 @@
-"""The watchdog's thread: looks after assisted chunks while there are any, and at once when a worker dies. Level 1."""
+"""The watchdog's thread: looks after assisted chunks while there are any, and at once when a worker dies."""
 
 import threading
 import time

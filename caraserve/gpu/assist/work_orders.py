@@ -1,7 +1,7 @@
 """Writes down a hand-over for the device to carry out: what each CPU worker is asked for, and what is waited for.
 
 A letter is made before the iteration is launched and read by the kernels of handoff.cu when they get there; whether it
-is sent is theirs to decide. The words of a worker's slice are those of cpu/handoff.py. Pure; level 1.
+is sent is theirs to decide. The words of a worker's slice are those of cpu/handoff.py. Pure.
 """
 
 from collections.abc import Sequence

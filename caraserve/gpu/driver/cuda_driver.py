@@ -1,4 +1,4 @@
-"""A real device behind the Driver protocol: streams, events, copies, words and graphs by CUDA's own calls. Level 1.
+"""A real device behind the Driver protocol: streams, events, copies, words and graphs by CUDA's own calls.
 
 All of it is in the device's primary context, which is torch's, Triton's and CuPy's, too.
 """

@@ -1,4 +1,4 @@
-"""Whether there is a GPU to serve on, and what is missing if there is one that cannot be used. Level 1.
+"""Whether there is a GPU to serve on, and what is missing if there is one that cannot be used.
 
 Looking happens before workers are forked, who must not inherit a started driver: another process asks it. torch is not
 imported for it, nor CuPy.

@@ -1,4 +1,4 @@
-"""What a device is and has, for reports: its size, its link, what the system grants. Level 1."""
+"""What a device is and has, for reports: its size, its link, what the system grants."""
 
 import resource
 from dataclasses import dataclass

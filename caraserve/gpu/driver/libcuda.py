@@ -1,4 +1,4 @@
-"""The CUDA driver's library, through ctypes: the calls that CaraServe makes, by their exact prototypes. Level 1.
+"""The CUDA driver's library, through ctypes: the calls that CaraServe makes, by their exact prototypes.
 
 The driver comes with the machine and not with a wheel, so it is opened when it is asked for. Names end in `_v2` where
 the header says so: the plain symbols are older calls with narrower arguments, or with other conditions. What fails here

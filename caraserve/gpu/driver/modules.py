@@ -1,4 +1,4 @@
-"""The raw CUDA kernels on a device: loaded through CuPy, launched on a stream that is somebody else's. Level 1.
+"""The raw CUDA kernels on a device: loaded through CuPy, launched on a stream that is somebody else's.
 
 CuPy is imported when kernels are made and not before: it can be imported, and used, only where there is a driver. It
 allocates nothing here; all memory is the caller's. Kernels are made before anything waits on a device word and before

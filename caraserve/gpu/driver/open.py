@@ -1,4 +1,4 @@
-"""Opens the real device: CUDA's library, the raw kernels, torch. Level 1; nothing of it is imported without a GPU."""
+"""Opens the real device: CUDA's library, the raw kernels, torch. nothing of it is imported without a GPU."""
 
 from caraserve.gpu.driver.cuda_driver import CudaDriver
 from caraserve.gpu.driver.libcuda import Cuda

@@ -1,4 +1,4 @@
-"""Streams with numbered points, so that memory can say after what it may be written again. Level 1.
+"""Streams with numbered points, so that memory can say after what it may be written again.
 
 A mark is a point of one lane: everything issued on its stream before. `Marks` has one number per lane and means all of
 these points; numbers only grow, so the later of two is their element-wise maximum. What a mark guards needs no host to

@@ -3,7 +3,7 @@
 All arrays but the BGMV kernels' lists lie side by side and go over in one copy. Places are made for the largest batch,
 so a captured graph finds every later batch where it found the first; what a smaller batch leaves over is filled with
 what kernels skip. Rows of one token, those that decode, have kernels of their own in attention and LoRA; all other
-tokens are prompt chunks. Level 1.
+tokens are prompt chunks.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from caraserve.core.batch import BASE_ADAPTER_SLOT, Row
+from caraserve.core.batch import BASE_ADAPTER_SLOT, ScheduledRow
 from caraserve.core.lora_layout import GROUPS
 from caraserve.core.outputs import Output
 from caraserve.core.request import MAX_LOGPROBS
@@ -147,7 +147,13 @@ class HostBatch:
         return self._empty.copy()
 
     def fill(
-        self, words: Ints, rows: tuple[Row, ...], outputs: Output, *, with_lora: bool = True, all_prompt: bool = False
+        self,
+        words: Ints,
+        rows: tuple[ScheduledRow, ...],
+        outputs: Output,
+        *,
+        with_lora: bool = True,
+        all_prompt: bool = False,
     ) -> Shape:
         """Writes a batch into `words` [num_words]. `with_lora`: whether adapters are applied by kernels. `all_prompt`:
         rows of one token are prompt chunks, too."""
@@ -190,7 +196,7 @@ class HostBatch:
         return len(parts[1])
 
 
-def decode_slots(rows: tuple[Row, ...]) -> Ints:
+def decode_slots(rows: tuple[ScheduledRow, ...]) -> Ints:
     """Adapter slots [tokens] of rows that decode, at their tokens; 0 elsewhere: what BGMV lists are made for."""
     slots = np.array([row.adapter_slot if row.count == 1 else BASE_ADAPTER_SLOT for row in rows], np.int32)
     return np.repeat(slots, [row.count for row in rows])

@@ -1,4 +1,4 @@
-"""Makes the parts of the CUDA backend and joins them: what memory there is, who gets how much, who knows whom. Level 1.
+"""Makes the parts of the CUDA backend and joins them: what memory there is, who gets how much, who knows whom.
 
 The order is one of memory: weights are there already; then what has a fixed size is taken, then the pool gets what is
 left of the share that may be used, less what graphs will take.

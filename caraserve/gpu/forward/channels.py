@@ -1,4 +1,4 @@
-"""What everything reaches the device through, in one hand. Level 1."""
+"""What everything reaches the device through, in one hand."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The forward pass over torch, Triton and the raw kernels: issues what lane.py puts in order. Level 1.
+"""The forward pass over torch, Triton and the raw kernels: issues what lane.py puts in order.
 
 Nothing here allocates device memory or waits for the device, so a pass may be captured. The residual stream is summed
 where it is normed: what o and down leave in `delta` is added by the norm that follows.

@@ -1,11 +1,11 @@
-"""Captured passes: made once before serving, then launched as one operation each. Level 1."""
+"""Captured passes: made once before serving, then launched as one operation each."""
 
 import logging
 from collections.abc import Callable, Collection
 
 import torch
 
-from caraserve.core.batch import Plan
+from caraserve.core.batch import Batch
 from caraserve.gpu.driver.api import Driver, DriverError, Stream
 from caraserve.gpu.forward.batch import ALL_GROUPS, Capacity, Shape
 from caraserve.gpu.forward.graphs import Bucket, GraphSet, bucket_of
@@ -84,7 +84,7 @@ class Captures:
         """How many `capture_all` will make."""
         return len(self._graphs.to_capture())
 
-    def find(self, plan: Plan, shape: Shape, arriving: Collection[int]) -> Replay | None:
+    def find(self, plan: Batch, shape: Shape, arriving: Collection[int]) -> Replay | None:
         """The graph for a plan; None: it is launched kernel by kernel."""
         wanted = bucket_of(plan, arriving, shape.groups)
         chosen = None if wanted is None else self._graphs.choose(wanted)

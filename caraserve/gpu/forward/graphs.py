@@ -1,4 +1,4 @@
-"""Which graphs are captured, and which one an iteration takes. Pure; level 1.
+"""Which graphs are captured, and which one an iteration takes. Pure.
 
 A graph is captured for a number of rows or tokens; a smaller batch is filled up with padding rows, which belong to no
 request and are skipped by whatever reads or writes keys and values. Everything else a graph finds in device tables, so
@@ -9,7 +9,7 @@ All are captured before serving: capturing and instantiating hold locks that a w
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
-from caraserve.core.batch import BASE_ADAPTER_SLOT, Plan
+from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch
 
 _DECODE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _MIXED_SIZES = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -50,7 +50,7 @@ class Bucket:
         return (self.is_mixed, self.gated, self.size, self.lora, not self.qkv_only)
 
 
-def bucket_of(plan: Plan, arriving: Collection[int], groups: Collection[int]) -> Bucket | None:
+def bucket_of(plan: Batch, arriving: Collection[int], groups: Collection[int]) -> Bucket | None:
     """What a plan needs, its size exact; None: it is launched kernel by kernel. `arriving`: adapter slots of which
     layers are missing; `groups`: of modules that its adapters have."""
     if any(row.prompt_logprobs is not None for row in plan.rows):

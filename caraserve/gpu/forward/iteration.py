@@ -1,4 +1,4 @@
-"""From a plan to an iteration on the device, and from what it leaves to a result. Level 1.
+"""From a plan to an iteration on the device, and from what it leaves to a result.
 
 The launching thread fills the batch's arrays, has them copied, launches a graph or kernel by kernel, and goes on: the
 next iteration may be launched before this one has begun. Results come on the waiter's thread.
@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.core.batch import BASE_ADAPTER_SLOT, Plan, StepResult
-from caraserve.core.outputs import Found, Output, collect, outputs_of
+from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, StepResult
+from caraserve.core.outputs import Output, OutputValues, collect, outputs_of
 from caraserve.gpu.driver.api import Driver, DriverError, Stream
 from caraserve.gpu.driver.streams import NOTHING, Lane
 from caraserve.gpu.forward.batch import DeviceBatch, Results, decode_slots
@@ -89,7 +89,7 @@ class Iterations:
         self._words = self._host.empty()
         self._ended_s = 0.0  # when the iteration before was done
 
-    def launch(self, plan: Plan, done: Done) -> None:
+    def launch(self, plan: Batch, done: Done) -> None:
         """All adapters that the plan names have their places. Raises what goes wrong before anything is launched."""
         launched_s = time.monotonic()
         with_lora = plan.merged is None
@@ -112,7 +112,7 @@ class Iterations:
         self._return_results(plan, outputs, {slot: self._images.bound[slot] for slot in arriving}, launched_s, done)
 
     def _return_results(
-        self, plan: Plan, outputs: Output, arriving: Mapping[int, Bound], launched_s: float, done: Done
+        self, plan: Batch, outputs: Output, arriving: Mapping[int, Bound], launched_s: float, done: Done
     ) -> None:
         stream = self._timelines.streams[Lane.COMPUTE]
         results, address = self._results.take()
@@ -126,7 +126,7 @@ class Iterations:
             if failure is not None:
                 outcome = failure
             else:
-                found = Found(results.chosen, results.logprob, results.top_ids, results.top_logprobs)
+                found = OutputValues(results.chosen, results.logprob, results.top_ids, results.top_logprobs)
                 loads = {
                     slot: (0, 1000 * stall_s(started_s, done_s, self._layers, bound.arrivals))
                     for slot, bound in arriving.items()

@@ -1,4 +1,4 @@
-"""The order of stream operations: of moves in the pool, of an iteration, of an assisted prefill. Level 1.
+"""The order of stream operations: of moves in the pool, of an iteration, of an assisted prefill.
 
 The backend's launching thread calls these with the kernels of a pass (`Pass`, which knows its batch); they issue and
 return at once. Whatever another lane must not overtake is said by marks (timeline.py); a pass that may have to wait for

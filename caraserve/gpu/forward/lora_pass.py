@@ -1,4 +1,4 @@
-"""What adapters add to a pass: by BGMV for rows that decode, by segments for prompts, or by CPU workers. Level 1.
+"""What adapters add to a pass: by BGMV for rows that decode, by segments for prompts, or by CPU workers.
 
 Rows of both kinds may be in one batch: each has its own room in `part`, and both kernels read the same device tables.
 """

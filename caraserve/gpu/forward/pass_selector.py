@@ -1,6 +1,6 @@
-"""Which weights a pass runs over: the base's, or the base's with one adapter merged. Level 1."""
+"""Which weights a pass runs over: the base's, or the base's with one adapter merged."""
 
-from caraserve.core.batch import Plan
+from caraserve.core.batch import Batch
 from caraserve.gpu.driver.streams import Lane
 from caraserve.gpu.forward.batch import Shape
 from caraserve.gpu.forward.channels import Channels
@@ -25,7 +25,7 @@ class Works:
         """How often an adapter was merged into the base weights."""
         return 0 if self._merged is None else self._merged.merges
 
-    def prepare(self, plan: Plan) -> None:
+    def prepare(self, plan: Batch) -> None:
         """Merges what a plan wants merged, in the compute lane's order."""
         if plan.merged is not None:
             bound = self._images.bound[plan.merged]
@@ -35,7 +35,7 @@ class Works:
             image = self._images.bytes_of(plan.merged)
             self._merging.merge(bound.stored, image, self._channels.driver, stream)
 
-    def of_plan(self, plan: Plan, shape: Shape) -> Pass:
+    def of_plan(self, plan: Batch, shape: Shape) -> Pass:
         """The pass of a plan that no graph serves."""
         return self._decoder.work(shape, weights=None if plan.merged is None else self._merging.weights)
 

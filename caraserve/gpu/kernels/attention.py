@@ -1,4 +1,4 @@
-"""Attention over paged keys and values: split-KV for decoding rows, tiles of queries for prompt chunks. Level 1.
+"""Attention over paged keys and values: split-KV for decoding rows, tiles of queries for prompt chunks.
 
 Keys and values of one layer are `[blocks, block tokens, kv heads, head dim]` views of the cache, any strides but the
 last; a request's blocks are named, in order, by its slot's row of the block table. A query at position p sees

@@ -1,4 +1,4 @@
-"""Cuts a decode batch's LoRA into items of work of about equal bytes, for the kernels of bgmv.cu. Pure; level 1.
+"""Cuts a decode batch's LoRA into items of work of about equal bytes, for the kernels of bgmv.cu. Pure.
 
 One list serves all layers: it is made for the largest rank that an adapter has in any layer, and the kernels skip what
 a layer lacks. Rows of one adapter share a read of its weights, up to `ROWS` of them. An item reads 16 KiB or less:

@@ -1,6 +1,6 @@
-"""How each raw CUDA kernel is called: grid, block and arguments of the exact widths that its source declares. Level 1.
+"""How each raw CUDA kernel is called: grid, block and arguments of the exact widths that its source declares.
 
-Pure: a launch is a value. `cuda.py` passes it to the driver; tests run it on the host. A wrong width would corrupt
+Pure: a launch is a value. `modules.py` passes it to the driver; tests run it on the host. A wrong width would corrupt
 arguments in silence, so nobody else writes argument lists. Addresses are the device's, strides are in numbers.
 """
 

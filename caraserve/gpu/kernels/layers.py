@@ -1,4 +1,4 @@
-"""What a decoder does between its matmuls: embedding, norms, residual sums, rotation, KV append, SiLU. Level 1.
+"""What a decoder does between its matmuls: embedding, norms, residual sums, rotation, KV append, SiLU.
 
 Arithmetic is fp32 whatever the tensors hold, and each result is rounded once. A program computes whole rows or heads,
 so that no result depends on how many there are.

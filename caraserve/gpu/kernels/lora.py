@@ -1,4 +1,4 @@
-"""LoRA of prefill tokens on tensor cores: a gather matmul over segments of equal adapters. Level 1.
+"""LoRA of prefill tokens on tensor cores: a gather matmul over segments of equal adapters.
 
 A segment is up to `SEGMENT_ROWS` tokens of one adapter, wherever they stand in the batch; segments are cut on the host.
 Two launches serve all projections that read the same input: shrink writes `part = x Aᵀ`, expand adds `scale · part B`.
@@ -51,7 +51,7 @@ class Segments:
 class SiteTables:
     """Device tables of the projections of one layer that read the same input, as the kernels for decoding read them."""
 
-    a: Tensor  # int64 [projections, slots] addresses of matrices laid out as in `layout.py`
+    a: Tensor  # int64 [projections, slots] addresses of matrices laid out as in `lora_layout.py.py`
     b: Tensor  # int64 [projections, slots]
     rank: Tensor  # int32 [projections, slots] 0: not adapted
     scale: Tensor  # float32 [projections, slots]

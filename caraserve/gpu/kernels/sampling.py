@@ -1,4 +1,4 @@
-"""Choosing tokens on the device: penalties, temperature, min-p, top-k, top-p, seeded draws, log-probabilities. Level 1.
+"""Choosing tokens on the device: penalties, temperature, min-p, top-k, top-p, seeded draws, log-probabilities.
 
 What `cpu/sampling.py` computes, from the same records of parameters and by the same steps: a draw depends on the
 logits, the request's seed and the position alone, and one seed gives one text on either backend. Weights are summed as

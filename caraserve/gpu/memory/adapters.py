@@ -1,4 +1,4 @@
-"""Adapters on the device and on their way to it: room in the pool, entries in the tables, copies in the queue. Level 1.
+"""Adapters on the device and on their way to it: room in the pool, entries in the tables, copies in the queue.
 
 Residency has made sure that the sums fit; where bytes lie is decided here. An adapter that is being copied, or that an
 assisted prefill reads, stays where it is, so room in one piece may be missing for a moment though there is enough in

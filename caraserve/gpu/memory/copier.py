@@ -1,4 +1,4 @@
-"""Issues what the link's queue says, on the copy lane, and knows which layers have arrived. Level 1.
+"""Issues what the link's queue says, on the copy lane, and knows which layers have arrived.
 
 The backend's launching thread calls `pump` often (every ms while loads are under way), `commit` for each arriving
 adapter of an iteration before it launches it, and asks `arrival_of_all` where a lane gets to a layer.

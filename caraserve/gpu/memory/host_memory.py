@@ -1,5 +1,5 @@
 """The host memory that the device sees, in one shared region: small copies, results, what is handed to CPU workers, and
-the arena. Level 1.
+the arena.
 
 It is made before anything of CUDA starts, because the workers' zygote inherits it; the device registers it later.
 """

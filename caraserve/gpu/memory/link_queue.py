@@ -1,4 +1,4 @@
-"""What goes over the link to the device next, and when it will be there: one queue for all adapters. Pure; level 1.
+"""What goes over the link to the device next, and when it will be there: one queue for all adapters. Pure.
 
 An adapter goes in groups of layers, a group in pieces small enough that one which is needed sooner never waits long.
 What a launched iteration waits for goes first, then loads in the order of asking. Only a little is issued ahead,

@@ -1,4 +1,4 @@
-"""Device memory shared by KV blocks and adapters: who has which bytes, and what may be moved. Pure; level 1.
+"""Device memory shared by KV blocks and adapters: who has which bytes, and what may be moved. Pure.
 
     0                      kv_end          first adapter                           num_bytes
     | KV blocks, in order   |  room for both   | adapter | hole | adapter | adapter |

@@ -1,5 +1,5 @@
 """What the device remembers between iterations: keys and values, and of each request slot its blocks, its tokens so far
-and how to sample. Level 1.
+and how to sample.
 
 Keys and values are a view of the pool's first bytes, block after block: `[block, layer, 2, block tokens, kv heads, head
 dim]`. How many of the blocks may be used is not said here.

@@ -1,6 +1,5 @@
 """From the device back to whoever launched: a thread that waits for iterations, one after another, in a blocking call
 of the driver's, so that neither the launching thread nor the event loop ever does; and the memory that results come in.
-Level 1.
 """
 
 import logging

@@ -1,9 +1,9 @@
-"""What passes know of request slots, written in launch order: tokens so far, how to sample, KV blocks. Level 1."""
+"""What passes know of request slots, written in launch order: tokens so far, how to sample, KV blocks."""
 
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.core.batch import BlockGrant, Plan, SlotStart
+from caraserve.core.batch import Batch, BlockGrant, SlotStart
 from caraserve.cpu.sampling import SLOT_SAMPLING, write_sampling
 from caraserve.gpu.driver.streams import Lane
 from caraserve.gpu.memory.request_state import DeviceState
@@ -23,7 +23,7 @@ class RequestSlots:
         tokens: NDArray[np.int64] = self._sampling["prompt_tokens"]
         return tokens
 
-    def apply(self, plan: Plan) -> None:
+    def apply(self, plan: Batch) -> None:
         """Takes note of requests that took slots and of blocks that they were granted."""
         for start in plan.starts:
             self._start(start)

@@ -1,4 +1,4 @@
-"""Pinned host memory through which small things reach the device: batches, table entries, token histories. Level 1.
+"""Pinned host memory through which small things reach the device: batches, table entries, token histories.
 
 The host writes, a copy on some lane reads later; the bytes come free with that lane's next mark. Nobody waits for a
 copy unless a whole ring of them is under way.

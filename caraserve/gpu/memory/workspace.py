@@ -1,4 +1,4 @@
-"""A lane's activations: memory made once for its largest batch, of which each pass takes the first rows. Level 1."""
+"""A lane's activations: memory made once for its largest batch, of which each pass takes the first rows."""
 
 import math
 from dataclasses import dataclass

@@ -16,7 +16,7 @@ from caraserve.cluster.membership.addresses import resolved
 from caraserve.cluster.membership.dns import Resolver
 from caraserve.cluster.membership.websocket import Sockets
 from caraserve.cluster.transfer.peer_client import Transfers, Trouble
-from caraserve.http.proxy import Relays
+from caraserve.http.proxy import PeerProxy
 from tests.cluster.nodes import KEYS, instances, until
 
 MANY = 100  # names at a silent server; no pool of threads that a program has by itself is as large
@@ -121,7 +121,7 @@ async def test_a_connection_whose_name_does_not_resolve_is_given_up_in_time_and_
 
 
 async def test_reaching_instances_for_requests_leaves_the_threads_of_others_alone(server: NameServer) -> None:
-    relays = Relays(lambda: "a", lambda: KEYS, None)
+    relays = PeerProxy(lambda: "a", lambda: KEYS, None)
     async with asyncio.TaskGroup() as group:
         for index in range(MANY):
             group.create_task(_given_up(relays._session.get(f"http://slow-{index}:1/")))

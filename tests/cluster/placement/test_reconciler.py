@@ -131,8 +131,8 @@ async def test_moves_take_nothing_from_the_host_tier(tmp_path: Path) -> None:
         async with mended(fleet) as plans:
             plans.append(plan(1, chef="b"))
             await until(lambda: digest in b.stored)
-        assert b.residency.image(b.catalog.get("poet").digest) is not None
-        assert b.residency.image(digest) is None
+        assert b.manager.image(b.catalog.get("poet").digest) is not None
+        assert b.manager.image(digest) is None
 
 
 async def test_a_move_that_trips_over_a_defect_is_counted_and_others_go_on(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from caraserve.cluster.routing.perf_model import DriftWatch, PerfModel
 from caraserve.cluster.routing.price_metrics import USUAL_RANKS, Typical, gauges, price
 from caraserve.cluster.state.publisher import Publisher
 from caraserve.core.machine_profile import load
-from caraserve.engine.stats import Workload
+from caraserve.engine.stats import EngineLoad
 
 PADDED = PerfModel(0.004, 0.0, 32.0, True, 10.0, 0.1, 0.0)
 TYPICAL = Typical()
@@ -94,7 +94,7 @@ def test_an_instance_shows_the_prices_of_what_it_has_to_do() -> None:
     profile = load(Path(__file__).parents[2] / "profile.json")
 
     def shown(running: int) -> dict[str, float]:
-        work = Workload(running, 0, {64: running}, 0, 0, 100_000, 90_000, 10)
+        work = EngineLoad(running, 0, {64: running}, 0, 0, 100_000, 90_000, 10)
         engine = SimpleNamespace(workload=lambda response_tokens: work, draining=False, failure=None)
         node = SimpleNamespace(members=tuple)
         publisher = Publisher(node, engine, lambda: (0, 0), DriftWatch(profile), Links())  # type: ignore[arg-type]

@@ -23,13 +23,13 @@ from caraserve.cluster.state.advertised import (
     tier_of,
 )
 from caraserve.cluster.state.replicated_map import Load, Value, fact_fits
-from caraserve.engine.stats import Workload
+from caraserve.engine.stats import EngineLoad
 
 times = st.floats(0, 1e9)
 some_times = st.floats(1e-6, 1e9)
 rates = st.floats(min_value=0, exclude_min=True) | st.just(math.inf)
 MODEL = PerfModel(0.01, 0.1, 5.0, False, 1.0, 0.05, 0.001)
-WORK = Workload(2, 3, {16: 1, 8: 4}, 700, 5600, 1000, -20, 7)
+WORK = EngineLoad(2, 3, {16: 1, 8: 4}, 700, 5600, 1000, -20, 7)
 ALIVE = Record("a", "a:1", 1, 0, State.ALIVE)
 
 

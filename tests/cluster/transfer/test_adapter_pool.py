@@ -180,7 +180,7 @@ async def test_the_third_gets_it_from_the_second_when_the_first_is_gone(tmp_path
         await fleet.stop("a")
         b.evict("poet")  # it reads it from its disk for others, and its host tier stays as it is
         await c.want("poet")
-        assert b.residency.image(digest) is None
+        assert b.manager.image(digest) is None
 
 
 async def test_when_all_who_had_it_are_gone_that_is_said_and_others_are_served(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ async def test_a_name_whose_new_meaning_cannot_be_served_here_is_not_answered_by
         assert running.digest == old
         with pytest.raises(AdapterRejected, match="more than"):
             await a.pool.ensure("poet")
-        a.residency.unpin(running)
+        a.manager.unpin(running)
 
 
 async def test_a_request_gets_the_meaning_that_its_name_has_by_now(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ async def test_a_request_for_what_nobody_has_is_refused_before_it_takes_a_slot(t
         await until(lambda: not b.pool.can_get("poet"))
         with pytest.raises(Unreachable, match="no instance that has it is there"):
             await b.pool.ensure("poet")
-        assert b.residency.counters.disk_reads == 0
+        assert b.manager.counters.disk_reads == 0
 
 
 async def test_another_name_for_what_lies_in_a_folder_here_is_read_from_there(tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ async def test_a_name_given_again_while_its_last_request_ends_stays(tmp_path: Pa
         await asyncio.sleep(0)  # the unloading has begun
         b.node.register(meaning)
         await until(lambda: not b.knows("poet"))
-        b.residency.unpin(running)
+        b.manager.unpin(running)
         await until(lambda: a.knows("poet") and b.knows("poet"))
         assert a.node.adapter("poet") == b.node.adapter("poet") == meaning
 

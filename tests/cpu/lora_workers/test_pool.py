@@ -20,7 +20,7 @@ from caraserve.cpu.shared_memory import SharedRegion
 from caraserve.cpu.weights import convert, dummy_reader, load_model, to_float32
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES, parse_spec
-from caraserve.profiling.microbench import Device
+from caraserve.profiling.microbench import MeasuredBackend
 from caraserve.util.units import align_up
 
 SPEC = parse_spec(
@@ -216,7 +216,7 @@ def hand_over(backend: CpuBackend, adapter: HostAdapter) -> NDArray[np.float32]:
 
     A hand-over whose worker does not get its core in time is given up, as it should be: it is done again.
     """
-    Device(backend).load(adapter, SLOT)
+    MeasuredBackend(backend).load(adapter, SLOT)
     inputs_of(backend)[:] = np.random.default_rng(0).standard_normal((TOKENS, SPEC.hidden))
     lora, deltas = backend._lora, np.full((TOKENS, sum(WIDTHS)), np.nan, np.float32)
     for _ in range(100):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caraserve.core.batch import Plan, Row
+from caraserve.core.batch import Batch, ScheduledRow
 from caraserve.gpu.forward.graphs import Bucket, GraphSet, bucket_of, buckets
 
 ROWS, TOKENS = 100, 1500
@@ -21,9 +21,9 @@ def captured(made: GraphSet) -> GraphSet:
     return made
 
 
-def plan(*counts: int, adapter: int = 0, merged: int | None = None) -> Plan:
-    rows = tuple(Row(slot, 5, count, adapter, samples=True) for slot, count in enumerate(counts))
-    return Plan((), (), rows, merged)
+def plan(*counts: int, adapter: int = 0, merged: int | None = None) -> Batch:
+    rows = tuple(ScheduledRow(slot, 5, count, adapter, samples=True) for slot, count in enumerate(counts))
+    return Batch((), (), rows, merged)
 
 
 # --- what a plan needs ---
@@ -43,8 +43,8 @@ def test_adapters_those_on_their_way_and_merged_ones_are_told_apart() -> None:
 
 
 def test_a_plan_whose_every_token_is_scored_takes_no_graph() -> None:
-    scored = Row(0, 0, 4, 0, samples=False, prompt_logprobs=0)
-    assert bucket_of(Plan((), (), (scored,)), (), ALL) is None
+    scored = ScheduledRow(0, 0, 4, 0, samples=False, prompt_logprobs=0)
+    assert bucket_of(Batch((), (), (scored,)), (), ALL) is None
 
 
 # --- which graph it takes ---
