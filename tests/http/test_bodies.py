@@ -52,14 +52,14 @@ async def test_all_bodies_together_are_bounded_and_small_ones_are_always_taken(
     chunked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = asyncio.Event()
-    real = budget.Bodies.hold
+    real = budget.BodyBudget.hold
 
-    def hold(self: budget.Bodies, *args: object) -> None:
+    def hold(self: budget.BodyBudget, *args: object) -> None:
         real(self, *args)  # type: ignore[arg-type]
         if self.held_bytes >= 9_000:
             held.set()
 
-    monkeypatch.setattr(budget.Bodies, "hold", hold)
+    monkeypatch.setattr(budget.BodyBudget, "hold", hold)
     async with serving(FakeEngine(), max_body_bytes=2_500) as client:
         writers = [await unfinished(client, 2_500 - 1, chunked=chunked) for _ in range(6)]
         writers.append(await unfinished(client, 2_000, chunked=chunked))

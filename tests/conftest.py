@@ -1,11 +1,23 @@
-"""Tests of this folder may be coroutines; each gets an event loop of its own and a bound on its time."""
+"""Tests may be coroutines, each with an event loop of its own and a bound on its time; each leaves the log as it was."""
 
 import asyncio
 import inspect
+import logging
+from collections.abc import Iterator
 
 import pytest
 
 TIMEOUT_S = 120.0  # what takes this long hangs, on a machine with much else to do, too
+
+
+@pytest.fixture(autouse=True)
+def _log_as_before() -> Iterator[None]:
+    """Takes back what commands that run in this process do to the log: other tests read it."""
+    log = logging.getLogger("caraserve")
+    handlers, level, propagate = list(log.handlers), log.level, log.propagate
+    yield
+    log.handlers[:], log.propagate = handlers, propagate
+    log.setLevel(level)
 
 
 @pytest.hookimpl(tryfirst=True)
