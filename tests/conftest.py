@@ -1,4 +1,4 @@
-"""Tests may be coroutines, each with an event loop of its own and a bound on its time; each leaves the log as it was."""
+"""Tests may be coroutines, each with an event loop and a bound on its time; every test leaves the log as it was."""
 
 import asyncio
 import inspect

@@ -1,8 +1,8 @@
 """What the CUDA backend asks of the driver: streams, events, copies, words to wait for, graphs.
 
 `cuda_driver.py` has these operations of a device; tests replay their semantics on the host. Operations of one stream
-run in the order of issue; between streams there is no order but what events and words make. Nothing here blocks the caller
-except `synchronize`, `register_host` and what says so.
+run in the order of issue; between streams only events and words order them. Nothing here blocks the caller except
+`synchronize`, `register_host` and what says so.
 """
 
 from collections.abc import Callable
