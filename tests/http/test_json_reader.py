@@ -46,6 +46,17 @@ def test_a_large_body_has_the_values_that_it_was_written_from(value: Any, ascii_
     assert asyncio.run(parse_object(body)) == orjson.loads(body)
 
 
+@settings(deadline=None, max_examples=150)
+@given(_VALUES, st.integers(0), st.binary(max_size=2))
+def test_a_damaged_body_gives_the_same_values_or_refusal_whole_and_piece_by_piece(
+    value: Any, position: int, damage: bytes
+) -> None:
+    fields = b'"value":' + json.dumps(value).encode() + b"}"
+    at = position % len(fields)
+    small, big = asyncio.run(both(fields[:at] + damage + fields[at + 1 :]))
+    assert small == big
+
+
 @pytest.mark.parametrize(
     "rest",
     [

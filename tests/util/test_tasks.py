@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from caraserve.util.tasks import Tasks
+from caraserve.util.tasks import Tasks, in_turns
 
 
 def test_an_owners_tasks_are_known_until_they_end_and_a_defect_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -44,3 +44,25 @@ def test_an_owner_ends_all_its_tasks_and_waits_for_them(caplog: pytest.LogCaptur
 
     assert asyncio.run(body()) == ["a", "b"]
     assert not caplog.records
+
+
+def test_a_long_loop_rests_after_each_millisecond_of_work_so_that_other_threads_run() -> None:
+    async def body() -> tuple[list[int], float]:
+        work_ms = iter(range(100))
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        items = [item async for item in in_turns(range(10), now=lambda: 0.001 * next(work_ms))]
+        return items, loop.time() - began_s
+
+    items, took_s = asyncio.run(body())
+    assert items == list(range(10))
+    assert took_s >= 5 * 0.001
+
+
+def test_a_short_loop_does_not_rest() -> None:
+    async def body() -> bool:
+        other = asyncio.create_task(asyncio.sleep(0))
+        items = [item async for item in in_turns(range(10), now=lambda: 0.0)]
+        return len(items) == 10 and not other.done()
+
+    assert asyncio.run(body())
