@@ -224,7 +224,6 @@ async def serve(
     from caraserve.http.app import make_app, start_http
     from caraserve.http.binding import bind
     from caraserve.http.peer_routes import add_peer_routes, start_peer_http
-    from caraserve.serve_adapters import make_fleet_adapters
 
     model_config, lora_config = with_demo(model_config, lora_config)
     if cluster_config.routing is not None and not cluster_config.peers:
@@ -245,7 +244,7 @@ async def serve(
             stack.push_async_callback(node.close)
             dispatch = serve_cluster.make_dispatch(node, served.engine, cluster_config, admission)
             stack.push_async_callback(dispatch.relays.close)
-            adapters = make_fleet_adapters(
+            adapters = serve_cluster.make_fleet_adapters(
                 *(node, served.engine, served.reader, served.spec, lora_config, cluster_config, admission.dialling)
             )
             stack.push_async_callback(adapters.close)

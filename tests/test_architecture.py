@@ -25,7 +25,7 @@ SOURCES = sorted(
 
 # Folders and single modules, from the command line down: each imports only from those below it.
 LAYERS = (
-    *("__main__", "cli", "serve", "serve_cluster", "serve_adapters", "start_checks"),  # arguments, and all wiring
+    *("__main__", "cli", "serve", "serve_cluster", "start_checks"),  # arguments, and all wiring
     *("bench", "http", "cluster"),
     *("loop", "profiling", "engine", "lora", "kv", "tokenizer"),
     *("backend_factory", "gpu", "cpu"),

@@ -23,7 +23,7 @@ from caraserve.cluster.routing.cost import Links
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.state.replicated_map import Adapter, Facts
 from caraserve.cluster.transfer.peer_client import Transfers, Trouble
-from caraserve.serve_adapters import planned
+from caraserve.serve_cluster import planned
 from tests.cluster.nodes import KEYS, Instances, instances, until
 
 MODEL = PerfModel(0.01, 0.1, 5.0, True, 1.0, 0.05, 0.001)

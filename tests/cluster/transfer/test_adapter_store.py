@@ -16,7 +16,7 @@ from caraserve.cluster.transfer.disk_cache import Stored, size_of
 from caraserve.cluster.transfer.upload import Busy
 from caraserve.core.lora_layout import HostAdapter
 from caraserve.errors import InvalidRequest
-from caraserve.serve_adapters import disk_bytes
+from caraserve.serve_cluster import disk_bytes
 from tests.cluster.images import MODEL, image
 from tests.cluster.nodes import until
 from tests.cluster.pools import Member, pools
