@@ -1,44 +1,45 @@
-"""What whoever runs a decoder layer and the CPU LoRA workers agree on: the words they share, and who writes them.
+"""The contract of a hand-off between a decoder layer and the CPU LoRA workers (Toppings §4.2): words in shared memory.
 
-Toppings §4.2. A hand-over asks workers for `x A B` of slices of one layer's tokens, for all modules that read
-the same x. There is a block of words for each worker, and each word has one writer:
+A hand-off asks workers for `x A B` of slices of one layer's tokens, for all modules that read the same x. Each worker
+has a block of int64 words, and each word has one writer:
 
-    request      caller      number of the last hand-over published; release, after the slices
-    vigil        caller      not 0: the worker must not sleep, for a device that publishes cannot wake it
-    done         worker      number of the last hand-over computed; release, after the deltas
-    progress     worker      counts pieces of work, so that slow and stuck can be told apart
-    asleep       both        1: the worker sleeps on this word; who publishes sets 0 and wakes it
-    incarnation  supervisor  0: nobody is there; otherwise the number of this worker's present life
-    started_ns, ended_ns     worker, monotonic clock, of the last hand-over
+    request      caller      number of the last hand-off published; release, after the slices
+    keep_awake   caller      not 0: the worker must not sleep, because a device that publishes cannot wake it
+    done         worker      number of the last hand-off computed; release, after the deltas
+    progress     worker      counts pieces of work: tells a slow worker from a stuck one
+    asleep       both        1: the worker sleeps on this word; a caller that publishes sets 0 and wakes it
+    incarnation  supervisor  0: no process; otherwise a number that no earlier process of this worker had
+    started_ns, ended_ns     worker, monotonic clock, of the last hand-off
 
-followed by the number of slices and the slices. A slice may name a bell, three words outside the blocks that are the
-caller's until it publishes: each worker that is done takes one off `left`, and who takes the last sets the bell to
-`value`. That is a word that a device's stream can wait for. Positions are offsets into the shared region.
+followed by the number of slices and the slices. A slice may name a completion counter, three words outside the blocks
+that belong to the caller until it publishes: `flag`, `left`, `value`. Each worker that finishes a slice takes one off
+`left`, and the one that takes the last sets `flag` to `value`, which a device's stream can wait for. Positions are
+offsets into the shared region.
 
-The caller hands over to a worker only if it is alive and has done what it was asked before, and a worker writes deltas
-only into an area of its own; so one that was given up (killed, stopped, or merely late) can never write where another
-result is expected.
+The caller hands off to a worker only if it is alive and has finished its previous hand-off, and a worker writes deltas
+only into an area of its own. So a worker that was given up (killed, stopped or late) never writes where another result
+is expected.
 
-A caller waits while the worker's progress moves; when it stops, or the incarnation is no longer the one that was asked,
-the caller computes the slice itself, in the same order of sums: the bits are the same whoever did the work.
+A caller waits while the worker's progress moves. When progress stops, or the incarnation has changed, the caller
+computes the slice itself in the same order of sums, so the bits are the same.
 
-An adapter's bytes are never freed while a hand-over for it is awaited. A worker that was given up may still read them
-later; what it makes of them is awaited by nobody.
+An adapter's bytes are never freed while a hand-off for it is awaited. A worker that was given up may still read them
+later, but its result is not used.
 """
 
 from caraserve.cpu.structs import LORA_ENTRY
 
-_LINE = 128  # two cache lines: the neighbour is prefetched
+_LINE = 128  # two cache lines: the CPU prefetches the neighbour
 REQUEST, DONE, PROGRESS, ASLEEP, INCARNATION = (_LINE * line for line in range(5))
 STARTED_NS, ENDED_NS = DONE + 8, DONE + 16  # on the line of their writer
-VIGIL = REQUEST + 8
-COUNT = _LINE * 5  # slices in the hand-over
+KEEP_AWAKE = REQUEST + 8
+COUNT = _LINE * 5  # slices in the hand-off
 SLICES = _LINE * 6
 
 # A slice: int64 words, then up to three modules.
-SLICE_X, SLICE_X_STRIDE, SLICE_K, SLICE_ROWS, SLICE_Y, SLICE_Y_STRIDE, SLICE_SITES, SLICE_BELL = range(8)
+SLICE_X, SLICE_X_STRIDE, SLICE_K, SLICE_ROWS, SLICE_Y, SLICE_Y_STRIDE, SLICE_SITES, SLICE_COUNTER = range(8)
 SLICE_HEAD_BYTES = 64
-BELL_LEFT, BELL_VALUE = 8, 16  # from the bell's first word; SLICE_BELL 0: none
+COUNTER_LEFT, COUNTER_VALUE = 8, 16  # offsets from the counter's first word; SLICE_COUNTER 0: none
 # A module: a LORA_ENTRY whose A and B are offsets, then its panels and where its first column lies in a row of y.
 SITE_PANELS, SITE_COLUMN_BYTES = LORA_ENTRY.itemsize // 8, LORA_ENTRY.itemsize // 8 + 1
 SITE_BYTES = LORA_ENTRY.itemsize + 16

@@ -76,7 +76,7 @@ class Desk:
         self.letter = np.zeros(work_orders.letter_bytes(workers) // 8, np.int64)
         self.workers.start()
         assert self.workers.await_all(PATIENCE_NS / 1e9)
-        self.workers.keep_vigil(True)
+        self.workers.keep_awake(True)
 
     def _adapter(self) -> tuple[list[work_orders.Module], list[Matrix]]:
         rng, modules, products = np.random.default_rng(0), [], []

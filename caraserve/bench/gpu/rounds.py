@@ -73,7 +73,7 @@ def counter(rig: Rig, acc: Accelerator) -> Iterator[Counter]:
     try:
         if not workers.await_all(_BIRTH_S):
             raise BackendFailed(f"no CPU LoRA worker was there within {_BIRTH_S:.0f} s")
-        workers.keep_vigil(True)
+        workers.keep_awake(True)
         yield Counter(acc, region, base, workers, blocks, adapter, words, host_x, deltas)
     finally:
         workers.close()
@@ -82,7 +82,7 @@ def counter(rig: Rig, acc: Accelerator) -> Iterator[Counter]:
 
 
 def play(desk: Counter, rounds: int, generator: torch.Generator, *, by_stream: bool) -> float:
-    """So many rounds, looked at when all are done; s of each. `by_stream`: the stream waits for the worker's bell, and
+    """So many rounds, looked at when all are done; s of each. `by_stream`: the stream waits for the counter, and
     not a kernel for its number. Raises WrongResult."""
     acc, width, columns = desk.acc, 3 * _SHAPE.hidden, tuple(range(0, 3 * _SHAPE.hidden, _SHAPE.hidden))
     x = acc.random(generator, rounds, _ROWS, _SHAPE.hidden)

@@ -184,7 +184,7 @@ def _write_slice(model, lora, piece, adapter, layer, site, sites, x, x_stride, k
             store_i64(at + 8 * shared.SITE_COLUMN_BYTES, _delta_column(model, site + which))
             count += 1
     store_i64(piece + 8 * shared.SLICE_SITES, count)
-    store_i64(piece + 8 * shared.SLICE_BELL, 0)
+    store_i64(piece + 8 * shared.SLICE_COUNTER, 0)
 
 
 @kernel

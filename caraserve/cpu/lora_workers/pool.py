@@ -114,12 +114,12 @@ class Workers:
             if watching:
                 os.eventfd_write(self._wake, 1)
 
-    def keep_vigil(self, vigil: bool) -> None:
+    def keep_awake(self, awake: bool) -> None:
         """Has all workers stay awake while a device, which cannot wake them, may hand layers over."""
-        from caraserve.cpu.lora_workers.worker import keep_vigil
+        from caraserve.cpu.lora_workers.worker import keep_awake
 
         for worker in self._workers:
-            keep_vigil(int(worker.words.ctypes.data), vigil)
+            keep_awake(int(worker.words.ctypes.data), awake)
 
     def states(self) -> list[WorkerState]:
         """All places."""
@@ -174,7 +174,7 @@ class Workers:
                 elif key.data is None:
                     self._hear_zygote()
                 else:
-                    self._bury(key.data)
+                    self._on_worker_exit(key.data)
             stuck = self._kill_stuck()
             self._looking = self._watching or stuck
             self._ask_again()
@@ -247,7 +247,7 @@ class Workers:
         with self.changed:
             self.changed.notify_all()
 
-    def _bury(self, worker: _Worker) -> None:
+    def _on_worker_exit(self, worker: _Worker) -> None:
         worker.words[INCARNATION // 8] = 0  # first: somebody may be waiting for it
         assert worker.pidfd is not None
         self._selector.unregister(worker.pidfd)

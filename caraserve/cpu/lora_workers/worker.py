@@ -19,8 +19,8 @@ _PAUSES = 400  # about 10 µs: the next hand-over of the same layer comes within
 _YIELDS = 200  # then gives the core away between two looks, in case the caller needs it
 _ENTRY_BYTES = LORA_ENTRY.itemsize
 _call8, _call9 = call_by_address(8), call_by_address(9)
-_REQUEST, _VIGIL, _DONE, _PROGRESS, _ASLEEP = (
-    np.int64(at) for at in (handoff.REQUEST, handoff.VIGIL, handoff.DONE, handoff.PROGRESS, handoff.ASLEEP)
+_REQUEST, _KEEP_AWAKE, _DONE, _PROGRESS, _ASLEEP = (
+    np.int64(at) for at in (handoff.REQUEST, handoff.KEEP_AWAKE, handoff.DONE, handoff.PROGRESS, handoff.ASLEEP)
 )
 _SLICE_BYTES, _SITE_BYTES = np.int64(handoff.SLICE_BYTES), np.int64(handoff.SITE_BYTES)
 SCRATCH_BYTES = align_up(_ENTRY_BYTES + 16, 64) + 4 * handoff.BLOCK_TOKENS * MAX_RANK
@@ -34,12 +34,12 @@ def _await_request(block, seen):  # type: ignore[no-untyped-def]
         looks += 1
         if looks < _PAUSES:
             spin_pause()
-        elif looks < _PAUSES + _YIELDS or load_acquire(block + _VIGIL) != 0:
+        elif looks < _PAUSES + _YIELDS or load_acquire(block + _KEEP_AWAKE) != 0:
             sched_yield()
         else:
             store_release(block + _ASLEEP, 1)
-            fence()  # either we see the request or the vigil now, or the caller sees that we sleep
-            if load_acquire(block + _REQUEST) == seen and load_acquire(block + _VIGIL) == 0:
+            fence()  # either the request or `keep_awake` is seen here, or the caller sees `asleep`
+            if load_acquire(block + _REQUEST) == seen and load_acquire(block + _KEEP_AWAKE) == 0:
                 sleep_while(block + _ASLEEP, 1)
             store_release(block + _ASLEEP, 0)
 
@@ -75,11 +75,11 @@ def _compute_slice(block, base, piece, shrink, expand, scratch):  # type: ignore
 
 
 @kernel
-def _ring(base, piece):  # type: ignore[no-untyped-def]
-    """Tells the slice's bell that its deltas are there."""
-    bell = word(piece, handoff.SLICE_BELL)
-    if bell != 0 and fetch_add(base + bell + handoff.BELL_LEFT, -1) == 1:
-        store_release(base + bell, load_acquire(base + bell + handoff.BELL_VALUE))
+def _count_down(base, piece):  # type: ignore[no-untyped-def]
+    """Counts a finished slice; the last one sets the completion counter's flag to its value."""
+    counter = word(piece, handoff.SLICE_COUNTER)
+    if counter != 0 and fetch_add(base + counter + handoff.COUNTER_LEFT, -1) == 1:
+        store_release(base + counter, load_acquire(base + counter + handoff.COUNTER_VALUE))
 
 
 @entry
@@ -93,23 +93,24 @@ def _work(block, base, seen, shrink, expand, scratch, lives):  # type: ignore[no
         for index in range(word(block, handoff.COUNT // 8)):
             _compute_slice(block, base, block + handoff.SLICES + index * _SLICE_BYTES, shrink, expand, scratch)
         for index in range(word(block, handoff.COUNT // 8)):
-            _ring(base, block + handoff.SLICES + index * _SLICE_BYTES)  # before it is done: then slices may change
+            # Before `done`: from then on the caller may change the slices.
+            _count_down(base, block + handoff.SLICES + index * _SLICE_BYTES)
         store_i64(block + handoff.ENDED_NS, now_ns(clock))
         store_release(block + _DONE, seen)
 
 
 @entry
-def _keep_vigil(block, vigil):  # type: ignore[no-untyped-def]
-    store_release(block + _VIGIL, vigil)
-    fence()  # either we see that it sleeps, or it sees the vigil
-    if vigil != 0 and load_acquire(block + _ASLEEP) != 0:
+def _keep_awake(block, awake):  # type: ignore[no-untyped-def]
+    store_release(block + _KEEP_AWAKE, awake)
+    fence()  # either `asleep` is seen here, or the worker sees `keep_awake`
+    if awake != 0 and load_acquire(block + _ASLEEP) != 0:
         store_release(block + _ASLEEP, 0)
         wake(block + _ASLEEP)
 
 
-def keep_vigil(block: int, vigil: bool) -> None:
+def keep_awake(block: int, awake: bool) -> None:
     """Has the worker of the block at an address stay awake, or lets it sleep again; from any process."""
-    _keep_vigil(block, int(vigil))
+    _keep_awake(block, int(awake))
 
 
 def work(block: int, base: int, seen: int) -> None:

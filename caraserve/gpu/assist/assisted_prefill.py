@@ -313,7 +313,7 @@ class Asides:
     def _attend(self, under_way: bool) -> None:
         """Has workers stay awake, and those that have stopped be replaced, while chunks are under way: a book that one
         of these may still write to is nobody's until then."""
-        self._workers.keep_vigil(under_way)
+        self._workers.keep_awake(under_way)
         self._workers.watch(under_way)
 
     def warm_up(self, settle: Callable[[], None]) -> None:
@@ -335,7 +335,7 @@ class Asides:
         self._driver.fill(self._flags.data_ptr(), self._flags.nbytes, stream)
         settle()
         self._books.give_back(book)
-        self._workers.keep_vigil(False)
+        self._workers.keep_awake(False)
 
     # --- what a chunk is made of ---
 

@@ -61,7 +61,8 @@ class Region:
 @dataclass(frozen=True, slots=True)
 class Terms:
     """Device addresses of the words that decide. `arrived` gets the value `wanted` with the layer's weights; `status`
-    gets `generation` when all is given up; x_flag and y_flag are set to it (0: nobody looks). The y_flag is a bell."""
+    gets `generation` when all is given up; x_flag and y_flag are set to it (0: nobody looks). The y_flag is a
+    completion counter."""
 
     deadline_ns: int
     arrived: int
@@ -100,7 +101,7 @@ def write_letter(
     head = (len(errands), errands[0].first if errands else 0, rows, terms.deadline_ns, terms.arrived, terms.wanted)
     into[:_HEAD_WORDS] = 0
     into[: len(head) + 4] = (*head, terms.status, terms.generation, terms.x_flag, terms.y_flag)
-    bell = terms.y_flag - region.device_base if terms.y_flag else 0
+    counter = terms.y_flag - region.device_base if terms.y_flag else 0
     adapted = sum(1 << index for index, module in enumerate(modules) if module.rank)
     for index, errand in enumerate(errands):
         words = into[_HEAD_WORDS + index * _ERRAND_WORDS :][:_ERRAND_WORDS]
@@ -114,11 +115,11 @@ def write_letter(
             deltas,
             adapted,
         )
-        _write_slice(words[_ERRAND_HEAD_WORDS:], errand, modules, region, bell)
+        _write_slice(words[_ERRAND_HEAD_WORDS:], errand, modules, region, counter)
 
 
 def _write_slice(
-    words: NDArray[np.int64], errand: Errand, modules: Sequence[Module], region: Region, bell: int
+    words: NDArray[np.int64], errand: Errand, modules: Sequence[Module], region: Region, counter: int
 ) -> None:
     columns, stride = delta_columns(modules)
     words[:] = 0
@@ -127,7 +128,7 @@ def _write_slice(
     words[handoff.SLICE_K] = region.inputs
     words[handoff.SLICE_ROWS] = errand.rows
     words[handoff.SLICE_Y], words[handoff.SLICE_Y_STRIDE] = errand.deltas, 4 * stride
-    words[handoff.SLICE_BELL] = bell
+    words[handoff.SLICE_COUNTER] = counter
     adapted = [(module, column) for module, column in zip(modules, columns, strict=True) if module.rank]
     words[handoff.SLICE_SITES] = len(adapted)
     for index, (module, column) in enumerate(adapted):

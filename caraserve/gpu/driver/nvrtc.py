@@ -58,7 +58,7 @@ class Compiled:
 
 def definitions(activation: Dtype) -> Mapping[str, int]:
     """The numbers that the kernels share with Python."""
-    words = ("REQUEST", "DONE", "INCARNATION", "COUNT", "SLICES", "SLICE_BYTES", "BELL_LEFT", "BELL_VALUE")
+    words = ("REQUEST", "DONE", "INCARNATION", "COUNT", "SLICES", "SLICE_BYTES", "COUNTER_LEFT", "COUNTER_VALUE")
     return {"ACTIVATION": activation.value, **{name: getattr(handoff, name) for name in words}}
 
 

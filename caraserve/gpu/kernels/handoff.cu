@@ -41,7 +41,7 @@ struct Letter {
     u64 status;      // u32 in host memory: the generation that was given up
     i64 generation;
     u64 x_flag;      // set to the generation when x is there; 0: nobody looks
-    u64 y_flag;      // a bell: set to the generation by the last worker, or here when none is asked; 0: nobody waits
+    u64 y_flag;      // a completion counter: set to the generation by the last worker, or here when none is asked; 0: nobody waits
     i64 spare[2];
     Errand errand[1];
 };
@@ -97,8 +97,8 @@ KERNEL __launch_bounds__(256) handoff_publish(const Letter* letter, const activa
     if (sends && !is_free(errand, asked)) busy = 1; // all who write this write the same
     const bool asks = !arrived && !given_up;
     if (threadIdx.x == 0 && letter->y_flag != 0 && asks) {
-        *(i64*)(letter->y_flag + BELL_LEFT) = letter->errands;
-        *(i64*)(letter->y_flag + BELL_VALUE) = letter->generation;
+        *(i64*)(letter->y_flag + COUNTER_LEFT) = letter->errands;
+        *(i64*)(letter->y_flag + COUNTER_VALUE) = letter->generation;
         fence_system();
     }
     __syncthreads();

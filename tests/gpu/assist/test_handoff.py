@@ -40,7 +40,7 @@ def alone(desks: dict[int, Desk]) -> Desk:
 
 def fresh(desk: Desk) -> Desk:
     desk.await_all()
-    desk.workers.keep_vigil(True)
+    desk.workers.keep_awake(True)
     desk.arrived[0], desk.errors[0], desk.activation = 0, 0, Dtype.F32
     return desk
 
@@ -103,7 +103,7 @@ def test_a_stream_may_wait_for_the_bell_instead(pair: Desk) -> None:
 
 
 def test_weights_that_have_arrived_are_used(pair: Desk) -> None:
-    """Nobody is asked, and who waits for the bell goes on."""
+    """No worker is asked, and a stream that waits for the completion counter goes on."""
     pair.arrived[0] = ARRIVED
     pair.begin()
     asked = [pair.word(worker, handoff.REQUEST) for worker in range(2)]
@@ -247,9 +247,9 @@ def test_a_worker_keeps_vigil_for_a_device_that_cannot_wake_it(alone: Desk) -> N
         return alone.workers.states()[0].is_asleep
 
     assert not comes_true(is_asleep, 0.2)
-    alone.workers.keep_vigil(False)
+    alone.workers.keep_awake(False)
     assert comes_true(is_asleep)
-    alone.workers.keep_vigil(True)
+    alone.workers.keep_awake(True)
     assert not is_asleep()
     alone.begin()
     alone.publish()

@@ -123,7 +123,7 @@ def test_a_driver_that_dies_or_hangs_takes_nobody_along(library: Path, monkeypat
 
 
 def test_nothing_heavy_is_imported_to_find_out() -> None:
-    code = "import sys; from caraserve.gpu import detect; detect.detect('auto'); detect.installed()"
+    code = "import sys; from caraserve.gpu.driver import detect; detect.detect('auto'); detect.installed()"
     code += "; print(*sorted({'torch', 'cupy', 'triton', 'numpy'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""

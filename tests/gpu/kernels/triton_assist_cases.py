@@ -59,7 +59,7 @@ class Office:
         self.workers = Workers(self.region, self.blocks, (cores[0], cores[-1]), BLOCK_BYTES)
         self.workers.start()
         assert self.workers.await_all(PATIENCE_NS / 1e9)
-        self.workers.keep_vigil(True)
+        self.workers.keep_awake(True)
         self.number = 0
 
     @property
