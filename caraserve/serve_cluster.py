@@ -22,18 +22,18 @@ from caraserve.cluster.membership.auth import Keyring
 from caraserve.cluster.membership.dns import Resolver
 from caraserve.cluster.membership.node import Body, Node, NodeConfig
 from caraserve.cluster.membership.secret_file import LOOPBACK_SECRET, SecretFile
-from caraserve.cluster.placement.planner import Planner
-from caraserve.cluster.placement.reconciler import Mending
-from caraserve.cluster.routing.cost import Links
-from caraserve.cluster.routing.forward_auth import Gate
-from caraserve.cluster.routing.forwarding import LOCAL, Forwarding, Slo, takes_nothing
+from caraserve.cluster.placement.planner import PlacementPlanner
+from caraserve.cluster.placement.reconciler import Reconciler
+from caraserve.cluster.routing.cost import LinkSpeeds
+from caraserve.cluster.routing.forward_auth import ForwardVerifier
+from caraserve.cluster.routing.forwarding import LOCAL, Forwarding, LatencyTargets, refuses_new_requests
 from caraserve.cluster.routing.perf_model import DriftWatch
 from caraserve.cluster.state import persistence
 from caraserve.cluster.state.publisher import Publisher
 from caraserve.cluster.transfer import disk_cache
-from caraserve.cluster.transfer.adapter_pool import Pool
-from caraserve.cluster.transfer.adapter_store import HOLD
-from caraserve.cluster.transfer.peer_client import Transfers
+from caraserve.cluster.transfer.adapter_pool import AdapterPool
+from caraserve.cluster.transfer.adapter_store import KEEP_QUESTION
+from caraserve.cluster.transfer.peer_client import PeerClient
 from caraserve.cluster.transfer.upload import Routes
 from caraserve.config import PRELOADED_MODES, ClusterConfig, HttpConfig, LoraConfig
 from caraserve.core.batch import ScheduledRow
@@ -131,7 +131,7 @@ def make_node(cluster: ClusterConfig, lora: LoraConfig, admission: Admission, mo
 
 def make_dispatch(node: Node, engine: Engine, cluster: ClusterConfig, admission: Admission) -> Dispatch:
     """What other instances answer for this one, and this one for others. `close` its relays when HTTP has ended."""
-    slo = Slo(cluster.slo_ttft_ms or inf, cluster.slo_tpot_ms or inf)
+    slo = LatencyTargets(cluster.slo_ttft_ms or inf, cluster.slo_tpot_ms or inf)
     routing = cluster.routing or "auto"
     chosen = None
     if routing != LOCAL:
@@ -140,9 +140,9 @@ def make_dispatch(node: Node, engine: Engine, cluster: ClusterConfig, admission:
         )
 
         chosen = policy(routing)
-    forwarding = Forwarding(node, chosen, slo, engine.catalog.find, lambda: takes_nothing(engine), rng=Random())
+    forwarding = Forwarding(node, chosen, slo, engine.catalog.find, lambda: refuses_new_requests(engine), rng=Random())
     relays = PeerProxy(lambda: node.name, lambda: node.keys, admission.dialling)
-    gate = Gate(lambda: node.name, lambda: node.keys)
+    gate = ForwardVerifier(lambda: node.name, lambda: node.keys)
     return Dispatch(forwarding, relays, gate, QueueRebalancer(engine, forwarding))
 
 
@@ -151,25 +151,25 @@ class FleetAdapters:
     """Made with the node, joined with it, closed after it."""
 
     node: Node
-    pool: Pool
-    transfers: Transfers
-    planner: Planner | None
+    pool: AdapterPool
+    transfers: PeerClient
+    planner: PlacementPlanner | None
     can_fetch: bool  # False: the adapters of the start are all that this instance will ever serve
 
     def routes(self) -> Routes:
         """For the port on which other instances ask."""
-        return [*self.pool.keeping.lending.routes(), *(self.planner.routes() if self.planner else ())]
+        return [*self.pool.store.uploads.routes(), *(self.planner.routes() if self.planner else ())]
 
     def prepare(self, publisher: Publisher, forwarding: Forwarding) -> None:
         """Before the node starts."""
         node, pool = self.node, self.pool
 
         def answer(peer: str, body: Body) -> Body:
-            return pool.keeping.answer(peer, body) if body[:1] == (HOLD,) else forwarding.quote(peer, body)
+            return pool.store.answer(peer, body) if body[:1] == (KEEP_QUESTION,) else forwarding.quote(peer, body)
 
         node.on_question, publisher.on_wanted = answer, pool.adopt
         if self.can_fetch:
-            forwarding.exchange = pool
+            forwarding.fetcher = pool
         if self.planner is not None:
             self.planner.on_plan = forwarding.adopt
 
@@ -197,7 +197,7 @@ class FleetAdapters:
         metrics.show(planner.families)
         background.run(stack, planner.run, "cluster planner")
         if self.can_fetch:
-            mending = Mending(self.node, self.pool)
+            mending = Reconciler(self.node, self.pool)
             metrics.show(mending.families)
             background.run(stack, lambda: mending.run(lambda: planner.plan), "cluster mending")
 
@@ -230,14 +230,14 @@ def make_fleet_adapters(
     tls: ssl.SSLContext | None,
 ) -> FleetAdapters:
     """`tls`: for dialling. Raises ConfigError."""
-    stored = disk_cache.Stored(disk_cache.beside(lora.registry) if lora.registry else None, model)
-    transfers = Transfers(lambda: node.keys, tls)
+    stored = disk_cache.DiskCache(disk_cache.beside(lora.registry) if lora.registry else None, model)
+    transfers = PeerClient(lambda: node.keys, tls)
     most_bytes = disk_bytes(cluster.adapter_disk_bytes, is_temporary=lora.registry is None)
-    pool = Pool(node, engine.catalog, reader, stored, transfers, model, most_bytes)
+    pool = AdapterPool(node, engine.catalog, reader, stored, transfers, model, most_bytes)
     planner = None
     if (routing := planned(cluster.routing or "auto")) is not None:
         slo_ms = cluster.slo_tpot_ms or inf
-        planner = Planner(node, transfers, routing, lora.max_host_adapters_bytes, slo_ms)
+        planner = PlacementPlanner(node, transfers, routing, lora.max_host_adapters_bytes, slo_ms)
     return FleetAdapters(node, pool, transfers, planner, lora.loading_mode not in PRELOADED_MODES)
 
 
@@ -250,7 +250,7 @@ async def join(
     metrics: Metrics,
     profile: Profile | None,
     cluster: ClusterConfig,
-    links: Links,
+    links: LinkSpeeds,
     where: tuple[str, int],
     padded_rank: int | None = None,
 ) -> Publisher:
@@ -280,7 +280,7 @@ async def join(
     adapters.join(stack, publisher, engine, metrics)
     await publisher.announce()
     forwarding.joined, forwarding.introduced = True, introduction(node)
-    metrics.show(forwarding.tallies.families)
+    metrics.show(forwarding.routing_metrics.families)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, node.reread_secrets)
     node.background.run(stack, publisher.run, "cluster publisher")
     if cluster.routing == "dlora":
@@ -294,13 +294,13 @@ def introduction(node: Node, now: Callable[[], float] = time.monotonic) -> Calla
     return lambda: node.core.facts.agreed or now() >= ends_s
 
 
-def links_of(profile: Profile | None, lora: LoraConfig) -> Links:
+def links_of(profile: Profile | None, lora: LoraConfig) -> LinkSpeeds:
     """How fast adapters come onto this instance's device, as far as the profile knows."""
     blocks = lora.loading_mode == "ondemand"
     disk_and_fetch = _DISK_BYTES_PER_MS, _FETCH_MS, _FETCH_BYTES_PER_MS
     if profile is None:
-        return Links(0.0, inf, *disk_and_fetch, blocks_batch=blocks)
-    return Links(profile.link_latency_ms, profile.link_bytes_per_s / 1000, *disk_and_fetch, blocks_batch=blocks)
+        return LinkSpeeds(0.0, inf, *disk_and_fetch, blocks_batch=blocks)
+    return LinkSpeeds(profile.link_latency_ms, profile.link_bytes_per_s / 1000, *disk_and_fetch, blocks_batch=blocks)
 
 
 async def _advertised(cluster: ClusterConfig, host: str, port: int) -> str:

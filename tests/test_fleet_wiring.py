@@ -13,7 +13,7 @@ import pytest
 
 from caraserve.cluster.membership.auth import Keyring
 from caraserve.cluster.membership.node import Node, NodeConfig
-from caraserve.cluster.routing.cost import Links
+from caraserve.cluster.routing.cost import LinkSpeeds
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.state.persistence import NamesFile
 from caraserve.config import ClusterConfig, LoraConfig
@@ -49,7 +49,7 @@ def test_whoever_stops_or_cannot_go_on_takes_nothing_from_others(
             node = (await running.start("a")).node
             dispatch = make_dispatch(node, engine, config, Admission(KEYS, None, None))
             try:
-                refusal = dispatch.forwarding.refusal(dispatch.forwarding.arrival(None, 10, 10), insists=True)
+                refusal = dispatch.forwarding.refusal(dispatch.forwarding.arrival(None, 10, 10), force=True)
                 return refusal.reason if refusal else None
             finally:
                 await dispatch.relays.close()
@@ -74,7 +74,7 @@ async def prepared(
 
         async def join_it(accounting_begins: Callable[..., None], profile: Profile | None, rank: int | None) -> None:
             adapters: Any = SimpleNamespace(prepare=lambda *parts: None, join=accounting_begins)
-            parts = (stack, node, dispatch, adapters, engine, metrics, profile, cluster_config(), Links())
+            parts = (stack, node, dispatch, adapters, engine, metrics, profile, cluster_config(), LinkSpeeds())
             await join(*parts, ("127.0.0.1", 1), rank)
 
         yield node, dispatch, join_it

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import web
 
-from caraserve.cluster.routing.forward_auth import INSTANCE
+from caraserve.cluster.routing.forward_auth import INSTANCE_HEADER
 from caraserve.config import HttpConfig
 from caraserve.errors import CaraServeError, ServerBusy, Unauthorized
 from caraserve.http import admin, chat, cluster_pages, completions, tokenize
@@ -158,7 +158,7 @@ async def _sign(request: web.Request, response: web.StreamResponse) -> None:
         response.headers[IGNORED_HEADER] = request[SUMMARY].ignored
     add_headers(request, response, request.app[CONTEXT].config.allowed_origins)
     if ANSWERED_HERE in request:
-        response.headers[INSTANCE] = request[ANSWERED_HERE]
+        response.headers[INSTANCE_HEADER] = request[ANSWERED_HERE]
 
 
 async def _close(app: web.Application) -> None:

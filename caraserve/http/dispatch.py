@@ -13,11 +13,11 @@ from typing import Any
 
 from aiohttp import web
 
-from caraserve.cluster.routing.cost import Estimate
-from caraserve.cluster.routing.forward_auth import REFUSED, Gate, Hop, refusal_text
-from caraserve.cluster.routing.forwarding import Forwarding, Here, Peer, Trip
+from caraserve.cluster.routing.cost import CostEstimate
+from caraserve.cluster.routing.forward_auth import REFUSED_HEADER, ForwardClaims, ForwardVerifier, format_refusal
+from caraserve.cluster.routing.forwarding import Forwarding, LocalTarget, PeerTarget, RoutingAttempts
 from caraserve.cluster.routing.router import Reason, Refusal
-from caraserve.cluster.routing.routing_metrics import count
+from caraserve.cluster.routing.routing_metrics import increment
 from caraserve.core.request import Finish
 from caraserve.errors import BackendFailed, CaraServeError, Draining, Forbidden, Overloaded, Unreachable
 from caraserve.http.context import ANSWERED_HERE, CLIENT, CONTEXT, REQUEST_ID, Client
@@ -34,7 +34,7 @@ from caraserve.http.validation import Fields
 log = logging.getLogger("caraserve.http")
 
 _RETRY_S = 1.0
-_MOVED = Refusal("stale-epoch", Estimate(inf, inf))
+_MOVED = Refusal("stale-epoch", CostEstimate(inf, inf))
 
 Parse = Callable[[Fields, EngineApi, Find, str], Awaitable[Job]]
 
@@ -45,7 +45,7 @@ class Dispatch:
 
     forwarding: Forwarding
     relays: PeerProxy
-    gate: Gate
+    gate: ForwardVerifier
     moves: QueueRebalancer
 
 
@@ -82,7 +82,7 @@ async def answer_forwarded(
 
 @in_time
 async def _answer_admitted(
-    request: web.Request, parse: Parse, dispatch: Dispatch, hop: Hop, body: Body, most_numbers: int
+    request: web.Request, parse: Parse, dispatch: Dispatch, hop: ForwardClaims, body: Body, most_numbers: int
 ) -> web.StreamResponse:
     values = await parse_object(body, most_numbers)
     if hop.seed is not None:
@@ -90,19 +90,19 @@ async def _answer_admitted(
     base_names = request.app[CONTEXT].engine.base_names
     job = await _parsed(request, values, parse, lambda model: None if model in base_names else hop.adapter)
     journey = _Journey(request, dispatch, job, hop=1)
-    refusal = dispatch.forwarding.refusal(journey.arrival, insists=hop.insists, digest=hop.digest)
+    refusal = dispatch.forwarding.refusal(journey.arrival, force=hop.force, digest=hop.digest)
     if refusal is None:
         try:
             response = await journey.here()
         except _MovedError:
             refusal = _MOVED
         else:
-            dispatch.forwarding.tallies.received += 1
+            dispatch.forwarding.routing_metrics.received += 1
             return response
-    count(dispatch.forwarding.tallies.refused, refusal.reason)
+    increment(dispatch.forwarding.routing_metrics.refused, refusal.reason)
     error = Overloaded(f"this instance does not take the request now: {refusal.reason}", retry_after_s=_RETRY_S)
     refused = error_response(error)
-    refused.headers[REFUSED] = refusal_text(refusal)
+    refused.headers[REFUSED_HEADER] = format_refusal(refusal)
     return refused
 
 
@@ -146,14 +146,14 @@ class _Journey:
         words: web.Response | None = None
         while (stop := trip.next()) is not None:
             try:
-                if isinstance(stop, Here):
+                if isinstance(stop, LocalTarget):
                     return await self.here()
                 return await self._there(stop, trip, body, seed)
             except (Overloaded, Draining, Unreachable, BackendFailed) as error:
                 if isinstance(error, BackendFailed):
                     log.error("request %s failed: %s", self._request[REQUEST_ID], error.message)
                 words = error_response(error)
-                trip.failed(Refusal(_reason(error), Estimate(inf, inf)))
+                trip.failed(Refusal(_reason(error), CostEstimate(inf, inf)))
             except _MovedError:
                 trip.failed(_MOVED)
             except RefusedError as refused:
@@ -183,10 +183,10 @@ class _Journey:
                     raise _MovedError from None
                 raise
 
-    async def _there(self, peer: Peer, trip: Trip, body: Body, seed: int | None) -> web.StreamResponse:
+    async def _there(self, peer: PeerTarget, trip: RoutingAttempts, body: Body, seed: int | None) -> web.StreamResponse:
         """Has another instance answer. Raises RefusedError, UnreachedError or Draining when nothing has been sent."""
-        tallies = self._forwarding.tallies
-        meant = None if self._adapter is None else self._forwarding.means(self._adapter)
+        routing_metrics = self._forwarding.routing_metrics
+        meant = None if self._adapter is None else self._forwarding.resolve(self._adapter)
         parcel = ForwardedRequest(
             body, await body_digest(body), trip.id, self._adapter, "" if meant is None else meant.digest, seed
         )
@@ -195,8 +195,8 @@ class _Journey:
             carried = await self._relays.carry(self._request, peer, parcel)
         except UnreachedError as error:
             log.warning("request %s: no answer from %s: %s", self._request[REQUEST_ID], peer.name, error)
-            count(tallies.unreached, peer.name)
-            self._forwarding.shun(peer.name)
+            increment(routing_metrics.unreached, peer.name)
+            self._forwarding.mark_unreachable(peer.name)
             raise
         summary = self._request[SUMMARY]
         summary.forwarded_to, summary.completion_tokens = peer.name, carried.tokens
@@ -204,9 +204,9 @@ class _Journey:
             summary.model = model_label(self._adapter, parcel.adapter_digest)
         if carried.end == "lost":
             log.warning("request %s: %s has gone in the middle of an answer", self._request[REQUEST_ID], peer.name)
-            count(tallies.lost, peer.name)
+            increment(routing_metrics.lost, peer.name)
         elif carried.end == "whole" and carried.response.status < 500:
-            count(tallies.forwarded, peer.name)
+            increment(routing_metrics.forwarded, peer.name)
             self._observe(peer.name, predicted_ms, 1000 * (time.perf_counter() - began_s), carried.tokens)
         return carried.response
 
@@ -218,4 +218,4 @@ class _Journey:
 
     def _observe(self, name: str, predicted_ms: float, took_ms: float, tokens: int) -> None:
         if len(self._job.requests) == 1 and tokens > 0 and self.arrival.hop == 0:
-            self._forwarding.tallies.observe_latency(name, predicted_ms, took_ms / tokens)
+            self._forwarding.routing_metrics.observe_latency(name, predicted_ms, took_ms / tokens)

@@ -23,9 +23,16 @@ from aiohttp import web
 from caraserve.cluster.membership.auth import Keyring
 from caraserve.cluster.membership.dns import Resolver
 from caraserve.cluster.membership.swim import Record, State
-from caraserve.cluster.routing.cost import Estimate
-from caraserve.cluster.routing.forward_auth import INSTANCE, PREFIX, REFUSED, Hop, refusal_of, signed
-from caraserve.cluster.routing.forwarding import Peer
+from caraserve.cluster.routing.cost import CostEstimate
+from caraserve.cluster.routing.forward_auth import (
+    INSTANCE_HEADER,
+    PREFIX,
+    REFUSED_HEADER,
+    ForwardClaims,
+    forward_headers,
+    parse_refusal,
+)
+from caraserve.cluster.routing.forwarding import PeerTarget
 from caraserve.cluster.routing.router import Reason, Refusal
 from caraserve.errors import BackendFailed, Draining, InstanceLost, ServerBusy, Unreachable
 from caraserve.http.context import CLIENT, CONTEXT, REQUEST_ID
@@ -140,7 +147,7 @@ class PeerProxy:
             if not scope.expired():
                 scope.reschedule(0.0)
 
-    async def carry(self, request: web.Request, peer: Peer, parcel: ForwardedRequest) -> ProxyResult:
+    async def carry(self, request: web.Request, peer: PeerTarget, parcel: ForwardedRequest) -> ProxyResult:
         """Has `peer` answer a client's request. Raises UnreachedError, RefusedError, Draining or DeadlineExceeded, the
         client unaware."""
         if self._draining:
@@ -156,18 +163,18 @@ class PeerProxy:
                 return await passage.end_in_error(stopped if self._overdue else None)
             raise stopped if self._overdue else UnreachedError(str(error)) from error
 
-    async def _exchange(self, passage: "_Passage", peer: Peer, parcel: ForwardedRequest) -> ProxyResult:
+    async def _exchange(self, passage: "_Passage", peer: PeerTarget, parcel: ForwardedRequest) -> ProxyResult:
         request = passage.request
-        hop = Hop(
+        hop = ForwardClaims(
             *(parcel.id, peer.attempt, self._me(), peer.name, parcel.adapter, parcel.adapter_digest, parcel.seed),
-            insists=peer.insists,
+            force=peer.force,
             time_ms=int(time.time() * 1000),
             body_digest=parcel.digest,
             client=request[CLIENT].name,
         )
         path = PREFIX + request.path
         headers = {name: value for name in _PASSED_ON if (value := request.headers.get(name)) is not None}
-        headers |= signed(self._keys(), path, hop) | {"X-Request-Id": request[REQUEST_ID]} | remaining(request)
+        headers |= forward_headers(self._keys(), path, hop) | {"X-Request-Id": request[REQUEST_ID]} | remaining(request)
         url = f"{self._scheme}://{peer.address}{path}"
         body = memoryview(parcel.body)
         upstream = await _of_peer(self._session.post(url, data=body, headers=headers, allow_redirects=False))
@@ -202,7 +209,7 @@ class _Passage:
 
     async def take(self, upstream: aiohttp.ClientResponse) -> ProxyResult:
         """Passes an answer on. Raises _GoneError or RefusedError."""
-        if INSTANCE not in upstream.headers:
+        if INSTANCE_HEADER not in upstream.headers:
             raise _GoneError(
                 f"{self._name} lets nothing in: {upstream.status} {(await _of_peer(upstream.text()))[:500]}"
             )
@@ -211,10 +218,10 @@ class _Passage:
         body = await _of_peer(upstream.read())
         headers = {name: value for name in _PASSED_BACK if (value := upstream.headers.get(name)) is not None}
         response = web.Response(body=body, status=upstream.status, headers=headers)
-        if (refused := upstream.headers.get(REFUSED)) is not None:
-            raise RefusedError(refusal_of(refused), response)
+        if (refused := upstream.headers.get(REFUSED_HEADER)) is not None:
+            raise RefusedError(parse_refusal(refused), response)
         if (reason := _reason(upstream.status, body)) is not None:
-            raise RefusedError(Refusal(reason, Estimate(inf, inf)), response)
+            raise RefusedError(Refusal(reason, CostEstimate(inf, inf)), response)
         return ProxyResult(response, _completion_tokens(body))
 
     async def _stream(self, upstream: aiohttp.ClientResponse) -> ProxyResult:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from caraserve.cluster.placement.migration import Queued, rebalanced
+from caraserve.cluster.placement.migration import QueuedRequest, rebalanced
 from caraserve.cluster.routing.cost import Arrival
 from caraserve.cluster.routing.forwarding import Forwarding
 from caraserve.http.generation import Job, RunningJob
@@ -72,10 +72,10 @@ class QueueRebalancer:
             return
         forwarding = self._forwarding
         queue = [
-            Queued(name, here.arrival.adapter, round(here.arrival.prompt_tokens + here.arrival.output_tokens))
+            QueuedRequest(name, here.arrival.adapter, round(here.arrival.prompt_tokens + here.arrival.output_tokens))
             for name, here in queued.items()
         ]
         outstanding, holders = forwarding.outstanding({one.adapter for one in queue})
         for move in rebalanced({forwarding.name: queue}, outstanding, holders, _COST_TOKENS):
             queued[move.request_id].hand_back()
-            forwarding.tallies.moved += 1
+            forwarding.routing_metrics.moved += 1

@@ -37,7 +37,7 @@ from caraserve.bench.workload.arrivals import parse_arrivals
 from caraserve.bench.workload.build import WorkloadSpec, build
 from caraserve.bench.workload.lengths import parse_lengths
 from caraserve.bench.workload.popularity import parse_popularity
-from caraserve.cluster.routing.cost import Links
+from caraserve.cluster.routing.cost import LinkSpeeds
 from caraserve.core import machine_profile as profiles
 
 _RANKS = (8, 16, 32, 64)
@@ -134,7 +134,7 @@ async def _play(server: OwnServer, workload: Workload, names: tuple[str, ...]) -
 
 def _machine(profile: profiles.Profile) -> Machine:
     like = replace(of_papers("padded"), max_running=32, max_step_tokens=256)
-    return replace(of_profile(profile, "measured", like), links=Links())
+    return replace(of_profile(profile, "measured", like), links=LinkSpeeds())
 
 
 def _beside(

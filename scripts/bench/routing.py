@@ -17,10 +17,10 @@ from math import inf
 
 from caraserve.cluster.placement.loraserve import place
 from caraserve.cluster.placement.plan import AdapterDemand, Server
-from caraserve.cluster.routing.cost import Arrival, Backlog, Links, Tier
+from caraserve.cluster.routing.cost import Arrival, Backlog, LinkSpeeds, Tier
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.policies import policy
-from caraserve.cluster.routing.router import Fleet, Instance, Policy, propose, settle
+from caraserve.cluster.routing.router import Fleet, Instance, Policy, apply_quotes, propose
 
 _RANKS = (8, 16, 32, 64)
 _POINTS = {8: 2000.0, 16: 1900.0, 32: 1700.0, 64: 1300.0}  # tokens/s
@@ -31,7 +31,7 @@ def _instance(name: str, chance: random.Random) -> Instance:
     counts, queued = {rank: chance.randrange(8) for rank in _RANKS}, chance.randrange(3)
     ranks = sum(rank * count for rank, count in counts.items()), max(rank for rank, count in counts.items() if count)
     backlog = Backlog(sum(counts.values()), *ranks, 100 * queued, 3000 * queued, 1e6, 5e5)
-    return Instance(name, _MODEL, backlog, Links(0.1, 20e6, 2e6, 1.0, 1e6))
+    return Instance(name, _MODEL, backlog, LinkSpeeds(0.1, 20e6, 2e6, 1.0, 1e6))
 
 
 def _us(action: Callable[[], object], number: int, rounds: int) -> float:
@@ -86,7 +86,7 @@ def main() -> None:
         chosen, wanted = policy(name), replace(arrival, slo_ms=slo_ms)
 
         def decide(seen: Fleet, chosen: Policy = chosen, wanted: Arrival = wanted) -> object:
-            return settle(propose(chosen, wanted, seen, chance), {})
+            return apply_quotes(propose(chosen, wanted, seen, chance), {})
 
         times_us[f"decision, {name}, {what}"] = _us(lambda decide=decide: decide(fleet), 20, 200)  # type: ignore[misc]
         times_us[f"decision, {name}, {what}, new views"] = _each_us(decide, fresh, 5, 200)

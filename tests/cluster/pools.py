@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from caraserve.cluster.membership.node import Node
-from caraserve.cluster.routing.cost import Links
+from caraserve.cluster.routing.cost import LinkSpeeds
 from caraserve.cluster.state.publisher import Publisher
-from caraserve.cluster.transfer.adapter_pool import Pool
-from caraserve.cluster.transfer.disk_cache import Stored
-from caraserve.cluster.transfer.peer_client import Transfers
+from caraserve.cluster.transfer.adapter_pool import AdapterPool
+from caraserve.cluster.transfer.disk_cache import DiskCache
+from caraserve.cluster.transfer.peer_client import PeerClient
 from caraserve.core.backend import Limits
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.cpu.arena import Arena
@@ -60,11 +60,11 @@ class Member:
     instance: Instance = field(init=False)
     catalog: Catalog = field(init=False)
     manager: AdapterManager = field(init=False)
-    pool: Pool = field(init=False)
+    pool: AdapterPool = field(init=False)
     publisher: Publisher = field(init=False)
-    stored: Stored = field(init=False)
+    stored: DiskCache = field(init=False)
     _reader: AdapterReader = field(init=False)
-    _transfers: Transfers = field(init=False)
+    _transfers: PeerClient = field(init=False)
     _tasks: list["asyncio.Task[None]"] = field(default_factory=list)
 
     def make(self, node: Node) -> None:
@@ -78,11 +78,11 @@ class Member:
         )
         rules = CatalogRules("base", (Path("/"),), room.most_adapter_bytes, arena.num_bytes, keep_on_device=False)
         self.catalog = Catalog(SPEC, Registry(None), self.manager, self._reader, rules)
-        self.stored = Stored(self.folder, SPEC)
-        self._transfers = Transfers(lambda: KEYS, None)
-        self.pool = Pool(node, self.catalog, self._reader, self.stored, self._transfers, SPEC, self.most_bytes)
-        self.publisher = Publisher(node, _Engine(self.catalog), lambda: (0, 0), None, Links())  # type: ignore[arg-type]
-        node.on_names, node.on_question = self.publisher.take_names, self.pool.keeping.answer
+        self.stored = DiskCache(self.folder, SPEC)
+        self._transfers = PeerClient(lambda: KEYS, None)
+        self.pool = AdapterPool(node, self.catalog, self._reader, self.stored, self._transfers, SPEC, self.most_bytes)
+        self.publisher = Publisher(node, _Engine(self.catalog), lambda: (0, 0), None, LinkSpeeds())  # type: ignore[arg-type]
+        node.on_names, node.on_question = self.publisher.take_names, self.pool.store.answer
         self.publisher.on_wanted = self.pool.adopt
 
     async def begin(self, instance: Instance) -> None:
@@ -145,10 +145,10 @@ class Pools:
             member.make(node)
 
         instance = await self._group.start(
-            name, prepare=prepare, routes=lambda node: member.pool.keeping.lending.routes()
+            name, prepare=prepare, routes=lambda node: member.pool.store.uploads.routes()
         )
         await member.begin(instance)
-        await asyncio.gather(*member.pool._tasks, *member.pool.keeping._tasks)  # what is known is taken up
+        await asyncio.gather(*member.pool._tasks, *member.pool.store._tasks)  # what is known is taken up
         await until(self._group.agree)
         return member
 

@@ -16,8 +16,8 @@ from aiohttp import web
 from caraserve.cluster.membership.auth import Keyring
 from caraserve.cluster.membership.swim import Record, State
 from caraserve.cluster.routing.cost import Backlog, Tier
-from caraserve.cluster.routing.forward_auth import HOP, INSTANCE, PREFIX, Gate
-from caraserve.cluster.routing.forwarding import LOCAL, Body, Forwarding, Slo, takes_nothing
+from caraserve.cluster.routing.forward_auth import CLAIMS_HEADER, INSTANCE_HEADER, PREFIX, ForwardVerifier
+from caraserve.cluster.routing.forwarding import LOCAL, Body, Forwarding, LatencyTargets, refuses_new_requests
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.policies import policy
 from caraserve.cluster.routing.router import Instance
@@ -106,8 +106,8 @@ class Server:
     carried: list[tuple[str, str]]  # (peer, id) of everything it has tried to forward
 
     @property
-    def tallies(self) -> Any:
-        return self.dispatch.forwarding.tallies
+    def routing_metrics(self) -> Any:
+        return self.dispatch.forwarding.routing_metrics
 
 
 class CountingRelays(PeerProxy):
@@ -135,7 +135,9 @@ class RawAnswer:
 class Fleet:
     """The instances of one test."""
 
-    def __init__(self, stack: AsyncExitStack, session: aiohttp.ClientSession, routing: str, slo: Slo) -> None:
+    def __init__(
+        self, stack: AsyncExitStack, session: aiohttp.ClientSession, routing: str, slo: LatencyTargets
+    ) -> None:
         self.world = World()
         self.servers: dict[str, Server] = {}
         self._stack, self._session, self._routing, self._slo = stack, session, routing, slo
@@ -156,13 +158,13 @@ class Fleet:
         view = View(name, self.world)
         chosen = None if self._routing == LOCAL else policy(self._routing)
         forwarding = Forwarding(
-            view, chosen, self._slo, engine.loaded.get, lambda: takes_nothing(engine), rng=Random(name)
+            view, chosen, self._slo, engine.loaded.get, lambda: refuses_new_requests(engine), rng=Random(name)
         )
         forwarding.joined = True
         relays = CountingRelays(lambda: name, lambda: KEYS, tls[1] if tls else None)
         relays.carried = []
         self._stack.push_async_callback(relays.close)
-        gate = Gate(lambda: name, lambda: KEYS)
+        gate = ForwardVerifier(lambda: name, lambda: KEYS)
         dispatch = Dispatch(forwarding, relays, gate, QueueRebalancer(engine, forwarding))
         config = http_config(**settings)
         app = make_app(
@@ -196,12 +198,12 @@ class Fleet:
 
         async def take(request: web.Request) -> web.StreamResponse:
             seen.bodies.append(await request.read())
-            seen.hops.append(json.loads(request.headers[HOP]))
+            seen.hops.append(json.loads(request.headers[CLAIMS_HEADER]))
             seen.headers.append(request.headers)
             return await handler(request, seen)
 
         async def sign(request: web.Request, response: web.StreamResponse) -> None:
-            response.headers[INSTANCE] = name
+            response.headers[INSTANCE_HEADER] = name
 
         app = web.Application()
         app.router.add_post(PREFIX + "/{path:.*}", take)
@@ -219,11 +221,11 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet(*names: str, routing: str = "first-fit", slo: Slo | None = None) -> AsyncIterator[Fleet]:
+async def fleet(*names: str, routing: str = "first-fit", slo: LatencyTargets | None = None) -> AsyncIterator[Fleet]:
     """Instances of these names. With `first-fit`, requests go to the first by name that has room for them."""
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        running = Fleet(stack, session, routing, slo or Slo())
+        running = Fleet(stack, session, routing, slo or LatencyTargets())
         for name in names:
             await running.start(name)
         yield running

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
-from caraserve.cluster.routing.forward_auth import INSTANCE, PREFIX, Hop, signed
+from caraserve.cluster.routing.forward_auth import INSTANCE_HEADER, PREFIX, ForwardClaims, forward_headers
 from caraserve.core.request import Finish
 from caraserve.errors import DeadlineExceeded
 from caraserve.http.context import HttpTimings
@@ -316,7 +316,7 @@ async def test_an_instance_that_is_stuck_does_not_outlive_the_clock_of_the_one_t
             pass_time(HOLDS_S)
             assert_exceeded(await asking)
         await ended.wait()
-        assert (running["b"].tallies.lost, running["b"].tallies.unreached) == ({}, {})
+        assert (running["b"].routing_metrics.lost, running["b"].routing_metrics.unreached) == ({}, {})
         assert not running["b"].engine.requests
         assert not running["c"].engine.requests
 
@@ -327,14 +327,14 @@ async def test_an_instance_that_is_asked_has_a_clock_of_its_own(pass_time: PassT
     path = PREFIX + COMPLETION[0]
     async with fleet() as running:
         a = await running.start("a", FakeEngine(script=begun if stream else None))
-        hop = Hop(
+        hop = ForwardClaims(
             *("id", 1, "b", "a", None, "", 5),
-            insists=True,
+            force=True,
             time_ms=int(time.time() * 1000),
             body_digest=await body_digest(body),
             client="c",
         )
-        headers = signed(KEYS, path, hop) | HEADERS | {"Content-Type": "application/json"}
+        headers = forward_headers(KEYS, path, hop) | HEADERS | {"Content-Type": "application/json"}
         asking = asyncio.create_task(a.client.post(path, body, headers=headers))
         (there,) = await a.engine.submitted()
         while stream and not there.taken:  # noqa: ASYNC110
@@ -345,9 +345,9 @@ async def test_an_instance_that_is_asked_has_a_clock_of_its_own(pass_time: PassT
             assert codes(answer.events) == [None, "deadline_exceeded"]
         else:
             assert_exceeded(answer)
-        assert answer.headers[INSTANCE] == "a"
+        assert answer.headers[INSTANCE_HEADER] == "a"
         assert there.cancelled.is_set()
-        assert a.tallies.received == 0
+        assert a.routing_metrics.received == 0
 
 
 async def test_the_deadline_of_the_one_that_was_asked_is_the_clients_answer() -> None:
@@ -361,7 +361,7 @@ async def test_the_deadline_of_the_one_that_was_asked_is_the_clients_answer() ->
         answer = await running["b"].client.complete(headers=HEADERS)
         assert (answer.status, answer.json) == (504, words)
         assert [name for name, _ in running["b"].carried] == ["a"]
-        assert running["b"].tallies.forwarded == {}
+        assert running["b"].routing_metrics.forwarded == {}
 
 
 async def test_a_stream_that_both_instances_end_has_one_error(pass_time: PassTime) -> None:

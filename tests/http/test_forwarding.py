@@ -32,7 +32,7 @@ async def test_any_instance_takes_any_request_and_one_answers() -> None:
                 answer = await running[name].client.complete(**fields, model="b")
                 assert answer.status == 200
         assert [len(running[name].engine.requests) for name in "abc"] == [6, 0, 0]
-        assert (running["b"].tallies.forwarded, running["a"].tallies.received) == ({"a": 2}, 4)
+        assert (running["b"].routing_metrics.forwarded, running["a"].routing_metrics.received) == ({"a": 2}, 4)
 
 
 async def test_an_answer_is_the_same_as_from_the_instance_itself() -> None:
@@ -134,7 +134,7 @@ async def test_an_instance_whose_device_has_failed_takes_nothing() -> None:
         for entry in "ab":
             assert (await running[entry].client.complete()).status == 200
         assert [len(running[name].engine.requests) for name in "ab"] == [0, 2]
-        assert running["a"].tallies.refused == {"draining": 1}
+        assert running["a"].routing_metrics.refused == {"draining": 1}
 
 
 async def test_ids_traces_tenant_and_seed_go_along_and_the_clients_key_does_not() -> None:
@@ -185,7 +185,7 @@ async def test_a_client_that_leaves_in_the_middle_ends_the_request_there() -> No
         writer.transport.abort()
         (there,) = await a.engine.submitted()
         await there.cancelled.wait()
-        assert running["b"].tallies.lost == {}
+        assert running["b"].routing_metrics.lost == {}
 
 
 async def test_a_client_that_does_not_read_holds_up_its_own_stream_and_takes_no_memory() -> None:
@@ -235,8 +235,8 @@ async def test_before_the_first_byte_another_instance_tries_with_the_same_id_and
         (one,), (two,) = dead.hops, alive.hops
         assert (one["id"], one["seed"]) == (two["id"], two["seed"])
         assert one["attempt"] < two["attempt"]
-        assert running["d"].tallies.unreached == {"a": 1, "b": 1}
-        assert running["d"].tallies.retried == 2
+        assert running["d"].routing_metrics.unreached == {"a": 1, "b": 1}
+        assert running["d"].routing_metrics.retried == 2
 
 
 async def test_a_name_server_that_says_nothing_holds_up_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +249,7 @@ async def test_a_name_server_that_says_nothing_holds_up_nobody_for_long(monkeypa
         running.world.records["a"] = replace(running.world.records["a"], address="a.example:1")
         monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", silent)
         assert (await running["b"].client.complete()).status == 200
-        assert running["b"].tallies.unreached == {"a": 1}
+        assert running["b"].routing_metrics.unreached == {"a": 1}
 
 
 async def test_the_one_that_was_asked_draws_the_seed_that_the_others_got() -> None:
@@ -283,7 +283,7 @@ async def test_a_stream_whose_instance_dies_ends_with_an_error(how: str) -> None
             error = (await read_chunk(answer))["error"]
             assert (error["code"], error["type"]) == ("instance_lost", "server_error")
             assert await answer.content.read() == DONE
-        assert running["b"].tallies.lost == {"a": 1}
+        assert running["b"].routing_metrics.lost == {"a": 1}
         assert not running["b"].engine.requests
         assert not running["c"].engine.requests
         waiting.set()
@@ -296,7 +296,7 @@ async def test_a_mistake_there_is_passed_on_and_counts_as_no_answer() -> None:
     async with fleet("b") as running:
         await running.start_raw("a", fail)
         assert (await running["b"].client.complete()).status == 500
-        assert running["b"].tallies.forwarded == {}
+        assert running["b"].routing_metrics.forwarded == {}
 
 
 async def test_a_stream_that_ends_without_its_end_is_lost_too() -> None:

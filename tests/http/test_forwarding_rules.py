@@ -8,8 +8,8 @@ import pytest
 from aiohttp import web
 
 from caraserve.cluster.routing.cost import Backlog, Tier
-from caraserve.cluster.routing.forward_auth import HOP, INSTANCE, PREFIX, SIGNATURE
-from caraserve.cluster.routing.forwarding import Slo
+from caraserve.cluster.routing.forward_auth import CLAIMS_HEADER, INSTANCE_HEADER, PREFIX, SIGNATURE_HEADER
+from caraserve.cluster.routing.forwarding import LatencyTargets
 from caraserve.cluster.state.replicated_map import Adapter
 from caraserve.errors import Unreachable
 from tests.cluster.membership.test_admission import certificate, tls
@@ -64,7 +64,7 @@ async def test_an_adapter_that_one_cannot_fetch_is_asked_only_of_who_has_it(entr
     async with fleet("a", "b", "c", "d") as running:
         cuts = {name: Cut() for name in "abcd"}
         for name, cut in cuts.items():
-            running[name].dispatch.forwarding.exchange = cut
+            running[name].dispatch.forwarding.fetcher = cut
         running.world.names["far"] = Adapter("far", "f", 8, 1)
         if held:
             await running.start("e", FakeEngine(loaded={"far": FakeAdapter("far", "/far", digest="f")}))
@@ -92,7 +92,7 @@ async def test_an_instance_that_has_not_heard_what_a_name_means_now_does_not_ans
         running.world.held["new"]["a"] = Tier.HOST
         assert (await running["b"].client.complete(model="poet")).status == 200
         assert [len(server.engine.requests) for server in (a, c)] == [0, 1]
-        assert a.tallies.refused == {"no-adapter": 1}
+        assert a.routing_metrics.refused == {"no-adapter": 1}
 
 
 async def test_base_models_may_have_other_names_elsewhere() -> None:
@@ -118,7 +118,7 @@ async def test_only_a_signed_request_gets_in_and_only_once() -> None:
     caught: list[tuple[str, Mapping[str, str], bytes]] = []
 
     async def catch(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
-        headers = {name: request.headers[name] for name in (HOP, SIGNATURE, "Content-Type")}
+        headers = {name: request.headers[name] for name in (CLAIMS_HEADER, SIGNATURE_HEADER, "Content-Type")}
         caught.append((request.path, headers, seen.bodies[-1]))
         return web.json_response({})
 
@@ -134,11 +134,11 @@ async def test_only_a_signed_request_gets_in_and_only_once() -> None:
 
         async def post(to: str = path, body: bytes = body, **changes: str) -> int:
             answer = await a.client.request("POST", to, data=body, headers={**headers, **changes})
-            assert (INSTANCE in answer.headers) == (answer.status == 200)
+            assert (INSTANCE_HEADER in answer.headers) == (answer.status == 200)
             return answer.status
 
-        assert await post(**{SIGNATURE: "0" * 64}) == 403
-        assert await post(**{HOP: headers[HOP].replace('"b"', '"c"')}) == 403
+        assert await post(**{SIGNATURE_HEADER: "0" * 64}) == 403
+        assert await post(**{CLAIMS_HEADER: headers[CLAIMS_HEADER].replace('"b"', '"c"')}) == 403
         assert await post(body=body.replace(b"ab", b"ba"), **others) == 403
         assert await post(f"{PREFIX}/v1/chat/completions") == 403
         assert (await running["c"].client.request("POST", path, data=body, headers=headers)).status == 403
@@ -181,7 +181,7 @@ async def test_between_machines_requests_are_encrypted_and_clients_have_no_busin
 
 async def test_a_client_cannot_say_that_its_request_was_forwarded() -> None:
     async with fleet("a", "b") as running:
-        await running["b"].client.complete(headers={HOP: '{"id":"x"}', SIGNATURE: "0" * 64})
+        await running["b"].client.complete(headers={CLAIMS_HEADER: '{"id":"x"}', SIGNATURE_HEADER: "0" * 64})
         assert running["b"].carried
 
 
@@ -195,7 +195,7 @@ async def test_what_an_slo_forbids_goes_elsewhere_and_at_last_to_the_least_bad()
     def loaded(requests: int) -> Backlog:
         return Backlog(requests)
 
-    async with fleet("a", "b", routing="rank-aware", slo=Slo(tpot_ms=10)) as running:
+    async with fleet("a", "b", routing="rank-aware", slo=LatencyTargets(tpot_ms=10)) as running:
         running.world.loads |= {"a": loaded(60), "b": loaded(90)}
         assert (await running["b"].client.complete()).status == 200
         assert len(running["a"].engine.requests) == 1
@@ -207,8 +207,8 @@ async def test_metrics_tell_what_was_predicted_beside_what_was_seen() -> None:
         running.world.loads["a"] = FULL
         await asyncio.sleep(0.03)
         await running["b"].client.complete(stream=True)
-        tallies = running["b"].tallies
-        assert set(tallies.latencies) == {"a", "b"}
-        text = "".join(tallies.families('model_name="m"'))
+        routing_metrics = running["b"].routing_metrics
+        assert set(routing_metrics.latencies) == {"a", "b"}
+        text = "".join(routing_metrics.families('model_name="m"'))
         assert 'caraserve:forwarded_requests_total{instance="a",model_name="m"} 1' in text
         assert 'caraserve:routing_decision_seconds_count{model_name="m"} 2' in text

@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from caraserve.cluster.placement.plan_factory import ROUTINGS
-from caraserve.cluster.routing.cost import Backlog, Links, Tier
-from caraserve.cluster.routing.forwarding import Slo
+from caraserve.cluster.routing.cost import Backlog, LinkSpeeds, Tier
+from caraserve.cluster.routing.forwarding import LatencyTargets
 from caraserve.cluster.routing.router import Instance
 from caraserve.errors import Overloaded
 from tests.http.fake_engine import FakeAdapter, FakeEngine
@@ -31,7 +31,7 @@ def views(draw: st.DrawFn) -> tuple[Instance, ...]:
                 rank_max=8,
                 queue_room=draw(st.sampled_from([0.0, 1.0, 100.0])),
             ),
-            Links(fetch_latency_ms=draw(st.sampled_from([0.0, 50.0]))),
+            LinkSpeeds(fetch_latency_ms=draw(st.sampled_from([0.0, 50.0]))),
             draw(st.booleans()),
         )
         for name in seen
@@ -58,7 +58,7 @@ def test_one_hop_under_any_views(
     model: str,
 ) -> None:
     async def run() -> None:
-        async with asyncio.timeout(10), fleet(routing=routing, slo=Slo(tpot_ms=10.0)) as running:
+        async with asyncio.timeout(10), fleet(routing=routing, slo=LatencyTargets(tpot_ms=10.0)) as running:
             await start(running, full)
             running.add_absent("d")
             running.world.held["p"] = held

@@ -42,7 +42,7 @@ async def test_a_waiting_request_moves(entry: str) -> None:
         assert answer.status == 200
         (there,) = running["b"].engine.requests
         assert (there.adapter, there.params.seed) == ("b", stream.request.params.seed)
-        assert running["a"].tallies.moved == 1
+        assert running["a"].routing_metrics.moved == 1
         assert not running["c"].engine.requests
 
 

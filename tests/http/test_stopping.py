@@ -56,4 +56,4 @@ async def test_when_it_is_over_they_end_with_an_error_and_what_has_not_begun_is_
             assert (await read_chunk(answer))["error"]["code"] == "draining"
             assert await answer.content.read() == DONE
             assert (await whole).status == 503
-        assert running["b"].tallies.lost == {}
+        assert running["b"].routing_metrics.lost == {}

@@ -14,7 +14,7 @@ import yaml
 from caraserve.cli.main import _parser
 from caraserve.cluster.routing.cost import Backlog
 from caraserve.cluster.routing.perf_model import PerfModel
-from caraserve.cluster.routing.price_metrics import gauges
+from caraserve.cluster.routing.price_metrics import price_families
 from caraserve.http.app import make_app
 from caraserve.http.context import HttpTimings
 from tests.http.fake_engine import FakeEngine, FakeSnapshot
@@ -292,7 +292,7 @@ def test_the_picker_knows_the_instances_by_their_label() -> None:
 
 def test_every_metric_that_the_picker_reads_is_one_that_an_instance_shows() -> None:
     metrics = new_metrics()
-    metrics.show(lambda labels: gauges(PerfModel(0.004, 0.0, 32.0, True, 10.0, 0.1, 0.0), Backlog(), labels))
+    metrics.show(lambda labels: price_families(PerfModel(0.004, 0.0, 32.0, True, 10.0, 0.1, 0.0), Backlog(), labels))
     text = metrics.render(FakeSnapshot(), lambda name: 8).decode()
     (engine,) = plugins()["core-metrics-extractor"]["parameters"]["engineConfigs"]
     specs = [value for key, value in engine.items() if key.endswith("Spec")]

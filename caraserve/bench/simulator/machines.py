@@ -9,7 +9,7 @@ rank adds to a prefill is LoRAServe's: 2,000 tokens take 2.7 times as long with 
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from caraserve.cluster.routing.cost import Links
+from caraserve.cluster.routing.cost import LinkSpeeds
 from caraserve.cluster.routing.perf_model import Kernel, PerfModel
 from caraserve.core.machine_profile import Profile
 
@@ -25,7 +25,7 @@ class Machine:
     """One instance: what its iterations take and what it holds."""
 
     model: PerfModel
-    links: Links
+    links: LinkSpeeds
     max_running: int = 256
     max_step_tokens: int = 2048
     max_queue: int = 1024
@@ -48,7 +48,7 @@ def of_papers(kernel: PaperKernel) -> Machine:
     rank_8_ms = base_ms + tokens * token_ms  # Toppings' prefill, taken for a small rank
     token_rank_ms = (_RANK_8_TO_128 - 1) * rank_8_ms / (tokens * (128 - 8))
     model = PerfModel(alpha_ms, 0.0, x_ms - alpha_ms * x, kernel == "padded", base_ms, token_ms, token_rank_ms)
-    return Machine(model, Links(disk_bytes_per_ms=2e6, fetch_latency_ms=1.0, fetch_bytes_per_ms=3.1e6))
+    return Machine(model, LinkSpeeds(disk_bytes_per_ms=2e6, fetch_latency_ms=1.0, fetch_bytes_per_ms=3.1e6))
 
 
 def of_profile(profile: Profile, kernel: Kernel, like: Machine) -> Machine:
@@ -62,4 +62,4 @@ def of_profile(profile: Profile, kernel: Kernel, like: Machine) -> Machine:
 def without_adapters(machine: Machine) -> Machine:
     """The same with every adapter free of cost: what objectives are multiples of."""
     model = replace(machine.model, alpha_ms=0.0, prefill_token_rank_ms=0.0)
-    return replace(machine, model=model, links=Links(), device_adapter_bytes=1 << 62, host_adapter_bytes=1 << 62)
+    return replace(machine, model=model, links=LinkSpeeds(), device_adapter_bytes=1 << 62, host_adapter_bytes=1 << 62)

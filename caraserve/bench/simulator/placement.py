@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from caraserve.bench.records import Workload
 from caraserve.bench.simulator.instance import SimRequest
 from caraserve.bench.simulator.views import Views
-from caraserve.cluster.placement.plan import AdapterDemand, Plan, Server, extrapolated, homes
+from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server, extrapolated, homes
 from caraserve.cluster.placement.plan_factory import make_plan
 from caraserve.cluster.routing.cost import Tier
 
@@ -98,7 +98,7 @@ class Planner:
         if previous is None or plan.holds_over(previous):
             self._adopt(plan, demand)
 
-    def _plan(self, previous: Plan | None, demand: dict[int, float] | None = None) -> Plan | None:
+    def _plan(self, previous: PlacementPlan | None, demand: dict[int, float] | None = None) -> PlacementPlan | None:
         self._epoch += 1
         adapters = self._unasked.copy()
         for number, rate in (demand or {}).items():
@@ -106,7 +106,7 @@ class Planner:
         padded = any(node.machine.model.padded for node in self._nodes)
         return make_plan(self._routing, adapters, self._servers, self._points, self._epoch, previous, padded)
 
-    def _adopt(self, plan: Plan, demand: dict[int, float]) -> None:
+    def _adopt(self, plan: PlacementPlan, demand: dict[int, float]) -> None:
         before, self._views.plan = self._views.plan, plan
         moving = {adapter for moves in self._moves for adapter in moves}
         wanted: list[list[tuple[float, int]]] = [[] for _ in self._nodes]

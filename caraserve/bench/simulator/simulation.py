@@ -18,12 +18,21 @@ from caraserve.bench.simulator.instance import FOREVER, MS, Batches, Iterations,
 from caraserve.bench.simulator.machines import Machine
 from caraserve.bench.simulator.placement import Planner
 from caraserve.bench.simulator.views import Views
-from caraserve.cluster.placement.migration import Queued, rebalanced
-from caraserve.cluster.routing.cost import AnswerLengths, Arrival, Estimate, Tier
+from caraserve.cluster.placement.migration import QueuedRequest, rebalanced
+from caraserve.cluster.routing.cost import AnswerLengths, Arrival, CostEstimate, Tier
 from caraserve.cluster.routing.policies import policy
 from caraserve.cluster.routing.ranking import estimates
-from caraserve.cluster.routing.router import Attempt, Instance, Proposal, Refusal, Target, answer, next_target, propose
-from caraserve.cluster.routing.router import settle as settled
+from caraserve.cluster.routing.router import (
+    Attempt,
+    Instance,
+    Proposal,
+    Refusal,
+    RoutingTarget,
+    check_acceptance,
+    next_target,
+    propose,
+)
+from caraserve.cluster.routing.router import apply_quotes as settled
 
 _BEAT, _REBALANCE, _PLAN, _DELIVERY = range(4)
 _S = 1000 * MS
@@ -81,7 +90,7 @@ class Journey:
     router: int
     order: Sequence[str]
     attempts: list[Attempt]
-    target: Target
+    target: RoutingTarget
 
 
 @dataclass(slots=True)
@@ -122,7 +131,7 @@ class Simulation:
         ]
         self._routers = setting.routers or len(self.nodes)
         self._policies = [policy(setting.routing) for _ in range(self._routers)]
-        self._minds_slo = self._policies[0].minds_slo
+        self._enforces_slo = self._policies[0].enforces_slo
         self._own_weight = getattr(self._policies[0], "own_weight", 0.0)
         shown = [node.shown() for node in self.nodes]
         self._views = Views(shown, self._adapters, self._routers, round(setting.gossip_ms * MS))
@@ -228,7 +237,7 @@ class Simulation:
             stuck[node.name] = node.batches.stuck()
         if any(stuck.values()):
             queues = {
-                name: [Queued(str(one.index), self._name_of(one), one.prompt + one.output) for one in waiting]
+                name: [QueuedRequest(str(one.index), self._name_of(one), one.prompt + one.output) for one in waiting]
                 for name, waiting in stuck.items()
             }
             outstanding = {node.name: float(node.batches.outstanding_tokens) for node in self.nodes}
@@ -247,7 +256,9 @@ class Simulation:
             node.shelf.unuse(request.adapter)
         self.counts.migrations += 1
         arrival = self._arrival(request)
-        journey = Journey(request, arrival, self._views.number(source), (target,), [], Target(target, insists=True))
+        journey = Journey(
+            request, arrival, self._views.number(source), (target,), [], RoutingTarget(target, force=True)
+        )
         self._push(now + round(self._setting.hop_ms * MS), _DELIVERY, journey)
 
     # --- requests ---
@@ -273,12 +284,12 @@ class Simulation:
         proposal = propose(self._policies[router], arrival, fleet, chance)
         order = settled(proposal, self._quotes(proposal, arrival, request, now))
         asked = round(self._setting.quote_ms * MS) if proposal.ask else 0
-        target = next_target(order, [], 0.0, self._setting.ttft_ms, insists=not self._minds_slo)
+        target = next_target(order, [], 0.0, self._setting.ttft_ms, force=not self._enforces_slo)
         if self._log is not None:
             self._log.append((now, "arrival", request.index, router))
         self._send(Journey(request, arrival, router, order, [], target), now + asked) if target else self._lose(request)
 
-    def _quotes(self, proposal: Proposal, arrival: Arrival, request: SimRequest, now: int) -> dict[str, Estimate]:
+    def _quotes(self, proposal: Proposal, arrival: Arrival, request: SimRequest, now: int) -> dict[str, CostEstimate]:
         if not proposal.ask:
             return {}
         nodes = [self.nodes[self._views.number(name)] for name in proposal.ask]
@@ -304,7 +315,7 @@ class Simulation:
         node.batches.advance(now)
         self._collect(node)
         self.counts.deliveries += 1
-        refusal = answer(journey.arrival, node.shown(), node.tier(request), journey.target.insists)
+        refusal = check_acceptance(journey.arrival, node.shown(), node.tier(request), journey.target.force)
         if refusal is not None:
             self._refused(journey, refusal, now)
             return
@@ -319,7 +330,7 @@ class Simulation:
         journey.attempts.append((journey.target, refusal))
         elapsed_ms = (now - journey.request.arrived) / MS
         target = next_target(
-            journey.order, journey.attempts, elapsed_ms, self._setting.ttft_ms, insists=not self._minds_slo
+            journey.order, journey.attempts, elapsed_ms, self._setting.ttft_ms, force=not self._enforces_slo
         )
         if target is None:
             self._lose(journey.request)

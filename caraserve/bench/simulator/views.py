@@ -7,9 +7,9 @@ exact state are laid over it when it routes.
 from collections import deque
 from collections.abc import Sequence
 
-from caraserve.cluster.placement.plan import Plan
+from caraserve.cluster.placement.plan import PlacementPlan
 from caraserve.cluster.routing.cost import Arrival, Tier
-from caraserve.cluster.routing.router import Fleet, Instance, Ledger
+from caraserve.cluster.routing.router import Fleet, Instance, SentRequests
 
 _S = 1e-9
 
@@ -18,7 +18,7 @@ class Views:
     """Instances are numbered in the order of their names, adapters as in `adapters`."""
 
     def __init__(self, published: Sequence[Instance], adapters: Sequence[str], routers: int, delay_ns: int) -> None:
-        self.plan: Plan | None = None
+        self.plan: PlacementPlan | None = None
         self.tiers: dict[str, dict[str, Tier]] = {}
         self._names = [instance.name for instance in published]
         self._number = {name: number for number, name in enumerate(self._names)}
@@ -26,7 +26,7 @@ class Views:
         self._published = {instance.name: instance for instance in published}
         self._delay = delay_ns
         self._under_way: deque[tuple[int, int, Instance, dict[int, Tier]]] = deque()
-        self._ledgers = [Ledger() for _ in range(routers)]
+        self._ledgers = [SentRequests() for _ in range(routers)]
         self._sent: list[dict[int, None]] = [{} for _ in published]  # by instance: routers that sent to it lately
         self._open: list[dict[int, None]] = [{} for _ in range(routers)]  # the other way round
 

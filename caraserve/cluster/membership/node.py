@@ -61,7 +61,7 @@ from caraserve.cluster.membership.protocol import Core
 from caraserve.cluster.membership.secret_file import SecretFile
 from caraserve.cluster.membership.swim import MemberChanged, Record, State
 from caraserve.cluster.membership.websocket import Sockets
-from caraserve.cluster.routing.cost import Links, Tier
+from caraserve.cluster.routing.cost import LinkSpeeds, Tier
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.router import Instance
 from caraserve.cluster.state.advertised import LINKS, MODEL, Seen, links_value, model_value, tier_of
@@ -234,7 +234,7 @@ class Node:
         """We have them no more."""
         self.core.drop(digest, self._now())
 
-    def publish(self, model: PerfModel | None, links: Links) -> None:
+    def publish(self, model: PerfModel | None, links: LinkSpeeds) -> None:
         """How fast we are; None: nobody has measured it."""
         self.core.hold(MODEL, model_value(model), self._now())
         self.core.hold(LINKS, links_value(links), self._now())

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import NamedTuple
 
-from caraserve.cluster.placement.cold_adapters import Node, Places, Tail
-from caraserve.cluster.placement.plan import AdapterDemand, Plan, Share, mixed, word
+from caraserve.cluster.placement.cold_adapters import ColdAdapters, Places, ServerLoad
+from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Share, mixed, word
 
 _NAME = attrgetter("name")
 _LEVEL_NAME = attrgetter("level", "server.name")
@@ -49,14 +49,14 @@ class Packing:
 
     def __init__(
         self,
-        nodes: Sequence[Node],
+        nodes: Sequence[ServerLoad],
         loads: Mapping[str, float],
-        previous: Plan | None,
+        previous: PlacementPlan | None,
         options: PlacementOptions,
     ) -> None:
         self._nodes, self._loads, self._previous, self._options = nodes, loads, previous, options
         self._by_name = {node.server.name: node for node in nodes}
-        self._classes: dict[int, list[Node]] = {}
+        self._classes: dict[int, list[ServerLoad]] = {}
         for node in nodes:
             self._classes.setdefault(node.rank, []).append(node)
         self._orders: dict[int, list[int]] = {}
@@ -91,7 +91,7 @@ class Packing:
         unasked = [one for one in by_name if not self._loads[one.name] > 0]
         self._placed += asked + unasked
         pieces, tails = self._pieces(asked), self._tails(unasked)
-        homes: dict[str, Node] = {}
+        homes: dict[str, ServerLoad] = {}
         self._settle(pieces, homes)
         together = _taken(tails, [tail.homes(self._limit) for tail in tails])
         if not together:
@@ -106,21 +106,21 @@ class Packing:
         for piece in self._pieces(unasked):
             self._spread(piece, homes[piece.adapter.name])
 
-    def _tails(self, unasked: Iterable[AdapterDemand]) -> list[Tail]:
+    def _tails(self, unasked: Iterable[AdapterDemand]) -> list[ColdAdapters]:
         """Adapters without demand by the class that takes them."""
         classes: dict[int, list[AdapterDemand]] = {}
         for adapter in unasked:
             classes.setdefault(self._order(adapter.rank)[0], []).append(adapter)
         before = self._previous.shares if self._previous else {}
-        return [Tail(adapters, self._classes[rank], before) for rank, adapters in classes.items()]
+        return [ColdAdapters(adapters, self._classes[rank], before) for rank, adapters in classes.items()]
 
-    def _settle(self, pieces: Iterable[_Piece], homes: dict[str, Node]) -> None:
+    def _settle(self, pieces: Iterable[_Piece], homes: dict[str, ServerLoad]) -> None:
         for piece in pieces:
             if piece.is_home:
                 homes[piece.adapter.name] = home = self._home(piece)
                 home.take(piece.adapter, piece.load)
 
-    def plan(self, epoch: int) -> Plan:
+    def plan(self, epoch: int) -> PlacementPlan:
         """What has been placed."""
         shares = {name: self._previous.shares[name] for name in self._adopted} if self._previous else {}
         for name, parts in self._parts.items():
@@ -144,7 +144,7 @@ class Packing:
         before = self._previous
         if before and (shares, classes) == (before.shares, before.classes):  # a digest takes longer than to see that
             return replace(before, epoch=epoch, peak=peak, strange=strange, overfull=overfull)
-        return Plan.made(epoch, shares, classes, peak, strange, overfull)
+        return PlacementPlan.made(epoch, shares, classes, peak, strange, overfull)
 
     # --- step 4: what a class cannot carry ---
 
@@ -202,7 +202,7 @@ class Packing:
 
     # --- step 3: one home for each ---
 
-    def _home(self, piece: _Piece) -> Node:
+    def _home(self, piece: _Piece) -> ServerLoad:
         order = self._order(piece.adapter.rank)
         for rank in dict.fromkeys((piece.rank, *order)):
             if best := self._best(piece, rank, 1):
@@ -212,7 +212,7 @@ class Packing:
         self._overfull.add(node.server.name)
         return node
 
-    def _best(self, piece: _Piece, rank: int, count: int) -> list[Node]:
+    def _best(self, piece: _Piece, rank: int, count: int) -> list[ServerLoad]:
         """At most so many nodes of a class with room for an adapter: first those that had it while the target allows,
         then the least loaded; without load, in the adapter's own order by hash."""
         found = [node for node in self._kept(piece, rank) if node.fits(piece.adapter)][:count]
@@ -225,14 +225,14 @@ class Packing:
                     break
         return found
 
-    def _kept(self, piece: _Piece, rank: int) -> list[Node]:
+    def _kept(self, piece: _Piece, rank: int) -> list[ServerLoad]:
         """The nodes of a class that had an adapter and are not over the target with it."""
         shares = self._previous.shares.get(piece.adapter.name, ()) if self._previous else ()
         load, limit = piece.load / piece.copies, self._limit
         nodes = [self._by_name[share.instance] for share in shares if share.instance in self._by_name]
         return self._in_order(piece, [n for n in nodes if n.rank == rank and n.level + load / n.server.speed <= limit])
 
-    def _in_order(self, piece: _Piece, nodes: list[Node]) -> list[Node]:
+    def _in_order(self, piece: _Piece, nodes: list[ServerLoad]) -> list[ServerLoad]:
         if len(nodes) < 2:
             return nodes
         if piece.load > 0:
@@ -243,7 +243,7 @@ class Packing:
 
     # --- copies ---
 
-    def _spread(self, piece: _Piece, home: Node) -> None:
+    def _spread(self, piece: _Piece, home: ServerLoad) -> None:
         """Divides a piece among copies in its class."""
         adapter, load, copies = piece.adapter, self._loads[piece.adapter.name], piece.copies
         nodes = []
@@ -262,7 +262,7 @@ class Packing:
         for node, fraction in zip(nodes, fractions, strict=True):
             self._put(adapter, node, fraction)
 
-    def _put(self, adapter: AdapterDemand, node: Node, fraction: float) -> None:
+    def _put(self, adapter: AdapterDemand, node: ServerLoad, fraction: float) -> None:
         node.take(adapter, fraction * self._loads[adapter.name])
         parts = self._parts.setdefault(adapter.name, {})
         parts[node.server.name] = parts.get(node.server.name, 0.0) + fraction
@@ -279,7 +279,7 @@ def _levelled(nodes: Sequence[tuple[float, float]], amount: float) -> list[float
     return [max(0.0, level * speed - load) for load, speed in nodes]
 
 
-def _taken(tails: Sequence[Tail], places: Sequence[Places]) -> bool:
+def _taken(tails: Sequence[ColdAdapters], places: Sequence[Places]) -> bool:
     """Takes these places if there are bytes for all."""
     fit = all(tail.fit(its) for tail, its in zip(tails, places, strict=True))
     if fit:

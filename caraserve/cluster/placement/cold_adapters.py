@@ -19,7 +19,7 @@ Places = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 
 @dataclass(slots=True, eq=False)
-class Node:
+class ServerLoad:
     """A server being filled."""
 
     server: Server
@@ -43,11 +43,11 @@ class Node:
         self.level = self.load / self.server.speed
 
 
-class Tail:
+class ColdAdapters:
     """Adapters without demand that belong on the instances of one class, which are in order of their names."""
 
     def __init__(
-        self, adapters: Sequence[AdapterDemand], nodes: Sequence[Node], previous: Mapping[str, Sequence[Share]]
+        self, adapters: Sequence[AdapterDemand], nodes: Sequence[ServerLoad], previous: Mapping[str, Sequence[Share]]
     ) -> None:
         self._adapters, self._nodes = adapters, nodes
         self._sizes = np.array([adapter.num_bytes for adapter in adapters], np.int64)
@@ -101,7 +101,7 @@ class Tail:
             node.adapters.update(self._adapters[row].name for row in rows.tolist())
         self.places = places
 
-    def home_nodes(self) -> Iterator[tuple[str, Node]]:
+    def home_nodes(self) -> Iterator[tuple[str, ServerLoad]]:
         """Every adapter's home."""
         for adapter, at in zip(self._adapters, self.places[:, 0].tolist(), strict=True):
             yield adapter.name, self._nodes[at]

@@ -9,7 +9,7 @@ STEP_S = 60.0
 Rates = Mapping[str, tuple[float, float]]  # adapter → tokens/s in the last step but one, and in the last
 
 
-class Demand:
+class DemandCounter:
     """One instance's part of it."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Demand:
         return {name: (before.get(name, 0) / STEP_S, latest.get(name, 0) / STEP_S) for name in names}
 
 
-def expected(parts: Iterable[Rates]) -> dict[str, float]:
+def expected_demand(parts: Iterable[Rates]) -> dict[str, float]:
     """What the next step will ask of each adapter, from what each instance answered in the last two."""
     sums: dict[str, tuple[float, float]] = {}
     for rates in parts:

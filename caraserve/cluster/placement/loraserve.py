@@ -22,8 +22,8 @@ from dataclasses import replace
 from operator import attrgetter
 
 from caraserve.cluster.placement.bin_packing import Packing, PlacementOptions
-from caraserve.cluster.placement.cold_adapters import Node
-from caraserve.cluster.placement.plan import AdapterDemand, Plan, Server, word
+from caraserve.cluster.placement.cold_adapters import ServerLoad
+from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server, word
 
 
 def place(
@@ -31,9 +31,9 @@ def place(
     servers: Iterable[Server],
     operating_points: Mapping[int, float],
     epoch: int,
-    previous: Plan | None = None,
+    previous: PlacementPlan | None = None,
     options: PlacementOptions | None = None,
-) -> Plan:
+) -> PlacementPlan:
     """The plan of an epoch. `operating_points`: tokens/s of one server by rank, within the SLO. The order of adapters
     and servers does not matter. Raises ValueError without servers, or for a rank without an operating point."""
     options = options or PlacementOptions()
@@ -48,7 +48,7 @@ def place(
     if kept and previous and _as_good(kept, previous, options):
         return replace(kept, epoch=epoch, peak=previous.peak, strange=previous.strange)
     ranks = _divided(known, machines, loads, previous)
-    packing = Packing([Node(m, word(m.name), ranks[m.name]) for m in machines], loads, previous, options)
+    packing = Packing([ServerLoad(m, word(m.name), ranks[m.name]) for m in machines], loads, previous, options)
     packing.fill(known)
     plan = packing.plan(epoch)
     if kept and _as_good(kept, plan, options):
@@ -56,7 +56,7 @@ def place(
     return plan
 
 
-def _as_good(plan: Plan, other: Plan, options: PlacementOptions) -> bool:
+def _as_good(plan: PlacementPlan, other: PlacementPlan, options: PlacementOptions) -> bool:
     level = plan.peak <= other.peak * (1 + options.hysteresis)
     return level and plan.strange <= other.strange + options.strangers
 
@@ -65,13 +65,13 @@ def _kept(
     adapters: Sequence[AdapterDemand],
     machines: Sequence[Server],
     loads: Mapping[str, float],
-    previous: Plan,
+    previous: PlacementPlan,
     options: PlacementOptions,
-) -> Plan | None:
+) -> PlacementPlan | None:
     """The previous plan with new adapters added and gone ones left out; None if it cannot go on."""
     if previous.overfull or previous.classes.keys() != {machine.name for machine in machines}:
         return None
-    nodes = [Node(machine, word(machine.name), previous.classes[machine.name]) for machine in machines]
+    nodes = [ServerLoad(machine, word(machine.name), previous.classes[machine.name]) for machine in machines]
     packing = Packing(nodes, loads, previous, options)
     packing.adopt(adapters)
     packing.fill([adapter for adapter in adapters if adapter.name not in previous.shares])
@@ -99,7 +99,10 @@ def budgets(loads: Mapping[int, float], servers: int) -> dict[int, int]:
 
 
 def _divided(
-    adapters: Sequence[AdapterDemand], machines: Sequence[Server], loads: Mapping[str, float], previous: Plan | None
+    adapters: Sequence[AdapterDemand],
+    machines: Sequence[Server],
+    loads: Mapping[str, float],
+    previous: PlacementPlan | None,
 ) -> dict[str, int]:
     """The rank that each instance is for."""
     if not adapters:

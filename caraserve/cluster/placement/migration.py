@@ -7,7 +7,7 @@ the plan gives to others only once they have it. A request that needs an adapter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from caraserve.cluster.placement.plan import AdapterDemand, Plan
+from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class MigrationLimits:
     concurrent: int = 2
 
 
-class Mover:
+class MoveScheduler:
     """One instance's moves towards the plan that holds."""
 
     def __init__(self, me: str, limits: MigrationLimits) -> None:
@@ -27,7 +27,9 @@ class Mover:
         self._credit_bytes, self._filled_s = limits.burst_bytes, 0.0
         self._flying: set[str] = set()
 
-    def fetches(self, plan: Plan, held: Set[str], adapters: Mapping[str, AdapterDemand], now_s: float) -> list[str]:
+    def fetches(
+        self, plan: PlacementPlan, held: Set[str], adapters: Mapping[str, AdapterDemand], now_s: float
+    ) -> list[str]:
         """The adapters to start fetching now. Each is in flight until `done`."""
         credit = self._credit_bytes + (now_s - self._filled_s) * self._limits.bytes_per_s
         self._credit_bytes, self._filled_s = min(credit, self._limits.burst_bytes), now_s
@@ -51,7 +53,7 @@ class Mover:
         """A fetch has ended, well or not; one that failed is wanted again."""
         self._flying.discard(adapter)
 
-    def drops(self, plan: Plan, held: Set[str], holders: Mapping[str, Set[str]]) -> list[str]:
+    def drops(self, plan: PlacementPlan, held: Set[str], holders: Mapping[str, Set[str]]) -> list[str]:
         """Adapters held here that the plan gives to others who all have them (`holders`: adapter → who has verified
         bytes). What the plan does not know stays: it may be younger than the plan. Deleting still needs a promise."""
         return sorted(
@@ -67,7 +69,7 @@ class Mover:
 
 
 @dataclass(frozen=True, slots=True)
-class Queued:
+class QueuedRequest:
     """A request that has not started."""
 
     request_id: str
@@ -76,7 +78,7 @@ class Queued:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class QueueMove:
     """A queued request's move."""
 
     request_id: str
@@ -85,17 +87,17 @@ class Transfer:
 
 
 def rebalanced(
-    queues: Mapping[str, Sequence[Queued]],
+    queues: Mapping[str, Sequence[QueuedRequest]],
     outstanding_tokens: Mapping[str, float],
     holders: Mapping[str | None, Iterable[str]],
     cost_tokens: float,
-) -> list[Transfer]:
+) -> list[QueueMove]:
     """dLoRA's migration between instances, greedily where the paper solves an integer program: from the most loaded
     instance, the latest queued request goes to the least loaded holder of its adapter as long as the gap between the
     two then shrinks by more than the move costs (in tokens of service). Adapters without entry are with everyone."""
     load = dict(outstanding_tokens)
     left = {name: list(queue) for name, queue in queues.items()}
-    moves: list[Transfer] = []
+    moves: list[QueueMove] = []
     sources = set(left)
     while sources:
         source = max(sources, key=lambda name: (load[name], name))
@@ -110,5 +112,5 @@ def rebalanced(
         if load[source] - load[target] > queued.tokens + cost_tokens:
             load[source] -= queued.tokens
             load[target] += queued.tokens
-            moves.append(Transfer(queued.request_id, source, target))
+            moves.append(QueueMove(queued.request_id, source, target))
     return moves

@@ -46,7 +46,7 @@ class Share(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PlacementPlan:
     """Where every adapter is. Of two plans the later epoch holds; of one epoch's two, the greater digest."""
 
     epoch: int
@@ -77,7 +77,7 @@ class Plan:
         """A plan with its digest."""
         return cls(epoch, shares, classes, peak, strange, overfull, _digest(shares, classes))
 
-    def holds_over(self, other: "Plan | None") -> bool:
+    def holds_over(self, other: "PlacementPlan | None") -> bool:
         """Whether this plan replaces the other. Any two members that know both answer alike."""
         return other is None or (self.epoch, self.digest) > (other.epoch, other.digest)
 
@@ -140,23 +140,23 @@ def planners(epoch: int, members: Iterable[str]) -> list[str]:
 # --- static assignments: S-LoRA on several servers, as LoRAServe's baselines have it ---
 
 
-def random_plan(adapters: Iterable[AdapterDemand], servers: Iterable[Server], epoch: int = 0) -> Plan:
+def random_plan(adapters: Iterable[AdapterDemand], servers: Iterable[Server], epoch: int = 0) -> PlacementPlan:
     """S-LoRA Random: each adapter on one server, by hash and whatever its rank or demand."""
     known, names = [*adapters], [server.name for server in servers]
     first = homes([adapter.name for adapter in known], names, 1)[:, 0].tolist()
     alone = [(Share(name, 1.0),) for name in names]
     shares = {adapter.name: alone[at] for adapter, at in zip(known, first, strict=True)}
-    return Plan.made(epoch, shares, _largest_ranks(known, shares, names))
+    return PlacementPlan.made(epoch, shares, _largest_ranks(known, shares, names))
 
 
-def contiguous_plan(adapters: Iterable[AdapterDemand], servers: Iterable[Server], epoch: int = 0) -> Plan:
+def contiguous_plan(adapters: Iterable[AdapterDemand], servers: Iterable[Server], epoch: int = 0) -> PlacementPlan:
     """S-LoRA Contiguous: adapters in order of rank, an equal count on each server."""
     names = sorted(server.name for server in servers)
     ordered = sorted(adapters, key=lambda adapter: (adapter.rank, adapter.name))
     shares = {
         adapter.name: (Share(names[index * len(names) // len(ordered)], 1.0),) for index, adapter in enumerate(ordered)
     }
-    return Plan.made(epoch, shares, _largest_ranks(ordered, shares, names))
+    return PlacementPlan.made(epoch, shares, _largest_ranks(ordered, shares, names))
 
 
 def _largest_ranks(

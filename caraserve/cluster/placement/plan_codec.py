@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from caraserve.cluster.placement.plan import Plan, Share
+from caraserve.cluster.placement.plan import PlacementPlan, Share
 
 MAX_PLAN_BYTES = 64 << 20  # 40,000 adapters with two copies each take 3 MB, and half a megabyte packed
 _FORMAT = 1
@@ -32,7 +32,7 @@ def unpacked(body: bytes) -> Any:
         raise ValueError(str(error)) from None
 
 
-def encoded(plan: Plan) -> bytes:
+def encoded(plan: PlacementPlan) -> bytes:
     """A plan as bytes."""
     names = sorted(plan.classes)
     at = {name: index for index, name in enumerate(names)}
@@ -44,7 +44,7 @@ def encoded(plan: Plan) -> bytes:
     return packed([_FORMAT, plan.epoch, plan.peak, plan.strange, list(plan.overfull), names, ranks, shares])
 
 
-def decoded(body: bytes) -> Plan:
+def decoded(body: bytes) -> PlacementPlan:
     """The plan in bytes that another instance, or another version of this program, may have written. Raises
     ValueError."""
     try:
@@ -55,7 +55,7 @@ def decoded(body: bytes) -> Plan:
             raise ValueError("it is no plan")
         shares = {adapter: _shares(parts, names) for adapter, parts in listed.items()}
         classes = dict(zip(names, ranks, strict=True))
-        return Plan.made(epoch, shares, classes, _real(peak), _real(strange), tuple(overfull))
+        return PlacementPlan.made(epoch, shares, classes, _real(peak), _real(strange), tuple(overfull))
     except (TypeError, AttributeError, LookupError) as error:
         raise ValueError(f"it is no plan: {error}") from None
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Literal, get_args
 
 from caraserve.cluster.placement.loraserve import place
-from caraserve.cluster.placement.plan import AdapterDemand, Plan, Server, contiguous_plan, random_plan
+from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server, contiguous_plan, random_plan
 
 Routing = Literal[
     "auto",
@@ -28,9 +28,9 @@ def make_plan(
     servers: Iterable[Server],
     operating_points: Mapping[int, float],
     epoch: int,
-    previous: Plan | None = None,
+    previous: PlacementPlan | None = None,
     padded: bool = True,
-) -> Plan | None:
+) -> PlacementPlan | None:
     """The plan that a policy goes by; None if it needs none. `padded`: whether a batch's largest rank slows down the
     others in it."""
     if routing == "s-lora-random":

@@ -19,15 +19,15 @@ from aiohttp import web
 from caraserve.cluster.membership.node import Node
 from caraserve.cluster.membership.signing import HEADER, is_signed
 from caraserve.cluster.membership.swim import State
-from caraserve.cluster.placement.demand import STEP_S, Demand, Rates, expected
-from caraserve.cluster.placement.plan import AdapterDemand, Plan, Server, Share, planners
+from caraserve.cluster.placement.demand import STEP_S, DemandCounter, Rates, expected_demand
+from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server, Share, planners
 from caraserve.cluster.placement.plan_codec import MAX_PLAN_BYTES, decoded
 from caraserve.cluster.placement.planner_process import ask, question
 from caraserve.cluster.routing.perf_model import PerfModel
-from caraserve.cluster.routing.price_metrics import Typical
+from caraserve.cluster.routing.price_metrics import TypicalRequest
 from caraserve.cluster.state.replicated_map import Adapter
 from caraserve.cluster.state.scan import known_adapters
-from caraserve.cluster.transfer.peer_client import Transfers, Trouble
+from caraserve.cluster.transfer.peer_client import PeerClient, TransferFailure
 from caraserve.config import DIGEST
 from caraserve.telemetry.prometheus import family
 
@@ -44,7 +44,7 @@ _RUNNING = 64  # requests that an instance serves at once, where it is asked how
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class PlannerTiming:
     """How often, and how long for whom."""
 
     look_s: float = 1.0
@@ -60,28 +60,28 @@ class _Known:
     rates: list[Rates]
 
 
-class Planner:
+class PlacementPlanner:
     """One instance's part in it."""
 
     def __init__(
         self,
         node: Node,
-        transfers: Transfers,
+        transfers: PeerClient,
         routing: str,
         room_bytes: int,
         slo_ms: float,
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
-        pace: Pace | None = None,
+        pace: PlannerTiming | None = None,
     ) -> None:
         """`room_bytes`: of adapters that this instance stores. `slo_ms`: time per token that is promised."""
-        self.demand = Demand()
-        self.plan: Plan | None = None
-        self.on_plan: Callable[[Plan], None] = lambda plan: None
+        self.demand = DemandCounter()
+        self.plan: PlacementPlan | None = None
+        self.on_plan: Callable[[PlacementPlan], None] = lambda plan: None
         self.made = self.failed = 0
         self._node, self._transfers = node, transfers
         self._routing, self._room_bytes, self._slo_ms = routing, room_bytes, slo_ms
-        self._now, self._wall, self._pace = now, wall, pace or Pace()
+        self._now, self._wall, self._pace = now, wall, pace or PlannerTiming()
         self._body = b""  # the plan, encoded
         self._adopted_s = 0.0
 
@@ -172,7 +172,7 @@ class Planner:
 
     async def _adopt_from(self, address: str, epoch: int, digest: str) -> bool:
         body = await self._transfers.page(address, f"{PATH}/plans/{digest}", MAX_PLAN_BYTES)
-        if isinstance(body, Trouble):
+        if isinstance(body, TransferFailure):
             return False
         try:
             plan = await asyncio.to_thread(decoded, body)
@@ -184,7 +184,7 @@ class Planner:
         self._adopt(plan, body)
         return True
 
-    def _adopt(self, plan: Plan, body: bytes) -> None:
+    def _adopt(self, plan: PlacementPlan, body: bytes) -> None:
         if not plan.holds_over(self.plan):
             return
         self.plan, self._body, self._adopted_s = plan, body, self._now()
@@ -223,9 +223,9 @@ class Planner:
             yield family(f"caraserve:{name}", kind, text, [(labels, value)])
 
 
-def _rates(body: bytes | Trouble) -> Rates:
+def _rates(body: bytes | TransferFailure) -> Rates:
     """Another instance's demand; none where it said nothing of use."""
-    if isinstance(body, Trouble):
+    if isinstance(body, TransferFailure):
         return {}
     try:
         return {name: (_rate(old), _rate(new)) for name, (old, new) in orjson.loads(body).items()}
@@ -247,8 +247,8 @@ def _asked(
     slo_ms: float,
 ) -> bytes:
     """The question for a plan. One machine's speeds are the measure of the others'."""
-    typical = Typical()
-    wants = expected(known.rates)
+    typical = TypicalRequest()
+    wants = expected_demand(known.rates)
     adapters = [AdapterDemand(one.name, one.rank, one.num_bytes, wants.get(one.name, 0.0)) for one in known.adapters]
     ranks = sorted({adapter.rank for adapter in adapters})
 
@@ -263,7 +263,7 @@ def _asked(
     return question(routing, epoch, adapters, servers, points, padded=models[measure].padded)
 
 
-def restricted(plan: Plan, names: Sequence[str]) -> Plan:
+def restricted(plan: PlacementPlan, names: Sequence[str]) -> PlacementPlan:
     """A plan of these adapters alone."""
     shares: dict[str, tuple[Share, ...]] = {name: plan.shares[name] for name in names if name in plan.shares}
-    return Plan(plan.epoch, shares, plan.classes, plan.peak, plan.strange, plan.overfull, plan.digest)
+    return PlacementPlan(plan.epoch, shares, plan.classes, plan.peak, plan.strange, plan.overfull, plan.digest)

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 
-from caraserve.cluster.placement.plan import AdapterDemand, Plan, Server
+from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server
 from caraserve.cluster.placement.plan_codec import decoded, encoded, packed, unpacked
 from caraserve.cluster.placement.plan_factory import make_plan
 
@@ -39,7 +39,7 @@ def question(
     )
 
 
-def answer(body: bytes, previous: Plan | None) -> Plan | None:
+def answer(body: bytes, previous: PlacementPlan | None) -> PlacementPlan | None:
     """The plan for a question; None if that routing needs none."""
     asked = unpacked(body)
     adapters = [AdapterDemand(*fields) for fields in asked["adapters"]]

@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from caraserve.cluster.membership.node import Node
-from caraserve.cluster.placement.migration import MigrationLimits, Mover
-from caraserve.cluster.placement.plan import AdapterDemand, Plan
+from caraserve.cluster.placement.migration import MigrationLimits, MoveScheduler
+from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan
 from caraserve.cluster.placement.planner import restricted
-from caraserve.cluster.transfer.adapter_pool import Pool
+from caraserve.cluster.transfer.adapter_pool import AdapterPool
 from caraserve.telemetry.prometheus import family
 
 log = logging.getLogger(__name__)
@@ -24,29 +24,29 @@ _SPARE_LOOKED_AT = 16  # of those on our disk, each of which means asking who el
 _AGAIN_S = 30.0  # before a move that failed is tried again
 
 
-class Mending:
+class Reconciler:
     """This instance's moves."""
 
     def __init__(
         self,
         node: Node,
-        pool: Pool,
+        pool: AdapterPool,
         limits: MigrationLimits | None = None,
         now: Callable[[], float] = time.monotonic,
         turn_s: float = 1.0,
     ) -> None:
         self.fetched = self.failed = self.dropped = 0
         self._node, self._pool, self._now, self._turn_s = node, pool, now, turn_s
-        self._mover = Mover(node.name, limits or MigrationLimits())
-        self._plan: Plan | None = None
-        self._mine: Plan | None = None  # the part of it that is for this instance
+        self._mover = MoveScheduler(node.name, limits or MigrationLimits())
+        self._plan: PlacementPlan | None = None
+        self._mine: PlacementPlan | None = None  # the part of it that is for this instance
         self._missing: deque[str] = deque()  # of that part, hot ones first; some of them may be here already
         self._looked_at = 0  # of what is on our disk
         self._later_s: dict[str, float] = {}
         self._moves: set[asyncio.Task[None]] = set()
-        pool.keeping.wanted = lambda name: self._mine is not None and name in self._mine.shares
+        pool.store.wanted = lambda name: self._mine is not None and name in self._mine.shares
 
-    async def run(self, plan: Callable[[], Plan | None]) -> None:
+    async def run(self, plan: Callable[[], PlacementPlan | None]) -> None:
         """Until cancelled. `plan`: the one that holds."""
         try:
             while True:
@@ -68,7 +68,7 @@ class Mending:
         wanted = len(self._mine.shares) if self._mine is not None else 0
         yield family("caraserve:plan_adapters", "gauge", "Adapters that the plan has here.", [(labels, wanted)])
 
-    async def _take(self, plan: Plan) -> None:
+    async def _take(self, plan: PlacementPlan) -> None:
         mine, missing = await asyncio.to_thread(_part_of, plan, self._node.name)
         self._plan, self._mine, self._missing, self._later_s = plan, mine, missing, {}
 
@@ -105,19 +105,19 @@ class Mending:
         self.failed += 1
         self._later_s[name] = self._now() + _AGAIN_S
 
-    async def _drop(self, plan: Plan) -> None:
+    async def _drop(self, plan: PlacementPlan) -> None:
         """Lets some of what is not for this instance go, if those whom it is for have it."""
-        digests = self._pool.keeping.stored_digests()
+        digests = self._pool.store.stored_digests()
         start = self._looked_at if self._looked_at < len(digests) else 0
         self._looked_at = start + _SPARE_LOOKED_AT
-        spare = dict(self._pool.keeping.spare(digests[start : self._looked_at]))
+        spare = dict(self._pool.store.spare(digests[start : self._looked_at]))
         holders = {name: self._node.holders(digest).keys() for name, digest in spare.items()}
         for name in self._mover.drops(restricted(plan, list(spare)), spare.keys(), holders):
-            if await self._pool.keeping.let_go(spare[name]):
+            if await self._pool.store.let_go(spare[name]):
                 self.dropped += 1
 
 
-def _part_of(plan: Plan, name: str) -> tuple[Plan, deque[str]]:
+def _part_of(plan: PlacementPlan, name: str) -> tuple[PlacementPlan, deque[str]]:
     """What is for an instance, and its names, hot ones first."""
     mine = restricted(plan, [adapter for adapter in plan.shares if name in plan.instances(adapter)])
     return mine, deque(sorted(mine.shares, key=lambda adapter: (-len(mine.shares[adapter]), adapter)))

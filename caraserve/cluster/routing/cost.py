@@ -1,7 +1,5 @@
-"""What one more request would cost an instance: Toppings §5, Algorithm 1, with its holes closed. Pure.
+"""What one more request would cost an instance: Toppings §5, Algorithm 1, with its gaps closed. No I/O, no clock.
 
-`ranking.py` compiles `worth`, and compares candidates by it, on what is known of them; an instance answers a quote with
-it. All that it asks of its model, links and backlog are numbers by name, which an array's record has as well.
 Where the paper leaves something open:
 
 - a cost of infinity times no requests is no number: an instance past the SLO costs infinity even when it is empty, and
@@ -37,7 +35,7 @@ _DEVICE, _HOST, _DISK, _ABSENT = map(int, Tier)  # as an array has them
 
 
 @dataclass(frozen=True)  # without slots: `packed` stays with it
-class Links:
+class LinkSpeeds:
     """How fast an instance gets an adapter's bytes, from tier to tier."""
 
     load_latency_ms: float = 0.0
@@ -57,7 +55,7 @@ class Links:
         return cold_ms(self, tier, num_bytes)
 
 
-def cold_ms(links: Links, tier: int, num_bytes: float) -> float:
+def cold_ms(links: LinkSpeeds, tier: int, num_bytes: float) -> float:
     """A cold start's wait for the adapter, everything idle."""
     if tier == _DEVICE or num_bytes == 0:
         return 0.0
@@ -109,7 +107,7 @@ class Arrival:
     hop: int = 0  # 1: another instance has forwarded it
 
 
-class Estimate(NamedTuple):
+class CostEstimate(NamedTuple):
     """A candidate's worth, less is better. A tuple, because its order is the rule: where costs tie, as all infinite
     ones do, the sooner answer wins."""
 
@@ -142,7 +140,7 @@ def total_cost(
     return cost + cold_ms / output_tokens * feel_cold
 
 
-def worth(
+def cost_and_latency(
     model: PerfModel,
     backlog: Backlog,
     rank: float,
@@ -195,17 +193,19 @@ def worth(
 
 def estimate(
     model: PerfModel, backlog: Backlog, arrival: Arrival, cold_ms: float, cold_blocks: bool, own_weight: float
-) -> Estimate:
+) -> CostEstimate:
     """The cost of this request on an instance with this backlog."""
     rank, tokens, output_tokens = arrival.rank, arrival.prompt_tokens, arrival.output_tokens
-    numbers = worth(model, backlog, rank, tokens, output_tokens, arrival.slo_ms, cold_ms, cold_blocks, own_weight)
-    return Estimate(*numbers)
+    numbers = cost_and_latency(
+        model, backlog, rank, tokens, output_tokens, arrival.slo_ms, cold_ms, cold_blocks, own_weight
+    )
+    return CostEstimate(*numbers)
 
 
 _BACKLOG = struct.Struct("=8d")
 
 
-def row(model: PerfModel, links: Links, backlog: Backlog) -> bytes:
+def row(model: PerfModel, links: LinkSpeeds, backlog: Backlog) -> bytes:
     """An instance's numbers, one after another as float64: `ranking.py` lays candidates' rows together."""
     return model.packed + links.packed + _BACKLOG.pack(*backlog)
 

@@ -10,9 +10,9 @@ from operator import attrgetter
 from typing import Protocol
 
 from caraserve.cluster.membership.swim import Record
-from caraserve.cluster.placement.plan import Plan
+from caraserve.cluster.placement.plan import PlacementPlan
 from caraserve.cluster.routing.cost import Arrival, Tier
-from caraserve.cluster.routing.router import Fleet, Instance, Ledger
+from caraserve.cluster.routing.router import Fleet, Instance, SentRequests
 
 _NAME = attrgetter("name")
 _LOOK_S = 0.02
@@ -21,7 +21,7 @@ _MOST_DIGESTS = 4096
 _SHUNNED_S = 1.0  # after a failed connection; by then membership knows more
 
 
-class Peers(Protocol):
+class PeerStates(Protocol):
     """What is known of all instances; `cluster.Node` satisfies it."""
 
     @property
@@ -34,13 +34,13 @@ class Peers(Protocol):
     def holders(self, digest: str) -> Mapping[str, Tier]: ...
 
 
-class Views:
+class FleetView:
     """What routing decisions rest on."""
 
-    def __init__(self, peers: Peers, now: Callable[[], float]) -> None:
-        self.plan: Plan | None = None
+    def __init__(self, peers: PeerStates, now: Callable[[], float]) -> None:
+        self.plan: PlacementPlan | None = None
         self._peers, self._now = peers, now
-        self._ledger = Ledger()
+        self._ledger = SentRequests()
         self._bases: dict[str, Instance] = {}  # as they were published
         self._seen: dict[str, Instance] = {}  # with what was sent since, by name
         self._looked_s = float("-inf")
@@ -86,7 +86,7 @@ class Views:
         backlog = seen.backlog.plus(arrival.rank, arrival.prompt_tokens, arrival.output_tokens)
         self._seen[name] = replace(seen, backlog=backlog)
 
-    def shun(self, name: str) -> None:
+    def mark_unreachable(self, name: str) -> None:
         """No connection came about, or it broke."""
         self._shunned[name] = self._now() + _SHUNNED_S
 

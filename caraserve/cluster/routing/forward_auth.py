@@ -14,15 +14,16 @@ from dataclasses import dataclass
 import orjson
 
 from caraserve.cluster.membership.auth import Keyring
-from caraserve.cluster.routing.cost import Estimate
+from caraserve.cluster.routing.cost import CostEstimate
 from caraserve.cluster.routing.router import Reason, Refusal
 from caraserve.config import ADAPTER_NAME
 from caraserve.errors import Forbidden, Overloaded
 
 PREFIX = "/cluster"  # before the path at which the client asked
-HOP, SIGNATURE = "X-CaraServe-Hop", "X-CaraServe-Signature"
-REFUSED = "X-CaraServe-Refused"  # with which an instance hands a request back before its first byte
-INSTANCE = "X-CaraServe-Instance"  # of the answers that a hop gets: whose they are
+CLAIMS_HEADER = "X-CaraServe-Hop"
+SIGNATURE_HEADER = "X-CaraServe-Signature"
+REFUSED_HEADER = "X-CaraServe-Refused"  # with which an instance hands a request back before its first byte
+INSTANCE_HEADER = "X-CaraServe-Instance"  # of the answers that a hop gets: whose they are
 
 _WINDOW_MS = 30_000  # that clocks may differ, with the time on the way
 _MOST_REMEMBERED = 100_000  # hops of the last minute, a few ten MB
@@ -31,7 +32,7 @@ _REASONS: tuple[Reason, ...] = ("slo", "full", "draining", "no-adapter", "stale-
 
 
 @dataclass(frozen=True, slots=True)
-class Hop:
+class ForwardClaims:
     """One attempt to have a request answered by another instance."""
 
     id: str  # of the request, the same at every attempt
@@ -41,29 +42,29 @@ class Hop:
     adapter: str | None  # what the request's model means; None: the base model
     digest: str  # of that adapter
     seed: int | None  # for a client that gave none, so that every attempt draws the same tokens
-    insists: bool  # the receiver may refuse only what it cannot serve at all
+    force: bool  # the receiver may refuse only what it cannot serve at all
     time_ms: int
     body_digest: str  # SHA-256 in hex
     client: str  # the name of its key, or its address, which the receiver shares its service by
 
 
-def signed(keys: Keyring, path: str, hop: Hop) -> dict[str, str]:
+def forward_headers(keys: Keyring, path: str, hop: ForwardClaims) -> dict[str, str]:
     """The headers that say it."""
     text = orjson.dumps(hop).decode()
-    return {HOP: text, SIGNATURE: _mac(keys.forward_keys()[0], path, text)}
+    return {CLAIMS_HEADER: text, SIGNATURE_HEADER: _mac(keys.forward_keys()[0], path, text)}
 
 
-class Gate:
+class ForwardVerifier:
     """Lets in what other instances forward to this one, once each."""
 
     def __init__(self, me: Callable[[], str], keys: Callable[[], Keyring]) -> None:
         self._me, self._keys = me, keys
         self._seen: OrderedDict[tuple[str, str, int], int] = OrderedDict()  # (sender, id, attempt) → its time
 
-    def admit(self, path: str, headers: Mapping[str, str], wall_ms: int) -> Hop:
+    def admit(self, path: str, headers: Mapping[str, str], wall_ms: int) -> ForwardClaims:
         """The hop of a request's headers; its body has yet to be compared. Raises Forbidden with the reason, which an
         operator will want to know, and Overloaded when more hops came in a minute than can be remembered."""
-        text, signature = headers.get(HOP, ""), headers.get(SIGNATURE, "")
+        text, signature = headers.get(CLAIMS_HEADER, ""), headers.get(SIGNATURE_HEADER, "")
         keys = self._keys().forward_keys()
         given = signature.encode("utf-8", "surrogateescape")
         if len(text) > _MOST_HEADER or not any(
@@ -78,7 +79,7 @@ class Gate:
         self._take(hop, wall_ms)
         return hop
 
-    def _take(self, hop: Hop, wall_ms: int) -> None:
+    def _take(self, hop: ForwardClaims, wall_ms: int) -> None:
         key = (hop.sender, hop.id, hop.attempt)
         if key in self._seen:
             raise Forbidden("This hop has been taken already.")
@@ -89,43 +90,43 @@ class Gate:
         self._seen[key] = hop.time_ms
 
 
-def _read(text: str) -> Hop:
+def _read(text: str) -> ForwardClaims:
     """The hop in a header. Raises Forbidden, also for one of other types that is signed all the same."""
     try:
-        hop = Hop(**orjson.loads(text))
+        hop = ForwardClaims(**orjson.loads(text))
     except (TypeError, ValueError):
-        raise Forbidden(f"{HOP} has other fields than this version of the server reads.") from None
+        raise Forbidden(f"{CLAIMS_HEADER} has other fields than this version of the server reads.") from None
     texts = hop.id, hop.sender, hop.receiver, hop.digest, hop.body_digest, hop.client
     numbers = hop.attempt, hop.time_ms, *(() if hop.seed is None else (hop.seed,))
     typed = all(type(value) is str for value in texts) and all(type(value) is int for value in numbers)
     named = hop.adapter is None or (type(hop.adapter) is str and ADAPTER_NAME.fullmatch(hop.adapter))
-    if not (typed and named and type(hop.insists) is bool):
-        raise Forbidden(f"{HOP} has a value of a wrong type; compare both instances' versions of the server.")
+    if not (typed and named and type(hop.force) is bool):
+        raise Forbidden(f"{CLAIMS_HEADER} has a value of a wrong type; compare both instances' versions of the server.")
     return hop
 
 
-def refusal_text(refusal: Refusal) -> str:
+def format_refusal(refusal: Refusal) -> str:
     """A refusal as a header's value."""
-    cost, latency_ms = map(number, refusal.estimate)
+    cost, latency_ms = map(to_json_number, refusal.estimate)
     return f"{refusal.reason} {cost!r} {latency_ms!r}"
 
 
-def refusal_of(text: str) -> Refusal:
+def parse_refusal(text: str) -> Refusal:
     """The refusal in a header's value. What cannot be read is a full instance."""
     try:
         reason, cost, latency_ms = text.split()
-        estimate = Estimate(unnumber(float(cost)), unnumber(float(latency_ms)))
+        estimate = CostEstimate(from_json_number(float(cost)), from_json_number(float(latency_ms)))
     except ValueError:
-        return Refusal("full", Estimate(float("inf"), float("inf")))
+        return Refusal("full", CostEstimate(float("inf"), float("inf")))
     return Refusal(next((known for known in _REASONS if known == reason), "full"), estimate)
 
 
-def number(value: float) -> float:
+def to_json_number(value: float) -> float:
     """A cost or a latency as one that JSON has, too: -1 is without end."""
     return -1.0 if value == float("inf") else value
 
 
-def unnumber(value: float) -> float:
+def from_json_number(value: float) -> float:
     """The other way round. Whatever is no amount is without end."""
     return value if 0.0 <= value < float("inf") else float("inf")
 

@@ -18,34 +18,34 @@ from random import Random
 from typing import Protocol
 
 from caraserve.cluster.membership.swim import State
-from caraserve.cluster.placement.plan import Plan
-from caraserve.cluster.routing.cost import AnswerLengths, Arrival, Estimate, Tier
-from caraserve.cluster.routing.fleet_view import Peers, Views
-from caraserve.cluster.routing.forward_auth import number, unnumber
+from caraserve.cluster.placement.plan import PlacementPlan
+from caraserve.cluster.routing.cost import AnswerLengths, Arrival, CostEstimate, Tier
+from caraserve.cluster.routing.fleet_view import FleetView, PeerStates
+from caraserve.cluster.routing.forward_auth import from_json_number, to_json_number
 from caraserve.cluster.routing.router import (
     Attempt,
     Policy,
     Proposal,
     Refusal,
-    Target,
-    answer,
+    RoutingTarget,
+    apply_quotes,
+    check_acceptance,
     next_target,
     propose,
-    settle,
 )
-from caraserve.cluster.routing.routing_metrics import Tallies
+from caraserve.cluster.routing.routing_metrics import RoutingMetrics
 from caraserve.cluster.state.replicated_map import Adapter
 
 LOCAL = "local"  # the routing that forwards nothing: whoever sends requests has chosen
 
 _QUOTE_S = 0.005
 _MOST_FAILURES = 2  # devices that may fail with one request: it may be what they fail of
-_NEVER = Estimate(inf, inf)
+_NEVER = CostEstimate(inf, inf)
 
 Body = tuple[str | int | float, ...]
 
 
-class Cluster(Peers, Protocol):
+class ClusterNode(PeerStates, Protocol):
     """The part of `cluster.Node` that is asked."""
 
     def adapter(self, name: str) -> Adapter | None: ...
@@ -53,7 +53,7 @@ class Cluster(Peers, Protocol):
     async def ask(self, peer: str, body: Body, timeout_s: float) -> Body | None: ...
 
 
-class Held(Protocol):
+class ResolvedAdapter(Protocol):
     """An adapter of this instance."""
 
     @property
@@ -66,7 +66,7 @@ class Held(Protocol):
     def num_bytes(self) -> int: ...
 
 
-class Ending(Protocol):
+class EngineStatus(Protocol):
     """The part of an engine that says whether it goes on."""
 
     @property
@@ -76,12 +76,12 @@ class Ending(Protocol):
     def failure(self) -> str | None: ...
 
 
-def takes_nothing(engine: Ending) -> bool:
+def refuses_new_requests(engine: EngineStatus) -> bool:
     """Whether new requests belong elsewhere. An engine whose device has failed looks idle, and would draw them all."""
     return engine.draining or engine.failure is not None
 
 
-class Exchange(Protocol):
+class AdapterFetcher(Protocol):
     """Gets what other instances have."""
 
     async def ensure(self, name: str) -> None:
@@ -92,7 +92,7 @@ class Exchange(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Slo:
+class LatencyTargets:
     """What the fleet promises; infinite: nothing."""
 
     ttft_ms: float = inf
@@ -100,18 +100,18 @@ class Slo:
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class LocalTarget:
     """This instance answers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class PeerTarget:
     """Another one does."""
 
     name: str
     address: str
     attempt: int
-    insists: bool
+    force: bool
 
 
 class Forwarding:
@@ -119,25 +119,25 @@ class Forwarding:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ClusterNode,
         policy: Policy | None,
-        slo: Slo,
-        find: Callable[[str], Held | None],
+        slo: LatencyTargets,
+        find: Callable[[str], ResolvedAdapter | None],
         draining: Callable[[], bool],
         *,
         rng: Random,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`policy`: none where whoever sends requests has chosen. `find`: an adapter of this instance by name."""
-        self.exchange: Exchange | None = None  # without one, requests go only to those who have their adapter
-        self.tallies = Tallies()
+        self.fetcher: AdapterFetcher | None = None  # without one, requests go only to those who have their adapter
+        self.routing_metrics = RoutingMetrics()
         self.joined = False  # nobody is known before
         self.introduced: Callable[[], bool] = lambda: False  # whether the cluster's names are known
         self._cluster, self._slo, self._find, self._draining = cluster, slo, find, draining
         self._policy = policy
         self._rng = rng
         self.now = now
-        self._views = Views(cluster, now)
+        self._views = FleetView(cluster, now)
         self._lengths = AnswerLengths()
 
     # ---- for both sides
@@ -152,28 +152,28 @@ class Forwarding:
         """Whether requests may go elsewhere."""
         return self._policy is not None and self.joined
 
-    def adopt(self, plan: Plan | None) -> None:
+    def adopt(self, plan: PlacementPlan | None) -> None:
         """The placement that policies go by from now on."""
         self._views.plan = plan
 
-    def means(self, name: str) -> Held | None:
+    def resolve(self, name: str) -> ResolvedAdapter | None:
         """What an adapter's name means: to the cluster, else to this instance alone."""
         return (self._cluster.adapter(name) if self.joined else None) or self._find(name)
 
     def has(self, name: str) -> bool:
         """Whether this instance has what the name means."""
-        here, meant = self._find(name), self.means(name)
+        here, meant = self._find(name), self.resolve(name)
         return here is not None and meant is not None and here.digest == meant.digest
 
     async def obtain(self, adapter: str | None) -> None:
         """Before this instance answers: gets an adapter that others have. Raises CaraServeError."""
-        if adapter is not None and self.exchange is not None:
-            await self.exchange.ensure(adapter)
+        if adapter is not None and self.fetcher is not None:
+            await self.fetcher.ensure(adapter)
 
     def arrival(self, adapter: str | None, prompt_tokens: int, max_tokens: int, hop: int = 0) -> Arrival:
         """A request as routing sees it. `max_tokens`: of its answer."""
         output_tokens = max(1.0, min(self._lengths.expected(adapter), max_tokens))
-        meant = None if adapter is None else self.means(adapter)
+        meant = None if adapter is None else self.resolve(adapter)
         rank, num_bytes = (meant.rank, meant.num_bytes) if meant else (0, 0)
         return Arrival(adapter, rank, prompt_tokens, output_tokens, num_bytes, self._slo.tpot_ms, hop)
 
@@ -193,7 +193,7 @@ class Forwarding:
 
     # ---- as the one who is asked
 
-    def refusal(self, arrival: Arrival, *, insists: bool, digest: str | None = None) -> Refusal | None:
+    def refusal(self, arrival: Arrival, *, force: bool, digest: str | None = None) -> Refusal | None:
         """Why this instance does not take a request, on its exact state; None: it does. `digest`: of the adapter, as
         the one who forwards it knows it."""
         if arrival.adapter is not None and digest is not None and self._digest(arrival.adapter) != digest:
@@ -204,20 +204,20 @@ class Forwarding:
         if own is None:  # nothing is known of this machine's speed
             return Refusal("draining", _NEVER) if self._draining() else None
         tier = self._tier(self.name, arrival.adapter)
-        return answer(arrival, own, tier, insists, draining=self._draining())
+        return check_acceptance(arrival, own, tier, force, draining=self._draining())
 
     def quote(self, peer: str, body: Body) -> Body:
         """For `Node.on_question`: what a request would cost here."""
         match body:
             case ("route", str(adapter), int(tokens), float(output_tokens) | int(output_tokens)) if output_tokens >= 1:
                 name = adapter or None
-                meant = None if name is None else self.means(name)
+                meant = None if name is None else self.resolve(name)
                 rank, num_bytes = (meant.rank, meant.num_bytes) if meant else (0, 0)
                 arrival = Arrival(name, rank, tokens, output_tokens, num_bytes, self._slo.tpot_ms, hop=1)
-                return tuple(map(number, self._estimate(arrival)))
+                return tuple(map(to_json_number, self._estimate(arrival)))
         return ()
 
-    def _estimate(self, arrival: Arrival) -> Estimate:
+    def _estimate(self, arrival: Arrival) -> CostEstimate:
         own, tier = self._views.of(self.name), self._tier(self.name, arrival.adapter)
         if own is None or self._draining() or not self._can_answer(arrival.adapter):
             return _NEVER
@@ -225,24 +225,24 @@ class Forwarding:
 
     # ---- as the one who asks
 
-    async def begin(self, arrival: Arrival) -> "Trip":
+    async def begin(self, arrival: Arrival) -> "RoutingAttempts":
         """Chooses for a request that has not been forwarded."""
         if self._policy is None or not self.joined:
-            return Trip(self, arrival, (), insists=True)
+            return RoutingAttempts(self, arrival, (), force=True)
         started_s = time.perf_counter()
         proposal = self.propose(arrival)
         decided_s = time.perf_counter()
-        self.tallies.decisions.observe(decided_s - started_s)
+        self.routing_metrics.decisions.observe(decided_s - started_s)
         quotes = await self._quotes(proposal, arrival)
         if quotes:
-            self.tallies.quotes.observe(time.perf_counter() - decided_s)
-        return Trip(self, arrival, settle(proposal, quotes), insists=not self._policy.minds_slo)
+            self.routing_metrics.quotes.observe(time.perf_counter() - decided_s)
+        return RoutingAttempts(self, arrival, apply_quotes(proposal, quotes), force=not self._policy.enforces_slo)
 
     def propose(self, arrival: Arrival) -> Proposal:
         """The order by the views at hand; the policy's own part of a decision."""
         assert self._policy is not None
         digest = "" if arrival.adapter is None else self._digest(arrival.adapter)
-        fleet = self._views.fleet(arrival.adapter, digest, holders_only=self.exchange is None)
+        fleet = self._views.fleet(arrival.adapter, digest, holders_only=self.fetcher is None)
         return propose(self._policy, arrival, fleet, self._rng)
 
     def outstanding(self, adapters: Iterable[str | None]) -> tuple[dict[str, float], dict[str | None, set[str]]]:
@@ -258,44 +258,44 @@ class Forwarding:
         """Who has an adapter's bytes, as far as is known."""
         return () if adapter is None else self._views.tiers(self._digest(adapter)).keys()
 
-    def shun(self, name: str) -> None:
+    def mark_unreachable(self, name: str) -> None:
         """Nothing comes from there just now."""
-        self._views.shun(name)
+        self._views.mark_unreachable(name)
 
-    async def _quotes(self, proposal: Proposal, arrival: Arrival) -> Mapping[str, Estimate | None]:
+    async def _quotes(self, proposal: Proposal, arrival: Arrival) -> Mapping[str, CostEstimate | None]:
         asked = [name for name in proposal.ask if name != self.name]
         if not asked or len(proposal.ask) == 1:
             return {}
         body = ("route", arrival.adapter or "", arrival.prompt_tokens, float(arrival.output_tokens))
         answers = await asyncio.gather(*(self._cluster.ask(name, body, _QUOTE_S) for name in asked))
-        self.tallies.unquoted += answers.count(None)
+        self.routing_metrics.unquoted += answers.count(None)
         return dict(zip(asked, map(_quoted, answers), strict=True))
 
-    def peer(self, target: Target, attempt: int) -> Peer | None:
+    def peer(self, target: RoutingTarget, attempt: int) -> PeerTarget | None:
         """Where to reach an instance; None for one that is gone."""
         record = self._cluster.record(target.name)
         if record is None or record.state != State.ALIVE:
             return None
-        return Peer(target.name, record.address, attempt, target.insists)
+        return PeerTarget(target.name, record.address, attempt, target.force)
 
     def next_target(
-        self, order: Sequence[str], attempts: Sequence[Attempt], elapsed_ms: float, insists: bool
-    ) -> Target | None:
+        self, order: Sequence[str], attempts: Sequence[Attempt], elapsed_ms: float, force: bool
+    ) -> RoutingTarget | None:
         """`router.next_target` under this fleet's promise."""
-        return next_target(order, attempts, elapsed_ms, self._slo.ttft_ms, insists)
+        return next_target(order, attempts, elapsed_ms, self._slo.ttft_ms, force)
 
     def could_answer(self, adapter: str | None) -> bool:
         """Whether this instance has what it takes, or could get it."""
-        return adapter is None or self.exchange is not None or self.has(adapter)
+        return adapter is None or self.fetcher is not None or self.has(adapter)
 
     def _can_answer(self, adapter: str | None) -> bool:
         """The same now: whoever is asked takes nothing that would wait here for bytes which nobody has."""
-        if adapter is None or self.exchange is None:
+        if adapter is None or self.fetcher is None:
             return self.could_answer(adapter)
-        return self.exchange.can_get(adapter)
+        return self.fetcher.can_get(adapter)
 
     def _digest(self, adapter: str) -> str:
-        meant = self.means(adapter)
+        meant = self.resolve(adapter)
         return meant.digest if meant else ""
 
     def _tier(self, name: str, adapter: str | None) -> Tier:
@@ -304,24 +304,24 @@ class Forwarding:
         return self._views.tiers(self._digest(adapter)).get(name, Tier.ABSENT)
 
 
-class Trip:
+class RoutingAttempts:
     """One request's way to whoever answers it. `id` is the same at every attempt."""
 
-    def __init__(self, forwarding: Forwarding, arrival: Arrival, order: Sequence[str], *, insists: bool) -> None:
+    def __init__(self, forwarding: Forwarding, arrival: Arrival, order: Sequence[str], *, force: bool) -> None:
         self.id = uuid.uuid4().hex
-        self._forwarding, self._arrival, self._order, self._insists = forwarding, arrival, order, insists
+        self._forwarding, self._arrival, self._order, self._insists = forwarding, arrival, order, force
         self._began_s = forwarding.now()
         self._attempts: list[Attempt] = []
-        self._target: Target | None = None
-        self._been_here = False
+        self._target: RoutingTarget | None = None
+        self.tried_local = False
         self._given_up = False
         self._stops = 0
 
-    def next(self) -> Here | Peer | None:
+    def next(self) -> LocalTarget | PeerTarget | None:
         """Where the request goes now. None: nobody takes it."""
         stop = None if self._given_up else self._choose()
         if self._attempts and stop is not None:
-            self._forwarding.tallies.retried += 1
+            self._forwarding.routing_metrics.retried += 1
         return stop
 
     def failed(self, refusal: Refusal | None) -> None:
@@ -329,7 +329,7 @@ class Trip:
         assert self._target is not None
         self._attempts.append((self._target, refusal))
         if refusal is not None and refusal.reason == "stale-epoch":  # it waited there for a while, in vain
-            self._been_here = False
+            self.tried_local = False
             self._order = self._forwarding.propose(self._arrival).order
         if refusal is not None and refusal.reason == "unreachable":
             self._leave_to_holders()
@@ -340,13 +340,13 @@ class Trip:
         """Whoever has not got the adapter would wait for it in vain, too."""
         holders = self._forwarding.holders(self._arrival.adapter)
         self._order = [name for name in self._order if name in holders]
-        self._been_here = self._been_here or self._forwarding.name not in holders
+        self.tried_local = self.tried_local or self._forwarding.name not in holders
 
-    def _next_target(self) -> Target | None:
+    def _next_target(self) -> RoutingTarget | None:
         elapsed_ms = 1000 * (self._forwarding.now() - self._began_s)
         return self._forwarding.next_target(self._order, self._attempts, elapsed_ms, self._insists)
 
-    def _choose(self) -> Here | Peer | None:
+    def _choose(self) -> LocalTarget | PeerTarget | None:
         while (target := self._next_target()) is not None:
             self._target = target
             if target.name != self._forwarding.name:
@@ -354,20 +354,20 @@ class Trip:
                 if (peer := self._forwarding.peer(target, self._stops)) is not None:
                     return peer
                 self.failed(None)
-            elif (refusal := self._forwarding.refusal(self._arrival, insists=target.insists)) is not None:
+            elif (refusal := self._forwarding.refusal(self._arrival, force=target.force)) is not None:
                 self.failed(refusal)
             else:
-                self._been_here = True
-                return Here()
+                self.tried_local = True
+                return LocalTarget()
         # All were asked that would be asked; the one that has the request in hand may still do it.
-        if self._been_here or not self._forwarding.could_answer(self._arrival.adapter):
+        if self.tried_local or not self._forwarding.could_answer(self._arrival.adapter):
             return None
-        self._target, self._been_here = Target(self._forwarding.name, insists=True), True
-        return Here()
+        self._target, self.tried_local = RoutingTarget(self._forwarding.name, force=True), True
+        return LocalTarget()
 
 
-def _quoted(body: Body | None) -> Estimate | None:
+def _quoted(body: Body | None) -> CostEstimate | None:
     match body:
         case (float(cost) | int(cost), float(latency_ms) | int(latency_ms)):
-            return Estimate(unnumber(cost), unnumber(latency_ms))
+            return CostEstimate(from_json_number(cost), from_json_number(latency_ms))
     return None

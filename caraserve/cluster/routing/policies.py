@@ -12,7 +12,7 @@ from caraserve.cluster.placement.plan import rendezvous
 from caraserve.cluster.placement.plan_factory import ROUTINGS
 from caraserve.cluster.routing.cost import Arrival
 from caraserve.cluster.routing.ranking import Ranking, ranked
-from caraserve.cluster.routing.router import Chance, Fleet, Instance, Order, Policy, Proposal, drawn, shuffled
+from caraserve.cluster.routing.router import Chance, Fleet, Instance, LazyOrder, Policy, Proposal, drawn, shuffled
 from caraserve.errors import ConfigError
 
 _REQUESTS = attrgetter("backlog.requests")
@@ -43,13 +43,13 @@ def _two_stage(ranking: Ranking, others: Callable[[], Iterable[str]], me: str, c
         chosen = [*best]
     estimates = {ranking.name(place): ranking.estimate(place) for place in sorted(chosen)}
     asked = tuple(estimates)
-    return Proposal(Order(asked, lambda: [*ranking.names(), *others()]), asked, estimates)
+    return Proposal(LazyOrder(asked, lambda: [*ranking.names(), *others()]), asked, estimates)
 
 
 class RankAware:
     """Toppings: Algorithm 1 over the whole fleet, the fetch of a missing adapter charged."""
 
-    minds_slo, own_weight = True, 0.0
+    enforces_slo, own_weight = True, 0.0
 
     def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
         """The least added cost to those who are there."""
@@ -64,7 +64,7 @@ class Auto:
     all. So adapters spread only when their own instances are full, and ranks mix only when their class is. Cost is
     computed only as far out as that goes: most requests stay with a few candidates."""
 
-    minds_slo, own_weight = True, 1.0
+    enforces_slo, own_weight = True, 1.0
 
     def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
         """The least cost, on the smallest circle of instances that holds the promise."""
@@ -104,7 +104,7 @@ def _circles(arrival: Arrival, fleet: Fleet) -> Iterator[Mapping[str, Instance]]
 class ByPlan:
     """LoRAServe: an instance drawn by its fraction φ. S-LoRA's static plans have one instance of fraction 1."""
 
-    minds_slo, own_weight = False, 0.0
+    enforces_slo, own_weight = False, 0.0
 
     def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
         """Draws among the adapter's instances; an adapter that the plan does not know goes by its hash."""
@@ -116,7 +116,7 @@ class ByPlan:
             order.append(drawn(left, chance))
             left = [entry for entry in left if entry[0] != order[-1]]
         if order:
-            return Proposal(Order(order, lambda: able))
+            return Proposal(LazyOrder(order, lambda: able))
         if arrival.adapter is None:
             return Proposal(_any([*able.values()], chance))
         return Proposal(tuple(rendezvous(arrival.adapter, able)))
@@ -125,16 +125,16 @@ class ByPlan:
 # --- without cost or plan ---
 
 
-def _any(instances: Sequence[Instance], chance: Chance) -> Order:
+def _any(instances: Sequence[Instance], chance: Chance) -> LazyOrder:
     """A random order of which mostly the first is wanted."""
     first = (instances[int(chance.random() * len(instances))].name,) if instances else ()
-    return Order(first, lambda: shuffled((instance.name for instance in instances), chance))
+    return LazyOrder(first, lambda: shuffled((instance.name for instance in instances), chance))
 
 
-class Random:
+class RandomChoice:
     """Any instance."""
 
-    minds_slo, own_weight = False, 0.0
+    enforces_slo, own_weight = False, 0.0
 
     def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
         """All in random order."""
@@ -144,7 +144,7 @@ class Random:
 class RoundRobin:
     """One after the other, as far as this router sees."""
 
-    minds_slo, own_weight = False, 0.0
+    enforces_slo, own_weight = False, 0.0
 
     def __init__(self) -> None:
         self._next = 0
@@ -154,13 +154,13 @@ class RoundRobin:
         names = [*fleet.able]
         start = self._next % len(names) if names else 0
         self._next += 1
-        return Proposal(Order(names[start : start + 1], lambda: [*names[start:], *names[:start]]))
+        return Proposal(LazyOrder(names[start : start + 1], lambda: [*names[start:], *names[:start]]))
 
 
 class FirstFit:
     """Punica: fills instances one by one up to a batch size, which decides its result."""
 
-    minds_slo, own_weight = False, 0.0
+    enforces_slo, own_weight = False, 0.0
 
     def __init__(self, most_requests: int = 32) -> None:
         self._most_requests = most_requests
@@ -169,15 +169,15 @@ class FirstFit:
         """The first with room, in order of names; when all are full the least full."""
         able = fleet.able.values()
         fit = [one.name for one in able if one.backlog.requests < self._most_requests]
-        return Proposal(Order(fit, lambda: (one.name for one in sorted(able, key=_REQUESTS))))
+        return Proposal(LazyOrder(fit, lambda: (one.name for one in sorted(able, key=_REQUESTS))))
 
 
-def _by_requests(instances: Sequence[Instance], chance: Chance) -> Order:
+def _by_requests(instances: Sequence[Instance], chance: Chance) -> LazyOrder:
     if not instances:
-        return Order(())
+        return LazyOrder(())
     least = min(map(_REQUESTS, instances))
     idlest = [one for one in instances if one.backlog.requests == least]
-    return Order(
+    return LazyOrder(
         (_any(idlest, chance)[0],), lambda: (one.name for one in sorted(shuffled(instances, chance), key=_REQUESTS))
     )
 
@@ -185,7 +185,7 @@ def _by_requests(instances: Sequence[Instance], chance: Chance) -> Order:
 class MostIdle:
     """CaraServe's baseline: the fewest requests."""
 
-    minds_slo, own_weight = False, 0.0
+    enforces_slo, own_weight = False, 0.0
 
     def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
         """By requests there."""
@@ -195,26 +195,26 @@ class MostIdle:
 class Dlora:
     """dLoRA's dispatch: the fewest requests among those who have the adapter. `migration.py` has its rebalancing."""
 
-    minds_slo, own_weight = False, 0.0
+    enforces_slo, own_weight = False, 0.0
 
     def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
         """Holders by requests there, then the others."""
         able, holders = fleet.able, fleet.holders(arrival.adapter)
 
-        def others() -> Order:
+        def others() -> LazyOrder:
             return _by_requests([one for name, one in able.items() if name not in holders], chance)
 
         if not holders:
             return Proposal(others())
         nearest = _by_requests([*holders.values()], chance)
-        return Proposal(Order((nearest[0],), lambda: (*nearest, *others())))
+        return Proposal(LazyOrder((nearest[0],), lambda: (*nearest, *others())))
 
 
 _POLICIES: Mapping[str, Callable[[], Policy]] = {
     "auto": Auto,
     "rank-aware": RankAware,
     "loraserve": ByPlan,
-    "random": Random,
+    "random": RandomChoice,
     "round-robin": RoundRobin,
     "first-fit": FirstFit,
     "most-idle": MostIdle,

@@ -18,7 +18,7 @@ _EVEN_MS = 50.0  # a cost of that is a price of ½; the same for all instances, 
 
 
 @dataclass(frozen=True, slots=True)
-class Typical:
+class TypicalRequest:
     """The request that is priced. `slo_ms`: time per token that this fleet promises."""
 
     prompt_tokens: int = 512
@@ -32,8 +32,12 @@ def price(cost_ms: float) -> float:
     return 1.0 if math.isinf(cost_ms) else cost_ms / (cost_ms + _EVEN_MS)
 
 
-def gauges(
-    model: PerfModel, backlog: Backlog, labels: str, typical: Typical = Typical(), ranks: Sequence[int] = USUAL_RANKS
+def price_families(
+    model: PerfModel,
+    backlog: Backlog,
+    labels: str,
+    typical: TypicalRequest = TypicalRequest(),
+    ranks: Sequence[int] = USUAL_RANKS,
 ) -> Iterator[str]:
     """Families of Prometheus' text. `labels`: those of every sample, as `exposition.label_set` writes them."""
     prices: list[tuple[str, float]] = []

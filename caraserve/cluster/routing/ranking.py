@@ -15,18 +15,24 @@ import numpy as np
 from caraserve.cluster.routing.cost import (
     Arrival,
     Backlog,
-    Estimate,
-    Links,
+    CostEstimate,
+    LinkSpeeds,
     Tier,
     cold_ms,
+    cost_and_latency,
     total_cost,
-    worth,
 )
 from caraserve.cluster.routing.perf_model import PerfModel, decode_ms, prefill_ms
 from caraserve.cluster.routing.router import Chance, Fleet, Instance
 from caraserve.cpu.jit import callee, entry
 
-FORMULA = (cold_ms, decode_ms, prefill_ms, total_cost, worth)  # and nothing else is called by what is compiled
+FORMULA = (
+    cold_ms,
+    decode_ms,
+    prefill_ms,
+    total_cost,
+    cost_and_latency,
+)  # and nothing else is called by what is compiled
 for _function in FORMULA:
     callee(_function)
 
@@ -37,7 +43,7 @@ def _numbers(names: Iterable[str]) -> np.dtype[np.void]:
     return np.dtype([(name, np.float64) for name in names])
 
 
-_MODEL, _LINKS = (_numbers(field.name for field in fields(part)) for part in (PerfModel, Links))
+_MODEL, _LINKS = (_numbers(field.name for field in fields(part)) for part in (PerfModel, LinkSpeeds))
 _ROW = np.dtype([("model", _MODEL), ("links", _LINKS), ("backlog", _numbers(Backlog._fields))])  # as `cost.row` has it
 
 
@@ -48,7 +54,7 @@ def _worths(rows, tiers, rank, prompt_tokens, output_tokens, adapter_bytes, slo_
     for at in range(rows.size):
         one = rows[at]
         wait_ms = cold_ms(one.links, tiers[at], adapter_bytes)
-        found[0, at], found[1, at] = worth(
+        found[0, at], found[1, at] = cost_and_latency(
             one.model,
             one.backlog,
             rank,
@@ -121,10 +127,10 @@ class Ranking:
         """Its cost."""
         return self._costs[self._order[place]]
 
-    def estimate(self, place: int) -> Estimate:
+    def estimate(self, place: int) -> CostEstimate:
         """All that is estimated of it."""
         at = self._order[place]
-        return Estimate(self._costs[at], self._latencies_ms[at])
+        return CostEstimate(self._costs[at], self._latencies_ms[at])
 
     def names(self) -> list[str]:
         """All."""
@@ -146,10 +152,10 @@ def ranked(
 
 def estimates(
     candidates: Iterable[Instance], tiers: Iterable[Tier], arrival: Arrival, own_weight: float
-) -> list[Estimate]:
+) -> list[CostEstimate]:
     """What the arrival would cost on each of these. `tiers`: where each of them has the adapter."""
     costs, latencies_ms = _worths(*_request(candidates, bytes(tiers), arrival, own_weight)).tolist()
-    return list(map(Estimate, costs, latencies_ms))
+    return list(map(CostEstimate, costs, latencies_ms))
 
 
 # Compiled or loaded now, and not while the first request waits.

@@ -1,14 +1,14 @@
 """Which instance takes a request: the frame that all policies share. Pure.
 
 A policy (`policies.py`) proposes an order of instances, from views that are always a little old, and names those whose
-exact quotes are worth a round trip. `settle` puts the quotes in; `next_target` goes through the order while instances
-refuse. Where each rule comes from:
+exact quotes are worth a round trip. `apply_quotes` puts the quotes in; `next_target` goes through the order while
+instances refuse. Where each rule comes from:
 
 - one hop at most: `propose` sends a request that was forwarded already nowhere else, whatever the views say, and
-  `answer` serves or refuses it. No two instances have to agree for that.
+  `check_acceptance` serves or refuses it. No two instances have to agree for that.
 - two stages: by the plain least cost of views 1 s old many routers send to the same instance at once, by the better of
   two random ones the ranks mix. Among the best eight by old views, quotes of four come as close as exact views would.
-- what this router has itself sent since an instance's last beat is added to its view (`Ledger`)
+- what this router has itself sent since an instance's last beat is added to its view (`SentRequests`)
 """
 
 import math
@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Literal, Protocol, Self, TypeVar, overload
 
-from caraserve.cluster.placement.plan import Plan
-from caraserve.cluster.routing.cost import Arrival, Backlog, Estimate, Links, Tier, estimate, row
+from caraserve.cluster.placement.plan import PlacementPlan
+from caraserve.cluster.routing.cost import Arrival, Backlog, CostEstimate, LinkSpeeds, Tier, estimate, row
 from caraserve.cluster.routing.perf_model import PerfModel
 
 ATTEMPTS = 3  # instances that may refuse one request
@@ -46,14 +46,14 @@ class Instance:
     name: str
     model: PerfModel
     backlog: Backlog = field(default_factory=Backlog)
-    links: Links = field(default_factory=Links)
+    links: LinkSpeeds = field(default_factory=LinkSpeeds)
     able: bool = True  # alive, not suspected, not draining, finishing iterations
     row: bytes = field(init=False, repr=False, compare=False)  # its numbers, for as long as this view of it holds
 
     def __post_init__(self) -> None:
         self.row = row(self.model, self.links, self.backlog)
 
-    def estimate(self, arrival: Arrival, tier: Tier, own_weight: float) -> Estimate:
+    def estimate(self, arrival: Arrival, tier: Tier, own_weight: float) -> CostEstimate:
         """What the arrival would cost here."""
         links = self.links
         cold_ms = links.cold_ms(tier, arrival.adapter_bytes)
@@ -67,7 +67,7 @@ class Fleet:
     me: str
     able: Mapping[str, Instance]  # the candidates, in the order of their names: equal views give equal orders
     tiers: Mapping[str, Mapping[str, Tier]] = field(default_factory=dict)  # adapter → instance → tier, if it has it
-    plan: Plan | None = None
+    plan: PlacementPlan | None = None
 
     @classmethod
     def of(
@@ -75,7 +75,7 @@ class Fleet:
         me: str,
         instances: Iterable[Instance],
         tiers: Mapping[str, Mapping[str, Tier]] | None = None,
-        plan: Plan | None = None,
+        plan: PlacementPlan | None = None,
     ) -> Self:
         """A fleet of these instances, able or not, in any order."""
         return cls(me, {one.name: one for one in sorted(instances, key=_NAME) if one.able}, tiers or {}, plan)
@@ -98,7 +98,7 @@ class Fleet:
         return self.named(sorted(name for name, tier in tiers.items() if tier is not _ABSENT))
 
 
-class Order(Sequence[str]):
+class LazyOrder(Sequence[str]):
     """Names, best first, each once. All but the first few are wanted only after refusals, so they are put in order when
     somebody asks for them; `rest` may name the first ones again."""
 
@@ -148,14 +148,14 @@ class Proposal:
 
     order: Sequence[str]
     ask: tuple[str, ...] = ()  # the router's own instance may be among them: its view of itself is its quote
-    estimates: Mapping[str, Estimate] = field(default_factory=dict)  # by the views, of those asked at least
+    estimates: Mapping[str, CostEstimate] = field(default_factory=dict)  # by the views, of those asked at least
 
 
 class Policy(Protocol):
     """A way to order instances. Every able instance belongs into the order, so that a refusal finds a next one."""
 
     @property
-    def minds_slo(self) -> bool:
+    def enforces_slo(self) -> bool:
         """Whether an instance may refuse what would break the SLO there; otherwise requests insist."""
 
     @property
@@ -173,14 +173,14 @@ def propose(policy: Policy, arrival: Arrival, fleet: Fleet, chance: Chance) -> P
     return policy.propose(arrival, fleet, chance)
 
 
-def settle(proposal: Proposal, quotes: Mapping[str, Estimate | None]) -> Sequence[str]:
+def apply_quotes(proposal: Proposal, quotes: Mapping[str, CostEstimate | None]) -> Sequence[str]:
     """The order once quotes are in. The asked compete for its front; where no quote came in time (None or missing),
     the old estimate stands."""
     if not proposal.ask:
         return proposal.order
     known = {name: quotes.get(name) or proposal.estimates[name] for name in proposal.ask}
     front = sorted(known, key=known.__getitem__)  # stable: ties keep the drawn order
-    return Order(front, lambda: proposal.order)
+    return LazyOrder(front, lambda: proposal.order)
 
 
 # --- refusals ---
@@ -191,19 +191,19 @@ class Refusal:
     """Why an instance did not take a request, and its own exact estimate for it."""
 
     reason: Reason
-    estimate: Estimate
+    estimate: CostEstimate
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """Where a request goes next. One that `insists` is refused only by who cannot serve it at all."""
+class RoutingTarget:
+    """Where a request goes next. One that `force` is refused only by who cannot serve it at all."""
 
     name: str
-    insists: bool = False
+    force: bool = False
 
 
-def answer(
-    arrival: Arrival, own: Instance, tier: Tier, insists: bool, obtainable: bool = True, draining: bool = False
+def check_acceptance(
+    arrival: Arrival, own: Instance, tier: Tier, force: bool, obtainable: bool = True, draining: bool = False
 ) -> Refusal | None:
     """The receiver's side, on its exact state: None takes the request. `obtainable`: it has the adapter or knows who
     does. It never names another instance: the request's way is its entry's to decide."""
@@ -214,45 +214,45 @@ def answer(
         return Refusal("no-adapter", here)
     if own.backlog.queue_room <= 0 or here.latency_ms == math.inf:
         return Refusal("full", here)
-    if here.cost == math.inf and not insists:
+    if here.cost == math.inf and not force:
         return Refusal("slo", here)
     return None
 
 
-Attempt = tuple[Target, Refusal | None]  # None: it failed without a word
+Attempt = tuple[RoutingTarget, Refusal | None]  # None: it failed without a word
 
 
 def next_target(
-    order: Sequence[str], attempts: Sequence[Attempt], elapsed_ms: float, ttft_ms: float, insists: bool = False
-) -> Target | None:
+    order: Sequence[str], attempts: Sequence[Attempt], elapsed_ms: float, ttft_ms: float, force: bool = False
+) -> RoutingTarget | None:
     """Who to try after these attempts. At most ATTEMPTS instances may refuse, within a share of the time to the first
-    token; then the least bad of those who could serve has to. None: nobody can. `insists` from the start: for policies
+    token; then the least bad of those who could serve has to. None: nobody can. `force` from the start: for policies
     that know no SLO.
 
     It ends whatever they answer: nobody is asked twice but one who is then told to, and nobody is told to twice."""
     if not attempts:  # as far as most requests get: what follows wants all of the order
-        return Target(order[0], insists) if order else None
+        return RoutingTarget(order[0], force) if order else None
     refusals = {target.name: refusal for target, refusal in attempts}
-    insisted = {target.name for target, _ in attempts if target.insists}
+    insisted = {target.name for target, _ in attempts if target.force}
     untried = [name for name in order if name not in refusals]
     if untried and len(attempts) < ATTEMPTS and elapsed_ms < _PATIENCE * ttft_ms:
-        return Target(untried[0], insists)
+        return RoutingTarget(untried[0], force)
     could = {
         name: refusal.estimate
         for name, refusal in refusals.items()
         if refusal and refusal.reason == "slo" and name not in insisted
     }
     if could:
-        return Target(min(could, key=lambda name: (could[name].latency_ms, name)), insists=True)
+        return RoutingTarget(min(could, key=lambda name: (could[name].latency_ms, name)), force=True)
     if untried and len(attempts) < 2 * ATTEMPTS:
-        return Target(untried[0], insists=True)
+        return RoutingTarget(untried[0], force=True)
     return None
 
 
 # --- what this router has sent ---
 
 
-class Ledger:
+class SentRequests:
     """Requests sent since the beats on which the views rest. One router's own deltas: with many routers they help less
     than quotes do, but they keep a burst at one entry from going to one instance."""
 

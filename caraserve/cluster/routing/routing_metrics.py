@@ -9,7 +9,7 @@ _DECISION_S = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 
 
 
 @dataclass(slots=True)
-class Tallies:
+class RoutingMetrics:
     """Counts of one instance. Instances' names are labels: there are at most 64, and those that were."""
 
     received: int = 0  # from other instances, and answered here
@@ -59,6 +59,6 @@ class Tallies:
             yield counter(f"routed_{kind}_seconds_per_token", text, "instance", sums)
 
 
-def count(counts: dict[str, int], key: str) -> None:
+def increment(counts: dict[str, int], key: str) -> None:
     """One more."""
     counts[key] = counts.get(key, 0) + 1

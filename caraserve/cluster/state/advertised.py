@@ -14,7 +14,7 @@ from functools import lru_cache
 from math import inf
 
 from caraserve.cluster.membership.swim import Record, State
-from caraserve.cluster.routing.cost import Backlog, Links, Tier
+from caraserve.cluster.routing.cost import Backlog, LinkSpeeds, Tier
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.router import Instance
 from caraserve.cluster.state.replicated_map import Fact, Load, Shelf, Status, Value
@@ -84,22 +84,22 @@ def model_of(value: Value) -> PerfModel | None:
         return None
 
 
-def links_value(links: Links) -> Value:
+def links_value(links: LinkSpeeds) -> Value:
     """Links as a fact's value."""
     return _value(dataclasses.astuple(links))
 
 
 @lru_cache(maxsize=_MOST_VALUES)
-def links_of(value: Value) -> Links:
+def links_of(value: Value) -> LinkSpeeds:
     """The links in a fact's value, likewise. Of an instance that said nothing of them: as fast as they could be."""
     try:
         load_ms, load_rate, disk_rate, fetch_ms, fetch_rate, blocks = map(float, value)
     except ValueError:
-        return Links()
+        return LinkSpeeds()
     # One comparison for each: `min` of a number and NaN may be the number.
     if not (0 <= load_ms < inf and 0 <= fetch_ms < inf and load_rate > 0 and disk_rate > 0 and fetch_rate > 0):
-        return Links()
-    return Links(load_ms, load_rate, disk_rate, fetch_ms, fetch_rate, bool(blocks))
+        return LinkSpeeds()
+    return LinkSpeeds(load_ms, load_rate, disk_rate, fetch_ms, fetch_rate, bool(blocks))
 
 
 def _value(numbers: tuple[float | bool, ...]) -> Value:
@@ -109,7 +109,7 @@ def _value(numbers: tuple[float | bool, ...]) -> Value:
 # --- an instance as a router sees it ---
 
 
-def instance_of(record: Record, load: Load, model: PerfModel, links: Links, age_s: float) -> Instance:
+def instance_of(record: Record, load: Load, model: PerfModel, links: LinkSpeeds, age_s: float) -> Instance:
     """An instance as a router sees it. `age_s`: of the load."""
     able = record.state == State.ALIVE and age_s <= STALE_S and load.status == "serving" and not is_hung(load, model)
     return Instance(record.name, model, backlog_of(load), links, able)
@@ -161,7 +161,7 @@ class Seen:
         model = model_of(model_fact.value)
         if model is None:
             return None
-        links = links_of(links_fact.value) if links_fact is not None else Links()
+        links = links_of(links_fact.value) if links_fact is not None else LinkSpeeds()
         instance = instance_of(record, load, model, links, age_s)
         self._known[record.name] = parts, instance
         return instance

@@ -12,10 +12,10 @@ from typing import Protocol
 
 from caraserve.cluster.membership.node import Node
 from caraserve.cluster.membership.swim import State
-from caraserve.cluster.routing.cost import Links, Tier
-from caraserve.cluster.routing.forwarding import takes_nothing
+from caraserve.cluster.routing.cost import LinkSpeeds, Tier
+from caraserve.cluster.routing.forwarding import refuses_new_requests
 from caraserve.cluster.routing.perf_model import DriftWatch
-from caraserve.cluster.routing.price_metrics import Typical, gauges
+from caraserve.cluster.routing.price_metrics import TypicalRequest, price_families
 from caraserve.cluster.state.advertised import Holdings, backlog_of, load_of
 from caraserve.cluster.state.replicated_map import Adapter, Load, Status
 from caraserve.core.batch import ScheduledRow
@@ -60,7 +60,7 @@ class Publisher:
         engine: Working,
         answers: Callable[[], tuple[int, int]],
         drift: DriftWatch | None,
-        links: Links,
+        links: LinkSpeeds,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`answers`: how many have ended and how many tokens they had. `drift` None: nothing is known of this machine,
@@ -143,7 +143,7 @@ class Publisher:
         elif self._iterated_s is None:
             self._iterated_s = self._now()
         age_s = 0.0 if self._iterated_s is None else self._now() - self._iterated_s
-        status: Status = "draining" if takes_nothing(self._engine) else "serving"
+        status: Status = "draining" if refuses_new_requests(self._engine) else "serving"
         return load_of(work, status, self._response_tokens, age_s, lag_s)
 
     def watch(self, rows: Sequence[tuple[ActiveRequest, ScheduledRow]], ms: float) -> None:
@@ -199,8 +199,8 @@ class Publisher:
         yield by("caraserve:prediction_error_ratio", "gauge", text, "phase", errors)
         text = "Times that the performance model was fitted anew."
         yield family("caraserve:model_refits_total", "counter", text, [(labels, self._drift.refits)])
-        typical = Typical(output_tokens=self._response_tokens)
-        yield from gauges(self._drift.model, backlog_of(self.load_now(0.0)), labels, typical)
+        typical = TypicalRequest(output_tokens=self._response_tokens)
+        yield from price_families(self._drift.model, backlog_of(self.load_now(0.0)), labels, typical)
 
     def _count(self, phase: str, predicted_ms: float, observed_ms: float) -> None:
         predicted, observed = self._times_ms[phase]

@@ -17,10 +17,10 @@ from caraserve.cluster.routing.cost import Tier
 from caraserve.cluster.state.publisher import Publisher
 from caraserve.cluster.state.replicated_map import Adapter
 from caraserve.cluster.state.scan import known_adapters
-from caraserve.cluster.transfer.adapter_store import Keeping
-from caraserve.cluster.transfer.disk_cache import Stored
-from caraserve.cluster.transfer.download import Exchange
-from caraserve.cluster.transfer.peer_client import Transfers
+from caraserve.cluster.transfer.adapter_store import AdapterStore
+from caraserve.cluster.transfer.disk_cache import DiskCache
+from caraserve.cluster.transfer.download import Downloader
+from caraserve.cluster.transfer.peer_client import PeerClient
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.errors import CaraServeError, Forbidden, Unreachable
 from caraserve.lora.adapter import AdapterTier
@@ -37,7 +37,7 @@ _SWEEP_S = 1.0
 _PATIENCE_S = 0.5  # who holds what may still be on its way to us
 
 
-class Holders:
+class NodeHolders:
     """Other instances as the exchange asks for them."""
 
     def __init__(self, node: Node) -> None:
@@ -64,7 +64,7 @@ class Holders:
             pass
 
 
-class Pool:
+class AdapterPool:
     """See above. Everything here runs on the event loop; disks and sockets have threads."""
 
     def __init__(
@@ -72,16 +72,16 @@ class Pool:
         node: Node,
         catalog: Catalog,
         reader: AdapterReader,
-        stored: Stored,
-        transfers: Transfers,
+        stored: DiskCache,
+        transfers: PeerClient,
         model: ModelSpec,
         most_bytes: int,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`most_bytes`: of other instances' adapters on our disk."""
-        self._holders = Holders(node)
-        self.exchange = Exchange(self._holders, transfers, model, now)
-        self.keeping = Keeping(node, catalog.manager, reader, stored, most_bytes, now)
+        self._holders = NodeHolders(node)
+        self.downloader = Downloader(self._holders, transfers, model, now)
+        self.store = AdapterStore(node, catalog.manager, reader, stored, most_bytes, now)
         self._node, self._catalog, self._now = node, catalog, now
         self._publisher: Publisher | None = None
         self._tasks = Tasks()
@@ -96,8 +96,8 @@ class Pool:
         self._publisher = publisher
         for info in self._catalog.all():
             if info.stamp:  # else it is a name of the cluster's that has come already
-                self.keeping.loaded(info)
-        self.keeping.begin(publisher)
+                self.store.loaded(info)
+        self.store.begin(publisher)
         self._tasks.start(self._adopt_known(), "cluster names")
 
     async def _adopt_known(self) -> None:
@@ -107,22 +107,22 @@ class Pool:
 
     async def run(self) -> None:
         """Until cancelled: deletes what no name means any more."""
-        self.keeping.renamed()  # should a sweep have failed half way, the next one starts over
+        self.store.renamed()  # should a sweep have failed half way, the next one starts over
         while True:
             await asyncio.sleep(_SWEEP_S)
-            await self.keeping.sweep()
+            await self.store.sweep()
 
     async def close(self) -> None:
         """Ends what is under way."""
         await self._tasks.end()
-        await self.keeping.close()
+        await self.store.close()
 
     # --- names ---
 
     def adopt(self, adapter: Adapter) -> None:
         """A name that another instance gave a meaning. One that cannot be served here is somebody else's to serve."""
-        self.keeping.named(adapter.digest)
-        self.keeping.renamed()
+        self.store.named(adapter.digest)
+        self.store.renamed()
         try:
             self._catalog.adopt(adapter.name, adapter.digest, adapter.rank, adapter.num_bytes)
         except Forbidden:
@@ -137,8 +137,8 @@ class Pool:
         assert self._publisher is not None, "the pool has not begun"
         self._publisher.changed(name, info)
         if info is not None:
-            self.keeping.loaded(info)
-        self.keeping.renamed()
+            self.store.loaded(info)
+        self.store.renamed()
 
     async def ensure(self, name: str) -> None:
         """Sees to it that a request may be submitted: that the name means here what it means to the cluster, and that
@@ -178,7 +178,7 @@ class Pool:
 
     def has(self, digest: str) -> bool:
         """Whether all its bytes are here, be it in memory alone."""
-        return self.keeping.holds(digest) or self._catalog.manager.image(digest) is not None
+        return self.store.holds(digest) or self._catalog.manager.image(digest) is not None
 
     # --- bytes ---
 
@@ -193,28 +193,28 @@ class Pool:
         if info is None:
             return False
         digest = info.digest
-        if not self.keeping.holds(digest):
+        if not self.store.holds(digest):
             image = None
             if self._catalog.manager.image(digest) is None:
                 try:
-                    image = await self.exchange.fetch(digest, aligned_bytes(info.num_bytes))
+                    image = await self.downloader.fetch(digest, aligned_bytes(info.num_bytes))
                 except CaraServeError:
                     return False
-            await self.keeping.keep(digest, image)
-        return self.keeping.holds(digest)
+            await self.store.keep(digest, image)
+        return self.store.holds(digest)
 
     def holds_name(self, name: str) -> bool:
         """The same of what a name means."""
         info = self._catalog.find(name)
-        return info is not None and self.keeping.holds(info.digest)
+        return info is not None and self.store.holds(info.digest)
 
     async def _fetch(self, digest: str, into: NDArray[np.uint8], done: Done, came: Came) -> None:
         result: HostAdapter | CaraServeError | None = None
         is_new = False
         try:
-            result = await self.keeping.stored_image(digest, into)
+            result = await self.store.stored_image(digest, into)
             if result is None:
-                result = await self.exchange.fetch(digest, into, came)
+                result = await self.downloader.fetch(digest, into, came)
                 is_new = True
         except CaraServeError as error:
             result = error
@@ -223,26 +223,36 @@ class Pool:
             result = CaraServeError(f"the adapter {digest[:12]} could not be fetched: {error}")
         done(result)
         if is_new:
-            await self.keeping.keep(digest)
+            await self.store.keep(digest)
 
     # --- numbers ---
 
     def families(self, labels: str) -> Iterator[str]:
         """For GET /metrics."""
-        counts, keeping = self.exchange.counts, self.keeping
+        counts, store = self.downloader.counts, self.store
         ends = [(f'outcome="ok",{labels}', counts.fetched), (f'outcome="failed",{labels}', counts.failed)]
         yield family("caraserve:adapter_fetches_total", "counter", "Adapters fetched from other instances.", ends)
         for name, kind, text, value in (
-            ("adapter_fetches_running", "gauge", "Fetches under way.", self.exchange.under_way),
+            ("adapter_fetches_running", "gauge", "Fetches under way.", self.downloader.under_way),
             ("adapter_fetched_bytes_total", "counter", "Bytes of adapters that were fetched.", counts.num_bytes),
             ("adapter_fetch_seconds_total", "counter", "Time that fetches took.", counts.seconds),
             ("adapter_corrupt_chunks_total", "counter", "Wrong bytes that others sent.", counts.corrupt),
-            ("adapter_sent_bytes_total", "counter", "Bytes of adapters sent to others.", keeping.lending.sent_bytes),
-            ("adapter_uploads_refused_total", "counter", "Asked for by too many at once.", keeping.lending.refusals),
-            ("adapters_held", "gauge", "Adapters whose bytes this instance holds.", keeping.num_held),
-            ("adapters_stored_bytes", "gauge", "Other instances' adapters on this disk.", keeping.stored_bytes),
-            ("adapters_unkept_total", "counter", "Fetched adapters with no room on disk.", keeping.unkept),
-            ("adapters_unsaid_total", "counter", "Held adapters that nobody was told of.", keeping.unsaid),
-            ("adapters_deleted_total", "counter", "Adapters deleted from this disk.", keeping.deleted),
+            ("adapter_sent_bytes_total", "counter", "Bytes of adapters sent to others.", store.uploads.sent_bytes),
+            ("adapter_uploads_refused_total", "counter", "Asked for by too many at once.", store.uploads.refusals),
+            ("adapters_held", "gauge", "Adapters whose bytes this instance holds.", store.num_held),
+            ("adapters_stored_bytes", "gauge", "Other instances' adapters on this disk.", store.stored_bytes),
+            (
+                "adapter_cache_full_total",
+                "counter",
+                "Downloaded adapters that the disk had no room for.",
+                store.cache_full,
+            ),
+            (
+                "adapter_announce_failures_total",
+                "counter",
+                "Held adapters that could not be announced.",
+                store.announce_failures,
+            ),
+            ("adapters_deleted_total", "counter", "Adapters deleted from this disk.", store.deleted),
         ):
             yield family(f"caraserve:{name}", kind, text, [(labels, value)])

@@ -24,9 +24,9 @@ from caraserve.cluster.membership.node import Body, Node
 from caraserve.cluster.routing.cost import Tier
 from caraserve.cluster.state.publisher import Publisher
 from caraserve.cluster.state.scan import known_adapters
-from caraserve.cluster.transfer.delete_lease import Copies
-from caraserve.cluster.transfer.disk_cache import Stored, size_of
-from caraserve.cluster.transfer.upload import Busy, Lending
+from caraserve.cluster.transfer.delete_lease import DeleteLeases
+from caraserve.cluster.transfer.disk_cache import DiskCache, file_size
+from caraserve.cluster.transfer.upload import UploadsBusy, UploadServer
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.errors import AdapterRejected, CaraServeError
 from caraserve.lora.adapter import RemoteSource, Source
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-HOLD = "hold"  # kind of a question: will you keep this digest for so long?
+KEEP_QUESTION = "hold"  # kind of a question: will you keep this digest for so long?
 _PROMISE_S = 30.0
 _ANSWER_S = 1.0
 _NO, _YES, _LOOKING = range(3)  # answers to it; the last: ask again in a moment
@@ -48,7 +48,7 @@ _LOOK_S = 0.25
 _SURE_S = 1.0  # after a look at files in a folder, which are not ours
 
 
-class Keeping:
+class AdapterStore:
     """See above. Everything here runs on the event loop; disks have threads."""
 
     def __init__(
@@ -56,18 +56,18 @@ class Keeping:
         node: Node,
         manager: AdapterManager,
         reader: AdapterReader,
-        stored: Stored,
+        stored: DiskCache,
         most_bytes: int,
         now: Callable[[], float],
     ) -> None:
         """`most_bytes`: of other instances' adapters on our disk."""
-        self.lending = Lending(manager, self._read_own, self._unread, lambda: node.keys)
+        self.uploads = UploadServer(manager, self._read_own, self._unread, lambda: node.keys)
         self.wanted: Callable[[str], bool] = lambda name: False  # whether the plan wants an adapter here
-        self.unkept = self.unsaid = self.deleted = 0
+        self.cache_full = self.announce_failures = self.deleted = 0
         self._node, self._manager, self._reader = node, manager, reader
         self._publisher: Publisher | None = None
         self._stored, self._most_bytes, self._now = stored, most_bytes, now
-        self._copies = Copies()
+        self._copies = DeleteLeases()
         self._held: set[str] = set()
         self._stamps: dict[str, str] = {}  # of files in folders here, when they had those bytes
         self._looked_s: dict[str, float] = {}  # when those files were last as they had been
@@ -99,7 +99,7 @@ class Keeping:
         try:
             self._publisher_now.hold(digest, tier)
         except CaraServeError as error:  # it is said of so many already
-            self.unsaid += 1
+            self.announce_failures += 1
             self._publisher_now.drop(digest)
             log.warning("nobody is told that adapter %s is here: %s", digest[:12], error.message)
 
@@ -228,17 +228,17 @@ class Keeping:
 
     async def _write(self, digest: str, image: HostAdapter | None) -> None:
         try:
-            async with self.lending.image_of(digest) if image is None else nullcontext(image) as lent:
+            async with self.uploads.image_of(digest) if image is None else nullcontext(image) as lent:
                 if not await self._written(lent):
-                    self.unkept += 1
+                    self.cache_full += 1
                     return
         except CaraServeError:
             return  # nobody wants it any more
-        except Busy:
-            self.unkept += 1
+        except UploadsBusy:
+            self.cache_full += 1
             return
         except OSError as error:
-            self.unkept += 1
+            self.cache_full += 1
             log.warning("adapter %s cannot be kept on disk: %s", digest[:12], error.strerror)
             return
         self._read.add(digest)
@@ -248,7 +248,7 @@ class Keeping:
 
     async def _written(self, image: HostAdapter) -> bool:
         """Whether there was room for it. Raises OSError."""
-        size = size_of(image)
+        size = file_size(image)
         if not await self._make_room(size):
             return False
         self._stored.reserve(size)  # others that are written meanwhile must not count on it
@@ -285,7 +285,7 @@ class Keeping:
                 number = self._copies.ask(digest, _PROMISE_S, self._now())
                 if number is None:
                     return False
-                answer = await self._node.ask(holder, (HOLD, digest, _PROMISE_S), _ANSWER_S)
+                answer = await self._node.ask(holder, (KEEP_QUESTION, digest, _PROMISE_S), _ANSWER_S)
                 if self._copies.answered(digest, number, answer == (_YES,), self._now()):
                     self._delete(digest)
                     return True

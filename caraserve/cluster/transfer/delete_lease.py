@@ -20,7 +20,7 @@ class _Asked:
     until_s: float
 
 
-class Copies:
+class DeleteLeases:
     """The verified bytes that one instance has, by digest, and what it has promised about them.
 
     Promises outlive a restart: whoever restores a disk restores them too, with the time they still have.

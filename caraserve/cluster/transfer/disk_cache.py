@@ -40,7 +40,7 @@ def beside(registry: Path) -> Path:
     return registry.with_name(f"{registry.stem}.adapters")
 
 
-class Stored:
+class DiskCache:
     """The folder. Methods that touch the disk are for other threads, one at a time; the rest is the event loop's."""
 
     def __init__(self, folder: Path | None, model: ModelSpec) -> None:
@@ -196,7 +196,7 @@ def _clear_temporary(parent: Path) -> None:
                 os.close(lock)
 
 
-def size_of(image: HostAdapter) -> int:
+def file_size(image: HostAdapter) -> int:
     """Bytes of the file that an image takes."""
     return len(_head(image)) + image.spec.num_bytes
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.cluster.routing.cost import Tier
-from caraserve.cluster.transfer.peer_client import Trouble
+from caraserve.cluster.transfer.peer_client import TransferFailure
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.errors import AdapterRejected, Unreachable
 from caraserve.lora.host_loader import Came
@@ -40,7 +40,7 @@ _BANNED_S = 60.0  # its disk may have been mended
 _MOST_BANS = 1000
 
 
-class Peers(Protocol):
+class HolderLookup(Protocol):
     """Who holds what."""
 
     def holders(self, digest: str) -> Mapping[str, Tier]:
@@ -53,10 +53,10 @@ class Peers(Protocol):
         """Returns when that may have changed, or after so long."""
 
 
-class Wire(Protocol):
+class ChunkSource(Protocol):
     """`transfers.Transfers`."""
 
-    async def manifest(self, address: str, digest: str) -> bytes | Trouble: ...
+    async def manifest(self, address: str, digest: str) -> bytes | TransferFailure: ...
 
     async def chunks(
         self,
@@ -67,11 +67,11 @@ class Wire(Protocol):
         hashes: Sequence[bytes],
         into: memoryview,
         right: Callable[[], None],
-    ) -> Trouble | None: ...
+    ) -> TransferFailure | None: ...
 
 
 @dataclass(slots=True)
-class Counts:
+class DownloadCounts:
     """Of all fetches so far."""
 
     fetched: int = 0
@@ -117,19 +117,19 @@ class _Fetch:
         self.came(image, bisect_right(self.spec.layer_ends, self.ends[self.in_row - 1]))
 
 
-class Exchange:
+class Downloader:
     """Fetches adapters by digest."""
 
     def __init__(
         self,
-        peers: Peers,
-        wire: Wire,
+        peers: HolderLookup,
+        wire: ChunkSource,
         model: ModelSpec,
         now: Callable[[], float] = time.monotonic,
         patience_s: float = _PATIENCE_S,
         slow_s: float = _SLOW_S,
     ) -> None:
-        self.counts = Counts()
+        self.counts = DownloadCounts()
         self.under_way = 0
         self._peers, self._wire, self._model = peers, wire, model
         self._now, self._patience_s, self._slow_s = now, patience_s, slow_s
@@ -189,14 +189,14 @@ class Exchange:
 
     async def _ask_manifest(self, fetch: _Fetch, name: str) -> None:
         address = self._peers.address(name)
-        body = Trouble.FAILED if address is None else await self._wire.manifest(address, fetch.digest)
-        if isinstance(body, Trouble):
+        body = TransferFailure.FAILED if address is None else await self._wire.manifest(address, fetch.digest)
+        if isinstance(body, TransferFailure):
             self._note(fetch, name, body)
             return
         try:
             spec = read_manifest(body, fetch.digest, self._model)
         except AdapterRejected:
-            self._note(fetch, name, Trouble.CORRUPT)
+            self._note(fetch, name, TransferFailure.CORRUPT)
             return
         if spec.num_bytes > fetch.into.nbytes:
             raise AdapterRejected(f"adapter {fetch.digest[:12]} has {spec.num_bytes} bytes, more than was registered")
@@ -217,7 +217,7 @@ class Exchange:
                 self._note(fetch, name, trouble)
                 return
 
-    async def _chunks(self, fetch: _Fetch, name: str, address: str, run: range) -> Trouble | None:
+    async def _chunks(self, fetch: _Fetch, name: str, address: str, run: range) -> TransferFailure | None:
         """A run; what is missing of it goes back when it takes long and there is another who may be faster: he comes
         first then. Only who gave nothing of it has failed."""
         assert fetch.spec is not None
@@ -231,19 +231,19 @@ class Exchange:
                     address, fetch.digest, start, ends, hashes, into, lambda: fetch.take_in(next(chunks))
                 )
         except TimeoutError:
-            return Trouble.BUSY if fetch.right.intersection(run) else Trouble.FAILED
+            return TransferFailure.BUSY if fetch.right.intersection(run) else TransferFailure.FAILED
 
-    def _note(self, fetch: _Fetch, name: str, trouble: Trouble) -> None:
-        if trouble is Trouble.CORRUPT:
+    def _note(self, fetch: _Fetch, name: str, trouble: TransferFailure) -> None:
+        if trouble is TransferFailure.CORRUPT:
             self.counts.corrupt += 1
             self._wrong[fetch.digest, name] = self._wrong.get((fetch.digest, name), (0, 0.0))[0] + 1, self._now()
             while len(self._wrong) > _MOST_BANS:
                 del self._wrong[next(iter(self._wrong))]
-        elif trouble is Trouble.ABSENT:
+        elif trouble is TransferFailure.ABSENT:
             fetch.failures[name] = _MOST_FAILURES
         else:
-            fetch.is_busy |= trouble is Trouble.BUSY
-            fetch.failures[name] += trouble is Trouble.FAILED
+            fetch.is_busy |= trouble is TransferFailure.BUSY
+            fetch.failures[name] += trouble is TransferFailure.FAILED
             fetch.again_s[name] = self._now() + _AGAIN_S
 
     def _hopeful(self, fetch: _Fetch) -> dict[str, Tier]:

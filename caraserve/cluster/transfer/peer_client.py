@@ -32,7 +32,7 @@ _KEPT_ALIVE_S = 15.0
 _CLOSING_S = 0.05  # connections are closed some turns of the loop after their session says that it is
 
 
-class Trouble(Enum):
+class TransferFailure(Enum):
     """Why a peer did not give what it was asked for."""
 
     FAILED = "failed"  # no connection, or it broke
@@ -41,7 +41,7 @@ class Trouble(Enum):
     CORRUPT = "corrupt"  # they are others than they should be
 
 
-class Transfers:
+class PeerClient:
     """Asks other instances for what they hold."""
 
     def __init__(self, keys: Callable[[], Keyring], tls: ssl.SSLContext | None) -> None:
@@ -52,11 +52,11 @@ class Transfers:
         self._thread = threading.Thread(target=self._loop.run_forever, name="caraserve-exchange", daemon=True)
         self._thread.start()
 
-    async def page(self, address: str, path: str, most_bytes: int) -> bytes | Trouble:
+    async def page(self, address: str, path: str, most_bytes: int) -> bytes | TransferFailure:
         """The whole of a small answer."""
         return await self._there(self._page(f"http://{address}{path}", self._signed(path), most_bytes))
 
-    async def manifest(self, address: str, digest: str) -> bytes | Trouble:
+    async def manifest(self, address: str, digest: str) -> bytes | TransferFailure:
         """An adapter's manifest, unchecked."""
         return await self.page(address, f"{PATH}/{digest}/manifest", MAX_MANIFEST_BYTES)
 
@@ -69,7 +69,7 @@ class Transfers:
         hashes: Sequence[bytes],
         into: memoryview,
         right: Callable[[], None],
-    ) -> Trouble | None:
+    ) -> TransferFailure | None:
         """Bytes of an image from `start` on, into `into`, which is as long: chunks up to `ends` (of the image) with
         these hashes. `right` is called, here, for each that has come and is right, and its bytes stay as they are;
         what kept the next one from it is returned."""
@@ -126,7 +126,7 @@ class Transfers:
         url = url.replace("http", scheme, 1)
         return self._session.get(url, headers=headers, ssl=self._tls or True, allow_redirects=False)
 
-    async def _page(self, url: str, headers: dict[str, str], most_bytes: int) -> bytes | Trouble:
+    async def _page(self, url: str, headers: dict[str, str], most_bytes: int) -> bytes | TransferFailure:
         try:
             async with self._get(url, headers) as answer:
                 if (trouble := _trouble(answer.status)) is not None:
@@ -134,9 +134,9 @@ class Transfers:
                 body = bytearray()
                 while (piece := await answer.content.readany()) and len(body) <= most_bytes:
                     body += piece
-                return bytes(body) if len(body) <= most_bytes else Trouble.CORRUPT
+                return bytes(body) if len(body) <= most_bytes else TransferFailure.CORRUPT
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
-            return Trouble.FAILED
+            return TransferFailure.FAILED
 
     async def _chunks(
         self,
@@ -146,7 +146,7 @@ class Transfers:
         hashes: Sequence[bytes],
         into: memoryview,
         right: Callable[[], None],
-    ) -> Trouble | None:
+    ) -> TransferFailure | None:
         count = at = checked = 0
         try:
             async with self._get(url, headers) as answer:
@@ -154,18 +154,18 @@ class Transfers:
                     return trouble
                 while piece := await answer.content.readany():
                     if at + len(piece) > len(into):
-                        return Trouble.CORRUPT
+                        return TransferFailure.CORRUPT
                     into[at : at + len(piece)] = piece
                     at += len(piece)
                     while count < len(sizes) and at - checked >= sizes[count]:
                         if hashlib.sha256(into[checked : checked + sizes[count]]).digest() != hashes[count]:
-                            return Trouble.CORRUPT
+                            return TransferFailure.CORRUPT
                         checked += sizes[count]
                         count += 1
                         right()
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
-            return Trouble.FAILED
-        return None if count == len(sizes) else Trouble.FAILED
+            return TransferFailure.FAILED
+        return None if count == len(sizes) else TransferFailure.FAILED
 
     async def _end(self) -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -187,7 +187,7 @@ def _pass_on(task: asyncio.Task[T], to: Future[T]) -> None:
         to.set_result(task.result())
 
 
-def _trouble(status: int) -> Trouble | None:
+def _trouble(status: int) -> TransferFailure | None:
     if status in (200, 206):
         return None
-    return {503: Trouble.BUSY, 404: Trouble.ABSENT}.get(status, Trouble.FAILED)
+    return {503: TransferFailure.BUSY, 404: TransferFailure.ABSENT}.get(status, TransferFailure.FAILED)

@@ -41,7 +41,7 @@ _UPLOAD_S = 60.0  # of a range; an adapter is held so long for one who reads slo
 Routes: TypeAlias = list[web.RouteDef]
 
 
-class Busy(Exception):
+class UploadsBusy(Exception):
     """Later."""
 
 
@@ -52,7 +52,7 @@ class _Read:
     there: asyncio.Event | None = None
 
 
-class Lending:
+class UploadServer:
     """Hands out what this instance has."""
 
     def __init__(
@@ -112,7 +112,7 @@ class Lending:
         try:
             async with self.image_of(digest) as image:
                 yield image
-        except Busy:
+        except UploadsBusy:
             self.refusals += 1
             raise web.HTTPServiceUnavailable(text="Too many ask at once.", headers={"Retry-After": "1"}) from None
         except CaraServeError as error:
@@ -163,7 +163,7 @@ class Lending:
         for other, old in [*self._reads.items()][: max(0, len(self._reads) - _MOST_READ + 1)]:
             self._drop(other, old)
         if len(self._reads) >= _MOST_READ:
-            raise Busy
+            raise UploadsBusy
         entry = self._reads[digest] = _Read(there=asyncio.Event())
 
         def done(result: HostAdapter | CaraServeError) -> None:

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from caraserve.bench.simulator.instance import FOREVER, MS, Batches, Iterations, SimRequest
 from caraserve.bench.simulator.machines import Machine, of_papers
-from caraserve.cluster.routing.cost import Links
+from caraserve.cluster.routing.cost import LinkSpeeds
 from caraserve.cluster.routing.perf_model import PerfModel
 from tests.bench.simulator.reference import Plain, play
 
 PADDED = PerfModel(0.05, 0.1, 3.0, True, 2.0, 0.1, 0.001)
-MACHINE = Machine(PADDED, Links(), max_running=3, max_step_tokens=16, kv_tokens=60)
+MACHINE = Machine(PADDED, LinkSpeeds(), max_running=3, max_step_tokens=16, kv_tokens=60)
 
 REQUESTS = st.lists(
     st.tuples(

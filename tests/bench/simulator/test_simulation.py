@@ -25,7 +25,7 @@ from caraserve.bench.workload.lengths import parse_lengths
 from caraserve.bench.workload.popularity import parse_popularity
 from caraserve.cluster.placement.plan import homes
 from caraserve.cluster.placement.plan_factory import ROUTINGS
-from caraserve.cluster.routing.cost import Links
+from caraserve.cluster.routing.cost import LinkSpeeds
 from caraserve.core.machine_profile import load
 from tests.bench.simulator.reference import Plain, play
 
@@ -80,7 +80,7 @@ def test_round_robin_has_the_event_log_of_the_plain_reference(
     ranks = (8, 16, 32, 64)
     planned = [PlannedRequest(i, at / 1000, None if a < 0 else a, p, o) for i, (at, a, p, o) in enumerate(rows)]
     machine = replace(
-        MACHINE, links=Links(load_latency_ms=load_ms), max_running=3, kv_tokens=300, host_adapter_bytes=1 << 62
+        MACHINE, links=LinkSpeeds(load_latency_ms=load_ms), max_running=3, kv_tokens=300, host_adapter_bytes=1 << 62
     )
     simulation = run("round-robin", Workload(tuple(planned), ranks), (machine,) * instances, routers=1)
 
@@ -193,7 +193,7 @@ def test_without_adapters_the_base_is_all_that_is_left() -> None:
 
 
 def test_a_missing_adapter_is_fetched_once_and_the_request_waits_for_it() -> None:
-    links = Links(fetch_latency_ms=100.0)
+    links = LinkSpeeds(fetch_latency_ms=100.0)
     requests = tuple(PlannedRequest(index, 0.001 * index, 0, 10, 5) for index in range(8))
     simulation = run("round-robin", Workload(requests, (64,)), (replace(MACHINE, links=links),) * 4, routers=1)
     lacking = [number for number, node in enumerate(simulation.nodes) if node.shelf.fetches]

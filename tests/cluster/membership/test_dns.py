@@ -15,7 +15,7 @@ from caraserve.cluster.membership import addresses, websocket
 from caraserve.cluster.membership.addresses import resolved
 from caraserve.cluster.membership.dns import Resolver
 from caraserve.cluster.membership.websocket import Sockets
-from caraserve.cluster.transfer.peer_client import Transfers, Trouble
+from caraserve.cluster.transfer.peer_client import PeerClient, TransferFailure
 from caraserve.http.proxy import PeerProxy
 from tests.cluster.nodes import KEYS, instances, until
 
@@ -139,14 +139,14 @@ async def _given_up(request: Awaitable[object]) -> None:
 async def test_adapters_come_from_whom_a_name_leads_to_while_others_wait_for_theirs(
     tmp_path: Path, server: NameServer
 ) -> None:
-    transfers = Transfers(lambda: KEYS, None)
+    transfers = PeerClient(lambda: KEYS, None)
     async with instances(tmp_path) as running:
         port = (await running.start("a")).address.partition(":")[2]
         waiting = [asyncio.create_task(transfers.page(f"slow-{index}:1", "/", 1)) for index in range(MANY)]
         await asyncio.sleep(0)
-        assert await transfers.page(f"quick:{port}", "/nothing/is/here", 1) is Trouble.ABSENT
+        assert await transfers.page(f"quick:{port}", "/nothing/is/here", 1) is TransferFailure.ABSENT
         server.answers.set()
-        assert set(await asyncio.gather(*waiting)) == {Trouble.FAILED}
+        assert set(await asyncio.gather(*waiting)) == {TransferFailure.FAILED}
         await transfers.close()
 
 

@@ -14,16 +14,16 @@ from caraserve.cluster.membership.auth import Keyring
 from caraserve.cluster.membership.node import Body
 from caraserve.cluster.membership.secret_file import SecretFile
 from caraserve.cluster.membership.swim import Record, Rumour, State
-from caraserve.cluster.routing.cost import Links, Tier
+from caraserve.cluster.routing.cost import LinkSpeeds, Tier
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.state.persistence import NamesFile
 from caraserve.cluster.state.replicated_map import SHARED, Adapter, Fact, Load
-from caraserve.cluster.transfer.peer_client import Transfers, Trouble
+from caraserve.cluster.transfer.peer_client import PeerClient, TransferFailure
 from caraserve.errors import ConfigError
 from tests.cluster.nodes import LOAD, Instances, instances, until
 
 MODEL = PerfModel(0.01, 0.1, 5.0, False, 1.0, 0.05, 0.001)
-LINKS = Links(1.0, 1000.0)
+LINKS = LinkSpeeds(1.0, 1000.0)
 OLD, NEW = b"the old secret of this cluster", b"the new secret of this cluster"
 
 
@@ -309,9 +309,9 @@ async def test_what_answers_for_a_peer_cannot_send_this_machine_to_another_url(t
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     address = f"127.0.0.1:{runner.addresses[0][1]}"
-    wire = Transfers(lambda: Keyring((OLD,)), None)
+    wire = PeerClient(lambda: Keyring((OLD,)), None)
     try:
-        assert await wire.page(address, "/page", 100) is Trouble.FAILED
+        assert await wire.page(address, "/page", 100) is TransferFailure.FAILED
         async with instances(tmp_path) as running:
             await running.start("a", peers=(address,))
             await until(lambda: asked.count("/cluster/ws") >= 2)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caraserve.cluster.placement.cold_adapters import Node, Tail
+from caraserve.cluster.placement.cold_adapters import ColdAdapters, ServerLoad
 from caraserve.cluster.placement.loraserve import place
 from caraserve.cluster.placement.plan import AdapterDemand, Server, Share, homes, rendezvous, word
 
@@ -13,9 +13,9 @@ KEYS = [f"a{index}" for index in range(12)]
 LIMIT = 1.0
 
 
-def nodes(levels: list[float], capacity_bytes: int = 10**6) -> list[Node]:
+def nodes(levels: list[float], capacity_bytes: int = 10**6) -> list[ServerLoad]:
     fleet = zip(NAMES, levels, strict=False)
-    return [Node(Server(name, capacity_bytes), word(name), 8, level, level) for name, level in fleet]
+    return [ServerLoad(Server(name, capacity_bytes), word(name), 8, level, level) for name, level in fleet]
 
 
 def expected(key: str, before: list[str], low: set[str], fleet: list[str]) -> list[str]:
@@ -35,7 +35,7 @@ def test_those_that_had_it_come_first_while_they_are_low_and_the_rest_in_the_ada
 ) -> None:
     fleet = nodes(levels)
     held = {key: [Share(name, 1.0) for name in names] for key, names in zip(KEYS, before, strict=True)}
-    tail = Tail([AdapterDemand(key, 8, 10) for key in KEYS], fleet, held)
+    tail = ColdAdapters([AdapterDemand(key, 8, 10) for key in KEYS], fleet, held)
     tail.take(tail.homes(LIMIT))
     low = {node.server.name for node in fleet if node.level <= LIMIT}
     for node, level in zip(fleet, later, strict=False):  # what is asked for has been spread
@@ -58,7 +58,7 @@ def test_those_that_had_it_come_first_while_they_are_low_and_the_rest_in_the_ada
 def test_places_fit_up_to_the_last_byte() -> None:
     adapters = [AdapterDemand(key, 8, 10) for key in KEYS]
     for capacity, fits in ((120, True), (119, False)):
-        tail = Tail(adapters, nodes([0.0], capacity), {})
+        tail = ColdAdapters(adapters, nodes([0.0], capacity), {})
         assert tail.fit(tail.homes(LIMIT)) is fits
 
 

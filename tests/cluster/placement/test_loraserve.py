@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from caraserve.cluster.placement.bin_packing import PlacementOptions
 from caraserve.cluster.placement.loraserve import budgets, place
-from caraserve.cluster.placement.plan import AdapterDemand, Plan, Server, Share
+from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server, Share
 
 POINTS = {8: 2000.0, 16: 1800.0, 32: 1500.0, 64: 1000.0, 128: 600.0}  # tokens/s
 ONE_COPY = PlacementOptions(copies=1)
@@ -33,7 +33,7 @@ def zipf(count: int, seed: int = 0, ranks: Iterable[int] = POINTS) -> list[Adapt
     return [adapter(f"a{index:03d}", chance.choice(ranks), demand) for index, demand in enumerate(demands)]
 
 
-def utilisation(plan: Plan, adapters: Iterable[AdapterDemand]) -> dict[str, float]:
+def utilisation(plan: PlacementPlan, adapters: Iterable[AdapterDemand]) -> dict[str, float]:
     loads = dict.fromkeys(plan.classes, 0.0)
     for one in adapters:
         for share in plan.shares[one.name]:
@@ -41,7 +41,7 @@ def utilisation(plan: Plan, adapters: Iterable[AdapterDemand]) -> dict[str, floa
     return loads
 
 
-def stored(plan: Plan, adapters: Iterable[AdapterDemand]) -> dict[str, int]:
+def stored(plan: PlacementPlan, adapters: Iterable[AdapterDemand]) -> dict[str, int]:
     sizes = dict.fromkeys(plan.classes, 0)
     for one in adapters:
         for name in plan.instances(one.name):
@@ -49,7 +49,7 @@ def stored(plan: Plan, adapters: Iterable[AdapterDemand]) -> dict[str, int]:
     return sizes
 
 
-def moved(before: Plan, after: Plan) -> int:
+def moved(before: PlacementPlan, after: PlacementPlan) -> int:
     """Copies that are new on their instance."""
     return sum(len(set(after.instances(name)) - set(before.instances(name))) for name in after.shares)
 
@@ -67,7 +67,7 @@ SERVERS = st.dictionaries(
 ).map(lambda drawn: [Server(f"s{number}", *rest) for number, rest in drawn.items()])
 
 
-def check(plan: Plan, adapters: list[AdapterDemand], machines: list[Server]) -> None:
+def check(plan: PlacementPlan, adapters: list[AdapterDemand], machines: list[Server]) -> None:
     assert plan.shares.keys() == {one.name for one in adapters}
     assert plan.classes.keys() == {machine.name for machine in machines}
     for shares in plan.shares.values():
@@ -378,13 +378,13 @@ def test_a_plan_stays_while_it_keeps_its_promise_or_no_better_one_exists(
     fraction: float, promised: float, stays: bool
 ) -> None:
     shares = {"a": (Share("s00", fraction), Share("s01", 1 - fraction))}
-    before = Plan.made(1, shares, {"s00": 8, "s01": 8}, promised)
+    before = PlacementPlan.made(1, shares, {"s00": 8, "s01": 8}, promised)
     after = place([adapter("a", 8, 1000.0)], servers(2), POINTS, 2, before)
     assert (after.shares == shares) == stays
 
 
 def test_an_instance_that_changes_its_class_goes_to_a_neighbouring_rank() -> None:
-    before = Plan.made(1, {}, {"s00": 32, "s01": 8}, 1.0)
+    before = PlacementPlan.made(1, {}, {"s00": 32, "s01": 8}, 1.0)
     after = place([adapter("a", 64, 500.0), adapter("b", 16, 900.0)], servers(2), POINTS, 2, before)
     assert after.strange == 0
     assert after.classes == {"s00": 64, "s01": 16}

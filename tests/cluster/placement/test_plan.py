@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from caraserve.cluster.placement.loraserve import place
 from caraserve.cluster.placement.plan import (
     AdapterDemand,
-    Plan,
+    PlacementPlan,
     Server,
     Share,
     extrapolated,
@@ -22,8 +22,8 @@ from caraserve.cluster.placement.plan import (
 
 def test_of_two_plans_the_later_epoch_holds_then_the_greater_digest() -> None:
     shares: Mapping[str, tuple[Share, ...]] = {"a": (Share("s", 1.0),)}
-    first, second = Plan.made(1, shares, {"s": 8}), Plan.made(2, shares, {"s": 8})
-    other = Plan.made(1, shares, {"s": 16})
+    first, second = PlacementPlan.made(1, shares, {"s": 8}), PlacementPlan.made(2, shares, {"s": 8})
+    other = PlacementPlan.made(1, shares, {"s": 16})
     assert first.holds_over(None)
     assert second.holds_over(first)
     assert not first.holds_over(second)
@@ -83,4 +83,4 @@ def test_a_plan_that_stays_has_the_digest_of_what_it_says() -> None:
     longer = place([*adapters, AdapterDemand("new", 8, 1)], servers, points, 3, kept)
     assert kept.digest == before.digest != longer.digest
     for plan in (kept, longer):
-        assert plan.digest == Plan.made(9, dict(plan.shares), dict(plan.classes)).digest
+        assert plan.digest == PlacementPlan.made(9, dict(plan.shares), dict(plan.classes)).digest

@@ -13,21 +13,21 @@ import pytest
 
 from caraserve.cluster.membership.auth import Keyring
 from caraserve.cluster.membership.node import Node
-from caraserve.cluster.placement.demand import STEP_S, Demand, expected
-from caraserve.cluster.placement.plan import AdapterDemand, Plan, Server, Share, planners
+from caraserve.cluster.placement.demand import STEP_S, DemandCounter, expected_demand
+from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server, Share, planners
 from caraserve.cluster.placement.plan_codec import decoded, encoded, packed
 from caraserve.cluster.placement.planner import PLAN as PUBLISHED
-from caraserve.cluster.placement.planner import Pace, Planner, _rates
+from caraserve.cluster.placement.planner import PlacementPlanner, PlannerTiming, _rates
 from caraserve.cluster.placement.planner_process import answer, ask, question
-from caraserve.cluster.routing.cost import Links
+from caraserve.cluster.routing.cost import LinkSpeeds
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.state.replicated_map import Adapter, Facts
-from caraserve.cluster.transfer.peer_client import Transfers, Trouble
+from caraserve.cluster.transfer.peer_client import PeerClient, TransferFailure
 from caraserve.serve_cluster import planned
 from tests.cluster.nodes import KEYS, Instances, instances, until
 
 MODEL = PerfModel(0.01, 0.1, 5.0, True, 1.0, 0.05, 0.001)
-PLAN = Plan.made(
+PLAN = PlacementPlan.made(
     7, {"x": (Share("a", 0.75), Share("b", 0.25)), "y": (Share("b", 1.0),)}, {"a": 8, "b": 64}, 1.1, 0.25, ("b",)
 )
 EPOCH = 29_000_000
@@ -43,16 +43,18 @@ class Clock:
 
 @asynccontextmanager
 async def planning(
-    folder: Path, clock: Clock, *names: str, pace: Pace | None = None
-) -> AsyncIterator[tuple[Instances, dict[str, Planner]]]:
-    pace = pace or Pace(look_s=0.05, settle_s=1.0, silence_s=20.0)
-    made: dict[str, Planner] = {}
-    wires: list[Transfers] = []
+    folder: Path, clock: Clock, *names: str, pace: PlannerTiming | None = None
+) -> AsyncIterator[tuple[Instances, dict[str, PlacementPlanner]]]:
+    pace = pace or PlannerTiming(look_s=0.05, settle_s=1.0, silence_s=20.0)
+    made: dict[str, PlacementPlanner] = {}
+    wires: list[PeerClient] = []
 
-    def add(node: Node) -> Planner:
-        wire = Transfers(lambda: KEYS, None)
+    def add(node: Node) -> PlacementPlanner:
+        wire = PeerClient(lambda: KEYS, None)
         wires.append(wire)
-        made[node.name] = Planner(*(node, wire, "loraserve", 10**9, math.inf), wall=lambda: clock.wall_s, pace=pace)
+        made[node.name] = PlacementPlanner(
+            *(node, wire, "loraserve", 10**9, math.inf), wall=lambda: clock.wall_s, pace=pace
+        )
         return made[node.name]
 
     async with instances(folder) as group:
@@ -60,7 +62,7 @@ async def planning(
             await group.start(name, routes=lambda node: add(node).routes())
         await until(group.agree)
         for one in group.running.values():
-            one.node.publish(MODEL, Links())
+            one.node.publish(MODEL, LinkSpeeds())
         for name, rank in RANKS.items():
             group.running[names[0]].node.register(Adapter(name, name.encode().hex().zfill(64), rank, 1000))
         for one in group.running.values():
@@ -80,11 +82,11 @@ async def planning(
             await asyncio.gather(*(wire.close() for wire in wires))
 
 
-def _has_room(planner: Planner, *names: str) -> bool:
+def _has_room(planner: PlacementPlanner, *names: str) -> bool:
     return all(planner._room(name) is not None for name in names)
 
 
-def agreed(planners_by_name: dict[str, Planner], epoch: int) -> bool:
+def agreed(planners_by_name: dict[str, PlacementPlanner], epoch: int) -> bool:
     plans = [planner.plan for planner in planners_by_name.values()]
     return all(plan is not None and plan.epoch == epoch for plan in plans) and len({p.digest for p in plans if p}) == 1
 
@@ -103,7 +105,7 @@ async def test_the_one_whose_turn_it_is_makes_a_plan_by_everybodys_demand_and_al
         assert plan is not None
         assert plan.shares.keys() == RANKS.keys()
         assert set(plan.classes.values()) == {8, 64}  # without demand, all three instances would be for large
-        adopted: list[Plan] = []
+        adopted: list[PlacementPlan] = []
         made["b"].on_plan = adopted.append
         clock.wall_s += STEP_S
         await until(lambda: agreed(made, EPOCH + 1))
@@ -136,11 +138,11 @@ async def test_a_clock_that_is_ahead_leads_nobody_else(tmp_path: Path) -> None:
     clock = Clock()
     async with planning(tmp_path, clock, "a", "b") as (_, made):
         await until(lambda: agreed(made, EPOCH))
-        ahead = Plan.made(EPOCH + 1000, {"small": (Share("a", 1.0),)}, {"a": 8, "b": 8})
+        ahead = PlacementPlan.made(EPOCH + 1000, {"small": (Share("a", 1.0),)}, {"a": 8, "b": 8})
         made["a"]._make = made["b"]._make = _never  # type: ignore[method-assign]
         made["a"]._wall = lambda: clock.wall_s + 1000 * STEP_S
         made["a"]._adopt(ahead, encoded(ahead))
-        current = Plan.made(EPOCH + 1, {"small": (Share("b", 1.0),)}, {"a": 8, "b": 8})
+        current = PlacementPlan.made(EPOCH + 1, {"small": (Share("b", 1.0),)}, {"a": 8, "b": 8})
         assert await _takes(made["b"], ahead) is None
         made["a"]._wall = lambda: clock.wall_s  # it is set right, and the plan dropped
         await until(lambda: made["a"].plan != ahead)
@@ -155,7 +157,7 @@ async def test_where_the_latest_plan_cannot_be_had_the_one_before_it_is_taken(tm
         await until(lambda: agreed(made, EPOCH))
         for planner in made.values():
             planner._make = _never  # type: ignore[method-assign]
-        late = Plan.made(EPOCH + 1, {"small": (Share("b", 1.0),)}, {"a": 8, "b": 8, "c": 8})
+        late = PlacementPlan.made(EPOCH + 1, {"small": (Share("b", 1.0),)}, {"a": 8, "b": 8, "c": 8})
         made["a"]._adopt_published = _never  # type: ignore[method-assign]
         made["a"]._node.core.hold(PUBLISHED, (EPOCH + 1, "f" * 64), time.monotonic())  # and has no such plan
         made["b"]._adopt(late, encoded(late))
@@ -163,7 +165,7 @@ async def test_where_the_latest_plan_cannot_be_had_the_one_before_it_is_taken(tm
         await until(lambda: made["c"].plan == late)
 
 
-async def _takes(planner: Planner, plan: Plan) -> Plan | None:
+async def _takes(planner: PlacementPlanner, plan: PlacementPlan) -> PlacementPlan | None:
     """The plan, if it is taken within several turns of its being known."""
     facts = planner._node.core.facts
     await until(lambda: any(_published(facts, name) == plan.digest for name in "ab"))
@@ -192,10 +194,13 @@ async def test_strangers_learn_neither_demand_nor_plans(tmp_path: Path) -> None:
         address, plan = group.running["a"].address, made["a"].plan
         assert plan is not None
         for keys, gets_in in ((KEYS, True), (Keyring((b"some other secret of somebody",)), False)):
-            wire = Transfers(lambda keys=keys: keys, None)
+            wire = PeerClient(lambda keys=keys: keys, None)
             for path in (f"/cluster/placement/plans/{plan.digest}", "/cluster/placement/demand?epoch=3"):
                 assert isinstance(await wire.page(address, path, 1 << 20), bytes) is gets_in
-            assert await wire.page(address, "/cluster/placement/plans/0", 1 << 20) in (Trouble.ABSENT, Trouble.FAILED)
+            assert await wire.page(address, "/cluster/placement/plans/0", 1 << 20) in (
+                TransferFailure.ABSENT,
+                TransferFailure.FAILED,
+            )
             await wire.close()
 
 
@@ -275,7 +280,7 @@ async def test_what_the_process_trips_over_is_said() -> None:
 
 
 def test_demand_is_counted_by_steps_and_only_the_last_two_are_remembered() -> None:
-    demand = Demand()
+    demand = DemandCounter()
     for step, tokens in ((5, 60), (6, 120), (7, 600), (7, 600)):
         demand.count("x", step * STEP_S + 1, tokens)
     assert demand.rates(8) == {"x": (2.0, 20.0)}
@@ -295,4 +300,4 @@ def test_what_is_no_demand_is_none(body: bytes) -> None:
 
 
 def test_expected_demand_is_everybodys_and_follows_its_line_within_bounds() -> None:
-    assert expected([{"x": (1.0, 2.0)}, {"x": (2.0, 2.0), "y": (0.0, 3.0)}]) == {"x": 5.0, "y": 6.0}
+    assert expected_demand([{"x": (1.0, 2.0)}, {"x": (2.0, 2.0), "y": (0.0, 3.0)}]) == {"x": 5.0, "y": 6.0}

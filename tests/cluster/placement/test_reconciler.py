@@ -9,28 +9,28 @@ from functools import partial
 from pathlib import Path
 
 from caraserve.cluster.placement.migration import MigrationLimits
-from caraserve.cluster.placement.plan import Plan, Share
-from caraserve.cluster.placement.reconciler import Mending
+from caraserve.cluster.placement.plan import PlacementPlan, Share
+from caraserve.cluster.placement.reconciler import Reconciler
 from tests.cluster.nodes import until
 from tests.cluster.pools import Member, Pools, pools
 
 CLASSES = {"a": 8, "b": 8, "c": 8}
 
 
-def plan(epoch: int, **where: str) -> Plan:
+def plan(epoch: int, **where: str) -> PlacementPlan:
     """`poet="bc"`: an equal share of poet on b and on c."""
     shares = {name: tuple(Share(one, 1 / len(names)) for one in names) for name, names in where.items()}
-    return Plan.made(epoch, shares, CLASSES)
+    return PlacementPlan.made(epoch, shares, CLASSES)
 
 
-class Plans(list[Plan]):
+class Plans(list[PlacementPlan]):
     """All members move towards the last one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.looks: Counter[str] = Counter()
 
-    def last(self, name: str) -> Plan | None:
+    def last(self, name: str) -> PlacementPlan | None:
         """For a member that has another look at it."""
         self.looks[name] += 1
         return self[-1] if self else None
@@ -53,7 +53,7 @@ async def mended(
     """All members move towards the last of the plans."""
     plans = Plans()
     tasks = [
-        asyncio.create_task(Mending(one.node, one.pool, limits, now, turn_s=0.05).run(partial(plans.last, name)))
+        asyncio.create_task(Reconciler(one.node, one.pool, limits, now, turn_s=0.05).run(partial(plans.last, name)))
         for name, one in fleet.members.items()
     ]
     try:
@@ -115,7 +115,7 @@ async def test_what_the_plan_wants_is_not_what_makes_room_on_a_full_disk(tmp_pat
             plans.append(plan(1, poet="b", chef="a"))
             await until(lambda: poet in b.stored)
             await b.want("chef")
-            await until(lambda: b.pool.keeping.unkept == 1)
+            await until(lambda: b.pool.store.cache_full == 1)
             assert _holds(b, poet)
 
 
@@ -147,7 +147,7 @@ async def test_a_move_that_trips_over_a_defect_is_counted_and_others_go_on(tmp_p
             return await bring(name)
 
         b.pool.bring = trips  # type: ignore[method-assign]
-        mending = Mending(b.node, b.pool, turn_s=0.05)
+        mending = Reconciler(b.node, b.pool, turn_s=0.05)
         held = plan(1, chef="b", poet="b")
         task = asyncio.create_task(mending.run(lambda: held))
         await until(lambda: poet in b.stored and mending.failed == 1)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caraserve.cluster.routing.cost import AnswerLengths, Arrival, Backlog, Estimate, Links, Tier, estimate
+from caraserve.cluster.routing.cost import AnswerLengths, Arrival, Backlog, CostEstimate, LinkSpeeds, Tier, estimate
 from caraserve.cluster.routing.perf_model import PerfModel
 
 SLO_MS = 36.0
@@ -23,7 +23,9 @@ def decoding(count: int, rank: int, **more: float) -> Backlog:
     return Backlog(count, rank * count, rank * (count > 0), **more)  # type: ignore[arg-type]
 
 
-def of(model: PerfModel, backlog: Backlog, arrival: Arrival, cold_ms: float = 0.0, own_weight: float = 0.0) -> Estimate:
+def of(
+    model: PerfModel, backlog: Backlog, arrival: Arrival, cold_ms: float = 0.0, own_weight: float = 0.0
+) -> CostEstimate:
     return estimate(model, backlog, arrival, cold_ms, False, own_weight)
 
 
@@ -170,7 +172,7 @@ def test_memory_that_is_short_counts_like_the_slo_and_adds_its_wait() -> None:
 
 @pytest.mark.parametrize("backlog", [Backlog(kv_tokens=149, kv_free_tokens=149), Backlog(queue_room=0)])
 def test_where_it_can_never_run_it_never_wins(backlog: Backlog) -> None:
-    assert of(MODEL, backlog, Arrival("a", 8, 100, 50.0)) == Estimate(math.inf, math.inf)
+    assert of(MODEL, backlog, Arrival("a", 8, 100, 50.0)) == CostEstimate(math.inf, math.inf)
 
 
 BACKLOGS = st.lists(st.tuples(st.sampled_from([0, 8, 16, 32, 64, 128]), st.integers(0, 30)), max_size=5).flatmap(
@@ -236,7 +238,7 @@ def test_what_is_sent_there_makes_the_next_request_wait_longer(
 
 
 def test_each_tier_adds_to_the_cold_start() -> None:
-    links = Links(0.5, 10_000.0, 1_000.0, 2.0, 500.0)
+    links = LinkSpeeds(0.5, 10_000.0, 1_000.0, 2.0, 500.0)
     assert links.cold_ms(Tier.DEVICE, 10_000) == 0
     assert links.cold_ms(Tier.HOST, 10_000) == pytest.approx(0.5 + 1)
     assert links.cold_ms(Tier.DISK, 10_000) == pytest.approx(0.5 + 1 + 10)

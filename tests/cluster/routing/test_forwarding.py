@@ -12,9 +12,18 @@ from hypothesis import strategies as st
 from caraserve.cluster.membership.auth import Keyring
 from caraserve.cluster.membership.swim import Record, State
 from caraserve.cluster.placement.plan_factory import ROUTINGS
-from caraserve.cluster.routing.cost import Backlog, Estimate, Tier
-from caraserve.cluster.routing.forward_auth import HOP, SIGNATURE, Gate, Hop, _mac, refusal_of, refusal_text, signed
-from caraserve.cluster.routing.forwarding import LOCAL, Body, Forwarding, Here, Peer, Slo
+from caraserve.cluster.routing.cost import Backlog, CostEstimate, Tier
+from caraserve.cluster.routing.forward_auth import (
+    CLAIMS_HEADER,
+    SIGNATURE_HEADER,
+    ForwardClaims,
+    ForwardVerifier,
+    _mac,
+    format_refusal,
+    forward_headers,
+    parse_refusal,
+)
+from caraserve.cluster.routing.forwarding import LOCAL, Body, Forwarding, LatencyTargets, LocalTarget, PeerTarget
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.policies import policy
 from caraserve.cluster.routing.router import Instance, Refusal
@@ -25,7 +34,7 @@ from caraserve.errors import Forbidden, Overloaded
 MODEL = PerfModel(0.01, 0.1, 5.0, False, 1.0, 0.05, 0.001)
 OLD, NEW = b"the old secret of this cluster", b"the new secret of this cluster"
 PATH = "/cluster/v1/completions"
-HOP_OF_B = Hop("id", 1, "b", "a", None, "", 5, insists=False, time_ms=1_000_000, body_digest="d", client="c")
+HOP_OF_B = ForwardClaims("id", 1, "b", "a", None, "", 5, force=False, time_ms=1_000_000, body_digest="d", client="c")
 
 
 class Cluster:
@@ -63,7 +72,7 @@ def clock() -> Iterator[float]:
 def forwarding(cluster: Cluster, routing: str = "most-idle", *, frozen: bool = False) -> Forwarding:
     ticks = clock()
     made = Forwarding(
-        *(cluster, None if routing == LOCAL else policy(routing), Slo(), lambda name: None, lambda: False),
+        *(cluster, None if routing == LOCAL else policy(routing), LatencyTargets(), lambda name: None, lambda: False),
         rng=Random(1),
         now=(lambda: 0.0) if frozen else (lambda: next(ticks)),
     )
@@ -89,7 +98,7 @@ def test_what_a_beat_does_not_show_yet_stays_on_top_of_it() -> None:
     now = 0.0
     cluster = Cluster(0, 0)
     router = Forwarding(
-        cluster, policy("most-idle"), Slo(), lambda name: None, lambda: False, rng=Random(1), now=lambda: now
+        cluster, policy("most-idle"), LatencyTargets(), lambda name: None, lambda: False, rng=Random(1), now=lambda: now
     )
     router.joined = True
     arrival = router.arrival(None, 10, 10)
@@ -108,11 +117,17 @@ def test_what_a_beat_does_not_show_yet_stays_on_top_of_it() -> None:
 def test_an_instance_that_could_not_be_reached_is_left_alone_for_a_while() -> None:
     now = 0.0
     router = Forwarding(
-        Cluster(5, 0), policy("most-idle"), Slo(), lambda name: None, lambda: False, rng=Random(1), now=lambda: now
+        Cluster(5, 0),
+        policy("most-idle"),
+        LatencyTargets(),
+        lambda name: None,
+        lambda: False,
+        rng=Random(1),
+        now=lambda: now,
     )
     router.joined = True
     arrival = router.arrival(None, 10, 10)
-    router.shun("b")
+    router.mark_unreachable("b")
     assert list(router.propose(arrival).order) == ["a"]
     now = 2.0
     assert list(router.propose(arrival).order) == ["b", "a"]
@@ -123,7 +138,7 @@ async def test_quotes_decide_among_the_best() -> None:
     cluster.quotes = {"b": (9.0, 9.0), "c": (1.0, 1.0), "d": (-1.0, -1.0)}
     router = forwarding(cluster, "rank-aware")
     stop = (await router.begin(router.arrival(None, 10, 10))).next()
-    assert stop == Peer("c", "c:1", 1, insists=False)
+    assert stop == PeerTarget("c", "c:1", 1, force=False)
 
 
 async def test_quotes_that_do_not_come_are_counted() -> None:
@@ -131,15 +146,15 @@ async def test_quotes_that_do_not_come_are_counted() -> None:
     cluster.quotes = {"b": (9.0, 9.0)}
     router = forwarding(cluster, "rank-aware")
     await router.begin(router.arrival(None, 10, 10))
-    assert router.tallies.unquoted == 2
-    assert 'caraserve:missed_quotes_total{x="y"} 2' in "".join(router.tallies.families('x="y"'))
+    assert router.routing_metrics.unquoted == 2
+    assert 'caraserve:missed_quotes_total{x="y"} 2' in "".join(router.routing_metrics.families('x="y"'))
 
 
 async def test_the_dead_are_passed_over_whatever_the_views_say() -> None:
     cluster = Cluster(50, 0, 1)
     cluster.dead = {"b", "c"}
     router = forwarding(cluster)
-    assert isinstance((await router.begin(router.arrival(None, 10, 10))).next(), Here)
+    assert isinstance((await router.begin(router.arrival(None, 10, 10))).next(), LocalTarget)
 
 
 def test_a_quote_is_what_the_request_would_cost_here() -> None:
@@ -167,12 +182,12 @@ def test_answers_are_expected_to_be_as_long_as_those_before() -> None:
 # --- who may forward ---
 
 
-def headers(keys: Keyring = Keyring((NEW,)), hop: Hop = HOP_OF_B) -> dict[str, str]:  # noqa: B008 -- never changes
-    return signed(keys, PATH, hop)
+def headers(keys: Keyring = Keyring((NEW,)), hop: ForwardClaims = HOP_OF_B) -> dict[str, str]:  # noqa: B008 -- never changes
+    return forward_headers(keys, PATH, hop)
 
 
-def gate(*secrets: bytes) -> Gate:
-    return Gate(lambda: "a", lambda: Keyring(secrets))
+def gate(*secrets: bytes) -> ForwardVerifier:
+    return ForwardVerifier(lambda: "a", lambda: Keyring(secrets))
 
 
 def test_a_hop_says_what_was_signed() -> None:
@@ -215,7 +230,7 @@ def test_more_hops_than_can_be_remembered_are_refused_rather_than_forgotten(monk
 
 def by_hand(text: str) -> dict[str, str]:
     """The headers of a hop that somebody with the secret wrote."""
-    return {HOP: text, SIGNATURE: _mac(Keyring((NEW,)).forward_keys()[0], PATH, text)}
+    return {CLAIMS_HEADER: text, SIGNATURE_HEADER: _mac(Keyring((NEW,)).forward_keys()[0], PATH, text)}
 
 
 WRONG = st.recursive(
@@ -225,7 +240,7 @@ WRONG = st.recursive(
 )
 
 
-@given(st.sampled_from([field.name for field in dataclasses.fields(Hop)]), WRONG)
+@given(st.sampled_from([field.name for field in dataclasses.fields(ForwardClaims)]), WRONG)
 def test_a_signed_hop_with_a_wrong_value_is_refused_or_good(field: str, value: object) -> None:
     text = json.dumps(dataclasses.asdict(HOP_OF_B) | {field: value})
     try:
@@ -240,26 +255,26 @@ def test_a_signed_hop_with_a_wrong_value_is_refused_or_good(field: str, value: o
     ("field", "value"),
     [
         *(("receiver", 5), ("receiver", None), ("time_ms", "x"), ("time_ms", None), ("id", {}), ("attempt", [])),
-        *(("sender", [1]), ("adapter", 5), ("adapter", [1]), ("adapter", {}), ("adapter", "../x"), ("insists", 1)),
+        *(("sender", [1]), ("adapter", 5), ("adapter", [1]), ("adapter", {}), ("adapter", "../x"), ("force", 1)),
         *(("digest", None), ("seed", 1.5), ("seed", True), ("body_digest", 0), ("client", 5), ("unknown", 1)),
     ],
 )
 def test_a_signed_hop_of_wrong_types_is_forbidden(field: str, value: object) -> None:
     text = json.dumps(dataclasses.asdict(HOP_OF_B) | {field: value})
-    with pytest.raises(Forbidden, match=HOP):
+    with pytest.raises(Forbidden, match=CLAIMS_HEADER):
         gate(NEW).admit(PATH, by_hand(text), HOP_OF_B.time_ms)
 
 
 @pytest.mark.parametrize("text", ["[" * 8000, "[" * 4000 + "]" * 4000, "null", "[]", '"x"', "{}", '{"id":' * 1000])
 def test_a_signed_header_that_is_no_hop_is_forbidden(text: str) -> None:
-    with pytest.raises(Forbidden, match=HOP):
+    with pytest.raises(Forbidden, match=CLAIMS_HEADER):
         gate(NEW).admit(PATH, by_hand(text), HOP_OF_B.time_ms)
 
 
 @given(st.text(max_size=50), st.text(max_size=50))
 def test_nothing_unsigned_gets_in(text: str, signature: str) -> None:
     with pytest.raises(Forbidden):
-        gate(NEW).admit(PATH, {HOP: text, "X-CaraServe-Signature": signature}, 0)
+        gate(NEW).admit(PATH, {CLAIMS_HEADER: text, "X-CaraServe-Signature": signature}, 0)
 
 
 @given(
@@ -268,13 +283,13 @@ def test_nothing_unsigned_gets_in(text: str, signature: str) -> None:
     st.floats(0, allow_nan=False),
 )
 def test_a_refusal_survives_its_header(reason: str, cost: float, latency_ms: float) -> None:
-    refusal = Refusal(reason, Estimate(cost, latency_ms))  # type: ignore[arg-type]
-    assert refusal_of(refusal_text(refusal)) == refusal
+    refusal = Refusal(reason, CostEstimate(cost, latency_ms))  # type: ignore[arg-type]
+    assert parse_refusal(format_refusal(refusal)) == refusal
 
 
 @given(st.text())
 def test_any_refusal_is_one(text: str) -> None:
-    assert refusal_of(text).estimate.cost >= 0
+    assert parse_refusal(text).estimate.cost >= 0
 
 
 class Without:
@@ -292,9 +307,9 @@ class Without:
 
 async def test_what_nobody_has_is_neither_offered_nor_taken_from_another_instance() -> None:
     router = forwarding(Cluster(0, 0))
-    router.exchange = Without()
-    assert router.refusal(router.arrival(None, 10, 10), insists=True) is None
-    refusal = router.refusal(router.arrival("poet", 10, 10), insists=True)
+    router.fetcher = Without()
+    assert router.refusal(router.arrival(None, 10, 10), force=True) is None
+    refusal = router.refusal(router.arrival("poet", 10, 10), force=True)
     assert refusal is not None
     assert refusal.reason == "no-adapter"
     assert router.quote("b", ("route", "poet", 10, 10.0))[:1] == (-1.0,)  # infinite, on the wire
@@ -302,8 +317,13 @@ async def test_what_nobody_has_is_neither_offered_nor_taken_from_another_instanc
 
 async def test_before_an_answer_here_the_exchange_is_asked_also_for_a_name_that_is_known_here() -> None:
     router = Forwarding(
-        Cluster(0), policy("most-idle"), Slo(), lambda name: Adapter(name, "d", 8, 1), lambda: False, rng=Random(1)
+        Cluster(0),
+        policy("most-idle"),
+        LatencyTargets(),
+        lambda name: Adapter(name, "d", 8, 1),
+        lambda: False,
+        rng=Random(1),
     )
-    router.joined, router.exchange = True, (without := Without())
+    router.joined, router.fetcher = True, (without := Without())
     await router.obtain("poet")
     assert without.asked == ["poet"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from caraserve.cluster.routing.cost import Arrival, Backlog
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.policies import policy
-from caraserve.cluster.routing.router import Fleet, Instance, Ledger, drawn, propose, settle, shuffled
+from caraserve.cluster.routing.router import Fleet, Instance, SentRequests, apply_quotes, drawn, propose, shuffled
 
 PADDED = PerfModel(0.01, 0.0, 20.0, True, 5.0, 0.1, 0.0)
 ARRIVAL = Arrival("a", 8, 100, 50.0, 10_000_000, 30.0)
@@ -19,7 +19,7 @@ NAMES = [f"i{index:02d}" for index in range(12)]
 
 
 def test_what_was_sent_counts_until_a_beat_shows_it() -> None:
-    ledger, published = Ledger(transit_s=0.05, most_s=2.0), Backlog(1, 8, 8)
+    ledger, published = SentRequests(transit_s=0.05, most_s=2.0), Backlog(1, 8, 8)
     ledger.sent("i", ARRIVAL, 10.0)
     ledger.sent("i", Arrival("b", 64, 10, 5.0), 10.2)
     assert ledger.backlog("i", published, 10.2)[:3] == (3, 80, 64)
@@ -32,19 +32,19 @@ def test_what_was_sent_counts_until_a_beat_shows_it() -> None:
 
 
 def test_the_sent_to_those_who_left_is_forgotten() -> None:
-    ledger = Ledger()
+    ledger = SentRequests()
     ledger.sent("i", ARRIVAL, 10.0)
     ledger.forget(["i", "unknown"])
     assert ledger.backlog("i", Backlog(), 10.0) == Backlog()
 
 
 def test_a_burst_at_one_entry_spreads_between_two_beats() -> None:
-    ledger, sent = Ledger(), Counter[str]()
+    ledger, sent = SentRequests(), Counter[str]()
     for seed in range(60):
         now_s = 5.0 + seed / 1000
         instances = tuple(Instance(name, PADDED, ledger.backlog(name, Backlog(), now_s)) for name in NAMES)
         proposal = propose(policy("rank-aware"), ARRIVAL, Fleet.of("elsewhere", instances), random.Random(seed))
-        chosen = settle(proposal, {})[0]
+        chosen = apply_quotes(proposal, {})[0]
         ledger.sent(chosen, ARRIVAL, now_s)
         sent[chosen] += 1
     assert max(sent.values()) <= 8

@@ -4,12 +4,20 @@ import random
 
 import pytest
 
-from caraserve.cluster.placement.plan import AdapterDemand, Plan, Server, Share
+from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server, Share
 from caraserve.cluster.placement.plan_factory import ROUTINGS, make_plan
 from caraserve.cluster.routing.cost import Arrival, Backlog, Tier
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.policies import policy
-from caraserve.cluster.routing.router import Fleet, Instance, Order, Target, next_target, propose, settle
+from caraserve.cluster.routing.router import (
+    Fleet,
+    Instance,
+    LazyOrder,
+    RoutingTarget,
+    apply_quotes,
+    next_target,
+    propose,
+)
 
 MODEL = PerfModel(0.01, 0.0, 20.0, True, 5.0, 0.1, 0.0)
 NAMES = [f"i{index:02d}" for index in range(12)]
@@ -22,23 +30,23 @@ def test_an_order_is_completed_only_when_somebody_asks_for_its_rest() -> None:
         asked.append(1)
         return ["b", "a", "c"]
 
-    order = Order(["a"], rest)
+    order = LazyOrder(["a"], rest)
     assert (order[0], bool(order), next(iter(order)), asked) == ("a", True, "a", [])
     assert [*order] == ["a", "b", "c"]
     assert (len(order), order[-1], order[1:], order == ("a", "b", "c"), asked) == (3, "c", ("b", "c"), True, [1])
-    assert not Order([], list)
-    assert Order([], lambda: ["a"])[0] == "a"
+    assert not LazyOrder([], list)
+    assert LazyOrder([], lambda: ["a"])[0] == "a"
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_a_first_choice_orders_nobody_else(name: str) -> None:
-    plan = Plan.made(1, {"a": (Share("i01", 0.5), Share("i02", 0.5))}, dict.fromkeys(NAMES, 8))
+    plan = PlacementPlan.made(1, {"a": (Share("i01", 0.5), Share("i02", 0.5))}, dict.fromkeys(NAMES, 8))
     instances = tuple(Instance(one, MODEL, Backlog(3, 24, 8)) for one in NAMES)
     seen = Fleet.of("i00", instances, {"a": dict.fromkeys(NAMES, Tier.DEVICE)}, plan)
     proposal = propose(policy(name), Arrival("a", 8, 100, 50.0), seen, random.Random(0))
-    first = settle(proposal, {})[0]
-    assert next_target(settle(proposal, {}), [], 0.0, 100.0) == Target(first)
-    assert isinstance(proposal.order, Order)
+    first = apply_quotes(proposal, {})[0]
+    assert next_target(apply_quotes(proposal, {}), [], 0.0, 100.0) == RoutingTarget(first)
+    assert isinstance(proposal.order, LazyOrder)
     assert proposal.order._rest is not None
 
 

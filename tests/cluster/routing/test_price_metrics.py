@@ -9,29 +9,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from caraserve.cluster.routing.cost import Arrival, Backlog, Links, estimate
+from caraserve.cluster.routing.cost import Arrival, Backlog, LinkSpeeds, estimate
 from caraserve.cluster.routing.perf_model import DriftWatch, PerfModel
-from caraserve.cluster.routing.price_metrics import USUAL_RANKS, Typical, gauges, price
+from caraserve.cluster.routing.price_metrics import USUAL_RANKS, TypicalRequest, price, price_families
 from caraserve.cluster.state.publisher import Publisher
 from caraserve.core.machine_profile import load
 from caraserve.engine.stats import EngineLoad
 
 PADDED = PerfModel(0.004, 0.0, 32.0, True, 10.0, 0.1, 0.0)
-TYPICAL = Typical()
+TYPICAL = TypicalRequest()
 IDLE = Backlog()
 LOW, HIGH = Backlog(16, 16 * 8, 8), Backlog(16, 16 * 64, 64)
 
 
-def scraped(backlog: Backlog, typical: Typical = TYPICAL, model: PerfModel = PADDED) -> dict[tuple[str, str], float]:
+def scraped(
+    backlog: Backlog, typical: TypicalRequest = TYPICAL, model: PerfModel = PADDED
+) -> dict[tuple[str, str], float]:
     """(metric, rank) → value; the rank is empty where there is none."""
-    text = "".join(gauges(model, backlog, 'model_name="base"', typical))
+    text = "".join(price_families(model, backlog, 'model_name="base"', typical))
     families = text_string_to_metric_families(text)
     assert all(family.type == "gauge" for family in families)
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     return {(sample.name, sample.labels.get("rank", "")): sample.value for sample in samples}
 
 
-def prices(backlog: Backlog, typical: Typical = TYPICAL) -> dict[int, float]:
+def prices(backlog: Backlog, typical: TypicalRequest = TYPICAL) -> dict[int, float]:
     found = scraped(backlog, typical)
     return {rank: found["caraserve:request_price", str(rank)] for rank in USUAL_RANKS}
 
@@ -58,7 +60,7 @@ def test_the_price_is_that_of_the_cost_function() -> None:
 
 
 def test_past_the_slo_the_price_is_the_highest_and_the_headroom_negative() -> None:
-    typical = Typical(slo_ms=33.0)
+    typical = TypicalRequest(slo_ms=33.0)
     assert prices(LOW, typical)[64] == 1.0
     assert scraped(LOW, typical)["caraserve:slo_headroom_ratio", "64"] < 0
     assert scraped(LOW, typical)["caraserve:slo_headroom_ratio", "8"] > 0
@@ -97,7 +99,7 @@ def test_an_instance_shows_the_prices_of_what_it_has_to_do() -> None:
         work = EngineLoad(running, 0, {64: running}, 0, 0, 100_000, 90_000, 10)
         engine = SimpleNamespace(workload=lambda response_tokens: work, draining=False, failure=None)
         node = SimpleNamespace(members=tuple)
-        publisher = Publisher(node, engine, lambda: (0, 0), DriftWatch(profile), Links())  # type: ignore[arg-type]
+        publisher = Publisher(node, engine, lambda: (0, 0), DriftWatch(profile), LinkSpeeds())  # type: ignore[arg-type]
         text = "".join(publisher.families('model_name="base"'))
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         return {s.labels["rank"]: s.value for s in samples if s.name == "caraserve:request_price"}

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from caraserve.cluster.routing import ranking
-from caraserve.cluster.routing.cost import Arrival, Backlog, Links, Tier
+from caraserve.cluster.routing.cost import Arrival, Backlog, LinkSpeeds, Tier
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.ranking import estimates, ranked
 from caraserve.cluster.routing.router import Fleet, Instance
@@ -34,7 +34,7 @@ INSTANCES = st.builds(
         st.floats(-1e4, 1e5),
         st.integers(-1, 9),
     ),
-    st.builds(Links, MS, RATES, RATES, MS, RATES, st.booleans()),
+    st.builds(LinkSpeeds, MS, RATES, RATES, MS, RATES, st.booleans()),
 )
 ARRIVALS = st.builds(
     Arrival,
@@ -73,7 +73,7 @@ def test_the_order_is_by_cost_then_latency_then_chance(
 
 
 def test_the_base_model_is_with_everybody() -> None:
-    links = Links(fetch_latency_ms=1000.0)
+    links = LinkSpeeds(fetch_latency_ms=1000.0)
     instances = {name: Instance(name, PerfModel(0, 0, 20.0, False, 5.0, 0.1, 0.0), links=links) for name in "ab"}
     found = ranked(instances, Arrival(None, 0, 10, 5.0), Fleet("a", instances), 0.0, random.Random(0))
     assert found.cost(1) == 0

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from caraserve.cluster.placement.plan import AdapterDemand, Plan, Server, Share
+from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server, Share
 from caraserve.cluster.placement.plan_factory import ROUTINGS, make_plan
-from caraserve.cluster.routing.cost import Arrival, Backlog, Estimate, Links, Tier, estimate
+from caraserve.cluster.routing.cost import Arrival, Backlog, CostEstimate, LinkSpeeds, Tier, estimate
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.policies import policy
 from caraserve.cluster.routing.router import (
@@ -22,17 +22,17 @@ from caraserve.cluster.routing.router import (
     Proposal,
     Reason,
     Refusal,
-    Target,
-    answer,
+    RoutingTarget,
+    apply_quotes,
+    check_acceptance,
     next_target,
     propose,
-    settle,
 )
 from caraserve.errors import ConfigError
 
 PADDED = PerfModel(0.01, 0.0, 20.0, True, 5.0, 0.1, 0.0)
 UNPADDED = PerfModel(0.01, 0.0, 20.0, False, 5.0, 0.1, 0.0)
-LINKS = Links(0.1, 1e6, 1e5, 1.0, 1e5)
+LINKS = LinkSpeeds(0.1, 1e6, 1e5, 1.0, 1e5)
 ARRIVAL = Arrival("a", 8, 100, 50.0, 10_000_000, 30.0)
 NAMES = [f"i{index:02d}" for index in range(12)]
 
@@ -41,18 +41,20 @@ def instance(name: str, count: int = 0, rank: int = 8, model: PerfModel = PADDED
     return Instance(name, model, Backlog(count, rank * count, rank * (count > 0)), LINKS, able)
 
 
-def fleet(loads: Mapping[str, tuple[int, int]], plan: Plan | None = None, me: str = "i00") -> Fleet:
+def fleet(loads: Mapping[str, tuple[int, int]], plan: PlacementPlan | None = None, me: str = "i00") -> Fleet:
     """Instances with (requests, their rank); all have adapter a on their device."""
     instances = tuple(instance(name, *load) for name, load in loads.items())
     return Fleet.of(me, instances, {"a": dict.fromkeys(loads, Tier.DEVICE)}, plan)
 
 
 def first(name: str, seen: Fleet, arrival: Arrival = ARRIVAL, seed: int = 0) -> str:
-    return settle(propose(policy(name), arrival, seen, random.Random(seed)), {})[0]
+    return apply_quotes(propose(policy(name), arrival, seen, random.Random(seed)), {})[0]
 
 
-def plan_of(shares: Mapping[str, Mapping[str, float]], classes: Mapping[str, int]) -> Plan:
-    return Plan.made(1, {a: tuple(Share(*share) for share in parts.items()) for a, parts in shares.items()}, classes)
+def plan_of(shares: Mapping[str, Mapping[str, float]], classes: Mapping[str, int]) -> PlacementPlan:
+    return PlacementPlan.made(
+        1, {a: tuple(Share(*share) for share in parts.items()) for a, parts in shares.items()}, classes
+    )
 
 
 # --- every policy ---
@@ -74,7 +76,7 @@ def fleets(draw: st.DrawFn) -> Fleet:
                 kv_tokens=draw(st.sampled_from([math.inf, 1e4, 100.0])),
                 queue_room=draw(st.sampled_from([math.inf, 0, 1])),
             ),
-            draw(st.sampled_from([LINKS, Links()])),
+            draw(st.sampled_from([LINKS, LinkSpeeds()])),
             draw(st.booleans()),
         )
         for name in names
@@ -104,7 +106,7 @@ def test_every_policy_orders_each_able_instance_once(name: str, seen: Fleet, arr
     assert sorted(proposal.order) == able
     assert set(proposal.ask) <= proposal.estimates.keys() <= set(able)
     assert proposal.ask == proposal.order[: len(proposal.ask)]
-    assert sorted(settle(proposal, dict.fromkeys(proposal.ask[:2]))) == able
+    assert sorted(apply_quotes(proposal, dict.fromkeys(proposal.ask[:2]))) == able
 
 
 @given(st.sampled_from(ROUTINGS), fleets(), ARRIVALS, st.integers(0, 9), st.randoms())
@@ -149,52 +151,52 @@ def test_no_view_makes_a_request_go_further_than_one_hop(
     attempts: list[Attempt] = []
     chance = random.Random(0)
     proposal = propose(policy(name), arrival, view, chance)
-    order = settle(proposal, {})
+    order = apply_quotes(proposal, {})
     while target := next_target(order, attempts, data.draw(st.floats(0, 1000)), 1000.0):
         if target.name != view.me:
             there = views.get(target.name, view)
             there = Fleet(target.name, there.able, there.tiers, there.plan)
             forwarded = Arrival(arrival.adapter, arrival.rank, arrival.prompt_tokens, arrival.output_tokens, hop=1)
             assert propose(policy(name), forwarded, there, chance).order == (target.name,)
-        refusal = st.builds(Refusal, st.sampled_from(REASONS), st.just(Estimate(1.0, 1.0)))
+        refusal = st.builds(Refusal, st.sampled_from(REASONS), st.just(CostEstimate(1.0, 1.0)))
         attempts.append((target, data.draw(st.none() | refusal)))
         assert len(attempts) <= 2 * ATTEMPTS + ATTEMPTS
-    told = [(target.name, target.insists) for target, _ in attempts]
+    told = [(target.name, target.force) for target, _ in attempts]
     assert len(told) == len(set(told))
 
 
 def refused(reason: Reason, latency_ms: float = 1.0) -> Refusal:
-    return Refusal(reason, Estimate(math.inf, latency_ms))
+    return Refusal(reason, CostEstimate(math.inf, latency_ms))
 
 
 def test_after_three_refusals_the_least_bad_is_told_to() -> None:
     order = ("a", "b", "c", "d")
     attempts: list[Attempt] = []
     for name, latency_ms in zip("abc", (70.0, 50.0, 60.0), strict=True):
-        assert next_target(order, attempts, 0.0, 1000.0) == Target(name)
-        attempts.append((Target(name), refused("slo", latency_ms)))
-    assert next_target(order, attempts, 0.0, 1000.0) == Target("b", insists=True)
-    attempts.append((Target("b", True), None))  # it died
-    assert next_target(order, attempts, 0.0, 1000.0) == Target("c", insists=True)
+        assert next_target(order, attempts, 0.0, 1000.0) == RoutingTarget(name)
+        attempts.append((RoutingTarget(name), refused("slo", latency_ms)))
+    assert next_target(order, attempts, 0.0, 1000.0) == RoutingTarget("b", force=True)
+    attempts.append((RoutingTarget("b", True), None))  # it died
+    assert next_target(order, attempts, 0.0, 1000.0) == RoutingTarget("c", force=True)
 
 
 def test_refusals_may_take_a_fifth_of_the_time_to_the_first_token() -> None:
-    attempts: list[Attempt] = [(Target("a"), refused("slo"))]
-    assert next_target(("a", "b"), attempts, 199.0, 1000.0) == Target("b")
-    assert next_target(("a", "b"), attempts, 200.0, 1000.0) == Target("a", insists=True)
-    assert next_target(("a", "b"), [], 5000.0, 1000.0) == Target("a")
+    attempts: list[Attempt] = [(RoutingTarget("a"), refused("slo"))]
+    assert next_target(("a", "b"), attempts, 199.0, 1000.0) == RoutingTarget("b")
+    assert next_target(("a", "b"), attempts, 200.0, 1000.0) == RoutingTarget("a", force=True)
+    assert next_target(("a", "b"), [], 5000.0, 1000.0) == RoutingTarget("a")
 
 
 def test_who_cannot_serve_is_not_told_to() -> None:
-    attempts: list[Attempt] = [(Target("a"), refused("draining")), (Target("b"), refused("no-adapter"))]
+    attempts: list[Attempt] = [(RoutingTarget("a"), refused("draining")), (RoutingTarget("b"), refused("no-adapter"))]
     assert next_target(("a", "b"), attempts, 0.0, 1000.0) is None
-    assert next_target(("a", "b", "c"), attempts, 900.0, 1000.0) == Target("c", insists=True)
+    assert next_target(("a", "b", "c"), attempts, 900.0, 1000.0) == RoutingTarget("c", force=True)
     assert next_target((), [], 0.0, 1000.0) is None
 
 
 def test_a_policy_that_knows_no_slo_insists_from_the_start() -> None:
-    assert [name for name in ROUTINGS if policy(name).minds_slo] == ["auto", "rank-aware"]
-    assert next_target(("a",), [], 0.0, 1000.0, insists=True) == Target("a", insists=True)
+    assert [name for name in ROUTINGS if policy(name).enforces_slo] == ["auto", "rank-aware"]
+    assert next_target(("a",), [], 0.0, 1000.0, force=True) == RoutingTarget("a", force=True)
 
 
 @pytest.mark.parametrize(
@@ -212,8 +214,8 @@ def test_a_policy_that_knows_no_slo_insists_from_the_start() -> None:
 def test_a_receiver_refuses_for_a_reason_and_only_the_slo_can_be_overruled(
     own: Instance, tier: Tier, extra: dict[str, bool], reason: Reason | None
 ) -> None:
-    asked = answer(ARRIVAL, own, tier, insists=False, **extra)
-    told = answer(ARRIVAL, own, tier, insists=True, **extra)
+    asked = check_acceptance(ARRIVAL, own, tier, force=False, **extra)
+    told = check_acceptance(ARRIVAL, own, tier, force=True, **extra)
     assert (asked.reason if asked else None) == reason
     assert (told.reason if told else None) == (None if reason == "slo" else reason)
 
@@ -236,12 +238,12 @@ def test_four_of_the_best_eight_are_asked_and_the_least_quote_wins(name: str) ->
         proposal = propose(policy(name), ARRIVAL, seen, random.Random(seed))
         assert len(proposal.ask) == 4
         asked.update(proposal.ask)
-        quotes = {one: Estimate(float(index), 1.0) for index, one in enumerate(reversed(proposal.ask))}
-        assert settle(proposal, quotes)[0] == proposal.ask[-1]
+        quotes = {one: CostEstimate(float(index), 1.0) for index, one in enumerate(reversed(proposal.ask))}
+        assert apply_quotes(proposal, quotes)[0] == proposal.ask[-1]
         # A quote that did not come: the old estimate stands.
-        late: dict[str, Estimate | None] = dict.fromkeys(proposal.ask, Estimate(1e9, 1e9))
+        late: dict[str, CostEstimate | None] = dict.fromkeys(proposal.ask, CostEstimate(1e9, 1e9))
         late[proposal.ask[2]] = None
-        assert settle(proposal, late)[0] == proposal.ask[2]
+        assert apply_quotes(proposal, late)[0] == proposal.ask[2]
     assert set(asked) == set(NAMES[:8])
     assert min(asked.values()) > 60  # of 100 expected
 
@@ -274,7 +276,7 @@ def test_past_the_slo_everywhere_more_are_asked() -> None:
     seen = fleet({name: (200 + index, 8) for index, name in enumerate(NAMES)})
     proposal = propose(policy("rank-aware"), ARRIVAL, seen, random.Random(0))
     assert proposal.ask == tuple(NAMES[:8])
-    assert settle(proposal, {})[0] == "i00"  # the least late
+    assert apply_quotes(proposal, {})[0] == "i00"  # the least late
 
 
 def test_the_fetch_of_an_adapter_is_charged() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from caraserve.cluster.membership.node import Node
-from caraserve.cluster.routing.cost import Links
-from caraserve.cluster.routing.forwarding import Forwarding, Here, Slo
+from caraserve.cluster.routing.cost import LinkSpeeds
+from caraserve.cluster.routing.forwarding import Forwarding, LatencyTargets, LocalTarget
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.policies import policy
 from caraserve.cluster.state.advertised import MODEL
@@ -22,7 +22,7 @@ from tests.cluster.nodes import LOAD, Instances, instances, until
 
 FAST = PerfModel(0.01, 0.1, 5.0, False, 1.0, 0.05, 0.001)
 SLOW = PerfModel(0.1, 1.0, 50.0, False, 10.0, 0.5, 0.01)
-FAST_LINKS, SLOW_LINKS = Links(1.0, 1000.0), Links(10.0, 100.0)
+FAST_LINKS, SLOW_LINKS = LinkSpeeds(1.0, 1000.0), LinkSpeeds(10.0, 100.0)
 
 
 async def fleet(running: Instances, *names: str) -> list[Node]:
@@ -33,7 +33,9 @@ async def fleet(running: Instances, *names: str) -> list[Node]:
 
 
 def router(node: Node, routing: str) -> Forwarding:
-    made = Forwarding(node, policy(routing), Slo(), lambda name: None, lambda: False, rng=Random(1), now=lambda: 0.0)
+    made = Forwarding(
+        node, policy(routing), LatencyTargets(), lambda name: None, lambda: False, rng=Random(1), now=lambda: 0.0
+    )
     made.joined = True
     return made
 
@@ -66,7 +68,7 @@ async def test_it_draws_nothing_from_a_faster_one_and_has_its_share_when_that_on
         a, b, c = await fleet(running, "a", "b", "c")
         a.publish(FAST, FAST_LINKS)
         b.publish(SLOW, SLOW_LINKS)
-        c.publish(None, Links())
+        c.publish(None, LinkSpeeds())
         await until(partial(_sees, a, 3))
         entry = router(a, "auto")
         arrival = entry.arrival(None, 10, 10)
@@ -84,20 +86,20 @@ async def test_where_nobody_was_measured_each_answers_what_it_is_sent(tmp_path: 
     async with instances(tmp_path) as running:
         a, b = await fleet(running, "a", "b")
         for node in (a, b):
-            node.publish(None, Links())
+            node.publish(None, LinkSpeeds())
         shelf = a.core.facts.shelf
         await until(lambda: (said := shelf("b")) is not None and said.get(MODEL) is not None)
         assert a.instances() == ()
         entry = router(a, "auto")
-        assert isinstance((await entry.begin(entry.arrival(None, 100, 100))).next(), Here)
-        assert entry.refusal(entry.arrival(None, 100, 100, hop=1), insists=False) is None
+        assert isinstance((await entry.begin(entry.arrival(None, 100, 100))).next(), LocalTarget)
+        assert entry.refusal(entry.arrival(None, 100, 100, hop=1), force=False) is None
 
 
 async def test_an_instance_without_a_profile_says_so_when_its_adapters_are_known(tmp_path: Path) -> None:
     async with instances(tmp_path) as running:
         (a,) = await fleet(running, "a")
         engine: Any = SimpleNamespace(catalog=SimpleNamespace(all=list))
-        await asyncio.wait_for(Publisher(a, engine, lambda: (0, 0), None, Links()).announce(), 5)
+        await asyncio.wait_for(Publisher(a, engine, lambda: (0, 0), None, LinkSpeeds()).announce(), 5)
         said = a.core.facts.shelf("a")
         assert said is not None
         assert (fact := said.get(MODEL)) is not None

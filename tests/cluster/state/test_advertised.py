@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from caraserve.cluster.membership.swim import Record, State
-from caraserve.cluster.routing.cost import Links, Tier
+from caraserve.cluster.routing.cost import LinkSpeeds, Tier
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.state.advertised import (
     Holdings,
@@ -40,8 +40,8 @@ def test_a_performance_model_travels_exactly(model: PerfModel) -> None:
     assert model_of(value) == model
 
 
-@given(st.builds(Links, times, rates, rates, times, rates, st.booleans()))
-def test_links_travel_exactly(links: Links) -> None:
+@given(st.builds(LinkSpeeds, times, rates, rates, times, rates, st.booleans()))
+def test_links_travel_exactly(links: LinkSpeeds) -> None:
     value = links_value(links)
     assert fact_fits(":links", value)
     assert links_of(value) == links
@@ -66,7 +66,7 @@ def test_what_is_no_performance_model_is_none(value: Value) -> None:
     ],
 )
 def test_what_are_no_links_are_as_fast_as_could_be(value: Value) -> None:
-    assert links_of(value) == Links()
+    assert links_of(value) == LinkSpeeds()
 
 
 def test_the_largest_rank_falls_when_its_last_request_ends() -> None:
@@ -92,7 +92,7 @@ def test_a_load_says_all_that_the_cost_function_asks() -> None:
     ],
 )
 def test_who_takes_requests(record: Record, load: Load, age_s: float, able: bool) -> None:
-    assert instance_of(record, load, MODEL, Links(), age_s).able is able
+    assert instance_of(record, load, MODEL, LinkSpeeds(), age_s).able is able
 
 
 def test_a_long_iteration_is_given_ten_times_what_is_predicted() -> None:

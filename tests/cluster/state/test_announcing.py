@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from caraserve.cluster.membership.node import Node
-from caraserve.cluster.routing.cost import Links, Tier
+from caraserve.cluster.routing.cost import LinkSpeeds, Tier
 from caraserve.cluster.routing.perf_model import DriftWatch
 from caraserve.cluster.state.publisher import Publisher
 from caraserve.cluster.state.replicated_map import Adapter
@@ -38,7 +38,7 @@ class Catalog:
 
 def publisher_of(node: Node, catalog: Catalog) -> Publisher:
     engine: Any = SimpleNamespace(catalog=catalog)
-    return Publisher(node, engine, lambda: (0, 0), DriftWatch(load(PROFILE)), Links())
+    return Publisher(node, engine, lambda: (0, 0), DriftWatch(load(PROFILE)), LinkSpeeds())
 
 
 async def test_others_have_their_turn_and_all_is_said_in_the_end(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from caraserve import demo
-from caraserve.cluster.routing.cost import Links, Tier
+from caraserve.cluster.routing.cost import LinkSpeeds, Tier
 from caraserve.cluster.routing.perf_model import DriftWatch, PerfModel
 from caraserve.cluster.state.publisher import Publisher
 from caraserve.cluster.state.replicated_map import Adapter
@@ -43,7 +43,7 @@ async def published(folder: Path) -> AsyncIterator[tuple[Engine, Publisher, Inst
         instances(folder) as group,
     ):
         a = (await group.start("a")).node
-        publisher = Publisher(a, engine, lambda: (0, 0), DriftWatch(load(PROFILE)), Links())
+        publisher = Publisher(a, engine, lambda: (0, 0), DriftWatch(load(PROFILE)), LinkSpeeds())
         a.load_now, a.on_names = publisher.load_now, publisher.take_names
         engine.watch, engine.catalog.on_change = publisher.watch, publisher.changed
         await publisher.announce()
@@ -85,7 +85,7 @@ async def test_a_folder_that_lies_there_does_not_bring_back_what_was_removed(tmp
         a.remove("poet")
         async with running(model_config(demo.model_folder()), lora, engine_config(seqs=2)) as engine:
             assert (engine.adapter("poet").created_s < removed_s) is not asked_for
-            await Publisher(a, engine, lambda: (0, 0), None, Links()).announce()
+            await Publisher(a, engine, lambda: (0, 0), None, LinkSpeeds()).announce()
             if asked_for:
                 assert a.adapter("poet") is not None
             else:

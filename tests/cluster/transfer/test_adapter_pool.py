@@ -10,10 +10,10 @@ import pytest
 from caraserve.cluster.membership.auth import Keyring
 from caraserve.cluster.routing.cost import Tier
 from caraserve.cluster.state.replicated_map import Adapter
-from caraserve.cluster.transfer.adapter_pool import Holders
-from caraserve.cluster.transfer.adapter_store import HOLD
-from caraserve.cluster.transfer.disk_cache import Stored
-from caraserve.cluster.transfer.peer_client import Transfers, Trouble
+from caraserve.cluster.transfer.adapter_pool import NodeHolders
+from caraserve.cluster.transfer.adapter_store import KEEP_QUESTION
+from caraserve.cluster.transfer.disk_cache import DiskCache
+from caraserve.cluster.transfer.peer_client import PeerClient, TransferFailure
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.errors import AdapterRejected, CaraServeError, Unreachable
 from tests.cluster.nodes import KEYS, until
@@ -62,7 +62,7 @@ async def test_the_second_read_is_from_the_own_disk_also_after_a_restart(tmp_pat
         await fleet.stop("b")
         b = await fleet.start("b")
         await b.want("poet")
-        assert b.pool.exchange.counts.fetched == 0
+        assert b.pool.downloader.counts.fetched == 0
         assert b.node.holders(digest) == {"b": Tier.DISK}
 
 
@@ -74,7 +74,7 @@ async def test_what_is_kept_waits_for_its_name_to_be_known_again(tmp_path: Path)
         for file in tmp_path.glob("b.db*"):  # noqa: ASYNC240
             file.unlink()
         b = await fleet.start("b")
-        await b.pool.keeping.sweep()
+        await b.pool.store.sweep()
         assert b.stored.digests() == [digest]
 
 
@@ -88,7 +88,7 @@ async def test_a_kept_file_that_has_changed_is_fetched_again(tmp_path: Path) -> 
         path.write_bytes(content)
         b.evict("poet")
         assert np.array_equal((await b.want("poet")).data, right)
-        assert b.pool.exchange.counts.fetched == 2
+        assert b.pool.downloader.counts.fetched == 2
         await until(lambda: digest in b.stored and path.read_bytes()[-1:] == bytes([content[-1] ^ 1]))
 
 
@@ -101,7 +101,7 @@ async def test_a_kept_file_that_cannot_be_opened_for_a_moment_is_kept(
         await until(lambda: set(b.node.holders(digest)) == {"b"})
         b.evict("poet")
         with monkeypatch.context() as patch:
-            patch.setattr(Stored, "read", _out_of_files)
+            patch.setattr(DiskCache, "read", _out_of_files)
             with pytest.raises(Unreachable):
                 await b.want("poet")
             await _lends_nothing(b, digest)
@@ -109,13 +109,13 @@ async def test_a_kept_file_that_cannot_be_opened_for_a_moment_is_kept(
         assert set(b.node.holders(digest)) == {"b"}
 
 
-def _out_of_files(stored: Stored, digest: str, into: object) -> HostAdapter:
+def _out_of_files(stored: DiskCache, digest: str, into: object) -> HostAdapter:
     raise OSError(errno.EMFILE, "Too many open files")
 
 
 async def _lends_nothing(member: Member, digest: str) -> None:
     with pytest.raises(CaraServeError):
-        async with member.pool.keeping.lending.image_of(digest):
+        async with member.pool.store.uploads.image_of(digest):
             pass
 
 
@@ -128,9 +128,9 @@ async def test_a_folder_that_cannot_be_read_for_a_moment_is_still_held(
         with monkeypatch.context() as patch:
             patch.setattr("caraserve.lora.catalog.read_adapter", _no_disk)
             await _lends_nothing(a, digest)
-        await until(lambda: not a.pool.keeping._tasks)  # its files have been looked at
+        await until(lambda: not a.pool.store._tasks)  # its files have been looked at
         assert set(a.node.holders(digest)) == {"a"}
-        async with a.pool.keeping.lending.image_of(digest) as image:
+        async with a.pool.store.uploads.image_of(digest) as image:
             assert image.spec.digest == digest
 
 
@@ -161,13 +161,13 @@ async def test_bytes_whose_name_cannot_be_served_here_are_kept_for_those_who_can
         b.node.register(Adapter("bard", digest, 8, too_many))
         b.publisher.take_names({"bard": b.node.adapter("bard")})
         assert not b.knows("bard")
-        b.pool.keeping.renamed()
-        await b.pool.keeping.sweep()
+        b.pool.store.renamed()
+        await b.pool.store.sweep()
         assert digest in b.stored
         b.node.remove("bard")
         b.node.remove("poet")
-        b.pool.keeping.renamed()
-        await b.pool.keeping.sweep()
+        b.pool.store.renamed()
+        await b.pool.store.sweep()
         assert digest not in b.stored
 
 
@@ -204,7 +204,7 @@ async def test_who_cannot_read_its_folder_any_more_is_no_holder(tmp_path: Path) 
         with pytest.raises(Unreachable):
             await b.want("poet")
         assert a.node.holders(digest) == {}
-        assert a.pool.keeping.answer("b", (HOLD, digest, 5.0)) == (0,)
+        assert a.pool.store.answer("b", (KEEP_QUESTION, digest, 5.0)) == (0,)
 
 
 async def test_a_name_that_gets_another_meaning_gets_it_everywhere(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ async def test_another_name_for_what_lies_in_a_folder_here_is_read_from_there(tm
         b.node.register(Adapter("bard", digest, 4, a.catalog.get("poet").num_bytes))
         await until(lambda: a.knows("bard"))
         assert (await a.want("bard")).spec.digest == digest
-        assert (a.pool.exchange.counts.fetched, a.pool.exchange.counts.failed) == (0, 0)
+        assert (a.pool.downloader.counts.fetched, a.pool.downloader.counts.failed) == (0, 0)
 
 
 async def test_a_name_given_again_while_its_last_request_ends_stays(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ async def test_nobody_fetches_from_itself(tmp_path: Path) -> None:
         a = await fleet.start("a")
         digest = await fleet.load(a, "poet", 1)
         assert a.node.holders(digest)
-        assert Holders(a.node).holders(digest) == {}
+        assert NodeHolders(a.node).holders(digest) == {}
 
 
 async def test_what_was_removed_is_deleted_and_only_that(tmp_path: Path) -> None:
@@ -321,25 +321,25 @@ async def test_only_who_signs_gets_bytes_and_only_those_that_are_there(tmp_path:
         digest = await fleet.load(a, "poet", 1)
         image = await a.want("poet")
         ends, hashes, into = [image.spec.num_bytes], list(image.spec.chunks), bytearray(image.spec.num_bytes)
-        where, wires = a.instance.address, [Transfers(lambda: KEYS, None)]
+        where, wires = a.instance.address, [PeerClient(lambda: KEYS, None)]
         ours, right = wires[0], list[None]()
 
-        async def chunks(wire: Transfers, ends: list[int], hashes: list[bytes]) -> tuple[int, Trouble | None]:
+        async def chunks(wire: PeerClient, ends: list[int], hashes: list[bytes]) -> tuple[int, TransferFailure | None]:
             right.clear()
             trouble = await wire.chunks(where, digest, 0, ends, hashes, memoryview(into), lambda: right.append(None))
             return len(right), trouble
 
-        wires.append(stranger := Transfers(lambda: Keyring((b"some other secret of somebody",)), None))
+        wires.append(stranger := PeerClient(lambda: Keyring((b"some other secret of somebody",)), None))
         try:
             assert await chunks(ours, ends, hashes) == (1, None)
             assert into == image.data.tobytes()
-            assert await chunks(ours, ends, [b"?" * 32]) == (0, Trouble.CORRUPT)
+            assert await chunks(ours, ends, [b"?" * 32]) == (0, TransferFailure.CORRUPT)
             beyond = [image.spec.num_bytes + 1]
-            assert await chunks(ours, beyond, hashes) == (0, Trouble.FAILED)
-            assert await ours.manifest(where, "0" * 64) is Trouble.ABSENT
-            assert await ours.manifest("127.0.0.1:1", digest) is Trouble.FAILED
-            assert await stranger.manifest(where, digest) is Trouble.FAILED
-            assert await chunks(stranger, ends, hashes) == (0, Trouble.FAILED)
+            assert await chunks(ours, beyond, hashes) == (0, TransferFailure.FAILED)
+            assert await ours.manifest(where, "0" * 64) is TransferFailure.ABSENT
+            assert await ours.manifest("127.0.0.1:1", digest) is TransferFailure.FAILED
+            assert await stranger.manifest(where, digest) is TransferFailure.FAILED
+            assert await chunks(stranger, ends, hashes) == (0, TransferFailure.FAILED)
         finally:
             for wire in wires:
                 await wire.close()

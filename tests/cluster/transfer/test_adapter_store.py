@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from caraserve.cluster.routing.cost import Tier
-from caraserve.cluster.transfer.adapter_store import HOLD, Keeping
-from caraserve.cluster.transfer.disk_cache import Stored, size_of
-from caraserve.cluster.transfer.upload import Busy
+from caraserve.cluster.transfer.adapter_store import KEEP_QUESTION, AdapterStore
+from caraserve.cluster.transfer.disk_cache import DiskCache, file_size
+from caraserve.cluster.transfer.upload import UploadsBusy
 from caraserve.core.lora_layout import HostAdapter
 from caraserve.errors import InvalidRequest
 from caraserve.serve_cluster import disk_bytes
@@ -25,12 +25,12 @@ from tests.cluster.pools import Member, pools
 async def test_a_copy_goes_only_against_anothers_promise(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         (a, b, c), digest = await fleet.sharing("a", "b", "c")
-        assert await b.pool.keeping.let_go(digest)
+        assert await b.pool.store.let_go(digest)
         assert digest not in b.stored
         await until(lambda: set(a.node.holders(digest)) == set("ac"))
         await fleet.stop("a")
         await until(lambda: set(c.node.holders(digest)) == {"c"})
-        assert not await c.pool.keeping.let_go(digest)
+        assert not await c.pool.store.let_go(digest)
         assert digest in c.stored
 
 
@@ -39,8 +39,8 @@ async def test_nobody_promises_a_folder_that_is_gone(tmp_path: Path) -> None:
         (a, b), digest = await fleet.sharing("a", "b")
         folder = Path(a.catalog.get("poet").path)
         folder.rename(folder.with_name("away"))  # noqa: ASYNC240
-        a.pool.keeping._looked_s.clear()  # what was seen a moment ago is still believed
-        assert not await b.pool.keeping.let_go(digest)
+        a.pool.store._looked_s.clear()  # what was seen a moment ago is still believed
+        assert not await b.pool.store.let_go(digest)
         assert digest in b.stored
         await until(lambda: set(b.node.holders(digest)) == {"b"})
 
@@ -72,7 +72,7 @@ async def test_what_an_earlier_life_kept_is_promised_once_it_has_been_read(tmp_p
 
 
 def _promises(member: Member, digest: str) -> bool:
-    return member.pool.keeping.answer("x", (HOLD, digest, 5.0)) == (1,)
+    return member.pool.store.answer("x", (KEEP_QUESTION, digest, 5.0)) == (1,)
 
 
 async def test_two_that_would_both_delete_keep_one_at_least(tmp_path: Path) -> None:
@@ -80,34 +80,42 @@ async def test_two_that_would_both_delete_keep_one_at_least(tmp_path: Path) -> N
         (_, b, c), digest = await fleet.sharing("a", "b", "c")
         await fleet.stop("a")
         await until(lambda: set(b.node.holders(digest)) == set(c.node.holders(digest)) == set("bc"))
-        await asyncio.gather(b.pool.keeping.let_go(digest), c.pool.keeping.let_go(digest))
+        await asyncio.gather(b.pool.store.let_go(digest), c.pool.store.let_go(digest))
         assert digest in b.stored or digest in c.stored
 
 
 async def test_after_a_restart_what_was_promised_is_still_kept(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         (_, b), digest = await fleet.sharing("a", "b")
-        assert b.pool.keeping.answer("a", (HOLD, digest, 30.0)) == (1,)
+        assert b.pool.store.answer("a", (KEEP_QUESTION, digest, 30.0)) == (1,)
         await fleet.stop("b")
         b = await fleet.start("b")
         await until(lambda: "a" in b.node.holders(digest))
-        assert not await b.pool.keeping.let_go(digest)
+        assert not await b.pool.store.let_go(digest)
 
 
 @pytest.mark.parametrize(
-    "body", [(HOLD,), (HOLD, "d"), (HOLD, 1, 2), (HOLD, "d", "x"), (HOLD, "d", -1.0), (HOLD, "?", 5.0)]
+    "body",
+    [
+        (KEEP_QUESTION,),
+        (KEEP_QUESTION, "d"),
+        (KEEP_QUESTION, 1, 2),
+        (KEEP_QUESTION, "d", "x"),
+        (KEEP_QUESTION, "d", -1.0),
+        (KEEP_QUESTION, "?", 5.0),
+    ],
 )
 async def test_nothing_is_promised_that_is_not_held(tmp_path: Path, body: tuple[str | int | float, ...]) -> None:
     async with pools(tmp_path) as fleet:
         a = await fleet.start("a")
-        assert a.pool.keeping.answer("b", body) == (0,)
+        assert a.pool.store.answer("b", body) == (0,)
 
 
 async def test_a_full_disk_lets_the_least_recently_used_go_if_others_keep_it(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         a = await fleet.start("a")
         first = await fleet.load(a, "first", 1)
-        size = size_of(await a.want("first"))
+        size = file_size(await a.want("first"))
         b = await fleet.start("b", most_bytes=2 * size)
         others = [await fleet.load(a, name, seed) for seed, name in ((2, "second"), (3, "third"))]
         for name in ("first", "second", "third"):
@@ -124,24 +132,24 @@ async def test_what_finds_no_room_on_disk_is_served_and_not_held(tmp_path: Path)
         a, b = await fleet.start("a"), await fleet.start("b", most_bytes=1)
         digest = await fleet.load(a, "poet", 1)
         await b.want("poet")
-        await until(lambda: b.pool.keeping.unkept == 1)
+        await until(lambda: b.pool.store.cache_full == 1)
         assert set(b.node.holders(digest)) == {"a"}
-        assert b.pool.keeping.answer("a", (HOLD, digest, 5.0)) == (0,)
+        assert b.pool.store.answer("a", (KEEP_QUESTION, digest, 5.0)) == (0,)
 
 
 async def test_adapters_that_come_at_once_do_not_fill_the_disk_past_its_bound(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         a = await fleet.start("a")
         await fleet.load(a, "n0", 0)
-        size = size_of(await a.want("n0"))
+        size = file_size(await a.want("n0"))
         b = await fleet.start("b", most_bytes=2 * size)
         for seed in range(1, 4):
             await fleet.load(a, f"n{seed}", seed)
         images = [await a.want(f"n{seed}") for seed in range(4)]
-        await asyncio.gather(*(b.pool.keeping.keep(image.spec.digest, image) for image in images))
+        await asyncio.gather(*(b.pool.store.keep(image.spec.digest, image) for image in images))
         assert len(b.stored.digests()) == 2
         assert b.stored.num_bytes == sum(path.stat().st_size for path in b.folder.iterdir()) == 2 * size
-        assert b.pool.keeping.unkept == 2
+        assert b.pool.store.cache_full == 2
 
 
 async def test_what_cannot_be_written_now_is_counted_and_the_next_is_written(
@@ -151,9 +159,9 @@ async def test_what_cannot_be_written_now_is_counted_and_the_next_is_written(
         a, b = await fleet.start("a"), await fleet.start("b")
         digest = await fleet.load(a, "poet", 1)
         with monkeypatch.context() as patch:
-            patch.setattr(b.pool.keeping.lending, "image_of", _too_many_ask)
-            await b.pool.keeping.keep(digest)
-        assert b.pool.keeping.unkept == 1
+            patch.setattr(b.pool.store.uploads, "image_of", _too_many_ask)
+            await b.pool.store.keep(digest)
+        assert b.pool.store.cache_full == 1
         assert b.stored.num_bytes == 0
         await b.want("poet")
         await until(lambda: digest in b.stored)
@@ -161,7 +169,7 @@ async def test_what_cannot_be_written_now_is_counted_and_the_next_is_written(
 
 @contextlib.asynccontextmanager
 async def _too_many_ask(digest: str) -> AsyncIterator[HostAdapter]:
-    raise Busy
+    raise UploadsBusy
     yield
 
 
@@ -173,7 +181,7 @@ async def test_what_is_kept_where_nobody_can_be_told_is_still_kept(
         digest = await fleet.load(a, "poet", 1)
         monkeypatch.setattr(b.node, "hold", _full)
         await b.want("poet")
-        await until(lambda: b.pool.keeping.unsaid == 1)
+        await until(lambda: b.pool.store.announce_failures == 1)
         assert digest in b.stored
 
 
@@ -190,20 +198,20 @@ async def test_an_image_whose_asker_has_left_before_it_was_read_does_not_stay_in
     async with pools(tmp_path) as fleet:
         a = await fleet.start("a")
         digest = await fleet.load(a, "poet", 1)
-        lending = a.pool.keeping.lending
+        uploads = a.pool.store.uploads
         reads: list[Callable[[], None]] = []
-        read = a.pool.keeping._read_own
-        monkeypatch.setattr(lending, "_read", lambda *asked: reads.append(lambda: read(*asked)))
+        read = a.pool.store._read_own
+        monkeypatch.setattr(uploads, "_read", lambda *asked: reads.append(lambda: read(*asked)))
         asker = asyncio.create_task(_borrow(a, digest))
         await until(lambda: reads)
         asker.cancel()
         await asyncio.gather(asker, return_exceptions=True)
         reads[0]()
-        await until(lambda: not lending._reads)  # sooner than one that somebody has used
+        await until(lambda: not uploads._reads)  # sooner than one that somebody has used
 
 
 async def _borrow(member: Member, digest: str) -> None:
-    async with member.pool.keeping.lending.image_of(digest):
+    async with member.pool.store.uploads.image_of(digest):
         pass
 
 
@@ -211,7 +219,7 @@ def test_a_file_that_was_written_has_its_name_on_disk(tmp_path: Path, monkeypatc
     flushed: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda number: flushed.append(Path(f"/proc/self/fd/{number}").resolve().name))
     held = image()
-    stored = Stored(tmp_path / "kept", MODEL)
+    stored = DiskCache(tmp_path / "kept", MODEL)
     stored.write(held)
     assert flushed == [f"{held.spec.digest}.part", "kept"]
 
@@ -225,10 +233,10 @@ def test_without_a_place_of_its_own_an_instance_takes_little_and_clears_what_kil
         folder.mkdir()
         (folder / "file").touch()
     linked.symlink_to(tmp_path / "mine")
-    running = Stored(None, MODEL)
+    running = DiskCache(None, MODEL)
     for folder in (killed, running._folder):
         os.utime(folder, (1, 1))
-    other = Stored(None, MODEL)
+    other = DiskCache(None, MODEL)
     assert (running._folder.exists(), killed.exists(), young.exists()) == (True, False, True)
     assert (tmp_path / "mine" / "file").exists()
     for stored in (running, other):
@@ -243,7 +251,7 @@ async def test_work_beside_the_requests_that_fails_by_a_defect_says_so(
 ) -> None:
     async with pools(tmp_path) as fleet:
         a = await fleet.start("a")
-        for tasks in (a.pool._tasks, a.pool.keeping._tasks):
+        for tasks in (a.pool._tasks, a.pool.store._tasks):
             task = tasks.start(_a_defect(), "a test")
             await asyncio.wait([task])
         await until(lambda: caplog.text.count("RuntimeError: a defect") == 2)
@@ -259,14 +267,14 @@ async def _a_defect() -> None:
 @pytest.mark.parametrize(
     "work",
     [
-        lambda keeping: keeping.sweep(),
-        lambda keeping: keeping._say_kept(keeping.stored_digests()),
-        lambda keeping: keeping._make_room(1 << 30),
+        lambda store: store.sweep(),
+        lambda store: store._say_kept(store.stored_digests()),
+        lambda store: store._make_room(1 << 30),
     ],
     ids=["what has no name is looked for", "what an earlier life kept is said", "room is made on disk"],
 )
 async def test_others_have_their_turn_while_all_that_is_held_is_gone_through(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: Callable[[Keeping], Coroutine[Any, Any, object]]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: Callable[[AdapterStore], Coroutine[Any, Any, object]]
 ) -> None:
     async with pools(tmp_path) as fleet:
         a, b = await fleet.start("a"), await fleet.start("b")
@@ -275,9 +283,9 @@ async def test_others_have_their_turn_while_all_that_is_held_is_gone_through(
             await fleet.load(a, name, seed)
             await b.want(name)
         await until(lambda: len(b.stored.digests()) == len(names))
-        keeping, turns = b.pool.keeping, 0
-        keeping.wanted = lambda name: True  # so that none goes
-        keeping.renamed()
+        store, turns = b.pool.store, 0
+        store.wanted = lambda name: True  # so that none goes
+        store.renamed()
         monkeypatch.setattr("caraserve.util.tasks._TURN_S", 0.0)
 
         async def look() -> None:
@@ -287,6 +295,6 @@ async def test_others_have_their_turn_while_all_that_is_held_is_gone_through(
                 await asyncio.sleep(0)
 
         looking = asyncio.create_task(look())
-        await work(keeping)
+        await work(store)
         looking.cancel()
         assert turns >= len(names) - 1

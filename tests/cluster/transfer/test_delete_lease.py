@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from caraserve.cluster.transfer.delete_lease import Copies
+from caraserve.cluster.transfer.delete_lease import DeleteLeases
 
 DIGEST = "sha256:1"
 TTL_S = 10.0
@@ -20,7 +20,7 @@ class Pool(RuleBasedStateMachine):
     def begin(self, seed: int, holders: int) -> None:
         self.rng = Random(seed)
         self.now = 0.0
-        self.copies = [Copies() for _ in range(4)]
+        self.copies = [DeleteLeases() for _ in range(4)]
         self.messages: list[Callable[[], None]] = []
         for index, copies in enumerate(self.copies):
             if holders >> index & 1:
@@ -55,7 +55,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule(who=st.integers(0, 3))
     def restart(self, who: int) -> None:
-        old, new = self.copies[who], Copies()
+        old, new = self.copies[who], DeleteLeases()
         new.restore({DIGEST} if old.has(DIGEST) else set(), old.promises(self.now), self.now)
         new._number = old._number  # questions of an earlier life reach nobody: their connection ended with it
         self.copies[who] = new
@@ -83,8 +83,8 @@ TestPool = Pool.TestCase
 TestPool.settings = settings(max_examples=400, stateful_step_count=40, deadline=None)
 
 
-def two_holders() -> tuple[Copies, Copies]:
-    one, other = Copies(), Copies()
+def two_holders() -> tuple[DeleteLeases, DeleteLeases]:
+    one, other = DeleteLeases(), DeleteLeases()
     one.verified(DIGEST)
     other.verified(DIGEST)
     return one, other
@@ -121,7 +121,7 @@ def test_a_promise_that_came_too_late_is_not_used() -> None:
 def test_promises_survive_a_restart() -> None:
     one, _ = two_holders()
     assert one.promise(DIGEST, TTL_S, 0.0)
-    new = Copies()
+    new = DeleteLeases()
     new.restore({DIGEST}, one.promises(4.0), 100.0)
     assert new.ask(DIGEST, TTL_S, 105.0) is None
     assert new.ask(DIGEST, TTL_S, 106.1) is not None

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from caraserve.cluster.routing.cost import Tier
-from caraserve.cluster.transfer.download import Exchange
-from caraserve.cluster.transfer.peer_client import Trouble
+from caraserve.cluster.transfer.download import Downloader
+from caraserve.cluster.transfer.peer_client import TransferFailure
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.errors import AdapterRejected, Unreachable
 from caraserve.lora.manifest import chunk_ends, manifest_of
@@ -34,21 +34,21 @@ class Peer:
 
     async def give(
         self, start: int, ends: Sequence[int], into: memoryview, right: Callable[[], None]
-    ) -> Trouble | None:
+    ) -> TransferFailure | None:
         if self.is_dead:
-            return Trouble.FAILED
+            return TransferFailure.FAILED
         if self.busy_times:
             self.busy_times -= 1
-            return Trouble.BUSY
+            return TransferFailure.BUSY
         if self.is_wrong:
             into[:1] = b"?"
-            return Trouble.CORRUPT
+            return TransferFailure.CORRUPT
         for at, (begin, end) in enumerate(zip((start, *ends), ends, strict=False)):
             if at == self.most:
                 await asyncio.Event().wait()
             if self.dies_after is not None and len(self.given) >= self.dies_after:
                 self.is_dead = True
-                return Trouble.FAILED
+                return TransferFailure.FAILED
             if self.lingers_after is not None and len(self.given) >= self.lingers_after:
                 await asyncio.Event().wait()
             into[begin - start : end - start] = self.held.data[begin:end].data
@@ -74,11 +74,11 @@ class World:
     async def news(self, timeout_s: float) -> None:
         await asyncio.sleep(min(timeout_s, 0.02))
 
-    async def manifest(self, address: str, digest: str) -> bytes | Trouble:
+    async def manifest(self, address: str, digest: str) -> bytes | TransferFailure:
         peer = self.peers[address]
         self.manifests[address] += 1
         if peer.is_dead:
-            return Trouble.FAILED
+            return TransferFailure.FAILED
         return manifest_of(peer.held.spec) + (b" " if peer.is_wrong else b"")
 
     async def chunks(
@@ -90,7 +90,7 @@ class World:
         hashes: Sequence[bytes],
         into: memoryview,
         right: Callable[[], None],
-    ) -> Trouble | None:
+    ) -> TransferFailure | None:
         self.under_way += ends[-1] - start
         self.most_under_way = max(self.most_under_way, self.under_way)
         await asyncio.sleep(0)
@@ -104,11 +104,11 @@ CHUNKS = len(chunk_ends(HELD.spec.layer_ends))
 
 
 async def fetched(world: World, held: HostAdapter = HELD, patience_s: float = 0.3) -> HostAdapter:
-    exchange = Exchange(world, world, MODEL, patience_s=patience_s)
-    got = await exchange.fetch(held.spec.digest, aligned_bytes(held.spec.num_bytes))
+    downloader = Downloader(world, world, MODEL, patience_s=patience_s)
+    got = await downloader.fetch(held.spec.digest, aligned_bytes(held.spec.num_bytes))
     assert got.spec == held.spec
     assert np.array_equal(got.data, held.data)
-    assert exchange.counts.num_bytes == held.spec.num_bytes
+    assert downloader.counts.num_bytes == held.spec.num_bytes
     return got
 
 
@@ -125,9 +125,9 @@ async def test_who_is_slow_is_not_waited_for_where_another_has_it_too() -> None:
     slow = Peer(HELD)
     slow.answers.clear()
     world = World(a=slow, b=Peer(HELD))
-    exchange = Exchange(world, world, MODEL, slow_s=0.05)
+    downloader = Downloader(world, world, MODEL, slow_s=0.05)
     async with asyncio.timeout(5):
-        await exchange.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+        await downloader.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
     assert slow.given == []
 
 
@@ -136,19 +136,19 @@ async def test_of_those_who_are_all_slow_none_has_failed_that_gave_something() -
     world = World(a=Peer(HELD), b=Peer(HELD))
     for peer in world.peers.values():
         peer.most = 1
-    exchange = Exchange(world, world, MODEL, slow_s=0.02)
+    downloader = Downloader(world, world, MODEL, slow_s=0.02)
     async with asyncio.timeout(30):
-        got = await exchange.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+        got = await downloader.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
     assert np.array_equal(got.data, HELD.data)
 
 
 async def test_who_failed_once_and_late_is_asked_again() -> None:
     class Late(World):
-        async def manifest(self, address: str, digest: str) -> bytes | Trouble:
+        async def manifest(self, address: str, digest: str) -> bytes | TransferFailure:
             if not self.manifests[address]:
                 self.manifests[address] += 1
                 await asyncio.sleep(0.1)
-                return Trouble.FAILED
+                return TransferFailure.FAILED
             return await super().manifest(address, digest)
 
     await fetched(Late(a=Peer(HELD)), patience_s=0.05)
@@ -158,8 +158,8 @@ async def test_what_a_slow_one_still_owes_another_gives() -> None:
     slow, fast = Peer(HELD), Peer(HELD)
     slow.most = 1
     world = World(a=slow, b=fast)
-    exchange = Exchange(world, world, MODEL, slow_s=0.1)
-    await exchange.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+    downloader = Downloader(world, world, MODEL, slow_s=0.1)
+    await downloader.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
     assert (len(slow.given), len(fast.given)) == (1, CHUNKS - 1)
 
 
@@ -168,9 +168,9 @@ async def test_who_is_slow_is_waited_for_where_nobody_else_has_it() -> None:
     slow.answers.clear()
     world = World(a=slow)
     asyncio.get_running_loop().call_later(0.2, slow.answers.set)
-    exchange = Exchange(world, world, MODEL, slow_s=0.01)
-    await exchange.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
-    assert exchange.counts.fetched == 1
+    downloader = Downloader(world, world, MODEL, slow_s=0.01)
+    await downloader.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+    assert downloader.counts.fetched == 1
 
 
 async def test_the_first_layers_come_first() -> None:
@@ -199,7 +199,7 @@ async def test_layers_are_told_of_when_all_before_them_are_there_whoever_is_fast
         told.append(layers)
 
     fetch = asyncio.create_task(
-        Exchange(world, world, MODEL).fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes), came)
+        Downloader(world, world, MODEL).fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes), came)
     )
     await until(lambda: len(second.given) == CHUNKS - 4)
     assert told == []
@@ -215,7 +215,7 @@ async def test_what_has_come_right_is_never_asked_for_again() -> None:
     slow.lingers_after = 2
     world = World(a=slow, b=other)
     image = aligned_bytes(HELD.spec.num_bytes)
-    await Exchange(world, world, MODEL, slow_s=0.05).fetch(HELD.spec.digest, image)
+    await Downloader(world, world, MODEL, slow_s=0.05).fetch(HELD.spec.digest, image)
     assert len(slow.given) == 2
     assert sorted(slow.given + other.given) == [0, *chunk_ends(HELD.spec.layer_ends)[:-1]]
 
@@ -237,11 +237,11 @@ async def test_wrong_bytes_of_one_are_taken_from_another() -> None:
 async def test_who_gave_wrong_bytes_twice_is_not_asked_for_them_again() -> None:
     wrong = Peer(HELD)
     world = World(a=wrong)
-    exchange = Exchange(world, world, MODEL, patience_s=0.1)
+    downloader = Downloader(world, world, MODEL, patience_s=0.1)
     wrong.is_wrong = True
     for _ in range(2):
         with pytest.raises(Unreachable):
-            await exchange.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+            await downloader.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
     assert world.manifests["a"] == 2
 
 
@@ -250,11 +250,11 @@ async def test_after_a_while_it_is_given_another_chance() -> None:
     wrong = Peer(HELD)
     wrong.is_wrong = True
     world = World(a=wrong)
-    exchange = Exchange(world, world, MODEL, now=lambda: now_s, patience_s=0.0)
+    downloader = Downloader(world, world, MODEL, now=lambda: now_s, patience_s=0.0)
     with pytest.raises(Unreachable):
-        await exchange.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+        await downloader.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
     wrong.is_wrong, now_s = False, 61.0
-    await exchange.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+    await downloader.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
 
 
 async def test_a_busy_holder_is_waited_for() -> None:
@@ -274,24 +274,24 @@ async def test_when_no_holder_gives_it_that_is_said_and_counted(names: tuple[str
     world = World(**{name: Peer(HELD) for name in names})
     for peer in world.peers.values():
         peer.is_dead = True
-    exchange = Exchange(world, world, MODEL, patience_s=0.1)
+    downloader = Downloader(world, world, MODEL, patience_s=0.1)
     with pytest.raises(Unreachable, match="cannot be fetched now") as caught:
-        await exchange.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
+        await downloader.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
     assert caught.value.status == 503
-    assert (exchange.counts.fetched, exchange.counts.failed, exchange.under_way) == (0, 1, 0)
+    assert (downloader.counts.fetched, downloader.counts.failed, downloader.under_way) == (0, 1, 0)
 
 
 async def test_all_fetches_together_have_a_bounded_part_under_way() -> None:
     held = [image(rank=64, seed=seed) for seed in range(6)]
     world = World(**{f"{index}-{copy}": Peer(one) for index, one in enumerate(held) for copy in range(3)})
-    exchange = Exchange(world, world, MODEL)
-    await asyncio.gather(*(exchange.fetch(one.spec.digest, aligned_bytes(one.spec.num_bytes)) for one in held))
+    downloader = Downloader(world, world, MODEL)
+    await asyncio.gather(*(downloader.fetch(one.spec.digest, aligned_bytes(one.spec.num_bytes)) for one in held))
     assert world.most_under_way <= 8 * 4 * (1 << 20)
-    assert exchange.counts.fetched == 6
+    assert downloader.counts.fetched == 6
 
 
 async def test_one_that_is_larger_than_was_registered_is_refused_before_a_byte_of_it_comes() -> None:
     world = World(a=Peer(HELD))
     with pytest.raises(AdapterRejected, match="more than was registered"):
-        await Exchange(world, world, MODEL).fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes - 1))
+        await Downloader(world, world, MODEL).fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes - 1))
     assert world.peers["a"].given == []

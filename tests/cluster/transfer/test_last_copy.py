@@ -6,9 +6,9 @@ from random import Random
 
 import pytest
 
-from caraserve.cluster.placement.migration import MigrationLimits, Mover
-from caraserve.cluster.placement.plan import AdapterDemand, Plan, Share
-from caraserve.cluster.transfer.delete_lease import Copies
+from caraserve.cluster.placement.migration import MigrationLimits, MoveScheduler
+from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Share
+from caraserve.cluster.transfer.delete_lease import DeleteLeases
 
 NAMES = ("a", "b", "c")
 ADAPTER = AdapterDemand("x", 8, 10, 1.0)
@@ -20,8 +20,8 @@ class Instance:
     """What one knows: its own copy for certain, the others' as it last heard."""
 
     def __init__(self, name: str) -> None:
-        self.copies = Copies()
-        self.mover = Mover(name, MigrationLimits())
+        self.copies = DeleteLeases()
+        self.mover = MoveScheduler(name, MigrationLimits())
         self.view: set[str] = set()
 
 
@@ -41,12 +41,12 @@ class Fleet:
         self.rng.choice((*things, self.gets_an_answer, self.parts, self.restarts, self.loses_its_disk))(who)
         self.now += self.rng.choice((0.0, 0.1, 10.0, 40.0))
 
-    def plan(self) -> Plan:
+    def plan(self) -> PlacementPlan:
         """Plans are made by views, so there are several at once, and not all get all of them."""
         self.epoch += 1
         others = self.rng.sample(NAMES, self.rng.randint(1, 2))
         shares = tuple(Share(name, 1 / len(others)) for name in others)
-        return Plan.made(self.epoch, {"x": shares}, dict.fromkeys(NAMES, 8))
+        return PlacementPlan.made(self.epoch, {"x": shares}, dict.fromkeys(NAMES, 8))
 
     def fetches(self, who: str) -> None:
         one = self.instances[who]

@@ -5,12 +5,12 @@ import threading
 
 import pytest
 
-from caraserve.cluster.transfer.peer_client import Transfers
+from caraserve.cluster.transfer.peer_client import PeerClient
 from tests.cluster.nodes import KEYS
 
 
 async def test_whoever_is_cancelled_goes_on_only_when_nothing_writes_into_its_memory_any_more() -> None:
-    transfers = Transfers(lambda: KEYS, None)
+    transfers = PeerClient(lambda: KEYS, None)
     begun, ending, may_end = threading.Event(), threading.Event(), threading.Event()
     has_ended = False
 
@@ -40,7 +40,7 @@ async def test_whoever_is_cancelled_goes_on_only_when_nothing_writes_into_its_me
 
 
 async def test_what_goes_wrong_on_the_thread_is_raised_here() -> None:
-    transfers = Transfers(lambda: KEYS, None)
+    transfers = PeerClient(lambda: KEYS, None)
 
     async def fails() -> None:
         raise ValueError("no such thing")
