@@ -104,19 +104,19 @@ class Engine:
     def submit_each(self, asked: Sequence[GenerateRequest]) -> Generator[Stream]:
         """Queues a request with each step, as `submit` does, all with the adapter version that the first one gets,
         whatever is loaded in place between two steps. Thousands take 100 ms."""
-        version: Adapter | None = None
+        adapter: Adapter | None = None
         try:
             for one in asked:
-                active = self._submit(one, version)
-                if version is None and active.version is not None:
-                    version = self.catalog.manager.hold(active.version)
+                active = self._submit(one, adapter)
+                if adapter is None and active.adapter is not None:
+                    adapter = self.catalog.manager.hold(active.adapter)
                 yield active.stream
         finally:
-            if version is not None:
-                self.catalog.manager.unpin(version)
+            if adapter is not None:
+                self.catalog.manager.unpin(adapter)
 
-    def _submit(self, asked: GenerateRequest, version: Adapter | None) -> ActiveRequest:
-        """`version`: held already, of an earlier request of the same response."""
+    def _submit(self, asked: GenerateRequest, adapter: Adapter | None) -> ActiveRequest:
+        """`adapter`: held already, of an earlier request of the same response."""
         if self.failure is not None:
             raise BackendFailed(f"the device has failed: {self.failure}")
         if self.draining:
@@ -132,13 +132,13 @@ class Engine:
             full = Overloaded(f"{count} requests are waiting", retry_after_s=self._retry_after_s())
             if (displaced := self._queues.waiting.newest_of_largest(asked.tenant.client)) is None:
                 raise full
-        if version is not None:
-            self.catalog.manager.hold(version)
+        if adapter is not None:
+            self.catalog.manager.hold(adapter)
         elif asked.adapter is not None:
-            version = self.catalog.pin(asked.adapter)
+            adapter = self.catalog.pin(asked.adapter)
         if displaced is not None:
             self._finish(displaced, "error", error=full)
-        active = self._open_request(asked, version)
+        active = self._open_request(asked, adapter)
         self._queues.waiting.push(asked.tenant, active)
         self._queues.admit()  # a load need not wait for the iteration under way
         self._wake.set()
@@ -230,10 +230,10 @@ class Engine:
         """A load may also fail under requests that run already; their tokens so far are right. What is launched of
         them may read an image that has given way by then: nobody is to find its blocks."""
         for active in [*self._queues.loading, *self._queues.running]:
-            if active.version is not None and active.version.tier is AdapterTier.FAILED:
+            if active.adapter is not None and active.adapter.tier is AdapterTier.FAILED:
                 if active.published:
                     self._queues.pool.forget_all()
-                self._finish(active, "error", error=active.version.error)
+                self._finish(active, "error", error=active.adapter.error)
 
     # --- retiring ---
 
@@ -251,9 +251,9 @@ class Engine:
             if isinstance(outcome, Exception):
                 log.error("a plan aside failed", exc_info=outcome)
                 self._fail([active], outcome)
-            elif outcome.rows[0].void:
+            elif outcome.rows[0].needs_retry:
                 undo(active, row)
-                stays = self._limits.aside_plans and active.can_go_on  # whom workers failed goes on without
+                stays = self._limits.assisted_batches and active.can_go_on  # whom workers failed goes on without
                 if active.request.phase is not Phase.FINISHED and not stays:
                     self._queues.set_back(active)
             elif active.request.phase is not Phase.FINISHED:
@@ -363,7 +363,7 @@ class Engine:
 
     # --- opening and ending ---
 
-    def _open_request(self, asked: GenerateRequest, version: Adapter | None) -> ActiveRequest:
+    def _open_request(self, asked: GenerateRequest, adapter: Adapter | None) -> ActiveRequest:
         params = asked.params
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         request = Request(asked, seed, since_s=self._now())
@@ -374,7 +374,7 @@ class Engine:
             skip_special_tokens=params.skip_special_tokens,
         )
         stream = Stream(lambda: self._cancel(active))
-        active = ActiveRequest(request, stream, detokenizer, version, b"")
+        active = ActiveRequest(request, stream, detokenizer, adapter, b"")
         self._open += 1
         self._idle.clear()
         return active

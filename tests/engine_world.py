@@ -206,11 +206,11 @@ async def world(
     keep_on_device: bool = False,
     mode: str = "overlapped",
     spare_bytes: int | None = None,
-    aside_plans: int = 0,
-    streamed_plans: int = 0,
+    assisted_batches: int = 0,
+    streamed_batches: int = 0,
 ) -> AsyncIterator[World]:
     """`spare_bytes`: beyond what `blocks` blocks and the largest adapter need, where they share memory.
-    `streamed_plans`: then adapters have several layers, which come one by one."""
+    `streamed_batches`: then adapters have several layers, which come one by one."""
     limits = Limits(
         num_blocks=blocks,
         block_tokens=BLOCK_TOKENS,
@@ -219,11 +219,11 @@ async def world(
         max_step_tokens=step_tokens,
         max_context=CONTEXT,
         shared=None if spare_bytes is None else shared_memory(spare_bytes, blocks, device_adapters),
-        aside_plans=aside_plans,
-        streamed_plans=streamed_plans,
+        assisted_batches=assisted_batches,
+        streamed_batches=streamed_batches,
     )
     backend = FakeBackend(limits, layerwise=mode in LAYERWISE_MODES)
-    layers = _STREAMED_LAYERS if streamed_plans else 1
+    layers = _STREAMED_LAYERS if streamed_batches else 1
     reader, metrics = FakeReader(layers), _Metrics()
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: backend.faults.append(repr(context)))
@@ -255,7 +255,7 @@ async def world(
     )
     running = asyncio.create_task(engine.run())
     try:
-        yield World(engine, backend, reader, metrics, rng, streams=streamed_plans > 0)
+        yield World(engine, backend, reader, metrics, rng, streams=streamed_batches > 0)
         engine.check()
         snapshot = engine.snapshot()
         assert (snapshot.running, snapshot.waiting, snapshot.kv_used_blocks) == (0, 0, 0)

@@ -107,7 +107,7 @@ class FakeBackend:
     def launch(self, plan: Batch, done: Callable[[StepResult | Exception], None]) -> None:
         self.launched.append(plan)
         self._check_launched(plan)
-        if plan.aside:
+        if plan.is_side_batch:
             self.lane.append(lambda: self._begin_aside(plan, done))
         else:
             self.lane.append(lambda: done(self._run(plan)))
@@ -119,11 +119,11 @@ class FakeBackend:
             self.faults.append(f"blocks {beyond} are named of {self.kv_blocks}")
         if taken := {row.slot for row in plan.rows} & {other.rows[0].slot for other in self._under_way}:
             self.faults.append(f"slots {taken} are in a plan aside")
-        if plan.aside:
+        if plan.is_side_batch:
             self._under_way.append(plan)
-            if len(self._under_way) > self.limits.aside_plans + self.limits.streamed_plans:
+            if len(self._under_way) > self.limits.assisted_batches + self.limits.streamed_batches:
                 self.faults.append(f"{len(self._under_way)} plans are aside")
-        if any(row.assist for row in plan.rows) and self.limits.aside_plans and not plan.aside:
+        if any(row.assist for row in plan.rows) and self.limits.assisted_batches and not plan.is_side_batch:
             self.faults.append("workers are to help within an iteration")
 
     def _begin_aside(self, plan: Batch, done: Callable[[StepResult | Exception], None]) -> None:
@@ -165,7 +165,9 @@ class FakeBackend:
             return
         for position in range(row.start, row.start + row.count):
             self._entries[self._place(row.slot, position)] = -position
-        aside.done(self._result(RowResult(None, void=True)) if outcome == "void" else RuntimeError("the lane failed"))
+        aside.done(
+            self._result(RowResult(None, needs_retry=True)) if outcome == "void" else RuntimeError("the lane failed")
+        )
 
     def _result(self, *rows: RowResult) -> StepResult:
         return StepResult(rows, self.now_s - 1.0, self.now_s)

@@ -1,6 +1,6 @@
-"""The seam between the engine and a device: everything the loop and residency may ask of it.
+"""The interface between the engine and a device: running batches, copying adapters, sizing the KV cache.
 
-Two implementations: `cpu/backend.py` (Numba) and a CUDA one. No torch, numpy arrays only where bytes are meant.
+`cpu/backend.py` (Numba) and `gpu/backend.py` (CUDA) implement it. No torch; NumPy arrays only for bytes.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +16,8 @@ from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """Device memory that KV blocks and adapters share. Whoever admits keeps within it; where things lie is the
-    backend's to say: it cures holes by moving, so sums are all that counts."""
+    """Device memory that KV blocks and adapters share. The engine keeps their total within `num_bytes`. The backend
+    picks addresses and compacts by moving adapters, so only totals matter."""
 
     num_bytes: int
     block_bytes: int  # of a KV block
@@ -37,23 +37,23 @@ class Limits:
     max_step_tokens: int  # tokens in one iteration
     max_context: int  # positions of one request
     shared: SharedMemory | None = None  # None: KV blocks and adapters have memory of their own
-    aside_plans: int = 0  # at most so many plans go aside at a time (`Batch.aside`); 0: the device has no such lane
-    streamed_plans: int = 0  # at most so many go aside whose adapter is not all in host memory; 0: it is awaited
+    assisted_batches: int = 0  # most assisted prefills at a time; 0: CPU workers help within iterations, if at all
+    streamed_batches: int = 0  # most streamed prefills at a time; 0: a prefill waits for the whole download
 
 
 class Backend(Protocol):
-    """A device that runs plans in launch order and copies adapters beside them.
+    """A device that runs batches in launch order and copies adapters meanwhile.
 
-    Callbacks come on a thread of the backend's own and must only hand over to the event loop.
+    It calls callbacks on a thread of its own; they must only pass their argument to the event loop.
     """
 
     limits: Limits
-    host_memory: NDArray[np.uint8]  # for the host tier: CPU workers see it, and copies to the device are fast
+    host_memory: NDArray[np.uint8]  # of the host cache: CPU workers see it, and copies to the device are fast
 
     def launch(self, plan: Batch, done: Callable[[StepResult | Exception], None]) -> None:
-        """Queues one iteration. Returns at once. `done` is called exactly once, in launch order but for plans that go
-        aside: these begin after the iterations launched before them, later ones pass them. Starts and grants of all
-        plans take effect in launch order."""
+        """Queues one batch and returns at once. `done` is called exactly once: for iterations in launch order, for a
+        side batch whenever it ends. A side batch begins after the iterations launched before it, and later ones
+        overtake it. Starts and grants of all batches take effect in launch order."""
 
     def load_adapter(
         self,
@@ -65,11 +65,11 @@ class Backend(Protocol):
     ) -> None:
         """Binds an adapter to `slot` and copies it to the device beside running iterations, one group of layers after
         another: groups end before the layers `group_ends`, and with the last layer. `layers`: so many are in
-        `adapter.data` so far, and `extend_load` tells of the others; None: all are. Until all are, only plans aside may
-        name the slot, and only where `Limits.streamed_plans` says so.
+        `adapter.data` so far, and `extend_load` announces the others; None: all are. Until all are, only streamed
+        prefills may name the slot.
 
-        Plans launched from now on may name the slot. An iteration that gets to a layer before its weights have arrived
-        waits for them or, where `Row.assist` says so, has CPU workers compute the layer's LoRA from `adapter.data`,
+        Batches launched from now on may name the slot. One that gets to a layer before its weights have arrived waits
+        for them or, for a row with `assist`, has CPU workers compute the layer's LoRA from `adapter.data`,
         which must lie in `host_memory` and stay as it is until `done`.
         """
 
@@ -77,22 +77,23 @@ class Backend(Protocol):
         """The first `layers` layers of the adapter that is being loaded to `slot` are in host memory."""
 
     def break_load(self, slot: int, cause: Exception) -> None:
-        """The layers that are not in host memory never will be. Plans aside that wait for them end void; then the
-        load's `done` is told `cause`, unless it has been told of another failure before."""
+        """Ends a load whose missing layers will never be in host memory. Streamed prefills that wait for them end with
+        `needs_retry`; then the load's `done` gets `cause`, unless it got another error before."""
 
     def recall(self, slot: int) -> None:
-        """The plan aside of request slot `slot` ends void, if it waits for layers that are not in host memory;
-        otherwise it ends as it would have."""
+        """Cancels the streamed prefill of request slot `slot`: it ends with `needs_retry` if it waits for layers that
+        are not in host memory, and as usual otherwise."""
 
     def device_bytes(self, spec: AdapterSpec) -> int:
         """What an adapter takes on the device. Raises AdapterRejected for one that can never be there."""
 
     def unload_adapter(self, slot: int) -> None:
-        """Unbinds `slot` once every plan launched so far has run, and gives its memory back."""
+        """Unbinds `slot` once every batch launched so far has run, and frees its memory."""
 
     def resize_kv(self, blocks: int, done: Callable[[], None]) -> None:
-        """KV blocks are [0, blocks) from now on, where memory is shared. Fewer: for plans launched from now on, and
-        what adapters take at once. More: from `done` on, for adapters may have to be moved first."""
+        """Sets the KV blocks to [0, blocks), where memory is shared. A smaller number holds for batches launched from
+        now on, and adapters may take the memory at once. A larger one holds from `done` on, because adapters may have
+        to be moved first."""
 
     def close(self) -> None:
-        """Ends the backend's threads. Plans launched before are finished or failed, never forgotten."""
+        """Ends the backend's threads. Every batch launched before ends, with a result or an error."""

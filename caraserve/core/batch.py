@@ -1,7 +1,7 @@
-"""One iteration as a value: all that passes between the loop and a backend.
+"""One forward pass as a value: the `Batch` that the engine launches and the `StepResult` that comes back.
 
-`scheduler.py` makes a `Batch`; `Backend.launch` takes it; the `StepResult` comes back by callback. Everything in a
-plan is applied by the backend in launch order, so a plan may be built while the one before it is still running.
+`Backend.launch` takes a `Batch` and returns its `StepResult` by callback. A backend applies batches in launch order, so
+a batch may be built while the one before it is still running.
 """
 
 from collections.abc import Sequence
@@ -75,20 +75,19 @@ class Batch:
     `merged`: the adapter slot that all rows have; the pass is to run without LoRA kernels, over base weights into which
     this adapter is merged. Its weights have all arrived.
 
-    `aside`: the one row is a prompt that CPU workers help with (`Limits.aside_plans`), or whose adapter is not all in
-    host memory (`Limits.streamed_plans`): other plans pass it, it ends when it ends, and until then its slot, its
-    blocks and its adapter are not to be touched.
+    `is_side_batch`: an assisted prefill (`Limits.assisted_batches`) or a streamed prefill (`Limits.streamed_batches`),
+    which has one row. Later batches overtake it. Until it ends, its slot, blocks and adapter must stay as they are.
     """
 
     starts: tuple[SlotStart, ...]
     grants: tuple[BlockGrant, ...]
     rows: tuple[ScheduledRow, ...]
     merged: int | None = None
-    aside: bool = False
+    is_side_batch: bool = False
 
     def __post_init__(self) -> None:
-        if self.aside and (len(self.rows) != 1 or self.merged is not None):
-            raise AssertionError("aside goes one row alone")
+        if self.is_side_batch and (len(self.rows) != 1 or self.merged is not None):
+            raise AssertionError("a side batch has one row and no merged adapter")
         if self.merged is None:
             return
         if self.merged == BASE_ADAPTER_SLOT or any(row.adapter_slot != self.merged for row in self.rows):
@@ -103,11 +102,11 @@ class Batch:
 class RowResult:
     """What one row gave: the token sampled (None if the row does not sample), scores where asked for.
 
-    `cpu_layers`: layers whose LoRA was computed by CPU workers, the adapter's weights not having arrived; `waited_ms`:
-    time for which the row, and in an iteration all others with it, stood still until weights of its adapter arrived.
-    `void`: nothing was computed, for the CPU workers have failed, or layers have not come or were no longer waited for;
-    the row is to be launched again, without help. `is_finite`: False if a logit of the row is infinite or not a number;
-    the row has no token and no scores then.
+    `cpu_layers`: layers whose LoRA CPU workers computed because the weights had not arrived. `waited_ms`: time for
+    which the row, and in an iteration all other rows with it, waited for weights of its adapter.
+    `needs_retry`: nothing was computed, because CPU workers failed, or layers did not arrive or the wait for them was
+    cancelled; the row is to be launched again, without CPU workers. `is_finite`: False if a logit of the row is
+    infinite or not a number; the row has no token and no scores then.
     """
 
     token_id: int | None
@@ -115,20 +114,20 @@ class RowResult:
     prompt_scored: tuple[TokenLogprob, ...] = ()
     cpu_layers: int = 0
     waited_ms: float = 0.0
-    void: bool = False
+    needs_retry: bool = False
     is_finite: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The outcome of one plan, row by row in the plan's order; times are the engine's monotonic clock."""
+    """The outcome of one batch, row by row in the batch's order; times are the engine's monotonic clock, in seconds."""
 
     rows: tuple[RowResult, ...]
     started_s: float
     done_s: float
 
     def interruptions_ms(self, rows: Sequence[ScheduledRow]) -> list[float]:
-        """For how long each of the plan's rows stood still until weights of other rows' adapters arrived."""
+        """Returns for each of the batch's rows how many ms it waited for weights of other rows' adapters."""
         waits_ms = {row.adapter_slot: found.waited_ms for row, found in zip(rows, self.rows, strict=True)}
         all_ms, took_ms = sum(waits_ms.values()), 1000 * (self.done_s - self.started_s)
         # On a GPU the waits for several adapters may overlap: their sum is more than the iteration took.
@@ -136,4 +135,4 @@ class StepResult:
 
 
 class DeviceLost(Exception):
-    """In a result's place: the device has failed for good, and nothing that is launched from now on will run."""
+    """Comes instead of a result when the device has failed for good: no later batch will run."""

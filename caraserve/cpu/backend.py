@@ -72,7 +72,7 @@ class CpuBackend:
             adapter_slots=sizes.adapter_slots,
             max_step_tokens=sizes.max_step_tokens,
             max_context=sizes.max_context,
-            streamed_plans=_STREAMED_PLANS,
+            streamed_batches=_STREAMED_PLANS,
         )
         self._spec, self._loaded, self._trace = spec, loaded, trace
         self._merged: MergedWeights | None = None  # until it is asked for: it takes as much memory as the base
@@ -162,7 +162,7 @@ class CpuBackend:
 
     def launch(self, plan: Batch, done: PlanDone) -> None:
         """Queues one iteration; `done` is called on the lane's thread."""
-        if plan.aside:
+        if plan.is_side_batch:
             self._jobs.put(lambda: self._begin_aside(plan, done))
         else:
             self._jobs.put(lambda: done(self._run(plan)))

@@ -70,7 +70,7 @@ class Asides:
             if end > aside.layer and not (is_over and end < self._layers):
                 self._advance(aside, end)
             elif is_over:
-                void = StepResult((RowResult(None, void=True),), aside.started_s, time.monotonic())
+                void = StepResult((RowResult(None, needs_retry=True),), aside.started_s, time.monotonic())
                 self._end(aside, void)
 
     def close(self) -> None:

@@ -17,12 +17,12 @@ class ActiveRequest:
     request: Request
     stream: Stream
     detokenizer: Detokenizer
-    version: Adapter | None  # None: the base model
+    adapter: Adapter | None  # None: the base model
     key: bytes  # prefix key of the blocks published so far
     published: int = 0  # blocks published
     reused: int = 0  # blocks taken from the prefix index when it last took a slot
-    uses: bool = False  # whether `version` is held on the device
-    assist: bool = False  # whether CPU workers may compute layers of `version` that have not arrived
+    holds_adapter: bool = False  # whether `adapter` is held on the device
+    assist: bool = False  # whether CPU workers may compute layers of `adapter` that have not arrived
     is_aside: bool = False  # whether a plan aside with it is under way
     waits_whole: bool = False  # whether it starts only when all of its adapter is in host memory
     choice: ModeChoice | None = None  # how it began, where mode `auto` has chosen
@@ -32,19 +32,19 @@ class ActiveRequest:
     @property
     def adapter_slot(self) -> int:
         """Of the device's adapter table."""
-        return BASE_ADAPTER_SLOT if self.version is None else self.version.slot
+        return BASE_ADAPTER_SLOT if self.adapter is None else self.adapter.slot
 
     @property
     def is_streamed(self) -> bool:
         """Whether layers of its adapter are still on their way to this host."""
-        return self.version is not None and self.version.tier is AdapterTier.STREAMING
+        return self.adapter is not None and self.adapter.tier is AdapterTier.STREAMING
 
     @property
     def can_go_on(self) -> bool:
         """Whether it may be in an iteration: it may wait there for its adapter, but not for a network, nor be on one
         that is about to leave the device."""
-        version = self.version
-        return version is None or (version.tier in (AdapterTier.COPYING, AdapterTier.DEVICE) and version.takes_requests)
+        adapter = self.adapter
+        return adapter is None or (adapter.tier in (AdapterTier.COPYING, AdapterTier.DEVICE) and adapter.takes_requests)
 
     def put_prompt_scores(self, row: ScheduledRow, result: RowResult) -> None:
         """Scores of prompt tokens, each once: a preempted request computes them again."""

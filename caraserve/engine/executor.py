@@ -1,11 +1,11 @@
 """Makes plans of running requests and launches them: iterations, and beside them prompts that would stop one.
 
-On a device with a lane for them (`Limits.aside_plans`), a prompt that needs help goes in a plan of its own: it takes as
-long as its workers do, and iterations pass it. Meanwhile its request is in none of them, and nothing of it is taken
-away. What its plan writes is published when it has ended, for others are not ordered behind it.
+Where the device has a lane for it (`Limits.assisted_batches`), a prompt that needs CPU workers is a side batch: it
+takes as long as they do, and iterations overtake it. Meanwhile its request is in none of them, and keeps all that it
+holds. What its plan writes is published when it has ended, for others are not ordered behind it.
 
-A prompt whose adapter another instance is still sending goes aside too (`Limits.streamed_plans`), and takes as long as
-the network does. That may be long: its plan is recalled when its request has ended, or others lack its blocks.
+A prompt whose adapter another instance is still sending is one too (`Limits.streamed_batches`), and takes as
+long as the network does. That may be long: its plan is recalled when its request has ended, or others lack its blocks.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ class Executor:
         """Requests that may be in an iteration, first served first; how many may be served; the adapter slot that is
         merged for them."""
         running = self._queues.running
-        if self._limits.aside_plans or self._limits.streamed_plans:
+        if self._limits.assisted_batches or self._limits.streamed_batches:
             running = [o for o in running if not self._queues.goes_aside(o) and self._queues.is_ready(o, begins_s)]
         if self._merging is None:
             return running, len(running), None
@@ -98,7 +98,7 @@ class Executor:
         merged: int | None,
         begins_s: float,
     ) -> LaunchedBatch:
-        beside = not self._limits.aside_plans  # whether CPU workers help within iterations
+        beside = not self._limits.assisted_batches  # whether CPU workers help within iterations
         entries = [(by_request[entry.request], entry) for entry in decision.scheduled]
         rows = tuple(
             replace(entry.row, assist=True) if beside and active.assist else entry.row for active, entry in entries
@@ -111,7 +111,7 @@ class Executor:
 
     def _launch_asides(self, begins_s: float) -> int:
         """Launches what goes aside and has blocks. Returns how many blocks others lack, if there can be so many."""
-        if not (self._limits.aside_plans or self._limits.streamed_plans):
+        if not (self._limits.assisted_batches or self._limits.streamed_batches):
             return 0
         lacking = 0
         for active in list(self._queues.running):
@@ -129,7 +129,7 @@ class Executor:
         return lacking
 
     def _launch_aside(self, active: ActiveRequest, entry: Scheduled, begins_s: float) -> None:
-        plan = self._plan((entry,), (replace(entry.row, assist=active.assist),), aside=True)
+        plan = self._plan((entry,), (replace(entry.row, assist=active.assist),), is_side_batch=True)
         self._account(entry)
         self._queues.begin_aside(active)
         launched = self._launch(plan, [active], begins_s)
@@ -157,11 +157,11 @@ class Executor:
         rows: tuple[ScheduledRow, ...],
         *,
         merged: int | None = None,
-        aside: bool = False,
+        is_side_batch: bool = False,
     ) -> Batch:
         """Whichever plan is launched first tells the device of all requests that took a slot."""
         starts, reused = self._queues.new_in_slots()
-        return Batch(starts, (*reused, *grants(scheduled)), rows, merged, aside)
+        return Batch(starts, (*reused, *grants(scheduled)), rows, merged, is_side_batch)
 
     def _account(self, entry: Scheduled) -> None:
         entry.request.blocks += entry.blocks

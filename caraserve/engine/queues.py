@@ -41,7 +41,7 @@ class RequestQueues:
         observe_preemption: Callable[[], None],
         now: Callable[[], float],
     ) -> None:
-        self.pool = manager.room.pool
+        self.pool = manager.memory.pool
         self.waiting: FairQueue[ActiveRequest] = FairQueue(lambda active: active.request.asked.priority)
         self.loading: deque[ActiveRequest] = deque()  # admitted; waits for its adapter, a slot or blocks
         self.running: list[ActiveRequest] = []  # in the order of admission
@@ -49,7 +49,7 @@ class RequestQueues:
         self._limits, self._manager, self._eos_ids = limits, manager, eos_ids
         iteration_blocks = ceil_div(limits.max_step_tokens, limits.block_tokens) + limits.num_slots
         self._most_taken = iteration_blocks  # by one iteration
-        self._ahead = max(1, min(iteration_blocks, manager.room.most_blocks // _MOST_AHEAD))
+        self._ahead = max(1, min(iteration_blocks, manager.memory.most_blocks // _MOST_AHEAD))
         self._read_ahead_at: tuple[int, int] | None = None
         self._start_lacks = 0  # blocks that the next request to start waits for
         self.is_short = False  # whether it found too few, even if there will never be as many; set by `start`
@@ -93,9 +93,9 @@ class RequestQueues:
     def admit(self) -> None:
         """Queue → loading, as far as slots may come free. Adapters that are not on the device begin to load; those of
         the next in the queue are read ahead."""
-        if self._manager.copies.claims_memory:
-            self._manager.copies.go_on()  # blocks may have been given back since
-        while self._places_taken() < self._limits.num_slots and self._manager.copies.admits:
+        if self._manager.device_loader.claims_memory:
+            self._manager.device_loader.go_on()  # blocks may have been given back since
+        while self._places_taken() < self._limits.num_slots and self._manager.device_loader.admits:
             tenant = self.waiting.first()
             if tenant is None:
                 break
@@ -112,8 +112,8 @@ class RequestQueues:
         if seen == self._read_ahead_at:
             return
         for active in self.waiting.upcoming(_PREFETCHED):
-            if active.version is not None:
-                self._manager.prefetch(active.version)
+            if active.adapter is not None:
+                self._manager.prefetch(active.adapter)
         self._read_ahead_at = len(self.waiting), self._manager.loading
 
     def _places_taken(self) -> int:
@@ -132,12 +132,12 @@ class RequestQueues:
                     continue
                 self.is_short = True
                 break  # no blocks: later ones must not overtake for ever
-            if active.request.phase is Phase.WAITING and active.version is not None:
+            if active.request.phase is Phase.WAITING and active.adapter is not None:
                 active.request.to(Phase.LOADING, self._now())
 
     def _may_start(self, active: ActiveRequest, begins_s: float) -> bool:
         """Whether a request's adapter is on the device, or will be by the time that it is needed."""
-        if active.version is None:
+        if active.adapter is None:
             return True
         if active.is_streamed and (active.waits_whole or not self._may_stream()):
             return False
@@ -145,14 +145,14 @@ class RequestQueues:
         if start is None:
             return False
         active.assist = start.assist
-        self._note_choice(active, active.version, start)
+        self._note_choice(active, active.adapter, start)
         return self._is_time(start, begins_s)
 
     def _start_of(self, active: ActiveRequest, begins_s: float, *, may_assist: bool) -> PrefillStart | None:
-        assert active.version is not None
+        assert active.adapter is not None
         left = total_tokens(active.request) - active.request.computed
         tokens = min(left, self._limits.max_step_tokens)
-        return self._manager.arrivals.start_of(active.version, tokens, begins_s, may_assist=may_assist)
+        return self._manager.arrivals.start_of(active.adapter, tokens, begins_s, may_assist=may_assist)
 
     def _is_time(self, start: PrefillStart, begins_s: float) -> bool:
         if start.at_s <= begins_s:
@@ -160,11 +160,11 @@ class RequestQueues:
         self.next_start_s = min(start.at_s, self.next_start_s or start.at_s)
         return False
 
-    def _note_choice(self, active: ActiveRequest, version: Adapter, start: PrefillStart) -> None:
+    def _note_choice(self, active: ActiveRequest, adapter: Adapter, start: PrefillStart) -> None:
         if start.ends_s is None:
             return
         if active.choice is None:
-            is_there = version.tier is AdapterTier.DEVICE
+            is_there = adapter.tier is AdapterTier.DEVICE
             active.choice = ModeChoice("cached" if is_there else "pipelined", self._now(), start.ends_s)
         if start.assist and not active.choice.is_observed:
             active.choice.name = "assisted"
@@ -173,29 +173,33 @@ class RequestQueues:
 
     def _has_helpers(self) -> bool:
         """Whether one more prompt may go aside; always, where they go with the others."""
-        if not self._limits.aside_plans:
+        if not self._limits.assisted_batches:
             return True
         helped = sum(self.goes_aside(active) for active in self.running)
-        return helped + len(self._leaving) < self._limits.aside_plans
+        return helped + len(self._leaving) < self._limits.assisted_batches
 
     def _may_stream(self) -> bool:
         """Whether one more prompt may go aside whose adapter is."""
         streamed = sum(active.is_aside or active.is_streamed for active in self.running)
-        return streamed + len(self._leaving) < self._limits.streamed_plans
+        return streamed + len(self._leaving) < self._limits.streamed_batches
 
     def goes_aside(self, active: ActiveRequest) -> bool:
         """Whether a plan aside is under way for a running request, or is to be launched next; in iterations it has no
         place."""
         if active.is_aside or not active.can_go_on:
             return True
-        if not (self._limits.aside_plans and active.assist and active.request.phase is Phase.PREFILL):
+        if not (self._limits.assisted_batches and active.assist and active.request.phase is Phase.PREFILL):
             return False
-        return active.version is not None and active.version.tier is AdapterTier.COPYING
+        return active.adapter is not None and active.adapter.tier is AdapterTier.COPYING
 
     def is_ready(self, active: ActiveRequest, begins_s: float) -> bool:
         """Whether a running request may be in an iteration that begins then: it would stop at layers of its adapter
         that have not arrived, and all others with it."""
-        if active.version is None or active.version.tier is not AdapterTier.COPYING or not self._limits.aside_plans:
+        if (
+            active.adapter is None
+            or active.adapter.tier is not AdapterTier.COPYING
+            or not self._limits.assisted_batches
+        ):
             return True
         start = self._start_of(active, begins_s, may_assist=False)
         return start is not None and self._is_time(start, begins_s)
@@ -210,15 +214,15 @@ class RequestQueues:
     def begin_aside(self, active: ActiveRequest) -> None:
         """A plan aside is launched. Until it has ended, whatever becomes of the request, its slot, its blocks and its
         adapter stay as they are."""
-        assert active.version is not None
+        assert active.adapter is not None
         active.is_aside = True
-        self._manager.begin_aside(active.version)
+        self._manager.pin_image(active.adapter)
 
     def end_aside(self, active: ActiveRequest) -> None:
         """It has ended."""
-        assert active.version is not None
+        assert active.adapter is not None
         active.is_aside = False
-        self._manager.end_aside(active.version)
+        self._manager.unpin_image(active.adapter)
         if active in self._leaving:
             self._leaving.remove(active)
             self._give_back(active)
@@ -227,25 +231,25 @@ class RequestQueues:
 
     def growable(self) -> int:
         """KV blocks that there could be more; 0 while there are enough for any iteration."""
-        return 0 if self.pool.available >= self._most_taken else self._manager.device.growable()
+        return 0 if self.pool.available >= self._most_taken else self._manager.device_cache.growable()
 
     def grow(self, lacking: int) -> None:
         """Asks for KV blocks where memory is shared: those that running requests lack, those that the next one to start
         lacks, and some ahead of need, so that normally nobody waits. The latter two come after adapters that admitted
         requests wait for."""
-        self._manager.room.wanted_blocks = self.pool.num_blocks + lacking if lacking else 0
+        self._manager.memory.wanted_blocks = self.pool.num_blocks + lacking if lacking else 0
         short = self._ahead - self.pool.available
         if lacking or self._start_lacks or (self.running and short > 0):
-            self._manager.copies.grow_kv(lacking, self._start_lacks + max(0, short) + self._ahead)
+            self._manager.device_loader.grow_kv(lacking, self._start_lacks + max(0, short) + self._ahead)
 
     # --- slots ---
 
     def _hold_adapter(self, active: ActiveRequest) -> None:
-        if active.version is None:
-            self._manager.copies.passed(None)
-        elif not active.uses:
-            active.uses = True
-            self._manager.use(active.version)
+        if active.adapter is None:
+            self._manager.device_loader.passed(None)
+        elif not active.holds_adapter:
+            active.holds_adapter = True
+            self._manager.acquire(active.adapter)
 
     def _start(self, active: ActiveRequest) -> bool:
         """Gives a request a slot and the blocks of its longest known prefix. False when there is no room for it."""
@@ -253,7 +257,7 @@ class RequestQueues:
         needed = ceil_div(total_tokens(request) + 1, self._limits.block_tokens)
         if self.running and needed > self.pool.available:
             lacks = needed - self.pool.available
-            self._start_lacks = lacks if lacks <= self._manager.device.growable() else 0
+            self._start_lacks = lacks if lacks <= self._manager.device_cache.growable() else 0
             return False
         self.loading.remove(active)
         request.slot = self._free_slots.pop()
@@ -267,7 +271,7 @@ class RequestQueues:
     def _reuse_prefix(self, active: ActiveRequest, tokens: tuple[int, ...]) -> None:
         """Takes published blocks from the front; at least one token is always computed."""
         request, size = active.request, self._limits.block_tokens
-        digest = active.version.digest if active.version else None
+        digest = active.adapter.digest if active.adapter else None
         active.key, active.published, active.reused = root_key(digest, request.asked.cache_salt), 0, 0
         if not self._prefix_caching or request.asked.params.prompt_logprobs is not None:
             return
@@ -345,10 +349,10 @@ class RequestQueues:
         if request.slot is not None:
             self.pool.release(request.blocks)
             self._free_slot(request)
-        if active.version is not None:
-            if active.uses:
-                self._manager.unuse(active.version)
-            self._manager.unpin(active.version)
+        if active.adapter is not None:
+            if active.holds_adapter:
+                self._manager.release(active.adapter)
+            self._manager.unpin(active.adapter)
 
     def _free_slot(self, request: Request) -> None:
         """The slot of a request whose blocks have been released. What the device was still to be told of them is void:

@@ -50,11 +50,11 @@ class EngineSnapshot:
             running=len(queues.running),
             waiting=len(queues.waiting) + len(queues.loading),
             kv_used_blocks=queues.pool.used,
-            kv_total_blocks=adapters.room.most_blocks,
+            kv_total_blocks=adapters.memory.most_blocks,
             running_adapters=_names(queues.running),
             waiting_adapters=_names([*queues.waiting, *queues.loading]),
-            device_adapters=tuple(sorted(name for version in adapters.on_device() for name in version.names)),
-            host_adapters=tuple(name for version in reversed(adapters.in_host()) for name in sorted(version.names)),
+            device_adapters=tuple(sorted(name for adapter in adapters.on_device() for name in adapter.names)),
+            host_adapters=tuple(name for adapter in reversed(adapters.in_host()) for name in sorted(adapter.names)),
             draining=draining,
         )
 
@@ -80,41 +80,41 @@ class EngineLoad:
         counts: dict[Adapter | None, int] = {}
         tokens: dict[Adapter | None, int] = {}
         for active in (*queues.waiting, *queues.loading):
-            counts[active.version] = counts.get(active.version, 0) + 1
-            tokens[active.version] = tokens.get(active.version, 0) + active.request.prompt_tokens
+            counts[active.adapter] = counts.get(active.adapter, 0) + 1
+            tokens[active.adapter] = tokens.get(active.adapter, 0) + active.request.prompt_tokens
         queued = sum(counts.values())
         for active in queues.running:
-            counts[active.version] = counts.get(active.version, 0) + 1
+            counts[active.adapter] = counts.get(active.adapter, 0) + 1
             left = active.request.prompt_tokens - active.request.computed
-            tokens[active.version] = tokens.get(active.version, 0) + max(0, left)
+            tokens[active.adapter] = tokens.get(active.adapter, 0) + max(0, left)
         ranks: dict[int, int] = {}
         token_ranks = 0
-        for version, count in counts.items():
-            rank = rank_of(version, catalog)
+        for adapter, count in counts.items():
+            rank = rank_of(adapter, catalog)
             ranks[rank] = ranks.get(rank, 0) + count
-            token_ranks += rank * tokens[version]
+            token_ranks += rank * tokens[adapter]
         all_tokens = sum(tokens.values())
         adapters = catalog.manager
-        free_blocks = queues.pool.available + adapters.device.growable()
+        free_blocks = queues.pool.available + adapters.device_cache.growable()
         return cls(
             running=len(queues.running),
             queued=queued,
             ranks=ranks,
             queued_tokens=all_tokens,
             queued_token_ranks=token_ranks,
-            kv_tokens=adapters.room.most_blocks * limits.block_tokens,
+            kv_tokens=adapters.memory.most_blocks * limits.block_tokens,
             kv_free_tokens=free_blocks * limits.block_tokens - all_tokens - round(queued * response_tokens),
             queue_room=max(0, max_queue - len(queues.waiting)),
         )
 
 
-def rank_of(version: Adapter | None, catalog: Catalog) -> int:
+def rank_of(adapter: Adapter | None, catalog: Catalog) -> int:
     """An adapter version's largest rank; 0 for the base model."""
-    if version is None:
+    if adapter is None:
         return 0
-    if version.spec is not None:
-        return version.spec.rank
-    return next((info.rank for info in map(catalog.find, version.names) if info is not None), 0)
+    if adapter.spec is not None:
+        return adapter.spec.rank
+    return next((info.rank for info in map(catalog.find, adapter.names) if info is not None), 0)
 
 
 def _names(active: Iterable[ActiveRequest]) -> tuple[str, ...]:

@@ -212,7 +212,7 @@ class CudaBackend:
         try:
             self._parts.slots.apply(plan)  # first: it may be of other requests as well, and is told once
             self._await_places({row.adapter_slot for row in plan.rows} - {BASE_ADAPTER_SLOT})
-            if plan.aside:
+            if plan.is_side_batch:
                 self._parts.asides.launch(plan, done)
             else:
                 self._parts.iterations.launch(plan, done)

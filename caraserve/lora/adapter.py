@@ -67,16 +67,16 @@ class PartialImage:
 
 @dataclass(slots=True, eq=False)
 class Adapter:
-    """One adapter version. `pins`: requests not yet finished. `uses`: those of them that are admitted. `asides`: plans
-    under way beside the others that may read its image."""
+    """One adapter, identified by its digest. `pins`: its unfinished requests. `users`: those of them that are admitted.
+    `image_pins`: side batches and uploads under way that may read its image."""
 
     digest: str
     source: Source
     num_bytes: int  # of its image in the host tier
     tier: AdapterTier = AdapterTier.DISK
     pins: int = 0
-    uses: int = 0
-    asides: int = 0
+    users: int = 0
+    image_pins: int = 0
     names: set[str] = field(default_factory=set)
     slot: int = BASE_ADAPTER_SLOT
     device_bytes: int = 0
@@ -105,8 +105,8 @@ class Adapter:
     @property
     def needs_image(self) -> bool:
         """Whether its image is about to be copied to the device, or is being copied: kernels may read it meanwhile."""
-        is_read = self.tier in (AdapterTier.STREAMING, AdapterTier.COPYING) or self.asides > 0
-        return is_read or (self.tier is AdapterTier.HOST and self.uses > 0)
+        is_read = self.tier in (AdapterTier.STREAMING, AdapterTier.COPYING) or self.image_pins > 0
+        return is_read or (self.tier is AdapterTier.HOST and self.users > 0)
 
     def to(self, tier: AdapterTier) -> None:
         """Moves to `tier`; only the changes of `TIER_CHANGES` exist."""

@@ -44,30 +44,30 @@ class ArrivalEstimates:
             start = end
         return tuple(groups)
 
-    def expect_rest(self, version: Adapter) -> tuple[LayerGroup, ...]:
+    def expect_rest(self, adapter: Adapter) -> tuple[LayerGroup, ...]:
         """All of a streamed one is in host memory now; what had come before, the link has been given before."""
-        assert version.partial is not None
-        now_s, ends, layers = self._now(), version.partial.image.spec.layer_ends, version.partial.layers
+        assert adapter.partial is not None
+        now_s, ends, layers = self._now(), adapter.partial.image.spec.layer_ends, adapter.partial.layers
         rest_s = (ends[-1] - ends[layers - 1]) / self._loading.link_bytes_per_s
         self._link_free_s = max(now_s, self._link_free_s) + rest_s
         return tuple(
-            LayerGroup(group.end, now_s if group.end <= layers else self._link_free_s) for group in version.groups
+            LayerGroup(group.end, now_s if group.end <= layers else self._link_free_s) for group in adapter.groups
         )
 
     def all_there(self) -> None:
         """Nothing is being copied, whatever was expected."""
         self._link_free_s = self._now()
 
-    def start_of(self, version: Adapter, tokens: int, begins_s: float, *, may_assist: bool) -> PrefillStart | None:
+    def start_of(self, adapter: Adapter, tokens: int, begins_s: float, *, may_assist: bool) -> PrefillStart | None:
         """When a request whose first chunk has so many tokens may run on a version, `begins_s` at the earliest; None:
         not yet known, or it is about to leave the device."""
-        if not version.takes_requests:
+        if not adapter.takes_requests:
             return None
-        if version.tier is AdapterTier.DEVICE:
-            return self._loading.start_loaded(begins_s, version.spec, tokens)
-        if version.tier in (AdapterTier.STREAMING, AdapterTier.COPYING) and self.by_layers:
-            assert version.spec is not None
-            start = self._loading.start(begins_s, version.groups, version.spec, tokens, may_assist=may_assist)
+        if adapter.tier is AdapterTier.DEVICE:
+            return self._loading.start_loaded(begins_s, adapter.spec, tokens)
+        if adapter.tier in (AdapterTier.STREAMING, AdapterTier.COPYING) and self.by_layers:
+            assert adapter.spec is not None
+            start = self._loading.start(begins_s, adapter.groups, adapter.spec, tokens, may_assist=may_assist)
             # A prompt that waits for the network stops nobody: what has come may be computed at once.
-            return replace(start, at_s=begins_s) if version.tier is AdapterTier.STREAMING else start
+            return replace(start, at_s=begins_s) if adapter.tier is AdapterTier.STREAMING else start
         return None

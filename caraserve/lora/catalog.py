@@ -252,11 +252,11 @@ class Catalog:
     def _refuse_if_not_all_fit(self) -> None:
         """By what is known of those that have been read; the others may take more, where kernels want padding."""
         stay = "--loading-mode cached and merged keep all adapters on the device"
-        room, most = self.manager.room, self._rules.device_bytes
-        versions = {info.digest: self.manager.find(info.digest) for info in self._infos.values()}.values()
-        if len(versions) > (places := self.manager.device.places):
-            raise ConfigError(f"{stay}, which has places for {places}: {len(versions)} were given")
-        total = sum(room.takes(version.device_bytes or version.num_bytes) for version in versions if version)
+        room, most = self.manager.memory, self._rules.device_bytes
+        adapters = {info.digest: self.manager.find(info.digest) for info in self._infos.values()}.values()
+        if len(adapters) > (places := self.manager.device_cache.places):
+            raise ConfigError(f"{stay}, which has places for {places}: {len(adapters)} were given")
+        total = sum(room.takes(adapter.device_bytes or adapter.num_bytes) for adapter in adapters if adapter)
         if total > most:
             raise ConfigError(f"{stay}: they take at least {total} bytes there, more than --lora-pool-bytes {most}")
 

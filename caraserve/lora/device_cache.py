@@ -13,82 +13,82 @@ from caraserve.lora.adapter import Adapter, AdapterTier, too_large
 class DeviceCache:
     """Versions by digest, and the free slots of the device's adapter table. The event loop's alone."""
 
-    def __init__(self, backend: Backend, room: MemoryBudget, value: Callable[[Adapter], float]) -> None:
+    def __init__(self, backend: Backend, memory: MemoryBudget, value: Callable[[Adapter], float]) -> None:
         """`value`: of a version that nobody uses; the least valuable gives way first."""
-        self._backend, self._room, self._value = backend, room, value
-        self._versions: dict[str, Adapter] = {}
+        self._backend, self._memory, self._value = backend, memory, value
+        self._adapters: dict[str, Adapter] = {}
         self._free_slots = list(range(backend.limits.adapter_slots - 1, BASE_ADAPTER_SLOT, -1))
         self.places = len(self._free_slots)  # for versions
 
     def ready(self) -> list[Adapter]:
         """Versions that have arrived."""
-        return [version for version in self._versions.values() if version.tier is AdapterTier.DEVICE]
+        return [adapter for adapter in self._adapters.values() if adapter.tier is AdapterTier.DEVICE]
 
     def streaming(self) -> list[Adapter]:
         """Versions that are copied while other instances still send them."""
-        return [version for version in self._versions.values() if version.tier is AdapterTier.STREAMING]
+        return [adapter for adapter in self._adapters.values() if adapter.tier is AdapterTier.STREAMING]
 
     def is_arriving(self, beside: Adapter) -> bool:
         """Whether a version other than `beside` is being copied."""
-        return any(other.tier is AdapterTier.COPYING and other is not beside for other in self._versions.values())
+        return any(other.tier is AdapterTier.COPYING and other is not beside for other in self._adapters.values())
 
     def measure(self, spec: AdapterSpec) -> int:
         """Bytes that an adapter will take. Raises AdapterRejected for one that can never be there."""
         num_bytes = self._backend.device_bytes(spec)
-        if num_bytes > self._room.most_adapter_bytes:
-            raise too_large(num_bytes, self._room.most_adapter_bytes, "--lora-pool-bytes")
+        if num_bytes > self._memory.most_adapter_bytes:
+            raise too_large(num_bytes, self._memory.most_adapter_bytes, "--lora-pool-bytes")
         return num_bytes
 
     def make_room(self, num_bytes: int, evict: Callable[[Adapter], None]) -> bool:
         """Room and a slot for an adapter: idle ones give way, all or nothing."""
-        return self._evict(self._room.excess(num_bytes), 0 if self._free_slots else 1, evict)
+        return self._evict(self._memory.excess(num_bytes), 0 if self._free_slots else 1, evict)
 
-    def add(self, version: Adapter) -> None:
+    def add(self, adapter: Adapter) -> None:
         """A version comes; room has been made for it."""
-        version.slot = self._free_slots.pop()
-        self._versions[version.digest] = version
-        if self._room.add_adapter(version.device_bytes):
-            self._backend.resize_kv(self._room.pool.num_blocks, lambda: None)
+        adapter.slot = self._free_slots.pop()
+        self._adapters[adapter.digest] = adapter
+        if self._memory.add_adapter(adapter.device_bytes):
+            self._backend.resize_kv(self._memory.pool.num_blocks, lambda: None)
 
-    def remove(self, version: Adapter) -> None:
+    def remove(self, adapter: Adapter) -> None:
         """A version has gone."""
-        del self._versions[version.digest]
-        self._free_slots.append(version.slot)
-        version.slot = BASE_ADAPTER_SLOT
-        self._room.remove_adapter(version.device_bytes)
+        del self._adapters[adapter.digest]
+        self._free_slots.append(adapter.slot)
+        adapter.slot = BASE_ADAPTER_SLOT
+        self._memory.remove_adapter(adapter.device_bytes)
 
     def growable(self) -> int:
         """KV blocks beyond those that there are, could all idle adapters give way; those under way included."""
-        if not self._room.is_shared:
+        if not self._memory.is_shared:
             return 0
-        idle_bytes = sum(self._room.takes(version.device_bytes) for version in self._idle())
-        return self._room.blocks_without(idle_bytes) - self._room.pool.num_blocks
+        idle_bytes = sum(self._memory.takes(adapter.device_bytes) for adapter in self._idle())
+        return self._memory.blocks_without(idle_bytes) - self._memory.pool.num_blocks
 
     def grow_kv(self, more: int, evict: Callable[[Adapter], None], done: Callable[[], None]) -> None:
         """Asks for more KV blocks, as many of them as there can be; idle adapters give way. Nothing happens while
         blocks are under way."""
-        if self._room.is_growing or (more := min(more, self.growable())) <= 0:
+        if self._memory.is_growing or (more := min(more, self.growable())) <= 0:
             return
-        blocks = self._room.pool.num_blocks + more
-        self._evict(self._room.excess_for_blocks(blocks), 0, evict)
-        self._room.grow(blocks)
+        blocks = self._memory.pool.num_blocks + more
+        self._evict(self._memory.excess_for_blocks(blocks), 0, evict)
+        self._memory.grow(blocks)
         self._backend.resize_kv(blocks, done)
 
     def check(self) -> None:
         """Raises AssertionError when sums differ from their parts."""
-        versions = list(self._versions.values())
+        adapters = list(self._adapters.values())
         assert all(
-            version.tier in (AdapterTier.STREAMING, AdapterTier.COPYING, AdapterTier.DEVICE) for version in versions
+            adapter.tier in (AdapterTier.STREAMING, AdapterTier.COPYING, AdapterTier.DEVICE) for adapter in adapters
         ), "not resident"
-        taken = sum(self._room.takes(version.device_bytes) for version in versions)
-        assert self._room.adapter_bytes == taken, "device bytes differ"
-        slots = [version.slot for version in versions]
+        taken = sum(self._memory.takes(adapter.device_bytes) for adapter in adapters)
+        assert self._memory.adapter_bytes == taken, "device bytes differ"
+        slots = [adapter.slot for adapter in adapters]
         assert len({*slots, *self._free_slots}) == len(slots) + len(self._free_slots), "a slot has two owners"
         assert len(slots) + len(self._free_slots) == self.places, "a slot is lost"
-        self._room.check()
+        self._memory.check()
 
     def _idle(self) -> list[Adapter]:
-        return [v for v in self._versions.values() if v.tier is AdapterTier.DEVICE and v.uses == 0]
+        return [v for v in self._adapters.values() if v.tier is AdapterTier.DEVICE and v.users == 0]
 
     def _evict(self, excess_bytes: int, slots_missing: int, evict: Callable[[Adapter], None]) -> bool:
         """All or nothing."""
@@ -98,7 +98,7 @@ class DeviceCache:
         victims: list[Adapter] = []
         while idle and (excess_bytes > 0 or len(victims) < slots_missing):
             victims.append(idle.pop(0))
-            excess_bytes -= self._room.takes(victims[-1].device_bytes)
+            excess_bytes -= self._memory.takes(victims[-1].device_bytes)
         if excess_bytes > 0 or len(victims) < slots_missing:
             return False
         for victim in victims:

@@ -24,10 +24,10 @@ MAX_BYPASSES = 64  # admissions that may pass an adapter which waits for device 
 class DeviceLoaderOwner(Protocol):
     """`Residency`, as far as copies concern it."""
 
-    def gone_from_host(self, version: Adapter) -> None: ...
-    def arrived(self, version: Adapter, image: HostAdapter) -> None: ...
-    def copied(self, version: Adapter) -> None: ...
-    def not_copied(self, version: Adapter, error: CaraServeError) -> None: ...
+    def gone_from_host(self, adapter: Adapter) -> None: ...
+    def arrived(self, adapter: Adapter, image: HostAdapter) -> None: ...
+    def copied(self, adapter: Adapter) -> None: ...
+    def not_copied(self, adapter: Adapter, error: CaraServeError) -> None: ...
     def changed(self) -> None: ...
 
 
@@ -37,7 +37,7 @@ class DeviceLoader:
     def __init__(
         self,
         backend: Backend,
-        room: MemoryBudget,
+        memory: MemoryBudget,
         host: HostCache,
         device: DeviceCache,
         arrivals: ArrivalEstimates,
@@ -46,15 +46,21 @@ class DeviceLoader:
         on_loop: Callable[[Callable[[], None]], None],
     ) -> None:
         self.under_way = 0
-        self._backend, self._room, self._host, self._device, self._arrivals = backend, room, host, device, arrivals
+        self._backend, self._memory, self._host_cache, self._device_cache, self._arrivals = (
+            backend,
+            memory,
+            host,
+            device,
+            arrivals,
+        )
         self._owner, self._counters, self._on_loop = owner, counters, on_loop
         self._wanting: deque[Adapter] = deque()  # in the host tier, waiting for device room
         self._bypasses = 0
 
     # --- who waits ---
 
-    def __contains__(self, version: Adapter) -> bool:
-        return version in self._wanting
+    def __contains__(self, adapter: Adapter) -> bool:
+        return adapter in self._wanting
 
     @property
     def are_waiting(self) -> bool:
@@ -69,22 +75,22 @@ class DeviceLoader:
     @property
     def claims_memory(self) -> bool:
         """Whether an adapter that an admitted request needs waits for memory which KV blocks take."""
-        wanted = self._wanting and self._room.is_shared
-        return bool(wanted and not self._room.over_cap(self._wanting[0].device_bytes))
+        wanted = self._wanting and self._memory.is_shared
+        return bool(wanted and not self._memory.over_cap(self._wanting[0].device_bytes))
 
-    def passed(self, version: Adapter | None) -> None:
+    def passed(self, adapter: Adapter | None) -> None:
         """A request is admitted, which may take room that an adapter waits for; without an adapter, its memory."""
-        self._bypasses += self.claims_memory if version is None else self.are_waiting
+        self._bypasses += self.claims_memory if adapter is None else self.are_waiting
 
-    def want(self, version: Adapter) -> None:
+    def want(self, adapter: Adapter) -> None:
         """An admitted request needs a version that is in the host tier."""
-        self._wanting.append(version)
+        self._wanting.append(adapter)
         self.go_on()
 
-    def forget(self, version: Adapter) -> None:
+    def forget(self, adapter: Adapter) -> None:
         """Nobody wants it any more; a copy under way goes on."""
-        if version in self._wanting:
-            self._wanting.remove(version)
+        if adapter in self._wanting:
+            self._wanting.remove(adapter)
 
     # --- whole images ---
 
@@ -92,119 +98,123 @@ class DeviceLoader:
         """Starts copies in the order of asking, as far as idle adapters, those that are not here yet and KV blocks that
         nobody holds make room."""
         while self._wanting:
-            version = self._wanting[0]
-            image = self._host.get(version.digest)
-            if image is None or version.uses == 0:
+            adapter = self._wanting[0]
+            image = self._host_cache.get(adapter.digest)
+            if image is None or adapter.users == 0:
                 self._wanting.popleft()
-                if version.uses:
-                    self._owner.gone_from_host(version)
+                if adapter.users:
+                    self._owner.gone_from_host(adapter)
                 continue
-            if not self._device.make_room(version.device_bytes, self._evict):
+            if not self._device_cache.make_room(adapter.device_bytes, self._evict):
                 self._stop_streaming()
                 return
             self._wanting.popleft()
             self._bypasses = 0
-            version.to(AdapterTier.COPYING)
-            self._host.touch(version.digest)
-            version.groups = self._arrivals.expect(image.spec)
-            self._load(version, image, None)
+            adapter.to(AdapterTier.COPYING)
+            self._host_cache.touch(adapter.digest)
+            adapter.groups = self._arrivals.expect(image.spec)
+            self._load(adapter, image, None)
 
-    def _load(self, version: Adapter, image: HostAdapter, layers: int | None) -> None:
-        self._device.add(version)
+    def _load(self, adapter: Adapter, image: HostAdapter, layers: int | None) -> None:
+        self._device_cache.add(adapter)
         self.under_way += 1
-        version.spec = image.spec
+        adapter.spec = image.spec
 
         def done(error: Exception | None) -> None:
-            self._on_loop(lambda: self._copied(version, error))
+            self._on_loop(lambda: self._copied(adapter, error))
 
-        group_ends = [group.end for group in version.groups]
-        self._backend.load_adapter(image, version.slot, done, group_ends, layers)
+        group_ends = [group.end for group in adapter.groups]
+        self._backend.load_adapter(image, adapter.slot, done, group_ends, layers)
 
-    def _copied(self, version: Adapter, error: Exception | None) -> None:
-        is_coming = version.tier is AdapterTier.STREAMING and not version.is_leaving
-        if error is not None and (version.asides or is_coming):
-            version.copy_error = error  # its memory cannot be taken from under the plan, or the read
+    def _copied(self, adapter: Adapter, error: Exception | None) -> None:
+        is_coming = adapter.tier is AdapterTier.STREAMING and not adapter.is_leaving
+        if error is not None and (adapter.image_pins or is_coming):
+            adapter.copy_error = error  # its memory cannot be taken from under the plan, or the read
             return
-        version.copy_error = None
+        adapter.copy_error = None
         self.under_way -= 1
-        if not self._device.is_arriving(beside=version):
+        if not self._device_cache.is_arriving(beside=adapter):
             self._arrivals.all_there()
-        if version.is_leaving and version.error is None:
-            self._set_back(version)
+        if adapter.is_leaving and adapter.error is None:
+            self._set_back(adapter)
         elif error is not None:
-            self._leave(version)
+            self._leave(adapter)
             failure = CaraServeError(f"the adapter could not be copied to the device: {error}")
-            self._owner.not_copied(version, version.error or failure)
+            self._owner.not_copied(adapter, adapter.error or failure)
         else:
-            version.to(AdapterTier.DEVICE)
-            version.groups = ()
-            self._owner.copied(version)
+            adapter.to(AdapterTier.DEVICE)
+            adapter.groups = ()
+            self._owner.copied(adapter)
 
-    def end_failed(self, version: Adapter) -> None:
+    def end_failed(self, adapter: Adapter) -> None:
         """A plan aside or a read has ended, for which a copy that failed may have been left as it was."""
-        if version.copy_error is not None:
-            self._copied(version, version.copy_error)
+        if adapter.copy_error is not None:
+            self._copied(adapter, adapter.copy_error)
 
     # --- what is not all in the host tier ---
 
-    def stream(self, version: Adapter) -> None:
+    def stream(self, adapter: Adapter) -> None:
         """Begins to copy what has come so far of a version that is being read, where the device can use it and there is
         room that nobody waits for; otherwise it is copied when it is whole."""
-        partial = version.partial
-        is_of_use = version.uses and not version.gives_way and self._arrivals.by_layers
-        if partial is None or not is_of_use or len(self._device.streaming()) >= self._backend.limits.streamed_plans:
+        partial = adapter.partial
+        is_of_use = adapter.users and not adapter.gives_way and self._arrivals.by_layers
+        if (
+            partial is None
+            or not is_of_use
+            or len(self._device_cache.streaming()) >= self._backend.limits.streamed_batches
+        ):
             return
         try:
-            version.device_bytes = self._device.measure(partial.image.spec)
+            adapter.device_bytes = self._device_cache.measure(partial.image.spec)
         except AdapterRejected:
             return  # which is said when it is whole
-        if not self._wanting and self._device.make_room(version.device_bytes, self._evict):
-            version.to(AdapterTier.STREAMING)
-            version.groups = self._arrivals.expect_streamed(partial)
-            self._load(version, partial.image, partial.layers)
+        if not self._wanting and self._device_cache.make_room(adapter.device_bytes, self._evict):
+            adapter.to(AdapterTier.STREAMING)
+            adapter.groups = self._arrivals.expect_streamed(partial)
+            self._load(adapter, partial.image, partial.layers)
             self._owner.changed()
 
-    def grew(self, version: Adapter) -> None:
+    def grew(self, adapter: Adapter) -> None:
         """More layers of a streamed version are in the host tier."""
-        if not version.gives_way:
-            assert version.partial is not None
-            version.groups = self._arrivals.expect_streamed(version.partial)
-            self._backend.extend_load(version.slot, version.partial.layers)
+        if not adapter.gives_way:
+            assert adapter.partial is not None
+            adapter.groups = self._arrivals.expect_streamed(adapter.partial)
+            self._backend.extend_load(adapter.slot, adapter.partial.layers)
             self._owner.changed()
 
-    def completed(self, version: Adapter, layers: int) -> None:
+    def completed(self, adapter: Adapter, layers: int) -> None:
         """All layers of a streamed version are. One that gives way leaves the device first all the same."""
-        if not version.gives_way:
-            version.to(AdapterTier.COPYING)
-            version.groups = self._arrivals.expect_rest(version)
-            self._backend.extend_load(version.slot, layers)
-            self.end_failed(version)
+        if not adapter.gives_way:
+            adapter.to(AdapterTier.COPYING)
+            adapter.groups = self._arrivals.expect_rest(adapter)
+            self._backend.extend_load(adapter.slot, layers)
+            self.end_failed(adapter)
             self._owner.changed()
 
-    def broke(self, version: Adapter, error: CaraServeError) -> None:
+    def broke(self, adapter: Adapter, error: CaraServeError) -> None:
         """The other layers of a streamed version will never be. It leaves the device when nobody waits for them."""
-        version.error = error
-        if not version.gives_way:
-            self._break(version, error)
+        adapter.error = error
+        if not adapter.gives_way:
+            self._break(adapter, error)
 
     def _stop_streaming(self) -> None:
         """The last that began gives way; when it has left, `go_on` sees whether that was enough."""
-        streaming = self._device.streaming()
-        if streaming and not any(version.is_leaving for version in streaming):
+        streaming = self._device_cache.streaming()
+        if streaming and not any(adapter.is_leaving for adapter in streaming):
             streaming[-1].gives_way = True
             self._break(streaming[-1], CaraServeError("its room is wanted"))
 
-    def _break(self, version: Adapter, cause: Exception) -> None:
+    def _break(self, adapter: Adapter, cause: Exception) -> None:
         """No more of a streamed version is copied. Its plans aside end void; then it leaves the device."""
-        self._backend.break_load(version.slot, cause)
-        self.end_failed(version)
+        self._backend.break_load(adapter.slot, cause)
+        self.end_failed(adapter)
 
-    def _set_back(self, version: Adapter) -> None:
+    def _set_back(self, adapter: Adapter) -> None:
         """A version has given way: it is only being read from now on, or whole in the host tier by now."""
-        self._leave(version)
-        version.to(AdapterTier.READING)
-        if (image := self._host.get(version.digest)) is not None:
-            self._owner.arrived(version, image)
+        self._leave(adapter)
+        adapter.to(AdapterTier.READING)
+        if (image := self._host_cache.get(adapter.digest)) is not None:
+            self._owner.arrived(adapter, image)
         self.go_on()
         self._owner.changed()
 
@@ -214,22 +224,22 @@ class DeviceLoader:
         """Asks for KV blocks that requests need now, and for some ahead of need where no adapter waits for memory. Idle
         adapters give way. Nothing happens while blocks are under way."""
         ahead = 0 if self.claims_memory else ahead
-        self._device.grow_kv(needed + ahead, self._evict, lambda: self._on_loop(self._kv_grown))
+        self._device_cache.grow_kv(needed + ahead, self._evict, lambda: self._on_loop(self._kv_grown))
 
     def _kv_grown(self) -> None:
-        self._room.grown()
+        self._memory.grown()
         self.go_on()
         self._owner.changed()
 
-    def drop(self, version: Adapter) -> None:
+    def drop(self, adapter: Adapter) -> None:
         """Takes a version that nobody uses from the device."""
-        self._leave(version)
-        version.to(AdapterTier.HOST if version.digest in self._host else AdapterTier.DISK)
+        self._leave(adapter)
+        adapter.to(AdapterTier.HOST if adapter.digest in self._host_cache else AdapterTier.DISK)
 
-    def _evict(self, version: Adapter) -> None:
-        self.drop(version)
+    def _evict(self, adapter: Adapter) -> None:
+        self.drop(adapter)
         self._counters.device_evictions += 1
 
-    def _leave(self, version: Adapter) -> None:
-        self._backend.unload_adapter(version.slot)
-        self._device.remove(version)
+    def _leave(self, adapter: Adapter) -> None:
+        self._backend.unload_adapter(adapter.slot)
+        self._device_cache.remove(adapter)

@@ -35,9 +35,9 @@ class HostLoaderOwner(Protocol):
 
     def find(self, digest: str) -> Adapter | None: ...
     def evict_from_host(self, digest: str) -> None: ...
-    def arrived(self, version: Adapter, image: HostAdapter) -> None: ...
-    def grew(self, version: Adapter) -> None: ...
-    def not_read(self, version: Adapter, error: CaraServeError) -> None: ...
+    def arrived(self, adapter: Adapter, image: HostAdapter) -> None: ...
+    def grew(self, adapter: Adapter) -> None: ...
+    def not_read(self, adapter: Adapter, error: CaraServeError) -> None: ...
 
 
 class HostLoader:
@@ -52,99 +52,99 @@ class HostLoader:
         now: Callable[[], float],
     ) -> None:
         self.under_way = 0
-        self._host, self._read, self._owner, self._counters, self._now = host, read, owner, counters, now
+        self._host_cache, self._read, self._owner, self._counters, self._now = host, read, owner, counters, now
         self._waiting: deque[Adapter] = deque()  # for room in the arena
         self._ahead: set[str] = set()  # digests that are read for requests which are not admitted yet
 
-    def __contains__(self, version: Adapter) -> bool:
-        return version in self._waiting
+    def __contains__(self, adapter: Adapter) -> bool:
+        return adapter in self._waiting
 
     @property
     def are_waiting(self) -> bool:
         """Whether some version waits for room."""
         return bool(self._waiting)
 
-    def ask(self, version: Adapter) -> None:
+    def ask(self, adapter: Adapter) -> None:
         """An admitted request wants a version that is not in the host tier."""
-        if version.tier is AdapterTier.FAILED:
-            version.to(AdapterTier.DISK)  # this attempt has not failed yet
-        self._waiting.append(version)
+        if adapter.tier is AdapterTier.FAILED:
+            adapter.to(AdapterTier.DISK)  # this attempt has not failed yet
+        self._waiting.append(adapter)
         self.go_on()
 
-    def ask_ahead(self, version: Adapter) -> None:
+    def ask_ahead(self, adapter: Adapter) -> None:
         """A request that is not admitted yet will want it: it is read as far as there is room that no open request has
         a claim to."""
-        if not version.may_be_read_ahead(self._now()) or version.digest in self._host or self._waiting:
+        if not adapter.may_be_read_ahead(self._now()) or adapter.digest in self._host_cache or self._waiting:
             return
-        if len(self._ahead) < _MOST_PREFETCHES and self._begin(version, _claims_image):
-            self._ahead.add(version.digest)
+        if len(self._ahead) < _MOST_PREFETCHES and self._begin(adapter, _claims_image):
+            self._ahead.add(adapter.digest)
 
-    def forget(self, version: Adapter) -> None:
+    def forget(self, adapter: Adapter) -> None:
         """Nobody wants it any more; a read under way goes on."""
-        if version in self._waiting:
-            self._waiting.remove(version)
+        if adapter in self._waiting:
+            self._waiting.remove(adapter)
 
     def go_on(self) -> None:
         """Starts reads as far as there is room in the arena. None passes another, or that could wait for ever."""
         while self._waiting:
-            if not self._start(version := self._waiting.popleft()):
-                self._waiting.appendleft(version)
+            if not self._start(adapter := self._waiting.popleft()):
+                self._waiting.appendleft(adapter)
                 return
 
-    def _start(self, version: Adapter) -> bool:
+    def _start(self, adapter: Adapter) -> bool:
         """False when there is no room for it in the arena."""
-        if (image := self._host.get(version.digest)) is not None:
+        if (image := self._host_cache.get(adapter.digest)) is not None:
             self._counters.host_hits += 1
-            self._host.touch(version.digest)
-            self._owner.arrived(version, image)
+            self._host_cache.touch(adapter.digest)
+            self._owner.arrived(adapter, image)
             return True
-        return self._begin(version, _needs_image)
+        return self._begin(adapter, _needs_image)
 
-    def _begin(self, version: Adapter, is_needed: Callable[[Adapter], bool]) -> bool:
+    def _begin(self, adapter: Adapter, is_needed: Callable[[Adapter], bool]) -> bool:
         def stays(digest: str) -> bool:
             other = self._owner.find(digest)
             return other is not None and is_needed(other)
 
-        extent = self._host.take(version.digest, version.num_bytes, stays, self._owner.evict_from_host)
+        extent = self._host_cache.take(adapter.digest, adapter.num_bytes, stays, self._owner.evict_from_host)
         if extent is None:
             return False
-        version.to(AdapterTier.READING)
-        version.error, version.gives_way = None, False
+        adapter.to(AdapterTier.READING)
+        adapter.error, adapter.gives_way = None, False
         self.under_way += 1
         self._counters.disk_reads += 1
         began_s = self._now()
         self._read(
-            version.source,
+            adapter.source,
             extent,
-            lambda result: self._ended(version, result),
-            lambda image, layers: self._came(version, PartialImage(image, began_s, layers)),
+            lambda result: self._ended(adapter, result),
+            lambda image, layers: self._came(adapter, PartialImage(image, began_s, layers)),
         )
         return True
 
-    def _came(self, version: Adapter, partial: PartialImage) -> None:
+    def _came(self, adapter: Adapter, partial: PartialImage) -> None:
         partial.layers = min(partial.layers, len(partial.image.spec.layer_ends) - 1)
-        if partial.layers > (version.partial.layers if version.partial is not None else 0):
-            version.partial = partial
-            self._owner.grew(version)
+        if partial.layers > (adapter.partial.layers if adapter.partial is not None else 0):
+            adapter.partial = partial
+            self._owner.grew(adapter)
 
-    def _ended(self, version: Adapter, result: HostAdapter | CaraServeError) -> None:
+    def _ended(self, adapter: Adapter, result: HostAdapter | CaraServeError) -> None:
         self.under_way -= 1
-        self._ahead.discard(version.digest)
-        if isinstance(result, HostAdapter) and result.spec.digest != version.digest:
-            result = AdapterRejected(f"{version.source.name}: the files have changed since the adapter was loaded")
+        self._ahead.discard(adapter.digest)
+        if isinstance(result, HostAdapter) and result.spec.digest != adapter.digest:
+            result = AdapterRejected(f"{adapter.source.name}: the files have changed since the adapter was loaded")
         if isinstance(result, CaraServeError):
-            self._owner.not_read(version, result)
+            self._owner.not_read(adapter, result)
         else:
-            self._host.keep(version.digest, result)
-            self._owner.arrived(version, result)
-        version.partial = None
+            self._host_cache.keep(adapter.digest, result)
+            self._owner.arrived(adapter, result)
+        adapter.partial = None
         self.go_on()
 
 
-def _needs_image(version: Adapter) -> bool:
-    return version.needs_image
+def _needs_image(adapter: Adapter) -> bool:
+    return adapter.needs_image
 
 
-def _claims_image(version: Adapter) -> bool:
+def _claims_image(adapter: Adapter) -> bool:
     """Whether an open request needs an image, or will."""
-    return version.needs_image or (version.tier is AdapterTier.HOST and version.pins > 0)
+    return adapter.needs_image or (adapter.tier is AdapterTier.HOST and adapter.pins > 0)

@@ -31,7 +31,7 @@ class AdapterManager:
     def __init__(
         self,
         backend: Backend,
-        room: MemoryBudget,
+        memory: MemoryBudget,
         arena: Arena,
         read: ReadAdapter,
         on_loop: Callable[[Callable[[], None]], None],
@@ -39,74 +39,76 @@ class AdapterManager:
         loading: StartPolicy,
         observe_load: Callable[[float, bool], None] = lambda seconds, ok: None,  # seconds since asked, success
     ) -> None:
-        self.room, self._now, self._observe_load = room, now, observe_load
+        self.memory, self._now, self._observe_load = memory, now, observe_load
         self.arrivals = ArrivalEstimates(loading, now)
         self._changed: Callable[[], None] = lambda: None
         self._waiting: list[asyncio.Event] = []
-        self._versions: dict[str, Adapter] = {}
+        self._adapters: dict[str, Adapter] = {}
         self._names: dict[str, Adapter] = {}
-        self._host = HostCache(arena)
+        self._host_cache = HostCache(arena)
         self.counters = CacheCounters()
-        self._reads = HostLoader(self._host, read, self, self.counters, now)
-        self.device = DeviceCache(backend, room, lambda version: version.device_bytes * version.rate_at(now()))
-        self.copies = DeviceLoader(backend, room, self._host, self.device, self.arrivals, self, self.counters, on_loop)
+        self._host_loader = HostLoader(self._host_cache, read, self, self.counters, now)
+        self.device_cache = DeviceCache(backend, memory, lambda adapter: adapter.device_bytes * adapter.rate_at(now()))
+        self.device_loader = DeviceLoader(
+            backend, memory, self._host_cache, self.device_cache, self.arrivals, self, self.counters, on_loop
+        )
 
     # --- names and pins ---
 
     def register(self, name: str, digest: str, source: Source, num_bytes: int) -> None:
         """Points `name` at a version of so many bytes; the version it pointed at before drains."""
-        version = self._versions.get(digest)
-        if version is None:
-            version = self._versions[digest] = Adapter(digest, source, num_bytes)
+        adapter = self._adapters.get(digest)
+        if adapter is None:
+            adapter = self._adapters[digest] = Adapter(digest, source, num_bytes)
         if not isinstance(source, RemoteSource):
-            version.source = source  # the same bytes may have moved
-        old, self._names[name] = self._names.get(name), version
-        version.names.add(name)
-        if old is not None and old is not version:
+            adapter.source = source  # the same bytes may have moved
+        old, self._names[name] = self._names.get(name), adapter
+        adapter.names.add(name)
+        if old is not None and old is not adapter:
             old.names.discard(name)
             self._forget_if_unused(old)
 
     def unregister(self, name: str) -> Adapter:
         """Takes a name away; its version is forgotten when nothing pins or names it."""
-        version = self._names.pop(name)
-        version.names.discard(name)
-        self._forget_if_unused(version)
-        return version
+        adapter = self._names.pop(name)
+        adapter.names.discard(name)
+        self._forget_if_unused(adapter)
+        return adapter
 
     def pin(self, name: str) -> Adapter:
         """The version that `name` means now, held until `unpin`. Raises KeyError for an unknown name."""
         return self.hold(self._names[name])
 
-    def hold(self, version: Adapter) -> Adapter:
+    def hold(self, adapter: Adapter) -> Adapter:
         """Pins one that is pinned already, whatever its name means by now."""
-        version.pins += 1
-        return version
+        adapter.pins += 1
+        return adapter
 
-    def unpin(self, version: Adapter) -> None:
-        """A request that pinned `version` has ended."""
-        version.pins -= 1
-        self._forget_if_unused(version)
+    def unpin(self, adapter: Adapter) -> None:
+        """A request that pinned `adapter` has ended."""
+        adapter.pins -= 1
+        self._forget_if_unused(adapter)
         self.changed()
 
     def on_change(self, changed: Callable[[], None]) -> None:
         """`changed` is called after every change that may let a request go on."""
         self._changed = changed
 
-    async def forgotten(self, version: Adapter) -> None:
+    async def forgotten(self, adapter: Adapter) -> None:
         """Returns when an unregistered version's last request has ended and its memory has been given back."""
-        while not (version.names or self.is_forgotten(version)):
+        while not (adapter.names or self.is_forgotten(adapter)):
             await self.next_change()
 
     @property
     def loading(self) -> int:
         """Reads and copies under way."""
-        return self._reads.under_way + self.copies.under_way
+        return self._host_loader.under_way + self.device_loader.under_way
 
     async def settled(self) -> bool:
         """Waits until no load is under way. Returns whether none is wanted either, for which there would be no room."""
         while self.loading:
             await self.next_change()
-        return not self.copies.are_waiting and not self._reads.are_waiting
+        return not self.device_loader.are_waiting and not self._host_loader.are_waiting
 
     async def next_change(self) -> None:
         """Returns when a version has changed its tier or lost a pin."""
@@ -115,140 +117,140 @@ class AdapterManager:
 
     def find(self, digest: str) -> Adapter | None:
         """The version of that digest, if a name or a request has it."""
-        return self._versions.get(digest)
+        return self._adapters.get(digest)
 
     def image(self, digest: str) -> HostAdapter | None:
         """What the host tier has of a digest."""
-        return self._host.get(digest)
+        return self._host_cache.get(digest)
 
     def error_of(self, name: str) -> CaraServeError | None:
         """Why the last load of a name failed, if it did."""
         return self._names[name].error
 
-    def is_forgotten(self, version: Adapter) -> bool:
+    def is_forgotten(self, adapter: Adapter) -> bool:
         """Whether an unregistered version's memory has been given back."""
-        return self._versions.get(version.digest) is not version
+        return self._adapters.get(adapter.digest) is not adapter
 
     # --- the device ---
 
-    def use(self, version: Adapter) -> None:
-        """A request is admitted: the version is to come to the device and stay there until `unuse`."""
-        version.uses += 1
-        version.count_admission(self._now())
-        self.copies.passed(version)
-        if version.tier is AdapterTier.DEVICE:
+    def acquire(self, adapter: Adapter) -> None:
+        """A request is admitted: the version is to come to the device and stay there until `release`."""
+        adapter.users += 1
+        adapter.count_admission(self._now())
+        self.device_loader.passed(adapter)
+        if adapter.tier is AdapterTier.DEVICE:
             self.counters.device_hits += 1
-        elif version.tier is AdapterTier.HOST and version not in self.copies:
+        elif adapter.tier is AdapterTier.HOST and adapter not in self.device_loader:
             self.counters.host_hits += 1
-            version.asked_s = self._now()
-            self.copies.want(version)
-        elif version.tier is AdapterTier.FAILED and version.uses > 1:
+            adapter.asked_s = self._now()
+            self.device_loader.want(adapter)
+        elif adapter.tier is AdapterTier.FAILED and adapter.users > 1:
             pass  # those who had it before are still to be told that it failed, and so is this one
-        elif version.tier in (AdapterTier.DISK, AdapterTier.FAILED) and version not in self._reads:
-            version.asked_s = self._now()
-            self._reads.ask(version)
-        elif version.tier is AdapterTier.READING and version.uses == 1:
-            version.asked_s = self._now()
-            self.copies.stream(version)
+        elif adapter.tier in (AdapterTier.DISK, AdapterTier.FAILED) and adapter not in self._host_loader:
+            adapter.asked_s = self._now()
+            self._host_loader.ask(adapter)
+        elif adapter.tier is AdapterTier.READING and adapter.users == 1:
+            adapter.asked_s = self._now()
+            self.device_loader.stream(adapter)
 
-    def prefetch(self, version: Adapter) -> None:
+    def prefetch(self, adapter: Adapter) -> None:
         """A request that is not admitted yet will want the version."""
-        self._reads.ask_ahead(version)
+        self._host_loader.ask_ahead(adapter)
 
-    def unuse(self, version: Adapter) -> None:
+    def release(self, adapter: Adapter) -> None:
         """An admitted request has ended or gone back to the queue."""
-        version.uses -= 1
-        if version.uses == 0:
-            self._reads.forget(version)
-            self.copies.forget(version)
-        self._reads.go_on()
-        self.copies.go_on()
+        adapter.users -= 1
+        if adapter.users == 0:
+            self._host_loader.forget(adapter)
+            self.device_loader.forget(adapter)
+        self._host_loader.go_on()
+        self.device_loader.go_on()
 
-    def begin_aside(self, version: Adapter) -> None:
-        """A plan goes aside: it may read the version's image until `end_aside`, whatever has arrived by then."""
-        version.asides += 1
+    def pin_image(self, adapter: Adapter) -> None:
+        """A plan goes aside: it may read the version's image until `unpin_image`, whatever has arrived by then."""
+        adapter.image_pins += 1
 
-    def end_aside(self, version: Adapter) -> None:
+    def unpin_image(self, adapter: Adapter) -> None:
         """It has ended."""
-        version.asides -= 1
-        if version.asides == 0:
-            self.copies.end_failed(version)
-            self._reads.go_on()
+        adapter.image_pins -= 1
+        if adapter.image_pins == 0:
+            self.device_loader.end_failed(adapter)
+            self._host_loader.go_on()
 
     def preload(self, name: str) -> None:
         """Brings a version to the device and keeps it there for ever."""
-        self.use(self.pin(name))
+        self.acquire(self.pin(name))
 
     def check(self) -> None:
         """Raises AssertionError when sums differ from their parts."""
-        self.device.check()
+        self.device_cache.check()
         coming = (AdapterTier.READING, AdapterTier.STREAMING)
-        self._host.check({digest for digest, version in self._versions.items() if version.tier in coming})
+        self._host_cache.check({digest for digest, adapter in self._adapters.items() if adapter.tier in coming})
 
     def on_device(self) -> list[Adapter]:
         """Versions that requests can run on now."""
-        return self.device.ready()
+        return self.device_cache.ready()
 
     def in_host(self) -> list[Adapter]:
         """Versions whose image is in the host tier, whether or not it is on the device as well."""
-        return [self._versions[digest] for digest in self._host if digest in self._versions]
+        return [self._adapters[digest] for digest in self._host_cache if digest in self._adapters]
 
     # --- what reads tell and ask ---
 
     def evict_from_host(self, digest: str) -> None:
         """An image gives way."""
-        self._host.drop(digest)
+        self._host_cache.drop(digest)
         self.counters.host_evictions += 1
-        if (version := self.find(digest)) is not None and version.tier is AdapterTier.HOST:
-            version.to(AdapterTier.DISK)
+        if (adapter := self.find(digest)) is not None and adapter.tier is AdapterTier.HOST:
+            adapter.to(AdapterTier.DISK)
 
-    def grew(self, version: Adapter) -> None:
+    def grew(self, adapter: Adapter) -> None:
         """More layers of a version that is being read are in the host tier."""
-        (self.copies.grew if version.tier is AdapterTier.STREAMING else self.copies.stream)(version)
+        (self.device_loader.grew if adapter.tier is AdapterTier.STREAMING else self.device_loader.stream)(adapter)
 
-    def arrived(self, version: Adapter, image: HostAdapter) -> None:
+    def arrived(self, adapter: Adapter, image: HostAdapter) -> None:
         """A version is in the host tier, whole."""
-        if version.tier is AdapterTier.STREAMING:
-            self.copies.completed(version, len(image.spec.layer_ends))
+        if adapter.tier is AdapterTier.STREAMING:
+            self.device_loader.completed(adapter, len(image.spec.layer_ends))
             return
-        version.to(AdapterTier.HOST)
+        adapter.to(AdapterTier.HOST)
         try:
-            version.device_bytes = self.device.measure(image.spec)
+            adapter.device_bytes = self.device_cache.measure(image.spec)
         except AdapterRejected as refusal:
-            self._fail(version, refusal)
+            self._fail(adapter, refusal)
         else:
-            (self.copies.want if version.uses else self._forget_if_unused)(version)
+            (self.device_loader.want if adapter.users else self._forget_if_unused)(adapter)
         self.changed()
 
-    def not_read(self, version: Adapter, error: CaraServeError) -> None:
+    def not_read(self, adapter: Adapter, error: CaraServeError) -> None:
         """A version could not be read to its end."""
-        if version.tier is AdapterTier.STREAMING:
-            self.copies.broke(version, error)
+        if adapter.tier is AdapterTier.STREAMING:
+            self.device_loader.broke(adapter, error)
         else:
-            self._host.drop(version.digest)
-            self._fail(version, error)
+            self._host_cache.drop(adapter.digest)
+            self._fail(adapter, error)
 
     # --- what copies tell and ask ---
 
-    def gone_from_host(self, version: Adapter) -> None:
+    def gone_from_host(self, adapter: Adapter) -> None:
         """A version that is wanted on the device gave way in the host tier meanwhile."""
-        self._reads.ask(version)
+        self._host_loader.ask(adapter)
 
-    def copied(self, version: Adapter) -> None:
+    def copied(self, adapter: Adapter) -> None:
         """A version is on the device, whole."""
-        self._observe_load(self._now() - version.asked_s, True)
-        self._forget_if_unused(version)
-        self._reads.go_on()  # its image may give way now
-        self.copies.go_on()  # whoever asked for it may have left meanwhile: then it can give way at once
+        self._observe_load(self._now() - adapter.asked_s, True)
+        self._forget_if_unused(adapter)
+        self._host_loader.go_on()  # its image may give way now
+        self.device_loader.go_on()  # whoever asked for it may have left meanwhile: then it can give way at once
         self.changed()
 
-    def not_copied(self, version: Adapter, error: CaraServeError) -> None:
+    def not_copied(self, adapter: Adapter, error: CaraServeError) -> None:
         """A version has left the device again: its copy has failed, or what was to be copied has not come."""
-        if version.tier is AdapterTier.STREAMING:
-            self._host.drop(version.digest)
-        self._fail(version, error)
-        self._reads.go_on()
-        self.copies.go_on()
+        if adapter.tier is AdapterTier.STREAMING:
+            self._host_cache.drop(adapter.digest)
+        self._fail(adapter, error)
+        self._host_loader.go_on()
+        self.device_loader.go_on()
 
     def changed(self) -> None:
         """Something has changed that may let a request go on."""
@@ -257,22 +259,22 @@ class AdapterManager:
         for event in waiting:
             event.set()
 
-    def _fail(self, version: Adapter, error: CaraServeError) -> None:
+    def _fail(self, adapter: Adapter, error: CaraServeError) -> None:
         self.counters.failures += 1
-        self._observe_load(self._now() - version.asked_s, False)
-        version.fail(error, self._now())
-        self._forget_if_unused(version)
+        self._observe_load(self._now() - adapter.asked_s, False)
+        adapter.fail(error, self._now())
+        self._forget_if_unused(adapter)
         self.changed()
 
-    def _forget_if_unused(self, version: Adapter) -> None:
-        if version.pins or version.names or self.is_forgotten(version):
+    def _forget_if_unused(self, adapter: Adapter) -> None:
+        if adapter.pins or adapter.names or self.is_forgotten(adapter):
             return
-        if version.tier in (AdapterTier.READING, AdapterTier.STREAMING, AdapterTier.COPYING):
+        if adapter.tier in (AdapterTier.READING, AdapterTier.STREAMING, AdapterTier.COPYING):
             return  # comes back here when the move is over
-        if version.tier is AdapterTier.DEVICE:
-            self.copies.drop(version)
-        if version.digest in self._host:
-            self._host.drop(version.digest)
-        del self._versions[version.digest]
-        self._reads.go_on()
+        if adapter.tier is AdapterTier.DEVICE:
+            self.device_loader.drop(adapter)
+        if adapter.digest in self._host_cache:
+            self._host_cache.drop(adapter.digest)
+        del self._adapters[adapter.digest]
+        self._host_loader.go_on()
         self.changed()

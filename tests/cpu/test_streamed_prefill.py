@@ -9,7 +9,7 @@ from caraserve.cpu.streamed_prefill import Asides
 from caraserve.model.dtype import Dtype
 
 LAYERS, COMPUTE_S, WAIT_S = 3, 0.25, 100.0
-PLAN = Batch((), (), (ScheduledRow(0, 0, 5, 1, samples=True),), aside=True)
+PLAN = Batch((), (), (ScheduledRow(0, 0, 5, 1, samples=True),), is_side_batch=True)
 
 
 class Clock:

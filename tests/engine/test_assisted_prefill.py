@@ -15,7 +15,7 @@ from tests.engine_world import Asked, World, in_world, turn
 
 PROMPT = [1, 2, 3, 4, 5]
 
-with_world = partial(in_world, mode="assisted", aside_plans=2)
+with_world = partial(in_world, mode="assisted", assisted_batches=2)
 
 
 async def iterate(here: World, times: int = 1) -> None:
@@ -45,7 +45,7 @@ async def go_aside(
 
 
 def aside(here: World) -> list[Batch]:
-    return [plan for plan in here.backend.launched if plan.aside]
+    return [plan for plan in here.backend.launched if plan.is_side_batch]
 
 
 def test_a_prompt_whose_adapter_is_on_its_way_goes_in_a_plan_of_its_own() -> None:
@@ -119,10 +119,10 @@ def test_a_device_without_such_a_lane_has_workers_help_within_iterations() -> No
         await turn()
         await arrive_in_host(here)
         (plan,) = here.backend.launched
-        assert not plan.aside
+        assert not plan.is_side_batch
         assert plan.rows[0].assist
 
-    with_world(test, aside_plans=0)
+    with_world(test, assisted_batches=0)
 
 
 def test_a_long_prompt_goes_aside_piece_by_piece() -> None:

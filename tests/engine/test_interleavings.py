@@ -65,10 +65,10 @@ KINDS = {
     "exclusive": st.booleans(),
     "mode": st.sampled_from(["overlapped", "pipelined", "assisted", "auto", "merged"]),
     "spare_bytes": st.sampled_from([None, None, 0, 70, 150, 500]),
-    "aside_plans": st.sampled_from([0, 1, 3]),
-    "streamed_plans": st.sampled_from([0, 0, 1, 2]),
+    "assisted_batches": st.sampled_from([0, 1, 3]),
+    "streamed_batches": st.sampled_from([0, 0, 1, 2]),
 }
-STREAMED = {"mode": st.sampled_from(["pipelined", "assisted", "auto"]), "streamed_plans": st.sampled_from([1, 2])}
+STREAMED = {"mode": st.sampled_from(["pipelined", "assisted", "auto"]), "streamed_batches": st.sampled_from([1, 2])}
 bounded = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
@@ -97,13 +97,13 @@ def test_a_failed_iteration_never_gives_anybody_a_wrong_token(seed: int, **kind:
 
 
 @bounded
-@given(seed=st.integers(0, 2**32), **KINDS | {"mode": st.just("assisted"), "aside_plans": st.sampled_from([1, 3])})
+@given(seed=st.integers(0, 2**32), **KINDS | {"mode": st.just("assisted"), "assisted_batches": st.sampled_from([1, 3])})
 def test_a_plan_aside_that_fails_costs_nobody_else_a_token(seed: int, **kind: Any) -> None:
     asyncio.run(random_run(seed, aside_failures=0.4, **kind))
 
 
 @bounded
-@given(seed=st.integers(0, 2**32), **KINDS | {"mode": st.just("assisted"), "aside_plans": st.sampled_from([1, 3])})
+@given(seed=st.integers(0, 2**32), **KINDS | {"mode": st.just("assisted"), "assisted_batches": st.sampled_from([1, 3])})
 def test_whatever_fails_beside_plans_aside_nobody_gets_a_wrong_token(seed: int, **kind: Any) -> None:
     asyncio.run(random_run(seed, plan_failures=0.1, copy_failures=0.2, aside_failures=0.2, **kind))
 
@@ -116,7 +116,7 @@ def test_whatever_fails_while_adapters_come_nobody_gets_a_wrong_token(seed: int,
 
 def test_prompts_do_end_and_are_recalled_while_adapters_come() -> None:
     """Otherwise the tests above would not cover it."""
-    worlds = [asyncio.run(random_run(seed, mode="assisted", blocks=13, streamed_plans=2)) for seed in range(20)]
+    worlds = [asyncio.run(random_run(seed, mode="assisted", blocks=13, streamed_batches=2)) for seed in range(20)]
     outcomes = sum((here.backend.outcomes for here in worlds), start=Counter[str]())
     assert min(outcomes["done"], outcomes["void"]) > 5
 

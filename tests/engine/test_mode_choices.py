@@ -40,7 +40,7 @@ def test_where_no_worker_is_free_a_prefill_starts_when_its_weights_are_expected(
         await here.until_done(tasks)
         assert sorted(name for name, _, _ in here.metrics.choices) == ["assisted", "pipelined"]
 
-    with_world(test, aside_plans=1)
+    with_world(test, assisted_batches=1)
 
 
 def test_predicted_is_the_time_from_the_choice_to_the_end_of_the_first_chunk() -> None:

@@ -86,7 +86,7 @@ def test_one_admitted_while_its_adapter_is_read_ahead_gets_it_when_it_is_there()
     version = tiers.manager.pin("a")
     tiers.manager.prefetch(version)
     tiers.now_s = 7.0
-    tiers.manager.use(version)
+    tiers.manager.acquire(version)
     tiers.settle()
     assert version.tier is AdapterTier.DEVICE
     assert version.asked_s == 7.0

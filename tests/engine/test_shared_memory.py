@@ -130,7 +130,7 @@ def test_a_waiting_adapter_gets_room_though_requests_of_the_base_model_keep_comi
 
 def test_an_adapter_that_leaves_less_than_a_request_needs_is_refused() -> None:
     async def test(here: World) -> None:
-        room = here.engine.catalog.manager.room
+        room = here.engine.catalog.manager.memory
         assert room.most_adapter_bytes == 120
         assert room.excess(120) == 0
         assert room.excess(121) > 0
@@ -166,7 +166,14 @@ def test_far_more_adapters_and_requests_than_memory_all_come_to_their_ends(
             assert task.result().finish.reason == "length"
 
     in_world(
-        test, spare_bytes=spare, blocks=blocks, slots=slots, mode=mode, adapters=12, device_adapters=4, aside_plans=2
+        test,
+        spare_bytes=spare,
+        blocks=blocks,
+        slots=slots,
+        mode=mode,
+        adapters=12,
+        device_adapters=4,
+        assisted_batches=2,
     )
 
 
@@ -175,7 +182,7 @@ def test_a_finished_server_can_give_all_its_memory_to_either(seed: int) -> None:
     async def test(here: World) -> None:
         here.rng = random.Random(seed)
         await asyncio.gather(*(serve(here, name, tokens=9, prompt=12) for name in ("a0", None, "a1", "a2", None)))
-        room = here.engine.catalog.manager.room
+        room = here.engine.catalog.manager.memory
         assert room.pool.held_end == 0
         assert room.blocks_without(room.adapter_bytes) == room.most_blocks
 
@@ -186,7 +193,7 @@ async def waiting_for_memory(here: World) -> "tuple[asyncio.Task[Asked], list[as
     """An adapter waits, for two requests of the base model hold the blocks in whose place it would be."""
     base = [here.ask([index] * 40, None, max_tokens=8)[1] for index in range(2)]
     await turn()
-    while here.engine.catalog.manager.room.pool.held_end < 22:
+    while here.engine.catalog.manager.memory.pool.held_end < 22:
         here.backend.step()
         await turn()
     _, cold = here.ask([3, 4], "a0", max_tokens=2)
@@ -194,7 +201,7 @@ async def waiting_for_memory(here: World) -> "tuple[asyncio.Task[Asked], list[as
     here.reader.reads.pop()(True)
     await turn()
     assert not here.backend.copies
-    assert here.engine.catalog.manager.copies.claims_memory
+    assert here.engine.catalog.manager.device_loader.claims_memory
     return cold, base
 
 
@@ -210,7 +217,7 @@ def test_an_adapter_gets_its_memory_when_requests_without_adapter_have_ended() -
 def test_no_blocks_are_asked_for_ahead_while_an_adapter_waits_for_memory() -> None:
     async def test(here: World) -> None:
         cold, base = await waiting_for_memory(here)
-        here.engine.catalog.manager.copies.grow_kv(0, 3)
+        here.engine.catalog.manager.device_loader.grow_kv(0, 3)
         assert not here.backend.resizes
         await here.until_done([cold, *base])
 
@@ -222,11 +229,11 @@ def test_admissions_without_adapter_count_among_those_that_pass_one_that_waits_f
         cold, base = await waiting_for_memory(here)
         manager = here.engine.catalog.manager
         for _ in range(MAX_BYPASSES):
-            assert manager.copies.admits
-            manager.copies.passed(None)
-        assert not manager.copies.admits
+            assert manager.device_loader.admits
+            manager.device_loader.passed(None)
+        assert not manager.device_loader.admits
         await here.until_done([cold, *base])
-        assert manager.copies.admits
+        assert manager.device_loader.admits
 
     in_world(test, spare_bytes=0, blocks=24, device_adapters=4)
 

@@ -18,7 +18,7 @@ from tests.engine_world import Asked, World, in_world, turn
 PROMPT = [1, 2, 3, 4, 5]
 
 
-with_world = partial(in_world, mode="pipelined", streamed_plans=2)
+with_world = partial(in_world, mode="pipelined", streamed_batches=2)
 
 
 async def run_lane(here: World) -> None:
@@ -57,7 +57,7 @@ def version_of(here: World, name: str) -> Adapter:
 
 
 def used_bytes(here: World) -> int:
-    return here.engine.catalog.manager._host._arena.used_bytes
+    return here.engine.catalog.manager._host_cache._arena.used_bytes
 
 
 # --- what has come is used ---
@@ -126,7 +126,7 @@ def test_what_had_come_before_a_request_was_admitted_is_used_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [{"mode": "overlapped"}, {"streamed_plans": 0}], ids=["no layerwise mode", "no such device"]
+    "kind", [{"mode": "overlapped"}, {"streamed_batches": 0}], ids=["no layerwise mode", "no such device"]
 )
 def test_where_layers_are_of_no_use_the_whole_is_awaited(kind: dict[str, Any]) -> None:
     async def test(here: World) -> None:

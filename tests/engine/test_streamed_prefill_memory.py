@@ -10,7 +10,7 @@ from caraserve.lora.adapter import AdapterTier
 from tests.engine.test_streamed_prefill import PROMPT, begun, come, end_read, run_lane, used_bytes, version_of
 from tests.engine_world import Asked, World, in_world, turn
 
-with_world = partial(in_world, mode="pipelined", streamed_plans=2)
+with_world = partial(in_world, mode="pipelined", streamed_batches=2)
 
 
 async def ends(here: World, asked: Asked) -> None:
@@ -174,7 +174,7 @@ def test_nobody_goes_aside_with_one_that_is_about_to_leave(breaks: bool) -> None
         launched = len(here.backend.launched)
         here.ask([5, 6], "a0", max_tokens=2)
         await turn()
-        assert not any(plan.aside for plan in here.backend.launched[launched:])
+        assert not any(plan.is_side_batch for plan in here.backend.launched[launched:])
         await run_lane(here)
         assert version_of(here, "a0").tier is not AdapterTier.STREAMING
         if not breaks:
@@ -238,7 +238,7 @@ def test_no_more_adapters_stream_than_prompts_can() -> None:
         await end_read(here)
         await end_read(here)
 
-    with_world(test, streamed_plans=1, device_adapters=3)
+    with_world(test, streamed_batches=1, device_adapters=3)
 
 
 # --- of the KV pool ---

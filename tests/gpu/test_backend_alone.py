@@ -42,13 +42,13 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 
 
 def prompt_plan(
-    slot: int, prompt: Sequence[int], blocks: Sequence[int], adapter: int = 0, *, aside: bool = False
+    slot: int, prompt: Sequence[int], blocks: Sequence[int], adapter: int = 0, *, is_side_batch: bool = False
 ) -> Batch:
     """A whole prompt and its first token."""
     sampling = SlotSampling(len(prompt), 0, 0.0, 1.0, 0, 0.0, 0.0, 0.0, 1.0, 0, (), ())
-    row = ScheduledRow(slot, 0, len(prompt), adapter, samples=True, assist=aside)
+    row = ScheduledRow(slot, 0, len(prompt), adapter, samples=True, assist=is_side_batch)
     start = SlotStart(slot, tuple(prompt), sampling)
-    return Batch((start,), (BlockGrant(slot, 0, tuple(blocks)),), (row,), aside=aside)
+    return Batch((start,), (BlockGrant(slot, 0, tuple(blocks)),), (row,), is_side_batch=is_side_batch)
 
 
 def base_plan(number: int) -> Batch:
@@ -274,7 +274,7 @@ def test_a_device_that_dies_leaves_nobody_waiting(subject: Subject, is_assisted:
             backend.launch(base_plan(number), told(number))
         for slot in (1, 2, 3) if is_assisted else ():  # one more than there are books
             blocks = range(slot * BLOCKS_EACH, (slot + 1) * BLOCKS_EACH)
-            backend.launch(prompt_plan(slot, [3, 4, 5], blocks, 1, aside=True), others.put)
+            backend.launch(prompt_plan(slot, [3, 4, 5], blocks, 1, is_side_batch=True), others.put)
         host.on_launching_thread(lambda: None)
         host.driver.failed = True
         for number in (2, 3, 4):

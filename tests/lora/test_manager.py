@@ -97,14 +97,14 @@ def test_admission_pauses_when_too_many_pass_an_adapter_that_waits() -> None:
     world.ask("cold")
     world.settle()
     for _ in range(MAX_BYPASSES):
-        assert world.manager.copies.admits
+        assert world.manager.device_loader.admits
         holding.append(world.ask("hot"))
-    assert not world.manager.copies.admits
+    assert not world.manager.device_loader.admits
     for version in holding:
         world.end(version)
     world.settle()
     assert world.on_device() == {"cold"}
-    assert world.manager.copies.admits
+    assert world.manager.device_loader.admits
 
 
 def test_the_host_tier_keeps_the_most_recent_within_its_bytes() -> None:
@@ -261,7 +261,7 @@ def test_an_image_is_kept_while_it_is_copied() -> None:
 
 
 def test_one_that_comes_takes_its_room_when_its_first_layer_has_come() -> None:
-    world = World(streamed_plans=1)
+    world = World(streamed_batches=1)
     world.add("a")
     version = world.ask("a")
     world.coming["a"]()
@@ -272,7 +272,7 @@ def test_one_that_comes_takes_its_room_when_its_first_layer_has_come() -> None:
 
 
 def test_one_that_comes_takes_no_room_that_another_waits_for() -> None:
-    world = World(streamed_plans=1, device_bytes=100)
+    world = World(streamed_batches=1, device_bytes=100)
     for name, size in (("held", 60), ("large", 60), ("small", 20)):
         world.add(name, size)
     held = world.ask("held")

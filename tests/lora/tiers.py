@@ -24,8 +24,8 @@ class Device:
 
     limits = Limits(num_blocks=1, block_tokens=16, num_slots=1, adapter_slots=9, max_step_tokens=1, max_context=1)
 
-    def __init__(self, streamed_plans: int) -> None:
-        self.limits = replace(self.limits, streamed_plans=streamed_plans)
+    def __init__(self, streamed_batches: int) -> None:
+        self.limits = replace(self.limits, streamed_batches=streamed_batches)
         self.bound: dict[int, str] = {}
         self.copies: list[Callable[[], None]] = []
         self.failures: dict[str, Exception] = {}  # of copies, by digest
@@ -82,8 +82,8 @@ COSTS = Costs()
 class World:
     """A residency over a fake disk, with a clock and loads that end when `settle` is called."""
 
-    def __init__(self, device_bytes: int = 100, host_bytes: int = 1000, streamed_plans: int = 0) -> None:
-        self.device, self.now_s = Device(streamed_plans), 0.0
+    def __init__(self, device_bytes: int = 100, host_bytes: int = 1000, streamed_batches: int = 0) -> None:
+        self.device, self.now_s = Device(streamed_batches), 0.0
         self.coming: dict[str, Callable[[], None]] = {}  # the first of two layers, of reads under way
         self.disk: dict[str, int | CaraServeError] = {}
         self.reads: list[Callable[[], None]] = []
@@ -95,7 +95,7 @@ class World:
             self._read,
             lambda call: call(),
             lambda: self.now_s,
-            StartPolicy("pipelined" if streamed_plans else "overlapped", 1, link_bytes_per_s=100.0, costs=COSTS),
+            StartPolicy("pipelined" if streamed_batches else "overlapped", 1, link_bytes_per_s=100.0, costs=COSTS),
         )
 
     def add(self, name: str, size: int = 40) -> None:
@@ -105,11 +105,11 @@ class World:
     def ask(self, name: str) -> Adapter:
         """A request is submitted and admitted."""
         version = self.manager.pin(name)
-        self.manager.use(version)
+        self.manager.acquire(version)
         return version
 
     def end(self, version: Adapter) -> None:
-        self.manager.unuse(version)
+        self.manager.release(version)
         self.manager.unpin(version)
 
     def settle(self) -> None:

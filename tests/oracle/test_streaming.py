@@ -104,7 +104,7 @@ class Serving:
             if workers:
                 assert backend_of(served).workers.await_all(PATIENCE_S)
             network = Network(spec)
-            served.catalog.manager._reads._read = network.read
+            served.catalog.manager._host_loader._read = network.read
             yield served, network
 
 
@@ -225,7 +225,7 @@ def test_more_prompts_than_may_wait_for_the_network_wait_for_all_of_the_adapter(
             tasks = [submit(engine, prompt, "poet") for prompt in prompts]
             sending = await network.sending("poet")
             sending.send(2)
-            most = engine._limits.streamed_plans
+            most = engine._limits.streamed_batches
             await until_computed(engine, *[2] * most)
             sending.finish()
             for prompt, task in zip(prompts, tasks, strict=True):
@@ -247,7 +247,7 @@ def test_when_the_rest_never_comes_the_error_is_told_and_the_next_request_is_ser
                 assert isinstance(failed.finish.error, Unreachable)
                 assert failed.token_ids == []
             engine.check()
-            assert engine.catalog.manager._host._arena.used_bytes == 0
+            assert engine.catalog.manager._host_cache._arena.used_bytes == 0
             again, task = await begun(engine, network, "poet", prompt)
             again.finish()
             subject.check(prompt, "poet", await task)
@@ -322,7 +322,7 @@ def test_an_adapter_that_is_unloaded_meanwhile_is_served_to_its_end(subject: Ser
             sending.finish()
             subject.check(prompt, "poet", await task)
             await unloading
-            assert engine.catalog.manager._host._arena.used_bytes == 0
+            assert engine.catalog.manager._host_cache._arena.used_bytes == 0
 
     asyncio.run(body())
 

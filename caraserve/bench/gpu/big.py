@@ -80,11 +80,13 @@ class Big:
             for each in self.session.run(plan)
         )
 
-    def prompt_plan(self, count: int, adapter: int, slot: int, *, aside: bool = False) -> Batch:
+    def prompt_plan(self, count: int, adapter: int, slot: int, *, is_side_batch: bool = False) -> Batch:
         """A new request in a slot, its prompt whole."""
         prompt = Prompt(slot, tokens(count, self.spec.vocab_size, 1), adapter)
         return self.session.started(
-            [prompt], [ScheduledRow(slot, 0, count, adapter, samples=True, assist=aside)], aside=aside
+            [prompt],
+            [ScheduledRow(slot, 0, count, adapter, samples=True, assist=is_side_batch)],
+            is_side_batch=is_side_batch,
         )
 
 

@@ -121,10 +121,10 @@ def _median(rig: Rig, once_ms: Callable[[], float]) -> float:
     return median(once_ms() for _ in range(rig.effort.cold_repeats))
 
 
-def _asked_ms(subject: Big, count: int, *, aside: bool = False) -> float:
+def _asked_ms(subject: Big, count: int, *, is_side_batch: bool = False) -> float:
     """From asking for a prompt to its token."""
     started_s = time.monotonic()
-    (ended,) = subject.session.run(subject.prompt_plan(count, _SLOT, 0, aside=aside))
+    (ended,) = subject.session.run(subject.prompt_plan(count, _SLOT, 0, is_side_batch=is_side_batch))
     return 1000 * (ended.told_s - started_s)
 
 
@@ -134,7 +134,7 @@ def _cold_ms(subject: Big, adapter: HostAdapter, count: int, mode: str) -> float
     loading = subject.session.begin_load(adapter, _SLOT, groups)
     if mode == "ondemand":
         wait_for_load(loading)
-    _asked_ms(subject, count, aside=mode == "assisted")
+    _asked_ms(subject, count, is_side_batch=mode == "assisted")
     spent_ms = 1000 * (time.monotonic() - started_s)
     if mode != "ondemand":
         wait_for_load(loading)

@@ -101,7 +101,7 @@ class _Patient:
         """The prompt goes aside, while its weights stand still."""
         self.link.hold()
         self._loading = self.session.begin_load(self.adapter, _ADAPTER_SLOT)
-        self.session.launch(self.session.started([self.asked], [replace(self._row, assist=True)], aside=True))
+        self.session.launch(self.session.started([self.asked], [replace(self._row, assist=True)], is_side_batch=True))
 
     def end(self) -> None:
         """The weights come; the prompt is right without help."""
@@ -159,7 +159,7 @@ def _helped(patient: _Patient, outcome: Outcome) -> None:
     """Every layer by workers, and the same token."""
     patient.begin()
     (made,) = patient.session.next().result.rows
-    if made.void or made.token_id != patient.right:
+    if made.needs_retry or made.token_id != patient.right:
         raise WrongResult(f"with CPU workers' help the token is {made.token_id}, without it {patient.right}")
     outcome.figures["cpu_layers"] = made.cpu_layers
     outcome.say("a prompt whose weights do not come", f"right, {made.cpu_layers} layers by CPU workers")
@@ -180,7 +180,7 @@ def _stopped(patient: _Patient, outcome: Outcome) -> None:
         ended = [patient.session.next() for _ in range(_DECODES + 1)]
     finally:
         patient.signal(signal.SIGCONT)
-    void = [index for index, each in enumerate(ended) if each.result.rows[0].void]
+    void = [index for index, each in enumerate(ended) if each.result.rows[0].needs_retry]
     if len(void) != 1:
         raise WrongResult("a prompt whose workers stand still was not given up")
     passed = void[0]  # iterations that ended before it
@@ -211,4 +211,4 @@ def _killed(patient: _Patient, kills: int, outcome: Outcome) -> None:
 
 
 def _is_void(result: StepResult) -> bool:
-    return result.rows[0].void
+    return result.rows[0].needs_retry

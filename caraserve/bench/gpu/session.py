@@ -80,14 +80,14 @@ class Session:
             self.launch(plan)
         return [self.next() for _ in plans]
 
-    def started(self, prompts: Sequence[Prompt], rows: Sequence[ScheduledRow], *, aside: bool = False) -> Batch:
+    def started(self, prompts: Sequence[Prompt], rows: Sequence[ScheduledRow], *, is_side_batch: bool = False) -> Batch:
         """A plan that begins with these requests; all blocks are granted at once."""
         starts, grants = [], []
         for prompt in prompts:
             starts.append(SlotStart(prompt.slot, prompt.token_ids, greedy(len(prompt.token_ids))))
             first = prompt.slot * self._blocks_each
             grants.append(BlockGrant(prompt.slot, 0, tuple(range(first, first + self._blocks_each))))
-        return Batch(tuple(starts), tuple(grants), tuple(rows), aside=aside)
+        return Batch(tuple(starts), tuple(grants), tuple(rows), is_side_batch=is_side_batch)
 
     def serve(self, prompts: Sequence[Prompt], new_tokens: int, chunk: int) -> list[list[int]]:
         """`new_tokens` for each request, all of them together, prompts in chunks of so many tokens."""

@@ -152,7 +152,7 @@ class Publisher:
         drift = self._drift
         if drift is None:
             return
-        ranks = [rank_of(opened.version, self._engine.catalog) for opened, _ in rows]
+        ranks = [rank_of(opened.adapter, self._engine.catalog) for opened, _ in rows]
         decodes = [row.start >= opened.request.prompt_tokens for opened, row in rows]
         if all(decodes):
             sums = (len(rows), sum(ranks), max(ranks, default=0))

@@ -133,11 +133,11 @@ class UploadServer:
                 async with self._from_disk(digest, version.source, version.num_bytes) as image:
                     yield image
                 return
-            self._manager.begin_aside(version)
+            self._manager.pin_image(version)
             try:
                 yield image
             finally:
-                self._manager.end_aside(version)
+                self._manager.unpin_image(version)
         finally:
             self._manager.unpin(version)
 

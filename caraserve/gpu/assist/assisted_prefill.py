@@ -299,7 +299,7 @@ class Asides:
             prompt.done(failure)
         elif given_up or is_void:
             self.counts.void_chunks += 1
-            self._finish(prompt, RowResult(None, void=True))
+            self._finish(prompt, RowResult(None, needs_retry=True))
         elif prompt.ends:
             self._waiting.append(prompt)
         else:

@@ -124,7 +124,7 @@ class Parts:
     @property
     def warm_up_steps(self) -> int:
         """How often `warm_up` calls `advance`."""
-        return len(list(self._shapes())) + (self.limits.aside_plans > 0) + self.captures.count
+        return len(list(self._shapes())) + (self.limits.assisted_batches > 0) + self.captures.count
 
     def warm_up(self, advance: Callable[[], None]) -> None:
         """Runs every kernel once in each of its forms, then captures the graphs; on the launching thread."""
@@ -135,7 +135,7 @@ class Parts:
             issue_pass(lane.decoder.work(shape), stream, self.spec.layers)
             timelines.settle(Lane.COMPUTE)
             advance()
-        if self.limits.aside_plans:
+        if self.limits.assisted_batches:
             self.asides.warm_up(lambda: timelines.settle(Lane.ASSIST))
             advance()
         self.captures.make_gates(self.device.device)
@@ -360,5 +360,5 @@ def _limits(spec: ModelSpec, dtype: torch.dtype, sizes: GpuSizes, pool_bytes: in
         max_step_tokens=sizes.max_step_tokens,
         max_context=sizes.max_context,
         shared=SharedMemory(pool_bytes, block, GRANULE_BYTES, adapter_bytes, least),
-        aside_plans=BOOKS if sizes.lora_cpus else 0,
+        assisted_batches=BOOKS if sizes.lora_cpus else 0,
     )
