@@ -229,7 +229,7 @@ class CudaBackend:
 
 
 def _whole_images_only() -> AssertionError:
-    return AssertionError("Limits.streamed_plans is 0: nothing is loaded whose bytes are not in host memory")
+    return AssertionError("Limits.streamed_batches is 0: nothing is loaded whose bytes are not in host memory")
 
 
 def _nothing() -> None:
