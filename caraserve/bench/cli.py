@@ -213,9 +213,9 @@ def _routings(text: str) -> tuple[str, ...]:
 def _cluster(args: argparse.Namespace) -> int:
     from caraserve.bench.simulator.command import ClusterOptions, bench_cluster
 
-    asked = {name: getattr(args, name) for name in ClusterOptions.__slots__}
-    options = ClusterOptions(**asked | {"profile": tuple(args.profile)})
-    return bench_cluster(options, LoadOptions.from_args(args), _asked(args))
+    values = {name: getattr(args, name) for name in ClusterOptions.__slots__}
+    options = ClusterOptions(**values | {"profile": tuple(args.profile)})
+    return bench_cluster(options, LoadOptions.from_args(args), _arguments(args))
 
 
 def _add_save(kind: argparse.ArgumentParser) -> None:
@@ -237,7 +237,7 @@ def _lora(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from caraserve.bench.output import finish
+    from caraserve.bench.output import run_and_report
     from caraserve.bench.serve import Target, bench_serve
 
     load, report = LoadOptions.from_args(args), ReportOptions.from_args(args)
@@ -251,12 +251,12 @@ def _serve(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         serve=args.serve_arguments or None,
     )
-    return finish("serve", lambda: bench_serve(target, load, report, args.label), report, _asked(args))
+    return run_and_report("serve", lambda: bench_serve(target, load, report, args.label), report, _arguments(args))
 
 
 def _bench_modes(args: argparse.Namespace) -> int:
     from caraserve.bench.modes import ModesOptions, bench_modes
-    from caraserve.bench.output import finish
+    from caraserve.bench.output import run_and_report
 
     load, report = LoadOptions.from_args(args), ReportOptions.from_args(args)
     options = ModesOptions(
@@ -272,16 +272,16 @@ def _bench_modes(args: argparse.Namespace) -> int:
         cores_used=args.cores_used,
         serve=args.serve_arguments,
     )
-    return finish("modes", lambda: bench_modes(options, load, report), report, _asked(args))
+    return run_and_report("modes", lambda: bench_modes(options, load, report), report, _arguments(args))
 
 
-def _asked(args: argparse.Namespace) -> Mapping[str, object]:
-    """The arguments as given, for the report: enough to run it again, but no key."""
-    unsaid = ("run", "api_key", "save", "takes_serve_arguments")  # a folder here is of no use elsewhere
-    asked = {name: value for name, value in vars(args).items() if name not in unsaid}
-    if (url := asked.get("url")) is not None:
-        asked["url"] = re.sub(r"//[^/]*@", "//", url)
-    return asked | {"serve_arguments": without_keys(args.serve_arguments)}
+def _arguments(args: argparse.Namespace) -> Mapping[str, object]:
+    """Returns the arguments for the report: enough to repeat the run, without keys."""
+    omitted = ("run", "api_key", "save", "takes_serve_arguments")  # a folder here is of no use elsewhere
+    arguments = {name: value for name, value in vars(args).items() if name not in omitted}
+    if (url := arguments.get("url")) is not None:
+        arguments["url"] = re.sub(r"//[^/]*@", "//", url)
+    return arguments | {"serve_arguments": without_keys(args.serve_arguments)}
 
 
 def without_keys(arguments: Sequence[str]) -> list[str]:

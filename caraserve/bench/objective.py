@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from caraserve.bench.report.slo import Slo, parse_slo
+from caraserve.bench.report.summary import SloLimits, parse_slo
 from caraserve.bench.workload.presets import find_preset
 
 
@@ -10,7 +10,7 @@ from caraserve.bench.workload.presets import find_preset
 class Objective:
     """Limits; or `scale`: those are to be so many times what a run without adapters has."""
 
-    slo: Slo | None = None
+    slo: SloLimits | None = None
     scale: float | None = None
     note: str | None = None
 

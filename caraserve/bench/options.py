@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from caraserve.bench.report.table_text import LATENCIES
+from caraserve.bench.report.summary import LATENCIES
 from caraserve.bench.synthetic import SHAPES
 from caraserve.bench.workload.arrivals import FORMS as ARRIVALS
 from caraserve.bench.workload.arrivals import parse_arrivals
@@ -261,7 +261,7 @@ class ReportOptions:
             metavar="LIST",
             help=f"latencies on the terminal (default {','.join(LATENCIES)}); a saved report has all",
         )
-        group.add_argument("--save", type=Path, metavar="DIR", help="folder for JSON, CSV, HTML and figures")
+        group.add_argument("--save", type=Path, metavar="DIR", help="folder for JSON, CSV and figures")
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Self:

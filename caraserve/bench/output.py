@@ -1,7 +1,6 @@
-"""From measured runs to what the user gets: tables, files, one JSON line."""
+"""Output of `bench serve`, `modes`, `compare` and `presets`: tables, files, one JSON line."""
 
 import json
-import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,33 +10,35 @@ from rich.console import Console
 from rich.table import Table
 
 from caraserve.bench.options import ReportOptions
-from caraserve.bench.report.compare import compare, draw
-from caraserve.bench.report.files import document, load_saved, save
+from caraserve.bench.report.compare import compare
+from caraserve.bench.report.files import document, load_saved, make_folder, save_report, write_files
+from caraserve.bench.report.plots import can_draw, comparison_plot, run_plots
 from caraserve.bench.report.summary import Summary, summarize
-from caraserve.bench.report.tables import tables
+from caraserve.bench.report.tables import report_tables
 from caraserve.bench.serve import Measured
 from caraserve.bench.workload.presets import find_preset, load_presets
 from caraserve.errors import BackendFailed, ConfigError
 
-_INTERRUPTED = 130  # as shells have it
+_INTERRUPTED = 130  # the exit code of shells after Ctrl-C
 _WIDTH = 200  # of tables in a file or a pipe
 
 
-def finish(
-    kind: str, measure: Callable[[], Awaitable[Measured]], report: ReportOptions, asked: Mapping[str, object]
+def run_and_report(
+    kind: str, measure: Callable[[], Awaitable[Measured]], options: ReportOptions, arguments: Mapping[str, object]
 ) -> int:
-    """Measures, then says what came of it; returns the exit code. The last line of stdout is one JSON document."""
-    _make(report.save)
+    """Runs a benchmark, prints and saves its report; returns the exit code. The last line of stdout is one JSON
+    document. Raises BackendFailed if the endpoint fails, ConfigError if the report cannot be saved."""
+    make_folder(options.save)
     try:
         measured = uvloop.run(_awaited(measure))
     except OSError as error:
         raise BackendFailed(f"the endpoint is gone: {error.strerror or error}") from error
-    summaries = [summarize(run, measured.slo, report.percentiles) for run in measured.runs]
-    told = document(kind, summaries, asked, measured.notes)
+    summaries = [summarize(run, measured.slo, options.percentiles) for run in measured.runs]
+    report = document(kind, summaries, arguments, measured.notes)
     try:
-        _tell(summaries, told, measured, report)
+        _print_and_save(summaries, report, measured, options)
     finally:
-        sys.stdout.write(json.dumps(told) + "\n")
+        sys.stdout.write(json.dumps(report) + "\n")
     if measured.failure is not None:
         raise BackendFailed(f"ended early, with what was measured until then: {measured.failure}")
     if not measured.runs or any(run.interrupted for run in measured.runs):
@@ -45,9 +46,11 @@ def finish(
     return 0 if any(summary.completed for summary in summaries) else 1
 
 
-def _tell(summaries: Sequence[Summary], told: Mapping[str, object], measured: Measured, report: ReportOptions) -> None:
+def _print_and_save(
+    summaries: Sequence[Summary], report: Mapping[str, object], measured: Measured, options: ReportOptions
+) -> None:
     console = _console()
-    for table in tables(summaries, report.percentile_metrics):
+    for table in report_tables(summaries, options.percentile_metrics):
         console.print(table)
     for summary in summaries:
         for reason in summary.invalid_because:
@@ -55,21 +58,11 @@ def _tell(summaries: Sequence[Summary], told: Mapping[str, object], measured: Me
         if len(summaries) > 1:
             for error, count in summary.errors.items():
                 console.print(f"{summary.label}: {count} failed: {error}")
-    if report.save is not None:
-        for path in save(report.save, told, measured.runs, summaries):
+    if options.save is not None:
+        for path in save_report(options.save, report, measured.runs, run_plots(measured.runs, summaries)):
             console.print(f"written: {path}")
-
-
-def _make(folder: Path | None) -> None:
-    """Before anything is measured, not after."""
-    if folder is None:
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--save {folder}: {error.strerror}") from error
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"--save {folder}: it cannot be written to")
+        if not can_draw():
+            console.print("no figures: matplotlib, of the package's `plot` extra, is not installed")
 
 
 async def _awaited(measure: Callable[[], Awaitable[Measured]]) -> Measured:
@@ -77,26 +70,22 @@ async def _awaited(measure: Callable[[], Awaitable[Measured]]) -> Measured:
 
 
 def show_comparison(a: Path, b: Path, folder: Path | None) -> int:
-    """Two saved reports beside one another."""
+    """Prints two saved reports side by side; draws the ratios to a folder."""
     comparison = compare(load_saved(a), load_saved(b))
     console = _console()
     for table in comparison.tables():
         console.print(table)
     if folder is not None:
-        drawn = draw(comparison)
-        if drawn is None:
+        if not can_draw():
             raise ConfigError("--save needs matplotlib to draw: install the package's `plot` extra")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "compare.png").write_bytes(drawn.png)
-        except OSError as error:
-            raise ConfigError(f"--save {folder}: {error.strerror}") from error
-        console.print(f"drawn in {folder / 'compare.png'}")
+        make_folder(folder)
+        for path in write_files(folder, {"compare.png": comparison_plot(comparison)}):
+            console.print(f"drawn in {path}")
     return 0
 
 
 def show_presets(name: str | None) -> int:
-    """All of the papers' settings, or one with its assumptions."""
+    """Prints a table of the papers' settings, or one setting with its assumptions."""
     console = _console()
     if name is None:
         table = Table()
@@ -126,6 +115,6 @@ def show_presets(name: str | None) -> int:
 
 
 def _console() -> Console:
-    """As wide as the terminal; elsewhere nothing is folded."""
+    """Returns a console as wide as the terminal; in a file or a pipe, lines are not wrapped."""
     width = None if sys.stdout.isatty() else _WIDTH
     return Console(width=width, soft_wrap=True, highlight=False, markup=False)

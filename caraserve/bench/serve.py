@@ -13,9 +13,8 @@ from caraserve.bench.client.player import Settings
 from caraserve.bench.objective import objective
 from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, with_rate
 from caraserve.bench.records import Run, Workload
-from caraserve.bench.report.figures import SWEEP_MARK
-from caraserve.bench.report.slo import Slo
-from caraserve.bench.report.summary import summarize
+from caraserve.bench.report.plots import SWEEP_MARK
+from caraserve.bench.report.summary import SloLimits, summarize
 from caraserve.bench.runner import Conductor, interruptible
 from caraserve.bench.servers import Interrupted, api_key_in, make_synthetic, own_server, working_folder
 from caraserve.bench.workload.build import WorkloadSpec, build
@@ -52,7 +51,7 @@ class Measured:
     """All that a report is made of. `failure`: what ended the benchmark before its time."""
 
     runs: list[Run]
-    slo: Slo | None
+    slo: SloLimits | None
     notes: list[str]
     failure: str | None = None
 
@@ -115,7 +114,7 @@ async def _play(
         base = await conductor.play(endpoint, _without_adapters(workloads[0]), names, "without adapters")
         if conductor.stopped.is_set():
             return
-        measured.slo = Slo.scaled(summarize(base), slo_scale)
+        measured.slo = SloLimits.scaled(summarize(base), slo_scale)
     for spec, workload in zip(specs, workloads, strict=True):
         if conductor.stopped.is_set():
             return

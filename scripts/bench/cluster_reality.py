@@ -1,6 +1,6 @@
 """How near the simulated fleet comes to a real one: predicted beside observed time per token.
 
-    .venv/bin/python scripts/bench/cluster_reality.py --save scripts/bench/results/cluster_reality
+    .venv/bin/python scripts/bench/cluster_reality.py --save reality
 
 Profiles each instance by itself, starts them all as `caraserve serve`, sends each its turn of one workload, and then
 simulates what was sent, at the times at which it was sent, on machines made of the profiles. The last line of stdout is
@@ -28,7 +28,7 @@ from caraserve.bench.client.player import Player, Settings
 from caraserve.bench.machine import machine, versions
 from caraserve.bench.options import TARGETS
 from caraserve.bench.records import PlannedRequest, RequestRecord, Workload
-from caraserve.bench.report.canvas import can_draw, legend, line_style, new_figure, picture, style
+from caraserve.bench.report.plots import can_draw, legend, line_style, new_figure, render, style
 from caraserve.bench.servers import OwnServer, make_synthetic, own_server, working_folder
 from caraserve.bench.simulator.instance import MS
 from caraserve.bench.simulator.machines import Machine, of_papers, of_profile
@@ -220,7 +220,7 @@ def _draw(pairs: list[Pair]) -> bytes:
         axes.plot([0, most], [0, most], lw=0.9, color="#8C8C8C")
         style(axes, xlabel=f"{name} observed, ms", ylabel="predicted, ms", xlim=(0, None), ylim=(0, None))
     legend(figure, panels[0])
-    return picture(figure, "reality", "Predicted beside observed latencies, a point for each request").png
+    return render(figure)
 
 
 if __name__ == "__main__":

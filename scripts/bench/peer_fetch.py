@@ -1,6 +1,6 @@
 """Time to the first token of an adapter that another instance holds, over a network of a stated speed.
 
-    .venv/bin/python scripts/bench/peer_fetch.py --save scripts/bench/results/peer_fetch
+    .venv/bin/python scripts/bench/peer_fetch.py --save report
 
 One instance has all adapters, the other one none; what passes between them goes through a relay that slows it down.
 Each request names an adapter that its instance has never had, and asks for one token. `overlapped` waits until all of

@@ -59,7 +59,6 @@ def test_any_endpoint_is_measured_and_the_report_saved(url: str, tmp_path: Path)
     assert json.loads((tmp_path / "serve.json").read_text()) == document
     rows = list(csv.DictReader((tmp_path / "requests.csv").read_text().splitlines()))
     assert len(rows) == 12
-    assert "<html" in (tmp_path / "report.html").read_text()
     assert "TTFT" in done.stdout
 
 

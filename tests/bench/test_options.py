@@ -9,7 +9,7 @@ from caraserve.bench.cli import bench_parser
 from caraserve.bench.objective import objective
 from caraserve.bench.options import LoadOptions
 from caraserve.bench.records import RequestRecord, Run
-from caraserve.bench.report.slo import Slo
+from caraserve.bench.report.summary import SloLimits
 from caraserve.bench.workload.build import build
 from caraserve.bench.workload.presets import find_preset
 from caraserve.errors import ConfigError
@@ -100,6 +100,6 @@ def test_the_highest_rate_of_a_setting_is_taken_for_two_thirds_of_its_machine(pr
 
 
 def test_a_preset_brings_its_papers_objective() -> None:
-    assert objective(None, None, "slora-a10g-s1").slo == Slo(ttft_ms=6000)
+    assert objective(None, None, "slora-a10g-s1").slo == SloLimits(ttft_ms=6000)
     assert objective(None, None, "toppings-testbed-30").scale == 1.5
-    assert objective("ttft:5", None, "slora-a10g-s1").slo == Slo(ttft_ms=5)
+    assert objective("ttft:5", None, "slora-a10g-s1").slo == SloLimits(ttft_ms=5)

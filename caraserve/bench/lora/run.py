@@ -23,6 +23,7 @@ from caraserve.bench.lora.kernels import KernelPoint, cases, measure
 from caraserve.bench.lora.process import pinned_process
 from caraserve.bench.lora.report import draw, tables
 from caraserve.bench.machine import machine, versions
+from caraserve.bench.report.files import make_folder
 from caraserve.errors import ConfigError
 from caraserve.gpu.driver.detect import detect
 from caraserve.model.dtype import Dtype
@@ -75,8 +76,7 @@ def bench_lora(parts: Sequence[str] | None, cores: Sequence[int] | None, effort:
     cores = tuple(cores) if cores else (*here[1:], here[0])  # the first core is what the event loop would have
     if missing := sorted(set(cores) - set(here)):
         raise ConfigError(f"--lora-cpus {missing[0]}: this process may use cores {', '.join(map(str, here))}")
-    if save is not None:
-        _make(save)
+    make_folder(save)
     report = LoraReport(effort.hidden, tuple(cores))
     console = Console(stderr=True)
     try:
@@ -135,13 +135,6 @@ def _measure(report: LoraReport, parts: Sequence[str], effort: Effort, advance: 
             for compared in beside_threads(rig, effort.hidden, effort.ranks, report.cores, effort.rounds):
                 report.threads.append(compared)
                 advance()
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--save {folder}: {error.strerror}") from error
 
 
 def _show(report: LoraReport, save: Path | None) -> None:

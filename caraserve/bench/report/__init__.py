@@ -1,5 +1,5 @@
-"""What a benchmark tells of its runs: figures, tables, pictures, files.
+"""Reports of benchmark runs: summaries, ratios between runs, tables, figures, files, comparisons.
 
-In the order in which a run travels: `columns` (arrays), `slo`, `summary`, `ratios` (several runs beside one another),
-`sheets` and `tables` (for the terminal), `canvas` and `figures`, `html`, `files`; `compare` reads two saved reports.
+Data flows in this order: `columns` (arrays), `summary`, `ratios` (several runs), `tables` (terminal), `files` (JSON and
+CSV), `compare` (two saved reports), `plots` (PNG).
 """

@@ -1,4 +1,4 @@
-"""A run's records as arrays, one entry a request, so that 100,000 of them are summed up at once. Pure."""
+"""A run's records as arrays with one entry for each request, so that 100,000 requests are summarized quickly."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Times in seconds count from the run's start; NaN where a request has no such time."""
+    """Arrays `[requests]`. Times in seconds count from the run's start; NaN where a request has no such time."""
 
     due_s: Floats
     sent_s: Floats
@@ -29,11 +29,11 @@ class Columns:
     tpt_ms: Floats  # e2e / tokens, as in the papers
     e2e_ms: Floats
     token_s: Floats  # of all requests, one after another
-    token_of: Ints  # whose each entry of `token_s` is
+    token_of: Ints  # index of the request of each entry of `token_s`
 
     @classmethod
     def of(cls, records: Sequence[RequestRecord]) -> "Columns":
-        """Also of a failed request as far as it went."""
+        """Builds the arrays. A failed request has the times and tokens that it reached."""
         counts = np.array([len(record.token_s) for record in records], np.int64)
         sent_s, done_s = _floats([record.sent_s for record in records]), _floats([record.done_s for record in records])
         first_s = _floats([record.token_s[0] if record.token_s else np.nan for record in records])
@@ -56,7 +56,7 @@ class Columns:
         )
 
     def gaps(self) -> tuple[Floats, Ints]:
-        """Time between one output token and the next within complete answers, in ms, and whose it is.
+        """Returns the gaps in ms between successive output tokens of complete answers, and each gap's request index.
 
         Tokens of one event have a gap of 0 between them.
         """

@@ -1,36 +1,24 @@
-"""Two saved reports side by side: every figure of B over that of A."""
+"""Comparison of two saved reports: every figure of B over that of A."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
 
-from caraserve.bench.report.canvas import (
-    COLOURS,
-    Picture,
-    can_draw,
-    ink,
-    new_figure,
-    picture,
-    plain_name,
-    style,
-)
-from caraserve.bench.report.files import Saved
+from caraserve.bench.report.files import SavedReport
 from caraserve.bench.report.ratios import by_label
-from caraserve.bench.report.summary import Summary
-from caraserve.bench.report.table_text import NONE, Sheet, number
-from caraserve.bench.report.tables import table
+from caraserve.bench.report.summary import LATENCIES, Summary
+from caraserve.bench.report.tables import NONE, TextTable, number, to_rich
 from caraserve.errors import ConfigError
 
-_LATENCIES = ("ttft", "tpot", "tpt", "itl", "e2e")
 _PER_SECOND = ("requests_per_s", "output_tokens_per_s")
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """One figure in both, means over repeats."""
+class ComparedFigure:
+    """One figure of both reports, as means over repeats."""
 
-    what: str
+    name: str
     a: float
     b: float
 
@@ -41,48 +29,51 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Of each label that both have, its lines; and in what the reports differ besides."""
+    """The figures of each label that both reports have, and how the reports differ besides."""
 
-    lines: dict[str, tuple[Line, ...]]
+    rows: dict[str, tuple[ComparedFigure, ...]]
     differences: tuple[tuple[str, str, str], ...]  # what, in A, in B
 
     def tables(self) -> Iterator[Table]:
-        """For a terminal."""
+        """Yields the tables for a terminal."""
         if self.differences:
-            yield table(Sheet("Measured differently", ("", "A", "B"), self.differences, left=3))
-        for label, lines in self.lines.items():
-            rows = tuple((line.what, number(line.a), number(line.b), _ratio(line)) for line in lines)
-            yield table(Sheet(label, ("", "A", "B", "B ÷ A"), rows))
+            yield to_rich(TextTable("Measured differently", ("", "A", "B"), self.differences, left=3))
+        for label, rows in self.rows.items():
+            cells = tuple(
+                (row.name, number(row.a), number(row.b), NONE if row.ratio is None else f"{row.ratio:.3f}")
+                for row in rows
+            )
+            yield to_rich(TextTable(label, ("", "A", "B", "B ÷ A"), cells))
 
 
-def compare(a: Saved, b: Saved) -> Comparison:
-    """Raises ConfigError when the reports have nothing in common. A report of one label is set against any other of
-    one label: the label is often what was changed."""
+def compare(a: SavedReport, b: SavedReport) -> Comparison:
+    """Compares two reports. Two reports of one label each are compared even if the labels differ: the label is often
+    what was changed. Raises ConfigError when the reports have no label in common."""
     first, second = by_label(a.runs), by_label(b.runs)
     pairs = {label: (first[label], second[label]) for label in first if label in second}
     if not pairs and len(first) == len(second) == 1:
-        (mine, theirs), (others, ours) = next(iter(first.items())), next(iter(second.items()))
-        pairs = {f"{mine} | {others}": (theirs, ours)}
+        (label_a, runs_a), (label_b, runs_b) = next(iter(first.items())), next(iter(second.items()))
+        pairs = {f"{label_a} | {label_b}": (runs_a, runs_b)}
     if not pairs:
         raise ConfigError(f"no run of {', '.join(first)} is in the other report, which has {', '.join(second)}")
-    lines = {label: tuple(_lines(*pair)) for label, pair in pairs.items()}
-    return Comparison(lines, tuple(_differences(a, b)))
+    rows = {label: tuple(_figures(*pair)) for label, pair in pairs.items()}
+    return Comparison(rows, tuple(_differences(a, b)))
 
 
-def _lines(a: list[Summary], b: list[Summary]) -> Iterator[Line]:
-    for metric in _LATENCIES:
+def _figures(a: list[Summary], b: list[Summary]) -> Iterator[ComparedFigure]:
+    for metric in LATENCIES:
         for name in ("mean", "p50", "p95", "p99"):
             values = _latency(a, metric, name), _latency(b, metric, name)
             if values[0] is not None and values[1] is not None:
-                yield Line(f"{metric.upper()} {name}, ms", values[0], values[1])
+                yield ComparedFigure(f"{metric.upper()} {name}, ms", values[0], values[1])
     for field in _PER_SECOND:
-        named = field.removesuffix("_per_s").replace("_", " ")
-        yield Line(f"{named}/s", _mean([getattr(s, field) for s in a]), _mean([getattr(s, field) for s in b]))
-    yield Line("requests complete", _mean([s.completed for s in a]), _mean([s.completed for s in b]))
-    yield Line("requests failed", _mean([s.failed for s in a]), _mean([s.failed for s in b]))
-    kept = [[s.attainment.share for s in side if s.attainment is not None] for side in (a, b)]
-    if all(kept):
-        yield Line("SLO attainment", _mean(kept[0]), _mean(kept[1]))
+        name = field.removesuffix("_per_s").replace("_", " ")
+        yield ComparedFigure(f"{name}/s", _mean([getattr(s, field) for s in a]), _mean([getattr(s, field) for s in b]))
+    yield ComparedFigure("requests complete", _mean([s.completed for s in a]), _mean([s.completed for s in b]))
+    yield ComparedFigure("requests failed", _mean([s.failed for s in a]), _mean([s.failed for s in b]))
+    shares = [[s.attainment.share for s in side if s.attainment is not None] for side in (a, b)]
+    if all(shares):
+        yield ComparedFigure("SLO attainment", _mean(shares[0]), _mean(shares[1]))
 
 
 def _latency(side: list[Summary], metric: str, name: str) -> float | None:
@@ -96,44 +87,18 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _differences(a: Saved, b: Saved) -> Iterator[tuple[str, str, str]]:
+def _differences(a: SavedReport, b: SavedReport) -> Iterator[tuple[str, str, str]]:
     for name, side in (("A", a), ("B", b)):
         for summary in side.runs:
             if not summary.valid:
-                words = " ".join(summary.invalid_because)
-                yield f"{summary.label} is NOT VALID", words if name == "A" else NONE, words if name == "B" else NONE
+                reason = " ".join(summary.invalid_because)
+                yield f"{summary.label} is NOT VALID", reason if name == "A" else NONE, reason if name == "B" else NONE
     for kind in ("machine", "versions", "arguments"):
-        mine, theirs = getattr(a, kind), getattr(b, kind)
-        for name in sorted({*mine, *theirs}):
-            if name != "save" and mine.get(name) != theirs.get(name):
-                yield f"{kind}: {name}", _shown(mine.get(name)), _shown(theirs.get(name))
+        in_a, in_b = getattr(a, kind), getattr(b, kind)
+        for name in sorted({*in_a, *in_b}):
+            if name != "save" and in_a.get(name) != in_b.get(name):
+                yield f"{kind}: {name}", _shown(in_a.get(name)), _shown(in_b.get(name))
 
 
 def _shown(value: object) -> str:
     return NONE if value is None else str(value)
-
-
-def _ratio(line: Line) -> str:
-    return NONE if line.ratio is None else f"{line.ratio:.3f}"
-
-
-def draw(comparison: Comparison) -> Picture | None:
-    """Ratios as bars, a panel for each label; None without matplotlib."""
-    if not can_draw():
-        return None
-    panels = len(comparison.lines)
-    most = max(len(lines) for lines in comparison.lines.values())
-    figure = new_figure(3.4 + 3.4 * panels, 1.2 + 0.24 * most)
-    for axes, (label, lines) in zip(
-        figure.subplots(1, panels, squeeze=False)[0], comparison.lines.items(), strict=True
-    ):
-        known = [line for line in lines if line.ratio is not None]
-        places = range(len(known))
-        ratios = [line.ratio or 0.0 for line in known]
-        axes.barh(places, ratios, color=[COLOURS[1] if ratio > 1 else COLOURS[0] for ratio in ratios])
-        axes.axvline(1, color=ink(), lw=0.9)
-        style(axes, title=plain_name(label), xlabel="B ÷ A")
-        axes.set_yticks(places, [line.what.removesuffix(", ms") for line in known])
-        axes.invert_yaxis()
-        axes.grid(False, axis="y")
-    return picture(figure, "compare", "Every figure of B over that of A")

@@ -1,15 +1,19 @@
-"""Everything that is said of one run, from its records. Pure; times in ms unless the name says otherwise.
+"""Summary of one run: latencies, throughput, SLO attainment, decode interruptions. Times in ms unless named otherwise.
 
-Only complete answers count, except where failures are counted and in attainment, which no failed request reaches.
+Only complete answers count, except in the number of failures and in SLO attainment, which a failed request misses.
 Percentiles interpolate linearly between the two nearest requests.
 
 A *decode interruption* is a pause between two successive tokens of an answer of more than 1.5 times the run's median
 gap. The median is over all gaps of complete answers that are longer than 0, since tokens of one event have none between
-them. What is lost in an interruption is its excess over that median; the share lost relates the sum of these to the
-time between first and last tokens. The median of the same run is the yardstick, so that runs of several models or
-batch sizes have each their own; a run that is interrupted in half of its steps would hide it, and shows in TPOT.
+them. The time lost in an interruption is its excess over that median; the share lost is the sum of these over the time
+between first and last tokens. The median is the run's own, because models and batch sizes differ; a run interrupted in
+more than half of its steps would hide that here, but shows it in TPOT.
+
+*Lost to cold starts* is (load + stalled + interrupted) ÷ E2E, by the phases that the server reports: a request's wait
+for its own adapter, and the time in which other requests' loads stopped it. *Goodput*: requests/s within the SLO.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,17 +22,70 @@ import numpy as np
 
 from caraserve.bench.records import RequestRecord, Run
 from caraserve.bench.report.columns import Bools, Columns, Floats
-from caraserve.bench.report.slo import Slo, met
+from caraserve.errors import ConfigError
 
+LATENCIES = ("ttft", "tpot", "tpt", "itl", "e2e")
+LIMITS = ("ttft", "tpot", "tpt", "e2e")
 INTERRUPTION_FACTOR = 1.5
-MAX_LATE_SHARE = 0.01  # of the mean gap between due times; a later sender has shaped the load it was to measure
+MAX_LATE_SHARE = 0.01  # of the mean gap between due times; a later sender would change the load that it measures
 _TOP_ADAPTERS = 20
-_DRAWN_PERCENTILE = 95.0  # sweeps and ranks are drawn of it
+_DRAWN_PERCENTILE = 95.0  # that plots of sweeps and ranks show
+
+
+@dataclass(frozen=True, slots=True)
+class SloLimits:
+    """Upper limits of a service level objective; None is no limit. A request that misses one misses the SLO."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    tpt_ms: float | None = None
+    e2e_ms: float | None = None
+
+    @classmethod
+    def scaled(cls, base: "Summary", factor: float, limits: tuple[str, ...] = ("tpt",)) -> "SloLimits":
+        """Returns limits of `factor` times the means of `base`, a run without adapters; on TPT alone by default, as in
+        the papers. Raises ConfigError if the run has no such mean."""
+        if not (math.isfinite(factor) and factor > 0):
+            raise ConfigError(f"--slo-scale {factor:g}: must be more than 0")
+        scaled: dict[str, float] = {}
+        for name in limits:
+            measured = getattr(base.latency, name)
+            if measured is None:
+                raise ConfigError(f"--slo-scale: the run without LoRA has no {name.upper()} to scale")
+            scaled[f"{name}_ms"] = factor * measured.mean_ms
+        return cls(**scaled)
+
+    def limits(self) -> dict[str, float]:
+        """Returns the limits that are set, by name, in ms."""
+        named = {name: getattr(self, f"{name}_ms") for name in LIMITS}
+        return {name: limit for name, limit in named.items() if limit is not None}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name.upper()} ≤ {limit:g} ms" for name, limit in self.limits().items()) or "no limit"
+
+
+def parse_slo(text: str) -> SloLimits:
+    """Reads limits in ms, as `ttft:200,tpot:30,e2e:5000`. Raises ConfigError that shows the right form."""
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, colon, digits = (piece.strip() for piece in part.partition(":"))
+        try:
+            limit = float(digits)
+        except ValueError:
+            limit = math.nan
+        if not colon or name not in LIMITS or not (math.isfinite(limit) and limit > 0):
+            raise ConfigError(
+                f"--slo {text!r}: {part.strip()!r} is not one of {', '.join(LIMITS)} with ms, as ttft:200"
+            )
+        if f"{name}_ms" in found:
+            raise ConfigError(f"--slo {text!r}: {name} is there twice")
+        found[f"{name}_ms"] = limit
+    return SloLimits(**found)
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Of one kind of latency."""
+    """Mean and percentiles of one kind of latency."""
 
     count: int
     mean_ms: float
@@ -37,7 +94,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """None where no answer has such a time."""
+    """Distributions by kind of latency; None where no answer has such a time."""
 
     ttft: Distribution | None  # from sending to the first token
     tpot: Distribution | None  # (e2e - ttft) / (tokens - 1)
@@ -48,7 +105,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Lateness:
-    """How far the sender was behind its own schedule."""
+    """How late requests were sent, compared with the schedule."""
 
     mean_ms: float
     p99_ms: float
@@ -58,17 +115,17 @@ class Lateness:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A closed loop's requests, from when they were due until there was a place for them."""
+class ClosedLoop:
+    """How long a closed loop's requests waited, from their due time until fewer than `concurrency` were in flight."""
 
     concurrency: int
     mean_ms: float
-    share_of_requests: float  # that waited for more than a millisecond
+    share_of_requests: float  # that waited more than 1 ms
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
-    """Means over complete answers, in tokens, by the server's count where it gave one."""
+class TokenCounts:
+    """Mean tokens over complete answers, as counted by the server if it reports counts; and as requested."""
 
     prompt: float
     prompt_asked: float | None
@@ -78,7 +135,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Interruptions:
-    """As the module's docstring defines them."""
+    """Decode interruptions, as this module's docstring defines them."""
 
     median_gap_ms: float
     threshold_ms: float
@@ -90,21 +147,21 @@ class Interruptions:
 
 @dataclass(frozen=True, slots=True)
 class Attainment:
-    """Shares of all requests sent, and requests a second that met every limit."""
+    """Shares of all sent requests within the limits, and requests a second within all of them."""
 
-    slo: Slo
+    slo: SloLimits
     share: float
     goodput_per_s: float
     by_limit: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """The requests of an adapter, of a rank, or of all adapters that the table has no room for."""
+class RequestGroup:
+    """Requests of one adapter, of one rank, or of all adapters beyond the 20 most requested."""
 
     name: str
     members: int  # adapters in it
-    rank: int | None  # 0: the base model; None: nobody told it, or several
+    rank: int | None  # 0: the base model; None: unknown, or several
     requests: int
     failed: int
     ttft_mean_ms: float | None
@@ -116,7 +173,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One run. `valid` says whether the load was what it was meant to be; `invalid_because`, a sentence each."""
+    """One run. `valid`: some requests were answered, and were sent at most 1 % of the mean gap late on average."""
 
     label: str
     sent: int
@@ -125,26 +182,28 @@ class Summary:
     errors: dict[str, int]  # failures by kind, most first
     interrupted: bool
     wall_s: float
-    offered_per_s: float | None  # as the schedule has it
+    offered_per_s: float | None  # by the schedule
     requests_per_s: float  # completed
     output_tokens_per_s: float
     total_tokens_per_s: float  # prompts included
     latency: Latency
-    lateness: Lateness | None  # None in a closed loop, which sends when it has a place
-    held: Held | None  # in a closed loop
-    lengths: Lengths | None
+    lateness: Lateness | None  # None in a closed loop
+    held: ClosedLoop | None  # None in an open loop
+    lengths: TokenCounts | None
     valid: bool
     invalid_because: tuple[str, ...]
-    cold_start_share: float | None  # (load + stalled + interrupted) / e2e, as the server says; None: it does not
+    cold_start_share: float | None  # lost to cold starts; None: the server reports no phases
     interruptions: Interruptions | None
     attainment: Attainment | None
-    adapters: tuple[Group, ...]  # most requests first, then the others as one
-    ranks: tuple[Group, ...]  # ascending, the base model first
-    interrupted_share: float | None = None  # of cold_start_share, what others' loads have caused; not in old reports
+    adapters: tuple[RequestGroup, ...]  # most requests first, then the others as one
+    ranks: tuple[RequestGroup, ...]  # ascending, the base model first
+    interrupted_share: float | None = (
+        None  # part of cold_start_share caused by other requests' loads; not in old reports
+    )
 
 
-def summarize(run: Run, slo: Slo | None = None, percentiles: Sequence[float] = (50, 90, 95, 99)) -> Summary:
-    """All of it; the 95th percentile is added to those asked for."""
+def summarize(run: Run, slo: SloLimits | None = None, percentiles: Sequence[float] = (50, 90, 95, 99)) -> Summary:
+    """Summarizes a run. The 95th percentile is added to the requested ones."""
     columns = Columns.of(run.records)
     wanted = tuple(sorted({*map(float, percentiles), _DRAWN_PERCENTILE}))
     lateness = _lateness(columns) if run.concurrency is None else None
@@ -180,7 +239,7 @@ def summarize(run: Run, slo: Slo | None = None, percentiles: Sequence[float] = (
 
 
 def distribution(values: Floats, percentiles: Sequence[float]) -> Distribution | None:
-    """Of those that are not NaN; None if there are none."""
+    """Returns mean and percentiles of the values that are not NaN, or None if there are none."""
     known = values[~np.isnan(values)]
     if not known.size:
         return None
@@ -220,15 +279,15 @@ def _offered_per_s(columns: Columns) -> float | None:
     return (columns.due_s.size - 1) / span_s if span_s > 0 else None
 
 
-def _held(concurrency: int, columns: Columns) -> Held:
+def _held(concurrency: int, columns: Columns) -> ClosedLoop:
     waited_ms = 1e3 * np.maximum(columns.sent_s - columns.due_s, 0.0)
     known = bool(waited_ms.size)
-    return Held(
+    return ClosedLoop(
         concurrency, float(waited_ms.mean()) if known else 0.0, float((waited_ms > 1.0).mean()) if known else 0.0
     )
 
 
-def _lengths(records: Sequence[RequestRecord]) -> Lengths | None:
+def _lengths(records: Sequence[RequestRecord]) -> TokenCounts | None:
     complete = [record for record in records if record.error is None]
     if not complete:
         return None
@@ -237,7 +296,7 @@ def _lengths(records: Sequence[RequestRecord]) -> Lengths | None:
         known = [value for value in values if value is not None]
         return sum(known) / len(known) if known else None
 
-    return Lengths(
+    return TokenCounts(
         prompt=mean([record.prompt_tokens for record in complete]) or 0.0,
         prompt_asked=mean([record.asked_prompt_tokens for record in complete]),
         output=mean([record.output_tokens for record in complete]) or 0.0,
@@ -260,25 +319,25 @@ def _reasons(columns: Columns, lateness: Lateness | None) -> list[str]:
 
 
 def _share(records: Sequence[RequestRecord], *phases: str) -> float | None:
-    """Of complete requests' time, over those whose server names all these phases."""
+    """Returns these phases' share of E2E over the complete requests for which the server reported all of them."""
     spent_ms = e2e_ms = 0.0
     for record in records:
-        told = dict(record.phases)
-        if record.error is None and told.keys() >= {*phases}:
-            spent_ms += sum(told[phase] for phase in phases)
+        phase_ms = dict(record.phases)
+        if record.error is None and phase_ms.keys() >= {*phases}:
+            spent_ms += sum(phase_ms[phase] for phase in phases)
             e2e_ms += 1e3 * record.e2e_s
     return spent_ms / e2e_ms if e2e_ms > 0 else None
 
 
 def _interruptions(columns: Columns) -> Interruptions | None:
-    gaps_ms, whose = columns.gaps()
+    gaps_ms, owner = columns.gaps()
     between_events = gaps_ms[gaps_ms > 0]
     if not between_events.size:
         return None
     median_ms = float(np.median(between_events))
     long = gaps_ms > INTERRUPTION_FACTOR * median_ms
-    decoding = np.unique(whose)  # an answer of one token cannot be interrupted
-    each = np.bincount(whose[long], minlength=columns.ok.size)[decoding]
+    decoding = np.unique(owner)  # an answer of one token cannot be interrupted
+    each = np.bincount(owner[long], minlength=columns.ok.size)[decoding]
     return Interruptions(
         median_gap_ms=median_ms,
         threshold_ms=INTERRUPTION_FACTOR * median_ms,
@@ -289,14 +348,14 @@ def _interruptions(columns: Columns) -> Interruptions | None:
     )
 
 
-def _attainment(slo: Slo, columns: Columns, run: Run) -> Attainment:
+def _attainment(slo: SloLimits, columns: Columns, run: Run) -> Attainment:
     kept = met(slo, columns)
     shares = {name: float(mask.mean()) if mask.size else 0.0 for name, mask in kept.items()}
     every = shares.pop("all")
     return Attainment(slo, every, _per_s(int(kept["all"].sum()), run), shares)
 
 
-def _by_adapter(records: Sequence[RequestRecord], columns: Columns, kept: Bools | None) -> tuple[Group, ...]:
+def _by_adapter(records: Sequence[RequestRecord], columns: Columns, kept: Bools | None) -> tuple[RequestGroup, ...]:
     counts = Counter(record.model for record in records)
     ranks = {record.model: record.rank for record in records}
     models = sorted(counts, key=lambda model: (-counts[model], model))
@@ -309,7 +368,7 @@ def _by_adapter(records: Sequence[RequestRecord], columns: Columns, kept: Bools 
     return tuple(groups)
 
 
-def _by_rank(records: Sequence[RequestRecord], columns: Columns, kept: Bools | None) -> tuple[Group, ...]:
+def _by_rank(records: Sequence[RequestRecord], columns: Columns, kept: Bools | None) -> tuple[RequestGroup, ...]:
     adapters: dict[int | None, set[str]] = {}
     for record in records:
         adapters.setdefault(record.rank, set()).add(record.model)
@@ -328,11 +387,13 @@ def _by_rank(records: Sequence[RequestRecord], columns: Columns, kept: Bools | N
     )
 
 
-def _group(name: str, members: int, rank: int | None, chosen: Bools, columns: Columns, kept: Bools | None) -> Group:
+def _group(
+    name: str, members: int, rank: int | None, chosen: Bools, columns: Columns, kept: Bools | None
+) -> RequestGroup:
     ok = chosen & columns.ok
     ttft = distribution(columns.ttft_ms[ok], (_DRAWN_PERCENTILE,))
     tpt, e2e = distribution(columns.tpt_ms[ok], ()), distribution(columns.e2e_ms[ok], ())
-    return Group(
+    return RequestGroup(
         name=name,
         members=members,
         rank=rank,
@@ -348,3 +409,26 @@ def _group(name: str, members: int, rank: int | None, chosen: Bools, columns: Co
 
 def _per_s(count: int, run: Run) -> float:
     return count / run.wall_s if run.wall_s > 0 else 0.0
+
+
+def met(slo: SloLimits, columns: Columns) -> dict[str, Bools]:
+    """Returns which requests meet each limit that is set, and under `all` which meet every limit.
+
+    A failed request meets none. A complete answer of one token has no TPOT and meets that limit; an answer without
+    tokens meets neither TTFT nor TPT, or a server that generates nothing would be the best.
+    """
+    by_limit = {name: _below(name, limit, columns) for name, limit in slo.limits().items()}
+    every = columns.ok.copy()
+    for kept in by_limit.values():
+        every &= kept
+    return {**by_limit, "all": every}
+
+
+def _below(name: str, limit_ms: float, columns: Columns) -> Bools:
+    values: Floats = getattr(columns, f"{name}_ms")
+    with np.errstate(invalid="ignore"):  # NaN where a request has no such time
+        kept: Bools = values <= limit_ms
+    if name == "tpot":
+        kept |= columns.output_tokens == 1
+    result: Bools = kept & columns.ok
+    return result

@@ -1,33 +1,166 @@
-"""A report's tables on a terminal."""
+"""Tables of a report: their text (`TextTable`), and how a terminal shows it (`to_rich`)."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from rich.table import Table
 from rich.text import Text
 
-from caraserve.bench.report.ratios import by_label
-from caraserve.bench.report.summary import Summary
-from caraserve.bench.report.table_text import LATENCIES, Sheet, beside_sheet, summary_sheets
+from caraserve.bench.report.ratios import RATIO_METRICS, Ratio, by_label, ratios_to_first
+from caraserve.bench.report.summary import LATENCIES, Distribution, RequestGroup, Summary
+
+NONE = "–"
+_LENGTH_TOLERANCE = 0.05  # a mean length that differs by more from the requested one is marked
 
 
-def tables(summaries: Sequence[Summary], latencies: Sequence[str] = LATENCIES) -> Iterator[Table]:
-    """Of one run all; of several, first how they stand beside one another, then each one's facts and latencies."""
-    if len(by_label(summaries)) > 1:
-        yield table(beside_sheet(summaries))
-    for summary in summaries:
-        sheets = list(summary_sheets(summary, latencies))
-        for sheet in sheets if len(summaries) == 1 else sheets[:2]:
-            yield table(sheet)
+@dataclass(frozen=True, slots=True)
+class TextTable:
+    """A table as text. The first `left` columns hold words, the others numbers."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    left: int = 1
+    note: str = ""
 
 
-def table(sheet: Sheet) -> Table:
-    """Text as it is: the name of an adapter is no markup."""
-    shown = Table(title=Text(sheet.title), title_justify="left", caption=Text(sheet.note) if sheet.note else None)
+def to_rich(text: TextTable) -> Table:
+    """Returns the table for a terminal. Cells are shown unchanged: an adapter's name is not markup."""
+    shown = Table(title=Text(text.title), title_justify="left", caption=Text(text.note) if text.note else None)
     shown.caption_justify = "left"
-    for index, head in enumerate(sheet.heads):
-        # Figures stay whole; words may fold.
-        words = index < sheet.left or len(sheet.heads) == 2
+    for index, head in enumerate(text.heads):
+        # Numbers stay on one line; words may wrap.
+        words = index < text.left or len(text.heads) == 2
         shown.add_column(Text(head), justify="left" if words else "right", no_wrap=not words, overflow="fold")
-    for row in sheet.rows:
+    for row in text.rows:
         shown.add_row(*map(Text, row))
     return shown
+
+
+def report_tables(summaries: Sequence[Summary], latencies: Sequence[str] = LATENCIES) -> Iterator[Table]:
+    """Yields every table of one run; for several, the ratios between them, then each run's facts and latencies."""
+    if len(by_label(summaries)) > 1:
+        yield to_rich(ratio_table(summaries))
+    for summary in summaries:
+        tables = list(_summary_tables(summary, latencies))
+        for table in tables if len(summaries) == 1 else tables[:2]:
+            yield to_rich(table)
+
+
+def _summary_tables(summary: Summary, latencies: Sequence[str]) -> Iterator[TextTable]:
+    yield TextTable(summary.label, ("", "value"), tuple(_facts(summary)))
+    yield _latency_table(summary, latencies)
+    if summary.errors:
+        rows = tuple((kind, str(count)) for kind, count in summary.errors.items())
+        yield TextTable("Failures", ("kind", "requests"), rows)
+    if len(summary.ranks) > 1:
+        yield _group_table("By rank", "rank", summary.ranks)
+    if len(summary.adapters) > 1:
+        yield _group_table("By adapter", "adapter", summary.adapters)
+
+
+def _latency_table(summary: Summary, latencies: Sequence[str]) -> TextTable:
+    named = [(name.upper(), getattr(summary.latency, name)) for name in latencies]
+    percentiles = next((list(found.percentiles_ms) for _, found in named if found is not None), [])
+    rows = tuple((name, *_latency_cells(found, percentiles)) for name, found in named)
+    return TextTable("Latency, ms", ("", "mean", *percentiles), rows)
+
+
+def _latency_cells(found: Distribution | None, percentiles: Sequence[str]) -> list[str]:
+    if found is None:
+        return [NONE] * (len(percentiles) + 1)
+    return [number(found.mean_ms), *(number(found.percentiles_ms[name]) for name in percentiles)]
+
+
+def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
+    yield "valid", "yes" if summary.valid else "NO: " + " ".join(summary.invalid_because)
+    if summary.interrupted:
+        yield "interrupted", "yes: of what was sent until then"
+    yield "requests", f"{summary.sent:,} sent, {summary.completed:,} complete, {summary.failed:,} failed"
+    yield "duration", f"{summary.wall_s:,.1f} s"
+    offered = NONE if summary.offered_per_s is None else f"{summary.offered_per_s:.2f}"
+    yield "requests/s", f"{summary.requests_per_s:.2f} complete, {offered} by the schedule"
+    yield "tokens/s", f"{summary.output_tokens_per_s:,.1f} output, {summary.total_tokens_per_s:,.1f} with prompts"
+    if (late := summary.lateness) is not None:
+        share = NONE if late.share_of_gap is None else f"{late.share_of_gap:.2%}"
+        times = f"{late.mean_ms:.2f} ms mean, {late.p99_ms:.2f} ms p99, {late.max_ms:.2f} ms at most"
+        yield "sent late", f"{times}; mean is {share} of the mean gap"
+    if (held := summary.held) is not None:
+        how = f"at most {held.concurrency} requests under way"
+        yield "closed loop", f"{how}; {held.share_of_requests:.0%} waited for a place, {held.mean_ms:.1f} ms on average"
+    if (lengths := summary.lengths) is not None:
+        yield "prompt tokens", _length(lengths.prompt, lengths.prompt_asked)
+        yield "answer tokens", _length(lengths.output, lengths.output_asked)
+    yield "lost to cold starts", percent(summary.cold_start_share)
+    yield "of it to others' loads", percent(summary.interrupted_share)
+    if (pauses := summary.interruptions) is not None:
+        each = f"{pauses.median_per_request:g} median, {pauses.mean_per_request:.2f} mean"
+        yield "decode interruptions", f"{each} a request; gaps above {number(pauses.threshold_ms)} ms"
+        yield "decode time lost in them", percent(pauses.lost_share_of_decode)
+    if (kept := summary.attainment) is not None:
+        each = ", ".join(f"{name.upper()} {share:.1%}" for name, share in kept.by_limit.items())
+        yield "SLO", str(kept.slo)
+        yield "SLO attainment", f"{kept.share:.1%} ({each})"
+        yield "goodput", f"{kept.goodput_per_s:.2f} requests/s"
+
+
+def _length(got: float, asked: float | None) -> str:
+    if asked is None:
+        return f"{got:.1f} on average"
+    far = "; NOT what was asked for" if abs(got - asked) > _LENGTH_TOLERANCE * asked else ""
+    return f"{got:.1f} on average, {asked:.1f} asked for{far}"
+
+
+def _group_table(title: str, kind: str, groups: Sequence[RequestGroup]) -> TextTable:
+    judged = any(group.attainment is not None for group in groups)
+    heads = ["rank"] if kind == "adapter" else ["adapters"]
+    heads += ["requests", "failed", "TTFT mean", "TTFT p95", "TPT mean", "E2E mean"]
+    rows = []
+    for group in groups:
+        second = _rank(group) if kind == "adapter" else str(group.members)
+        times = (group.ttft_mean_ms, group.ttft_p95_ms, group.tpt_mean_ms, group.e2e_mean_ms)
+        row = [group.name, second, f"{group.requests:,}", str(group.failed), *(optional(value) for value in times)]
+        rows.append((*row, percent(group.attainment)) if judged else tuple(row))
+    attained = ("SLO attainment",) if judged else ()
+    return TextTable(f"{title}, ms", (kind, *heads, *attained), tuple(rows))
+
+
+def _rank(group: RequestGroup) -> str:
+    return NONE if not group.rank else str(group.rank)
+
+
+def ratio_table(summaries: Sequence[Summary]) -> TextTable:
+    """Returns the mean latencies of several runs and their ratios to the first label's, as in the papers' bars."""
+    rows = []
+    for line in ratios_to_first(summaries):
+        row = [line.label if line.valid else f"{line.label} (not valid)", str(line.repeats)]
+        for metric in RATIO_METRICS:
+            row += [optional(line.mean_ms.get(metric)), _ratio(line.ratios.get(metric))]
+        rows.append((*row, percent(line.cold_start_share), percent(line.interrupted_share)))
+    heads = [head for metric in RATIO_METRICS for head in (f"{metric.upper()}, ms", "ratio")]
+    note = "Ratio of means to the first line's; ± is the standard deviation over repeats, each set against the same "
+    note += "repeat of the first line. Lost to cold starts: a share of E2E; the last column is the part of it that "
+    note += "other requests' loads have caused."
+    heads += ["lost to cold starts", "to others' loads"]
+    return TextTable("Beside one another", ("mode", "repeats", *heads), tuple(rows), note=note)
+
+
+def _ratio(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return NONE
+    return f"{ratio.mean:.3f}" if ratio.spread is None else f"{ratio.mean:.3f} ± {ratio.spread:.3f}"
+
+
+def number(value: float) -> str:
+    """Formats a number with at least three significant digits: `0.123`, `12.3`, `1,234`."""
+    if value == 0:
+        return "0"
+    return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def optional(value: float | None) -> str:
+    return NONE if value is None else number(value)
+
+
+def percent(share: float | None) -> str:
+    return NONE if share is None else f"{share:.1%}"

@@ -13,10 +13,12 @@ from rich.console import Console
 from caraserve.bench.machine import versions
 from caraserve.bench.options import LoadOptions
 from caraserve.bench.records import Workload
-from caraserve.bench.report.tables import table
+from caraserve.bench.report.files import as_json as json_bytes
+from caraserve.bench.report.files import make_folder, write_files
+from caraserve.bench.report.tables import to_rich
 from caraserve.bench.simulator.machines import Machine, of_papers, of_profile
 from caraserve.bench.simulator.outcome import Outcome
-from caraserve.bench.simulator.report import as_json, finite, pictures, sheets
+from caraserve.bench.simulator.report import as_json, finite, plots, text_tables
 from caraserve.bench.simulator.simulation import Setting
 from caraserve.bench.simulator.sweep import Found, Goal, Study, base, find_all
 from caraserve.bench.workload.build import build
@@ -59,15 +61,14 @@ class ClusterOptions:
     save: Path | None
 
 
-def bench_cluster(options: ClusterOptions, load: LoadOptions, asked: Mapping[str, object]) -> int:
+def bench_cluster(options: ClusterOptions, load: LoadOptions, arguments: Mapping[str, object]) -> int:
     """Simulates, prints tables and as its last line one JSON document. Raises ConfigError."""
     if load.max_concurrency is not None or load.auto_rate or len(load.request_rate or ()) > 1:
         raise ConfigError(
             "a simulated load has one rate, and sends when requests are due: no --max-concurrency, no auto"
         )
     load = load if load.preset or load.trace else replace(load, preset=_PRESET)
-    if options.save is not None:
-        _make(options.save)
+    make_folder(options.save)
     workload = build(load.sized(load.spec()))
     study = _study(options, load)
     bare = base(study, workload, options.slo_scale)
@@ -75,25 +76,25 @@ def bench_cluster(options: ClusterOptions, load: LoadOptions, asked: Mapping[str
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, soft_wrap=True, highlight=False, markup=False)
     processes = options.processes or len(os.sched_getaffinity(0))
     found = list(find_all(study, workload, options.routing, min(processes, len(options.routing))))
-    for sheet in sheets(found):
-        console.print(table(sheet))
-    told = finite(_document(study, workload, bare, found, asked))
+    for table in text_tables(found):
+        console.print(to_rich(table))
+    document = finite(_document(study, workload, bare, found, arguments))
     if options.save is not None:
-        for path in _save(options.save, told, found):
+        for path in write_files(options.save, {"cluster.json": json_bytes(document), **plots(found)}):
             console.print(f"written: {path}")
-    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.write(json.dumps(document) + "\n")
     return 0
 
 
 def _document(
-    study: Study, workload: Workload, bare: Outcome, found: Sequence[Found], asked: Mapping[str, object]
+    study: Study, workload: Workload, bare: Outcome, found: Sequence[Found], arguments: Mapping[str, object]
 ) -> dict[str, object]:
     return {
         "bench": "cluster",
         "versions": versions(),
-        "arguments": {name: value for name, value in asked.items() if name not in ("profile", "processes")},
-        "notes": [*NOTES, *_assumed(study, asked), *workload.notes],
-        "machines": [_told(machine) for machine in study.machines],
+        "arguments": {name: value for name, value in arguments.items() if name not in ("profile", "processes")},
+        "notes": [*NOTES, *_assumptions(study, arguments), *workload.notes],
+        "machines": [_machine_document(machine) for machine in study.machines],
         "instances": study.instances,
         "requests": len(workload.requests),
         "base": asdict(bare),
@@ -102,8 +103,8 @@ def _document(
     }
 
 
-def _assumed(study: Study, asked: Mapping[str, object]) -> Iterator[str]:
-    yield _OF_PROFILES if asked["profile"] else _OF_PAPERS
+def _assumptions(study: Study, arguments: Mapping[str, object]) -> Iterator[str]:
+    yield _OF_PROFILES if arguments["profile"] else _OF_PAPERS
     if any(machine.model.padded for machine in study.machines):
         yield _PADDED
 
@@ -129,25 +130,7 @@ def _machines(options: ClusterOptions) -> tuple[Machine, ...]:
     return (of_papers(options.kernel or "unpadded"),)
 
 
-def _told(machine: Machine) -> dict[str, object]:
+def _machine_document(machine: Machine) -> dict[str, object]:
     model = asdict(machine.model)
     sizes = ("max_running", "max_step_tokens", "kv_tokens", "device_adapter_bytes", "host_adapter_bytes", "rank_bytes")
     return model | {name: getattr(machine, name) for name in sizes}
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--save {folder}: {error.strerror}") from error
-
-
-def _save(folder: Path, told: Mapping[str, object], found: Sequence[Found]) -> list[Path]:
-    contents = {"cluster.json": (json.dumps(told, indent=1) + "\n").encode()}
-    contents |= {f"{drawn.name}.png": drawn.png for drawn in pictures(found)}
-    try:
-        for name, content in contents.items():
-            (folder / name).write_bytes(content)
-    except OSError as error:
-        raise ConfigError(f"--save {folder}: {error.strerror}") from error
-    return [folder / name for name in contents]

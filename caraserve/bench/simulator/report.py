@@ -1,12 +1,12 @@
-"""Tables, figures and JSON of simulated fleets. Pure but for drawing."""
+"""Tables, figures and JSON of simulated clusters."""
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from caraserve.bench.report.canvas import Picture, can_draw, legend, line_style, new_figure, picture, style
-from caraserve.bench.report.table_text import NONE, Sheet, number, percent
+from caraserve.bench.report.plots import can_draw, legend, line_style, new_figure, render, style
+from caraserve.bench.report.tables import NONE, TextTable, number, percent
 from caraserve.bench.simulator.outcome import Outcome
 from caraserve.bench.simulator.sweep import Found
 from caraserve.util.units import human_bytes
@@ -15,7 +15,7 @@ _FIRST_COLUMNS = ("SLO attainment", "TPT", "to the first", "TTFT p95", "TPOT", "
 _LAST_COLUMNS = ("held", "at most", "fetches", "refused")
 
 
-def sheets(found: Sequence[Found]) -> Iterator[Sheet]:
+def text_tables(found: Sequence[Found]) -> Iterator[TextTable]:
     """Latencies, then what instances held and moved; and the sizes needed, if they were searched for."""
     outcomes = [one.at_size for one in found]
     sized = any(one.tried for one in found)
@@ -26,9 +26,9 @@ def sheets(found: Sequence[Found]) -> Iterator[Sheet]:
         row = _latency_row(one.at_size, outcomes[0])
         rows.append((*row, NONE if one.needed is None else str(one.needed)) if sized else row)
     note = "TPT: end to end ÷ tokens, mean, ms. Imbalance: tokens of the busiest instance over the mean."
-    yield Sheet(f"{size}: latencies in ms, SLO {outcomes[0].slo_ms:.1f} ms a token", heads, tuple(rows), note=note)
+    yield TextTable(f"{size}: latencies in ms, SLO {outcomes[0].slo_ms:.1f} ms a token", heads, tuple(rows), note=note)
     moved = tuple(_moved_row(one) for one in outcomes)
-    yield Sheet(f"{size}: adapters and requests", ("routing", *_LAST_COLUMNS, "fetched", "hops", "moved"), moved)
+    yield TextTable(f"{size}: adapters and requests", ("routing", *_LAST_COLUMNS, "fetched", "hops", "moved"), moved)
 
 
 def _latency_row(one: Outcome, first: Outcome) -> tuple[str, ...]:
@@ -63,8 +63,8 @@ def as_json(one: Found) -> dict[str, Any]:
         {"instances": size.instances, "attainment": size.attainment, "ttft_p95_ms": size.ttft_p95_ms}
         for size in one.tried
     ]
-    told = asdict(one.at_size) | {"needed": one.needed, "tried": tried}
-    return {name: finite(value) for name, value in told.items()}
+    values = asdict(one.at_size) | {"needed": one.needed, "tried": tried}
+    return {name: finite(value) for name, value in values.items()}
 
 
 def finite(value: Any) -> Any:
@@ -76,18 +76,18 @@ def finite(value: Any) -> Any:
     return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def pictures(found: Sequence[Found]) -> list[Picture]:
-    """What there is to draw; nothing without matplotlib."""
+def plots(found: Sequence[Found]) -> dict[str, bytes]:
+    """Draws what was simulated: PNG by file name. Returns nothing without matplotlib."""
     if not can_draw():
-        return []
-    drawn = [_latencies(found)]
+        return {}
+    drawn = {"latencies.png": _latencies(found)}
     if any(len(one.tried) > 1 for one in found):
-        drawn.append(_sizes(found))
+        drawn["sizes.png"] = _sizes(found)
     return drawn
 
 
-def _latencies(found: Sequence[Found]) -> Picture:
-    """Time per token as a CDF beside SLO attainment as bars."""
+def _latencies(found: Sequence[Found]) -> bytes:
+    """Draws time per token of every policy as a CDF, and SLO attainment as bars."""
     figure = new_figure(10.5, 4.4)
     curves, bars = figure.subplots(1, 2, width_ratios=(3, 2))
     levels = [2 * index for index in range(51)]
@@ -109,11 +109,11 @@ def _latencies(found: Sequence[Found]) -> Picture:
     bars.invert_yaxis()
     bars.grid(False, axis="y")
     legend(figure, curves)
-    return picture(figure, "latencies", "Time per token and SLO attainment of every policy")
+    return render(figure)
 
 
-def _sizes(found: Sequence[Found]) -> Picture:
-    """SLO attainment over the number of instances."""
+def _sizes(found: Sequence[Found]) -> bytes:
+    """Draws SLO attainment over the number of instances."""
     figure = new_figure(8.5, 4.2)
     (axes,) = figure.subplots(1, 1, squeeze=False)[0]
     for place, one in enumerate(found):
@@ -128,4 +128,4 @@ def _sizes(found: Sequence[Found]) -> Picture:
         )
     style(axes, xlabel="instances", ylabel="SLO attainment, %", ylim=(0, 103))
     legend(figure, axes)
-    return picture(figure, "sizes", "SLO attainment over the number of instances")
+    return render(figure)

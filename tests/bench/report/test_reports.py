@@ -1,21 +1,17 @@
-"""What is saved of runs can be read back, opened alone, and compared."""
+"""Saved reports: documents and CSV are read back, figures are drawn, two reports are compared."""
 
 import csv
 import json
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from caraserve.bench.records import RequestRecord, Run
-from caraserve.bench.report.canvas import can_draw
 from caraserve.bench.report.compare import compare
-from caraserve.bench.report.files import document, load_saved, save
-from caraserve.bench.report.slo import Slo
-from caraserve.bench.report.summary import Summary, summarize
+from caraserve.bench.report.files import document, load_saved, save_report
+from caraserve.bench.report.plots import can_draw, run_plots
+from caraserve.bench.report.summary import SloLimits, Summary, summarize
 from caraserve.errors import ConfigError
-
-HOSTILE = '<script>alert("x")</script>'
 
 
 def run(label: str, ttft_s: float, model: str = "poet", requests: int = 12) -> Run:
@@ -38,37 +34,22 @@ def run(label: str, ttft_s: float, model: str = "poet", requests: int = 12) -> R
 
 
 def saved(folder: Path, *runs: Run, arguments: dict[str, object] | None = None) -> Path:
-    summaries = [summarize(each, Slo(ttft_ms=250)) for each in runs]
-    told = document("serve", summaries, {"seed": 3, **(arguments or {})}, ["a note"])
-    save(folder, told, runs, summaries)
+    summaries = [summarize(each, SloLimits(ttft_ms=250)) for each in runs]
+    report = document("serve", summaries, {"seed": 3, **(arguments or {})}, ["a note"])
+    folder.mkdir(exist_ok=True)
+    save_report(folder, report, runs, run_plots(runs, summaries))
     return folder
 
 
-class _Page(HTMLParser):
-    """Tags, and the values of attributes that would fetch something."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.fetched: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        for name, value in attributes:
-            if name in ("src", "href", "data", "action", "srcset") and value and not value.startswith("#"):
-                self.fetched.append(value)
-
-
-def test_a_document_reads_back_as_it_was(tmp_path: Path) -> None:
+def test_a_saved_document_is_read_back_unchanged(tmp_path: Path) -> None:
     first = run("cached", 0.1)
     report = load_saved(saved(tmp_path, first) / "serve.json")
-    assert report.runs == (summarize(first, Slo(ttft_ms=250)),)
+    assert report.runs == (summarize(first, SloLimits(ttft_ms=250)),)
     assert report.notes == ("a note",)
     assert report.arguments["seed"] == 3
 
 
-def test_every_request_has_its_row(tmp_path: Path) -> None:
+def test_every_request_has_a_csv_row(tmp_path: Path) -> None:
     rows = list(
         csv.DictReader((saved(tmp_path, run("a", 0.1), run("b", 0.3)) / "requests.csv").read_text().splitlines())
     )
@@ -78,57 +59,35 @@ def test_every_request_has_its_row(tmp_path: Path) -> None:
     assert (rows[0]["phase_queued"], rows[0]["phase_load"]) == ("1.0", "2.5")
 
 
-def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
-    text = (saved(tmp_path, run("a", 0.1), run("b", 0.3)) / "report.html").read_text()
-    page = _Page(text)
-    assert page.fetched == []
-    assert "script" not in page.tags
-    assert "@import" not in text
-    assert "url(http" not in text
-    assert page.tags.count("table") > 4
-
-
-def test_names_are_text_in_the_page(tmp_path: Path) -> None:
-    text = (saved(tmp_path, run(HOSTILE, 0.1, HOSTILE), run("b", 0.3, "<b>")) / "report.html").read_text()
-    assert HOSTILE not in text
-    assert "&lt;script&gt;" in text
-    assert "script" not in _Page(text).tags
-
-
-def test_figures_are_drawn_where_there_is_something_to_draw_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_are_drawn_if_matplotlib_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = (run("a", 0.1), run("b", 0.3))
     drawn = {path.name for path in saved(tmp_path / "with", *runs).glob("*.png")}
     assert drawn == ({"ratios.png", "cdfs.png", "time.png", "ranks.png"} if can_draw() else set())
-    for module in ("canvas", "figures", "html"):
-        monkeypatch.setattr(f"caraserve.bench.report.{module}.can_draw", lambda: False)
-    bare = saved(tmp_path / "without", *runs)
-    assert list(bare.glob("*.png")) == []
-    assert "matplotlib" in (bare / "report.html").read_text()
+    monkeypatch.setattr("caraserve.bench.report.plots.can_draw", lambda: False)
+    assert list(saved(tmp_path / "without", *runs).glob("*.png")) == []
 
 
 def test_two_reports_are_compared_figure_by_figure(tmp_path: Path) -> None:
     a = load_saved(saved(tmp_path / "a", run("x", 0.1), arguments={"request_rate": 1}) / "serve.json")
     b = load_saved(saved(tmp_path / "b", run("x", 0.2), arguments={"request_rate": 2}) / "serve.json")
     comparison = compare(a, b)
-    ratios = {line.what: line.ratio for line in comparison.lines["x"]}
+    ratios = {row.name: row.ratio for row in comparison.rows["x"]}
     assert ratios["TTFT mean, ms"] == pytest.approx(2)
     assert ratios["TPOT mean, ms"] == pytest.approx(1)
     assert ratios["SLO attainment"] == pytest.approx(1)
     assert comparison.differences == (("arguments: request_rate", "1", "2"),)
 
 
-def test_reports_of_one_run_each_compare_whatever_they_are_called(tmp_path: Path) -> None:
+def test_reports_of_one_run_each_are_compared_even_if_labels_differ(tmp_path: Path) -> None:
     a, b = (load_saved(saved(tmp_path / name, run(name, 0.1)) / "serve.json") for name in ("ours", "theirs"))
-    assert list(compare(a, b).lines) == ["ours | theirs"]
+    assert list(compare(a, b).rows) == ["ours | theirs"]
 
 
 def test_a_report_made_before_interruptions_were_measured_is_still_read(tmp_path: Path) -> None:
     file = saved(tmp_path, run("x", 0.1)) / "serve.json"
-    told = json.loads(file.read_text())
-    del told["runs"][0]["interrupted_share"]
-    file.write_text(json.dumps(told))
+    report = json.loads(file.read_text())
+    del report["runs"][0]["interrupted_share"]
+    file.write_text(json.dumps(report))
     assert load_saved(file).runs[0].interrupted_share is None
 
 
@@ -142,10 +101,10 @@ def test_reports_with_nothing_in_common_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda told: "nonsense", "not JSON"),
-        (lambda told: json.dumps({"bench": "lora"}), "no report"),
-        (lambda told: json.dumps({**told, "runs": [{}]}), "no whole report"),
-        (lambda told: json.dumps({**told, "runs": [{**told["runs"][0], "sent": "many"}]}), r"runs\[0\].sent"),
+        (lambda report: "nonsense", "not JSON"),
+        (lambda report: json.dumps({"bench": "lora"}), "no report"),
+        (lambda report: json.dumps({**report, "runs": [{}]}), "no whole report"),
+        (lambda report: json.dumps({**report, "runs": [{**report["runs"][0], "sent": "many"}]}), r"runs\[0\].sent"),
     ],
     ids=["text", "another document", "a run without figures", "a figure that is none"],
 )
@@ -157,6 +116,6 @@ def test_files_that_are_no_reports_are_refused(tmp_path: Path, change: object, c
         load_saved(file)
 
 
-def test_a_run_that_never_began_is_saved_too(tmp_path: Path) -> None:
+def test_a_run_without_requests_is_saved(tmp_path: Path) -> None:
     empty: Summary = load_saved(saved(tmp_path, Run("none", (), 0.0, interrupted=True)) / "serve.json").runs[0]
     assert (empty.sent, empty.interrupted) == (0, True)

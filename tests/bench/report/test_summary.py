@@ -3,10 +3,9 @@
 import pytest
 
 from caraserve.bench.records import RequestRecord, Run
-from caraserve.bench.report.ratios import beside
-from caraserve.bench.report.slo import Slo, parse_slo
-from caraserve.bench.report.summary import Summary, summarize
-from caraserve.bench.report.table_text import beside_sheet
+from caraserve.bench.report.ratios import ratios_to_first
+from caraserve.bench.report.summary import SloLimits, Summary, parse_slo, summarize
+from caraserve.bench.report.tables import ratio_table
 from caraserve.errors import ConfigError
 
 
@@ -101,7 +100,7 @@ def test_attainment_counts_requests_that_meet_every_limit() -> None:
         answered(2, 0.0, (0.5, 0.6)),
         answered(3, 0.0, (), error="gone"),
     )
-    summary = summarize(Run("judged", records, 2.0), Slo(ttft_ms=200, tpot_ms=200))
+    summary = summarize(Run("judged", records, 2.0), SloLimits(ttft_ms=200, tpot_ms=200))
     assert summary.attainment is not None
     assert summary.attainment.share == 0.25
     assert summary.attainment.goodput_per_s == 0.5
@@ -142,7 +141,7 @@ def test_repeats_are_set_against_the_same_repeat_of_the_first_mode() -> None:
     def run(label: str, ttft_s: float) -> Summary:
         return summarize(Run(label, (answered(0, 0.0, (ttft_s, ttft_s + 0.1)),), 1.0))
 
-    lines = beside([run("cached", 0.1), run("cached", 0.2), run("auto", 0.2), run("auto", 0.2)])
+    lines = ratios_to_first([run("cached", 0.1), run("cached", 0.2), run("auto", 0.2), run("auto", 0.2)])
     assert [line.label for line in lines] == ["cached", "auto"]
     assert lines[0].ratios["ttft"].mean == 1.0
     assert lines[1].ratios["ttft"].mean == pytest.approx((2 + 1) / 2)
@@ -154,19 +153,19 @@ def test_what_cold_starts_cost_stands_beside_the_ratios() -> None:
         phases = (("load", 50.0), ("stalled", 0.0), ("interrupted", interrupted_ms))
         return summarize(Run(label, (answered(0, 0.0, (0.5, 1.0), phases=phases),), 1.0))
 
-    sheet = beside_sheet([run("cached", 0.0), run("ondemand", 100.0), run("ondemand", 300.0)])
-    assert sheet.heads[-2:] == ("lost to cold starts", "to others' loads")
-    assert [row[-2:] for row in sheet.rows] == [("5.0%", "0.0%"), ("25.0%", "20.0%")]
+    table = ratio_table([run("cached", 0.0), run("ondemand", 100.0), run("ondemand", 300.0)])
+    assert table.heads[-2:] == ("lost to cold starts", "to others' loads")
+    assert [row[-2:] for row in table.rows] == [("5.0%", "0.0%"), ("25.0%", "20.0%")]
 
 
 @pytest.mark.parametrize(
     ("text", "slo"),
     [
-        ("ttft:200", Slo(ttft_ms=200)),
-        ("ttft:200, tpot:30.5,e2e:5000", Slo(ttft_ms=200, tpot_ms=30.5, e2e_ms=5000)),
+        ("ttft:200", SloLimits(ttft_ms=200)),
+        ("ttft:200, tpot:30.5,e2e:5000", SloLimits(ttft_ms=200, tpot_ms=30.5, e2e_ms=5000)),
     ],
 )
-def test_limits_are_read(text: str, slo: Slo) -> None:
+def test_limits_are_read(text: str, slo: SloLimits) -> None:
     assert parse_slo(text) == slo
 
 
@@ -177,6 +176,6 @@ def test_limits_that_are_none_are_refused(text: str) -> None:
 
 
 def test_limits_may_be_a_multiple_of_a_run_without_adapters() -> None:
-    slo = Slo.scaled(two_answers(), 1.5)
+    slo = SloLimits.scaled(two_answers(), 1.5)
     assert slo.tpt_ms == pytest.approx(1.5 * (62.5 + 500 / 3) / 2)
     assert slo.ttft_ms is None

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caraserve.bench.records import PlannedRequest, Workload
-from caraserve.bench.report.canvas import can_draw
+from caraserve.bench.report.plots import can_draw
 from caraserve.bench.simulator.instance import MS
 from caraserve.bench.simulator.machines import Machine, of_papers, without_adapters
 from caraserve.bench.simulator.outcome import digest, outcome

@@ -1,8 +1,12 @@
-"""A report's figures: latency CDFs, bars over modes, time lines, sweeps over rates, bars over ranks.
+"""Figures of a report as PNG: latency CDFs, ratios of modes, time lines, rate sweeps, latencies by rank, comparisons.
 
-Each function returns None where there is nothing to draw, or nothing to draw with. Repeats of a label are one line.
+matplotlib is an optional dependency and is imported when a figure is drawn (`can_draw`). Repeats with the same label
+are drawn as one line. A function returns None where the runs have nothing to show.
 """
 
+import importlib.util
+import io
+import warnings
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -10,34 +14,98 @@ from typing import Any
 import numpy as np
 
 from caraserve.bench.records import Run
-from caraserve.bench.report.canvas import (
-    COLOURS,
-    Picture,
-    can_draw,
-    ink,
-    legend,
-    line_style,
-    new_figure,
-    picture,
-    plain_name,
-    style,
-    time_scale,
-)
 from caraserve.bench.report.columns import Columns, Floats
-from caraserve.bench.report.ratios import RATIO_METRICS, beside, by_label
-from caraserve.bench.report.slo import Slo
-from caraserve.bench.report.summary import Group, Summary
+from caraserve.bench.report.compare import Comparison
+from caraserve.bench.report.ratios import RATIO_METRICS, by_label, ratios_to_first
+from caraserve.bench.report.summary import RequestGroup, SloLimits, Summary
 
-_CDF_POINTS = 400  # of a line: more cannot be seen, and would fill the page
+# Okabe and Ito's colours, which colour-blind readers can tell apart, with grey and Tol's violet in place of yellow and
+# black.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#8C8C8C", "#8F6BD1")
+_DASHES = ("-", "--", ":", "-.")
+INK, _GRID = "#1f2328", "#d0d4d9"
+_NAME_LENGTH = 34
+_CDF_POINTS = 400  # of a line: more cannot be seen
 _WINDOWS = 60  # of a time line
-_LONG_TAIL = 30  # 99th over 1st percentile from which on a linear axis would show the tail alone
-SWEEP_MARK = " @ "  # between a mode and its rate in a run's label
+_LONG_TAIL = 30  # 99th over 1st percentile above which an axis is logarithmic: a linear one would show only the tail
+SWEEP_MARK = " @ "  # between a name and its rate in a run's label
 
 
-def cdfs(runs: Sequence[Run], slo: Slo | None = None) -> Picture | None:
-    """The share of answers within a latency, for TTFT, TPT and E2E; limits as vertical lines."""
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Returns an empty figure of this size in inches; its parts are laid out when it is drawn."""
+    # matplotlib is an optional dependency: only saved reports need it.
+    from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
+
+    return Figure(figsize=(width, height), layout="constrained", facecolor="white")
+
+
+def style(axes: Any, **settings: Any) -> None:
+    """Sets labels and limits; draws two spines, a grid behind the data and small type."""
+    axes.set(**settings)
+    axes.set_axisbelow(True)
+    axes.grid(True, color=_GRID, lw=0.6)
+    axes.set_facecolor("none")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(INK)
+    axes.tick_params(which="both", labelsize=8, color=INK, labelcolor=INK)
+    for text in (axes.title, axes.xaxis.label, axes.yaxis.label):
+        text.set(color=INK, fontsize=9)
+    axes.title.set_fontweight("bold")
+
+
+def line_style(place: int) -> dict[str, Any]:
+    """Returns the colour and dashes of the run at `place`; dashes change after each round of colours."""
+    return {"color": COLOURS[place % len(COLOURS)], "ls": _DASHES[place // len(COLOURS) % len(_DASHES)], "lw": 1.5}
+
+
+def legend(figure: Any, axes: Any) -> None:
+    """Adds a legend below all panels, unless there is only one line."""
+    handles, labels = axes.get_legend_handles_labels()
+    if len(handles) > 1:
+        columns = min(len(handles), 4 if max(map(len, labels)) < 22 else 3)
+        shown = figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
+        for text in shown.get_texts():
+            text.set_color(INK)
+
+
+def plain_name(name: str) -> str:
+    """Returns a label that matplotlib shows unchanged: no mathematics, no leading underscore (which would hide it), at
+    most 34 characters."""
+    kept = "".join(letter if letter.isprintable() else "?" for letter in name)
+    if len(kept) > _NAME_LENGTH:
+        half = (_NAME_LENGTH - 1) // 2
+        kept = f"{kept[:half]}…{kept[-half:]}"
+    kept = kept.replace("$", r"\$")
+    return f" {kept}" if kept.startswith("_") else kept
+
+
+def time_scale(values_ms: Sequence[float] | Floats) -> tuple[float, str]:
+    """Returns a factor for milliseconds and the unit it gives: seconds if the largest value is above 10 s."""
+    known = np.asarray(values_ms, np.float64)
+    known = known[np.isfinite(known)]
+    return (1e-3, "s") if known.size and known.max() > 10_000 else (1.0, "ms")
+
+
+def render(figure: Any) -> bytes:
+    """Returns a figure as PNG."""
+    png = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # a name in letters that the font lacks
+        figure.savefig(png, format="png", dpi=140)
+    return png.getvalue()
+
+
+def latency_cdfs(runs: Sequence[Run], slo: SloLimits | None = None) -> bytes | None:
+    """Draws the share of answers within a latency, for TTFT, TPT and E2E; SLO limits are vertical lines."""
     pooled = {label: columns for label, columns in _pooled(runs).items() if columns.ok.any()}
-    if not pooled or not can_draw():
+    if not pooled:
         return None
     figure = new_figure(10.5, 3.9)
     panels = figure.subplots(1, 3, sharey=True)
@@ -47,7 +115,7 @@ def cdfs(runs: Sequence[Run], slo: Slo | None = None) -> Picture | None:
         _cdf(axes, metric, values, limits.get(metric))
     panels[0].set_ylabel("share of answers, %")
     legend(figure, panels[0])
-    return picture(figure, "cdfs", "How many answers come within a time: TTFT, TPT and E2E")
+    return render(figure)
 
 
 def _cdf(axes: Any, metric: str, values: Mapping[str, Floats], limit_ms: float | None) -> None:
@@ -65,14 +133,14 @@ def _cdf(axes: Any, metric: str, values: Mapping[str, Floats], limit_ms: float |
         else:
             axes.set_xlim(0, None)
     if limit_ms is not None:
-        axes.axvline(limit_ms * factor, color=ink(), lw=0.9, ls=(0, (1, 2)))
-        axes.annotate("SLO", (limit_ms * factor, 3), (3, 0), textcoords="offset points", fontsize=8, color=ink())
+        axes.axvline(limit_ms * factor, color=INK, lw=0.9, ls=(0, (1, 2)))
+        axes.annotate("SLO", (limit_ms * factor, 3), (3, 0), textcoords="offset points", fontsize=8, color=INK)
 
 
-def ratio_bars(summaries: Sequence[Summary]) -> Picture | None:
-    """TTFT, TPT and E2E of each mode over the first one's, with their spread over repeats."""
-    lines = beside(summaries)
-    if len(lines) < 2 or not can_draw():
+def ratio_bars(summaries: Sequence[Summary]) -> bytes | None:
+    """Draws mean TTFT, TPT and E2E of each label over the first label's, with the standard deviation over repeats."""
+    lines = ratios_to_first(summaries)
+    if len(lines) < 2:
         return None
     figure = new_figure(10.5, 1.5 + 0.34 * len(lines))
     panels = figure.subplots(1, len(RATIO_METRICS), sharey=True)
@@ -82,25 +150,26 @@ def ratio_bars(summaries: Sequence[Summary]) -> Picture | None:
             spread = ratio.spread or 0.0
             axes.barh(place, ratio.mean, height=0.66, color=COLOURS[place % len(COLOURS)])
             if spread:
-                axes.errorbar(ratio.mean, place, xerr=spread, color=ink(), lw=1, capsize=3)
+                axes.errorbar(ratio.mean, place, xerr=spread, color=INK, lw=1, capsize=3)
             at = (ratio.mean + spread, place)
             axes.annotate(
-                f"{ratio.mean:.2f}", at, (4, 0), textcoords="offset points", va="center", fontsize=8, color=ink()
+                f"{ratio.mean:.2f}", at, (4, 0), textcoords="offset points", va="center", fontsize=8, color=INK
             )
         farthest = max((ratio.mean + (ratio.spread or 0.0) for _, ratio in found), default=1.0)
         style(axes, xlabel=f"{metric.upper()} ÷ that of the first", title=metric.upper(), xlim=(0, 1.16 * farthest))
-        axes.axvline(1, color=ink(), lw=0.9)
+        axes.axvline(1, color=INK, lw=0.9)
         axes.grid(False, axis="y")
     panels[0].set_yticks(range(len(lines)), [plain_name(line.label) for line in lines])
     panels[0].invert_yaxis()
-    return picture(figure, "ratios", f"Mean TTFT, TPT and E2E as ratios to {lines[0].label}")
+    return render(figure)
 
 
-def time_lines(runs: Sequence[Run]) -> Picture | None:
-    """Requests in flight, median TTFT and output tokens a second over time; of each label its first repeat."""
+def time_lines(runs: Sequence[Run]) -> bytes | None:
+    """Draws requests in flight, median TTFT by time of sending, and output tokens a second in 60 windows, for the first
+    repeat of each label."""
     first = {run.label: run for run in reversed(runs) if run.records and run.wall_s > 0}
     shown = [first[label] for label in dict.fromkeys(run.label for run in runs) if label in first]
-    if not shown or not can_draw():
+    if not shown:
         return None
     figure = new_figure(10.5, 6.2)
     flying, waiting, speed = figure.subplots(3, 1, sharex=True)
@@ -123,12 +192,11 @@ def time_lines(runs: Sequence[Run]) -> Picture | None:
     style(speed, ylabel="output tokens/s", ylim=(0, None), xlabel="time since the start, s", xlim=(0, end_s))
     figure.align_ylabels([flying, waiting, speed])
     legend(figure, flying)
-    what = f"Requests in flight, median TTFT by time of sending, and output tokens a second, in {_WINDOWS} windows"
-    return picture(figure, "time", what)
+    return render(figure)
 
 
 def _in_flight(columns: Columns, end_s: float) -> tuple[Floats, Floats]:
-    """Greatest number of requests under way in each of 10 parts of a window."""
+    """Returns the starts of 600 equal parts of the run in s, and the greatest number of requests in flight in each."""
     times = np.concatenate([columns.sent_s, columns.done_s])
     steps = np.concatenate([np.ones(columns.sent_s.size), -np.ones(columns.done_s.size)])
     order = np.argsort(times, kind="stable")
@@ -145,7 +213,7 @@ def _in_flight(columns: Columns, end_s: float) -> tuple[Floats, Floats]:
 
 
 def _median_ttft(columns: Columns, edges_s: Floats) -> Floats:
-    """Of requests sent within each window; NaN where there is none."""
+    """Returns the median TTFT in ms of the requests sent in each window; NaN where none was sent."""
     known = ~np.isnan(columns.ttft_ms)
     window = np.digitize(columns.sent_s[known], edges_s[1:-1])
     values = columns.ttft_ms[known]
@@ -154,16 +222,16 @@ def _median_ttft(columns: Columns, edges_s: Floats) -> Floats:
     )
 
 
-def rate_sweep(summaries: Sequence[Summary]) -> Picture | None:
-    """95th percentile of TTFT, and SLO attainment where there is one, over the rate offered.
+def rate_sweep(summaries: Sequence[Summary]) -> bytes | None:
+    """Draws the 95th percentile of TTFT, and SLO attainment if limits were set, over the offered rate.
 
-    Runs of one line have labels that agree up to ` @ `, as in `cached @ 3/s`.
+    Runs whose labels agree up to ` @ ` are one line, as `cached @ 3/s` and `cached @ 6/s`.
     """
     lines: dict[str, list[Summary]] = {}
     for summary in summaries:
         if SWEEP_MARK in summary.label and summary.offered_per_s is not None:
             lines.setdefault(summary.label.rsplit(SWEEP_MARK, 1)[0], []).append(summary)
-    if not lines or not can_draw():
+    if not lines:
         return None
     judged = any(summary.attainment is not None for line in lines.values() for summary in line)
     figure = new_figure(10.5 if judged else 6.2, 4.0)
@@ -175,7 +243,7 @@ def rate_sweep(summaries: Sequence[Summary]) -> Picture | None:
             _sweep_line(panels[1], place, label, points)
         style(panels[1], xlabel="requests/s offered", ylabel="SLO attainment, %", ylim=(0, 103), xlim=(0, None))
     legend(figure, panels[0])
-    return picture(figure, "sweep", "95th percentile of TTFT and SLO attainment over the rate offered")
+    return render(figure)
 
 
 def _sweep_panel(axes: Any, lines: Mapping[str, Sequence[tuple[float, float]]]) -> None:
@@ -215,19 +283,19 @@ def _attained(summary: Summary) -> tuple[float, float]:
     return summary.offered_per_s or 0.0, share
 
 
-def rank_bars(summaries: Sequence[Summary]) -> Picture | None:
-    """Mean TTFT, TPT and E2E by rank, a bar for each label; a mark at the 95th percentile of TTFT."""
+def rank_bars(summaries: Sequence[Summary]) -> bytes | None:
+    """Draws mean TTFT, TPT and E2E by rank, a bar for each label; a mark shows the 95th percentile of TTFT."""
     shown = {label: repeats[0] for label, repeats in by_label(summaries).items()}
     names = {group.name: group.rank or 0 for summary in shown.values() for group in summary.ranks}
     ranks = sorted(names, key=lambda name: names[name])
-    if len(ranks) < 2 or not can_draw():
+    if len(ranks) < 2:
         return None
     figure = new_figure(10.5, 3.9)
     panels = figure.subplots(1, 3)
     for axes, metric in zip(panels, RATIO_METRICS, strict=True):
         _rank_panel(axes, metric, shown, ranks)
     legend(figure, panels[0])
-    return picture(figure, "ranks", "Mean TTFT, TPT and E2E by rank; the mark above a bar of TTFT is its P95")
+    return render(figure)
 
 
 def _rank_panel(axes: Any, metric: str, shown: Mapping[str, Summary], ranks: Sequence[str]) -> None:
@@ -247,7 +315,7 @@ def _rank_panel(axes: Any, metric: str, shown: Mapping[str, Summary], ranks: Seq
     axes.grid(False, axis="x")
 
 
-def _by_rank(groups: Sequence[Group], field: str, ranks: Sequence[str]) -> Floats:
+def _by_rank(groups: Sequence[RequestGroup], field: str, ranks: Sequence[str]) -> Floats:
     found = {group.name: getattr(group, field) for group in groups}
     return np.array([found.get(rank) if found.get(rank) is not None else np.nan for rank in ranks], np.float64)
 
@@ -263,8 +331,34 @@ def _known(values: Floats) -> Floats:
     return values[~np.isnan(values)]
 
 
-def all_pictures(runs: Sequence[Run], summaries: Sequence[Summary]) -> tuple[Picture, ...]:
-    """Those that these runs have something for; none without matplotlib."""
+def run_plots(runs: Sequence[Run], summaries: Sequence[Summary]) -> dict[str, bytes]:
+    """Draws every figure that these runs have data for: PNG by file name. Returns nothing without matplotlib."""
+    if not can_draw():
+        return {}
     slo = next((summary.attainment.slo for summary in summaries if summary.attainment is not None), None)
-    drawn = (ratio_bars(summaries), rate_sweep(summaries), cdfs(runs, slo), time_lines(runs), rank_bars(summaries))
-    return tuple(found for found in drawn if found is not None)
+    drawn = {
+        "ratios.png": ratio_bars(summaries),
+        "sweep.png": rate_sweep(summaries),
+        "cdfs.png": latency_cdfs(runs, slo),
+        "time.png": time_lines(runs),
+        "ranks.png": rank_bars(summaries),
+    }
+    return {name: png for name, png in drawn.items() if png is not None}
+
+
+def comparison_plot(comparison: Comparison) -> bytes:
+    """Draws every ratio B ÷ A as a bar, a panel for each label. Needs matplotlib."""
+    panels = len(comparison.rows)
+    most = max(len(rows) for rows in comparison.rows.values())
+    figure = new_figure(3.4 + 3.4 * panels, 1.2 + 0.24 * most)
+    axes_row = figure.subplots(1, panels, squeeze=False)[0]
+    for axes, (label, rows) in zip(axes_row, comparison.rows.items(), strict=True):
+        known = [(row.name, row.ratio) for row in rows if row.ratio is not None]
+        colours = [COLOURS[1] if ratio > 1 else COLOURS[0] for _, ratio in known]
+        axes.barh(range(len(known)), [ratio for _, ratio in known], color=colours)
+        axes.axvline(1, color=INK, lw=0.9)
+        style(axes, title=plain_name(label), xlabel="B ÷ A")
+        axes.set_yticks(range(len(known)), [name.removesuffix(", ms") for name, _ in known])
+        axes.invert_yaxis()
+        axes.grid(False, axis="y")
+    return render(figure)
