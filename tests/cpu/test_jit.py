@@ -42,8 +42,8 @@ def test_code_is_kept_in_a_folder_of_these_sources_also_where_numba_was_there_be
         "import numba\n"
         "from caraserve.cpu import jit\n"
         "numba.njit(lambda: 1)()\n"  # compiling reads the settings again
-        "from caraserve.cpu import team\n"
-        "print(team._publish._cache.cache_path)\n"
+        "from caraserve.cpu import thread_team\n"
+        "print(thread_team._publish._cache.cache_path)\n"
     )
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
     done = subprocess.run(
