@@ -17,11 +17,16 @@ from dataclasses import dataclass
 from math import inf
 from random import Random
 
-from caraserve.cluster.membership.addresses import check_count, is_loopback, is_wildcard, join_address, outward_address
-from caraserve.cluster.membership.auth import Keyring
-from caraserve.cluster.membership.dns import Resolver
-from caraserve.cluster.membership.node import Body, Node, NodeConfig
-from caraserve.cluster.membership.secret_file import LOOPBACK_SECRET, SecretFile
+from caraserve.cluster.membership.auth import LOOPBACK_SECRET, Keyring, SecretFile
+from caraserve.cluster.membership.dns import (
+    PeerResolver,
+    check_count,
+    is_loopback,
+    is_wildcard,
+    join_address,
+    outward_address,
+)
+from caraserve.cluster.membership.node import Node, NodeConfig, QueryBody
 from caraserve.cluster.placement.planner import PlacementPlanner
 from caraserve.cluster.placement.reconciler import Reconciler
 from caraserve.cluster.routing.cost import LinkSpeeds
@@ -123,7 +128,7 @@ def make_node(cluster: ClusterConfig, lora: LoraConfig, admission: Admission, mo
     """`model`: the base model's digest. Raises ConfigError."""
     if lora.registry is None:
         log.warning("without --registry this instance forgets the cluster's adapters when it ends")
-    names = persistence.NamesFile(persistence.beside(lora.registry) if lora.registry else None)
+    names = persistence.ClusterRegistryFile(persistence.cluster_registry_path(lora.registry) if lora.registry else None)
     who = cluster.cluster_name, cluster.name, model, cluster.peers
     config = NodeConfig(*who, admission.keys, admission.dialling, base_name)
     return Node(config, names, rng=Random())
@@ -164,7 +169,7 @@ class FleetAdapters:
         """Before the node starts."""
         node, pool = self.node, self.pool
 
-        def answer(peer: str, body: Body) -> Body:
+        def answer(peer: str, body: QueryBody) -> QueryBody:
             return pool.store.answer(peer, body) if body[:1] == (KEEP_QUESTION,) else forwarding.quote(peer, body)
 
         node.on_question, publisher.on_wanted = answer, pool.adopt
@@ -291,7 +296,7 @@ async def join(
 def introduction(node: Node, now: Callable[[], float] = time.monotonic) -> Callable[[], bool]:
     """Whether clients may come: this instance knows the cluster's names, or there is nobody to tell it any."""
     ends_s = now() + _PATIENCE_S
-    return lambda: node.core.facts.agreed or now() >= ends_s
+    return lambda: node.protocol.state.agreed or now() >= ends_s
 
 
 def links_of(profile: Profile | None, lora: LoraConfig) -> LinkSpeeds:
@@ -308,7 +313,7 @@ async def _advertised(cluster: ClusterConfig, host: str, port: int) -> str:
         return cluster.advertise
     if not is_wildcard(host):
         return join_address(host, port)
-    resolver = Resolver()
+    resolver = PeerResolver()
     for peer in cluster.peers:
         if (found := await outward_address(peer, resolver, _LOOK_UP_S)) is not None:
             return join_address(found, port)

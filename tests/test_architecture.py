@@ -54,8 +54,7 @@ HOMES = {
 PURE = (
     *("engine/scheduler.py", "engine/merge_policy.py", "engine/fair_queue.py"),
     *("kv/block_pool.py", "kv/prefix_keys.py", "kv/memory_budget.py"),
-    *(f"cluster/membership/{name}.py" for name in ("auth", "connection", "dialer", "events", "messages", "ping_relay")),
-    *(f"cluster/membership/{name}.py" for name in ("protocol", "signing", "swim")),
+    *(f"cluster/membership/{name}.py" for name in ("connection", "dialer", "events", "messages", "protocol", "swim")),
     *(f"cluster/state/{name}.py" for name in ("anti_entropy", "replicated_map")),
     *(f"cluster/routing/{name}.py" for name in ("cost", "perf_model", "policies", "router")),
     *(f"cluster/placement/{name}.py" for name in ("bin_packing", "cold_adapters", "demand", "loraserve", "migration")),
@@ -63,7 +62,7 @@ PURE = (
     "cluster/transfer/delete_lease.py",
 )
 PURE_IMPORTS = {f"caraserve.{name.removesuffix('.py').replace('/', '.')}" for name in PURE}
-PURE_IMPORTS |= {"caraserve.cluster.routing.ranking"}
+PURE_IMPORTS |= {"caraserve.cluster.routing.ranking", "caraserve.cluster.membership.auth"}
 PURE_PACKAGES = ("core", "model", "config", "errors", "util")
 
 

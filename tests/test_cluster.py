@@ -38,7 +38,7 @@ def test_the_life_of_a_fleet(tmp_path: Path) -> None:
         assert a.states()["b"] == "left"
         metrics = a.ask("/metrics")
         assert 'caraserve:cluster_members{state="dead"' in metrics
-        assert "caraserve:cluster_facts_refused_total" in metrics
+        assert "caraserve:cluster_entries_refused_total" in metrics
     with fleet(ports, tmp_path) as servers:
         until(lambda: all_alive(servers), 4)
         assert all("bard" in server.adapters() for server in servers.values())

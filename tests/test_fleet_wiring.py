@@ -15,7 +15,7 @@ from caraserve.cluster.membership.auth import Keyring
 from caraserve.cluster.membership.node import Node, NodeConfig
 from caraserve.cluster.routing.cost import LinkSpeeds
 from caraserve.cluster.routing.perf_model import PerfModel
-from caraserve.cluster.state.persistence import NamesFile
+from caraserve.cluster.state.persistence import ClusterRegistryFile
 from caraserve.config import ClusterConfig, LoraConfig
 from caraserve.core.machine_profile import Profile, load
 from caraserve.engine.stats import EngineLoad
@@ -67,7 +67,7 @@ async def prepared(
     engine: Any = SimpleNamespace(draining=False, failure=None, catalog=catalog, workload=lambda tokens: work)
     metrics: Any = SimpleNamespace(answers=lambda: (0, 0), show=lambda families: None)
     async with AsyncExitStack() as stack:
-        node = Node(NodeConfig("tests", "a", "m", ("127.0.0.1:1",), KEYS), NamesFile(None), rng=Random(1))
+        node = Node(NodeConfig("tests", "a", "m", ("127.0.0.1:1",), KEYS), ClusterRegistryFile(None), rng=Random(1))
         stack.push_async_callback(node.close)
         dispatch = make_dispatch(node, engine, cluster_config(), Admission(KEYS, None, None))
         stack.push_async_callback(dispatch.relays.close)

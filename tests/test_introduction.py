@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from caraserve.cluster.state.replicated_map import Adapter
+from caraserve.cluster.state.replicated_map import RegisteredAdapter
 from caraserve.serve_cluster import introduction
 from tests.cluster.nodes import instances, until
 
@@ -13,7 +13,7 @@ def test_one_that_joins_is_introduced_when_it_knows_all_names(tmp_path: Path) ->
         async with asyncio.timeout(20), instances(tmp_path) as running:
             a = (await running.start("a")).node
             for number in range(500):
-                a.register(Adapter(f"poet-{number}", "d" * 64, 8, 1))
+                a.register(RegisteredAdapter(f"poet-{number}", "d" * 64, 8, 1))
             b = (await running.start("b")).node
             ready = introduction(b, lambda: 0.0)
             assert not ready()

@@ -40,7 +40,7 @@ class ModelList:
     async def body(self, context: Context) -> bytes:
         async with self._writing:
             adapters = list(context.engine.adapters())
-            far = context.cluster.names_version if context.cluster else 0
+            far = context.cluster.registry_version if context.cluster else 0
             if adapters != self._adapters or far != self._far:
                 self._body = await _list(context, adapters)
                 self._adapters, self._far = adapters, far

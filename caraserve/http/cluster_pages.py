@@ -10,8 +10,8 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from caraserve.cluster.membership.swim import Record
-from caraserve.cluster.state.replicated_map import Adapter
+from caraserve.cluster.membership.swim import MemberRecord
+from caraserve.cluster.state.replicated_map import RegisteredAdapter
 from caraserve.http.context import CONTEXT
 from caraserve.http.interfaces import ClusterApi
 from caraserve.http.responses import json_response
@@ -29,7 +29,7 @@ async def members(request: web.Request) -> web.Response:
     return json_response({"object": "list", "name": name, "data": data})
 
 
-def _member(cluster: ClusterApi, record: Record) -> dict[str, Any]:
+def _member(cluster: ClusterApi, record: MemberRecord) -> dict[str, Any]:
     found = cluster.load(record.name)
     load = None
     if found is not None:
@@ -68,19 +68,19 @@ async def adapters(request: web.Request) -> web.StreamResponse:
     return response
 
 
-async def by_name(adapters: Iterator[Adapter]) -> AsyncIterator[list[Adapter]]:
+async def by_name(adapters: Iterator[RegisteredAdapter]) -> AsyncIterator[list[RegisteredAdapter]]:
     """The adapters in order, some at a time, with turns of the event loop in between."""
     sorted_slices = [sorted(some, key=_NAME) async for some in in_turns(_slices(adapters))]
     async for some in in_turns(_slices(heapq.merge(*sorted_slices, key=_NAME))):
         yield some
 
 
-def _slices(adapters: Iterator[Adapter]) -> Iterator[list[Adapter]]:
+def _slices(adapters: Iterator[RegisteredAdapter]) -> Iterator[list[RegisteredAdapter]]:
     while some := list(itertools.islice(adapters, _SLICE)):
         yield some
 
 
-def _adapter(cluster: ClusterApi | None, adapter: Adapter) -> dict[str, Any]:
+def _adapter(cluster: ClusterApi | None, adapter: RegisteredAdapter) -> dict[str, Any]:
     holders = cluster.holders(adapter.digest) if cluster else {}
     return {
         "name": adapter.name,

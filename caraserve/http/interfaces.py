@@ -4,9 +4,9 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mappin
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from caraserve.cluster.membership.swim import Record
+from caraserve.cluster.membership.swim import MemberRecord
 from caraserve.cluster.routing.cost import Tier
-from caraserve.cluster.state.replicated_map import Adapter, Load
+from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter
 from caraserve.core.request import GenerateRequest, TokenDelta
 from caraserve.errors import NotFound
 from caraserve.telemetry.metrics import SnapshotView
@@ -124,19 +124,19 @@ class ClusterApi(Protocol):
     @property
     def name(self) -> str: ...
 
-    def members(self) -> tuple[Record, ...]:
+    def members(self) -> tuple[MemberRecord, ...]:
         """Everybody known, this instance first."""
 
-    def load(self, name: str) -> tuple[Load, float] | None:
+    def load(self, name: str) -> tuple[InstanceLoad, float] | None:
         """The newest load of an instance, and its age in seconds."""
 
     @property
-    def names_version(self) -> int:
+    def registry_version(self) -> int:
         """Another number whenever names or what they mean have changed."""
 
-    def adapters(self) -> Iterator[Adapter]: ...
+    def adapters(self) -> Iterator[RegisteredAdapter]: ...
 
-    def adapter(self, name: str) -> Adapter | None: ...
+    def adapter(self, name: str) -> RegisteredAdapter | None: ...
 
     def holders(self, digest: str) -> Mapping[str, Tier]:
         """Who has an adapter's bytes."""
@@ -202,6 +202,6 @@ def named_adapter(served: Served, model: str) -> str | None:
     return None if adapter is None else adapter.name
 
 
-def far_adapter(served: Served, adapter: Adapter) -> RemoteAdapter:
+def far_adapter(served: Served, adapter: RegisteredAdapter) -> RemoteAdapter:
     """A name that the cluster knows, with what is known of it."""
     return RemoteAdapter(adapter.name, adapter.digest, adapter.rank, adapter.num_bytes, served.started_s)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from caraserve.cluster.membership.node import Node
-from caraserve.cluster.membership.websocket import PATH
+from caraserve.cluster.membership.websocket import WEBSOCKET_PATH
 from caraserve.cluster.routing.forward_auth import PREFIX
 from caraserve.http import chat, completions
 from caraserve.http.app import bare_app, listen
@@ -20,7 +20,7 @@ def add_peer_routes(app: web.Application, node: Node, more: Sequence[web.RouteDe
     """All routes for other instances. Whatever is added for them belongs here, so that it is on the right port."""
     app.add_routes(
         [
-            web.get(PATH, node.accept),
+            web.get(WEBSOCKET_PATH, node.accept),
             web.post(f"{PREFIX}/v1/completions", completions.forwarded_completions),
             web.post(f"{PREFIX}/v1/chat/completions", chat.forwarded_chat_completions),
             *more,

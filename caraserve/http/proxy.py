@@ -21,8 +21,8 @@ import orjson
 from aiohttp import web
 
 from caraserve.cluster.membership.auth import Keyring
-from caraserve.cluster.membership.dns import Resolver
-from caraserve.cluster.membership.swim import Record, State
+from caraserve.cluster.membership.dns import PeerResolver
+from caraserve.cluster.membership.swim import MemberRecord, MemberState
 from caraserve.cluster.routing.cost import CostEstimate
 from caraserve.cluster.routing.forward_auth import (
     INSTANCE_HEADER,
@@ -109,7 +109,7 @@ class PeerProxy:
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = self._overdue = False
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S, ssl=tls or True, resolver=Resolver())
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S, ssl=tls or True, resolver=PeerResolver())
         self._session = aiohttp.ClientSession(
             connector=connector,
             timeout=aiohttp.ClientTimeout(total=None, connect=_REACH_S, sock_connect=_CONNECT_S),
@@ -134,12 +134,12 @@ class PeerProxy:
             for name in tuple(self._open):
                 self._give_up(name)
 
-    def changed(self, record: Record) -> None:
+    def changed(self, record: MemberRecord) -> None:
         """Membership's news of an instance. Its death, or that it lives anew, means that whatever it was answering is
         lost, though its connections stand still. One that left has ended its streams first."""
         before = self._epochs.get(record.name, record.epoch)
         self._epochs[record.name] = record.epoch
-        if record.state == State.DEAD or record.epoch != before:
+        if record.state == MemberState.DEAD or record.epoch != before:
             self._give_up(record.name)
 
     def _give_up(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Many cores in one process, on a network that can be told to misbehave, under a clock that only moves when told to."""
+"""Many `ClusterProtocol`s in one process, on a simulated network, under a clock that only the tests move."""
 
 import heapq
 from collections import Counter
@@ -8,10 +8,10 @@ from random import Random
 
 from caraserve.cluster.membership.auth import Keyring
 from caraserve.cluster.membership.connection import MAX_WAITING
-from caraserve.cluster.membership.events import Close, Dial, Output, Settings
+from caraserve.cluster.membership.events import CloseConnection, Dial, Output, ProtocolSettings
 from caraserve.cluster.membership.messages import MAX_FRAME
-from caraserve.cluster.membership.protocol import Core
-from caraserve.cluster.membership.swim import MAX_KNOWN, MemberChanged, State, Timing
+from caraserve.cluster.membership.protocol import ClusterProtocol
+from caraserve.cluster.membership.swim import MAX_KNOWN, DetectorTiming, MemberChanged, MemberState
 
 SECRET = b"a secret of the tests"
 WALL_MS = 1_700_000_000_000
@@ -23,7 +23,7 @@ SETTLED_S = 6.0  # two instances connected for so long, both ways, must not take
 class Node:
     """One life of an instance."""
 
-    core: Core
+    protocol: ClusterProtocol
     ends: set[int] = field(default_factory=set)
     stuck_until: float = 0.0  # its loop hangs: no ticks, and what arrives waits
     outputs: list[tuple[float, Output]] = field(default_factory=list)
@@ -47,11 +47,13 @@ class Fleet:
         self._next_end = 0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
-        self._orders: dict[tuple[int, str], tuple[int, int, State, str]] = {}
+        self._orders: dict[tuple[int, str], tuple[int, int, MemberState, str]] = {}
 
     # ---- instances
 
-    def start(self, name: str, seeds: Iterable[str] = (), called: str | None = None, **settings: object) -> Core:
+    def start(
+        self, name: str, seeds: Iterable[str] = (), called: str | None = None, **settings: object
+    ) -> ClusterProtocol:
         """A new life; the clock of its machine is up to 5 s off. `called`: as it calls itself, if not by `name`."""
         given = {
             "cluster": "c",
@@ -62,16 +64,16 @@ class Fleet:
         }
         secrets = given.pop("secrets", (SECRET,))
         skew = self.rng.uniform(-5, 5) if self.now else 0.0
-        core = Core(
-            Settings(name=called or name, **given),
+        protocol = ClusterProtocol(
+            ProtocolSettings(name=called or name, **given),
             Keyring(secrets),
             Random(self.rng.random()),
             self.now,
             WALL_MS + int((self.now + skew) * 1000),
         )
-        node = self.nodes[name] = Node(core)
+        node = self.nodes[name] = Node(protocol)
         self._at(self.rng.random() * TICK_S, lambda: self._tick(name, node))
-        return core
+        return protocol
 
     def kill(self, name: str, *, reset: bool = True) -> None:
         """kill -9; `reset` False: its machine vanishes, and no connection says so."""
@@ -84,14 +86,14 @@ class Fleet:
     def leave(self, name: str) -> None:
         """An orderly end."""
         node = self.nodes[name]
-        node.core.leave(self.now)
+        node.protocol.leave(self.now)
         self._drain(name, node)
         self.kill(name)
 
     def stick(self, name: str, seconds: float) -> None:
         """Its event loop hangs."""
         self.nodes[name].stuck_until = self.now + seconds
-        if seconds > Timing().suspect_s / 2:
+        if seconds > DetectorTiming().suspect_s / 2:
             self.nodes[name].lag_ended = self.now + seconds
 
     # ---- the network
@@ -141,15 +143,17 @@ class Fleet:
         """Whether all living see exactly the living as alive."""
         names = set(self.nodes)
         return all(
-            set(node.core.members.live()) == names - {name}
-            and all(record.state == State.ALIVE for record in node.core.members.records() if record.name in names)
+            set(node.protocol.members.live()) == names - {name}
+            and all(
+                record.state == MemberState.ALIVE for record in node.protocol.members.records() if record.name in names
+            )
             for name, node in self.nodes.items()
         )
 
-    def same_facts(self) -> bool:
+    def same_entries(self) -> bool:
         """Whether all hold the same names, and the same of what each living one holds."""
         roots = [
-            {owner: root for owner, root in node.core.facts.roots() if not owner or owner in self.nodes}
+            {owner: root for owner, root in node.protocol.state.roots() if not owner or owner in self.nodes}
             for node in self.nodes.values()
         ]
         return all(mine == roots[0] for mine in roots)
@@ -158,27 +162,27 @@ class Fleet:
         """What one instance said of the others."""
         return [(when, event) for when, event in self.nodes[name].outputs if isinstance(event, MemberChanged)]
 
-    def state(self, viewer: str, name: str) -> State | None:
+    def state(self, viewer: str, name: str) -> MemberState | None:
         """What one instance believes of another."""
-        record = self.nodes[viewer].core.members.get(name)
+        record = self.nodes[viewer].protocol.members.get(name)
         return record.state if record else None
 
     def check(self) -> None:
         """What holds at every moment."""
         assert self.false_deaths == []
         for viewer, node in self.nodes.items():
-            records = node.core.members.records()
+            records = node.protocol.members.records()
             assert len(records) <= MAX_KNOWN
             for record in records:
                 # Nobody knows a higher incarnation than the instance itself, and no view ever goes back.
                 if record.name in self.nodes:
-                    own = self.nodes[record.name].core.members.me
+                    own = self.nodes[record.name].protocol.members.me
                     # Another epoch is of an earlier life with a faster clock, of which this one has not heard yet.
                     assert record.epoch != own.epoch or record.incarnation <= own.incarnation
-                key = (id(node.core), record.name)
+                key = (id(node.protocol), record.name)
                 assert self._orders.get(key, record.order) <= record.order, f"{viewer} went back on {record.name}"
                 self._orders[key] = record.order
-            for link in node.core._links.values():
+            for link in node.protocol._links.values():
                 assert link.waiting <= MAX_WAITING + 3
 
     # ---- inside
@@ -193,23 +197,23 @@ class Fleet:
         if self.now < node.stuck_until:
             self._at(node.stuck_until - self.now, lambda: self._tick(name, node))
             return
-        node.core.tick(self.now)
+        node.protocol.tick(self.now)
         self._drain(name, node)
         self._at(TICK_S, lambda: self._tick(name, node))
 
     def _drain(self, name: str, node: Node) -> None:
-        outputs = node.core.take_outputs()
-        for end in node.core.writable():
-            while (frame := node.core.pull(end, self.now)) is not None:
+        outputs = node.protocol.take_outputs()
+        for end in node.protocol.writable():
+            while (frame := node.protocol.pull(end, self.now)) is not None:
                 self._send(name, end, frame)
         for output in outputs:
             node.outputs.append((self.now, output))
             if isinstance(output, Dial):
                 self._at(self._delay(), lambda address=output.address: self._connect(name, node, address))
-            elif isinstance(output, Close):
+            elif isinstance(output, CloseConnection):
                 self._tell_lost(output.link ^ 1)
                 self._lost(name, node, output.link)
-            elif isinstance(output, MemberChanged) and output.record.state == State.DEAD:
+            elif isinstance(output, MemberChanged) and output.record.state == MemberState.DEAD:
                 self._judge(name, output.record.name)
 
     def _judge(self, viewer: str, name: str) -> None:
@@ -223,11 +227,15 @@ class Fleet:
             and all(self.now - node.lag_ended > SETTLED_S for node in (alive, self.nodes[viewer]))
         ):
             met = [when for when, event in self.events(viewer) if event.record.name == name]
-            if met and self.now - met[0] > SETTLED_S and alive.core.members.me.epoch == self._epoch_seen(viewer, name):
+            if (
+                met
+                and self.now - met[0] > SETTLED_S
+                and alive.protocol.members.me.epoch == self._epoch_seen(viewer, name)
+            ):
                 self.false_deaths.append(f"{viewer} says at {self.now:.2f} that {name} is dead")
 
     def _epoch_seen(self, viewer: str, name: str) -> int:
-        record = self.nodes[viewer].core.members.get(name)
+        record = self.nodes[viewer].protocol.members.get(name)
         return record.epoch if record else 0
 
     def _connect(self, name: str, node: Node, address: str) -> None:
@@ -240,8 +248,8 @@ class Fleet:
         self._ends |= {end: name, end + 1: other}
         node.ends.add(end)
         there.ends.add(end + 1)
-        node.core.connected(end, self.now, dialled=address)
-        there.core.connected(end + 1, self.now)
+        node.protocol.connected(end, self.now, dialled=address)
+        there.protocol.connected(end + 1, self.now)
         self._drain(name, node)
         self._drain(other, there)
 
@@ -260,7 +268,7 @@ class Fleet:
         if self.now < node.stuck_until:
             self._at(node.stuck_until - self.now + 0.001, lambda: self._deliver(source, end, frame))
             return
-        node.core.received(end, frame, self.now)
+        node.protocol.received(end, frame, self.now)
         self._drain(name, node)
 
     def _tell_lost(self, end: int, *, even_cut: bool = False) -> None:
@@ -272,7 +280,7 @@ class Fleet:
     def _lost(self, name: str, node: Node, end: int) -> None:
         if self.nodes.get(name) is node and self._ends.pop(end, None) is not None:
             node.ends.discard(end)
-            node.core.lost(end, self.now)
+            node.protocol.lost(end, self.now)
             self._drain(name, node)
 
     def _delay(self) -> float:

@@ -11,12 +11,11 @@ from random import Random
 
 from aiohttp import web
 
-from caraserve.cluster.membership.auth import Keyring
+from caraserve.cluster.membership.auth import Keyring, SecretFile
 from caraserve.cluster.membership.node import Node, NodeConfig
-from caraserve.cluster.membership.secret_file import SecretFile
-from caraserve.cluster.membership.swim import State
-from caraserve.cluster.state.persistence import NamesFile
-from caraserve.cluster.state.replicated_map import Load
+from caraserve.cluster.membership.swim import MemberState
+from caraserve.cluster.state.persistence import ClusterRegistryFile
+from caraserve.cluster.state.replicated_map import InstanceLoad
 from caraserve.http.peer_routes import add_peer_routes
 
 KEYS = Keyring((b"a secret of the tests",))
@@ -24,7 +23,7 @@ KEYS = Keyring((b"a secret of the tests",))
 # which hangs up on nobody else when it ends; and whom it accepts in its last turn, asyncio's own server forgets.
 _TURNS = 5
 _NEVER_S = 30.0  # what takes this long hangs, also where disk and processors have much else to do
-LOAD = Load("serving", kv_tokens=1000, kv_free_tokens=1000, queue_room=10)
+LOAD = InstanceLoad("serving", kv_tokens=1000, kv_free_tokens=1000, queue_room=10)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -119,7 +118,7 @@ class Instance:
         if self.relay is not None:
             await self.relay.close()
 
-    def sees(self, name: str) -> State | None:
+    def sees(self, name: str) -> MemberState | None:
         record = self.node.record(name)
         return record.state if record else None
 
@@ -147,7 +146,7 @@ class Instances:
         routes: Callable[[Node], Sequence[web.RouteDef]] = lambda node: (),
     ) -> Instance:
         """Joins the first one started, unless told whom. `tls`: for listening and for dialling."""
-        names = NamesFile(self._folder / f"{name}.db")
+        names = ClusterRegistryFile(self._folder / f"{name}.db")
         seeds = peers if peers is not None else (self._first,) if self._first else ("127.0.0.1:1",)
         config = NodeConfig("tests", called or name, model, seeds, keys, tls[1] if tls else None, base_name)
         node = Node(config, names, rng=Random(name))
@@ -175,8 +174,8 @@ class Instances:
         """Whether all see exactly all others, alive."""
         names = set(self.running)
         return all(
-            {record.name for record in one.node.members() if record.state == State.ALIVE} == names
-            and all(record.state in (State.ALIVE, State.LEFT) for record in one.node.members())
+            {record.name for record in one.node.members() if record.state == MemberState.ALIVE} == names
+            and all(record.state in (MemberState.ALIVE, MemberState.LEFT) for record in one.node.members())
             for one in self.running.values()
         )
 

@@ -14,14 +14,14 @@ import aiohttp
 from aiohttp import web
 
 from caraserve.cluster.membership.auth import Keyring
-from caraserve.cluster.membership.swim import Record, State
+from caraserve.cluster.membership.swim import MemberRecord, MemberState
 from caraserve.cluster.routing.cost import Backlog, Tier
 from caraserve.cluster.routing.forward_auth import CLAIMS_HEADER, INSTANCE_HEADER, PREFIX, ForwardVerifier
 from caraserve.cluster.routing.forwarding import LOCAL, Body, Forwarding, LatencyTargets, refuses_new_requests
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.policies import policy
 from caraserve.cluster.routing.router import Instance
-from caraserve.cluster.state.replicated_map import Adapter, Load
+from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter
 from caraserve.http import chat, completions
 from caraserve.http.app import make_app, start_http
 from caraserve.http.context import HttpTimings
@@ -40,14 +40,14 @@ MODEL = PerfModel(0.01, 0.1, 5.0, False, 1.0, 0.05, 0.001)
 class World:
     """What is true, and what every instance sees unless a test gives it another view."""
 
-    records: dict[str, Record] = field(default_factory=dict)
+    records: dict[str, MemberRecord] = field(default_factory=dict)
     loads: dict[str, Backlog] = field(default_factory=dict)
-    names: dict[str, Adapter] = field(default_factory=dict)
+    names: dict[str, RegisteredAdapter] = field(default_factory=dict)
     held: dict[str, dict[str, Tier]] = field(default_factory=dict)
     routers: dict[str, Forwarding] = field(default_factory=dict)
 
     def add(self, name: str, port: int) -> None:
-        self.records[name] = Record(name, f"127.0.0.1:{port}", 1, 0, State.ALIVE)
+        self.records[name] = MemberRecord(name, f"127.0.0.1:{port}", 1, 0, MemberState.ALIVE)
         self.loads[name] = Backlog()
 
 
@@ -57,8 +57,8 @@ class View:
     def __init__(self, name: str, world: World) -> None:
         self.name = name
         self.stale: tuple[Instance, ...] | None = None
-        self.names: dict[str, Adapter] | None = None
-        self.names_version = 1
+        self.names: dict[str, RegisteredAdapter] | None = None
+        self.registry_version = 1
         self._world = world
 
     def instances(self) -> tuple[Instance, ...]:
@@ -66,29 +66,29 @@ class View:
             return self.stale
         return tuple(Instance(name, MODEL, backlog) for name, backlog in self._world.loads.items())
 
-    def record(self, name: str) -> Record | None:
+    def record(self, name: str) -> MemberRecord | None:
         return self._world.records.get(name)
 
-    def adapter(self, name: str) -> Adapter | None:
+    def adapter(self, name: str) -> RegisteredAdapter | None:
         return (self._world.names if self.names is None else self.names).get(name)
 
-    def adapters(self) -> Iterator[Adapter]:
+    def adapters(self) -> Iterator[RegisteredAdapter]:
         return iter(self._world.names.values())
 
     def holders(self, digest: str) -> Mapping[str, Tier]:
         return self._world.held.get(digest, {})
 
-    async def ask(self, peer: str, body: Body, timeout_s: float) -> Body | None:
+    async def query(self, peer: str, body: Body, timeout_s: float) -> Body | None:
         router = self._world.routers.get(peer)
         return None if router is None else router.quote(self.name, body)
 
     async def accept(self, request: web.Request) -> web.StreamResponse:
         raise web.HTTPServiceUnavailable
 
-    def members(self) -> tuple[Record, ...]:
+    def members(self) -> tuple[MemberRecord, ...]:
         return tuple(self._world.records.values())
 
-    def load(self, name: str) -> tuple[Load, float] | None:
+    def load(self, name: str) -> tuple[InstanceLoad, float] | None:
         return None
 
     def remove(self, name: str) -> None:
@@ -186,7 +186,9 @@ class Fleet:
             self.world.add(name, peer_port)
         self.world.routers[name] = forwarding
         for adapter in engine.loaded.values():
-            self.world.names[adapter.name] = Adapter(adapter.name, adapter.digest, adapter.rank, adapter.num_bytes)
+            self.world.names[adapter.name] = RegisteredAdapter(
+                adapter.name, adapter.digest, adapter.rank, adapter.num_bytes
+            )
             self.world.held.setdefault(adapter.digest, {})[name] = Tier.HOST
         server = Server(engine, view, dispatch, Client(self._session, port), relays.carried)
         self.servers[name] = server

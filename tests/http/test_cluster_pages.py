@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager, suppress
 import aiohttp
 import pytest
 
-from caraserve.cluster.membership.swim import Record
+from caraserve.cluster.membership.swim import MemberRecord
 from caraserve.cluster.routing.cost import Tier
-from caraserve.cluster.state.replicated_map import Adapter, Load
+from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter
 from caraserve.http.app import make_app, start_http
 from tests.http.fake_engine import FakeEngine
 from tests.http.serving import Client, http_config, new_metrics
@@ -20,7 +20,7 @@ class Cluster:
     without a pause in between."""
 
     name = "a"
-    names_version = 1
+    registry_version = 1
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -29,18 +29,18 @@ class Cluster:
     def pause(self) -> None:
         self.most_asked, self.asked = max(self.most_asked, self.asked), 0
 
-    def members(self) -> tuple[Record, ...]:
+    def members(self) -> tuple[MemberRecord, ...]:
         return ()
 
-    def load(self, name: str) -> tuple[Load, float] | None:
+    def load(self, name: str) -> tuple[InstanceLoad, float] | None:
         return None
 
-    def adapters(self) -> Iterator[Adapter]:
+    def adapters(self) -> Iterator[RegisteredAdapter]:
         for index in reversed(range(self._count)):
             self.asked += 1
-            yield Adapter(f"adapter-{index}", f"digest-{index}", 8, 100)
+            yield RegisteredAdapter(f"adapter-{index}", f"digest-{index}", 8, 100)
 
-    def adapter(self, name: str) -> Adapter | None:
+    def adapter(self, name: str) -> RegisteredAdapter | None:
         return None
 
     def holders(self, digest: str) -> Mapping[str, Tier]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from caraserve.cluster.membership.swim import State
+from caraserve.cluster.membership.swim import MemberState
 from caraserve.core.request import Tenant
 from caraserve.errors import BackendFailed, Draining, Overloaded
 from caraserve.http.auth import key_name
@@ -279,7 +279,7 @@ async def test_a_stream_whose_instance_dies_ends_with_an_error(how: str) -> None
             relays, record = running["b"].dispatch.relays, running.world.records["a"]
             relays.changed(record)
             if how != "connection":
-                relays.changed(replace(record, state=State.DEAD) if how == "death" else replace(record, epoch=2))
+                relays.changed(replace(record, state=MemberState.DEAD) if how == "death" else replace(record, epoch=2))
             error = (await read_chunk(answer))["error"]
             assert (error["code"], error["type"]) == ("instance_lost", "server_error")
             assert await answer.content.read() == DONE
@@ -314,7 +314,7 @@ async def test_an_instance_found_dead_before_its_first_byte_costs_nothing() -> N
         a = await running.start("a", FakeEngine(script=None))
         asked = asyncio.create_task(running["b"].client.complete(stream=True))
         (there,) = await a.engine.submitted()
-        running["b"].dispatch.relays.changed(replace(running.world.records["a"], state=State.DEAD))
+        running["b"].dispatch.relays.changed(replace(running.world.records["a"], state=MemberState.DEAD))
         assert (await asked).status == 200
         await there.cancelled.wait()
         assert len(running["b"].engine.requests) == 1

@@ -10,7 +10,7 @@ from aiohttp import web
 from caraserve.cluster.routing.cost import Backlog, Tier
 from caraserve.cluster.routing.forward_auth import CLAIMS_HEADER, INSTANCE_HEADER, PREFIX, SIGNATURE_HEADER
 from caraserve.cluster.routing.forwarding import LatencyTargets
-from caraserve.cluster.state.replicated_map import Adapter
+from caraserve.cluster.state.replicated_map import RegisteredAdapter
 from caraserve.errors import Unreachable
 from tests.cluster.membership.test_admission import certificate, tls
 from tests.http.fake_engine import FakeAdapter, FakeEngine
@@ -38,7 +38,7 @@ async def test_an_adapter_that_is_not_here_is_listed_and_answered_by_who_has_it(
 
 async def test_an_adapter_whose_holders_are_away_is_unavailable_not_unknown() -> None:
     async with fleet("a") as running:
-        running.world.names["far"] = Adapter("far", "f", 8, 1)
+        running.world.names["far"] = RegisteredAdapter("far", "f", 8, 1)
         running.world.held["f"] = {"z": Tier.HOST}
         answer = await running["a"].client.complete(model="far")
         assert (answer.status, answer.error["code"]) == (503, "adapter_unavailable")
@@ -65,7 +65,7 @@ async def test_an_adapter_that_one_cannot_fetch_is_asked_only_of_who_has_it(entr
         cuts = {name: Cut() for name in "abcd"}
         for name, cut in cuts.items():
             running[name].dispatch.forwarding.fetcher = cut
-        running.world.names["far"] = Adapter("far", "f", 8, 1)
+        running.world.names["far"] = RegisteredAdapter("far", "f", 8, 1)
         if held:
             await running.start("e", FakeEngine(loaded={"far": FakeAdapter("far", "/far", digest="f")}))
         answer = await running[entry].client.complete(model="far")

@@ -1,19 +1,25 @@
-"""Frames: messages signed with a shared secret and good for one connection only. No I/O, no clock.
+"""Authentication of instances by shared secrets: session frames, HTTP requests, and the file of secrets.
 
 A frame is a kind byte (H while shaking hands, S in a session), 16 bytes of HMAC-SHA256, an 8-byte sequence number, and
-the message. Each side of a connection draws a nonce, and the key of each direction is made of a secret and both nonces.
-So a frame of another connection, direction or cluster does not verify, and within the connection a sequence number is
-taken once. Of several secrets the first signs and all verify: a new one is added everywhere, then put first, then the
-old one is taken away.
+the message. Each side of a connection draws a nonce, and each direction's key is derived from a secret and both nonces.
+So a frame of another connection, direction or cluster does not verify, and within a connection each sequence number is
+accepted once.
+
+A request signature covers the method, the path with its query, and a time of day, and is valid for half a minute. What
+it gives access to can be repeated without harm: adapters' bytes and plans are only read, and checked against a digest.
+
+Of several secrets the first signs and all verify. To rotate secrets without a pause: add the new one everywhere, put it
+first everywhere, then remove the old one.
 """
 
 import hmac
+from pathlib import Path
 
 from caraserve.cluster.membership.messages import MAX_FRAME
 from caraserve.errors import ConfigError
 
 WINDOW = 1024  # sequence numbers that may overtake one another
-HELLO, SESSION = b"H", b"S"
+HELLO_FRAME, SESSION_FRAME = b"H", b"S"
 _MAC, _SEQUENCE = 16, 8
 _HEAD = 1 + _MAC + _SEQUENCE
 _MIN_SECRET = 16
@@ -48,13 +54,13 @@ class Keyring:
         return tuple(hmac.digest(secret, b"caraserve " + use, "sha256") for secret in self._secrets)
 
 
-def seal(kind: bytes, key: bytes, sequence: int, body: bytes) -> bytes:
+def sign_frame(kind: bytes, key: bytes, sequence: int, body: bytes) -> bytes:
     """A frame."""
     number = sequence.to_bytes(_SEQUENCE)
     return kind + hmac.digest(key, kind + number + body, "sha256")[:_MAC] + number + body
 
 
-def unseal(kind: bytes, keys: tuple[bytes, ...], frame: bytes) -> tuple[int, bytes] | None:
+def verify_frame(kind: bytes, keys: tuple[bytes, ...], frame: bytes) -> tuple[int, bytes] | None:
     """(sequence number, body) of a frame of that kind signed with any of the keys; None otherwise."""
     if not _HEAD <= len(frame) <= MAX_FRAME or frame[:1] != kind:
         return None
@@ -83,3 +89,60 @@ class ReplayWindow:
             return False
         self._seen |= 1 << -ahead
         return True
+
+
+# --- HTTP requests ---
+
+SIGNATURE_HEADER = "X-Cara-Signature"
+_SIGNATURE_S = 30.0
+
+
+def sign_request(keys: Keyring, method: str, path: str, wall_s: float) -> str:
+    """The header's value for a request. `path`: as it is sent, the query included."""
+    when = str(int(wall_s * 1000))
+    return f"{when} {_request_mac(keys.request_keys()[0], method, path, when)}"
+
+
+def is_signed_request(keys: Keyring, value: str, method: str, path: str, wall_s: float) -> bool:
+    """Whether one who knows a secret asks, and does so now."""
+    when, _, mac = value.partition(" ")
+    if not (when.isascii() and when.isdigit() and len(when) < 20 and mac.isascii()):
+        return False
+    if abs(int(when) / 1000 - wall_s) > _SIGNATURE_S:
+        return False
+    return any(hmac.compare_digest(mac, _request_mac(key, method, path, when)) for key in keys.request_keys())
+
+
+def _request_mac(key: bytes, method: str, path: str, when: str) -> str:
+    return hmac.digest(key, f"{when}\n{method}\n{path}".encode("utf-8", "surrogateescape"), "sha256").hex()
+
+
+# --- the file of secrets ---
+
+# Instances on one machine's loopback interface trust whoever can reach it, as they do with requests that need no key.
+LOOPBACK_SECRET = b"caraserve: every process of this machine may join"
+
+
+class SecretFile:
+    """The secrets in a file, and whether they are others than before."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError when it cannot be read or has no usable secret."""
+        self._path = path
+        self._lines = self._read()
+        self.keys = Keyring(self._lines)
+
+    def reread(self) -> bool:
+        """Whether `keys` is new. Raises ConfigError, and keeps the old, when the file is of no use."""
+        lines = self._read()
+        if lines == self._lines:
+            return False
+        self.keys, self._lines = Keyring(lines), lines
+        return True
+
+    def _read(self) -> tuple[bytes, ...]:
+        try:
+            lines = self._path.read_bytes().splitlines()
+        except OSError as error:
+            raise ConfigError(f"--cluster-secret-file {str(self._path)!r}: {error.strerror}") from None
+        return tuple(line.strip() for line in lines if line.strip())

@@ -13,13 +13,20 @@ from collections.abc import Iterable
 from dataclasses import replace
 from enum import Enum
 
-from caraserve.cluster.membership.auth import HELLO, SESSION, Keyring, ReplayWindow, seal, unseal
-from caraserve.cluster.membership.events import Settings
-from caraserve.cluster.membership.messages import Beat, Hello, Malformed, Message, Refuse, decode, encode
-from caraserve.cluster.membership.swim import MAX_LIVE, MAX_RUMOURS
+from caraserve.cluster.membership.auth import (
+    HELLO_FRAME,
+    SESSION_FRAME,
+    Keyring,
+    ReplayWindow,
+    sign_frame,
+    verify_frame,
+)
+from caraserve.cluster.membership.events import ProtocolSettings
+from caraserve.cluster.membership.messages import Heartbeat, Hello, Malformed, Message, Refuse, decode, encode
+from caraserve.cluster.membership.swim import MAX_LIVE, MAX_UPDATES
 
-STRANGER = "it knows no secret of ours; is its --cluster-secret-file another one?"
-SILENT = "it does not answer our greeting; is its --cluster-secret-file another one?"
+UNKNOWN_SECRET = "it knows no secret of ours; is its --cluster-secret-file another one?"
+NO_ANSWER = "it does not answer our greeting; is its --cluster-secret-file another one?"
 MAX_WAITING = 256  # control frames for a peer that does not read; after that its connection is dropped
 _FIRST = 0.8  # of the time to greet: who dialled gives up first, so that both sides say why
 _MAX_BAD = 16  # frames that do not verify or decode; after that, too
@@ -27,13 +34,13 @@ _MAX_STRANGERS = 2 * MAX_LIVE  # connections that others began and that are not 
 _MAX_ACCEPTED = 4 * MAX_LIVE  # that others began
 
 
-class Nothing(Enum):
+class Ignored(Enum):
     """What a frame may bring when it brings no message."""
 
     STALE = "a repetition, or it came before the session"
 
 
-class Link:
+class Connection:
     """A connection. `peer` is the other's Hello once its key has proved right; `up` once it has proved to be fresh."""
 
     def __init__(self, number: int, dialled: str | None, nonce: str, keys: Keyring, now: float) -> None:
@@ -54,7 +61,7 @@ class Link:
         self._window = ReplayWindow()
         self._sent = 0
         self._bad = 0
-        self._beat: Beat | None = None
+        self._beat: Heartbeat | None = None
         self._control: deque[Message] = deque()
         self.rekey(keys)
 
@@ -67,22 +74,22 @@ class Link:
 
     # ---- in
 
-    def open(self, frame: bytes, now: float) -> Message | Malformed | Nothing:
+    def open(self, frame: bytes, now: float) -> Message | Malformed | Ignored:
         """What a frame says, if it is signed and new."""
-        message: Message | Malformed | Nothing
-        if frame[:1] == HELLO:
+        message: Message | Malformed | Ignored
+        if frame[:1] == HELLO_FRAME:
             message = self._open_hello(frame)
-        elif frame[:1] == SESSION and not self.up:
-            return Nothing.STALE  # its Hello got lost or was overtaken; both will be said again
+        elif frame[:1] == SESSION_FRAME and not self.up:
+            return Ignored.STALE  # its Hello got lost or was overtaken; both will be said again
         else:
             message = self._open_session(frame)
         if isinstance(message, Malformed):
             self._bad += 1
             if self._bad > _MAX_BAD:
-                self.close("its frames do not verify" if self.peer else STRANGER)
+                self.close("its frames do not verify" if self.peer else UNKNOWN_SECRET)
         elif self.barred and not isinstance(message, Refuse):
-            return Nothing.STALE
-        elif not isinstance(message, Nothing):
+            return Ignored.STALE
+        elif not isinstance(message, Ignored):
             self.heard_s = now
         return message
 
@@ -101,7 +108,7 @@ class Link:
         return True
 
     def _open_hello(self, frame: bytes) -> Message | Malformed:
-        opened = unseal(HELLO, self._keys.hello_keys(), frame)
+        opened = verify_frame(HELLO_FRAME, self._keys.hello_keys(), frame)
         if opened is None:
             return Malformed("a greeting that is not signed with a secret of ours")
         message = decode(opened[1])
@@ -109,18 +116,18 @@ class Link:
             return message
         return Malformed("a message that belongs into a session")
 
-    def _open_session(self, frame: bytes) -> Message | Malformed | Nothing:
+    def _open_session(self, frame: bytes) -> Message | Malformed | Ignored:
         # The key that verified last is tried first: with two secrets every frame of a peer would else cost two hashes.
-        opened = unseal(SESSION, (self._verify_key,), frame) if self._verify_key else None
+        opened = verify_frame(SESSION_FRAME, (self._verify_key,), frame) if self._verify_key else None
         for key in () if opened else self._verify_keys:
-            opened = opened or unseal(SESSION, (key,), frame)
+            opened = opened or verify_frame(SESSION_FRAME, (key,), frame)
             self._verify_key = key if opened else None
             if opened:
                 break
         if opened is None:
             return Malformed("a frame that is not signed for this connection")
         if not self._window.is_new(opened[0]):
-            return Nothing.STALE
+            return Ignored.STALE
         message = decode(opened[1])
         return Malformed("a greeting inside a session") if isinstance(message, Hello | Refuse) else message
 
@@ -130,17 +137,17 @@ class Link:
         """Queues a message. A beat takes the place of an older one that still waits: only the newest is of use."""
         if self.closing is not None or self.barred:
             return
-        if isinstance(message, Beat):
+        if isinstance(message, Heartbeat):
             if self._beat is not None:
                 rumours = dict.fromkeys((*self._beat.rumours, *message.rumours))  # these were counted as sent
-                message = replace(message, rumours=tuple(rumours)[:MAX_RUMOURS])
+                message = replace(message, rumours=tuple(rumours)[:MAX_UPDATES])
             self._beat = message
         elif len(self._control) < MAX_WAITING:
             self._control.append(message)
         else:
             self.close("it does not read what it is sent")
 
-    def watch(self, settings: Settings, now: float) -> None:
+    def watch(self, settings: ProtocolSettings, now: float) -> None:
         """What time brings: a Hello is said again, and silence ends the connection."""
         if self.up:
             if now - self.heard_s > settings.link_silent_s:
@@ -152,9 +159,9 @@ class Link:
 
     def _give_up(self) -> None:
         if self.peer is None and self._bad:
-            self.close(STRANGER)
+            self.close(UNKNOWN_SECRET)
         else:
-            self.close(SILENT if self.peer is None and self.dialled is not None else "it did not greet in time")
+            self.close(NO_ANSWER if self.peer is None and self.dialled is not None else "it did not greet in time")
 
     def refuse(self, reason: str, now: float) -> None:
         """Tells the peer why, and is deaf to it from then on. It ends the connection, or the time to greet does.
@@ -184,10 +191,10 @@ class Link:
         """The next frame; `hello` is what to say if it is a greeting. Signed only here, so numbers go up in order."""
         if self._greet:
             self._greet, self._named, self.greeted_s = False, True, now
-            return seal(HELLO, self._keys.hello_keys()[0], 0, encode(hello))
+            return sign_frame(HELLO_FRAME, self._keys.hello_keys()[0], 0, encode(hello))
         if self._refusal is not None:
             body, self._refusal = encode(self._refusal), None
-            return seal(HELLO, self._keys.hello_keys()[0], 0, body)
+            return sign_frame(HELLO_FRAME, self._keys.hello_keys()[0], 0, body)
         if not self.up:
             return None
         message: Message | None = self._control.popleft() if self._control else self._beat
@@ -196,10 +203,10 @@ class Link:
         if message is self._beat:
             self._beat = None
         self._sent += 1
-        return seal(SESSION, self._sign_key, self._sent, encode(message))
+        return sign_frame(SESSION_FRAME, self._sign_key, self._sent, encode(message))
 
 
-def replaces(new: Link, old: Link, hello: Hello, me: str) -> bool:
+def should_replace(new: Connection, old: Connection, hello: Hello, me: str) -> bool:
     """Whether of two connections with the one that says `hello` the new one is to be used: both dialled, or one broke
     and only one end knows. Both ends must choose alike: of two connections from one side the newer, of two from both
     sides the one that the lesser name dialled."""
@@ -208,7 +215,7 @@ def replaces(new: Link, old: Link, hello: Hello, me: str) -> bool:
     return same_side or lesser_dialled or (old.peer is not None and hello.epoch > old.peer.epoch)
 
 
-def make_room(links: Iterable[Link]) -> None:
+def limit_accepted(links: Iterable[Connection]) -> None:
     """For the last of them, if need be. Those who come and say nothing keep nobody out: the oldest of them goes, and
     first one that has shown no key. What we dialled ourselves is not counted."""
     accepted = [link for link in links if link.dialled is None and link.closing is None]

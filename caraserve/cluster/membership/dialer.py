@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from random import Random
 
 from caraserve.cluster.membership.messages import Hello
-from caraserve.cluster.membership.swim import Record, State
+from caraserve.cluster.membership.swim import MemberRecord, MemberState
 
 _SPREAD_S = 0.2
 _OTHER_SIDE_S = 1.0  # how long the greater name leaves the dialling to the lesser
@@ -17,7 +17,7 @@ _RETRY_S = 0.7
 _REFUSED_S = 30.0
 
 
-class Dialling:
+class Dialer:
     """The addresses known and when each is due."""
 
     def __init__(self, name: str, seeds: tuple[str, ...], rng: Random, now: float) -> None:
@@ -29,7 +29,7 @@ class Dialling:
 
     def due(
         self,
-        known: Iterable[Record],
+        known: Iterable[MemberRecord],
         reached: Iterable[tuple[str | None, Hello | None]],
         now: float,
     ) -> list[str]:
@@ -39,7 +39,7 @@ class Dialling:
         open_addresses = {dialled for dialled, _ in links}
         wanted = {address: now for address in self.seeds if self._names.get(address) not in names}
         for record in known:
-            if record.name not in names and record.state != State.LEFT:
+            if record.name not in names and record.state != MemberState.LEFT:
                 first = _OTHER_SIDE_S if record.name < self._name else 0.0
                 wanted.setdefault(record.address, now + first + _SPREAD_S * self._rng.random())
         self._due = {address: self._due.get(address, first) for address, first in wanted.items()}

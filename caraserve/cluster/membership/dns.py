@@ -6,28 +6,35 @@ looked up once at a time however many wait for it, and for however short a time.
 """
 
 import asyncio
+import ipaddress
 import socket
+from collections.abc import Iterable
 from concurrent.futures import Future
 from threading import Thread
 from typing import NamedTuple
 
 from aiohttp.abc import AbstractResolver, ResolveResult
 
+from caraserve.cluster.membership.events import CLUSTER_FULL
+from caraserve.cluster.membership.swim import MAX_LIVE
+from caraserve.errors import ConfigError
+from caraserve.util.endpoints import split_address
 
-class Found(NamedTuple):
+
+class HostAddress(NamedTuple):
     """One address of a host."""
 
     family: int
     address: str
 
 
-class Resolver(AbstractResolver):
+class PeerResolver(AbstractResolver):
     """For aiohttp's connectors, and for whoever wants the addresses alone."""
 
     def __init__(self) -> None:
-        self._under_way: dict[str, Future[list[Found]]] = {}
+        self._under_way: dict[str, Future[list[HostAddress]]] = {}
 
-    async def addresses(self, host: str) -> list[Found]:
+    async def addresses(self, host: str) -> list[HostAddress]:
         """All addresses of a host. Raises OSError when it has none. Takes as long as the system's resolver does."""
         try:
             return _look_up(host, socket.AI_NUMERICHOST)
@@ -63,7 +70,7 @@ class Resolver(AbstractResolver):
     async def close(self) -> None:
         """Nothing: look-ups end by themselves."""
 
-    def _look_up(self, host: str, future: "Future[list[Found]]") -> None:
+    def _look_up(self, host: str, future: "Future[list[HostAddress]]") -> None:
         try:
             found = _look_up(host, socket.AI_ADDRCONFIG)
         except (OSError, UnicodeError) as error:
@@ -74,10 +81,75 @@ class Resolver(AbstractResolver):
             future.set_result(found)
 
 
-def _look_up(host: str, flags: int) -> list[Found]:
+def _look_up(host: str, flags: int) -> list[HostAddress]:
     infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)
-    return [Found(family, _scoped(*map(str, address))) for family, _, _, _, address in infos]
+    return [HostAddress(family, _scoped(*map(str, address))) for family, _, _, _, address in infos]
 
 
 def _scoped(address: str, port: str, flow: str = "0", scope: str = "0") -> str:
     return address if scope == "0" or "%" in address else f"{address}%{scope}"
+
+
+# --- addresses of instances ---
+
+_PATIENCE_S = 2.0  # with name servers
+
+
+def join_address(host: str, port: int) -> str:
+    """HOST:PORT, or [IPV6]:PORT."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine is reached there. A name that others may resolve otherwise is not."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether it stands for all of this machine's addresses, so that nobody can connect to it."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return host == ""
+
+
+async def resolve_peers(
+    peers: Iterable[str], resolver: PeerResolver, patience_s: float = _PATIENCE_S
+) -> tuple[tuple[str, ...], list[str]]:
+    """All addresses behind the peers, each once and in order; and what does not resolve now, or not soon."""
+    peers = tuple(peers)
+    answers = await asyncio.gather(*(_addresses(split_address(peer)[0], resolver, patience_s) for peer in peers))
+    found: dict[str, None] = {}
+    for peer, answer in zip(peers, answers, strict=True):
+        found |= {join_address(address, split_address(peer)[1]): None for _, address in answer}
+    return tuple(found), [peer for peer, answer in zip(peers, answers, strict=True) if not answer]
+
+
+async def _addresses(host: str, resolver: PeerResolver, patience_s: float) -> list[HostAddress]:
+    try:
+        async with asyncio.timeout(patience_s):
+            return await resolver.addresses(host)
+    except (OSError, TimeoutError):
+        return []
+
+
+def check_count(addresses: tuple[str, ...]) -> None:
+    """Raises ConfigError for more than can connect each to each."""
+    if len(addresses) > MAX_LIVE:
+        raise ConfigError(f"--peers stands for {len(addresses)} instances: {CLUSTER_FULL}")
+
+
+async def outward_address(peer: str, resolver: PeerResolver, patience_s: float = _PATIENCE_S) -> str | None:
+    """The address of this machine from which a peer is reached; None if no way leads there. Sends the peer nothing."""
+    host, port = split_address(peer)
+    for family, address in await _addresses(host, resolver, patience_s):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((address, port))
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return None

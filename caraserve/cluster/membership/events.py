@@ -3,18 +3,18 @@
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from caraserve.cluster.membership.messages import PROTOCOL, Hello, Quote
-from caraserve.cluster.membership.swim import MAX_LIVE, MemberChanged, Timing
-from caraserve.cluster.state.replicated_map import Fact
+from caraserve.cluster.membership.messages import PROTOCOL_VERSION, Hello, PeerQuery
+from caraserve.cluster.membership.swim import MAX_LIVE, DetectorTiming, MemberChanged
+from caraserve.cluster.state.replicated_map import Entry
 
-CROWDED = (
+CLUSTER_FULL = (
     f"the cluster has {MAX_LIVE} instances, the most that connect each to each; "
     "run more of them in Kubernetes, behind llm-d's router over a Gateway API InferencePool"
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ProtocolSettings:
     """Who we are and how fast. Names and addresses go to others as they stand here."""
 
     cluster: str
@@ -23,7 +23,7 @@ class Settings:
     address: str  # where others reach us
     seeds: tuple[str, ...] = ()
     base_name: str = ""  # by which clients ask for the base model: no adapter's name
-    timing: Timing = field(default_factory=Timing)
+    timing: DetectorTiming = field(default_factory=DetectorTiming)
     beat_s: float = 0.25
     sync_s: float = 2.0
     handshake_s: float = 5.0
@@ -40,7 +40,7 @@ class Dial:
 
 
 @dataclass(frozen=True, slots=True)
-class Close:
+class CloseConnection:
     """Send what `pull` still gives for that link, then end it and call `lost`."""
 
     link: int
@@ -49,11 +49,11 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
-class FactsChanged:
+class EntriesChanged:
     """News of adapter names (owner SHARED), or of what an instance holds."""
 
     owner: str
-    facts: tuple[Fact, ...]
+    entries: tuple[Entry, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class PeerRefused:
 
 
 @dataclass(frozen=True, slots=True)
-class RefusedUs:
+class RefusedByPeer:
     """Somebody turned us away. `ours_to_go`: in a cluster that was full when we came, or that is not ours, there is no
     place to serve from.
 
@@ -80,22 +80,24 @@ class RefusedUs:
 
 
 @dataclass(frozen=True, slots=True)
-class Quoted:
+class QueryReceived:
     """A question about a request, or an answer to one of ours."""
 
     peer: str
-    quote: Quote
+    quote: PeerQuery
 
 
-Output: TypeAlias = Dial | Close | MemberChanged | FactsChanged | PeerRefused | RefusedUs | Quoted
+Output: TypeAlias = (
+    Dial | CloseConnection | MemberChanged | EntriesChanged | PeerRefused | RefusedByPeer | QueryReceived
+)
 
 
-def objection(settings: Settings, hello: Hello, known: Hello | None = None) -> str | None:
+def refusal_reason(settings: ProtocolSettings, hello: Hello, known: Hello | None = None) -> str | None:
     """Why who greets us so does not belong here, in words for the person who started it. `known`: who is in session
     with us under that name and heard just now; a restarted instance is not."""
-    if hello.protocol != PROTOCOL:
+    if hello.protocol != PROTOCOL_VERSION:
         return (
-            f"{settings.name} speaks version {PROTOCOL} of the cluster's protocol, not {hello.protocol}; "
+            f"{settings.name} speaks version {PROTOCOL_VERSION} of the cluster's protocol, not {hello.protocol}; "
             "each serves without the other until both are of one version"
         )
     if hello.cluster != settings.cluster:
@@ -108,7 +110,7 @@ def objection(settings: Settings, hello: Hello, known: Hello | None = None) -> s
     return None
 
 
-def namesake_refused(settings: Settings, address: str) -> PeerRefused:
+def name_conflict_refusal(settings: ProtocolSettings, address: str) -> PeerRefused:
     """An instance of our own name there, of which others have told us, is not taken for us."""
     return PeerRefused(f"{settings.name} at {address}", _shared(settings.name, settings.address))
 

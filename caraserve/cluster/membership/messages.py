@@ -12,14 +12,23 @@ from typing import TypeVar, cast, get_args
 
 import orjson
 
-from caraserve.cluster.membership.swim import MAX_KNOWN, MAX_RUMOURS, Record, Rumour, State
-from caraserve.cluster.state.replicated_map import BUCKETS, MAX_KEY, MAX_VALUE, Fact, Load, Status, Value, fact_fits
+from caraserve.cluster.membership.swim import MAX_KNOWN, MAX_UPDATES, MemberRecord, MemberState, MemberUpdate
+from caraserve.cluster.state.replicated_map import (
+    BUCKETS,
+    MAX_KEY,
+    MAX_VALUE,
+    Entry,
+    EntryValue,
+    InstanceLoad,
+    ServingStatus,
+    entry_fits,
+)
 from caraserve.util.endpoints import split_address
 
-PROTOCOL = 3  # raised whenever instances of before and after could not work together
+PROTOCOL_VERSION = 3  # raised whenever instances of before and after could not work together
 MAX_NAME, MAX_ADDRESS = 64, 256  # characters
-MAX_FRAME = 128 * 1024  # bytes; the largest are 256 records with long addresses, and facts, which are cut to fit
-MAX_BATCH = 200  # facts in one frame: about a millisecond to take in
+MAX_FRAME = 128 * 1024  # bytes; the largest are 256 records with long addresses, and entries, which are cut to fit
+MAX_BATCH = 200  # entries in one frame: about a millisecond to take in
 BATCH_BYTES = 96 * 1024
 _PLAIN = re.compile(r"[ !#-\[\]-~]*")  # one byte each in JSON, so that the largest message fits into a frame
 _MAX_QUOTE = 64
@@ -53,15 +62,15 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """I live, this is my load, and these are the roots of the names and of what I hold."""
 
-    record: Record
+    record: MemberRecord
     sequence: int
-    load: Load
+    load: InstanceLoad
     names_root: int
     held_root: int
-    rumours: tuple[Rumour, ...]
+    rumours: tuple[MemberUpdate, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +78,7 @@ class Ping:
     """Answer with an `Ack`."""
 
     number: int
-    rumours: tuple[Rumour, ...]
+    rumours: tuple[MemberUpdate, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +87,7 @@ class PingReq:
 
     number: int
     target: str
-    rumours: tuple[Rumour, ...]
+    rumours: tuple[MemberUpdate, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +95,7 @@ class Ack:
     """The record of the one pinged."""
 
     number: int
-    record: Record
+    record: MemberRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +107,16 @@ class Nack:
 
 @dataclass(frozen=True, slots=True)
 class Sync:
-    """Push-pull: all I know of members, and the roots of all my shelves. `answer`: no answer is wanted to this one."""
+    """Push-pull: all I know of members, and the roots of all my maps. `answer`: no answer is wanted to this one."""
 
     answer: bool
-    records: tuple[Record, ...]
+    records: tuple[MemberRecord, ...]
     roots: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """These are the sums of my copy of a shelf: send me what yours has in the buckets that differ."""
+    """These are the sums of my copy of a lww_map: send me what yours has in the buckets that differ."""
 
     number: int
     owner: str
@@ -115,21 +124,21 @@ class Compare:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """Facts of one shelf: news when `number` is 0, else part of an answer of `total` facts.
+class Entries:
+    """Entries of one lww_map: news when `number` is 0, else part of an answer of `total` entries.
 
     `whole`: all that differs is in that answer.
     """
 
     number: int
     owner: str
-    facts: tuple[Fact, ...]
+    entries: tuple[Entry, ...]
     total: int
     whole: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Quote:
+class PeerQuery:
     """A question to the instance itself (what would this request cost you?), or its answer. Not read here."""
 
     number: int
@@ -141,7 +150,7 @@ class Quote:
 class Leave:
     """I go now: this connection ends without a suspicion."""
 
-    record: Record
+    record: MemberRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +160,7 @@ class Malformed:
     reason: str
 
 
-Message = Hello | Refuse | Beat | Ping | PingReq | Ack | Nack | Sync | Compare | Facts | Quote | Leave
+Message = Hello | Refuse | Heartbeat | Ping | PingReq | Ack | Nack | Sync | Compare | Entries | PeerQuery | Leave
 
 # ---- reading
 
@@ -234,16 +243,16 @@ def _shape(make: Callable[..., T], *checks: Check[object]) -> Check[T]:
     return read
 
 
-def _state(value: object) -> State:
-    if type(value) is not int or value not in State.__members__.values():
+def _state(value: object) -> MemberState:
+    if type(value) is not int or value not in MemberState.__members__.values():
         raise _WrongError("a state")
-    return State(value)
+    return MemberState(value)
 
 
-def _status(value: object) -> Status:
-    if value not in get_args(Status):
+def _status(value: object) -> ServingStatus:
+    if value not in get_args(ServingStatus):
         raise _WrongError("a status")
-    return cast(Status, value)
+    return cast(ServingStatus, value)
 
 
 def _pair(one: Check[T], two: Check[object]) -> Check[tuple[T, object]]:
@@ -256,11 +265,11 @@ def _quoted(value: object) -> str | int | float:
     return value if type(value) is int and abs(value) < 2**62 else _real(value)
 
 
-def _fact(value: object) -> Fact:
-    fact = _raw_fact(value)
-    if not fact_fits(fact.key, fact.value) or (fact.deleted and fact.value):
-        raise _WrongError("a fact")
-    return fact
+def _entry(value: object) -> Entry:
+    entry = _raw_entry(value)
+    if not entry_fits(entry.key, entry.value) or (entry.deleted and entry.value):
+        raise _WrongError("a entry")
+    return entry
 
 
 def _value_item(value: object) -> str | int:
@@ -276,21 +285,21 @@ def _key(value: object) -> str:
 
 
 _NAME, _OWNER, _NONCE = _text(MAX_NAME), _text(MAX_NAME, 0), _text(64)
-_MEMBER: Check[Record] = _shape(Record, _NAME, _address, _count, _count, _state)
-_RUMOURS = _many(_shape(Rumour, _MEMBER, _OWNER), MAX_RUMOURS)
-_LOAD: Check[Load] = _shape(
-    *(Load, _status, _count, _count, _many(_pair(_count, _count), _MAX_RANKS)),
+_MEMBER: Check[MemberRecord] = _shape(MemberRecord, _NAME, _address, _count, _count, _state)
+_RUMOURS = _many(_shape(MemberUpdate, _MEMBER, _OWNER), MAX_UPDATES)
+_LOAD: Check[InstanceLoad] = _shape(
+    *(InstanceLoad, _status, _count, _count, _many(_pair(_count, _count), _MAX_RANKS)),
     *(_count, _count, _count, _whole, _count, _real, _real, _real),
 )
-_VALUE: Check[Value] = _many(_value_item, 8)
-_raw_fact: Check[Fact] = _shape(Fact, _key, _VALUE, _count, _NAME, _flag)
+_VALUE: Check[EntryValue] = _many(_value_item, 8)
+_raw_entry: Check[Entry] = _shape(Entry, _key, _VALUE, _count, _NAME, _flag)
 
 _own_hello = _shape(Hello, _count, _OWNER, _text(256, 0), _NAME, _address, _count, _NONCE, _text(64, 0), _flag)
 
 
 def _hello(value: object) -> Hello:
     """One of another version is read as far as it is known here, so that both sides can say which theirs is."""
-    if isinstance(value, list) and value and value[0] != PROTOCOL:
+    if isinstance(value, list) and value and value[0] != PROTOCOL_VERSION:
         value = value[: len(fields(Hello))]
     return _own_hello(value)
 
@@ -298,29 +307,29 @@ def _hello(value: object) -> Hello:
 _READERS: dict[str, Check[Message]] = {
     "hello": _hello,
     "refuse": _shape(Refuse, _NONCE, _text(1000)),
-    "beat": _shape(Beat, _MEMBER, _count, _LOAD, _word, _word, _RUMOURS),
+    "beat": _shape(Heartbeat, _MEMBER, _count, _LOAD, _word, _word, _RUMOURS),
     "ping": _shape(Ping, _count, _RUMOURS),
     "ping-req": _shape(PingReq, _count, _NAME, _RUMOURS),
     "ack": _shape(Ack, _count, _MEMBER),
     "nack": _shape(Nack, _count),
     "sync": _shape(Sync, _flag, _many(_MEMBER, MAX_KNOWN), _many(_pair(_OWNER, _word), MAX_KNOWN + 1)),
     "compare": _shape(Compare, _count, _OWNER, _many(_word, BUCKETS, BUCKETS)),
-    "facts": _shape(Facts, _count, _OWNER, _many(_fact, MAX_BATCH), _count, _flag),
-    "quote": _shape(Quote, _count, _flag, _many(_quoted, _MAX_QUOTE)),
+    "entries": _shape(Entries, _count, _OWNER, _many(_entry, MAX_BATCH), _count, _flag),
+    "quote": _shape(PeerQuery, _count, _flag, _many(_quoted, _MAX_QUOTE)),
     "leave": _shape(Leave, _MEMBER),
 }
 _KINDS: dict[type[Message], str] = {
     Hello: "hello",
     Refuse: "refuse",
-    Beat: "beat",
+    Heartbeat: "beat",
     Ping: "ping",
     PingReq: "ping-req",
     Ack: "ack",
     Nack: "nack",
     Sync: "sync",
     Compare: "compare",
-    Facts: "facts",
-    Quote: "quote",
+    Entries: "entries",
+    PeerQuery: "quote",
     Leave: "leave",
 }
 
@@ -340,7 +349,7 @@ def decode(body: bytes) -> Message | Malformed:
         return Malformed(f"not JSON: {error}")
 
 
-def is_member(name: str, address: str) -> bool:
+def is_valid_identity(name: str, address: str) -> bool:
     """Whether others could read an instance's name and address."""
     try:
         return bool(_NAME(name) and _address(address))
@@ -348,10 +357,10 @@ def is_member(name: str, address: str) -> bool:
         return False
 
 
-def fact_of(value: object) -> Fact | None:
-    """A fact from elsewhere than a frame, as the list of its fields; None unless it could have come in a frame."""
+def entry_from_fields(value: object) -> Entry | None:
+    """A entry from elsewhere than a frame, as the list of its fields; None unless it could have come in a frame."""
     try:
-        return _fact(value)
+        return _entry(value)
     except _WrongError:
         return None
 
@@ -363,17 +372,17 @@ def encode(message: Message) -> bytes:
     )
 
 
-def batches(facts: Iterable[Fact]) -> Iterator[tuple[Fact, ...]]:
-    """Facts in order, cut so that each piece fits into a frame. Reads no further than the pieces that are taken."""
-    piece: list[Fact] = []
+def entry_batches(entries: Iterable[Entry]) -> Iterator[tuple[Entry, ...]]:
+    """Entries in order, cut so that each piece fits into a frame. Reads no further than the pieces that are taken."""
+    piece: list[Entry] = []
     room = BATCH_BYTES
-    for fact in facts:
+    for entry in entries:
         # JSON escapes at worst six characters for one; a field around them costs a few more
-        size = 6 * (len(fact.key) + len(fact.node) + sum(len(str(item)) + 4 for item in fact.value)) + 40
+        size = 6 * (len(entry.key) + len(entry.node) + sum(len(str(item)) + 4 for item in entry.value)) + 40
         if piece and (len(piece) == MAX_BATCH or size > room):
             yield tuple(piece)
             piece, room = [], BATCH_BYTES
-        piece.append(fact)
+        piece.append(entry)
         room -= size
     if piece:
         yield tuple(piece)

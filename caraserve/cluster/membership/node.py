@@ -10,10 +10,10 @@ What others build on it, all on the event loop and without waiting:
     node.instances()                router.Instance of every live instance, ours included; none while none is measured
     node.record(name)               members.Record: its address (where requests for it go, too), state and epoch
     node.members(), node.load(name) everybody, in any state; the newest load with its age
-    node.adapters(), node.adapter(name)     facts.Adapter: what names mean everywhere
+    node.adapters(), node.adapter(name)     entries.Adapter: what names mean everywhere
     node.holders(digest)            {instance: cost.Tier} of those alive who have an adapter's bytes
     node.register(adapter), node.remove(name)   a name for all; raises InvalidRequest
-    node.hold(digest, tier), node.drop(digest)  our own bytes; `hold` once they are verified
+    node.advertise(digest, tier), node.withdraw(digest)  our own bytes; `hold` once they are verified
     node.publish(model, links)      our performance model or None, again whenever it changes
 
 and what calls them back, each a plain attribute that is set before `start`:
@@ -21,7 +21,7 @@ and what calls them back, each a plain attribute that is set before `start`:
     node.on_names(news)             names that others gave or took away: {name: Adapter, or None for a removed one}
     node.on_held()                  what some instance holds has changed, or who is alive
     node.on_member(record, before)  an instance came, came back, fell under suspicion, died or left
-    node.on_question(peer, body) -> body    another instance asks for a quote; `await node.ask(peer, body, timeout_s)`
+    node.on_question(peer, body) -> body    another instance asks for a quote; `await node.query(peer, body, timeout_s)`
                                     is the other side, and gives None when no answer came in time
     node.load_now(lag_s) -> Load    our load, for every beat
 
@@ -42,31 +42,29 @@ from random import Random
 
 from aiohttp import web
 
-from caraserve.cluster.membership.addresses import check_count, resolved
-from caraserve.cluster.membership.auth import Keyring
-from caraserve.cluster.membership.connection import SILENT, STRANGER
-from caraserve.cluster.membership.dns import Resolver
+from caraserve.cluster.membership.auth import Keyring, SecretFile
+from caraserve.cluster.membership.connection import NO_ANSWER, UNKNOWN_SECRET
+from caraserve.cluster.membership.dns import PeerResolver, check_count, resolve_peers
 from caraserve.cluster.membership.events import (
-    Close,
+    CloseConnection,
     Dial,
-    FactsChanged,
+    EntriesChanged,
     Output,
     PeerRefused,
-    Quoted,
-    RefusedUs,
-    Settings,
+    ProtocolSettings,
+    QueryReceived,
+    RefusedByPeer,
 )
-from caraserve.cluster.membership.messages import Quote
-from caraserve.cluster.membership.protocol import Core
-from caraserve.cluster.membership.secret_file import SecretFile
-from caraserve.cluster.membership.swim import MemberChanged, Record, State
-from caraserve.cluster.membership.websocket import Sockets
+from caraserve.cluster.membership.messages import PeerQuery
+from caraserve.cluster.membership.protocol import ClusterProtocol
+from caraserve.cluster.membership.swim import MemberChanged, MemberRecord, MemberState
+from caraserve.cluster.membership.websocket import WebSocketTransport
 from caraserve.cluster.routing.cost import LinkSpeeds, Tier
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.router import Instance
-from caraserve.cluster.state.advertised import LINKS, MODEL, Seen, links_value, model_value, tier_of
-from caraserve.cluster.state.persistence import NamesFile
-from caraserve.cluster.state.replicated_map import SHARED, Adapter, Load
+from caraserve.cluster.state.advertised import LINKS, MODEL, InstanceViews, links_value, model_value, tier_of
+from caraserve.cluster.state.persistence import ClusterRegistryFile
+from caraserve.cluster.state.replicated_map import REGISTRY, InstanceLoad, RegisteredAdapter
 from caraserve.errors import ConfigError
 from caraserve.telemetry.background import BackgroundTasks
 from caraserve.telemetry.prometheus import family
@@ -78,7 +76,7 @@ _RESOLVE_S = 10.0  # between looks at DNS
 _REREAD_S = 2.0  # between looks at the secret file
 _QUIET_S = 60.0  # between two log lines of one kind about one address
 
-Body = tuple[str | int | float, ...]
+QueryBody = tuple[str | int | float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,44 +96,44 @@ class Node:
     """See above. Made before the port listens, started when it does."""
 
     def __init__(
-        self, config: NodeConfig, names: NamesFile, *, rng: Random, now: Callable[[], float] = time.monotonic
+        self, config: NodeConfig, names: ClusterRegistryFile, *, rng: Random, now: Callable[[], float] = time.monotonic
     ) -> None:
         self.name = config.name or ""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.on_names: Callable[[Mapping[str, Adapter | None]], None] = lambda news: None
-        self.on_member: Callable[[Record, State | None], None] = lambda record, before: None
+        self.on_names: Callable[[Mapping[str, RegisteredAdapter | None]], None] = lambda news: None
+        self.on_member: Callable[[MemberRecord, MemberState | None], None] = lambda record, before: None
         self.on_held: Callable[[], None] = lambda: None
-        self.on_question: Callable[[str, Body], Body] = lambda peer, body: ()
-        self.load_now: Callable[[float], Load] = lambda lag_s: Load("serving", lag_s=lag_s)
+        self.on_question: Callable[[str, QueryBody], QueryBody] = lambda peer, body: ()
+        self.load_now: Callable[[float], InstanceLoad] = lambda lag_s: InstanceLoad("serving", lag_s=lag_s)
         self._config, self._names, self._rng, self._now = config, names, rng, now
-        self._core: Core | None = None
-        self._sockets: Sockets | None = None
+        self._protocol: ClusterProtocol | None = None
+        self._sockets: WebSocketTransport | None = None
         self.background = BackgroundTasks()  # this node's own, and those of the parts that are built on it
         self._stack = AsyncExitStack()
         self._lag_s, self._beat_s, self._status = 0.0, 0.0, "starting"
         self._outputs: deque[Output] = deque()
         self._numbers = itertools.count()
-        self._questions: dict[tuple[str, int], asyncio.Future[Body]] = {}
-        self._seen = Seen()
+        self._questions: dict[tuple[str, int], asyncio.Future[QueryBody]] = {}
+        self._seen = InstanceViews()
         self._told: dict[tuple[str, str], float] = {}
-        self._resolver = Resolver()
+        self._resolver = PeerResolver()
         self._unresolved: list[str] = []
-        self._refused = 0  # facts, when we last looked
+        self._refused = 0  # entries, when we last looked
 
     # ---- life
 
     async def start(self, address: str) -> None:
         """Joins: dials the peers until it is known, and goes on doing so. Raises ConfigError."""
-        seeds, self._unresolved = await resolved(self._config.peers, self._resolver)
+        seeds, self._unresolved = await resolve_peers(self._config.peers, self._resolver)
         check_count(seeds)
         wall_ms = int(time.time() * 1000)
         self.name = self._config.name or address
         who = self._config.cluster, self._config.model, self.name, address
-        settings = Settings(*who, seeds, base_name=self._config.base_name)
-        core = Core(settings, self.keys, self._rng, self._now(), wall_ms)
-        core.restore(self._names.restore(wall_ms), self._now())
+        settings = ProtocolSettings(*who, seeds, base_name=self._config.base_name)
+        protocol = ClusterProtocol(settings, self.keys, self._rng, self._now(), wall_ms)
+        protocol.restore(self._names.restore(wall_ms), self._now())
         self._names.seen(wall_ms)
-        self._core, self._sockets = core, Sockets(self, self._config.tls, self._resolver)
+        self._protocol, self._sockets = protocol, WebSocketTransport(self, self._config.tls, self._resolver)
         self.background.run(self._stack, self._tick, "cluster tick")
         self.background.run(self._stack, self._look_around, "cluster upkeep")
 
@@ -148,8 +146,8 @@ class Node:
     async def stop(self) -> None:
         """Leaves, so that nobody suspects anything."""
         await self._stack.aclose()
-        if self._core is not None and self._sockets is not None:
-            self._core.leave(self._now())
+        if self._protocol is not None and self._sockets is not None:
+            self._protocol.leave(self._now())
             self._settle()
             await self._sockets.end()
         self.ended.cancel()
@@ -167,85 +165,85 @@ class Node:
     # ---- what is known
 
     @property
-    def core(self) -> Core:
+    def protocol(self) -> ClusterProtocol:
         """The state behind all this. Raises AssertionError before `start`."""
-        assert self._core is not None, "the node has not started"
-        return self._core
+        assert self._protocol is not None, "the node has not started"
+        return self._protocol
 
-    def members(self) -> tuple[Record, ...]:
+    def members(self) -> tuple[MemberRecord, ...]:
         """Everybody known, ourselves first, the dead and departed included."""
-        return self.core.members.records() if self._core else ()
+        return self.protocol.members.records() if self._protocol else ()
 
-    def record(self, name: str) -> Record | None:
+    def record(self, name: str) -> MemberRecord | None:
         """One of them."""
-        return self.core.members.get(name)
+        return self.protocol.members.get(name)
 
-    def load(self, name: str) -> tuple[Load, float] | None:
+    def load(self, name: str) -> tuple[InstanceLoad, float] | None:
         """The newest load of an instance and its age in seconds."""
-        return (self.load_now(self._lag_s), 0.0) if name == self.name else self.core.facts.load(name, self._now())
+        return (self.load_now(self._lag_s), 0.0) if name == self.name else self.protocol.state.load(name, self._now())
 
     def instances(self) -> tuple[Instance, ...]:
         """What a router chooses among. Built anew only where a beat, a profile or a state has changed."""
-        live = (self.core.members.me, *filter(None, map(self.record, self.core.members.live())))
-        shelf = self.core.facts.shelf
-        return self._seen.all((record, self.load(record.name), shelf(record.name)) for record in live)
+        live = (self.protocol.members.me, *filter(None, map(self.record, self.protocol.members.live())))
+        lww_map = self.protocol.state.map_of
+        return self._seen.all((record, self.load(record.name), lww_map(record.name)) for record in live)
 
     @property
-    def names_version(self) -> int:
+    def registry_version(self) -> int:
         """Another number whenever names or what they mean have changed."""
-        shelf = self._core.facts.shelf(SHARED) if self._core else None
-        return shelf.root if shelf else 0
+        lww_map = self._protocol.state.map_of(REGISTRY) if self._protocol else None
+        return lww_map.root if lww_map else 0
 
-    def adapters(self) -> Iterator[Adapter]:
+    def adapters(self) -> Iterator[RegisteredAdapter]:
         """All names and what they mean, in no order."""
-        return self._core.facts.adapters() if self._core else iter(())
+        return self._protocol.state.adapters() if self._protocol else iter(())
 
-    def adapter(self, name: str) -> Adapter | None:
+    def adapter(self, name: str) -> RegisteredAdapter | None:
         """What a name means; None if nobody gave it."""
-        return self._core.facts.adapter(name) if self._core else None
+        return self._protocol.state.adapter(name) if self._protocol else None
 
-    def given_s(self, name: str) -> float | None:
+    def last_changed_s(self, name: str) -> float | None:
         """When a name was last given or taken away, in unix time; None if it never was."""
-        shelf = self.core.facts.shelf(SHARED)
-        fact = shelf.get(name) if shelf else None
-        return fact.time_ms / 1000 if fact else None
+        lww_map = self.protocol.state.map_of(REGISTRY)
+        entry = lww_map.get(name) if lww_map else None
+        return entry.time_ms / 1000 if entry else None
 
     def holders(self, digest: str) -> dict[str, Tier]:
         """Who has its bytes and how near to their device. Only those alive: suspects may be back, and are left out."""
-        members = self.core.members
-        said = ((members.get(name), value) for name, value in self.core.facts.holders(digest).items())
-        return {record.name: tier_of(value) for record, value in said if record and record.state == State.ALIVE}
+        members = self.protocol.members
+        said = ((members.get(name), value) for name, value in self.protocol.state.holders(digest).items())
+        return {record.name: tier_of(value) for record, value in said if record and record.state == MemberState.ALIVE}
 
     # ---- what is said
 
-    def register(self, adapter: Adapter) -> None:
+    def register(self, adapter: RegisteredAdapter) -> None:
         """Gives a name its meaning on all instances. Raises InvalidRequest."""
-        self._names.save(self.core.register(adapter, self._now()))
+        self._names.save(self.protocol.register(adapter, self._now()))
 
     def remove(self, name: str) -> None:
         """Takes a name away on all instances; harmless where nobody knows it."""
-        self._names.save(self.core.remove(name, self._now()))
+        self._names.save(self.protocol.remove(name, self._now()))
 
-    def hold(self, digest: str, tier: Tier) -> None:
+    def advertise(self, digest: str, tier: Tier) -> None:
         """We have its bytes, all of them and verified."""
-        self.core.hold(digest, (int(tier),), self._now())
+        self.protocol.advertise(digest, (int(tier),), self._now())
 
-    def drop(self, digest: str) -> None:
+    def withdraw(self, digest: str) -> None:
         """We have them no more."""
-        self.core.drop(digest, self._now())
+        self.protocol.withdraw(digest, self._now())
 
     def publish(self, model: PerfModel | None, links: LinkSpeeds) -> None:
         """How fast we are; None: nobody has measured it."""
-        self.core.hold(MODEL, model_value(model), self._now())
-        self.core.hold(LINKS, links_value(links), self._now())
+        self.protocol.advertise(MODEL, model_value(model), self._now())
+        self.protocol.advertise(LINKS, links_value(links), self._now())
 
-    async def ask(self, peer: str, body: Body, timeout_s: float) -> Body | None:
+    async def query(self, peer: str, body: QueryBody, timeout_s: float) -> QueryBody | None:
         """A question to another instance, and what it answers."""
         number = next(self._numbers)
-        answer: asyncio.Future[Body] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[QueryBody] = asyncio.get_running_loop().create_future()
         self._questions[peer, number] = answer
         try:
-            if not self.core.quote(peer, Quote(number, False, body)):
+            if not self.protocol.send_query(peer, PeerQuery(number, False, body)):
                 return None
             self._settle()
             async with asyncio.timeout(timeout_s):
@@ -261,53 +259,53 @@ class Node:
         if isinstance(keys, SecretFile):
             try:
                 if keys.reread():
-                    self.core.rekey(keys.keys)
+                    self.protocol.rekey(keys.keys)
                     log.info("the cluster's secrets are new")
             except ConfigError as error:
                 self._say(logging.ERROR, "secrets", "", "%s; the secrets from before stay", error.message)
 
     def families(self, labels: str) -> Iterator[str]:
         """For GET /metrics: what we did not take in, or not keep."""
-        core = self.core
+        protocol = self.protocol
         counts = {
-            "facts": (
-                core.facts.refused,
-                "Facts of other instances refused: wrong clocks, impostors, names or sizes that no adapter has.",
+            "entries": (
+                protocol.state.refused,
+                "Entries of other instances refused: wrong clocks, impostors, names or sizes that no adapter has.",
             ),
             "frames": (
-                core.malformed,
+                protocol.malformed,
                 "Frames of other instances refused: not signed with a secret of ours, or no message.",
             ),
             "instances": (
-                core.members.refused_names,
+                protocol.members.refused_names,
                 "Times that an instance was not taken in, as there are too many.",
             ),
         }
         for what, (count, text) in counts.items():
             yield family(f"caraserve:cluster_{what}_refused_total", "counter", text, [(labels, count)])
         text = "Removals of names forgotten before their time, for want of room."
-        yield family("caraserve:cluster_removals_dropped_total", "counter", text, [(labels, core.facts.dropped)])
+        yield family("caraserve:cluster_removals_dropped_total", "counter", text, [(labels, protocol.state.dropped)])
 
     # ---- what happens on connections
 
     def connected(self, link: int, dialled: str | None) -> None:
-        """For `Sockets`, as the three below."""
-        self.core.connected(link, self._now(), dialled=dialled)
+        """For `WebSocketTransport`, as the three below."""
+        self.protocol.connected(link, self._now(), dialled=dialled)
         self._settle()
 
     def received(self, link: int, frame: bytes) -> None:
         """A frame came."""
-        self.core.received(link, frame, self._now())
+        self.protocol.received(link, frame, self._now())
         self._settle()
 
     def lost(self, link: int) -> None:
         """A connection ended."""
-        self.core.lost(link, self._now())
+        self.protocol.lost(link, self._now())
         self._settle()
 
     def pull(self, link: int) -> bytes | None:
         """The next frame to send."""
-        return self.core.pull(link, self._now())
+        return self.protocol.pull(link, self._now())
 
     # ---- inside
 
@@ -318,14 +316,14 @@ class Node:
             self._lag_s = max(now - planned_s, 0.8 * self._lag_s)
             if now >= self._beat_s:
                 self._beat(now)
-            self.core.tick(now, int(time.time() * 1000))
+            self.protocol.tick(now, int(time.time() * 1000))
             self._settle()
             planned_s = self._now() + _TICK_S
             await asyncio.sleep(_TICK_S)
 
     def _beat(self, now: float) -> None:
         load = self.load_now(self._lag_s)
-        self.core.set_load(load, now, urgent=load.status != self._status)
+        self.protocol.set_load(load, now, urgent=load.status != self._status)
         self._status, self._beat_s = load.status, now + 2 * _TICK_S
 
     async def _look_around(self) -> None:
@@ -334,35 +332,35 @@ class Node:
             await asyncio.sleep(_REREAD_S)
             self.reread_secrets()
             self._names.seen(int(time.time() * 1000))
-            if (refused := self.core.facts.refused) > self._refused:
+            if (refused := self.protocol.state.refused) > self._refused:
                 self._refused = refused
-                text = "%d facts of other instances were refused so far; of the last one, %s"
-                self._say(logging.WARNING, "facts", "", text, refused, self.core.facts.objection)
+                text = "%d entries of other instances were refused so far; of the last one, %s"
+                self._say(logging.WARNING, "entries", "", text, refused, self.protocol.state.objection)
             if self._now() >= resolve_s:
-                seeds, self._unresolved = await resolved(self._config.peers, self._resolver)
+                seeds, self._unresolved = await resolve_peers(self._config.peers, self._resolver)
                 resolve_s = self._now() + (_REREAD_S if self._unresolved else _RESOLVE_S)
                 if seeds:  # a name server that is away makes nobody leave
-                    self.core.seed(seeds)
+                    self.protocol.seed(seeds)
             for peer in self._unresolved:
                 self._say(logging.WARNING, "resolve", peer, "--peers %s does not resolve now", peer)
 
     def _settle(self) -> None:
         """Does what the core says, and has sent what it wants to send."""
-        core, sockets = self.core, self._sockets
+        protocol, sockets = self.protocol, self._sockets
         assert sockets is not None
-        self._outputs.extend(core.take_outputs())
+        self._outputs.extend(protocol.take_outputs())
         while self._outputs:  # should one fail, the next call goes on with those after it
             output = self._outputs.popleft()
             if isinstance(output, Dial):
                 sockets.dial(output.address)
-            elif isinstance(output, Close):
+            elif isinstance(output, CloseConnection):
                 sockets.close(output.link)
                 who = output.dialled or "an instance that connected to us"
-                level = logging.WARNING if output.reason in (SILENT, STRANGER) else logging.DEBUG
+                level = logging.WARNING if output.reason in (NO_ANSWER, UNKNOWN_SECRET) else logging.DEBUG
                 self._say(level, output.reason, who, "the connection with %s ends: %s", who, output.reason)
             else:
                 self._take(output)
-        sockets.flush(core.writable())
+        sockets.flush(protocol.writable())
 
     def _take(self, output: Output) -> None:
         match output:
@@ -370,26 +368,26 @@ class Node:
                 log.info("%s at %s is %s", record.name, record.address, record.state.name.lower())
                 self.on_member(record, before)
                 self.on_held()
-            case FactsChanged(owner, facts) if owner == SHARED:
-                self._names.save(facts)
+            case EntriesChanged(owner, entries) if owner == REGISTRY:
+                self._names.save(entries)
                 # What a later version means by a value is unknown here: as if nothing had been said, and no removal.
-                means = {fact.key: self.adapter(fact.key) for fact in facts}
-                gone = {fact.key for fact in facts if fact.deleted}
+                means = {entry.key: self.adapter(entry.key) for entry in entries}
+                gone = {entry.key for entry in entries if entry.deleted}
                 self.on_names({name: adapter for name, adapter in means.items() if adapter or name in gone})
-            case FactsChanged():
+            case EntriesChanged():
                 self.on_held()
             case PeerRefused(peer, reason):
                 self._say(logging.WARNING, "refused", peer, "%s is refused: %s", peer, reason)
-            case RefusedUs(peer, reason, ours_to_go):
+            case RefusedByPeer(peer, reason, ours_to_go):
                 self._say(logging.ERROR, "refused us", peer, "%s refuses us: %s", peer or "an instance", reason)
                 if ours_to_go and not self.ended.done():
                     self.ended.set_exception(ConfigError(f"this instance cannot join its cluster: {reason}"))
-            case Quoted(peer, quote):
+            case QueryReceived(peer, quote):
                 self._quoted(peer, quote)
 
-    def _quoted(self, peer: str, quote: Quote) -> None:
+    def _quoted(self, peer: str, quote: PeerQuery) -> None:
         if not quote.answer:
-            self.core.quote(peer, Quote(quote.number, True, self.on_question(peer, quote.body)))
+            self.protocol.send_query(peer, PeerQuery(quote.number, True, self.on_question(peer, quote.body)))
         elif (future := self._questions.get((peer, quote.number))) is not None and not future.done():
             future.set_result(quote.body)
 

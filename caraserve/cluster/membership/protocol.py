@@ -12,56 +12,70 @@ from random import Random
 
 from caraserve.cluster.membership import messages
 from caraserve.cluster.membership.auth import Keyring
-from caraserve.cluster.membership.connection import Link, Nothing, make_room, replaces
-from caraserve.cluster.membership.dialer import Dialling
+from caraserve.cluster.membership.connection import Connection, Ignored, limit_accepted, should_replace
+from caraserve.cluster.membership.dialer import Dialer
 from caraserve.cluster.membership.events import (
-    CROWDED,
-    Close,
+    CLUSTER_FULL,
+    CloseConnection,
     Dial,
-    FactsChanged,
+    EntriesChanged,
     Output,
     PeerRefused,
-    Quoted,
-    RefusedUs,
-    Settings,
-    namesake_refused,
-    objection,
+    ProtocolSettings,
+    QueryReceived,
+    RefusedByPeer,
+    name_conflict_refusal,
+    refusal_reason,
 )
-from caraserve.cluster.membership.ping_relay import Relays
-from caraserve.cluster.membership.swim import MAX_LIVE, Members, NameShared, Record, Rumour, State
-from caraserve.cluster.state.anti_entropy import Sharing
-from caraserve.cluster.state.replicated_map import SHARED, Adapter, Fact, Facts, Load, Value
+from caraserve.cluster.membership.swim import (
+    MAX_LIVE,
+    MemberRecord,
+    MemberState,
+    MemberTable,
+    MemberUpdate,
+    NameConflict,
+    PingRelays,
+)
+from caraserve.cluster.state.anti_entropy import AntiEntropy
+from caraserve.cluster.state.replicated_map import (
+    REGISTRY,
+    Entry,
+    EntryValue,
+    InstanceLoad,
+    RegisteredAdapter,
+    ReplicatedState,
+)
 from caraserve.errors import ConfigError
 
 _MAX_NONCES = 4 * MAX_LIVE
 
 
-class Core:
+class ClusterProtocol:
     """One instance. `now` is a monotonic clock's, `wall_ms` the time of day at that moment."""
 
-    def __init__(self, settings: Settings, keys: Keyring, rng: Random, now: float, wall_ms: int) -> None:
+    def __init__(self, settings: ProtocolSettings, keys: Keyring, rng: Random, now: float, wall_ms: int) -> None:
         """Raises ConfigError for a name or address that others could not read."""
-        if not messages.is_member(settings.name, settings.address):
+        if not messages.is_valid_identity(settings.name, settings.address):
             raise ConfigError(
                 f"--name {settings.name!r} at {settings.address!r}: "
                 f"plain ASCII, up to {messages.MAX_NAME}, at HOST:PORT"
             )
-        me = Record(settings.name, settings.address, wall_ms, 0, State.ALIVE)
-        self.members = Members(me, settings.timing, rng, now)
-        self.facts = Facts(settings.name, settings.base_name)
+        me = MemberRecord(settings.name, settings.address, wall_ms, 0, MemberState.ALIVE)
+        self.members = MemberTable(me, settings.timing, rng, now)
+        self.state = ReplicatedState(settings.name, settings.base_name)
         self.malformed = 0  # frames that were not what they should be
         self._settings = settings
         self._keys = keys
         self._rng = rng
         self._wall_offset_ms = wall_ms - now * 1000
-        self._sharing = Sharing(self.facts, rng)
-        self._dialling = Dialling(settings.name, settings.seeds, rng, now)
-        self._links: dict[int, Link] = {}
+        self._sharing = AntiEntropy(self.state, rng)
+        self._dialling = Dialer(settings.name, settings.seeds, rng, now)
+        self._links: dict[int, Connection] = {}
         self._nonces: deque[str] = deque(maxlen=_MAX_NONCES)  # by which we know ourselves at the other end
-        self._peers: dict[str, Link] = {}  # the connection in use with each instance in session
+        self._peers: dict[str, Connection] = {}  # the connection in use with each instance in session
         self._spare: dict[int, float] = {}  # links that another one replaced, and since when
-        self._relays = Relays(0.8 * settings.timing.probe_s)  # our no comes before the asker gives up on us
-        self._load, self._sequence = Load(), 0
+        self._relays = PingRelays(0.8 * settings.timing.probe_s)  # our no comes before the asker gives up on us
+        self._load, self._sequence = InstanceLoad(), 0
         self._beat_s, self._sync_s = now, now + settings.sync_s * rng.random()
         self._crowded = False  # and it has been said
         self._was_in = False  # in session with anybody, ever
@@ -72,13 +86,13 @@ class Core:
     def connected(self, link: int, now: float, *, dialled: str | None = None) -> None:
         """A connection stands; `dialled` is the address if it was we who asked for it."""
         nonce = f"{self._rng.getrandbits(128):032x}"
-        self._links[link] = Link(link, dialled, nonce, self._keys, now)
-        if self.members.me.state == State.LEFT:
+        self._links[link] = Connection(link, dialled, nonce, self._keys, now)
+        if self.members.me.state == MemberState.LEFT:
             self._links[link].close("we are leaving")
         elif dialled is not None:
             self._nonces.append(nonce)
         else:
-            make_room(self._links.values())
+            limit_accepted(self._links.values())
         self._settle()
 
     def lost(self, link: int, now: float) -> None:
@@ -90,7 +104,7 @@ class Core:
             if (spare := self._other_link(gone.peer.name)) is not None:
                 self._peers[gone.peer.name] = spare
                 del self._spare[spare.number]
-            elif self.members.me.state != State.LEFT:  # who leaves judges nobody any more
+            elif self.members.me.state != MemberState.LEFT:  # who leaves judges nobody any more
                 self.members.lost(gone.peer.name, now)
         self._settle()
 
@@ -106,7 +120,7 @@ class Core:
             elif isinstance(message, messages.Refuse):
                 if message.echo == source.nonce:
                     self._refused(source, message.reason, now)
-            elif not isinstance(message, Nothing) and source.peer is not None:
+            elif not isinstance(message, Ignored) and source.peer is not None:
                 self.members.heard(source.peer.name, source.peer.address, now)
                 self._handle(source, source.peer.name, message, now)
         self._settle()
@@ -115,7 +129,7 @@ class Core:
         """Time has passed. `wall_ms`: the time of day now; clocks are put right while a server runs."""
         if wall_ms is not None:
             self._wall_offset_ms = wall_ms - now * 1000
-        if self.members.me.state != State.LEFT:
+        if self.members.me.state != MemberState.LEFT:
             self._take_part(now)
         self._watch_links(now)
         self._settle()
@@ -153,7 +167,7 @@ class Core:
         me, settings = self.members.me, self._settings
         echo = source.peer.nonce if source.peer and not source.barred else ""
         who = (settings.cluster, settings.model, me.name, me.address, me.epoch)
-        return source.pull(messages.Hello(messages.PROTOCOL, *who, source.nonce, echo, source.up), now)
+        return source.pull(messages.Hello(messages.PROTOCOL_VERSION, *who, source.nonce, echo, source.up), now)
 
     def take_outputs(self) -> list[Output]:
         """What to do and what happened, since the last call."""
@@ -162,37 +176,37 @@ class Core:
 
     # ---- what the server does with us
 
-    def set_load(self, load: Load, now: float, *, urgent: bool = False) -> None:
+    def set_load(self, load: InstanceLoad, now: float, *, urgent: bool = False) -> None:
         """Our load, for the next beat; `urgent` (drain, full) sends one with the next tick."""
         self._load = load
         if urgent:
             self._beat_s = now
 
-    def register(self, adapter: Adapter, now: float) -> list[Fact]:
+    def register(self, adapter: RegisteredAdapter, now: float) -> list[Entry]:
         """Names an adapter, everywhere; gives what is to be kept of it. Raises InvalidRequest."""
-        facts = self.facts.register(adapter, self._wall_ms(now))
-        self._sharing.tell(SHARED, facts)
-        return facts
+        entries = self.state.register(adapter, self._wall_ms(now))
+        self._sharing.tell(REGISTRY, entries)
+        return entries
 
-    def remove(self, name: str, now: float) -> list[Fact]:
+    def remove(self, name: str, now: float) -> list[Entry]:
         """Takes an adapter's name away, everywhere; gives what is to be kept of that."""
-        facts = self.facts.remove(name, self._wall_ms(now))
-        self._sharing.tell(SHARED, facts)
-        return facts
+        entries = self.state.remove(name, self._wall_ms(now))
+        self._sharing.tell(REGISTRY, entries)
+        return entries
 
-    def hold(self, key: str, value: Value, now: float) -> None:
-        """Says that we hold a digest's bytes, or another fact about ourselves such as our profile."""
-        self._sharing.tell(self._settings.name, self.facts.hold(key, value, self._wall_ms(now)))
+    def advertise(self, key: str, value: EntryValue, now: float) -> None:
+        """Says that we hold a digest's bytes, or another entry about ourselves such as our profile."""
+        self._sharing.tell(self._settings.name, self.state.advertise(key, value, self._wall_ms(now)))
 
-    def drop(self, key: str, now: float) -> None:
+    def withdraw(self, key: str, now: float) -> None:
         """Says that it is so no more."""
-        self._sharing.tell(self._settings.name, self.facts.drop(key, self._wall_ms(now)))
+        self._sharing.tell(self._settings.name, self.state.withdraw(key, self._wall_ms(now)))
 
-    def restore(self, facts: Iterable[Fact], now: float) -> None:
+    def restore(self, entries: Iterable[Entry], now: float) -> None:
         """Adapter names kept from an earlier life, tombstones among them."""
-        self.facts.merge(SHARED, facts, self._wall_ms(now))
+        self.state.merge(REGISTRY, entries, self._wall_ms(now))
 
-    def quote(self, peer: str, quote: messages.Quote) -> bool:
+    def send_query(self, peer: str, quote: messages.PeerQuery) -> bool:
         """Asks a peer, or answers it; whether there is a connection to it."""
         self._send(peer, quote)
         return peer in self._peers
@@ -219,7 +233,7 @@ class Core:
 
     # ---- sessions
 
-    def _greeted(self, link: Link, hello: messages.Hello, now: float) -> None:
+    def _greeted(self, link: Connection, hello: messages.Hello, now: float) -> None:
         ours = next((one for one in self._links.values() if one.nonce == hello.nonce), None)
         is_us = ours is not None or hello.nonce in self._nonces
         self._nonces.append(link.nonce)  # not before it has shown a key: strangers push nothing out
@@ -229,9 +243,9 @@ class Core:
             return
         known = self._peers.get(hello.name)
         heard = known is not None and now - known.heard_s <= self._settings.timing.silent_s
-        reason = objection(self._settings, hello, known.peer if known and heard else None)
+        reason = refusal_reason(self._settings, hello, known.peer if known and heard else None)
         if reason is None and not self.members.admits(hello.name):
-            reason = CROWDED
+            reason = CLUSTER_FULL
         if reason is not None:
             link.peer = hello
             link.refuse(reason, now)
@@ -240,35 +254,39 @@ class Core:
         elif link.greeted(hello, now):
             self._begin(link, hello, now)
 
-    def _refused(self, link: Link, reason: str, now: float) -> None:
+    def _refused(self, link: Connection, reason: str, now: float) -> None:
         self._dialling.refused(link.dialled, now)
-        if link.peer is None or link.peer.protocol == messages.PROTOCOL:  # else we have refused it, for the same reason
+        if (
+            link.peer is None or link.peer.protocol == messages.PROTOCOL_VERSION
+        ):  # else we have refused it, for the same reason
             later = link.peer is not None and link.peer.epoch <= self.members.me.epoch
-            ours_to_go = not self._was_in and (later or reason == CROWDED)
-            self._outputs.append(RefusedUs(link.peer.name if link.peer else link.dialled or "", reason, ours_to_go))
+            ours_to_go = not self._was_in and (later or reason == CLUSTER_FULL)
+            self._outputs.append(RefusedByPeer(link.peer.name if link.peer else link.dialled or "", reason, ours_to_go))
         link.close("it refused us")
 
-    def _begin(self, link: Link, hello: messages.Hello, now: float) -> None:
+    def _begin(self, link: Connection, hello: messages.Hello, now: float) -> None:
         """A peer has proved that it knows a secret, and does so now."""
         self._was_in = True
-        self.members.merge(Rumour(Record(hello.name, hello.address, hello.epoch, 0, State.ALIVE), ""), now)
+        self.members.merge(
+            MemberUpdate(MemberRecord(hello.name, hello.address, hello.epoch, 0, MemberState.ALIVE), ""), now
+        )
         self.members.heard(hello.name, hello.address, now)
         self._dialling.reached(link.dialled, hello.name)
         old = self._peers.get(hello.name)
         if old is not None:
-            if not replaces(link, old, hello, self._settings.name):
+            if not should_replace(link, old, hello, self._settings.name):
                 self._spare[link.number] = now
                 return
             self._spare[old.number] = now
         self._peers[hello.name] = link
         link.send(self._sync(answer=False))
 
-    def _other_link(self, name: str) -> Link | None:
+    def _other_link(self, name: str) -> Connection | None:
         """The spare connection to an instance."""
         links = (link for link in self._links.values() if link.number in self._spare and link.closing is None)
         return next((link for link in links if link.peer is not None and link.peer.name == name), None)
 
-    def _unlink(self, link: Link) -> None:
+    def _unlink(self, link: Connection) -> None:
         if link.peer is not None and self._peers.get(link.peer.name) is link:
             del self._peers[link.peer.name]
             self._sharing.lost(link.peer.name)
@@ -281,67 +299,69 @@ class Core:
 
     def _settle(self) -> None:
         """Turns what the parts have come to into outputs."""
-        self.facts.is_outbid = self.members.is_outbid
+        self.state.is_outbid = self.members.is_outbid
         for event in self.members.take_events():
-            if isinstance(event, NameShared):
-                self._outputs.append(namesake_refused(self._settings, event.address))
+            if isinstance(event, NameConflict):
+                self._outputs.append(name_conflict_refusal(self._settings, event.address))
             else:
-                self.facts.know(event.record.name)
+                self.state.know(event.record.name)
                 self._outputs.append(event)
         if self.members.refused_names and not self._crowded:
             self._crowded = True
-            self._outputs.append(PeerRefused("an instance", CROWDED))
+            self._outputs.append(PeerRefused("an instance", CLUSTER_FULL))
         for link in self._links.values():
             if link.closing is not None and not link.told:
                 link.told = True
                 self._unlink(link)
-                self._outputs.append(Close(link.number, link.closing, link.dialled))
+                self._outputs.append(CloseConnection(link.number, link.closing, link.dialled))
 
     # ---- messages
 
-    def _handle(self, link: Link, name: str, message: messages.Message, now: float) -> None:
+    def _handle(self, link: Connection, name: str, message: messages.Message, now: float) -> None:
         match message:
-            case messages.Beat() | messages.Sync() | messages.Leave():
+            case messages.Heartbeat() | messages.Sync() | messages.Leave():
                 self._take_view(link, name, message, now)
             case messages.Ping() | messages.PingReq() | messages.Ack() | messages.Nack():
                 self._take_probe(link, name, message, now)
             case messages.Compare():
                 for part in self._sharing.answer(message):
                     link.send(part)
-            case messages.Facts(owner=owner):
+            case messages.Entries(owner=owner):
                 news, question = self._sharing.take(name, message, now, self._wall_ms(now))
                 if news:
-                    self._outputs.append(FactsChanged(owner, tuple(news)))
+                    self._outputs.append(EntriesChanged(owner, tuple(news)))
                 if question is not None:
                     link.send(question)
-            case messages.Quote():
-                self._outputs.append(Quoted(name, message))
+            case messages.PeerQuery():
+                self._outputs.append(QueryReceived(name, message))
 
     def _take_view(
-        self, link: Link, name: str, message: messages.Beat | messages.Sync | messages.Leave, now: float
+        self, link: Connection, name: str, message: messages.Heartbeat | messages.Sync | messages.Leave, now: float
     ) -> None:
         match message:
-            case messages.Beat(record, sequence, load, names_root, held_root, rumours) if record.name == name:
-                self._merge((Rumour(record, ""), *rumours), now)
+            case messages.Heartbeat(record, sequence, load, names_root, held_root, rumours) if record.name == name:
+                self._merge((MemberUpdate(record, ""), *rumours), now)
                 if self.members.get(name) is None:
                     self._unlink(link)
-                    link.refuse(CROWDED, now)
+                    link.refuse(CLUSTER_FULL, now)
                     return
-                self.facts.take_load(name, record.epoch, sequence, load, now)
-                self._saw_roots(link, name, ((SHARED, names_root), (name, held_root)), now)
+                self.state.take_load(name, record.epoch, sequence, load, now)
+                self._saw_roots(link, name, ((REGISTRY, names_root), (name, held_root)), now)
             case messages.Sync(answer, records, roots):
                 for record in records:
-                    self.members.merge(Rumour(record, name if record.state == State.SUSPECT else ""), now, by_sync=True)
+                    self.members.merge(
+                        MemberUpdate(record, name if record.state == MemberState.SUSPECT else ""), now, by_sync=True
+                    )
                 self._saw_roots(link, name, roots, now)
                 if not answer:
                     link.send(self._sync(answer=True))
             case messages.Leave(record) if record.name == name:
-                self._merge((Rumour(record, ""),), now)
+                self._merge((MemberUpdate(record, ""),), now)
                 link.close("it leaves")
 
     def _take_probe(
         self,
-        link: Link,
+        link: Connection,
         name: str,
         message: messages.Ping | messages.PingReq | messages.Ack | messages.Nack,
         now: float,
@@ -360,11 +380,11 @@ class Core:
             case messages.Nack(number):
                 self.members.nacked(number, name)
 
-    def _merge(self, rumours: Iterable[Rumour], now: float) -> None:
+    def _merge(self, rumours: Iterable[MemberUpdate], now: float) -> None:
         for rumour in rumours:
             self.members.merge(rumour, now)
 
-    def _saw_roots(self, link: Link, name: str, roots: Iterable[tuple[str, int]], now: float) -> None:
+    def _saw_roots(self, link: Connection, name: str, roots: Iterable[tuple[str, int]], now: float) -> None:
         for owner, root in roots:
             question = self._sharing.saw_root(name, owner, root, now)
             if question is not None:
@@ -379,20 +399,20 @@ class Core:
 
     def _beat(self) -> None:
         self._sequence += 1
-        names, mine = self.facts.shelf(SHARED), self.facts.shelf(self._settings.name)
+        names, mine = self.state.map_of(REGISTRY), self.state.map_of(self._settings.name)
         roots = (names.root if names else 0, mine.root if mine else 0)
-        beat = messages.Beat(self.members.me, self._sequence, self._load, *roots, ())
+        beat = messages.Heartbeat(self.members.me, self._sequence, self._load, *roots, ())
         for name, link in self._peers.items():
             link.send(replace(beat, rumours=self.members.rumours(name)))
 
     def _sync(self, *, answer: bool) -> messages.Sync:
-        return messages.Sync(answer, self.members.records(), self.facts.roots())
+        return messages.Sync(answer, self.members.records(), self.state.roots())
 
     def _tidy(self, now: float) -> None:
-        self.facts.expire(self._wall_ms(now))
-        for owner, _ in self.facts.roots():
-            if owner != SHARED and self.members.get(owner) is None:
-                self.facts.forget(owner)
+        self.state.expire(self._wall_ms(now))
+        for owner, _ in self.state.roots():
+            if owner != REGISTRY and self.members.get(owner) is None:
+                self.state.forget(owner)
 
     def _send(self, name: str, message: messages.Message) -> None:
         link = self._peers.get(name)

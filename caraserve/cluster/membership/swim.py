@@ -1,4 +1,4 @@
-"""Who is in the cluster and who answers: SWIM's rules over an injected clock. Pure; called by core.py.
+"""Who is in the cluster and who answers: SWIM's rules over an injected clock. Pure; called by protocol.py.
 
 A record's order is (epoch, incarnation, state), and the higher one wins wherever two meet. The epoch is the instance's
 start in ms, so a restart replaces its old self at once. Only the instance itself raises its incarnation: that is how it
@@ -23,12 +23,12 @@ from random import Random
 
 MAX_LIVE = 64  # n² connections and beats are fine to here; beyond, a router of its own is the better design
 MAX_KNOWN = 4 * MAX_LIVE  # records kept, with the dead and the departed: a bound on memory under invented names
-MAX_RUMOURS = 16  # in one frame
+MAX_UPDATES = 16  # in one frame
 _MAX_HEALTH = 4
 _MOST_OUTBIDS = 3  # of others of our name: earlier lives are few
 
 
-class State(IntEnum):
+class MemberState(IntEnum):
     """What is believed of an instance; of two records of one incarnation the higher state wins."""
 
     ALIVE = 0
@@ -38,31 +38,31 @@ class State(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class MemberRecord:
     """One instance as somebody sees it."""
 
     name: str
     address: str
     epoch: int
     incarnation: int
-    state: State
+    state: MemberState
 
     @property
-    def order(self) -> tuple[int, int, State, str]:
+    def order(self) -> tuple[int, int, MemberState, str]:
         """Total, so that merging is the same in any order; the address only breaks ties that should not happen."""
         return (self.epoch, self.incarnation, self.state, self.address)
 
 
-def join(one: Record, other: Record) -> Record:
+def newer_record(one: MemberRecord, other: MemberRecord) -> MemberRecord:
     """The record that stands when both are known. Commutative, associative, idempotent."""
     return max(one, other, key=lambda record: record.order)
 
 
 @dataclass(frozen=True, slots=True)
-class Rumour:
+class MemberUpdate:
     """A record on its way through the cluster. `by`: who holds the suspicion, empty in any other state."""
 
-    record: Record
+    record: MemberRecord
     by: str
 
 
@@ -70,19 +70,19 @@ class Rumour:
 class MemberChanged:
     """An instance came, came back, fell under suspicion, died or left. `before` is None for a new name."""
 
-    record: Record
-    before: State | None
+    record: MemberRecord
+    before: MemberState | None
 
 
 @dataclass(frozen=True, slots=True)
-class NameShared:
+class NameConflict:
     """A living instance at that other address has our name."""
 
     address: str
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class PeerProbe:
     """Ping `target` yourself and ask each of `via` to do so; answers carry `number`."""
 
     number: int
@@ -91,7 +91,7 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class DetectorTiming:
     """Seconds and counts of the failure detector, for beats of 250 ms in one data centre."""
 
     silent_s: float = 0.75  # three beats
@@ -107,26 +107,26 @@ class Timing:
 
 @dataclass(slots=True)
 class _Member:
-    record: Record
+    record: MemberRecord
     heard_s: float
     since_s: float  # of the present state
     accusers: set[str] = field(default_factory=set)
-    probe: Probe | None = None
+    probe: PeerProbe | None = None
     probe_sent_s: float = 0.0
     nacks: set[str] = field(default_factory=set)
 
 
-class Members:
+class MemberTable:
     """One instance's view of all. Every method takes the time; `take_events` gives what changed since the last call."""
 
-    def __init__(self, me: Record, timing: Timing, rng: Random, now: float) -> None:
+    def __init__(self, me: MemberRecord, timing: DetectorTiming, rng: Random, now: float) -> None:
         self.me = me
         self.refused_names = 0  # names not taken in because MAX_LIVE live ones are known
         self._timing = timing
         self._rng = rng
         self._others: dict[str, _Member] = {}
-        self._queue: dict[tuple[str, str], tuple[Rumour, int]] = {}  # (name, accuser) → rumour, times sent
-        self._events: list[MemberChanged | NameShared] = []
+        self._queue: dict[tuple[str, str], tuple[MemberUpdate, int]] = {}  # (name, accuser) → rumour, times sent
+        self._events: list[MemberChanged | NameConflict] = []
         self._health = 0  # Lifeguard's: 0 is well; probes wait 1 + this many times as long
         self._troubled_s = self._ticked_s = now
         self._probes = 0
@@ -141,20 +141,20 @@ class Members:
         """0 when we keep up with our own timers and probes, up to 4 when we do not."""
         return self._health
 
-    def get(self, name: str) -> Record | None:
+    def get(self, name: str) -> MemberRecord | None:
         """The record of an instance, our own included."""
         if name == self.me.name:
             return self.me
         member = self._others.get(name)
         return member.record if member else None
 
-    def records(self) -> tuple[Record, ...]:
+    def records(self) -> tuple[MemberRecord, ...]:
         """All records, ours first."""
         return (self.me, *(member.record for member in self._others.values()))
 
     def live(self) -> tuple[str, ...]:
         """The other instances neither dead nor departed; suspects included."""
-        return tuple(name for name, member in self._others.items() if member.record.state < State.DEAD)
+        return tuple(name for name, member in self._others.items() if member.record.state < MemberState.DEAD)
 
     def suspicion_s(self, accusers: int) -> float:
         """How long a suspicion held by so many runs until it is a death."""
@@ -166,7 +166,7 @@ class Members:
         share = math.log(min(accusers, wanted + 1)) / math.log(wanted + 1) if accusers else 0.0
         return low * (timing.stretch - (timing.stretch - 1) * share)
 
-    def take_events(self) -> list[MemberChanged | NameShared]:
+    def take_events(self) -> list[MemberChanged | NameConflict]:
         """What changed since the last call, oldest first."""
         events, self._events = self._events, []
         return events
@@ -176,10 +176,10 @@ class Members:
     def admits(self, name: str) -> bool:
         """Whether one more live instance of that name has room."""
         member = self._others.get(name)
-        known = member is not None and member.record.state < State.DEAD
+        known = member is not None and member.record.state < MemberState.DEAD
         return known or len(self.live()) + 1 < MAX_LIVE
 
-    def merge(self, rumour: Rumour, now: float, *, by_sync: bool = False) -> None:
+    def merge(self, rumour: MemberUpdate, now: float, *, by_sync: bool = False) -> None:
         """Takes in what somebody believes. A death learnt by sync is a suspicion: it may be old, or another side's."""
         record = rumour.record
         if record.name == self.me.name:
@@ -189,21 +189,25 @@ class Members:
         if member is None:
             # A death of one we never knew would be handed from one that still remembers to one that has forgotten,
             # for ever. Whoever missed the death can only meet it as a new name, and finds it silent.
-            if record.state < State.DEAD:
+            if record.state < MemberState.DEAD:
                 self._admit(rumour, now)
             return
-        if record.state == State.DEAD and member.record.state < State.DEAD:
+        if record.state == MemberState.DEAD and member.record.state < MemberState.DEAD:
             # Nor is anyone dead whom we hear ourselves; it will learn of the rumour from us, and refute it.
             heard = now - member.heard_s <= self._timing.silent_s
             if (by_sync or heard) and record.order[:2] >= member.record.order[:2]:
-                record = replace(record, state=State.SUSPECT)
-                rumour = Rumour(record, rumour.by or self.me.name)
-        if join(record, member.record) is not member.record and record != member.record:
-            if member.record.state >= State.DEAD and record.state < State.DEAD and not self.admits(record.name):
+                record = replace(record, state=MemberState.SUSPECT)
+                rumour = MemberUpdate(record, rumour.by or self.me.name)
+        if newer_record(record, member.record) is not member.record and record != member.record:
+            if (
+                member.record.state >= MemberState.DEAD
+                and record.state < MemberState.DEAD
+                and not self.admits(record.name)
+            ):
                 self.refused_names += 1
                 return
             self._set(member, record, now, accuser=rumour.by)
-        elif record == member.record and record.state == State.SUSPECT:
+        elif record == member.record and record.state == MemberState.SUSPECT:
             self._confirm(member, rumour.by)
 
     def heard(self, name: str, address: str, now: float) -> None:
@@ -216,17 +220,17 @@ class Members:
     def lost(self, name: str, now: float) -> None:
         """Its connection broke. A dead process is known by that in milliseconds, so it is suspect at once."""
         member = self._others.get(name)
-        if member is not None and member.record.state == State.ALIVE:
+        if member is not None and member.record.state == MemberState.ALIVE:
             member.heard_s = min(member.heard_s, now - self._timing.silent_s)
             self._suspect(member, now)
 
-    def acked(self, number: int, record: Record, now: float) -> None:
+    def acked(self, number: int, record: MemberRecord, now: float) -> None:
         """The target of a probe answered, with its own record, so that an answer brings the refutation along."""
         member = self._others.get(record.name)
         if member is not None and member.probe is not None and member.probe.number == number:
             self._health = max(0, self._health - 1)
             self.heard(record.name, record.address, now)
-        self.merge(Rumour(record, ""), now)
+        self.merge(MemberUpdate(record, ""), now)
 
     def nacked(self, number: int, by: str) -> None:
         """One asked to probe says that the target did not answer it: then the fault is not on our side."""
@@ -236,12 +240,12 @@ class Members:
 
     def leave(self) -> None:
         """We go. No other state of this incarnation stands against that one."""
-        self.me = replace(self.me, state=State.LEFT)
+        self.me = replace(self.me, state=MemberState.LEFT)
         self._spread_me()
 
     # ---- what time brings
 
-    def tick(self, now: float) -> list[Probe]:
+    def tick(self, now: float) -> list[PeerProbe]:
         """Verdicts that are due, and the probes to send."""
         gap, self._ticked_s = now - self._ticked_s, now
         if gap > self._timing.lag_s:
@@ -249,14 +253,14 @@ class Members:
             return []
         if self._health and now - self._troubled_s > 4 * self._timing.probe_s:
             self._health, self._troubled_s = self._health - 1, now
-        probes: list[Probe] = []
+        probes: list[PeerProbe] = []
         for name, member in list(self._others.items()):
-            if member.record.state >= State.DEAD:
+            if member.record.state >= MemberState.DEAD:
                 if now - member.since_s > self._timing.forget_s:
                     self._forget(name)
                 continue
-            if member.record.state == State.SUSPECT and self._is_due(member, now):
-                self._set(member, replace(member.record, state=State.DEAD), now)
+            if member.record.state == MemberState.SUSPECT and self._is_due(member, now):
+                self._set(member, replace(member.record, state=MemberState.DEAD), now)
             elif member.probe is None:
                 if now - member.heard_s > self._timing.silent_s:
                     probes.append(self._probe(member, now))
@@ -267,16 +271,18 @@ class Members:
 
     # ---- what goes out
 
-    def rumours(self, to: str) -> tuple[Rumour, ...]:
+    def rumours(self, to: str) -> tuple[MemberUpdate, ...]:
         """Those to piggyback on a frame to `to`, the least sent first; counted as sent."""
-        chosen: list[Rumour] = []
+        chosen: list[MemberUpdate] = []
         member = self._others.get(to)
-        if member is not None and member.record.state in (State.SUSPECT, State.DEAD):
+        if member is not None and member.record.state in (MemberState.SUSPECT, MemberState.DEAD):
             # In every frame, past any count: it alone can refute this, and must hear of it.
-            chosen.append(Rumour(member.record, self.me.name if member.record.state == State.SUSPECT else ""))
+            chosen.append(
+                MemberUpdate(member.record, self.me.name if member.record.state == MemberState.SUSPECT else "")
+            )
         limit = math.ceil(self._timing.spread * math.log2(len(self.live()) + 2))
         for key, (rumour, sent) in sorted(self._queue.items(), key=lambda item: item[1][1]):
-            if len(chosen) == MAX_RUMOURS:
+            if len(chosen) == MAX_UPDATES:
                 break
             if rumour.record.name == to:
                 continue
@@ -289,12 +295,12 @@ class Members:
 
     # ---- inside
 
-    def _answer(self, record: Record, now: float) -> None:
+    def _answer(self, record: MemberRecord, now: float) -> None:
         """Somebody said something of us: it is refuted when it would win over what we say ourselves."""
-        if self.me.state == State.LEFT or record.order <= self.me.order:
+        if self.me.state == MemberState.LEFT or record.order <= self.me.order:
             return
         is_elsewhere = record.address != self.me.address
-        self.is_outbid = is_elsewhere and record.state < State.DEAD and not self._may_outbid(record.address)
+        self.is_outbid = is_elsewhere and record.state < MemberState.DEAD and not self._may_outbid(record.address)
         if self.is_outbid:
             return
         if record.epoch > self.me.epoch or is_elsewhere:
@@ -307,43 +313,43 @@ class Members:
     def _may_outbid(self, address: str) -> bool:
         """Whether to raise our epoch over that of our name at another address."""
         if address == self._outbid:  # an earlier life would not have answered
-            self._events.append(NameShared(address))
+            self._events.append(NameConflict(address))
         self._outbids, self._outbid = self._outbids + 1, address
         return self._outbids <= _MOST_OUTBIDS
 
-    def _admit(self, rumour: Rumour, now: float) -> None:
+    def _admit(self, rumour: MemberUpdate, now: float) -> None:
         if not self.admits(rumour.record.name):
             self.refused_names += 1
             return
         if len(self._others) >= MAX_KNOWN - 1:
-            gone = [name for name, member in self._others.items() if member.record.state >= State.DEAD]
+            gone = [name for name, member in self._others.items() if member.record.state >= MemberState.DEAD]
             self._forget(min(gone, key=lambda name: self._others[name].since_s))  # live ones are fewer than that
         member = self._others[rumour.record.name] = _Member(rumour.record, now, now)
-        if rumour.record.state == State.SUSPECT:
+        if rumour.record.state == MemberState.SUSPECT:
             member.accusers = {rumour.by}
         self._events.append(MemberChanged(rumour.record, None))
         self._spread(rumour)
 
-    def _set(self, member: _Member, record: Record, now: float, *, accuser: str = "") -> None:
+    def _set(self, member: _Member, record: MemberRecord, now: float, *, accuser: str = "") -> None:
         before, member.record, member.since_s = member.record, record, now
-        if record.state != State.SUSPECT:
+        if record.state != MemberState.SUSPECT:
             member.probe = None
-        if record.state == State.ALIVE:
+        if record.state == MemberState.ALIVE:
             member.heard_s = max(member.heard_s, now - self._timing.silent_s / 2)  # time to show itself
-        member.accusers = {accuser} if record.state == State.SUSPECT else set()
+        member.accusers = {accuser} if record.state == MemberState.SUSPECT else set()
         if (before.state, before.epoch, before.address) != (record.state, record.epoch, record.address):
             self._events.append(MemberChanged(record, before.state))
-        self._spread(Rumour(record, accuser if record.state == State.SUSPECT else ""))
+        self._spread(MemberUpdate(record, accuser if record.state == MemberState.SUSPECT else ""))
 
     def _confirm(self, member: _Member, accuser: str) -> None:
         """One more holds the suspicion. Told on while it still shortens the time."""
         if accuser not in member.accusers and len(member.accusers) <= self._timing.confirmations:
             member.accusers.add(accuser)
-            self._spread(Rumour(member.record, accuser))
+            self._spread(MemberUpdate(member.record, accuser))
 
     def _suspect(self, member: _Member, now: float) -> None:
-        if member.record.state == State.ALIVE:
-            self._set(member, replace(member.record, state=State.SUSPECT), now, accuser=self.me.name)
+        if member.record.state == MemberState.ALIVE:
+            self._set(member, replace(member.record, state=MemberState.SUSPECT), now, accuser=self.me.name)
         else:
             self._confirm(member, self.me.name)
 
@@ -352,12 +358,14 @@ class Members:
         silent = now - member.heard_s > self._timing.silent_s
         return silent and now - member.since_s > self.suspicion_s(len(member.accusers))
 
-    def _probe(self, member: _Member, now: float) -> Probe:
+    def _probe(self, member: _Member, now: float) -> PeerProbe:
         name = member.record.name
-        able = [other for other in self.live() if other != name and self._others[other].record.state == State.ALIVE]
+        able = [
+            other for other in self.live() if other != name and self._others[other].record.state == MemberState.ALIVE
+        ]
         self._probes += 1
         via = tuple(self._rng.sample(able, min(self._timing.vias, len(able))))
-        member.probe, member.probe_sent_s, member.nacks = Probe(self._probes, name, via), now, set()
+        member.probe, member.probe_sent_s, member.nacks = PeerProbe(self._probes, name, via), now, set()
         return member.probe
 
     def _probe_failed(self, member: _Member, now: float) -> None:
@@ -381,20 +389,50 @@ class Members:
         self._unspread(name)
 
     def _spread_me(self) -> None:
-        self._spread(Rumour(self.me, ""))
+        self._spread(MemberUpdate(self.me, ""))
 
-    def _spread(self, rumour: Rumour) -> None:
+    def _spread(self, rumour: MemberUpdate) -> None:
         if (
-            rumour.record.state != State.SUSPECT
+            rumour.record.state != MemberState.SUSPECT
             or (old := self._queued(rumour.record.name)) is None
             or old != rumour.record
         ):
             self._unspread(rumour.record.name)
         self._queue[rumour.record.name, rumour.by] = (rumour, 0)
 
-    def _queued(self, name: str) -> Record | None:
+    def _queued(self, name: str) -> MemberRecord | None:
         return next((rumour.record for (about, _), (rumour, _) in self._queue.items() if about == name), None)
 
     def _unspread(self, name: str) -> None:
         for key in [key for key in self._queue if key[0] == name]:
             del self._queue[key]
+
+
+_FIRST_RELAY = 2**40  # our own probes have numbers below
+_MAX_RELAYS = 256
+
+
+class PingRelays:
+    """The open ones, each for `wait_s`."""
+
+    def __init__(self, wait_s: float) -> None:
+        self._wait_s = wait_s
+        self._open: dict[int, tuple[str, int, float]] = {}
+        self._number = _FIRST_RELAY
+
+    def start(self, asker: str, asked: int, now: float) -> int | None:
+        """The number to ping with, for a question of that number; None when too many are open."""
+        if len(self._open) >= _MAX_RELAYS:
+            return None
+        self._number += 1
+        self._open[self._number] = (asker, asked, now + self._wait_s)
+        return self._number
+
+    def answered(self, number: int) -> tuple[str, int]:
+        """Who asked, and by what number; nobody, if that was no ping for another or is over."""
+        return self._open.pop(number, ("", 0, 0.0))[:2]
+
+    def expired(self, now: float) -> list[tuple[str, int]]:
+        """Those without an answer: who asked, and by what number."""
+        numbers = [number for number, (_, _, until) in self._open.items() if now > until]
+        return [self._open.pop(number)[:2] for number in numbers]

@@ -3,7 +3,7 @@
 What waits to be sent waits in the core, within its bounds: a frame is pulled when the connection takes it, not before.
 So a peer that does not read costs its 256 control frames and one beat, and nobody else anything.
 
-    core ──pull──► writer task ──► WebSocket ──► the peer's reader task ──received──► its core
+    protocol ──pull──► writer task ──► WebSocket ──► the peer's reader task ──received──► its protocol
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from typing import Protocol, TypeAlias
 import aiohttp
 from aiohttp import web
 
-from caraserve.cluster.membership.dns import Resolver
+from caraserve.cluster.membership.dns import PeerResolver
 from caraserve.cluster.membership.messages import MAX_FRAME
 from caraserve.util.tasks import log_defect
 
-PATH = "/cluster/ws"
+WEBSOCKET_PATH = "/cluster/ws"
 
 _DIAL_S = 2.0  # the name server's part in it included
 _CLOSE_S = 1.0  # for the peer to take what is left, and to say goodbye
@@ -33,7 +33,7 @@ _MOST_SOCKETS = 512  # strangers included, who have not shown a key yet
 _WebSocket: TypeAlias = "web.WebSocketResponse | aiohttp.ClientWebSocketResponse[bool]"
 
 
-class Ends(Protocol):
+class TransportListener(Protocol):
     """What happens on connections, for the one who decides."""
 
     def connected(self, link: int, dialled: str | None) -> None: ...
@@ -54,10 +54,10 @@ class _Socket:
     closing: bool = False
 
 
-class Sockets:
+class WebSocketTransport:
     """All connections of one instance."""
 
-    def __init__(self, ends: Ends, tls: ssl.SSLContext | None, resolver: Resolver) -> None:
+    def __init__(self, ends: TransportListener, tls: ssl.SSLContext | None, resolver: PeerResolver) -> None:
         """`tls`: for dialling; None: peers speak plain HTTP."""
         self._ends, self._tls = ends, tls
         self._open: dict[int, _Socket] = {}
@@ -79,7 +79,7 @@ class Sockets:
             task.add_done_callback(log_defect)
 
     async def accept(self, request: web.Request) -> web.StreamResponse:
-        """The handler of `PATH`. Returns when the connection has ended."""
+        """The handler of `WEBSOCKET_PATH`. Returns when the connection has ended."""
         if "Origin" in request.headers:  # browsers always say it; no page has any business here
             raise web.HTTPForbidden(text="This address is for other instances.")
         if len(self._open) >= _MOST_SOCKETS:
@@ -113,7 +113,7 @@ class Sockets:
         await self._session.close()
 
     async def _dial(self, address: str) -> None:
-        url = f"{'wss' if self._tls else 'ws'}://{address}{PATH}"
+        url = f"{'wss' if self._tls else 'ws'}://{address}{WEBSOCKET_PATH}"
         closing = aiohttp.ClientWSTimeout(ws_close=_CLOSE_S)
         try:
             async with asyncio.timeout(_DIAL_S):

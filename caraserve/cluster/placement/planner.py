@@ -16,16 +16,16 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from caraserve.cluster.membership.auth import SIGNATURE_HEADER, is_signed_request
 from caraserve.cluster.membership.node import Node
-from caraserve.cluster.membership.signing import HEADER, is_signed
-from caraserve.cluster.membership.swim import State
+from caraserve.cluster.membership.swim import MemberState
 from caraserve.cluster.placement.demand import STEP_S, DemandCounter, Rates, expected_demand
 from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server, Share, planners
 from caraserve.cluster.placement.plan_codec import MAX_PLAN_BYTES, decoded
 from caraserve.cluster.placement.planner_process import ask, question
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.price_metrics import TypicalRequest
-from caraserve.cluster.state.replicated_map import Adapter
+from caraserve.cluster.state.replicated_map import RegisteredAdapter
 from caraserve.cluster.state.scan import known_adapters
 from caraserve.cluster.transfer.peer_client import PeerClient, TransferFailure
 from caraserve.config import DIGEST
@@ -34,7 +34,7 @@ from caraserve.telemetry.prometheus import family
 log = logging.getLogger(__name__)
 
 PATH = "/cluster/placement"
-PLAN, ROOM = ":plan", ":room"  # keys on an instance's own shelf: (epoch, digest); bytes of adapters that it stores
+PLAN, ROOM = ":plan", ":room"  # keys on an instance's own lww_map: (epoch, digest); bytes of adapters that it stores
 
 _MAKING_S = 120.0
 _MAX_DEMAND_BYTES = 8 << 20
@@ -56,7 +56,7 @@ class PlannerTiming:
 class _Known:
     """All adapters' names, and their demand."""
 
-    adapters: list[Adapter]
+    adapters: list[RegisteredAdapter]
     rates: list[Rates]
 
 
@@ -91,7 +91,7 @@ class PlacementPlanner:
 
     async def run(self) -> None:
         """Until cancelled."""
-        self._node.core.hold(ROOM, (self._room_bytes,), self._now())
+        self._node.protocol.advertise(ROOM, (self._room_bytes,), self._now())
         joined_s, again_s = self._wall(), self._now()
         while True:
             await asyncio.sleep(self._pace.look_s)
@@ -111,7 +111,7 @@ class PlacementPlanner:
 
     def _turn(self, epoch: int) -> int:
         """How many others come before us."""
-        alive = [record.name for record in self._node.members() if record.state == State.ALIVE]
+        alive = [record.name for record in self._node.members() if record.state == MemberState.ALIVE]
         return planners(epoch, alive).index(self._node.name)
 
     async def _make(self, epoch: int) -> None:
@@ -134,16 +134,16 @@ class PlacementPlanner:
             self._adopt(plan, body)
 
     def _room(self, name: str) -> int | None:
-        shelf = self._node.core.facts.shelf(name)
-        fact = shelf.get(ROOM) if shelf is not None else None
-        match fact.value if fact is not None else ():
+        lww_map = self._node.protocol.state.map_of(name)
+        entry = lww_map.get(ROOM) if lww_map is not None else None
+        match entry.value if entry is not None else ():
             case (int(room),):
                 return room
         return None
 
     async def _known(self, epoch: int) -> _Known:
         """Names in slices, so that the event loop goes on; demand from all who answer."""
-        others = [one for one in self._node.members()[1:] if one.state == State.ALIVE]
+        others = [one for one in self._node.members()[1:] if one.state == MemberState.ALIVE]
         path = f"{PATH}/demand?epoch={epoch}"
         bodies = await asyncio.gather(*(self._transfers.page(one.address, path, _MAX_DEMAND_BYTES) for one in others))
         others_rates = await asyncio.to_thread(lambda: [*map(_rates, bodies)])
@@ -158,9 +158,9 @@ class PlacementPlanner:
         ours = (held.epoch, held.digest) if held is not None else (-1, "")
         published: dict[tuple[int, str], list[str]] = {}
         for record in self._node.members()[1:]:
-            shelf = self._node.core.facts.shelf(record.name)
-            fact = shelf.get(PLAN) if shelf is not None and record.state == State.ALIVE else None
-            match fact.value if fact is not None else ():
+            lww_map = self._node.protocol.state.map_of(record.name)
+            entry = lww_map.get(PLAN) if lww_map is not None and record.state == MemberState.ALIVE else None
+            match entry.value if entry is not None else ():
                 case (int(epoch), str(digest)) if (
                     ours < (epoch, digest) and epoch <= most_epoch and DIGEST.fullmatch(digest)
                 ):
@@ -188,7 +188,7 @@ class PlacementPlanner:
         if not plan.holds_over(self.plan):
             return
         self.plan, self._body, self._adopted_s = plan, body, self._now()
-        self._node.core.hold(PLAN, (plan.epoch, plan.digest), self._now())
+        self._node.protocol.advertise(PLAN, (plan.epoch, plan.digest), self._now())
         self.on_plan(plan)
 
     async def _tell_demand(self, request: web.Request) -> web.Response:
@@ -204,8 +204,8 @@ class PlacementPlanner:
         return web.Response(body=self._body, content_type="application/octet-stream")
 
     def _check(self, request: web.Request) -> None:
-        signed = request.headers.get(HEADER, "")
-        if not is_signed(self._node.keys, signed, request.method, request.path_qs, time.time()):
+        signed = request.headers.get(SIGNATURE_HEADER, "")
+        if not is_signed_request(self._node.keys, signed, request.method, request.path_qs, time.time()):
             raise web.HTTPForbidden(text="This address is for other instances.")
 
     def families(self, labels: str) -> Iterator[str]:

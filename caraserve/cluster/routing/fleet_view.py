@@ -9,7 +9,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Protocol
 
-from caraserve.cluster.membership.swim import Record
+from caraserve.cluster.membership.swim import MemberRecord
 from caraserve.cluster.placement.plan import PlacementPlan
 from caraserve.cluster.routing.cost import Arrival, Tier
 from caraserve.cluster.routing.router import Fleet, Instance, SentRequests
@@ -29,7 +29,7 @@ class PeerStates(Protocol):
 
     def instances(self) -> tuple[Instance, ...]: ...
 
-    def record(self, name: str) -> Record | None: ...
+    def record(self, name: str) -> MemberRecord | None: ...
 
     def holders(self, digest: str) -> Mapping[str, Tier]: ...
 

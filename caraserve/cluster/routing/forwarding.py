@@ -17,7 +17,7 @@ from math import inf
 from random import Random
 from typing import Protocol
 
-from caraserve.cluster.membership.swim import State
+from caraserve.cluster.membership.swim import MemberState
 from caraserve.cluster.placement.plan import PlacementPlan
 from caraserve.cluster.routing.cost import AnswerLengths, Arrival, CostEstimate, Tier
 from caraserve.cluster.routing.fleet_view import FleetView, PeerStates
@@ -34,7 +34,7 @@ from caraserve.cluster.routing.router import (
     propose,
 )
 from caraserve.cluster.routing.routing_metrics import RoutingMetrics
-from caraserve.cluster.state.replicated_map import Adapter
+from caraserve.cluster.state.replicated_map import RegisteredAdapter
 
 LOCAL = "local"  # the routing that forwards nothing: whoever sends requests has chosen
 
@@ -48,9 +48,9 @@ Body = tuple[str | int | float, ...]
 class ClusterNode(PeerStates, Protocol):
     """The part of `cluster.Node` that is asked."""
 
-    def adapter(self, name: str) -> Adapter | None: ...
+    def adapter(self, name: str) -> RegisteredAdapter | None: ...
 
-    async def ask(self, peer: str, body: Body, timeout_s: float) -> Body | None: ...
+    async def query(self, peer: str, body: Body, timeout_s: float) -> Body | None: ...
 
 
 class ResolvedAdapter(Protocol):
@@ -267,14 +267,14 @@ class Forwarding:
         if not asked or len(proposal.ask) == 1:
             return {}
         body = ("route", arrival.adapter or "", arrival.prompt_tokens, float(arrival.output_tokens))
-        answers = await asyncio.gather(*(self._cluster.ask(name, body, _QUOTE_S) for name in asked))
+        answers = await asyncio.gather(*(self._cluster.query(name, body, _QUOTE_S) for name in asked))
         self.routing_metrics.unquoted += answers.count(None)
         return dict(zip(asked, map(_quoted, answers), strict=True))
 
     def peer(self, target: RoutingTarget, attempt: int) -> PeerTarget | None:
         """Where to reach an instance; None for one that is gone."""
         record = self._cluster.record(target.name)
-        if record is None or record.state != State.ALIVE:
+        if record is None or record.state != MemberState.ALIVE:
             return None
         return PeerTarget(target.name, record.address, attempt, target.force)
 

@@ -1,8 +1,8 @@
 """What an instance says of itself, and what others make of it: load beats, its performance model, its holdings. Pure.
 
     engine's Workload ─► Load ──beat──► Backlog ─┐
-    PerfModel, Links  ─► facts ─shelf─► the same ─┴─► router.Instance
-    digests by tier   ─► facts ─shelf─► holders
+    PerfModel, LinkSpeeds  ─► entries ─lww_map─► the same ─┴─► router.Instance
+    digests by tier   ─► entries ─lww_map─► holders
 
 Whatever arrives may be of another version of this program or wrong: it is then as if nothing had been said.
 """
@@ -13,14 +13,14 @@ from collections.abc import Collection, Iterable, Iterator
 from functools import lru_cache
 from math import inf
 
-from caraserve.cluster.membership.swim import Record, State
+from caraserve.cluster.membership.swim import MemberRecord, MemberState
 from caraserve.cluster.routing.cost import Backlog, LinkSpeeds, Tier
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.router import Instance
-from caraserve.cluster.state.replicated_map import Fact, Load, Shelf, Status, Value
+from caraserve.cluster.state.replicated_map import Entry, EntryValue, InstanceLoad, LwwMap, ServingStatus
 from caraserve.engine.stats import EngineLoad
 
-MODEL, LINKS = ":model", ":links"  # keys on an instance's own shelf; all others there are digests of adapters
+MODEL, LINKS = ":model", ":links"  # keys on an instance's own lww_map; all others there are digests of adapters
 
 _MOST_VALUES = 256  # models, or links, that are kept as read: several of each instance
 
@@ -32,10 +32,10 @@ _HUNG_S, _HUNG_ITERATIONS = 2.0, 10.0  # an iteration may take so long, or so ma
 
 
 def load_of(
-    work: EngineLoad, status: Status, response_tokens: float, iteration_age_s: float = 0.0, lag_s: float = 0.0
-) -> Load:
+    work: EngineLoad, status: ServingStatus, response_tokens: float, iteration_age_s: float = 0.0, lag_s: float = 0.0
+) -> InstanceLoad:
     """The load to publish. `iteration_age_s`: since the last iteration ended, if there is work."""
-    return Load(
+    return InstanceLoad(
         status=status,
         running=work.running,
         queued=work.queued,
@@ -51,7 +51,7 @@ def load_of(
     )
 
 
-def backlog_of(load: Load) -> Backlog:
+def backlog_of(load: InstanceLoad) -> Backlog:
     """What the cost function asks of an instance, from its load."""
     return Backlog(
         requests=load.running + load.queued,
@@ -68,14 +68,14 @@ def backlog_of(load: Load) -> Backlog:
 # --- performance model and links ---
 
 
-def model_value(model: PerfModel | None) -> Value:
-    """A model as a fact's value: floats as texts, exactly. None: this machine was never measured."""
+def model_value(model: PerfModel | None) -> EntryValue:
+    """A model as a entry's value: floats as texts, exactly. None: this machine was never measured."""
     return () if model is None else _value(dataclasses.astuple(model))
 
 
 @lru_cache(maxsize=_MOST_VALUES)
-def model_of(value: Value) -> PerfModel | None:
-    """The model in a fact's value; None if there is none in it. The same one each time: what it keeps is kept."""
+def model_of(value: EntryValue) -> PerfModel | None:
+    """The model in a entry's value; None if there is none in it. The same one each time: what it keeps is kept."""
     try:
         alpha_ms, gamma_ms, beta_ms, padded, *rates = map(float, value)
         base_ms, token_ms, token_rank_ms = rates
@@ -84,14 +84,14 @@ def model_of(value: Value) -> PerfModel | None:
         return None
 
 
-def links_value(links: LinkSpeeds) -> Value:
-    """Links as a fact's value."""
+def links_value(links: LinkSpeeds) -> EntryValue:
+    """LinkSpeeds as a entry's value."""
     return _value(dataclasses.astuple(links))
 
 
 @lru_cache(maxsize=_MOST_VALUES)
-def links_of(value: Value) -> LinkSpeeds:
-    """The links in a fact's value, likewise. Of an instance that said nothing of them: as fast as they could be."""
+def links_of(value: EntryValue) -> LinkSpeeds:
+    """The links in a entry's value, likewise. Of an instance that said nothing of them: as fast as they could be."""
     try:
         load_ms, load_rate, disk_rate, fetch_ms, fetch_rate, blocks = map(float, value)
     except ValueError:
@@ -102,23 +102,29 @@ def links_of(value: Value) -> LinkSpeeds:
     return LinkSpeeds(load_ms, load_rate, disk_rate, fetch_ms, fetch_rate, bool(blocks))
 
 
-def _value(numbers: tuple[float | bool, ...]) -> Value:
+def _value(numbers: tuple[float | bool, ...]) -> EntryValue:
     return tuple(repr(float(number)) for number in numbers)  # which reads back exactly
 
 
 # --- an instance as a router sees it ---
 
 
-def instance_of(record: Record, load: Load, model: PerfModel, links: LinkSpeeds, age_s: float) -> Instance:
+def instance_of(
+    record: MemberRecord, load: InstanceLoad, model: PerfModel, links: LinkSpeeds, age_s: float
+) -> Instance:
     """An instance as a router sees it. `age_s`: of the load."""
-    able = record.state == State.ALIVE and age_s <= STALE_S and load.status == "serving" and not is_hung(load, model)
+    able = (
+        record.state == MemberState.ALIVE and age_s <= STALE_S and load.status == "serving" and not is_hung(load, model)
+    )
     return Instance(record.name, model, backlog_of(load), links, able)
 
 
-Known = tuple[Record, tuple[Load, float] | None, Shelf | None]  # its newest load with its age, and its own shelf
+Known = tuple[
+    MemberRecord, tuple[InstanceLoad, float] | None, LwwMap | None
+]  # its newest load with its age, and its own lww_map
 
 
-class Seen:
+class InstanceViews:
     """Instances as a router sees them, built anew only where a beat, a performance model or a state has changed.
 
     One that says it was never measured is taken for the slowest of those that were: it draws nothing from a faster one,
@@ -131,37 +137,37 @@ class Seen:
 
     def all(self, known: Iterable[Known]) -> tuple[Instance, ...]:
         """Those of whom enough is known."""
-        measured: list[tuple[Instance, Fact, Fact | None]] = []
-        unmeasured: list[tuple[Record, tuple[Load, float]]] = []
-        for record, found, shelf in known:
-            model_fact, links_fact = (shelf.get(key) if shelf else None for key in (MODEL, LINKS))
-            if found is None or model_fact is None:
+        measured: list[tuple[Instance, Entry, Entry | None]] = []
+        unmeasured: list[tuple[MemberRecord, tuple[InstanceLoad, float]]] = []
+        for record, found, lww_map in known:
+            model_entry, links_entry = (lww_map.get(key) if lww_map else None for key in (MODEL, LINKS))
+            if found is None or model_entry is None:
                 continue
-            instance = self._of(record, found, model_fact, links_fact)
+            instance = self._of(record, found, model_entry, links_entry)
             if instance is None:
                 unmeasured.append((record, found))
             else:
-                measured.append((instance, model_fact, links_fact))
+                measured.append((instance, model_entry, links_entry))
         seen = [instance for instance, _, _ in measured]
         if measured and unmeasured:
-            _, model_fact, links_fact = max(measured, key=lambda one: _typical_ms(one[0].model))
-            taken = (self._of(record, found, model_fact, links_fact) for record, found in unmeasured)
+            _, model_entry, links_entry = max(measured, key=lambda one: _typical_ms(one[0].model))
+            taken = (self._of(record, found, model_entry, links_entry) for record, found in unmeasured)
             seen += filter(None, taken)
         return tuple(seen)
 
     def _of(
-        self, record: Record, found: tuple[Load, float], model_fact: Fact, links_fact: Fact | None
+        self, record: MemberRecord, found: tuple[InstanceLoad, float], model_entry: Entry, links_entry: Entry | None
     ) -> Instance | None:
-        """None if there is no model in its fact."""
+        """None if there is no model in its entry."""
         load, age_s = found
-        parts = (record, load, model_fact, links_fact, age_s > STALE_S)
+        parts = (record, load, model_entry, links_entry, age_s > STALE_S)
         known = self._known.get(record.name)
         if known is not None and all(map(operator.is_, known[0], parts)):
             return known[1]
-        model = model_of(model_fact.value)
+        model = model_of(model_entry.value)
         if model is None:
             return None
-        links = links_of(links_fact.value) if links_fact is not None else LinkSpeeds()
+        links = links_of(links_entry.value) if links_entry is not None else LinkSpeeds()
         instance = instance_of(record, load, model, links, age_s)
         self._known[record.name] = parts, instance
         return instance
@@ -172,7 +178,7 @@ def _typical_ms(model: PerfModel) -> float:
     return model.prefill_ms(100, 1600) + 100 * model.decode_ms(1, 16, 16)
 
 
-def is_hung(load: Load, model: PerfModel) -> bool:
+def is_hung(load: InstanceLoad, model: PerfModel) -> bool:
     """Alive is not able: an engine may hang under a loop that answers."""
     backlog = backlog_of(load)
     predicted_ms = model.decode_ms(backlog.requests, backlog.rank_sum, backlog.rank_max)
@@ -183,7 +189,7 @@ def is_hung(load: Load, model: PerfModel) -> bool:
 # --- holdings ---
 
 
-class Holdings:
+class AdvertisedTiers:
     """Which digests an instance holds, and how near to its device, as last said."""
 
     def __init__(self) -> None:
@@ -208,14 +214,14 @@ class Holdings:
         self._said[digest] = Tier.DISK
         return True
 
-    def drop(self, digest: str) -> None:
+    def withdraw(self, digest: str) -> None:
         """We hold it no more."""
         self._said.pop(digest, None)
         self._upper.discard(digest)
 
 
-def tier_of(value: Value) -> Tier:
-    """The tier in a holder's fact; the farthest that still has bytes, if it is none we know."""
+def tier_of(value: EntryValue) -> Tier:
+    """The tier in a holder's entry; the farthest that still has bytes, if it is none we know."""
     match value:
         case (int(number), *_) if number in (Tier.DEVICE, Tier.HOST):
             return Tier(number)

@@ -1,8 +1,8 @@
-"""How facts travel: news at once to every peer, and whatever was missed by comparing copies. Pure.
+"""How entries travel: news at once to every peer, and whatever was missed by comparing copies. Pure.
 
-    mine: root ≠ yours ──Compare(my 256 sums)──► you ──Facts, of the buckets that differ──► me, until nothing is new
+    mine: root ≠ yours ──Compare(my 256 sums)──► you ──Entries, of the buckets that differ──► me, until nothing is new
 
-Each side asks for itself when it sees the other's root, in a beat or a sync. One question per shelf is open at a time,
+Each side asks for itself when it sees the other's root, in a beat or a sync. One question per map is open at a time,
 or a joiner would fetch everything from everyone.
 """
 
@@ -11,19 +11,19 @@ from itertools import chain, islice
 from math import inf
 from random import Random
 
-from caraserve.cluster.membership.messages import Compare, batches
-from caraserve.cluster.membership.messages import Facts as FactsMessage
-from caraserve.cluster.state.replicated_map import BUCKETS, SHARED, Fact, Facts
+from caraserve.cluster.membership.messages import Compare, entry_batches
+from caraserve.cluster.membership.messages import Entries as EntriesMessage
+from caraserve.cluster.state.replicated_map import BUCKETS, REGISTRY, Entry, ReplicatedState
 
 _MAX_ANSWER = 6  # frames, a millisecond's work; the rest is asked for again
-_MAX_NEWS = 10_000  # facts that wait to be pushed; what does not fit is found by comparing
+_MAX_NEWS = 10_000  # entries that wait to be pushed; what does not fit is found by comparing
 _NEWS_FRAMES = 4  # to each peer in one tick
 _ANSWER_S = 2.0
-_REFUSED_S = 30.0  # until facts that were refused are looked at again
+_REFUSED_S = 30.0  # until entries that were refused are looked at again
 
 
 @dataclass(slots=True)
-class _Question:
+class _PendingCompare:
     number: int
     peer: str
     root: int  # the peer's, that made us ask
@@ -33,85 +33,85 @@ class _Question:
     refused: int = 0
 
 
-class Sharing:
+class AntiEntropy:
     """What is asked, what is answered and what is still to be told."""
 
-    def __init__(self, facts: Facts, rng: Random) -> None:
-        self._facts = facts
+    def __init__(self, state: ReplicatedState, rng: Random) -> None:
+        self._state = state
         self._rng = rng
         self._number = 0
-        self._open: dict[str, _Question] = {}  # by owner
+        self._open: dict[str, _PendingCompare] = {}  # by owner
         # (owner, peer) → a root of the peer's that had nothing for us, and until when it will not have: what we hold
         # only grows, but what was refused may be taken later, when a clock has been put right.
         self._known: dict[tuple[str, str], tuple[int, float]] = {}
-        self._news: dict[str, dict[str, Fact]] = {}  # by owner and key
+        self._news: dict[str, dict[str, Entry]] = {}  # by owner and key
 
-    def tell(self, owner: str, facts: list[Fact]) -> None:
-        """Facts to push to every peer."""
+    def tell(self, owner: str, entries: list[Entry]) -> None:
+        """Entries to push to every peer."""
         room = _MAX_NEWS - sum(map(len, self._news.values()))
         waiting = self._news.setdefault(owner, {})
-        for fact in facts:
-            if room > 0 or fact.key in waiting:
-                room -= fact.key not in waiting
-                waiting[fact.key] = fact
+        for entry in entries:
+            if room > 0 or entry.key in waiting:
+                room -= entry.key not in waiting
+                waiting[entry.key] = entry
 
-    def take_news(self, wall_ms: int) -> list[FactsMessage]:
+    def take_news(self, wall_ms: int) -> list[EntriesMessage]:
         """The next frames for every peer."""
-        self.tell(self._facts.me, self._facts.contradict(wall_ms))
-        frames: list[FactsMessage] = []
+        self.tell(self._state.me, self._state.contradict(wall_ms))
+        frames: list[EntriesMessage] = []
         for owner, waiting in self._news.items():
-            pieces = islice(batches(waiting.values()), _NEWS_FRAMES - len(frames))
-            frames += [FactsMessage(0, owner, piece, 0, whole=False) for piece in pieces]
+            pieces = islice(entry_batches(waiting.values()), _NEWS_FRAMES - len(frames))
+            frames += [EntriesMessage(0, owner, piece, 0, whole=False) for piece in pieces]
         for frame in frames:
-            for fact in frame.facts:
-                del self._news[frame.owner][fact.key]
+            for entry in frame.entries:
+                del self._news[frame.owner][entry.key]
         self._news = {owner: waiting for owner, waiting in self._news.items() if waiting}
         return frames
 
     def saw_root(self, peer: str, owner: str, root: int, now: float) -> Compare | None:
-        """A peer's root of a shelf; the question to ask it, if its copy may have what ours lacks."""
-        shelf = self._facts.shelf(owner)
+        """A peer's root of a lww_map; the question to ask it, if its copy may have what ours lacks."""
+        lww_map = self._state.map_of(owner)
         known, until_s = self._known.get((owner, peer), (None, 0.0))
-        if shelf is None or shelf.root == root or (known == root and now < until_s):
-            self._facts.agreed = self._facts.agreed or owner == SHARED
+        if lww_map is None or lww_map.root == root or (known == root and now < until_s):
+            self._state.agreed = self._state.agreed or owner == REGISTRY
             return None
         question = self._open.get(owner)
         if question is not None and now < question.until_s:
             return None
         return self._ask(peer, owner, root, now)
 
-    def answer(self, question: Compare) -> list[FactsMessage]:
+    def answer(self, question: Compare) -> list[EntriesMessage]:
         """What our copy has in the buckets in which theirs differs."""
-        shelf = self._facts.shelf(question.owner)
-        buckets = shelf.differing(question.sums) if shelf is not None else []
+        lww_map = self._state.map_of(question.owner)
+        buckets = lww_map.differing(question.sums) if lww_map is not None else []
         # From a random place on: should they not be able to take in some bucket, the others still get their turn.
         start = self._rng.randrange(BUCKETS)
         buckets.sort(key=lambda index: (index - start) % BUCKETS)
-        found = chain.from_iterable(map(shelf.bucket, buckets)) if shelf is not None else ()
-        pieces = list(islice(batches(found), _MAX_ANSWER + 1))
+        found = chain.from_iterable(map(lww_map.bucket, buckets)) if lww_map is not None else ()
+        pieces = list(islice(entry_batches(found), _MAX_ANSWER + 1))
         whole = len(pieces) <= _MAX_ANSWER
         pieces = pieces[:_MAX_ANSWER]
         total = sum(map(len, pieces))
-        return [FactsMessage(question.number, question.owner, piece, total, whole) for piece in pieces or [()]]
+        return [EntriesMessage(question.number, question.owner, piece, total, whole) for piece in pieces or [()]]
 
-    def take(self, peer: str, message: FactsMessage, now: float, wall_ms: int) -> tuple[list[Fact], Compare | None]:
-        """Takes facts in; gives those that were news, and the next question."""
-        refused = self._facts.refused
-        news, answers = self._facts.merge(message.owner, message.facts, wall_ms)
+    def take(self, peer: str, message: EntriesMessage, now: float, wall_ms: int) -> tuple[list[Entry], Compare | None]:
+        """Takes entries in; gives those that were news, and the next question."""
+        refused = self._state.refused
+        news, answers = self._state.merge(message.owner, message.entries, wall_ms)
         self.tell(message.owner, answers)
         question = self._open.get(message.owner)
         if question is None or (question.number, question.peer) != (message.number, peer):
             return news, None
-        question.got += len(message.facts)
+        question.got += len(message.entries)
         question.news += len(news)
-        question.refused += self._facts.refused - refused
+        question.refused += self._state.refused - refused
         question.until_s = now + _ANSWER_S
         if question.got < message.total:
             return news, None
         del self._open[message.owner]
         if question.news or not message.whole:
-            shelf = self._facts.shelf(message.owner)
-            differs = shelf is not None and shelf.root != question.root
+            lww_map = self._state.map_of(message.owner)
+            differs = lww_map is not None and lww_map.root != question.root
             return news, self._ask(peer, message.owner, question.root, now) if differs else None
         self._known[message.owner, peer] = question.root, now + _REFUSED_S if question.refused else inf
         return news, None
@@ -122,9 +122,9 @@ class Sharing:
         self._known = {key: root for key, root in self._known.items() if key[1] != peer}
 
     def _ask(self, peer: str, owner: str, root: int, now: float) -> Compare | None:
-        shelf = self._facts.shelf(owner)
-        if shelf is None:
+        lww_map = self._state.map_of(owner)
+        if lww_map is None:
             return None
         self._number += 1
-        self._open[owner] = _Question(self._number, peer, root, now + _ANSWER_S)
-        return Compare(self._number, owner, shelf.sums)
+        self._open[owner] = _PendingCompare(self._number, peer, root, now + _ANSWER_S)
+        return Compare(self._number, owner, lww_map.sums)

@@ -19,8 +19,8 @@ from typing import Any
 
 import orjson
 
-from caraserve.cluster.membership.messages import fact_of
-from caraserve.cluster.state.replicated_map import TOMBSTONE_S, Fact, is_expired
+from caraserve.cluster.membership.messages import entry_from_fields
+from caraserve.cluster.state.replicated_map import TOMBSTONE_S, Entry, is_expired
 from caraserve.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -38,20 +38,20 @@ _SEEN = "CREATE TABLE IF NOT EXISTS seen (only_row INTEGER PRIMARY KEY, wall_ms 
 _SEEN_EVERY_MS = 3_600_000
 
 
-def beside(registry: Path) -> Path:
+def cluster_registry_path(registry: Path) -> Path:
     """Where the names are, given the registry's file."""
     return registry.with_name(f"{registry.stem}.cluster{registry.suffix}")
 
 
-class NamesFile:
-    """Facts of the shared shelf by name. `path` None: nothing is kept."""
+class ClusterRegistryFile:
+    """Entries of the shared lww_map by name. `path` None: nothing is kept."""
 
     def __init__(self, path: Path | None) -> None:
         """Raises ConfigError when the file cannot be used."""
         self._where = str(path) if path else "in memory"
         self._writer = ThreadPoolExecutor(1, "caraserve-names")
         self._lock = threading.Lock()
-        self._waiting: dict[str, Fact] = {}
+        self._waiting: dict[str, Entry] = {}
         self._seen_ms = 0
         try:
             self._connection = sqlite3.connect(path or ":memory:", timeout=1.0, check_same_thread=False)
@@ -65,7 +65,7 @@ class NamesFile:
                 f"{self._where}, which keeps the cluster's names beside --registry: {error}; another server may use it"
             ) from None
 
-    def restore(self, wall_ms: int) -> list[Fact]:
+    def restore(self, wall_ms: int) -> list[Entry]:
         """All names and the tombstones that others may still need; drops the others, and what a damaged file has in
         their place. Nothing after too long. Raises ConfigError when the file cannot be read."""
         try:
@@ -76,7 +76,7 @@ class NamesFile:
                 "instances tell the names again"
             ) from None
 
-    def _restore(self, wall_ms: int) -> list[Fact]:
+    def _restore(self, wall_ms: int) -> list[Entry]:
         ((seen_ms,),) = self._connection.execute("SELECT max(wall_ms) FROM seen").fetchall()
         if isinstance(seen_ms, int) and wall_ms - seen_ms > TOMBSTONE_S * 1000:
             log.warning(
@@ -85,20 +85,20 @@ class NamesFile:
             with self._connection:
                 self._connection.execute("DELETE FROM names")
         rows = self._connection.execute("SELECT name, value, hlc, node, deleted FROM names").fetchall()
-        facts = list(map(_fact, rows))
-        if damaged := facts.count(None):
+        entries = list(map(_entry, rows))
+        if damaged := entries.count(None):
             log.warning("%s: %d names in it are damaged and left out", self._where, damaged)
-        kept = [None if fact is None or is_expired(fact, wall_ms) else fact for fact in facts]
-        dropped = [(row[0],) for row, fact in zip(rows, kept, strict=True) if fact is None]
+        kept = [None if entry is None or is_expired(entry, wall_ms) else entry for entry in entries]
+        dropped = [(row[0],) for row, entry in zip(rows, kept, strict=True) if entry is None]
         with self._connection:
             self._connection.executemany("DELETE FROM names WHERE name = ?", dropped)
         return list(filter(None, kept))
 
-    def save(self, facts: Iterable[Fact]) -> None:
+    def save(self, entries: Iterable[Entry]) -> None:
         """Writes them soon, in one transaction with all that wait."""
         with self._lock:
             is_first = not self._waiting
-            self._waiting.update({fact.key: fact for fact in facts})
+            self._waiting.update({entry.key: entry for entry in entries})
             if is_first and self._waiting:
                 self._writer.submit(self._write)
 
@@ -132,8 +132,10 @@ class NamesFile:
 
     def _write(self) -> None:
         with self._lock:
-            facts, self._waiting = self._waiting.values(), {}
-        rows = [(fact.key, orjson.dumps(fact.value).decode(), fact.hlc, fact.node, fact.deleted) for fact in facts]
+            entries, self._waiting = self._waiting.values(), {}
+        rows = [
+            (entry.key, orjson.dumps(entry.value).decode(), entry.hlc, entry.node, entry.deleted) for entry in entries
+        ]
         self._execute("INSERT OR REPLACE INTO names VALUES (?, ?, ?, ?, ?)", rows)
 
     def _execute(self, text: str, rows: Iterable[tuple[str | int, ...]]) -> None:
@@ -144,10 +146,10 @@ class NamesFile:
             log.error("names of the cluster cannot be kept in %s: %s", self._where, error)
 
 
-def _fact(row: tuple[Any, ...]) -> Fact | None:
-    """The fact in a row, held to the same limits as one from another instance; None if it is damaged."""
+def _entry(row: tuple[Any, ...]) -> Entry | None:
+    """The entry in a row, held to the same limits as one from another instance; None if it is damaged."""
     name, value, hlc, node, gone = row
     try:
-        return fact_of([name, orjson.loads(value), hlc, node, bool(gone)])
+        return entry_from_fields([name, orjson.loads(value), hlc, node, bool(gone)])
     except ValueError:
         return None

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from caraserve.cluster.membership.node import Node
-from caraserve.cluster.membership.swim import State
+from caraserve.cluster.membership.swim import MemberState
 from caraserve.cluster.routing.cost import LinkSpeeds, Tier
 from caraserve.cluster.routing.forwarding import refuses_new_requests
 from caraserve.cluster.routing.perf_model import DriftWatch
 from caraserve.cluster.routing.price_metrics import TypicalRequest, price_families
-from caraserve.cluster.state.advertised import Holdings, backlog_of, load_of
-from caraserve.cluster.state.replicated_map import Adapter, Load, Status
+from caraserve.cluster.state.advertised import AdvertisedTiers, backlog_of, load_of
+from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter, ServingStatus
 from caraserve.core.batch import ScheduledRow
 from caraserve.engine.active_request import ActiveRequest
 from caraserve.engine.stats import EngineLoad, rank_of
@@ -65,10 +65,10 @@ class Publisher:
     ) -> None:
         """`answers`: how many have ended and how many tokens they had. `drift` None: nothing is known of this machine,
         and routers take it for as slow as the slowest that they know."""
-        self.on_wanted: Callable[[Adapter], None] = lambda adapter: None  # a name whose bytes are not here
+        self.on_wanted: Callable[[RegisteredAdapter], None] = lambda adapter: None  # a name whose bytes are not here
         self._node, self._engine, self._answers = node, engine, answers
         self._drift, self._links, self._now = drift, links, now
-        self._holdings = Holdings()
+        self._holdings = AdvertisedTiers()
         self._response_tokens = _PRIOR_TOKENS
         self._answered = (0, 0)
         self._iterated_s: float | None = None  # when the last iteration ended, while there is work
@@ -89,9 +89,9 @@ class Publisher:
             self._unsaid.discard(info.name)
             if self._engine.catalog.find(info.name) is not info:
                 continue
-            given_s = self._node.given_s(info.name)
+            given_s = self._node.last_changed_s(info.name)
             if given_s is not None and given_s > info.created_s and not self._means(info.name, info.digest):
-                self.hold(info.digest, Tier.DISK)
+                self.advertise(info.digest, Tier.DISK)
                 self.take_names({info.name: self._node.adapter(info.name)})
             else:
                 self.changed(info.name, info)
@@ -105,22 +105,22 @@ class Publisher:
                 self._node.remove(name)
             return
         try:
-            self._node.register(Adapter(name, info.digest, info.rank, info.num_bytes))
+            self._node.register(RegisteredAdapter(name, info.digest, info.rank, info.num_bytes))
         except CaraServeError as error:
             log.warning("adapter %s serves on this instance alone: %s", name, error.message)
-        self.hold(info.digest, Tier.DISK)
+        self.advertise(info.digest, Tier.DISK)
 
-    def hold(self, digest: str, tier: Tier) -> None:
+    def advertise(self, digest: str, tier: Tier) -> None:
         """All its bytes are here, and verified."""
         if self._holdings.add(digest):
-            self._node.hold(digest, tier)
+            self._node.advertise(digest, tier)
 
-    def drop(self, digest: str) -> None:
+    def withdraw(self, digest: str) -> None:
         """They are not."""
-        self._holdings.drop(digest)
-        self._node.drop(digest)
+        self._holdings.withdraw(digest)
+        self._node.withdraw(digest)
 
-    def take_names(self, news: Mapping[str, Adapter | None]) -> None:
+    def take_names(self, news: Mapping[str, RegisteredAdapter | None]) -> None:
         """Names that others gave or took away. Those that `announce` has not come to yet wait for it: it knows whether
         the cluster's meaning or ours is the later one."""
         for name, adapter in news.items():
@@ -135,7 +135,7 @@ class Publisher:
                     log.warning("adapter %s has other contents now: %s, not %s", name, adapter.digest, here.digest)
                 self.on_wanted(adapter)
 
-    def load_now(self, lag_s: float) -> Load:
+    def load_now(self, lag_s: float) -> InstanceLoad:
         """What the next beat says."""
         work = self._engine.workload(self._response_tokens)
         if not work.running:
@@ -143,7 +143,7 @@ class Publisher:
         elif self._iterated_s is None:
             self._iterated_s = self._now()
         age_s = 0.0 if self._iterated_s is None else self._now() - self._iterated_s
-        status: Status = "draining" if refuses_new_requests(self._engine) else "serving"
+        status: ServingStatus = "draining" if refuses_new_requests(self._engine) else "serving"
         return load_of(work, status, self._response_tokens, age_s, lag_s)
 
     def watch(self, rows: Sequence[tuple[ActiveRequest, ScheduledRow]], ms: float) -> None:
@@ -177,7 +177,7 @@ class Publisher:
             device = {version.digest for version in manager.on_device()}
             host = {version.digest for version in manager.in_host()}
             for digest, tier in self._holdings.changes(device, host):
-                self._node.hold(digest, tier)
+                self._node.advertise(digest, tier)
 
     def families(self, labels: str) -> Iterator[str]:
         """For GET /metrics."""
@@ -186,7 +186,7 @@ class Publisher:
             return family(name, kind, text, [(f'{label}="{of}",{labels}', value) for of, value in values.items()])
 
         states = [record.state for record in self._node.members()]
-        counts = {state.name.lower(): states.count(state) for state in State}
+        counts = {state.name.lower(): states.count(state) for state in MemberState}
         yield by("caraserve:cluster_members", "gauge", "Instances by state, this one included.", "state", counts)
         if self._drift is None:
             return

@@ -1,7 +1,7 @@
 """What all instances know together: adapter names, who holds which bytes, how loaded each is. Pure.
 
 Adapter names are one shared map that any instance writes. Each instance's holdings are a map of its own that only it
-writes. Both are `Shelf`s: the newer fact of a key wins, by a hybrid logical clock, and what is removed leaves a
+writes. Both are `LwwMap`s: the newer entry of a key wins, by a hybrid logical clock, and what is removed leaves a
 tombstone. Two copies compare one number, then 256, and then only what differs travels: 40,000 names are 5 MB.
 Loads are not merged but replaced: the newest of each instance counts, with its age.
 """
@@ -16,32 +16,32 @@ from typing import Literal, TypeAlias
 from caraserve.config import ADAPTER_NAME, DIGEST
 from caraserve.errors import InvalidRequest
 
-SHARED = ""  # the owner of the shelf of adapter names; no instance has an empty name
+REGISTRY = ""  # the owner of the lww_map of adapter names; no instance has an empty name
 BUCKETS = 256
-MAX_FACTS = 100_000  # keys on one shelf
-MAX_TOMBSTONES = 100_000  # on one shelf, besides
+MAX_ENTRIES = 100_000  # keys on one lww_map
+MAX_TOMBSTONES = 100_000  # on one lww_map, besides
 MAX_KEY, MAX_VALUE = 256, 4096  # characters of a key, and of a value's texts together
 MAX_ITEMS = 8  # in a value
-MAX_AHEAD_S = 3600.0  # a fact from further in the future comes of a wrong clock and would win for so long
+MAX_AHEAD_S = 3600.0  # a entry from further in the future comes of a wrong clock and would win for so long
 # After a day, a cluster that stands still over a weekend would bring back what it deleted on Friday; a tombstone costs
 # 100 bytes. Who comes back later than that restores only what it holds itself (names_file.py).
 TOMBSTONE_S = 30 * 86_400.0
 _MOST_EXPIRED = 200  # tombstones at once: a millisecond
-_MOST_ANSWERS = 200  # facts about ourselves put right at once: some milliseconds
+_MOST_ANSWERS = 200  # entries about ourselves put right at once: some milliseconds
 _MOST_RANK, _MOST_BYTES = 1 << 16, 1 << 50  # of an adapter; far beyond what any instance serves
 _MASK = 2**64 - 1
 _COUNTER_BITS = 16
 
-Value: TypeAlias = tuple[str | int, ...]
-Status = Literal["starting", "serving", "draining"]
+EntryValue: TypeAlias = tuple[str | int, ...]
+ServingStatus = Literal["starting", "serving", "draining"]
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
+class Entry:
     """One key's newest value, or its tombstone (`deleted`, with an empty value). `node` wrote it at `hlc`."""
 
     key: str
-    value: Value
+    value: EntryValue
     hlc: int  # ms since 1970, then 16 bits that count within one ms
     node: str
     deleted: bool = False
@@ -58,7 +58,7 @@ class Fact:
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
+class RegisteredAdapter:
     """What an adapter's name means everywhere."""
 
     name: str
@@ -68,10 +68,10 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class InstanceLoad:
     """What an instance says of itself four times a second: all that a router needs to predict it."""
 
-    status: Status = "starting"
+    status: ServingStatus = "starting"
     running: int = 0
     queued: int = 0
     ranks: tuple[tuple[int, int], ...] = ()  # (rank, requests): the maximum must fall when a request ends
@@ -85,7 +85,7 @@ class Load:
     lag_s: float = 0.0
 
 
-def fact_fits(key: str, value: Value) -> bool:
+def entry_fits(key: str, value: EntryValue) -> bool:
     """Whether others would take it: bounded, and text that can be sent."""
     texts = [key, *(item for item in value if isinstance(item, str))]
     sized = 0 < len(key) <= MAX_KEY and len(value) <= MAX_ITEMS and sum(map(len, texts)) <= len(key) + MAX_VALUE
@@ -109,13 +109,13 @@ class HybridClock:
         self._last = max(self._last, hlc)
 
 
-class Shelf:
+class LwwMap:
     """A last-writer-wins map that can be compared with another copy of it piece by piece."""
 
     def __init__(self) -> None:
         self.root = 0  # equal on two copies exactly when they hold the same, but for a chance of 2⁻⁶⁴
         self.dropped = 0  # tombstones that went before their time: who still has what they buried brings it back
-        self._facts: list[dict[str, Fact]] = [{} for _ in range(BUCKETS)]
+        self._buckets: list[dict[str, Entry]] = [{} for _ in range(BUCKETS)]
         self._sums = [0] * BUCKETS
         self._size = 0
         self._tombstones = 0
@@ -124,8 +124,8 @@ class Shelf:
     def __len__(self) -> int:
         return self._size
 
-    def __iter__(self) -> Iterator[Fact]:
-        for bucket in self._facts:
+    def __iter__(self) -> Iterator[Entry]:
+        for bucket in self._buckets:
             yield from tuple(bucket.values())  # so that it may change while somebody reads it in pieces
 
     @property
@@ -133,34 +133,34 @@ class Shelf:
         """One number for each bucket."""
         return tuple(self._sums)
 
-    def get(self, key: str) -> Fact | None:
-        """The fact or tombstone of a key."""
-        return self._facts[_bucket(key)].get(key)
+    def get(self, key: str) -> Entry | None:
+        """The entry or tombstone of a key."""
+        return self._buckets[_bucket(key)].get(key)
 
-    def merge(self, fact: Fact) -> bool:
-        """Takes a fact in if it is newer; says whether it was. Commutative, associative, idempotent.
+    def merge(self, entry: Entry) -> bool:
+        """Takes a entry in if it is newer; says whether it was. Commutative, associative, idempotent.
 
-        A full shelf takes no new keys, and of tombstones it keeps the newest: its bound on memory is worth that.
+        A full lww_map takes no new keys, and of tombstones it keeps the newest: its bound on memory is worth that.
         """
-        index = _bucket(fact.key)
-        old = self._facts[index].get(fact.key)
-        if (old is not None and old.order >= fact.order) or (self._is_full(fact) and (old is None or old.deleted)):
+        index = _bucket(entry.key)
+        old = self._buckets[index].get(entry.key)
+        if (old is not None and old.order >= entry.order) or (self._is_full(entry) and (old is None or old.deleted)):
             return False
         self._take_out(index, old)
-        self._facts[index][fact.key] = fact
-        self._add(index, _print(fact))
+        self._buckets[index][entry.key] = entry
+        self._add(index, _print(entry))
         self._size += 1
-        if fact.deleted:
-            self._bury(fact)
+        if entry.deleted:
+            self._bury(entry)
         return True
 
     def differing(self, sums: Iterable[int]) -> list[int]:
         """The buckets in which another copy, given by its sums, is not like this one."""
         return [index for index, (mine, theirs) in enumerate(zip(self._sums, sums, strict=True)) if mine != theirs]
 
-    def bucket(self, index: int) -> list[Fact]:
-        """All facts of one bucket."""
-        return list(self._facts[index].values())
+    def bucket(self, index: int) -> list[Entry]:
+        """All entries of one bucket."""
+        return list(self._buckets[index].values())
 
     def expire(self, wall_ms: int, most: int) -> int:
         """Drops tombstones past their time, so many at most. How many it were."""
@@ -171,161 +171,163 @@ class Shelf:
             self._take_out(_bucket(oldest.key), oldest)
         return most
 
-    def _is_full(self, fact: Fact) -> bool:
-        """Whether there is no room for one more fact of its kind; of tombstones an older one has to make room."""
-        if not fact.deleted:
-            return self._size - self._tombstones >= MAX_FACTS
+    def _is_full(self, entry: Entry) -> bool:
+        """Whether there is no room for one more entry of its kind; of tombstones an older one has to make room."""
+        if not entry.deleted:
+            return self._size - self._tombstones >= MAX_ENTRIES
         oldest = self._oldest_tombstone() if self._tombstones >= MAX_TOMBSTONES else None
-        return oldest is not None and (oldest.hlc, oldest.key) >= (fact.hlc, fact.key)
+        return oldest is not None and (oldest.hlc, oldest.key) >= (entry.hlc, entry.key)
 
-    def _bury(self, fact: Fact) -> None:
+    def _bury(self, entry: Entry) -> None:
         self._tombstones += 1
-        heapq.heappush(self._buried, (fact.hlc, fact.key))
+        heapq.heappush(self._buried, (entry.hlc, entry.key))
         if len(self._buried) > 2 * self._tombstones + _MOST_EXPIRED:
-            self._buried = sorted({entry for entry in self._buried if self._tombstone(entry)})  # which is a heap, too
+            self._buried = sorted({item for item in self._buried if self._tombstone(item)})  # which is a heap, too
         if self._tombstones > MAX_TOMBSTONES and (oldest := self._oldest_tombstone()) is not None:
             self._take_out(_bucket(oldest.key), oldest)
             self.dropped += 1
 
-    def _oldest_tombstone(self) -> Fact | None:
+    def _oldest_tombstone(self) -> Entry | None:
         while self._buried:
-            if (fact := self._tombstone(self._buried[0])) is not None:
-                return fact
+            if (entry := self._tombstone(self._buried[0])) is not None:
+                return entry
             heapq.heappop(self._buried)
         return None
 
-    def _tombstone(self, entry: tuple[int, str]) -> Fact | None:
-        fact = self.get(entry[1])
-        return fact if fact is not None and fact.deleted and fact.hlc == entry[0] else None
+    def _tombstone(self, item: tuple[int, str]) -> Entry | None:
+        entry = self.get(item[1])
+        return entry if entry is not None and entry.deleted and entry.hlc == item[0] else None
 
-    def _take_out(self, index: int, fact: Fact | None) -> None:
-        if fact is not None:
-            del self._facts[index][fact.key]
-            self._add(index, -_print(fact))
+    def _take_out(self, index: int, entry: Entry | None) -> None:
+        if entry is not None:
+            del self._buckets[index][entry.key]
+            self._add(index, -_print(entry))
             self._size -= 1
-            self._tombstones -= fact.deleted
+            self._tombstones -= entry.deleted
 
     def _add(self, index: int, number: int) -> None:
         self._sums[index] = (self._sums[index] + number) & _MASK
         self.root = (self.root + number) & _MASK
 
 
-def is_expired(fact: Fact, wall_ms: int) -> bool:
+def is_expired(entry: Entry, wall_ms: int) -> bool:
     """Whether it is a tombstone that nobody needs any more."""
-    return fact.deleted and wall_ms - fact.time_ms > TOMBSTONE_S * 1000
+    return entry.deleted and wall_ms - entry.time_ms > TOMBSTONE_S * 1000
 
 
-class Facts:
-    """All shelves of one instance, and the newest load of each other one."""
+class ReplicatedState:
+    """All maps of one instance, and the newest load of each other one."""
 
     def __init__(self, me: str, base_name: str = "") -> None:
         """`base_name`: of the model that is served here; no adapter has that name."""
-        self.refused = 0  # facts that others sent and that cannot be so
+        self.refused = 0  # entries that others sent and that cannot be so
         self.objection = ""  # why the last of them was refused
         # Another instance of our name is taken for us: what is said of us is its word, or both would write for ever.
         self.is_outbid = False
         self.agreed = False  # whether another instance's names have once been all among ours
         self.me, self._base_name = me, base_name
         self._clock = HybridClock()
-        self._shelves = {SHARED: Shelf(), me: Shelf()}
+        self._maps = {REGISTRY: LwwMap(), me: LwwMap()}
         self._contested: dict[str, None] = {}  # keys of which others have said something else of us
-        self._held: dict[str, Value] = {}  # what we hold in truth, whatever others remember of an earlier life
-        self._holders: dict[str, dict[str, Value]] = {}  # by key: all shelves but that of names, the other way round
-        self._loads: dict[str, tuple[tuple[int, int], Load, float]] = {}
+        self._held: dict[str, EntryValue] = {}  # what we hold in truth, whatever others remember of an earlier life
+        self._holders: dict[str, dict[str, EntryValue]] = {}  # by key: all maps but that of names, the other way round
+        self._loads: dict[str, tuple[tuple[int, int], InstanceLoad, float]] = {}
 
-    def shelf(self, owner: str) -> Shelf | None:
-        """The shelf of names (SHARED) or of one instance's holdings."""
-        return self._shelves.get(owner)
+    def map_of(self, owner: str) -> LwwMap | None:
+        """The lww_map of names (SHARED) or of one instance's holdings."""
+        return self._maps.get(owner)
 
     def roots(self) -> tuple[tuple[str, int], ...]:
-        """(owner, root) of every shelf."""
-        return tuple((owner, shelf.root) for owner, shelf in self._shelves.items())
+        """(owner, root) of every lww_map."""
+        return tuple((owner, lww_map.root) for owner, lww_map in self._maps.items())
 
     def know(self, owner: str) -> None:
         """Room for the holdings of one more instance."""
-        self._shelves.setdefault(owner, Shelf())
+        self._maps.setdefault(owner, LwwMap())
 
     def forget(self, owner: str) -> None:
         """That instance is gone for good."""
-        if owner not in (SHARED, self.me):
-            for fact in self._shelves.pop(owner, ()):
-                self._took(owner, replace(fact, deleted=True))
+        if owner not in (REGISTRY, self.me):
+            for entry in self._maps.pop(owner, ()):
+                self._took(owner, replace(entry, deleted=True))
             self._loads.pop(owner, None)
 
     # ---- what we write
 
-    def register(self, adapter: Adapter, wall_ms: int) -> list[Fact]:
+    def register(self, adapter: RegisteredAdapter, wall_ms: int) -> list[Entry]:
         """Gives a name its meaning, everywhere. Raises InvalidRequest for what others would refuse."""
-        return self._write(SHARED, adapter.name, (adapter.digest, adapter.rank, adapter.num_bytes), wall_ms)
+        return self._write(REGISTRY, adapter.name, (adapter.digest, adapter.rank, adapter.num_bytes), wall_ms)
 
-    def remove(self, name: str, wall_ms: int) -> list[Fact]:
+    def remove(self, name: str, wall_ms: int) -> list[Entry]:
         """Takes a name away, everywhere."""
-        fact = self._shelves[SHARED].get(name)
-        return [] if fact is None or fact.deleted else self._write(SHARED, name, None, wall_ms)
+        entry = self._maps[REGISTRY].get(name)
+        return [] if entry is None or entry.deleted else self._write(REGISTRY, name, None, wall_ms)
 
-    def hold(self, key: str, value: Value, wall_ms: int) -> list[Fact]:
-        """Says that we hold these bytes (a digest and its tier), or another fact about ourselves."""
-        facts = self._write(self.me, key, value, wall_ms)
+    def advertise(self, key: str, value: EntryValue, wall_ms: int) -> list[Entry]:
+        """Says that we hold these bytes (a digest and its tier), or another entry about ourselves."""
+        entries = self._write(self.me, key, value, wall_ms)
         self._held[key] = value
-        return facts
+        return entries
 
-    def drop(self, key: str, wall_ms: int) -> list[Fact]:
+    def withdraw(self, key: str, wall_ms: int) -> list[Entry]:
         """Says that we do not hold them any more."""
         return [] if self._held.pop(key, None) is None else self._write(self.me, key, None, wall_ms)
 
-    def _write(self, owner: str, key: str, value: Value | None, wall_ms: int) -> list[Fact]:
-        if not fact_fits(key, value or ()):
+    def _write(self, owner: str, key: str, value: EntryValue | None, wall_ms: int) -> list[Entry]:
+        if not entry_fits(key, value or ()):
             raise InvalidRequest(f"the cluster shares names of 1 to {MAX_KEY} characters; {key[:80]!r} is not one")
-        old = self._shelves[owner].get(key)
+        old = self._maps[owner].get(key)
         if old is not None and old.value == (value or ()) and old.deleted == (value is None):
             return []  # saying it again would only travel
-        fact = Fact(key, value or (), self._clock.next(wall_ms), self.me, deleted=value is None)
-        if not self._shelves[owner].merge(fact):
-            raise InvalidRequest(f"the cluster shares {MAX_FACTS:,} names at most; remove one before {key[:80]!r}")
-        self._took(owner, fact)
-        return [fact]
+        entry = Entry(key, value or (), self._clock.next(wall_ms), self.me, deleted=value is None)
+        if not self._maps[owner].merge(entry):
+            raise InvalidRequest(f"the cluster shares {MAX_ENTRIES:,} names at most; remove one before {key[:80]!r}")
+        self._took(owner, entry)
+        return [entry]
 
     # ---- what others say
 
-    def merge(self, owner: str, facts: Iterable[Fact], wall_ms: int) -> tuple[list[Fact], list[Fact]]:
-        """Takes facts in. Gives those that were news, and what we had to write against them about ourselves."""
-        shelf = self._shelves.get(owner)
-        news: list[Fact] = []
-        for fact in facts if shelf is not None else ():
-            if (objection := self._objection(owner, fact, wall_ms)) is not None:
+    def merge(self, owner: str, entries: Iterable[Entry], wall_ms: int) -> tuple[list[Entry], list[Entry]]:
+        """Takes entries in. Gives those that were news, and what we had to write against them about ourselves."""
+        lww_map = self._maps.get(owner)
+        news: list[Entry] = []
+        for entry in entries if lww_map is not None else ():
+            if (objection := self._objection(owner, entry, wall_ms)) is not None:
                 self.refused, self.objection = self.refused + 1, objection
-            elif not is_expired(fact, wall_ms) and shelf is not None and shelf.merge(fact):
-                self._clock.observe(fact.hlc)
-                self._took(owner, fact)
-                news.append(fact)
+            elif not is_expired(entry, wall_ms) and lww_map is not None and lww_map.merge(entry):
+                self._clock.observe(entry.hlc)
+                self._took(owner, entry)
+                news.append(entry)
                 if owner == self.me:
-                    self._contested[fact.key] = None
+                    self._contested[entry.key] = None
         return news, self.contradict(wall_ms) if owner == self.me else []
 
-    def _objection(self, owner: str, fact: Fact, wall_ms: int) -> str | None:
-        """Why a fact of another instance is not taken in, in words for a log; None: it is. One of another shape than
+    def _objection(self, owner: str, entry: Entry, wall_ms: int) -> str | None:
+        """Why a entry of another instance is not taken in, in words for a log; None: it is. One of another shape than
         any here may be a later version's: it is kept for others, and means nothing to this instance."""
-        if fact.time_ms - wall_ms > MAX_AHEAD_S * 1000:
-            return f"{fact.node} wrote it over an hour ahead of this instance's clock: is a clock wrong, here or there?"
-        if owner != SHARED:
-            return None if fact.node == owner else f"{fact.node} wrote it, and only {owner} may"
-        if not ADAPTER_NAME.fullmatch(fact.key) or fact.key == self._base_name:
-            return f"{fact.node} gave the name {fact.key[:80]!r}, which no adapter can have"
-        adapter = _adapter(fact)
+        if entry.time_ms - wall_ms > MAX_AHEAD_S * 1000:
+            return (
+                f"{entry.node} wrote it over an hour ahead of this instance's clock: is a clock wrong, here or there?"
+            )
+        if owner != REGISTRY:
+            return None if entry.node == owner else f"{entry.node} wrote it, and only {owner} may"
+        if not ADAPTER_NAME.fullmatch(entry.key) or entry.key == self._base_name:
+            return f"{entry.node} gave the name {entry.key[:80]!r}, which no adapter can have"
+        adapter = _adapter(entry)
         if adapter is not None and not _is_possible(adapter):
-            return f"{fact.node} gave {fact.key!r} a digest, rank or size that no adapter has: {fact.value!r:.200}"
+            return f"{entry.node} gave {entry.key!r} a digest, rank or size that no adapter has: {entry.value!r:.200}"
         return None
 
-    def contradict(self, wall_ms: int) -> list[Fact]:
+    def contradict(self, wall_ms: int) -> list[Entry]:
         """What we have to write against others' word about ourselves: the next of it, as there may be much."""
-        answers: list[Fact] = []
+        answers: list[Entry] = []
         for key in () if self.is_outbid else list(islice(self._contested, _MOST_ANSWERS)):
             del self._contested[key]
             # An earlier life of ours; its clock may have run ahead, so what is true is said again, later.
             answers += self._write(self.me, key, self._held.get(key), wall_ms)
         return answers
 
-    def take_load(self, name: str, epoch: int, sequence: int, load: Load, now: float) -> bool:
+    def take_load(self, name: str, epoch: int, sequence: int, load: InstanceLoad, now: float) -> bool:
         """The newest by (epoch, sequence) counts; says whether this one was."""
         old = self._loads.get(name)
         if old is not None and old[0] >= (epoch, sequence):
@@ -336,58 +338,58 @@ class Facts:
     def expire(self, wall_ms: int) -> None:
         """Drops tombstones past their time; the next call goes on where there are many."""
         most = _MOST_EXPIRED
-        for shelf in self._shelves.values():
-            most -= shelf.expire(wall_ms, most)
+        for lww_map in self._maps.values():
+            most -= lww_map.expire(wall_ms, most)
 
     # ---- what is asked of us
 
     @property
     def dropped(self) -> int:
         """Tombstones that went before their time, for want of room."""
-        return sum(shelf.dropped for shelf in self._shelves.values())
+        return sum(lww_map.dropped for lww_map in self._maps.values())
 
-    def load(self, name: str, now: float) -> tuple[Load, float] | None:
+    def load(self, name: str, now: float) -> tuple[InstanceLoad, float] | None:
         """The newest load of another instance and its age in seconds."""
         found = self._loads.get(name)
         return (found[1], now - found[2]) if found else None
 
-    def adapter(self, name: str) -> Adapter | None:
+    def adapter(self, name: str) -> RegisteredAdapter | None:
         """What a name means."""
-        fact = self._shelves[SHARED].get(name)
-        return _adapter(fact) if fact else None
+        entry = self._maps[REGISTRY].get(name)
+        return _adapter(entry) if entry else None
 
-    def adapters(self) -> Iterator[Adapter]:
+    def adapters(self) -> Iterator[RegisteredAdapter]:
         """All adapters, in no order."""
-        for fact in self._shelves[SHARED]:
-            if (adapter := _adapter(fact)) is not None:
+        for entry in self._maps[REGISTRY]:
+            if (adapter := _adapter(entry)) is not None:
                 yield adapter
 
-    def holders(self, key: str) -> dict[str, Value]:
+    def holders(self, key: str) -> dict[str, EntryValue]:
         """Who says to hold it, and in which tier; the dead included until they are forgotten."""
         return dict(self._holders.get(key, ()))
 
-    def _took(self, owner: str, fact: Fact) -> None:
-        """A shelf has another fact now."""
-        if owner == SHARED:
+    def _took(self, owner: str, entry: Entry) -> None:
+        """A lww_map has another entry now."""
+        if owner == REGISTRY:
             return
-        holders = self._holders.setdefault(fact.key, {})
-        if fact.deleted:
+        holders = self._holders.setdefault(entry.key, {})
+        if entry.deleted:
             holders.pop(owner, None)
         else:
-            holders[owner] = fact.value
+            holders[owner] = entry.value
         if not holders:
-            del self._holders[fact.key]
+            del self._holders[entry.key]
 
 
-def _adapter(fact: Fact) -> Adapter | None:
+def _adapter(entry: Entry) -> RegisteredAdapter | None:
     """None for a tombstone, and for a value of another shape, which a later version might write."""
-    match fact.value:
-        case (str(digest), int(rank), int(num_bytes), *_) if not fact.deleted:
-            return Adapter(fact.key, digest, rank, num_bytes)
+    match entry.value:
+        case (str(digest), int(rank), int(num_bytes), *_) if not entry.deleted:
+            return RegisteredAdapter(entry.key, digest, rank, num_bytes)
     return None
 
 
-def _is_possible(adapter: Adapter) -> bool:
+def _is_possible(adapter: RegisteredAdapter) -> bool:
     has_digest = DIGEST.fullmatch(adapter.digest) is not None
     return has_digest and 0 < adapter.rank <= _MOST_RANK and 0 < adapter.num_bytes <= _MOST_BYTES
 
@@ -396,5 +398,5 @@ def _bucket(key: str) -> int:
     return blake2b(key.encode(), digest_size=1).digest()[0]
 
 
-def _print(fact: Fact) -> int:
-    return int.from_bytes(blake2b(repr((fact.key, fact.order)).encode(), digest_size=8).digest())
+def _print(entry: Entry) -> int:
+    return int.from_bytes(blake2b(repr((entry.key, entry.order)).encode(), digest_size=8).digest())

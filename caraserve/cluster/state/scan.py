@@ -3,13 +3,13 @@
 from collections.abc import AsyncIterator
 
 from caraserve.cluster.membership.node import Node
-from caraserve.cluster.state.replicated_map import SHARED, Adapter
+from caraserve.cluster.state.replicated_map import REGISTRY, RegisteredAdapter
 from caraserve.util.tasks import in_turns
 
 
-async def known_adapters(node: Node) -> AsyncIterator[Adapter]:
+async def known_adapters(node: Node) -> AsyncIterator[RegisteredAdapter]:
     """What each name means when its turn comes. Names that are given meanwhile may be missing, and may be there."""
-    facts = node.core.facts
-    async for fact in in_turns(facts.shelf(SHARED) or ()):
-        if (adapter := facts.adapter(fact.key)) is not None:
+    entries = node.protocol.state
+    async for entry in in_turns(entries.map_of(REGISTRY) or ()):
+        if (adapter := entries.adapter(entry.key)) is not None:
             yield adapter

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from caraserve.cluster.membership.node import Node
 from caraserve.cluster.routing.cost import Tier
 from caraserve.cluster.state.publisher import Publisher
-from caraserve.cluster.state.replicated_map import Adapter
+from caraserve.cluster.state.replicated_map import RegisteredAdapter
 from caraserve.cluster.state.scan import known_adapters
 from caraserve.cluster.transfer.adapter_store import AdapterStore
 from caraserve.cluster.transfer.disk_cache import DiskCache
@@ -119,7 +119,7 @@ class AdapterPool:
 
     # --- names ---
 
-    def adopt(self, adapter: Adapter) -> None:
+    def adopt(self, adapter: RegisteredAdapter) -> None:
         """A name that another instance gave a meaning. One that cannot be served here is somebody else's to serve."""
         self.store.named(adapter.digest)
         self.store.renamed()

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.cluster.membership.node import Body, Node
+from caraserve.cluster.membership.node import Node, QueryBody
 from caraserve.cluster.routing.cost import Tier
 from caraserve.cluster.state.publisher import Publisher
 from caraserve.cluster.state.scan import known_adapters
@@ -97,10 +97,10 @@ class AdapterStore:
 
     def _say_held(self, digest: str, tier: Tier) -> None:
         try:
-            self._publisher_now.hold(digest, tier)
+            self._publisher_now.advertise(digest, tier)
         except CaraServeError as error:  # it is said of so many already
             self.announce_failures += 1
-            self._publisher_now.drop(digest)
+            self._publisher_now.withdraw(digest)
             log.warning("nobody is told that adapter %s is here: %s", digest[:12], error.message)
 
     async def close(self) -> None:
@@ -285,7 +285,7 @@ class AdapterStore:
                 number = self._copies.ask(digest, _PROMISE_S, self._now())
                 if number is None:
                     return False
-                answer = await self._node.ask(holder, (KEEP_QUESTION, digest, _PROMISE_S), _ANSWER_S)
+                answer = await self._node.query(holder, (KEEP_QUESTION, digest, _PROMISE_S), _ANSWER_S)
                 if self._copies.answered(digest, number, answer == (_YES,), self._now()):
                     self._delete(digest)
                     return True
@@ -293,7 +293,7 @@ class AdapterStore:
                     break
         return False
 
-    def answer(self, peer: str, body: Body) -> Body:
+    def answer(self, peer: str, body: QueryBody) -> QueryBody:
         """For `Node.on_question`: another instance would delete, and asks us to keep ours."""
         match body:
             case (_, str(digest), float(ttl_s) | int(ttl_s)) if 0 < ttl_s <= 10 * _PROMISE_S:
@@ -370,7 +370,7 @@ class AdapterStore:
         self._stamps.pop(digest, None)
         self._looked_s.pop(digest, None)
         self._read.discard(digest)
-        self._publisher_now.drop(digest)
+        self._publisher_now.withdraw(digest)
         if digest in self._stored:
             self.deleted += 1
             self._stored.forget(digest)

@@ -17,9 +17,8 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from caraserve.cluster.membership.auth import Keyring
-from caraserve.cluster.membership.dns import Resolver
-from caraserve.cluster.membership.signing import HEADER, signature
+from caraserve.cluster.membership.auth import SIGNATURE_HEADER, Keyring, sign_request
+from caraserve.cluster.membership.dns import PeerResolver
 from caraserve.cluster.transfer.upload import PATH
 from caraserve.lora.manifest import MAX_MANIFEST_BYTES
 
@@ -91,7 +90,7 @@ class PeerClient:
         self._loop.close()
 
     def _signed(self, path: str) -> dict[str, str]:
-        return {HEADER: signature(self._keys(), "GET", path, time.time())}
+        return {SIGNATURE_HEADER: sign_request(self._keys(), "GET", path, time.time())}
 
     async def _there(self, work: Coroutine[Any, Any, T]) -> T:
         """Whoever is cancelled meanwhile goes on only when the work has ended: it writes into memory of theirs."""
@@ -119,7 +118,7 @@ class PeerClient:
 
     def _get(self, url: str, headers: dict[str, str]) -> Any:
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_ALIVE_S, resolver=Resolver())
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_ALIVE_S, resolver=PeerResolver())
             timeout = aiohttp.ClientTimeout(None, connect=_REACH_S, sock_connect=_CONNECT_S, sock_read=_SILENT_S)
             self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
         scheme = "https" if self._tls else "http"

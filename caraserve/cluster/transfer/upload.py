@@ -19,8 +19,7 @@ import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
 
-from caraserve.cluster.membership.auth import Keyring
-from caraserve.cluster.membership.signing import HEADER, is_signed
+from caraserve.cluster.membership.auth import SIGNATURE_HEADER, Keyring, is_signed_request
 from caraserve.config import DIGEST
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.errors import CaraServeError
@@ -101,8 +100,8 @@ class UploadServer:
 
     @asynccontextmanager
     async def _lent(self, request: web.Request) -> AsyncIterator[HostAdapter]:
-        signed = request.headers.get(HEADER, "")
-        if not is_signed(self._keys(), signed, request.method, request.path_qs, time.time()):
+        signed = request.headers.get(SIGNATURE_HEADER, "")
+        if not is_signed_request(self._keys(), signed, request.method, request.path_qs, time.time()):
             raise web.HTTPForbidden(text="This address is for other instances.")
         digest = request.match_info["digest"]
         if self._uploads >= _MOST_UPLOADS:

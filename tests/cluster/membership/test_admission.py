@@ -8,9 +8,15 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from caraserve.cluster.membership.addresses import is_loopback, is_wildcard, join_address, outward_address, resolved
-from caraserve.cluster.membership.dns import Resolver
-from caraserve.cluster.membership.secret_file import SecretFile
+from caraserve.cluster.membership.auth import SecretFile
+from caraserve.cluster.membership.dns import (
+    PeerResolver,
+    is_loopback,
+    is_wildcard,
+    join_address,
+    outward_address,
+    resolve_peers,
+)
 from caraserve.config import ClusterConfig, HttpConfig
 from caraserve.errors import ConfigError
 from caraserve.serve_cluster import Admission, check_cluster
@@ -94,13 +100,13 @@ def test_addresses() -> None:
 
 
 async def test_the_way_to_a_peer_shows_our_own_address() -> None:
-    assert await outward_address("127.0.0.1:80", Resolver()) == "127.0.0.1"
-    assert await outward_address("nobody.invalid:80", Resolver()) is None
+    assert await outward_address("127.0.0.1:80", PeerResolver()) == "127.0.0.1"
+    assert await outward_address("nobody.invalid:80", PeerResolver()) is None
 
 
 async def test_a_name_stands_for_all_that_it_resolves_to_and_one_that_does_not_is_named() -> None:
-    found, missing = await resolved(
-        ("127.0.0.1:1", "127.0.0.1:1", "127.0.0.2:1", "nobody.invalid:1", "no..name:1"), Resolver()
+    found, missing = await resolve_peers(
+        ("127.0.0.1:1", "127.0.0.1:1", "127.0.0.2:1", "nobody.invalid:1", "no..name:1"), PeerResolver()
     )
     assert found == ("127.0.0.1:1", "127.0.0.2:1")
     assert missing == ["nobody.invalid:1", "no..name:1"]

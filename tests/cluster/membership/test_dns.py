@@ -11,10 +11,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from caraserve.cluster.membership import addresses, websocket
-from caraserve.cluster.membership.addresses import resolved
-from caraserve.cluster.membership.dns import Resolver
-from caraserve.cluster.membership.websocket import Sockets
+from caraserve.cluster.membership import dns, websocket
+from caraserve.cluster.membership.dns import PeerResolver, resolve_peers
+from caraserve.cluster.membership.websocket import WebSocketTransport
 from caraserve.cluster.transfer.peer_client import PeerClient, TransferFailure
 from caraserve.http.proxy import PeerProxy
 from tests.cluster.nodes import KEYS, instances, until
@@ -71,7 +70,7 @@ class Ends:
 
 
 async def test_a_silent_name_server_holds_up_no_other_name_and_no_other_work(server: NameServer) -> None:
-    resolver = Resolver()
+    resolver = PeerResolver()
     waiting = [asyncio.create_task(resolver.addresses(f"slow-{index}")) for index in range(MANY)]
     assert [found.address for found in await resolver.addresses("quick")] == ["127.0.0.1"]
     assert await asyncio.to_thread(lambda: "done") == "done"
@@ -81,7 +80,7 @@ async def test_a_silent_name_server_holds_up_no_other_name_and_no_other_work(ser
 
 
 async def test_a_name_that_many_wait_for_is_asked_for_once_even_when_they_give_up(server: NameServer) -> None:
-    resolver = Resolver()
+    resolver = PeerResolver()
     for _ in range(3):
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
@@ -96,7 +95,9 @@ async def test_a_name_that_many_wait_for_is_asked_for_once_even_when_they_give_u
 
 
 async def test_what_resolves_is_not_held_up_by_what_does_not(server: NameServer) -> None:
-    found, missing = await resolved(("slow:1", "nobody:2", "quick:3", "127.0.0.2:4"), Resolver(), patience_s=0.5)
+    found, missing = await resolve_peers(
+        ("slow:1", "nobody:2", "quick:3", "127.0.0.2:4"), PeerResolver(), patience_s=0.5
+    )
     assert found == ("127.0.0.1:3", "127.0.0.2:4")
     assert missing == ["slow:1", "nobody:2"]
 
@@ -107,7 +108,7 @@ async def test_a_connection_whose_name_does_not_resolve_is_given_up_in_time_and_
     ends = Ends()
     async with instances(tmp_path) as running:
         quick = "quick:" + (await running.start("a")).address.partition(":")[2]
-        ours = Sockets(ends, None, Resolver())
+        ours = WebSocketTransport(ends, None, PeerResolver())
         for index in range(MANY):
             ours.dial(f"slow-{index}:1")
         ours.dial(quick)
@@ -156,16 +157,16 @@ async def test_a_name_that_no_thread_was_left_for_is_looked_up_again(
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    resolver = Resolver()
+    resolver = PeerResolver()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
-        assert await resolved(("quick:1",), resolver) == ((), ["quick:1"])
-    assert await resolved(("quick:1",), resolver) == (("127.0.0.1:1",), [])
+        assert await resolve_peers(("quick:1",), resolver) == ((), ["quick:1"])
+    assert await resolve_peers(("quick:1",), resolver) == (("127.0.0.1:1",), [])
 
 
 async def test_an_address_of_a_kind_that_this_machine_has_not_leads_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_socket(*kind: object) -> None:
         raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
 
-    monkeypatch.setattr(addresses.socket, "socket", no_socket)
-    assert await addresses.outward_address("127.0.0.1:1", Resolver()) is None
+    monkeypatch.setattr(dns.socket, "socket", no_socket)
+    assert await dns.outward_address("127.0.0.1:1", PeerResolver()) is None

@@ -7,12 +7,12 @@ import aiohttp
 import orjson
 import pytest
 
-from caraserve.cluster.membership.auth import HELLO, Keyring, seal
-from caraserve.cluster.membership.connection import SILENT, STRANGER
-from caraserve.cluster.membership.events import Close, Dial, PeerRefused, RefusedUs, Settings
-from caraserve.cluster.membership.messages import PROTOCOL, Hello, Malformed, Message, Refuse, decode, encode
-from caraserve.cluster.membership.protocol import Core
-from caraserve.cluster.membership.websocket import PATH
+from caraserve.cluster.membership.auth import HELLO_FRAME, Keyring, sign_frame
+from caraserve.cluster.membership.connection import NO_ANSWER, UNKNOWN_SECRET
+from caraserve.cluster.membership.events import CloseConnection, Dial, PeerRefused, ProtocolSettings, RefusedByPeer
+from caraserve.cluster.membership.messages import PROTOCOL_VERSION, Hello, Malformed, Message, Refuse, decode, encode
+from caraserve.cluster.membership.protocol import ClusterProtocol
+from caraserve.cluster.membership.websocket import WEBSOCKET_PATH
 from tests.cluster import nodes
 from tests.cluster.fleet import SECRET, WALL_MS, Fleet
 
@@ -20,20 +20,20 @@ KEYS, OTHER_KEYS = Keyring((SECRET,)), Keyring((b"another secret, of somebody el
 _HEAD = 25  # bytes of a frame before its message
 
 
-def core(name: str, keys: Keyring = KEYS, started_s: float = 0.0) -> Core:
+def protocol(name: str, keys: Keyring = KEYS, started_s: float = 0.0) -> ClusterProtocol:
     wall_ms = WALL_MS + int(started_s * 1000)
-    return Core(Settings("c", "m", name, f"{name}:1"), keys, Random(name), 0.0, wall_ms)
+    return ClusterProtocol(ProtocolSettings("c", "m", name, f"{name}:1"), keys, Random(name), 0.0, wall_ms)
 
 
-def hello(name: str, protocol: int = PROTOCOL, epoch: int = WALL_MS) -> Hello:
+def hello(name: str, protocol: int = PROTOCOL_VERSION, epoch: int = WALL_MS) -> Hello:
     return Hello(protocol, "c", "m", name, f"{name}:1", epoch, "its nonce", "", False)
 
 
 def frame(message: Hello | Refuse, keys: Keyring = KEYS) -> bytes:
-    return seal(HELLO, keys.hello_keys()[0], 0, encode(message))
+    return sign_frame(HELLO_FRAME, keys.hello_keys()[0], 0, encode(message))
 
 
-def said(one: Core, now: float) -> list[Message | Malformed]:
+def said(one: ClusterProtocol, now: float) -> list[Message | Malformed]:
     """All that it wants to send over connection 1."""
     found = []
     while (sent := one.pull(1, now)) is not None:
@@ -43,7 +43,7 @@ def said(one: Core, now: float) -> list[Message | Malformed]:
 
 @pytest.mark.parametrize("shown", [None, b"GET / HTTP/1.1", frame(hello("b"), OTHER_KEYS)])
 def test_who_shows_no_key_is_told_nothing(shown: bytes | None) -> None:
-    a = core("a")
+    a = protocol("a")
     a.connected(1, 0.0)
     heard: list[object] = []
     for step in range(60):
@@ -52,11 +52,11 @@ def test_who_shows_no_key_is_told_nothing(shown: bytes | None) -> None:
         a.tick(step / 10)
         heard += said(a, step / 10)
     assert heard == []
-    assert [output.link for output in a.take_outputs() if isinstance(output, Close)] == [1]
+    assert [output.link for output in a.take_outputs() if isinstance(output, CloseConnection)] == [1]
 
 
 def test_who_shows_a_key_is_greeted() -> None:
-    a = core("a")
+    a = protocol("a")
     a.connected(1, 0.0)
     a.received(1, frame(hello("b")), 0.0)
     (answer,) = said(a, 0.0)
@@ -67,7 +67,7 @@ def test_who_shows_a_key_is_greeted() -> None:
 
 
 def test_of_two_secrets_both_sides_speak() -> None:
-    a, b = core("a"), core("b", OTHER_KEYS)
+    a, b = protocol("a"), protocol("b", OTHER_KEYS)
     a.connected(1, 0.0, dialled="b:1")
     b.connected(1, 0.0)
     for step in range(60):
@@ -76,17 +76,17 @@ def test_of_two_secrets_both_sides_speak() -> None:
             here.tick(now)
             while (sent := here.pull(1, now)) is not None:
                 there.received(1, sent, now)
-        closed = [output for one in (a, b) for output in one.take_outputs() if isinstance(output, Close)]
+        closed = [output for one in (a, b) for output in one.take_outputs() if isinstance(output, CloseConnection)]
         if closed:
             break
     assert [one.reason for one in closed] == [
-        SILENT
+        NO_ANSWER
     ]  # who dialled is the first, or it would only see the other hang up
     b.lost(1, now)
     b.connected(2, now)
     for _ in range(20):
         b.received(2, frame(hello("a")), now)
-    assert [output.reason for output in b.take_outputs() if isinstance(output, Close)] == [STRANGER]
+    assert [output.reason for output in b.take_outputs() if isinstance(output, CloseConnection)] == [UNKNOWN_SECRET]
 
 
 def test_our_own_address_is_dialled_once() -> None:
@@ -94,15 +94,15 @@ def test_our_own_address_is_dialled_once() -> None:
     fleet.start("a", ["a"])
     fleet.run(10)
     assert [output.address for _, output in fleet.nodes["a"].outputs if isinstance(output, Dial)] == ["a:1"]
-    assert fleet.nodes["a"].core._links == {}
+    assert fleet.nodes["a"].protocol._links == {}
 
 
 @pytest.mark.parametrize("we_dial", [False, True])
 @pytest.mark.parametrize("started_s", [-9.0, 9.0])
 def test_of_two_versions_neither_goes_and_each_says_so_once(we_dial: bool, started_s: float) -> None:
-    a = core("a", started_s=started_s)
+    a = protocol("a", started_s=started_s)
     a.connected(1, 0.0, dialled="z:1" if we_dial else None)
-    a.received(1, frame(hello("z", PROTOCOL + 1)), 0.1)
+    a.received(1, frame(hello("z", PROTOCOL_VERSION + 1)), 0.1)
     ours, refusal = said(a, 0.1)
     assert isinstance(ours, Hello)
     assert isinstance(refusal, Refuse)
@@ -112,16 +112,19 @@ def test_of_two_versions_neither_goes_and_each_says_so_once(we_dial: bool, start
     (told,) = [output for output in outputs if isinstance(output, PeerRefused)]
     assert told.peer == "z at z:1"
     assert told.reason == refusal.reason
-    assert f"version {PROTOCOL} of the cluster's protocol, not {PROTOCOL + 1}; each serves without" in told.reason
-    assert [output for output in outputs if isinstance(output, RefusedUs)] == []
-    assert [output.link for output in outputs if isinstance(output, Close)] == [1]
+    assert (
+        f"version {PROTOCOL_VERSION} of the cluster's protocol, not {PROTOCOL_VERSION + 1}; each serves without"
+        in told.reason
+    )
+    assert [output for output in outputs if isinstance(output, RefusedByPeer)] == []
+    assert [output.link for output in outputs if isinstance(output, CloseConnection)] == [1]
     assert list(a.peers()) == []
 
 
-@pytest.mark.parametrize("protocol", [PROTOCOL, PROTOCOL + 1])
+@pytest.mark.parametrize("protocol", [PROTOCOL_VERSION, PROTOCOL_VERSION + 1])
 def test_a_greeting_that_says_more_is_of_a_later_version_or_none(protocol: int) -> None:
     longer = orjson.dumps([*orjson.loads(encode(hello("z", protocol))), {"more": True}])
-    if protocol == PROTOCOL:
+    if protocol == PROTOCOL_VERSION:
         assert isinstance(decode(longer), Malformed)
     else:
         assert decode(longer) == hello("z", protocol)
@@ -132,9 +135,9 @@ async def test_an_instance_of_another_version_gets_one_line_in_the_log_and_ends_
 ) -> None:
     async with nodes.instances(tmp_path) as running, aiohttp.ClientSession() as session:
         a = await running.start("a")
-        later = hello("z", PROTOCOL + 1, epoch=1)  # so that `a` is the later started
+        later = hello("z", PROTOCOL_VERSION + 1, epoch=1)  # so that `a` is the later started
         for _ in range(2):
-            async with session.ws_connect(f"http://{a.address}{PATH}") as stream:
+            async with session.ws_connect(f"http://{a.address}{WEBSOCKET_PATH}") as stream:
                 await stream.send_bytes(frame(later, nodes.KEYS))
                 ours, refusal = [decode((await stream.receive_bytes())[_HEAD:]) for _ in range(2)]
                 assert isinstance(ours, Hello)
@@ -143,6 +146,7 @@ async def test_an_instance_of_another_version_gets_one_line_in_the_log_and_ends_
                 assert (await stream.receive()).type is aiohttp.WSMsgType.CLOSE
         lines = [record.getMessage() for record in caplog.records if "version" in record.getMessage()]
         assert [line.split(";")[0] for line in lines] == [
-            f"z at z:1 is refused: a speaks version {PROTOCOL} of the cluster's protocol, not {PROTOCOL + 1}"
+            f"z at z:1 is refused: a speaks version {PROTOCOL_VERSION} of the cluster's protocol, "
+            f"not {PROTOCOL_VERSION + 1}"
         ]
         assert not a.node.ended.done()

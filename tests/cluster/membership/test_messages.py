@@ -8,32 +8,40 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from caraserve.cluster.membership.auth import HELLO, SESSION, WINDOW, Keyring, ReplayWindow, seal, unseal
+from caraserve.cluster.membership.auth import (
+    HELLO_FRAME,
+    SESSION_FRAME,
+    WINDOW,
+    Keyring,
+    ReplayWindow,
+    sign_frame,
+    verify_frame,
+)
 from caraserve.cluster.membership.messages import (
     MAX_ADDRESS,
     MAX_BATCH,
     MAX_FRAME,
     MAX_NAME,
     Ack,
-    Beat,
     Compare,
-    Facts,
+    Entries,
+    Heartbeat,
     Hello,
     Leave,
     Malformed,
     Message,
     Nack,
+    PeerQuery,
     Ping,
     PingReq,
-    Quote,
     Refuse,
     Sync,
-    batches,
     decode,
     encode,
+    entry_batches,
 )
-from caraserve.cluster.membership.swim import MAX_KNOWN, MAX_RUMOURS, Record, Rumour, State
-from caraserve.cluster.state.replicated_map import BUCKETS, MAX_KEY, MAX_VALUE, Fact, Load
+from caraserve.cluster.membership.swim import MAX_KNOWN, MAX_UPDATES, MemberRecord, MemberState, MemberUpdate
+from caraserve.cluster.state.replicated_map import BUCKETS, MAX_KEY, MAX_VALUE, Entry, InstanceLoad
 from caraserve.errors import ConfigError
 
 SECRETS = (b"the first secret of all", b"the second secret of all")
@@ -45,29 +53,29 @@ counts = st.integers(0, 2**62 - 1)
 words = st.integers(0, 2**64 - 1)
 reals = st.floats(0, 1e9)
 addresses = st.sampled_from(["a:1", "10.0.0.7:65535", "[::1]:80", "b-2.c_d.example.:8000"])
-records = st.builds(Record, names, addresses, counts, counts, st.sampled_from(State))
-rumours = st.lists(st.builds(Rumour, records, maybe), max_size=4).map(tuple)
+records = st.builds(MemberRecord, names, addresses, counts, counts, st.sampled_from(MemberState))
+rumours = st.lists(st.builds(MemberUpdate, records, maybe), max_size=4).map(tuple)
 loads = st.builds(
-    Load,
+    InstanceLoad,
     st.sampled_from(["starting", "serving", "draining"]),
     *(counts, counts, st.lists(st.tuples(counts, counts), max_size=5).map(tuple)),
     *(counts, counts, counts, st.integers(-(2**62) + 1, 2**62 - 1), counts),
     *(reals, reals, reals),
 )
-facts = st.one_of(
+entries = st.one_of(
     st.builds(
-        Fact,
+        Entry,
         st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30),
         st.lists(st.one_of(st.text(max_size=9), counts), max_size=8).map(tuple),
         *(counts, names),
         st.just(False),
     ),
-    st.builds(Fact, names, st.just(()), counts, names, st.just(True)),
+    st.builds(Entry, names, st.just(()), counts, names, st.just(True)),
 )
 messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(Hello, counts, maybe, maybe, names, addresses, counts, names, maybe, st.booleans()),
     st.builds(Refuse, names, plain),
-    st.builds(Beat, records, counts, loads, words, words, rumours),
+    st.builds(Heartbeat, records, counts, loads, words, words, rumours),
     st.builds(Ping, counts, rumours),
     st.builds(PingReq, counts, names, rumours),
     st.builds(Ack, counts, records),
@@ -79,8 +87,8 @@ messages: st.SearchStrategy[Message] = st.one_of(
         st.lists(st.tuples(maybe, words), max_size=5).map(tuple),
     ),
     st.builds(Compare, counts, maybe, st.tuples(*[words] * 4).map(lambda four: four * (BUCKETS // 4))),
-    st.builds(Facts, counts, maybe, st.lists(facts, max_size=5).map(tuple), counts, st.booleans()),
-    st.builds(Quote, counts, st.booleans(), st.lists(st.one_of(names, counts, reals), max_size=5).map(tuple)),
+    st.builds(Entries, counts, maybe, st.lists(entries, max_size=5).map(tuple), counts, st.booleans()),
+    st.builds(PeerQuery, counts, st.booleans(), st.lists(st.one_of(names, counts, reals), max_size=5).map(tuple)),
     st.builds(Leave, records),
 )
 json_values = st.recursive(
@@ -143,11 +151,11 @@ def test_a_message_with_one_wrong_thing_in_it_never_raises(
             ["ack", 1, ["a", "b:1", 1, 1, True]],
         ),
         *(["ack", 1, ["", "b:1", 1, 1, 0]], ["ack", 1, ["a\n", "b:1", 1, 1, 0]], ["ack", 1, ['a"', "b:1", 1, 1, 0]]),
-        *(["ping", 1, [[["a", "b:1", 1, 1, 0], ""]] * (MAX_RUMOURS + 1)], ["compare", 1, "", [0] * (BUCKETS - 1)]),
-        ["facts", 0, "", [["k", [], 1, "n", False]] * (MAX_BATCH + 1), 0, False],
-        ["facts", 0, "", [["k", ["left over"], 1, "n", True]], 0, False],
-        ["facts", 0, "", [["k" * (MAX_KEY + 1), [], 1, "n", False]], 0, False],
-        ["facts", 0, "", [["k", [1.5], 1, "n", False]], 0, False],
+        *(["ping", 1, [[["a", "b:1", 1, 1, 0], ""]] * (MAX_UPDATES + 1)], ["compare", 1, "", [0] * (BUCKETS - 1)]),
+        ["entries", 0, "", [["k", [], 1, "n", False]] * (MAX_BATCH + 1), 0, False],
+        ["entries", 0, "", [["k", ["left over"], 1, "n", True]], 0, False],
+        ["entries", 0, "", [["k" * (MAX_KEY + 1), [], 1, "n", False]], 0, False],
+        ["entries", 0, "", [["k", [1.5], 1, "n", False]], 0, False],
         ["sync", False, [["a", "b:1", 1, 1, 0]] * (MAX_KNOWN + 1), []],
         ["quote", 1, False, ["x" * (MAX_VALUE + 1)]],
         ["quote", 1, False, [[1]]],
@@ -167,11 +175,11 @@ ELSEWHERE = [
 
 @pytest.mark.parametrize("address", ELSEWHERE)
 def test_where_an_instance_is_must_be_a_host_and_a_port_in_every_message(address: str) -> None:
-    record = Record("a", "a:1", 1, 1, State.ALIVE)
-    rumours = (Rumour(record, ""),)
+    record = MemberRecord("a", "a:1", 1, 1, MemberState.ALIVE)
+    rumours = (MemberUpdate(record, ""),)
     said: list[Message] = [
         Hello(2, "c", "m", "a", "a:1", 1, "n", "", False),
-        *(Beat(record, 1, Load(), 0, 0, ()), Ping(1, rumours), PingReq(1, "b", rumours), Ack(1, record)),
+        *(Heartbeat(record, 1, InstanceLoad(), 0, 0, ()), Ping(1, rumours), PingReq(1, "b", rumours), Ack(1, record)),
         *(Sync(False, (record,), ()), Leave(record)),
     ]
     for message in said:
@@ -189,33 +197,33 @@ def test_what_is_not_json_is_malformed(body: bytes) -> None:
 
 def test_the_largest_messages_fit_into_a_frame() -> None:
     highest = 2**62 - 1
-    record = Record("n" * MAX_NAME, "a" * (MAX_ADDRESS - 6) + ":65535", highest, highest, State.SUSPECT)
-    rumour = Rumour(record, "n" * MAX_NAME)
-    load = Load(
+    record = MemberRecord("n" * MAX_NAME, "a" * (MAX_ADDRESS - 6) + ":65535", highest, highest, MemberState.SUSPECT)
+    rumour = MemberUpdate(record, "n" * MAX_NAME)
+    load = InstanceLoad(
         "starting",
         *(highest, highest, ((highest, highest),) * 64),
         *(highest, highest, highest, -highest, highest),
         *(1e300, 1e300, 1e300),
     )
-    fact = Fact("\x00" * MAX_KEY, ("\x00" * MAX_VALUE, *[highest] * 7), highest, "n" * MAX_NAME)
+    entry = Entry("\x00" * MAX_KEY, ("\x00" * MAX_VALUE, *[highest] * 7), highest, "n" * MAX_NAME)
     largest: list[Message] = [
         Sync(False, (record,) * MAX_KNOWN, (("n" * MAX_NAME, 2**64 - 1),) * (MAX_KNOWN + 1)),
-        Beat(record, highest, load, 2**64 - 1, 2**64 - 1, (rumour,) * MAX_RUMOURS),
+        Heartbeat(record, highest, load, 2**64 - 1, 2**64 - 1, (rumour,) * MAX_UPDATES),
         Compare(highest, "n" * MAX_NAME, (2**64 - 1,) * BUCKETS),
-        *(Facts(highest, "n" * MAX_NAME, batch, highest, False) for batch in batches([fact] * 50)),
+        *(Entries(highest, "n" * MAX_NAME, batch, highest, False) for batch in entry_batches([entry] * 50)),
     ]
     for message in largest:
-        frame = seal(SESSION, b"key", 2**64 - 1, encode(message))
+        frame = sign_frame(SESSION_FRAME, b"key", 2**64 - 1, encode(message))
         assert len(frame) <= MAX_FRAME
-        assert unseal(SESSION, (b"key",), frame) is not None
+        assert verify_frame(SESSION_FRAME, (b"key",), frame) is not None
         assert decode(encode(message)) == message
 
 
 @given(sizes=st.lists(st.integers(1, MAX_KEY), max_size=500))
 def test_batches_lose_nothing_and_keep_the_order(sizes: list[int]) -> None:
-    given_facts = [Fact("k" * size, (), index, "n") for index, size in enumerate(sizes)]
-    pieces = list(batches(given_facts))
-    assert [fact for piece in pieces for fact in piece] == given_facts
+    given_entries = [Entry("k" * size, (), index, "n") for index, size in enumerate(sizes)]
+    pieces = list(entry_batches(given_entries))
+    assert [entry for piece in pieces for entry in piece] == given_entries
     assert all(0 < len(piece) <= MAX_BATCH for piece in pieces)
 
 
@@ -226,25 +234,25 @@ def test_batches_lose_nothing_and_keep_the_order(sizes: list[int]) -> None:
 @given(body=st.binary(max_size=100), sequence=words, at=st.integers(0, 10**6), bit=st.integers(0, 7))
 def test_a_frame_with_a_flipped_bit_does_not_verify(body: bytes, sequence: int, at: int, bit: int) -> None:
     keys = Keyring(SECRETS).session_keys("a", "b")
-    frame = seal(SESSION, keys[0], sequence, body)
-    assert unseal(SESSION, keys, frame) == (sequence, body)
+    frame = sign_frame(SESSION_FRAME, keys[0], sequence, body)
+    assert verify_frame(SESSION_FRAME, keys, frame) == (sequence, body)
     at %= len(frame)
-    assert unseal(SESSION, keys, frame[:at] + bytes([frame[at] ^ 1 << bit]) + frame[at + 1 :]) is None
+    assert verify_frame(SESSION_FRAME, keys, frame[:at] + bytes([frame[at] ^ 1 << bit]) + frame[at + 1 :]) is None
 
 
 @given(frame=st.binary(max_size=100))
 def test_a_frame_of_anything_does_not_verify(frame: bytes) -> None:
-    assert unseal(SESSION, Keyring(SECRETS).hello_keys(), frame) is None
+    assert verify_frame(SESSION_FRAME, Keyring(SECRETS).hello_keys(), frame) is None
 
 
 def test_a_frame_is_good_for_one_kind_direction_and_connection() -> None:
     ring = Keyring(SECRETS)
-    frame = seal(SESSION, ring.session_keys("a", "b")[0], 1, b"[]")
-    assert unseal(SESSION, ring.session_keys("a", "b"), frame) is not None
+    frame = sign_frame(SESSION_FRAME, ring.session_keys("a", "b")[0], 1, b"[]")
+    assert verify_frame(SESSION_FRAME, ring.session_keys("a", "b"), frame) is not None
     for wrong in (ring.session_keys("b", "a"), ring.session_keys("a", "c"), ring.hello_keys()):
-        assert unseal(SESSION, wrong, frame) is None
-    assert unseal(HELLO, ring.session_keys("a", "b"), frame) is None
-    assert unseal(HELLO, ring.session_keys("a", "b"), HELLO + frame[1:]) is None
+        assert verify_frame(SESSION_FRAME, wrong, frame) is None
+    assert verify_frame(HELLO_FRAME, ring.session_keys("a", "b"), frame) is None
+    assert verify_frame(HELLO_FRAME, ring.session_keys("a", "b"), HELLO_FRAME + frame[1:]) is None
 
 
 def test_secrets_rotate_without_a_gap() -> None:
@@ -252,10 +260,10 @@ def test_secrets_rotate_without_a_gap() -> None:
     steps = [(old,), (old, new), (new, old), (new,)]
     for before, after in pairwise(steps):
         for one, other in ((before, after), (after, before)):  # some instances are a step ahead
-            frame = seal(SESSION, Keyring(one).session_keys("a", "b")[0], 1, b"")
-            assert unseal(SESSION, Keyring(other).session_keys("a", "b"), frame) is not None
-    frame = seal(SESSION, Keyring((old,)).session_keys("a", "b")[0], 1, b"")
-    assert unseal(SESSION, Keyring((new,)).session_keys("a", "b"), frame) is None
+            frame = sign_frame(SESSION_FRAME, Keyring(one).session_keys("a", "b")[0], 1, b"")
+            assert verify_frame(SESSION_FRAME, Keyring(other).session_keys("a", "b"), frame) is not None
+    frame = sign_frame(SESSION_FRAME, Keyring((old,)).session_keys("a", "b")[0], 1, b"")
+    assert verify_frame(SESSION_FRAME, Keyring((new,)).session_keys("a", "b"), frame) is None
 
 
 @pytest.mark.parametrize("secrets", [(), (b"short",), (SECRETS[0], b"")])

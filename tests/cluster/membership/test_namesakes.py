@@ -7,16 +7,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from caraserve.cluster.membership.events import PeerRefused, RefusedUs
-from caraserve.cluster.membership.swim import Record, Rumour, State
-from caraserve.cluster.state.replicated_map import Value
+from caraserve.cluster.membership.events import PeerRefused, RefusedByPeer
+from caraserve.cluster.membership.swim import MemberRecord, MemberState, MemberUpdate
+from caraserve.cluster.state.replicated_map import EntryValue
 from tests.cluster import nodes
 from tests.cluster.fleet import Fleet
 from tests.cluster.membership.test_swim import View, record
 
 
-def elsewhere(epoch: int, state: State = State.ALIVE, address: str = "other:1") -> Rumour:
-    return Rumour(Record("me", address, epoch, 0, state), "b" if state == State.SUSPECT else "")
+def elsewhere(epoch: int, state: MemberState = MemberState.ALIVE, address: str = "other:1") -> MemberUpdate:
+    return MemberUpdate(MemberRecord("me", address, epoch, 0, state), "b" if state == MemberState.SUSPECT else "")
 
 
 def namesakes(seed: int = 0) -> Fleet:
@@ -26,7 +26,7 @@ def namesakes(seed: int = 0) -> Fleet:
         fleet.start(friend)
         fleet.start(name, [friend], called="a")
         fleet.run(1)
-    fleet.nodes["y"].core.seed(("x:1",))
+    fleet.nodes["y"].protocol.seed(("x:1",))
     return fleet
 
 
@@ -37,13 +37,13 @@ def complaints(fleet: Fleet, name: str) -> set[PeerRefused]:
 @pytest.mark.parametrize("seed", range(5))
 def test_they_stop_outbidding_each_other_and_each_names_both_addresses(seed: int) -> None:
     fleet = namesakes(seed)
-    first, second = (fleet.nodes[name].core.members.me.epoch for name in ("one", "two"))
+    first, second = (fleet.nodes[name].protocol.members.me.epoch for name in ("one", "two"))
     fleet.run(60)
-    epochs = [fleet.nodes[name].core.members.me.epoch for name in ("one", "two")]
+    epochs = [fleet.nodes[name].protocol.members.me.epoch for name in ("one", "two")]
     assert max(epochs) <= max(first, second) + 6
     moved = len([event for when, event in fleet.events("x") if event.record.name == "a"])
     fleet.run(60)
-    assert [fleet.nodes[name].core.members.me.epoch for name in ("one", "two")] == epochs
+    assert [fleet.nodes[name].protocol.members.me.epoch for name in ("one", "two")] == epochs
     assert len([event for when, event in fleet.events("x") if event.record.name == "a"]) == moved
     for name, other in (("one", "two"), ("two", "one")):
         reason = f"an instance at {name}:1 is called a, too; give each a --name of its own"
@@ -55,7 +55,7 @@ def test_who_is_in_already_does_not_end_for_a_namesake(seed: int) -> None:
     fleet = namesakes(seed)
     fleet.run(60)
     outputs = [output for name in ("one", "two") for _, output in fleet.nodes[name].outputs]
-    refusals = [output for output in outputs if isinstance(output, RefusedUs)]
+    refusals = [output for output in outputs if isinstance(output, RefusedByPeer)]
     assert refusals != []
     assert not any(output.ours_to_go for output in refusals)
 
@@ -69,13 +69,13 @@ def test_when_one_goes_the_name_is_the_others_again(gone: str, how: str) -> None
     stays = "two" if gone == "one" else "one"
 
     def all_see_it() -> bool:
-        seen = [fleet.nodes[viewer].core.members.get("a") for viewer in ("x", "y")]
-        return all(one == fleet.nodes[stays].core.members.me for one in seen)
+        seen = [fleet.nodes[viewer].protocol.members.get("a") for viewer in ("x", "y")]
+        return all(one == fleet.nodes[stays].protocol.members.me for one in seen)
 
     fleet.run_until(all_see_it, 20)
     fleet.run(10)
     assert all_see_it()
-    assert all("a" in set(fleet.nodes[viewer].core.peers()) for viewer in ("x", "y"))
+    assert all("a" in set(fleet.nodes[viewer].protocol.peers()) for viewer in ("x", "y"))
 
 
 def test_an_earlier_life_at_another_address_is_outbid_without_a_word() -> None:
@@ -83,8 +83,8 @@ def test_an_earlier_life_at_another_address_is_outbid_without_a_word() -> None:
     members.take_events()
     members.merge(elsewhere(500), 1.0)
     assert (members.me.epoch, members.me.address) == (501, "me:1")
-    members.merge(elsewhere(500, State.SUSPECT), 2.0)
-    members.merge(elsewhere(600, State.DEAD), 3.0)
+    members.merge(elsewhere(500, MemberState.SUSPECT), 2.0)
+    members.merge(elsewhere(600, MemberState.DEAD), 3.0)
     assert members.me.epoch == 601
     assert members.take_events() == []
 
@@ -95,12 +95,12 @@ def test_whom_only_a_namesake_lets_hear_is_as_silent_as_it_is() -> None:
         view.wait(0.1)
         view.members.heard("b", "other:1", view.now)
     assert (found := view.members.get("b")) is not None
-    assert found.state == State.DEAD
+    assert found.state == MemberState.DEAD
 
 
 def test_of_two_started_in_the_same_moment_one_is_outbid_too() -> None:
     members = View("b").members
-    members.merge(Rumour(Record("me", "z:1", *record("me").order[:3]), ""), 1.0)
+    members.merge(MemberUpdate(MemberRecord("me", "z:1", *record("me").order[:3]), ""), 1.0)
     assert members.me.epoch == record("me").epoch + 1
 
 
@@ -109,10 +109,10 @@ def test_who_goes_on_answering_is_not_outbid_for_ever_but_its_end_is() -> None:
     for address in ("other:1", "third:1", "other:1", "third:1", "other:1"):
         members.merge(elsewhere(members.me.epoch + 1, address=address), 1.0)
     assert members.me.epoch == record("me").epoch + 6  # by two, three times
-    for state in (State.DEAD, State.LEFT):
+    for state in (MemberState.DEAD, MemberState.LEFT):
         last = members.me.epoch + 10
         members.merge(elsewhere(last, state), 2.0)
-        assert members.me == Record("me", "me:1", last + 1, 0, State.ALIVE)
+        assert members.me == MemberRecord("me", "me:1", last + 1, 0, MemberState.ALIVE)
 
 
 # --- what they say of themselves ---
@@ -125,7 +125,7 @@ class Namesakes(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, 1000), size=st.sampled_from([1, 20]))
     def begin(self, seed: int, size: int) -> None:
         self.fleet = namesakes(seed)
-        self.held: dict[str, dict[str, Value]] = {"one": {}, "two": {}}
+        self.held: dict[str, dict[str, EntryValue]] = {"one": {}, "two": {}}
         for name, tier in (("one", 1), ("two", 2)):
             for index in range(size):
                 self.hold(name, f"both have {index}", tier)
@@ -133,12 +133,12 @@ class Namesakes(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(["one", "two"]), key=st.sampled_from(["p", "q", "one has 0"]), tier=st.integers(0, 2))
     def hold(self, name: str, key: str, tier: int) -> None:
-        self.fleet.nodes[name].core.hold(key, (tier,), self.fleet.now)
+        self.fleet.nodes[name].protocol.advertise(key, (tier,), self.fleet.now)
         self.held[name][key] = (tier,)
 
     @rule(name=st.sampled_from(["one", "two"]), key=st.sampled_from(["p", "both have 0", "two has 0"]))
     def drop(self, name: str, key: str) -> None:
-        self.fleet.nodes[name].core.drop(key, self.fleet.now)
+        self.fleet.nodes[name].protocol.withdraw(key, self.fleet.now)
         self.held[name].pop(key, None)
 
     @rule(seconds=st.floats(0.05, 10))
@@ -169,19 +169,19 @@ class Namesakes(RuleBasedStateMachine):
         believed, sent = said(fleet), sum(fleet.sent.values())
         fleet.run(10)
         assert said(fleet) == believed
-        assert sum(fleet.sent.values()) - sent <= 10 * 4 * 6 * 4  # beats, syncs and greetings, and no facts
-        taken = {fleet.nodes[viewer].core.members.get("a") for viewer in ("x", "y")}
-        (name,) = [name for name in ("one", "two") if {fleet.nodes[name].core.members.me} == taken]
+        assert sum(fleet.sent.values()) - sent <= 10 * 4 * 6 * 4  # beats, syncs and greetings, and no entries
+        taken = {fleet.nodes[viewer].protocol.members.get("a") for viewer in ("x", "y")}
+        (name,) = [name for name in ("one", "two") if {fleet.nodes[name].protocol.members.me} == taken]
         assert all(one == self.held[name] for one in believed)
         other = "two" if name == "one" else "one"
         reason = f"an instance at {other}:1 is called a, too; give each a --name of its own"
         assert PeerRefused(f"a at {name}:1", reason) in complaints(fleet, other)
 
 
-def said(fleet: Fleet) -> list[dict[str, Value]]:
+def said(fleet: Fleet) -> list[dict[str, EntryValue]]:
     """What each instance believes that a holds."""
-    shelves = [node.core.facts.shelf("a") or () for node in fleet.nodes.values()]
-    return [{fact.key: fact.value for fact in shelf if not fact.deleted} for shelf in shelves]
+    maps = [node.protocol.state.map_of("a") or () for node in fleet.nodes.values()]
+    return [{entry.key: entry.value for entry in lww_map if not entry.deleted} for lww_map in maps]
 
 
 TestNamesakes = Namesakes.TestCase
@@ -192,13 +192,13 @@ TestNamesakes.settings = settings(max_examples=15, stateful_step_count=10, deadl
 def test_what_each_says_of_itself_is_not_contradicted_for_ever(seed: int) -> None:
     fleet = namesakes(seed)
     for name in ("one", "two"):
-        fleet.nodes[name].core.hold("by whom", (name,), fleet.now)
-        fleet.nodes[name].core.hold(f"only {name}", (1,), fleet.now)
+        fleet.nodes[name].protocol.advertise("by whom", (name,), fleet.now)
+        fleet.nodes[name].protocol.advertise(f"only {name}", (1,), fleet.now)
     fleet.run(60)
-    facts = [list(node.core.facts.shelf("a") or ()) for node in fleet.nodes.values()]
+    entries = [list(node.protocol.state.map_of("a") or ()) for node in fleet.nodes.values()]
     fleet.run(10)
-    assert facts == [list(node.core.facts.shelf("a") or ()) for node in fleet.nodes.values()]
-    taken = fleet.nodes["x"].core.members.get("a")
+    assert entries == [list(node.protocol.state.map_of("a") or ()) for node in fleet.nodes.values()]
+    taken = fleet.nodes["x"].protocol.members.get("a")
     assert taken is not None
     name = taken.address.removesuffix(":1")
     assert said(fleet) == [{"by whom": (name,), f"only {name}": (1,)}] * 4
@@ -210,7 +210,7 @@ def test_when_one_goes_what_the_other_said_all_the_time_is_believed(gone: str, h
     fleet, count = namesakes(), 700
     for name in ("one", "two"):
         for index in range(count):
-            fleet.nodes[name].core.hold(f"{name} has {index}", (1,), fleet.now)
+            fleet.nodes[name].protocol.advertise(f"{name} has {index}", (1,), fleet.now)
     fleet.run(60)
     getattr(fleet, how)(gone)
     stays = "two" if gone == "one" else "one"
@@ -224,8 +224,8 @@ async def test_the_log_says_which_two_share_a_name(tmp_path: Path, caplog: pytes
         one = await running.start("one", called="a", peers=(x.address,))
         y = await running.start("y", peers=("127.0.0.1:1",))
         two = await running.start("two", called="a", peers=(y.address,))
-        await nodes.until(lambda: x.sees("a") == y.sees("a") == State.ALIVE)
-        y.node.core.seed((x.address,))
+        await nodes.until(lambda: x.sees("a") == y.sees("a") == MemberState.ALIVE)
+        y.node.protocol.seed((x.address,))
         both = {
             f"a at {here.address} is refused: an instance at {there.address} is called a, too; give each a --name of "
             "its own"

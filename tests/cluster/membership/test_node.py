@@ -10,14 +10,13 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from caraserve.cluster.membership.auth import Keyring
-from caraserve.cluster.membership.node import Body
-from caraserve.cluster.membership.secret_file import SecretFile
-from caraserve.cluster.membership.swim import Record, Rumour, State
+from caraserve.cluster.membership.auth import Keyring, SecretFile
+from caraserve.cluster.membership.node import QueryBody
+from caraserve.cluster.membership.swim import MemberRecord, MemberState, MemberUpdate
 from caraserve.cluster.routing.cost import LinkSpeeds, Tier
 from caraserve.cluster.routing.perf_model import PerfModel
-from caraserve.cluster.state.persistence import NamesFile
-from caraserve.cluster.state.replicated_map import SHARED, Adapter, Fact, Load
+from caraserve.cluster.state.persistence import ClusterRegistryFile
+from caraserve.cluster.state.replicated_map import REGISTRY, Entry, InstanceLoad, RegisteredAdapter
 from caraserve.cluster.transfer.peer_client import PeerClient, TransferFailure
 from caraserve.errors import ConfigError
 from tests.cluster.nodes import LOAD, Instances, instances, until
@@ -34,26 +33,26 @@ async def together(running: Instances, *names: str) -> None:
 
 
 async def test_five_see_each_other_and_one_that_leaves_is_suspected_by_nobody(tmp_path: Path) -> None:
-    seen: list[State] = []
+    seen: list[MemberState] = []
     async with instances(tmp_path) as running:
         await together(running, "a", "b", "c", "d", "e")
         for one in running.running.values():
             one.node.on_member = lambda record, before: seen.append(record.state)
         await running.stop("e")
         await until(running.agree)
-        assert all(one.sees("e") == State.LEFT for one in running.running.values())
-        assert seen == [State.LEFT] * 4
+        assert all(one.sees("e") == MemberState.LEFT for one in running.running.values())
+        assert seen == [MemberState.LEFT] * 4
 
 
 async def test_a_name_is_known_everywhere_and_forgotten_everywhere(tmp_path: Path) -> None:
-    adapter = Adapter("poet", "d" * 64, 8, 4096)
+    adapter = RegisteredAdapter("poet", "d" * 64, 8, 4096)
     heard: list[object] = []
     async with instances(tmp_path) as running:
         await together(running, "a", "b", "c")
         a, b, c = (running.running[name].node for name in "abc")
         c.on_names = heard.append
         a.register(adapter)
-        a.hold("d1", Tier.HOST)
+        a.advertise("d1", Tier.HOST)
         await until(lambda: b.adapter("poet") == c.adapter("poet") == adapter)
         await until(lambda: c.holders("d1") == {"a": Tier.HOST})
         b.remove("poet")
@@ -62,24 +61,24 @@ async def test_a_name_is_known_everywhere_and_forgotten_everywhere(tmp_path: Pat
 
 
 async def test_a_name_given_in_words_of_a_later_version_is_not_taken_for_a_removal(tmp_path: Path) -> None:
-    heard: dict[str, Adapter | None] = {}
+    heard: dict[str, RegisteredAdapter | None] = {}
     async with instances(tmp_path) as running:
         await together(running, "a", "b")
         a, b = running.running["a"].node, running.running["b"].node
         a.on_names = heard.update
         wall_ms = int(time.time() * 1000)
-        later = Fact("poet", ("blake3", "digest"), wall_ms << 16, "b")
-        b.core.facts.merge(SHARED, [later], wall_ms)
-        b.register(Adapter("known", "d" * 64, 8, 10))
-        shelf = a.core.facts.shelf(SHARED)
-        await until(lambda: "known" in heard and shelf is not None and shelf.get("poet") == later)
+        later = Entry("poet", ("blake3", "digest"), wall_ms << 16, "b")
+        b.protocol.state.merge(REGISTRY, [later], wall_ms)
+        b.register(RegisteredAdapter("known", "d" * 64, 8, 10))
+        lww_map = a.protocol.state.map_of(REGISTRY)
+        await until(lambda: "known" in heard and lww_map is not None and lww_map.get("poet") == later)
         assert set(heard) == {"known"}
 
 
 async def test_only_the_living_hold_anything(tmp_path: Path) -> None:
     async with instances(tmp_path) as running:
         await together(running, "a", "b")
-        running.running["b"].node.hold("d1", Tier.DEVICE)
+        running.running["b"].node.advertise("d1", Tier.DEVICE)
         a = running.running["a"].node
         await until(lambda: a.holders("d1") == {"b": Tier.DEVICE})
         await running.stop("b")
@@ -91,8 +90,8 @@ async def test_names_and_what_was_removed_survive_a_restart_of_all(tmp_path: Pat
         await together(running, "a", "b")
         a, b = running.running["a"].node, running.running["b"].node
         for index in range(1000):
-            a.register(Adapter(f"n{index}", f"{index:064x}", 8, 10))
-        b.register(Adapter("gone", "d" * 64, 8, 10))
+            a.register(RegisteredAdapter(f"n{index}", f"{index:064x}", 8, 10))
+        b.register(RegisteredAdapter("gone", "d" * 64, 8, 10))
         await until(lambda: sum(1 for _ in b.adapters()) == sum(1 for _ in a.adapters()) == 1001)
         a.remove("gone")
         await until(lambda: b.adapter("gone") is None)
@@ -107,11 +106,11 @@ async def test_names_and_what_was_removed_survive_a_restart_of_all(tmp_path: Pat
 async def test_a_name_taken_away_while_http_ends_is_remembered(tmp_path: Path) -> None:
     async with instances(tmp_path) as running:
         a = (await running.start("a")).node
-        a.register(Adapter("late", "d" * 64, 8, 10))
+        a.register(RegisteredAdapter("late", "d" * 64, 8, 10))
         await a.stop()
         a.remove("late")
-    with contextlib.closing(NamesFile(tmp_path / "a.db")) as names:
-        assert [(fact.key, fact.deleted) for fact in names.restore(0)] == [("late", True)]
+    with contextlib.closing(ClusterRegistryFile(tmp_path / "a.db")) as names:
+        assert [(entry.key, entry.deleted) for entry in names.restore(0)] == [("late", True)]
 
 
 async def test_a_wrong_clock_is_said_to_be_one_and_may_be_put_right(
@@ -122,14 +121,14 @@ async def test_a_wrong_clock_is_said_to_be_one_and_may_be_put_right(
     async with instances(tmp_path) as running:
         await together(running, "a", "b")
         a, b = running.running["a"].node, running.running["b"].node
-        b.core.facts.merge(
-            SHARED, [Fact("ahead", ("d" * 64, 8, 10), int(later_s * 1000) << 16, "b")], int(later_s * 1000)
+        b.protocol.state.merge(
+            REGISTRY, [Entry("ahead", ("d" * 64, 8, 10), int(later_s * 1000) << 16, "b")], int(later_s * 1000)
         )
-        b.register(Adapter("poet", "d" * 64, 8, 10))
+        b.register(RegisteredAdapter("poet", "d" * 64, 8, 10))
         await until(lambda: "is a clock wrong" in caplog.text)
         assert a.adapter("poet") is None
         monkeypatch.setattr("caraserve.cluster.membership.node.time.time", lambda: later_s)
-        b.register(Adapter("pirate", "d" * 64, 8, 10))
+        b.register(RegisteredAdapter("pirate", "d" * 64, 8, 10))
         await until(lambda: a.adapter("pirate") is not None)
 
 
@@ -138,14 +137,14 @@ async def test_what_was_refused_is_counted_for_all_to_see(tmp_path: Path) -> Non
         await together(running, "a", "b")
         a = running.running["a"].node
         now_ms = int(time.time() * 1000)
-        a.core.facts.merge("b", [Fact("d1", (1,), now_ms << 16, "impostor")] * 3, now_ms)
-        a.core.received(0, b"no frame", a._now())
-        a.core.members.refused_names = 4
-        (shelf,) = [shelf for shelf in [a.core.facts.shelf(SHARED)] if shelf is not None]
-        shelf.dropped = 5
+        a.protocol.state.merge("b", [Entry("d1", (1,), now_ms << 16, "impostor")] * 3, now_ms)
+        a.protocol.received(0, b"no frame", a._now())
+        a.protocol.members.refused_names = 4
+        (lww_map,) = [lww_map for lww_map in [a.protocol.state.map_of(REGISTRY)] if lww_map is not None]
+        lww_map.dropped = 5
         lines = [line for part in a.families('x="y"') for line in part.splitlines() if not line.startswith("#")]
         assert lines == [
-            'caraserve:cluster_facts_refused_total{x="y"} 3',
+            'caraserve:cluster_entries_refused_total{x="y"} 3',
             'caraserve:cluster_frames_refused_total{x="y"} 1',
             'caraserve:cluster_instances_refused_total{x="y"} 4',
             'caraserve:cluster_removals_dropped_total{x="y"} 5',
@@ -166,20 +165,20 @@ async def test_a_router_sees_loads_and_performance_models(tmp_path: Path) -> Non
 
 
 async def test_a_question_is_answered_and_one_to_nobody_is_not(tmp_path: Path) -> None:
-    def answer(peer: str, body: Body) -> Body:
+    def answer(peer: str, body: QueryBody) -> QueryBody:
         return (peer, *body, 0.5)
 
     async with instances(tmp_path) as running:
         await together(running, "a", "b")
         a, b = running.running["a"].node, running.running["b"].node
         b.on_question = answer
-        assert await a.ask("b", ("cost", 8), 1.0) == ("a", "cost", 8, 0.5)
-        assert await asyncio.gather(*(a.ask("b", (index,), 1.0) for index in range(3))) == [
+        assert await a.query("b", ("cost", 8), 1.0) == ("a", "cost", 8, 0.5)
+        assert await asyncio.gather(*(a.query("b", (index,), 1.0) for index in range(3))) == [
             ("a", index, 0.5) for index in range(3)
         ]
-        assert await a.ask("nobody", (), 1.0) is None
-        b.core.leave(0.0)  # it hears nobody any more
-        assert await a.ask("b", (), 0.05) is None
+        assert await a.query("nobody", (), 1.0) is None
+        b.protocol.leave(0.0)  # it hears nobody any more
+        assert await a.query("b", (), 0.05) is None
 
 
 async def test_a_wrong_secret_never_gets_in_and_is_said_to_be_one(
@@ -199,7 +198,7 @@ async def test_secrets_change_without_a_pause(tmp_path: Path) -> None:
     for file in files.values():
         file.write_bytes(OLD + b"\n")
     secrets = {name: SecretFile(file) for name, file in files.items()}
-    left: list[State] = []
+    left: list[MemberState] = []
     async with instances(tmp_path) as running:
         for name in "ab":
             one = await running.start(name, keys=secrets[name])
@@ -210,9 +209,9 @@ async def test_secrets_change_without_a_pause(tmp_path: Path) -> None:
                 file.write_bytes(content)
                 running.running[name].node.reread_secrets()
                 await asyncio.sleep(0.3)  # the two differ, and speak
-        running.running["a"].node.register(Adapter("after", "d" * 64, 8, 1))
+        running.running["a"].node.register(RegisteredAdapter("after", "d" * 64, 8, 1))
         await until(lambda: running.running["b"].node.adapter("after") is not None)
-        assert left == [State.ALIVE] * 2
+        assert left == [MemberState.ALIVE] * 2
 
 
 async def test_a_secret_file_that_became_useless_changes_nothing(tmp_path: Path) -> None:
@@ -225,7 +224,7 @@ async def test_a_secret_file_that_became_useless_changes_nothing(tmp_path: Path)
         await until(running.agree)
         file.write_bytes(b"short")
         running.running["a"].node.reread_secrets()
-        running.running["a"].node.register(Adapter("after", "d" * 64, 8, 1))
+        running.running["a"].node.register(RegisteredAdapter("after", "d" * 64, 8, 1))
         await until(lambda: running.running["b"].node.adapter("after") is not None)
 
 
@@ -250,14 +249,14 @@ async def test_what_each_side_learnt_in_a_partition_both_know_when_it_heals(tmp_
         await running.start("b", behind_relay=True, peers=(first.address,))
         await until(running.agree)
         pair = [running.running[name] for name in "ab"]
-        pair[0].node.register(Adapter("before", "d" * 64, 8, 1))
+        pair[0].node.register(RegisteredAdapter("before", "d" * 64, 8, 1))
         for one in pair:
             assert one.relay is not None
             one.relay.cut()
-        await until(lambda: pair[0].sees("b") == pair[1].sees("a") == State.SUSPECT)
-        await until(lambda: pair[0].sees("b") == pair[1].sees("a") == State.DEAD)
-        pair[0].node.register(Adapter("on-a", "d" * 64, 8, 1))
-        pair[1].node.register(Adapter("on-b", "d" * 64, 8, 1))
+        await until(lambda: pair[0].sees("b") == pair[1].sees("a") == MemberState.SUSPECT)
+        await until(lambda: pair[0].sees("b") == pair[1].sees("a") == MemberState.DEAD)
+        pair[0].node.register(RegisteredAdapter("on-a", "d" * 64, 8, 1))
+        pair[1].node.register(RegisteredAdapter("on-b", "d" * 64, 8, 1))
         for one in pair:
             assert one.relay is not None
             one.relay.heal()
@@ -268,7 +267,7 @@ async def test_what_each_side_learnt_in_a_partition_both_know_when_it_heals(tmp_
 async def test_a_defect_in_what_one_change_leads_to_keeps_no_other_change_back(tmp_path: Path) -> None:
     seen: list[str] = []
 
-    def fail_once(record: Record, before: State | None) -> None:
+    def fail_once(record: MemberRecord, before: MemberState | None) -> None:
         seen.append(record.name)
         if len(seen) == 1:
             raise ZeroDivisionError
@@ -277,7 +276,9 @@ async def test_a_defect_in_what_one_change_leads_to_keeps_no_other_change_back(t
         a = (await running.start("a")).node
         a.on_member = fail_once
         for name in ("x", "y"):
-            a.core.members.merge(Rumour(Record(name, "127.0.0.1:1", 1, 0, State.ALIVE), ""), a._now())
+            a.protocol.members.merge(
+                MemberUpdate(MemberRecord(name, "127.0.0.1:1", 1, 0, MemberState.ALIVE), ""), a._now()
+            )
         await until(lambda: seen[:2] == ["x", "y"])
 
 
@@ -286,12 +287,12 @@ async def test_a_node_whose_tick_fails_ticks_again(tmp_path: Path, monkeypatch: 
         await together(running, "a", "b")
         a, b = running.running["a"].node, running.running["b"].node
 
-        def fail_once(lag_s: float) -> Load:
-            a.load_now = lambda lag_s: Load("serving", queued=7)
+        def fail_once(lag_s: float) -> InstanceLoad:
+            a.load_now = lambda lag_s: InstanceLoad("serving", queued=7)
             raise ZeroDivisionError
 
         a.load_now = fail_once
-        await until(lambda: (found := b.core.facts.load("a", 0.0)) is not None and found[0].queued == 7)
+        await until(lambda: (found := b.protocol.state.load("a", 0.0)) is not None and found[0].queued == 7)
         assert not a.ended.done()
         assert 'background_task_failures_total{task="cluster tick",x="y"} 1' in "".join(a.background.families('x="y"'))
 
@@ -327,9 +328,9 @@ async def test_the_base_models_name_is_no_adapters(tmp_path: Path) -> None:
         b = (await running.start("b")).node
         await until(running.agree)
         for name in ("base", "poet"):
-            b.register(Adapter(name, "d" * 64, 8, 1))
+            b.register(RegisteredAdapter(name, "d" * 64, 8, 1))
         a = running.running["a"].node
-        await until(lambda: a.adapter("poet") is not None and a.core.facts.refused > 0)
+        await until(lambda: a.adapter("poet") is not None and a.protocol.state.refused > 0)
         assert [adapter.name for adapter in a.adapters()] == ["poet"]
 
 

@@ -6,11 +6,19 @@ from statistics import median
 import pytest
 
 from caraserve.cluster.membership.auth import Keyring
-from caraserve.cluster.membership.events import CROWDED, Close, Dial, PeerRefused, Quoted, RefusedUs, Settings
-from caraserve.cluster.membership.messages import Quote
-from caraserve.cluster.membership.protocol import Core
-from caraserve.cluster.membership.swim import MAX_LIVE, State
-from caraserve.cluster.state.replicated_map import SHARED, Adapter, Load
+from caraserve.cluster.membership.events import (
+    CLUSTER_FULL,
+    CloseConnection,
+    Dial,
+    PeerRefused,
+    ProtocolSettings,
+    QueryReceived,
+    RefusedByPeer,
+)
+from caraserve.cluster.membership.messages import PeerQuery
+from caraserve.cluster.membership.protocol import ClusterProtocol
+from caraserve.cluster.membership.swim import MAX_LIVE, MemberState
+from caraserve.cluster.state.replicated_map import REGISTRY, InstanceLoad, RegisteredAdapter
 from caraserve.errors import ConfigError
 from tests.cluster.fleet import SECRET, WALL_MS, Fleet, fleet_of
 
@@ -18,7 +26,7 @@ OTHER_SECRET = b"another secret, newer"
 
 
 def adapters(fleet: Fleet, name: str) -> set[str]:
-    return {adapter.name for adapter in fleet.nodes[name].core.facts.adapters()}
+    return {adapter.name for adapter in fleet.nodes[name].protocol.state.adapters()}
 
 
 def outputs(fleet: Fleet, name: str, kind: type) -> list[object]:
@@ -38,9 +46,9 @@ def test_all_see_all_soon_after_the_last_start(size: int) -> None:
     assert fleet.run_until(fleet.agree, 2) < 2
     fleet.run(5)
     for name, node in fleet.nodes.items():
-        assert set(node.core.peers()) == set(names) - {name}
-        assert len(node.core._links) == size - 1  # one connection a pair, and none to ourselves
-        assert [event.record.state for _, event in fleet.events(name)] == [State.ALIVE] * (size - 1)
+        assert set(node.protocol.peers()) == set(names) - {name}
+        assert len(node.protocol._links) == size - 1  # one connection a pair, and none to ourselves
+        assert [event.record.state for _, event in fleet.events(name)] == [MemberState.ALIVE] * (size - 1)
         assert outputs(fleet, name, PeerRefused) == []
 
 
@@ -53,10 +61,10 @@ def test_sixty_four_come_together_and_the_next_is_shown_the_way() -> None:
     assert dials < 1.3 * MAX_LIVE * (MAX_LIVE - 1) / 2  # hardly a pair dials twice
     fleet.start("late", ["n00", "n01"])
     fleet.run(0.5)
-    refusals = outputs(fleet, "late", RefusedUs)
+    refusals = outputs(fleet, "late", RefusedByPeer)
     assert refusals
-    assert all(isinstance(refusal, RefusedUs) and refusal.reason == CROWDED for refusal in refusals)
-    assert "Kubernetes" in CROWDED
+    assert all(isinstance(refusal, RefusedByPeer) and refusal.reason == CLUSTER_FULL for refusal in refusals)
+    assert "Kubernetes" in CLUSTER_FULL
     assert all(fleet.state(name, "late") is None for name in fleet.nodes if name != "late")
 
 
@@ -67,21 +75,23 @@ def test_a_seed_that_comes_late_and_calls_itself_otherwise_is_found() -> None:
     fleet.start("b", address="b:4321")
     fleet.run_until(fleet.agree, 2)
     fleet.run(3)
-    assert len(fleet.nodes["a"].core._links) == 1
+    assert len(fleet.nodes["a"].protocol._links) == 1
 
 
 def test_two_of_one_name_are_told_so() -> None:
     fleet = fleet_of(2)
-    core = Core(Settings("c", "m", "n0", "elsewhere:1"), Keyring((SECRET,)), Random(9), 0.0, WALL_MS)
-    core.connected(1, 0.0, dialled="n0:1")
-    core.tick(0.0)
-    fleet.nodes["n0"].core.connected(1001, fleet.now)
-    frame = core.pull(1, 0.0)
+    protocol = ClusterProtocol(
+        ProtocolSettings("c", "m", "n0", "elsewhere:1"), Keyring((SECRET,)), Random(9), 0.0, WALL_MS
+    )
+    protocol.connected(1, 0.0, dialled="n0:1")
+    protocol.tick(0.0)
+    fleet.nodes["n0"].protocol.connected(1001, fleet.now)
+    frame = protocol.pull(1, 0.0)
     assert frame is not None
-    fleet.nodes["n0"].core.received(1001, frame, fleet.now)
-    (refused,) = [output for output in fleet.nodes["n0"].core.take_outputs() if isinstance(output, PeerRefused)]
+    fleet.nodes["n0"].protocol.received(1001, frame, fleet.now)
+    (refused,) = [output for output in fleet.nodes["n0"].protocol.take_outputs() if isinstance(output, PeerRefused)]
     assert "is called n0, too" in refused.reason
-    answer = fleet.nodes["n0"].core.pull(1001, fleet.now)
+    answer = fleet.nodes["n0"].protocol.pull(1001, fleet.now)
     assert answer is not None
 
 
@@ -91,7 +101,7 @@ def test_other_seeds_are_dialled_from_then_on() -> None:
     fleet.start("b")
     fleet.run(2)
     assert not fleet.agree()
-    fleet.nodes["a"].core.seed(("a:1", "b:1"))
+    fleet.nodes["a"].protocol.seed(("a:1", "b:1"))
     fleet.run_until(fleet.agree, 1)
 
 
@@ -100,13 +110,13 @@ def test_of_two_connections_either_may_break_without_a_suspicion() -> None:
         fleet = Fleet(2)
         fleet.start("a", ["b"])
         fleet.start("b", ["a"])
-        fleet.run_until(lambda f=fleet: all(len(node.core._links) == 2 for node in f.nodes.values()), 1)
+        fleet.run_until(lambda f=fleet: all(len(node.protocol._links) == 2 for node in f.nodes.values()), 1)
         fleet.run_until(fleet.agree, 1)
         fleet.run(0.1)
         fleet.break_connection(which)
         fleet.run(5)
-        assert [event.record.state for name in "ab" for _, event in fleet.events(name)] == [State.ALIVE] * 2
-        assert all(node.core.peers() for node in fleet.nodes.values())
+        assert [event.record.state for name in "ab" for _, event in fleet.events(name)] == [MemberState.ALIVE] * 2
+        assert all(node.protocol.peers() for node in fleet.nodes.values())
 
 
 @pytest.mark.parametrize(
@@ -124,7 +134,9 @@ def test_who_does_not_belong_here_never_enters_a_view(settings: dict[str, object
     for name in ("n0", "n1"):
         assert fleet.state(name, "stranger") is None
         assert fleet.state("stranger", name) is None
-    refusals = [output.reason for output in outputs(fleet, "stranger", RefusedUs) if isinstance(output, RefusedUs)]
+    refusals = [
+        output.reason for output in outputs(fleet, "stranger", RefusedByPeer) if isinstance(output, RefusedByPeer)
+    ]
     assert all(said is not None and said in reason for reason in refusals)
     assert bool(refusals) == (said is not None)
     assert fleet.agree() is False
@@ -135,7 +147,7 @@ def test_who_does_not_belong_here_never_enters_a_view(settings: dict[str, object
 @pytest.mark.parametrize(("name", "address"), [("", "a:1"), ('"', "a:1"), ("x" * 65, "a:1"), ("a", "ä:1")])
 def test_a_name_that_others_could_not_read_does_not_start(name: str, address: str) -> None:
     with pytest.raises(ConfigError, match="plain ASCII"):
-        Core(Settings("c", "m", name, address), Keyring((SECRET,)), Random(1), 0.0, WALL_MS)
+        ClusterProtocol(ProtocolSettings("c", "m", name, address), Keyring((SECRET,)), Random(1), 0.0, WALL_MS)
 
 
 # ---- going
@@ -146,8 +158,10 @@ def test_a_killed_process_is_suspect_at_once_and_dead_in_three_seconds(seed: int
     fleet = fleet_of(5, seed)
     fleet.run(fleet.rng.random())
     fleet.kill("n3")
-    assert fleet.run_until(lambda: all(fleet.state(name, "n3") == State.SUSPECT for name in fleet.nodes), 0.1) < 0.1
-    assert fleet.run_until(lambda: all(fleet.state(name, "n3") == State.DEAD for name in fleet.nodes), 3) < 3
+    assert (
+        fleet.run_until(lambda: all(fleet.state(name, "n3") == MemberState.SUSPECT for name in fleet.nodes), 0.1) < 0.1
+    )
+    assert fleet.run_until(lambda: all(fleet.state(name, "n3") == MemberState.DEAD for name in fleet.nodes), 3) < 3
     assert all(event.record.name == "n3" for name in fleet.nodes for when, event in fleet.events(name) if when > 2)
 
 
@@ -160,7 +174,9 @@ def test_a_machine_that_vanishes_without_a_word_is_dead_within_the_bound(size: i
         fleet.loss = loss
         fleet.run(1 + fleet.rng.random())
         fleet.kill("n1", reset=False)
-        times.append(fleet.run_until(lambda f=fleet: all(f.state(name, "n1") == State.DEAD for name in f.nodes), 8))
+        times.append(
+            fleet.run_until(lambda f=fleet: all(f.state(name, "n1") == MemberState.DEAD for name in f.nodes), 8)
+        )
     assert median(times) < 4.5
 
 
@@ -171,8 +187,8 @@ def test_who_leaves_is_never_suspect() -> None:
     fleet.run(6)
     for name in fleet.nodes:
         assert [event.record.state for _, event in fleet.events(name) if event.record.name == "n2"] == [
-            State.ALIVE,
-            State.LEFT,
+            MemberState.ALIVE,
+            MemberState.LEFT,
         ]
         assert not any(isinstance(output, Dial) for when, output in fleet.nodes[name].outputs if when > 2)
     fleet.start("n2", ["n0"])
@@ -182,14 +198,14 @@ def test_who_leaves_is_never_suspect() -> None:
 @pytest.mark.parametrize("pause", [0.0, 0.5, 5.0])
 def test_a_restart_is_seen_at_once_and_what_it_held_is_put_right(pause: float) -> None:
     fleet = fleet_of(4)
-    fleet.nodes["n2"].core.hold("digest", ("host",), fleet.now)
+    fleet.nodes["n2"].protocol.advertise("digest", ("host",), fleet.now)
     fleet.run(1)
-    assert fleet.nodes["n0"].core.facts.holders("digest") == {"n2": ("host",)}
+    assert fleet.nodes["n0"].protocol.state.holders("digest") == {"n2": ("host",)}
     fleet.kill("n2")
     fleet.run(pause)
     fleet.start("n2", ["n0"])
     assert fleet.run_until(fleet.agree, 1.5) < 1.5
-    assert fleet.run_until(lambda: not fleet.nodes["n0"].core.facts.holders("digest"), 2) < 2
+    assert fleet.run_until(lambda: not fleet.nodes["n0"].protocol.state.holders("digest"), 2) < 2
     fleet.run(10)
     assert fleet.agree()
 
@@ -204,16 +220,16 @@ def test_a_partition_heals_into_one_view_within_two_seconds(reset: bool) -> None
     fleet.partition(left, right, reset=reset)
     fleet.run(12)
     for name in left:
-        assert set(fleet.nodes[name].core.members.live()) == set(left) - {name}
-    fleet.nodes["n0"].core.register(Adapter("left", "d" * 64, 8, 1), fleet.now)
-    fleet.nodes["n3"].core.register(Adapter("right", "e" * 64, 8, 1), fleet.now)
+        assert set(fleet.nodes[name].protocol.members.live()) == set(left) - {name}
+    fleet.nodes["n0"].protocol.register(RegisteredAdapter("left", "d" * 64, 8, 1), fleet.now)
+    fleet.nodes["n3"].protocol.register(RegisteredAdapter("right", "e" * 64, 8, 1), fleet.now)
     fleet.kill("n5", reset=False)
     fleet.run(6)
     fleet.heal()
-    assert fleet.run_until(lambda: fleet.agree() and fleet.same_facts(), 2) < 2
+    assert fleet.run_until(lambda: fleet.agree() and fleet.same_entries(), 2) < 2
     assert adapters(fleet, "n4") == {"left", "right"}
     fleet.run(8)
-    assert all(fleet.state(name, "n5") == State.DEAD for name in fleet.nodes)
+    assert all(fleet.state(name, "n5") == MemberState.DEAD for name in fleet.nodes)
 
 
 def test_halves_find_each_other_though_every_seed_is_gone() -> None:
@@ -222,7 +238,7 @@ def test_halves_find_each_other_though_every_seed_is_gone() -> None:
     fleet.kill("n1")
     fleet.partition(["n2"], ["n3"])
     fleet.run(40)
-    assert fleet.state("n2", "n3") == State.DEAD
+    assert fleet.state("n2", "n3") == MemberState.DEAD
     fleet.heal()
     fleet.run_until(fleet.agree, 2)
 
@@ -231,14 +247,16 @@ def test_a_cut_between_two_is_bridged_by_the_others() -> None:
     fleet = fleet_of(4)
     fleet.partition(["n0"], ["n1"])
     fleet.run(30)
-    assert all(event.record.state == State.ALIVE for name in fleet.nodes for _, event in fleet.events(name))
+    assert all(event.record.state == MemberState.ALIVE for name in fleet.nodes for _, event in fleet.events(name))
 
 
 def test_one_way_silence_is_not_death_while_others_hear_it() -> None:
     fleet = fleet_of(4)
     fleet.cut = {("n0", "n1")}
     fleet.run(30)
-    deaths = [event for name in fleet.nodes for _, event in fleet.events(name) if event.record.state == State.DEAD]
+    deaths = [
+        event for name in fleet.nodes for _, event in fleet.events(name) if event.record.state == MemberState.DEAD
+    ]
     assert deaths == []
 
 
@@ -248,10 +266,12 @@ def test_views_converge_on_a_network_that_loses_frames(loss: float) -> None:
     for index in range(6):
         fleet.start(f"n{index}", ["n0"])
     fleet.run_until(fleet.agree, 6)
-    fleet.nodes["n1"].core.register(Adapter("sql", "d" * 64, 8, 1), fleet.now)
-    fleet.run_until(fleet.same_facts, 12)
+    fleet.nodes["n1"].protocol.register(RegisteredAdapter("sql", "d" * 64, 8, 1), fleet.now)
+    fleet.run_until(fleet.same_entries, 12)
     fleet.run(60)
-    deaths = [event for name in fleet.nodes for _, event in fleet.events(name) if event.record.state == State.DEAD]
+    deaths = [
+        event for name in fleet.nodes for _, event in fleet.events(name) if event.record.state == MemberState.DEAD
+    ]
     assert deaths == []
 
 
@@ -262,38 +282,38 @@ def test_a_loop_that_hangs_for_a_second_is_not_dead_and_accuses_nobody() -> None
         fleet.run(2)
     fleet.stick("n2", 8.0)
     fleet.run(7.9)
-    assert fleet.state("n0", "n2") == State.DEAD
+    assert fleet.state("n0", "n2") == MemberState.DEAD
     fleet.run(0.2)
-    assert [event for _, event in fleet.events("n2") if event.record.state != State.ALIVE] == []
+    assert [event for _, event in fleet.events("n2") if event.record.state != MemberState.ALIVE] == []
     fleet.run_until(fleet.agree, 2)
     deaths = [event.record.name for name in fleet.nodes for _, event in fleet.events(name) if event.record.state == 2]
     assert set(deaths) == {"n2"}
 
 
-# ---- facts and loads
+# ---- entries and loads
 
 
 def test_a_thousand_adapters_are_known_everywhere_and_after_a_restart_of_all() -> None:
     fleet = fleet_of(5)
     for index in range(1000):
-        fleet.nodes["n0"].core.register(Adapter(f"adapter-{index}", f"{index:064x}", 8, 1), fleet.now)
+        fleet.nodes["n0"].protocol.register(RegisteredAdapter(f"adapter-{index}", f"{index:064x}", 8, 1), fleet.now)
     assert fleet.run_until(lambda: len(adapters(fleet, "n4")) == 1000, 2) < 2
     fleet.start("new", ["n3"])
     assert fleet.run_until(lambda: len(adapters(fleet, "new")) == 1000, 2) < 2
-    fleet.run_until(fleet.same_facts, 2)
-    disk = list(fleet.nodes["n2"].core.facts.shelf(SHARED) or ())
+    fleet.run_until(fleet.same_entries, 2)
+    disk = list(fleet.nodes["n2"].protocol.state.map_of(REGISTRY) or ())
     for name in list(fleet.nodes):
         fleet.kill(name)
     for name in ("n0", "n1"):
         fleet.start(name, ["n0", "n1"])
-    fleet.nodes["n1"].core.restore(disk, fleet.now)
+    fleet.nodes["n1"].protocol.restore(disk, fleet.now)
     fleet.run_until(lambda: len(adapters(fleet, "n0")) == 1000, 3)
 
 
 def test_facts_at_rest_cost_nothing() -> None:
     """Copies that are alike ask nothing; and one that has more does not ask again and again for what is not there."""
     fleet = fleet_of(3)
-    fleet.nodes["n0"].core.register(Adapter("sql", "d" * 64, 8, 1), fleet.now)
+    fleet.nodes["n0"].protocol.register(RegisteredAdapter("sql", "d" * 64, 8, 1), fleet.now)
     fleet.run(5)
     before = sum(fleet.sent.values())
     fleet.run(10)
@@ -303,34 +323,34 @@ def test_facts_at_rest_cost_nothing() -> None:
 def test_loads_are_young_and_an_urgent_one_is_there_at_once() -> None:
     fleet = fleet_of(4)
     fleet.run(2)
-    ages = [fleet.nodes["n0"].core.facts.load(name, fleet.now) for name in ("n1", "n2", "n3")]
+    ages = [fleet.nodes["n0"].protocol.state.load(name, fleet.now) for name in ("n1", "n2", "n3")]
     assert all(age is not None and age[1] < 0.4 for age in ages)
-    core = fleet.nodes["n1"].core
-    core.set_load(Load("draining", running=3), fleet.now, urgent=True)
+    protocol = fleet.nodes["n1"].protocol
+    protocol.set_load(InstanceLoad("draining", running=3), fleet.now, urgent=True)
     fleet.run(0.15)
-    found = fleet.nodes["n0"].core.facts.load("n1", fleet.now)
+    found = fleet.nodes["n0"].protocol.state.load("n1", fleet.now)
     assert found is not None
     assert found[0].status == "draining"
 
 
 def test_questions_and_answers_pass() -> None:
     fleet = fleet_of(2)
-    question = Quote(7, False, ("adapter", 128, 0.5))
-    assert fleet.nodes["n0"].core.quote("n1", question)
-    assert not fleet.nodes["n0"].core.quote("n9", question)
+    question = PeerQuery(7, False, ("adapter", 128, 0.5))
+    assert fleet.nodes["n0"].protocol.send_query("n1", question)
+    assert not fleet.nodes["n0"].protocol.send_query("n9", question)
     fleet.run(0.2)
-    assert outputs(fleet, "n1", Quoted) == [Quoted("n0", question)]
+    assert outputs(fleet, "n1", QueryReceived) == [QueryReceived("n0", question)]
 
 
 def test_secrets_rotate_under_way() -> None:
     fleet = fleet_of(3)
     for secrets in ((SECRET, OTHER_SECRET), (OTHER_SECRET, SECRET), (OTHER_SECRET,)):
         for node in fleet.nodes.values():
-            node.core.rekey(Keyring(secrets))
+            node.protocol.rekey(Keyring(secrets))
             fleet.run(1)
     for node in fleet.nodes.values():
-        assert node.core.malformed == 0
-        assert not [output for _, output in node.outputs if isinstance(output, Close)][3:]
+        assert node.protocol.malformed == 0
+        assert not [output for _, output in node.outputs if isinstance(output, CloseConnection)][3:]
     assert fleet.agree()
 
 

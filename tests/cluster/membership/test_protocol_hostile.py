@@ -6,33 +6,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caraserve.cluster.membership.auth import Keyring
-from caraserve.cluster.membership.connection import MAX_WAITING, STRANGER
-from caraserve.cluster.membership.events import Close, Dial, Quoted, Settings
-from caraserve.cluster.membership.messages import Facts, Quote, Sync
-from caraserve.cluster.membership.protocol import Core
-from caraserve.cluster.membership.swim import MemberChanged, Record, Rumour, State
-from caraserve.cluster.state.replicated_map import SHARED, Fact, Load
+from caraserve.cluster.membership.connection import MAX_WAITING, UNKNOWN_SECRET
+from caraserve.cluster.membership.events import CloseConnection, Dial, ProtocolSettings, QueryReceived
+from caraserve.cluster.membership.messages import Entries, PeerQuery, Sync
+from caraserve.cluster.membership.protocol import ClusterProtocol
+from caraserve.cluster.membership.swim import MemberChanged, MemberRecord, MemberState, MemberUpdate
+from caraserve.cluster.state.replicated_map import REGISTRY, Entry, InstanceLoad
 from tests.cluster.fleet import SECRET, WALL_MS
 
 
-def lone_core() -> Core:
-    return Core(Settings("c", "m", "a", "a:1"), Keyring((SECRET,)), Random(1), 0.0, WALL_MS)
+def lone_protocol() -> ClusterProtocol:
+    return ClusterProtocol(ProtocolSettings("c", "m", "a", "a:1"), Keyring((SECRET,)), Random(1), 0.0, WALL_MS)
 
 
-def pair() -> tuple[Core, Core, list[tuple[int, bytes]]]:
-    """Two cores in session over link 1, which the second one dialled, and all frames between them: (to whom, frame)."""
-    cores = [
-        Core(Settings("c", "m", name, f"{name}:1"), Keyring((SECRET,)), Random(name), 0.0, WALL_MS)
+def pair() -> tuple[ClusterProtocol, ClusterProtocol, list[tuple[int, bytes]]]:
+    """Two protocols in session over connection 1, dialled by the second, and all frames so far as (receiver, frame)."""
+    protocols = [
+        ClusterProtocol(ProtocolSettings("c", "m", name, f"{name}:1"), Keyring((SECRET,)), Random(name), 0.0, WALL_MS)
         for name in ("a", "b")
     ]
-    cores[0].connected(1, 0.0)
-    cores[1].connected(1, 0.0, dialled="a:1")
-    frames = exchange(cores[0], cores[1], 0.0)
-    assert set(cores[0].peers()) == {"b"}
-    return cores[0], cores[1], frames
+    protocols[0].connected(1, 0.0)
+    protocols[1].connected(1, 0.0, dialled="a:1")
+    frames = exchange(protocols[0], protocols[1], 0.0)
+    assert set(protocols[0].peers()) == {"b"}
+    return protocols[0], protocols[1], frames
 
 
-def exchange(one: Core, other: Core, now: float) -> list[tuple[int, bytes]]:
+def exchange(one: ClusterProtocol, other: ClusterProtocol, now: float) -> list[tuple[int, bytes]]:
     """Ticks both and carries frames until none is left."""
     frames: list[tuple[int, bytes]] = []
     one.tick(now)
@@ -51,7 +51,9 @@ def exchange(one: Core, other: Core, now: float) -> list[tuple[int, bytes]]:
 def test_recorded_frames_are_worth_nothing_on_another_connection() -> None:
     one, other, frames = pair()
     frames += exchange(one, other, 0.3)
-    victim = Core(Settings("c", "m", "b", "b:1"), Keyring((SECRET,)), Random(5), 10.0, WALL_MS + 10_000)
+    victim = ClusterProtocol(
+        ProtocolSettings("c", "m", "b", "b:1"), Keyring((SECRET,)), Random(5), 10.0, WALL_MS + 10_000
+    )
     victim.connected(1, 10.0)
     for _ in range(2):
         for to, frame in frames:
@@ -64,12 +66,12 @@ def test_recorded_frames_are_worth_nothing_on_another_connection() -> None:
 def test_a_frame_sent_back_or_again_changes_nothing() -> None:
     one, other, frames = pair()
     frames += exchange(one, other, 0.3)
-    before = (one.members.records(), one.facts.load("b", 1.0), one.malformed)
+    before = (one.members.records(), one.state.load("b", 1.0), one.malformed)
     assert before[1] is not None
     for to, frame in frames:
         if to == 0:
             one.received(1, frame, 0.9)
-    assert (one.members.records(), one.facts.load("b", 1.0), one.malformed) == before
+    assert (one.members.records(), one.state.load("b", 1.0), one.malformed) == before
     reflected = [frame for to, frame in frames if to == 1 and frame[:1] == b"S"][:5]
     for frame in reflected:
         one.received(1, frame, 0.9)
@@ -80,20 +82,20 @@ def test_a_frame_sent_back_or_again_changes_nothing() -> None:
 def test_a_question_that_comes_twice_is_asked_once() -> None:
     one, other, _ = pair()
     other.take_outputs()
-    one.quote("b", Quote(1, False, ("adapter",)))
+    one.send_query("b", PeerQuery(1, False, ("adapter",)))
     frame = one.pull(1, 0.1)
     assert frame is not None
     for _ in range(3):
         other.received(1, frame, 0.1)
-    assert other.take_outputs() == [Quoted("a", Quote(1, False, ("adapter",)))]
+    assert other.take_outputs() == [QueryReceived("a", PeerQuery(1, False, ("adapter",)))]
 
 
 def test_rumours_of_a_beat_that_was_replaced_still_go_out() -> None:
     one, other, _ = pair()
     for name in "xyz":
-        one.members.merge(Rumour(Record(name, f"{name}:1", 5, 0, State.ALIVE), ""), 0.3)
+        one.members.merge(MemberUpdate(MemberRecord(name, f"{name}:1", 5, 0, MemberState.ALIVE), ""), 0.3)
         for _ in range(30):  # as often as a rumour is sent, and no frame leaves
-            one.set_load(Load(), 0.3, urgent=True)
+            one.set_load(InstanceLoad(), 0.3, urgent=True)
             one.tick(0.3)
     exchange_back(one, other, 0.3)
     assert {record.name for record in other.members.records()} == set("abxyz")
@@ -118,14 +120,14 @@ def test_no_bytes_make_it_raise_or_believe(seed: int, junk: list[bytes]) -> None
 
 
 def test_a_connection_of_nothing_but_noise_is_closed() -> None:
-    core = lone_core()
-    core.connected(1, 0.0)
+    protocol = lone_protocol()
+    protocol.connected(1, 0.0)
     for _ in range(20):
-        core.received(1, b"GET / HTTP/1.1", 0.0)
-    assert core.take_outputs() == [Close(1, STRANGER, None)]
-    assert core.pull(1, 0.0) is None
-    core.lost(1, 0.0)
-    assert core.writable() == []
+        protocol.received(1, b"GET / HTTP/1.1", 0.0)
+    assert protocol.take_outputs() == [CloseConnection(1, UNKNOWN_SECRET, None)]
+    assert protocol.pull(1, 0.0) is None
+    protocol.lost(1, 0.0)
+    assert protocol.writable() == []
 
 
 def test_one_that_never_greets_is_closed_and_so_is_one_that_falls_silent() -> None:
@@ -140,7 +142,7 @@ def test_one_that_never_greets_is_closed_and_so_is_one_that_falls_silent() -> No
         one.tick(now)
         while one.pull(1, now) is not None or one.pull(2, now) is not None:
             pass
-        closed += [(round(now), output.link) for output in one.take_outputs() if isinstance(output, Close)]
+        closed += [(round(now), output.link) for output in one.take_outputs() if isinstance(output, CloseConnection)]
     assert closed == [(5, 2), (10, 1)]
 
 
@@ -149,7 +151,7 @@ def test_what_a_peer_does_not_read_is_bounded_and_the_newest_beat_replaces_the_o
     now = 0.3
     for step in range(30):
         now += 0.25
-        one.set_load(Load(running=step), now)
+        one.set_load(InstanceLoad(running=step), now)
         one.tick(now)
         exchange_back(other, one, now)
     assert one._links[1].waiting < 100
@@ -158,20 +160,20 @@ def test_what_a_peer_does_not_read_is_bounded_and_the_newest_beat_replaces_the_o
         frames.append(frame)
         other.received(1, frame, now)
     assert len(frames) < 100
-    found = other.facts.load("a", now)
+    found = other.state.load("a", now)
     assert found is not None
     assert found[0].running == 29
     one.take_outputs()
     for number in range(MAX_WAITING + 1):
-        one.quote("b", Quote(number, False, ()))
+        one.send_query("b", PeerQuery(number, False, ()))
     one.tick(now)
-    assert [output for output in one.take_outputs() if isinstance(output, Close)] == [
-        Close(1, "it does not read what it is sent", one._links[1].dialled)
+    assert [output for output in one.take_outputs() if isinstance(output, CloseConnection)] == [
+        CloseConnection(1, "it does not read what it is sent", one._links[1].dialled)
     ]
     assert one._links[1].waiting == 0
 
 
-def exchange_back(source: Core, sink: Core, now: float) -> None:
+def exchange_back(source: ClusterProtocol, sink: ClusterProtocol, now: float) -> None:
     """Only one of the two is heard."""
     source.tick(now)
     while (frame := source.pull(1, now)) is not None:
@@ -182,15 +184,15 @@ def test_strangers_cannot_take_all_connections() -> None:
     one, _, _ = pair()
     for link in range(100, 400):
         one.connected(link, 0.1)
-    closed = [output.link for output in one.take_outputs() if isinstance(output, Close)]
+    closed = [output.link for output in one.take_outputs() if isinstance(output, CloseConnection)]
     assert closed == list(range(100, 400 - 128))  # the oldest, and not the one in session
 
 
 def test_who_shows_a_key_is_let_in_however_many_strangers_wait() -> None:
-    one = lone_core()
+    one = lone_protocol()
     for link in range(100, 400):
         one.connected(link, 0.0)
-    other = Core(Settings("c", "m", "b", "b:1"), Keyring((SECRET,)), Random(2), 0.0, WALL_MS)
+    other = ClusterProtocol(ProtocolSettings("c", "m", "b", "b:1"), Keyring((SECRET,)), Random(2), 0.0, WALL_MS)
     one.connected(1, 0.1)
     other.connected(1, 0.1, dialled="a:1")
     hello = other.pull(1, 0.1)
@@ -203,20 +205,20 @@ def test_who_shows_a_key_is_let_in_however_many_strangers_wait() -> None:
 
 
 def test_strangers_keep_us_from_no_connection_that_we_begin() -> None:
-    one = lone_core()
+    one = lone_protocol()
     for link in range(60):
         one.connected(link, 0.0, dialled=f"peer-{link}:1")
     for link in range(100, 700):
         one.connected(link, 0.1)
     for link in range(700, 760):
         one.connected(link, 0.2, dialled=f"peer-{link}:1")
-    closed = [output for output in one.take_outputs() if isinstance(output, Close)]
+    closed = [output for output in one.take_outputs() if isinstance(output, CloseConnection)]
     assert len(closed) == 600 - 128
     assert all(output.dialled is None for output in closed)
 
 
 def test_strangers_do_not_make_us_forget_which_connection_is_to_ourselves() -> None:
-    one = lone_core()
+    one = lone_protocol()
     one.connected(1, 0.0, dialled="own:1")
     hello = one.pull(1, 0.0)
     assert hello is not None
@@ -225,13 +227,15 @@ def test_strangers_do_not_make_us_forget_which_connection_is_to_ourselves() -> N
         one.connected(link, 0.0)
     one.take_outputs()
     one.received(499, hello, 0.1)
-    assert [output.reason for output in one.take_outputs() if isinstance(output, Close)] == ["it is our own address"]
+    assert [output.reason for output in one.take_outputs() if isinstance(output, CloseConnection)] == [
+        "it is our own address"
+    ]
 
 
 def test_a_record_at_no_address_leads_nowhere_and_the_session_goes_on() -> None:
     one, other, _ = pair()
     before = one.members.records()
-    other._peers["a"].send(Sync(False, (Record("z", "a:1/meta-data/?x=:80", 5, 0, State.ALIVE),), ()))
+    other._peers["a"].send(Sync(False, (MemberRecord("z", "a:1/meta-data/?x=:80", 5, 0, MemberState.ALIVE),), ()))
     exchange(one, other, 0.1)
     for step in range(20):
         exchange(one, other, 0.3 + step / 10)
@@ -244,25 +248,25 @@ def test_a_record_at_no_address_leads_nowhere_and_the_session_goes_on() -> None:
 def test_of_a_frame_with_one_fact_that_cannot_be_the_others_are_taken() -> None:
     one, other, _ = pair()
     good, bad = ("d" * 64, 8, 1), ("../d", 8, 1)
-    facts = tuple(Fact(name, value, WALL_MS << 16, "b") for name, value in (("x", good), ("y", bad), ("z", good)))
-    other._peers["a"].send(Facts(0, SHARED, facts, 3, True))
+    entries = tuple(Entry(name, value, WALL_MS << 16, "b") for name, value in (("x", good), ("y", bad), ("z", good)))
+    other._peers["a"].send(Entries(0, REGISTRY, entries, 3, True))
     exchange(one, other, 0.1)
-    assert {adapter.name for adapter in one.facts.adapters()} == {"x", "z"}
-    assert (one.facts.refused, one.malformed) == (1, 0)
+    assert {adapter.name for adapter in one.state.adapters()} == {"x", "z"}
+    assert (one.state.refused, one.malformed) == (1, 0)
 
 
 def test_a_beat_speaks_only_for_its_sender() -> None:
     one, other, _ = pair()
-    other.members.me = Record("somebody", "x:1", WALL_MS, 0, State.ALIVE)
+    other.members.me = MemberRecord("somebody", "x:1", WALL_MS, 0, MemberState.ALIVE)
     exchange(one, other, 0.3)
-    assert one.facts.load("somebody", 0.3) is None
+    assert one.state.load("somebody", 0.3) is None
     assert one.members.get("somebody") is None
 
 
 def test_events_name_every_change_once() -> None:
     one, _, _ = pair()
     one.take_outputs()
-    one.members.merge(Rumour(Record("z", "z:1", 5, 0, State.ALIVE), ""), 0.1)
+    one.members.merge(MemberUpdate(MemberRecord("z", "z:1", 5, 0, MemberState.ALIVE), ""), 0.1)
     one.tick(0.1)
     events = [output for output in one.take_outputs() if isinstance(output, MemberChanged)]
     assert [(event.record.name, event.before) for event in events] == [("z", None)]

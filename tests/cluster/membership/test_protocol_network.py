@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from caraserve.cluster.membership.protocol import Core
-from caraserve.cluster.state.replicated_map import SHARED, Adapter, Fact
+from caraserve.cluster.membership.protocol import ClusterProtocol
+from caraserve.cluster.state.replicated_map import REGISTRY, Entry, RegisteredAdapter
 from tests.cluster.fleet import fleet_of
 
 NAMES = [f"n{index}" for index in range(5)]
@@ -26,12 +26,12 @@ class Cluster(RuleBasedStateMachine):
         self.fleet = fleet_of(size, seed, delay_s=0.03 if rough else 0.003, duplicates=0.2 if rough else 0.0)
         self.fleet.loss = 0.05 if rough else 0.0
         self.held: dict[str, set[str]] = {name: set() for name in self.fleet.nodes}
-        self.disks: dict[str, list[Fact]] = {}
+        self.disks: dict[str, list[Entry]] = {}
         self.views: dict[tuple[int, str], tuple[int, str, bool, str]] = {}
 
-    def any_core(self, index: int) -> tuple[str, Core]:
+    def any_protocol(self, index: int) -> tuple[str, ClusterProtocol]:
         names = sorted(self.fleet.nodes)
-        return names[index % len(names)], self.fleet.nodes[names[index % len(names)]].core
+        return names[index % len(names)], self.fleet.nodes[names[index % len(names)]].protocol
 
     @rule(seconds=st.floats(0.05, 4))
     def wait(self, seconds: float) -> None:
@@ -39,24 +39,24 @@ class Cluster(RuleBasedStateMachine):
 
     @rule(at=st.integers(0, 4), adapter=st.sampled_from(ADAPTERS), rank=st.sampled_from([8, 16, 64]))
     def register(self, at: int, adapter: str, rank: int) -> None:
-        self.any_core(at)[1].register(Adapter(adapter, f"{rank:064x}", rank, rank * 1000), self.fleet.now)
+        self.any_protocol(at)[1].register(RegisteredAdapter(adapter, f"{rank:064x}", rank, rank * 1000), self.fleet.now)
 
     @rule(at=st.integers(0, 4), adapter=st.sampled_from(ADAPTERS))
     def remove(self, at: int, adapter: str) -> None:
-        core = self.any_core(at)[1]
-        core.remove(adapter, self.fleet.now)
-        assert core.facts.adapter(adapter) is None
+        protocol = self.any_protocol(at)[1]
+        protocol.remove(adapter, self.fleet.now)
+        assert protocol.state.adapter(adapter) is None
 
     @rule(at=st.integers(0, 4), adapter=st.sampled_from(ADAPTERS), tier=st.sampled_from(["host", "disk"]))
     def hold(self, at: int, adapter: str, tier: str) -> None:
-        name, core = self.any_core(at)
-        core.hold(adapter, (tier,), self.fleet.now)
+        name, protocol = self.any_protocol(at)
+        protocol.advertise(adapter, (tier,), self.fleet.now)
         self.held[name].add(adapter)
 
     @rule(at=st.integers(0, 4), adapter=st.sampled_from(ADAPTERS))
     def drop(self, at: int, adapter: str) -> None:
-        name, core = self.any_core(at)
-        core.drop(adapter, self.fleet.now)
+        name, protocol = self.any_protocol(at)
+        protocol.withdraw(adapter, self.fleet.now)
         self.held[name].discard(adapter)
 
     @rule(split=st.integers(1, 15), reset=st.booleans())
@@ -76,8 +76,8 @@ class Cluster(RuleBasedStateMachine):
     @precondition(lambda self: len(self.fleet.nodes) > 1)
     @rule(at=st.integers(0, 4), reset=st.booleans(), politely=st.booleans(), keeps_disk=st.booleans())
     def end(self, at: int, reset: bool, politely: bool, keeps_disk: bool) -> None:
-        name, core = self.any_core(at)
-        self.disks[name] = list(core.facts.shelf(SHARED) or ()) if keeps_disk else []
+        name, protocol = self.any_protocol(at)
+        self.disks[name] = list(protocol.state.map_of(REGISTRY) or ()) if keeps_disk else []
         self.held[name] = set()
         if politely:
             self.fleet.leave(name)
@@ -89,20 +89,20 @@ class Cluster(RuleBasedStateMachine):
     def start(self, at: int) -> None:
         absent = [name for name in NAMES if name not in self.fleet.nodes]
         name = absent[at % len(absent)]
-        core = self.fleet.start(name, NAMES)
-        core.restore(self.disks.get(name, []), self.fleet.now)
+        protocol = self.fleet.start(name, NAMES)
+        protocol.restore(self.disks.get(name, []), self.fleet.now)
         self.held[name] = set()
 
     @rule(at=st.integers(0, 4), seconds=st.floats(0.1, 2))
     def hang(self, at: int, seconds: float) -> None:
-        self.fleet.stick(self.any_core(at)[0], seconds)
+        self.fleet.stick(self.any_protocol(at)[0], seconds)
 
     @rule()
     def calm(self) -> None:
         """Once everything passes again, all views become one, and the right one."""
         fleet = self.fleet
         fleet.heal()
-        before = [fact for node in fleet.nodes.values() for fact in node.core.facts.shelf(SHARED) or ()]
+        before = [entry for node in fleet.nodes.values() for entry in node.protocol.state.map_of(REGISTRY) or ()]
         fleet.run(BOUND_S)
         sent = sum(fleet.sent.values())
         loss, fleet.loss = fleet.loss, 0.0
@@ -112,19 +112,19 @@ class Cluster(RuleBasedStateMachine):
         # Four beats a second to each, a sync and its answers, a greeting here and there.
         assert sum(fleet.sent.values()) - sent <= 2.5 * size * (6 * (size - 1) + 6) + 20
         assert fleet.agree()
-        assert fleet.same_facts()
-        newest: dict[str, Fact] = {}
-        for fact in before:
-            newest[fact.key] = max(newest.get(fact.key, fact), fact, key=lambda one: one.order)
-        expected = {key for key, fact in newest.items() if not fact.deleted}
+        assert fleet.same_entries()
+        newest: dict[str, Entry] = {}
+        for entry in before:
+            newest[entry.key] = max(newest.get(entry.key, entry), entry, key=lambda one: one.order)
+        expected = {key for key, entry in newest.items() if not entry.deleted}
         for name, node in fleet.nodes.items():
-            assert {adapter.name for adapter in node.core.facts.adapters()} == expected
-            assert set(node.core.peers()) == set(fleet.nodes) - {name}
+            assert {adapter.name for adapter in node.protocol.state.adapters()} == expected
+            assert set(node.protocol.peers()) == set(fleet.nodes) - {name}
             for adapter in ADAPTERS:
-                holders = set(node.core.facts.holders(adapter)) & set(fleet.nodes)
+                holders = set(node.protocol.state.holders(adapter)) & set(fleet.nodes)
                 assert holders == {other for other in fleet.nodes if adapter in self.held[other]}
             for other in set(fleet.nodes) - {name}:
-                load = node.core.facts.load(other, fleet.now)
+                load = node.protocol.state.load(other, fleet.now)
                 assert load is not None
                 assert load[1] < 1.0
 
@@ -132,17 +132,17 @@ class Cluster(RuleBasedStateMachine):
     def no_fact_goes_back(self) -> None:
         """So no tombstone is followed by what it buried."""
         for node in self.fleet.nodes.values() if hasattr(self, "fleet") else ():
-            for owner, _ in node.core.facts.roots():
-                for fact in node.core.facts.shelf(owner) or ():
-                    key = (id(node.core), f"{owner} {fact.key}")
-                    assert self.views.get(key, fact.order) <= fact.order
-                    self.views[key] = fact.order
+            for owner, _ in node.protocol.state.roots():
+                for entry in node.protocol.state.map_of(owner) or ():
+                    key = (id(node.protocol), f"{owner} {entry.key}")
+                    assert self.views.get(key, entry.order) <= entry.order
+                    self.views[key] = entry.order
 
     @invariant()
     def nothing_is_malformed(self) -> None:
         for node in self.fleet.nodes.values() if hasattr(self, "fleet") else ():
-            assert node.core.malformed == 0
-            assert node.core.facts.refused == 0
+            assert node.protocol.malformed == 0
+            assert node.protocol.state.refused == 0
 
     def teardown(self) -> None:
         if hasattr(self, "fleet"):

@@ -4,24 +4,35 @@ from random import Random
 
 import pytest
 
-from caraserve.cluster.membership.auth import HELLO, Keyring, seal
-from caraserve.cluster.membership.events import CROWDED, Close, Dial, Quoted, RefusedUs, Settings
-from caraserve.cluster.membership.messages import Facts, Hello, Quote, Refuse, decode, encode
-from caraserve.cluster.membership.protocol import Core
-from caraserve.cluster.membership.swim import MemberChanged, State
-from caraserve.cluster.state.replicated_map import Adapter
+from caraserve.cluster.membership.auth import HELLO_FRAME, Keyring, sign_frame
+from caraserve.cluster.membership.events import (
+    CLUSTER_FULL,
+    CloseConnection,
+    Dial,
+    ProtocolSettings,
+    QueryReceived,
+    RefusedByPeer,
+)
+from caraserve.cluster.membership.messages import Entries, Hello, PeerQuery, Refuse, decode, encode
+from caraserve.cluster.membership.protocol import ClusterProtocol
+from caraserve.cluster.membership.swim import MemberChanged, MemberState
+from caraserve.cluster.state.replicated_map import RegisteredAdapter
 from tests.cluster.fleet import SECRET, WALL_MS
 
 KEYS = Keyring((SECRET,))
 _HEAD = 25  # bytes of a frame before its message
 
 
-def core(name: str, now: float = 0.0, **settings: str) -> Core:
+def protocol(name: str, now: float = 0.0, **settings: str) -> ClusterProtocol:
     given = {"cluster": "c", "model": "m"} | settings
-    return Core(Settings(name=name, address=f"{name}:1", **given), KEYS, Random(name), now, WALL_MS + int(now * 1000))
+    return ClusterProtocol(
+        ProtocolSettings(name=name, address=f"{name}:1", **given), KEYS, Random(name), now, WALL_MS + int(now * 1000)
+    )
 
 
-def carry(one: Core, other: Core, links: tuple[int, ...], now: float, *, lose: type | None = None) -> None:
+def carry(
+    one: ClusterProtocol, other: ClusterProtocol, links: tuple[int, ...], now: float, *, lose: type | None = None
+) -> None:
     """All frames that wait on these connections, until none does; messages of one kind may get lost."""
     quiet = False
     while not quiet:
@@ -34,25 +45,25 @@ def carry(one: Core, other: Core, links: tuple[int, ...], now: float, *, lose: t
                         there.received(link, frame, now)
 
 
-def connect(dialler: Core, other: Core, link: int, now: float, *others: int) -> None:
+def connect(dialler: ClusterProtocol, other: ClusterProtocol, link: int, now: float, *others: int) -> None:
     """One more connection; `others` stand already."""
     dialler.connected(link, now, dialled=f"{other.members.me.name}:1")
     other.connected(link, now)
     carry(dialler, other, (link, *others), now)
 
 
-def used(here: Core, peer: str, links: tuple[int, ...], now: float) -> list[int]:
+def used(here: ClusterProtocol, peer: str, links: tuple[int, ...], now: float) -> list[int]:
     """The connections over which a message to the peer goes. What waited is thrown away."""
     for link in links:
         while here.pull(link, now) is not None:
             pass
-    here.quote(peer, Quote(1, False, ()))
+    here.send_query(peer, PeerQuery(1, False, ()))
     return [link for link in links if here.pull(link, now) is not None]
 
 
 @pytest.mark.parametrize("dialler", ["a", "b"])
 def test_of_two_from_one_side_the_newer_is_used(dialler: str) -> None:
-    a, b = core("a"), core("b")
+    a, b = protocol("a"), protocol("b")
     there = {"a": (a, b), "b": (b, a)}[dialler]
     connect(*there, 1, 0.0)
     connect(*there, 2, 0.2, 1)  # the first broke, and only the one who dials again knows
@@ -61,7 +72,7 @@ def test_of_two_from_one_side_the_newer_is_used(dialler: str) -> None:
 
 @pytest.mark.parametrize("first", ["a", "b"])
 def test_of_two_from_both_sides_the_one_that_the_lesser_name_dialled_is_used(first: str) -> None:
-    a, b = core("a"), core("b")
+    a, b = protocol("a"), protocol("b")
     number = {"a": 1, "b": 2}  # of the connection that it dials
     second = "b" if first == "a" else "a"
     ends = {"a": (a, b), "b": (b, a)}
@@ -73,118 +84,118 @@ def test_of_two_from_both_sides_the_one_that_the_lesser_name_dialled_is_used(fir
 @pytest.mark.parametrize("dialler", ["survivor", "restarted"])
 @pytest.mark.parametrize("name", ["a", "c"])
 def test_who_was_started_again_is_talked_to_over_its_new_connection(name: str, dialler: str) -> None:
-    survivor, before = core("b"), core(name)
+    survivor, before = protocol("b"), protocol(name)
     connect(*((before, survivor) if dialler == "survivor" else (survivor, before)), 1, 0.0)
-    restarted = core(name, 3.0)  # its machine said nothing of the end of connection 1
+    restarted = protocol(name, 3.0)  # its machine said nothing of the end of connection 1
     connect(*((survivor, restarted) if dialler == "survivor" else (restarted, survivor)), 2, 3.1)
     assert used(survivor, name, (1, 2), 3.2) == [2]
     survivor.lost(1, 3.3)
     assert used(survivor, name, (2,), 3.4) == [2]
     record = survivor.members.get(name)
     assert record is not None
-    assert record.state == State.ALIVE
+    assert record.state == MemberState.ALIVE
 
 
 def test_the_connection_that_is_not_used_is_closed_after_a_while_and_its_end_disturbs_nobody() -> None:
-    a, b = core("a"), core("b")
+    a, b = protocol("a"), protocol("b")
     connect(a, b, 1, 0.0)
     connect(b, a, 2, 0.1, 1)
-    closed: list[Close] = []
+    closed: list[CloseConnection] = []
     now = 0.1
     while now < 3.0 and not closed:
         now += 0.1
         for one in (a, b):
             one.tick(now)
         carry(a, b, (1, 2), now)
-        closed = [output for output in a.take_outputs() if isinstance(output, Close)]
+        closed = [output for output in a.take_outputs() if isinstance(output, CloseConnection)]
     assert [(one.link, one.dialled) for one in closed] == [(2, None)]
     assert now == pytest.approx(2.2, abs=0.15)
     for one in (a, b):
         one.lost(2, now)
     assert used(a, "b", (1, 2), now) == used(b, "a", (1, 2), now) == [1]
-    assert {record.state for record in (*a.members.records(), *b.members.records())} == {State.ALIVE}
+    assert {record.state for record in (*a.members.records(), *b.members.records())} == {MemberState.ALIVE}
 
 
 def test_nothing_is_sent_over_a_connection_that_is_to_be_closed() -> None:
-    a, b = core("a"), core("b")
+    a, b = protocol("a"), protocol("b")
     connect(a, b, 1, 0.0)
     a.leave(0.5)
     carry(a, b, (1,), 0.5)
-    assert [output.link for output in b.take_outputs() if isinstance(output, Close)] == [1]
+    assert [output.link for output in b.take_outputs() if isinstance(output, CloseConnection)] == [1]
     assert list(b.peers()) == []
-    assert not b.quote("a", Quote(1, False, ()))
+    assert not b.send_query("a", PeerQuery(1, False, ()))
 
 
 def test_what_arrives_over_a_connection_that_is_to_be_closed_is_not_read() -> None:
-    a, b = core("a"), core("b")
+    a, b = protocol("a"), protocol("b")
     connect(a, b, 1, 0.0)
-    a.quote("b", Quote(7, False, ()))
+    a.send_query("b", PeerQuery(7, False, ()))
     late = a.pull(1, 0.4)
     assert late is not None
     a.leave(0.5)
     carry(a, b, (1,), 0.5)
     b.received(1, late, 0.6)
-    assert [output for output in b.take_outputs() if isinstance(output, Quoted)] == []
+    assert [output for output in b.take_outputs() if isinstance(output, QueryReceived)] == []
 
 
 def test_what_was_asked_over_a_connection_that_broke_is_asked_again_over_the_next() -> None:
-    a, b = core("a"), core("b")
-    a.register(Adapter("poet", "d" * 64, 8, 1), 0.0)
+    a, b = protocol("a"), protocol("b")
+    a.register(RegisteredAdapter("poet", "d" * 64, 8, 1), 0.0)
     a.tick(0.0)  # nobody hears the news
-    for number, lose in ((1, Facts), (2, None)):
+    for number, lose in ((1, Entries), (2, None)):
         a.connected(number, 0.1, dialled="b:1")
         b.connected(number, 0.1)
         carry(a, b, (number,), 0.1, lose=lose)
-        assert (b.facts.adapter("poet") is None) is (lose is not None)
+        assert (b.state.adapter("poet") is None) is (lose is not None)
         a.lost(number, 0.2)
         b.lost(number, 0.2)
 
 
 def test_who_leaves_judges_nobody_and_lets_nobody_in() -> None:
-    a, b = core("a"), core("b")
+    a, b = protocol("a"), protocol("b")
     connect(a, b, 1, 0.0)
     a.take_outputs()
     a.leave(0.5)
     a.lost(1, 0.6)
     assert [output for output in a.take_outputs() if isinstance(output, MemberChanged)] == []
     a.connected(2, 0.7)
-    assert [output.link for output in a.take_outputs() if isinstance(output, Close)] == [2]
+    assert [output.link for output in a.take_outputs() if isinstance(output, CloseConnection)] == [2]
 
 
 def test_a_connection_lost_while_another_was_in_use_is_no_spare_any_more() -> None:
-    a, b = core("a"), core("b")
+    a, b = protocol("a"), protocol("b")
     connect(a, b, 1, 0.0)
     connect(b, a, 2, 0.1, 1)
     a.lost(2, 0.2)  # the spare
     a.lost(1, 0.3)
     record = a.members.get("b")
     assert record is not None
-    assert record.state == State.SUSPECT
+    assert record.state == MemberState.SUSPECT
     assert list(a.peers()) == []
     connect(a, b, 2, 0.4)  # the number comes again
     for now in (1.0, 2.0, 3.0):
         a.tick(now)
-    assert [output for output in a.take_outputs() if isinstance(output, Close)] == []
+    assert [output for output in a.take_outputs() if isinstance(output, CloseConnection)] == []
 
 
 @pytest.mark.parametrize("later", ["a", "b"])
 def test_of_two_that_do_not_belong_together_the_later_started_is_to_go(later: str) -> None:
-    a = core("a", 1.0 if later == "a" else 0.0, model="m")
-    b = core("b", 1.0 if later == "b" else 0.0, model="other")
+    a = protocol("a", 1.0 if later == "a" else 0.0, model="m")
+    b = protocol("b", 1.0 if later == "b" else 0.0, model="other")
     connect(a, b, 1, 1.0)
     told = {
-        name: [output.ours_to_go for output in one.take_outputs() if isinstance(output, RefusedUs)]
+        name: [output.ours_to_go for output in one.take_outputs() if isinstance(output, RefusedByPeer)]
         for name, one in (("a", a), ("b", b))
     }
     assert told == {later: [True], "b" if later == "a" else "a": [False]}
 
 
 def test_of_two_of_one_name_that_know_only_a_third_the_second_is_told_so_until_the_first_is_silent() -> None:
-    first, third = core("a"), core("b")
+    first, third = protocol("a"), protocol("b")
     connect(first, third, 1, 0.0)
-    second = Core(Settings("c", "m", "a", "elsewhere:1"), KEYS, Random(3), 0.5, WALL_MS + 500)
+    second = ClusterProtocol(ProtocolSettings("c", "m", "a", "elsewhere:1"), KEYS, Random(3), 0.5, WALL_MS + 500)
     connect(second, third, 2, 0.5)
-    (refused,) = [output for output in second.take_outputs() if isinstance(output, RefusedUs)]
+    (refused,) = [output for output in second.take_outputs() if isinstance(output, RefusedByPeer)]
     assert refused.reason == "an instance at a:1 is called a, too; give each a --name of its own"
     assert refused.ours_to_go
     assert third.members.get("a") == first.members.me
@@ -193,43 +204,43 @@ def test_of_two_of_one_name_that_know_only_a_third_the_second_is_told_so_until_t
 
 
 def test_a_clock_that_is_put_right_under_way_is_right_from_then_on() -> None:
-    a = Core(Settings("c", "m", "a", "a:1"), KEYS, Random("a"), 0.0, 1000)  # just after 1970
-    b = core("b")
+    a = ClusterProtocol(ProtocolSettings("c", "m", "a", "a:1"), KEYS, Random("a"), 0.0, 1000)  # just after 1970
+    b = protocol("b")
     connect(a, b, 1, 0.0)
-    b.register(Adapter("poet", "d" * 64, 8, 1), 0.0)
+    b.register(RegisteredAdapter("poet", "d" * 64, 8, 1), 0.0)
     b.tick(0.1)
     carry(a, b, (1,), 0.1)
-    assert a.facts.adapter("poet") is None
-    assert a.facts.refused > 0
+    assert a.state.adapter("poet") is None
+    assert a.state.refused > 0
     for step in range(350):
         now = 0.2 + step / 10
         a.tick(now, WALL_MS + int(now * 1000))
         b.tick(now)
         carry(a, b, (1,), now)
-    assert a.facts.adapter("poet") is not None
+    assert a.state.adapter("poet") is not None
 
 
-def refuse(one: Core, link: int, reason: str, now: float) -> list[bool]:
+def refuse(one: ClusterProtocol, link: int, reason: str, now: float) -> list[bool]:
     """Turns an instance away on a new connection; whether it is to go."""
     one.connected(link, now, dialled="z:1")
     frame = one.pull(link, now)
     assert frame is not None
     hello = decode(frame[_HEAD:])
     assert isinstance(hello, Hello)
-    one.received(link, seal(HELLO, KEYS.hello_keys()[0], 0, encode(Refuse(hello.nonce, reason))), now)
-    return [output.ours_to_go for output in one.take_outputs() if isinstance(output, RefusedUs)]
+    one.received(link, sign_frame(HELLO_FRAME, KEYS.hello_keys()[0], 0, encode(Refuse(hello.nonce, reason))), now)
+    return [output.ours_to_go for output in one.take_outputs() if isinstance(output, RefusedByPeer)]
 
 
 def test_a_cluster_that_is_full_is_left_however_old_one_is() -> None:
-    assert refuse(core("a"), 1, CROWDED, 0.1) == [True]
+    assert refuse(protocol("a"), 1, CLUSTER_FULL, 0.1) == [True]
 
 
 def test_who_was_in_the_cluster_stays_when_it_is_full_and_dials_again() -> None:
-    a, b = core("a"), core("b")
+    a, b = protocol("a"), protocol("b")
     connect(a, b, 1, 0.0)
-    assert refuse(a, 2, CROWDED, 0.1) == [False]
+    assert refuse(a, 2, CLUSTER_FULL, 0.1) == [False]
     a.lost(1, 0.2)
-    assert refuse(a, 3, CROWDED, 0.3) == [False]
+    assert refuse(a, 3, CLUSTER_FULL, 0.3) == [False]
     for step in range(20):
         a.tick(0.4 + step / 10)
     assert "b:1" in {output.address for output in a.take_outputs() if isinstance(output, Dial)}

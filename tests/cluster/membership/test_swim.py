@@ -12,36 +12,36 @@ from hypothesis import strategies as st
 from caraserve.cluster.membership.swim import (
     MAX_KNOWN,
     MAX_LIVE,
-    MAX_RUMOURS,
+    MAX_UPDATES,
+    DetectorTiming,
     MemberChanged,
-    Members,
-    Probe,
-    Record,
-    Rumour,
-    State,
-    Timing,
-    join,
+    MemberRecord,
+    MemberState,
+    MemberTable,
+    MemberUpdate,
+    PeerProbe,
+    newer_record,
 )
 
-TIMING = Timing()
-ALIVE, SUSPECT, DEAD, LEFT = State
+TIMING = DetectorTiming()
+ALIVE, SUSPECT, DEAD, LEFT = MemberState
 
 any_records = st.builds(
-    Record,
+    MemberRecord,
     name=st.sampled_from(["me", "b", "c", "d"]),
     address=st.sampled_from(["x:1", "y:1"]),
     epoch=st.integers(99, 102),
     incarnation=st.integers(0, 3),
-    state=st.sampled_from(State),
+    state=st.sampled_from(MemberState),
 )
 
 
-def record(name: str, state: State = ALIVE, incarnation: int = 0, epoch: int = 100) -> Record:
-    return Record(name, f"{name}:1", epoch, incarnation, state)
+def record(name: str, state: MemberState = ALIVE, incarnation: int = 0, epoch: int = 100) -> MemberRecord:
+    return MemberRecord(name, f"{name}:1", epoch, incarnation, state)
 
 
-def told(name: str, state: State = ALIVE, incarnation: int = 0, epoch: int = 100, by: str = "") -> Rumour:
-    return Rumour(record(name, state, incarnation, epoch), by)
+def told(name: str, state: MemberState = ALIVE, incarnation: int = 0, epoch: int = 100, by: str = "") -> MemberUpdate:
+    return MemberUpdate(record(name, state, incarnation, epoch), by)
 
 
 class View:
@@ -49,14 +49,14 @@ class View:
 
     def __init__(self, *others: str) -> None:
         self.now = 0.0
-        self.members = Members(record("me"), TIMING, Random(1), 0.0)
+        self.members = MemberTable(record("me"), TIMING, Random(1), 0.0)
         for name in others:
             self.members.merge(told(name), 0.0)
         self.members.take_events()
 
-    def wait(self, seconds: float, hear: tuple[str, ...] = (), nacks: tuple[str, ...] = ()) -> list[Probe]:
+    def wait(self, seconds: float, hear: tuple[str, ...] = (), nacks: tuple[str, ...] = ()) -> list[PeerProbe]:
         """Ticks, hearing those; every probe gets nacks of those."""
-        probes: list[Probe] = []
+        probes: list[PeerProbe] = []
         for _ in range(round(seconds / 0.1)):
             self.now += 0.1
             for name in hear:
@@ -68,11 +68,11 @@ class View:
                     self.members.nacked(probe.number, by)
         return probes
 
-    def state(self, name: str) -> State | None:
+    def state(self, name: str) -> MemberState | None:
         known = self.members.get(name)
         return known.state if known else None
 
-    def events(self) -> list[tuple[str, State]]:
+    def events(self) -> list[tuple[str, MemberState]]:
         return [(e.record.name, e.record.state) for e in self.members.take_events() if isinstance(e, MemberChanged)]
 
 
@@ -80,36 +80,38 @@ class View:
 
 
 @given(one=any_records, two=any_records, three=any_records)
-def test_joining_records_is_commutative_associative_and_idempotent(one: Record, two: Record, three: Record) -> None:
+def test_joining_records_is_commutative_associative_and_idempotent(
+    one: MemberRecord, two: MemberRecord, three: MemberRecord
+) -> None:
     two, three = replace(two, name=one.name), replace(three, name=one.name)
-    assert join(one, two) == join(two, one)
-    assert join(one, join(two, three)) == join(join(one, two), three)
-    assert join(one, one) == one
+    assert newer_record(one, two) == newer_record(two, one)
+    assert newer_record(one, newer_record(two, three)) == newer_record(newer_record(one, two), three)
+    assert newer_record(one, one) == one
 
 
 @given(records=st.lists(any_records, max_size=12), seed=st.integers(0, 99))
-def test_rumours_in_any_order_end_in_one_view(records: list[Record], seed: int) -> None:
+def test_rumours_in_any_order_end_in_one_view(records: list[MemberRecord], seed: int) -> None:
     """Of instances once known; of a stranger's death nothing is kept."""
     views = []
     for shuffled in (records, Random(seed).sample(records, len(records)) + records[:3]):
-        members = Members(record("me", epoch=200), TIMING, Random(1), 0.0)
+        members = MemberTable(record("me", epoch=200), TIMING, Random(1), 0.0)
         for name in ("b", "c", "d"):
             members.merge(told(name, epoch=98), 0.0)
         for index, one in enumerate(shuffled):  # a second between them: nobody is heard meanwhile
-            members.merge(Rumour(one, "x" if one.state == SUSPECT else ""), 10.0 + index)
+            members.merge(MemberUpdate(one, "x" if one.state == SUSPECT else ""), 10.0 + index)
         views.append({one.name: one for one in members.records()[1:]})
     assert views[0] == views[1]
 
 
 @settings(max_examples=200)
 @given(steps=st.lists(st.tuples(any_records, st.booleans(), st.floats(0, 1)), max_size=30))
-def test_nothing_said_of_us_stands_and_no_view_goes_back(steps: list[tuple[Record, bool, float]]) -> None:
-    members = Members(record("me"), TIMING, Random(1), 0.0)
+def test_nothing_said_of_us_stands_and_no_view_goes_back(steps: list[tuple[MemberRecord, bool, float]]) -> None:
+    members = MemberTable(record("me"), TIMING, Random(1), 0.0)
     now = 0.0
-    before: dict[str, Record] = {}
+    before: dict[str, MemberRecord] = {}
     for one, by_sync, passed in steps:
         now += passed
-        members.merge(Rumour(one, "x" if one.state == SUSPECT else ""), now, by_sync=by_sync)
+        members.merge(MemberUpdate(one, "x" if one.state == SUSPECT else ""), now, by_sync=by_sync)
         members.tick(now)
         assert members.me.state == ALIVE
         assert one.name != "me" or one.order[:3] <= members.me.order[:3]
@@ -178,7 +180,7 @@ def test_nobody_is_dead_whom_we_hear() -> None:
     view.wait(1, hear=("b", "c"))
     view.members.merge(told("b", DEAD), view.now)
     assert view.state("b") == SUSPECT
-    assert Rumour(record("b", SUSPECT), "me") in view.members.rumours("b")
+    assert MemberUpdate(record("b", SUSPECT), "me") in view.members.rumours("b")
     view.wait(20, hear=("b", "c"))
     assert view.state("b") == SUSPECT  # it hears of it from us in every frame, and alone can refute it
     view.members.merge(told("b", ALIVE, 1), view.now)
@@ -358,7 +360,7 @@ def test_the_least_sent_goes_first_and_a_frame_is_bounded() -> None:
     seen: set[str] = set()
     for _ in range(3):
         rumours = members.rumours("nobody")
-        assert len(rumours) <= MAX_RUMOURS
+        assert len(rumours) <= MAX_UPDATES
         seen |= {rumour.record.name for rumour in rumours}
     assert seen == {"me", *names}
 
@@ -367,7 +369,7 @@ def test_a_suspect_is_told_so_in_every_frame() -> None:
     members = View("b", "c").members
     members.lost("b", 0.0)
     for _ in range(100):
-        assert Rumour(record("b", SUSPECT), "me") in members.rumours("b")
+        assert MemberUpdate(record("b", SUSPECT), "me") in members.rumours("b")
 
 
 # ---- bounds

@@ -21,7 +21,7 @@ from caraserve.cluster.placement.planner import PlacementPlanner, PlannerTiming,
 from caraserve.cluster.placement.planner_process import answer, ask, question
 from caraserve.cluster.routing.cost import LinkSpeeds
 from caraserve.cluster.routing.perf_model import PerfModel
-from caraserve.cluster.state.replicated_map import Adapter, Facts
+from caraserve.cluster.state.replicated_map import RegisteredAdapter, ReplicatedState
 from caraserve.cluster.transfer.peer_client import PeerClient, TransferFailure
 from caraserve.serve_cluster import planned
 from tests.cluster.nodes import KEYS, Instances, instances, until
@@ -64,7 +64,7 @@ async def planning(
         for one in group.running.values():
             one.node.publish(MODEL, LinkSpeeds())
         for name, rank in RANKS.items():
-            group.running[names[0]].node.register(Adapter(name, name.encode().hex().zfill(64), rank, 1000))
+            group.running[names[0]].node.register(RegisteredAdapter(name, name.encode().hex().zfill(64), rank, 1000))
         for one in group.running.values():
             await until(lambda one=one: sum(1 for _ in one.node.adapters()) == len(RANKS))
             await until(lambda one=one: len(one.node.instances()) == len(names))
@@ -159,7 +159,7 @@ async def test_where_the_latest_plan_cannot_be_had_the_one_before_it_is_taken(tm
             planner._make = _never  # type: ignore[method-assign]
         late = PlacementPlan.made(EPOCH + 1, {"small": (Share("b", 1.0),)}, {"a": 8, "b": 8, "c": 8})
         made["a"]._adopt_published = _never  # type: ignore[method-assign]
-        made["a"]._node.core.hold(PUBLISHED, (EPOCH + 1, "f" * 64), time.monotonic())  # and has no such plan
+        made["a"]._node.protocol.advertise(PUBLISHED, (EPOCH + 1, "f" * 64), time.monotonic())  # and has no such plan
         made["b"]._adopt(late, encoded(late))
         assert late.digest < "f" * 64
         await until(lambda: made["c"].plan == late)
@@ -167,16 +167,16 @@ async def test_where_the_latest_plan_cannot_be_had_the_one_before_it_is_taken(tm
 
 async def _takes(planner: PlacementPlanner, plan: PlacementPlan) -> PlacementPlan | None:
     """The plan, if it is taken within several turns of its being known."""
-    facts = planner._node.core.facts
-    await until(lambda: any(_published(facts, name) == plan.digest for name in "ab"))
+    entries = planner._node.protocol.state
+    await until(lambda: any(_published(entries, name) == plan.digest for name in "ab"))
     await asyncio.sleep(0.3)
     return planner.plan if planner.plan == plan else None
 
 
-def _published(facts: Facts, name: str) -> str:
-    shelf = facts.shelf(name)
-    fact = shelf.get(PUBLISHED) if shelf is not None else None
-    return str(fact.value[1]) if fact is not None and fact.value else ""
+def _published(entries: ReplicatedState, name: str) -> str:
+    lww_map = entries.map_of(name)
+    entry = lww_map.get(PUBLISHED) if lww_map is not None else None
+    return str(entry.value[1]) if entry is not None and entry.value else ""
 
 
 async def _fails(body: bytes, previous: bytes, timeout_s: float) -> bytes:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from caraserve.cluster.membership.auth import Keyring
-from caraserve.cluster.membership.swim import Record, State
+from caraserve.cluster.membership.swim import MemberRecord, MemberState
 from caraserve.cluster.placement.plan_factory import ROUTINGS
 from caraserve.cluster.routing.cost import Backlog, CostEstimate, Tier
 from caraserve.cluster.routing.forward_auth import (
@@ -27,7 +27,7 @@ from caraserve.cluster.routing.forwarding import LOCAL, Body, Forwarding, Latenc
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.policies import policy
 from caraserve.cluster.routing.router import Instance, Refusal
-from caraserve.cluster.state.replicated_map import Adapter
+from caraserve.cluster.state.replicated_map import RegisteredAdapter
 from caraserve.config import ROUTINGS as FLAG
 from caraserve.errors import Forbidden, Overloaded
 
@@ -51,16 +51,16 @@ class Cluster:
     def instances(self) -> tuple[Instance, ...]:
         return tuple(self.seen.values())
 
-    def record(self, name: str) -> Record | None:
-        return Record(name, f"{name}:1", 1, 0, State.DEAD if name in self.dead else State.ALIVE)
+    def record(self, name: str) -> MemberRecord | None:
+        return MemberRecord(name, f"{name}:1", 1, 0, MemberState.DEAD if name in self.dead else MemberState.ALIVE)
 
-    def adapter(self, name: str) -> Adapter | None:
+    def adapter(self, name: str) -> RegisteredAdapter | None:
         return None
 
     def holders(self, digest: str) -> Mapping[str, Tier]:
         return {}
 
-    async def ask(self, peer: str, body: Body, timeout_s: float) -> Body | None:
+    async def query(self, peer: str, body: Body, timeout_s: float) -> Body | None:
         return self.quotes.get(peer)
 
 
@@ -320,7 +320,7 @@ async def test_before_an_answer_here_the_exchange_is_asked_also_for_a_name_that_
         Cluster(0),
         policy("most-idle"),
         LatencyTargets(),
-        lambda name: Adapter(name, "d", 8, 1),
+        lambda name: RegisteredAdapter(name, "d", 8, 1),
         lambda: False,
         rng=Random(1),
     )

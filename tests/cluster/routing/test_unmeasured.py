@@ -17,7 +17,7 @@ from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.policies import policy
 from caraserve.cluster.state.advertised import MODEL
 from caraserve.cluster.state.publisher import Publisher
-from caraserve.cluster.state.replicated_map import Value
+from caraserve.cluster.state.replicated_map import EntryValue
 from tests.cluster.nodes import LOAD, Instances, instances, until
 
 FAST = PerfModel(0.01, 0.1, 5.0, False, 1.0, 0.05, 0.001)
@@ -40,8 +40,8 @@ def router(node: Node, routing: str) -> Forwarding:
     return made
 
 
-def says(node: Node, value: Value) -> None:
-    node.core.hold(MODEL, value, node._now())
+def says(node: Node, value: EntryValue) -> None:
+    node.protocol.advertise(MODEL, value, node._now())
 
 
 def _sees(node: Node, count: int) -> bool:
@@ -49,7 +49,7 @@ def _sees(node: Node, count: int) -> bool:
 
 
 @pytest.mark.parametrize("value", [(), ("a model", "of a later version")])
-async def test_one_that_was_not_measured_is_taken_for_the_slowest_that_was(tmp_path: Path, value: Value) -> None:
+async def test_one_that_was_not_measured_is_taken_for_the_slowest_that_was(tmp_path: Path, value: EntryValue) -> None:
     async with instances(tmp_path) as running:
         a, b, c, _ = await fleet(running, "a", "b", "c", "d")  # d has said nothing yet
         a.publish(FAST, FAST_LINKS)
@@ -87,8 +87,8 @@ async def test_where_nobody_was_measured_each_answers_what_it_is_sent(tmp_path: 
         a, b = await fleet(running, "a", "b")
         for node in (a, b):
             node.publish(None, LinkSpeeds())
-        shelf = a.core.facts.shelf
-        await until(lambda: (said := shelf("b")) is not None and said.get(MODEL) is not None)
+        lww_map = a.protocol.state.map_of
+        await until(lambda: (said := lww_map("b")) is not None and said.get(MODEL) is not None)
         assert a.instances() == ()
         entry = router(a, "auto")
         assert isinstance((await entry.begin(entry.arrival(None, 100, 100))).next(), LocalTarget)
@@ -100,7 +100,7 @@ async def test_an_instance_without_a_profile_says_so_when_its_adapters_are_known
         (a,) = await fleet(running, "a")
         engine: Any = SimpleNamespace(catalog=SimpleNamespace(all=list))
         await asyncio.wait_for(Publisher(a, engine, lambda: (0, 0), None, LinkSpeeds()).announce(), 5)
-        said = a.core.facts.shelf("a")
+        said = a.protocol.state.map_of("a")
         assert said is not None
-        assert (fact := said.get(MODEL)) is not None
-        assert fact.value == ()
+        assert (entry := said.get(MODEL)) is not None
+        assert entry.value == ()

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caraserve.cluster.membership.swim import Record, State
+from caraserve.cluster.membership.swim import MemberRecord, MemberState
 from caraserve.cluster.routing.cost import LinkSpeeds, Tier
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.state.advertised import (
-    Holdings,
+    AdvertisedTiers,
     backlog_of,
     instance_of,
     is_hung,
@@ -22,7 +22,7 @@ from caraserve.cluster.state.advertised import (
     model_value,
     tier_of,
 )
-from caraserve.cluster.state.replicated_map import Load, Value, fact_fits
+from caraserve.cluster.state.replicated_map import EntryValue, InstanceLoad, entry_fits
 from caraserve.engine.stats import EngineLoad
 
 times = st.floats(0, 1e9)
@@ -30,20 +30,20 @@ some_times = st.floats(1e-6, 1e9)
 rates = st.floats(min_value=0, exclude_min=True) | st.just(math.inf)
 MODEL = PerfModel(0.01, 0.1, 5.0, False, 1.0, 0.05, 0.001)
 WORK = EngineLoad(2, 3, {16: 1, 8: 4}, 700, 5600, 1000, -20, 7)
-ALIVE = Record("a", "a:1", 1, 0, State.ALIVE)
+ALIVE = MemberRecord("a", "a:1", 1, 0, MemberState.ALIVE)
 
 
 @given(st.builds(PerfModel, times, times, some_times, st.booleans(), times, some_times, times))
 def test_a_performance_model_travels_exactly(model: PerfModel) -> None:
     value = model_value(model)
-    assert fact_fits(":model", value)
+    assert entry_fits(":model", value)
     assert model_of(value) == model
 
 
 @given(st.builds(LinkSpeeds, times, rates, rates, times, rates, st.booleans()))
 def test_links_travel_exactly(links: LinkSpeeds) -> None:
     value = links_value(links)
-    assert fact_fits(":links", value)
+    assert entry_fits(":links", value)
     assert links_of(value) == links
 
 
@@ -54,7 +54,7 @@ def test_links_travel_exactly(links: LinkSpeeds) -> None:
         *(("0",) * 7, ("1e300",) * 7, ("1", "0", "0", "0", "1", "1", "1"), ("1", "1", "1", "0", "0", "0", "1")),
     ],
 )
-def test_what_is_no_performance_model_is_none(value: Value) -> None:
+def test_what_is_no_performance_model_is_none(value: EntryValue) -> None:
     assert model_of(value) is None
 
 
@@ -65,7 +65,7 @@ def test_what_is_no_performance_model_is_none(value: Value) -> None:
         *(("1", "1", "1", "nan", "1", "0"), ("inf", "1", "1", "1", "1", "0"), ("1", "1", "nan", "1", "1", "0")),
     ],
 )
-def test_what_are_no_links_are_as_fast_as_could_be(value: Value) -> None:
+def test_what_are_no_links_are_as_fast_as_could_be(value: EntryValue) -> None:
     assert links_of(value) == LinkSpeeds()
 
 
@@ -83,32 +83,32 @@ def test_a_load_says_all_that_the_cost_function_asks() -> None:
 @pytest.mark.parametrize(
     ("record", "load", "age_s", "able"),
     [
-        (ALIVE, Load("serving"), 0.2, True),
-        (ALIVE, Load("serving"), 1.1, False),
-        (ALIVE, Load("draining"), 0.2, False),
-        (ALIVE, Load("starting"), 0.2, False),
-        (ALIVE, Load("serving", running=1, iteration_age_s=3.0), 0.2, False),
-        (Record("a", "a:1", 1, 0, State.SUSPECT), Load("serving"), 0.2, False),
+        (ALIVE, InstanceLoad("serving"), 0.2, True),
+        (ALIVE, InstanceLoad("serving"), 1.1, False),
+        (ALIVE, InstanceLoad("draining"), 0.2, False),
+        (ALIVE, InstanceLoad("starting"), 0.2, False),
+        (ALIVE, InstanceLoad("serving", running=1, iteration_age_s=3.0), 0.2, False),
+        (MemberRecord("a", "a:1", 1, 0, MemberState.SUSPECT), InstanceLoad("serving"), 0.2, False),
     ],
 )
-def test_who_takes_requests(record: Record, load: Load, age_s: float, able: bool) -> None:
+def test_who_takes_requests(record: MemberRecord, load: InstanceLoad, age_s: float, able: bool) -> None:
     assert instance_of(record, load, MODEL, LinkSpeeds(), age_s).able is able
 
 
 def test_a_long_iteration_is_given_ten_times_what_is_predicted() -> None:
-    long = Load("serving", running=1, queued_tokens=10_000, iteration_age_s=4.9)  # 506 ms
+    long = InstanceLoad("serving", running=1, queued_tokens=10_000, iteration_age_s=4.9)  # 506 ms
     assert not is_hung(long, MODEL)
-    assert is_hung(Load("serving", running=1, queued_tokens=10_000, iteration_age_s=5.2), MODEL)
+    assert is_hung(InstanceLoad("serving", running=1, queued_tokens=10_000, iteration_age_s=5.2), MODEL)
 
 
 def test_holdings_say_what_has_changed_and_nothing_of_strangers() -> None:
-    holdings = Holdings()
+    holdings = AdvertisedTiers()
     assert [holdings.add(digest) for digest in ("a", "b", "a")] == [True, True, False]
     assert dict(holdings.changes({"a", "stranger"}, {"a"})) == {"a": Tier.DEVICE}
     assert dict(holdings.changes({"a"}, {"a", "b"})) == {"b": Tier.HOST}
     assert dict(holdings.changes({"a"}, {"a", "b"})) == {}
     assert dict(holdings.changes((), {"a"})) == {"a": Tier.HOST, "b": Tier.DISK}
-    holdings.drop("a")
+    holdings.withdraw("a")
     assert dict(holdings.changes((), ())) == {}
 
 
@@ -116,5 +116,5 @@ def test_holdings_say_what_has_changed_and_nothing_of_strangers() -> None:
     ("value", "tier"),
     [((0,), Tier.DEVICE), ((1, "x"), Tier.HOST), ((), Tier.DISK), ((9,), Tier.DISK), (("0",), Tier.DISK)],
 )
-def test_a_tier_that_nobody_knows_is_the_farthest(value: Value, tier: Tier) -> None:
+def test_a_tier_that_nobody_knows_is_the_farthest(value: EntryValue, tier: Tier) -> None:
     assert tier_of(value) is tier

@@ -12,7 +12,7 @@ from caraserve.cluster.membership.node import Node
 from caraserve.cluster.routing.cost import LinkSpeeds, Tier
 from caraserve.cluster.routing.perf_model import DriftWatch
 from caraserve.cluster.state.publisher import Publisher
-from caraserve.cluster.state.replicated_map import Adapter
+from caraserve.cluster.state.replicated_map import RegisteredAdapter
 from caraserve.core.machine_profile import load
 from caraserve.lora.registry import AdapterInfo
 from caraserve.util.tasks import in_turns
@@ -48,13 +48,13 @@ async def test_others_have_their_turn_and_all_is_said_in_the_end(tmp_path: Path)
 
         async def look() -> None:
             while True:
-                seen.add(node.names_version)
+                seen.add(node.registry_version)
                 await asyncio.sleep(0)
 
         looking = asyncio.create_task(look())
         await publisher_of(node, Catalog()).announce()
         looking.cancel()
-        assert seen - {0, node.names_version}  # some of its names, and not yet all
+        assert seen - {0, node.registry_version}  # some of its names, and not yet all
         assert {adapter.name: adapter.digest for adapter in node.adapters()} == {
             f"n{index}": f"d-n{index}" for index in range(COUNT)
         }
@@ -101,7 +101,7 @@ async def test_what_the_cluster_meant_before_ours_was_loaded_is_nothing_to_us(tm
 
         async def hear() -> None:
             assert node.adapter("n2998") is None
-            older = Adapter("n2999", "a" * 64, 8, 10)
+            older = RegisteredAdapter("n2999", "a" * 64, 8, 10)
             publisher.take_names({"n2998": None, "n2999": older})
 
         hearing = asyncio.create_task(hear())
@@ -117,7 +117,7 @@ async def test_once_announced_a_name_means_what_others_say(tmp_path: Path) -> No
         publisher, wanted = publisher_of((await running.start("a")).node, Catalog()), []
         publisher.on_wanted = wanted.append
         await publisher.announce()
-        publisher.take_names({"n2999": (newer := Adapter("n2999", "b" * 64, 8, 10))})
+        publisher.take_names({"n2999": (newer := RegisteredAdapter("n2999", "b" * 64, 8, 10))})
         assert wanted == [newer]
 
 

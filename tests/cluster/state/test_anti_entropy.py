@@ -1,37 +1,37 @@
-"""How facts travel between two: what is asked, how often, and what a lost frame costs."""
+"""How entries travel between two: what is asked, how often, and what a lost frame costs."""
 
 from collections.abc import Callable, Iterable, Iterator
 from random import Random
 
 import pytest
 
-from caraserve.cluster.membership.messages import MAX_BATCH, Compare, batches
-from caraserve.cluster.membership.messages import Facts as FactsMessage
+from caraserve.cluster.membership.messages import MAX_BATCH, Compare, entry_batches
+from caraserve.cluster.membership.messages import Entries as EntriesMessage
 from caraserve.cluster.state import anti_entropy as module
-from caraserve.cluster.state.anti_entropy import Sharing
-from caraserve.cluster.state.replicated_map import SHARED, Adapter, Fact, Facts
+from caraserve.cluster.state.anti_entropy import AntiEntropy
+from caraserve.cluster.state.replicated_map import REGISTRY, Entry, RegisteredAdapter, ReplicatedState
 
 WALL_MS = 1_700_000_000_000
 
 
 class Side:
-    """One instance's facts, and how it shares them."""
+    """One instance's entries, and how it shares them."""
 
     def __init__(self, name: str, adapters: int = 0) -> None:
-        self.facts = Facts(name)
-        self.sharing = Sharing(self.facts, Random(name))
+        self.state = ReplicatedState(name)
+        self.sharing = AntiEntropy(self.state, Random(name))
         for index in range(adapters):
-            self.facts.register(Adapter(f"adapter-{index}", "d" * 64, 8, 1), WALL_MS)
+            self.state.register(RegisteredAdapter(f"adapter-{index}", "d" * 64, 8, 1), WALL_MS)
 
     def copy(self, other: "Side", most: int = 10**6) -> None:
         """Holds what the other one holds, or some of it."""
-        self.facts.merge(SHARED, list(other.facts.shelf(SHARED) or ())[:most], WALL_MS)
+        self.state.merge(REGISTRY, list(other.state.map_of(REGISTRY) or ())[:most], WALL_MS)
 
     @property
     def root(self) -> int:
-        shelf = self.facts.shelf(SHARED)
-        assert shelf is not None
-        return shelf.root
+        lww_map = self.state.map_of(REGISTRY)
+        assert lww_map is not None
+        return lww_map.root
 
 
 def fetch(mine: Side, theirs: Side, question: Compare | None, now: float = 0.0) -> int:
@@ -47,132 +47,132 @@ def fetch(mine: Side, theirs: Side, question: Compare | None, now: float = 0.0) 
 
 def test_a_joiner_fetches_all_in_pieces_and_each_piece_once() -> None:
     mine, theirs = Side("a"), Side("b", 10_000)
-    question = mine.sharing.saw_root("b", SHARED, theirs.root, 0.0)
-    assert 9 <= fetch(mine, theirs, question) <= 11  # 6 frames of 200 facts an answer
+    question = mine.sharing.saw_root("b", REGISTRY, theirs.root, 0.0)
+    assert 9 <= fetch(mine, theirs, question) <= 11  # 6 frames of 200 entries an answer
     assert mine.root == theirs.root
 
 
 def test_two_agree_when_one_has_all_names_of_the_other() -> None:
     mine, theirs = Side("a"), Side("b", 500)
     assert mine.sharing.saw_root("a", "a", 0, 0.0) is None  # what one holds oneself says nothing of names
-    question = mine.sharing.saw_root("b", SHARED, theirs.root, 0.0)
-    assert not mine.facts.agreed
+    question = mine.sharing.saw_root("b", REGISTRY, theirs.root, 0.0)
+    assert not mine.state.agreed
     fetch(mine, theirs, question)
-    assert mine.sharing.saw_root("b", SHARED, theirs.root, 0.0) is None
-    assert mine.facts.agreed
+    assert mine.sharing.saw_root("b", REGISTRY, theirs.root, 0.0) is None
+    assert mine.state.agreed
 
 
 def test_who_has_more_learns_so_once_and_does_not_ask_again() -> None:
     mine, theirs = Side("a", 5), Side("b")
     theirs.copy(mine, 3)
-    assert fetch(mine, theirs, mine.sharing.saw_root("b", SHARED, theirs.root, 0.0)) == 1
-    assert mine.sharing.saw_root("b", SHARED, theirs.root, 9.0) is None
-    theirs.facts.register(Adapter("new", "d" * 64, 8, 1), WALL_MS)
-    assert mine.sharing.saw_root("b", SHARED, theirs.root, 9.0) is not None
+    assert fetch(mine, theirs, mine.sharing.saw_root("b", REGISTRY, theirs.root, 0.0)) == 1
+    assert mine.sharing.saw_root("b", REGISTRY, theirs.root, 9.0) is None
+    theirs.state.register(RegisteredAdapter("new", "d" * 64, 8, 1), WALL_MS)
+    assert mine.sharing.saw_root("b", REGISTRY, theirs.root, 9.0) is not None
 
 
 def test_what_was_refused_is_asked_for_again_but_not_all_the_time() -> None:
     mine, theirs = Side("a"), Side("b")
-    theirs.facts.register(Adapter("ahead", "d" * 64, 8, 1), WALL_MS + 7_200_000)
-    assert fetch(mine, theirs, mine.sharing.saw_root("b", SHARED, theirs.root, 0.0)) == 1
-    assert mine.sharing.saw_root("b", SHARED, theirs.root, 29.0) is None
-    assert mine.sharing.saw_root("b", SHARED, theirs.root, 31.0) is not None
+    theirs.state.register(RegisteredAdapter("ahead", "d" * 64, 8, 1), WALL_MS + 7_200_000)
+    assert fetch(mine, theirs, mine.sharing.saw_root("b", REGISTRY, theirs.root, 0.0)) == 1
+    assert mine.sharing.saw_root("b", REGISTRY, theirs.root, 29.0) is None
+    assert mine.sharing.saw_root("b", REGISTRY, theirs.root, 31.0) is not None
 
 
 def test_a_new_connection_may_be_to_another_life_and_is_asked_again() -> None:
     mine, theirs = Side("a", 5), Side("b")
     theirs.copy(mine, 3)
-    fetch(mine, theirs, mine.sharing.saw_root("b", SHARED, theirs.root, 0.0))
+    fetch(mine, theirs, mine.sharing.saw_root("b", REGISTRY, theirs.root, 0.0))
     mine.sharing.lost("b")
-    assert mine.sharing.saw_root("b", SHARED, theirs.root, 0.0) is not None
+    assert mine.sharing.saw_root("b", REGISTRY, theirs.root, 0.0) is not None
 
 
 def test_one_question_is_open_at_a_time_and_not_for_ever() -> None:
     mine, theirs = Side("a"), Side("b", 3)
-    assert mine.sharing.saw_root("b", SHARED, theirs.root, 0.0) is not None
-    assert mine.sharing.saw_root("c", SHARED, theirs.root, 1.0) is None
-    assert mine.sharing.saw_root("c", SHARED, theirs.root, 2.1) is not None
+    assert mine.sharing.saw_root("b", REGISTRY, theirs.root, 0.0) is not None
+    assert mine.sharing.saw_root("c", REGISTRY, theirs.root, 1.0) is None
+    assert mine.sharing.saw_root("c", REGISTRY, theirs.root, 2.1) is not None
     mine.sharing.lost("c")
-    assert mine.sharing.saw_root("b", SHARED, theirs.root, 2.2) is not None
+    assert mine.sharing.saw_root("b", REGISTRY, theirs.root, 2.2) is not None
 
 
 def test_after_a_lost_frame_the_rest_is_asked_for() -> None:
     mine, theirs = Side("a"), Side("b", 1000)
-    question = mine.sharing.saw_root("b", SHARED, theirs.root, 0.0)
+    question = mine.sharing.saw_root("b", REGISTRY, theirs.root, 0.0)
     assert question is not None
     parts = theirs.sharing.answer(question)
     for part in parts[:2] + parts[3:]:
         assert mine.sharing.take("b", part, 0.1, WALL_MS)[1] is None
-    question = mine.sharing.saw_root("b", SHARED, theirs.root, 3.0)
+    question = mine.sharing.saw_root("b", REGISTRY, theirs.root, 3.0)
     assert fetch(mine, theirs, question, 3.0) >= 1
     assert mine.root == theirs.root
-    quiet = mine.sharing.saw_root("b", SHARED, theirs.root, 9.0)
+    quiet = mine.sharing.saw_root("b", REGISTRY, theirs.root, 9.0)
     assert quiet is None
 
 
 def test_a_lost_frame_of_old_facts_does_not_pass_for_knowing_all() -> None:
     mine, theirs = Side("a", 1000), Side("b")
     theirs.copy(mine)
-    theirs.facts.register(Adapter("new", "d" * 64, 8, 1), WALL_MS)
-    mine.facts.register(Adapter("adapter-0", "e" * 64, 8, 1), WALL_MS + 1)
-    question = mine.sharing.saw_root("b", SHARED, theirs.root, 0.0)
+    theirs.state.register(RegisteredAdapter("new", "d" * 64, 8, 1), WALL_MS)
+    mine.state.register(RegisteredAdapter("adapter-0", "e" * 64, 8, 1), WALL_MS + 1)
+    question = mine.sharing.saw_root("b", REGISTRY, theirs.root, 0.0)
     assert question is not None
     (answer,) = theirs.sharing.answer(question)
-    old = tuple(fact for fact in answer.facts if fact.key != "new")
-    mine.sharing.take("b", FactsMessage(answer.number, SHARED, old, answer.total, True), 0.1, WALL_MS)
-    assert mine.sharing.saw_root("b", SHARED, theirs.root, 3.0) is not None
+    old = tuple(entry for entry in answer.entries if entry.key != "new")
+    mine.sharing.take("b", EntriesMessage(answer.number, REGISTRY, old, answer.total, True), 0.1, WALL_MS)
+    assert mine.sharing.saw_root("b", REGISTRY, theirs.root, 3.0) is not None
 
 
 def test_an_empty_or_unknown_shelf_is_answered_too() -> None:
     mine, theirs = Side("a", 3), Side("b")
-    question = mine.sharing.saw_root("b", SHARED, 1, 0.0)
+    question = mine.sharing.saw_root("b", REGISTRY, 1, 0.0)
     assert fetch(mine, theirs, question) == 1
-    assert theirs.sharing.answer(Compare(7, "stranger", (0,) * 256)) == [FactsMessage(7, "stranger", (), 0, True)]
+    assert theirs.sharing.answer(Compare(7, "stranger", (0,) * 256)) == [EntriesMessage(7, "stranger", (), 0, True)]
     assert mine.sharing.saw_root("b", "stranger", 5, 0.0) is None
 
 
 def test_news_goes_out_once_and_in_bounded_frames() -> None:
     side = Side("a")
     for index in range(1500):
-        side.sharing.tell(SHARED, side.facts.register(Adapter(f"x{index}", "d" * 64, 8, 1), WALL_MS))
-    side.sharing.tell("a", side.facts.hold("d", ("host",), WALL_MS))
+        side.sharing.tell(REGISTRY, side.state.register(RegisteredAdapter(f"x{index}", "d" * 64, 8, 1), WALL_MS))
+    side.sharing.tell("a", side.state.advertise("d", ("host",), WALL_MS))
     told: list[str] = []
     while frames := side.sharing.take_news(WALL_MS):
         assert len(frames) <= 4
-        assert all(0 < len(frame.facts) <= MAX_BATCH for frame in frames)
-        told += [fact.key for frame in frames for fact in frame.facts]
+        assert all(0 < len(frame.entries) <= MAX_BATCH for frame in frames)
+        told += [entry.key for frame in frames for entry in frame.entries]
     assert sorted(told) == sorted([*(f"x{index}" for index in range(1500)), "d"])
 
 
 def test_neither_an_answer_nor_news_reads_many_more_facts_than_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     read = 0
 
-    def counted(facts: Iterable[Fact]) -> Iterator[tuple[Fact, ...]]:
-        def each() -> Iterator[Fact]:
+    def counted(entries: Iterable[Entry]) -> Iterator[tuple[Entry, ...]]:
+        def each() -> Iterator[Entry]:
             nonlocal read
-            for fact in facts:
+            for entry in entries:
                 read += 1
-                yield fact
+                yield entry
 
-        return batches(each())
+        return entry_batches(each())
 
-    monkeypatch.setattr(module, "batches", counted)
+    monkeypatch.setattr(module, "entry_batches", counted)
     side = Side("a", 10_000)
-    side.sharing.tell(SHARED, list(side.facts.shelf(SHARED) or ()))
-    question = Compare(1, SHARED, (0,) * 256)
-    sends: list[Callable[[], list[FactsMessage]]] = [
+    side.sharing.tell(REGISTRY, list(side.state.map_of(REGISTRY) or ()))
+    question = Compare(1, REGISTRY, (0,) * 256)
+    sends: list[Callable[[], list[EntriesMessage]]] = [
         lambda: side.sharing.answer(question),
         lambda: side.sharing.take_news(WALL_MS),
     ]
     for send in sends:
         read = 0
-        sent = len([fact for frame in send() for fact in frame.facts])
+        sent = len([entry for frame in send() for entry in frame.entries])
         assert 600 <= sent <= read <= sent + 2 * MAX_BATCH
 
 
 def test_what_others_remember_of_us_wrongly_is_put_right_to_all() -> None:
     before, now = Side("a"), Side("a")
-    old = before.facts.hold("gone", ("host",), WALL_MS)
-    now.sharing.take("b", FactsMessage(0, "a", tuple(old), 0, False), 0.0, WALL_MS)
+    old = before.state.advertise("gone", ("host",), WALL_MS)
+    now.sharing.take("b", EntriesMessage(0, "a", tuple(old), 0, False), 0.0, WALL_MS)
     (frame,) = now.sharing.take_news(WALL_MS)
-    assert [(fact.key, fact.deleted) for fact in frame.facts] == [("gone", True)]
+    assert [(entry.key, entry.deleted) for entry in frame.entries] == [("gone", True)]

@@ -7,24 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from caraserve.cluster.state.persistence import NamesFile, beside
-from caraserve.cluster.state.replicated_map import TOMBSTONE_S, Fact
+from caraserve.cluster.state.persistence import ClusterRegistryFile, cluster_registry_path
+from caraserve.cluster.state.replicated_map import TOMBSTONE_S, Entry
 from caraserve.errors import ConfigError
 
 NOW_MS = 1_700_000_000_000
 HLC = NOW_MS << 16
-NAME = Fact("poet", ("d1", 8, 4096), HLC, "a")
-GONE = Fact("pirate", (), HLC + 1, "b", deleted=True)
+NAME = Entry("poet", ("d1", 8, 4096), HLC, "a")
+GONE = Entry("pirate", (), HLC + 1, "b", deleted=True)
 
 
-def kept(path: Path, wall_ms: int = NOW_MS) -> list[Fact]:
-    with closing(NamesFile(path)) as names:
-        return sorted(names.restore(wall_ms), key=lambda fact: fact.key, reverse=True)
+def kept(path: Path, wall_ms: int = NOW_MS) -> list[Entry]:
+    with closing(ClusterRegistryFile(path)) as names:
+        return sorted(names.restore(wall_ms), key=lambda entry: entry.key, reverse=True)
 
 
 def test_names_and_tombstones_come_back_as_they_were(tmp_path: Path) -> None:
     path = tmp_path / "names.db"
-    with closing(NamesFile(path)) as names:
+    with closing(ClusterRegistryFile(path)) as names:
         names.save([NAME, GONE])
         names.save([])
     assert kept(path) == [NAME, GONE]
@@ -32,10 +32,10 @@ def test_names_and_tombstones_come_back_as_they_were(tmp_path: Path) -> None:
 
 def test_the_newest_of_a_name_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "names.db"
-    with closing(NamesFile(path)) as names:
+    with closing(ClusterRegistryFile(path)) as names:
         for count in range(50):
-            names.save([Fact("poet", ("d", count), HLC + count, "a")])
-    assert kept(path) == [Fact("poet", ("d", 49), HLC + 49, "a")]
+            names.save([Entry("poet", ("d", count), HLC + count, "a")])
+    assert kept(path) == [Entry("poet", ("d", 49), HLC + 49, "a")]
 
 
 def test_what_comes_while_the_disk_is_busy_is_written_at_once(tmp_path: Path) -> None:
@@ -49,12 +49,12 @@ def test_what_comes_while_the_disk_is_busy_is_written_at_once(tmp_path: Path) ->
         ready.set()
         go_on.wait()
 
-    with closing(NamesFile(path)) as names:
+    with closing(ClusterRegistryFile(path)) as names:
         names._connection.set_trace_callback(count)
         names.save([NAME])
         ready.wait()
         for index in range(1000):
-            names.save([Fact(f"n{index}", ("d", 8, 1), HLC + index, "a")])
+            names.save([Entry(f"n{index}", ("d", 8, 1), HLC + index, "a")])
         go_on.set()
         names._writer.shutdown(wait=True)
         assert commits == 2
@@ -63,7 +63,7 @@ def test_what_comes_while_the_disk_is_busy_is_written_at_once(tmp_path: Path) ->
 
 def test_tombstones_that_nobody_needs_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "names.db"
-    with closing(NamesFile(path)) as names:
+    with closing(ClusterRegistryFile(path)) as names:
         names.save([NAME, GONE])
     assert kept(path, NOW_MS + int(TOMBSTONE_S * 1000) + 1000) == [NAME]
     assert kept(path) == [NAME]
@@ -72,7 +72,7 @@ def test_tombstones_that_nobody_needs_are_dropped(tmp_path: Path) -> None:
 def test_who_was_away_for_longer_than_tombstones_last_brings_no_name_back(tmp_path: Path) -> None:
     path = tmp_path / "names.db"
     day_ms = 86_400_000
-    with closing(NamesFile(path)) as names:
+    with closing(ClusterRegistryFile(path)) as names:
         names.save([NAME, GONE])
         names.seen(NOW_MS)
         names.seen(NOW_MS + 20 * day_ms)
@@ -84,7 +84,7 @@ def test_who_was_away_for_longer_than_tombstones_last_brings_no_name_back(tmp_pa
 
 def test_a_file_of_before_last_sights_were_kept_is_read(tmp_path: Path) -> None:
     path = tmp_path / "names.db"
-    with closing(NamesFile(path)) as names:
+    with closing(ClusterRegistryFile(path)) as names:
         names.save([NAME])
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("DROP TABLE seen")
@@ -102,7 +102,7 @@ def test_a_damaged_row_is_left_out_and_the_others_come_back(
     tmp_path: Path, column: str, value: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "names.db"
-    with closing(NamesFile(path)) as names:
+    with closing(ClusterRegistryFile(path)) as names:
         names.save([NAME, GONE])
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute(f"UPDATE names SET {column} = ? WHERE name = 'poet'", (value,))
@@ -115,30 +115,30 @@ def test_a_damaged_row_is_left_out_and_the_others_come_back(
 
 def test_a_file_whose_pages_are_damaged_is_refused_with_the_reason(tmp_path: Path) -> None:
     path = tmp_path / "names.db"
-    with closing(NamesFile(path)) as names:
-        names.save([Fact(f"n{index}", ("d", index), HLC, "a") for index in range(500)])
+    with closing(ClusterRegistryFile(path)) as names:
+        names.save([Entry(f"n{index}", ("d", index), HLC, "a") for index in range(500)])
     whole = path.read_bytes()
     path.write_bytes(whole[:8192] + b"\xff" * (len(whole) - 8192))
-    with closing(NamesFile(path)) as names, pytest.raises(ConfigError, match=r"names\.db.*remove it"):
+    with closing(ClusterRegistryFile(path)) as names, pytest.raises(ConfigError, match=r"names\.db.*remove it"):
         names.restore(NOW_MS)
 
 
 def test_without_a_file_nothing_is_kept() -> None:
-    with closing(NamesFile(None)) as names:
+    with closing(ClusterRegistryFile(None)) as names:
         names.save([NAME])
-    with closing(NamesFile(None)) as names:
+    with closing(ClusterRegistryFile(None)) as names:
         assert names.restore(NOW_MS) == []
 
 
 def test_a_file_in_use_or_of_another_kind_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "names.db"
-    with closing(NamesFile(path)), pytest.raises(ConfigError, match="another server may use it"):
-        NamesFile(path)
+    with closing(ClusterRegistryFile(path)), pytest.raises(ConfigError, match="another server may use it"):
+        ClusterRegistryFile(path)
     other = tmp_path / "text"
     other.write_text("no database " * 100)
     with pytest.raises(ConfigError, match="text"):
-        NamesFile(other)
+        ClusterRegistryFile(other)
 
 
 def test_it_lies_beside_the_registry() -> None:
-    assert beside(Path("/data/registry.db")) == Path("/data/registry.cluster.db")
+    assert cluster_registry_path(Path("/data/registry.db")) == Path("/data/registry.cluster.db")

@@ -12,7 +12,7 @@ from caraserve import demo
 from caraserve.cluster.routing.cost import LinkSpeeds, Tier
 from caraserve.cluster.routing.perf_model import DriftWatch, PerfModel
 from caraserve.cluster.state.publisher import Publisher
-from caraserve.cluster.state.replicated_map import Adapter
+from caraserve.cluster.state.replicated_map import RegisteredAdapter
 from caraserve.core.machine_profile import load
 from caraserve.loop import Engine
 from tests.cluster.nodes import Instances, instances, until
@@ -56,7 +56,7 @@ async def test_others_learn_of_adapters_and_of_the_machine(tmp_path: Path) -> No
     async with published(tmp_path) as (engine, _, group):
         b = group.running["b"].node
         poet = engine.adapter("poet")
-        await until(lambda: b.adapter("poet") == Adapter("poet", poet.digest, poet.rank, poet.num_bytes))
+        await until(lambda: b.adapter("poet") == RegisteredAdapter("poet", poet.digest, poet.rank, poet.num_bytes))
         await until(lambda: b.holders(poet.digest) == {"a": Tier.DISK})
         await until(lambda: [one.model for one in b.instances()] == [PerfModel.of(load(PROFILE))])
         await engine.unload_adapter("poet")
@@ -65,14 +65,14 @@ async def test_others_learn_of_adapters_and_of_the_machine(tmp_path: Path) -> No
 
 async def test_what_others_remove_is_unloaded_and_what_they_add_is_wanted(tmp_path: Path) -> None:
     async with published(tmp_path) as (engine, publisher, group):
-        wanted: list[Adapter] = []
+        wanted: list[RegisteredAdapter] = []
         publisher.on_wanted = wanted.append
         b = group.running["b"].node
         await until(lambda: b.adapter("chef") is not None)
         b.remove("chef")
         await until(lambda: [info.name for info in engine.adapters()].count("chef") == 0)
-        b.register(Adapter("new", "d" * 64, 8, 1))
-        await until(lambda: wanted == [Adapter("new", "d" * 64, 8, 1)])
+        b.register(RegisteredAdapter("new", "d" * 64, 8, 1))
+        await until(lambda: wanted == [RegisteredAdapter("new", "d" * 64, 8, 1)])
 
 
 @pytest.mark.parametrize("asked_for", [False, True])
@@ -81,7 +81,7 @@ async def test_a_folder_that_lies_there_does_not_bring_back_what_was_removed(tmp
     removed_s = time.time()
     async with instances(tmp_path) as group:
         a = (await group.start("a")).node
-        a.register(Adapter("poet", "d" * 64, 8, 1))
+        a.register(RegisteredAdapter("poet", "d" * 64, 8, 1))
         a.remove("poet")
         async with running(model_config(demo.model_folder()), lora, engine_config(seqs=2)) as engine:
             assert (engine.adapter("poet").created_s < removed_s) is not asked_for

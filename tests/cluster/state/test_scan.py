@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from caraserve.cluster.state.replicated_map import Adapter, _bucket
+from caraserve.cluster.state.replicated_map import RegisteredAdapter, _bucket
 from caraserve.cluster.state.scan import known_adapters
 from tests.cluster.nodes import instances
 
@@ -14,8 +14,8 @@ NAMES = [
 ]  # one part of them, in which many are side by side
 
 
-def meaning(name: str) -> Adapter:
-    return Adapter(name, name.encode().hex().zfill(64), 8, 10)
+def meaning(name: str) -> RegisteredAdapter:
+    return RegisteredAdapter(name, name.encode().hex().zfill(64), 8, 10)
 
 
 async def test_each_is_there_with_what_it_means_when_its_turn_comes(tmp_path: Path) -> None:
@@ -28,9 +28,11 @@ async def test_each_is_there_with_what_it_means_when_its_turn_comes(tmp_path: Pa
             seen[adapter.name] = adapter
             if len(seen) == 1:
                 first, changed, gone, *others = [adapter.name, *(name for name in NAMES if name != adapter.name)]
-                node.register(Adapter(changed, "a" * 64, 8, 10))
+                node.register(RegisteredAdapter(changed, "a" * 64, 8, 10))
                 node.remove(gone)
-        assert seen == {name: meaning(name) for name in (first, *others)} | {changed: Adapter(changed, "a" * 64, 8, 10)}
+        assert seen == {name: meaning(name) for name in (first, *others)} | {
+            changed: RegisteredAdapter(changed, "a" * 64, 8, 10)
+        }
 
 
 async def test_others_have_their_turn_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from caraserve.cluster.membership.auth import Keyring
 from caraserve.cluster.routing.cost import Tier
-from caraserve.cluster.state.replicated_map import Adapter
+from caraserve.cluster.state.replicated_map import RegisteredAdapter
 from caraserve.cluster.transfer.adapter_pool import NodeHolders
 from caraserve.cluster.transfer.adapter_store import KEEP_QUESTION
 from caraserve.cluster.transfer.disk_cache import DiskCache
@@ -158,7 +158,7 @@ async def test_bytes_whose_name_cannot_be_served_here_are_kept_for_those_who_can
         await fleet.stop("a")
         too_many = 2 << 30
         b.catalog.adopt("poet", "0" * 64, 8, num_bytes)  # b's only name for it now means another thing
-        b.node.register(Adapter("bard", digest, 8, too_many))
+        b.node.register(RegisteredAdapter("bard", digest, 8, too_many))
         b.publisher.take_names({"bard": b.node.adapter("bard")})
         assert not b.knows("bard")
         b.pool.store.renamed()
@@ -221,7 +221,7 @@ async def test_a_name_whose_new_meaning_cannot_be_served_here_is_not_answered_by
         a, b = await fleet.start("a"), await fleet.start("b")
         old = await fleet.load(a, "poet", 1)
         running = a.catalog.pin("poet")
-        b.node.register(Adapter("poet", "0" * 64, 8, 2 << 30))
+        b.node.register(RegisteredAdapter("poet", "0" * 64, 8, 2 << 30))
         await until(lambda: not a.knows("poet"))
         assert running.digest == old
         with pytest.raises(AdapterRejected, match="more than"):
@@ -257,7 +257,7 @@ async def test_another_name_for_what_lies_in_a_folder_here_is_read_from_there(tm
     async with pools(tmp_path) as fleet:
         a, b = await fleet.start("a"), await fleet.start("b")
         digest = await fleet.load(a, "poet", 1)
-        b.node.register(Adapter("bard", digest, 4, a.catalog.get("poet").num_bytes))
+        b.node.register(RegisteredAdapter("bard", digest, 4, a.catalog.get("poet").num_bytes))
         await until(lambda: a.knows("bard"))
         assert (await a.want("bard")).spec.digest == digest
         assert (a.pool.downloader.counts.fetched, a.pool.downloader.counts.failed) == (0, 0)
@@ -309,8 +309,8 @@ async def test_what_was_removed_is_deleted_and_only_that(tmp_path: Path) -> None
 async def test_a_digest_that_is_none_is_neither_adopted_nor_a_path(tmp_path: Path, digest: str) -> None:
     async with pools(tmp_path) as fleet:
         a, b = await fleet.start("a"), await fleet.start("b")
-        a.node.register(Adapter("odd", digest or "x", 8, 10))
-        await until(lambda: b.node.core.facts.refused > 0)
+        a.node.register(RegisteredAdapter("odd", digest or "x", 8, 10))
+        await until(lambda: b.node.protocol.state.refused > 0)
         assert b.node.adapter("odd") is None
         assert not b.knows("odd")
 

@@ -179,14 +179,14 @@ async def test_what_is_kept_where_nobody_can_be_told_is_still_kept(
     async with pools(tmp_path) as fleet:
         a, b = await fleet.start("a"), await fleet.start("b")
         digest = await fleet.load(a, "poet", 1)
-        monkeypatch.setattr(b.node, "hold", _full)
+        monkeypatch.setattr(b.node, "advertise", _full)
         await b.want("poet")
         await until(lambda: b.pool.store.announce_failures == 1)
         assert digest in b.stored
 
 
 def _full(digest: str, tier: Tier) -> None:
-    raise InvalidRequest("the shelf is full")
+    raise InvalidRequest("the lww_map is full")
 
 
 # --- lending and writing ---
