@@ -51,11 +51,11 @@ class ServingBackend(Backend, Protocol):
     def emulate_link(self, bytes_per_s: float) -> None:
         """Slows loading down to a stated bandwidth from now on. Raises ConfigError where that cannot be."""
 
-    def time_hand_over(self, slot: int, tokens: int) -> "RoundTrip | None":
-        """One hand-over to the workers, for a bound slot; None: not known."""
+    def time_hand_off(self, slot: int, tokens: int) -> "RoundTrip | None":
+        """One hand-off to the workers, for a bound slot; None: not known."""
 
     @property
-    def slices_handed_over(self) -> int: ...
+    def slices_handed_off(self) -> int: ...
 
     @property
     def modules_redone(self) -> int: ...

@@ -165,7 +165,7 @@ def _worker_counts(backend: ServingBackend) -> WorkerCounts:
     return WorkerCounts(
         alive=sum(state.pid is not None for state in states),
         deaths=sum(state.deaths for state in states),
-        slices=backend.slices_handed_over,
+        slices=backend.slices_handed_off,
         redone=backend.modules_redone,
     )
 

@@ -146,7 +146,7 @@ def _add_lora(kinds: Any) -> None:
     lora = kinds.add_parser(
         "lora",
         help="what LoRA costs on this machine",
-        description="Measures the CPU LoRA kernels beside torch and NumPy on one core, hand-overs to CPU LoRA workers "
+        description="Measures the CPU LoRA kernels beside torch and NumPy on one core, hand-offs to CPU LoRA workers "
         "beside a UNIX socket, the workers beside torch's threads, and a GPU's decode kernels beside torch.bmm.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

@@ -21,7 +21,7 @@ from caraserve.serve import with_demo
 
 log = logging.getLogger(__name__)
 
-_SLICE_TOKENS = 64  # of a hand-over to one CPU worker; one alone is timed
+_SLICE_TOKENS = 64  # of a hand-off to one CPU worker; one alone is timed
 
 
 def profile(
@@ -77,7 +77,7 @@ def _fits(made: Profile) -> Table:
     latency = f"{_time(made.link_latency_ms)} + " if made.link_latency_ms else ""
     table.add_row("copy to the device", f"{latency}bytes at {made.link_bytes_per_s / 1e9:.1f} GB/s", "")
     handoff = "not measured" if made.handoff_ms is None else _time(made.handoff_ms)
-    table.add_row("hand-over to a worker", handoff, "", end_section=True)
+    table.add_row("hand-off to a worker", handoff, "", end_section=True)
     fit = made.prefill
     text = f"{_time(fit.base_ms)} + tokens · ({_time(fit.per_token_ms)} + rank · {_time(fit.per_token_rank_ms)})"
     table.add_row("prefill", text, f"{fit.r2:.3f}")

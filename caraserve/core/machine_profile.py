@@ -25,7 +25,7 @@ SCHEMA = 1  # goes up when a field changes its name or meaning
 
 Targets = Literal["qkv", "all"]  # q, k and v; or all seven modules of a layer
 
-ASSUMED_HANDOFF_MS = 0.05  # a hand-over where none was measured: 0.04 for 16 tokens and one worker on a Zen 5 core
+ASSUMED_HANDOFF_MS = 0.05  # a hand-off where none was measured: 0.04 for 16 tokens and one worker on a Zen 5 core
 _WORKER_MS = 0.5  # of compute that one core should be given at once: far more than handing it over costs
 _WORKER_LEAST_TOKENS = 16
 
@@ -178,7 +178,7 @@ class Profile:
         return tokens * (low_ms + (high_ms - low_ms) * (rank - low) / (high - low))
 
     def tokens_per_worker(self, rank: int, targets: Targets = "qkv") -> int:
-        """The most tokens that one core should take of one layer's hand-over."""
+        """The most tokens that one core should take of one layer's hand-off."""
         return max(_WORKER_LEAST_TOKENS, int(_WORKER_MS / self.cpu_lora_ms(1, rank, targets)))
 
     # --- files ---

@@ -121,7 +121,7 @@ class CpuBackend:
         self.workers.start()
 
     def set_slices(self, tokens_per_worker: Callable[[int], int]) -> None:
-        """Sets the most tokens of a slice by rank; the lane reads it at each hand-over."""
+        """Sets the most tokens of a slice by rank; the lane reads it at each hand-off."""
         self._buffers.set_tokens_per_worker(tokens_per_worker)
 
     def use(self, profile: Profile) -> None:
@@ -133,9 +133,9 @@ class CpuBackend:
         self._link.bytes_per_s = bytes_per_s
 
     @property
-    def slices_handed_over(self) -> int:
+    def slices_handed_off(self) -> int:
         """Slices of layers that CPU workers were asked for so far."""
-        return self._buffers.slices_handed_over
+        return self._buffers.slices_handed_off
 
     @property
     def modules_redone(self) -> int:
@@ -147,7 +147,7 @@ class CpuBackend:
         """How often an adapter was merged into the base weights."""
         return 0 if self._merged is None else self._merged.merges
 
-    def time_hand_over(self, slot: int, tokens: int) -> RoundTrip | None:
+    def time_hand_off(self, slot: int, tokens: int) -> RoundTrip | None:
         """Hands q, k, v of the first layer over to the workers, for a bound slot, after all that was launched. None if
         no worker was free."""
         result: SimpleQueue[RoundTrip | None] = SimpleQueue()

@@ -14,7 +14,7 @@ from caraserve.cpu.attention import attend, scratch_bytes
 from caraserve.cpu.forward import decoder_layer
 from caraserve.cpu.handoff import block_bytes
 from caraserve.cpu.kernels import lora_expand, lora_shrink, panel_gemm
-from caraserve.cpu.lora_workers.compute_side import PIECE_WORDS, REDO_BYTES, add_deltas, choose_sources, hand_over
+from caraserve.cpu.lora_workers.compute_side import PIECE_WORDS, REDO_BYTES, add_deltas, choose_sources, hand_off
 from caraserve.cpu.shared_memory import PAGE_BYTES, SharedRegion
 from caraserve.cpu.structs import BUFFERS, LORA, filled
 from caraserve.util.units import align_up
@@ -85,7 +85,7 @@ class Buffers:
         return record
 
     @property
-    def slices_handed_over(self) -> int:
+    def slices_handed_off(self) -> int:
         """Slices of layers that workers were asked for."""
         return int(self._counts[0])
 
@@ -114,7 +114,7 @@ class Buffers:
             lora_shrink=lora_shrink.address,
             lora_expand=lora_expand.address,
             choose_sources=choose_sources.address,
-            hand_over=hand_over.address,
+            hand_off=hand_off.address,
             add_deltas=add_deltas.address,
             attend=attend.address,
             decoder_layer=decoder_layer.address,

@@ -7,7 +7,7 @@ Phases of a layer (| is a barrier): [choose sources] norm | [LoRA shrink |] q, k
 attend | [shrink |] o + expand + residual | norm | [shrink |] gate, up + expand, silu·mul | [shrink |] down + expand +
 residual |
 The bracketed ones run only when the batch has an adapter: base-only traffic pays nothing for LoRA. While an adapter is
-arriving, a hand-over to CPU workers goes out where its shrink would be, and what comes back is added where its expand
+arriving, a hand-off to CPU workers goes out where its shrink would be, and what comes back is added where its expand
 would be; see compute_side.py.
 """
 
@@ -97,11 +97,11 @@ def _group(site):  # type: ignore[no-untyped-def]
 @kernel
 def _shrink(thread, team, model, buffers, lora, batch, layer, site, x, x_stride, k):  # type: ignore[no-untyped-def]
     """`shrunk[token, site · max_rank + j] = scale · A[j] · x[token]`, items dealt round robin over the team; layers
-    that have not arrived are handed over instead."""
+    that have not arrived are handed off instead."""
     _, sites = _group(site)
     if batch.arriving != 0 and thread == 0:
         _call9(
-            buffers.hand_over,
+            buffers.hand_off,
             *(address_of(model), address_of(lora), address_of(batch)),
             *(layer, site, sites, x, x_stride, k),
         )

@@ -38,7 +38,7 @@ MODEL = _record(
 # Addresses of fp32 activations (rows of a token each), of the words that the team meets at, and of kernels that are
 # compiled apart.
 BUFFERS = _record(
-    *("panel_gemm", "lora_shrink", "lora_expand", "choose_sources", "hand_over", "add_deltas", "attend"),
+    *("panel_gemm", "lora_shrink", "lora_expand", "choose_sources", "hand_off", "add_deltas", "attend"),
     "decoder_layer",
     "hidden",  # [tokens, hidden_pad], the residual stream
     "normed",  # [outputs, hidden_pad]
@@ -73,10 +73,10 @@ LORA = _record(
     *("deltas", "delta_bytes"),  # one area for each worker
     *("published", "asked"),  # → int64 [workers]: last number published, and the incarnation that it was asked of
     "tokens_per_worker",  # → int64 [MAX_RANK / 8 + 1], by padded rank
-    "slices",  # → int64 [max slices, PIECE_WORDS], of the hand-over under way
+    "slices",  # → int64 [max slices, PIECE_WORDS], of the hand-off under way
     "segment_slices",  # → int64 [segments, 2]: first slice and their number
     *("redo", "redo_bytes"),  # scratch of each thread for slices that it computes itself
-    *("handed", "redone"),  # → int64 counts: slices handed over, modules of slices that the team redid
+    *("handed", "redone"),  # → int64 counts: slices handed off, modules of slices that the team redid
 )
 LOST = np.int64(-1)
 
@@ -102,7 +102,7 @@ BATCH = _record(
     "sources",  # [layers, segments] whence each layer's LoRA came; written by the step, if `arriving`
     "waited_ns",  # [segments] time spent waiting for weights; written by the step, if `arriving`
     "layer_ns",  # [layers + 1] when each layer began, and the last ended; 0: not wanted
-    "worker_ns",  # [layers, 4 inputs, workers, 2] when hand-overs were computed; 0: not wanted
+    "worker_ns",  # [layers, 4 inputs, workers, 2] when hand-offs were computed; 0: not wanted
     "out_token",  # [outputs] index of the token whose logits are wanted
     "out_kind",  # [outputs] SAMPLE or SCORE
     "out_logprobs",  # [outputs] alternatives wanted, -1 for no logprob at all

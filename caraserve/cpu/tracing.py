@@ -1,11 +1,11 @@
-"""An iteration as spans of a trace: the whole, each layer on the device, each hand-over on a CPU worker."""
+"""An iteration as spans of a trace: the whole, each layer on the device, each hand-off on a CPU worker."""
 
 from caraserve.core.batch import Batch
 from caraserve.cpu.batch import HostBatch
 from caraserve.cpu.lora_workers.compute_side import WORKERS
 from caraserve.telemetry.trace import Trace
 
-_INPUTS = ("q, k, v", "o", "gate, up", "down")  # modules that read one input, and are handed over together
+_INPUTS = ("q, k, v", "o", "gate, up", "down")  # modules that read one input, and are handed off together
 
 
 def trace_batch(trace: Trace, plan: Batch, batch: HostBatch, started_ns: int, done_ns: int) -> None:

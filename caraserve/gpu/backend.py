@@ -94,7 +94,7 @@ class CudaBackend:
         workers = max(1, len(self.workers))
         predictions.tokens_per_worker = profile.tokens_per_worker
         predictions.layer_s = lambda tokens: profile.prefill_ms(tokens, 0) / 1000 / layers
-        predictions.hand_over_s = lambda tokens, rank: (
+        predictions.hand_off_s = lambda tokens, rank: (
             (handoff_ms + profile.cpu_lora_ms(tokens, rank, "qkv") / workers) / 1000
         )
         self._parts.channels.queue.bytes_per_s = profile.link_bytes_per_s
@@ -103,14 +103,14 @@ class CudaBackend:
         """Raises ConfigError: the link is what it is."""
         raise ConfigError("--emulate-link-mb-per-s is for the CPU, where there is no link; leave it out on a GPU")
 
-    def time_hand_over(self, slot: int, tokens: int) -> RoundTrip | None:
+    def time_hand_off(self, slot: int, tokens: int) -> RoundTrip | None:
         """Not known: the device hands over in the middle of a pass, and nothing here sees when."""
         return None
 
     # --- counts ---
 
     @property
-    def slices_handed_over(self) -> int:
+    def slices_handed_off(self) -> int:
         """Slices of layers that CPU workers were to be asked for so far; the device may have found them needless."""
         return self._parts.asides.counts.slices
 

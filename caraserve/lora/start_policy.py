@@ -70,7 +70,7 @@ class StartPolicy:
     link_bytes_per_s: float
     costs: StartCosts | None  # needed by layerwise modes alone
     workers: int = 0  # CPU LoRA workers
-    handoff_ms: float = 0.0  # round trip of a hand-over beyond its compute
+    handoff_ms: float = 0.0  # round trip of a hand-off beyond its compute
     shared_cores: bool = False  # whether the workers' cores are the device's own, as on the CPU backend
 
     def group_ends(self, spec: AdapterSpec) -> tuple[int, ...]:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_UNPROFILED_SLICE_TOKENS = 64  # of a hand-over to one CPU worker, until it is known how fast that is
-_HAND_OVERS = 30
-_HAND_OVER_TOKENS = 16
+_UNPROFILED_SLICE_TOKENS = 64  # of a hand-off to one CPU worker, until it is known how fast that is
+_HAND_OFFS = 30
+_HAND_OFF_TOKENS = 16
 _BIRTH_S, _QUICK_BIRTH_S = 20.0, 0.5  # after all else is measured, until the profile does without the workers
 
 
@@ -88,7 +88,7 @@ def make_profile(
     def handoff_ms() -> float | None:
         if not backend.workers.await_all(_QUICK_BIRTH_S if quick else _BIRTH_S):
             return None
-        times = [backend.time_hand_over(1, _HAND_OVER_TOKENS) for _ in range(_HAND_OVERS)]
+        times = [backend.time_hand_off(1, _HAND_OFF_TOKENS) for _ in range(_HAND_OFFS)]
         spent_s = [time.total_s - time.compute_s for time in times if time is not None]
         return 1000 * median(spent_s) if spent_s else None
 
@@ -112,7 +112,7 @@ def loading_rules(backend: "ServingBackend", spec: ModelSpec, profile: Profile |
     if handoff_ms is None:
         handoff_ms = ASSUMED_HANDOFF_MS
         if mode == "auto" and len(backend.workers) > 0:
-            log.info("a hand-over to a CPU worker was not measured: auto assumes %.2f ms", handoff_ms)
+            log.info("a hand-off to a CPU worker was not measured: auto assumes %.2f ms", handoff_ms)
     return StartPolicy(
         mode=mode,
         layers=spec.layers,

@@ -1,4 +1,4 @@
-"""A device and CPU LoRA workers at one hand-over: the emulated kernels in this process, real workers in theirs."""
+"""A device and CPU LoRA workers at one hand-off: the emulated kernels in this process, real workers in theirs."""
 
 import os
 import time
@@ -48,7 +48,7 @@ def comes_true(condition: Callable[[], bool], seconds: float = PATIENCE_NS / 1e9
 
 
 class Desk:
-    """One layer's hand-overs of a prompt, over and over. `y` is what the base model made of it."""
+    """One layer's hand-offs of a prompt, over and over. `y` is what the base model made of it."""
 
     def __init__(self, workers: int, activation: Dtype = Dtype.F32) -> None:
         self.activation = activation

@@ -11,7 +11,7 @@ from caraserve.gpu.driver.streams import NOTHING, Lane, Marks, Timelines, at, la
 from caraserve.gpu.forward.lanes import (
     AssistedChunk,
     AssistLane,
-    HandOver,
+    HandOff,
     IterationLane,
 )
 from caraserve.gpu.memory.copier import Copier, Image
@@ -31,7 +31,7 @@ TOP = 2**32
 
 class FakePass:
     """Kernels that check what they find, and note what they did. `slots`: adapters of its rows; the first one's
-    hand-overs are `worked` on."""
+    hand-offs are `worked` on."""
 
     def __init__(self, world: "World", slots: Sequence[int]) -> None:
         self.world, self.slots = world, slots
@@ -57,38 +57,38 @@ class FakePass:
         reads = [self.world.layer_of(slot, layer) for slot in self.slots]
         self._issue(stream, "lora", layer, group, reads, end)
 
-    def publish(self, layer: int, group: int, hand_over: HandOver, stream: Stream) -> None:
+    def publish(self, layer: int, group: int, hand_off: HandOff, stream: Stream) -> None:
         driver = self.world.driver
 
         def is_resident() -> bool:
-            return driver.word(hand_over.ready) == hand_over.ready_generation
+            return driver.word(hand_off.ready) == hand_off.ready_generation
 
         def joins() -> list[Clock]:
-            self.resident[hand_over.entry] = is_resident()
-            return [driver.released[hand_over.ready]] if is_resident() else []
+            self.resident[hand_off.entry] = is_resident()
+            return [driver.released[hand_off.ready]] if is_resident() else []
 
         def end() -> None:
-            flag = hand_over.y_flag if self.resident[hand_over.entry] else hand_over.x_flag
-            driver.memory[flag : flag + 4].view(np.uint32)[0] = hand_over.generation
-            self.published[hand_over.entry] = hand_over.generation
+            flag = hand_off.y_flag if self.resident[hand_off.entry] else hand_off.x_flag
+            driver.memory[flag : flag + 4].view(np.uint32)[0] = hand_off.generation
+            self.published[hand_off.entry] = hand_off.generation
 
         def leave(clock: Clock) -> None:
-            for flag in (hand_over.x_flag, hand_over.y_flag):
+            for flag in (hand_off.x_flag, hand_off.y_flag):
                 driver.released[flag] = clock
 
         driver.issue(stream, Operation(f"publish {layer}.{group}", joins=joins, end=end, leaves=leave))
 
-    def add(self, layer: int, group: int, hand_over: HandOver, stream: Stream) -> None:
+    def add(self, layer: int, group: int, hand_off: HandOff, stream: Stream) -> None:
         driver, slot = self.world.driver, self.slots[0]
 
         def end() -> None:
-            if driver.word(hand_over.status) == hand_over.generation:
+            if driver.word(hand_off.status) == hand_off.generation:
                 self.done.append(("skip", layer, group))
-            elif self.resident[hand_over.entry]:
+            elif self.resident[hand_off.entry]:
                 self.world.assert_there(slot, layer)
                 self.done.append(("expand", layer, group))
             else:
-                assert (hand_over.entry, hand_over.generation) in self.world.worked, "nobody has computed this"
+                assert (hand_off.entry, hand_off.generation) in self.world.worked, "nobody has computed this"
                 self.done.append(("add", layer, group))
 
         driver.issue(stream, Operation(f"add {layer}.{group}", end=end))
@@ -170,7 +170,7 @@ class World:
 
     def assisted(self, chunk: AssistedChunk) -> FakePass:
         work = FakePass(self, [chunk.slot])
-        self.watchdog.watch(chunk.book, {index: 0.001 for _, _, index, _ in chunk.hand_overs()})
+        self.watchdog.watch(chunk.book, {index: 0.001 for _, _, index, _ in chunk.hand_offs()})
         self.chunks[chunk.slot] = at(Lane.ASSIST, self.launch_chunk(work, chunk, NOTHING))
         return work
 
@@ -188,8 +188,8 @@ class World:
                 return int(end.value)
 
     def work(self, chunk: AssistedChunk) -> bool:
-        """What living workers do: the first hand-over whose x is there and whose y is not. False if there is none."""
-        for _, _, index, entry in chunk.hand_overs():
+        """What living workers do: the first hand-off whose x is there and whose y is not. False if there is none."""
+        for _, _, index, entry in chunk.hand_offs():
             if has_reached(self.load(entry.y_flag), chunk.book.generation):
                 continue
             if not has_reached(self.load(entry.x_flag), chunk.book.generation):

@@ -252,7 +252,7 @@ class HostKernels:
 
 
 def _has_come(letter: int, outcome: int) -> bool:
-    """Whether a hand-over's wait, once nobody is asked, would find what it waits for."""
+    """Whether a hand-off's wait, once nobody is asked, would find what it waits for."""
     arrived, wanted, status, generation = (ctypes.c_int64 * 8).from_address(letter)[4:]
     return _word(outcome) != AWAITED or _word(arrived) == wanted or _word(status) == generation
 

@@ -104,9 +104,9 @@ class Office:
         self.driver.held = set()
         return await self.check(name, tokens, answer, seed)
 
-    def patient(self, hand_over_s: float) -> None:
-        """What a hand-over may be expected to take: workers are given up after some five times that."""
-        self.asides.predictions.hand_over_s = lambda tokens, rank: hand_over_s
+    def patient(self, hand_off_s: float) -> None:
+        """What a hand-off may be expected to take: workers are given up after some five times that."""
+        self.asides.predictions.hand_off_s = lambda tokens, rank: hand_off_s
 
     async def check(self, name: str | None, tokens: int, answer: "asyncio.Task[Answer]", seed: int = 0) -> int:
         """Waits for the right answer. Returns how many layers were the workers'."""
@@ -201,7 +201,7 @@ def test_the_device_takes_weights_that_have_come_before_it_gets_there(subject: S
                 bound.adapter.data[:] = NO_NUMBER
             at.driver.held = set()
             assert await at.check("r8", 20, answer) == 0
-            assert all(state.hand_overs == 0 for state in at.host.backend.workers.states())
+            assert all(state.hand_offs == 0 for state in at.host.backend.workers.states())
 
     asyncio.run(serve())
 
@@ -213,7 +213,7 @@ def test_layers_come_from_both_sides_over_a_slow_link(subject: Subject) -> None:
             at.driver.held = {Lane.COPY}
             asked = [(name, tokens) for name in ("r8", "half", "mixed", "r13") for tokens in (30, 3)]
             answers = [at.ask(*each, seed=3) for each in asked]
-            await at.until(lambda: at.host.backend.slices_handed_over > 0)
+            await at.until(lambda: at.host.backend.slices_handed_off > 0)
             at.driver.held = set()
             layers = [await at.check(*each, answer, seed=3) for each, answer in zip(asked, answers, strict=True)]
             assert 0 < sum(layers) < LAYERS * len(asked)
@@ -317,7 +317,7 @@ def test_without_workers_every_layer_waits(subject: Subject) -> None:
             layers = [await at.check(name, 25, answer) for name, answer in zip(("r8", "half"), answers, strict=True)]
             os.kill(zygote.pid, signal.SIGCONT)
             assert layers == [0, 0]
-            assert at.host.backend.slices_handed_over == 0
+            assert at.host.backend.slices_handed_off == 0
 
     asyncio.run(serve())
 

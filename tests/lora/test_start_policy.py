@@ -130,11 +130,11 @@ class Case:
 
     @property
     def extra_ms(self) -> float:
-        """By how much a layer takes longer that CPU workers compute: a hand-over for every input, and what their
+        """By how much a layer takes longer that CPU workers compute: a hand-off for every input, and what their
         arithmetic takes beyond the device's own, beside which it runs unless both need the same cores."""
-        hand_overs = 1 if "down_proj" not in self.targets else 4
+        hand_offs = 1 if "down_proj" not in self.targets else 4
         beside_ms = 0 if self.shared_cores else self.layer_ms
-        return hand_overs * self.handoff_ms + max(0, self.cpu_ms / self.workers - beside_ms)
+        return hand_offs * self.handoff_ms + max(0, self.cpu_ms / self.workers - beside_ms)
 
     def start(self, mode: str, **changed: Any) -> PrefillStart:
         costs = Costs(self.layer_ms, self.layers, cpu_ms=self.cpu_ms, cpu_qkv_ms=self.cpu_ms)

@@ -65,7 +65,7 @@ def test_assisted_prefills_run_on_cpu_workers_until_the_weights_arrive(subject: 
         async with running(model_config(model), lora, engine_config()) as engine:
             assert backend_of(engine).workers.await_all(timeout_s=30)
             answer = await submit(engine, prompt, "r64", max_tokens=4)
-            assert backend_of(engine).slices_handed_over > 0
+            assert backend_of(engine).slices_handed_off > 0
             assert backend_of(engine).modules_redone == 0
             return answer
 

@@ -165,7 +165,7 @@ def test_workers_compute_layers_that_are_in_the_host_tier_alone(subject: Serving
             backend = backend_of(engine)
             backend.emulate_link(1.0)
             sending, task = await begun(engine, network, "clerk", prompt)
-            assert backend.slices_handed_over > 0
+            assert backend.slices_handed_off > 0
             sending.finish()
             answer = await task
             subject.check(prompt, "clerk", answer)

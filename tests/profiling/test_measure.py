@@ -170,15 +170,15 @@ class _Workers:
 
 
 class _Untimed(ExactBackend):
-    """Has CPU workers whose hand-overs cannot be timed, as on a GPU."""
+    """Has CPU workers whose hand-offs cannot be timed, as on a GPU."""
 
     accelerator, shares_cores, workers = "", False, _Workers()
 
-    def time_hand_over(self, slot: int, tokens: int) -> None:
+    def time_hand_off(self, slot: int, tokens: int) -> None:
         return None
 
 
-def test_a_hand_over_that_was_not_measured_is_missing_and_auto_says_what_it_assumes(
+def test_a_hand_off_that_was_not_measured_is_missing_and_auto_says_what_it_assumes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     backend: Any = _Untimed(LARGE)

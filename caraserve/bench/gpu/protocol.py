@@ -27,7 +27,7 @@ _DECODES = 8
 _ROUNDS_SHARE = 0.3  # of the stage's time, for each way of waiting
 _BIRTH_S = 60.0
 _ADAPTER_SLOT, _BYSTANDER, _ASSISTED = 1, 0, 1
-# A link on which nothing ever arrives in time, and hand-overs that may take a while before they are given up.
+# A link on which nothing ever arrives in time, and hand-offs that may take a while before they are given up.
 _PROFILE = Profile(
     schema=SCHEMA,
     machine="",
@@ -64,7 +64,7 @@ def _rounds(rig: Rig, outcome: Outcome) -> None:
                 done += effort.rounds_at_once
             us = 1e6 * spent_s / max(done, 1)
             outcome.figures[f"wait_by_{name}"] = {"rounds": done, "us_a_round": us}
-            outcome.say(f"{done} hand-overs, waiting by {name}", f"all right, {us:.1f} µs each")
+            outcome.say(f"{done} hand-offs, waiting by {name}", f"all right, {us:.1f} µs each")
 
 
 class _Patient:

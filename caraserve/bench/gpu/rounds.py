@@ -1,4 +1,4 @@
-"""Hand-overs to CPU workers, over and over: the device publishes, waits and adds; every sum is looked at.
+"""Hand-offs to CPU workers, over and over: the device publishes, waits and adds; every sum is looked at.
 
 Each round has another x at the same place of host memory, so that a flag that came before its data, or a sum made too
 soon, shows as the sum of an older x.
@@ -113,7 +113,7 @@ def play(desk: Counter, rounds: int, generator: torch.Generator, *, by_stream: b
     desk.rounds_done += rounds
     if int(errors[0]) or not bool((outcomes == _BY_WORKERS).all()):
         late = int((outcomes != _BY_WORKERS).sum())
-        raise WrongResult(f"{late} of {rounds} hand-overs were not answered by the worker")
+        raise WrongResult(f"{late} of {rounds} hand-offs were not answered by the worker")
     check_close("what workers computed", y, expected, 2 * TOLERANCE[acc.dtype])
     return spent_s / rounds
 

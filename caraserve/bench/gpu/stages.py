@@ -27,7 +27,7 @@ STAGES = (
     Stage("env", 15, "device, driver, packages"),
     Stage("build", 50, "all kernels compiled and loaded", decides=True),
     Stage("correct", 130, "kernels beside fp64, a tiny model beside the CPU's", decides=True),
-    Stage("protocol", 45, "hand-overs to CPU workers, workers stopped and killed", decides=True),
+    Stage("protocol", 45, "hand-offs to CPU workers, workers stopped and killed", decides=True),
     Stage("limits", 25, "copies, link, matrix product"),
     Stage("lora", 45, "LoRA of decode by rows and ranks"),
     Stage("model", 70, "decode and prefill of a 7B shape"),

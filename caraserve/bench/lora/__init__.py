@@ -1,1 +1,1 @@
-"""`caraserve bench lora`: kernels, hand-overs and threads of the CPU LoRA path."""
+"""`caraserve bench lora`: kernels, hand-offs and threads of the CPU LoRA path."""

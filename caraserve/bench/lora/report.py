@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from caraserve.bench.gpu.lora import LoraPoint
-from caraserve.bench.lora.handover import RoundTripPoint, ThreadsPoint
+from caraserve.bench.lora.handoff import RoundTripPoint, ThreadsPoint
 from caraserve.bench.lora.kernels import KernelPoint
 from caraserve.util.units import ceil_div
 
@@ -52,7 +52,7 @@ def _kernel_table(points: Sequence[KernelPoint]) -> Table:
 
 
 def _round_trip_table(points: Sequence[RoundTripPoint]) -> Table:
-    table = Table(title="one hand-over of q, k and v", title_justify="left")
+    table = Table(title="one hand-off of q, k and v", title_justify="left")
     for head in ("workers", "tokens", "through", "µs", "beyond computing, µs", "p99"):
         table.add_column(head, justify="right")
     for point in points:
@@ -153,7 +153,7 @@ def _draw_round_trips(axes: Any, points: Sequence[RoundTripPoint]) -> None:
         [f"{tokens} tokens\n{workers} worker{'s' * (workers > 1)}" for workers, tokens in kinds],
         fontsize=8,
     )
-    axes.set(ylabel="µs beyond computing", title="hand-over", yscale="log")
+    axes.set(ylabel="µs beyond computing", title="hand-off", yscale="log")
     axes.legend(fontsize=8)
 
 

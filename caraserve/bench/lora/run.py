@@ -1,6 +1,6 @@
 """`caraserve bench lora`: what LoRA costs on this machine, on its CPU and on its GPU if there is one.
 
-Three questions of the CPU: how near a core's peak the kernels come, and torch and NumPy beside them; what a hand-over
+Three questions of the CPU: how near a core's peak the kernels come, and torch and NumPy beside them; what a hand-off
 to workers costs beyond their computing, over shared memory and over a UNIX socket; and what workers do beside torch's
 own threads.
 """
@@ -18,7 +18,7 @@ from rich.progress import Progress
 from caraserve.bench.cli import LORA_PARTS
 from caraserve.bench.gpu.lora import LoraPoint
 from caraserve.bench.lora.gpu import gpu_points
-from caraserve.bench.lora.handover import Rig, RoundTripPoint, ThreadsPoint, beside_threads, round_trips
+from caraserve.bench.lora.handoff import Rig, RoundTripPoint, ThreadsPoint, beside_threads, round_trips
 from caraserve.bench.lora.kernels import KernelPoint, cases, measure
 from caraserve.bench.lora.process import pinned_process
 from caraserve.bench.lora.report import draw, tables
@@ -41,7 +41,7 @@ class Effort:
     ranks: tuple[int, ...]
     tokens: tuple[int, ...]
     dtypes: tuple[Dtype, ...]
-    hand_overs: int
+    hand_offs: int
     rounds: int  # of workers and threads in turn
     gpu_s: float  # that its kernels may be measured for
 
@@ -126,7 +126,7 @@ def _measure(report: LoraReport, parts: Sequence[str], effort: Effort, advance: 
     with Rig(effort.hidden, adapters, report.cores) as rig:
         if "round-trip" in parts:
             points = round_trips(
-                rig, effort.hidden, _ROUND_TRIP_RANK, _ROUND_TRIP_TOKENS, report.cores, effort.hand_overs
+                rig, effort.hidden, _ROUND_TRIP_RANK, _ROUND_TRIP_TOKENS, report.cores, effort.hand_offs
             )
             for point in points:
                 report.round_trips.append(point)

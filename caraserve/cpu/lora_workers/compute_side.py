@@ -29,7 +29,7 @@ from caraserve.cpu.tiles import call_by_address
 
 DEVICE, WORKERS, HOST = np.int64(0), np.int64(1), np.int64(2)  # whence a layer's LoRA comes; HOST: the load was lost
 
-# A slice of the hand-over under way, for those who wait: worker, number, incarnation, first token, tokens, deltas.
+# A slice of the hand-off under way, for those who wait: worker, number, incarnation, first token, tokens, deltas.
 PIECE_WORDS = 6
 NOBODY = np.int64(-1)  # number and incarnation of a slice that its worker never got
 _PIECE_BYTES = np.int64(8 * PIECE_WORDS)
@@ -230,7 +230,7 @@ def _add_slice(model, lora, adapter, layer, site, sites, x, x_stride, k, first, 
 
 
 @apart(9)
-def hand_over(model_address, lora_address, batch_address, layer, site, sites, x, x_stride, k):  # type: ignore[no-untyped-def]
+def hand_off(model_address, lora_address, batch_address, layer, site, sites, x, x_stride, k):  # type: ignore[no-untyped-def]
     """Cuts the tokens of segments that workers are to compute into slices of at most c tokens, and publishes them.
 
     `site`, `sites`: the modules that read x. Member 0's, after x is complete and before a barrier. A segment that gets
@@ -359,7 +359,7 @@ def add_deltas(  # type: ignore[no-untyped-def]
 
 @kernel
 def note_workers(thread, lora, batch, layer, group):  # type: ignore[no-untyped-def]
-    """Notes when the workers computed the hand-over just awaited; after the barrier that follows it."""
+    """Notes when the workers computed the hand-off just awaited; after the barrier that follows it."""
     if thread != 0 or batch.worker_ns == 0 or batch.arriving == 0:
         return
     for worker in range(lora.workers):

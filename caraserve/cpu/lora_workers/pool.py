@@ -1,7 +1,7 @@
 """The server's side of the CPU LoRA workers: starts them, notices when one dies or is stuck, replaces it.
 
 A thread of its own sleeps until a worker's descriptor says that it has died, or the zygote's socket says that one has
-been born. Only while a hand-over is under way does it look now and then whether a worker's progress has stopped: such a
+been born. Only while a hand-off is under way does it look now and then whether a worker's progress has stopped: such a
 worker is killed, for it can be neither asked nor trusted. Whoever waits for it has gone on by then (assist.py).
 """
 
@@ -47,7 +47,7 @@ class _Worker:
     deaths: int = 0
     died_s: float = 0.0
     born_again_s: float | None = 0.0  # when to ask for the next one; None: asked, or there
-    before: int = 0  # the last hand-over that was asked of another life
+    before: int = 0  # the last hand-off that was asked of another life
     progress: int = 0
     progress_s: float = 0.0
 
@@ -67,7 +67,7 @@ class WorkerState:
 
     pid: int | None
     core: int
-    hand_overs: int
+    hand_offs: int
     deaths: int
     is_busy: bool
     is_asleep: bool
@@ -108,7 +108,7 @@ class Workers:
             self._thread.start()
 
     def watch(self, watching: bool) -> None:
-        """Says whether hand-overs are under way, and progress is to be looked after. Cheap; from any thread."""
+        """Says whether hand-offs are under way, and progress is to be looked after. Cheap; from any thread."""
         if self._watching != watching:
             self._watching = watching
             if watching:
@@ -137,7 +137,7 @@ class Workers:
         ]
 
     def last_times_ns(self) -> list[tuple[int, int]]:
-        """When each worker began and ended its last hand-over, by the monotonic clock."""
+        """When each worker began and ended its last hand-off, by the monotonic clock."""
         return [(worker.word(STARTED_NS), worker.word(ENDED_NS)) for worker in self._workers]
 
     def await_all(self, timeout_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""Times one hand-over by itself: what the profile and `caraserve bench lora` measure."""
+"""Times one hand-off by itself: what the profile and `caraserve bench lora` measure."""
 
 import time
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _call9 = call_by_address(9)
 
 @dataclass(frozen=True, slots=True)
 class RoundTrip:
-    """A hand-over of q, k and v: until all deltas were there, and for how long the slowest worker computed."""
+    """A hand-off of q, k and v: until all deltas were there, and for how long the slowest worker computed."""
 
     total_s: float
     compute_s: float
@@ -36,7 +36,7 @@ def _round_trip(models, buffer_sets, loras, batches):  # type: ignore[no-untyped
     clock = compute_side.clock(lora, np.int64(0))
     started = now_ns(clock)
     records = address_of(model), address_of(lora), address_of(batch)
-    _call9(buffers.hand_over, *records, _LAYER, site, _SITES, buffers.normed, x_stride, k)
+    _call9(buffers.hand_off, *records, _LAYER, site, _SITES, buffers.normed, x_stride, k)
     slices = load_i64(lora.segment_slices + 8)
     done = slices > 0
     for index in range(slices):

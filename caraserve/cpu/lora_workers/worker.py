@@ -1,4 +1,4 @@
-"""What a CPU LoRA worker does all its life: wait for a hand-over, compute x A B, publish the deltas.
+"""What a CPU LoRA worker does all its life: wait for a hand-off, compute x A B, publish the deltas.
 
 Runs in a process of its own that `fork_server.py` has forked and pinned; see handoff.py for the shared words.
 """
@@ -15,7 +15,7 @@ from caraserve.cpu.structs import LORA_ENTRY, word
 from caraserve.cpu.tiles import call_by_address
 from caraserve.util.units import align_up
 
-_PAUSES = 400  # about 10 µs: the next hand-over of the same layer comes within that if the core is free
+_PAUSES = 400  # about 10 µs: the next hand-off of the same layer comes within that if the core is free
 _YIELDS = 200  # then gives the core away between two looks, in case the caller needs it
 _ENTRY_BYTES = LORA_ENTRY.itemsize
 _call8, _call9 = call_by_address(8), call_by_address(9)
@@ -84,7 +84,7 @@ def _count_down(base, piece):  # type: ignore[no-untyped-def]
 
 @entry
 def _work(block, base, seen, shrink, expand, scratch, lives):  # type: ignore[no-untyped-def]
-    """Serves the hand-overs after number `seen`. Never returns unless `lives` is 0, which compiles it and no more."""
+    """Serves the hand-offs after number `seen`. Never returns unless `lives` is 0, which compiles it and no more."""
     clock = scratch + _ENTRY_BYTES
     while lives != 0:
         _await_request(block, seen)
@@ -114,7 +114,7 @@ def keep_awake(block: int, awake: bool) -> None:
 
 
 def work(block: int, base: int, seen: int) -> None:
-    """Serves the block at an address, whose last hand-over taken was `seen`, for ever."""
+    """Serves the block at an address, whose last hand-off taken was `seen`, for ever."""
     _run(block, base, seen, lives=1)
 
 

@@ -1,1 +1,1 @@
-"""Assisted prefill: hand-over of layers to CPU LoRA workers."""
+"""Assisted prefill: hand-off of layers to CPU LoRA workers."""

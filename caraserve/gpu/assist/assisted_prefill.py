@@ -1,6 +1,6 @@
 """Prefills that CPU workers help with, beside iterations: chunk by chunk on the assist lane (Toppings §4.2).
 
-Before a chunk is launched, a letter for each layer and group that may have to be handed over says what each worker is
+Before a chunk is launched, a letter for each layer and group that may have to be handed off says what each worker is
 to do; whether it is sent, the device decides when it gets there. A chunk whose workers fail is void as a whole, and so
 is the rest of its prompt: the engine does it again without help. Chunks of one prompt follow one another; chunks of
 several may be under way, as many as there are books.
@@ -32,12 +32,12 @@ from caraserve.gpu.forward.iteration import Done, copy_results
 from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS, AssistedChunk, AssistLane, chunk_ends
 from caraserve.gpu.forward.lora_pass import AssistTerms
 from caraserve.gpu.memory.adapters import Bound, DeviceImages, HostMemory
-from caraserve.gpu.memory.host_memory import HandOverRoom, HostRegion, RegionWords, x_stride
+from caraserve.gpu.memory.host_memory import HandOffRoom, HostRegion, RegionWords, x_stride
 from caraserve.gpu.memory.link_queue import Source, source
 from caraserve.gpu.memory.slots import RequestSlots
 from caraserve.model.spec import ModelSpec
 
-_UNKNOWN_S = 0.002  # what a hand-over may be expected to take where nothing was measured
+_UNKNOWN_S = 0.002  # what a hand-off may be expected to take where nothing was measured
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class Predictions:
     """What is expected of this machine; set when it is known. Only how well it goes depends on them."""
 
     layer_s: Callable[[int], float] = lambda tokens: 0.0  # to compute a layer of a prefill of so many tokens
-    hand_over_s: Callable[[int, int], float] = lambda tokens, rank: _UNKNOWN_S  # of one group of one layer, at a rank
+    hand_off_s: Callable[[int, int], float] = lambda tokens, rank: _UNKNOWN_S  # of one group of one layer, at a rank
     tokens_per_worker: Callable[[int], int] = lambda rank: 64  # most of a slice
 
 
@@ -249,7 +249,7 @@ class Asides:
         self._answers[book.offset] = sum(letter.answer_bytes for letter in written)
         self._queue.await_answers(self._answers[book.offset])
         terms = self._terms(chunk)
-        self._guard.watch(book, {index: self._hand_over_s(row, bound) for _, _, index, _ in chunk.hand_overs()})
+        self._guard.watch(book, {index: self._hand_off_s(row, bound) for _, _, index, _ in chunk.hand_offs()})
 
         def metadata(stream: Stream) -> None:
             self._ring.send(self._batch.words.data_ptr(), self._batch_words, Lane.ASSIST)
@@ -317,7 +317,7 @@ class Asides:
         self._workers.watch(under_way)
 
     def warm_up(self, settle: Callable[[], None]) -> None:
-        """Runs every kernel of the lane once in each of its forms, over a hand-over that was given up before. `settle`
+        """Runs every kernel of the lane once in each of its forms, over a hand-off that was given up before. `settle`
         waits for the lane."""
         book = self._books.take()
         assert book is not None, "nothing is under way yet"
@@ -345,7 +345,7 @@ class Asides:
         expected = self._queue.arrivals(slot, now_s)
         issued_s = self._queue.arrival_of_issued(now_s)
         can_help = any(life.incarnation is not None and life.is_idle for life in lives)
-        stall_s = self.predictions.hand_over_s(tokens, bound.stored.rank) if can_help else None
+        stall_s = self.predictions.hand_off_s(tokens, bound.stored.rank) if can_help else None
         found = []
         for layer in range(self._spec.layers):
             group = self._copier.group_of(slot, layer)
@@ -359,11 +359,11 @@ class Asides:
             )
         return found
 
-    def _hand_over_s(self, row: ScheduledRow, bound: Bound) -> float:
-        return self.predictions.hand_over_s(row.count, bound.stored.rank)
+    def _hand_off_s(self, row: ScheduledRow, bound: Bound) -> float:
+        return self.predictions.hand_off_s(row.count, bound.stored.rank)
 
     def _terms(self, chunk: AssistedChunk) -> AssistTerms:
-        room: HandOverRoom = self._rooms[chunk.book.offset]
+        room: HandOffRoom = self._rooms[chunk.book.offset]
         entries = range(self._spec.layers * len(GROUPS))
         base, size = self._letters.data_ptr(), 8 * self._letter_words
         return AssistTerms(

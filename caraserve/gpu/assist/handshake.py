@@ -1,6 +1,6 @@
 """The words by which device, CPU workers and a watchdog agree on an assisted prefill, and who gives up.
 
-The device runs through all layers of a chunk without the host, so every hand-over of a chunk (a layer's group of
+The device runs through all layers of a chunk without the host, so every hand-off of a chunk (a layer's group of
 modules that read the same x) has words of its own, in a *book*; a chunk has a book to itself. In host memory, each word
 on a line of its own:
 
@@ -26,7 +26,7 @@ from caraserve.gpu.driver.api import has_reached, successor
 
 _LINE = 64
 LOOK_S = 0.001  # between two looks while a chunk is under way
-_PATIENCE, _PATIENCE_S = 5.0, 0.002  # a hand-over may take so many times what was predicted, and so much more
+_PATIENCE, _PATIENCE_S = 5.0, 0.002  # a hand-off may take so many times what was predicted, and so much more
 _MOURNING_S = 0.003  # after a death the others have so long to redo its part
 
 
@@ -47,7 +47,7 @@ def book_bytes(entries: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The words of one hand-over."""
+    """The words of one hand-off."""
 
     x_flag: int
     y_flag: int
@@ -121,14 +121,14 @@ class Books:
 @dataclass(slots=True, eq=False)
 class _Watched:
     book: Book
-    expected_s: dict[int, float]  # of the hand-overs that workers were to do, in the device's order
-    until_s: float = 0.0  # the hand-over under way may take
-    at: int | None = None  # the hand-over under way
+    expected_s: dict[int, float]  # of the hand-offs that workers were to do, in the device's order
+    until_s: float = 0.0  # the hand-off under way may take
+    at: int | None = None  # the hand-off under way
     lives: frozenset[tuple[int, int]] = frozenset()  # when it was first seen
 
 
 class Watchdog:
-    """Sees to it that no hand-over is waited for in vain. Any process that has the words can run it."""
+    """Sees to it that no hand-off is waited for in vain. Any process that has the words can run it."""
 
     def __init__(self, words: SharedWords) -> None:
         self._words = words

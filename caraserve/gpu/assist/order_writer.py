@@ -1,4 +1,4 @@
-"""Writes the letters of an assisted chunk: what each worker is to do at each hand-over.
+"""Writes the letters of an assisted chunk: what each worker is to do at each hand-off.
 
 letters.py says what a letter is; here is whom it goes to, and where x, deltas and weights lie.
 """
@@ -31,7 +31,7 @@ _WAIT_NS = 10_000_000_000  # for weights that are on their way, once no worker i
 
 @dataclass(frozen=True, slots=True)
 class Letter:
-    """Of one hand-over. `errands`: workers who are asked; `answer_bytes`: what they will have the device read."""
+    """Of one hand-off. `errands`: workers who are asked; `answer_bytes`: what they will have the device read."""
 
     entry: int
     words: NDArray[np.int64]
@@ -40,7 +40,7 @@ class Letter:
 
 
 class LetterWriter:
-    """Counts each worker's hand-overs. The launching thread's alone."""
+    """Counts each worker's hand-offs. The launching thread's alone."""
 
     def __init__(self, spec: ModelSpec, region: HostRegion, memory: HostMemory) -> None:
         self._spec, self._region, self._memory = spec, region, memory
@@ -55,12 +55,12 @@ class LetterWriter:
         lives: Sequence[Life],
         tokens_per_worker: Callable[[int], int],
     ) -> list[Letter]:
-        """One for each hand-over of a chunk of so many tokens."""
+        """One for each hand-off of a chunk of so many tokens."""
         idle = [life.worker for life in lives if life.incarnation is not None and life.is_idle]
         slices = cut(tokens, tokens_per_worker(adapter.spec.rank), max(1, len(idle)))
         deltas = self._rooms[chunk.book.offset].deltas
         written = []
-        for layer, group, index, entry in chunk.hand_overs():
+        for layer, group, index, entry in chunk.hand_offs():
             modules = self._modules(adapter, layer, group)
             _, stride = delta_columns(modules)
             errands = [
@@ -75,7 +75,7 @@ class LetterWriter:
 
     def to_nobody(self, chunk: AssistedChunk) -> Iterator[Letter]:
         """The same, asking no worker for anything."""
-        for layer, group, index, entry in chunk.hand_overs():
+        for layer, group, index, entry in chunk.hand_offs():
             modules = [Module(self._spec.site_shape(site)[1]) for site in GROUPS[group]]
             yield Letter(index, self._words(chunk, layer, group, entry, modules, []), 0, 0)
 

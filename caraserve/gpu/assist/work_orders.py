@@ -1,4 +1,4 @@
-"""Writes down a hand-over for the device to carry out: what each CPU worker is asked for, and what is waited for.
+"""Writes down a hand-off for the device to carry out: what each CPU worker is asked for, and what is waited for.
 
 A letter is made before the iteration is launched and read by the kernels of handoff.cu when they get there; whether it
 is sent is theirs to decide. The words of a worker's slice are those of cpu/handoff.py. Pure.
@@ -38,7 +38,7 @@ class Module:
 
 @dataclass(frozen=True, slots=True)
 class Errand:
-    """A worker's part: rows [first, first + rows) of the prompt. `number`: of its hand-overs, one more each time."""
+    """A worker's part: rows [first, first + rows) of the prompt. `number`: of its hand-offs, one more each time."""
 
     worker: int
     block: int  # device address of its words
@@ -96,7 +96,7 @@ def write_letter(
 ) -> None:
     """Fills `into`, at least `letter_bytes` of them. The errands' rows follow one another."""
     if len(errands) > MOST_ERRANDS or not 0 < len(modules) <= handoff.MOST_SITES:
-        raise AssertionError("a hand-over has up to three modules and one slice for each worker")
+        raise AssertionError("a hand-off has up to three modules and one slice for each worker")
     rows = sum(errand.rows for errand in errands)
     head = (len(errands), errands[0].first if errands else 0, rows, terms.deadline_ns, terms.arrived, terms.wanted)
     into[:_HEAD_WORDS] = 0

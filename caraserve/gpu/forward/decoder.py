@@ -10,7 +10,7 @@ from torch import Tensor
 
 from caraserve.gpu.driver.api import Driver, Stream
 from caraserve.gpu.forward.batch import DeviceBatch, Shape
-from caraserve.gpu.forward.lanes import HandOver, Pass
+from caraserve.gpu.forward.lanes import HandOff, Pass
 from caraserve.gpu.forward.lora_pass import AssistTerms, LoraLane, LoraPass
 from caraserve.gpu.kernels.attention import NO_WINDOW, attend_decode, attend_prefill
 from caraserve.gpu.kernels.cuda_launch import Kernels
@@ -46,7 +46,7 @@ class Decoder:
     def work(self, shape: Shape, *, weights: Weights | None = None, assist: AssistTerms | None = None) -> Pass:
         """The kernels of a pass over the batch's first places; results are left in the batch.
 
-        `weights`: the base's with an adapter merged, over which there is no LoRA. `assist`: of the chunk's hand-overs.
+        `weights`: the base's with an adapter merged, over which there is no LoRA. `assist`: of the chunk's hand-offs.
         """
         return _Pass(self, shape, weights, assist)
 
@@ -84,11 +84,11 @@ class _Pass:
         if self._lora is not None:
             self._lora.add(layer, group, stream)
 
-    def publish(self, layer: int, group: int, hand_over: HandOver, stream: Stream) -> None:
-        self._handing_over().publish(group, hand_over.entry, stream)
+    def publish(self, layer: int, group: int, hand_off: HandOff, stream: Stream) -> None:
+        self._handing_over().publish(group, hand_off.entry, stream)
 
-    def add(self, layer: int, group: int, hand_over: HandOver, stream: Stream) -> None:
-        self._handing_over().add_handed_over(layer, group, hand_over.entry, stream)
+    def add(self, layer: int, group: int, hand_off: HandOff, stream: Stream) -> None:
+        self._handing_over().add_handed_off(layer, group, hand_off.entry, stream)
 
     def end(self, stream: Stream) -> None:
         self._run(stream, self._choose)
@@ -98,7 +98,7 @@ class _Pass:
 
     def _handing_over(self) -> LoraPass:
         if self._lora is None:
-            raise AssertionError("a pass without adapters hands nothing over")
+            raise AssertionError("a pass without adapters hands nothing off")
         return self._lora
 
     def _attention_norm(self, layer: int) -> None:

@@ -35,12 +35,12 @@ class Pass(Protocol):
     def lora(self, layer: int, group: int, stream: Stream) -> None:
         """Adds the adapters' part from weights on the device; nothing for a batch without."""
 
-    def publish(self, layer: int, group: int, hand_over: "HandOver", stream: Stream) -> None:
-        """Decides once, for all blocks, whether the layer has arrived: its ready word is `hand_over.ready_generation`.
+    def publish(self, layer: int, group: int, hand_off: "HandOff", stream: Stream) -> None:
+        """Decides once, for all blocks, whether the layer has arrived: its ready word is `hand_off.ready_generation`.
         If not, copies x to the workers and sets x_flag; if so, or if a worker is missing, sets y_flag. Flags come after
         what they stand for."""
 
-    def add(self, layer: int, group: int, hand_over: "HandOver", stream: Stream) -> None:
+    def add(self, layer: int, group: int, hand_off: "HandOff", stream: Stream) -> None:
         """Adds what the workers made of x, or what weights on the device do, as `publish` decided. Nothing, if the
         book's status says that the chunk was given up; then it raises the pass's error word."""
 
@@ -49,8 +49,8 @@ class Pass(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class HandOver:
-    """What kernels are told of one hand-over; addresses are the device's."""
+class HandOff:
+    """What kernels are told of one hand-off; addresses are the device's."""
 
     entry: int  # index, for what the kernels keep by entry
     x_flag: int
@@ -187,7 +187,7 @@ class AssistedChunk:
     ready: Sequence[int]
     ready_generation: int
 
-    def hand_overs(self) -> Iterator[tuple[int, int, int, Entry]]:
+    def hand_offs(self) -> Iterator[tuple[int, int, int, Entry]]:
         """(layer, group, index, entry) of all that workers may be asked for, in the device's order."""
         for layer, source in enumerate(self.sources):
             for group in sorted(self.groups[layer]) if source is Source.WORKERS else ():
@@ -213,7 +213,7 @@ class AssistLane:
         may have to wait for this lane."""
         self._copier.commit([chunk.slot], len(chunk.sources))
         asked = {
-            (layer, group): self._told(chunk, layer, index, entry) for layer, group, index, entry in chunk.hand_overs()
+            (layer, group): self._told(chunk, layer, index, entry) for layer, group, index, entry in chunk.hand_offs()
         }
         stream = self._stream
         self._timelines.wait(Lane.ASSIST, after)
@@ -228,8 +228,8 @@ class AssistLane:
         work.end(stream)
         return self._timelines.mark(Lane.ASSIST)
 
-    def _told(self, chunk: AssistedChunk, layer: int, index: int, entry: Entry) -> HandOver:
-        return HandOver(
+    def _told(self, chunk: AssistedChunk, layer: int, index: int, entry: Entry) -> HandOff:
+        return HandOff(
             entry=index,
             x_flag=self._words + entry.x_flag,
             y_flag=self._words + entry.y_flag,
@@ -240,16 +240,16 @@ class AssistLane:
         )
 
     def _issue_group(
-        self, work: Pass, layer: int, group: int, asked: Mapping[tuple[int, int], HandOver], *, is_adapted: bool
+        self, work: Pass, layer: int, group: int, asked: Mapping[tuple[int, int], HandOff], *, is_adapted: bool
     ) -> None:
         """The base model's part lies between publishing and waiting, so that the workers compute beside it."""
-        hand_over = asked.get((layer, group))
+        hand_off = asked.get((layer, group))
         work.before(layer, group, self._stream)
-        if hand_over is not None:
-            work.publish(layer, group, hand_over, self._stream)
+        if hand_off is not None:
+            work.publish(layer, group, hand_off, self._stream)
         work.project(layer, group, self._stream)
-        if hand_over is not None:
-            self._driver.wait_value(self._stream, hand_over.y_flag, hand_over.generation)
-            work.add(layer, group, hand_over, self._stream)
+        if hand_off is not None:
+            self._driver.wait_value(self._stream, hand_off.y_flag, hand_off.generation)
+            work.add(layer, group, hand_off, self._stream)
         elif is_adapted:
             work.lora(layer, group, self._stream)

@@ -27,10 +27,10 @@ _NUMBERS_PER_THREAD = 4
 
 @dataclass(frozen=True, slots=True)
 class AssistTerms:
-    """Where the hand-overs of one assisted chunk are written down. Addresses are the device's; entries are counted as
-    `HandOver.entry`, and only those that are handed over are read.
+    """Where the hand-offs of one assisted chunk are written down. Addresses are the device's; entries are counted as
+    `HandOff.entry`, and only those that are handed off are read.
 
-    Outcomes stand in `gate` at the chunk's adapter slot, one hand-over's after another's: the LoRA kernels read there
+    Outcomes stand in `gate` at the chunk's adapter slot, one hand-off's after another's: the LoRA kernels read there
     whether they are to compute.
     """
 
@@ -144,7 +144,7 @@ class LoraPass:
         )
         lane.kernels.launch(launch, stream)
 
-    def add_handed_over(self, layer: int, group: int, entry: int, stream: Stream) -> None:
+    def add_handed_off(self, layer: int, group: int, entry: int, stream: Stream) -> None:
         """What the workers made of x, or what weights on the device do; nothing, when neither came."""
         assist, lane = self._terms(), self._lane
         letter, of = assist.letters[entry], lane.groups[group]
@@ -156,7 +156,7 @@ class LoraPass:
 
     def _terms(self) -> AssistTerms:
         if self._assist is None:
-            raise AssertionError("a pass without terms hands nothing over")
+            raise AssertionError("a pass without terms hands nothing off")
         return self._assist
 
     def _add_to_prompts(self, group: int, tables: SiteTables) -> None:

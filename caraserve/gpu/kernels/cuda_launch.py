@@ -69,7 +69,7 @@ class Tables:
     scale: int  # fp32
     dtype: int  # int32 [slots]
     slots: int
-    gate: int = 0  # int32 [slots], not 0: computed elsewhere (outcomes of hand-overs); 0: no such table
+    gate: int = 0  # int32 [slots], not 0: computed elsewhere (outcomes of hand-offs); 0: no such table
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
-// The device's side of a hand-over to CPU LoRA workers: publish x, wait, add the deltas. The words and who writes them
+// The device's side of a hand-off to CPU LoRA workers: publish x, wait, add the deltas. The words and who writes them
 // are those of cpu/handoff.py, whose offsets come as definitions: REQUEST, DONE, INCARNATION, COUNT, SLICES and so on.
 //
-// A stream may wait for the hand-over's y_flag before `wait` runs, which then finds what it looks for at once: stream
+// A stream may wait for the hand-off's y_flag before `wait` runs, which then finds what it looks for at once: stream
 // memory operations occupy no multiprocessor. Without them `wait` does the waiting.
 //
-// Nothing here is decided when the kernels are launched. `publish` finds the weights arrived and hands nothing over, or
+// Nothing here is decided when the kernels are launched. `publish` finds the weights arrived and hands nothing off, or
 // finds a worker missing and leaves the layer to the weights; `wait` takes whichever comes first, deltas or weights.
 // What it came to stands in `outcome`, on the device, for the kernels that follow.
 #include "common.cuh"
@@ -30,7 +30,7 @@ struct Errand {
     i64 slice[SLICE_WORDS];
 };
 
-// One hand-over, written by the host. Everything that differs between two replays of a captured graph is in here.
+// One hand-off, written by the host. Everything that differs between two replays of a captured graph is in here.
 struct Letter {
     i64 errands;
     i64 first; // rows of x that workers are to see

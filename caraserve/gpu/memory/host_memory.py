@@ -23,7 +23,7 @@ BOOKS = 2  # assisted chunks under way
 
 
 @dataclass(frozen=True, slots=True)
-class HandOverRoom:
+class HandOffRoom:
     """Of one assisted chunk: its words, and room for its x and its deltas. Offsets into the region."""
 
     book: int
@@ -49,12 +49,12 @@ class HostRegion:
         self.rooms = [self._room(rooms) for _ in range(BOOKS)] if workers else []
         self.arena = self.region.carve(arena_bytes)
 
-    def _room(self, sizes: tuple[int, int, int]) -> HandOverRoom:
-        return HandOverRoom(*(self.region.offset(int(self.region.carve(size).ctypes.data)) for size in sizes))
+    def _room(self, sizes: tuple[int, int, int]) -> HandOffRoom:
+        return HandOffRoom(*(self.region.offset(int(self.region.carve(size).ctypes.data)) for size in sizes))
 
 
 class RegionWords:
-    """Words of the region, as handover.py wants them. Stores and loads of aligned words are whole on every machine that
+    """Words of the region, as SharedWords has them. Stores and loads of aligned words are whole on every machine that
     CUDA runs on, and on x86 seen in order."""
 
     def __init__(self, region: SharedRegion) -> None:

@@ -153,7 +153,7 @@ class LinkQueue:
 
 
 def source(*, arrived: bool, arrives_s: float, use_s: float, stall_s: float | None) -> Source:
-    """What to launch for a layer. `stall_s`: what its hand-over to CPU workers would cost; None: they cannot help.
+    """What to launch for a layer. `stall_s`: what its hand-off to CPU workers would cost; None: they cannot help.
 
     Only how well it goes depends on the prediction: whatever is taken from the device sits behind its event."""
     if arrived:

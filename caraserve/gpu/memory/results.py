@@ -63,7 +63,7 @@ class Waiter:
             try:
                 awaited.ended(failure)
             except Exception:
-                log.exception("a result could not be handed over")
+                log.exception("a result could not be handed off")
 
 
 class ResultBlocks:

@@ -85,7 +85,7 @@ def alone() -> Iterator[CpuBackend]:
 def pair() -> Iterator[CpuBackend]:
     """Both have computed something: a worker is there before it has its name and its core."""
     with serving(2) as backend:
-        hand_over(backend, make_adapter(8, Dtype.F32, backend)[0])
+        hand_off(backend, make_adapter(8, Dtype.F32, backend)[0])
         yield backend
 
 
@@ -161,7 +161,7 @@ def ticks(processes: Sequence[int]) -> int:
 
 def test_idle_workers_use_no_cpu(pair: CpuBackend) -> None:
     """Nor does the process that they were forked from; also after they had something to do."""
-    hand_over(pair, make_adapter(8, Dtype.F32, pair)[0])
+    hand_off(pair, make_adapter(8, Dtype.F32, pair)[0])
     idle = [zygote_of(pair.workers), *pids(pair.workers)]
     with pair.workers.changed:
         before = ticks(idle)
@@ -211,17 +211,17 @@ def inputs_of(backend: CpuBackend) -> NDArray[np.float32]:
     return floats_at(address, TOKENS, width)[:, : SPEC.hidden]
 
 
-def hand_over(backend: CpuBackend, adapter: HostAdapter) -> NDArray[np.float32]:
+def hand_off(backend: CpuBackend, adapter: HostAdapter) -> NDArray[np.float32]:
     """What the workers make of a prompt, [tokens, columns of q, k, v], each having computed a slice.
 
-    A hand-over whose worker does not get its core in time is given up, as it should be: it is done again.
+    A hand-off whose worker does not get its core in time is given up, as it should be: it is done again.
     """
     MeasuredBackend(backend).load(adapter, SLOT)
     inputs_of(backend)[:] = np.random.default_rng(0).standard_normal((TOKENS, SPEC.hidden))
     lora, deltas = backend._lora, np.full((TOKENS, sum(WIDTHS)), np.nan, np.float32)
     for _ in range(100):
         backend._buffers._deltas[:] = NAN
-        done = backend.time_hand_over(SLOT, TOKENS) is not None
+        done = backend.time_hand_off(SLOT, TOKENS) is not None
         count = int(words_at(int(lora["segment_slices"][0]), 1, 2)[0, 1])
         slices = words_at(int(lora["slices"][0]), count, PIECE_WORDS)
         if done and {int(worker) for worker in slices[:, 0]} == set(range(len(backend.workers))):
@@ -241,7 +241,7 @@ def test_deltas_are_scale_times_x_times_a_times_b(
 ) -> None:
     backend: CpuBackend = request.getfixturevalue(workers)
     adapter, products = make_adapter(rank, dtype, backend)
-    deltas = hand_over(backend, adapter)
+    deltas = hand_off(backend, adapter)
     x = inputs_of(backend).astype(np.float64)
     np.testing.assert_allclose(deltas, np.concatenate([x @ product for product in products], axis=1), atol=1e-5)
 
@@ -249,7 +249,7 @@ def test_deltas_are_scale_times_x_times_a_times_b(
 @pytest.mark.parametrize("dtype", Dtype)
 @pytest.mark.parametrize("rank", [8, 24, 64])
 def test_a_prompt_that_is_cut_has_the_same_bits(alone: CpuBackend, pair: CpuBackend, dtype: Dtype, rank: int) -> None:
-    whole, cut = (hand_over(backend, make_adapter(rank, dtype, backend)[0]) for backend in (alone, pair))
+    whole, cut = (hand_off(backend, make_adapter(rank, dtype, backend)[0]) for backend in (alone, pair))
     assert whole.tobytes() == cut.tobytes()
 
 
@@ -259,36 +259,36 @@ def test_a_prompt_that_is_cut_has_the_same_bits(alone: CpuBackend, pair: CpuBack
 def test_a_killed_worker_is_replaced_by_one_like_it() -> None:
     with serving(2) as backend:
         adapter, _ = make_adapter(24, Dtype.F32, backend)
-        before = hand_over(backend, adapter)
+        before = hand_off(backend, adapter)
         killed = pids(backend.workers)[1]
         os.kill(killed, signal.SIGKILL)
         next_life(backend.workers, 1, killed)
-        assert hand_over(backend, adapter).tobytes() == before.tobytes()
+        assert hand_off(backend, adapter).tobytes() == before.tobytes()
         reborn = pids(backend.workers)[1]
         assert (of_process(reborn, "comm"), os.sched_getaffinity(reborn)) == ("caraserve-lora1", {cores(2)[1]})
 
 
-def test_a_worker_that_stops_in_a_hand_over_is_replaced() -> None:
+def test_a_worker_that_stops_in_a_hand_off_is_replaced() -> None:
     with serving(1) as backend:
         adapter, _ = make_adapter(24, Dtype.F32, backend)
-        before = hand_over(backend, adapter)
+        before = hand_off(backend, adapter)
         stopped = pids(backend.workers)[0]
         os.kill(stopped, signal.SIGSTOP)
-        assert backend.time_hand_over(SLOT, TOKENS) is None
+        assert backend.time_hand_off(SLOT, TOKENS) is None
         backend.workers.watch(True)
         next_life(backend.workers, 0, stopped)
-        assert hand_over(backend, adapter).tobytes() == before.tobytes()
+        assert hand_off(backend, adapter).tobytes() == before.tobytes()
 
 
 def test_a_killed_zygote_is_replaced_and_its_workers_with_it() -> None:
     with serving(2) as backend:
         adapter, _ = make_adapter(24, Dtype.F32, backend)
-        before, zygote, workers = hand_over(backend, adapter), zygote_of(backend.workers), pids(backend.workers)
+        before, zygote, workers = hand_off(backend, adapter), zygote_of(backend.workers), pids(backend.workers)
         os.kill(zygote, signal.SIGKILL)
         for place, pid in enumerate(workers):
             next_life(backend.workers, place, pid)
         assert not any(is_alive(pid) for pid in (zygote, *workers))
-        assert hand_over(backend, adapter).tobytes() == before.tobytes()
+        assert hand_off(backend, adapter).tobytes() == before.tobytes()
 
 
 def test_a_worker_that_keeps_dying_is_replaced_more_and_more_slowly() -> None:

@@ -150,7 +150,7 @@ def test_a_trace_shows_every_layer_within_an_iteration(events: list[Event]) -> N
     assert len(spans(events, "device")) == LAYERS * len(iterations)
 
 
-def test_a_trace_shows_hand_overs_within_the_layers_that_they_are_for(events: list[Event]) -> None:
+def test_a_trace_shows_hand_offs_within_the_layers_that_they_are_for(events: list[Event]) -> None:
     layers = [span for span in spans(events, "device") if span["name"].endswith(", LoRA from CPU workers")]
     for span in spans(events, "CPU worker 0"):
         name, _, _ = span["name"].partition(":")

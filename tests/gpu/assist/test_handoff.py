@@ -230,7 +230,7 @@ def test_nobody_is_asked_where_nobody_is(alone: Desk) -> None:
 
 
 def test_numbers_and_generations_go_round(pair: Desk) -> None:
-    """Generations are words of 32 bits; numbers of hand-overs, of 64, pass that value like any other."""
+    """Generations are words of 32 bits; numbers of hand-offs, of 64, pass that value like any other."""
     pair.number = pair.generation = (1 << 32) - 3
     for round_ in range(6):
         pair.begin(seed=round_)

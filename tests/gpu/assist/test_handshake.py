@@ -74,7 +74,7 @@ def test_whoever_takes_too_long_is_given_up_but_no_sooner() -> None:
     assert is_released(world)
 
 
-def test_time_counts_from_when_the_device_waits_for_each_hand_over_anew() -> None:
+def test_time_counts_from_when_the_device_waits_for_each_hand_off_anew() -> None:
     world = World()
     world.hold_copies()
     chunk = world.chunk(1, world.bring(1), [WORKERS] * LAYERS)

@@ -16,7 +16,7 @@ from caraserve.gpu.driver.info import device_facts
 from caraserve.gpu.driver.libcuda import Attribute, Cuda
 from caraserve.gpu.driver.modules import CudaKernels
 from caraserve.gpu.driver.streams import NOTHING, Lane, Timelines
-from caraserve.gpu.forward.lanes import HandOver, capture_pass
+from caraserve.gpu.forward.lanes import HandOff, capture_pass
 from caraserve.gpu.kernels import cuda_launch
 from caraserve.gpu.kernels.cuda_launch import Kernels
 from caraserve.gpu.memory.copier import Copier, Image
@@ -236,7 +236,7 @@ class Waiting:
 
     project = lora = before
 
-    def publish(self, layer: int, group: int, hand_over: HandOver, stream: Stream) -> None: ...
+    def publish(self, layer: int, group: int, hand_off: HandOff, stream: Stream) -> None: ...
 
     add = publish
 

@@ -125,10 +125,10 @@ def test_all_that_is_missing_goes_before_a_chunk_for_who_issues_may_have_to_wait
     assert world.copier.arrival(1, LAYERS - 1) is not None
 
 
-def test_every_hand_over_of_a_chunk_has_words_of_its_own() -> None:
+def test_every_hand_off_of_a_chunk_has_words_of_its_own() -> None:
     world = World()
     chunk = world.chunk(1, 1, [WORKERS] * LAYERS, groups=range(len(GROUPS)))
-    asked = list(chunk.hand_overs())
+    asked = list(chunk.hand_offs())
     assert [(layer, group) for layer, group, *_ in asked] == [(i, j) for i in range(LAYERS) for j in range(len(GROUPS))]
     assert [index for *_, index, _ in asked] == list(range(LAYERS * len(GROUPS)))
     assert [entry for *_, entry in asked] == list(chunk.book.entries)
@@ -162,7 +162,7 @@ def test_layers_of_the_last_owner_are_never_taken_for_those_of_the_next() -> Non
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32))
-def test_every_hand_over_is_answered_or_given_up_under_any_schedule(seed: int) -> None:
+def test_every_hand_off_is_answered_or_given_up_under_any_schedule(seed: int) -> None:
     """Decoding goes on meanwhile, books are used again, generations wrap, workers die, come late or never."""
     random = Random(seed)
     world = World(piece_bytes=random.choice([5, 100]), books=2, generation=TOP - 1 - random.randrange(3))
@@ -176,7 +176,7 @@ def test_every_hand_over_is_answered_or_given_up_under_any_schedule(seed: int) -
         sources = [random.choice([WORKERS, WORKERS, WAIT]) for _ in range(LAYERS)]
         chunk = AssistedChunk(slot, book, sources, [(0, 1)] * LAYERS, world.ready(slot), generation)
         work = world.assisted(chunk)
-        workers_until = random.choice([0, 2, 99])  # hand-overs, until all have died
+        workers_until = random.choice([0, 2, 99])  # hand-offs, until all have died
         decode = FakePass(world, [])
         world.iterations.launch(world.metadata, decode, [], NOTHING)
         while not world.driver.is_idle(world.lanes.streams[Lane.ASSIST]):

@@ -15,7 +15,7 @@ from caraserve.core.lora_layout import GROUPS, AdapterSpec
 from caraserve.cpu.lora_workers.pool import Workers
 from caraserve.cpu.shared_memory import SharedRegion
 from caraserve.gpu.assist import work_orders
-from caraserve.gpu.forward.lanes import HandOver
+from caraserve.gpu.forward.lanes import HandOff
 from caraserve.gpu.forward.lora_pass import AssistTerms
 from caraserve.gpu.memory.host_memory import x_stride
 from caraserve.lora.peft import inspect_adapter
@@ -87,7 +87,7 @@ class Office:
         return int(self.state[WORKERS * 2 + 2])
 
     def prefill(self, request: Request) -> tuple[int | None, dict[int, set[int]]]:
-        """(token, by layer how its hand-overs came out) of a whole prompt."""
+        """(token, by layer how its hand-offs came out) of a whole prompt."""
         self.device.start(request.slot, request.prompt)
         rows = [request.row()]
         assert rows[0].count == TOKENS
@@ -97,11 +97,11 @@ class Office:
         work.begin(STREAM)
         for layer, group in self.places:
             entry = layer * len(GROUPS) + group
-            hand_over = HandOver(entry, *(0 for _ in range(6)))
+            hand_off = HandOff(entry, *(0 for _ in range(6)))
             work.before(layer, group, STREAM)
-            work.publish(layer, group, hand_over, STREAM)
+            work.publish(layer, group, hand_off, STREAM)
             work.project(layer, group, STREAM)
-            work.add(layer, group, hand_over, STREAM)
+            work.add(layer, group, hand_off, STREAM)
             outcomes.setdefault(layer, set()).add(int(self.gate[SLOT]))
         work.end(STREAM)
         return self.device.results(rows)[0].token_id, outcomes
@@ -119,7 +119,7 @@ class Office:
         return made
 
     def _terms(self) -> AssistTerms:
-        """Writes the letters of all hand-overs."""
+        """Writes the letters of all hand-offs."""
         model, base = self.device.spec, self.region.base
         for index, place in enumerate(self.places):
             layer, group = place

@@ -1,4 +1,4 @@
-"""Hand-overs of q, k and v to CPU LoRA workers, beside workers behind UNIX sockets and torch's threads.
+"""Hand-offs of q, k and v to CPU LoRA workers, beside workers behind UNIX sockets and torch's threads.
 
 Toppings Fig. 12 (right) and Fig. 17 (right).
 """
@@ -35,7 +35,7 @@ _MEASURED = np.dtype(np.float64)  # seconds that a socket's worker computed
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One hand-over: until all deltas were there, and for how long the slowest worker computed."""
+    """One hand-off: until all deltas were there, and for how long the slowest worker computed."""
 
     total_s: float
     compute_s: float
@@ -43,7 +43,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class RoundTripPoint:
-    """Hand-overs of a prompt to so many workers."""
+    """Hand-offs of a prompt to so many workers."""
 
     transport: str  # "shared memory" or "UNIX socket"
     workers: int
@@ -103,9 +103,9 @@ class Rig:
         self._backend.close()
 
     def exchange(self, dtype: Dtype, rank: int, tokens: int, workers: int) -> Exchange:
-        """One hand-over to so many of the workers."""
+        """One hand-off to so many of the workers."""
         self._backend.set_slices(lambda _: ceil_div(tokens, workers))
-        while (timed := self._backend.time_hand_over(self._slots[dtype, rank], tokens)) is None:
+        while (timed := self._backend.time_hand_off(self._slots[dtype, rank], tokens)) is None:
             if not self._backend.workers.await_all(_BIRTH_S):
                 raise BackendFailed("a CPU LoRA worker died and was not replaced")
         return Exchange(timed.total_s, timed.compute_s)
@@ -197,7 +197,7 @@ def _receive(end: socket.socket, into: NDArray[np.generic]) -> None:
 def round_trips(
     rig: Rig, hidden: int, rank: int, prompts: Sequence[int], cores: Sequence[int], repeats: int
 ) -> Iterator[RoundTripPoint]:
-    """Shared memory and sockets in turn, one worker and all, as few hand-overs apart as they can be."""
+    """Shared memory and sockets in turn, one worker and all, as few hand-offs apart as they can be."""
     for workers in dict.fromkeys((1, len(cores))):
         for tokens in prompts:
             sockets = SocketWorkers(hidden, rank, tokens, cores[:workers])
