@@ -26,7 +26,7 @@ from caraserve.cluster.membership.dns import (
     join_address,
     outward_address,
 )
-from caraserve.cluster.membership.node import Node, NodeConfig, QueryBody
+from caraserve.cluster.membership.node import Node, NodeConfig, NodeListener, QueryBody
 from caraserve.cluster.placement.planner import PlacementPlanner
 from caraserve.cluster.placement.reconciler import Reconciler
 from caraserve.cluster.routing.cost import LinkSpeeds
@@ -165,16 +165,14 @@ class FleetAdapters:
         """For the port on which other instances ask."""
         return [*self.pool.store.uploads.routes(), *(self.planner.routes() if self.planner else ())]
 
-    def prepare(self, publisher: Publisher, forwarding: Forwarding) -> None:
+    def answer_query(self, forwarding: Forwarding, peer: str, body: QueryBody) -> QueryBody:
+        """Answers another instance: whether this one keeps an adapter, or what a request would cost here."""
+        return self.pool.store.answer(peer, body) if body[:1] == (KEEP_QUESTION,) else forwarding.quote(peer, body)
+
+    def prepare(self, forwarding: Forwarding) -> None:
         """Before the node starts."""
-        node, pool = self.node, self.pool
-
-        def answer(peer: str, body: QueryBody) -> QueryBody:
-            return pool.store.answer(peer, body) if body[:1] == (KEEP_QUESTION,) else forwarding.quote(peer, body)
-
-        node.on_question, publisher.on_wanted = answer, pool.adopt
         if self.can_fetch:
-            forwarding.fetcher = pool
+            forwarding.fetcher = self.pool
         if self.planner is not None:
             self.planner.on_plan = forwarding.adopt
 
@@ -270,14 +268,18 @@ async def join(
             "give --profile"
         )
     drift = DriftWatch(profile, padded_rank=padded_rank) if profile else None
-    publisher = Publisher(node, engine, metrics.answers, drift, links)
-    node.load_now, node.on_names = publisher.load_now, publisher.take_names
+    publisher = Publisher(node, engine, metrics.answers, drift, links, adapters.pool.adopt)
     forwarding, relays = dispatch.forwarding, dispatch.relays
-    adapters.prepare(publisher, forwarding)
-
-    node.on_member = lambda record, before: relays.changed(record)
+    adapters.prepare(forwarding)
+    listener = NodeListener(
+        current_load=publisher.current_load,
+        on_registry_change=publisher.apply_registry_changes,
+        on_holders_change=adapters.pool.on_holders_change,
+        on_member_change=lambda record, before: relays.changed(record),
+        answer_query=lambda peer, body: adapters.answer_query(forwarding, peer, body),
+    )
     stack.push_async_callback(node.stop)
-    await node.start(await _advertised(cluster, *where))
+    await node.start(await _advertised(cluster, *where), listener)
     engine.watch = publisher.watch
     metrics.show(publisher.families)
     metrics.show(node.families)

@@ -73,7 +73,8 @@ async def prepared(
         stack.push_async_callback(dispatch.relays.close)
 
         async def join_it(accounting_begins: Callable[..., None], profile: Profile | None, rank: int | None) -> None:
-            adapters: Any = SimpleNamespace(prepare=lambda *parts: None, join=accounting_begins)
+            pool = SimpleNamespace(adopt=lambda adapter: None, on_holders_change=lambda: None)
+            adapters: Any = SimpleNamespace(pool=pool, prepare=lambda forwarding: None, join=accounting_begins)
             parts = (stack, node, dispatch, adapters, engine, metrics, profile, cluster_config(), LinkSpeeds())
             await join(*parts, ("127.0.0.1", 1), rank)
 

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -12,10 +12,10 @@ from random import Random
 from aiohttp import web
 
 from caraserve.cluster.membership.auth import Keyring, SecretFile
-from caraserve.cluster.membership.node import Node, NodeConfig
-from caraserve.cluster.membership.swim import MemberState
+from caraserve.cluster.membership.node import Node, NodeConfig, NodeListener, QueryBody
+from caraserve.cluster.membership.swim import MemberRecord, MemberState
 from caraserve.cluster.state.persistence import ClusterRegistryFile
-from caraserve.cluster.state.replicated_map import InstanceLoad
+from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter
 from caraserve.http.peer_routes import add_peer_routes
 
 KEYS = Keyring((b"a secret of the tests",))
@@ -98,10 +98,31 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 @dataclass
+class Handlers:
+    """What a node's listener calls: unlike the listener's own fields, they may be replaced while the node runs."""
+
+    current_load: Callable[[float], InstanceLoad] = lambda lag_s: LOAD
+    on_registry_change: Callable[[Mapping[str, RegisteredAdapter | None]], None] = lambda changes: None
+    on_member_change: Callable[[MemberRecord, MemberState | None], None] = lambda record, before: None
+    on_holders_change: Callable[[], None] = lambda: None
+    answer_query: Callable[[str, QueryBody], QueryBody] = lambda peer, body: ()
+
+    def listener(self) -> NodeListener:
+        return NodeListener(
+            current_load=lambda lag_s: self.current_load(lag_s),
+            on_registry_change=lambda changes: self.on_registry_change(changes),
+            on_member_change=lambda record, before: self.on_member_change(record, before),
+            on_holders_change=lambda: self.on_holders_change(),
+            answer_query=lambda peer, body: self.answer_query(peer, body),
+        )
+
+
+@dataclass
 class Instance:
     """A node that others can connect to."""
 
     node: Node
+    handlers: Handlers
     runner: web.AppRunner
     door: socket.socket
     address: str
@@ -142,7 +163,7 @@ class Instances:
         tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None,
         called: str | None = None,
         base_name: str = "",
-        prepare: Callable[[Node], None] = lambda node: None,
+        prepare: Callable[[Node, Handlers], None] = lambda node, handlers: None,
         routes: Callable[[Node], Sequence[web.RouteDef]] = lambda node: (),
     ) -> Instance:
         """Joins the first one started, unless told whom. `tls`: for listening and for dialling."""
@@ -150,8 +171,8 @@ class Instances:
         seeds = peers if peers is not None else (self._first,) if self._first else ("127.0.0.1:1",)
         config = NodeConfig("tests", called or name, model, seeds, keys, tls[1] if tls else None, base_name)
         node = Node(config, names, rng=Random(name))
-        node.load_now = lambda lag_s: LOAD
-        prepare(node)
+        handlers = Handlers()
+        prepare(node, handlers)
         app = web.Application()
         add_peer_routes(app, node, routes(node))
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
@@ -162,8 +183,8 @@ class Instances:
         relay = Relay(port) if behind_relay else None
         address = f"127.0.0.1:{await relay.start() if relay else port}"
         self._first = self._first or address
-        await node.start(address)
-        instance = self.running[name] = Instance(node, runner, door, address, relay)
+        await node.start(address, handlers.listener())
+        instance = self.running[name] = Instance(node, handlers, runner, door, address, relay)
         return instance
 
     async def stop(self, name: str) -> None:

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from caraserve.lora.catalog import AdapterReader, Catalog, CatalogRules
 from caraserve.lora.manager import AdapterManager
 from caraserve.lora.registry import Registry
 from caraserve.lora.start_policy import StartPolicy
-from tests.cluster.nodes import KEYS, Instance, Instances, instances, until
+from tests.cluster.nodes import KEYS, Handlers, Instance, Instances, instances, until
 from tests.fake_backend import FakeBackend
 from tests.lora.folders import SPEC, tensors_for, write_adapter
 
@@ -67,7 +68,7 @@ class Member:
     _transfers: PeerClient = field(init=False)
     _tasks: list["asyncio.Task[None]"] = field(default_factory=list)
 
-    def make(self, node: Node) -> None:
+    def make(self, node: Node, handlers: Handlers) -> None:
         loop = asyncio.get_running_loop()
         self._reader = AdapterReader(SPEC, lambda call: loop.call_soon_threadsafe(call) and None)
         room, arena = MemoryBudget(_LIMITS, _MIB), Arena(aligned_bytes(self.host_bytes))
@@ -81,9 +82,10 @@ class Member:
         self.stored = DiskCache(self.folder, SPEC)
         self._transfers = PeerClient(lambda: KEYS, None)
         self.pool = AdapterPool(node, self.catalog, self._reader, self.stored, self._transfers, SPEC, self.most_bytes)
-        self.publisher = Publisher(node, _Engine(self.catalog), lambda: (0, 0), None, LinkSpeeds())  # type: ignore[arg-type]
-        node.on_names, node.on_question = self.publisher.take_names, self.pool.store.answer
-        self.publisher.on_wanted = self.pool.adopt
+        engine: Any = _Engine(self.catalog)
+        self.publisher = Publisher(node, engine, lambda: (0, 0), None, LinkSpeeds(), self.pool.adopt)
+        handlers.on_registry_change = self.publisher.apply_registry_changes
+        handlers.on_holders_change, handlers.answer_query = self.pool.on_holders_change, self.pool.store.answer
 
     async def begin(self, instance: Instance) -> None:
         self.instance = instance
@@ -141,11 +143,8 @@ class Pools:
         folder = self._folder / f"{name}.adapters"
         member = self.members[name] = Member(folder, **sizes)
 
-        def prepare(node: Node) -> None:
-            member.make(node)
-
         instance = await self._group.start(
-            name, prepare=prepare, routes=lambda node: member.pool.store.uploads.routes()
+            name, prepare=member.make, routes=lambda node: member.pool.store.uploads.routes()
         )
         await member.begin(instance)
         await asyncio.gather(*member.pool._tasks, *member.pool.store._tasks)  # what is known is taken up

@@ -16,14 +16,7 @@ What others build on it, all on the event loop and without waiting:
     node.advertise(digest, tier), node.withdraw(digest)  our own bytes; `hold` once they are verified
     node.publish(model, links)      our performance model or None, again whenever it changes
 
-and what calls them back, each a plain attribute that is set before `start`:
-
-    node.on_names(news)             names that others gave or took away: {name: Adapter, or None for a removed one}
-    node.on_held()                  what some instance holds has changed, or who is alive
-    node.on_member(record, before)  an instance came, came back, fell under suspicion, died or left
-    node.on_question(peer, body) -> body    another instance asks for a quote; `await node.query(peer, body, timeout_s)`
-                                    is the other side, and gives None when no answer came in time
-    node.load_now(lag_s) -> Load    our load, for every beat
+What a node calls is in `NodeListener`.
 
 `add_peer_routes` of http/peers.py puts `node.accept` on a port. Forwarded requests and adapter bytes belong on that
 port, too: `record.address` is the only address that is known of an instance.
@@ -92,6 +85,22 @@ class NodeConfig:
     base_name: str = ""  # by which clients ask for the base model: no adapter's name
 
 
+@dataclass(frozen=True, slots=True)
+class NodeListener:
+    """What a node calls, on the event loop, while it runs."""
+
+    # The load for the next heartbeat, given by how many seconds the event loop lags.
+    current_load: Callable[[float], InstanceLoad] = lambda lag_s: InstanceLoad("serving", lag_s=lag_s)
+    # Names that other instances registered, or removed (None).
+    on_registry_change: Callable[[Mapping[str, RegisteredAdapter | None]], None] = lambda changes: None
+    # An instance joined, came back, became suspect, died or left; its state before is None if it is new.
+    on_member_change: Callable[[MemberRecord, MemberState | None], None] = lambda record, before: None
+    # The adapters that some instance advertises have changed, or the state of an instance.
+    on_holders_change: Callable[[], None] = lambda: None
+    # The answer to a query of another instance, given its name and the query's body.
+    answer_query: Callable[[str, QueryBody], QueryBody] = lambda peer, body: ()
+
+
 class Node:
     """See above. Made before the port listens, started when it does."""
 
@@ -100,11 +109,7 @@ class Node:
     ) -> None:
         self.name = config.name or ""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.on_names: Callable[[Mapping[str, RegisteredAdapter | None]], None] = lambda news: None
-        self.on_member: Callable[[MemberRecord, MemberState | None], None] = lambda record, before: None
-        self.on_held: Callable[[], None] = lambda: None
-        self.on_question: Callable[[str, QueryBody], QueryBody] = lambda peer, body: ()
-        self.load_now: Callable[[float], InstanceLoad] = lambda lag_s: InstanceLoad("serving", lag_s=lag_s)
+        self._listener = NodeListener()
         self._config, self._names, self._rng, self._now = config, names, rng, now
         self._protocol: ClusterProtocol | None = None
         self._sockets: WebSocketTransport | None = None
@@ -122,8 +127,9 @@ class Node:
 
     # ---- life
 
-    async def start(self, address: str) -> None:
+    async def start(self, address: str, listener: NodeListener) -> None:
         """Joins: dials the peers until it is known, and goes on doing so. Raises ConfigError."""
+        self._listener = listener
         seeds, self._unresolved = await resolve_peers(self._config.peers, self._resolver)
         check_count(seeds)
         wall_ms = int(time.time() * 1000)
@@ -180,7 +186,11 @@ class Node:
 
     def load(self, name: str) -> tuple[InstanceLoad, float] | None:
         """The newest load of an instance and its age in seconds."""
-        return (self.load_now(self._lag_s), 0.0) if name == self.name else self.protocol.state.load(name, self._now())
+        return (
+            (self._listener.current_load(self._lag_s), 0.0)
+            if name == self.name
+            else self.protocol.state.load(name, self._now())
+        )
 
     def instances(self) -> tuple[Instance, ...]:
         """What a router chooses among. Built anew only where a beat, a profile or a state has changed."""
@@ -322,7 +332,7 @@ class Node:
             await asyncio.sleep(_TICK_S)
 
     def _beat(self, now: float) -> None:
-        load = self.load_now(self._lag_s)
+        load = self._listener.current_load(self._lag_s)
         self.protocol.set_load(load, now, urgent=load.status != self._status)
         self._status, self._beat_s = load.status, now + 2 * _TICK_S
 
@@ -366,16 +376,18 @@ class Node:
         match output:
             case MemberChanged(record, before):
                 log.info("%s at %s is %s", record.name, record.address, record.state.name.lower())
-                self.on_member(record, before)
-                self.on_held()
+                self._listener.on_member_change(record, before)
+                self._listener.on_holders_change()
             case EntriesChanged(owner, entries) if owner == REGISTRY:
                 self._names.save(entries)
                 # What a later version means by a value is unknown here: as if nothing had been said, and no removal.
                 means = {entry.key: self.adapter(entry.key) for entry in entries}
                 gone = {entry.key for entry in entries if entry.deleted}
-                self.on_names({name: adapter for name, adapter in means.items() if adapter or name in gone})
+                self._listener.on_registry_change(
+                    {name: adapter for name, adapter in means.items() if adapter or name in gone}
+                )
             case EntriesChanged():
-                self.on_held()
+                self._listener.on_holders_change()
             case PeerRefused(peer, reason):
                 self._say(logging.WARNING, "refused", peer, "%s is refused: %s", peer, reason)
             case RefusedByPeer(peer, reason, ours_to_go):
@@ -387,7 +399,7 @@ class Node:
 
     def _quoted(self, peer: str, quote: PeerQuery) -> None:
         if not quote.answer:
-            self.protocol.send_query(peer, PeerQuery(quote.number, True, self.on_question(peer, quote.body)))
+            self.protocol.send_query(peer, PeerQuery(quote.number, True, self._listener.answer_query(peer, quote.body)))
         elif (future := self._questions.get((peer, quote.number))) is not None and not future.done():
             future.set_result(quote.body)
 

@@ -207,7 +207,7 @@ class Forwarding:
         return check_acceptance(arrival, own, tier, force, draining=self._draining())
 
     def quote(self, peer: str, body: Body) -> Body:
-        """For `Node.on_question`: what a request would cost here."""
+        """For `NodeListener.answer_query`: what a request would cost here."""
         match body:
             case ("route", str(adapter), int(tokens), float(output_tokens) | int(output_tokens)) if output_tokens >= 1:
                 name = adapter or None

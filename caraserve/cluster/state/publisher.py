@@ -61,13 +61,13 @@ class Publisher:
         answers: Callable[[], tuple[int, int]],
         drift: DriftWatch | None,
         links: LinkSpeeds,
+        on_wanted: Callable[[RegisteredAdapter], None] = lambda adapter: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`answers`: how many have ended and how many tokens they had. `drift` None: nothing is known of this machine,
         and routers take it for as slow as the slowest that they know."""
-        self.on_wanted: Callable[[RegisteredAdapter], None] = lambda adapter: None  # a name whose bytes are not here
         self._node, self._engine, self._answers = node, engine, answers
-        self._drift, self._links, self._now = drift, links, now
+        self._drift, self._links, self._on_wanted, self._now = drift, links, on_wanted, now
         self._holdings = AdvertisedTiers()
         self._response_tokens = _PRIOR_TOKENS
         self._answered = (0, 0)
@@ -92,7 +92,7 @@ class Publisher:
             given_s = self._node.last_changed_s(info.name)
             if given_s is not None and given_s > info.created_s and not self._means(info.name, info.digest):
                 self.advertise(info.digest, Tier.DISK)
-                self.take_names({info.name: self._node.adapter(info.name)})
+                self.apply_registry_changes({info.name: self._node.adapter(info.name)})
             else:
                 self.changed(info.name, info)
         self._node.publish(self._drift.model if self._drift else None, self._links)
@@ -120,7 +120,7 @@ class Publisher:
         self._holdings.withdraw(digest)
         self._node.withdraw(digest)
 
-    def take_names(self, news: Mapping[str, RegisteredAdapter | None]) -> None:
+    def apply_registry_changes(self, news: Mapping[str, RegisteredAdapter | None]) -> None:
         """Names that others gave or took away. Those that `announce` has not come to yet wait for it: it knows whether
         the cluster's meaning or ours is the later one."""
         for name, adapter in news.items():
@@ -133,9 +133,9 @@ class Publisher:
             elif here is None or here.digest != adapter.digest:
                 if here is not None:
                     log.warning("adapter %s has other contents now: %s, not %s", name, adapter.digest, here.digest)
-                self.on_wanted(adapter)
+                self._on_wanted(adapter)
 
-    def load_now(self, lag_s: float) -> InstanceLoad:
+    def current_load(self, lag_s: float) -> InstanceLoad:
         """What the next beat says."""
         work = self._engine.workload(self._response_tokens)
         if not work.running:
@@ -200,7 +200,7 @@ class Publisher:
         text = "Times that the performance model was fitted anew."
         yield family("caraserve:model_refits_total", "counter", text, [(labels, self._drift.refits)])
         typical = TypicalRequest(output_tokens=self._response_tokens)
-        yield from price_families(self._drift.model, backlog_of(self.load_now(0.0)), labels, typical)
+        yield from price_families(self._drift.model, backlog_of(self.current_load(0.0)), labels, typical)
 
     def _count(self, phase: str, predicted_ms: float, observed_ms: float) -> None:
         predicted, observed = self._times_ms[phase]
@@ -226,4 +226,6 @@ class Publisher:
             log.warning("adapter %s was removed from the cluster and stays here: %s", name, error.message)
         finally:
             self._taken.discard(name)
-        self.take_names({name: self._node.adapter(name)} if self._node.adapter(name) else {})  # given again meanwhile
+        self.apply_registry_changes(
+            {name: self._node.adapter(name)} if self._node.adapter(name) else {}
+        )  # given again meanwhile

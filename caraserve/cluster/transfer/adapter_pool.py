@@ -86,7 +86,6 @@ class AdapterPool:
         self._publisher: Publisher | None = None
         self._tasks = Tasks()
         self._complained: set[str] = set()
-        node.on_held = self._holders.changed
         reader.fetch = self.fetch
 
     # --- life ---
@@ -116,6 +115,10 @@ class AdapterPool:
         """Ends what is under way."""
         await self._tasks.end()
         await self.store.close()
+
+    def on_holders_change(self) -> None:
+        """Wakes downloads that wait for an instance with their adapter."""
+        self._holders.changed()
 
     # --- names ---
 

@@ -294,7 +294,7 @@ class AdapterStore:
         return False
 
     def answer(self, peer: str, body: QueryBody) -> QueryBody:
-        """For `Node.on_question`: another instance would delete, and asks us to keep ours."""
+        """For `NodeListener.answer_query`: another instance would delete, and asks us to keep ours."""
         match body:
             case (_, str(digest), float(ttl_s) | int(ttl_s)) if 0 < ttl_s <= 10 * _PROMISE_S:
                 if not self._copies.has(digest):

@@ -37,7 +37,7 @@ async def test_five_see_each_other_and_one_that_leaves_is_suspected_by_nobody(tm
     async with instances(tmp_path) as running:
         await together(running, "a", "b", "c", "d", "e")
         for one in running.running.values():
-            one.node.on_member = lambda record, before: seen.append(record.state)
+            one.handlers.on_member_change = lambda record, before: seen.append(record.state)
         await running.stop("e")
         await until(running.agree)
         assert all(one.sees("e") == MemberState.LEFT for one in running.running.values())
@@ -50,7 +50,7 @@ async def test_a_name_is_known_everywhere_and_forgotten_everywhere(tmp_path: Pat
     async with instances(tmp_path) as running:
         await together(running, "a", "b", "c")
         a, b, c = (running.running[name].node for name in "abc")
-        c.on_names = heard.append
+        running.running["c"].handlers.on_registry_change = heard.append
         a.register(adapter)
         a.advertise("d1", Tier.HOST)
         await until(lambda: b.adapter("poet") == c.adapter("poet") == adapter)
@@ -65,7 +65,7 @@ async def test_a_name_given_in_words_of_a_later_version_is_not_taken_for_a_remov
     async with instances(tmp_path) as running:
         await together(running, "a", "b")
         a, b = running.running["a"].node, running.running["b"].node
-        a.on_names = heard.update
+        running.running["a"].handlers.on_registry_change = heard.update
         wall_ms = int(time.time() * 1000)
         later = Entry("poet", ("blake3", "digest"), wall_ms << 16, "b")
         b.protocol.state.merge(REGISTRY, [later], wall_ms)
@@ -171,7 +171,7 @@ async def test_a_question_is_answered_and_one_to_nobody_is_not(tmp_path: Path) -
     async with instances(tmp_path) as running:
         await together(running, "a", "b")
         a, b = running.running["a"].node, running.running["b"].node
-        b.on_question = answer
+        running.running["b"].handlers.answer_query = answer
         assert await a.query("b", ("cost", 8), 1.0) == ("a", "cost", 8, 0.5)
         assert await asyncio.gather(*(a.query("b", (index,), 1.0) for index in range(3))) == [
             ("a", index, 0.5) for index in range(3)
@@ -202,7 +202,7 @@ async def test_secrets_change_without_a_pause(tmp_path: Path) -> None:
     async with instances(tmp_path) as running:
         for name in "ab":
             one = await running.start(name, keys=secrets[name])
-            one.node.on_member = lambda record, before: left.append(record.state)
+            one.handlers.on_member_change = lambda record, before: left.append(record.state)
         await until(running.agree)
         for content in (OLD + b"\n" + NEW, NEW + b"\n" + OLD + b"\n", NEW):
             for name, file in files.items():
@@ -273,8 +273,8 @@ async def test_a_defect_in_what_one_change_leads_to_keeps_no_other_change_back(t
             raise ZeroDivisionError
 
     async with instances(tmp_path) as running:
-        a = (await running.start("a")).node
-        a.on_member = fail_once
+        one = await running.start("a")
+        a, one.handlers.on_member_change = one.node, fail_once
         for name in ("x", "y"):
             a.protocol.members.merge(
                 MemberUpdate(MemberRecord(name, "127.0.0.1:1", 1, 0, MemberState.ALIVE), ""), a._now()
@@ -286,12 +286,13 @@ async def test_a_node_whose_tick_fails_ticks_again(tmp_path: Path, monkeypatch: 
     async with instances(tmp_path) as running:
         await together(running, "a", "b")
         a, b = running.running["a"].node, running.running["b"].node
+        handlers = running.running["a"].handlers
 
         def fail_once(lag_s: float) -> InstanceLoad:
-            a.load_now = lambda lag_s: InstanceLoad("serving", queued=7)
+            handlers.current_load = lambda lag_s: InstanceLoad("serving", queued=7)
             raise ZeroDivisionError
 
-        a.load_now = fail_once
+        handlers.current_load = fail_once
         await until(lambda: (found := b.protocol.state.load("a", 0.0)) is not None and found[0].queued == 7)
         assert not a.ended.done()
         assert 'background_task_failures_total{task="cluster tick",x="y"} 1' in "".join(a.background.families('x="y"'))

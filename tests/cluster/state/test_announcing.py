@@ -1,6 +1,7 @@
 """An instance that starts with thousands of adapters tells its cluster of them, and does its other work meanwhile."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,9 +37,11 @@ class Catalog:
         return self.infos.get(name)
 
 
-def publisher_of(node: Node, catalog: Catalog) -> Publisher:
+def publisher_of(
+    node: Node, catalog: Catalog, on_wanted: Callable[[RegisteredAdapter], None] = lambda adapter: None
+) -> Publisher:
     engine: Any = SimpleNamespace(catalog=catalog)
-    return Publisher(node, engine, lambda: (0, 0), DriftWatch(load(PROFILE)), LinkSpeeds())
+    return Publisher(node, engine, lambda: (0, 0), DriftWatch(load(PROFILE)), LinkSpeeds(), on_wanted)
 
 
 async def test_others_have_their_turn_and_all_is_said_in_the_end(tmp_path: Path) -> None:
@@ -96,13 +99,13 @@ async def test_what_the_cluster_meant_before_ours_was_loaded_is_nothing_to_us(tm
     """Also where it is heard of while names wait for their turn."""
     async with instances(tmp_path) as running:
         node, catalog = (await running.start("a")).node, Catalog()
-        publisher, wanted = publisher_of(node, catalog), []
-        publisher.on_wanted = wanted.append
+        wanted: list[RegisteredAdapter] = []
+        publisher = publisher_of(node, catalog, wanted.append)
 
         async def hear() -> None:
             assert node.adapter("n2998") is None
             older = RegisteredAdapter("n2999", "a" * 64, 8, 10)
-            publisher.take_names({"n2998": None, "n2999": older})
+            publisher.apply_registry_changes({"n2998": None, "n2999": older})
 
         hearing = asyncio.create_task(hear())
         await publisher.announce()
@@ -114,10 +117,10 @@ async def test_what_the_cluster_meant_before_ours_was_loaded_is_nothing_to_us(tm
 
 async def test_once_announced_a_name_means_what_others_say(tmp_path: Path) -> None:
     async with instances(tmp_path) as running:
-        publisher, wanted = publisher_of((await running.start("a")).node, Catalog()), []
-        publisher.on_wanted = wanted.append
+        wanted: list[RegisteredAdapter] = []
+        publisher = publisher_of((await running.start("a")).node, Catalog(), wanted.append)
         await publisher.announce()
-        publisher.take_names({"n2999": (newer := RegisteredAdapter("n2999", "b" * 64, 8, 10))})
+        publisher.apply_registry_changes({"n2999": (newer := RegisteredAdapter("n2999", "b" * 64, 8, 10))})
         assert wanted == [newer]
 
 

@@ -42,9 +42,12 @@ async def published(folder: Path) -> AsyncIterator[tuple[Engine, Publisher, Inst
         running(model_config(demo.model_folder()), lora, engine_config(seqs=2)) as engine,
         instances(folder) as group,
     ):
-        a = (await group.start("a")).node
-        publisher = Publisher(a, engine, lambda: (0, 0), DriftWatch(load(PROFILE)), LinkSpeeds())
-        a.load_now, a.on_names = publisher.load_now, publisher.take_names
+        a = await group.start("a")
+        publisher = Publisher(a.node, engine, lambda: (0, 0), DriftWatch(load(PROFILE)), LinkSpeeds())
+        a.handlers.current_load, a.handlers.on_registry_change = (
+            publisher.current_load,
+            publisher.apply_registry_changes,
+        )
         engine.watch, engine.catalog.on_change = publisher.watch, publisher.changed
         await publisher.announce()
         await group.start("b")
@@ -66,7 +69,7 @@ async def test_others_learn_of_adapters_and_of_the_machine(tmp_path: Path) -> No
 async def test_what_others_remove_is_unloaded_and_what_they_add_is_wanted(tmp_path: Path) -> None:
     async with published(tmp_path) as (engine, publisher, group):
         wanted: list[RegisteredAdapter] = []
-        publisher.on_wanted = wanted.append
+        publisher._on_wanted = wanted.append
         b = group.running["b"].node
         await until(lambda: b.adapter("chef") is not None)
         b.remove("chef")
@@ -101,7 +104,7 @@ async def test_an_unload_that_fails_in_an_unforeseen_way_is_said(
 
     async with published(tmp_path) as (engine, publisher, _):
         monkeypatch.setattr(engine, "unload_adapter", broken)
-        publisher.take_names({"chef": None})
+        publisher.apply_registry_changes({"chef": None})
         await until(lambda: "has stopped" in caplog.text)
         assert "ZeroDivisionError: chef" in caplog.text
 
@@ -111,23 +114,23 @@ async def test_a_load_counts_what_runs_and_what_waits(tmp_path: Path) -> None:
         ranks = {name: engine.adapter(name).rank for name in ADAPTERS}
         tasks = [submit(engine, PROMPT, name, max_tokens=2) for name in ("poet", "poet", "chef", None)]
         await asyncio.sleep(0)
-        said = publisher.load_now(0.0)
+        said = publisher.current_load(0.0)
         assert said.running + said.queued == 4
         assert dict(said.ranks) == {0: 1, ranks["poet"]: 2, ranks["chef"]: 1}
         assert said.queued_tokens == 4 * len(PROMPT)
         assert said.queued_token_ranks == len(PROMPT) * (2 * ranks["poet"] + ranks["chef"])
         assert said.kv_free_tokens < said.kv_tokens - said.queued_tokens
         await asyncio.gather(*tasks)
-        idle = publisher.load_now(0.0)
+        idle = publisher.current_load(0.0)
         assert (idle.running, idle.queued, idle.ranks, idle.queued_tokens) == (0, 0, (), 0)
         assert idle.kv_free_tokens == idle.kv_tokens
 
 
 async def test_one_whose_device_has_failed_asks_for_nothing(tmp_path: Path) -> None:
     async with published(tmp_path) as (engine, publisher, _):
-        assert publisher.load_now(0.0).status == "serving"
+        assert publisher.current_load(0.0).status == "serving"
         engine.failure = "out of its bus"
-        assert publisher.load_now(0.0).status == "draining"
+        assert publisher.current_load(0.0).status == "draining"
 
 
 async def test_predicted_stands_beside_observed(tmp_path: Path) -> None:

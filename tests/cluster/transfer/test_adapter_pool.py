@@ -159,7 +159,7 @@ async def test_bytes_whose_name_cannot_be_served_here_are_kept_for_those_who_can
         too_many = 2 << 30
         b.catalog.adopt("poet", "0" * 64, 8, num_bytes)  # b's only name for it now means another thing
         b.node.register(RegisteredAdapter("bard", digest, 8, too_many))
-        b.publisher.take_names({"bard": b.node.adapter("bard")})
+        b.publisher.apply_registry_changes({"bard": b.node.adapter("bard")})
         assert not b.knows("bard")
         b.pool.store.renamed()
         await b.pool.store.sweep()
@@ -233,7 +233,7 @@ async def test_a_request_gets_the_meaning_that_its_name_has_by_now(tmp_path: Pat
     async with pools(tmp_path) as fleet:
         a, b = await fleet.start("a"), await fleet.start("b")
         await fleet.load(a, "poet", 1)
-        b.publisher.on_wanted = a.publisher.on_wanted = lambda adapter: None  # nobody adopts it by itself
+        b.publisher._on_wanted = a.publisher._on_wanted = lambda adapter: None  # nobody adopts it by itself
         new = await a.catalog.load("poet", str(write_folder(tmp_path / "new", 2)), inplace=True)
         await until(lambda: new.digest in {one.digest for one in b.node.adapters()})
         assert b.catalog.get("poet").digest != new.digest
@@ -272,7 +272,7 @@ async def test_a_name_given_again_while_its_last_request_ends_stays(tmp_path: Pa
         running = b.catalog.pin("poet")
         b.node.remove("poet")
         await until(lambda: a.node.adapter("poet") is None and not a.knows("poet"))
-        b.publisher.take_names({"poet": None})
+        b.publisher.apply_registry_changes({"poet": None})
         await asyncio.sleep(0)  # the unloading has begun
         b.node.register(meaning)
         await until(lambda: not b.knows("poet"))
