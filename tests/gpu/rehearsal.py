@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from caraserve.bench.cli import bench_parser
-from caraserve.bench.gpu.__main__ import of_stage
+from caraserve.bench.gpu.__main__ import run_stage
 from caraserve.bench.gpu.accelerator import Mark
-from caraserve.bench.gpu.effort import Effort
-from caraserve.bench.gpu.outcome import Figures
-from caraserve.bench.gpu.rig import Opened, Rig
-from caraserve.bench.gpu.run import Report, check, named
+from caraserve.bench.gpu.results import Figures
+from caraserve.bench.gpu.run import StageReport, check, parse_stages
+from caraserve.bench.gpu.setup import CheckEffort, CheckSetup, Opened
 from caraserve.bench.gpu.stages import STAGES, Stage
 from caraserve.bench.records import RequestRecord, Run
 from caraserve.bench.report.files import document
@@ -47,7 +46,7 @@ FACTS = DeviceFacts(
     numa_node=None,
     lockable_bytes=None,
 )
-SMALL = Effort(
+SMALL = CheckEffort(
     shape=Shape(hidden=64, layers=1, intermediate=96, vocab=160, heads=4, kv_heads=2),
     cases=1,
     vocab=160,
@@ -150,14 +149,14 @@ def main() -> int:
     torch.set_num_threads(1)
     open_ = opener(args.without)
 
-    def run(stage: Stage, known: Mapping[str, Figures], folder: Path) -> Report:
+    def run(stage: Stage, known: Mapping[str, Figures], folder: Path) -> StageReport:
         mine = folder / stage.name
         mine.mkdir(parents=True)
         server = ("--modes", "cached,auto", "--num-prompts", "4")
-        rig = Rig(open_, FACTS, SMALL, mine, 120.0, known, server, told)
-        return of_stage(stage, lambda: replace(rig, started_s=time.monotonic()))
+        setup = CheckSetup(open_, FACTS, SMALL, mine, 120.0, known, server, told)
+        return run_stage(stage, lambda: replace(setup, started_s=time.monotonic()))
 
-    return check(named(args.only), run, args.folder, args.folder / "result.json", 1000.0)
+    return check(parse_stages(args.only), run, args.folder, args.folder / "result.json", 1000.0)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from caraserve.bench.gpu.outcome import WrongResult
-from caraserve.bench.gpu.rig import Rig, real_rig
-from caraserve.bench.gpu.run import Report, named
+from caraserve.bench.gpu.results import WrongResult
+from caraserve.bench.gpu.run import StageReport, parse_stages
+from caraserve.bench.gpu.setup import CheckSetup, real_setup
 from caraserve.bench.gpu.stages import Stage
 from caraserve.gpu.driver.detect import prepare_environment
 
@@ -28,25 +28,25 @@ def main() -> int:
     args = parser.parse_args()
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
     prepare_environment()
-    (stage,) = named(args.stage)
+    (stage,) = parse_stages(args.stage)
     known = json.loads((args.folder / "known.json").read_text(encoding="utf-8"))
-    report = of_stage(stage, lambda: real_rig(args.folder, args.budget_s, known, tuple(args.server)))
+    report = run_stage(stage, lambda: real_setup(args.folder, args.budget_s, known, tuple(args.server)))
     # Written whole or not at all: whoever reads it may have given this process up.
     made = args.folder / "report.json.new"
-    made.write_text(report.written(), encoding="utf-8")
+    made.write_text(report.to_json(), encoding="utf-8")
     made.replace(args.folder / "report.json")
     return 0
 
 
-def of_stage(stage: Stage, rig: Callable[[], Rig]) -> Report:
+def run_stage(stage: Stage, setup: Callable[[], CheckSetup]) -> StageReport:
     """What a stage found, or what kept it from finding anything, whatever that was."""
     try:
-        outcome = stage.run(rig())
+        result = stage.run(setup())
     except WrongResult as error:
-        return Report(error=f"WRONG: {error}")
+        return StageReport(error=f"WRONG: {error}")
     except Exception as error:
-        return Report(error=f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
-    return Report(outcome.figures, tuple(outcome.lines))
+        return StageReport(error=f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+    return StageReport(result.figures, tuple(result.lines))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,22 @@
 """Backends that the stages ask: CUDA's over a rig's device, and the CPU's as the judge."""
 
 import hashlib
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.bench.gpu.rig import Rig
+from caraserve.bench.gpu.session import Prompt, Session, tokens
+from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.bench.synthetic import Shape, llama_config, write_adapters, write_model
 from caraserve.core.backend import Backend
+from caraserve.core.batch import Batch, ScheduledRow
 from caraserve.core.lora_layout import ALIGN_BYTES, AdapterSpec, HostAdapter, lay_out
 from caraserve.cpu.weights import folder_reader, load_model
 from caraserve.gpu.backend import CudaBackend
@@ -23,6 +28,9 @@ from caraserve.model.spec import SITES, ModelSpec, load_spec, parse_spec
 from caraserve.profiling.microbench import random_adapter
 from caraserve.util.units import align_up
 
+DTYPE = Dtype.BF16
+_THREADS = "caraserve-"  # begin the names of a backend's threads
+_SETTLING = 2  # iterations that begin before those that count are queued
 TINY = Shape(hidden=64, layers=2, intermediate=96, vocab=512, heads=4, kv_heads=2)
 _TINY_RANKS = (4, 8, 16, 24)
 TINY_CONTEXT = 128
@@ -88,7 +96,7 @@ def cpu_backend(model: TinyModel, slots: int, adapter_slots: int, step_tokens: i
 
 @contextmanager
 def cuda_backend(
-    rig: Rig,
+    setup: CheckSetup,
     spec: ModelSpec,
     dtype: Dtype,
     sizes: GpuSizes,
@@ -98,7 +106,7 @@ def cuda_backend(
     warm: bool = True,
 ) -> Iterator[CudaBackend]:
     """Weights are those of `folder`, or random. `device`: in the place of the rig's. `warm`: graphs are captured."""
-    used = rig.open(dtype)[0] if device is None else device
+    used = setup.open(dtype)[0] if device is None else device
     used.enter_thread()
     fill: Fill = dummy(0, used.device) if folder is None else from_reader(folder_reader(folder), used.device)
     weights = load(spec, TORCH_DTYPES[dtype], sizes.max_context, used.device, fill)
@@ -123,3 +131,99 @@ def synthetic_adapter(
     spans, ends = lay_out(spec, dtype, {(layer, site): (rank, 1.0) for layer in range(spec.layers) for site in sites})
     digest = hashlib.sha256(f"synthetic {dtype.name} {rank} {sites}".encode()).hexdigest()
     return random_adapter(spec, AdapterSpec(digest, dtype, rank, tuple(sites), ends, spans), memory)
+
+
+class MeasuredModel:
+    """A backend whose requests have contexts already."""
+
+    def __init__(self, setup: CheckSetup, backend: CudaBackend, spec: ModelSpec, context: int) -> None:
+        self.setup, self.backend, self.spec = setup, backend, spec
+        self.session = Session(backend, context)
+        self._host_at = 0
+
+    def adapter(self, rank: int, sites: Sequence[str]) -> HostAdapter | None:
+        """In the host tier; None when there is no room left."""
+        memory = self.backend.host_memory[self._host_at :]
+        if memory.nbytes < 4 * rank * self.spec.num_parameters // self.spec.hidden:
+            return None
+        made = synthetic_adapter(self.spec, DTYPE, rank, sites, memory)
+        self._host_at += made.spec.num_bytes + 64 - made.spec.num_bytes % 64
+        return made
+
+    def forget_adapters(self) -> None:
+        """Their host memory is used again; none is on the device any more."""
+        self._host_at = 0
+
+    def fill(self, slots: int, context: int) -> None:
+        """Computes the contexts of requests in the first slots, chunk by chunk."""
+        most = self.backend.limits.max_step_tokens
+        prompts = [Prompt(slot, tokens(context, self.spec.vocab_size, slot)) for slot in range(slots)]
+        for prompt in prompts:
+            ends = [*range(most, context, most), context]
+            rows = [
+                ScheduledRow(prompt.slot, end - (end - 1) % most - 1, (end - 1) % most + 1, 0, samples=False)
+                for end in ends
+            ]
+            first, *rest = rows
+            self.session.run(self.session.started([prompt], [first]), *(Batch((), (), (row,)) for row in rest))
+
+    def decode_ms(self, context: int, adapters: Sequence[int]) -> float:
+        """Median time of an iteration of one token for as many requests as adapter slots are given."""
+        rows = tuple(
+            ScheduledRow(slot, context, 1, adapter, samples=True) for slot, adapter in enumerate(sorted(adapters))
+        )
+        plan = Batch((), (), rows)
+        ended = self.session.run(*[plan] * (self.setup.effort.decodes + _SETTLING))[_SETTLING:]
+        return median(1000 * (each.result.done_s - each.result.started_s) for each in ended)
+
+    def host_us(self, context: int, adapters: Sequence[int]) -> float:
+        """CPU time that the backend's threads spend on such an iteration."""
+        before_s, count = _cpu_s(), self.setup.effort.decodes + _SETTLING
+        self.decode_ms(context, adapters)
+        return 1e6 * (_cpu_s() - before_s) / count
+
+    def prefill_ms(self, count: int, adapter: int, slot: int = 0) -> float:
+        """Median time of a whole prompt in one iteration."""
+        plan = self.prompt_batch(count, adapter, slot)
+        repeats = self.setup.effort.cold_repeats
+        return median(
+            1000 * (each.result.done_s - each.result.started_s)
+            for _ in range(repeats)
+            for each in self.session.run(plan)
+        )
+
+    def prompt_batch(self, count: int, adapter: int, slot: int, *, is_side_batch: bool = False) -> Batch:
+        """A new request in a slot, its prompt whole."""
+        prompt = Prompt(slot, tokens(count, self.spec.vocab_size, 1), adapter)
+        return self.session.started(
+            [prompt],
+            [ScheduledRow(slot, 0, count, adapter, samples=True, assist=is_side_batch)],
+            is_side_batch=is_side_batch,
+        )
+
+
+@contextmanager
+def measured_model(
+    setup: CheckSetup, slots: int, context: int, adapter_slots: int, *, workers: int = 0
+) -> Iterator[MeasuredModel]:
+    """KV blocks for `slots` requests, as far as the device has room; the rest is for adapters."""
+    spec = shape_spec(setup.effort.shape, max(4096, context + 64))
+    sizes = GpuSizes(
+        num_slots=slots,
+        adapter_slots=adapter_slots,
+        max_step_tokens=max(*setup.effort.prompts, max(setup.effort.cold_prompts) + slots),
+        max_context=context + 16,
+        memory_utilization=0.85,
+        host_bytes=setup.effort.host_bytes,
+        pool_bytes=setup.effort.model_pool_bytes,
+        graph_bytes=setup.effort.graph_bytes,
+        lora_cpus=setup.cores(workers) if workers else (),
+    )
+    with cuda_backend(setup, spec, DTYPE, sizes) as backend:
+        yield MeasuredModel(setup, backend, spec, context)
+
+
+def _cpu_s() -> float:
+    """CPU time so far of the backend's threads."""
+    mine = [thread for thread in threading.enumerate() if thread.name.startswith(_THREADS) and thread.ident]
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0)) for thread in mine)

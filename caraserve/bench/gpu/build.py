@@ -3,10 +3,9 @@
 import time
 from dataclasses import replace
 
-from caraserve.bench.gpu.backends import cuda_backend, shape_spec
-from caraserve.bench.gpu.big import DTYPE
-from caraserve.bench.gpu.outcome import Outcome
-from caraserve.bench.gpu.rig import Rig
+from caraserve.bench.gpu.backends import DTYPE, cuda_backend, shape_spec
+from caraserve.bench.gpu.results import StageResult
+from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.gpu.driver.modules import CudaKernels
 from caraserve.gpu.forward.builder import GpuSizes
 from caraserve.model.dtype import Dtype
@@ -15,21 +14,21 @@ _LAYERS = 1  # kernels are the same in all
 _CONTEXT = 512
 
 
-def build(rig: Rig) -> Outcome:
+def build(setup: CheckSetup) -> StageResult:
     """The raw kernels for each type of activations, and a pass of each shape over one layer of the large model."""
-    outcome = Outcome()
+    result = StageResult()
     for dtype in Dtype:
         started_s = time.monotonic()
-        device, _ = rig.open(dtype)
+        device, _ = setup.open(dtype)
         spent_s = time.monotonic() - started_s
         figures: dict[str, object] = {"s": spent_s}
         if isinstance(device.kernels, CudaKernels):
             figures["registers"] = device.kernels.registers
-        outcome.figures[dtype.name.lower()] = figures
-    raw_s = sum(each["s"] for each in outcome.figures.values())
-    outcome.say("raw kernels, three types, no spills", f"{raw_s:.1f} s")
+        result.figures[dtype.name.lower()] = figures
+    raw_s = sum(each["s"] for each in result.figures.values())
+    result.add_line("raw kernels, three types, no spills", f"{raw_s:.1f} s")
     started_s = time.monotonic()
-    spec = shape_spec(replace(rig.effort.shape, layers=_LAYERS), 2 * _CONTEXT)
+    spec = shape_spec(replace(setup.effort.shape, layers=_LAYERS), 2 * _CONTEXT)
     sizes = GpuSizes(
         num_slots=2,
         adapter_slots=2,
@@ -38,9 +37,9 @@ def build(rig: Rig) -> Outcome:
         memory_utilization=0.85,
         host_bytes=1 << 20,
         pool_bytes=64 << 20,
-        graph_bytes=rig.effort.graph_bytes,
+        graph_bytes=setup.effort.graph_bytes,
     )
-    with cuda_backend(rig, spec, DTYPE, sizes):
-        outcome.figures["triton_s"] = time.monotonic() - started_s
-    outcome.say("Triton's kernels for a large model", f"{outcome.figures['triton_s']:.1f} s")
-    return outcome
+    with cuda_backend(setup, spec, DTYPE, sizes):
+        result.figures["triton_s"] = time.monotonic() - started_s
+    result.add_line("Triton's kernels for a large model", f"{result.figures['triton_s']:.1f} s")
+    return result

@@ -12,10 +12,10 @@ from statistics import median
 
 import numpy as np
 
-from caraserve.bench.gpu.big import Big, big
-from caraserve.bench.gpu.outcome import Outcome
-from caraserve.bench.gpu.rig import Rig
+from caraserve.bench.gpu.backends import MeasuredModel, measured_model
+from caraserve.bench.gpu.results import StageResult
 from caraserve.bench.gpu.session import wait_for_load
+from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.core.batch import Batch, ScheduledRow
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.core.machine_profile import (
@@ -57,34 +57,36 @@ class ColdPoint:
     predicted_ms: dict[str, float]
 
 
-def cold(rig: Rig) -> Outcome:
+def cold(setup: CheckSetup) -> StageResult:
     """Speed alone."""
-    effort, outcome = rig.effort, Outcome()
-    measured = rig.known.get("limits", {}).get("to_device_bytes_per_s", {}).values()
+    effort, result = setup.effort, StageResult()
+    measured = setup.known.get("limits", {}).get("to_device_bytes_per_s", {}).values()
     link = max(measured, default=_UNKNOWN_LINK_BYTES_PER_S)
     context = max(*effort.cold_prompts, 2 * min(effort.contexts))
     assumed = {"handoff_ms": ASSUMED_HANDOFF_MS, "core_lora_flop_per_s": _CORE_FLOP_PER_S, "copy_s": _COPY_S}
     if not measured:
         assumed["link_bytes_per_s"] = link
-    outcome.figures["assumed"] = assumed
-    outcome.say("assumed by predictions, not measured", ", ".join(f"{what} {each:g}" for what, each in assumed.items()))
-    with big(rig, effort.bystanders + 1, context, effort.arrivals + 2, workers=_WORKERS) as subject:
-        subject.session.make_room(effort.bystanders + 1)
+    result.figures["assumed"] = assumed
+    result.add_line(
+        "assumed by predictions, not measured", ", ".join(f"{what} {each:g}" for what, each in assumed.items())
+    )
+    with measured_model(setup, effort.bystanders + 1, context, effort.arrivals + 2, workers=_WORKERS) as subject:
+        subject.session.grow_kv(effort.bystanders + 1)
         subject.backend.start_workers(lambda rank: 64)
         subject.backend.workers.await_all(_BIRTH_S)
-        subject.backend.use(_profile(rig, subject, float(link)))
+        subject.backend.use(_profile(setup, subject, float(link)))
         points = []
         for rank in effort.cold_ranks:
             for targets, sites in _SITES.items():
-                points += _points(rig, subject, targets, sites, rank, float(link))
-        _judge(points, outcome)
-        _bystanders(rig, subject, outcome)
-    return outcome
+                points += _points(setup, subject, targets, sites, rank, float(link))
+        _judge(points, result)
+        _bystanders(setup, subject, result)
+    return result
 
 
-def _profile(rig: Rig, subject: Big, link: float) -> Profile:
+def _profile(setup: CheckSetup, subject: MeasuredModel, link: float) -> Profile:
     """What the backend's predictions go by: the link, and warm prompts of the base model."""
-    prompts = [PrefillPoint(count, 0, subject.prefill_ms(count, 0)) for count in rig.effort.cold_prompts]
+    prompts = [PrefillPoint(count, 0, subject.prefill_ms(count, 0)) for count in setup.effort.cold_prompts]
     flop = 4 * subject.spec.hidden * len(_SITES["qkv"])  # of a token and a rank row
     rates = [LoraRate(rank, targets, _CORE_FLOP_PER_S / flop / rank) for targets in _SITES for rank in (8, 64)]
     return Profile(
@@ -102,36 +104,38 @@ def _profile(rig: Rig, subject: Big, link: float) -> Profile:
     )
 
 
-def _points(rig: Rig, subject: Big, targets: str, sites: Sequence[str], rank: int, link: float) -> list[ColdPoint]:
+def _points(
+    setup: CheckSetup, subject: MeasuredModel, targets: str, sites: Sequence[str], rank: int, link: float
+) -> list[ColdPoint]:
     subject.forget_adapters()
     adapter, points = subject.adapter(rank, sites), []
-    for count in rig.effort.cold_prompts:
-        if adapter is None or rig.left_s < rig.budget_s / 4:
+    for count in setup.effort.cold_prompts:
+        if adapter is None or setup.left_s < setup.budget_s / 4:
             break
-        wait_for_load(subject.session.begin_load(adapter, _SLOT))
-        warm_ms = _median(rig, partial(_asked_ms, subject, count))
+        wait_for_load(subject.session.start_load(adapter, _SLOT))
+        warm_ms = _median(setup, partial(_asked_ms, subject, count))
         subject.backend.unload_adapter(_SLOT)
-        exposed = {mode: _median(rig, partial(_cold_ms, subject, adapter, count, mode)) - warm_ms for mode in _MODES}
+        exposed = {mode: _median(setup, partial(_cold_ms, subject, adapter, count, mode)) - warm_ms for mode in _MODES}
         predicted = _predicted(adapter.spec, warm_ms, link)
         points.append(ColdPoint(targets, rank, count, adapter.spec.num_bytes / 1e6, warm_ms, exposed, predicted))
     return points
 
 
-def _median(rig: Rig, once_ms: Callable[[], float]) -> float:
-    return median(once_ms() for _ in range(rig.effort.cold_repeats))
+def _median(setup: CheckSetup, once_ms: Callable[[], float]) -> float:
+    return median(once_ms() for _ in range(setup.effort.cold_repeats))
 
 
-def _asked_ms(subject: Big, count: int, *, is_side_batch: bool = False) -> float:
+def _asked_ms(subject: MeasuredModel, count: int, *, is_side_batch: bool = False) -> float:
     """From asking for a prompt to its token."""
     started_s = time.monotonic()
-    (ended,) = subject.session.run(subject.prompt_plan(count, _SLOT, 0, is_side_batch=is_side_batch))
-    return 1000 * (ended.told_s - started_s)
+    (ended,) = subject.session.run(subject.prompt_batch(count, _SLOT, 0, is_side_batch=is_side_batch))
+    return 1000 * (ended.received_s - started_s)
 
 
-def _cold_ms(subject: Big, adapter: HostAdapter, count: int, mode: str) -> float:
+def _cold_ms(subject: MeasuredModel, adapter: HostAdapter, count: int, mode: str) -> float:
     started_s = time.monotonic()
     groups = () if mode == "ondemand" else group_ends(adapter.spec)
-    loading = subject.session.begin_load(adapter, _SLOT, groups)
+    loading = subject.session.start_load(adapter, _SLOT, groups)
     if mode == "ondemand":
         wait_for_load(loading)
     _asked_ms(subject, count, is_side_batch=mode == "assisted")
@@ -156,25 +160,25 @@ def _predicted(spec: AdapterSpec, warm_ms: float, link: float) -> dict[str, floa
     return {"ondemand": 1000 * spec.num_bytes / link, "pipelined": layers * load_ms - hidden_ms}
 
 
-def _judge(points: Sequence[ColdPoint], outcome: Outcome) -> None:
-    outcome.figures["exposed"] = [asdict(point) for point in points]
+def _judge(points: Sequence[ColdPoint], result: StageResult) -> None:
+    result.figures["exposed"] = [asdict(point) for point in points]
     for point in points:
         told = ", ".join(f"{mode} {exposed_ms:.2f}" for mode, exposed_ms in point.exposed_ms.items())
         expected, got = point.predicted_ms["pipelined"], point.exposed_ms["pipelined"]
         name = f"cold {point.targets} rank {point.rank}, {point.tokens} tokens: ms exposed"
         if max(expected, got) < _NOISE_MS:
-            outcome.say(name, told)
+            result.add_line(name, told)
         else:
             met = got <= _PIPELINED_TARGET * expected + _NOISE_MS
-            outcome.say(name, told, f"pipelined ≈ {expected:.2f}", met)
+            result.add_line(name, told, f"pipelined ≈ {expected:.2f}", met)
 
 
 # --- those who decode meanwhile ---
 
 
-def _bystanders(rig: Rig, subject: Big, outcome: Outcome) -> None:
+def _bystanders(setup: CheckSetup, subject: MeasuredModel, result: StageResult) -> None:
     """Gaps between tokens of running requests, while adapters arrive with requests and while the same are there."""
-    effort, context = rig.effort, min(rig.effort.contexts)
+    effort, context = setup.effort, min(setup.effort.contexts)
     subject.forget_adapters()
     adapter = subject.adapter(64 if 64 in effort.cold_ranks else effort.cold_ranks[0], _SITES["qkv"])
     if adapter is None:
@@ -187,18 +191,18 @@ def _bystanders(rig: Rig, subject: Big, outcome: Outcome) -> None:
         name: {"p50_ms": float(np.percentile(each, 50)), "p99_ms": float(np.percentile(each, 99))}
         for name, each in gaps.items()
     }
-    outcome.figures["itl"] = figures
+    result.figures["itl"] = figures
     told = f"p50 {figures['warm']['p50_ms']:.2f}, p99 {figures['warm']['p99_ms']:.2f} ms"
-    outcome.say(f"{effort.bystanders} requests decode while warm ones arrive", told)
+    result.add_line(f"{effort.bystanders} requests decode while warm ones arrive", told)
     for name in ("overlapped", "pipelined"):
         ratio = figures[name]["p99_ms"] / figures["warm"]["p99_ms"]
-        outcome.at_most(f"p99 of their gaps while cold ones do, {name} ÷ warm", ratio, _ITL_TARGET)
+        result.at_most(f"p99 of their gaps while cold ones do, {name} ÷ warm", ratio, _ITL_TARGET)
 
 
-def _gaps_ms(subject: Big, adapter: HostAdapter, context: int, mode: str) -> list[float]:
+def _gaps_ms(subject: MeasuredModel, adapter: HostAdapter, context: int, mode: str) -> list[float]:
     """One arrival after another, several iterations apart; two iterations are always under way. `overlapped`: the
     prompt joins when its adapter is there; `pipelined`: at once, and waits for layers."""
-    effort = subject.rig.effort
+    effort = subject.setup.effort
     decodes = tuple(ScheduledRow(slot, context, 1, 0, samples=True) for slot in range(effort.bystanders))
     newcomer, spacing, count = (
         effort.bystanders,
@@ -206,27 +210,27 @@ def _gaps_ms(subject: Big, adapter: HostAdapter, context: int, mode: str) -> lis
         effort.cold_prompts[len(effort.cold_prompts) // 2],
     )
     if mode == "warm":
-        wait_for_load(subject.session.begin_load(adapter, _SLOT))
+        wait_for_load(subject.session.start_load(adapter, _SLOT))
     session, told, started = subject.session, [], 0
     loading = None
     session.launch(Batch((), (), decodes))
     for turn in range(spacing * effort.arrivals):
         if turn % spacing == 0 and mode != "warm":
-            loading = session.begin_load(adapter, _SLOT, group_ends(adapter.spec))
+            loading = session.start_load(adapter, _SLOT, group_ends(adapter.spec))
         joins = turn % spacing == 0 if mode != "overlapped" else loading is not None and not loading.empty()
         if joins:
-            prompt = subject.prompt_plan(count, _SLOT, newcomer)
+            prompt = subject.prompt_batch(count, _SLOT, newcomer)
             session.launch(Batch(prompt.starts, prompt.grants, (*decodes, *prompt.rows)))
             started += 1
         else:
             session.launch(Batch((), (), decodes))
-        told.append(session.next().told_s)
+        told.append(session.next().received_s)
         has_ended = turn % spacing == spacing - 1
         if loading is not None and (has_ended or (joins and mode == "overlapped")):
             wait_for_load(loading)
             subject.backend.unload_adapter(_SLOT)
             loading = None
-    told.append(session.next().told_s)
+    told.append(session.next().received_s)
     if mode == "warm":
         subject.backend.unload_adapter(_SLOT)
     return [1000 * gap for gap in np.diff(told)]

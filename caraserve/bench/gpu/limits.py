@@ -5,8 +5,8 @@ from functools import partial
 import torch
 
 from caraserve.bench.gpu.accelerator import Accelerator
-from caraserve.bench.gpu.outcome import Outcome, WrongResult
-from caraserve.bench.gpu.rig import Rig
+from caraserve.bench.gpu.results import StageResult, WrongResult
+from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.cpu.shared_memory import SharedRegion
 from caraserve.model.dtype import Dtype
 
@@ -16,48 +16,48 @@ _COPIES = 10
 _KEY = "copy_bytes_per_s"
 
 
-def copy_bytes_per_s(rig: Rig, acc: Accelerator) -> float:
+def copy_bytes_per_s(setup: CheckSetup, acc: Accelerator) -> float:
     """Bytes read and written a second by a copy on the device: known from the stage, or measured now."""
-    known = rig.known.get("limits", {}).get(_KEY)
-    return float(known) if known else _copy_on_device(rig, acc)
+    known = setup.known.get("limits", {}).get(_KEY)
+    return float(known) if known else _copy_on_device(setup, acc)
 
 
-def limits(rig: Rig) -> Outcome:
+def limits(setup: CheckSetup) -> StageResult:
     """Raises WrongResult when what comes back is not what went there."""
-    acc = rig.accelerator(Dtype.BF16)
-    outcome = Outcome()
-    region = SharedRegion(2 * rig.effort.copy_bytes)
+    acc = setup.accelerator(Dtype.BF16)
+    result = StageResult()
+    region = SharedRegion(2 * setup.effort.copy_bytes)
     base = acc.device.driver.register_host(region.base, region.num_bytes)
     try:
-        _check_link(rig, acc, region, base)
-        on_device = _copy_on_device(rig, acc)
-        outcome.figures[_KEY] = on_device
-        outcome.say("copy on the device, read and written", f"{on_device / 1e12:.2f} TB/s")
-        _link(rig, acc, base, outcome)
+        _check_link(setup, acc, region, base)
+        on_device = _copy_on_device(setup, acc)
+        result.figures[_KEY] = on_device
+        result.add_line("copy on the device, read and written", f"{on_device / 1e12:.2f} TB/s")
+        _link(setup, acc, base, result)
     finally:
         acc.settle()
         acc.device.driver.unregister_host(region.base)
         region.close()
-    flops = _gemm(rig, acc)
-    outcome.figures["gemm_flop_per_s"] = flops
-    outcome.say(f"product of {rig.effort.gemm}² matrices, bf16", f"{flops / 1e12:.0f} TFLOP/s")
-    return outcome
+    flops = _gemm(setup, acc)
+    result.figures["gemm_flop_per_s"] = flops
+    result.add_line(f"product of {setup.effort.gemm}² matrices, bf16", f"{flops / 1e12:.0f} TFLOP/s")
+    return result
 
 
-def _copy_on_device(rig: Rig, acc: Accelerator) -> float:
-    size = 4 * rig.effort.copy_bytes
+def _copy_on_device(setup: CheckSetup, acc: Accelerator) -> float:
+    size = 4 * setup.effort.copy_bytes
     source, target = (torch.zeros(size, dtype=torch.uint8, device=acc.place) for _ in range(2))
     driver = acc.device.driver
 
     def copy() -> None:
         driver.copy_on_device(target.data_ptr(), source.data_ptr(), size, acc.stream)
 
-    return 2e6 * size / acc.median_us(copy, rig.effort.replays)
+    return 2e6 * size / acc.median_us(copy, setup.effort.replays)
 
 
-def _check_link(rig: Rig, acc: Accelerator, region: SharedRegion, base: int) -> None:
+def _check_link(setup: CheckSetup, acc: Accelerator, region: SharedRegion, base: int) -> None:
     """There and back again."""
-    size, driver = rig.effort.copy_bytes, acc.device.driver
+    size, driver = setup.effort.copy_bytes, acc.device.driver
     there, back = region.bytes[:size], region.bytes[size : 2 * size]
     there[:: 1 << 10] = 0xA5
     there[-1], back[:] = 0x5A, 0
@@ -70,9 +70,9 @@ def _check_link(rig: Rig, acc: Accelerator, region: SharedRegion, base: int) -> 
         raise WrongResult(f"{size} bytes went to the device and came back otherwise")
 
 
-def _link(rig: Rig, acc: Accelerator, base: int, outcome: Outcome) -> None:
+def _link(setup: CheckSetup, acc: Accelerator, base: int, result: StageResult) -> None:
     """Copies of all sizes, there, back, and both at once."""
-    effort, driver = rig.effort, acc.device.driver
+    effort, driver = setup.effort, acc.device.driver
     room = torch.zeros(2 * effort.copy_bytes, dtype=torch.uint8, device=acc.place)
     device = room.data_ptr()
     there, back = {}, {}
@@ -81,11 +81,11 @@ def _link(rig: Rig, acc: Accelerator, base: int, outcome: Outcome) -> None:
         to_host = partial(driver.copy_to_host, base, device, size, acc.stream)
         there[size] = 1e6 * size / acc.median_us(to_device, effort.replays)
         back[size] = 1e6 * size / acc.median_us(to_host, effort.replays)
-    both = _both_ways(rig, acc, base, device)
-    outcome.figures |= {"to_device_bytes_per_s": there, "to_host_bytes_per_s": back, "both_ways_bytes_per_s": both}
+    both = _both_ways(setup, acc, base, device)
+    result.figures |= {"to_device_bytes_per_s": there, "to_host_bytes_per_s": back, "both_ways_bytes_per_s": both}
     for what, speeds in (("host to device", there), ("device to host", back)):
-        outcome.say(what, f"{max(speeds.values()) / 1e9:.1f} GB/s")
-    outcome.say("both at once", f"{both / 1e9:.1f} GB/s")
+        result.add_line(what, f"{max(speeds.values()) / 1e9:.1f} GB/s")
+    result.add_line("both at once", f"{both / 1e9:.1f} GB/s")
 
 
 def _sizes(most: int) -> list[int]:
@@ -95,9 +95,9 @@ def _sizes(most: int) -> list[int]:
     return sizes
 
 
-def _both_ways(rig: Rig, acc: Accelerator, base: int, device: int) -> float:
+def _both_ways(setup: CheckSetup, acc: Accelerator, base: int, device: int) -> float:
     """Bytes a second of both directions together, in copies side by side on two streams."""
-    size, driver = rig.effort.copy_bytes, acc.device.driver
+    size, driver = setup.effort.copy_bytes, acc.device.driver
     other, begun, ended = driver.create_stream(0), driver.create_event(), driver.create_event()
     start = acc.stopwatch.mark(acc.stream)
     driver.record(begun, acc.stream)
@@ -112,8 +112,8 @@ def _both_ways(rig: Rig, acc: Accelerator, base: int, device: int) -> float:
     return 2e6 * _COPIES * size / acc.stopwatch.between_us(start, end)
 
 
-def _gemm(rig: Rig, acc: Accelerator) -> float:
-    size, generator = rig.effort.gemm, acc.generator(0)
+def _gemm(setup: CheckSetup, acc: Accelerator) -> float:
+    size, generator = setup.effort.gemm, acc.generator(0)
     a, b = (acc.random(generator, size, size) for _ in range(2))  # on zeros it would run faster
     c = torch.empty_like(a)
 

@@ -12,8 +12,8 @@ import torch
 from caraserve.bench.gpu.accelerator import Accelerator
 from caraserve.bench.gpu.adapters import TOLERANCE, Adapters, DecodingRows, Site
 from caraserve.bench.gpu.limits import copy_bytes_per_s
-from caraserve.bench.gpu.outcome import Outcome, check_close
-from caraserve.bench.gpu.rig import Rig
+from caraserve.bench.gpu.results import StageResult, check_close
+from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.model.dtype import Dtype
 from caraserve.util.units import ceil_div
 
@@ -40,19 +40,19 @@ class LoraPoint:
         return f"n {self.rows}, rank {'+'.join(map(str, self.ranks))}"
 
 
-def lora(rig: Rig) -> Outcome:
+def lora(setup: CheckSetup) -> StageResult:
     """Raises WrongResult before anything is timed."""
-    acc = rig.accelerator(Dtype.BF16)
-    bytes_per_s = copy_bytes_per_s(rig, acc)
-    points, outcome = list(measure(rig, acc, bytes_per_s)), Outcome()
-    outcome.figures = {"copy_bytes_per_s": bytes_per_s, "points": [asdict(point) for point in points]}
-    _judge(rig, points, outcome)
-    return outcome
+    acc = setup.accelerator(Dtype.BF16)
+    bytes_per_s = copy_bytes_per_s(setup, acc)
+    points, result = list(measure(setup, acc, bytes_per_s)), StageResult()
+    result.figures = {"copy_bytes_per_s": bytes_per_s, "points": [asdict(point) for point in points]}
+    _judge(setup, points, result)
+    return result
 
 
-def measure(rig: Rig, acc: Accelerator, bytes_per_s: float) -> Iterator[LoraPoint]:
+def measure(setup: CheckSetup, acc: Accelerator, bytes_per_s: float) -> Iterator[LoraPoint]:
     """Every number of rows at every rank, then mixes of ranks; what is left out, for want of time, is the last."""
-    effort = rig.effort
+    effort = setup.effort
     wanted: list[tuple[int, tuple[int, ...]]] = [
         (rows, (rank,)) for rank in effort.lora_ranks for rows in effort.lora_rows
     ]
@@ -60,12 +60,12 @@ def measure(rig: Rig, acc: Accelerator, bytes_per_s: float) -> Iterator[LoraPoin
     wanted += [(rows, mix) for rows in effort.lora_rows if rows >= len(mix) > 1]
     wanted.sort(key=lambda each: -each[0])  # the targets are of the most rows
     for rows, ranks in wanted:
-        if rig.left_s > 0:
-            yield _point(rig, acc, rows, ranks, bytes_per_s)
+        if setup.left_s > 0:
+            yield _point(setup, acc, rows, ranks, bytes_per_s)
 
 
-def _point(rig: Rig, acc: Accelerator, rows: int, ranks: tuple[int, ...], bytes_per_s: float) -> LoraPoint:
-    hidden, effort = rig.effort.shape.hidden, rig.effort
+def _point(setup: CheckSetup, acc: Accelerator, rows: int, ranks: tuple[int, ...], bytes_per_s: float) -> LoraPoint:
+    hidden, effort = setup.effort.shape.hidden, setup.effort
     by_slot = [0, *(ranks[row % len(ranks)] for row in range(rows))]
     site = Site(hidden, (hidden,) * _PROJECTIONS, [by_slot] * _PROJECTIONS, [acc.dtype] * (rows + 1))
     slots = range(1, rows + 1)
@@ -84,15 +84,15 @@ def _point(rig: Rig, acc: Accelerator, rows: int, ranks: tuple[int, ...], bytes_
 
     us = acc.median_us(step, effort.replays) / layers
     floor_us = 1e6 * num_bytes / bytes_per_s
-    torch_us = _bmm_us(rig, acc, rows, ranks[0], layers) if len(ranks) == 1 else None
+    torch_us = _bmm_us(setup, acc, rows, ranks[0], layers) if len(ranks) == 1 else None
     return LoraPoint(rows, ranks, us, num_bytes / 1e6, floor_us / us, torch_us)
 
 
-def _bmm_us(rig: Rig, acc: Accelerator, rows: int, rank: int, layers: int) -> float:
+def _bmm_us(setup: CheckSetup, acc: Accelerator, rows: int, rank: int, layers: int) -> float:
     """Two batched products a layer over weights stacked by row: what torch alone could do, if stacking were free."""
-    hidden, generator = rig.effort.shape.hidden, acc.generator(2)
+    hidden, generator = setup.effort.shape.hidden, acc.generator(2)
     per_layer = 2 * _PROJECTIONS * rows * rank * hidden
-    layers = max(1, min(layers, rig.effort.lora_pool_bytes // (per_layer * acc.dtype.itemsize)))
+    layers = max(1, min(layers, setup.effort.lora_pool_bytes // (per_layer * acc.dtype.itemsize)))
     x = acc.random(generator, rows, 1, hidden)
     a = acc.random(generator, layers, rows, hidden, _PROJECTIONS * rank)
     b = acc.random(generator, layers, _PROJECTIONS * rows, rank, hidden)
@@ -105,25 +105,25 @@ def _bmm_us(rig: Rig, acc: Accelerator, rows: int, rank: int, layers: int) -> fl
             torch.bmm(x, a[layer], out=shrunk)
             torch.bmm(parts, b[layer], out=y)
 
-    return acc.median_us(lambda: acc.run(multiply), rig.effort.replays) / layers
+    return acc.median_us(lambda: acc.run(multiply), setup.effort.replays) / layers
 
 
-def _judge(rig: Rig, points: Sequence[LoraPoint], outcome: Outcome) -> None:
-    most = max(rig.effort.lora_rows)
+def _judge(setup: CheckSetup, points: Sequence[LoraPoint], result: StageResult) -> None:
+    most = max(setup.effort.lora_rows)
     alone = {point.ranks[0]: point for point in points if point.rows == most and len(point.ranks) == 1}
     for rank, point in alone.items():
         text = f"{point.us:.1f} µs, {point.share_of_floor:.0%} of copying"
         if rank == 64:
-            outcome.say(f"LoRA {point.name}", text, f"≥ {_SHARE_TARGET:.0%}", point.share_of_floor >= _SHARE_TARGET)
+            result.add_line(f"LoRA {point.name}", text, f"≥ {_SHARE_TARGET:.0%}", point.share_of_floor >= _SHARE_TARGET)
         else:
-            outcome.say(f"LoRA {point.name}", text)
+            result.add_line(f"LoRA {point.name}", text)
         if point.torch_us is not None:
-            outcome.figures.setdefault("times_torch", {})[point.name] = point.torch_us / point.us
+            result.figures.setdefault("times_torch", {})[point.name] = point.torch_us / point.us
     for mix in (point for point in points if len(point.ranks) > 1 and point.rows == most):
         if not all(rank in alone for rank in mix.ranks):
             continue
         ratio = mix.us * len(mix.ranks) / sum(alone[rank].us for rank in mix.ranks)
         padded = alone[max(mix.ranks)].us / mix.us
-        outcome.figures["mix_over_sum"], outcome.figures["padded_over_mix"] = ratio, padded
-        outcome.at_most(f"{mix.name} ÷ the sum of its parts", ratio, _MIX_TARGET)
-        outcome.say("the same, padded to its largest rank", f"{padded:.2f} times as long")
+        result.figures["mix_over_sum"], result.figures["padded_over_mix"] = ratio, padded
+        result.at_most(f"{mix.name} ÷ the sum of its parts", ratio, _MIX_TARGET)
+        result.add_line("the same, padded to its largest rank", f"{padded:.2f} times as long")

@@ -7,10 +7,10 @@ embeddings, and the keys and values of all contexts.
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from caraserve.bench.gpu.big import DTYPE, Big, big
+from caraserve.bench.gpu.backends import DTYPE, MeasuredModel, measured_model
 from caraserve.bench.gpu.limits import copy_bytes_per_s
-from caraserve.bench.gpu.outcome import Outcome
-from caraserve.bench.gpu.rig import Rig
+from caraserve.bench.gpu.results import StageResult
+from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.core.machine_profile import LineFit
 from caraserve.model.spec import SITES
 
@@ -42,38 +42,38 @@ class PrefillPoint:
     lora_ms: float
 
 
-def model(rig: Rig) -> Outcome:
+def model(setup: CheckSetup) -> StageResult:
     """Speed alone: what is computed is looked at in `correct`."""
-    effort, outcome = rig.effort, Outcome()
-    bytes_per_s = copy_bytes_per_s(rig, rig.accelerator(DTYPE))
+    effort, result = setup.effort, StageResult()
+    bytes_per_s = copy_bytes_per_s(setup, setup.accelerator(DTYPE))
     slots, context = max(effort.batches), max(effort.contexts)
-    with big(rig, slots, context, max(slots, len(_RANKS)) + 1) as subject:
+    with measured_model(setup, slots, context, max(slots, len(_RANKS)) + 1) as subject:
         fitting = _fit_contexts(subject, slots, context)
         subject.fill(fitting, context)
         alone = subject.decode_ms(min(effort.contexts), [0] * fitting)
         slots_of = _load(subject, fitting)
         beside = subject.decode_ms(min(effort.contexts), [0] * fitting)
-        outcome.figures["base_disabled_over_enabled"] = alone / beside
-        outcome.at_least("base-only decode, adapters on the device ÷ none", alone / beside, _BASE_TARGET, ".3f")
+        result.figures["base_disabled_over_enabled"] = alone / beside
+        result.at_least("base-only decode, adapters on the device ÷ none", alone / beside, _BASE_TARGET, ".3f")
         mixed = [slots_of[_RANKS[index % len(_RANKS)]][index // len(_RANKS)] for index in range(fitting)]
-        _decode(rig, subject, mixed, bytes_per_s, outcome)
-        _fit(rig, subject, slots_of, fitting, outcome)
-        _host(rig, subject, mixed, outcome)
-        _prefill(rig, subject, slots_of, outcome)
-    return outcome
+        _decode(setup, subject, mixed, bytes_per_s, result)
+        _fit(setup, subject, slots_of, fitting, result)
+        _host(setup, subject, mixed, result)
+        _prefill(setup, subject, slots_of, result)
+    return result
 
 
-def _fit_contexts(subject: Big, slots: int, context: int) -> int:
+def _fit_contexts(subject: MeasuredModel, slots: int, context: int) -> int:
     """As many requests of the longest context as there is room for beside adapters."""
     limits = subject.backend.limits
     assert limits.shared is not None
     each = (context // limits.block_tokens + 1) * limits.shared.block_bytes
     most = max(1, min(slots, int(_KV_SHARE * limits.shared.num_bytes) // each))
-    subject.session.make_room(most)
+    subject.session.grow_kv(most)
     return most
 
 
-def _load(subject: Big, count: int) -> dict[int, list[int]]:
+def _load(subject: MeasuredModel, count: int) -> dict[int, list[int]]:
     """As many adapters as requests, of all ranks alike: {rank: slots}. Those of one rank share the host's bytes."""
     slots: dict[int, list[int]] = {rank: [] for rank in _RANKS}
     images = {rank: subject.adapter(rank, _QKV) for rank in _RANKS}
@@ -86,54 +86,60 @@ def _load(subject: Big, count: int) -> dict[int, list[int]]:
     return slots
 
 
-def _decode(rig: Rig, subject: Big, mixed: Sequence[int], bytes_per_s: float, outcome: Outcome) -> None:
+def _decode(
+    setup: CheckSetup, subject: MeasuredModel, mixed: Sequence[int], bytes_per_s: float, result: StageResult
+) -> None:
     spec, points = subject.spec, []
     weights = (spec.num_parameters - spec.vocab_size * spec.hidden) * DTYPE.itemsize
-    for batch in (batch for batch in rig.effort.batches if batch <= len(mixed)):
-        for context in rig.effort.contexts:
+    for batch in (batch for batch in setup.effort.batches if batch <= len(mixed)):
+        for context in setup.effort.contexts:
             base_ms = subject.decode_ms(context - 1, [0] * batch)
             lora_ms = subject.decode_ms(context - 1, mixed[:batch])
             floor_ms = 1000 * (weights + batch * context * spec.kv_bytes_per_token(DTYPE.itemsize)) / bytes_per_s
             points.append(DecodePoint(batch, context, base_ms, lora_ms, floor_ms / base_ms))
-    outcome.figures["decode"] = [asdict(point) for point in points]
+    result.figures["decode"] = [asdict(point) for point in points]
     for point in points:
         name = f"decode, batch {point.batch}, context {point.context}"
         told = f"{point.base_ms:.2f} ms, {point.share_of_floor:.0%} of the floor's speed"
         target = _FLOOR_TARGETS.get(point.batch)
-        if target is None or point.context != sorted(rig.effort.contexts)[len(rig.effort.contexts) // 2]:
-            outcome.say(name, told)
+        if target is None or point.context != sorted(setup.effort.contexts)[len(setup.effort.contexts) // 2]:
+            result.add_line(name, told)
         else:
-            outcome.say(name, told, f"≥ {target:.0%}", point.share_of_floor >= target)
-        if point.batch == max(rig.effort.batches) and point.context >= _LORA_LEAST_CONTEXT:
-            outcome.at_least(
+            result.add_line(name, told, f"≥ {target:.0%}", point.share_of_floor >= target)
+        if point.batch == max(setup.effort.batches) and point.context >= _LORA_LEAST_CONTEXT:
+            result.at_least(
                 f"{name}: with {point.batch} adapters ÷ without", point.base_ms / point.lora_ms, _LORA_TARGET
             )
 
 
-def _fit(rig: Rig, subject: Big, slots_of: dict[int, list[int]], batch: int, outcome: Outcome) -> None:
+def _fit(
+    setup: CheckSetup, subject: MeasuredModel, slots_of: dict[int, list[int]], batch: int, result: StageResult
+) -> None:
     """`ms = α · Σ ranks + β`, by batches of one rank each."""
     least = min(map(len, slots_of.values()))
-    count, context = min(batch, least), min(rig.effort.contexts) - 1
+    count, context = min(batch, least), min(setup.effort.contexts) - 1
     times_ms = [subject.decode_ms(context, slots[:count]) for slots in slots_of.values()]
     fit = LineFit.fitted([float(count * rank) for rank in slots_of], times_ms)
-    outcome.figures["decode_fit"] = {"batch": count, "ranks": list(slots_of), "ms": times_ms, **asdict(fit)}
-    outcome.say("decode ms = α Σ ranks + β", f"α {1000 * fit.alpha_ms:.3f} µs, β {fit.beta_ms:.2f}, R² {fit.r2:.3f}")
+    result.figures["decode_fit"] = {"batch": count, "ranks": list(slots_of), "ms": times_ms, **asdict(fit)}
+    result.add_line(
+        "decode ms = α Σ ranks + β", f"α {1000 * fit.alpha_ms:.3f} µs, β {fit.beta_ms:.2f}, R² {fit.r2:.3f}"
+    )
 
 
-def _host(rig: Rig, subject: Big, mixed: Sequence[int], outcome: Outcome) -> None:
-    us = subject.host_us(min(rig.effort.contexts) - 1, mixed)
-    outcome.figures["host_us"] = us
-    outcome.at_most(f"host's CPU time an iteration at batch {len(mixed)}, µs", us, _HOST_TARGET_US, ".0f")
+def _host(setup: CheckSetup, subject: MeasuredModel, mixed: Sequence[int], result: StageResult) -> None:
+    us = subject.host_us(min(setup.effort.contexts) - 1, mixed)
+    result.figures["host_us"] = us
+    result.at_most(f"host's CPU time an iteration at batch {len(mixed)}, µs", us, _HOST_TARGET_US, ".0f")
 
 
-def _prefill(rig: Rig, subject: Big, slots_of: dict[int, list[int]], outcome: Outcome) -> None:
+def _prefill(setup: CheckSetup, subject: MeasuredModel, slots_of: dict[int, list[int]], result: StageResult) -> None:
     points, adapter = [], slots_of[max(_RANKS)][0]
-    for count in rig.effort.prompts:
+    for count in setup.effort.prompts:
         points.append(PrefillPoint(count, subject.prefill_ms(count, 0), subject.prefill_ms(count, adapter)))
         flops = 2 * count * subject.spec.num_parameters
         told = f"{points[-1].base_ms:.2f} ms, {flops / points[-1].base_ms / 1e9:.0f} TFLOP/s"
         lora = f"rank {max(_RANKS)}: {points[-1].lora_ms / points[-1].base_ms:.2f} times as long"
-        outcome.say(f"prefill of {count} tokens", f"{told}; {lora}")
-    outcome.figures["prefill"] = [asdict(point) for point in points]
+        result.add_line(f"prefill of {count} tokens", f"{told}; {lora}")
+    result.figures["prefill"] = [asdict(point) for point in points]
     fit = LineFit.fitted([float(point.tokens) for point in points], [point.base_ms for point in points])
-    outcome.figures["prefill_fit"] = asdict(fit)
+    result.figures["prefill_fit"] = asdict(fit)

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from caraserve.bench.gpu.outcome import Figures, Line
+from caraserve.bench.gpu.results import Figures, ResultLine
 from caraserve.bench.gpu.stages import STAGES, Stage
 
 _GRACE_S = 30.0  # beyond a stage's budget: it leaves points out when that is spent, and is killed after this
@@ -25,53 +25,53 @@ RESULTS = Path("scripts/bench/results")
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class StageReport:
     """Of one stage, from its process. `error`: why there is no result, or a wrong one."""
 
     figures: Figures = field(default_factory=dict)
-    lines: tuple[Line, ...] = ()
+    lines: tuple[ResultLine, ...] = ()
     error: str = ""
 
     @classmethod
-    def read(cls, text: str) -> "Report":
-        """What `written` gave."""
+    def read(cls, text: str) -> "StageReport":
+        """What `to_json` gave."""
         content = json.loads(text)
-        return cls(content["figures"], tuple(Line(**line) for line in content["lines"]), content["error"])
+        return cls(content["figures"], tuple(ResultLine(**line) for line in content["lines"]), content["error"])
 
-    def written(self) -> str:
+    def to_json(self) -> str:
         """JSON."""
-        lines = [{name: getattr(line, name) for name in Line.__slots__} for line in self.lines]
+        lines = [{name: getattr(line, name) for name in ResultLine.__slots__} for line in self.lines]
         return json.dumps({"figures": self.figures, "lines": lines, "error": self.error})
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class StageRun:
     """A stage that was begun, or not: then `error` says why."""
 
     stage: Stage
-    report: Report
+    report: StageReport
     spent_s: float
 
 
-RunStage = Callable[[Stage, Mapping[str, Figures], Path], Report]
+RunStage = Callable[[Stage, Mapping[str, Figures], Path], StageReport]
 
 
 def check(stages: Sequence[Stage], run: RunStage, folder: Path, file: Path, budget_s: float) -> int:
     """Runs stages, prints the table, writes the file after each; 1 if anything was wrong or did not end."""
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False, soft_wrap=True)
-    started_s, ran = time.monotonic(), list[Ran]()
+    started_s, ran = time.monotonic(), list[StageRun]()
     for stage in stages:
         left_s = budget_s - (time.monotonic() - started_s)
         begun_s = time.monotonic()
-        if wrong := [each.stage.name for each in ran if each.stage.decides and each.report.error]:
-            report = Report(error=f"not begun: {wrong[0]} found something wrong")
+        if wrong := [each.stage.name for each in ran if each.stage.is_required and each.report.error]:
+            report = StageReport(error=f"not begun: {wrong[0]} found something wrong")
         elif left_s < stage.budget_s / 2:
-            report = Report(error=f"not begun: {left_s:.0f} s are left of {budget_s:.0f}")
+            report = StageReport(error=f"not begun: {left_s:.0f} s are left of {budget_s:.0f}")
         else:
-            console.print(f"{stage.name}: {stage.says} …")
+            console.print(f"{stage.name}: {stage.description} …")
             known = {each.stage.name: each.report.figures for each in ran}
             report = run(stage, known, folder)
-        ran.append(Ran(stage, report, time.monotonic() - begun_s))
+        ran.append(StageRun(stage, report, time.monotonic() - begun_s))
         _write(ran, file)
         if report.error:
             console.print(f"{stage.name}: {report.error}")
@@ -80,32 +80,32 @@ def check(stages: Sequence[Stage], run: RunStage, folder: Path, file: Path, budg
     return int(any(each.report.error for each in ran))
 
 
-def in_a_process(server_arguments: Sequence[str]) -> RunStage:
+def process_runner(server_arguments: Sequence[str]) -> RunStage:
     """Runs a stage by `python -m caraserve.bench.gpu`."""
 
-    def run(stage: Stage, known: Mapping[str, Figures], folder: Path) -> Report:
+    def run(stage: Stage, known: Mapping[str, Figures], folder: Path) -> StageReport:
         mine = folder / stage.name
         mine.mkdir()
         (mine / "known.json").write_text(json.dumps(known), encoding="utf-8")
         command = [sys.executable, "-m", "caraserve.bench.gpu", "--stage", stage.name, "--folder", str(mine)]
         command += ["--budget-s", str(stage.budget_s)]
-        return awaited([*command, "--", *server_arguments], mine / "report.json", stage.budget_s + _GRACE_S)
+        return await_report([*command, "--", *server_arguments], mine / "report.json", stage.budget_s + _GRACE_S)
 
     return run
 
 
-def awaited(command: Sequence[str], file: Path, most_s: float, pass_fds: Sequence[int] = ()) -> Report:
+def await_report(command: Sequence[str], file: Path, most_s: float, pass_fds: Sequence[int] = ()) -> StageReport:
     """What a stage's process has left in a file; whatever it has started ends with it."""
     process = subprocess.Popen(command, start_new_session=True, pass_fds=pass_fds)
     try:
         code = process.wait(most_s)
     except subprocess.TimeoutExpired:
-        return Report(error=f"killed: it took longer than {most_s:.0f} s")
+        return StageReport(error=f"killed: it took longer than {most_s:.0f} s")
     finally:
         _end_group(process)
     if not file.exists():
-        return Report(error=f"ended with {code} and without a report; what it said stands above")
-    return Report.read(file.read_text(encoding="utf-8"))
+        return StageReport(error=f"ended with {code} and without a report; what it said stands above")
+    return StageReport.read(file.read_text(encoding="utf-8"))
 
 
 def _end_group(process: "subprocess.Popen[bytes]") -> None:
@@ -124,7 +124,7 @@ def file_name(device: str) -> str:
     return f"gpu_check_{'_'.join(words)}.json"
 
 
-def _write(ran: Sequence[Ran], file: Path) -> None:
+def _write(ran: Sequence[StageRun], file: Path) -> None:
     """One JSON document of all that is known so far. Of an error the first line: the rest may name places here."""
     document = {
         "check": "gpu",
@@ -143,7 +143,7 @@ def _write(ran: Sequence[Ran], file: Path) -> None:
     file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
-def _table(ran: Sequence[Ran]) -> Table:
+def _table(ran: Sequence[StageRun]) -> Table:
     table = Table(title="GPU check", title_justify="left")
     for head in ("stage", "s", "what", "found", "target", ""):
         table.add_column(head, justify="right" if head == "s" else "left")
@@ -158,7 +158,7 @@ def _table(ran: Sequence[Ran]) -> Table:
     return table
 
 
-def named(text: str) -> list[Stage]:
+def parse_stages(text: str) -> list[Stage]:
     """Stages of a list as `lora,model`. Raises ValueError that says which there are."""
     by_name = {stage.name: stage for stage in STAGES}
     if unknown := [name for name in text.split(",") if name not in by_name]:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from caraserve.bench.gpu.outcome import Outcome
-from caraserve.bench.gpu.rig import Rig
+from caraserve.bench.gpu.results import StageResult
+from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.errors import BackendFailed
 
 _BASELINE = "cached"
@@ -19,17 +19,17 @@ _KEPT_S = 5.0  # of the stage's time, for what comes after
 _ON_THE_GPU = ("--", "--device", "cuda")  # or a server that finds none would serve on the CPU
 
 
-def server(rig: Rig) -> Outcome:
+def server(setup: CheckSetup) -> StageResult:
     """Raises BackendFailed when the benchmark does not end well."""
-    folder = rig.folder / "report"
-    rig.bench_modes(arguments(rig.server_arguments, folder), rig.left_s - _KEPT_S)
+    folder = setup.folder / "report"
+    setup.bench_modes(arguments(setup.server_arguments, folder), setup.left_s - _KEPT_S)
     try:
         report = json.loads((folder / "modes.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BackendFailed(f"bench modes left no report: {error}") from error
-    outcome = Outcome({"runs": report["runs"], "notes": report["notes"], "arguments": report["arguments"]})
-    _judge(report["runs"], outcome)
-    return outcome
+    result = StageResult({"runs": report["runs"], "notes": report["notes"], "arguments": report["arguments"]})
+    _judge(report["runs"], result)
+    return result
 
 
 def arguments(more: Sequence[str], folder: Path) -> list[str]:
@@ -40,24 +40,24 @@ def arguments(more: Sequence[str], folder: Path) -> list[str]:
     return [*ours, *own[:at], "--save", str(folder), *(own[at:] or _ON_THE_GPU)]
 
 
-def _judge(runs: Sequence[dict[str, Any]], outcome: Outcome) -> None:
+def _judge(runs: Sequence[dict[str, Any]], result: StageResult) -> None:
     whole = [run for run in runs if not run["interrupted"]]
     if len(whole) < len(runs):
-        outcome.say("server", f"time was up: {len(whole)} of {len(runs)} runs are whole", "all", met=False)
+        result.add_line("server", f"time was up: {len(whole)} of {len(runs)} runs are whole", "all", met=False)
     base = next((run for run in whole if run["label"] == _BASELINE), None)
     if base is None:
         raise BackendFailed(f"bench modes did not come to the end of {_BASELINE} in time")
     for run in whole:
         latency, told = run["latency"], f"{run['completed']} of {run['sent']} requests"
         mean_ms = latency["ttft"]["mean_ms"] if latency["ttft"] else float("nan")
-        outcome.say(f"server, {run['label']}", f"{told}, mean TTFT {mean_ms:.1f} ms")
+        result.add_line(f"server, {run['label']}", f"{told}, mean TTFT {mean_ms:.1f} ms")
         if run is base or not latency["itl"]:
             continue
         ratio = mean_ms / base["latency"]["ttft"]["mean_ms"]
         gap = latency["itl"]["percentiles_ms"]["p99"] / base["latency"]["itl"]["percentiles_ms"]["p99"]
-        outcome.figures.setdefault("beside_cached", {})[run["label"]] = {"ttft": ratio, "itl_p99": gap}
+        result.figures.setdefault("beside_cached", {})[run["label"]] = {"ttft": ratio, "itl_p99": gap}
         if run["label"] == "auto":
-            outcome.at_most("server, auto ÷ cached, mean TTFT", ratio, _TTFT_TARGET)
-            outcome.at_most("server, running requests' p99 gap, cold arrivals ÷ warm", gap, _GAP_TARGET)
+            result.at_most("server, auto ÷ cached, mean TTFT", ratio, _TTFT_TARGET)
+            result.at_most("server, running requests' p99 gap, cold arrivals ÷ warm", gap, _GAP_TARGET)
         else:
-            outcome.say(f"server, {run['label']} ÷ cached", f"mean TTFT {ratio:.2f}, p99 gap {gap:.2f}")
+            result.add_line(f"server, {run['label']} ÷ cached", f"mean TTFT {ratio:.2f}, p99 gap {gap:.2f}")

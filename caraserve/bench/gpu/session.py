@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from caraserve.bench.gpu.outcome import WrongResult
+from caraserve.bench.gpu.results import WrongResult
 from caraserve.core.backend import Backend
 from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, BlockGrant, ScheduledRow, SlotSampling, SlotStart, StepResult
 from caraserve.core.lora_layout import HostAdapter
@@ -27,11 +27,11 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class TimedResult:
     """A plan's outcome, and when it was told, by the monotonic clock."""
 
     result: StepResult
-    told_s: float
+    received_s: float
 
 
 class Session:
@@ -42,7 +42,7 @@ class Session:
         self._blocks_each = ceil_div(context + 1, backend.limits.block_tokens)
         self._ended: SimpleQueue[tuple[StepResult | Exception, float]] = SimpleQueue()
 
-    def make_room(self, slots: int) -> None:
+    def grow_kv(self, slots: int) -> None:
         """KV blocks for so many slots, where the backend shares memory among blocks and adapters."""
         if self.backend.limits.shared is not None:
             grown: SimpleQueue[None] = SimpleQueue()
@@ -52,10 +52,10 @@ class Session:
     def load(self, adapter: HostAdapter, slot: int, group_ends: Sequence[int] = ()) -> float:
         """Copies an adapter to a slot; the time until it was there in s."""
         started_s = time.monotonic()
-        wait_for_load(self.begin_load(adapter, slot, group_ends))
+        wait_for_load(self.start_load(adapter, slot, group_ends))
         return time.monotonic() - started_s
 
-    def begin_load(
+    def start_load(
         self, adapter: HostAdapter, slot: int, group_ends: Sequence[int] = ()
     ) -> "SimpleQueue[Exception | None]":
         """Asks for a copy and returns at once."""
@@ -67,14 +67,14 @@ class Session:
         """Returns at once; `next` has the outcome."""
         self.backend.launch(plan, lambda result: self._ended.put((result, time.monotonic())))
 
-    def next(self) -> Ended:
+    def next(self) -> TimedResult:
         """The outcome of the next plan that ends. Raises BackendFailed."""
-        result, told_s = wait_for(self._ended)
+        result, received_s = wait_for(self._ended)
         if isinstance(result, Exception):
             raise BackendFailed(f"an iteration failed: {result}")
-        return Ended(result, told_s)
+        return TimedResult(result, received_s)
 
-    def run(self, *plans: Batch) -> list[Ended]:
+    def run(self, *plans: Batch) -> list[TimedResult]:
         """All of them back to back."""
         for plan in plans:
             self.launch(plan)

@@ -4,30 +4,32 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 
-from caraserve.bench.gpu.outcome import Outcome
-from caraserve.bench.gpu.rig import Rig
+from caraserve.bench.gpu.results import StageResult
+from caraserve.bench.gpu.setup import CheckSetup
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """`decides`: what comes after is not begun when this one finds a wrong result. `says`: for --help."""
+    """`is_required`: what comes after is not begun when this one finds a wrong result. `description`: for --help."""
 
     name: str
     budget_s: float
-    says: str
-    decides: bool = False
+    description: str
+    is_required: bool = False
+    package: str = "caraserve.bench.gpu"
 
-    def run(self, rig: Rig) -> Outcome:
+    def run(self, setup: CheckSetup) -> StageResult:
         """Raises what goes wrong."""
-        function: Callable[[Rig], Outcome] = getattr(import_module(f"caraserve.bench.gpu.{self.name}"), self.name)
-        return function(rig)
+        function: Callable[[CheckSetup], StageResult] = getattr(import_module(f"{self.package}.{self.name}"), self.name)
+        return function(setup)
 
 
+CHECKS = "tests.gpu_device"  # checks of results, with the tests; they are run from a checkout of the repository
 STAGES = (
     Stage("env", 15, "device, driver, packages"),
-    Stage("build", 50, "all kernels compiled and loaded", decides=True),
-    Stage("correct", 130, "kernels beside fp64, a tiny model beside the CPU's", decides=True),
-    Stage("protocol", 45, "hand-offs to CPU workers, workers stopped and killed", decides=True),
+    Stage("build", 50, "all kernels compiled and loaded", is_required=True),
+    Stage("correct", 130, "kernels beside fp64, a tiny model beside the CPU's", is_required=True, package=CHECKS),
+    Stage("protocol", 45, "hand-offs to CPU workers, workers stopped and killed", is_required=True, package=CHECKS),
     Stage("limits", 25, "copies, link, matrix product"),
     Stage("lora", 45, "LoRA of decode by rows and ranks"),
     Stage("model", 70, "decode and prefill of a 7B shape"),

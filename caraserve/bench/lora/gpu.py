@@ -5,8 +5,8 @@ from pathlib import Path
 
 from caraserve.bench.gpu.limits import copy_bytes_per_s
 from caraserve.bench.gpu.lora import LoraPoint, measure
-from caraserve.bench.gpu.outcome import WrongResult
-from caraserve.bench.gpu.rig import Rig, real_rig
+from caraserve.bench.gpu.results import WrongResult
+from caraserve.bench.gpu.setup import CheckSetup, real_setup
 from caraserve.errors import BackendFailed
 from caraserve.gpu.driver.detect import prepare_environment
 from caraserve.model.dtype import Dtype
@@ -16,13 +16,13 @@ def gpu_points(budget_s: float) -> list[LoraPoint]:
     """On this machine's GPU. Raises BackendFailed when it computes something else than it should."""
     prepare_environment()
     with tempfile.TemporaryDirectory() as folder:
-        return points(real_rig(Path(folder), budget_s, {}, ()))
+        return points(real_setup(Path(folder), budget_s, {}, ()))
 
 
-def points(rig: Rig) -> list[LoraPoint]:
+def points(setup: CheckSetup) -> list[LoraPoint]:
     """What there is time for, the most rows first."""
-    acc = rig.accelerator(Dtype.BF16)
+    acc = setup.accelerator(Dtype.BF16)
     try:
-        return list(measure(rig, acc, copy_bytes_per_s(rig, acc)))
+        return list(measure(setup, acc, copy_bytes_per_s(setup, acc)))
     except WrongResult as error:
         raise BackendFailed(f"the GPU's LoRA kernels are wrong: {error}") from error

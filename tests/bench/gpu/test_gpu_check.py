@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from caraserve.bench.gpu.outcome import Line, Outcome, WrongResult, check_close, check_same_bits
-from caraserve.bench.gpu.run import Report, awaited, check, file_name, named
+from caraserve.bench.gpu.results import ResultLine, StageResult, WrongResult, check_close, check_same_bits
+from caraserve.bench.gpu.run import StageReport, await_report, check, file_name, parse_stages
 from caraserve.bench.gpu.stages import STAGES, Stage
 
 ROOT = Path(__file__).parents[3]
@@ -73,11 +73,11 @@ def test_lora_is_not_timed_where_it_is_wrong(tmp_path: Path) -> None:
 
 # --- stages in processes ---
 
-FIRST, SECOND = (Stage(name, 1.0, "says", decides=False) for name in ("first", "second"))
+FIRST, SECOND = (Stage(name, 1.0, "says", is_required=False) for name in ("first", "second"))
 
 
-def python(code: str, file: Path) -> Report:
-    return awaited([sys.executable, "-c", code], file, most_s=60.0)
+def python(code: str, file: Path) -> StageReport:
+    return await_report([sys.executable, "-c", code], file, most_s=60.0)
 
 
 def test_a_stage_that_dies_is_said_to_have(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_stage_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path) -
     held, free = os.pipe()  # it ends when the last process that has it is gone
     os.set_inheritable(free, True)
     code = f"import subprocess; subprocess.Popen(['sleep', '600'], pass_fds=[{free}]).wait()"
-    report = awaited([sys.executable, "-c", code], tmp_path / "report.json", most_s=0.5, pass_fds=(free,))
+    report = await_report([sys.executable, "-c", code], tmp_path / "report.json", most_s=0.5, pass_fds=(free,))
     os.close(free)
     assert report.error.startswith("killed: it took longer than")
     assert os.read(held, 1) == b""
@@ -97,14 +97,17 @@ def test_a_stage_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path) -
 
 
 def test_a_report_survives_its_file(tmp_path: Path) -> None:
-    report = Report({"a": [1.5]}, (Line("what", "value", "≥ 1", True), Line("more", "1")), "")
+    report = StageReport({"a": [1.5]}, (ResultLine("what", "value", "≥ 1", True), ResultLine("more", "1")), "")
     file = tmp_path / "report.json"
-    file.write_text(report.written())
+    file.write_text(report.to_json())
     assert python("", file) == report
 
 
 def test_one_stage_that_fails_leaves_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    reports = {"first": Report(error="RuntimeError: no\nTraceback"), "second": Report({"x": 1}, (Line("a", "b"),))}
+    reports = {
+        "first": StageReport(error="RuntimeError: no\nTraceback"),
+        "second": StageReport({"x": 1}, (ResultLine("a", "b"),)),
+    }
     file = tmp_path / "results" / "gpu.json"
     code = check([FIRST, SECOND], lambda stage, known, folder: reports[stage.name], tmp_path, file, 100.0)
     assert code == 1
@@ -116,9 +119,9 @@ def test_one_stage_that_fails_leaves_the_others(tmp_path: Path, capsys: pytest.C
 def test_what_was_found_is_known_to_later_stages_and_time_is_kept(tmp_path: Path) -> None:
     seen: list[object] = []
 
-    def run(stage: Stage, known: object, folder: Path) -> Report:
+    def run(stage: Stage, known: object, folder: Path) -> StageReport:
         seen.append(known)
-        return Report({"of": stage.name}, (Line("a", "b", "≥ 2", False),))
+        return StageReport({"of": stage.name}, (ResultLine("a", "b", "≥ 2", False),))
 
     late = Stage("late", 1e6, "says")
     assert check([FIRST, SECOND, late], run, tmp_path, tmp_path / "x.json", 100.0) == 1
@@ -134,9 +137,9 @@ def test_the_file_is_named_after_the_device() -> None:
 
 
 def test_stages_are_chosen_by_name() -> None:
-    assert [stage.name for stage in named("lora,env")] == ["lora", "env"]
+    assert [stage.name for stage in parse_stages("lora,env")] == ["lora", "env"]
     with pytest.raises(ValueError, match="'speed' is no stage; there are env, build"):
-        named("env,speed")
+        parse_stages("env,speed")
     assert sum(stage.budget_s for stage in STAGES) < 600
 
 
@@ -166,10 +169,10 @@ def test_bits_are_compared_and_not_numbers() -> None:
 
 
 def test_a_target_is_met_or_missed() -> None:
-    outcome = Outcome()
-    outcome.at_least("speed", 0.8, 0.8)
-    outcome.at_most("time", 6.0, 5.0)
-    assert [(line.target, line.met) for line in outcome.lines] == [("≥ 0.8", True), ("≤ 5", False)]
+    result = StageResult()
+    result.at_least("speed", 0.8, 0.8)
+    result.at_most("time", 6.0, 5.0)
+    assert [(line.target, line.met) for line in result.lines] == [("≥ 0.8", True), ("≤ 5", False)]
 
 
 # --- the command ---

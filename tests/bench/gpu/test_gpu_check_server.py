@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from caraserve.bench.cli import bench_parser
-from caraserve.bench.gpu import modes_process
-from caraserve.bench.gpu.outcome import Outcome
+from caraserve.bench.gpu import setup as stage_setup
+from caraserve.bench.gpu.results import StageResult
 from caraserve.bench.gpu.server import arguments, server
 from caraserve.errors import BackendFailed
 
@@ -20,14 +20,14 @@ def run(label: str, *, ttft_ms: float = 10.0, gap_ms: float = 5.0, interrupted: 
     return {"label": label, "latency": latency, "completed": 9, "sent": 9, "interrupted": interrupted}
 
 
-def judged(tmp_path: Path, *runs: Mapping[str, Any]) -> Outcome:
+def judged(tmp_path: Path, *runs: Mapping[str, Any]) -> StageResult:
     def bench_modes(argv: Sequence[str], timeout_s: float) -> None:
         folder = Path(argv[argv.index("--save") + 1])
         folder.mkdir()
         (folder / "modes.json").write_text(json.dumps({"runs": runs, "notes": [], "arguments": {}}))
 
-    rig: Any = SimpleNamespace(folder=tmp_path, server_arguments=(), left_s=100.0, bench_modes=bench_modes)
-    return server(rig)
+    setup: Any = SimpleNamespace(folder=tmp_path, server_arguments=(), left_s=100.0, bench_modes=bench_modes)
+    return server(setup)
 
 
 def test_what_stands_last_counts_and_servers_are_on_the_gpu(tmp_path: Path) -> None:
@@ -41,16 +41,16 @@ def test_what_stands_last_counts_and_servers_are_on_the_gpu(tmp_path: Path) -> N
 
 
 def test_running_requests_are_set_against_those_of_cached(tmp_path: Path) -> None:
-    outcome = judged(tmp_path, run("cached"), run("auto", ttft_ms=10.1, gap_ms=6.0), run("ondemand", ttft_ms=20.0))
-    assert outcome.figures["beside_cached"]["auto"] == {"ttft": 1.01, "itl_p99": 1.2}
-    assert [line.met for line in outcome.lines if line.target] == [True, False]
-    assert any(line.what == "server, ondemand ÷ cached" for line in outcome.lines)
+    result = judged(tmp_path, run("cached"), run("auto", ttft_ms=10.1, gap_ms=6.0), run("ondemand", ttft_ms=20.0))
+    assert result.figures["beside_cached"]["auto"] == {"ttft": 1.01, "itl_p99": 1.2}
+    assert [line.met for line in result.lines if line.target] == [True, False]
+    assert any(line.what == "server, ondemand ÷ cached" for line in result.lines)
 
 
 def test_runs_that_time_has_cut_short_are_not_compared(tmp_path: Path) -> None:
-    outcome = judged(tmp_path, run("cached"), run("auto", interrupted=True))
-    assert "beside_cached" not in outcome.figures
-    assert outcome.lines[0].value == "time was up: 1 of 2 runs are whole"
+    result = judged(tmp_path, run("cached"), run("auto", interrupted=True))
+    assert "beside_cached" not in result.figures
+    assert result.lines[0].value == "time was up: 1 of 2 runs are whole"
 
 
 def test_without_cached_nothing_can_be_said(tmp_path: Path) -> None:
@@ -73,10 +73,10 @@ def instead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], 
 def test_a_benchmark_that_fails_is_a_failure(instead: Callable[[str], None]) -> None:
     instead("import sys; sys.exit('no such preset')")
     with pytest.raises(BackendFailed, match="bench modes ended with 1:\nno such preset"):
-        modes_process.run_bench_modes(["--preset", "x"], 60.0)
+        stage_setup.run_bench_modes(["--preset", "x"], 60.0)
 
 
 def test_a_benchmark_that_takes_too_long_is_asked_to_end(instead: Callable[[str], None]) -> None:
     """It leaves a report of what it has: this is no failure yet."""
     instead("import signal\nsignal.pause()\n")
-    modes_process.run_bench_modes([], 0.5)
+    stage_setup.run_bench_modes([], 0.5)

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from caraserve.bench.gpu.accelerator import Accelerator
 from caraserve.bench.gpu.adapters import TOLERANCE
 from caraserve.bench.gpu.backends import shape_spec, synthetic_adapter
-from caraserve.bench.gpu.outcome import WrongResult, check_close
-from caraserve.bench.gpu.rig import Rig
+from caraserve.bench.gpu.results import WrongResult, check_close
+from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.bench.synthetic import Shape
 from caraserve.core.lora_layout import PANEL, HostAdapter
 from caraserve.cpu import handoff
@@ -41,7 +41,7 @@ _NUMBER, _GENERATION = 0x5EED_0001, 0x5EED_0002  # stand where a letter has what
 
 
 @dataclass(slots=True)
-class Counter:
+class HandshakeBench:
     """Workers with their region, and the device's words for them."""
 
     acc: Accelerator
@@ -60,7 +60,7 @@ class Counter:
 
 
 @contextmanager
-def counter(rig: Rig, acc: Accelerator) -> Iterator[Counter]:
+def handshake_bench(setup: CheckSetup, acc: Accelerator) -> Iterator[HandshakeBench]:
     """With one worker."""
     spec, block_bytes = shape_spec(_SHAPE, 64), align_up(handoff.block_bytes(1), PAGE_BYTES)
     region = SharedRegion(1 << 21)
@@ -68,49 +68,49 @@ def counter(rig: Rig, acc: Accelerator) -> Iterator[Counter]:
     adapter = synthetic_adapter(spec, Dtype.F16, _RANK, _QKV, region.carve(1 << 18))
     host_x, deltas = region.carve(4 * _ROWS * _SHAPE.hidden), region.carve(4 * _ROWS * 3 * _SHAPE.hidden)
     base = acc.device.driver.register_host(region.base, region.num_bytes)
-    workers = Workers(region, blocks, rig.cores(1), block_bytes)
+    workers = Workers(region, blocks, setup.cores(1), block_bytes)
     workers.start()
     try:
         if not workers.await_all(_BIRTH_S):
             raise BackendFailed(f"no CPU LoRA worker was there within {_BIRTH_S:.0f} s")
         workers.keep_awake(True)
-        yield Counter(acc, region, base, workers, blocks, adapter, words, host_x, deltas)
+        yield HandshakeBench(acc, region, base, workers, blocks, adapter, words, host_x, deltas)
     finally:
         workers.close()
         acc.device.driver.unregister_host(region.base)
         region.close()
 
 
-def play(desk: Counter, rounds: int, generator: torch.Generator, *, by_stream: bool) -> float:
+def run_rounds(bench: HandshakeBench, rounds: int, generator: torch.Generator, *, by_stream: bool) -> float:
     """So many rounds, looked at when all are done; s of each. `by_stream`: the stream waits for the counter, and
     not a kernel for its number. Raises WrongResult."""
-    acc, width, columns = desk.acc, 3 * _SHAPE.hidden, tuple(range(0, 3 * _SHAPE.hidden, _SHAPE.hidden))
+    acc, width, columns = bench.acc, 3 * _SHAPE.hidden, tuple(range(0, 3 * _SHAPE.hidden, _SHAPE.hidden))
     x = acc.random(generator, rounds, _ROWS, _SHAPE.hidden)
     y = acc.random(generator, rounds, _ROWS, width)
-    expected = y.double() + x.double() @ _product(desk).to(acc.place)
-    asked = torch.zeros(1, dtype=torch.int64, device=acc.place)
+    expected = y.double() + x.double() @ _product(bench).to(acc.place)
+    request = torch.zeros(1, dtype=torch.int64, device=acc.place)
     counted, errors = (torch.zeros(1, dtype=torch.int32, device=acc.place) for _ in range(2))
     outcomes = torch.full((rounds,), -1, dtype=torch.int32, device=acc.place)
     arrived = torch.zeros(1, dtype=torch.int32, device=acc.place)  # the weights, which never do
-    made = _letters(desk, rounds, arrived.data_ptr())
+    made = _work_orders(bench, rounds, arrived.data_ptr())
     on_device = torch.from_numpy(made).to(acc.place)
     projections = cuda_launch.Projections(columns, (_SHAPE.hidden,) * 3)
     acc.settle()
     started_s = time.monotonic()
     for index in range(rounds):
-        letter, outcome = on_device[index].data_ptr(), outcomes.data_ptr() + 4 * index
+        order, outcome = on_device[index].data_ptr(), outcomes.data_ptr() + 4 * index
         rows = cuda_launch.Rows(x[index].data_ptr(), _SHAPE.hidden, _SHAPE.hidden)
-        state = asked.data_ptr(), counted.data_ptr(), outcome
-        acc.launch(cuda_launch.publish(2, letter, rows, desk.on_device(desk.host_x), _SHAPE.hidden, *state))
+        state = request.data_ptr(), counted.data_ptr(), outcome
+        acc.launch(cuda_launch.publish(2, order, rows, bench.on_device(bench.host_x), _SHAPE.hidden, *state))
         if by_stream:
-            generation = desk.rounds_done + index + 1
-            acc.device.driver.wait_value(acc.stream, desk.on_device(desk.words[32:]), generation)
-        acc.launch(cuda_launch.wait(letter, outcome, errors.data_ptr()))
+            generation = bench.rounds_done + index + 1
+            acc.device.driver.wait_value(acc.stream, bench.on_device(bench.words[32:]), generation)
+        acc.launch(cuda_launch.wait(order, outcome, errors.data_ptr()))
         target = cuda_launch.Rows(y[index].data_ptr(), width, width)
-        acc.launch(cuda_launch.add(2, letter, outcome, target, projections, width, columns))
+        acc.launch(cuda_launch.add(2, order, outcome, target, projections, width, columns))
     acc.settle()
     spent_s = time.monotonic() - started_s
-    desk.rounds_done += rounds
+    bench.rounds_done += rounds
     if int(errors[0]) or not bool((outcomes == _BY_WORKERS).all()):
         late = int((outcomes != _BY_WORKERS).sum())
         raise WrongResult(f"{late} of {rounds} hand-offs were not answered by the worker")
@@ -118,41 +118,41 @@ def play(desk: Counter, rounds: int, generator: torch.Generator, *, by_stream: b
     return spent_s / rounds
 
 
-def _letters(desk: Counter, rounds: int, arrived: int) -> NDArray[np.int64]:
+def _work_orders(bench: HandshakeBench, rounds: int, arrived: int) -> NDArray[np.int64]:
     """[rounds, words]: one letter, with each round's numbers."""
-    spans = {span.site: span for span in desk.adapter.spec.spans}
-    image = desk.region.offset(int(desk.adapter.data.ctypes.data))
+    spans = {span.site: span for span in bench.adapter.spec.spans}
+    image = bench.region.offset(int(bench.adapter.data.ctypes.data))
     modules = [
         work_orders.Module(
             _SHAPE.hidden,
             _RANK,
-            desk.adapter.spec.dtype,
+            bench.adapter.spec.dtype,
             spans[site].scale,
             image + spans[site].a_offset,
             image + spans[site].b_offset,
         )
         for site in range(len(_QKV))
     ]
-    offset_of = desk.region.offset
+    offset_of = bench.region.offset
     errand = work_orders.Errand(
-        0, desk.on_device(desk.blocks), _NUMBER, 0, _ROWS, offset_of(int(desk.deltas.ctypes.data))
+        0, bench.on_device(bench.blocks), _NUMBER, 0, _ROWS, offset_of(int(bench.deltas.ctypes.data))
     )
-    region = work_orders.Region(desk.base, offset_of(int(desk.host_x.ctypes.data)), _SHAPE.hidden, _SHAPE.hidden)
-    flags = [desk.on_device(desk.words[at:]) for at in (0, 16, 32)]
+    region = work_orders.Region(bench.base, offset_of(int(bench.host_x.ctypes.data)), _SHAPE.hidden, _SHAPE.hidden)
+    flags = [bench.on_device(bench.words[at:]) for at in (0, 16, 32)]
     terms = work_orders.Terms(_PATIENCE_NS, arrived, 1, flags[0], _GENERATION, flags[1], flags[2])
-    letter = np.zeros(work_orders.letter_bytes(1) // 8, np.int64)
-    work_orders.write_letter(letter, [errand], modules, region, terms)
-    made = np.tile(letter, (rounds, 1))
-    numbers = desk.rounds_done + 1 + np.arange(rounds)
+    order = np.zeros(work_orders.letter_bytes(1) // 8, np.int64)
+    work_orders.write_letter(order, [errand], modules, region, terms)
+    made = np.tile(order, (rounds, 1))
+    numbers = bench.rounds_done + 1 + np.arange(rounds)
     for placeholder in (_NUMBER, _GENERATION):
-        made[:, letter == placeholder] = numbers[:, None]
+        made[:, order == placeholder] = numbers[:, None]
     return made
 
 
-def _product(desk: Counter) -> torch.Tensor:
+def _product(bench: HandshakeBench) -> torch.Tensor:
     """A B of the three projections side by side, [inputs, outputs], float64."""
-    parts, data = [], desk.adapter.data
-    for span in desk.adapter.spec.spans:
+    parts, data = [], bench.adapter.data
+    for span in bench.adapter.spec.spans:
         size = 2 * _RANK * _SHAPE.hidden
         a = data[span.a_offset : span.a_offset + size].view(np.float16).reshape(_RANK, _SHAPE.hidden)
         b = data[span.b_offset : span.b_offset + size].view(np.float16).reshape(-1, _RANK, PANEL)

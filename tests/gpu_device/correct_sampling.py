@@ -7,9 +7,9 @@ import numpy as np
 import torch
 
 from caraserve.bench.gpu.accelerator import Accelerator
-from caraserve.bench.gpu.outcome import WrongResult, check_close
-from caraserve.bench.gpu.rig import Rig
+from caraserve.bench.gpu.results import WrongResult, check_close
 from caraserve.bench.gpu.session import greedy
+from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.core.outputs import SAMPLE
 from caraserve.core.request import MAX_LOGPROBS
 from caraserve.cpu.sampling import SLOT_SAMPLING, choose, write_sampling
@@ -27,9 +27,9 @@ _WAYS: tuple[dict[str, Any], ...] = (
 _KNOWN = 40  # tokens of a request so far
 
 
-def check_sampling(rig: Rig, acc: Accelerator, case: int) -> float:
+def check_sampling(setup: CheckSetup, acc: Accelerator, case: int) -> float:
     """The tokens that the CPU backend would take, and their log-probabilities."""
-    rows, vocab, rng = len(_WAYS), rig.effort.vocab, np.random.default_rng(case)
+    rows, vocab, rng = len(_WAYS), setup.effort.vocab, np.random.default_rng(case)
     table = np.zeros(rows, SLOT_SAMPLING)
     for slot, way in enumerate(_WAYS):
         write_sampling(table, slot, replace(greedy(3), seed=1000 * case + slot, **way))

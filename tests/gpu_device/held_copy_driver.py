@@ -9,7 +9,7 @@ from caraserve.gpu.driver.api import Driver, Stream
 from caraserve.gpu.driver.streams import Lane
 
 
-class StandingLink:
+class HeldCopyDriver:
     """Everything but copies on the copy lane goes straight to the real driver."""
 
     def __init__(self, driver: Driver) -> None:

@@ -8,17 +8,17 @@ from collections.abc import Callable
 
 from caraserve.bench.gpu.accelerator import Accelerator
 from caraserve.bench.gpu.backends import TINY_CONTEXT, TinyModel, cpu_backend, cuda_backend
-from caraserve.bench.gpu.correct_lora import check_bgmv, check_prefill_lora
-from caraserve.bench.gpu.correct_model import check_attention, check_layers, check_rotation
-from caraserve.bench.gpu.correct_sampling import check_sampling
-from caraserve.bench.gpu.outcome import Outcome, WrongResult
-from caraserve.bench.gpu.rig import Rig
+from caraserve.bench.gpu.results import StageResult, WrongResult
 from caraserve.bench.gpu.session import Prompt, Session, tokens
+from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.core.backend import Backend
 from caraserve.gpu.forward.builder import GpuSizes
 from caraserve.model.dtype import Dtype
+from tests.gpu_device.correct_lora import check_bgmv, check_prefill_lora
+from tests.gpu_device.correct_model import check_attention, check_layers, check_rotation
+from tests.gpu_device.correct_sampling import check_sampling
 
-Check = Callable[[Rig, Accelerator, int], float]
+Check = Callable[[CheckSetup, Accelerator, int], float]
 _CHECKS: dict[str, Check] = {
     "decode LoRA": check_bgmv,
     "prefill LoRA": check_prefill_lora,
@@ -33,37 +33,37 @@ _CHUNK = 24  # of prompts, in tokens
 _KEPT_S = 30.0  # for the tiny model
 
 
-def correct(rig: Rig) -> Outcome:
+def correct(setup: CheckSetup) -> StageResult:
     """Raises WrongResult at the first of them."""
-    outcome = Outcome()
-    for dtype in rig.effort.dtypes:
-        if outcome.figures and rig.left_s < _KEPT_S:
+    result = StageResult()
+    for dtype in setup.effort.dtypes:
+        if result.figures and setup.left_s < _KEPT_S:
             break  # what was not looked at is not in the figures
-        acc = rig.accelerator(dtype)
+        acc = setup.accelerator(dtype)
         for name, check in _CHECKS.items():
-            cases = rig.effort.cases if check is check_bgmv else max(1, rig.effort.cases // _FEWER)
+            cases = setup.effort.cases if check is check_bgmv else max(1, setup.effort.cases // _FEWER)
             shares = []
             for case in range(cases):
-                if case and rig.left_s < _KEPT_S:
+                if case and setup.left_s < _KEPT_S:
                     break
-                shares.append(check(rig, acc, case))
-            outcome.figures.setdefault(name, {})[dtype.name.lower()] = {
+                shares.append(check(setup, acc, case))
+            result.figures.setdefault(name, {})[dtype.name.lower()] = {
                 "cases": len(shares),
                 "worst_share_of_tolerance": max(shares),
             }
-    counts = [each["cases"] for by_dtype in outcome.figures.values() for each in by_dtype.values()]
-    outcome.say("kernels beside fp64", f"{sum(counts)} random cases right")
-    outcome.figures["tiny_model_tokens"] = _check_model(rig)
-    outcome.say("a whole model beside the CPU's, fp32", "token for token, launched and replayed")
-    return outcome
+    counts = [each["cases"] for by_dtype in result.figures.values() for each in by_dtype.values()]
+    result.add_line("kernels beside fp64", f"{sum(counts)} random cases right")
+    result.figures["tiny_model_tokens"] = _check_model(setup)
+    result.add_line("a whole model beside the CPU's, fp32", "token for token, launched and replayed")
+    return result
 
 
-def _check_model(rig: Rig) -> int:
+def _check_model(setup: CheckSetup) -> int:
     """Kernel by kernel, and by graphs."""
-    model, slots = TinyModel.write(rig.folder), len(rig.effort.tiny_lengths)
-    step_tokens = max(slots, sum(min(length, _CHUNK) for length in rig.effort.tiny_lengths))
+    model, slots = TinyModel.write(setup.folder), len(setup.effort.tiny_lengths)
+    step_tokens = max(slots, sum(min(length, _CHUNK) for length in setup.effort.tiny_lengths))
     with cpu_backend(model, slots, _ADAPTER_SLOTS, step_tokens) as judge:
-        expected = _served(rig, judge, model)
+        expected = _served(setup, judge, model)
     for way, warm in (("launched", False), ("replayed", True)):
         sizes = GpuSizes(
             num_slots=slots,
@@ -74,8 +74,8 @@ def _check_model(rig: Rig) -> int:
             host_bytes=8 << 20,
             pool_bytes=64 << 20,
         )
-        with cuda_backend(rig, model.spec, Dtype.F32, sizes, folder=model.folder, warm=warm) as backend:
-            got = _served(rig, backend, model)
+        with cuda_backend(setup, model.spec, Dtype.F32, sizes, folder=model.folder, warm=warm) as backend:
+            got = _served(setup, backend, model)
         for prompt, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
             if ours != theirs:
                 at = next(index for index, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
@@ -83,11 +83,11 @@ def _check_model(rig: Rig) -> int:
     return sum(map(len, expected))
 
 
-def _served(rig: Rig, backend: Backend, model: TinyModel) -> list[list[int]]:
+def _served(setup: CheckSetup, backend: Backend, model: TinyModel) -> list[list[int]]:
     """Requests of the base model and of all adapters, some sharing one."""
-    session, vocab, lengths = Session(backend, TINY_CONTEXT - 1), model.spec.vocab_size, rig.effort.tiny_lengths
-    session.make_room(len(lengths))
+    session, vocab, lengths = Session(backend, TINY_CONTEXT - 1), model.spec.vocab_size, setup.effort.tiny_lengths
+    session.grow_kv(len(lengths))
     for slot, adapter in enumerate(model.read(backend.host_memory), start=1):
         session.load(adapter, slot)
     prompts = [Prompt(slot, tokens(length, vocab, slot), slot % _ADAPTER_SLOTS) for slot, length in enumerate(lengths)]
-    return session.serve(prompts, rig.effort.tiny_new, _CHUNK)
+    return session.serve(prompts, setup.effort.tiny_new, _CHUNK)

@@ -7,8 +7,8 @@ import torch
 
 from caraserve.bench.gpu.accelerator import Accelerator
 from caraserve.bench.gpu.adapters import TOLERANCE, Adapters, DecodingRows, Site
-from caraserve.bench.gpu.outcome import check_close, check_same_bits
-from caraserve.bench.gpu.rig import Rig
+from caraserve.bench.gpu.results import check_close, check_same_bits
+from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.core.lora_layout import MAX_RANK
 from caraserve.gpu.kernels.lora import PLANES, Segments, cut_segments, lora_expand, lora_shrink
 from caraserve.model.dtype import Dtype
@@ -18,12 +18,12 @@ _MOST_SLOTS = 6
 _TENSOR_CORES = {Dtype.F32: 1e-4, Dtype.BF16: 2.0**-6, Dtype.F16: 2.0**-9}  # what is shrunk is rounded, too
 
 
-def check_bgmv(rig: Rig, acc: Accelerator, case: int) -> float:
+def check_bgmv(setup: CheckSetup, acc: Accelerator, case: int) -> float:
     """Decode LoRA. Returns the largest share of the tolerance, as all checks do."""
     rng = random.Random(case)
-    site = _random_site(rig, rng)
+    site = _random_site(setup, rng)
     rows = [rng.randrange(site.slots) for _ in range(rng.choice((1, 3, 16, 64)))]
-    adapters = Adapters(acc, site, layers=1, pool_bytes=rig.effort.lora_pool_bytes, seed=case)
+    adapters = Adapters(acc, site, layers=1, pool_bytes=setup.effort.lora_pool_bytes, seed=case)
     batch = DecodingRows(acc, adapters, rows, seed=case)
     before, expected = batch.y.clone(), batch.expected(0)
     batch.issue(0)
@@ -40,13 +40,13 @@ def check_bgmv(rig: Rig, acc: Accelerator, case: int) -> float:
     return worst
 
 
-def check_prefill_lora(rig: Rig, acc: Accelerator, case: int) -> float:
+def check_prefill_lora(setup: CheckSetup, acc: Accelerator, case: int) -> float:
     """LoRA of prompts on tensor cores."""
     rng = random.Random(1000 + case)
-    site = _random_site(rig, rng)
+    site = _random_site(setup, rng)
     tokens = rng.choice((1, 40, 130))
     slots = [rng.randrange(site.slots) for _ in range(tokens)]
-    adapters = Adapters(acc, site, layers=1, pool_bytes=rig.effort.lora_pool_bytes, seed=case)
+    adapters = Adapters(acc, site, layers=1, pool_bytes=setup.effort.lora_pool_bytes, seed=case)
     generator = acc.generator(case)
     x = acc.random(generator, tokens, site.inputs)
     y = acc.random(generator, tokens, site.width)
@@ -81,15 +81,15 @@ def _prefill(acc: Accelerator, adapters: Adapters, x: torch.Tensor, y: torch.Ten
     acc.settle()
 
 
-def _random_site(rig: Rig, rng: random.Random) -> Site:
+def _random_site(setup: CheckSetup, rng: random.Random) -> Site:
     """Every other one as wide as the model, the rest of odd sizes."""
-    hidden = rig.effort.shape.hidden
+    hidden = setup.effort.shape.hidden
     if rng.random() < 0.5:
         inputs, outputs = hidden, (hidden,) * rng.choice((1, 3))
     else:
         inputs = rng.randrange(1, hidden)
         outputs = tuple(rng.randrange(1, hidden) for _ in range(rng.choice((1, 2, 3))))
     slots = rng.randrange(1, _MOST_SLOTS)
-    most = max(rig.effort.lora_ranks)
+    most = max(setup.effort.lora_ranks)
     ranks = [[0, *(min(rng.choice(_RANKS), 2 * most) for _ in range(slots))] for _ in outputs]
     return Site(inputs, outputs, ranks, [rng.choice(list(Dtype)) for _ in range(slots + 1)])

@@ -14,7 +14,7 @@ class WrongResult(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ResultLine:
     """One line of the table. `met`: whether the target was; None: there is none."""
 
     what: str
@@ -24,22 +24,22 @@ class Line:
 
 
 @dataclass(slots=True)
-class Outcome:
+class StageResult:
     """Of one stage."""
 
     figures: Figures = field(default_factory=dict)
-    lines: list[Line] = field(default_factory=list)
+    lines: list[ResultLine] = field(default_factory=list)
 
-    def say(self, what: str, value: str, target: str = "", met: bool | None = None) -> None:
-        self.lines.append(Line(what, value, target, met))
+    def add_line(self, what: str, value: str, target: str = "", met: bool | None = None) -> None:
+        self.lines.append(ResultLine(what, value, target, met))
 
     def at_least(self, what: str, value: float, target: float, form: str = ".2f") -> None:
         """A figure that is to reach a target."""
-        self.say(what, format(value, form), f"≥ {target:g}", value >= target)
+        self.add_line(what, format(value, form), f"≥ {target:g}", value >= target)
 
     def at_most(self, what: str, value: float, target: float, form: str = ".2f") -> None:
         """A figure that is not to pass a target."""
-        self.say(what, format(value, form), f"≤ {target:g}", value <= target)
+        self.add_line(what, format(value, form), f"≤ {target:g}", value <= target)
 
 
 def check_close(what: str, got: Tensor, expected: Tensor, tolerance: float) -> float:

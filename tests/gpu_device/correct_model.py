@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from caraserve.bench.gpu.accelerator import Accelerator
-from caraserve.bench.gpu.outcome import check_close, check_same_bits
-from caraserve.bench.gpu.rig import Rig
+from caraserve.bench.gpu.results import check_close, check_same_bits
+from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.gpu.kernels.attention import (
     NO_WINDOW,
     DecodeScratch,
@@ -29,9 +29,9 @@ _ATTENTION = {Dtype.F32: 2e-5, Dtype.BF16: 2.0**-6, Dtype.F16: 2.0**-9}
 _SLOTS = 4
 
 
-def check_layers(rig: Rig, acc: Accelerator, case: int) -> float:
+def check_layers(setup: CheckSetup, acc: Accelerator, case: int) -> float:
     """Embedding, norm with residual sum, SiLU."""
-    shape, generator, tokens = rig.effort.shape, acc.generator(case), 1 + 7 * case % 40
+    shape, generator, tokens = setup.effort.shape, acc.generator(case), 1 + 7 * case % 40
     tolerance = _ROUNDED[acc.dtype]
     hidden, delta = (acc.random(generator, tokens, shape.hidden) for _ in range(2))
     weight = acc.random(generator, shape.hidden, dtype=torch.float32)
@@ -96,12 +96,12 @@ class _Paged:
         return torch.einsum("kgs,skd->kgd", weights, values).reshape(-1)
 
 
-def check_attention(rig: Rig, acc: Accelerator, case: int) -> float:
+def check_attention(setup: CheckSetup, acc: Accelerator, case: int) -> float:
     """Decoding rows and chunks of prompts over paged keys and values; heads share keys in every other case."""
-    rng, generator, shape = random.Random(case), acc.generator(case), rig.effort.shape
+    rng, generator, shape = random.Random(case), acc.generator(case), setup.effort.shape
     dim = shape.hidden // shape.heads
     kv_heads = shape.heads if case % 2 else max(1, shape.heads // 4)
-    heads, context = shape.heads, rig.effort.context
+    heads, context = shape.heads, setup.effort.context
     paged = _Paged.random(acc, generator, context, kv_heads, dim)
     ends = [context - 1, *(rng.randrange(1, context) for _ in range(_SLOTS - 1))]  # the first in several splits
     for slot, end in enumerate(ends):
@@ -140,9 +140,9 @@ def _check_prefill(acc: Accelerator, generator: torch.Generator, paged: _Paged, 
     return check_close(f"prefill attention, {acc.dtype.name}", out[wanted], expected, _ATTENTION[acc.dtype])
 
 
-def check_rotation(rig: Rig, acc: Accelerator, case: int) -> float:
+def check_rotation(setup: CheckSetup, acc: Accelerator, case: int) -> float:
     """Rotary embedding of queries and keys, and where keys and values are kept."""
-    shape, generator = rig.effort.shape, acc.generator(case)
+    shape, generator = setup.effort.shape, acc.generator(case)
     dim, heads, kv_heads = shape.hidden // shape.heads, shape.heads, shape.kv_heads
     paged = _Paged.random(acc, generator, 64, kv_heads, dim)
     paged.memory.fill_(torch.nan)

@@ -7,11 +7,9 @@ from dataclasses import replace
 from queue import SimpleQueue
 
 from caraserve.bench.gpu.backends import TINY_CONTEXT, TinyModel, cuda_backend
-from caraserve.bench.gpu.outcome import Outcome, WrongResult
-from caraserve.bench.gpu.rig import Rig
-from caraserve.bench.gpu.rounds import counter, play
+from caraserve.bench.gpu.results import StageResult, WrongResult
 from caraserve.bench.gpu.session import Prompt, Session, tokens, wait_for_load
-from caraserve.bench.gpu.standing_link import StandingLink
+from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.core.batch import Batch, ScheduledRow, StepResult
 from caraserve.core.lora_layout import HostAdapter
 from caraserve.core.machine_profile import SCHEMA, Decode, DecodePoint, LoraRate, Prefill, PrefillPoint, Profile
@@ -20,6 +18,8 @@ from caraserve.errors import BackendFailed
 from caraserve.gpu.backend import CudaBackend
 from caraserve.gpu.forward.builder import GpuSizes
 from caraserve.model.dtype import Dtype
+from tests.gpu_device.handshake_rounds import handshake_bench, run_rounds
+from tests.gpu_device.held_copy_driver import HeldCopyDriver
 
 _RELEASE_TARGET_MS = 5.0
 _PROMPT_TOKENS = 12
@@ -43,40 +43,44 @@ _PROFILE = Profile(
 )
 
 
-def protocol(rig: Rig) -> Outcome:
+def protocol(setup: CheckSetup) -> StageResult:
     """Raises WrongResult for a sum that is wrong or a prompt that is not given up."""
-    outcome = Outcome()
-    _rounds(rig, outcome)
-    _lives(rig, outcome)
-    return outcome
+    result = StageResult()
+    _check_handshakes(setup, result)
+    _check_worker_failures(setup, result)
+    return result
 
 
-def _rounds(rig: Rig, outcome: Outcome) -> None:
-    effort = rig.effort
-    acc = rig.accelerator(effort.dtypes[0])
+def _check_handshakes(setup: CheckSetup, result: StageResult) -> None:
+    effort = setup.effort
+    acc = setup.accelerator(effort.dtypes[0])
     generator = acc.generator(0)
-    with counter(rig, acc) as desk:
+    with handshake_bench(setup, acc) as bench:
         for name, by_stream in (("stream", True), ("kernel", False)):
-            play(desk, min(effort.rounds_at_once, effort.rounds), generator, by_stream=by_stream)  # kernels are loaded
-            spent_s, done, until_s = 0.0, 0, rig.left_s - _ROUNDS_SHARE * rig.budget_s
-            while done < effort.rounds and rig.left_s > until_s:
-                spent_s += play(desk, effort.rounds_at_once, generator, by_stream=by_stream) * effort.rounds_at_once
+            run_rounds(
+                bench, min(effort.rounds_at_once, effort.rounds), generator, by_stream=by_stream
+            )  # kernels are loaded
+            spent_s, done, until_s = 0.0, 0, setup.left_s - _ROUNDS_SHARE * setup.budget_s
+            while done < effort.rounds and setup.left_s > until_s:
+                spent_s += (
+                    run_rounds(bench, effort.rounds_at_once, generator, by_stream=by_stream) * effort.rounds_at_once
+                )
                 done += effort.rounds_at_once
             us = 1e6 * spent_s / max(done, 1)
-            outcome.figures[f"wait_by_{name}"] = {"rounds": done, "us_a_round": us}
-            outcome.say(f"{done} hand-offs, waiting by {name}", f"all right, {us:.1f} µs each")
+            result.figures[f"wait_by_{name}"] = {"rounds": done, "us_a_round": us}
+            result.add_line(f"{done} hand-offs, waiting by {name}", f"all right, {us:.1f} µs each")
 
 
-class _Patient:
+class _AssistedPrompt:
     """A tiny model, an adapter whose weights do not come, and workers that may be stopped."""
 
-    def __init__(self, backend: CudaBackend, link: StandingLink, model: TinyModel) -> None:
+    def __init__(self, backend: CudaBackend, link: HeldCopyDriver, model: TinyModel) -> None:
         self.backend, self.link = backend, link
         self.session = Session(backend, TINY_CONTEXT - 1)
-        self.session.make_room(2)
+        self.session.grow_kv(2)
         self.adapter: HostAdapter = model.read(backend.host_memory)[0]
         self.vocab = model.spec.vocab_size
-        self.asked = Prompt(_ASSISTED, tokens(_PROMPT_TOKENS, self.vocab, 3), _ADAPTER_SLOT)
+        self.request = Prompt(_ASSISTED, tokens(_PROMPT_TOKENS, self.vocab, 3), _ADAPTER_SLOT)
         self._row = ScheduledRow(_ASSISTED, 0, _PROMPT_TOKENS, _ADAPTER_SLOT, samples=True)
         self._loading: SimpleQueue[Exception | None] = SimpleQueue()
         self.right = self._alone()
@@ -88,32 +92,32 @@ class _Patient:
     def _alone(self) -> int | None:
         """The prompt's token when all weights are there."""
         self.session.load(self.adapter, _ADAPTER_SLOT)
-        token = self.once_more()
+        token = self.compute_alone()
         self.backend.unload_adapter(_ADAPTER_SLOT)
         return token
 
-    def once_more(self) -> int | None:
+    def compute_alone(self) -> int | None:
         """Without help."""
-        (ended,) = self.session.run(self.session.started([self.asked], [self._row]))
+        (ended,) = self.session.run(self.session.started([self.request], [self._row]))
         return ended.result.rows[0].token_id
 
     def begin(self) -> None:
         """The prompt goes aside, while its weights stand still."""
         self.link.hold()
-        self._loading = self.session.begin_load(self.adapter, _ADAPTER_SLOT)
-        self.session.launch(self.session.started([self.asked], [replace(self._row, assist=True)], is_side_batch=True))
+        self._loading = self.session.start_load(self.adapter, _ADAPTER_SLOT)
+        self.session.launch(self.session.started([self.request], [replace(self._row, assist=True)], is_side_batch=True))
 
     def end(self) -> None:
         """The weights come; the prompt is right without help."""
         self.link.release()
         wait_for_load(self._loading)
-        if self.once_more() != self.right:
+        if self.compute_alone() != self.right:
             raise WrongResult("a prompt that was given up is not right when it is computed again")
         self.backend.unload_adapter(_ADAPTER_SLOT)
         if not self.workers.await_all(_BIRTH_S):
             raise BackendFailed("a CPU LoRA worker that died was not replaced")
 
-    def await_asked(self) -> None:
+    def await_worker_busy(self) -> None:
         """Until the device has asked a worker that does not answer."""
         until_s = time.monotonic() + _BIRTH_S
         while not any(state.is_busy for state in self.workers.states()):
@@ -127,10 +131,10 @@ class _Patient:
                 os.kill(state.pid, number)
 
 
-def _lives(rig: Rig, outcome: Outcome) -> None:
-    model = TinyModel.write(rig.folder)
-    opened = rig.open(Dtype.F32)[0]
-    link = StandingLink(opened.driver)
+def _check_worker_failures(setup: CheckSetup, result: StageResult) -> None:
+    model = TinyModel.write(setup.folder)
+    opened = setup.open(Dtype.F32)[0]
+    link = HeldCopyDriver(opened.driver)
     sizes = GpuSizes(
         num_slots=2,
         adapter_slots=2,
@@ -139,75 +143,75 @@ def _lives(rig: Rig, outcome: Outcome) -> None:
         memory_utilization=0.9,
         host_bytes=8 << 20,
         pool_bytes=32 << 20,
-        graph_bytes=rig.effort.graph_bytes,
-        lora_cpus=rig.cores(2),
+        graph_bytes=setup.effort.graph_bytes,
+        lora_cpus=setup.cores(2),
     )
     device = replace(opened, driver=link.driver)
-    with cuda_backend(rig, model.spec, Dtype.F32, sizes, folder=model.folder, device=device, warm=True) as backend:
+    with cuda_backend(setup, model.spec, Dtype.F32, sizes, folder=model.folder, device=device, warm=True) as backend:
         backend.start_workers(lambda rank: 64)
         backend.use(_PROFILE)
         if not backend.workers.await_all(_BIRTH_S):
             raise BackendFailed("the CPU LoRA workers are not there")
-        patient = _Patient(backend, link, model)
-        _helped(patient, outcome)
-        _stopped(patient, outcome)
-        _killed(patient, rig.effort.kills, outcome)
+        prompt = _AssistedPrompt(backend, link, model)
+        _check_assisted(prompt, result)
+        _check_stopped_workers(prompt, result)
+        _check_killed_workers(prompt, setup.effort.kills, result)
     link.close()
 
 
-def _helped(patient: _Patient, outcome: Outcome) -> None:
+def _check_assisted(prompt: _AssistedPrompt, result: StageResult) -> None:
     """Every layer by workers, and the same token."""
-    patient.begin()
-    (made,) = patient.session.next().result.rows
-    if made.needs_retry or made.token_id != patient.right:
-        raise WrongResult(f"with CPU workers' help the token is {made.token_id}, without it {patient.right}")
-    outcome.figures["cpu_layers"] = made.cpu_layers
-    outcome.say("a prompt whose weights do not come", f"right, {made.cpu_layers} layers by CPU workers")
-    patient.end()
+    prompt.begin()
+    (made,) = prompt.session.next().result.rows
+    if made.needs_retry or made.token_id != prompt.right:
+        raise WrongResult(f"with CPU workers' help the token is {made.token_id}, without it {prompt.right}")
+    result.figures["cpu_layers"] = made.cpu_layers
+    result.add_line("a prompt whose weights do not come", f"right, {made.cpu_layers} layers by CPU workers")
+    prompt.end()
 
 
-def _stopped(patient: _Patient, outcome: Outcome) -> None:
+def _check_stopped_workers(prompt: _AssistedPrompt, result: StageResult) -> None:
     """Others decode while the prompt waits in vain, until it is given up."""
-    bystander = Prompt(_BYSTANDER, tokens(4, patient.vocab), 0)
-    patient.session.run(patient.session.started([bystander], [ScheduledRow(_BYSTANDER, 0, 4, 0, samples=True)]))
-    patient.signal(signal.SIGSTOP)
+    bystander = Prompt(_BYSTANDER, tokens(4, prompt.vocab), 0)
+    prompt.session.run(prompt.session.started([bystander], [ScheduledRow(_BYSTANDER, 0, 4, 0, samples=True)]))
+    prompt.signal(signal.SIGSTOP)
     try:
-        patient.begin()
-        patient.await_asked()
+        prompt.begin()
+        prompt.await_worker_busy()
         started_s = time.monotonic()
         for index in range(_DECODES):
-            patient.session.launch(Batch((), (), (ScheduledRow(_BYSTANDER, 4 + index, 1, 0, samples=True),)))
-        ended = [patient.session.next() for _ in range(_DECODES + 1)]
+            prompt.session.launch(Batch((), (), (ScheduledRow(_BYSTANDER, 4 + index, 1, 0, samples=True),)))
+        ended = [prompt.session.next() for _ in range(_DECODES + 1)]
     finally:
-        patient.signal(signal.SIGCONT)
+        prompt.signal(signal.SIGCONT)
     void = [index for index, each in enumerate(ended) if each.result.rows[0].needs_retry]
     if len(void) != 1:
         raise WrongResult("a prompt whose workers stand still was not given up")
     passed = void[0]  # iterations that ended before it
-    given_up_ms = 1000 * (ended[passed].told_s - started_s)
-    outcome.figures |= {"decodes_beside": passed, "given_up_ms": given_up_ms}
+    given_up_ms = 1000 * (ended[passed].received_s - started_s)
+    result.figures |= {"decodes_beside": passed, "given_up_ms": given_up_ms}
     told = f"{passed} of {_DECODES} iterations passed it"
-    outcome.say("a prompt that waits for workers", told, f"{_DECODES}", passed == _DECODES)
-    outcome.say("… is given up after", f"{given_up_ms:.1f} ms")
-    patient.end()
+    result.add_line("a prompt that waits for workers", told, f"{_DECODES}", passed == _DECODES)
+    result.add_line("… is given up after", f"{given_up_ms:.1f} ms")
+    prompt.end()
 
 
-def _killed(patient: _Patient, kills: int, outcome: Outcome) -> None:
+def _check_killed_workers(prompt: _AssistedPrompt, kills: int, result: StageResult) -> None:
     """The device is released soon after its workers have died."""
     times_ms = []
     for _ in range(kills):
-        patient.signal(signal.SIGSTOP)
-        patient.begin()
-        patient.await_asked()
-        patient.signal(signal.SIGKILL)
+        prompt.signal(signal.SIGSTOP)
+        prompt.begin()
+        prompt.await_worker_busy()
+        prompt.signal(signal.SIGKILL)
         died_s = time.monotonic()
-        ended = patient.session.next()
+        ended = prompt.session.next()
         if not _is_void(ended.result):
             raise WrongResult("a prompt whose workers are dead was not given up")
-        times_ms.append(1000 * (ended.told_s - died_s))
-        patient.end()
-    outcome.figures["released_ms"] = times_ms
-    outcome.at_most("ms from a worker's death to its release", max(times_ms), _RELEASE_TARGET_MS)
+        times_ms.append(1000 * (ended.received_s - died_s))
+        prompt.end()
+    result.figures["released_ms"] = times_ms
+    result.at_most("ms from a worker's death to its release", max(times_ms), _RELEASE_TARGET_MS)
 
 
 def _is_void(result: StepResult) -> bool:

@@ -1,0 +1,147 @@
+"""Setup of a stage: device, sizes of what is computed, time limit, figures of earlier stages."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from caraserve.bench.gpu.accelerator import Accelerator, CudaStopwatch, Stopwatch
+from caraserve.bench.gpu.results import Figures
+from caraserve.bench.synthetic import SHAPES, Shape
+from caraserve.errors import BackendFailed
+from caraserve.gpu.driver.info import DeviceFacts, device_facts
+from caraserve.gpu.driver.libcuda import Cuda
+from caraserve.gpu.forward.builder import GpuDevice
+from caraserve.model.dtype import Dtype
+
+Opened = tuple[GpuDevice, Stopwatch]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckEffort:
+    """Sizes of everything; shares of a stage's time are the stage's own."""
+
+    shape: Shape  # of the model whose speed is measured
+    cases: int  # random ones, of each kernel
+    vocab: int  # of the tests of sampling
+    context: int  # longest of the tests of attention
+    tiny_lengths: tuple[int, ...]  # of prompts of the tiny model
+    tiny_new: int  # tokens for each of them
+    dtypes: tuple[Dtype, ...]  # of activations that are tested
+    rounds: int  # of publishing and waiting
+    rounds_at_once: int
+    kills: int  # of workers that are waited for
+    copy_bytes: int  # of the largest copy that is timed
+    gemm: int  # side of the square matrices
+    replays: int
+    lora_pool_bytes: int  # adapters that are rotated over
+    lora_rows: tuple[int, ...]
+    lora_ranks: tuple[int, ...]
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    prompts: tuple[int, ...]
+    decodes: int  # iterations in a row
+    cold_ranks: tuple[int, ...]
+    cold_prompts: tuple[int, ...]
+    cold_repeats: int
+    graph_bytes: int
+    model_pool_bytes: int | None  # for keys, values and adapters; None: what is there
+    bystanders: int  # requests that decode while others arrive
+    arrivals: int  # of cold requests beside them
+    host_bytes: int  # for adapters
+
+
+_LLAMA = SHAPES["llama2-7b"]
+FULL = CheckEffort(
+    shape=_LLAMA,
+    cases=24,
+    vocab=32000,
+    context=2100,
+    tiny_lengths=(3, 40, 17, 61, 24, 1),
+    tiny_new=24,
+    dtypes=(Dtype.BF16, Dtype.F32, Dtype.F16),
+    rounds=100_000,
+    rounds_at_once=1000,
+    kills=5,
+    copy_bytes=256 << 20,
+    gemm=8192,
+    replays=50,
+    lora_pool_bytes=1 << 30,
+    lora_rows=(1, 4, 16, 64),
+    lora_ranks=(8, 16, 32, 64, 128),
+    batches=(1, 16, 64),
+    contexts=(128, 512, 2048),
+    prompts=(16, 64, 256, 1024, 2048),
+    decodes=24,
+    cold_ranks=(16, 64, 256),
+    cold_prompts=(16, 128, 1024),
+    cold_repeats=3,
+    graph_bytes=1 << 30,
+    model_pool_bytes=None,
+    bystanders=32,
+    arrivals=12,
+    host_bytes=2 << 30,
+)
+
+
+def run_bench_modes(argv: Sequence[str], timeout_s: float) -> None:
+    """In a process of its own. One that takes too long is asked to end, and leaves a report of what it has by then.
+    Raises BackendFailed when it fails of itself."""
+    command = [sys.executable, "-m", "caraserve", "bench", "modes", *argv]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        _, said = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # it ends its server, which a kill would leave to itself for a moment
+        process.communicate()
+        return
+    if process.returncode != 0:
+        raise BackendFailed(f"bench modes ended with {process.returncode}:\n{said[-2000:]}")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckSetup:
+    """`known`: the figures of earlier stages, by stage; `folder`: for whatever a stage writes."""
+
+    open: Callable[[Dtype], Opened]
+    facts: DeviceFacts
+    effort: CheckEffort
+    folder: Path
+    budget_s: float = 60.0
+    known: Mapping[str, Figures] = field(default_factory=dict)
+    server_arguments: tuple[str, ...] = ()  # of `caraserve bench modes`, besides the stage's own
+    bench_modes: Callable[[Sequence[str], float], None] = run_bench_modes
+    started_s: float = field(default_factory=time.monotonic)
+
+    def accelerator(self, dtype: Dtype) -> Accelerator:
+        """The device, with a stream for this thread; its torch works there from now on."""
+        device, stopwatch = self.open(dtype)
+        made = Accelerator(device, dtype, stopwatch, device.driver.create_stream(0), self.facts.l2_bytes)
+        made.enter()
+        return made
+
+    @property
+    def left_s(self) -> float:
+        """Of the stage's time; points that find none are left out."""
+        return self.budget_s - (time.monotonic() - self.started_s)
+
+    def cores(self, most: int) -> tuple[int, ...]:
+        """For CPU LoRA workers: all but the first, which the launching thread keeps."""
+        usable = sorted(os.sched_getaffinity(0))
+        return tuple((usable[1:] or usable)[:most])
+
+
+def real_setup(
+    folder: Path, budget_s: float, known: Mapping[str, Figures], server_arguments: tuple[str, ...]
+) -> CheckSetup:
+    """This machine's GPU. Raises OSError or DriverError when there is none."""
+
+    def open_(dtype: Dtype) -> Opened:
+        from caraserve.gpu.driver.open import open_device  # needs CuPy
+
+        return open_device(dtype), CudaStopwatch()
+
+    return CheckSetup(open_, device_facts(Cuda()), FULL, folder, budget_s, known, server_arguments)
