@@ -102,7 +102,7 @@ class _AssistedPrompt:
         return ended.result.rows[0].token_id
 
     def begin(self) -> None:
-        """The prompt goes aside, while its weights stand still."""
+        """Starts the prompt as a side batch while the copy of its weights is held."""
         self.link.hold()
         self._loading = self.session.start_load(self.adapter, _ADAPTER_SLOT)
         self.session.launch(self.session.started([self.request], [replace(self._row, assist=True)], is_side_batch=True))
