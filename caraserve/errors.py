@@ -1,6 +1,6 @@
 """Every error that a person can meet, in one tree.
 
-    CaraServeError                 status 500, a defect of ours unless a subclass says otherwise
+    CaraServeError                 status 500, a defect of the server unless a subclass differs
     ├── ConfigError                a command-line or start-up mistake; one line, exit code 2
     ├── ModelLoadError             the base model's folder cannot be served; one line, exit code 1
     ├── InvalidRequest             400  the request is malformed; `param` names the field
@@ -12,15 +12,18 @@
     ├── Unauthorized               401  a missing or wrong API key
     ├── Forbidden                  403  switched off by the operator
     ├── Overloaded                 429  the waiting queue is full; `retry_after_s`
+    │   ├── Displaced              429  a waiting request left a full queue for one of another client
+    │   ├── ForwardRefused         429  this instance does not take a forwarded request; `code` names the reason
+    │   └── TooManyForwards        429  more forwarded requests in a minute than this instance keeps in memory
     ├── Draining                   503  the server is stopping; `retry_after_s`
-    ├── NotReady                   503  new requests are better sent elsewhere
+    ├── NotReady                   503  new requests should go to another server
     ├── ServerBusy                 503  memory or connections are used up; `retry_after_s`
     ├── Unreachable                503  no instance that can be reached has the adapter's bytes; `retry_after_s`
     ├── InstanceLost               502  the instance that was answering has gone
-    ├── DeadlineExceeded           504  whoever asks waits no longer
+    ├── DeadlineExceeded           504  the client's deadline has passed
     └── BackendFailed              500  an iteration failed on the device
 
-Each class carries the HTTP status and OpenAI's `type` and `code`. imports nothing of ours.
+Each class carries the HTTP status and OpenAI's `type` and `code`. This module imports nothing of the package.
 """
 
 from typing import ClassVar
@@ -31,7 +34,7 @@ class CaraServeError(Exception):
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
-    code: ClassVar[str | None] = None
+    code: str | None = None  # `ForwardRefused` has one for each reason
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -69,14 +72,14 @@ class NotFound(CaraServeError):
 
 
 class AdapterRejected(CaraServeError):
-    """An adapter that cannot be applied exactly; the message names the field or tensor."""
+    """The adapter cannot be applied exactly; the message names the field or tensor."""
 
     status = 400
     type = "InvalidUserInput"
 
 
 class NonFiniteLogits(CaraServeError):
-    """The model asked for gives logits that are infinite or not numbers; the same request would end so again."""
+    """The model's logits are infinite or not numbers; the same request would fail again."""
 
     status = 422
     type = "invalid_request_error"
@@ -124,6 +127,27 @@ class Overloaded(CaraServeError):
         self.retry_after_s = retry_after_s
 
 
+class Displaced(Overloaded):
+    """The request waited in a full queue, in which its client had more requests than a client that sent another one."""
+
+    code = "displaced"
+
+
+class ForwardRefused(Overloaded):
+    """This instance does not take the request that another instance has forwarded."""
+
+    def __init__(self, reason: str, *, retry_after_s: float) -> None:
+        """`reason`: of `router.Reason`; the code of the error is `forward_refused_` and the reason."""
+        super().__init__(f"this instance does not take the request now: {reason}", retry_after_s=retry_after_s)
+        self.code = f"forward_refused_{reason.replace('-', '_')}"
+
+
+class TooManyForwards(Overloaded):
+    """More requests were forwarded within a minute than this instance can tell from repetitions."""
+
+    code = "too_many_forwards"
+
+
 class Draining(CaraServeError):
     """The server is stopping and takes no new requests."""
 
@@ -144,7 +168,7 @@ class NotReady(CaraServeError):
 
 
 class ServerBusy(CaraServeError):
-    """The memory or the connections that the server may use are in use; the same request may be sent again later."""
+    """All memory or connections of the server are in use; the same request may be sent again later."""
 
     status = 503
     code = "server_busy"
@@ -155,7 +179,7 @@ class ServerBusy(CaraServeError):
 
 
 class Unreachable(CaraServeError):
-    """The adapter is known, but no instance that can be reached gives its bytes."""
+    """The adapter is known, but no instance that can be reached has its bytes."""
 
     status = 503
     type = "server_error"
@@ -167,14 +191,14 @@ class Unreachable(CaraServeError):
 
 
 class InstanceLost(CaraServeError):
-    """Another instance was answering and has gone; the same request may be sent again."""
+    """The instance that was answering has gone; the same request may be sent again."""
 
     status = 502
     code = "instance_lost"
 
 
 class DeadlineExceeded(CaraServeError):
-    """The answer was not whole when the time was over that whoever asks would wait."""
+    """The answer was not complete at the deadline that the client gave."""
 
     status = 504
     code = "deadline_exceeded"

@@ -28,6 +28,7 @@ from caraserve.errors import (
     BackendFailed,
     CaraServeError,
     ContextLengthExceeded,
+    Displaced,
     Draining,
     NonFiniteLogits,
     Overloaded,
@@ -129,15 +130,15 @@ class Engine:
             )
         displaced = None
         if (count := len(self._queues.waiting)) >= self._config.max_queue:
-            full = Overloaded(f"{count} requests are waiting", retry_after_s=self._retry_after_s())
+            message, retry_after_s = f"{count} requests are waiting", self._retry_after_s()
             if (displaced := self._queues.waiting.newest_of_largest(asked.tenant.client)) is None:
-                raise full
+                raise Overloaded(message, retry_after_s=retry_after_s)
         if adapter is not None:
             self.catalog.manager.hold(adapter)
         elif asked.adapter is not None:
             adapter = self.catalog.pin(asked.adapter)
         if displaced is not None:
-            self._finish(displaced, "error", error=full)
+            self._finish(displaced, "error", error=Displaced(message, retry_after_s=retry_after_s))
         active = self._open_request(asked, adapter)
         self._queues.waiting.push(asked.tenant, active)
         self._queues.admit()  # a load need not wait for the iteration under way

@@ -44,7 +44,7 @@ from caraserve.tokenizer.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from caraserve.cluster.membership.node import Node
-    from caraserve.http.dispatch import Dispatch
+    from caraserve.http.api_request import RequestRouter
 
 log = logging.getLogger(__name__)
 
@@ -221,9 +221,9 @@ async def serve(
     """Serves until SIGTERM or SIGINT, then drains. Raises ConfigError or ModelLoadError when it cannot start, and
     ConfigError when its cluster turns it away. `watching_signals` is called when it answers signals itself."""
     from caraserve import serve_cluster
-    from caraserve.http.app import make_app, start_http
-    from caraserve.http.binding import bind
-    from caraserve.http.peer_routes import add_peer_routes, start_peer_http
+    from caraserve.http.app import add_peer_routes, make_app, start_http, start_peer_http
+    from caraserve.http.generation import LocalRouter
+    from caraserve.http.server import bind
 
     model_config, lora_config = with_demo(model_config, lora_config)
     if cluster_config.routing is not None and not cluster_config.peers:
@@ -237,50 +237,50 @@ async def serve(
         served = await build_engine(stack, model_config, lora_config, engine_config)
         for complaint in served.complaints:
             log.warning("%s", complaint)
-        node = dispatch = adapters = None
+        node = cluster_router = adapters = None
         if admission is not None:
             digest = model_identity(model_config, engine_config, served.spec)
             node = serve_cluster.make_node(cluster_config, lora_config, admission, digest, served.engine.base_name)
             stack.push_async_callback(node.close)
-            dispatch = serve_cluster.make_dispatch(node, served.engine, cluster_config, admission)
-            stack.push_async_callback(dispatch.relays.close)
+            cluster_router = serve_cluster.make_router(node, served.engine, cluster_config, admission)
+            stack.push_async_callback(cluster_router.close)
             adapters = serve_cluster.make_fleet_adapters(
                 *(node, served.engine, served.reader, served.spec, lora_config, cluster_config, admission.dialling)
             )
             stack.push_async_callback(adapters.close)
-        allow = lora_config.allow_runtime_lora_updating
+        router = cluster_router or LocalRouter()
         app = make_app(
             *(served.engine, http_config, served.metrics),
-            allow_lora_updates=allow,
+            allow_lora_updates=lora_config.allow_runtime_lora_updating,
             cluster=node,
-            dispatch=dispatch,
+            router=router,
             background=node.background if node is not None else None,
         )
-        if node is not None and adapters is not None and cluster_config.peer_port is None:
-            add_peer_routes(app, node, adapters.routes())
+        if node is not None and cluster_router and adapters is not None and cluster_config.peer_port is None:
+            add_peer_routes(app, node, cluster_router, adapters.routes())
         runner, port = await start_http(app, http_config, sockets, tls)
         stack.push_async_callback(runner.cleanup)
         stop = _watch_signals()
         watching_signals()
-        if node is not None and admission is not None and dispatch is not None and adapters is not None:
+        if node is not None and admission is not None and cluster_router is not None and adapters is not None:
             where = http_config.host, port
             if cluster_config.peer_port is not None:
                 host = cluster_config.peer_host or http_config.host
                 runner, peer_port = await start_peer_http(
-                    *(node, app, host, cluster_config.peer_port, admission.listening, adapters.routes())
+                    *(node, cluster_router, app, host, cluster_config.peer_port, admission.listening, adapters.routes())
                 )
                 stack.push_async_callback(runner.cleanup)
                 where = host, peer_port
             links = serve_cluster.links_of(served.profile, lora_config)
             await serve_cluster.join(
-                *(stack, node, dispatch, adapters, served.engine, served.metrics, served.profile),
+                *(stack, node, cluster_router, adapters, served.engine, served.metrics, served.profile),
                 *(cluster_config, links, where, lora_config.padded_rank),
             )
         settle_garbage_collector()
         _announce(served, http_config, port)
         await _ended(stop, node)
         log.info("draining: no new requests; up to %.0f s for those running", http_config.drain_timeout_s)
-        await _drained(served.engine, dispatch, http_config.drain_timeout_s)
+        await _drained(served.engine, router, http_config.drain_timeout_s)
         if node is not None and node.ended.done():
             node.ended.result()
 
@@ -294,14 +294,13 @@ def settle_garbage_collector() -> None:
     gc.set_threshold(young, middle, _MIDDLE_COLLECTIONS)
 
 
-async def _drained(engine: Engine, dispatch: "Dispatch | None", timeout_s: float) -> None:
+async def _drained(engine: Engine, router: "RequestRouter", timeout_s: float) -> None:
     """Returns when all requests have ended, by themselves or because their time is over. Other instances answer new
     ones for as long as this one has some of its own."""
     clock = asyncio.get_running_loop().time
     ends_s = clock() + timeout_s
     await engine.drain(timeout_s)
-    if dispatch is not None:
-        await dispatch.relays.drain(ends_s - clock())
+    await router.drain(ends_s - clock())
 
 
 async def _ended(stop: asyncio.Event, node: "Node | None") -> None:

@@ -2,7 +2,7 @@
 
 check_cluster   before anything is loaded: secrets, TLS, addresses
 make_node       with the engine; its routes go into the application
-make_dispatch   the same, for requests that other instances may answer
+make_router     the same, for requests that other instances may answer
 join            when the port listens
 """
 
@@ -45,7 +45,7 @@ from caraserve.core.batch import ScheduledRow
 from caraserve.core.machine_profile import Profile
 from caraserve.engine.active_request import ActiveRequest
 from caraserve.errors import ConfigError
-from caraserve.http.dispatch import Dispatch
+from caraserve.http.dispatch import ClusterRouter
 from caraserve.http.proxy import PeerProxy
 from caraserve.http.queue_rebalance import QueueRebalancer
 from caraserve.loop import Engine
@@ -134,8 +134,8 @@ def make_node(cluster: ClusterConfig, lora: LoraConfig, admission: Admission, mo
     return Node(config, names, rng=Random())
 
 
-def make_dispatch(node: Node, engine: Engine, cluster: ClusterConfig, admission: Admission) -> Dispatch:
-    """What other instances answer for this one, and this one for others. `close` its relays when HTTP has ended."""
+def make_router(node: Node, engine: Engine, cluster: ClusterConfig, admission: Admission) -> ClusterRouter:
+    """The router between this instance and the others. Close it when HTTP has ended."""
     slo = LatencyTargets(cluster.slo_ttft_ms or inf, cluster.slo_tpot_ms or inf)
     routing = cluster.routing or "auto"
     chosen = None
@@ -146,9 +146,9 @@ def make_dispatch(node: Node, engine: Engine, cluster: ClusterConfig, admission:
 
         chosen = policy(routing)
     forwarding = Forwarding(node, chosen, slo, engine.catalog.find, lambda: refuses_new_requests(engine), rng=Random())
-    relays = PeerProxy(lambda: node.name, lambda: node.keys, admission.dialling)
-    gate = ForwardVerifier(lambda: node.name, lambda: node.keys)
-    return Dispatch(forwarding, relays, gate, QueueRebalancer(engine, forwarding))
+    proxy = PeerProxy(lambda: node.name, lambda: node.keys, admission.dialling)
+    verifier = ForwardVerifier(lambda: node.name, lambda: node.keys)
+    return ClusterRouter(forwarding, proxy, verifier, QueueRebalancer(engine, forwarding))
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +247,7 @@ def make_fleet_adapters(
 async def join(
     stack: AsyncExitStack,
     node: Node,
-    dispatch: Dispatch,
+    router: ClusterRouter,
     adapters: FleetAdapters,
     engine: Engine,
     metrics: Metrics,
@@ -269,13 +269,13 @@ async def join(
         )
     drift = DriftWatch(profile, padded_rank=padded_rank) if profile else None
     publisher = Publisher(node, engine, metrics.answers, drift, links, adapters.pool.adopt)
-    forwarding, relays = dispatch.forwarding, dispatch.relays
+    forwarding = router.forwarding
     adapters.prepare(forwarding)
     listener = NodeListener(
         current_load=publisher.current_load,
         on_registry_change=publisher.apply_registry_changes,
         on_holders_change=adapters.pool.on_holders_change,
-        on_member_change=lambda record, before: relays.changed(record),
+        on_member_change=lambda record, before: router.proxy.member_changed(record),
         answer_query=lambda peer, body: adapters.answer_query(forwarding, peer, body),
     )
     stack.push_async_callback(node.stop)
@@ -291,7 +291,7 @@ async def join(
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, node.reread_secrets)
     node.background.run(stack, publisher.run, "cluster publisher")
     if cluster.routing == "dlora":
-        node.background.run(stack, dispatch.moves.run, "cluster queue moves")
+        node.background.run(stack, router.rebalancer.run, "cluster queue moves")
     return publisher
 
 

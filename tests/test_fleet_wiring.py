@@ -19,9 +19,9 @@ from caraserve.cluster.state.persistence import ClusterRegistryFile
 from caraserve.config import ClusterConfig, LoraConfig
 from caraserve.core.machine_profile import Profile, load
 from caraserve.engine.stats import EngineLoad
-from caraserve.http.dispatch import Dispatch
+from caraserve.http.dispatch import ClusterRouter
 from caraserve.lora.registry import AdapterInfo
-from caraserve.serve_cluster import Admission, join, make_dispatch
+from caraserve.serve_cluster import Admission, join, make_router
 from tests.cluster.nodes import instances
 
 PROFILE = Path(__file__).parent / "profile.json"
@@ -47,12 +47,12 @@ def test_whoever_stops_or_cannot_go_on_takes_nothing_from_others(
     async def body() -> str | None:
         async with asyncio.timeout(20), instances(tmp_path) as running:
             node = (await running.start("a")).node
-            dispatch = make_dispatch(node, engine, config, Admission(KEYS, None, None))
+            router = make_router(node, engine, config, Admission(KEYS, None, None))
             try:
-                refusal = dispatch.forwarding.refusal(dispatch.forwarding.arrival(None, 10, 10), force=True)
+                refusal = router.forwarding.refusal(router.forwarding.arrival(None, 10, 10), force=True)
                 return refusal.reason if refusal else None
             finally:
-                await dispatch.relays.close()
+                await router.close()
 
     assert asyncio.run(body()) == reason
 
@@ -60,8 +60,8 @@ def test_whoever_stops_or_cannot_go_on_takes_nothing_from_others(
 @asynccontextmanager
 async def prepared(
     infos: dict[str, AdapterInfo],
-) -> AsyncIterator[tuple[Node, Dispatch, Callable[..., Awaitable[Any]]]]:
-    """A node that is yet to join, its dispatch, and a function that has it join, as `serve` does."""
+) -> AsyncIterator[tuple[Node, ClusterRouter, Callable[..., Awaitable[Any]]]]:
+    """A node that is yet to join, its router, and a function that has it join, as `serve` does."""
     catalog = SimpleNamespace(all=lambda: list(infos.values()), find=infos.get)
     work = EngineLoad(0, 0, {}, 0, 0, 1000, 1000, 10)
     engine: Any = SimpleNamespace(draining=False, failure=None, catalog=catalog, workload=lambda tokens: work)
@@ -69,16 +69,16 @@ async def prepared(
     async with AsyncExitStack() as stack:
         node = Node(NodeConfig("tests", "a", "m", ("127.0.0.1:1",), KEYS), ClusterRegistryFile(None), rng=Random(1))
         stack.push_async_callback(node.close)
-        dispatch = make_dispatch(node, engine, cluster_config(), Admission(KEYS, None, None))
-        stack.push_async_callback(dispatch.relays.close)
+        router = make_router(node, engine, cluster_config(), Admission(KEYS, None, None))
+        stack.push_async_callback(router.close)
 
         async def join_it(accounting_begins: Callable[..., None], profile: Profile | None, rank: int | None) -> None:
             pool = SimpleNamespace(adopt=lambda adapter: None, on_holders_change=lambda: None)
             adapters: Any = SimpleNamespace(pool=pool, prepare=lambda forwarding: None, join=accounting_begins)
-            parts = (stack, node, dispatch, adapters, engine, metrics, profile, cluster_config(), LinkSpeeds())
+            parts = (stack, node, router, adapters, engine, metrics, profile, cluster_config(), LinkSpeeds())
             await join(*parts, ("127.0.0.1", 1), rank)
 
-        yield node, dispatch, join_it
+        yield node, router, join_it
 
 
 @pytest.mark.parametrize(("kernel", "rank"), [("bgmv", None), ("bgmv-padded", 64)])
@@ -101,16 +101,16 @@ def test_whatever_is_loaded_while_adapters_are_announced_is_kept_account_of_and_
     infos = {f"n{index}": AdapterInfo(f"n{index}", f"d{index}", "", 8, (), 10, created_s=0.0) for index in range(500)}
 
     async def body() -> None:
-        async with prepared(infos) as (node, dispatch, join_it):
+        async with prepared(infos) as (node, router, join_it):
             found: list[tuple[int, bool]] = []
 
             def accounting_begins(*parts: object) -> None:
-                found.append((sum(1 for _ in node.adapters()), dispatch.forwarding.joined))
+                found.append((sum(1 for _ in node.adapters()), router.forwarding.joined))
 
             await join_it(accounting_begins, None, None)
             assert found == [(0, False)]
             assert sum(1 for _ in node.adapters()) == len(infos)
-            assert dispatch.forwarding.joined
+            assert router.forwarding.joined
             assert 'task="cluster publisher"' in "".join(node.background.families(""))
 
     asyncio.run(asyncio.wait_for(body(), 20))

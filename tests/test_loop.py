@@ -15,6 +15,7 @@ from caraserve.errors import (
     AdapterRejected,
     BackendFailed,
     ContextLengthExceeded,
+    Displaced,
     Draining,
     Forbidden,
     NotFound,
@@ -95,7 +96,7 @@ def test_a_flood_that_fills_the_queue_gives_way_to_another_client() -> None:
         assert [(await task).finish.reason for task in quiet] == ["length"] * 2
         answers = [await task for task in flood]
         errors = [answer.finish.error for answer in answers if answer.finish.reason == "error"]
-        assert [type(error) for error in errors] == [Overloaded, Overloaded]
+        assert [type(error) for error in errors] == [Displaced, Displaced]
         engine.check()
 
     with_engine(test, max_queue=4, seqs=1)

@@ -1,22 +1,76 @@
-"""Which model a body asks for: `model`, or one of the fields by which clients of other servers name an adapter. Pure.
+"""Which adapter a request names: in `model`, or in a field by which clients of other servers name an adapter.
 
-Called by the parsers of all routes that take a model. Every field that is present counts: a request in which two of
-them name different adapters is refused, since there is no telling which one is meant.
+Every field that is present counts. A request in which two fields name different adapters is refused.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from caraserve.cluster.state.replicated_map import RegisteredAdapter
 from caraserve.errors import InvalidRequest, NotFound
-from caraserve.http.interfaces import Find
+from caraserve.http.context import Context
 from caraserve.http.validation import Fields, shown
+from caraserve.lora.registry import AdapterInfo
 
 _LONGEST_NAME = 1024
 
+Find = Callable[[str], str | None]
+"""The adapter that a model name stands for, None for the base model. Raises NotFound with param `model`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteAdapter:
+    """An adapter that only other instances have, as the API lists it."""
+
+    name: str
+    digest: str
+    rank: int
+    num_bytes: int
+    created_s: float
+
+    @property
+    def path(self) -> str:
+        """The digest: it has no folder on this instance."""
+        return self.digest
+
+
+ListedAdapter = AdapterInfo | RemoteAdapter
+
+
+def find_adapter(context: Context, model: str) -> ListedAdapter | None:
+    """The adapter, here or in the cluster, that `model` names as `adapter` or, as for SGLang, as `base:adapter`; None
+    for the base model. Raises NotFound with param `model`."""
+    if model in context.engine.base_names:
+        return None
+    bases = [base for base in context.engine.base_names if model.startswith(f"{base}:")]
+    for name in (model, *(model.removeprefix(f"{base}:") for base in bases)):
+        try:
+            return context.engine.adapter(name)
+        except NotFound:
+            if context.cluster is not None and (remote := context.cluster.adapter(name)) is not None:
+                return remote_adapter(context, remote)
+    raise NotFound(f"The model {model[:200]!r} does not exist; GET /v1/models lists those that do.", param="model")
+
+
+def adapter_finder(context: Context) -> Find:
+    """A function that gives the name of the adapter that a model name stands for; see `find_adapter`."""
+
+    def find(model: str) -> str | None:
+        adapter = find_adapter(context, model)
+        return None if adapter is None else adapter.name
+
+    return find
+
+
+def remote_adapter(context: Context, adapter: RegisteredAdapter) -> RemoteAdapter:
+    """An entry of the cluster's registry as the API lists it."""
+    return RemoteAdapter(adapter.name, adapter.digest, adapter.rank, adapter.num_bytes, context.started_s)
+
 
 def choose_adapter(fields: Fields, base_name: str, find: Find) -> tuple[str, str | None]:
-    """The name that the response repeats, and the adapter, None for the base. `model` naming the base, or absent,
-    leaves the choice to the other fields.
+    """Returns the name that the response repeats, and the adapter, None for the base model. If `model` is absent or
+    names the base model, the other fields choose.
 
     Raises NotFound or InvalidRequest naming the field.
     """
@@ -46,7 +100,7 @@ def _found(field: str, name: str, find: Find) -> str | None:
 
 
 def _named(fields: Fields) -> Iterator[tuple[str, str]]:
-    """Fields beside `model` that name an adapter, each with the name: SGLang's, LoRAX' and TGI's, llama.cpp's."""
+    """The other fields that name an adapter, each with the name: SGLang's, LoRAX' and TGI's, llama.cpp's."""
     for field in ("lora_path", "adapter_id"):
         if isinstance(fields.raw(field), list):
             raise InvalidRequest(
@@ -73,7 +127,7 @@ def _entry_name(entry: Any) -> str:
         raise InvalidRequest(f"lora[0] has an unknown field {shown(min(unknown))}; send id and scale.", param="lora")
     name, scale = entry.get("id"), entry.get("scale", 1)
     if not isinstance(name, str) or not 1 <= len(name) <= _LONGEST_NAME:
-        # Numbers would be places in a list, and a list changes as adapters come and go.
+        # A number would be an index into a list that changes as adapters are loaded and unloaded.
         raise InvalidRequest(
             f"lora[0].id must be an adapter's name, not {shown(name)}; GET /v1/models lists them.", param="lora"
         )

@@ -1,6 +1,6 @@
-"""Models and adapters over HTTP: the list, and vLLM's two routes that load and unload adapters.
+"""Lists models and adapters, and serves vLLM's two routes that load and unload adapters.
 
-The two routes answer in plain text, as vLLM's do, and their errors in OpenAI's shape.
+Like vLLM's, the two routes answer in plain text, and their errors have OpenAI's shape.
 """
 
 import asyncio
@@ -12,13 +12,13 @@ import orjson
 from aiohttp import web
 
 from caraserve.errors import AdapterRejected, Forbidden, NotFound
-from caraserve.http.cluster_pages import by_name
+from caraserve.http.adapter_choice import ListedAdapter, find_adapter, remote_adapter
 from caraserve.http.context import CLIENT, CONTEXT, Context
-from caraserve.http.field_check import check_fields
-from caraserve.http.interfaces import AdapterView, far_adapter, find_adapter
-from caraserve.http.request_schema import LOAD_ADAPTER, UNLOAD_ADAPTER
+from caraserve.http.request_schema import LOAD_ADAPTER, UNLOAD_ADAPTER, check_fields
 from caraserve.http.responses import json_response, note_ignored, read_object
+from caraserve.http.status import sorted_by_name
 from caraserve.http.validation import Fields
+from caraserve.lora.registry import AdapterInfo
 from caraserve.util.option_values import ADAPTER_NAME
 from caraserve.util.tasks import in_turns
 
@@ -28,36 +28,36 @@ _LONGEST_PATH = 4096
 
 
 class ModelList:
-    """The list of models, written once for each change, some adapters in each turn of the event loop: routers poll it,
-    and 40,000 adapters take half a second."""
+    """The encoded list of models, encoded again after each change, some adapters in each turn of the event loop:
+    routers poll it, and 40,000 adapters take half a second."""
 
     def __init__(self) -> None:
-        self._adapters: list[AdapterView] | None = None
-        self._far = 0  # the version of the cluster's names
+        self._adapters: list[AdapterInfo] | None = None
+        self._registry_version = 0  # of the cluster's registry
         self._body = b""
-        self._writing = asyncio.Lock()
+        self._encoding = asyncio.Lock()
 
     async def body(self, context: Context) -> bytes:
-        async with self._writing:
-            adapters = list(context.engine.adapters())
-            far = context.cluster.registry_version if context.cluster else 0
-            if adapters != self._adapters or far != self._far:
-                self._body = await _list(context, adapters)
-                self._adapters, self._far = adapters, far
+        async with self._encoding:
+            adapters = context.engine.adapters()
+            registry_version = context.cluster.registry_version if context.cluster else 0
+            if adapters != self._adapters or registry_version != self._registry_version:
+                self._body = await _encoded_list(context, adapters)
+                self._adapters, self._registry_version = adapters, registry_version
             return self._body
 
 
-async def _list(context: Context, adapters: Sequence[AdapterView]) -> bytes:
-    """The base model, the adapters here, and by name those that only other instances have."""
+async def _encoded_list(context: Context, adapters: Sequence[AdapterInfo]) -> bytes:
+    """The base model, this instance's adapters, then those that only other instances have, by name."""
     cards = [orjson.dumps(_card(context, None))]
-    here = set()
+    local_names = set()
     async for adapter in in_turns(adapters):
-        here.add(adapter.name)
+        local_names.add(adapter.name)
         cards.append(orjson.dumps(_card(context, adapter)))
     if context.cluster is not None:
-        async for some in by_name(context.cluster.adapters()):
-            far = [far_adapter(context, one) for one in some if one.name not in here]
-            cards += [orjson.dumps(_card(context, adapter)) for adapter in far]
+        async for some in sorted_by_name(context.cluster.adapters()):
+            remote = [remote_adapter(context, one) for one in some if one.name not in local_names]
+            cards += [orjson.dumps(_card(context, one)) for one in remote]
     return b'{"object":"list","data":[%b]}' % b",".join(cards)
 
 
@@ -74,8 +74,8 @@ async def show_model(request: web.Request) -> web.Response:
     return json_response(_card(context, find_adapter(context, request.match_info["model"])))
 
 
-def _card(context: Context, adapter: AdapterView | None) -> dict[str, Any]:
-    """vLLM's model card and an adapter's rank; `root` is where the weights come from, `parent` what it applies to."""
+def _card(context: Context, adapter: ListedAdapter | None) -> dict[str, Any]:
+    """vLLM's model card with an adapter's rank; `root` is where the weights are from, `parent` its base model."""
     base = context.engine.base_name
     return {
         "id": adapter.name if adapter else base,
@@ -103,20 +103,20 @@ async def load_lora_adapter(request: web.Request) -> web.Response:
             "letter or digit, and not the base model's name.",
             param="lora_name",
         )
-    await context.to_the_end(context.engine.load_adapter(name, path, inplace=inplace))
+    await context.complete(context.engine.load_adapter(name, path, inplace=inplace))
     log.info("adapter %s loaded from %r", name, path)
     return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 
 
 async def unload_lora_adapter(request: web.Request) -> web.Response:
-    """Answers when no running request uses the adapter any more."""
+    """Responds when no running request uses the adapter any more."""
     context = _updatable(request)
     fields = await read_object(request)
     check_fields(fields, UNLOAD_ADAPTER)
     name = _required(fields, "lora_name")
     note_ignored(request, fields)
     try:
-        await context.to_the_end(context.engine.unload_adapter(name))
+        await context.complete(context.engine.unload_adapter(name))
     except NotFound:
         if context.cluster is None or context.cluster.adapter(name) is None:
             raise

@@ -1,7 +1,7 @@
-"""The HTTP server: routes, the one middleware that all requests pass, and how it starts.
+"""The HTTP server: its routes for clients and for other instances, its middleware, and how it starts.
 
-Called by `serve.py`: `make_app` wires handlers to an engine, `start_http` listens. `runner.cleanup()` stops: new
-connections are refused, handlers get a few seconds, then they are cancelled; call it when all requests have ended.
+Call `runner.cleanup()` when all requests have ended: it refuses new connections, gives handlers `stop_s` to end, then
+cancels them.
 """
 
 import logging
@@ -14,28 +14,28 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import web
 
-from caraserve.cluster.routing.forward_auth import INSTANCE_HEADER
+from caraserve.cluster.membership.node import Node
+from caraserve.cluster.membership.websocket import WEBSOCKET_PATH
+from caraserve.cluster.routing.forward_auth import INSTANCE_HEADER, PREFIX
 from caraserve.config import HttpConfig
 from caraserve.errors import CaraServeError, ServerBusy, Unauthorized
-from caraserve.http import admin, chat, cluster_pages, completions, tokenize
-from caraserve.http import status as pages
-from caraserve.http.auth import challenge, identify
-from caraserve.http.binding import bind, cannot_listen
-from caraserve.http.bodies import BodyBudget
-from caraserve.http.context import ANSWERED_HERE, CLIENT, CONTEXT, REQUEST_ID, Context, HttpTimings
-from caraserve.http.cors import add_headers, preflight
-from caraserve.http.dispatch import Dispatch
-from caraserve.http.interfaces import ClusterApi, EngineApi
+from caraserve.http import admin, chat, completions, status, tokenize
+from caraserve.http.api_request import RequestRouter
+from caraserve.http.auth import add_cors_headers, answer_preflight, authenticate, challenge
+from caraserve.http.context import ANSWERED_BY, CLIENT, CONTEXT, REQUEST_ID, BodyBudget, Context, HttpTimings
+from caraserve.http.dispatch import ClusterRouter
+from caraserve.http.generation import LocalRouter
 from caraserve.http.request_log import CLIENT_LEFT, IGNORED_HEADER, SUMMARY, RequestSummary, log_request
-from caraserve.http.responses import SERVER, error_body, error_response, fault_body, json_response, refusal_response
-from caraserve.http.server import Runner
+from caraserve.http.responses import SERVER, error_body, error_response, json_response, openai_error, refusal_response
+from caraserve.http.server import Runner, bind, listen_error
+from caraserve.loop import Engine
 from caraserve.telemetry.background import BackgroundTasks
 from caraserve.telemetry.metrics import Metrics
 
 log = logging.getLogger("caraserve.http")
 
 MAX_HEADER_BYTES = 16 << 10
-# aiohttp limits single lines, not their sum; the middleware answers 431 for what passes here but is too much.
+# aiohttp limits single lines, not their sum; the middleware refuses larger sums with 431.
 _MAX_HEADER_LINE_BYTES = 32 << 10
 _MAX_HEADERS = 128
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -44,22 +44,31 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def make_app(
-    engine: EngineApi,
+    engine: Engine,
     config: HttpConfig,
     metrics: Metrics,
     *,
     allow_lora_updates: bool,
     timings: HttpTimings | None = None,
-    cluster: ClusterApi | None = None,
-    dispatch: Dispatch | None = None,
+    cluster: Node | None = None,
+    router: RequestRouter | None = None,
     background: BackgroundTasks | None = None,
 ) -> web.Application:
-    """The application over `engine`; it owns no resources but its own tasks. `cluster`, `dispatch`: None where it
-    serves alone. `background`: the tasks that /ready reports."""
-    timings = timings or HttpTimings()
-    parts = cluster, dispatch, background or BackgroundTasks()
-    bodies = BodyBudget(config.max_body_bytes)
-    app = bare_app(Context(engine, metrics, config, allow_lora_updates, timings, time.time(), bodies, *parts))
+    """The application over `engine`; it owns nothing but its own tasks. Without `router` every request is answered by
+    `engine`. `background`: the tasks that /ready reports."""
+    context = Context(
+        engine,
+        metrics,
+        config,
+        allow_lora_updates,
+        timings or HttpTimings(),
+        started_s=time.time(),
+        bodies=BodyBudget(config.max_body_bytes),
+        router=router or LocalRouter(),
+        cluster=cluster,
+        background=background or BackgroundTasks(),
+    )
+    app = bare_app(context)
     app[admin.MODELS] = admin.ModelList()
     app.on_cleanup.append(_close)
     app.add_routes(
@@ -68,19 +77,19 @@ def make_app(
             web.post("/v1/chat/completions", chat.chat_completions),
             web.get("/v1/models", admin.list_models),
             web.get("/v1/models/{model:.+}", admin.show_model),
-            web.get("/v1/cluster", cluster_pages.members),
-            web.get("/v1/cluster/adapters", cluster_pages.adapters),
+            web.get("/v1/cluster", status.cluster_members),
+            web.get("/v1/cluster/adapters", status.cluster_adapters),
             web.post("/tokenize", tokenize.tokenize),
             web.post("/detokenize", tokenize.detokenize),
-            web.get("/health", pages.health),
-            web.get("/ready", pages.ready),
-            web.get("/ping", pages.health),
-            web.post("/ping", pages.health),
-            web.get("/version", pages.version),
-            web.get("/load", pages.load),
-            web.get("/metrics", pages.metrics),
-            web.get("/stats", pages.stats),
-            web.get("/", pages.dashboard),
+            web.get("/health", status.health),
+            web.get("/ready", status.ready),
+            web.get("/ping", status.health),
+            web.post("/ping", status.health),
+            web.get("/version", status.version),
+            web.get("/load", status.load),
+            web.get("/metrics", status.metrics),
+            web.get("/stats", status.stats),
+            web.get("/", status.dashboard),
         ]
     )
     for prefix in ("/v1", ""):  # vLLM's routes, and SGLang's of the same meaning
@@ -89,40 +98,68 @@ def make_app(
     return app
 
 
+def add_peer_routes(app: web.Application, node: Node, router: ClusterRouter, more: Sequence[web.RouteDef] = ()) -> None:
+    """Adds all routes for other instances, which authenticate with the cluster's secret and need no API key."""
+    app.add_routes(
+        [
+            web.get(WEBSOCKET_PATH, node.accept),
+            web.post(f"{PREFIX}/v1/completions", router.forwarded_completions),
+            web.post(f"{PREFIX}/v1/chat/completions", router.forwarded_chat_completions),
+            *more,
+        ]
+    )
+
+
+async def start_peer_http(
+    node: Node,
+    router: ClusterRouter,
+    client_app: web.Application,
+    host: str,
+    port: int,
+    tls: ssl.SSLContext | None,
+    more: Sequence[web.RouteDef] = (),
+) -> tuple[web.AppRunner, int]:
+    """Listens for other instances on a port of their own, with the engine of `client_app`; see `listen`."""
+    app = bare_app(client_app[CONTEXT])
+    add_peer_routes(app, node, router, more)
+    return await listen(app, client_app[CONTEXT].config, host, port, tls)
+
+
 def bare_app(context: Context) -> web.Application:
     """An application without routes, in which every request passes the middleware."""
-    app = web.Application(middlewares=[_guard], client_max_size=context.config.max_body_bytes)
+    app = web.Application(middlewares=[_handle], client_max_size=context.config.max_body_bytes)
     app[CONTEXT] = context
-    app.on_response_prepare.append(_sign)
+    app.on_response_prepare.append(_add_headers)
     return app
 
 
 @web.middleware
-async def _guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Gives the request its id, lets it in or not, and turns whatever goes wrong into an answer."""
+async def _handle(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    """Gives a request its id, answers it, then logs and counts it."""
     context = request.app[CONTEXT]
     given = request.headers.get("X-Request-Id", "")
     request[REQUEST_ID] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
     request[SUMMARY] = RequestSummary()
-    status = CLIENT_LEFT
+    status_code = CLIENT_LEFT
     try:
         response = await _answer(request, handler, context.config)
-        status = response.status
+        status_code = response.status
     finally:
         context.bodies.release(request)
         if context.config.log_requests:
-            log_request(request, request[REQUEST_ID], status)
+            log_request(request, request[REQUEST_ID], status_code)
     resource = request.match_info.route.resource
     context.metrics.observe_response(resource.canonical if resource else "unknown", response.status)
     return response
 
 
 async def _answer(request: web.Request, handler: _Handler, config: HttpConfig) -> web.StreamResponse:
+    """Authenticates a request and has it handled; turns every exception into a response."""
     try:
         _check_header_size(request)
-        if (answer := preflight(request, config.allowed_origins)) is not None:
-            return answer
-        if (client := identify(request, config)) is not None:
+        if (preflight := answer_preflight(request, config.allowed_origins)) is not None:
+            return preflight
+        if (client := authenticate(request, config)) is not None:
             request[CLIENT] = client
         return await handler(request)
     except Unauthorized as error:
@@ -132,7 +169,7 @@ async def _answer(request: web.Request, handler: _Handler, config: HttpConfig) -
     except CaraServeError as error:
         if error.status == 500:
             log.error("request %s failed: %s", request[REQUEST_ID], error.message)
-        request[SUMMARY].note_fault(fault_body(error))
+        request[SUMMARY].note_error(openai_error(error))
         return error_response(error)
     except web.HTTPException as error:
         return refusal_response(error, request)
@@ -150,15 +187,15 @@ def _check_header_size(request: web.Request) -> None:
         raise web.HTTPRequestHeaderFieldsTooLarge(text=f"Headers of {size} bytes; {MAX_HEADER_BYTES} are allowed.")
 
 
-async def _sign(request: web.Request, response: web.StreamResponse) -> None:
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["Server"] = SERVER
-    if REQUEST_ID in request:  # else it has never got to the middleware
+    if REQUEST_ID in request:  # not for what aiohttp refuses before the middleware
         response.headers["X-Request-Id"] = request[REQUEST_ID]
     if SUMMARY in request and request[SUMMARY].ignored:
         response.headers[IGNORED_HEADER] = request[SUMMARY].ignored
-    add_headers(request, response, request.app[CONTEXT].config.allowed_origins)
-    if ANSWERED_HERE in request:
-        response.headers[INSTANCE_HEADER] = request[ANSWERED_HERE]
+    add_cors_headers(request, response, request.app[CONTEXT].config.allowed_origins)
+    if ANSWERED_BY in request:
+        response.headers[INSTANCE_HEADER] = request[ANSWERED_BY]
 
 
 async def _close(app: web.Application) -> None:
@@ -171,7 +208,7 @@ async def start_http(
     sockets: Sequence[socket.socket] = (),
     tls: ssl.SSLContext | None = None,
 ) -> tuple[web.AppRunner, int]:
-    """Listens on bound `sockets`, or where the configuration says; see `listen`."""
+    """Listens for clients, on bound `sockets` or at the configured address; see `listen`."""
     return await listen(app, config, config.host, config.port, tls, sockets)
 
 
@@ -183,17 +220,14 @@ async def listen(
     tls: ssl.SSLContext | None = None,
     sockets: Sequence[socket.socket] = (),
 ) -> tuple[web.AppRunner, int]:
-    """Listens; returns the runner and the port, which differs from `port` where that is 0.
-
-    Raises ConfigError when the address cannot be listened on.
-    """
+    """Listens; returns the runner and the port, which differs from `port` if that is 0. Raises ConfigError."""
     timings = app[CONTEXT].timings
     sockets = sockets or bind(host, port)
     runner = Runner(
         app,
         max_connections=config.max_connections,
         write_s=timings.write_s,
-        handler_cancellation=True,  # a client that leaves cancels its handler, and so its generation
+        handler_cancellation=True,  # when its client leaves, which cancels the generation
         keepalive_timeout=timings.keepalive_s,
         shutdown_timeout=timings.stop_s,
         lingering_time=timings.linger_s,
@@ -207,5 +241,5 @@ async def listen(
             await web.SockSite(runner, one, backlog=1024, ssl_context=tls).start()
     except OSError as error:
         await runner.cleanup()
-        raise cannot_listen(error, host, port) from None
+        raise listen_error(error, host, port) from None
     return runner, int(runner.addresses[0][1])

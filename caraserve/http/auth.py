@@ -1,8 +1,8 @@
-"""Who sends a request: by API key, or for a server without keys by address.
+"""Authentication of clients by API key, and the web pages that may use the server from a browser (CORS).
 
-Without a key, a server on the loopback interface trusts everybody on the machine, but not the web pages that their
-browsers show. Such a page can reach us by DNS rebinding (its own name resolves to 127.0.0.1: wrong Host) or by
-a plain cross-site request (wrong Origin).
+Without keys, a server on the loopback interface trusts every process on the machine, but not the web pages in its
+browsers. Such a page can reach the server by DNS rebinding (its own name resolves to 127.0.0.1: wrong Host) or by a
+plain cross-site request (wrong Origin).
 """
 
 import functools
@@ -20,30 +20,32 @@ from caraserve.config import HttpConfig
 from caraserve.errors import Forbidden, Unauthorized
 from caraserve.http.context import Client
 
-PROBES = frozenset({"/health", "/ready", "/ping"})  # need no key, whatever else does
-# A browser cannot send a bearer token with the address of a page, but asks for a password. It then sends that by
-# itself, whichever site a request comes from, so no route that changes anything takes one.
+PROBES = frozenset({"/health", "/ready", "/ping"})  # never need a key
+# A browser cannot send a bearer token for an address that is typed in, but can ask for a password. It then sends that
+# with requests of all sites, so no route that changes anything accepts a password.
 _PAGE_PATHS = frozenset({"/", "/stats"})
+_MAX_AGE_S = 600  # for which a browser may keep the response to a preflight
+_EXPOSED = "x-request-id, x-caraserve-phases, x-caraserve-ignored, x-caraserve-instance, retry-after, retry-after-ms"
 
 
-def identify(request: web.Request, config: HttpConfig) -> Client | None:
-    """Who sends a request; None where no key says it. Raises Unauthorized or Forbidden."""
+def authenticate(request: web.Request, config: HttpConfig) -> Client | None:
+    """The client that sends a request; None for probes and other instances. Raises Unauthorized or Forbidden."""
     if not config.keys:
         if _is_local(config.host):
             _check_local_origin(request, config.allowed_origins)
         return Client(request.remote or "unknown", is_admin=True)
-    # Other instances sign what they send with the cluster's secret, which their handlers check.
+    # The handlers for other instances check a signature with the cluster's secret.
     if request.path in PROBES or request.path.startswith(f"{PEER_PREFIX}/"):
         return None
     digest = _digest(_given_key(request))
-    matching = [key for key in config.keys if hmac.compare_digest(digest, _digest_of_ours(key))]
+    matching = [key for key in config.keys if hmac.compare_digest(digest, _own_key_digest(key))]
     if not matching:
         raise Unauthorized("The API key is missing or wrong; send the header Authorization: Bearer KEY.")
     return Client(key_name(matching[0]), is_admin=matching[0] in config.admin_key)
 
 
 def challenge(request: web.Request) -> str:
-    """What the header WWW-Authenticate asks of a client without a key: browsers understand Basic alone."""
+    """The header WWW-Authenticate for a client without a valid key. Browsers only understand Basic."""
     return f'{"Basic" if _is_page(request) else "Bearer"} realm="caraserve"'
 
 
@@ -67,16 +69,16 @@ def _given_key(request: web.Request) -> str:
 
 
 def key_name(key: str) -> str:
-    """How a client with this key is called; it does not say the key."""
-    return f"key-{_digest_of_ours(key).hex()[:8]}"
+    """The name of the client with this key: a prefix of the key's digest, so that logs do not show the key."""
+    return f"key-{_own_key_digest(key).hex()[:8]}"
 
 
 def _digest(key: str) -> bytes:
-    """What keys are compared by: all are of one length."""
+    """SHA-256 of a key: keys are compared by digests, which all have the same length."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-_digest_of_ours = functools.cache(_digest)
+_own_key_digest = functools.cache(_digest)
 
 
 def _check_local_origin(request: web.Request, allowed_origins: Collection[str]) -> None:
@@ -110,3 +112,36 @@ def _is_local(host: str) -> bool:
     if _is_address(host):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost" or host.endswith(".localhost")
+
+
+def answer_preflight(request: web.Request, allowed: Collection[str]) -> web.Response | None:
+    """The response to a browser's preflight, which has no key yet; None for other requests and other origins."""
+    if request.method != "OPTIONS" or "Access-Control-Request-Method" not in request.headers:
+        return None
+    if _allowed_origin(request, allowed) is None:
+        return None
+    headers = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Max-Age": str(_MAX_AGE_S)}
+    if (wanted := request.headers.get("Access-Control-Request-Headers")) is not None:
+        headers["Access-Control-Allow-Headers"] = wanted
+    return web.Response(status=204, headers=headers)
+
+
+def add_cors_headers(request: web.Request, response: web.StreamResponse, allowed: Collection[str]) -> None:
+    """Adds the headers by which a browser lets a page of an allowed origin read the response."""
+    if not allowed:
+        return
+    if "*" not in allowed:
+        response.headers.add("Vary", "Origin")
+    if (origin := _allowed_origin(request, allowed)) is not None:
+        response.headers["Access-Control-Allow-Origin"] = origin
+        response.headers["Access-Control-Expose-Headers"] = _EXPOSED
+
+
+def _allowed_origin(request: web.Request, allowed: Collection[str]) -> str | None:
+    """The origin that a response allows: every one, the one of the request, or None."""
+    origin = request.headers.get("Origin")
+    if origin is None:
+        return None
+    if "*" in allowed:
+        return "*"
+    return origin if origin.lower() in allowed else None

@@ -1,7 +1,4 @@
-"""POST /v1/chat/completions: messages → prompt by the model's own template, deltas → messages in OpenAI's shape.
-
-Called by `app.py`; shares its parts with `completions.py`.
-"""
+"""POST /v1/chat/completions: makes a prompt of messages by the model's template, writes deltas in OpenAI's shape."""
 
 import asyncio
 import contextlib
@@ -15,72 +12,77 @@ from aiohttp import web
 
 from caraserve.core.request import MAX_LOGPROBS, GenerateRequest, TokenDelta, TokenLogprob
 from caraserve.errors import InvalidRequest
-from caraserve.http import sampling_fields as sampling
+from caraserve.http import validation
+from caraserve.http.adapter_choice import Find, adapter_finder
+from caraserve.http.api_request import ApiRequest
 from caraserve.http.completions import (
     ENCODED_IN_PLACE_CHARACTERS,
     fan_out,
     finish_fields,
     finite,
-    parse_asked,
+    parse_common,
     response_head,
 )
-from caraserve.http.dispatch import answer, answer_forwarded
-from caraserve.http.field_check import check_fields
-from caraserve.http.generation import Job
-from caraserve.http.interfaces import EngineApi, Find, TokenizerApi
-from caraserve.http.request_schema import CHAT
+from caraserve.http.context import CLIENT, CONTEXT
+from caraserve.http.deadline import within_deadline
+from caraserve.http.request_schema import CHAT, check_fields
+from caraserve.http.responses import note_parsed, receive_body
 from caraserve.http.validation import Fields, shown
+from caraserve.loop import Engine
+from caraserve.tokenizer.tokenizer import Tokenizer
 from caraserve.util.tasks import in_turns
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_MESSAGES = 4096
-_PLAIN = {"role", "content", "name"}  # what else a message has may be large, and slow to write into a prompt
+_PLAIN = {"role", "content", "name"}  # other keys may be large, and slow for a template to write
 _SHORT_CHAT = 64  # messages
 _MAX_ARGUMENTS_CHARACTERS = 64 << 10  # of one tool call: 4 ms to parse
-_MAX_NUMBERS = 1 << 16  # in lists, of which a chat has few; a template that writes them as JSON takes 5 ms
+MAX_NUMBERS = 1 << 16  # in lists of a body, of which a chat has few; a template takes 5 ms to write them as JSON
 
 
+@within_deadline
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    return await answer(request, parse_chat, most_numbers=_MAX_NUMBERS)
+    context = request.app[CONTEXT]
+    received = await receive_body(request, MAX_NUMBERS)
+    fields, find = received.fields, adapter_finder(context)
+    api_request = await parse_chat(fields, context.engine, find, request[CLIENT].name)
+    note_parsed(request, fields, api_request)
+    return await context.router.route(request, api_request, received)
 
 
-async def forwarded_chat_completions(request: web.Request) -> web.StreamResponse:
-    return await answer_forwarded(request, parse_chat, most_numbers=_MAX_NUMBERS)
-
-
-async def parse_chat(fields: Fields, engine: EngineApi, find: Find, client: str) -> Job:
-    """Raises InvalidRequest, ContextLengthExceeded or NotFound; they name the field."""
+async def parse_chat(fields: Fields, engine: Engine, find: Find, client: str) -> ApiRequest:
+    """Reads a body. Raises InvalidRequest, ContextLengthExceeded or NotFound, which name the field."""
     check_fields(fields, CHAT)
-    asked = parse_asked(fields, engine, find, client)
+    common = parse_common(fields, engine, find, client)
     _refuse_tools(fields)
     limit = fields.maybe_integer("max_completion_tokens", 1, (1 << 63) - 1)
     older_limit = fields.maybe_integer("max_tokens", 1, (1 << 63) - 1)
-    params = dataclasses.replace(sampling.sampling_params(fields, engine), logprobs=_logprobs(fields))
+    params = dataclasses.replace(validation.sampling_params(fields, engine), logprobs=_logprobs(fields))
     ids = tuple(await chat_ids(fields, engine.tokenizer, engine.max_model_len))
     asked_tokens = older_limit if limit is None else limit
-    default = sampling.most_scored_tokens(asked.n, params.logprobs)
-    max_tokens = sampling.fit_max_tokens(asked_tokens, default, len(ids), engine, source="messages")
-    sampling.check_scores(asked.n, asked.n * max_tokens, params.logprobs, "top_logprobs")
-    sampling.check_min_tokens(params.min_tokens, max_tokens)
+    default = validation.most_scored_tokens(common.n, params.logprobs)
+    max_tokens = validation.fit_max_tokens(asked_tokens, default, len(ids), engine, source="messages")
+    validation.check_scores(common.n, common.n * max_tokens, params.logprobs, "top_logprobs")
+    validation.check_min_tokens(params.min_tokens, max_tokens)
     response_id = f"chatcmpl-{uuid.uuid4().hex}"
-    requests = fan_out(f"{response_id}-", 0, ids, asked, dataclasses.replace(params, max_tokens=max_tokens))
-    token_ids = asked.delivery.token_ids
+    requests = fan_out(f"{response_id}-", 0, ids, common, dataclasses.replace(params, max_tokens=max_tokens))
+    token_ids = common.delivery.token_ids
     choices = [ChatChoice(index, request, engine.tokenizer, token_ids) for index, request in enumerate(requests)]
     shown_prompt = {"prompt_token_ids": ids} if token_ids else {}
-    return Job(
+    return ApiRequest(
         tuple(requests),
         tuple(choices),
-        asked.n,
-        asked.delivery,
-        whole_head=response_head(response_id, "chat.completion", asked.model) | shown_prompt,
-        chunk_head=response_head(response_id, "chat.completion.chunk", asked.model),
+        common.n,
+        common.delivery,
+        whole_head=response_head(response_id, "chat.completion", common.model) | shown_prompt,
+        chunk_head=response_head(response_id, "chat.completion.chunk", common.model),
         first_head=shown_prompt,
     )
 
 
-async def chat_ids(fields: Fields, tokenizer: TokenizerApi, max_tokens: int) -> list[int]:
-    """The prompt that `messages` and the template's arguments make. Raises InvalidRequest, and ContextLengthExceeded
-    when it has more than `max_tokens`."""
+async def chat_ids(fields: Fields, tokenizer: Tokenizer, max_tokens: int) -> list[int]:
+    """The prompt of `messages` and the template's arguments, as token ids. Raises InvalidRequest, and
+    ContextLengthExceeded when it has more than `max_tokens`."""
     messages = await parse_messages(fields)
     continued = fields.boolean("continue_final_message", False)
     generation_prompt = fields.boolean("add_generation_prompt", not continued)
@@ -109,7 +111,7 @@ async def chat_ids(fields: Fields, tokenizer: TokenizerApi, max_tokens: int) -> 
 
 
 async def parse_messages(fields: Fields) -> list[dict[str, Any]]:
-    """Checked messages with `content` as one string; other keys stay for the template."""
+    """The messages, checked, each with `content` as one string; other keys are left for the template."""
     messages = fields.array("messages", _MAX_MESSAGES)
     if not messages:
         raise InvalidRequest("messages must hold at least one message.", param="messages")
@@ -128,7 +130,7 @@ async def _message(message: object, name: str) -> dict[str, Any]:
         numbered = in_turns(enumerate(content))
         content = "\n".join([_text_part(part, f"{name}.content[{index}]") async for index, part in numbered])
     if content is None and calls:
-        content = ""  # templates add strings to it
+        content = ""  # templates concatenate it with strings
     if not isinstance(content, str):
         raise InvalidRequest(
             f"{name}.content must be a string or a list of text parts, not {shown(content)}; only an assistant's "
@@ -140,7 +142,7 @@ async def _message(message: object, name: str) -> dict[str, Any]:
 
 
 async def _tool_calls(message: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """The calls that an assistant's message made, their arguments as objects: templates write these as JSON."""
+    """The tool calls of an assistant's message, with arguments as objects: templates write these as JSON."""
     if message.get("function_call") is not None:
         raise InvalidRequest(f"{name}.function_call is not supported; send tool_calls.", param="messages")
     calls = message.get("tool_calls") or []
@@ -162,7 +164,7 @@ def _tool_call(call: object, name: str) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str) and len(arguments) <= _MAX_ARGUMENTS_CHARACTERS:
         with contextlib.suppress(ValueError):
-            arguments = orjson.loads(arguments)  # strictly: half a character or NaN could not be written again
+            arguments = orjson.loads(arguments)  # refuses NaN and half characters, which could not be written again
     if not isinstance(arguments, dict):
         raise InvalidRequest(
             f"{name}.function.arguments must be a JSON object, as a string, not {shown(arguments)}.", param="messages"
@@ -194,23 +196,23 @@ def _logprobs(fields: Fields) -> int | None:
 
 
 class ChatChoice:
-    """One entry of `choices`: a message, or the deltas that make it: the role, text, at last the finish reason."""
+    """Writes one entry of `choices`: a message, or its deltas: first the role, then text, last the finish reason."""
 
-    def __init__(self, index: int, request: GenerateRequest, tokenizer: TokenizerApi, return_token_ids: bool) -> None:
+    def __init__(self, index: int, request: GenerateRequest, tokenizer: Tokenizer, return_token_ids: bool) -> None:
         self._index = index
         self._request = request
         self._tokenizer = tokenizer
         self._return_token_ids = return_token_ids
         self._first = True
 
-    def chunks(self, delta: TokenDelta) -> list[dict[str, Any]]:
+    def stream_chunks(self, delta: TokenDelta) -> list[dict[str, Any]]:
         chunks = []
         if self._first:
             self._first = False
             chunks.append(self._chunk({"role": "assistant", "content": ""}))
         if delta.text or delta.logprobs or (self._return_token_ids and delta.token_ids):
             text = self._chunk({"content": delta.text})
-            text["logprobs"] = self.scores(delta)
+            text["logprobs"] = self.logprobs(delta)
             if self._return_token_ids:
                 text["token_ids"] = delta.token_ids
             chunks.append(text)
@@ -218,7 +220,7 @@ class ChatChoice:
             chunks.append(self._chunk({}) | finish_fields(delta.finish))
         return chunks
 
-    def around(self, answer: TokenDelta) -> tuple[dict[str, Any], dict[str, Any]]:
+    def fields_around_logprobs(self, answer: TokenDelta) -> tuple[dict[str, Any], dict[str, Any]]:
         before = {"index": self._index, "message": {"role": "assistant", "content": answer.text}}
         after = finish_fields(answer.finish)
         if self._return_token_ids:
@@ -228,7 +230,7 @@ class ChatChoice:
     def _chunk(self, delta: dict[str, str]) -> dict[str, Any]:
         return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def scores(self, delta: TokenDelta) -> dict[str, list[Any]] | None:
+    def logprobs(self, delta: TokenDelta) -> dict[str, list[Any]] | None:
         if self._request.params.logprobs is None:
             return None
         return {"content": [self._scored(scored) for scored in delta.logprobs]}

@@ -1,7 +1,6 @@
-"""POST /v1/completions: body → `Job`, deltas → choices in OpenAI's shape.
+"""POST /v1/completions: parses the body into an `ApiRequest`, writes deltas as choices in OpenAI's shape.
 
-`sampling_fields.py` reads the sampling fields, `dispatch.py` finds who answers, `generation.py` runs
-the job.
+Shares its parts with `chat.py`.
 """
 
 import asyncio
@@ -23,17 +22,21 @@ from caraserve.core.request import (
     TokenLogprob,
 )
 from caraserve.errors import InvalidRequest
-from caraserve.http import sampling_fields as sampling
-from caraserve.http.adapter_choice import choose_adapter
-from caraserve.http.dispatch import answer, answer_forwarded
-from caraserve.http.field_check import check_fields
-from caraserve.http.generation import MAX_CHOICES, Delivery, Job, parse_delivery
-from caraserve.http.interfaces import EngineApi, Find, TokenizerApi
-from caraserve.http.request_schema import COMPLETIONS
+from caraserve.http import validation
+from caraserve.http.adapter_choice import Find, adapter_finder, choose_adapter
+from caraserve.http.api_request import ApiRequest, Delivery
+from caraserve.http.context import CLIENT, CONTEXT
+from caraserve.http.deadline import within_deadline
+from caraserve.http.request_schema import COMPLETIONS, STREAM_OPTIONS, check_fields
+from caraserve.http.responses import note_parsed, receive_body
 from caraserve.http.validation import Fields, shown, token_ids
+from caraserve.loop import Engine
+from caraserve.tokenizer.tokenizer import Tokenizer
 from caraserve.util.tasks import in_turns
 
 DEFAULT_MAX_TOKENS = 16
+# Engine requests of one body: enough for an evaluation's batch; the body itself could hold 10⁶ prompts.
+MAX_CHOICES = 2048
 # Encoding runs at a few MB/s: longer texts would hold up the event loop for over a millisecond.
 ENCODED_IN_PLACE_CHARACTERS = 2048
 _PRIORITIES = 1 << 63  # as vLLM's: any integer of 64 bits
@@ -42,35 +45,37 @@ _LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
 Prompt = str | list[Any]
 
 
+@within_deadline
 async def completions(request: web.Request) -> web.StreamResponse:
-    return await answer(request, parse_completion)
-
-
-async def forwarded_completions(request: web.Request) -> web.StreamResponse:
-    return await answer_forwarded(request, parse_completion)
+    context = request.app[CONTEXT]
+    received = await receive_body(request)
+    fields, find = received.fields, adapter_finder(context)
+    api_request = await parse_completion(fields, context.engine, find, request[CLIENT].name)
+    note_parsed(request, fields, api_request)
+    return await context.router.route(request, api_request, received)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CommonFields:
-    """What completions and chat completions have in common, beside sampling."""
+    """The fields of completions and chat completions beside prompt and sampling."""
 
-    model: str  # as the client named it, or its adapter; the response repeats it
+    model: str  # as the client named it; the response repeats it
     adapter: str | None
     n: int
     tenant: Tenant
     cache_salt: str
     priority: int
-    arrival_s: float  # monotonic; before the prompt is encoded, which a client waits for too
+    arrival_s: float  # monotonic; before the prompt is encoded, so that its time counts
     delivery: Delivery
 
 
-def parse_asked(fields: Fields, engine: EngineApi, find: Find, client: str) -> CommonFields:
-    """Raises NotFound or InvalidRequest naming the field."""
+def parse_common(fields: Fields, engine: Engine, find: Find, client: str) -> CommonFields:
+    """Reads the common fields of a body. Raises NotFound or InvalidRequest, which name the field."""
     model, adapter = choose_adapter(fields, engine.base_name, find)
     return CommonFields(
         model=model,
         adapter=adapter,
-        n=fields.integer("n", 1, sampling.MAX_N, 1),
+        n=fields.integer("n", 1, validation.MAX_N, 1),
         tenant=Tenant(client, fields.maybe_text("user", longest=256) or ""),
         cache_salt=fields.maybe_text("cache_salt", longest=256) or "",
         priority=fields.integer("priority", -_PRIORITIES, _PRIORITIES - 1, 0),
@@ -79,27 +84,39 @@ def parse_asked(fields: Fields, engine: EngineApi, find: Find, client: str) -> C
     )
 
 
-async def parse_completion(fields: Fields, engine: EngineApi, find: Find, client: str) -> Job:
-    """Raises InvalidRequest, ContextLengthExceeded or NotFound; they name the field."""
+def parse_delivery(fields: Fields) -> Delivery:
+    """Raises InvalidRequest naming the field."""
+    stream = fields.boolean("stream", False)
+    options = fields.nested("stream_options")
+    check_fields(options, STREAM_OPTIONS)
+    if fields.raw("stream_options") is not None and not stream:
+        raise InvalidRequest("stream_options need stream to be true.", param="stream_options")
+    include_usage = options.boolean("include_usage", False)
+    continuous = options.boolean("continuous_usage_stats", False)
+    return Delivery(stream, include_usage, include_usage and continuous, fields.boolean("return_token_ids", False))
+
+
+async def parse_completion(fields: Fields, engine: Engine, find: Find, client: str) -> ApiRequest:
+    """Reads a body. Raises InvalidRequest, ContextLengthExceeded or NotFound, which name the field."""
     check_fields(fields, COMPLETIONS)
-    asked = parse_asked(fields, engine, find, client)
+    common = parse_common(fields, engine, find, client)
     echo = fields.boolean("echo", False)
     logprobs = fields.maybe_integer("logprobs", 0, MAX_LOGPROBS)
     params = dataclasses.replace(
-        sampling.sampling_params(fields, engine), logprobs=logprobs, prompt_logprobs=logprobs if echo else None
+        validation.sampling_params(fields, engine), logprobs=logprobs, prompt_logprobs=logprobs if echo else None
     )
-    if fields.integer("best_of", 1, sampling.MAX_N, asked.n) != asked.n:
+    if fields.integer("best_of", 1, validation.MAX_N, common.n) != common.n:
         raise InvalidRequest("best_of other than n is not supported; leave it out.", param="best_of")
     max_tokens = fields.maybe_integer("max_tokens", 0, (1 << 63) - 1)
-    newer_limit = fields.maybe_integer("max_completion_tokens", 0, (1 << 63) - 1)  # clients that send it send both
+    newer_limit = fields.maybe_integer("max_completion_tokens", 0, (1 << 63) - 1)  # clients that know it send both
     max_tokens = max_tokens if newer_limit is None else newer_limit
     if max_tokens == 0 and not echo:
         raise InvalidRequest("max_tokens may be 0 only with echo; ask for at least 1.", param="max_tokens")
     add_special_tokens = fields.boolean("add_special_tokens", True)
     prompts = parse_prompts(fields)
-    if len(prompts) * asked.n > MAX_CHOICES:
+    if len(prompts) * common.n > MAX_CHOICES:
         raise InvalidRequest(
-            f"{len(prompts)} prompts with n={asked.n} are over {MAX_CHOICES} answers; send several requests.",
+            f"{len(prompts)} prompts with n={common.n} are over {MAX_CHOICES} answers; send several requests.",
             param="prompt",
         )
     response_id = f"cmpl-{uuid.uuid4().hex}"
@@ -108,35 +125,35 @@ async def parse_completion(fields: Fields, engine: EngineApi, find: Find, client
     scored = 0  # tokens
     async for position, prompt in in_turns(enumerate(prompts)):
         ids = await prompt_ids(prompt, position, engine, add_special_tokens=add_special_tokens)
-        limit = sampling.fit_max_tokens(max_tokens, DEFAULT_MAX_TOKENS, len(ids), engine)
-        sampling.check_min_tokens(params.min_tokens, limit)
-        scored += asked.n * (limit + echo * len(ids))
-        sampling.check_scores(asked.n * (position + 1), scored, logprobs, "logprobs")
+        limit = validation.fit_max_tokens(max_tokens, DEFAULT_MAX_TOKENS, len(ids), engine)
+        validation.check_min_tokens(params.min_tokens, limit)
+        scored += common.n * (limit + echo * len(ids))
+        validation.check_scores(common.n * (position + 1), scored, logprobs, "logprobs")
         echoed = (prompt if isinstance(prompt, str) else await decode(engine.tokenizer, ids)) if echo else ""
         sized = dataclasses.replace(params, max_tokens=limit)
-        for request in fan_out(f"{response_id}-", len(requests), ids, asked, sized):
-            choices.append(CompletionChoice(len(choices), request, engine.tokenizer, echoed, asked.delivery.token_ids))
+        for request in fan_out(f"{response_id}-", len(requests), ids, common, sized):
+            choices.append(CompletionChoice(len(choices), request, engine.tokenizer, echoed, common.delivery.token_ids))
             requests.append(request)
-    head = response_head(response_id, "text_completion", asked.model)
-    return Job(tuple(requests), tuple(choices), asked.n, asked.delivery, whole_head=head, chunk_head=head)
+    head = response_head(response_id, "text_completion", common.model)
+    return ApiRequest(tuple(requests), tuple(choices), common.n, common.delivery, whole_head=head, chunk_head=head)
 
 
 def fan_out(
-    prefix: str, first: int, ids: tuple[int, ...], asked: CommonFields, params: SamplingParams
+    prefix: str, first: int, ids: tuple[int, ...], common: CommonFields, params: SamplingParams
 ) -> list[GenerateRequest]:
-    """The engine requests of one prompt's n answers; answer i draws with seed + i."""
+    """The engine requests of one prompt's n answers, numbered from `first`; answer i samples with seed + i."""
     return [
         GenerateRequest(
             request_id=f"{prefix}{first + index}",
             prompt_ids=ids,
-            adapter=asked.adapter,
-            params=dataclasses.replace(params, seed=sampling.nth_seed(params.seed, index)),
-            arrival_s=asked.arrival_s,
-            tenant=asked.tenant,
-            cache_salt=asked.cache_salt,
-            priority=asked.priority,
+            adapter=common.adapter,
+            params=dataclasses.replace(params, seed=validation.nth_seed(params.seed, index)),
+            arrival_s=common.arrival_s,
+            tenant=common.tenant,
+            cache_salt=common.cache_salt,
+            priority=common.priority,
         )
-        for index in range(asked.n)
+        for index in range(common.n)
     ]
 
 
@@ -164,7 +181,7 @@ def parse_prompts(fields: Fields) -> list[Prompt]:
     return value
 
 
-async def prompt_ids(prompt: Prompt, position: int, engine: EngineApi, *, add_special_tokens: bool) -> tuple[int, ...]:
+async def prompt_ids(prompt: Prompt, position: int, engine: Engine, *, add_special_tokens: bool) -> tuple[int, ...]:
     """The token ids of one prompt, at least one and at most as many as the context holds.
 
     Raises InvalidRequest naming the position, or ContextLengthExceeded.
@@ -176,32 +193,32 @@ async def prompt_ids(prompt: Prompt, position: int, engine: EngineApi, *, add_sp
             await encode(tokenizer, prompt, add_special_tokens=add_special_tokens, max_tokens=engine.max_model_len)
         )
     else:
-        sampling.fit_max_tokens(0, None, len(prompt), engine)  # before each id is looked at
+        validation.fit_max_tokens(0, None, len(prompt), engine)  # before each id is looked at
         ids = token_ids(name, prompt, tokenizer.vocab_size)
     if not ids:
         raise InvalidRequest(f"{name} is empty; at least one token is needed.", param="prompt")
     return ids
 
 
-async def encode(tokenizer: TokenizerApi, text: str, *, add_special_tokens: bool, max_tokens: int) -> list[int]:
-    """Encodes without holding up the event loop. Raises ContextLengthExceeded."""
+async def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool, max_tokens: int) -> list[int]:
+    """Encodes, long texts in a thread. Raises ContextLengthExceeded."""
     if len(text) <= ENCODED_IN_PLACE_CHARACTERS:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
     return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
 
 
-async def decode(tokenizer: TokenizerApi, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-    """Decodes without holding up the event loop."""
+async def decode(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    """Decodes, long texts in a thread."""
     if len(ids) <= ENCODED_IN_PLACE_CHARACTERS:
         return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
     return await asyncio.to_thread(tokenizer.decode, ids, skip_special_tokens=skip_special_tokens)
 
 
 class CompletionChoice:
-    """One entry of `choices`; a chunk of a stream and a whole answer have the same shape."""
+    """Writes one entry of `choices`, which has the same shape in a stream and in a whole response."""
 
     def __init__(
-        self, index: int, request: GenerateRequest, tokenizer: TokenizerApi, echoed: str, return_token_ids: bool
+        self, index: int, request: GenerateRequest, tokenizer: Tokenizer, echoed: str, return_token_ids: bool
     ) -> None:
         self._index = index
         self._request = request
@@ -209,17 +226,17 @@ class CompletionChoice:
         self._pending_echo = echoed
         self._return_token_ids = return_token_ids
         self._first = True
-        self._scored = False
+        self._prompt_written = False
         self._text_offset = 0
 
-    def chunks(self, delta: TokenDelta) -> list[dict[str, Any]]:
-        told = delta.text or self._pending_echo or delta.finish or self._return_token_ids
-        if not told and self._request.params.logprobs is None:
-            return []  # text held back: a character or stop string may still become whole
-        before, after = self.around(delta)
-        return [before | {"logprobs": self.scores(delta)} | after]
+    def stream_chunks(self, delta: TokenDelta) -> list[dict[str, Any]]:
+        is_visible = delta.text or self._pending_echo or delta.finish or self._return_token_ids
+        if not is_visible and self._request.params.logprobs is None:
+            return []  # the engine holds text back: an incomplete character, or the start of a stop string
+        before, after = self.fields_around_logprobs(delta)
+        return [before | {"logprobs": self.logprobs(delta)} | after]
 
-    def around(self, answer: TokenDelta) -> tuple[dict[str, Any], dict[str, Any]]:
+    def fields_around_logprobs(self, answer: TokenDelta) -> tuple[dict[str, Any], dict[str, Any]]:
         before = {"index": self._index, "text": self._pending_echo + answer.text}
         after = finish_fields(answer.finish)
         if self._return_token_ids:
@@ -228,14 +245,14 @@ class CompletionChoice:
         self._first, self._pending_echo = False, ""
         return before, after
 
-    def scores(self, delta: TokenDelta) -> dict[str, list[Any]] | None:
+    def logprobs(self, delta: TokenDelta) -> dict[str, list[Any]] | None:
         if self._request.params.logprobs is None:
             return None
         shape: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
-        if not self._scored and self._request.params.prompt_logprobs is not None:
-            self._add_token(shape, self._request.prompt_ids[0], None)  # nothing comes before it that could score it
-        self._scored = True
-        # A long prompt is scored piece by piece, so several deltas may hold parts of it.
+        if not self._prompt_written and self._request.params.prompt_logprobs is not None:
+            self._add_token(shape, self._request.prompt_ids[0], None)  # the first token has no logprob
+        self._prompt_written = True
+        # A long prompt is computed in chunks, so several deltas hold parts of its logprobs.
         for scored in (*delta.prompt_logprobs, *delta.logprobs):
             if scored is not None:
                 self._add_token(shape, scored.token_id, scored)
@@ -250,7 +267,7 @@ class CompletionChoice:
         self._text_offset += len(text)
 
     def _best(self, text: str, scored: TokenLogprob) -> dict[str, float]:
-        """The best alternatives by text, and the token itself where it is not among them."""
+        """The alternatives by text, with the token itself if it is not among them."""
         best = {text: finite(scored.logprob)}
         for token_id, logprob in scored.top:
             best.setdefault(self._tokenizer.token_text(token_id), finite(logprob))

@@ -1,25 +1,30 @@
-"""What every handler needs, under one key of the application. Made by `app.make_app`."""
+"""What every handler needs, under one key of the application: the engine, the router, settings and budgets."""
 
 import asyncio
 import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from aiohttp import web
 
+from caraserve.cluster.membership.node import Node
 from caraserve.config import HttpConfig
-from caraserve.http.bodies import BodyBudget
-from caraserve.http.interfaces import ClusterApi, EngineApi
-from caraserve.http.whole_answer import TURN_SCORES
+from caraserve.errors import ServerBusy
+from caraserve.http.api_request import RequestRouter
+from caraserve.http.whole_answer import TURN_LOGPROBS
+from caraserve.loop import Engine
 from caraserve.telemetry.background import BackgroundTasks
 from caraserve.telemetry.metrics import Metrics
 from caraserve.util.tasks import TurnBudget
-
-if TYPE_CHECKING:
-    from caraserve.http.dispatch import Dispatch
+from caraserve.util.units import human_bytes
 
 log = logging.getLogger("caraserve.http")
+
+_UNCOUNTED_BYTES = 64 << 10  # of each body, so that large bodies of some clients do not refuse small ones of others
+_LEAST_BODY_BYTES = 256 << 20
+_LARGEST_BODIES = 4  # that fit at the same time, whatever the limit for one is
+_RETRY_S = 1.0
 
 _T = TypeVar("_T")
 
@@ -28,53 +33,79 @@ _T = TypeVar("_T")
 class HttpTimings:
     """How long the server waits for its clients, in seconds."""
 
-    ping_s: float = 15.0  # silence on a stream before a comment line keeps proxies from closing it
-    write_s: float = 30.0  # a client that takes nothing for so long is gone
+    ping_s: float = 15.0  # silence in a stream, before a comment line keeps proxies from closing it
+    write_s: float = 30.0  # without any progress in writing, before the connection is cut
     body_s: float = 30.0  # from the end of the headers to the end of the body
     keepalive_s: float = 75.0  # between requests, and for the headers of the first
     linger_s: float = 5.0  # for a client to stop sending a body that has been refused
-    stop_s: float = 5.0  # for last bytes, when the server stops and all requests have ended
+    stop_s: float = 5.0  # for the last bytes, when the server stops and all requests have ended
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Who sends a request."""
+    """The sender of a request."""
 
-    name: str  # of its key, or its address where it has shown none
+    name: str  # of its key, or its address where it has no key
     is_admin: bool = False  # whether it may load and unload adapters
+
+
+class BodyBudget:
+    """Limits the bytes of the bodies of all requests under way. A body counts as it arrives, until its request ends."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self._max_bytes = max(_LEAST_BODY_BYTES, _LARGEST_BODIES * max_body_bytes)
+        self.held_bytes = 0
+
+    def reserve(self, request: web.Request, num_bytes: int) -> None:
+        """Counts the first `num_bytes` of a request's body. Raises ServerBusy when all bodies together exceed the
+        limit."""
+        held_bytes = request.get(_HELD_BYTES, 0)
+        more_bytes = max(0, num_bytes - _UNCOUNTED_BYTES) - held_bytes
+        if self.held_bytes + more_bytes > self._max_bytes:
+            raise ServerBusy(
+                f"The bodies of all requests under way exceed {human_bytes(self._max_bytes)}; send the request again.",
+                retry_after_s=_RETRY_S,
+            )
+        self.held_bytes += more_bytes
+        request[_HELD_BYTES] = held_bytes + more_bytes
+
+    def release(self, request: web.Request) -> None:
+        """Frees what was reserved for a request that has ended."""
+        self.held_bytes -= request.get(_HELD_BYTES, 0)
+        request[_HELD_BYTES] = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
     """The engine and the settings of the HTTP side."""
 
-    engine: EngineApi
+    engine: Engine
     metrics: Metrics
     config: HttpConfig
     allow_lora_updates: bool
     timings: HttpTimings
     started_s: float  # unix time
     bodies: BodyBudget
-    cluster: ClusterApi | None = None  # None: this server serves alone
-    dispatch: "Dispatch | None" = None  # None: it answers all requests itself
+    router: RequestRouter
+    cluster: Node | None = None  # None: this server has no peers
     background: BackgroundTasks = field(default_factory=BackgroundTasks)
-    score_turns: TurnBudget = field(default_factory=lambda: TurnBudget(TURN_SCORES))
+    logprob_turns: TurnBudget = field(default_factory=lambda: TurnBudget(TURN_LOGPROBS))
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
-    async def to_the_end(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Awaits `work`, which goes on should the client leave: half an adapter change helps nobody."""
+    async def complete(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Awaits `work`, which continues if the client leaves: half of an adapter change would be of no use."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_done)
         return await asyncio.shield(task)
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _on_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.debug("administrative task ended: %r", task.exception())
 
     async def close(self) -> None:
-        """Cancels what `to_the_end` still runs."""
+        """Cancels the work that `complete` has started."""
         tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()
@@ -84,4 +115,5 @@ class Context:
 CONTEXT = web.AppKey("CONTEXT", Context)
 REQUEST_ID = web.RequestKey("REQUEST_ID", str)
 CLIENT = web.RequestKey("CLIENT", Client)
-ANSWERED_HERE = web.RequestKey("ANSWERED_HERE", str)  # our name, where another instance's request got to an answer
+ANSWERED_BY = web.RequestKey("ANSWERED_BY", str)  # this instance's name, where another instance has forwarded to it
+_HELD_BYTES = web.RequestKey("_HELD_BYTES", int)

@@ -1,8 +1,7 @@
-"""How long whoever asks will wait: past that a request ends as if its client had left, wherever it is answered.
+"""Deadlines that clients set: a request past its deadline ends as if its client had left, wherever it is answered.
 
-Envoy, and gateways built on it, say so of every request that they pass on under a timeout. Each instance has a clock
-of its own for a request, and another one that it has answer gets the time that remains then. Called by `dispatch.py`
-and `proxy.py`.
+Envoy, and gateways built on it, send the header with every request that they forward under a timeout. Each instance
+measures a request's deadline with its own clock; a forwarded request carries the time that remains.
 """
 
 import asyncio
@@ -14,8 +13,8 @@ from typing import Any, Concatenate, ParamSpec
 from aiohttp import web
 
 from caraserve.errors import DeadlineExceeded, InvalidRequest
-from caraserve.http.responses import fault_body
-from caraserve.http.streaming import BEGUN
+from caraserve.http.responses import openai_error
+from caraserve.http.streaming import EVENT_STREAM
 from caraserve.http.validation import shown
 
 HEADER = "x-envoy-expected-rq-timeout-ms"
@@ -25,35 +24,35 @@ _DEADLINE_S = web.RequestKey("_DEADLINE_S", float)  # by the event loop's clock
 P = ParamSpec("P")
 
 
-def in_time(
+def within_deadline(
     handler: Callable[Concatenate[web.Request, P], Awaitable[web.StreamResponse]],
 ) -> Callable[Concatenate[web.Request, P], Coroutine[Any, Any, web.StreamResponse]]:
-    """A handler that is cancelled at its request's deadline. A stream that has begun then ends with the error, and else
-    DeadlineExceeded is raised. Raises InvalidRequest for a header that gives no time."""
+    """Returns a handler that is cancelled at its request's deadline. A stream that has started then ends with the
+    error; otherwise it raises DeadlineExceeded. Raises InvalidRequest for a header that is no time."""
 
     @functools.wraps(handler)
     async def bounded(request: web.Request, /, *args: P.args, **kwargs: P.kwargs) -> web.StreamResponse:
-        wait_ms = _wait_ms(request)
-        if wait_ms == 0:
+        timeout_ms = _timeout_ms(request)
+        if timeout_ms == 0:
             return await handler(request, *args, **kwargs)
-        request[_DEADLINE_S] = asyncio.get_running_loop().time() + wait_ms / 1000
+        request[_DEADLINE_S] = asyncio.get_running_loop().time() + timeout_ms / 1000
         try:
-            async with asyncio.timeout_at(request[_DEADLINE_S]) as clock:
+            async with asyncio.timeout_at(request[_DEADLINE_S]) as deadline:
                 return await handler(request, *args, **kwargs)
         except TimeoutError:
-            if not clock.expired():
+            if not deadline.expired():
                 raise
-        if BEGUN not in request:
+        if EVENT_STREAM not in request:
             raise _exceeded()
-        await request[BEGUN].end_in_error(fault_body(_exceeded()))
-        return request[BEGUN].response
+        await request[EVENT_STREAM].end_with_error(openai_error(_exceeded()))
+        return request[EVENT_STREAM].response
 
     return bounded
 
 
-def remaining(request: web.Request) -> dict[str, str]:
-    """The header for whoever answers in our place; none where there is no deadline. Raises DeadlineExceeded when no
-    whole millisecond remains: 0 would read as no deadline."""
+def remaining_time_header(request: web.Request) -> dict[str, str]:
+    """The header for a forwarded request; empty without a deadline. Raises DeadlineExceeded when less than a
+    millisecond remains: 0 would mean no deadline."""
     if _DEADLINE_S not in request:
         return {}
     remaining_ms = int(1000 * (request[_DEADLINE_S] - asyncio.get_running_loop().time()))
@@ -62,8 +61,8 @@ def remaining(request: web.Request) -> dict[str, str]:
     return {HEADER: str(remaining_ms)}
 
 
-def _wait_ms(request: web.Request) -> int:
-    """0, as for Envoy, is without end."""
+def _timeout_ms(request: web.Request) -> int:
+    """The time that the header gives; 0, as in Envoy, for no deadline."""
     given = request.headers.get(HEADER, "0")
     if _MILLISECONDS.fullmatch(given) is None:
         raise InvalidRequest(
@@ -75,5 +74,5 @@ def _wait_ms(request: web.Request) -> int:
 
 
 def _exceeded() -> DeadlineExceeded:
-    # Without the number: it is another one where the request was forwarded to, and the client's words are the same.
+    # Without the number: after a forward it is smaller, and the client's message must not depend on that.
     return DeadlineExceeded(f"The answer was not whole within the time that the header {HEADER} gives.")

@@ -1,15 +1,13 @@
-"""Requests for answers: who gives them, this instance or another one.
+"""Routes requests in a cluster: each is answered by this instance or forwarded to another one.
 
-A client's request is parsed here in any case, so that faults in it never travel, and so that routing knows what it
-asks for. What another instance forwards is answered here or refused: that handler has no way on.
+A client's request is parsed here in any case: mistakes in it are never forwarded, and routing needs its adapter and its
+lengths. A request that another instance has forwarded is answered here or refused, never forwarded again.
 """
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from math import inf
-from typing import Any
 
 from aiohttp import web
 
@@ -18,204 +16,215 @@ from caraserve.cluster.routing.forward_auth import REFUSED_HEADER, ForwardClaims
 from caraserve.cluster.routing.forwarding import Forwarding, LocalTarget, PeerTarget, RoutingAttempts
 from caraserve.cluster.routing.router import Reason, Refusal
 from caraserve.cluster.routing.routing_metrics import increment
-from caraserve.core.request import Finish
-from caraserve.errors import BackendFailed, CaraServeError, Draining, Forbidden, Overloaded, Unreachable
-from caraserve.http.context import ANSWERED_HERE, CLIENT, CONTEXT, REQUEST_ID, Client
-from caraserve.http.deadline import in_time
-from caraserve.http.generation import Job, respond
-from caraserve.http.interfaces import EngineApi, Find, named_adapter
+from caraserve.errors import (
+    BackendFailed,
+    CaraServeError,
+    Draining,
+    Forbidden,
+    ForwardRefused,
+    Overloaded,
+    Unreachable,
+)
+from caraserve.http.adapter_choice import Find
+from caraserve.http.api_request import ApiRequest, ReceivedBody
+from caraserve.http.chat import MAX_NUMBERS, parse_chat
+from caraserve.http.completions import parse_completion
+from caraserve.http.context import ANSWERED_BY, CLIENT, CONTEXT, REQUEST_ID, Client
+from caraserve.http.deadline import within_deadline
+from caraserve.http.generation import Generation
 from caraserve.http.json_reader import MOST_NUMBERS, Body, parse_object
 from caraserve.http.proxy import ForwardedRequest, PeerProxy, RefusedError, UnreachedError, body_digest
 from caraserve.http.queue_rebalance import QueueRebalancer
-from caraserve.http.request_log import SUMMARY, model_label
-from caraserve.http.responses import error_response, note_ignored, read_body
+from caraserve.http.responses import error_response, note_parsed, read_body
 from caraserve.http.validation import Fields
+from caraserve.loop import Engine
 
 log = logging.getLogger("caraserve.http")
 
 _RETRY_S = 1.0
-_MOVED = Refusal("stale-epoch", CostEstimate(inf, inf))
+_NEVER = CostEstimate(inf, inf)
 
-Parse = Callable[[Fields, EngineApi, Find, str], Awaitable[Job]]
-
-
-@dataclass(frozen=True, slots=True)
-class Dispatch:
-    """An instance's part in a fleet, as far as requests go."""
-
-    forwarding: Forwarding
-    relays: PeerProxy
-    gate: ForwardVerifier
-    moves: QueueRebalancer
+Parse = Callable[[Fields, Engine, Find, str], Awaitable[ApiRequest]]
 
 
-@in_time
-async def answer(request: web.Request, parse: Parse, *, most_numbers: int = MOST_NUMBERS) -> web.StreamResponse:
-    """A client's request; `most_numbers` as for `parse_object`."""
-    context = request.app[CONTEXT]
-    body = await read_body(request)
-    values = await parse_object(body, most_numbers)
-    dispatch, seed = context.dispatch, None
-    if dispatch is not None and dispatch.forwarding.forwards and values.get("seed") is None:
-        seed = values["seed"] = dispatch.forwarding.draw_seed()
-    job = await _parsed(request, values, parse, lambda model: named_adapter(context, model))
-    if dispatch is None:
-        return await respond(request, job)
-    return await _Journey(request, dispatch, job).run(body, seed)
+class ClusterRouter:
+    """The `RequestRouter` of an instance with peers."""
+
+    def __init__(
+        self, forwarding: Forwarding, proxy: PeerProxy, verifier: ForwardVerifier, rebalancer: QueueRebalancer
+    ) -> None:
+        self.forwarding, self.proxy, self.rebalancer = forwarding, proxy, rebalancer
+        self._verifier = verifier
+
+    def draw_seed(self) -> int | None:
+        return self.forwarding.draw_seed() if self.forwarding.forwards else None
+
+    def not_ready_reason(self) -> str | None:
+        if self.forwarding.introduced():
+            return None
+        return "This instance has yet to hear from its cluster which adapters there are."
+
+    async def drain(self, timeout_s: float) -> None:
+        await self.proxy.drain(timeout_s)
+
+    async def close(self) -> None:
+        """Closes the connections to other instances."""
+        await self.proxy.close()
+
+    async def route(self, request: web.Request, api_request: ApiRequest, received: ReceivedBody) -> web.StreamResponse:
+        return await _RoutedRequest(self, request, api_request).route(received)
+
+    async def forwarded_completions(self, request: web.Request) -> web.StreamResponse:
+        """POST /cluster/v1/completions, by another instance."""
+        return await self._answer_forwarded(request, parse_completion, MOST_NUMBERS)
+
+    async def forwarded_chat_completions(self, request: web.Request) -> web.StreamResponse:
+        """POST /cluster/v1/chat/completions, by another instance."""
+        return await self._answer_forwarded(request, parse_chat, MAX_NUMBERS)
+
+    async def _answer_forwarded(self, request: web.Request, parse: Parse, most_numbers: int) -> web.StreamResponse:
+        """Verifies a forwarded request, then answers or refuses it."""
+        if not self.forwarding.joined:
+            raise web.HTTPServiceUnavailable(text="This instance has not joined its cluster yet.")
+        hop = self._verifier.admit(request.path, request.headers, int(time.time() * 1000))
+        body = await read_body(request)
+        if await body_digest(body) != hop.body_digest:
+            raise Forbidden("The body is not the one that was signed.")
+        request[ANSWERED_BY] = self.forwarding.name
+        request[CLIENT] = Client(hop.client)
+        return await _answer_verified(request, self, parse, hop, body, most_numbers)
 
 
-async def answer_forwarded(
-    request: web.Request, parse: Parse, *, most_numbers: int = MOST_NUMBERS
+@within_deadline
+async def _answer_verified(
+    request: web.Request, router: ClusterRouter, parse: Parse, hop: ForwardClaims, body: Body, most_numbers: int
 ) -> web.StreamResponse:
-    """A client's request that another instance has forwarded. It is answered here or refused."""
-    dispatch = request.app[CONTEXT].dispatch
-    if dispatch is None or not dispatch.forwarding.joined:
-        raise web.HTTPServiceUnavailable(text="This instance has not joined its cluster yet.")
-    hop = dispatch.gate.admit(request.path, request.headers, int(time.time() * 1000))
-    body = await read_body(request)
-    if await body_digest(body) != hop.body_digest:
-        raise Forbidden("The body is not the one that was signed.")
-    request[ANSWERED_HERE] = dispatch.forwarding.name
-    request[CLIENT] = Client(hop.client)
-    return await _answer_admitted(request, parse, dispatch, hop, body, most_numbers)
-
-
-@in_time
-async def _answer_admitted(
-    request: web.Request, parse: Parse, dispatch: Dispatch, hop: ForwardClaims, body: Body, most_numbers: int
-) -> web.StreamResponse:
+    engine, forwarding = request.app[CONTEXT].engine, router.forwarding
     values = await parse_object(body, most_numbers)
     if hop.seed is not None:
         values["seed"] = hop.seed
-    base_names = request.app[CONTEXT].engine.base_names
-    job = await _parsed(request, values, parse, lambda model: None if model in base_names else hop.adapter)
-    journey = _Journey(request, dispatch, job, hop=1)
-    refusal = dispatch.forwarding.refusal(journey.arrival, force=hop.force, digest=hop.digest)
+    fields = Fields(values)
+    # The sender has resolved the model's name; this instance may not know it yet.
+    find: Find = lambda model: None if model in engine.base_names else hop.adapter  # noqa: E731
+    api_request = await parse(fields, engine, find, request[CLIENT].name)
+    note_parsed(request, fields, api_request)
+    routed = _RoutedRequest(router, request, api_request, hop=1)
+    refusal = forwarding.refusal(routed.arrival, force=hop.force, digest=hop.digest)
     if refusal is None:
         try:
-            response = await journey.here()
-        except _MovedError:
-            refusal = _MOVED
+            response = await routed.answer_here()
+        except _MovedError as moved:
+            refusal = moved.refusal
         else:
-            dispatch.forwarding.routing_metrics.received += 1
+            forwarding.routing_metrics.received += 1
             return response
-    increment(dispatch.forwarding.routing_metrics.refused, refusal.reason)
-    error = Overloaded(f"this instance does not take the request now: {refusal.reason}", retry_after_s=_RETRY_S)
-    refused = error_response(error)
+    increment(forwarding.routing_metrics.refused, refusal.reason)
+    refused = error_response(ForwardRefused(refusal.reason, retry_after_s=_RETRY_S))
     refused.headers[REFUSED_HEADER] = format_refusal(refusal)
     return refused
 
 
-async def _parsed(request: web.Request, values: dict[str, Any], parse: Parse, find: Find) -> Job:
-    fields = Fields(values)
-    engine = request.app[CONTEXT].engine
-    job = await parse(fields, engine, find, request[CLIENT].name)
-    note_ignored(request, fields)
-    request[SUMMARY].model = job.requests[0].adapter or engine.base_name
-    return job
+class _MovedError(Exception):
+    """The request waited in this instance's queue; the rebalancer has cancelled it, for another instance to answer."""
+
+    refusal = Refusal("stale-epoch", _NEVER)
+
+
+class _RoutedRequest:
+    """One request that this instance or another one answers. `hop`: 1 where it was forwarded to this instance."""
+
+    def __init__(self, router: ClusterRouter, request: web.Request, api_request: ApiRequest, hop: int = 0) -> None:
+        self._router, self._request, self._api_request = router, request, api_request
+        self._forwarding, self._adapter = router.forwarding, api_request.adapter
+        # The largest of several prompts or answers stands for all of them: it decides where they fit.
+        prompt_tokens = max(len(one.prompt_ids) for one in api_request.requests)
+        max_tokens = max(one.params.max_tokens for one in api_request.requests)
+        self.arrival = self._forwarding.arrival(self._adapter, prompt_tokens, max_tokens, hop)
+
+    async def route(self, received: ReceivedBody) -> web.StreamResponse:
+        """Tries one instance after the other until one answers. Raises CaraServeError when nothing has been sent, or
+        returns the last refusal."""
+        attempts = await self._forwarding.begin(self.arrival)
+        refused: web.Response | None = None
+        while (target := attempts.next()) is not None:
+            try:
+                if isinstance(target, LocalTarget):
+                    return await self.answer_here()
+                return await self._forward(target, attempts, received)
+            except (Overloaded, Draining, Unreachable, BackendFailed) as error:
+                if isinstance(error, BackendFailed):
+                    log.error("request %s failed: %s", self._request[REQUEST_ID], error.message)
+                refused = error_response(error)
+                attempts.failed(Refusal(_reason(error), _NEVER))
+            except _MovedError as moved:
+                attempts.failed(moved.refusal)
+            except RefusedError as error:
+                refused = error.response
+                attempts.failed(error.refusal)
+            except UnreachedError:
+                attempts.failed(None)
+        if refused is not None:
+            return refused
+        raise Unreachable("No instance that has the adapter can be reached now.", retry_after_s=_RETRY_S)
+
+    async def answer_here(self) -> web.StreamResponse:
+        """Answers on this instance's engine. Raises CaraServeError or _MovedError when nothing has been sent yet."""
+        await self._forwarding.obtain(self._adapter)
+        predicted_ms = self._count_sent(self._forwarding.name)
+        generation = Generation(self._request, self._api_request)
+        with self._router.rebalancer.track(generation, self.arrival) as queued:
+            try:
+                result = await generation.run()
+            except Draining:
+                if queued.moved:
+                    raise _MovedError from None
+                raise
+        for finish in result.finishes:
+            self._forwarding.answered(self._adapter, finish.completion_tokens)
+        if result.finishes:
+            first = result.finishes[0]
+            self._observe(self._forwarding.name, predicted_ms, first.phases.e2e_ms, first.completion_tokens)
+        return result.response
+
+    async def _forward(self, peer: PeerTarget, attempts: RoutingAttempts, received: ReceivedBody) -> web.StreamResponse:
+        """Has another instance answer. Raises RefusedError, UnreachedError or Draining when nothing has been sent."""
+        routing_metrics, adapter = self._forwarding.routing_metrics, self._adapter
+        known = None if adapter is None else self._forwarding.resolve(adapter)
+        digest = "" if known is None else known.digest
+        forwarded = ForwardedRequest(
+            received.raw, await body_digest(received.raw), attempts.id, adapter, digest, received.drawn_seed
+        )
+        predicted_ms, began_s = self._count_sent(peer.name), time.perf_counter()
+        try:
+            result = await self._router.proxy.forward(self._request, peer, forwarded)
+        except UnreachedError:
+            increment(routing_metrics.unreached, peer.name)
+            self._forwarding.mark_unreachable(peer.name)
+            raise
+        if result.end == "lost":
+            increment(routing_metrics.lost, peer.name)
+        elif result.end == "whole" and result.response.status < 500:
+            increment(routing_metrics.forwarded, peer.name)
+            self._observe(peer.name, predicted_ms, 1000 * (time.perf_counter() - began_s), result.tokens)
+        return result.response
+
+    def _count_sent(self, name: str) -> float:
+        """Adds the engine requests to an instance's predicted load. Returns the predicted time per token in ms."""
+        predicted_ms = self._forwarding.began(name, self.arrival)
+        for _ in self._api_request.requests[1:]:
+            self._forwarding.began(name, self.arrival)
+        return predicted_ms
+
+    def _observe(self, name: str, predicted_ms: float, took_ms: float, tokens: int) -> None:
+        """Compares the predicted time per token with the observed one."""
+        if len(self._api_request.requests) == 1 and tokens > 0 and self.arrival.hop == 0:
+            self._forwarding.routing_metrics.observe_latency(name, predicted_ms, took_ms / tokens)
 
 
 def _reason(error: CaraServeError) -> Reason:
-    """Why this instance does not answer what another one may."""
+    """The reason for which another instance may answer what this one does not."""
     if isinstance(error, Overloaded):
         return "full"
     if isinstance(error, Unreachable):
         return "unreachable"
     return "failed" if isinstance(error, BackendFailed) else "draining"
-
-
-class _MovedError(Exception):
-    """The request waited here, and is to be answered elsewhere."""
-
-
-class _Journey:
-    """One request that this instance or another one answers."""
-
-    def __init__(self, request: web.Request, dispatch: Dispatch, job: Job, hop: int = 0) -> None:
-        self._request, self._job = request, job
-        self._forwarding, self._relays, self._moves = dispatch.forwarding, dispatch.relays, dispatch.moves
-        self._adapter = job.requests[0].adapter
-        # Of a body with several prompts or answers the largest stands for all: it decides where they fit.
-        prompt_tokens = max(len(one.prompt_ids) for one in job.requests)
-        max_tokens = max(one.params.max_tokens for one in job.requests)
-        self.arrival = self._forwarding.arrival(self._adapter, prompt_tokens, max_tokens, hop)
-
-    async def run(self, body: Body, seed: int | None) -> web.StreamResponse:
-        """Goes wherever the request may be answered, until it is. Raises CaraServeError when nothing has been sent."""
-        trip = await self._forwarding.begin(self.arrival)
-        words: web.Response | None = None
-        while (stop := trip.next()) is not None:
-            try:
-                if isinstance(stop, LocalTarget):
-                    return await self.here()
-                return await self._there(stop, trip, body, seed)
-            except (Overloaded, Draining, Unreachable, BackendFailed) as error:
-                if isinstance(error, BackendFailed):
-                    log.error("request %s failed: %s", self._request[REQUEST_ID], error.message)
-                words = error_response(error)
-                trip.failed(Refusal(_reason(error), CostEstimate(inf, inf)))
-            except _MovedError:
-                trip.failed(_MOVED)
-            except RefusedError as refused:
-                words = refused.response
-                trip.failed(refused.refusal)
-            except UnreachedError:
-                trip.failed(None)
-        if words is not None:
-            return words
-        raise Unreachable("No instance that has the adapter can be reached now.", retry_after_s=_RETRY_S)
-
-    async def here(self) -> web.StreamResponse:
-        """Answers. Raises CaraServeError or _MovedError when nothing has been sent yet."""
-        await self._forwarding.obtain(self._adapter)
-        predicted_ms = self._began(self._forwarding.name)
-
-        def told(finishes: Sequence[Finish]) -> None:
-            for finish in finishes:
-                self._forwarding.answered(self._adapter, finish.completion_tokens)
-            self._observe(self._forwarding.name, predicted_ms, finishes[0].phases.e2e_ms, finishes[0].completion_tokens)
-
-        with self._moves.answering(self._job, self.arrival) as here:
-            try:
-                return await respond(self._request, self._job, told, here.running)
-            except Draining:
-                if here.moved:
-                    raise _MovedError from None
-                raise
-
-    async def _there(self, peer: PeerTarget, trip: RoutingAttempts, body: Body, seed: int | None) -> web.StreamResponse:
-        """Has another instance answer. Raises RefusedError, UnreachedError or Draining when nothing has been sent."""
-        routing_metrics = self._forwarding.routing_metrics
-        meant = None if self._adapter is None else self._forwarding.resolve(self._adapter)
-        parcel = ForwardedRequest(
-            body, await body_digest(body), trip.id, self._adapter, "" if meant is None else meant.digest, seed
-        )
-        predicted_ms, began_s = self._began(peer.name), time.perf_counter()
-        try:
-            carried = await self._relays.carry(self._request, peer, parcel)
-        except UnreachedError as error:
-            log.warning("request %s: no answer from %s: %s", self._request[REQUEST_ID], peer.name, error)
-            increment(routing_metrics.unreached, peer.name)
-            self._forwarding.mark_unreachable(peer.name)
-            raise
-        summary = self._request[SUMMARY]
-        summary.forwarded_to, summary.completion_tokens = peer.name, carried.tokens
-        if self._adapter is not None:
-            summary.model = model_label(self._adapter, parcel.adapter_digest)
-        if carried.end == "lost":
-            log.warning("request %s: %s has gone in the middle of an answer", self._request[REQUEST_ID], peer.name)
-            increment(routing_metrics.lost, peer.name)
-        elif carried.end == "whole" and carried.response.status < 500:
-            increment(routing_metrics.forwarded, peer.name)
-            self._observe(peer.name, predicted_ms, 1000 * (time.perf_counter() - began_s), carried.tokens)
-        return carried.response
-
-    def _began(self, name: str) -> float:
-        predicted_ms = self._forwarding.began(name, self.arrival)
-        for _ in self._job.requests[1:]:
-            self._forwarding.began(name, self.arrival)
-        return predicted_ms
-
-    def _observe(self, name: str, predicted_ms: float, took_ms: float, tokens: int) -> None:
-        if len(self._job.requests) == 1 and tokens > 0 and self.arrival.hop == 0:
-            self._forwarding.routing_metrics.observe_latency(name, predicted_ms, took_ms / tokens)

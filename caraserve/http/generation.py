@@ -1,203 +1,150 @@
-"""One HTTP request as one or more engine requests: submits them, gathers or streams their deltas, cancels the rest.
-
-`completions.py` and `chat.py` parse a body into a `Job`, with one `ChoiceWriter` for each (prompt × n), and call
-`respond`.
-Whatever way the handler ends, a disconnect included, every stream is cancelled, which for a finished one does nothing.
-"""
+"""One API request on this instance's engine: submits its engine requests, then gathers or streams their deltas."""
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from aiohttp import web
 
-from caraserve.core.request import Finish, GenerateRequest, TokenDelta
-from caraserve.errors import BackendFailed, CaraServeError, Draining, InvalidRequest
+from caraserve.core.request import Finish, GenerateRequest
+from caraserve.engine.stream import Stream
+from caraserve.errors import BackendFailed, CaraServeError, Draining
+from caraserve.http.api_request import ApiRequest, ChoiceWriter, ReceivedBody
 from caraserve.http.context import CONTEXT, REQUEST_ID
-from caraserve.http.field_check import check_fields
-from caraserve.http.interfaces import StreamApi
 from caraserve.http.request_log import SUMMARY, model_label
-from caraserve.http.request_schema import STREAM_OPTIONS
-from caraserve.http.responses import error_body, fault_body
+from caraserve.http.responses import error_body, openai_error
 from caraserve.http.streaming import DONE, ChunkFrame, EventStream, comment
-from caraserve.http.validation import Fields
-from caraserve.http.whole_answer import WholeAnswer, WholeChoiceWriter, paced, whole_response
-from caraserve.util.tasks import TurnBudget, in_turns
+from caraserve.http.whole_answer import WholeAnswer, paced, whole_response
+from caraserve.util.tasks import in_turns
 
 log = logging.getLogger("caraserve.http")
 
-# One body may become this many engine requests: enough for an evaluation's batch, and far below a body's 10⁶ prompts.
-MAX_CHOICES = 2048
 
+class LocalRouter:
+    """Answers every request on this instance. For a server without peers."""
 
-class ChoiceWriter(WholeChoiceWriter, Protocol):
-    """One answer in the shape of its API; keeps what lies between two deltas (text offset, role sent)."""
+    def draw_seed(self) -> int | None:
+        return None
 
-    def chunks(self, delta: TokenDelta) -> list[dict[str, Any]]:
-        """The `choices` entries, one an event, that a delta becomes on a stream."""
+    async def route(self, request: web.Request, api_request: ApiRequest, received: ReceivedBody) -> web.StreamResponse:
+        return (await Generation(request, api_request).run()).response
 
+    def not_ready_reason(self) -> str | None:
+        return None
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """How the client wants its answer."""
-
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool
-    token_ids: bool
+    async def drain(self, timeout_s: float) -> None:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """`requests[i]` is answered as `choices[i]`; prompt p's n answers have the indices [p·n, (p+1)·n).
+class GenerationResult:
+    """A response that has been sent or can be. `finishes`: of all engine requests if all ended well, else empty."""
 
-    `whole_head` and `chunk_head` are the fields that a response and every event of a stream begin with; `first_head`
-    stands in the first event alone.
-    """
-
-    requests: tuple[GenerateRequest, ...]
-    choices: tuple[ChoiceWriter, ...]
-    n: int
-    delivery: Delivery
-    whole_head: dict[str, Any]
-    chunk_head: dict[str, Any]
-    first_head: dict[str, Any] = field(default_factory=dict)
+    response: web.StreamResponse
+    finishes: Sequence[Finish] = ()
 
 
-@dataclass(slots=True, eq=False)
-class RunningJob:
-    """A job under way, for whoever may want to end it early."""
+class Generation:
+    """Answers one API request. However `run` ends, a disconnect included, it cancels every stream; cancelling one that
+    has ended does nothing."""
 
-    streams: Sequence[StreamApi] = ()
-    out: EventStream | None = None
+    def __init__(self, request: web.Request, api_request: ApiRequest) -> None:
+        self.api_request = api_request
+        self._request = request
+        self._context = request.app[CONTEXT]
+        self._streams: list[Stream] = []
+        self._events: EventStream | None = None
 
     @property
-    def touched(self) -> bool:
-        """Whether the client may have been sent something."""
-        return self.out is not None and self.out.started
+    def response_started(self) -> bool:
+        """Whether the client may have received a byte."""
+        return self._events is not None and self._events.started
 
-
-def parse_delivery(fields: Fields) -> Delivery:
-    """Raises InvalidRequest naming the field."""
-    stream = fields.boolean("stream", False)
-    options = fields.nested("stream_options")
-    check_fields(options, STREAM_OPTIONS)
-    if fields.raw("stream_options") is not None and not stream:
-        raise InvalidRequest("stream_options need stream to be true.", param="stream_options")
-    include_usage = options.boolean("include_usage", False)
-    continuous = options.boolean("continuous_usage_stats", False)
-    return Delivery(stream, include_usage, include_usage and continuous, fields.boolean("return_token_ids", False))
-
-
-async def respond(
-    request: web.Request,
-    job: Job,
-    told: Callable[[Sequence[Finish]], None] = lambda finishes: None,
-    running: RunningJob | None = None,
-) -> web.StreamResponse:
-    """Runs the job. `told`: how its requests ended, if they all ended well. Raises CaraServeError when nothing has been
-    sent yet."""
-    running, engine, summary = running or RunningJob(), request.app[CONTEXT].engine, request[SUMMARY]
-    streams: list[StreamApi] = []
-    running.streams = streams
-
-    def ended(finishes: Sequence[Finish]) -> None:
-        summary.note_finishes(finishes, job.n)
-        told(finishes)
-
-    try:
-        # All or nothing: where one is refused, those before it are cancelled, since clients send the whole again.
-        with closing(engine.submit_each(job.requests)) as submitted:
-            async for stream in in_turns(submitted):
-                streams.append(stream)
-                adapter = job.requests[0].adapter
-                if len(streams) == 1 and adapter is not None:  # the version that they all get
-                    summary.model = model_label(adapter, engine.adapter(adapter).digest)
-        if job.delivery.stream:
-            return await _stream(request, job, running, ended)
-        return await _gather(request, job, streams, ended)
-    finally:
-        for stream in streams:
+    def cancel(self) -> None:
+        """Ends all engine requests; nothing is computed any more for those that wait."""
+        for stream in self._streams:
             stream.cancel()
 
-
-async def _gather(
-    request: web.Request, job: Job, streams: Sequence[StreamApi], told: Callable[[Sequence[Finish]], None]
-) -> web.Response:
-    turns = request.app[CONTEXT].score_turns
-    answers = [WholeAnswer(choice) async for choice in in_turns(job.choices)]
-    finishes = await _together(
-        [_finished(answer, stream, turns) for answer, stream in zip(answers, streams, strict=True)]
-    )
-    await asyncio.sleep(0)  # there may be thousands: ending them was enough for one turn
-    told(finishes)
-    tail = {"usage": total_usage(finishes, job.n)}
-    return await whole_response(job.whole_head, answers, tail, {"x-caraserve-phases": _phases(finishes)})
-
-
-async def _finished(answer: WholeAnswer, stream: StreamApi, turns: TurnBudget) -> Finish:
-    """Raises the request's error."""
-    await answer.gather(stream, turns)
-    return _checked(answer.finish)
-
-
-async def _stream(
-    request: web.Request, job: Job, running: RunningJob, told: Callable[[Sequence[Finish]], None]
-) -> web.StreamResponse:
-    turns = request.app[CONTEXT].score_turns
-    frame = ChunkFrame(job.chunk_head, job.first_head, usage_null=job.delivery.include_usage)
-    async with EventStream(request, request.app[CONTEXT].timings) as out:
-        running.out = out
+    async def run(self) -> GenerationResult:
+        """Generates and sends the response. Raises CaraServeError when nothing has been sent yet."""
         try:
-            pumps = [
-                _pump(out, frame, choice, turns, stream, asked if job.delivery.continuous_usage else None)
-                for choice, stream, asked in zip(job.choices, running.streams, job.requests, strict=True)
-            ]
-            finishes = await _together(pumps)
-            told(finishes)
-            if job.delivery.include_usage:
-                await out.send(frame.usage(total_usage(finishes, job.n)))
-            await out.send(comment(f"phases {_phases(finishes)}") + DONE)  # its headers left long ago
-        except ConnectionError:
-            return out.response  # the client has left; aiohttp notices when it ends the response
-        except Exception as error:
-            if not out.started:
-                raise
-            await out.end_in_error(_late_error(request, error))
-    return out.response
+            await self._submit()
+            return await (self._stream() if self.api_request.delivery.stream else self._gather())
+        finally:
+            self.cancel()
+
+    async def _submit(self) -> None:
+        """Submits all engine requests or, where one is refused, none: clients send the whole body again."""
+        engine, adapter = self._context.engine, self.api_request.adapter
+        with closing(engine.submit_each(self.api_request.requests)) as submitted:
+            async for stream in in_turns(submitted):
+                self._streams.append(stream)
+                if len(self._streams) == 1 and adapter is not None:  # all of them get this version of the adapter
+                    self._request[SUMMARY].model = model_label(adapter, engine.adapter(adapter).digest)
+
+    async def _gather(self) -> GenerationResult:
+        api_request, turns = self.api_request, self._context.logprob_turns
+        answers = [WholeAnswer(choice) async for choice in in_turns(api_request.choices)]
+
+        async def finish(answer: WholeAnswer, stream: Stream) -> Finish:
+            await answer.gather(stream, turns)
+            return _checked(answer.finish)
+
+        pairs = zip(answers, self._streams, strict=True)
+        finishes = await _run_together([finish(answer, stream) for answer, stream in pairs])
+        await asyncio.sleep(0)  # ending thousands of tasks has taken all of this turn of the event loop
+        self._request[SUMMARY].note_finishes(finishes, api_request.n)
+        tail = {"usage": total_usage(finishes, api_request.n)}
+        headers = {"x-caraserve-phases": _phases(finishes)}
+        return GenerationResult(await whole_response(api_request.whole_head, answers, tail, headers), finishes)
+
+    async def _stream(self) -> GenerationResult:
+        api_request, delivery = self.api_request, self.api_request.delivery
+        frame = ChunkFrame(api_request.chunk_head, api_request.first_head, usage_null=delivery.include_usage)
+        finishes: Sequence[Finish] = ()
+        async with EventStream(self._request, self._context.timings) as events:
+            self._events = events
+            try:
+                parts = zip(api_request.choices, self._streams, api_request.requests, strict=True)
+                finishes = await _run_together([self._send_choice(events, frame, *part) for part in parts])
+                self._request[SUMMARY].note_finishes(finishes, api_request.n)
+                if delivery.include_usage:
+                    await events.send(frame.usage(total_usage(finishes, api_request.n)))
+                await events.send(comment(f"phases {_phases(finishes)}") + DONE)  # too late for a header
+            except ConnectionError:
+                pass  # the client has left; aiohttp notices when it ends the response
+            except Exception as error:
+                if not events.started:
+                    raise
+                await events.end_with_error(_late_error(self._request, error))
+        return GenerationResult(events.response, finishes)
+
+    async def _send_choice(
+        self, events: EventStream, frame: ChunkFrame, choice: ChoiceWriter, stream: Stream, asked: GenerateRequest
+    ) -> Finish:
+        """Sends the events of one choice as its deltas come. Raises its error."""
+        generated = 0
+        async for delta in stream:
+            if delta.finish is not None:
+                _checked(delta.finish)
+            generated += len(delta.token_ids)
+            usage_so_far = None
+            if self.api_request.delivery.continuous_usage:
+                cached = delta.finish.cached_tokens if delta.finish else 0
+                usage_so_far = usage(len(asked.prompt_ids), generated, cached)
+            async for part in paced(delta, self._context.logprob_turns):
+                if chunks := choice.stream_chunks(part):
+                    await events.send(b"".join([frame.choice(chunk, usage_so_far) for chunk in chunks]))
+            if delta.finish is not None:
+                return delta.finish
+        raise BackendFailed("The engine ended a request without saying how.")
 
 
-async def _pump(
-    out: EventStream,
-    frame: ChunkFrame,
-    choice: ChoiceWriter,
-    turns: TurnBudget,
-    stream: StreamApi,
-    counted: GenerateRequest | None,
-) -> Finish:
-    """Sends one choice's events as its deltas come; `counted`: each with the usage so far. Raises its error."""
-    generated = 0
-    async for delta in stream:
-        if delta.finish is not None:
-            _checked(delta.finish)
-        generated += len(delta.token_ids)
-        so_far = None
-        if counted is not None:
-            so_far = usage(len(counted.prompt_ids), generated, delta.finish.cached_tokens if delta.finish else 0)
-        async for part in paced(delta, turns):
-            events = b"".join([frame.choice(chunk, so_far) for chunk in choice.chunks(part)])
-            if events:
-                await out.send(events)
-        if delta.finish is not None:
-            return delta.finish
-    raise BackendFailed("The engine ended a request without saying how.")
-
-
-async def _together(parts: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Runs all at once; the first failure cancels the others and is raised as it is."""
+async def _run_together(parts: Sequence[Coroutine[Any, Any, Finish]]) -> list[Finish]:
+    """Runs all parts at once; the first failure cancels the others and is raised as it is."""
     if len(parts) == 1:  # nearly every request: no task of its own
         return [await parts[0]]
     try:
@@ -207,7 +154,7 @@ async def _together(parts: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
         raise failures.exceptions[0] from None
     finally:
         for part in parts:
-            part.close()  # those that were not begun
+            part.close()  # those that were not started
     return [task.result() for task in tasks]
 
 
@@ -223,8 +170,9 @@ def _checked(finish: Finish | None) -> Finish:
 
 
 def _late_error(request: web.Request, error: Exception) -> dict[str, Any]:
+    """The error, for a client that has already received a part of the response."""
     if isinstance(error, CaraServeError):
-        return fault_body(error)
+        return openai_error(error)
     log.error("request %s failed", request[REQUEST_ID], exc_info=error)
     return error_body("The server made a mistake; its log has the details.", "server_error", None, None)
 
@@ -239,7 +187,7 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
 
 
 def total_usage(finishes: Sequence[Finish], n: int) -> dict[str, Any]:
-    """Usage of a whole response; a prompt with n answers counts once."""
+    """The usage of a whole response; a prompt with n answers counts once."""
     prompts = finishes[::n]
     return usage(
         sum(finish.prompt_tokens for finish in prompts),
@@ -249,7 +197,7 @@ def total_usage(finishes: Sequence[Finish], n: int) -> dict[str, Any]:
 
 
 def _phases(finishes: Sequence[Finish]) -> str:
-    """Where the time of the slowest choice went, in milliseconds."""
+    """The phases of the choice that took longest, in milliseconds."""
     phases = max((finish.phases for finish in finishes), key=lambda phases: phases.e2e_ms)
     return (
         f"queued={phases.queued_ms:.3f};load={phases.load_ms:.3f};"

@@ -1,14 +1,15 @@
-"""A request's way to another instance and its answer's way back, byte for byte.
+"""Forwards requests to other instances and passes their answers back, byte for byte.
 
-Before the client has been sent anything, whatever goes wrong there is raised, so that the request can go elsewhere.
-After that, the death of the other instance ends the stream with an error event. A client that leaves cancels this, and
-closing the connection cancels the other side. Reads of the other instance and writes to the client fail apart: both
-raise ConnectionError, and only one of them is a reason to try again.
+Until the client has received a byte, any failure of the other instance is raised, so that a third one can answer. After
+that, its failure ends the stream with an error event. A client that leaves cancels the handler, which closes the
+connection to the other instance and so cancels the generation there. Reading from the other instance and writing to the
+client can both raise ConnectionError; only the former is a reason to try again, so `_read_from_peer` converts it.
 """
 
 import asyncio
 import contextlib
 import hashlib
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
@@ -36,43 +37,46 @@ from caraserve.cluster.routing.forwarding import PeerTarget
 from caraserve.cluster.routing.router import Reason, Refusal
 from caraserve.errors import BackendFailed, Draining, InstanceLost, ServerBusy, Unreachable
 from caraserve.http.context import CLIENT, CONTEXT, REQUEST_ID
-from caraserve.http.deadline import remaining
+from caraserve.http.deadline import remaining_time_header
 from caraserve.http.json_reader import Body
-from caraserve.http.responses import fault_body
+from caraserve.http.request_log import SUMMARY, model_label
+from caraserve.http.responses import openai_error
 from caraserve.http.streaming import DONE, EventStream
 
 _CONNECT_S = 0.5
-_REACH_S = 1.0  # the name server's part in it included
-_IDLE_S = 15.0  # shorter than the server's own patience, so that it is never the one who closes
-_READ_BYTES = 64 << 10  # of an answer that wait here for a slow client, at most twice over
+_REACH_S = 1.0  # to connect, with the look-up of the name
+_IDLE_S = 15.0  # shorter than the server's keep-alive, so that the server never closes a connection as it is used again
+_READ_BYTES = 64 << 10  # of an answer, buffered for a slow client; up to twice as much
 _LONGEST_EVENT = 32 << 20
-_HASHED_IN_PLACE = 64 << 10  # bytes; more would hold up the event loop
-_PASSED_ON = ("traceparent", "tracestate", "baggage", "Content-Type")
-_PASSED_BACK = ("Content-Type", "Retry-After", "retry-after-ms", "x-caraserve-phases")
+_HASHED_IN_PLACE = 64 << 10  # bytes; hashing more would hold up the event loop
+_REQUEST_HEADERS = ("traceparent", "tracestate", "baggage", "Content-Type")
+_RESPONSE_HEADERS = ("Content-Type", "Retry-After", "retry-after-ms", "x-caraserve-phases")
 
 T = TypeVar("T")
-End = Literal["whole", "lost", "cut"]  # lost: with its instance; cut: by its client's leaving, or our own stop
+End = Literal["whole", "lost", "cut"]  # lost: its instance failed; cut: its client left, or this instance stops
+
+log = logging.getLogger("caraserve.http")
 
 
 class UnreachedError(Exception):
-    """No answer came, and the client has been sent nothing."""
+    """No answer came, and the client has received nothing."""
 
 
 class RefusedError(Exception):
-    """The other instance does not take the request. `response`: its own words."""
+    """The other instance does not answer the request. `response`: what it sent instead."""
 
     def __init__(self, refusal: Refusal, response: web.Response) -> None:
         super().__init__(refusal.reason)
         self.refusal, self.response = refusal, response
 
 
-class _GoneError(Exception):
-    """The other instance, or the way to it."""
+class _PeerFailedError(Exception):
+    """The other instance, or the connection to it, has failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardedRequest:
-    """What is forwarded: the client's own body, and what its headers do not say."""
+    """The client's body, and what is signed beside it."""
 
     body: Body
     digest: str  # of the body
@@ -87,24 +91,24 @@ class ProxyResult:
     """An answer that came back, whole or not."""
 
     response: web.StreamResponse
-    tokens: int  # of it, as far as can be seen from outside
+    tokens: int  # of the answer: events of a stream, or the usage of a whole response
     end: End = "whole"
 
 
 async def body_digest(body: Body) -> str:
-    """What a hop says of its body."""
+    """SHA-256 of a body, in hex."""
     if len(body) > _HASHED_IN_PLACE:
         return await asyncio.to_thread(lambda: hashlib.sha256(body).hexdigest())
     return hashlib.sha256(body).hexdigest()
 
 
 class PeerProxy:
-    """Connections to all other instances, kept open between requests, and what is under way on them."""
+    """Connections to all other instances, kept open between requests, and the requests under way on them."""
 
     def __init__(self, me: Callable[[], str], keys: Callable[[], Keyring], tls: SSLContext | None) -> None:
-        """`tls`: for connecting; None: instances speak plain HTTP."""
+        """`me`: this instance's name. `tls`: for connecting; None: instances use plain HTTP."""
         self._me, self._keys, self._scheme = me, keys, "https" if tls else "http"
-        self._open: dict[str, set[asyncio.Timeout]] = {}
+        self._scopes: dict[str, set[asyncio.Timeout]] = {}  # of the requests under way, by instance
         self._epochs: dict[str, int] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -120,72 +124,92 @@ class PeerProxy:
         )
 
     async def close(self) -> None:
-        """Ends all connections."""
+        """Closes all connections."""
         await self._session.close()
 
     async def drain(self, timeout_s: float) -> None:
-        """Forwards nothing more, lets what is under way end, and ends in an error what has not after `timeout_s`."""
+        """Forwards nothing more, waits for the requests under way, and ends with an error those that are still under
+        way after `timeout_s`."""
         self._draining = True
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
         except TimeoutError:
             self._overdue = True
-            for name in tuple(self._open):
-                self._give_up(name)
+            for name in tuple(self._scopes):
+                self._abort(name)
 
-    def changed(self, record: MemberRecord) -> None:
-        """Membership's news of an instance. Its death, or that it lives anew, means that whatever it was answering is
-        lost, though its connections stand still. One that left has ended its streams first."""
+    def member_changed(self, record: MemberRecord) -> None:
+        """Aborts the requests at an instance that has died or restarted: its connections may stay open in silence. An
+        instance that leaves ends its streams first."""
         before = self._epochs.get(record.name, record.epoch)
         self._epochs[record.name] = record.epoch
         if record.state == MemberState.DEAD or record.epoch != before:
-            self._give_up(record.name)
+            self._abort(record.name)
 
-    def _give_up(self, name: str) -> None:
-        for scope in self._open.get(name, ()):
+    def _abort(self, name: str) -> None:
+        for scope in self._scopes.get(name, ()):
             if not scope.expired():
                 scope.reschedule(0.0)
 
-    async def carry(self, request: web.Request, peer: PeerTarget, parcel: ForwardedRequest) -> ProxyResult:
-        """Has `peer` answer a client's request. Raises UnreachedError, RefusedError, Draining or DeadlineExceeded, the
-        client unaware."""
+    async def forward(self, request: web.Request, peer: PeerTarget, forwarded: ForwardedRequest) -> ProxyResult:
+        """Has `peer` answer a client's request. Raises UnreachedError, RefusedError, Draining or DeadlineExceeded when
+        the client has received nothing."""
         if self._draining:
             raise Draining("The server is stopping.", retry_after_s=1.0)
-        passage = _Passage(request, peer.name)
+        upstream = _UpstreamResponse(request, peer.name)
         try:
             async with asyncio.timeout(None) as scope:
-                with self._watched(peer.name, scope):
-                    return await self._exchange(passage, peer, parcel)
-        except (_GoneError, TimeoutError) as error:
+                with self._under_way(peer.name, scope):
+                    result = await self._exchange(upstream, request, peer, forwarded)
+        except (_PeerFailedError, TimeoutError) as error:
             stopped = Draining("The server stopped before the answer was complete.", retry_after_s=1.0)
-            if passage.out is not None and passage.out.started:
-                return await passage.end_in_error(stopped if self._overdue else None)
-            raise stopped if self._overdue else UnreachedError(str(error)) from error
+            if upstream.started:
+                result = await upstream.end_with_error(stopped if self._overdue else None)
+            elif self._overdue:
+                raise stopped from error
+            else:
+                log.warning("request %s: no answer from %s: %s", request[REQUEST_ID], peer.name, error)
+                raise UnreachedError(str(error)) from error
+        if result.end == "lost":
+            log.warning("request %s: %s failed in the middle of an answer", request[REQUEST_ID], peer.name)
+        summary = request[SUMMARY]
+        summary.forwarded_to, summary.completion_tokens = peer.name, result.tokens
+        if forwarded.adapter is not None:
+            summary.model = model_label(forwarded.adapter, forwarded.adapter_digest)
+        return result
 
-    async def _exchange(self, passage: "_Passage", peer: PeerTarget, parcel: ForwardedRequest) -> ProxyResult:
-        request = passage.request
+    async def _exchange(
+        self, upstream: "_UpstreamResponse", request: web.Request, peer: PeerTarget, forwarded: ForwardedRequest
+    ) -> ProxyResult:
         hop = ForwardClaims(
-            *(parcel.id, peer.attempt, self._me(), peer.name, parcel.adapter, parcel.adapter_digest, parcel.seed),
+            id=forwarded.id,
+            attempt=peer.attempt,
+            sender=self._me(),
+            receiver=peer.name,
+            adapter=forwarded.adapter,
+            digest=forwarded.adapter_digest,
+            seed=forwarded.seed,
             force=peer.force,
             time_ms=int(time.time() * 1000),
-            body_digest=parcel.digest,
+            body_digest=forwarded.digest,
             client=request[CLIENT].name,
         )
         path = PREFIX + request.path
-        headers = {name: value for name in _PASSED_ON if (value := request.headers.get(name)) is not None}
-        headers |= forward_headers(self._keys(), path, hop) | {"X-Request-Id": request[REQUEST_ID]} | remaining(request)
-        url = f"{self._scheme}://{peer.address}{path}"
-        body = memoryview(parcel.body)
-        upstream = await _of_peer(self._session.post(url, data=body, headers=headers, allow_redirects=False))
+        headers = {name: value for name in _REQUEST_HEADERS if (value := request.headers.get(name)) is not None}
+        headers |= forward_headers(self._keys(), path, hop) | {"X-Request-Id": request[REQUEST_ID]}
+        headers |= remaining_time_header(request)
+        url, body = f"{self._scheme}://{peer.address}{path}", memoryview(forwarded.body)
+        sent = self._session.post(url, data=body, headers=headers, allow_redirects=False)
+        response = await _read_from_peer(sent)
         try:
-            return await passage.take(upstream)
+            return await upstream.pass_back(response)
         finally:
-            upstream.close()  # which ends the work there, unless it has ended
+            response.close()  # cancels the generation there, unless it has ended
 
     @contextlib.contextmanager
-    def _watched(self, name: str, scope: asyncio.Timeout) -> Iterator[None]:
-        scopes = self._open.setdefault(name, set())
+    def _under_way(self, name: str, scope: asyncio.Timeout) -> Iterator[None]:
+        scopes = self._scopes.setdefault(name, set())
         scopes.add(scope)
         self._idle.clear()
         try:
@@ -193,92 +217,98 @@ class PeerProxy:
         finally:
             scopes.discard(scope)
             if not scopes:
-                del self._open[name]
-            if not self._open:
+                del self._scopes[name]
+            if not self._scopes:
                 self._idle.set()
 
 
-class _Passage:
-    """One answer on its way to the client."""
+class _UpstreamResponse:
+    """The answer of another instance to one client's request."""
 
-    def __init__(self, request: web.Request, name: str) -> None:
-        self.request = request
-        self.out: EventStream | None = None
-        self._name = name
-        self._events = 0
+    def __init__(self, request: web.Request, peer: str) -> None:
+        self._request, self._peer = request, peer
+        self._events: EventStream | None = None
+        self._num_events = 0
 
-    async def take(self, upstream: aiohttp.ClientResponse) -> ProxyResult:
-        """Passes an answer on. Raises _GoneError or RefusedError."""
-        if INSTANCE_HEADER not in upstream.headers:
-            raise _GoneError(
-                f"{self._name} lets nothing in: {upstream.status} {(await _of_peer(upstream.text()))[:500]}"
-            )
-        if upstream.content_type == "text/event-stream":
-            return await self._stream(upstream)
-        body = await _of_peer(upstream.read())
-        headers = {name: value for name in _PASSED_BACK if (value := upstream.headers.get(name)) is not None}
-        response = web.Response(body=body, status=upstream.status, headers=headers)
-        if (refused := upstream.headers.get(REFUSED_HEADER)) is not None:
-            raise RefusedError(parse_refusal(refused), response)
-        if (reason := _reason(upstream.status, body)) is not None:
-            raise RefusedError(Refusal(reason, CostEstimate(inf, inf)), response)
-        return ProxyResult(response, _completion_tokens(body))
+    @property
+    def started(self) -> bool:
+        """Whether the client may have received a byte."""
+        return self._events is not None and self._events.started
 
-    async def _stream(self, upstream: aiohttp.ClientResponse) -> ProxyResult:
-        timings = self.request.app[CONTEXT].timings
-        # The other side fills silences; these are for its own.
-        async with EventStream(self.request, replace(timings, ping_s=2 * timings.ping_s)) as self.out:
-            waiting = bytearray()  # the beginning of an event: clients get whole ones, so that an error can follow any
+    async def pass_back(self, response: aiohttp.ClientResponse) -> ProxyResult:
+        """Passes an answer to the client. Raises _PeerFailedError or RefusedError."""
+        if INSTANCE_HEADER not in response.headers:
+            text = (await _read_from_peer(response.text()))[:500]
+            raise _PeerFailedError(f"{self._peer} does not accept forwarded requests: {response.status} {text}")
+        if response.content_type == "text/event-stream":
+            return await self._stream(response)
+        body = await _read_from_peer(response.read())
+        headers = {name: value for name in _RESPONSE_HEADERS if (value := response.headers.get(name)) is not None}
+        whole = web.Response(body=body, status=response.status, headers=headers)
+        if (refused := response.headers.get(REFUSED_HEADER)) is not None:
+            raise RefusedError(parse_refusal(refused), whole)
+        if (reason := _refusal_reason(response.status, body)) is not None:
+            raise RefusedError(Refusal(reason, CostEstimate(inf, inf)), whole)
+        return ProxyResult(whole, _completion_tokens(body))
+
+    async def _stream(self, response: aiohttp.ClientResponse) -> ProxyResult:
+        timings = self._request.app[CONTEXT].timings
+        # The other instance sends pings; these are for the case that it does not.
+        async with EventStream(self._request, replace(timings, ping_s=2 * timings.ping_s)) as events:
+            self._events = events
+            partial = (
+                bytearray()
+            )  # start of an event: clients get whole events, so that an error can follow any of them
             done = False
-            while chunk := await _of_peer(upstream.content.readany()):
-                unseen = max(0, len(waiting) - 1)  # an event's end may be cut in two
-                waiting += chunk
-                end = waiting.rfind(b"\n\n", unseen) + 2
+            while chunk := await _read_from_peer(response.content.readany()):
+                searched = max(0, len(partial) - 1)  # the two newlines of an event's end may come in two chunks
+                partial += chunk
+                end = partial.rfind(b"\n\n", searched) + 2
                 if end < 2:
-                    if len(waiting) > _LONGEST_EVENT:
-                        raise _GoneError(f"{self._name} sent an event without end")
+                    if len(partial) > _LONGEST_EVENT:
+                        raise _PeerFailedError(f"{self._peer} sent an event of more than {_LONGEST_EVENT} bytes")
                     continue
-                events = bytes(waiting[:end])
-                del waiting[:end]
-                self._events += events.count(b"data: {")
-                done = events.endswith(DONE)
+                whole = bytes(partial[:end])
+                del partial[:end]
+                self._num_events += whole.count(b"data: {")
+                done = whole.endswith(DONE)
                 try:
-                    await self.out.send(events)
+                    await events.send(whole)
                 except ConnectionError:
-                    return ProxyResult(self.out.response, self._events, "cut")
-            if not done or waiting:
-                raise _GoneError(f"{self._name} stopped in the middle")
-        return ProxyResult(self.out.response, self._events)
+                    return ProxyResult(events.response, self._num_events, "cut")
+            if not done or partial:
+                raise _PeerFailedError(f"{self._peer} ended a stream too early")
+        return ProxyResult(events.response, self._num_events)
 
-    async def end_in_error(self, stopped: Draining | None) -> ProxyResult:
-        """A stream that will not end by itself: its instance has gone, or this one (`stopped`) waits no longer."""
-        assert self.out is not None
-        gone = InstanceLost(f"The instance {self._name} that was answering has gone; send the request again.")
-        await self.out.end_in_error(fault_body(stopped or gone))
-        return ProxyResult(self.out.response, self._events, "cut" if stopped else "lost")
+    async def end_with_error(self, stopped: Draining | None) -> ProxyResult:
+        """Ends a stream whose instance has failed, or (`stopped`) that takes longer than this instance's drain."""
+        assert self._events is not None
+        lost = InstanceLost(f"The instance {self._peer} that was answering has gone; send the request again.")
+        await self._events.end_with_error(openai_error(stopped or lost))
+        return ProxyResult(self._events.response, self._num_events, "cut" if stopped else "lost")
 
 
-async def _of_peer(work: Awaitable[T]) -> T:
-    """Something of the other instance; its failure is nobody else's."""
+async def _read_from_peer(work: Awaitable[T]) -> T:
+    """Awaits I/O with another instance. Raises _PeerFailedError where it fails."""
     try:
         return await work
     except (aiohttp.ClientError, OSError) as error:
-        raise _GoneError(f"{type(error).__name__}: {error}") from error
+        raise _PeerFailedError(f"{type(error).__name__}: {error}") from error
 
 
-def _reason(status: int, body: bytes) -> Reason | None:
-    """Why an error is one that another instance might not give; None: it is the answer."""
+def _refusal_reason(status: int, body: bytes) -> Reason | None:
+    """The reason for which another instance may answer; None where this response is the answer."""
     if status == 429:
         return "full"
-    if status == 503 and _code(body) == ServerBusy.code:
+    if status == 503 and _error_code(body) == ServerBusy.code:
         return "full"
     if status == 503:
-        return "unreachable" if _code(body) == Unreachable.code else "draining"
-    return "failed" if status == 500 and _code(body) == BackendFailed.code else None
+        return "unreachable" if _error_code(body) == Unreachable.code else "draining"
+    return "failed" if status == 500 and _error_code(body) == BackendFailed.code else None
 
 
-def _code(body: bytes) -> object:
-    """Of an error in OpenAI's shape."""
+def _error_code(body: bytes) -> object:
+    """The code of an error in OpenAI's shape; None where the body has another shape."""
     try:
         return orjson.loads(body)["error"]["code"]
     except (orjson.JSONDecodeError, LookupError, TypeError):
@@ -286,7 +316,7 @@ def _code(body: bytes) -> object:
 
 
 def _completion_tokens(body: bytes) -> int:
-    """Of a whole answer, without reading all of it."""
+    """The completion tokens of a whole answer, found without parsing it: it may be tens of megabytes."""
     _, found, rest = body.rpartition(b'"completion_tokens":')
     digits = rest[: rest.find(b",")] if found else b""
     return int(digits) if digits.isdigit() else 0

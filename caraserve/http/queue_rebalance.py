@@ -1,8 +1,8 @@
-"""dLoRA's balance: requests that wait here go to an instance with less to do, once a second. For `--routing dlora`.
+"""Queue rebalancing as in dLoRA: once a second, moves waiting requests to an instance with less work.
 
-Only a request that has not begun moves: it is cancelled here and handed back to where its client is, which finds it
-another instance and keeps the stream. The paper moves running ones too, with their KV blocks, by an integer program.
-Called by `dispatch.py`; `cluster/migration.py` decides.
+Only for `--routing dlora`. Only a request that waits moves: it is cancelled here and returned to the instance that has
+its client, which forwards it to another one and keeps the stream. The paper also moves running requests with their KV
+blocks, by an integer program. `cluster/placement/migration.py` chooses the moves.
 """
 
 import asyncio
@@ -13,69 +13,68 @@ from dataclasses import dataclass
 from caraserve.cluster.placement.migration import QueuedRequest, rebalanced
 from caraserve.cluster.routing.cost import Arrival
 from caraserve.cluster.routing.forwarding import Forwarding
-from caraserve.http.generation import Job, RunningJob
-from caraserve.http.interfaces import EngineApi
+from caraserve.http.generation import Generation
+from caraserve.loop import Engine
 
-_EVERY_S = 1.0
-_COST_TOKENS = 32.0  # of service, that a move has to be worth: a hop and a place at the end of another queue
+_INTERVAL_S = 1.0
+_COST_TOKENS = 32.0  # least gain of a move, in tokens of work: it costs a forward and a place at the end of a queue
 
 
 @dataclass(slots=True, eq=False)
-class MovableJob:
-    """A job that this instance has taken on."""
+class TrackedGeneration:
+    """A generation on this instance, which moves if it still waits."""
 
-    job: Job
+    generation: Generation
     arrival: Arrival
-    running: RunningJob
     moved: bool = False
 
     def is_queued(self, waiting: Set[str]) -> bool:
-        """Whether nothing of it has begun, and its client has seen nothing."""
-        return not self.running.touched and all(one.request_id in waiting for one in self.job.requests)
+        """Whether none of its engine requests has started, and its client has received nothing."""
+        requests = self.generation.api_request.requests
+        return not self.generation.response_started and all(one.request_id in waiting for one in requests)
 
-    def hand_back(self) -> None:
-        """Ends it here. Nothing of a waiting request is computed after that."""
+    def move(self) -> None:
+        """Cancels it here, for another instance to answer."""
         self.moved = True
-        for stream in self.running.streams:
-            stream.cancel()
+        self.generation.cancel()
 
 
 class QueueRebalancer:
-    """The jobs of one instance that could move."""
+    """Tracks the generations of one instance and moves waiting ones."""
 
-    def __init__(self, engine: EngineApi, forwarding: Forwarding) -> None:
+    def __init__(self, engine: Engine, forwarding: Forwarding) -> None:
         self._engine, self._forwarding = engine, forwarding
-        self._jobs: dict[str, MovableJob] = {}
+        self._tracked: dict[str, TrackedGeneration] = {}  # by the id of the first engine request
 
     @contextmanager
-    def answering(self, job: Job, arrival: Arrival) -> Iterator[MovableJob]:
-        """While this instance answers a job."""
-        here = MovableJob(job, arrival, RunningJob())
-        name = job.requests[0].request_id
-        self._jobs[name] = here
+    def track(self, generation: Generation, arrival: Arrival) -> Iterator[TrackedGeneration]:
+        """Lets a generation move while the context is open."""
+        tracked = TrackedGeneration(generation, arrival)
+        request_id = generation.api_request.requests[0].request_id
+        self._tracked[request_id] = tracked
         try:
-            yield here
+            yield tracked
         finally:
-            del self._jobs[name]
+            del self._tracked[request_id]
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Rebalances once a second, until cancelled."""
         while True:
-            await asyncio.sleep(_EVERY_S)
-            self.balance()
+            await asyncio.sleep(_INTERVAL_S)
+            self.rebalance()
 
-    def balance(self) -> None:
-        """Hands back what others would do sooner."""
+    def rebalance(self) -> None:
+        """Moves the waiting requests that other instances would finish sooner."""
         waiting = self._engine.waiting()
-        queued = {name: here for name, here in self._jobs.items() if here.is_queued(waiting)}
+        queued = {request_id: one for request_id, one in self._tracked.items() if one.is_queued(waiting)}
         if not queued:
             return
         forwarding = self._forwarding
         queue = [
-            QueuedRequest(name, here.arrival.adapter, round(here.arrival.prompt_tokens + here.arrival.output_tokens))
-            for name, here in queued.items()
+            QueuedRequest(request_id, one.arrival.adapter, round(one.arrival.prompt_tokens + one.arrival.output_tokens))
+            for request_id, one in queued.items()
         ]
         outstanding, holders = forwarding.outstanding({one.adapter for one in queue})
         for move in rebalanced({forwarding.name: queue}, outstanding, holders, _COST_TOKENS):
-            queued[move.request_id].hand_back()
+            queued[move.request_id].move()
             forwarding.routing_metrics.moved += 1

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from caraserve.core.request import Finish
 from caraserve.http.context import CLIENT
-from caraserve.http.streaming import BEGUN
+from caraserve.http.streaming import EVENT_STREAM
 
 log = logging.getLogger("caraserve.http.requests")
 
@@ -51,11 +51,11 @@ class RequestSummary:
         self.cached_tokens = sum(finish.cached_tokens for finish in finishes[::n])
         self.completion_tokens = sum(finish.completion_tokens for finish in finishes)
 
-    def note_fault(self, fault: Mapping[str, Any]) -> None:
-        """`fault`: what the client was sent, in OpenAI's shape."""
-        error = fault["error"]
-        self.error = error["code"] or error["type"]
-        self.param = (error["param"] or "")[:_LONGEST_NAME]
+    def note_error(self, error: Mapping[str, Any]) -> None:
+        """Notes the error that was sent to the client; `error` in OpenAI's shape."""
+        details = error["error"]
+        self.error = details["code"] or details["type"]
+        self.param = (details["param"] or "")[:_LONGEST_NAME]
 
 
 SUMMARY = web.RequestKey("SUMMARY", RequestSummary)
@@ -83,9 +83,9 @@ def log_request(request: web.Request, request_id: str, status: int) -> None:
     ):
         return
     summary = request[SUMMARY]
-    stream = request.get(BEGUN)
-    if stream is not None and stream.fault is not None:
-        summary.note_fault(stream.fault)
+    stream = request.get(EVENT_STREAM)
+    if stream is not None and stream.error is not None:
+        summary.note_error(stream.error)
     elif stream is not None and not stream.ended:
         status = CLIENT_LEFT
     details: dict[str, object] = {

@@ -1,14 +1,23 @@
-"""The fields of request bodies that this server knows, route by route: served, refused, or ignored. Data only.
+"""The fields of request bodies that this server knows, route by route: served, refused, or ignored.
 
 Sources are the request schemas of OpenAI, vLLM, SGLang, llama.cpp, TGI, LoRAX, Ollama, TensorRT-LLM and others. What
 selects weights, constrains the output, or changes the prompt, the sampling or what the answer shows, and is not served,
 is refused, unless its value asks for nothing. What only advises, labels or tunes is ignored, and so are a few fields
 that clients send by default and no server of one plain model can honour (`reasoning_effort`, `web_search_options`).
-`field_check.py` applies the tables.
+`check_fields` applies a table before any value is read.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from caraserve.errors import InvalidRequest
+from caraserve.http.validation import Fields, shown
+
+MAX_UNKNOWN = 64  # fields of one body that no table names; real clients send about a dozen
+_SHORTEST = 4  # letters of a name, from which one letter more or less is a misspelling; shorter names are all alike
+_LONG = 6  # letters of a name, from which one other letter is a misspelling: `type` is not `typ_p`
+_LONGEST = 40  # letters; all known names are shorter
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,3 +327,60 @@ UNLOAD_ADAPTER = KnownFields(
 STREAM_OPTIONS = KnownFields(
     frozenset(("include_usage", "continuous_usage_stats")), {}, frozenset(("include_obfuscation",))
 )
+
+
+def check_fields(fields: Fields, known: KnownFields) -> None:
+    """Raises InvalidRequest for a field that is not served and would change the answer, for one that looks misspelt,
+    and for too many unknown ones. Null is the same as absent."""
+    unknown = {}
+    for name, value in fields.items():
+        if (refused := known.refused.get(name)) is not None:
+            fields.raw(name)  # read: a neutral value is not listed as ignored
+            if value is not None and value not in refused.neutral:
+                raise InvalidRequest(f"{name} is not supported by this server; {refused.advice}.", param=name)
+        elif name not in known.served and name not in known.ignored:
+            unknown[name] = value
+            if len(unknown) > MAX_UNKNOWN:  # checked before any comparison: a body may have thousands
+                raise InvalidRequest(f"The body has more than {MAX_UNKNOWN} fields that this server does not know.")
+    for name, value in unknown.items():
+        if value is not None and (meant := _likely(name, known)) is not None:
+            raise InvalidRequest(f"Unknown field {shown(name)}; did you mean {meant!r}?", param=name[:64])
+
+
+def _likely(name: str, known: KnownFields) -> str | None:
+    """The known field of which `name` may be a misspelling: the same letters, or one letter more or less; in longer
+    names also one other letter, or two exchanged."""
+    plain = _plain(name)
+    whole, shorter = _spellings(known)
+    if plain in whole:
+        return whole[plain]
+    if not _SHORTEST <= len(plain) <= _LONGEST:
+        return None
+    cut = [plain[:at] + plain[at + 1 :] for at in range(len(plain))]
+    met = [shorter.get(plain), *map(whole.get, cut)]
+    if len(plain) >= _LONG:
+        met += map(shorter.get, cut)
+    return next(filter(None, met), None)
+
+
+@functools.cache
+def _spellings(known: KnownFields) -> tuple[dict[str, str], dict[str, str]]:
+    """Every known name by its letters, and by its letters without one of them. A look-up in these takes microseconds;
+    comparing all pairs of names would take milliseconds."""
+    whole: dict[str, str] = {}
+    shorter: dict[str, str] = {}
+    for name in (
+        *sorted(known.served),
+        *sorted(known.refused),
+    ):  # a served name wins over a refused one that is as near
+        plain = _plain(name)
+        whole.setdefault(plain, name)
+        if len(plain) >= _SHORTEST:
+            for at in range(len(plain)):
+                shorter.setdefault(plain[:at] + plain[at + 1 :], name)
+    return whole, shorter
+
+
+def _plain(name: str) -> str:
+    """The letters and digits alone, in lower case: `maxTokens`, `max-tokens` and `max_tokens` are the same."""
+    return "".join(filter(str.isalnum, name[: 2 * _LONGEST])).lower()

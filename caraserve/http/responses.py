@@ -1,7 +1,4 @@
-"""Bodies in, JSON and errors out: what all handlers share.
-
-`read_object` takes a request's body within its limits; `error_response` puts any fault in OpenAI's shape.
-"""
+"""What all handlers share: reads bodies within their limits, writes JSON, puts errors in OpenAI's shape."""
 
 import asyncio
 import heapq
@@ -22,18 +19,29 @@ from caraserve.errors import (
     ServerBusy,
     Unreachable,
 )
+from caraserve.http.api_request import ApiRequest, ReceivedBody
 from caraserve.http.context import CONTEXT
-from caraserve.http.json_reader import Body, parse_object
+from caraserve.http.json_reader import MOST_NUMBERS, Body, parse_object
 from caraserve.http.request_log import SUMMARY, listed
 from caraserve.http.validation import Fields
 from caraserve.util.tasks import in_turns
 from caraserve.util.units import human_bytes
 
-# At once. The pages of larger ones come as they are written, a millisecond of them in a turn: 15 MB of new memory take
-# over 15 ms.
+# Larger bodies are joined in an mmap, some pages in each turn of the event loop: allocating 15 MB at once takes 15 ms.
 _JOINED_BYTES = 1 << 20
 _LISTED_FIELDS = 100  # more than a header has room for
 SERVER = "CaraServe"  # without versions, which would say what to try
+
+
+async def receive_body(request: web.Request, most_numbers: int = MOST_NUMBERS) -> ReceivedBody:
+    """Reads the body of a request for text, with a seed from the router if the client gave none and one is needed.
+    `most_numbers` as for `parse_object`. Raises as `read_object`."""
+    raw = await read_body(request)
+    values = await parse_object(raw, most_numbers)
+    seed = None
+    if values.get("seed") is None and (seed := request.app[CONTEXT].router.draw_seed()) is not None:
+        values["seed"] = seed
+    return ReceivedBody(raw, Fields(values), seed)
 
 
 async def read_object(request: web.Request) -> Fields:
@@ -42,7 +50,7 @@ async def read_object(request: web.Request) -> Fields:
 
 
 async def read_body(request: web.Request) -> Body:
-    """The body of a request with JSON; a missing content type is taken as JSON.
+    """Reads the body of a request with JSON; a missing content type counts as JSON.
 
     Raises HTTPUnsupportedMediaType, HTTPRequestTimeout, PayloadTooLarge, ServerBusy or InvalidRequest.
     """
@@ -72,7 +80,7 @@ async def _whole_body(request: web.Request) -> Body:
         size += len(piece)
         if size > limit:
             raise too_large
-        context.bodies.hold(request, size)
+        context.bodies.reserve(request, size)
         pieces.append(piece)
     if size <= _JOINED_BYTES:
         return b"".join(pieces)
@@ -82,9 +90,15 @@ async def _whole_body(request: web.Request) -> Body:
     return body
 
 
+def note_parsed(request: web.Request, fields: Fields, api_request: ApiRequest) -> None:
+    """Notes the model and the ignored fields of a request for text, for the response's header and the log line."""
+    note_ignored(request, fields)
+    request[SUMMARY].model = api_request.adapter or request.app[CONTEXT].engine.base_name
+
+
 def note_ignored(request: web.Request, fields: Fields) -> None:
-    """Lists the fields that were sent and not read, for the answer's header and the log line. Call it when all have
-    been read."""
+    """Notes the fields that were sent and not read, for the response's header and the log line. Call it after all
+    fields have been read."""
     if names := fields.unread():
         request[SUMMARY].ignored = listed(heapq.nsmallest(_LISTED_FIELDS, names))
 
@@ -97,25 +111,25 @@ def error_body(message: str, kind: str, param: str | None, code: str | None) -> 
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def fault_body(error: CaraServeError) -> dict[str, Any]:
-    """The error in OpenAI's shape, as a body or as an event of a stream that has begun."""
+def openai_error(error: CaraServeError) -> dict[str, Any]:
+    """The error in OpenAI's shape, for a body or for the last event of a stream."""
     return error_body(error.message, error.type, error.param, error.code)
 
 
 def error_response(error: CaraServeError) -> web.Response:
-    """The answer for a fault of ours or the client's, with the headers that its status wants."""
+    """The response for an error, with the headers of its status."""
     headers = {}
     if isinstance(error, Overloaded | Draining | ServerBusy | Unreachable):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
         headers["retry-after-ms"] = str(max(1, math.ceil(1000 * error.retry_after_s)))
-    response = json_response(fault_body(error), status=error.status, headers=headers)
+    response = json_response(openai_error(error), status=error.status, headers=headers)
     if isinstance(error, PayloadTooLarge | ServerBusy):
-        response.force_close()  # the rest of the body is not wanted
+        response.force_close()  # instead of reading the rest of the body
     return response
 
 
 def refusal_response(error: web.HTTPException, request: web.Request) -> web.Response:
-    """What aiohttp itself refuses (no such route, wrong method, too slow, …), in OpenAI's shape."""
+    """The response for what aiohttp itself refuses (no such route, wrong method, too slow, …), in OpenAI's shape."""
     messages = {
         404: (f"Unknown URL: {request.method} {request.path[:200]}", "unknown_url"),
         405: (f"{request.path[:200]} does not take {request.method[:20]}.", "method_not_allowed"),

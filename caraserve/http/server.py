@@ -1,11 +1,13 @@
-"""Connections below the application: how many there may be, and what is answered before a request reaches a handler.
+"""Sockets and connections below the application: their number, and answers to bytes that never reach a handler.
 
-aiohttp answers what it refuses itself in plain text and logs a trace for much that is a client's
-fault, so its classes for a listening socket and for one connection are extended here.
+aiohttp answers in plain text what it refuses itself, and logs a trace for many mistakes of clients, so its classes for
+a listening socket and for a connection are extended here.
 """
 
 import asyncio
+import errno
 import logging
+import os
 import resource
 import socket
 from typing import Any
@@ -16,23 +18,54 @@ from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.streams import StreamReader
 
-from caraserve.errors import CaraServeError, ServerBusy
+from caraserve.errors import CaraServeError, ConfigError, ServerBusy
 from caraserve.http.auth import PROBES
 from caraserve.http.responses import SERVER, error_body, error_response, json_response
 
 log = logging.getLogger("caraserve.http")
 
-_SPARE_CONNECTIONS = 64  # beyond the most, so that probes are answered when all others are in use
-_OTHER_DESCRIPTORS = 128  # that the process needs for files, workers and other instances
+_SPARE_CONNECTIONS = 64  # beyond the limit, so that probes are answered when all others are in use
+_OTHER_DESCRIPTORS = 128  # for files, workers and other instances
 _FEWEST_CONNECTIONS = 16
 _CLIENT_FAULTS = (HttpProcessingError, web.RequestPayloadError, ConnectionError)
 
 
+def bind(host: str, port: int) -> list[socket.socket]:
+    """Binds a socket to each address of `host`, all on one port; 0 picks a free one. The sockets do not listen yet: a
+    port in use is found before the weights are read, and clients are refused meanwhile. Raises ConfigError."""
+    sockets: list[socket.socket] = []
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            one = socket.socket(family, kind, protocol)
+            sockets.append(one)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart need not wait for old connections
+            if family == socket.AF_INET6:
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # 0.0.0.0 beside :: is a socket of its own
+            one.bind((address[0], port or sockets[0].getsockname()[1], *address[2:]))
+    except OSError as error:
+        for one in sockets:
+            one.close()
+        raise listen_error(error, host, port) from None
+    return sockets
+
+
+def listen_error(error: OSError, host: str, port: int) -> ConfigError:
+    """The error for an address on which the server cannot listen."""
+    where = f"cannot listen on {host}:{port}"
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(f"{where}: another process does; choose another --port, or 0 for any free one")
+    if error.errno == errno.EACCES:
+        return ConfigError(f"{where}: ports below 1024 need privileges; choose another --port")
+    reason = os.strerror(error.errno) if error.errno and not isinstance(error, socket.gaierror) else error.strerror
+    return ConfigError(f"{where}: {reason or error}; check --host and --port")
+
+
 class Runner(web.AppRunner):
-    """Serves an application over connections of this module."""
+    """Serves an application over this module's connections."""
 
     def __init__(self, app: web.Application, *, max_connections: int, write_s: float, **options: Any) -> None:
-        """`write_s`: a client that takes nothing for so long is gone. `options`: aiohttp's."""
+        """`write_s`: longest time that the kernel waits for a client to acknowledge bytes. `options`: aiohttp's."""
         super().__init__(app, access_log=None, logger=log, auto_decompress=False, **options)
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = min(max_connections, max(_FEWEST_CONNECTIONS, descriptors - _OTHER_DESCRIPTORS))
@@ -60,13 +93,13 @@ class _Server(web.Server):
         return _Connection(self, loop=self._loop, **self._kwargs)
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
-        """Keeps within the most connections: an idle one gives way to the new one. Where none is idle, the new one is
-        there for probes alone."""
+        """Keeps the number of connections within the limit: closes the oldest idle one for a new one. If none is idle,
+        the new one only answers probes."""
         super().connection_made(handler, transport)
         count = len(self._connections)
         if count <= self._max_connections or not isinstance(handler, _Connection):
             return
-        # Oldest first. Looks through all, 0.1 µs each, only when more than the most are open.
+        # Oldest first. A search over all connections, 0.1 µs each, and only when there are too many.
         idle = next((one for one in self._connections if isinstance(one, _Connection) and one.is_idle), None)
         if idle is not None:
             idle.force_close()
@@ -104,17 +137,17 @@ class _Connection(web.RequestHandler):
 
     def __init__(self, manager: _Server, **options: Any) -> None:
         super().__init__(manager, **options)
-        self.is_surplus = False  # there are too many connections for it to carry more than a probe
+        self.is_surplus = False  # beyond the limit: answers only probes
 
     @property
     def is_idle(self) -> bool:
-        """Whether it waits for a request, or for the rest of its headers."""
+        """Whether it waits for a request or for the rest of its headers."""
         return self._waiter is not None and not self._waiter.done() and not self._force_close
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         sock, server = transport.get_extra_info("socket"), self._manager
         if sock is not None and isinstance(server, _Server):
-            # The kernel ends a connection whose client takes none of what was written, and after `close`, too.
+            # The kernel ends a connection whose client acknowledges nothing, also after `close`.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, server.write_ms)
         super().connection_made(transport)
 
@@ -125,7 +158,7 @@ class _Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """An answer to bytes that are no request, and to what no handler caught. Closes the connection."""
+        """The last response of a connection: to bytes that are no request, and to exceptions outside handlers."""
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun already")
         if status >= 500:
@@ -133,11 +166,11 @@ class _Connection(web.RequestHandler):
             return _last(error_response(CaraServeError("The server made a mistake; its log has the details.")))
         if isinstance(exc, LineTooLong):
             return _refusal(431, "A line of the request's headers is too long.")
-        reason = (message or "").partition("\n")[0]  # what follows the first line are the bytes themselves
+        reason = (message or "").partition("\n")[0]  # the next lines repeat the client's bytes
         return _refusal(status, f"Not a valid HTTP request: {reason.strip(' :.')[:200]}.")
 
     def log_exception(self, *args: Any, **options: Any) -> None:
-        """Logs faults of ours. A client that sends what is not HTTP, or leaves, would fill the log."""
+        """Logs the server's errors only: clients that leave, or do not send HTTP, could fill the log."""
         if not isinstance(options.get("exc_info"), _CLIENT_FAULTS):
             super().log_exception(*args, **options)
 
@@ -155,7 +188,7 @@ def _refusal(status: int, message: str) -> web.Response:
 
 
 def _last(response: web.Response) -> web.Response:
-    """The answer before the connection is closed. No application signs it."""
+    """Makes a response the last one of its connection; the application does not add headers to it."""
     response.headers["Server"] = SERVER
     response.force_close()
     return response

@@ -1,20 +1,32 @@
-"""Probes, metrics, and the page at `/` with the numbers that it polls."""
+"""Probes, metrics, the state of the cluster, and the page at `/` with the numbers that it polls."""
 
+import contextlib
 import dataclasses
-from heapq import nsmallest
+import heapq
+import itertools
+import operator
+from collections.abc import AsyncIterator, Iterator
 from importlib.resources import files
+from typing import Any
 
+import orjson
 from aiohttp import web
 
 from caraserve import __version__
+from caraserve.cluster.membership.node import Node
+from caraserve.cluster.membership.swim import MemberRecord
+from caraserve.cluster.state.replicated_map import RegisteredAdapter
 from caraserve.errors import BackendFailed, Draining, NotReady
 from caraserve.http.context import CONTEXT
 from caraserve.http.responses import json_response
 from caraserve.telemetry.prometheus import CONTENT_TYPE
+from caraserve.util.tasks import in_turns
 
-_SHOWN_ADAPTERS = 200  # in each tier; the counts are of all
+_SLICE = 50  # adapters that are sorted or encoded at once
+_NAME = operator.attrgetter("name")
+_SHOWN_ADAPTERS = 200  # in each tier; the counts include the others
 _PAGE = files("caraserve.http").joinpath("dashboard.html").read_bytes()
-# The page runs nothing but its own script and shows nothing but its own text.
+# The page runs only its own script and shows only its own text.
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -24,25 +36,24 @@ _PAGE_HEADERS = {
 
 
 async def health(request: web.Request) -> web.Response:
-    """The event loop turns and the engine is there; also while draining, lest an orchestrator kills the rest. Not when
-    the device has failed: then it should."""
+    """200 while the event loop and the device work, also during a drain: an orchestrator that restarts the process
+    would end the requests under way. Raises BackendFailed when the device has failed: then it should restart."""
     if (failure := request.app[CONTEXT].engine.failure) is not None:
         raise BackendFailed(f"The device has failed: {failure}")
     return web.Response()
 
 
 async def ready(request: web.Request) -> web.Response:
-    """Whether new requests should be sent here. A background task that failed and runs again is no reason to send them
-    elsewhere; one that has failed several times in a row is: what this instance knows of its fleet may be out of date.
-    """
+    """200 if new requests should be sent to this instance. A background task that has failed several times in a row
+    makes it unready: its view of the cluster may be out of date. A single failure does not."""
     context = request.app[CONTEXT]
     engine = context.engine
     if engine.draining:
         raise Draining("The server is stopping.", retry_after_s=1.0)
     if engine.failure is not None:
         raise NotReady(f"The device has failed: {engine.failure}")
-    if context.dispatch is not None and not context.dispatch.forwarding.introduced():
-        raise NotReady("This instance has yet to hear from its cluster which adapters there are.")
+    if (reason := context.router.not_ready_reason()) is not None:
+        raise NotReady(reason)
     if failing := context.background.failing():
         raise NotReady(f"Background tasks keep failing ({', '.join(failing)}); the server's log has the reason.")
     return web.Response()
@@ -53,7 +64,7 @@ async def version(request: web.Request) -> web.Response:
 
 
 async def load(request: web.Request) -> web.Response:
-    """vLLM's count of requests under way."""
+    """The number of requests under way, as vLLM gives it."""
     snapshot = request.app[CONTEXT].engine.snapshot()
     return json_response({"server_load": snapshot.running + snapshot.waiting})
 
@@ -70,7 +81,7 @@ async def dashboard(request: web.Request) -> web.Response:
 
 
 async def stats(request: web.Request) -> web.Response:
-    """What the page shows, as JSON."""
+    """The numbers of the page at `/`."""
     context = request.app[CONTEXT]
     engine, snapshot = context.engine, context.engine.snapshot()
     ranks = {adapter.name: adapter.rank for adapter in engine.adapters()}
@@ -97,9 +108,81 @@ async def stats(request: web.Request) -> web.Response:
                 tier: {
                     "count": len(names),
                     # 20,000 names take 5 ms to sort, and 1.4 ms to take the first 200 of
-                    "shown": [{"name": name, "rank": ranks.get(name)} for name in nsmallest(_SHOWN_ADAPTERS, names)],
+                    "shown": [
+                        {"name": name, "rank": ranks.get(name)} for name in heapq.nsmallest(_SHOWN_ADAPTERS, names)
+                    ],
                 }
                 for tier, names in tiers.items()
             },
         }
     )
+
+
+async def cluster_members(request: web.Request) -> web.Response:
+    """All known instances, this one first, with state and newest load. Without peers: no name, no instances."""
+    cluster = request.app[CONTEXT].cluster
+    name = cluster.name if cluster else None
+    data = [_member(cluster, record) for record in cluster.members()] if cluster else []
+    return json_response({"object": "list", "name": name, "data": data})
+
+
+def _member(cluster: Node, record: MemberRecord) -> dict[str, Any]:
+    found = cluster.load(record.name)
+    load = None
+    if found is not None:
+        newest, age_s = found
+        load = {
+            "age_s": round(age_s, 3),
+            "status": newest.status,
+            "running": newest.running,
+            "queued": newest.queued,
+            "kv_tokens": newest.kv_tokens,
+            "kv_free_tokens": newest.kv_free_tokens,
+        }
+    return {
+        "name": record.name,
+        "address": record.address,
+        "state": record.state.name.lower(),
+        "started_ms": record.epoch,
+        "incarnation": record.incarnation,
+        "load": load,
+    }
+
+
+async def cluster_adapters(request: web.Request) -> web.StreamResponse:
+    """All adapters of the cluster, with the instances that hold each and in which tier. There may be tens of thousands:
+    they are sorted and written some at a time, with turns of the event loop in between."""
+    cluster = request.app[CONTEXT].cluster
+    response = web.StreamResponse(headers={"Content-Type": "application/json"})
+    with contextlib.suppress(ConnectionError):  # the client has left
+        await response.prepare(request)
+        await response.write(b'{"object":"list","data":[')
+        comma = b""
+        async for some in sorted_by_name(cluster.adapters() if cluster else iter(())):
+            await response.write(comma + b",".join(orjson.dumps(_adapter(cluster, adapter)) for adapter in some))
+            comma = b","
+        await response.write_eof(b"]}")
+    return response
+
+
+async def sorted_by_name(adapters: Iterator[RegisteredAdapter]) -> AsyncIterator[list[RegisteredAdapter]]:
+    """The adapters sorted by name, some at a time, with turns of the event loop in between."""
+    sorted_slices = [sorted(some, key=_NAME) async for some in in_turns(_slices(adapters))]
+    async for some in in_turns(_slices(heapq.merge(*sorted_slices, key=_NAME))):
+        yield some
+
+
+def _slices(adapters: Iterator[RegisteredAdapter]) -> Iterator[list[RegisteredAdapter]]:
+    while some := list(itertools.islice(adapters, _SLICE)):
+        yield some
+
+
+def _adapter(cluster: Node | None, adapter: RegisteredAdapter) -> dict[str, Any]:
+    holders = cluster.holders(adapter.digest) if cluster else {}
+    return {
+        "name": adapter.name,
+        "digest": adapter.digest,
+        "rank": adapter.rank,
+        "num_bytes": adapter.num_bytes,
+        "holders": {name: tier.name.lower() for name, tier in holders.items()},
+    }

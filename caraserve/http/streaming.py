@@ -1,7 +1,6 @@
-"""Server-sent events: writes a response piece by piece, without letting a slow or silent client cost anyone else.
+"""Server-sent events: writes a response event by event; a slow or silent client delays only its own response.
 
-The response starts with the first event, so that a fault before it still gets
-a status.
+The response starts with the first event, so that an error before it still gets an HTTP status.
 """
 
 import asyncio
@@ -28,12 +27,13 @@ def event(value: object) -> bytes:
 
 
 def comment(text: str) -> bytes:
-    """A line that clients are bound to skip."""
+    """A line that clients must skip, by the standard."""
     return b": %b\n\n" % text.encode()
 
 
 class ChunkFrame:
-    """Builds the events of one response; what all of them share is encoded once. `first`: for the first one alone."""
+    """Builds the events of one response. The fields that all of them share (`head`) are encoded once; `first` is in the
+    first event only."""
 
     def __init__(self, head: dict[str, Any], first: dict[str, Any], *, usage_null: bool) -> None:
         self._head = b"data: " + orjson.dumps(head)[:-1]
@@ -52,9 +52,9 @@ class ChunkFrame:
 class EventStream:
     """An event stream to one client, as an async context manager.
 
-    `send` waits while the client's socket is full, which slows nobody but its caller. A watchdog writes a comment
-    after `ping_s` of silence and cuts the connection when the client has taken nothing for `write_s`; aiohttp then
-    cancels the handler, as it does when the client leaves.
+    `send` waits while the client's socket is full. A watchdog writes a comment after `ping_s` of silence, and cuts the
+    connection when a write has made no progress for `write_s`; aiohttp then cancels the handler, as it does when the
+    client leaves.
     """
 
     def __init__(self, request: web.Request, timings: HttpTimings) -> None:
@@ -63,11 +63,11 @@ class EventStream:
         self._timings = timings
         self._clock = asyncio.get_running_loop().time
         self._last_s = self._clock()
-        self._writes = 0  # under way; more than one where a response has several choices
-        self._progress_s = 0.0  # when the socket last took something while writes were under way
+        self._writes = 0  # in progress; more than one if a response has several choices
+        self._progress_s = 0.0  # time of the last progress of a write
         self._starting = asyncio.Lock()
-        self.ended = False  # whether [DONE] is on its way
-        self.fault: Mapping[str, Any] | None = None  # the error that ended it
+        self.ended = False  # whether [DONE] has been passed to `send`
+        self.error: Mapping[str, Any] | None = None  # the error event that ended it, in OpenAI's shape
         self._watchdog: asyncio.Task[None] | None = None
 
     @property
@@ -89,7 +89,7 @@ class EventStream:
         if not self.response.prepared:
             async with self._starting:
                 await self.response.prepare(self._request)
-                self._request[BEGUN] = self
+                self._request[EVENT_STREAM] = self
         self._last_s = self._clock()
         if not self._writes:
             self._progress_s = self._last_s
@@ -101,16 +101,16 @@ class EventStream:
             self._writes -= 1
             self._progress_s = self._clock()
 
-    async def end_in_error(self, fault: Mapping[str, Any]) -> None:
-        """The last event of a stream that cannot go on, unless its end is on its way already; then closes the
-        connection. `fault`: in OpenAI's shape. Waits `write_s` at most for the client to take it."""
+    async def end_with_error(self, error: Mapping[str, Any]) -> None:
+        """Sends `error`, in OpenAI's shape, as the last event, unless [DONE] was sent already; then closes the
+        connection. Waits at most `write_s` for the client to read it."""
         self._stop_watching()
         self.response.force_close()
         try:
             async with asyncio.timeout(self._timings.write_s):
                 if not self.ended:
-                    self.fault = fault
-                    await self.send(event(fault) + DONE)
+                    self.error = error
+                    await self.send(event(error) + DONE)
                 await self.response.write_eof()
         except TimeoutError:
             self._cut()
@@ -150,4 +150,4 @@ class EventStream:
             self._request.transport.abort()
 
 
-BEGUN = web.RequestKey("BEGUN", EventStream)  # what a request is being answered with, from the first byte on
+EVENT_STREAM = web.RequestKey("EVENT_STREAM", EventStream)  # of a request, from the response's first byte on

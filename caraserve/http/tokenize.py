@@ -1,21 +1,19 @@
-"""POST /tokenize and /detokenize: what the engine's tokenizer makes of a text."""
+"""POST /tokenize and /detokenize, by the engine's tokenizer."""
 
 from aiohttp import web
 
 from caraserve.errors import ContextLengthExceeded, InvalidRequest
-from caraserve.http.adapter_choice import choose_adapter
+from caraserve.http.adapter_choice import adapter_finder, choose_adapter
 from caraserve.http.chat import chat_ids
 from caraserve.http.completions import decode, encode
 from caraserve.http.context import CONTEXT
-from caraserve.http.field_check import check_fields
-from caraserve.http.interfaces import named_adapter
-from caraserve.http.request_schema import DETOKENIZE, TOKENIZE
+from caraserve.http.request_schema import DETOKENIZE, TOKENIZE, check_fields
 from caraserve.http.responses import json_response, note_ignored, read_object
 from caraserve.http.validation import shown, token_ids
 from caraserve.util.tasks import in_turns
 
 _LONGEST_TEXT = 1 << 22
-_MOST_TOKENS = 1 << 16  # where the model's context is no longer: 5 ms to make a list of, or to check
+_MOST_TOKENS = 1 << 16  # unless the model's context is longer; 5 ms to list or to check
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -23,7 +21,7 @@ async def tokenize(request: web.Request) -> web.Response:
     engine = context.engine
     fields = await read_object(request)
     check_fields(fields, TOKENIZE)
-    choose_adapter(fields, engine.base_name, lambda name: named_adapter(context, name))
+    choose_adapter(fields, engine.base_name, adapter_finder(context))
     add_special_tokens = fields.boolean("add_special_tokens", True)
     with_text = fields.boolean("return_token_strs", False)
     most = max(_MOST_TOKENS, engine.max_model_len)
@@ -48,7 +46,7 @@ async def detokenize(request: web.Request) -> web.Response:
     engine = context.engine
     fields = await read_object(request)
     check_fields(fields, DETOKENIZE)
-    choose_adapter(fields, engine.base_name, lambda name: named_adapter(context, name))
+    choose_adapter(fields, engine.base_name, adapter_finder(context))
     tokens = fields.array("tokens", max(_MOST_TOKENS, engine.max_model_len))
     if fields.raw("tokens") is None:
         raise InvalidRequest(f"tokens must be a list of token ids, not {shown(None)}.", param="tokens")

@@ -1,29 +1,38 @@
-"""The values of a JSON object as typed fields, read strictly. Pure; `json_reader.py` makes the object of a body.
+"""Reads the values of a JSON object as typed fields, strictly; then the sampling fields, which all routes share.
 
-Every fault is an InvalidRequest that names the field and what would be right.
+Every mistake raises InvalidRequest, which names the field and what would be right. For an absent sampling field the
+model's generation_config decides, then OpenAI's default. Names and ranges are OpenAI's and, for the rest, vLLM's.
 """
 
 from collections.abc import ItemsView, Mapping
 from typing import Any, TypeVar
 
-from caraserve.errors import InvalidRequest
+from caraserve.core.request import MAX_LOGIT_BIAS, MAX_STOPS, SamplingParams
+from caraserve.errors import ContextLengthExceeded, InvalidRequest
+from caraserve.loop import Engine
+
+MAX_N = 128
+_MAX_STOP_CHARACTERS = 1024
+_MAX_STOP_TOKEN_IDS = 1024
+_SEEDS = 1 << 63
+_MAX_SCORES = 1 << 21  # logprobs in one response, alternatives counted: 60 MB as completions have them, 130 MB in chats
 
 _T = TypeVar("_T")
 
 
 def shown(value: object) -> str:
-    """A value as an error message may repeat it: on one line and short."""
+    """A value for an error message: on one line and short."""
     if isinstance(value, list | dict):
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
     return repr(value[:60] if isinstance(value, str) else value)[:80]
 
 
 class Fields:
-    """The fields of one object; null is the same as absent. Remembers which names were asked for."""
+    """The fields of one object; null is the same as absent. Remembers which names have been read."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
-        self._asked: set[str] = set()
+        self._read: set[str] = set()
         self._nested: dict[str, Fields] = {}
 
     def items(self) -> ItemsView[str, Any]:
@@ -31,13 +40,13 @@ class Fields:
         return self._values.items()
 
     def unread(self) -> list[str]:
-        """Names that have a value and were not asked for, those of `nested` objects as `outer.inner`."""
-        own = [name for name, value in self._values.items() if value is not None and name not in self._asked]
+        """Names that have a value and have not been read, those of `nested` objects as `outer.inner`."""
+        own = [name for name, value in self._values.items() if value is not None and name not in self._read]
         return own + [f"{name}.{inner}" for name, value in self._nested.items() for inner in value.unread()]
 
     def raw(self, name: str) -> Any:
         """The value as JSON gave it, None if absent."""
-        self._asked.add(name)
+        self._read.add(name)
         return self._values.get(name)
 
     def maybe_integer(self, name: str, low: int, high: int) -> int | None:
@@ -105,7 +114,8 @@ class Fields:
 
 
 def token_ids(name: str, values: list[Any], vocab_size: int) -> tuple[int, ...]:
-    """Checks that every entry is a token id. `name` is how messages call the list, as in `prompt[2]`."""
+    """The entries as a tuple; raises InvalidRequest if one is no token id. `name` is the list in error messages, as
+    in `prompt[2]`."""
     # Three passes in C instead of one in Python: a prompt of 100,000 ids costs 3 ms, not 10.
     if values and set(map(type, values)) == {int} and min(values) >= 0 and max(values) < vocab_size:
         return tuple(values)
@@ -120,3 +130,115 @@ def token_ids(name: str, values: list[Any], vocab_size: int) -> tuple[int, ...]:
 
 def _or(value: _T | None, default: _T) -> _T:
     return default if value is None else value
+
+
+def sampling_params(fields: Fields, engine: Engine) -> SamplingParams:
+    """All sampling parameters but `max_tokens`, `logprobs` and `prompt_logprobs`, which differ between the two APIs.
+
+    Raises InvalidRequest, which names the field.
+    """
+    model: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    model.update(engine.default_sampling)
+    vocab_size = engine.tokenizer.vocab_size
+    stop_ids = fields.array("stop_token_ids", _MAX_STOP_TOKEN_IDS)
+    return SamplingParams(
+        min_tokens=fields.integer("min_tokens", 0, engine.max_model_len, 0),
+        temperature=fields.number("temperature", 0, 100, model["temperature"]),
+        top_p=fields.number("top_p", 0, 1, model["top_p"], above_low=True),
+        top_k=max(0, fields.integer("top_k", -1, 1 << 31, model["top_k"])),
+        min_p=fields.number("min_p", 0, 1, model["min_p"]),
+        seed=fields.maybe_integer("seed", -_SEEDS, _SEEDS - 1),
+        stop=_stop(fields),
+        stop_token_ids=token_ids("stop_token_ids", stop_ids, vocab_size),
+        include_stop_str_in_output=fields.boolean("include_stop_str_in_output", False),
+        ignore_eos=fields.boolean("ignore_eos", False),
+        skip_special_tokens=fields.boolean("skip_special_tokens", True),
+        presence_penalty=fields.number("presence_penalty", -2, 2, 0.0),
+        frequency_penalty=fields.number("frequency_penalty", -2, 2, 0.0),
+        repetition_penalty=fields.number("repetition_penalty", 0, 100, model["repetition_penalty"], above_low=True),
+        logit_bias=_logit_bias(fields, vocab_size),
+    )
+
+
+def nth_seed(seed: int | None, index: int) -> int | None:
+    """The seed of choice `index`, never negative: choices differ, and each is the same in every run."""
+    return None if seed is None else (seed + index) % _SEEDS
+
+
+def fit_max_tokens(
+    wanted: int | None, default: int | None, prompt_tokens: int, engine: Engine, *, source: str = "prompt"
+) -> int:
+    """The most tokens to generate after a prompt: `wanted`, else `default` (None: no limit) within the context.
+
+    Raises ContextLengthExceeded with OpenAI's wording, which clients recognise. `source`: the field that gave the
+    prompt, `prompt` or `messages`.
+    """
+    limit = engine.max_model_len
+    room = limit - prompt_tokens
+    if room < (1 if wanted is None else 0):
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {limit} tokens. However, the {source} alone "
+            f"{'have' if source == 'messages' else 'has'} {prompt_tokens} tokens.",
+            param=source,
+        )
+    if wanted is None:
+        return room if default is None else min(default, room)
+    if wanted > room:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {limit} tokens. However, you requested {prompt_tokens + wanted} "
+            f"tokens ({prompt_tokens} in the {source}, {wanted} in the completion). Shorten the {source} or "
+            "lower max_tokens.",
+            param="max_tokens",
+        )
+    return wanted
+
+
+def most_scored_tokens(choices: int, logprobs: int | None) -> int | None:
+    """The most tokens of each choice for which logprobs are allowed; None without logprobs."""
+    return None if logprobs is None else _MAX_SCORES // (choices * (1 + logprobs))
+
+
+def check_scores(choices: int, tokens: int, logprobs: int | None, param: str) -> None:
+    """Raises InvalidRequest for a response with too many logprobs; `tokens`: of all choices together."""
+    if logprobs is not None and tokens * (1 + logprobs) > _MAX_SCORES:
+        raise InvalidRequest(
+            f"{choices} answers with up to {tokens} tokens together and {logprobs} alternatives to each are "
+            f"{tokens * (1 + logprobs)} logprobs; {_MAX_SCORES} are allowed. Ask for fewer answers, tokens or {param}.",
+            param=param,
+        )
+
+
+def check_min_tokens(min_tokens: int, max_tokens: int) -> None:
+    """Raises InvalidRequest if the least number of tokens is above the largest."""
+    if min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens is {min_tokens}, above max_tokens, which is {max_tokens}.", param="min_tokens"
+        )
+
+
+def _stop(fields: Fields) -> tuple[str, ...]:
+    value = fields.raw("stop")
+    stops = [value] if isinstance(value, str) else fields.array("stop", MAX_STOPS)
+    for stop in stops:
+        if not isinstance(stop, str) or not 1 <= len(stop) <= _MAX_STOP_CHARACTERS:
+            raise InvalidRequest(
+                f"stop must hold strings of 1 to {_MAX_STOP_CHARACTERS} characters, not {shown(stop)}.", param="stop"
+            )
+    return tuple(stops)
+
+
+def _logit_bias(fields: Fields, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    biases = fields.mapping("logit_bias")
+    if len(biases) > MAX_LOGIT_BIAS:
+        raise InvalidRequest(f"logit_bias has {len(biases)} entries; {MAX_LOGIT_BIAS} are allowed.", param="logit_bias")
+    for key, bias in biases.items():
+        # isdecimal alone would accept digits of other scripts.
+        if not (key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < vocab_size):
+            raise InvalidRequest(
+                f"logit_bias: the key {shown(key)} is not a token id from 0 to {vocab_size - 1}.", param="logit_bias"
+            )
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise InvalidRequest(
+                f"logit_bias[{key}] must be a number from -100 to 100, not {shown(bias)}.", param="logit_bias"
+            )
+    return tuple((int(key), float(bias)) for key, bias in biases.items())

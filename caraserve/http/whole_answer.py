@@ -1,49 +1,40 @@
-"""Whole answers: gathers a request's deltas and writes them as JSON, some tokens at a time.
+"""Responses that are not streamed: gathers a request's deltas and writes them as JSON, some tokens at a time.
 
-Logprobs of thousands of tokens are tens of megabytes. They are written as the tokens come, in parts of a millisecond
-with turns of the event loop in between, and the answer is handed to the socket in blocks; it is never one object.
+Logprobs of thousands of tokens are tens of megabytes. They are encoded as the tokens come, in parts of a millisecond
+with turns of the event loop in between, and written to the socket in blocks; the response is never one object.
 """
 
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 from aiohttp import web
 
 from caraserve.core.request import Finish, TokenDelta
-from caraserve.http.interfaces import StreamApi
+from caraserve.engine.stream import Stream
+from caraserve.http.api_request import ChoiceWriter
 from caraserve.util.tasks import TurnBudget, in_turns
 
-_PART_SCORES = 256  # written at once, at 2 to 4 µs each
-TURN_SCORES = 512  # written by all requests in one turn of the event loop
-_DELTA_COST = 32  # scores that are written in the time that an event takes without any
-_BLOCK_BYTES = 256 << 10  # handed to the socket at once
-
-
-class WholeChoiceWriter(Protocol):
-    """An answer in the shape of its API, in three parts: what stands before its logprobs, these, and what follows."""
-
-    def scores(self, delta: TokenDelta) -> dict[str, list[Any]] | None:
-        """The logprobs of a delta, by the field of `logprobs` that they are added to; None where none are wanted."""
-
-    def around(self, answer: TokenDelta) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The fields before and after `logprobs`; `answer` has the text and tokens of all deltas."""
+_PART_LOGPROBS = 256  # encoded at once, at 2 to 4 µs each
+TURN_LOGPROBS = 512  # encoded by all requests in one turn of the event loop
+_DELTA_COST = 32  # an event without logprobs takes as long as this many logprobs
+_BLOCK_BYTES = 256 << 10  # written to the socket at once
 
 
 async def paced(delta: TokenDelta, turns: TurnBudget) -> AsyncIterator[TokenDelta]:
-    """The delta in parts that are each written in a millisecond or two, each when the event loop's turn has time for
-    it. The text is in the first part that has tokens, the finish in the last. A delta without logprobs is one part,
-    at once."""
-    scores = _num_scores(delta)
-    if not scores:
+    """The delta in parts that each take one or two milliseconds to encode, each when the event loop's turn has time
+    for it. The text is in the first part that has tokens, the finish in the last. A delta without logprobs is one part
+    and does not wait."""
+    count = _num_logprobs(delta)
+    if not count:
         yield delta
         return
-    for part in _parts(delta) if scores > _PART_SCORES else (delta,):
-        await turns.spend(_DELTA_COST + min(scores, _PART_SCORES))
+    for part in _parts(delta) if count > _PART_LOGPROBS else (delta,):
+        await turns.spend(_DELTA_COST + min(count, _PART_LOGPROBS))
         yield part
 
 
-def _num_scores(delta: TokenDelta) -> int:
+def _num_logprobs(delta: TokenDelta) -> int:
     if not delta.logprobs and not delta.prompt_logprobs:
         return 0
     last = delta.logprobs[-1] if delta.logprobs else delta.prompt_logprobs[-1]
@@ -53,7 +44,7 @@ def _num_scores(delta: TokenDelta) -> int:
 
 def _parts(delta: TokenDelta) -> Iterator[TokenDelta]:
     tokens = len(delta.logprobs) + len(delta.prompt_logprobs)
-    step = max(1, _PART_SCORES * tokens // _num_scores(delta))
+    step = max(1, _PART_LOGPROBS * tokens // _num_logprobs(delta))
     for start in range(0, len(delta.prompt_logprobs), step):
         yield TokenDelta("", (), prompt_logprobs=delta.prompt_logprobs[start : start + step])
     first, rest = delta.logprobs[:step], delta.logprobs[step:]
@@ -65,45 +56,46 @@ def _parts(delta: TokenDelta) -> Iterator[TokenDelta]:
 
 
 class WholeAnswer:
-    """One choice's answer as it grows. `choice.around` is called once, when the last delta is there."""
+    """Collects the deltas of one choice."""
 
-    def __init__(self, choice: WholeChoiceWriter) -> None:
+    def __init__(self, choice: ChoiceWriter) -> None:
         self.finish: Finish | None = None
         self._choice = choice
         self._text: list[str] = []
         self._token_ids: list[int] = []
-        self._scores: dict[str, list[bytes]] = {}  # of each field, entries with their commas
+        self._logprobs: dict[str, list[bytes]] = {}  # of each field, encoded entries with their commas
 
-    async def gather(self, stream: StreamApi, turns: TurnBudget) -> None:
-        """Takes all deltas of a stream."""
+    async def gather(self, stream: Stream, turns: TurnBudget) -> None:
+        """Collects all deltas of a stream."""
         async for delta in stream:
             self._text.append(delta.text)
             self._token_ids += delta.token_ids
             self.finish = delta.finish or self.finish
             async for part in paced(delta, turns):
-                self._add_scores(self._choice.scores(part))
+                self._add_logprobs(self._choice.logprobs(part))
 
-    def _add_scores(self, scores: dict[str, list[Any]] | None) -> None:
-        if scores is None:
+    def _add_logprobs(self, logprobs: dict[str, list[Any]] | None) -> None:
+        if logprobs is None:
             return
-        for name, entries in scores.items():
-            written = self._scores.setdefault(name, [])
+        for name, entries in logprobs.items():
+            written = self._logprobs.setdefault(name, [])
             if entries:
                 comma = b"," if written else b""
                 written.append(comma + orjson.dumps(entries)[1:-1])
 
     def pieces(self) -> Iterator[bytes]:
-        """The entry of `choices`."""
-        before, after = self._choice.around(TokenDelta("".join(self._text), tuple(self._token_ids), finish=self.finish))
+        """The encoded entry of `choices`. Call it once."""
+        answer = TokenDelta("".join(self._text), tuple(self._token_ids), finish=self.finish)
+        before, after = self._choice.fields_around_logprobs(answer)
         yield orjson.dumps(before)[:-1] + b',"logprobs":'
         brace = b"{"
-        for name, written in self._scores.items():
+        for name, written in self._logprobs.items():
             yield b'%b"%b":[' % (brace, name.encode())
             yield from written
-            written.clear()  # a part at a time: 100,000 parts take 5 ms to free
+            written.clear()  # freed one field at a time: freeing 100,000 entries takes 5 ms
             yield b"]"
             brace = b","
-        yield b"}," if self._scores else b"null,"
+        yield b"}," if self._logprobs else b"null,"
         yield orjson.dumps(after)[1:]
 
 
@@ -135,5 +127,5 @@ def _all_pieces(answers: Sequence[WholeAnswer]) -> Iterator[bytes]:
 
 
 async def _each(blocks: Sequence[bytes]) -> AsyncIterator[bytes]:
-    async for block in in_turns(blocks):  # a fast reader's socket takes them all without a wait
+    async for block in in_turns(blocks):  # writing to a fast reader never waits, so it needs these rests
         yield block

@@ -14,9 +14,9 @@ from aiohttp import web
 from caraserve.cluster.membership.auth import Keyring, SecretFile
 from caraserve.cluster.membership.node import Node, NodeConfig, NodeListener, QueryBody
 from caraserve.cluster.membership.swim import MemberRecord, MemberState
+from caraserve.cluster.membership.websocket import WEBSOCKET_PATH
 from caraserve.cluster.state.persistence import ClusterRegistryFile
 from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter
-from caraserve.http.peer_routes import add_peer_routes
 
 KEYS = Keyring((b"a secret of the tests",))
 # Others dial at any time. After these turns of the loop, whoever came before the door was shut is known to the server,
@@ -174,7 +174,7 @@ class Instances:
         handlers = Handlers()
         prepare(node, handlers)
         app = web.Application()
-        add_peer_routes(app, node, routes(node))
+        app.add_routes([web.get(WEBSOCKET_PATH, node.accept), *routes(node)])
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
         await runner.setup()
         door = socket.create_server(("127.0.0.1", 0))

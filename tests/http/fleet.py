@@ -22,11 +22,9 @@ from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.policies import policy
 from caraserve.cluster.routing.router import Instance
 from caraserve.cluster.state.replicated_map import InstanceLoad, RegisteredAdapter
-from caraserve.http import chat, completions
-from caraserve.http.app import make_app, start_http
+from caraserve.http.app import add_peer_routes, make_app, start_http, start_peer_http
 from caraserve.http.context import HttpTimings
-from caraserve.http.dispatch import Dispatch
-from caraserve.http.peer_routes import start_peer_http
+from caraserve.http.dispatch import ClusterRouter
 from caraserve.http.proxy import PeerProxy
 from caraserve.http.queue_rebalance import QueueRebalancer
 from tests.http.fake_engine import FakeEngine
@@ -101,23 +99,23 @@ class Server:
 
     engine: FakeEngine
     view: View
-    dispatch: Dispatch
+    router: ClusterRouter
     client: Client
-    carried: list[tuple[str, str]]  # (peer, id) of everything it has tried to forward
+    forwards: list[tuple[str, str]]  # (peer, id) of each attempt to forward
 
     @property
     def routing_metrics(self) -> Any:
-        return self.dispatch.forwarding.routing_metrics
+        return self.router.forwarding.routing_metrics
 
 
-class CountingRelays(PeerProxy):
-    """Relays that note what they carry."""
+class RecordingProxy(PeerProxy):
+    """Records what it forwards."""
 
-    carried: list[tuple[str, str]]
+    forwards: list[tuple[str, str]]
 
-    async def carry(self, request: Any, peer: Any, parcel: Any) -> Any:
-        self.carried.append((peer.name, parcel.id))
-        return await super().carry(request, peer, parcel)
+    async def forward(self, request: Any, peer: Any, forwarded: Any) -> Any:
+        self.forwards.append((peer.name, forwarded.id))
+        return await super().forward(request, peer, forwarded)
 
 
 RawPeer = Callable[[web.Request, "RawAnswer"], Awaitable[web.StreamResponse]]
@@ -161,27 +159,26 @@ class Fleet:
             view, chosen, self._slo, engine.loaded.get, lambda: refuses_new_requests(engine), rng=Random(name)
         )
         forwarding.joined = True
-        relays = CountingRelays(lambda: name, lambda: KEYS, tls[1] if tls else None)
-        relays.carried = []
-        self._stack.push_async_callback(relays.close)
+        proxy = RecordingProxy(lambda: name, lambda: KEYS, tls[1] if tls else None)
+        proxy.forwards = []
         gate = ForwardVerifier(lambda: name, lambda: KEYS)
-        dispatch = Dispatch(forwarding, relays, gate, QueueRebalancer(engine, forwarding))
+        router = ClusterRouter(forwarding, proxy, gate, QueueRebalancer(engine, forwarding))
+        self._stack.push_async_callback(router.close)
         config = http_config(**settings)
         app = make_app(
             *(engine, config, new_metrics()),
             allow_lora_updates=True,
             timings=timings,
             cluster=view,
-            dispatch=dispatch,
+            router=router,
         )
-        app.router.add_post(f"{PREFIX}/v1/completions", completions.forwarded_completions)
-        app.router.add_post(f"{PREFIX}/v1/chat/completions", chat.forwarded_chat_completions)
+        node: Any = view
+        add_peer_routes(app, node, router)
         runner, port = await start_http(app, config)
         self._stack.push_async_callback(runner.cleanup)
         self.world.add(name, port)
         if tls is not None:
-            node: Any = view
-            runner, peer_port = await start_peer_http(node, app, "127.0.0.1", 0, tls[0])
+            runner, peer_port = await start_peer_http(node, router, app, "127.0.0.1", 0, tls[0])
             self._stack.push_async_callback(runner.cleanup)
             self.world.add(name, peer_port)
         self.world.routers[name] = forwarding
@@ -190,7 +187,7 @@ class Fleet:
                 adapter.name, adapter.digest, adapter.rank, adapter.num_bytes
             )
             self.world.held.setdefault(adapter.digest, {})[name] = Tier.HOST
-        server = Server(engine, view, dispatch, Client(self._session, port), relays.carried)
+        server = Server(engine, view, router, Client(self._session, port), proxy.forwards)
         self.servers[name] = server
         return server
 

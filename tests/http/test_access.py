@@ -10,9 +10,8 @@ from aiohttp import web
 from caraserve.bench.cli import without_keys
 from caraserve.bench.servers import api_key_in
 from caraserve.config import HttpConfig
-from caraserve.http.app import make_app, start_http
+from caraserve.http.app import add_peer_routes, make_app, start_http
 from caraserve.http.context import CLIENT, Client
-from caraserve.http.peer_routes import add_peer_routes
 from tests.http.fake_engine import FakeEngine
 from tests.http.fleet import fleet
 from tests.http.serving import Answer, http_config, new_metrics, serving
@@ -57,10 +56,10 @@ async def test_with_any_key_every_route_but_the_probes_needs_one(keys: dict[str,
             new_metrics(),
             allow_lora_updates=True,
             cluster=server.view,
-            dispatch=server.dispatch,
+            router=server.router,
         )
         node: Any = server.view
-        add_peer_routes(app, node)
+        add_peer_routes(app, node, server.router)
         runner, port = await start_http(app, config)
         statuses: dict[tuple[str, str], int] = {}
         for route in app.router.routes():

@@ -8,8 +8,8 @@ import pytest
 
 from caraserve.http.admin import MODELS, ModelList
 from caraserve.http.app import make_app
-from caraserve.http.bodies import BodyBudget
-from caraserve.http.context import CONTEXT, Context, HttpTimings
+from caraserve.http.context import CONTEXT, BodyBudget, Context, HttpTimings
+from caraserve.http.generation import LocalRouter
 from tests.http.fake_engine import BOS, FakeAdapter, FakeEngine
 from tests.http.serving import http_config, new_metrics, serving
 
@@ -174,7 +174,9 @@ async def test_bad_token_requests(path: str, fields: dict[str, Any], status: int
 async def test_other_requests_have_their_turns_while_a_long_list_of_models_is_written() -> None:
     adapters = [FakeAdapter(f"a{number}", "/adapters/a") for number in range(20_000)]
     engine = FakeEngine(loaded={adapter.name: adapter for adapter in adapters})
-    context = Context(engine, new_metrics(), http_config(), True, HttpTimings(), 0.0, BodyBudget(1 << 20))
+    context = Context(
+        engine, new_metrics(), http_config(), True, HttpTimings(), 0.0, BodyBudget(1 << 20), LocalRouter()
+    )
     turns = 0
 
     async def count() -> None:

@@ -5,8 +5,8 @@ import gzip
 
 import pytest
 
-from caraserve.http import bodies as budget
-from caraserve.http import dispatch
+from caraserve.http import context as budget
+from caraserve.http import responses
 from caraserve.http.context import HttpTimings
 from tests.http.fake_engine import FakeEngine
 from tests.http.serving import Client, exchange, serving
@@ -17,8 +17,8 @@ BODY = b'{"prompt":"' + b"a" * 900 + b'"}'
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "_LEAST_BYTES", 10_000)
-    monkeypatch.setattr(budget, "_FREE_BYTES", 1000)
+    monkeypatch.setattr(budget, "_LEAST_BODY_BYTES", 10_000)
+    monkeypatch.setattr(budget, "_UNCOUNTED_BYTES", 1000)
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "zstd", "deflate", "identity, gzip"])
@@ -52,14 +52,14 @@ async def test_all_bodies_together_are_bounded_and_small_ones_are_always_taken(
     chunked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = asyncio.Event()
-    real = budget.BodyBudget.hold
+    real = budget.BodyBudget.reserve
 
-    def hold(self: budget.BodyBudget, *args: object) -> None:
+    def reserve(self: budget.BodyBudget, *args: object) -> None:
         real(self, *args)  # type: ignore[arg-type]
         if self.held_bytes >= 9_000:
             held.set()
 
-    monkeypatch.setattr(budget.BodyBudget, "hold", hold)
+    monkeypatch.setattr(budget.BodyBudget, "reserve", reserve)
     async with serving(FakeEngine(), max_body_bytes=2_500) as client:
         writers = [await unfinished(client, 2_500 - 1, chunked=chunked) for _ in range(6)]
         writers.append(await unfinished(client, 2_000, chunked=chunked))
@@ -85,7 +85,7 @@ async def test_a_lack_of_memory_is_the_servers_fault(monkeypatch: pytest.MonkeyP
     async def lacking(body: bytes, most_numbers: int) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(dispatch, "parse_object", lacking)
+    monkeypatch.setattr(responses, "parse_object", lacking)
     async with serving(FakeEngine()) as client:
         answer = await client.complete()
     assert (answer.status, answer.error["code"]) == (503, "server_busy")

@@ -15,7 +15,7 @@ from caraserve.cluster.routing.forward_auth import INSTANCE_HEADER, PREFIX, Forw
 from caraserve.core.request import Finish
 from caraserve.errors import DeadlineExceeded
 from caraserve.http.context import HttpTimings
-from caraserve.http.deadline import HEADER, in_time, remaining
+from caraserve.http.deadline import HEADER, remaining_time_header, within_deadline
 from caraserve.http.proxy import body_digest
 from caraserve.http.streaming import DONE, EventStream
 from tests.engine_world import world
@@ -203,7 +203,7 @@ async def test_a_client_that_does_not_take_the_error_is_given_up() -> None:
     response: Any = StuckResponse()
     async with EventStream(response, HttpTimings(write_s=0.01)) as out:
         out.response = response
-    await out.end_in_error({"error": {}})
+    await out.end_with_error({"error": {}})
     assert response.written == [b'data: {"error":{}}\n\n' + DONE]
     assert response.aborted
 
@@ -213,7 +213,7 @@ async def test_a_stream_whose_end_is_on_its_way_gets_no_second_one() -> None:
     async with EventStream(response, HttpTimings(write_s=0.01)) as out:
         out.response = response
         await out.send(EVENTS[0] + DONE)
-    await out.end_in_error({"error": {}})
+    await out.end_with_error({"error": {}})
     assert response.written == [EVENTS[0] + DONE]
     assert response.ended
 
@@ -266,18 +266,18 @@ async def test_nobody_else_is_asked_once_the_time_is_over(pass_time: PassTime) -
 
 
 async def test_less_than_a_millisecond_is_not_handed_on(pass_time: PassTime) -> None:
-    @in_time
+    @within_deadline
     async def forward(request: web.Request) -> web.StreamResponse:
-        assert 0 < int(remaining(request)[HEADER]) <= 1000 * HOLDS_S
+        assert 0 < int(remaining_time_header(request)[HEADER]) <= 1000 * HOLDS_S
         pass_time(HOLDS_S)  # the clock's own turn has not come yet
-        return web.json_response(remaining(request))
+        return web.json_response(remaining_time_header(request))
 
     with pytest.raises(DeadlineExceeded):
         await forward(make_mocked_request("POST", "/", headers=HEADERS))
 
 
 async def test_a_timeout_of_something_else_is_none_of_the_requests() -> None:
-    @in_time
+    @within_deadline
     async def fail(request: web.Request) -> web.StreamResponse:
         raise TimeoutError
 
@@ -360,7 +360,7 @@ async def test_the_deadline_of_the_one_that_was_asked_is_the_clients_answer() ->
         await running.start_raw("a", late)
         answer = await running["b"].client.complete(headers=HEADERS)
         assert (answer.status, answer.json) == (504, words)
-        assert [name for name, _ in running["b"].carried] == ["a"]
+        assert [name for name, _ in running["b"].forwards] == ["a"]
         assert running["b"].routing_metrics.forwarded == {}
 
 

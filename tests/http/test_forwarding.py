@@ -99,7 +99,7 @@ async def test_a_fault_of_the_client_does_not_travel() -> None:
     async with fleet("a", "b") as running:
         answer = await running["b"].client.complete(temperature=-1)
         assert (answer.status, answer.error["param"]) == (400, "temperature")
-        assert not running["b"].carried
+        assert not running["b"].forwards
 
 
 async def test_a_request_whose_device_fails_before_the_first_byte_is_answered_by_another() -> None:
@@ -124,7 +124,7 @@ async def test_a_request_that_two_devices_failed_with_goes_to_no_third(caplog: p
             answer = await running[entry].client.complete()
             assert (answer.status, answer.error["code"]) == (500, "backend_failed")
             assert "boom" in answer.error["message"]
-            assert [name for name, _ in running[entry].carried] == carried
+            assert [name for name, _ in running[entry].forwards] == carried
         assert len([record for record in caplog.records if "boom" in record.message]) == 4  # each where it happened
 
 
@@ -276,10 +276,12 @@ async def test_a_stream_whose_instance_dies_ends_with_an_error(how: str) -> None
         client = running["b"].client
         async with client.session.post(f"{client.url}/v1/completions", json={"prompt": "x", "stream": True}) as answer:
             assert await read_event(answer) + b"\n\n" == EVENTS[0]
-            relays, record = running["b"].dispatch.relays, running.world.records["a"]
-            relays.changed(record)
+            proxy, record = running["b"].router.proxy, running.world.records["a"]
+            proxy.member_changed(record)
             if how != "connection":
-                relays.changed(replace(record, state=MemberState.DEAD) if how == "death" else replace(record, epoch=2))
+                proxy.member_changed(
+                    replace(record, state=MemberState.DEAD) if how == "death" else replace(record, epoch=2)
+                )
             error = (await read_chunk(answer))["error"]
             assert (error["code"], error["type"]) == ("instance_lost", "server_error")
             assert await answer.content.read() == DONE
@@ -314,7 +316,7 @@ async def test_an_instance_found_dead_before_its_first_byte_costs_nothing() -> N
         a = await running.start("a", FakeEngine(script=None))
         asked = asyncio.create_task(running["b"].client.complete(stream=True))
         (there,) = await a.engine.submitted()
-        running["b"].dispatch.relays.changed(replace(running.world.records["a"], state=MemberState.DEAD))
+        running["b"].router.proxy.member_changed(replace(running.world.records["a"], state=MemberState.DEAD))
         assert (await asked).status == 200
         await there.cancelled.wait()
         assert len(running["b"].engine.requests) == 1
@@ -350,8 +352,8 @@ async def test_an_instance_that_takes_nothing_is_passed_over(error: Exception, e
         b = await running.start("b")
         assert (await running[entry].client.complete()).status == 200
         assert [len(server.engine.requests) for server in (a, b, running["c"])] == [0, 1, 0]
-        assert [name for name, _ in running[entry].carried] == asked
-        assert len({one for _, one in running[entry].carried}) == 1
+        assert [name for name, _ in running[entry].forwards] == asked
+        assert len({one for _, one in running[entry].forwards}) == 1
 
 
 async def test_when_nobody_else_is_there_the_words_of_the_one_that_was_asked_come_back() -> None:
@@ -379,7 +381,7 @@ async def test_full_ones_that_say_so_in_their_beats_are_not_asked() -> None:
     async with fleet("a", "b") as running:
         running.world.loads["a"] = FULL
         await running["b"].client.complete()
-        assert not running["b"].carried
+        assert not running["b"].forwards
 
 
 async def test_an_instance_that_stops_still_finds_others_for_its_clients() -> None:

@@ -32,7 +32,7 @@ async def test_an_adapter_that_is_not_here_is_listed_and_answered_by_who_has_it(
         assert (await running["a"].client.get("/v1/models/far")).json["root"] == "f"
         assert (await running["a"].client.complete(model="far")).json["model"] == "far"
         assert [request.adapter for request in c.engine.requests] == ["far"]
-        assert [name for name, _ in running["a"].carried] == ["c"]
+        assert [name for name, _ in running["a"].forwards] == ["c"]
         assert (await running["a"].client.complete(model="nobody's")).status == 404
 
 
@@ -64,7 +64,7 @@ async def test_an_adapter_that_one_cannot_fetch_is_asked_only_of_who_has_it(entr
     async with fleet("a", "b", "c", "d") as running:
         cuts = {name: Cut() for name in "abcd"}
         for name, cut in cuts.items():
-            running[name].dispatch.forwarding.fetcher = cut
+            running[name].router.forwarding.fetcher = cut
         running.world.names["far"] = RegisteredAdapter("far", "f", 8, 1)
         if held:
             await running.start("e", FakeEngine(loaded={"far": FakeAdapter("far", "/far", digest="f")}))
@@ -107,7 +107,7 @@ async def test_an_instance_is_ready_when_it_knows_the_names_of_the_cluster() -> 
         early = await running["a"].client.get("/ready")
         assert (early.status, early.error["code"]) == (503, "not_ready")
         assert (await running["a"].client.get("/health")).status == 200
-        running["a"].dispatch.forwarding.introduced = lambda: True
+        running["a"].router.forwarding.introduced = lambda: True
         assert (await running["a"].client.get("/ready")).status == 200
 
 
@@ -182,7 +182,7 @@ async def test_between_machines_requests_are_encrypted_and_clients_have_no_busin
 async def test_a_client_cannot_say_that_its_request_was_forwarded() -> None:
     async with fleet("a", "b") as running:
         await running["b"].client.complete(headers={CLAIMS_HEADER: '{"id":"x"}', SIGNATURE_HEADER: "0" * 64})
-        assert running["b"].carried
+        assert running["b"].forwards
 
 
 async def test_nothing_is_forwarded_where_a_router_in_front_has_chosen() -> None:

@@ -69,8 +69,8 @@ def test_one_hop_under_any_views(
             served = sum(len(server.engine.requests) for server in running.servers.values())
             assert answer.status in (200, 429, 503)
             assert served == (answer.status == 200)
-            assert all(not server.carried for name, server in running.servers.items() if name != entry)
-            assert len(running[entry].carried) <= 7
+            assert all(not server.forwards for name, server in running.servers.items() if name != entry)
+            assert len(running[entry].forwards) <= 7
 
     asyncio.run(run())
 

@@ -35,7 +35,7 @@ async def test_a_waiting_request_moves(entry: str) -> None:
     async with fleet(routing="dlora") as running:
         await start(running)
         asked, stream = await waiting_at_a(running, entry)
-        running["a"].dispatch.moves.balance()
+        running["a"].router.rebalancer.rebalance()
         await stream.cancelled.wait()
         stream.end(0, "cancelled")
         answer = await asked
@@ -51,7 +51,7 @@ async def test_one_that_has_begun_stays() -> None:
         await start(running)
         asked, stream = await waiting_at_a(running, "c")
         stream.taken = 1
-        running["a"].dispatch.moves.balance()
+        running["a"].router.rebalancer.rebalance()
         assert not stream.cancelled.is_set()
         stream.end()
         assert (await asked).status == 200
@@ -63,7 +63,7 @@ async def test_nothing_moves_to_where_there_is_as_much_to_do() -> None:
         asked, stream = await waiting_at_a(running, "c")
         running.world.loads |= dict.fromkeys("bc", BUSY)
         await asyncio.sleep(LOOK_S)
-        running["a"].dispatch.moves.balance()
+        running["a"].router.rebalancer.rebalance()
         assert not stream.cancelled.is_set()
         stream.end()
         await asked
@@ -73,7 +73,7 @@ async def test_a_moved_request_comes_back_when_nobody_else_takes_it() -> None:
     async with fleet(routing="dlora") as running:
         await start(running)
         asked, stream = await waiting_at_a(running, "a")
-        running["a"].dispatch.moves.balance()
+        running["a"].router.rebalancer.rebalance()
         for name in "bc":
             running.world.records.pop(name)
         stream.end(0, "cancelled")

@@ -13,7 +13,7 @@ from caraserve.http import context
 from caraserve.http.auth import key_name
 from caraserve.http.context import CLIENT, HttpTimings
 from caraserve.http.request_log import SUMMARY, RequestSummary, log_request
-from caraserve.http.streaming import BEGUN, EventStream
+from caraserve.http.streaming import EVENT_STREAM, EventStream
 from caraserve.telemetry.log import configure
 from tests.http.fake_engine import FakeAdapter, FakeEngine, spell
 from tests.http.fleet import fleet
@@ -104,7 +104,7 @@ async def test_a_client_that_leaves_is_told_from_one_that_was_answered(lines: Li
 async def test_a_stream_whose_end_was_never_written_was_left(lines: Lines) -> None:
     request = make_mocked_request("POST", "/v1/completions")
     request[SUMMARY], request[CLIENT] = RequestSummary(), context.Client("c")
-    request[BEGUN] = EventStream(request, HttpTimings())
+    request[EVENT_STREAM] = EventStream(request, HttpTimings())
     log_request(request, "my-id", 200)
     (line,) = lines.all
     assert line["status"] == 499

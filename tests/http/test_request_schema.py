@@ -6,16 +6,17 @@ from typing import Any
 import pytest
 
 from caraserve.errors import InvalidRequest
-from caraserve.http.field_check import MAX_UNKNOWN, check_fields
 from caraserve.http.request_schema import (
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
     LOAD_ADAPTER,
+    MAX_UNKNOWN,
     STREAM_OPTIONS,
     TOKENIZE,
     UNLOAD_ADAPTER,
     KnownFields,
+    check_fields,
 )
 from caraserve.http.validation import Fields
 from tests.http.fake_engine import FakeEngine

@@ -14,7 +14,7 @@ from caraserve.cli.options import OptionParser
 from caraserve.config import ClusterConfig, HttpConfig, LoraModule
 from caraserve.errors import ConfigError
 from caraserve.http.app import make_app, start_http
-from caraserve.http.binding import bind
+from caraserve.http.server import bind
 from caraserve.model.spec import load_spec
 from caraserve.serve import _announce
 from caraserve.start_checks import check_paths, client_tls

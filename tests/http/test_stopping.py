@@ -21,10 +21,10 @@ async def test_at_the_end_streams_of_others_have_the_time_that_is_left() -> None
 
     async with fleet("b") as running:
         await running.start_raw("a", send)
-        client, relays = running["b"].client, running["b"].dispatch.relays
+        client, proxy = running["b"].client, running["b"].router.proxy
         async with client.session.post(f"{client.url}/v1/completions", json={"prompt": "x", "stream": True}) as answer:
             assert await read_event(answer) + b"\n\n" == EVENTS[0]
-            draining = asyncio.create_task(relays.drain(10.0))
+            draining = asyncio.create_task(proxy.drain(10.0))
             await asyncio.sleep(0)
             running["b"].engine.refusals[0] = Draining("stopping", retry_after_s=1.0)
             refused = await client.complete()
@@ -52,7 +52,7 @@ async def test_when_it_is_over_they_end_with_an_error_and_what_has_not_begun_is_
             whole = asyncio.create_task(client.complete())
             await arrived.wait()
             running["b"].engine.refusals[0] = Draining("stopping", retry_after_s=1.0)
-            await running["b"].dispatch.relays.drain(0.0)
+            await running["b"].router.proxy.drain(0.0)
             assert (await read_chunk(answer))["error"]["code"] == "draining"
             assert await answer.content.read() == DONE
             assert (await whole).status == 503

@@ -13,7 +13,7 @@ from caraserve.core.request import GenerateRequest, TokenDelta, TokenLogprob
 from caraserve.errors import BackendFailed
 from caraserve.http.context import HttpTimings
 from caraserve.http.streaming import EventStream
-from caraserve.http.whole_answer import TURN_SCORES, paced
+from caraserve.http.whole_answer import TURN_LOGPROBS, paced
 from caraserve.util.tasks import TurnBudget
 from tests.http.fake_engine import BOS, FakeEngine, finish
 from tests.http.serving import Client, serving
@@ -340,7 +340,7 @@ SCORES = tuple(TokenLogprob(token, -1.0, ((token, -1.0),) * 20) for token in ran
 
 
 async def test_a_client_that_takes_no_logprobs_holds_up_nobody_elses() -> None:
-    turns, delta = TurnBudget(TURN_SCORES), TokenDelta("", tuple(range(100)), SCORES)
+    turns, delta = TurnBudget(TURN_LOGPROBS), TokenDelta("", tuple(range(100)), SCORES)
     slow = paced(delta, turns)
     await anext(slow)  # and no more of it: its client reads nothing
     async with asyncio.timeout(5):
@@ -350,7 +350,7 @@ async def test_a_client_that_takes_no_logprobs_holds_up_nobody_elses() -> None:
 
 
 async def test_streams_that_are_ready_together_write_few_logprobs_in_one_turn_of_the_event_loop() -> None:
-    turns, written = TurnBudget(TURN_SCORES), [0]
+    turns, written = TurnBudget(TURN_LOGPROBS), [0]
 
     async def write() -> None:
         async for part in paced(TokenDelta("", (1,), SCORES[:1]), turns):
@@ -365,7 +365,7 @@ async def test_streams_that_are_ready_together_write_few_logprobs_in_one_turn_of
     await asyncio.gather(*(write() for _ in range(500)))
     counting.cancel()
     assert sum(written) == 500 * 21
-    assert max(written) <= TURN_SCORES
+    assert max(written) <= TURN_LOGPROBS
 
 
 async def test_a_request_that_ends_while_it_waits_for_its_turn_holds_up_nobody() -> None:

@@ -17,7 +17,7 @@ from caraserve.cluster.membership.auth import Keyring
 from caraserve.cluster.routing.cost import CostEstimate
 from caraserve.cluster.routing.router import Reason, Refusal
 from caraserve.config import ADAPTER_NAME
-from caraserve.errors import Forbidden, Overloaded
+from caraserve.errors import Forbidden, TooManyForwards
 
 PREFIX = "/cluster"  # before the path at which the client asked
 CLAIMS_HEADER = "X-CaraServe-Hop"
@@ -63,7 +63,7 @@ class ForwardVerifier:
 
     def admit(self, path: str, headers: Mapping[str, str], wall_ms: int) -> ForwardClaims:
         """The hop of a request's headers; its body has yet to be compared. Raises Forbidden with the reason, which an
-        operator will want to know, and Overloaded when more hops came in a minute than can be remembered."""
+        operator will want to know, and TooManyForwards when more hops came in a minute than can be remembered."""
         text, signature = headers.get(CLAIMS_HEADER, ""), headers.get(SIGNATURE_HEADER, "")
         keys = self._keys().forward_keys()
         given = signature.encode("utf-8", "surrogateescape")
@@ -86,7 +86,7 @@ class ForwardVerifier:
         while self._seen and self._seen[oldest := next(iter(self._seen))] <= wall_ms - 2 * _WINDOW_MS:
             del self._seen[oldest]
         if len(self._seen) >= _MOST_REMEMBERED:  # to forget one that is still good would let it in again
-            raise Overloaded(f"{_MOST_REMEMBERED} requests were forwarded here within a minute", retry_after_s=1.0)
+            raise TooManyForwards(f"{_MOST_REMEMBERED} requests were forwarded here within a minute", retry_after_s=1.0)
         self._seen[key] = hop.time_ms
 
 
