@@ -33,6 +33,7 @@ from caraserve.cluster.routing.cost import LinkSpeeds
 from caraserve.cluster.routing.forward_auth import ForwardVerifier
 from caraserve.cluster.routing.forwarding import LOCAL, Forwarding, LatencyTargets, refuses_new_requests
 from caraserve.cluster.routing.perf_model import DriftWatch
+from caraserve.cluster.routing.policies import policy
 from caraserve.cluster.state import persistence
 from caraserve.cluster.state.publisher import Publisher
 from caraserve.cluster.transfer import disk_cache
@@ -138,13 +139,7 @@ def make_router(node: Node, engine: Engine, cluster: ClusterConfig, admission: A
     """The router between this instance and the others. Close it when HTTP has ended."""
     slo = LatencyTargets(cluster.slo_ttft_ms or inf, cluster.slo_tpot_ms or inf)
     routing = cluster.routing or "auto"
-    chosen = None
-    if routing != LOCAL:
-        from caraserve.cluster.routing.policies import (
-            policy,  # loads compiled code, which a server alone has no use for
-        )
-
-        chosen = policy(routing)
+    chosen = None if routing == LOCAL else policy(routing)
     forwarding = Forwarding(node, chosen, slo, engine.catalog.find, lambda: refuses_new_requests(engine), rng=Random())
     proxy = PeerProxy(lambda: node.name, lambda: node.keys, admission.dialling)
     verifier = ForwardVerifier(lambda: node.name, lambda: node.keys)

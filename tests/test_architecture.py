@@ -62,7 +62,7 @@ PURE = (
     "cluster/transfer/delete_lease.py",
 )
 PURE_IMPORTS = {f"caraserve.{name.removesuffix('.py').replace('/', '.')}" for name in PURE}
-PURE_IMPORTS |= {"caraserve.cluster.routing.ranking", "caraserve.cluster.membership.auth"}
+PURE_IMPORTS |= {"caraserve.cluster.membership.auth"}
 PURE_PACKAGES = ("core", "model", "config", "errors", "util")
 
 

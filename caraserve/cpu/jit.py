@@ -2,7 +2,7 @@
 
 `kernel` is for functions called from compiled code, `entry` for the few that Python calls: only those are cached on
 disk, with all they call linked in. Numba's cache looks at the file of the entry alone, so the folder's name carries a
-digest of every source file that they may be in: an edited callee can never be served stale.
+digest of every source file of this package: an edited callee can never be served stale.
 """
 
 import contextlib
@@ -16,18 +16,10 @@ import numba
 import numba.extending
 from numba.core import event
 
-_ELSEWHERE = ("cluster/routing/cost.py", "cluster/routing/perf_model.py")
-
-
-def sources() -> list[Path]:
-    """Every file with a function that an entry of another file may call; an edit of any has all compiled anew."""
-    here = Path(__file__).parent
-    return [*sorted(here.rglob("*.py")), *(here.parent / name for name in _ELSEWHERE)]
-
 
 def _cache_folder() -> Path:
     digest = hashlib.sha256()
-    for source in sources():
+    for source in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(source.read_bytes())
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "caraserve" / "kernels" / digest.hexdigest()[:16]
@@ -66,7 +58,7 @@ def counting(compiled: Callable[[], None]) -> Iterator[None]:
 
 
 def callee(function: Callable[..., Any]) -> None:
-    """Lets compiled code call a function that stays plain Python for everybody else."""
+    """Lets compiled code call a function that stays plain Python for all other callers."""
     numba.extending.register_jitable(**_OPTIONS)(function)
 
 

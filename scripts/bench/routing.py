@@ -20,7 +20,7 @@ from caraserve.cluster.placement.plan import AdapterDemand, Server
 from caraserve.cluster.routing.cost import Arrival, Backlog, LinkSpeeds, Tier
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.routing.policies import policy
-from caraserve.cluster.routing.router import Fleet, Instance, Policy, apply_quotes, propose
+from caraserve.cluster.routing.router import Fleet, Instance, Policy, apply_quotes
 
 _RANKS = (8, 16, 32, 64)
 _POINTS = {8: 2000.0, 16: 1900.0, 32: 1700.0, 64: 1300.0}  # tokens/s
@@ -86,7 +86,7 @@ def main() -> None:
         chosen, wanted = policy(name), replace(arrival, slo_ms=slo_ms)
 
         def decide(seen: Fleet, chosen: Policy = chosen, wanted: Arrival = wanted) -> object:
-            return apply_quotes(propose(chosen, wanted, seen, chance), {})
+            return apply_quotes(chosen.propose(wanted, seen, chance), {})
 
         times_us[f"decision, {name}, {what}"] = _us(lambda decide=decide: decide(fleet), 20, 200)  # type: ignore[misc]
         times_us[f"decision, {name}, {what}, new views"] = _each_us(decide, fresh, 5, 200)

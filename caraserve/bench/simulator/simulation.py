@@ -14,6 +14,7 @@ from typing import Any
 
 from caraserve.bench.records import Workload
 from caraserve.bench.simulator.adapter_cache import Shelf
+from caraserve.bench.simulator.compiled_ranking import PackedInstance, estimates, rank_compiled
 from caraserve.bench.simulator.instance import FOREVER, MS, Batches, Iterations, SimRequest
 from caraserve.bench.simulator.machines import Machine
 from caraserve.bench.simulator.placement import Planner
@@ -21,7 +22,6 @@ from caraserve.bench.simulator.views import Views
 from caraserve.cluster.placement.migration import QueuedRequest, rebalanced
 from caraserve.cluster.routing.cost import AnswerLengths, Arrival, CostEstimate, Tier
 from caraserve.cluster.routing.policies import policy
-from caraserve.cluster.routing.ranking import estimates
 from caraserve.cluster.routing.router import (
     Attempt,
     Instance,
@@ -30,7 +30,6 @@ from caraserve.cluster.routing.router import (
     RoutingTarget,
     check_acceptance,
     next_target,
-    propose,
 )
 from caraserve.cluster.routing.router import apply_quotes as settled
 
@@ -67,13 +66,13 @@ class Node:
     def __init__(self, name: str, machine: Machine, adapter_bytes: list[int], trace: list[Iterations] | None) -> None:
         self.name, self.machine = name, machine
         self.batches, self.shelf = Batches(machine, trace), Shelf(machine, adapter_bytes)
-        self._shown = Instance(name, machine.model, self.batches.backlog(), machine.links)
+        self._shown = PackedInstance(name, machine.model, self.batches.backlog(), machine.links)
 
     def shown(self) -> Instance:
         """Its exact state."""
         backlog = self.batches.backlog()
         if backlog is not self._shown.backlog:
-            self._shown = Instance(self.name, self.machine.model, backlog, self.machine.links)
+            self._shown = self._shown.with_backlog(backlog)
         return self._shown
 
     def tier(self, request: SimRequest) -> Tier:
@@ -130,9 +129,9 @@ class Simulation:
             for number, machine in enumerate(setting.machines)
         ]
         self._routers = setting.routers or len(self.nodes)
-        self._policies = [policy(setting.routing) for _ in range(self._routers)]
+        self._policies = [policy(setting.routing, rank_compiled) for _ in range(self._routers)]
         self._enforces_slo = self._policies[0].enforces_slo
-        self._own_weight = getattr(self._policies[0], "own_weight", 0.0)
+        self._own_weight = self._policies[0].own_weight
         shown = [node.shown() for node in self.nodes]
         self._views = Views(shown, self._adapters, self._routers, round(setting.gossip_ms * MS))
         self._lengths = AnswerLengths()
@@ -281,7 +280,7 @@ class Simulation:
         arrival = self._arrival(request)
         self._planner.observe(request)
         fleet = self._views.of(router, own.shown(), now)
-        proposal = propose(self._policies[router], arrival, fleet, chance)
+        proposal = self._policies[router].propose(arrival, fleet, chance)
         order = settled(proposal, self._quotes(proposal, arrival, request, now))
         asked = round(self._setting.quote_ms * MS) if proposal.ask else 0
         target = next_target(order, [], 0.0, self._setting.ttft_ms, force=not self._enforces_slo)

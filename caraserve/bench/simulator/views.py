@@ -42,7 +42,7 @@ class Views:
             for adapter, tier in changed.items():
                 self.learn(adapter, instance.name, tier)
             for router in list(self._sent[number]):
-                self._ledgers[router].beat(instance.name, at * _S)
+                self._ledgers[router].on_heartbeat(instance.name, at * _S)
                 if instance.name not in self._ledgers[router]:
                     del self._sent[number][router], self._open[router][number]
 
@@ -56,7 +56,7 @@ class Views:
 
     def sent(self, router: int, number: int, arrival: Arrival, now: int) -> None:
         """A router has forwarded a request."""
-        self._ledgers[router].sent(self._names[number], arrival, now * _S)
+        self._ledgers[router].add(self._names[number], arrival, now * _S)
         self._sent[number][router] = None
         self._open[router][number] = None
 
@@ -66,7 +66,7 @@ class Views:
         for number in self._open[router]:
             instance = seen[self._names[number]]
             backlog = self._ledgers[router].backlog(instance.name, instance.backlog, now * _S)
-            seen[instance.name] = Instance(instance.name, instance.model, backlog, instance.links)
+            seen[instance.name] = instance.with_backlog(backlog)
         seen[own.name] = own
         return Fleet(own.name, seen, self.tiers, self.plan)
 

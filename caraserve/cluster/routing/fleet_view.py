@@ -1,11 +1,10 @@
-"""The fleet as one router sees it: every instance's newest beat, and on top what was sent there since.
+"""The fleet as one router sees it: each instance's newest heartbeat, plus what this router has sent there since.
 
-A look at all instances is worth a few ten microseconds and is made at most every 20 ms, when somebody asks. In between,
-whatever is sent somewhere is added to that one's view, our own included.
+Reading all instances takes some 10 µs and happens at most every 20 ms, when a request needs it. In between, each
+request sent to an instance, this one included, is added to the view of that instance.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from operator import attrgetter
 from typing import Protocol
 
@@ -15,14 +14,14 @@ from caraserve.cluster.routing.cost import Arrival, Tier
 from caraserve.cluster.routing.router import Fleet, Instance, SentRequests
 
 _NAME = attrgetter("name")
-_LOOK_S = 0.02
-_TIERS_S = 0.25  # as long as a beat: a wrong guess costs a fetch
-_MOST_DIGESTS = 4096
-_SHUNNED_S = 1.0  # after a failed connection; by then membership knows more
+_REFRESH_S = 0.02
+_TIERS_S = 0.25  # a heartbeat's period; a wrong guess costs a download
+_MAX_DIGESTS = 4096
+_UNREACHABLE_S = 1.0  # after a failed connection; by then membership has found out more
 
 
 class PeerStates(Protocol):
-    """What is known of all instances; `cluster.Node` satisfies it."""
+    """What is known of all instances; `membership.node.Node` satisfies it."""
 
     @property
     def name(self) -> str: ...
@@ -35,25 +34,25 @@ class PeerStates(Protocol):
 
 
 class FleetView:
-    """What routing decisions rest on."""
+    """Holds what routing decisions are made from."""
 
     def __init__(self, peers: PeerStates, now: Callable[[], float]) -> None:
         self.plan: PlacementPlan | None = None
         self._peers, self._now = peers, now
-        self._ledger = SentRequests()
-        self._bases: dict[str, Instance] = {}  # as they were published
-        self._seen: dict[str, Instance] = {}  # with what was sent since, by name
-        self._looked_s = float("-inf")
+        self._sent = SentRequests()
+        self._published: dict[str, Instance] = {}
+        self._seen: dict[str, Instance] = {}  # as published, with what was sent since
+        self._refreshed_s = float("-inf")
         self._tiers: dict[str, tuple[float, Mapping[str, Tier]]] = {}
-        self._shunned: dict[str, float] = {}  # until when
+        self._unreachable_until_s: dict[str, float] = {}
 
     def fleet(self, adapter: str | None, digest: str, *, holders_only: bool) -> Fleet:
-        """The fleet for a request with that adapter. `holders_only`: nobody could get what it does not have."""
-        self._look()
-        if self._shunned:
+        """Returns the fleet for a request with that adapter. `holders_only`: no instance could download it."""
+        self._refresh()
+        if self._unreachable_until_s:
             now = self._now()
-            self._shunned = {name: until for name, until in self._shunned.items() if until > now}
-        able = {name: one for name, one in self._seen.items() if one.able and name not in self._shunned}
+            self._unreachable_until_s = {name: s for name, s in self._unreachable_until_s.items() if s > now}
+        able = {name: one for name, one in self._seen.items() if one.able and name not in self._unreachable_until_s}
         if adapter is None:
             return Fleet(self._peers.name, able, {}, self.plan)
         tiers = self.tiers(digest)
@@ -62,48 +61,48 @@ class FleetView:
         return Fleet(self._peers.name, able, {adapter: tiers}, self.plan)
 
     def tiers(self, digest: str) -> Mapping[str, Tier]:
-        """Who has an adapter's bytes, and where."""
+        """Returns the instances that have an adapter's bytes, with the tier where they have them."""
         now = self._now()
         known = self._tiers.get(digest)
         if known is None or now - known[0] > _TIERS_S:
-            if len(self._tiers) >= _MOST_DIGESTS:
+            if len(self._tiers) >= _MAX_DIGESTS:
                 self._tiers.clear()
             known = self._tiers[digest] = now, self._peers.holders(digest)
         return known[1]
 
-    def of(self, name: str) -> Instance | None:
-        """One of them, ourselves for example."""
-        self._look()
+    def instance(self, name: str) -> Instance | None:
+        """Returns the view of one instance."""
+        self._refresh()
         return self._seen.get(name)
 
-    def sent(self, name: str, arrival: Arrival) -> None:
-        """A request goes there, and no beat shows it yet."""
+    def add_sent(self, name: str, arrival: Arrival) -> None:
+        """Adds a request that goes to an instance and that no heartbeat shows yet."""
         seen = self._seen.get(name)
         if seen is None:
             return
-        if name != self._peers.name:  # our own work is seen at the next look
-            self._ledger.sent(name, arrival, self._now())
+        if name != self._peers.name:  # the next refresh shows this instance's own work
+            self._sent.add(name, arrival, self._now())
         backlog = seen.backlog.plus(arrival.rank, arrival.prompt_tokens, arrival.output_tokens)
-        self._seen[name] = replace(seen, backlog=backlog)
+        self._seen[name] = seen.with_backlog(backlog)
 
     def mark_unreachable(self, name: str) -> None:
-        """No connection came about, or it broke."""
-        self._shunned[name] = self._now() + _SHUNNED_S
+        """Leaves an instance out for 1 s, after a connection failed or broke."""
+        self._unreachable_until_s[name] = self._now() + _UNREACHABLE_S
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         now = self._now()
-        if now - self._looked_s < _LOOK_S:
+        if now - self._refreshed_s < _REFRESH_S:
             return
-        self._looked_s = now
-        bases = {one.name: one for one in sorted(self._peers.instances(), key=_NAME)}
-        self._ledger.forget(self._bases.keys() - bases.keys())
+        self._refreshed_s = now
+        published = {one.name: one for one in sorted(self._peers.instances(), key=_NAME)}
+        self._sent.forget(self._published.keys() - published.keys())
         seen = {}
-        for name, base in bases.items():
-            if self._bases.get(name) is base:
+        for name, instance in published.items():
+            if self._published.get(name) is instance:
                 seen[name] = self._seen[name]
                 continue
-            self._ledger.beat(name, now)
-            seen[name] = base
-            if name in self._ledger:
-                seen[name] = replace(base, backlog=self._ledger.backlog(name, base.backlog, now))
-        self._bases, self._seen = bases, seen
+            self._sent.on_heartbeat(name, now)
+            seen[name] = instance
+            if name in self._sent:
+                seen[name] = instance.with_backlog(self._sent.backlog(name, instance.backlog, now))
+        self._published, self._seen = published, seen

@@ -31,7 +31,6 @@ from caraserve.cluster.routing.router import (
     apply_quotes,
     check_acceptance,
     next_target,
-    propose,
 )
 from caraserve.cluster.routing.routing_metrics import RoutingMetrics
 from caraserve.cluster.state.replicated_map import RegisteredAdapter
@@ -137,7 +136,7 @@ class Forwarding:
         self._policy = policy
         self._rng = rng
         self.now = now
-        self._views = FleetView(cluster, now)
+        self._view = FleetView(cluster, now)
         self._lengths = AnswerLengths()
 
     # ---- for both sides
@@ -154,7 +153,7 @@ class Forwarding:
 
     def adopt(self, plan: PlacementPlan | None) -> None:
         """The placement that policies go by from now on."""
-        self._views.plan = plan
+        self._view.plan = plan
 
     def resolve(self, name: str) -> ResolvedAdapter | None:
         """What an adapter's name means: to the cluster, else to this instance alone."""
@@ -179,8 +178,8 @@ class Forwarding:
 
     def began(self, name: str, arrival: Arrival) -> float:
         """A request goes to an instance. Gives the predicted time per token in ms."""
-        seen = self._views.of(name)
-        self._views.sent(name, arrival)
+        seen = self._view.instance(name)
+        self._view.add_sent(name, arrival)
         return inf if seen is None else seen.estimate(arrival, self._tier(name, arrival.adapter), 0.0).latency_ms
 
     def draw_seed(self) -> int:
@@ -200,7 +199,7 @@ class Forwarding:
             return Refusal("no-adapter", _NEVER)
         if not self._can_answer(arrival.adapter):
             return Refusal("no-adapter", _NEVER)
-        own = self._views.of(self.name)
+        own = self._view.instance(self.name)
         if own is None:  # nothing is known of this machine's speed
             return Refusal("draining", _NEVER) if self._draining() else None
         tier = self._tier(self.name, arrival.adapter)
@@ -218,7 +217,7 @@ class Forwarding:
         return ()
 
     def _estimate(self, arrival: Arrival) -> CostEstimate:
-        own, tier = self._views.of(self.name), self._tier(self.name, arrival.adapter)
+        own, tier = self._view.instance(self.name), self._tier(self.name, arrival.adapter)
         if own is None or self._draining() or not self._can_answer(arrival.adapter):
             return _NEVER
         return own.estimate(arrival, tier, self._policy.own_weight if self._policy else 0.0)
@@ -242,25 +241,25 @@ class Forwarding:
         """The order by the views at hand; the policy's own part of a decision."""
         assert self._policy is not None
         digest = "" if arrival.adapter is None else self._digest(arrival.adapter)
-        fleet = self._views.fleet(arrival.adapter, digest, holders_only=self.fetcher is None)
-        return propose(self._policy, arrival, fleet, self._rng)
+        fleet = self._view.fleet(arrival.adapter, digest, holders_only=self.fetcher is None)
+        return self._policy.propose(arrival, fleet, self._rng)
 
     def outstanding(self, adapters: Iterable[str | None]) -> tuple[dict[str, float], dict[str | None, set[str]]]:
         """Tokens that every able instance still has to do, about; and who of them has which of these adapters."""
-        able = self._views.fleet(None, "", holders_only=False).able.values()
+        able = self._view.fleet(None, "", holders_only=False).able.values()
         mean = self._lengths.expected(None)
         tokens = {one.name: one.backlog.queued_tokens + one.backlog.requests * mean for one in able}
         tokens.setdefault(self.name, 0.0)
-        tiers = {adapter: self._views.tiers(self._digest(adapter)) for adapter in adapters if adapter is not None}
+        tiers = {adapter: self._view.tiers(self._digest(adapter)) for adapter in adapters if adapter is not None}
         return tokens, {adapter: set(held) & tokens.keys() for adapter, held in tiers.items()}
 
     def holders(self, adapter: str | None) -> Collection[str]:
         """Who has an adapter's bytes, as far as is known."""
-        return () if adapter is None else self._views.tiers(self._digest(adapter)).keys()
+        return () if adapter is None else self._view.tiers(self._digest(adapter)).keys()
 
     def mark_unreachable(self, name: str) -> None:
         """Nothing comes from there just now."""
-        self._views.mark_unreachable(name)
+        self._view.mark_unreachable(name)
 
     async def _quotes(self, proposal: Proposal, arrival: Arrival) -> Mapping[str, CostEstimate | None]:
         asked = [name for name in proposal.ask if name != self.name]
@@ -301,7 +300,7 @@ class Forwarding:
     def _tier(self, name: str, adapter: str | None) -> Tier:
         if adapter is None:
             return Tier.DEVICE
-        return self._views.tiers(self._digest(adapter)).get(name, Tier.ABSENT)
+        return self._view.tiers(self._digest(adapter)).get(name, Tier.ABSENT)
 
 
 class RoutingAttempts:

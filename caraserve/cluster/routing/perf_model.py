@@ -8,11 +8,9 @@ times and refits a model that has drifted: another clock speed, a neighbour on t
 import dataclasses
 import math
 import statistics
-import struct
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, Self
 
 from caraserve.core.least_squares import fit_times
@@ -68,7 +66,7 @@ def operating_point(
     return 1000.0 * requests / (beta_ms + requests * each_ms)
 
 
-@dataclass(frozen=True)  # without slots: `packed` stays with it
+@dataclass(frozen=True, slots=True)
 class PerfModel:
     """One instance's coefficients. They travel in its profile; a fleet may mix machines.
 
@@ -96,11 +94,6 @@ class PerfModel:
                 "by this performance model prefilling takes no time; prefill_base_ms or prefill_token_ms has to be "
                 "positive"
             )
-
-    @cached_property
-    def packed(self) -> bytes:
-        """The coefficients, one after another as float64."""
-        return struct.pack("=7d", *dataclasses.astuple(self))
 
     @classmethod
     def of(cls, profile: Profile, kernel: Kernel = "measured", padded_rank: int | None = None) -> Self:

@@ -1,96 +1,115 @@
-"""The routing policies by name: rank-aware ones, LoRAServe's, and what they are compared with. Pure.
+"""The routing policies by name: rank-aware ones, LoRAServe's, and their baselines. No I/O, no clock.
 
-`router.py` has the frame. Each policy says whose it is. Those that go by a plan read the
-fleet's; `plan_factory.py` makes it.
+`router.py` has what they share. Each policy names the paper it is from. Those that follow a placement read the plan
+in the `Fleet`; `plan_factory.py` makes it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf
 from operator import attrgetter
+from random import Random
 
 from caraserve.cluster.placement.plan import rendezvous
 from caraserve.cluster.placement.plan_factory import ROUTINGS
 from caraserve.cluster.routing.cost import Arrival
-from caraserve.cluster.routing.ranking import Ranking, ranked
-from caraserve.cluster.routing.router import Chance, Fleet, Instance, LazyOrder, Policy, Proposal, drawn, shuffled
+from caraserve.cluster.routing.router import (
+    Candidate,
+    Fleet,
+    Instance,
+    LazyOrder,
+    Policy,
+    Proposal,
+    Ranker,
+    rank_candidates,
+)
 from caraserve.errors import ConfigError
 
 _REQUESTS = attrgetter("backlog.requests")
 _SHORTLIST = 8  # candidates kept after the first stage
-_QUOTES = 4  # of them asked, at random: always the same best ones would herd again
+_QUOTES = 4  # of them asked, at random: always asking the same best ones would send all requests there
 
 
-def policy(name: str) -> Policy:
-    """A policy, fresh: round-robin has a state. Raises ConfigError for an unknown name."""
-    if name not in _POLICIES:
-        raise ConfigError(f"unknown routing policy {name!r}; there are {', '.join(ROUTINGS)}")
-    return _POLICIES[name]()
+def policy(name: str, rank: Ranker = rank_candidates) -> Policy:
+    """Makes a policy; round-robin has a state. `rank`: orders candidates by cost. Raises ConfigError for an unknown
+    name."""
+    if name in _BY_COST:
+        return _BY_COST[name](rank)
+    if name in _OTHERS:
+        return _OTHERS[name]()
+    raise ConfigError(f"unknown routing policy {name!r}; there are {', '.join(ROUTINGS)}")
 
 
 # --- by cost, in two stages ---
 
 
-def _two_stage(ranking: Ranking, others: Callable[[], Iterable[str]], me: str, chance: Chance) -> Proposal:
-    """Quotes for some of the best; the rest of the ranking and the others behind them."""
-    best = range(min(len(ranking), _SHORTLIST))
-    within = [place for place in best if ranking.cost(place) < inf]
-    if within:
-        pool = within if len(within) >= _QUOTES else [*best[:_QUOTES]]
-        chosen = shuffled(pool, chance)[:_QUOTES]
-        # Our own state is at hand: a fifth quote at no cost, and no hop if it wins.
-        chosen += [place for place in pool if ranking.name(place) == me]
-    else:  # past the SLO everywhere: here views err most, so more quotes
-        chosen = [*best]
-    estimates = {ranking.name(place): ranking.estimate(place) for place in sorted(chosen)}
+def _two_stage(ranking: Sequence[Candidate], others: Callable[[], Iterable[str]], me: str, rng: Random) -> Proposal:
+    """Proposes quotes from some of the best candidates; the rest of the ranking follows, then the others."""
+    best = ranking[:_SHORTLIST]
+    within_slo = [one for one in best if one.estimate.cost < inf]
+    if within_slo:
+        pool = within_slo if len(within_slo) >= _QUOTES else best[:_QUOTES]
+        chosen = {one.name for one in rng.sample(pool, min(_QUOTES, len(pool)))}
+        chosen.add(me)  # its own state is at hand: a fifth quote at no cost, and no forwarding if it is the best
+    else:
+        pool, chosen = best, {one.name for one in best}  # views err most here, so there are more quotes
+    estimates = {one.name: one.estimate for one in pool if one.name in chosen}
     asked = tuple(estimates)
-    return Proposal(LazyOrder(asked, lambda: [*ranking.names(), *others()]), asked, estimates)
+    return Proposal(LazyOrder(asked, lambda: [*(one.name for one in ranking), *others()]), asked, estimates)
 
 
 class RankAware:
-    """Toppings: Algorithm 1 over the whole fleet, the fetch of a missing adapter charged."""
+    """Toppings: Algorithm 1 over the whole fleet, with the download of a missing adapter as part of the cost."""
 
     enforces_slo, own_weight = True, 0.0
 
-    def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
-        """The least added cost to those who are there."""
-        ranking = ranked(fleet.able, arrival, fleet, self.own_weight, chance)
-        return _two_stage(ranking, lambda: (), fleet.me, chance)
+    def __init__(self, rank: Ranker) -> None:
+        self._rank = rank
+
+    def propose(self, arrival: Arrival, fleet: Fleet, rng: Random) -> Proposal:
+        """Orders by the cost added to the requests already there."""
+        ranking = self._rank(fleet.able, arrival, fleet, self.own_weight, rng)
+        return _two_stage(ranking, lambda: (), fleet.me, rng)
 
 
 class Auto:
-    """LoRAServe's plan proposes, Toppings' cost decides, and counts the request's own time as well.
+    """LoRAServe's plan names the candidates, Toppings' cost chooses among them and counts the request's own time too.
 
-    Candidates are the adapter's copies by the plan; where none of them is within the SLO, all of the rank's class; then
-    all. So adapters spread only when their own instances are full, and ranks mix only when their class is. Cost is
-    computed only as far out as that goes: most requests stay with a few candidates."""
+    Candidates are the instances that have the adapter by the plan; where none of them is within the SLO, all instances
+    of the rank's class; then all. So adapters spread only when their own instances are full, and ranks mix only when
+    their class is full. Cost is computed only as far as that goes: most requests compare a few candidates.
+    """
 
     enforces_slo, own_weight = True, 1.0
 
-    def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
-        """The least cost, on the smallest circle of instances that holds the promise."""
+    def __init__(self, rank: Ranker) -> None:
+        self._rank = rank
+
+    def propose(self, arrival: Arrival, fleet: Fleet, rng: Random) -> Proposal:
+        """Orders by cost within the smallest group of instances that meets the SLO."""
         rankings = []
-        for circle in filter(None, _circles(arrival, fleet)):
-            ranking = ranked(circle, arrival, fleet, self.own_weight, chance)
-            least = ranking.estimate(0)
+        for group in filter(None, _candidate_groups(arrival, fleet)):
+            ranking = self._rank(group, arrival, fleet, self.own_weight, rng)
+            least = ranking[0].estimate
             rankings.append((ranking, least.cost))
             if least.cost < inf and least.latency_ms <= arrival.slo_ms:
                 break
-        else:  # nobody holds it end to end: stay where at least the iterations do
+        else:  # no group meets the SLO with waiting included: stay where at least the iterations meet it
             if not rankings:
                 return Proposal(())
             ranking = next((one for one, cost in rankings if cost < inf), ranking)
 
         def others() -> list[str]:
-            """For refusals: near ones first, and of these the least busy."""
-            return [one.name for circle in _circles(arrival, fleet) for one in sorted(circle.values(), key=_REQUESTS)]
+            """For refusals: nearer groups first, and in each the least busy."""
+            groups = _candidate_groups(arrival, fleet)
+            return [one.name for group in groups for one in sorted(group.values(), key=_REQUESTS)]
 
-        return _two_stage(ranking, others, fleet.me, chance)
+        return _two_stage(ranking, others, fleet.me, rng)
 
 
-def _circles(arrival: Arrival, fleet: Fleet) -> Iterator[Mapping[str, Instance]]:
-    """The adapter's instances by the plan; its rank's, which is the class of the next rank up, else of the highest; and
-    everybody."""
-    if fleet.plan is not None and arrival.adapter is not None:  # the base model pads nobody and is everywhere
+def _candidate_groups(arrival: Arrival, fleet: Fleet) -> Iterator[Mapping[str, Instance]]:
+    """Yields the adapter's instances by the plan, then its rank's class (the next rank up, else the highest), then all
+    instances."""
+    if fleet.plan is not None and arrival.adapter is not None:  # the base model pads no request and is everywhere
         yield fleet.named(sorted(fleet.plan.instances(arrival.adapter)))
         members = fleet.plan.members
         rank = min((rank for rank in members if rank >= arrival.rank), default=max(members, default=0))
@@ -102,33 +121,34 @@ def _circles(arrival: Arrival, fleet: Fleet) -> Iterator[Mapping[str, Instance]]
 
 
 class ByPlan:
-    """LoRAServe: an instance drawn by its fraction φ. S-LoRA's static plans have one instance of fraction 1."""
+    """LoRAServe: draws an instance by its fraction φ. S-LoRA's static plans have one instance of fraction 1."""
 
     enforces_slo, own_weight = False, 0.0
 
-    def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
-        """Draws among the adapter's instances; an adapter that the plan does not know goes by its hash."""
+    def propose(self, arrival: Arrival, fleet: Fleet, rng: Random) -> Proposal:
+        """Draws among the adapter's instances. An adapter that the plan does not contain is ordered by its hash."""
         able = fleet.able
         shares = fleet.plan.shares.get(arrival.adapter, ()) if fleet.plan and arrival.adapter is not None else ()
-        left = [(share.instance, share.fraction) for share in shares if share.instance in able]
+        left = {share.instance: share.fraction for share in shares if share.instance in able}
         order = []
         while left:
-            order.append(drawn(left, chance))
-            left = [entry for entry in left if entry[0] != order[-1]]
+            names, fractions = list(left), list(left.values())
+            order.append(rng.choices(names, fractions)[0] if any(fractions) else rng.choice(names))
+            del left[order[-1]]
         if order:
             return Proposal(LazyOrder(order, lambda: able))
         if arrival.adapter is None:
-            return Proposal(_any([*able.values()], chance))
+            return Proposal(_random_order([*able.values()], rng))
         return Proposal(tuple(rendezvous(arrival.adapter, able)))
 
 
 # --- without cost or plan ---
 
 
-def _any(instances: Sequence[Instance], chance: Chance) -> LazyOrder:
-    """A random order of which mostly the first is wanted."""
-    first = (instances[int(chance.random() * len(instances))].name,) if instances else ()
-    return LazyOrder(first, lambda: shuffled((instance.name for instance in instances), chance))
+def _random_order(instances: Sequence[Instance], rng: Random) -> LazyOrder:
+    """A random order of which mostly the first is read."""
+    first = (rng.choice(instances).name,) if instances else ()
+    return LazyOrder(first, lambda: (one.name for one in rng.sample(instances, len(instances))))
 
 
 class RandomChoice:
@@ -136,21 +156,21 @@ class RandomChoice:
 
     enforces_slo, own_weight = False, 0.0
 
-    def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
-        """All in random order."""
-        return Proposal(_any([*fleet.able.values()], chance))
+    def propose(self, arrival: Arrival, fleet: Fleet, rng: Random) -> Proposal:
+        """Orders all instances at random."""
+        return Proposal(_random_order([*fleet.able.values()], rng))
 
 
 class RoundRobin:
-    """One after the other, as far as this router sees."""
+    """One instance after the other, for the requests of this router."""
 
     enforces_slo, own_weight = False, 0.0
 
     def __init__(self) -> None:
         self._next = 0
 
-    def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
-        """In order of names, from where the last request left off."""
+    def propose(self, arrival: Arrival, fleet: Fleet, rng: Random) -> Proposal:
+        """Orders by name, from the successor of the last request's first choice."""
         names = [*fleet.able]
         start = self._next % len(names) if names else 0
         self._next += 1
@@ -162,57 +182,59 @@ class FirstFit:
 
     enforces_slo, own_weight = False, 0.0
 
-    def __init__(self, most_requests: int = 32) -> None:
-        self._most_requests = most_requests
+    def __init__(self, max_requests: int = 32) -> None:
+        self._max_requests = max_requests
 
-    def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
-        """The first with room, in order of names; when all are full the least full."""
+    def propose(self, arrival: Arrival, fleet: Fleet, rng: Random) -> Proposal:
+        """Orders those with room by name; when all are full, all by number of requests."""
         able = fleet.able.values()
-        fit = [one.name for one in able if one.backlog.requests < self._most_requests]
+        fit = [one.name for one in able if one.backlog.requests < self._max_requests]
         return Proposal(LazyOrder(fit, lambda: (one.name for one in sorted(able, key=_REQUESTS))))
 
 
-def _by_requests(instances: Sequence[Instance], chance: Chance) -> LazyOrder:
+def _by_requests(instances: Sequence[Instance], rng: Random) -> LazyOrder:
+    """Orders by number of requests, ties at random."""
     if not instances:
         return LazyOrder(())
     least = min(map(_REQUESTS, instances))
     idlest = [one for one in instances if one.backlog.requests == least]
-    return LazyOrder(
-        (_any(idlest, chance)[0],), lambda: (one.name for one in sorted(shuffled(instances, chance), key=_REQUESTS))
-    )
+
+    def rest() -> Iterator[str]:
+        return (one.name for one in sorted(rng.sample(instances, len(instances)), key=_REQUESTS))
+
+    return LazyOrder((rng.choice(idlest).name,), rest)
 
 
 class MostIdle:
-    """CaraServe's baseline: the fewest requests."""
+    """Toppings' baseline: the instance with the fewest requests."""
 
     enforces_slo, own_weight = False, 0.0
 
-    def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
-        """By requests there."""
-        return Proposal(_by_requests([*fleet.able.values()], chance))
+    def propose(self, arrival: Arrival, fleet: Fleet, rng: Random) -> Proposal:
+        """Orders by number of requests."""
+        return Proposal(_by_requests([*fleet.able.values()], rng))
 
 
 class Dlora:
-    """dLoRA's dispatch: the fewest requests among those who have the adapter. `migration.py` has its rebalancing."""
+    """dLoRA's dispatch: the fewest requests among the adapter's holders. `migration.py` has its rebalancing."""
 
     enforces_slo, own_weight = False, 0.0
 
-    def propose(self, arrival: Arrival, fleet: Fleet, chance: Chance) -> Proposal:
-        """Holders by requests there, then the others."""
+    def propose(self, arrival: Arrival, fleet: Fleet, rng: Random) -> Proposal:
+        """Orders the holders by number of requests, then the others."""
         able, holders = fleet.able, fleet.holders(arrival.adapter)
 
         def others() -> LazyOrder:
-            return _by_requests([one for name, one in able.items() if name not in holders], chance)
+            return _by_requests([one for name, one in able.items() if name not in holders], rng)
 
         if not holders:
             return Proposal(others())
-        nearest = _by_requests([*holders.values()], chance)
+        nearest = _by_requests([*holders.values()], rng)
         return Proposal(LazyOrder((nearest[0],), lambda: (*nearest, *others())))
 
 
-_POLICIES: Mapping[str, Callable[[], Policy]] = {
-    "auto": Auto,
-    "rank-aware": RankAware,
+_BY_COST: Mapping[str, Callable[[Ranker], Policy]] = {"auto": Auto, "rank-aware": RankAware}
+_OTHERS: Mapping[str, Callable[[], Policy]] = {
     "loraserve": ByPlan,
     "random": RandomChoice,
     "round-robin": RoundRobin,

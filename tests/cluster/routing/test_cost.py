@@ -268,7 +268,7 @@ def test_expected_answers_follow_a_change_and_are_never_empty() -> None:
 
 
 def test_names_of_clients_do_not_fill_the_memory() -> None:
-    lengths = AnswerLengths(most_adapters=10)
+    lengths = AnswerLengths(max_adapters=10)
     for index in range(100):
         lengths.observe(f"adapter-{index}", 10 * index)
     assert len(lengths._by_adapter) == 10

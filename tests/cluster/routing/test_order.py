@@ -16,7 +16,6 @@ from caraserve.cluster.routing.router import (
     RoutingTarget,
     apply_quotes,
     next_target,
-    propose,
 )
 
 MODEL = PerfModel(0.01, 0.0, 20.0, True, 5.0, 0.1, 0.0)
@@ -43,7 +42,7 @@ def test_a_first_choice_orders_nobody_else(name: str) -> None:
     plan = PlacementPlan.made(1, {"a": (Share("i01", 0.5), Share("i02", 0.5))}, dict.fromkeys(NAMES, 8))
     instances = tuple(Instance(one, MODEL, Backlog(3, 24, 8)) for one in NAMES)
     seen = Fleet.of("i00", instances, {"a": dict.fromkeys(NAMES, Tier.DEVICE)}, plan)
-    proposal = propose(policy(name), Arrival("a", 8, 100, 50.0), seen, random.Random(0))
+    proposal = policy(name).propose(Arrival("a", 8, 100, 50.0), seen, random.Random(0))
     first = apply_quotes(proposal, {})[0]
     assert next_target(apply_quotes(proposal, {}), [], 0.0, 100.0) == RoutingTarget(first)
     assert isinstance(proposal.order, LazyOrder)
