@@ -1,6 +1,6 @@
-"""What was measured of one machine and one model, and the times that follow from it. standard library.
+"""What was measured of one machine and one model, and the times that follow from it.
 
-`measure.py.py` measures a `Profile`; scheduling and routing ask it. All predictions are functions of the profile alone.
+`profiling/measure.py` measures a `Profile`; scheduling and routing predict times from it alone.
 """
 
 import contextlib
@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from caraserve.core.least_squares import fit_times
+import numpy as np
+
 from caraserve.errors import ConfigError
 
 SCHEMA = 1  # goes up when a field changes its name or meaning
@@ -28,6 +29,30 @@ Targets = Literal["qkv", "all"]  # q, k and v; or all seven modules of a layer
 ASSUMED_HANDOFF_MS = 0.05  # a hand-off where none was measured: 0.04 for 16 tokens and one worker on a Zen 5 core
 _WORKER_MS = 0.5  # of compute that one core should be given at once: far more than handing it over costs
 _WORKER_LEAST_TOKENS = 16
+
+
+def fit_times(columns: Sequence[Sequence[float]], values: Sequence[float]) -> tuple[tuple[float, ...], float]:
+    """Fits Σ c[i] · columns[i] ≈ values by least squares with all c[i] ≥ 0. Returns the coefficients and R².
+
+    More work never takes less time, so a negative coefficient is noise: the column with the most negative one is left
+    out, until none is negative. A column that depends linearly on those before it gets 0.
+    """
+    matrix, y = np.array(columns, float).T, np.array(values, float)
+    lengths = np.linalg.norm(matrix, axis=0)
+    scaled = matrix / np.where(lengths > 0, lengths, 1.0)  # tokens · rank and 1 differ by a factor of 10^6
+    left, coefficients = list(range(len(columns))), np.zeros(len(columns))
+    while left:
+        used: list[int] = []
+        for index in left:
+            if np.linalg.matrix_rank(scaled[:, [*used, index]]) > len(used):
+                used.append(index)
+        coefficients[:] = 0.0
+        coefficients[used] = np.linalg.lstsq(scaled[:, used], y)[0] / lengths[used]
+        if coefficients.min() >= 0:
+            break
+        left.remove(int(coefficients.argmin()))
+    residual, total = ((matrix @ coefficients - y) ** 2).sum(), ((y - y.mean()) ** 2).sum()
+    return tuple(coefficients.tolist()), float(1.0 - residual / total) if total else 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from itertools import accumulate, chain, product
 
 from caraserve.core.backend import Backend
 from caraserve.core.batch import BASE_ADAPTER_SLOT
-from caraserve.core.least_squares import fit_times
 from caraserve.core.lora_layout import ALIGN_BYTES, HostAdapter, aligned_bytes
 from caraserve.core.machine_profile import (
     SCHEMA,
@@ -25,6 +24,7 @@ from caraserve.core.machine_profile import (
     PrefillPoint,
     Profile,
     Targets,
+    fit_times,
     machine_key,
 )
 from caraserve.errors import ConfigError

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from caraserve.core.least_squares import fit_times
-from caraserve.core.machine_profile import Profile
+from caraserve.core.machine_profile import Profile, fit_times
 
 Kernel = Literal["measured", "unpadded", "padded"]
 """`measured`: the profile's own fit, with a term for requests. `unpadded`, `padded`: eq. 2 for MBGMV and for BGMV."""
