@@ -123,7 +123,7 @@ def build_cuda_backend(
     """On the first device that is visible."""
     from caraserve.cpu.weights import folder_reader
     from caraserve.gpu.backend import CudaBackend
-    from caraserve.gpu.driver.open import open_device
+    from caraserve.gpu.driver.modules import open_device
     from caraserve.gpu.forward.builder import GpuSizes
     from caraserve.gpu.weights import TORCH_DTYPES, dummy, from_reader, load, progress_steps
 

@@ -18,7 +18,7 @@ from caraserve.cpu.lora_workers.pool import Workers
 from caraserve.cpu.lora_workers.timing import RoundTrip
 from caraserve.errors import ConfigError
 from caraserve.gpu.driver.streams import Lane
-from caraserve.gpu.forward.builder import GpuDevice, GpuSizes, Parts, assemble
+from caraserve.gpu.forward.builder import BackendParts, GpuDevice, GpuSizes, build_parts
 from caraserve.gpu.weights import Weights
 from caraserve.model.spec import ModelSpec
 from caraserve.telemetry.trace import Trace
@@ -42,10 +42,10 @@ class CudaBackend:
         self.device_name = self.accelerator = device.name
         self._layers = spec.layers
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        made: SimpleQueue[Parts | Exception] = SimpleQueue()
+        made: SimpleQueue[BackendParts | Exception] = SimpleQueue()
 
-        def make() -> Parts:
-            return assemble(spec, weights, sizes, device, lambda: self._jobs.put(_nothing), trace)
+        def make() -> BackendParts:
+            return build_parts(spec, weights, sizes, device, lambda: self._jobs.put(_nothing), trace)
 
         self._thread = threading.Thread(
             target=self._run, args=(device, make, made), name="caraserve-launch", daemon=True
@@ -53,10 +53,10 @@ class CudaBackend:
         self._thread.start()
         if isinstance(outcome := made.get(), Exception):
             raise outcome
-        self._parts: Parts = outcome
+        self._parts: BackendParts = outcome
         self.limits = self._parts.limits
-        self.host_memory = self._parts.helpers.region.arena
-        self.workers: Workers = self._parts.helpers.workers
+        self.host_memory = self._parts.assist_resources.region.arena
+        self.workers: Workers = self._parts.assist_resources.workers
 
     # --- before serving ---
 
@@ -84,12 +84,12 @@ class CudaBackend:
     def start_workers(self, tokens_per_worker: Callable[[int], int]) -> None:
         """Starts the CPU LoRA workers; to be called once. Returns at once: until they are there, layers that they would
         compute are waited for. `tokens_per_worker(rank)`: most tokens of a slice."""
-        self._parts.asides.predictions.tokens_per_worker = tokens_per_worker
+        self._parts.assisted.predictions.tokens_per_worker = tokens_per_worker
         self.workers.start()
 
     def use(self, profile: Profile) -> None:
-        """Predictions go by what was measured of this machine."""
-        layers, predictions = self._layers, self._parts.asides.predictions
+        """AssistPredictions go by what was measured of this machine."""
+        layers, predictions = self._layers, self._parts.assisted.predictions
         handoff_ms = ASSUMED_HANDOFF_MS if profile.handoff_ms is None else profile.handoff_ms
         workers = max(1, len(self.workers))
         predictions.tokens_per_worker = profile.tokens_per_worker
@@ -97,7 +97,7 @@ class CudaBackend:
         predictions.hand_off_s = lambda tokens, rank: (
             (handoff_ms + profile.cpu_lora_ms(tokens, rank, "qkv") / workers) / 1000
         )
-        self._parts.channels.queue.bytes_per_s = profile.link_bytes_per_s
+        self._parts.context.queue.bytes_per_s = profile.link_bytes_per_s
 
     def emulate_link(self, bytes_per_s: float) -> None:
         """Raises ConfigError: the link is what it is."""
@@ -112,17 +112,17 @@ class CudaBackend:
     @property
     def slices_handed_off(self) -> int:
         """Slices of layers that CPU workers were to be asked for so far; the device may have found them needless."""
-        return self._parts.asides.counts.slices
+        return self._parts.assisted.counts.slices
 
     @property
     def modules_redone(self) -> int:
         """Assisted chunks that were given up, a worker having died or stopped."""
-        return self._parts.asides.counts.void_chunks
+        return self._parts.assisted.counts.void_chunks
 
     @property
     def adapters_merged(self) -> int:
         """How often an adapter was merged into the base weights."""
-        return self._parts.works.merges
+        return self._parts.pass_selector.merges
 
     # --- serving ---
 
@@ -175,7 +175,9 @@ class CudaBackend:
 
     # --- the launching thread ---
 
-    def _run(self, device: GpuDevice, make: Callable[[], Parts], made: "SimpleQueue[Parts | Exception]") -> None:
+    def _run(
+        self, device: GpuDevice, make: Callable[[], BackendParts], made: "SimpleQueue[BackendParts | Exception]"
+    ) -> None:
         """Makes the parts first: libraries keep memory for each thread that launches, which is then this one's."""
         device.enter_thread()
         _be_quick()
@@ -189,22 +191,22 @@ class CudaBackend:
             try:
                 job = self._jobs.get(timeout=self._patience_s())
             except Empty:
-                job = self._parts.pump
+                job = self._parts.poll
             if job is None:
                 break
             try:
                 job()
                 if self._parts.is_busy or job is _nothing:
-                    self._parts.pump()
+                    self._parts.poll()
             except Exception:
                 log.exception("the device refuses an operation")
-        while self._parts.asides.is_open:
-            self._parts.asides.await_return(_PUMP_S)
-            self._parts.pump()
+        while self._parts.assisted.is_open:
+            self._parts.assisted.await_return(_PUMP_S)
+            self._parts.poll()
 
     def _patience_s(self) -> float | None:
         """How long nothing is to be done but jobs."""
-        if self._parts.asides.is_issuing:
+        if self._parts.assisted.is_issuing:
             return 0.0
         return _PUMP_S if self._parts.is_busy else None
 
@@ -213,7 +215,7 @@ class CudaBackend:
             self._parts.slots.apply(plan)  # first: it may be of other requests as well, and is told once
             self._await_places({row.adapter_slot for row in plan.rows} - {BASE_ADAPTER_SLOT})
             if plan.is_side_batch:
-                self._parts.asides.launch(plan, done)
+                self._parts.assisted.launch(plan, done)
             else:
                 self._parts.iterations.launch(plan, done)
         except Exception as error:
@@ -223,9 +225,9 @@ class CudaBackend:
     def _await_places(self, slots: set[int]) -> None:
         """Mostly nothing: there is room in one piece for adapters before anybody names them."""
         while not self._parts.images.are_placed(slots):
-            self._parts.channels.timelines.settle(Lane.COPY)
-            self._parts.asides.await_return(_PUMP_S)
-            self._parts.pump()
+            self._parts.context.timelines.settle(Lane.COPY)
+            self._parts.assisted.await_return(_PUMP_S)
+            self._parts.poll()
 
 
 def _whole_images_only() -> AssertionError:

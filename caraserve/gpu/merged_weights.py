@@ -22,7 +22,7 @@ from caraserve.model.spec import SITES, ModelSpec
 from caraserve.util.units import align_up
 
 
-class MergedWeights:
+class MergedDeviceWeights:
     """Room for every linear module, and which adapter is in it. The launching thread's alone."""
 
     def __init__(self, spec: ModelSpec, base: Weights, max_rank: int) -> None:

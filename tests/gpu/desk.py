@@ -73,12 +73,12 @@ class Desk:
         self.delta_columns, self.delta_stride = work_orders.delta_columns(self.modules)
         self.deltas = [self.region.carve(4 * TOKENS * self.delta_stride) for _ in range(workers)]
         self.y_columns = (0, 140, 204)
-        self.letter = np.zeros(work_orders.letter_bytes(workers) // 8, np.int64)
+        self.order = np.zeros(work_orders.work_order_bytes(workers) // 8, np.int64)
         self.workers.start()
         assert self.workers.await_all(PATIENCE_NS / 1e9)
         self.workers.keep_awake(True)
 
-    def _adapter(self) -> tuple[list[work_orders.Module], list[Matrix]]:
+    def _adapter(self) -> tuple[list[work_orders.HostModule], list[Matrix]]:
         rng, modules, products = np.random.default_rng(0), [], []
         for rank, outputs, scale in zip(RANKS, WIDTHS, (0.5, 1.0, 2.0), strict=True):
             a, b = np.zeros((rank, self.x_stride)), np.zeros((rank, align_up(outputs, PANEL)))
@@ -90,7 +90,7 @@ class Desk:
                 room = self.region.carve(max(data.nbytes, 1))
                 room[: data.nbytes] = data
                 places.append(self.region.offset(address(room)))
-            modules.append(work_orders.Module(outputs, rank, Dtype.BF16, scale, *places))
+            modules.append(work_orders.HostModule(outputs, rank, Dtype.BF16, scale, *places))
             products.append(scale * a.T[:INPUTS] @ np.concatenate(list(b), axis=1)[:, :outputs])
         return modules, products
 
@@ -105,36 +105,38 @@ class Desk:
         self.x[:, INPUTS:] = np.frombuffer(b"\xff" * step.itemsize, step)[0]  # no number
         self.y = convert(rng.standard_normal(shape).astype(np.float32), Dtype.F32, self.activation)
         self.before = self.y.copy()
-        slices = work_orders.cut(TOKENS, -(-TOKENS // len(self.workers)), len(self.workers))
-        errands = [
-            work_orders.Errand(
+        slices = work_orders.split_rows(TOKENS, -(-TOKENS // len(self.workers)), len(self.workers))
+        tasks = [
+            work_orders.WorkerTask(
                 worker, address(self.blocks[worker]), self.number, *place, self.region.offset(address(deltas))
             )
             for worker, (place, deltas) in enumerate(zip(slices, self.deltas, strict=True))
         ]
-        region = work_orders.Region(self.region.base, self.region.offset(address(self.host_x)), self.x_stride, INPUTS)
-        terms = work_orders.Terms(
+        region = work_orders.SharedInput(
+            self.region.base, self.region.offset(address(self.host_x)), self.x_stride, INPUTS
+        )
+        terms = work_orders.SyncAddresses(
             deadline_ns, address(self.arrived), ARRIVED, address(self.words.status), self.generation,
             address(self.words.x_flag) * rings, address(self.words.y_flag) * rings,
         )  # fmt: skip
-        work_orders.write_letter(self.letter, errands, self.modules, region, terms)
+        work_orders.write_work_order(self.order, tasks, self.modules, region, terms)
 
     def publish(self, grid: int = 3, seed: int = 0) -> int:
-        x = cuda_launch.Rows(address(self.x), self.x_stride, INPUTS)
+        x = cuda_launch.ActivationRows(address(self.x), self.x_stride, INPUTS)
         state = (address(self.asked), address(self.counter), address(self.outcome))
-        launch = cuda_launch.publish(grid, address(self.letter), x, address(self.host_x), self.x_stride, *state)
+        launch = cuda_launch.publish(grid, address(self.order), x, address(self.host_x), self.x_stride, *state)
         run(launch, self.activation, seed)
         return int(self.outcome[0])
 
     def wait(self) -> int:
-        run(cuda_launch.wait(address(self.letter), address(self.outcome), address(self.errors)), self.activation)
+        run(cuda_launch.wait(address(self.order), address(self.outcome), address(self.errors)), self.activation)
         return int(self.outcome[0])
 
     def add(self, grid: int = 2) -> None:
-        y = cuda_launch.Rows(address(self.y), self.y.shape[1], sum(WIDTHS))
+        y = cuda_launch.ActivationRows(address(self.y), self.y.shape[1], sum(WIDTHS))
         places = cuda_launch.Projections(self.y_columns, WIDTHS)
-        letter, outcome = address(self.letter), address(self.outcome)
-        run(cuda_launch.add(grid, letter, outcome, y, places, self.delta_stride, self.delta_columns), self.activation)
+        order, outcome = address(self.order), address(self.outcome)
+        run(cuda_launch.add(grid, order, outcome, y, places, self.delta_stride, self.delta_columns), self.activation)
 
     def expected(self) -> Matrix:
         """y with the LoRA of this round's x, in fp64."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from caraserve.core.lora_layout import GROUPS
-from caraserve.gpu.assist.handshake import Book, Books, Life, Watchdog, book_bytes
+from caraserve.gpu.assist.handshake import SyncSlot, SyncSlotPool, Watchdog, WorkerStatus, sync_slot_bytes
 from caraserve.gpu.driver.api import Stream, has_reached
 from caraserve.gpu.driver.streams import NOTHING, Lane, Marks, Timelines, at, latest
 from caraserve.gpu.forward.lanes import (
@@ -14,12 +14,12 @@ from caraserve.gpu.forward.lanes import (
     HandOff,
     IterationLane,
 )
-from caraserve.gpu.memory.copier import Copier, Image
-from caraserve.gpu.memory.link_queue import LinkQueue, Source, groups_of
+from caraserve.gpu.memory.copier import AdapterCopier, CopyRequest
+from caraserve.gpu.memory.link_queue import LinkQueue, LoraSource, layer_groups
 from tests.gpu.fake_driver import Clock, FakeDriver, Operation
 
 LAYERS, LAYER_BYTES, SLOTS = 3, 8, 4
-ENTRIES = LAYERS * len(GROUPS)
+HAND_OFFS = LAYERS * len(GROUPS)
 IMAGE = LAYERS * LAYER_BYTES
 DEVICE, HOST = 0, SLOTS * IMAGE
 READY = 2 * SLOTS * IMAGE
@@ -36,8 +36,8 @@ class FakePass:
     def __init__(self, world: "World", slots: Sequence[int]) -> None:
         self.world, self.slots = world, slots
         self.done: list[tuple[str, int, int]] = []
-        self.resident: dict[int, bool] = {}  # by entry: how publish decided
-        self.published: dict[int, int] = {}  # by entry: generation
+        self.resident: dict[int, bool] = {}  # by index: how publish decided
+        self.published: dict[int, int] = {}  # by index: generation
 
     def begin(self, stream: Stream) -> None:
         batch = BATCH + 8 * stream
@@ -64,13 +64,13 @@ class FakePass:
             return driver.word(hand_off.ready) == hand_off.ready_generation
 
         def joins() -> list[Clock]:
-            self.resident[hand_off.entry] = is_resident()
+            self.resident[hand_off.index] = is_resident()
             return [driver.released[hand_off.ready]] if is_resident() else []
 
         def end() -> None:
-            flag = hand_off.y_flag if self.resident[hand_off.entry] else hand_off.x_flag
+            flag = hand_off.y_flag if self.resident[hand_off.index] else hand_off.x_flag
             driver.memory[flag : flag + 4].view(np.uint32)[0] = hand_off.generation
-            self.published[hand_off.entry] = hand_off.generation
+            self.published[hand_off.index] = hand_off.generation
 
         def leave(clock: Clock) -> None:
             for flag in (hand_off.x_flag, hand_off.y_flag):
@@ -84,11 +84,11 @@ class FakePass:
         def end() -> None:
             if driver.word(hand_off.status) == hand_off.generation:
                 self.done.append(("skip", layer, group))
-            elif self.resident[hand_off.entry]:
+            elif self.resident[hand_off.index]:
                 self.world.assert_there(slot, layer)
                 self.done.append(("expand", layer, group))
             else:
-                assert (hand_off.entry, hand_off.generation) in self.world.worked, "nobody has computed this"
+                assert (hand_off.index, hand_off.generation) in self.world.worked, "nobody has computed this"
                 self.done.append(("add", layer, group))
 
         driver.issue(stream, Operation(f"add {layer}.{group}", end=end))
@@ -115,20 +115,23 @@ class FakePass:
 class World:
     """A device with adapters on their way, CPU workers, a watchdog and a clock."""
 
-    def __init__(self, piece_bytes: int = 1 << 20, books: int = 2, generation: int = TOP - 2) -> None:
+    def __init__(self, piece_bytes: int = 1 << 20, sync_slots: int = 2, generation: int = TOP - 2) -> None:
         self.driver = FakeDriver(WORDS + 4096)
         self.driver.memory[HOST : HOST + SLOTS * IMAGE] = np.arange(SLOTS * IMAGE) + 1
         self.lanes = Timelines(self.driver)
-        self.copier = Copier(self.driver, self.lanes, LinkQueue(1e6, piece_bytes))
+        self.copier = AdapterCopier(self.driver, self.lanes, LinkQueue(1e6, piece_bytes))
         self.iterations = IterationLane(self.driver, self.lanes, self.copier, LAYERS)
         self.assist = AssistLane(self.driver, self.lanes, self.copier, WORDS)
-        self.books = Books(self, [Book.at(index * book_bytes(ENTRIES), ENTRIES, generation) for index in range(books)])
+        self.sync_slots = SyncSlotPool(
+            self,
+            [SyncSlot.at(index * sync_slot_bytes(HAND_OFFS), HAND_OFFS, generation) for index in range(sync_slots)],
+        )
         self.watchdog = Watchdog(self)
         self.chunks: dict[int, Marks] = {}  # by slot: the last chunk that used it
         self.worked: set[tuple[int, int]] = set()
         self.now_s = 0.0
         self.copies_run = True
-        self.lives = [Life(0, 1, is_idle=True), Life(1, 2, is_idle=True)]
+        self.statuses = [WorkerStatus(0, 1, is_idle=True), WorkerStatus(1, 2, is_idle=True)]
 
     # the words, as the host has them
     def load(self, offset: int) -> int:
@@ -152,25 +155,25 @@ class World:
 
     def bring(self, slot: int, group_ends: Sequence[int] = (1, 2)) -> int:
         layer_ends = [LAYER_BYTES * (layer + 1) for layer in range(LAYERS)]
-        groups = groups_of(layer_ends, group_ends)
+        groups = layer_groups(layer_ends, group_ends)
         computed = at(Lane.COMPUTE, self.lanes.issued()[Lane.COMPUTE])  # any of these may have used the bytes
         after = latest(computed, self.chunks.get(slot, NOTHING))
-        image = Image(slot, HOST + slot * IMAGE, slot * IMAGE, IMAGE, groups, after, self.ready(slot))
+        image = CopyRequest(slot, HOST + slot * IMAGE, slot * IMAGE, IMAGE, groups, after, self.ready(slot))
         return self.copier.load(image, lambda: None)
 
     def metadata(self, stream: Stream) -> None:
         self.driver.copy_to_device(BATCH + 8 * stream, BATCH + 8 * stream + 4, 4, stream)
 
     def chunk(
-        self, slot: int, generation: int, sources: Sequence[Source], groups: Sequence[int] = (0, 3)
+        self, slot: int, generation: int, sources: Sequence[LoraSource], groups: Sequence[int] = (0, 3)
     ) -> AssistedChunk:
-        book = self.books.take()
-        assert book is not None, "no book is free"
-        return AssistedChunk(slot, book, sources, [groups] * LAYERS, self.ready(slot), generation)
+        sync_slot = self.sync_slots.acquire()
+        assert sync_slot is not None, "no book is free"
+        return AssistedChunk(slot, sync_slot, sources, [groups] * LAYERS, self.ready(slot), generation)
 
     def assisted(self, chunk: AssistedChunk) -> FakePass:
         work = FakePass(self, [chunk.slot])
-        self.watchdog.watch(chunk.book, {index: 0.001 for _, _, index, _ in chunk.hand_offs()})
+        self.watchdog.watch(chunk.sync_slot, {index: 0.001 for _, _, index, _ in chunk.hand_offs()})
         self.chunks[chunk.slot] = at(Lane.ASSIST, self.launch_chunk(work, chunk, NOTHING))
         return work
 
@@ -189,13 +192,13 @@ class World:
 
     def work(self, chunk: AssistedChunk) -> bool:
         """What living workers do: the first hand-off whose x is there and whose y is not. False if there is none."""
-        for _, _, index, entry in chunk.hand_offs():
-            if has_reached(self.load(entry.y_flag), chunk.book.generation):
+        for _, _, index, flags in chunk.hand_offs():
+            if has_reached(self.load(flags.y_flag), chunk.sync_slot.generation):
                 continue
-            if not has_reached(self.load(entry.x_flag), chunk.book.generation):
+            if not has_reached(self.load(flags.x_flag), chunk.sync_slot.generation):
                 return False
-            self.worked.add((index, chunk.book.generation))
-            self.store(entry.y_flag, chunk.book.generation)
+            self.worked.add((index, chunk.sync_slot.generation))
+            self.store(flags.y_flag, chunk.sync_slot.generation)
             return True
         return False
 

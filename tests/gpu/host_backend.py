@@ -15,12 +15,12 @@ from caraserve.core.lora_layout import HostAdapter
 from caraserve.cpu.weights import folder_reader
 from caraserve.gpu import weights
 from caraserve.gpu.backend import CudaBackend
-from caraserve.gpu.driver import open as opening
-from caraserve.gpu.driver.detect import Choice
+from caraserve.gpu.driver import modules as opening
+from caraserve.gpu.driver.detect import DeviceChoice
 from caraserve.gpu.driver.streams import Lane
 from caraserve.gpu.forward import builder
-from caraserve.gpu.forward.builder import GpuDevice, GpuSizes, Parts
-from caraserve.gpu.memory.host_memory import BOOKS
+from caraserve.gpu.forward.builder import BackendParts, GpuDevice, GpuSizes
+from caraserve.gpu.memory.host_memory import SYNC_SLOTS
 from caraserve.loop import Engine
 from caraserve.lora.peft import inspect_adapter, read_adapter
 from caraserve.model.dtype import Dtype
@@ -42,7 +42,7 @@ class Host:
     backend: CudaBackend
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> BackendParts:
         return self.backend._parts
 
     def on_launching_thread(self, job: Any) -> Any:
@@ -71,15 +71,15 @@ class Host:
         parts = self.parts
         parts.images.pool.check()
         assert not parts.is_busy
-        assert not parts.asides.is_open
-        assert parts.channels.queue.answers == 0
-        assert all(extent.holds == 0 for extent in parts.images.pool._extents), "an adapter is held for nothing"
+        assert not parts.assisted.is_open
+        assert parts.context.queue.answers == 0
+        assert all(extent.pins == 0 for extent in parts.images.pool._extents), "an adapter is held for nothing"
         assert set(parts.images.pool._by_slot) == set(parts.images.bound), "an adapter's bytes are nobody's"
-        assert [lane.results._free.qsize() for lane in parts.lanes] == [3, BOOKS]
+        assert [lane.results._free.qsize() for lane in parts.lanes] == [3, SYNC_SLOTS]
         for lane in Lane:
-            parts.channels.timelines.settle(lane)
-        parts.asides._books.tidy(())
-        assert len(parts.asides._books._free) == len(parts.helpers.region.rooms)
+            parts.context.timelines.settle(lane)
+        parts.assisted._sync_slots.reclaim(())
+        assert len(parts.assisted._sync_slots._free) == len(parts.assist_resources.region.rooms)
 
 
 @asynccontextmanager
@@ -108,7 +108,7 @@ async def serving(
         patch.setattr(opening, "open_device", open_device)
         patch.setattr(builder, "GpuSizes", with_sizes)
         patch.setattr(builder, "GRANULE_BYTES", GRANULE_BYTES)
-        patch.setattr(caraserve.backend_factory, "detect", lambda device: Choice("cuda"))
+        patch.setattr(caraserve.backend_factory, "detect", lambda device: DeviceChoice("cuda"))
         async with running(model, lora, replace(engine, device="cuda")) as served:
             backend = served._backend
             assert isinstance(backend, CudaBackend)

@@ -251,9 +251,9 @@ class HostKernels:
         )
 
 
-def _has_come(letter: int, outcome: int) -> bool:
+def _has_come(order: int, outcome: int) -> bool:
     """Whether a hand-off's wait, once nobody is asked, would find what it waits for."""
-    arrived, wanted, status, generation = (ctypes.c_int64 * 8).from_address(letter)[4:]
+    arrived, wanted, status, generation = (ctypes.c_int64 * 8).from_address(order)[4:]
     return _word(outcome) != AWAITED or _word(arrived) == wanted or _word(status) == generation
 
 

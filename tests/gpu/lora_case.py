@@ -69,10 +69,10 @@ class LoraCase:
         codes = np.array([dtype.value for dtype in self.dtypes], np.int32)
         self._weights = {"a": a, "b": b, "rank": rank, "scale": scale, "dtype": codes}
 
-    def tables(self) -> cuda_launch.Tables:
+    def tables(self) -> cuda_launch.WeightTables:
         names = {name: address(array) for name, array in self._weights.items()}
         gate = 0 if self.gate is None else address(self.gate)
-        return cuda_launch.Tables(**names, slots=len(self.dtypes), gate=gate)
+        return cuda_launch.WeightTables(**names, slots=len(self.dtypes), gate=gate)
 
     def run(
         self, x: NDArray[np.float64], y: NDArray[np.float64], row_slots: list[int], grid: int = 3, seed: int = 0
@@ -105,15 +105,15 @@ class LoraCase:
         plan = plan_items(slots, adapters)
         max_rank = max(int(ranks.max()), 8)
         part = np.full(PLANES * rows * len(self.outputs) * max_rank, np.nan, np.float32)
-        planes = cuda_launch.Part(address(part), rows, len(self.outputs), max_rank)
+        planes = cuda_launch.ShrinkBuffer(address(part), rows, len(self.outputs), max_rank)
         for list_, launch in ((plan.shrink, "shrink"), (plan.expand, "expand")):
             count = np.array([len(list_)], np.int32)
-            items = cuda_launch.Items(address(list_), address(count), address(plan.groups))
+            items = cuda_launch.WorkList(address(list_), address(count), address(plan.groups))
             if launch == "shrink":
-                source = cuda_launch.Rows(address(x_data), x_stride, self.inputs)
+                source = cuda_launch.ActivationRows(address(x_data), x_stride, self.inputs)
                 run(cuda_launch.shrink(grid, self.tables(), items, source, planes), self.activation, seed)
             else:
-                target = cuda_launch.Rows(address(y_data), y_stride, int(starts[-1]))
+                target = cuda_launch.ActivationRows(address(y_data), y_stride, int(starts[-1]))
                 places = cuda_launch.Projections(tuple(starts[:-1].tolist()), self.outputs)
                 run(cuda_launch.expand(grid, self.tables(), items, planes, target, places), self.activation, seed)
         return np.concatenate([self._float(y_rows[:, span]) for span in spans], axis=1), expected

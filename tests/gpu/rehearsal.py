@@ -26,7 +26,7 @@ from caraserve.bench.report.files import document
 from caraserve.bench.report.summary import summarize
 from caraserve.bench.synthetic import Shape
 from caraserve.gpu.driver.api import Stream
-from caraserve.gpu.driver.info import DeviceFacts
+from caraserve.gpu.driver.detect import DeviceFacts
 from caraserve.gpu.forward.builder import GpuDevice
 from caraserve.gpu.kernels.cuda_launch import Launch
 from caraserve.model.dtype import Dtype

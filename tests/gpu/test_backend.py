@@ -17,9 +17,9 @@ from caraserve.engine.queues import RequestQueues
 from caraserve.errors import ConfigError
 from caraserve.gpu.driver.api import DriverError, Stream
 from caraserve.gpu.driver.streams import Lane
-from caraserve.gpu.forward import graph_capture as captures
-from caraserve.gpu.forward.batch import Shape
-from caraserve.gpu.forward.lanes import Replay
+from caraserve.gpu.forward import graphs as captured_graphs
+from caraserve.gpu.forward.batch import PassShape
+from caraserve.gpu.forward.lanes import CapturedPass
 from tests.gpu.host_backend import GRANULE_BYTES, PATIENCE_S, Host, serving
 from tests.gpu.host_device import HostDriver
 from tests.gpu.torch_kernels import torch_kernels
@@ -121,11 +121,11 @@ class Seen:
 
     def look_at(self, host: Host, *, first_layers_late: bool = False) -> None:
         """`first_layers_late`: none is copied until an iteration has been launched without them."""
-        captures, images = host.parts.captures, host.parts.images
-        find, relocate = captures.find, images._relocate
+        captured_graphs, images = host.parts.captured_graphs, host.parts.images
+        find, relocate = captured_graphs.find, images._relocate
         host.driver.held = {Lane.COPY} if first_layers_late else set()
 
-        def finding(plan: Batch, shape: Shape, arriving: Collection[int]) -> Replay | None:
+        def finding(plan: Batch, shape: PassShape, arriving: Collection[int]) -> CapturedPass | None:
             replay = find(plan, shape, arriving)
             self.replays += [] if replay is None else [replay.gate is not None]
             self.waited += len(arriving) > 0
@@ -137,7 +137,7 @@ class Seen:
             self.moved += 1
             relocate(*asked)
 
-        captures.find, images._relocate = finding, relocating  # type: ignore[method-assign, assignment]
+        captured_graphs.find, images._relocate = finding, relocating  # type: ignore[method-assign, assignment]
 
 
 @pytest.mark.parametrize("last", [None, Lane.COPY, Lane.GATE])
@@ -157,7 +157,7 @@ def test_where_waits_cannot_be_captured_adapters_are_waited_for_without_graphs(
     wait_value = HostDriver.wait_value
 
     def refusing(driver: HostDriver, stream: Stream, address: int, value: int) -> None:
-        if driver.captures(stream):
+        if driver.captured_graphs(stream):
             raise DriverError("cuStreamWaitValue32_v2: not supported")
         wait_value(driver, stream, address, value)
 
@@ -169,7 +169,7 @@ def test_where_waits_cannot_be_captured_adapters_are_waited_for_without_graphs(
     check(subject, asked, answers, 5)
     assert seen.waited
     assert set(seen.replays) == {False}
-    complaints = [record.message for record in caplog.records if record.name == captures.__name__]
+    complaints = [record.message for record in caplog.records if record.name == captured_graphs.__name__]
     assert complaints == [
         "no graphs for iterations that wait for adapters: "
         "the driver captures no waits (cuStreamWaitValue32_v2: not supported)"

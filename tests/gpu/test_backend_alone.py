@@ -200,7 +200,7 @@ class World:
         for _ in range(4):
             self.load()
         for _ in range(5):
-            self.host.on_launching_thread(self.host.parts.pump)
+            self.host.on_launching_thread(self.host.parts.poll)
         self.host.driver.held = set()
 
     def settle(self) -> None:
@@ -236,11 +236,11 @@ def test_what_was_launched_before_the_end_has_a_result(subject: Subject) -> None
             host.backend.launch(base_plan(number), results.put)
     for number in range(6):
         check_base(oracle, number, results.get(timeout=PATIENCE_S))
-    ours = {"caraserve-launch", "caraserve-results", "caraserve-asides", "caraserve-guard"}
+    ours = {"caraserve-launch", "caraserve-results", "caraserve-assisted", "caraserve-watchdog"}
     assert ours <= names
     assert not ours & {thread.name for thread in threading.enumerate()}
     with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(host.parts.helpers.region.region.fd)
+        os.fstat(host.parts.assist_resources.region.region.fd)
 
 
 def test_a_plan_that_cannot_be_launched_fails_alone_and_in_its_turn(subject: Subject) -> None:
@@ -323,7 +323,7 @@ def test_keys_come_to_an_adapters_bytes_after_whoever_reads_these_on_another_lan
         place = images.pool.place_of(1)
 
         def read_aside() -> None:
-            timelines = host.parts.channels.timelines
+            timelines = host.parts.context.timelines
             source = images.bytes_of(1).data_ptr()
             host.driver.copy_to_host(seen.ctypes.data, source, seen.nbytes, timelines.streams[Lane.ASSIST])
             images.used([1], Lane.ASSIST, timelines.mark(Lane.ASSIST))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from caraserve.cpu.lora_workers import pool
-from caraserve.gpu.assist.assisted_prefill import Asides
+from caraserve.gpu.assist.assisted_prefill import AssistedPrefills
 from caraserve.gpu.driver.streams import Lane
 from caraserve.loop import Engine
 from caraserve.model.spec import load_spec
@@ -59,8 +59,8 @@ class Office:
     oracle: Oracle
 
     @property
-    def asides(self) -> Asides:
-        return self.host.parts.asides
+    def assisted(self) -> AssistedPrefills:
+        return self.host.parts.assisted
 
     @property
     def driver(self) -> Any:
@@ -89,7 +89,7 @@ class Office:
 
     async def until_launched(self, prompts: int = 1) -> None:
         """Chunks are on the lane, their letters written."""
-        await self.until(lambda: len(self.asides._under_way) >= prompts)
+        await self.until(lambda: len(self.assisted._under_way) >= prompts)
 
     async def until_loaded(self) -> None:
         await self.until(lambda: not any(bound.is_loading for bound in self.host.parts.images.bound.values()))
@@ -97,16 +97,16 @@ class Office:
     async def help_with(self, name: str, tokens: int, seed: int = 0) -> int:
         """A prompt that nobody but workers can compute; its weights are under way again when it is done. Returns how
         many layers were theirs."""
-        before = self.asides.counts.slices
+        before = self.assisted.counts.slices
         self.driver.held = {Lane.COPY}
         answer = self.ask(name, tokens, seed)
-        await self.until(lambda: not self.asides.is_open and self.asides.counts.slices > before)
+        await self.until(lambda: not self.assisted.is_open and self.assisted.counts.slices > before)
         self.driver.held = set()
         return await self.check(name, tokens, answer, seed)
 
     def patient(self, hand_off_s: float) -> None:
         """What a hand-off may be expected to take: workers are given up after some five times that."""
-        self.asides.predictions.hand_off_s = lambda tokens, rank: hand_off_s
+        self.assisted.predictions.hand_off_s = lambda tokens, rank: hand_off_s
 
     async def check(self, name: str | None, tokens: int, answer: "asyncio.Task[Answer]", seed: int = 0) -> int:
         """Waits for the right answer. Returns how many layers were the workers'."""
@@ -131,7 +131,7 @@ async def office(subject: Subject, *, cores: tuple[int, ...] = CORES, **device: 
         assert host.backend.workers.await_all(PATIENCE_S)
         made = Office(engine, host, oracle)
         made.patient(5.0)
-        host.parts.channels.queue.bytes_per_s = 1e-6
+        host.parts.context.queue.bytes_per_s = 1e-6
         try:
             yield made
         finally:
@@ -158,7 +158,7 @@ def test_all_tokens_of_a_prompt_are_scored(subject: Subject) -> None:
         async with office(subject) as at:
             at.driver.held = {Lane.COPY}
             answer = at.ask("r8", LONG, prompt_logprobs=0)
-            await at.until(lambda: not at.asides.is_open and at.asides.counts.slices > 0)
+            await at.until(lambda: not at.assisted.is_open and at.assisted.counts.slices > 0)
             at.driver.held = set()
             assert await at.check("r8", LONG, answer) >= LAYERS  # of its first plan at least
             prompt, (first, *rest) = prompt_of(LONG), (await answer).prompt_logprobs
@@ -180,7 +180,7 @@ def test_prompts_aside_are_launched_before_others_have_ended(subject: Subject) -
             await at.until_launched(2)
             assert await at.check(None, 5, at.ask(None, 5)) == 0
             at.driver.held = {Lane.COPY}
-            await at.until(lambda: not at.asides.is_open)
+            await at.until(lambda: not at.assisted.is_open)
             at.driver.held = set()
             assert [await at.check(*each, answer) for each, answer in zip(asked, answers, strict=True)] == [LAYERS] * 2
             assert at.host.backend.modules_redone == 0
@@ -232,9 +232,9 @@ def test_decoding_goes_on_while_a_chunk_waits_for_workers(subject: Subject) -> N
             for tokens in (1, 40):
                 assert await at.check(None, tokens, at.ask(None, tokens)) == 0
             assert not stuck.done()
-            assert at.asides.is_open
+            assert at.assisted.is_open
             at.strike(signal.SIGCONT)
-            await at.until(lambda: not at.asides.is_open)
+            await at.until(lambda: not at.assisted.is_open)
             at.driver.held = set()
             assert await at.check("r8", 20, stuck) == LAYERS
 
@@ -325,12 +325,12 @@ def test_without_workers_every_layer_waits(subject: Subject) -> None:
 def test_numbers_of_chunks_count_round(subject: Subject) -> None:
     async def serve() -> None:
         async with office(subject) as at:
-            for book in at.asides._books._free:
-                book.generation = (1 << 32) - 2
+            for sync_slot in at.assisted._sync_slots._free:
+                sync_slot.generation = (1 << 32) - 2
             for number, name in enumerate(("r8", "half", "mixed", "r13")):
                 assert await at.help_with(name, LONG, seed=number) == LAYERS
             assert at.host.backend.modules_redone == 0
-            assert all(book.generation < 8 for book in at.asides._books._free)
+            assert all(sync_slot.generation < 8 for sync_slot in at.assisted._sync_slots._free)
 
     asyncio.run(serve())
 
@@ -364,13 +364,13 @@ def test_answers_count_as_being_on_their_way_until_the_chunk_has_ended(subject: 
 
     async def serve() -> None:
         async with office(subject) as at:
-            queue = at.host.parts.channels.queue
+            queue = at.host.parts.context.queue
             at.driver.held = {Lane.COPY, Lane.ASSIST}
             answer = at.ask("r8", 20)
             await at.until_launched()
             assert queue.answers == 4 * 20 * outputs * LAYERS
             at.driver.held = {Lane.COPY}
-            await at.until(lambda: not at.asides.is_open)
+            await at.until(lambda: not at.assisted.is_open)
             assert queue.answers == 0
             at.driver.held = set()
             assert await at.check("r8", 20, answer) == LAYERS

@@ -17,7 +17,7 @@ from caraserve.core.outputs import OutputValues, collect, outputs_of
 from caraserve.cpu.sampling import SLOT_SAMPLING, write_sampling
 from caraserve.cpu.weights import folder_reader
 from caraserve.gpu.driver.api import Driver, Stream
-from caraserve.gpu.forward.batch import Capacity, HostBatch, Results, Shape, decode_slots, make_batch
+from caraserve.gpu.forward.batch import BatchWriter, Capacity, PassShape, Results, decode_slots, make_batch
 from caraserve.gpu.forward.decoder import Decoder
 from caraserve.gpu.forward.lanes import issue_pass
 from caraserve.gpu.kernels.attention import prefill_tile_tokens
@@ -102,7 +102,7 @@ class TinyDevice:
         self.state.block_table.copy_(blocks.view(SLOTS, per_slot))
         self.tables = AdapterTables(self.spec, ADAPTER_SLOTS, DEVICE)
         capacity = Capacity(self.max_tokens, SLOTS, self.max_tokens, prefill_tile_tokens(dtype), ADAPTER_SLOTS)
-        self.host = HostBatch(capacity)
+        self.host = BatchWriter(capacity)
         self.batch = make_batch(self.spec, capacity, MAX_RANK, DEVICE)
         self.workspace = make_workspace(self.spec, dtype, capacity, MAX_RANK, MAX_CONTEXT, DEVICE)
         self.driver = cast(Driver, AtOnce())
@@ -141,7 +141,7 @@ class TinyDevice:
         write_sampling(self.sampling, slot, replace(sampling, prompt_tokens=len(token_ids)))
         self.state.sampling.copy_(torch.from_numpy(self.sampling.view(np.uint8).reshape(SLOTS, -1)))
 
-    def fill(self, rows: Sequence[ScheduledRow], *, with_lora: bool = True, all_prompt: bool = False) -> Shape:
+    def fill(self, rows: Sequence[ScheduledRow], *, with_lora: bool = True, all_prompt: bool = False) -> PassShape:
         """Writes the batch; rows are in the order of their adapters."""
         words, outputs = self.host.empty(), outputs_of(tuple(rows), self._prompt_tokens)
         shape = self.host.fill(words, tuple(rows), outputs, with_lora=with_lora, all_prompt=all_prompt)
@@ -162,7 +162,7 @@ class TinyDevice:
         self,
         rows: Sequence[ScheduledRow],
         *,
-        shape: Callable[[Shape], Shape] = lambda shape: shape,
+        shape: Callable[[PassShape], PassShape] = lambda shape: shape,
         weights: Weights | None = None,
     ) -> tuple[RowResult, ...]:
         """One pass. `shape`: from the exact one to the one that is used. `weights`: merged ones."""

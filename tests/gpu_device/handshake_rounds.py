@@ -99,14 +99,14 @@ def run_rounds(bench: HandshakeBench, rounds: int, generator: torch.Generator, *
     started_s = time.monotonic()
     for index in range(rounds):
         order, outcome = on_device[index].data_ptr(), outcomes.data_ptr() + 4 * index
-        rows = cuda_launch.Rows(x[index].data_ptr(), _SHAPE.hidden, _SHAPE.hidden)
+        rows = cuda_launch.ActivationRows(x[index].data_ptr(), _SHAPE.hidden, _SHAPE.hidden)
         state = request.data_ptr(), counted.data_ptr(), outcome
         acc.launch(cuda_launch.publish(2, order, rows, bench.on_device(bench.host_x), _SHAPE.hidden, *state))
         if by_stream:
             generation = bench.rounds_done + index + 1
             acc.device.driver.wait_value(acc.stream, bench.on_device(bench.words[32:]), generation)
         acc.launch(cuda_launch.wait(order, outcome, errors.data_ptr()))
-        target = cuda_launch.Rows(y[index].data_ptr(), width, width)
+        target = cuda_launch.ActivationRows(y[index].data_ptr(), width, width)
         acc.launch(cuda_launch.add(2, order, outcome, target, projections, width, columns))
     acc.settle()
     spent_s = time.monotonic() - started_s
@@ -123,7 +123,7 @@ def _work_orders(bench: HandshakeBench, rounds: int, arrived: int) -> NDArray[np
     spans = {span.site: span for span in bench.adapter.spec.spans}
     image = bench.region.offset(int(bench.adapter.data.ctypes.data))
     modules = [
-        work_orders.Module(
+        work_orders.HostModule(
             _SHAPE.hidden,
             _RANK,
             bench.adapter.spec.dtype,
@@ -134,14 +134,14 @@ def _work_orders(bench: HandshakeBench, rounds: int, arrived: int) -> NDArray[np
         for site in range(len(_QKV))
     ]
     offset_of = bench.region.offset
-    errand = work_orders.Errand(
+    task = work_orders.WorkerTask(
         0, bench.on_device(bench.blocks), _NUMBER, 0, _ROWS, offset_of(int(bench.deltas.ctypes.data))
     )
-    region = work_orders.Region(bench.base, offset_of(int(bench.host_x.ctypes.data)), _SHAPE.hidden, _SHAPE.hidden)
+    region = work_orders.SharedInput(bench.base, offset_of(int(bench.host_x.ctypes.data)), _SHAPE.hidden, _SHAPE.hidden)
     flags = [bench.on_device(bench.words[at:]) for at in (0, 16, 32)]
-    terms = work_orders.Terms(_PATIENCE_NS, arrived, 1, flags[0], _GENERATION, flags[1], flags[2])
-    order = np.zeros(work_orders.letter_bytes(1) // 8, np.int64)
-    work_orders.write_letter(order, [errand], modules, region, terms)
+    terms = work_orders.SyncAddresses(_PATIENCE_NS, arrived, 1, flags[0], _GENERATION, flags[1], flags[2])
+    order = np.zeros(work_orders.work_order_bytes(1) // 8, np.int64)
+    work_orders.write_work_order(order, [task], modules, region, terms)
     made = np.tile(order, (rounds, 1))
     numbers = bench.rounds_done + 1 + np.arange(rounds)
     for placeholder in (_NUMBER, _GENERATION):

@@ -86,11 +86,11 @@ class Adapters:
         self.dtype = torch.tensor([dtype.value for dtype in site.dtypes], dtype=torch.int32, device=acc.place)
         self._addresses = a, b
 
-    def tables(self, layer: int) -> cuda_launch.Tables:
+    def tables(self, layer: int) -> cuda_launch.WeightTables:
         """As the raw kernels take them."""
         parts = self.a[layer], self.b[layer], self.rank, self.scale, self.dtype
         a, b, rank, scale, dtype = (part.data_ptr() for part in parts)
-        return cuda_launch.Tables(a, b, rank, scale, dtype, self.site.slots)
+        return cuda_launch.WeightTables(a, b, rank, scale, dtype, self.site.slots)
 
     def site_tables(self, layer: int) -> SiteTables:
         """As the Triton kernels take them."""
@@ -170,12 +170,12 @@ class DecodingRows:
         """Both launches of one layer."""
         shrink, expand, groups = (part.data_ptr() for part in self._lists)
         counts, site, tables = self._counts.data_ptr(), self.adapters.site, self.adapters.tables(layer)
-        part = cuda_launch.Part(self.part.data_ptr(), len(self.row_slots), len(site.outputs), self.max_rank)
-        x = cuda_launch.Rows(self.x.data_ptr(), self.x.stride(0), site.inputs)
-        y = cuda_launch.Rows(self.y.data_ptr(), self.y.stride(0), site.width)
+        part = cuda_launch.ShrinkBuffer(self.part.data_ptr(), len(self.row_slots), len(site.outputs), self.max_rank)
+        x = cuda_launch.ActivationRows(self.x.data_ptr(), self.x.stride(0), site.inputs)
+        y = cuda_launch.ActivationRows(self.y.data_ptr(), self.y.stride(0), site.width)
         grid, places = self._acc.device.kernels.bgmv_grid, cuda_launch.Projections(site.columns, site.outputs)
-        self._acc.launch(cuda_launch.shrink(grid, tables, cuda_launch.Items(shrink, counts, groups), x, part))
-        items = cuda_launch.Items(expand, counts + 4, groups)
+        self._acc.launch(cuda_launch.shrink(grid, tables, cuda_launch.WorkList(shrink, counts, groups), x, part))
+        items = cuda_launch.WorkList(expand, counts + 4, groups)
         self._acc.launch(cuda_launch.expand(grid, tables, items, part, y, places))
 
     def results(self) -> Tensor:

@@ -12,7 +12,7 @@ from caraserve.bench.gpu.accelerator import Accelerator, CudaStopwatch, Stopwatc
 from caraserve.bench.gpu.results import Figures
 from caraserve.bench.synthetic import SHAPES, Shape
 from caraserve.errors import BackendFailed
-from caraserve.gpu.driver.info import DeviceFacts, device_facts
+from caraserve.gpu.driver.detect import DeviceFacts, device_facts
 from caraserve.gpu.driver.libcuda import Cuda
 from caraserve.gpu.forward.builder import GpuDevice
 from caraserve.model.dtype import Dtype
@@ -140,7 +140,7 @@ def real_setup(
     """This machine's GPU. Raises OSError or DriverError when there is none."""
 
     def open_(dtype: Dtype) -> Opened:
-        from caraserve.gpu.driver.open import open_device  # needs CuPy
+        from caraserve.gpu.driver.modules import open_device  # needs CuPy
 
         return open_device(dtype), CudaStopwatch()
 

@@ -20,28 +20,27 @@ from caraserve.core.batch import Batch, RowResult, ScheduledRow, StepResult
 from caraserve.core.lora_layout import GROUPS
 from caraserve.core.outputs import Output, OutputValues, collect, outputs_of
 from caraserve.cpu.lora_workers.pool import Workers
-from caraserve.gpu.assist.handshake import Book, Books, Life
-from caraserve.gpu.assist.order_writer import LetterWriter
-from caraserve.gpu.assist.watchdog import Guard, lives_of
-from caraserve.gpu.assist.work_orders import letter_bytes
+from caraserve.gpu.assist.handshake import SyncSlot, SyncSlotPool, WatchdogThread, WorkerStatus, worker_statuses
+from caraserve.gpu.assist.order_writer import WorkOrderWriter
+from caraserve.gpu.assist.work_orders import work_order_bytes
 from caraserve.gpu.driver.api import DriverError, Stream
 from caraserve.gpu.driver.streams import NOTHING, Lane, at, latest
-from caraserve.gpu.forward.batch import Shape
-from caraserve.gpu.forward.channels import Channels, LaneParts
-from caraserve.gpu.forward.iteration import Done, copy_results
+from caraserve.gpu.forward.batch import PassShape
+from caraserve.gpu.forward.iteration import Done, LaneResources, copy_results
 from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS, AssistedChunk, AssistLane, chunk_ends
-from caraserve.gpu.forward.lora_pass import AssistTerms
-from caraserve.gpu.memory.adapters import Bound, DeviceImages, HostMemory
-from caraserve.gpu.memory.host_memory import HandOffRoom, HostRegion, RegionWords, x_stride
-from caraserve.gpu.memory.link_queue import Source, source
-from caraserve.gpu.memory.slots import RequestSlots
+from caraserve.gpu.forward.lora_pass import ChunkHandOffs
+from caraserve.gpu.memory.adapters import BoundAdapter, DeviceImages, RegisteredMemory
+from caraserve.gpu.memory.copier import DeviceContext
+from caraserve.gpu.memory.host_memory import HandOffBuffers, HostRegion, RegionWords, x_stride
+from caraserve.gpu.memory.link_queue import LoraSource, choose_source
+from caraserve.gpu.memory.request_state import RequestSlots
 from caraserve.model.spec import ModelSpec
 
 _UNKNOWN_S = 0.002  # what a hand-off may be expected to take where nothing was measured
 
 
 @dataclass(slots=True)
-class Predictions:
+class AssistPredictions:
     """What is expected of this machine; set when it is known. Only how well it goes depends on them."""
 
     layer_s: Callable[[int], float] = lambda tokens: 0.0  # to compute a layer of a prefill of so many tokens
@@ -50,17 +49,17 @@ class Predictions:
 
 
 @dataclass(frozen=True, slots=True)
-class Helpers:
+class AssistResources:
     """The CPU workers, what they share with the device, and who sees to it that nobody waits for them in vain."""
 
     region: HostRegion
-    memory: HostMemory
+    memory: RegisteredMemory
     workers: Workers
-    guard: Guard
+    watchdog: WatchdogThread
 
 
 @dataclass(slots=True)
-class Counts:
+class AssistCounts:
     """Since the start."""
 
     slices: int = 0  # asked of workers
@@ -85,7 +84,7 @@ class _Issuing:
     """A chunk on its way to the device's queue; `layers` issues one more at each step."""
 
     prompt: _Prompt
-    book: Book
+    sync_slot: SyncSlot
     layers: Iterator[None]
 
 
@@ -94,52 +93,52 @@ class _Chunk:
     prompt: _Prompt
     row: ScheduledRow
     outputs: Output
-    book: Book
+    sync_slot: SyncSlot
     number: int
 
 
-class Asides:
+class AssistedPrefills:
     """The launching thread's alone."""
 
     def __init__(
         self,
-        channels: Channels,
-        parts: LaneParts,
+        context: DeviceContext,
+        parts: LaneResources,
         images: DeviceImages,
         slots: RequestSlots,
-        helpers: Helpers,
+        assist_resources: AssistResources,
         spec: ModelSpec,
         wake: Callable[[], None],
     ) -> None:
-        """`wake` has the launching thread call `go_on`."""
-        self._driver, self._timelines, self._ring = channels.driver, channels.timelines, channels.ring
-        self._copier, self._queue = channels.copier, channels.queue
+        """`wake` has the launching thread call `schedule_pending`."""
+        self._driver, self._timelines, self._ring = context.driver, context.timelines, context.ring
+        self._copier, self._queue = context.copier, context.queue
         self._images, self._slots, self._spec, self._wake = images, slots, spec, wake
         self._batch, self._host, self._results, self._waiter = parts.batch, parts.host, parts.results, parts.waiter
         self._decoder = parts.decoder
-        self._region, self._memory = helpers.region, helpers.memory
-        self._workers, self._guard = helpers.workers, helpers.guard
+        self._region, self._memory = assist_resources.region, assist_resources.memory
+        self._workers, self._watchdog = assist_resources.workers, assist_resources.watchdog
         self._lane = AssistLane(self._driver, self._timelines, self._copier, self._memory.device_base)
         region, workers, batch, host = self._region, self._workers, self._batch, self._host
-        entries = spec.layers * len(GROUPS)
+        flags = spec.layers * len(GROUPS)
         self._words = RegionWords(region.region)
-        self._rooms = {room.book: room for room in region.rooms}
-        self._books = Books(self._words, [Book.at(room.book, entries) for room in region.rooms])
+        self._rooms = {room.sync_slot: room for room in region.rooms}
+        self._sync_slots = SyncSlotPool(self._words, [SyncSlot.at(room.sync_slot, flags) for room in region.rooms])
         device = batch.words.device
-        self._letter_words = letter_bytes(max(1, len(workers))) // 8
-        self._letters = torch.zeros((entries, self._letter_words), dtype=torch.int64, device=device)
+        self._order_words = work_order_bytes(max(1, len(workers))) // 8
+        self._orders = torch.zeros((flags, self._order_words), dtype=torch.int64, device=device)
         self._gate = torch.zeros(images.tables.slots, dtype=torch.int32, device=device)
         self._asked = torch.zeros(max(1, len(workers)), dtype=torch.int64, device=device)
         self._flags = torch.zeros(2, dtype=torch.int32, device=device)  # publish's counter, errors
         self._batch_words = host.empty()
-        self._writer = LetterWriter(spec, region, self._memory)
+        self._writer = WorkOrderWriter(spec, region, self._memory)
         self._waiting: deque[_Prompt] = deque()
         self._issuing: _Issuing | None = None
         self._under_way: list[_Chunk] = []  # issued whole
         self._answers: dict[int, int] = {}  # bytes that workers were asked for, by book
         self._returned: SimpleQueue[Callable[[], None]] = SimpleQueue()  # what is to be done about chunks that ended
-        self.predictions = Predictions()
-        self.counts = Counts()
+        self.predictions = AssistPredictions()
+        self.counts = AssistCounts()
 
     def launch(self, plan: Batch, done: Done) -> None:
         """Takes a plan whose slot and blocks have just been written on the compute lane."""
@@ -147,16 +146,16 @@ class Asides:
         ends = deque(chunk_ends(row.start, row.start + row.count))
         issued = self._timelines.mark(Lane.COMPUTE)
         self._waiting.append(_Prompt(plan, done, issued, ends, row.start, time.monotonic()))
-        self.go_on()
+        self.schedule_pending()
 
     @property
     def is_busy(self) -> bool:
-        """Whether `go_on` is to be called again soon."""
+        """Whether `schedule_pending` is to be called again soon."""
         return bool(self._waiting) or self.is_issuing
 
     @property
     def is_issuing(self) -> bool:
-        """Whether `go_on` is to be called again at once."""
+        """Whether `schedule_pending` is to be called again at once."""
         return self._issuing is not None
 
     @property
@@ -170,11 +169,11 @@ class Asides:
             with contextlib.suppress(Empty):
                 self._returned.get(timeout=timeout_s)()
 
-    def go_on(self) -> None:
+    def schedule_pending(self) -> None:
         """Sees to chunks that have ended, and issues a layer of the next if there is a book for it."""
         while not self._returned.empty():
             self._returned.get()()
-            self._images.pump()  # what had to wait for the chunk's adapter to be free goes before the next chunk
+            self._images.poll()  # what had to wait for the chunk's adapter to be free goes before the next chunk
         if self._issuing is None:
             self._begin_next()
         if self._issuing is not None:
@@ -183,22 +182,22 @@ class Asides:
     def fail(self, failure: Exception) -> None:
         """The device has failed: what has not been launched never will be."""
         if self._issuing is not None:
-            self._give_up(self._issuing, failure)
+            self._abort(self._issuing, failure)
         while self._waiting:
             self._waiting.popleft().done(failure)
 
     def _begin_next(self) -> None:
         if not self._waiting or not self._images.are_placed([self._waiting[0].plan.rows[0].adapter_slot]):
             return
-        lives = lives_of(self._workers)
-        self._books.tidy(lives)
-        if (book := self._books.take()) is None:
+        statuses = worker_statuses(self._workers)
+        self._sync_slots.reclaim(statuses)
+        if (sync_slot := self._sync_slots.acquire()) is None:
             return
         prompt = self._waiting.popleft()
         if not self._under_way:
-            self._attend(True)
-        self._images.pool.hold(prompt.plan.rows[0].adapter_slot)
-        self._issuing = _Issuing(prompt, book, self._issue_chunk(prompt, book, lives))
+            self._watch_workers(True)
+        self._images.pool.pin(prompt.plan.rows[0].adapter_slot)
+        self._issuing = _Issuing(prompt, sync_slot, self._issue_chunk(prompt, sync_slot, statuses))
 
     def _issue_layer(self, issuing: _Issuing) -> None:
         """Whoever's turn it is, it may be another's than that of the plan being launched now."""
@@ -207,27 +206,27 @@ class Asides:
         except StopIteration:
             self._issuing = None
         except Exception as error:
-            self._give_up(issuing, error)
+            self._abort(issuing, error)
 
-    def _give_up(self, issuing: _Issuing, failure: Exception) -> None:
+    def _abort(self, issuing: _Issuing, failure: Exception) -> None:
         """A chunk that cannot be issued to its end."""
         self._issuing = None
-        self._under_way = [chunk for chunk in self._under_way if chunk.book is not issuing.book]
-        self._guard.forget(issuing.book)
-        self._release(issuing.prompt.plan.rows[0].adapter_slot, issuing.book, lives_of(self._workers))
+        self._under_way = [chunk for chunk in self._under_way if chunk.sync_slot is not issuing.sync_slot]
+        self._watchdog.unwatch(issuing.sync_slot)
+        self._release(issuing.prompt.plan.rows[0].adapter_slot, issuing.sync_slot, worker_statuses(self._workers))
         issuing.prompt.done(failure)
 
-    def _release(self, slot: int, book: Book, late: Sequence[Life] = ()) -> None:
+    def _release(self, slot: int, sync_slot: SyncSlot, late: Sequence[WorkerStatus] = ()) -> None:
         """What a chunk had. `late`: all workers, if one of them may write to it still."""
-        self._images.pool.let_go(slot)
-        self._queue.answered(self._answers.pop(book.offset, 0))
-        self._books.give_back(book, late)
+        self._images.pool.unpin(slot)
+        self._queue.answered(self._answers.pop(sync_slot.offset, 0))
+        self._sync_slots.release(sync_slot, late)
         if not self._under_way and not self.is_issuing:
-            self._attend(False)
+            self._watch_workers(False)
 
     # --- one chunk ---
 
-    def _issue_chunk(self, prompt: _Prompt, book: Book, lives: Sequence[Life]) -> Iterator[None]:
+    def _issue_chunk(self, prompt: _Prompt, sync_slot: SyncSlot, statuses: Sequence[WorkerStatus]) -> Iterator[None]:
         (whole,) = prompt.plan.rows
         end = prompt.ends.popleft()
         is_last = not prompt.ends
@@ -238,66 +237,68 @@ class Asides:
         slot, bound = row.adapter_slot, self._images.bound[row.adapter_slot]
         chunk = AssistedChunk(
             slot=slot,
-            book=book,
-            sources=self._sources(bound, slot, row.count, lives),
+            sync_slot=sync_slot,
+            sources=self._sources(bound, slot, row.count, statuses),
             groups=bound.groups,
             ready=self._images.ready_words(slot),
             ready_generation=bound.generation,
         )
-        written = self._writer.letters(chunk, bound.adapter, row.count, lives, self.predictions.tokens_per_worker)
-        self.counts.slices += sum(letter.errands for letter in written)
-        self._answers[book.offset] = sum(letter.answer_bytes for letter in written)
-        self._queue.await_answers(self._answers[book.offset])
+        written = self._writer.orders(chunk, bound.adapter, row.count, statuses, self.predictions.tokens_per_worker)
+        self.counts.slices += sum(order.tasks for order in written)
+        self._answers[sync_slot.offset] = sum(order.answer_bytes for order in written)
+        self._queue.await_answers(self._answers[sync_slot.offset])
         terms = self._terms(chunk)
-        self._guard.watch(book, {index: self._hand_off_s(row, bound) for _, _, index, _ in chunk.hand_offs()})
+        self._watchdog.watch(sync_slot, {index: self._hand_off_s(row, bound) for _, _, index, _ in chunk.hand_offs()})
 
         def metadata(stream: Stream) -> None:
             self._ring.send(self._batch.words.data_ptr(), self._batch_words, Lane.ASSIST)
-            for letter in written:
-                self._ring.send(self._letters[letter.entry].data_ptr(), letter.words, Lane.ASSIST)
+            for order in written:
+                self._ring.send(self._orders[order.index].data_ptr(), order.words, Lane.ASSIST)
             self._driver.fill(self._flags.data_ptr(), self._flags.nbytes, stream)
 
         after = latest(at(Lane.COMPUTE, prompt.issued), self._images.pool.moved(slot))
         number = yield from self._lane.issue(metadata, self._decoder.work(shape, assist=terms), chunk, after)
         self._images.used([slot], Lane.ASSIST, number)
         prompt.at = end
-        launched = _Chunk(prompt, row, outputs, book, number)
+        launched = _Chunk(prompt, row, outputs, sync_slot, number)
         self._under_way.append(launched)
         self._return_results(launched)
 
     def _return_results(self, chunk: _Chunk) -> None:
         stream = self._timelines.streams[Lane.ASSIST]
-        results, address = self._results.take()
+        results, address = self._results.acquire()
         copy_results(self._driver, self._batch, chunk.outputs, results, address, stream)
         errors = results.block[-4:].view(np.int32)
         where = address + results.block.nbytes - 4
         self._driver.copy_to_host(where, self._flags[1].data_ptr(), 4, stream)
         prompt_tokens = self._slots.prompt_tokens.copy()
 
-        def ended(failure: DriverError | None) -> None:
+        def finished(failure: DriverError | None) -> None:
             found = OutputValues(results.chosen, results.logprob, results.top_ids, results.top_logprobs)
             made = None
             if failure is None:
                 made = collect(Batch((), (), (chunk.row,)), chunk.outputs, found, prompt_tokens)[0]
             is_void = bool(errors[0])
-            self._results.give_back(results, address)
-            self._returned.put(lambda: self._ended(chunk, failure, made, is_void=is_void))
+            self._results.release(results, address)
+            self._returned.put(lambda: self._on_chunk_finished(chunk, failure, made, is_void=is_void))
             self._wake()
 
-        self._waiter.when_done(stream, ended)
+        self._waiter.when_done(stream, finished)
 
-    def _ended(self, chunk: _Chunk, failure: DriverError | None, made: RowResult | None, *, is_void: bool) -> None:
+    def _on_chunk_finished(
+        self, chunk: _Chunk, failure: DriverError | None, made: RowResult | None, *, is_void: bool
+    ) -> None:
         self._under_way.remove(chunk)
-        given_up = self._guard.forget(chunk.book)
-        prompt, book = chunk.prompt, chunk.book
-        for index, entry in enumerate(book.entries):
-            if self._words.load(entry.x_flag) == book.generation:
+        was_aborted = self._watchdog.unwatch(chunk.sync_slot)
+        prompt, sync_slot = chunk.prompt, chunk.sync_slot
+        for index, flags in enumerate(sync_slot.flags):
+            if self._words.load(flags.x_flag) == sync_slot.generation:
                 prompt.cpu_layers.add(index // len(GROUPS))
-        has_failed = given_up or is_void or failure is not None
-        self._release(chunk.row.adapter_slot, book, lives_of(self._workers) if has_failed else ())
+        has_failed = was_aborted or is_void or failure is not None
+        self._release(chunk.row.adapter_slot, sync_slot, worker_statuses(self._workers) if has_failed else ())
         if failure is not None:
             prompt.done(failure)
-        elif given_up or is_void:
+        elif was_aborted or is_void:
             self.counts.void_chunks += 1
             self._finish(prompt, RowResult(None, needs_retry=True))
         elif prompt.ends:
@@ -310,7 +311,7 @@ class Asides:
     def _finish(prompt: _Prompt, result: RowResult) -> None:
         prompt.done(StepResult((result,), prompt.started_s, time.monotonic()))
 
-    def _attend(self, under_way: bool) -> None:
+    def _watch_workers(self, under_way: bool) -> None:
         """Has workers stay awake, and those that have stopped be replaced, while chunks are under way: a book that one
         of these may still write to is nobody's until then."""
         self._workers.keep_awake(under_way)
@@ -319,38 +320,40 @@ class Asides:
     def warm_up(self, settle: Callable[[], None]) -> None:
         """Runs every kernel of the lane once in each of its forms, over a hand-off that was given up before. `settle`
         waits for the lane."""
-        book = self._books.take()
-        assert book is not None, "nothing is under way yet"
-        self._words.store(book.status, book.generation)
+        sync_slot = self._sync_slots.acquire()
+        assert sync_slot is not None, "nothing is under way yet"
+        self._words.store(sync_slot.status, sync_slot.generation)
         stream = self._timelines.streams[Lane.ASSIST]
         self._ring.send(self._batch.words.data_ptr(), self._host.empty(), Lane.ASSIST)
-        chunk = AssistedChunk(0, book, [Source.WORKERS], [range(len(GROUPS))], self._images.ready_words(0), 1)
-        for letter in self._writer.to_nobody(chunk):
-            self._ring.send(self._letters[letter.entry].data_ptr(), letter.words, Lane.ASSIST)
+        chunk = AssistedChunk(0, sync_slot, [LoraSource.WORKERS], [range(len(GROUPS))], self._images.ready_words(0), 1)
+        for order in self._writer.write_without_workers(chunk):
+            self._ring.send(self._orders[order.index].data_ptr(), order.words, Lane.ASSIST)
         for tokens in (2, 16, ASSISTED_CHUNK_TOKENS):
-            work = self._decoder.work(Shape(tokens, 0, 1, 1, 1, False, 0), assist=self._terms(chunk))
+            work = self._decoder.work(PassShape(tokens, 0, 1, 1, 1, False, 0), assist=self._terms(chunk))
             for _ in self._lane.issue(lambda stream: None, work, chunk, NOTHING):
                 pass
             settle()
         self._driver.fill(self._flags.data_ptr(), self._flags.nbytes, stream)
         settle()
-        self._books.give_back(book)
+        self._sync_slots.release(sync_slot)
         self._workers.keep_awake(False)
 
     # --- what a chunk is made of ---
 
-    def _sources(self, bound: Bound, slot: int, tokens: int, lives: Sequence[Life]) -> list[Source]:
+    def _sources(
+        self, bound: BoundAdapter, slot: int, tokens: int, statuses: Sequence[WorkerStatus]
+    ) -> list[LoraSource]:
         """What is expected of each layer when the device gets there."""
         now_s, layer_s = time.monotonic(), self.predictions.layer_s(tokens)
         expected = self._queue.arrivals(slot, now_s)
         issued_s = self._queue.arrival_of_issued(now_s)
-        can_help = any(life.incarnation is not None and life.is_idle for life in lives)
+        can_help = any(status.incarnation is not None and status.is_idle for status in statuses)
         stall_s = self.predictions.hand_off_s(tokens, bound.stored.rank) if can_help else None
         found = []
         for layer in range(self._spec.layers):
             group = self._copier.group_of(slot, layer)
             found.append(
-                source(
+                choose_source(
                     arrived=group is None or self._copier.has_arrived(slot, layer),
                     arrives_s=issued_s if group is None else expected.get(group, issued_s),
                     use_s=now_s + layer * layer_s,
@@ -359,19 +362,19 @@ class Asides:
             )
         return found
 
-    def _hand_off_s(self, row: ScheduledRow, bound: Bound) -> float:
+    def _hand_off_s(self, row: ScheduledRow, bound: BoundAdapter) -> float:
         return self.predictions.hand_off_s(row.count, bound.stored.rank)
 
-    def _terms(self, chunk: AssistedChunk) -> AssistTerms:
-        room: HandOffRoom = self._rooms[chunk.book.offset]
-        entries = range(self._spec.layers * len(GROUPS))
-        base, size = self._letters.data_ptr(), 8 * self._letter_words
-        return AssistTerms(
+    def _terms(self, chunk: AssistedChunk) -> ChunkHandOffs:
+        room: HandOffBuffers = self._rooms[chunk.sync_slot.offset]
+        flags = range(self._spec.layers * len(GROUPS))
+        base, size = self._orders.data_ptr(), 8 * self._order_words
+        return ChunkHandOffs(
             slot=chunk.slot,
             gate=self._gate,
-            letters=[base + size * index for index in entries],
-            host_x=[self._memory.device_base + room.x] * len(entries),
-            host_strides=[x_stride(self._spec, index % len(GROUPS)) for index in entries],
+            orders=[base + size * index for index in flags],
+            host_x=[self._memory.device_base + room.x] * len(flags),
+            host_strides=[x_stride(self._spec, index % len(GROUPS)) for index in flags],
             asked=self._asked.data_ptr(),
             counter=self._flags[0].data_ptr(),
             errors=self._flags[1].data_ptr(),

@@ -18,16 +18,22 @@ generation. Who adds y looks at `status` after the wait: a chunk that was given 
 request does it again without help.
 """
 
-from collections.abc import Iterable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from caraserve.cpu.lora_workers.pool import Workers
 from caraserve.gpu.driver.api import has_reached, successor
 
 _LINE = 64
-LOOK_S = 0.001  # between two looks while a chunk is under way
-_PATIENCE, _PATIENCE_S = 5.0, 0.002  # a hand-off may take so many times what was predicted, and so much more
-_MOURNING_S = 0.003  # after a death the others have so long to redo its part
+CHECK_S = 0.001  # between two looks while a chunk is under way
+_TIMEOUT_FACTOR, _TIMEOUT_MARGIN_S = (
+    5.0,
+    0.002,
+)  # a hand-off may take so many times what was predicted, and so much more
+DEATH_GRACE_S = 0.003  # after a death the others have so long to redo its part
 
 
 class SharedWords(Protocol):
@@ -40,13 +46,13 @@ class SharedWords(Protocol):
         """What was written before is seen first."""
 
 
-def book_bytes(entries: int) -> int:
+def sync_slot_bytes(flags: int) -> int:
     """Bytes of a book."""
-    return _LINE * (1 + 2 * entries)
+    return _LINE * (1 + 2 * flags)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class HandOffFlags:
     """The words of one hand-off."""
 
     x_flag: int
@@ -54,11 +60,11 @@ class Entry:
 
 
 @dataclass(slots=True, eq=False)
-class Book:
+class SyncSlot:
     """The words of one chunk; offsets. `generation` differs from that of every chunk that anybody still knows of."""
 
     offset: int
-    entries: tuple[Entry, ...]
+    flags: tuple[HandOffFlags, ...]
     generation: int = 0
 
     @property
@@ -66,14 +72,14 @@ class Book:
         return self.offset
 
     @classmethod
-    def at(cls, offset: int, entries: int, generation: int = 0) -> "Book":
+    def at(cls, offset: int, flags: int, generation: int = 0) -> "SyncSlot":
         """A book whose words begin at `offset` and all have the value `generation`."""
-        lines = [offset + _LINE * (1 + 2 * index) for index in range(entries)]
-        return cls(offset, tuple(Entry(line, line + _LINE) for line in lines), generation)
+        lines = [offset + _LINE * (1 + 2 * index) for index in range(flags)]
+        return cls(offset, tuple(HandOffFlags(line, line + _LINE) for line in lines), generation)
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class WorkerStatus:
     """A CPU worker at one moment. `incarnation`: a number of its own for each life; None: nobody is there."""
 
     worker: int
@@ -81,50 +87,60 @@ class Life:
     is_idle: bool
 
 
-class Books:
-    """Who has which book. Bounds the chunks under way."""
+class SyncSlotPool:
+    """The sync slots of a backend. Their number bounds the assisted chunks in flight."""
 
-    def __init__(self, words: SharedWords, books: Iterable[Book]) -> None:
+    def __init__(self, words: SharedWords, sync_slots: Iterable[SyncSlot]) -> None:
         self._words = words
-        self._free = list(books)
-        self._quarantine: list[tuple[Book, set[tuple[int, int]]]] = []
+        self._free = list(sync_slots)
+        self._quarantine: list[tuple[SyncSlot, set[tuple[int, int]]]] = []  # with the workers that may write late
 
-    def take(self) -> Book | None:
-        """A book for a chunk; None when there is none: the chunk then waits for its weights instead."""
+    def acquire(self) -> SyncSlot | None:
+        """Returns a sync slot for a chunk, or None when all are in use: the chunk then waits."""
         if not self._free:
             return None
-        book = self._free.pop(0)
-        # Numbers count round: words that have not been written for half a round would look as if they were ahead.
-        for word in (book.status, *(flag for entry in book.entries for flag in (entry.x_flag, entry.y_flag))):
-            self._words.store(word, book.generation)
-        book.generation = successor(book.generation)
-        return book
+        sync_slot = self._free.pop(0)
+        # Generations wrap: a word that was not written for 2^31 generations would compare as ahead of the next one.
+        for word in (sync_slot.status, *(flag for flags in sync_slot.flags for flag in (flags.x_flag, flags.y_flag))):
+            self._words.store(word, sync_slot.generation)
+        sync_slot.generation = successor(sync_slot.generation)
+        return sync_slot
 
-    def give_back(self, book: Book, lives: Sequence[Life] = ()) -> None:
-        """The device is done with a book. `lives`: all workers, if the chunk was given up: one of them may be late."""
-        late = {(life.worker, life.incarnation) for life in lives if life.incarnation is not None and not life.is_idle}
+    def release(self, sync_slot: SyncSlot, workers: Sequence[WorkerStatus] = ()) -> None:
+        """Returns a sync slot once the device has finished the chunk. `workers`: all of them, if the chunk was aborted:
+        a busy one may still write to the slot, so it is free only when that worker is idle or dead."""
+        late = _busy(workers)
         if late:
-            self._quarantine.append((book, late))
+            self._quarantine.append((sync_slot, late))
         else:
-            self._free.append(book)
+            self._free.append(sync_slot)
 
-    def tidy(self, lives: Sequence[Life]) -> None:
-        """Frees books that nobody can come late to any more."""
-        busy = {(life.worker, life.incarnation) for life in lives if life.incarnation is not None and not life.is_idle}
-        for book, late in list(self._quarantine):
+    def reclaim(self, workers: Sequence[WorkerStatus]) -> None:
+        """Frees slots of aborted chunks to which no worker can write any more."""
+        busy = _busy(workers)
+        for sync_slot, late in list(self._quarantine):
             late &= busy
             if not late:
-                self._quarantine.remove((book, late))
-                self._free.append(book)
+                self._quarantine.remove((sync_slot, late))
+                self._free.append(sync_slot)
+
+
+def _busy(workers: Sequence[WorkerStatus]) -> set[tuple[int, int]]:
+    """(worker, incarnation) of those that compute something."""
+    return {
+        (status.worker, status.incarnation)
+        for status in workers
+        if status.incarnation is not None and not status.is_idle
+    }
 
 
 @dataclass(slots=True, eq=False)
 class _Watched:
-    book: Book
+    sync_slot: SyncSlot
     expected_s: dict[int, float]  # of the hand-offs that workers were to do, in the device's order
     until_s: float = 0.0  # the hand-off under way may take
     at: int | None = None  # the hand-off under way
-    lives: frozenset[tuple[int, int]] = frozenset()  # when it was first seen
+    statuses: frozenset[tuple[int, int]] = frozenset()  # when it was first seen
 
 
 class Watchdog:
@@ -135,48 +151,104 @@ class Watchdog:
         self._watched: list[_Watched] = []
 
     @property
-    def is_needed(self) -> bool:
-        """Whether `look` is to be called every `LOOK_S`, and when a worker dies."""
+    def is_watching(self) -> bool:
+        """Whether `check` is to be called every `CHECK_S`, and when a worker dies."""
         return bool(self._watched)
 
-    def watch(self, book: Book, expected_s: dict[int, float]) -> None:
+    def watch(self, sync_slot: SyncSlot, expected_s: dict[int, float]) -> None:
         """A chunk is about to be launched. `expected_s`: what each of its entries should take."""
-        self._watched.append(_Watched(book, expected_s))
+        self._watched.append(_Watched(sync_slot, expected_s))
 
-    def forget(self, book: Book) -> bool:
+    def unwatch(self, sync_slot: SyncSlot) -> bool:
         """The device is done with a chunk. Returns whether it was given up."""
-        self._watched = [watched for watched in self._watched if watched.book is not book]
-        return self._words.load(book.status) == book.generation
+        self._watched = [watched for watched in self._watched if watched.sync_slot is not sync_slot]
+        return self._words.load(sync_slot.status) == sync_slot.generation
 
-    def look(self, now_s: float, lives: Sequence[Life]) -> None:
+    def check(self, now_s: float, statuses: Sequence[WorkerStatus]) -> None:
         """Gives up chunks whose workers have died or take too long."""
-        alive = frozenset((life.worker, life.incarnation) for life in lives if life.incarnation is not None)
+        alive = frozenset((status.worker, status.incarnation) for status in statuses if status.incarnation is not None)
         for watched in self._watched:
             if self._is_overdue(watched, now_s, alive):
-                self.give_up(watched.book)
+                self.abort(watched.sync_slot)
 
-    def give_up(self, book: Book) -> None:
+    def abort(self, sync_slot: SyncSlot) -> None:
         """Lets the device through all that is left of a chunk; nothing is added any more."""
-        self._words.store(book.status, book.generation)
-        for entry in book.entries:
-            self._words.store(entry.y_flag, book.generation)
+        self._words.store(sync_slot.status, sync_slot.generation)
+        for flags in sync_slot.flags:
+            self._words.store(flags.y_flag, sync_slot.generation)
 
     def _is_overdue(self, watched: _Watched, now_s: float, alive: frozenset[tuple[int, int]]) -> bool:
         waiting = self._waiting(watched)
         if waiting is None:
             return False
         if waiting != watched.at:
-            watched.at, watched.lives = waiting, alive
-            watched.until_s = now_s + _PATIENCE * watched.expected_s[waiting] + _PATIENCE_S
-        if not watched.lives <= alive:
-            watched.until_s = min(watched.until_s, now_s + _MOURNING_S)
+            watched.at, watched.statuses = waiting, alive
+            watched.until_s = now_s + _TIMEOUT_FACTOR * watched.expected_s[waiting] + _TIMEOUT_MARGIN_S
+        if not watched.statuses <= alive:
+            watched.until_s = min(watched.until_s, now_s + DEATH_GRACE_S)
         return not alive or now_s >= watched.until_s
 
     def _waiting(self, watched: _Watched) -> int | None:
         """The entry whose x is there and whose y is not."""
         for index in watched.expected_s:
-            entry, generation = watched.book.entries[index], watched.book.generation
-            if has_reached(self._words.load(entry.y_flag), generation):
+            flags, generation = watched.sync_slot.flags[index], watched.sync_slot.generation
+            if has_reached(self._words.load(flags.y_flag), generation):
                 continue
-            return index if has_reached(self._words.load(entry.x_flag), generation) else None
+            return index if has_reached(self._words.load(flags.x_flag), generation) else None
         return None
+
+
+def worker_statuses(workers: Workers) -> list[WorkerStatus]:
+    """All workers at this moment."""
+    return [
+        WorkerStatus(index, state.incarnation or None, is_idle=not state.is_busy)
+        for index, state in enumerate(workers.states())
+    ]
+
+
+class WatchdogThread:
+    """A `Watchdog` with a thread of its own; `watch` and `unwatch` may be called from another."""
+
+    def __init__(
+        self,
+        words: SharedWords,
+        workers: Workers,
+        statuses: Callable[[Workers], Sequence[WorkerStatus]] = worker_statuses,
+    ) -> None:
+        self._watchdog, self._workers, self._statuses = Watchdog(words), workers, statuses
+        self._lock = threading.Lock()
+        self._needed = threading.Event()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="caraserve-watchdog", daemon=True)
+        self._thread.start()
+
+    def watch(self, sync_slot: SyncSlot, expected_s: dict[int, float]) -> None:
+        """A chunk is about to be launched."""
+        with self._lock:
+            self._watchdog.watch(sync_slot, expected_s)
+        self._needed.set()
+
+    def unwatch(self, sync_slot: SyncSlot) -> bool:
+        """The device is done with a chunk. Returns whether it was given up."""
+        with self._lock:
+            return self._watchdog.unwatch(sync_slot)
+
+    def close(self) -> None:
+        """Ends the thread; nothing is under way any more."""
+        self._closing = True
+        self._needed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._needed.wait()
+            self._needed.clear()
+            while self._look():
+                with self._workers.changed:
+                    self._workers.changed.wait(CHECK_S)
+
+    def _look(self) -> bool:
+        with self._lock:
+            if self._watchdog.is_watching:
+                self._watchdog.check(time.monotonic(), self._statuses(self._workers))
+            return self._watchdog.is_watching and not self._closing

@@ -10,19 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import GROUPS, HostAdapter
-from caraserve.gpu.assist.handshake import Entry, Life
+from caraserve.gpu.assist.handshake import HandOffFlags, WorkerStatus
 from caraserve.gpu.assist.work_orders import (
-    Errand,
-    Module,
-    Region,
-    Terms,
-    cut,
+    HostModule,
+    SharedInput,
+    SyncAddresses,
+    WorkerTask,
     delta_columns,
-    letter_bytes,
-    write_letter,
+    split_rows,
+    work_order_bytes,
+    write_work_order,
 )
 from caraserve.gpu.forward.lanes import AssistedChunk
-from caraserve.gpu.memory.adapters import HostMemory
+from caraserve.gpu.memory.adapters import RegisteredMemory
 from caraserve.gpu.memory.host_memory import HostRegion, inputs_of, x_stride
 from caraserve.model.spec import SITES, ModelSpec
 
@@ -30,85 +30,85 @@ _WAIT_NS = 10_000_000_000  # for weights that are on their way, once no worker i
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
-    """Of one hand-off. `errands`: workers who are asked; `answer_bytes`: what they will have the device read."""
+class WorkOrder:
+    """Of one hand-off. `tasks`: workers who are asked; `answer_bytes`: what they will have the device read."""
 
-    entry: int
+    index: int
     words: NDArray[np.int64]
-    errands: int
+    tasks: int
     answer_bytes: int
 
 
-class LetterWriter:
+class WorkOrderWriter:
     """Counts each worker's hand-offs. The launching thread's alone."""
 
-    def __init__(self, spec: ModelSpec, region: HostRegion, memory: HostMemory) -> None:
+    def __init__(self, spec: ModelSpec, region: HostRegion, memory: RegisteredMemory) -> None:
         self._spec, self._region, self._memory = spec, region, memory
-        self._rooms = {room.book: room for room in region.rooms}
+        self._rooms = {room.sync_slot: room for room in region.rooms}
         self._numbers: dict[int, int] = {}  # by worker
 
-    def letters(
+    def orders(
         self,
         chunk: AssistedChunk,
         adapter: HostAdapter,
         tokens: int,
-        lives: Sequence[Life],
+        statuses: Sequence[WorkerStatus],
         tokens_per_worker: Callable[[int], int],
-    ) -> list[Letter]:
+    ) -> list[WorkOrder]:
         """One for each hand-off of a chunk of so many tokens."""
-        idle = [life.worker for life in lives if life.incarnation is not None and life.is_idle]
-        slices = cut(tokens, tokens_per_worker(adapter.spec.rank), max(1, len(idle)))
-        deltas = self._rooms[chunk.book.offset].deltas
+        idle = [status.worker for status in statuses if status.incarnation is not None and status.is_idle]
+        slices = split_rows(tokens, tokens_per_worker(adapter.spec.rank), max(1, len(idle)))
+        deltas = self._rooms[chunk.sync_slot.offset].deltas
         written = []
-        for layer, group, index, entry in chunk.hand_offs():
+        for layer, group, index, flags in chunk.hand_offs():
             modules = self._modules(adapter, layer, group)
             _, stride = delta_columns(modules)
-            errands = [
-                self._errand(worker, first, rows, deltas + 4 * stride * first)
+            tasks = [
+                self._task(worker, first, rows, deltas + 4 * stride * first)
                 for worker, (first, rows) in zip(idle, slices, strict=False)
             ]
-            words = self._words(chunk, layer, group, entry, modules, errands)
+            words = self._words(chunk, layer, group, flags, modules, tasks)
             outputs = sum(module.outputs for module in modules if module.rank)
-            answered = sum(errand.rows for errand in errands)
-            written.append(Letter(index, words, len(errands), 4 * answered * outputs))
+            answered = sum(task.rows for task in tasks)
+            written.append(WorkOrder(index, words, len(tasks), 4 * answered * outputs))
         return written
 
-    def to_nobody(self, chunk: AssistedChunk) -> Iterator[Letter]:
+    def write_without_workers(self, chunk: AssistedChunk) -> Iterator[WorkOrder]:
         """The same, asking no worker for anything."""
-        for layer, group, index, entry in chunk.hand_offs():
-            modules = [Module(self._spec.site_shape(site)[1]) for site in GROUPS[group]]
-            yield Letter(index, self._words(chunk, layer, group, entry, modules, []), 0, 0)
+        for layer, group, index, flags in chunk.hand_offs():
+            modules = [HostModule(self._spec.site_shape(site)[1]) for site in GROUPS[group]]
+            yield WorkOrder(index, self._words(chunk, layer, group, flags, modules, []), 0, 0)
 
     def _words(
         self,
         chunk: AssistedChunk,
         layer: int,
         group: int,
-        entry: Entry,
-        modules: Sequence[Module],
-        errands: Sequence[Errand],
+        flags: HandOffFlags,
+        modules: Sequence[HostModule],
+        tasks: Sequence[WorkerTask],
     ) -> NDArray[np.int64]:
-        base, x = self._memory.device_base, self._rooms[chunk.book.offset].x
-        terms = Terms(
+        base, x = self._memory.device_base, self._rooms[chunk.sync_slot.offset].x
+        terms = SyncAddresses(
             deadline_ns=_WAIT_NS,
             arrived=chunk.ready[layer],
             wanted=chunk.ready_generation,
-            status=base + chunk.book.status,
-            generation=chunk.book.generation,
-            x_flag=base + entry.x_flag,
-            y_flag=base + entry.y_flag,
+            status=base + chunk.sync_slot.status,
+            generation=chunk.sync_slot.generation,
+            x_flag=base + flags.x_flag,
+            y_flag=base + flags.y_flag,
         )
-        words = np.zeros(letter_bytes(len(errands)) // 8, np.int64)
-        where = Region(base, x, x_stride(self._spec, group), inputs_of(self._spec, group))
-        write_letter(words, errands, modules, where, terms)
+        words = np.zeros(work_order_bytes(len(tasks)) // 8, np.int64)
+        where = SharedInput(base, x, x_stride(self._spec, group), inputs_of(self._spec, group))
+        write_work_order(words, tasks, modules, where, terms)
         return words
 
-    def _errand(self, worker: int, first: int, rows: int, deltas: int) -> Errand:
+    def _task(self, worker: int, first: int, rows: int, deltas: int) -> WorkerTask:
         number = self._numbers[worker] = self._numbers.get(worker, 0) + 1
         block = self._memory.on_device(int(self._region.blocks.ctypes.data)) + worker * self._region.block_bytes
-        return Errand(worker, block, number, first, rows, deltas)
+        return WorkerTask(worker, block, number, first, rows, deltas)
 
-    def _modules(self, adapter: HostAdapter, layer: int, group: int) -> list[Module]:
+    def _modules(self, adapter: HostAdapter, layer: int, group: int) -> list[HostModule]:
         """As they lie in the host tier, where workers read them."""
         base = self._region.region.offset(int(adapter.data.ctypes.data))
         spans = {span.site: span for span in adapter.spec.spans if span.layer == layer}
@@ -116,8 +116,8 @@ class LetterWriter:
         for site in GROUPS[group]:
             outputs = self._spec.site_shape(site)[1]
             if (span := spans.get(SITES.index(site))) is None:
-                modules.append(Module(outputs))
+                modules.append(HostModule(outputs))
             else:
                 a, b = base + span.a_offset, base + span.b_offset
-                modules.append(Module(outputs, span.padded_rank, adapter.spec.dtype, span.scale, a, b))
+                modules.append(HostModule(outputs, span.padded_rank, adapter.spec.dtype, span.scale, a, b))
         return modules

@@ -17,15 +17,15 @@ from caraserve.cpu.structs import LORA_ENTRY
 from caraserve.model.dtype import Dtype
 from caraserve.util.units import align_up, ceil_div
 
-# Words of a letter and of an errand, as `struct Letter` and `struct Errand` in handoff.cu.
-_HEAD_WORDS, _ERRAND_HEAD_WORDS = 12, 7
+# Words of a letter and of an errand, as `struct WorkOrder` and `struct WorkerTask` in handoff.cu.
+_HEAD_WORDS, _TASK_HEAD_WORDS = 12, 7
 _SLICE_WORDS = handoff.SLICE_BYTES // 8
-_ERRAND_WORDS = _ERRAND_HEAD_WORDS + _SLICE_WORDS
-MOST_ERRANDS = 256  # threads of the block that sends them
+_TASK_WORDS = _TASK_HEAD_WORDS + _SLICE_WORDS
+MAX_TASKS = 256  # threads of the block that sends them
 
 
 @dataclass(frozen=True, slots=True)
-class Module:
+class HostModule:
     """One projection of the layer, in the host tier. Rank 0: the adapter does not have it. Offsets into the region."""
 
     outputs: int
@@ -37,7 +37,7 @@ class Module:
 
 
 @dataclass(frozen=True, slots=True)
-class Errand:
+class WorkerTask:
     """A worker's part: rows [first, first + rows) of the prompt. `number`: of its hand-offs, one more each time."""
 
     worker: int
@@ -49,7 +49,7 @@ class Errand:
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class SharedInput:
     """The shared region as the device sees it, and where x lies in it. `x_stride`: numbers between rows."""
 
     device_base: int
@@ -59,7 +59,7 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class SyncAddresses:
     """Device addresses of the words that decide. `arrived` gets the value `wanted` with the layer's weights; `status`
     gets `generation` when all is given up; x_flag and y_flag are set to it (0: nobody looks). The y_flag is a
     completion counter."""
@@ -73,61 +73,65 @@ class Terms:
     y_flag: int = 0
 
 
-def letter_bytes(errands: int) -> int:
+def work_order_bytes(tasks: int) -> int:
     """Bytes of a letter."""
-    return 8 * (_HEAD_WORDS + errands * _ERRAND_WORDS)
+    return 8 * (_HEAD_WORDS + tasks * _TASK_WORDS)
 
 
-def delta_columns(modules: Sequence[Module]) -> tuple[tuple[int, ...], int]:
+def delta_columns(modules: Sequence[HostModule]) -> tuple[tuple[int, ...], int]:
     """Where the modules begin in a row of deltas, and how long that is, in fp32 numbers."""
     ends = np.cumsum([align_up(module.outputs, PANEL) for module in modules]).tolist()
     return (0, *ends[:-1]), ends[-1]
 
 
-def cut(tokens: int, most: int, workers: int) -> list[tuple[int, int]]:
+def split_rows(tokens: int, most: int, workers: int) -> list[tuple[int, int]]:
     """(first, rows) of slices of a prompt: as many workers as it takes for none to have more than `most` tokens."""
     parts = min(ceil_div(tokens, most), workers)
     edges = [tokens * part // parts for part in range(parts + 1)]
     return [(first, end - first) for first, end in pairwise(edges)]
 
 
-def write_letter(
-    into: NDArray[np.int64], errands: Sequence[Errand], modules: Sequence[Module], region: Region, terms: Terms
+def write_work_order(
+    into: NDArray[np.int64],
+    tasks: Sequence[WorkerTask],
+    modules: Sequence[HostModule],
+    region: SharedInput,
+    terms: SyncAddresses,
 ) -> None:
-    """Fills `into`, at least `letter_bytes` of them. The errands' rows follow one another."""
-    if len(errands) > MOST_ERRANDS or not 0 < len(modules) <= handoff.MOST_SITES:
+    """Fills `into`, at least `work_order_bytes` of them. The errands' rows follow one another."""
+    if len(tasks) > MAX_TASKS or not 0 < len(modules) <= handoff.MOST_SITES:
         raise AssertionError("a hand-off has up to three modules and one slice for each worker")
-    rows = sum(errand.rows for errand in errands)
-    head = (len(errands), errands[0].first if errands else 0, rows, terms.deadline_ns, terms.arrived, terms.wanted)
+    rows = sum(task.rows for task in tasks)
+    head = (len(tasks), tasks[0].first if tasks else 0, rows, terms.deadline_ns, terms.arrived, terms.wanted)
     into[:_HEAD_WORDS] = 0
     into[: len(head) + 4] = (*head, terms.status, terms.generation, terms.x_flag, terms.y_flag)
     counter = terms.y_flag - region.device_base if terms.y_flag else 0
     adapted = sum(1 << index for index, module in enumerate(modules) if module.rank)
-    for index, errand in enumerate(errands):
-        words = into[_HEAD_WORDS + index * _ERRAND_WORDS :][:_ERRAND_WORDS]
-        deltas = region.device_base + errand.deltas
-        words[:_ERRAND_HEAD_WORDS] = (
-            errand.block,
-            errand.number,
-            errand.worker,
-            errand.first,
-            errand.rows,
+    for index, task in enumerate(tasks):
+        words = into[_HEAD_WORDS + index * _TASK_WORDS :][:_TASK_WORDS]
+        deltas = region.device_base + task.deltas
+        words[:_TASK_HEAD_WORDS] = (
+            task.block,
+            task.number,
+            task.worker,
+            task.first,
+            task.rows,
             deltas,
             adapted,
         )
-        _write_slice(words[_ERRAND_HEAD_WORDS:], errand, modules, region, counter)
+        _write_slice(words[_TASK_HEAD_WORDS:], task, modules, region, counter)
 
 
 def _write_slice(
-    words: NDArray[np.int64], errand: Errand, modules: Sequence[Module], region: Region, counter: int
+    words: NDArray[np.int64], task: WorkerTask, modules: Sequence[HostModule], region: SharedInput, counter: int
 ) -> None:
     columns, stride = delta_columns(modules)
     words[:] = 0
-    words[handoff.SLICE_X] = region.x + 4 * region.x_stride * errand.first
+    words[handoff.SLICE_X] = region.x + 4 * region.x_stride * task.first
     words[handoff.SLICE_X_STRIDE] = 4 * region.x_stride
     words[handoff.SLICE_K] = region.inputs
-    words[handoff.SLICE_ROWS] = errand.rows
-    words[handoff.SLICE_Y], words[handoff.SLICE_Y_STRIDE] = errand.deltas, 4 * stride
+    words[handoff.SLICE_ROWS] = task.rows
+    words[handoff.SLICE_Y], words[handoff.SLICE_Y_STRIDE] = task.deltas, 4 * stride
     words[handoff.SLICE_COUNTER] = counter
     adapted = [(module, column) for module, column in zip(modules, columns, strict=True) if module.rank]
     words[handoff.SLICE_SITES] = len(adapted)

@@ -7,6 +7,7 @@ imported for it, nor CuPy.
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -19,8 +20,7 @@ from typing import Literal
 
 from caraserve.errors import ConfigError
 from caraserve.gpu.driver.api import DriverError
-from caraserve.gpu.driver.info import capability
-from caraserve.gpu.driver.libcuda import LIBRARY, Cuda
+from caraserve.gpu.driver.libcuda import LIBRARY, Attribute, Cuda
 
 DEVICES = ("auto", "cuda", "cpu")  # what --device may be
 
@@ -29,6 +29,7 @@ _NEWEST_CUDA = 13  # that there is an extra for
 _OLDEST_CAPABILITY = 80
 # The releases of torch whose plain wheels are built for a CUDA.
 _TORCH = {12: "torch>=2.9,<2.11", 13: "torch>=2.11,<2.14"}
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
 _LOOK_S = 60.0  # a driver that nobody keeps awake takes seconds to start
 
 
@@ -59,25 +60,25 @@ class Installed:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class DeviceChoice:
     """What to serve on. `note`: one line for the operator, why a GPU that is there is not used."""
 
     device: Literal["cuda", "cpu"]
     note: str = ""
 
 
-def choose(wanted: str, gpu: Gpu | None, problem: str, installed: Installed) -> Choice:
+def choose(wanted: str, gpu: Gpu | None, problem: str, installed: Installed) -> DeviceChoice:
     """Pure. `wanted` is one of DEVICES; `problem` says why there is no GPU, and is empty where none is to be expected.
     Raises ConfigError when a GPU is wanted and there is none that can be used."""
     if wanted == "cpu":
-        return Choice("cpu")
+        return DeviceChoice("cpu")
     if gpu is not None:
         problem = _problem(gpu, installed)
     if gpu is not None and not problem:
-        return Choice("cuda")
+        return DeviceChoice("cuda")
     if wanted == "cuda":
         raise ConfigError(f"--device cuda: {problem or 'there is no NVIDIA driver on this machine'}")
-    return Choice("cpu", f"{problem}; serving on the CPU" if problem else "")
+    return DeviceChoice("cpu", f"{problem}; serving on the CPU" if problem else "")
 
 
 def _problem(gpu: Gpu, installed: Installed) -> str:
@@ -116,10 +117,10 @@ def _missing(cuda: int, installed: Installed) -> tuple[list[str], list[str]]:
     return missing + extra, commands
 
 
-def detect(wanted: str, library: str = LIBRARY) -> Choice:
+def detect(wanted: str, library: str = LIBRARY) -> DeviceChoice:
     """`choose` on this machine; looks at nothing for `cpu`. Raises ConfigError as that does."""
     if wanted == "cpu":
-        return Choice("cpu")
+        return DeviceChoice("cpu")
     gpu, problem = look(library)
     return choose(wanted, gpu, problem, installed())
 
@@ -185,6 +186,62 @@ def _answer(library: str) -> dict[str, str | int] | str:
     except DriverError as error:
         return f"the NVIDIA driver cannot be used: {error}"
     return asdict(gpu)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """CUDA 13.2 is 13020, compute capability 9.0 is 90. `numa_node`: whose memory is near, None where nobody says;
+    `lockable_bytes`: what `ulimit -l` allows, None for no limit."""
+
+    name: str
+    capability: int
+    multiprocessors: int
+    l2_bytes: int
+    memory_bytes: int
+    free_bytes: int
+    driver_version: int
+    has_stream_memory_operations: bool
+    uses_host_pointers: bool  # registered host memory has one address for all
+    pci_bus_id: str
+    numa_node: int | None
+    lockable_bytes: int | None
+
+
+def device_facts(cuda: Cuda, device: int = 0, pci_devices: Path = _PCI_DEVICES) -> DeviceFacts:
+    """Makes the device's primary context current on this thread, which starts the device if nobody has."""
+    handle = cuda.number("cuDeviceGet", device)
+    cuda.call("cuCtxSetCurrent", cuda.number("cuDevicePrimaryCtxRetain", handle))
+    free_bytes, memory_bytes = cuda.memory()
+    pci_bus_id = cuda.text("cuDeviceGetPCIBusId", handle)
+    lockable, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return DeviceFacts(
+        name=cuda.text("cuDeviceGetName", handle),
+        capability=capability(cuda, handle),
+        multiprocessors=cuda.attribute(Attribute.MULTIPROCESSOR_COUNT, handle),
+        l2_bytes=cuda.attribute(Attribute.L2_CACHE_SIZE, handle),
+        memory_bytes=memory_bytes,
+        free_bytes=free_bytes,
+        driver_version=cuda.number("cuDriverGetVersion"),
+        has_stream_memory_operations=bool(cuda.attribute(Attribute.CAN_USE_64_BIT_STREAM_MEM_OPS, handle)),
+        uses_host_pointers=bool(cuda.attribute(Attribute.CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM, handle)),
+        pci_bus_id=pci_bus_id,
+        numa_node=_numa_node(pci_devices / pci_bus_id.lower() / "numa_node"),
+        lockable_bytes=None if lockable == resource.RLIM_INFINITY else lockable,
+    )
+
+
+def capability(cuda: Cuda, handle: int) -> int:
+    """A device's compute capability, 9.0 as 90."""
+    major, minor = Attribute.COMPUTE_CAPABILITY_MAJOR, Attribute.COMPUTE_CAPABILITY_MINOR
+    return 10 * cuda.attribute(major, handle) + cuda.attribute(minor, handle)
+
+
+def _numa_node(file: Path) -> int | None:
+    try:
+        node = int(file.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
 
 
 if __name__ == "__main__":

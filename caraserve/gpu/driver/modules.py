@@ -14,6 +14,9 @@ from typing import Any
 from caraserve.errors import ConfigError
 from caraserve.gpu.driver import nvrtc
 from caraserve.gpu.driver.api import Stream
+from caraserve.gpu.driver.cuda_driver import CudaDriver
+from caraserve.gpu.driver.libcuda import Cuda
+from caraserve.gpu.forward.builder import GpuDevice
 from caraserve.gpu.kernels.cuda_launch import BLOCKS_PER_SM, Launch
 from caraserve.model.dtype import Dtype
 
@@ -68,3 +71,24 @@ class CudaKernels:
         Must be called from a thread on which the device is current.
         """
         self._kernels[launch.kernel]((launch.grid,), (launch.block,), launch.arguments, stream=_Handle(stream))
+
+
+def open_device(activation: Dtype) -> GpuDevice:
+    """The first device that is visible. Raises ConfigError when a package is missing."""
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32 = False  # fp32 means fp32
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    torch.cuda.set_device(0)
+    kernels = CudaKernels(activation)
+    driver = CudaDriver(Cuda(), kernels)
+    name = torch.cuda.get_device_name(0)
+    return GpuDevice(
+        driver,
+        kernels,
+        torch.device("cuda", 0),
+        name,
+        enter_thread=lambda: torch.cuda.set_device(0),
+        synchronize=torch.cuda.synchronize,
+    )

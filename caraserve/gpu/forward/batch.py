@@ -33,7 +33,7 @@ ALL_GROUPS = frozenset(range(len(GROUPS)))  # indices into layout.GROUPS
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class PassShape:
     """How much of the batch's arrays a pass looks at: exact for one that is launched kernel by kernel, a bucket's for
     one that is captured."""
 
@@ -50,7 +50,7 @@ class Shape:
     def has_lora(self) -> bool:
         return self.has_items or self.segments > 0
 
-    def fits(self, larger: "Shape") -> bool:
+    def fits(self, larger: "PassShape") -> bool:
         """Whether a pass of another shape does for a batch of this one, filled up."""
         return (
             self.tokens <= larger.tokens
@@ -87,8 +87,8 @@ class Capacity:
 class GroupItems:
     """Lists of the BGMV kernels for one group of modules."""
 
-    shrink: cuda_launch.Items
-    expand: cuda_launch.Items
+    shrink: cuda_launch.WorkList
+    expand: cuda_launch.WorkList
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def _places(capacity: Capacity) -> dict[str, slice]:
 _EMPTY = {"position": NO_TOKEN, "row_token": NO_TOKEN, "out_token": NO_TOKEN, "out_wanted": -1}  # all else: 0
 
 
-class HostBatch:
+class BatchWriter:
     """The batch's arrays as numpy has them, before the copy. Reused: `fill` leaves nothing of the batch before."""
 
     def __init__(self, capacity: Capacity) -> None:
@@ -154,7 +154,7 @@ class HostBatch:
         *,
         with_lora: bool = True,
         all_prompt: bool = False,
-    ) -> Shape:
+    ) -> PassShape:
         """Writes a batch into `words` [num_words]. `with_lora`: whether adapters are applied by kernels. `all_prompt`:
         rows of one token are prompt chunks, too."""
         words[:] = self._empty
@@ -175,7 +175,7 @@ class HostBatch:
         segments = self._put_segments(words, prompts) if prompts.any() else 0
         has_items = bool((adapters[decodes] != BASE_ADAPTER_SLOT).any())
         context = int(starts[decodes].max(initial=-1)) + 1
-        return Shape(total, int(decodes.sum()), tiles, len(outputs.token), segments, has_items, context)
+        return PassShape(total, int(decodes.sum()), tiles, len(outputs.token), segments, has_items, context)
 
     def _put(self, words: Ints, name: str, values: NDArray[np.integer]) -> None:
         start = self._places[name].start
@@ -231,7 +231,7 @@ class ItemLists:
         made = []
         for group, pair in enumerate(self.lists):
             both = [
-                cuda_launch.Items(items.data_ptr(), self.counts[group, launch].data_ptr(), self.groups.data_ptr())
+                cuda_launch.WorkList(items.data_ptr(), self.counts[group, launch].data_ptr(), self.groups.data_ptr())
                 for launch, items in enumerate(pair)
             ]
             made.append(GroupItems(*both))

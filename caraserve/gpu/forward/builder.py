@@ -17,32 +17,28 @@ from caraserve.core.backend import Limits, SharedMemory
 from caraserve.core.lora_layout import MAX_RANK
 from caraserve.cpu.lora_workers.pool import Workers
 from caraserve.errors import ConfigError
-from caraserve.gpu.assist.assisted_prefill import Asides, Helpers
-from caraserve.gpu.assist.watchdog import Guard
+from caraserve.gpu.assist.assisted_prefill import AssistedPrefills, AssistResources
+from caraserve.gpu.assist.handshake import WatchdogThread
 from caraserve.gpu.driver.api import Driver, DriverError
 from caraserve.gpu.driver.streams import NOTHING, Lane, Timelines
-from caraserve.gpu.forward.batch import Capacity, DeviceBatch, HostBatch, Shape, make_batch, result_bytes
-from caraserve.gpu.forward.channels import Channels, LaneParts
+from caraserve.gpu.forward.batch import BatchWriter, Capacity, DeviceBatch, PassShape, make_batch, result_bytes
 from caraserve.gpu.forward.decoder import Decoder
-from caraserve.gpu.forward.graph_capture import Captures
-from caraserve.gpu.forward.graphs import Bucket, GraphSet
-from caraserve.gpu.forward.iteration import Iterations
+from caraserve.gpu.forward.graphs import Bucket, CapturedGraphs, GraphSet
+from caraserve.gpu.forward.iteration import IterationRunner, LaneResources, PassSelector
 from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS, issue_pass
-from caraserve.gpu.forward.pass_selector import Works
 from caraserve.gpu.kernels.attention import prefill_tile_tokens
 from caraserve.gpu.kernels.cuda_launch import Kernels
 from caraserve.gpu.memory.adapter_tables import AdapterTables
-from caraserve.gpu.memory.adapters import DeviceImages, HostMemory
-from caraserve.gpu.memory.copier import Copier
-from caraserve.gpu.memory.host_memory import BOOKS, HostRegion, RegionWords
+from caraserve.gpu.memory.adapters import DeviceImages, RegisteredMemory
+from caraserve.gpu.memory.copier import AdapterCopier, DeviceContext
+from caraserve.gpu.memory.host_memory import SYNC_SLOTS, HostRegion, RegionWords
 from caraserve.gpu.memory.link_queue import LinkQueue
 from caraserve.gpu.memory.pool import GRANULE_BYTES, DevicePool
-from caraserve.gpu.memory.request_state import BLOCK_TOKENS, block_bytes, make_state
+from caraserve.gpu.memory.request_state import BLOCK_TOKENS, RequestSlots, block_bytes, make_state
 from caraserve.gpu.memory.results import ResultBlocks, Waiter
-from caraserve.gpu.memory.slots import RequestSlots
-from caraserve.gpu.memory.staging_ring import Ring
+from caraserve.gpu.memory.staging_ring import StagingRing
 from caraserve.gpu.memory.workspace import Workspace, make_workspace
-from caraserve.gpu.merged_weights import MergedWeights
+from caraserve.gpu.merged_weights import MergedDeviceWeights
 from caraserve.gpu.weights import Weights
 from caraserve.model.spec import ModelSpec
 from caraserve.telemetry.trace import Trace
@@ -89,90 +85,92 @@ class GpuSizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class BackendParts:
     """All of them, joined. `lanes`: of iterations, of assisted prefills."""
 
     limits: Limits
     device: GpuDevice
     spec: ModelSpec
-    channels: Channels
+    context: DeviceContext
     images: DeviceImages
     slots: RequestSlots
-    lanes: tuple[LaneParts, ...]
+    lanes: tuple[LaneResources, ...]
     copies: Waiter
-    captures: Captures
-    works: Works
-    iterations: Iterations
-    helpers: Helpers
-    asides: Asides
+    captured_graphs: CapturedGraphs
+    pass_selector: PassSelector
+    iterations: IterationRunner
+    assist_resources: AssistResources
+    assisted: AssistedPrefills
 
     @property
     def is_busy(self) -> bool:
-        """Whether `pump` is to be called again soon."""
-        return self.images.is_busy or self.asides.is_busy
+        """Whether `poll` is to be called again soon."""
+        return self.images.is_busy or self.assisted.is_busy
 
-    def pump(self) -> None:
+    def poll(self) -> None:
         """What is to be done now and then while anything is on its way."""
         try:
-            self.images.pump()
+            self.images.poll()
         except DriverError as error:
             log.exception("the device has failed")
             self.images.fail(error)
-            self.asides.fail(error)
-        self.asides.go_on()
+            self.assisted.fail(error)
+        self.assisted.schedule_pending()
 
     @property
     def warm_up_steps(self) -> int:
         """How often `warm_up` calls `advance`."""
-        return len(list(self._shapes())) + (self.limits.assisted_batches > 0) + self.captures.count
+        return len(list(self._shapes())) + (self.limits.assisted_batches > 0) + self.captured_graphs.count
 
     def warm_up(self, advance: Callable[[], None]) -> None:
         """Runs every kernel once in each of its forms, then captures the graphs; on the launching thread."""
-        lane, timelines = self.lanes[0], self.channels.timelines
+        lane, timelines = self.lanes[0], self.context.timelines
         stream = timelines.streams[Lane.COMPUTE]
-        self.channels.ring.send(lane.batch.words.data_ptr(), lane.host.empty(), Lane.COMPUTE)
+        self.context.ring.send(lane.batch.words.data_ptr(), lane.host.empty(), Lane.COMPUTE)
         for shape in self._shapes():
             issue_pass(lane.decoder.work(shape), stream, self.spec.layers)
             timelines.settle(Lane.COMPUTE)
             advance()
         if self.limits.assisted_batches:
-            self.asides.warm_up(lambda: timelines.settle(Lane.ASSIST))
+            self.assisted.warm_up(lambda: timelines.settle(Lane.ASSIST))
             advance()
-        self.captures.make_gates(self.device.device)
+        self.captured_graphs.make_gates(self.device.device)
         self.device.synchronize()
-        self.captures.capture_all(self.works.to_capture, stream, lambda: timelines.settle(Lane.COMPUTE), advance)
+        self.captured_graphs.capture_all(
+            self.pass_selector.to_capture, stream, lambda: timelines.settle(Lane.COMPUTE), advance
+        )
 
-    def _shapes(self) -> Iterator[Shape]:
+    def _shapes(self) -> Iterator[PassShape]:
         """Kernels are compiled apart for sizes of one, for multiples of sixteen, and for all others."""
         capacity = self.lanes[0].capacity
         for tokens in (1, 2, 16):
             if tokens <= capacity.tokens:
                 rows, segments = min(tokens, capacity.rows), min(1, capacity.segments)
-                yield Shape(tokens, rows, 1, min(tokens, capacity.outputs), segments, True, self.limits.max_context)
+                yield PassShape(tokens, rows, 1, min(tokens, capacity.outputs), segments, True, self.limits.max_context)
 
     def close(self) -> None:
         """After the launching thread has ended."""
         with contextlib.suppress(DriverError):  # of a device that has failed
             for each in Lane:
-                self.channels.timelines.settle(each)
+                self.context.timelines.settle(each)
         for waiter in (*(lane.waiter for lane in self.lanes), self.copies):
             waiter.close()
-        self.helpers.guard.close()
-        self.helpers.workers.close()
-        region = self.helpers.region.region
+        self.assist_resources.watchdog.close()
+        self.assist_resources.workers.close()
+        region = self.assist_resources.region.region
         with contextlib.suppress(DriverError):  # of a device that has failed
             self.device.driver.unregister_host(region.base)
         region.close()
 
 
-def assemble(
+def build_parts(
     spec: ModelSpec,
     weights: Weights,
     sizes: GpuSizes,
     device: GpuDevice,
     wake: Callable[[], None],
     trace: Trace | None = None,
-) -> Parts:
+) -> BackendParts:
     """Takes the memory and joins the parts. `wake` has the launching thread look around. Raises ConfigError when the
     device is too small, or host memory cannot be pinned."""
     try:
@@ -191,20 +189,20 @@ def _assemble(
     device: GpuDevice,
     wake: Callable[[], None],
     trace: Trace | None,
-) -> Parts:
+) -> BackendParts:
     driver, capacities = device.driver, _capacities(weights, sizes)
     tables = AdapterTables(spec, sizes.adapter_slots, device.device)
-    merged = MergedWeights(spec, weights, MAX_RANK) if sizes.merging else None
+    merged = MergedDeviceWeights(spec, weights, MAX_RANK) if sizes.merging else None
     rooms = [_lane_memory(spec, weights, sizes, capacity, device) for capacity in capacities]
     region, host = _host_memory(spec, sizes, capacities, driver)
-    channels = _channels(driver, region, host)
-    _first_products(channels, weights)
+    context = _channels(driver, region, host)
+    _first_products(context, weights)
     memory = torch.empty(_pool_bytes(driver, sizes), dtype=torch.uint8, device=device.device)
     state = make_state(spec, weights.dtype, memory, sizes.num_slots, sizes.max_context)
     limits = _limits(spec, weights.dtype, sizes, memory.numel())
     copies = Waiter(driver, "caraserve-copies")
     images = DeviceImages(
-        channels,
+        context,
         _pool(limits),
         memory,
         tables,
@@ -212,15 +210,15 @@ def _assemble(
         host,
         padded_rank=sizes.padded_rank,
         with_ready_words=bool(sizes.lora_cpus),
-        when_copied=lambda: copies.when_done(channels.timelines.streams[Lane.COPY], lambda failure: wake()),
+        when_copied=lambda: copies.when_done(context.timelines.streams[Lane.COPY], lambda failure: wake()),
         now=time.monotonic,
     )
     blocks = [(block, host.on_device(int(block.ctypes.data))) for block in region.results]
     lanes = [
-        LaneParts(
+        LaneResources(
             capacity,
             batch,
-            HostBatch(capacity),
+            BatchWriter(capacity),
             Decoder(spec, weights, state, batch, tables, workspace, device.kernels, driver),
             ResultBlocks(own, capacity.outputs),
             Waiter(driver, f"caraserve-{name}"),
@@ -229,32 +227,32 @@ def _assemble(
             capacities,
             rooms,
             (blocks[:_ITERATIONS_AHEAD], blocks[_ITERATIONS_AHEAD:]),
-            ("results", "asides"),
+            ("results", "assisted"),
             strict=True,
         )
     ]
-    slots = RequestSlots(state, channels.ring)
+    slots = RequestSlots(state, context.ring)
     graphs = GraphSet(
         sizes.num_slots, sizes.max_step_tokens, sizes.graph_bytes, _expected_bytes(spec), merging=sizes.merging
     )
-    captures = Captures(driver, graphs, lanes[0].capacity, sizes.max_context, spec.layers)
-    works = Works(lanes[0].decoder, images, channels, merged)
+    captured_graphs = CapturedGraphs(driver, graphs, lanes[0].capacity, sizes.max_context, spec.layers)
+    pass_selector = PassSelector(lanes[0].decoder, images, context, merged)
     workers = Workers(region.region, region.blocks, sizes.lora_cpus, region.block_bytes)
-    helpers = Helpers(region, host, workers, Guard(RegionWords(region.region), workers))
-    parts = Parts(
+    assist_resources = AssistResources(region, host, workers, WatchdogThread(RegionWords(region.region), workers))
+    parts = BackendParts(
         limits=limits,
         device=device,
         spec=spec,
-        channels=channels,
+        context=context,
         images=images,
         slots=slots,
         lanes=tuple(lanes),
         copies=copies,
-        captures=captures,
-        works=works,
-        iterations=Iterations(channels, lanes[0], images, slots, captures, works, spec, trace),
-        helpers=helpers,
-        asides=Asides(channels, lanes[1], images, slots, helpers, spec, wake),
+        captured_graphs=captured_graphs,
+        pass_selector=pass_selector,
+        iterations=IterationRunner(context, lanes[0], images, slots, captured_graphs, pass_selector, spec, trace),
+        assist_resources=assist_resources,
+        assisted=AssistedPrefills(context, lanes[1], images, slots, assist_resources, spec, wake),
     )
     device.synchronize()  # memory was filled on whatever stream was torch's, and not each lane waits for that
     return parts
@@ -280,14 +278,14 @@ def _lane_memory(
 
 def _host_memory(
     spec: ModelSpec, sizes: GpuSizes, capacities: Sequence[Capacity], driver: Driver
-) -> tuple[HostRegion, HostMemory]:
+) -> tuple[HostRegion, RegisteredMemory]:
     most_outputs = max(capacity.outputs for capacity in capacities)
     block_bytes = result_bytes(most_outputs) + 64  # an assisted chunk's error word is the last
-    blocks = _ITERATIONS_AHEAD + BOOKS
+    blocks = _ITERATIONS_AHEAD + SYNC_SLOTS
     region = HostRegion(spec, len(sizes.lora_cpus), _RING_BYTES, block_bytes, blocks, sizes.host_bytes)
     base, num_bytes = region.region.base, region.region.num_bytes
     try:
-        return region, HostMemory(base, driver.register_host(base, num_bytes))
+        return region, RegisteredMemory(base, driver.register_host(base, num_bytes))
     except DriverError as error:
         region.region.close()
         raise ConfigError(
@@ -295,13 +293,13 @@ def _host_memory(
         ) from error
 
 
-def _channels(driver: Driver, region: HostRegion, host: HostMemory) -> Channels:
+def _channels(driver: Driver, region: HostRegion, host: RegisteredMemory) -> DeviceContext:
     timelines, queue = Timelines(driver), LinkQueue(_UNKNOWN_LINK_BYTES_PER_S)
-    ring = Ring(driver, timelines, region.ring, host.on_device(int(region.ring.ctypes.data)))
-    return Channels(driver, timelines, ring, queue, Copier(driver, timelines, queue))
+    ring = StagingRing(driver, timelines, region.ring, host.on_device(int(region.ring.ctypes.data)))
+    return DeviceContext(driver, timelines, ring, queue, AdapterCopier(driver, timelines, queue))
 
 
-def _first_products(channels: Channels, weights: Weights) -> None:
+def _first_products(context: DeviceContext, weights: Weights) -> None:
     """torch's library takes memory for each stream that it is first used on: now, or it would while serving."""
     one = torch.zeros((16, 16), dtype=weights.dtype, device=weights.device)
     out = torch.empty_like(one)
@@ -310,8 +308,8 @@ def _first_products(channels: Channels, weights: Weights) -> None:
         torch.mm(one, one, out=out)
 
     for lane in (Lane.COMPUTE, Lane.ASSIST):
-        channels.driver.run(channels.timelines.streams[lane], multiply)
-        channels.timelines.settle(lane)
+        context.driver.run(context.timelines.streams[lane], multiply)
+        context.timelines.settle(lane)
 
 
 def _pool(limits: Limits) -> DevicePool:
@@ -360,5 +358,5 @@ def _limits(spec: ModelSpec, dtype: torch.dtype, sizes: GpuSizes, pool_bytes: in
         max_step_tokens=sizes.max_step_tokens,
         max_context=sizes.max_context,
         shared=SharedMemory(pool_bytes, block, GRANULE_BYTES, adapter_bytes, least),
-        assisted_batches=BOOKS if sizes.lora_cpus else 0,
+        assisted_batches=SYNC_SLOTS if sizes.lora_cpus else 0,
     )

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from torch import Tensor
 
 from caraserve.gpu.driver.api import Driver, Stream
-from caraserve.gpu.forward.batch import DeviceBatch, Shape
+from caraserve.gpu.forward.batch import DeviceBatch, PassShape
 from caraserve.gpu.forward.lanes import HandOff, Pass
-from caraserve.gpu.forward.lora_pass import AssistTerms, LoraLane, LoraPass
+from caraserve.gpu.forward.lora_pass import ChunkHandOffs, LoraLane, LoraPass
 from caraserve.gpu.kernels.attention import NO_WINDOW, attend_decode, attend_prefill
 from caraserve.gpu.kernels.cuda_launch import Kernels
 from caraserve.gpu.kernels.layers import embed, rms_norm, rotate_and_append, silu_mul
@@ -43,18 +43,20 @@ class Decoder:
         self.sampler = SamplerState(state.sampling, state.history, workspace.weights, workspace.counts)
         self.windows = tuple(window or NO_WINDOW for window in spec.windows)
 
-    def work(self, shape: Shape, *, weights: Weights | None = None, assist: AssistTerms | None = None) -> Pass:
+    def work(self, shape: PassShape, *, weights: Weights | None = None, assist: ChunkHandOffs | None = None) -> Pass:
         """The kernels of a pass over the batch's first places; results are left in the batch.
 
         `weights`: the base's with an adapter merged, over which there is no LoRA. `assist`: of the chunk's hand-offs.
         """
-        return _Pass(self, shape, weights, assist)
+        return _DecoderPass(self, shape, weights, assist)
 
 
-class _Pass:
+class _DecoderPass:
     """Views of the lane's memory for one shape, and what is issued on them."""
 
-    def __init__(self, decoder: Decoder, shape: Shape, merged: Weights | None, assist: AssistTerms | None) -> None:
+    def __init__(
+        self, decoder: Decoder, shape: PassShape, merged: Weights | None, assist: ChunkHandOffs | None
+    ) -> None:
         self._of, self._shape = decoder, shape
         self._weights = decoder.weights if merged is None else merged
         self._lora: LoraPass | None = None
@@ -85,10 +87,10 @@ class _Pass:
             self._lora.add(layer, group, stream)
 
     def publish(self, layer: int, group: int, hand_off: HandOff, stream: Stream) -> None:
-        self._handing_over().publish(group, hand_off.entry, stream)
+        self._handing_over().publish(group, hand_off.index, stream)
 
     def add(self, layer: int, group: int, hand_off: HandOff, stream: Stream) -> None:
-        self._handing_over().add_handed_off(layer, group, hand_off.entry, stream)
+        self._handing_over().add_handed_off(layer, group, hand_off.index, stream)
 
     def end(self, stream: Stream) -> None:
         self._run(stream, self._choose)

@@ -6,7 +6,7 @@ next iteration may be launched before this one has begun. Results come on the wa
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,17 +15,71 @@ from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, StepResult
 from caraserve.core.outputs import Output, OutputValues, collect, outputs_of
 from caraserve.gpu.driver.api import Driver, DriverError, Stream
 from caraserve.gpu.driver.streams import NOTHING, Lane
-from caraserve.gpu.forward.batch import DeviceBatch, Results, decode_slots
-from caraserve.gpu.forward.channels import Channels, LaneParts
-from caraserve.gpu.forward.graph_capture import Captures
-from caraserve.gpu.forward.lanes import IterationLane
-from caraserve.gpu.forward.pass_selector import Works
+from caraserve.gpu.forward.batch import BatchWriter, Capacity, DeviceBatch, PassShape, Results, decode_slots
+from caraserve.gpu.forward.decoder import Decoder
+from caraserve.gpu.forward.graphs import Bucket, CapturedGraphs
+from caraserve.gpu.forward.lanes import IterationLane, Pass
 from caraserve.gpu.kernels.bgmv_work import plan_items
-from caraserve.gpu.memory.adapters import Bound, DeviceImages
-from caraserve.gpu.memory.slots import RequestSlots
-from caraserve.gpu.memory.staging_ring import Ring
+from caraserve.gpu.memory.adapters import BoundAdapter, DeviceImages
+from caraserve.gpu.memory.copier import DeviceContext
+from caraserve.gpu.memory.request_state import RequestSlots
+from caraserve.gpu.memory.results import ResultBlocks, Waiter
+from caraserve.gpu.memory.staging_ring import StagingRing
+from caraserve.gpu.merged_weights import MergedDeviceWeights
 from caraserve.model.spec import ModelSpec
 from caraserve.telemetry.trace import Trace
+
+
+class PassSelector:
+    """The launching thread's alone."""
+
+    def __init__(
+        self, decoder: Decoder, images: DeviceImages, context: DeviceContext, merged: MergedDeviceWeights | None
+    ) -> None:
+        """`merged`: where adapters are merged; it takes as much memory as the base."""
+        self._decoder, self._images, self._channels, self._merged = decoder, images, context, merged
+
+    @property
+    def merges(self) -> int:
+        """How often an adapter was merged into the base weights."""
+        return 0 if self._merged is None else self._merged.merges
+
+    def prepare(self, plan: Batch) -> None:
+        """Merges what a plan wants merged, in the compute lane's order."""
+        if plan.merged is not None:
+            bound = self._images.bound[plan.merged]
+            if bound.is_loading:
+                raise AssertionError(f"adapter slot {plan.merged} cannot be merged: its weights have not arrived")
+            stream = self._channels.timelines.streams[Lane.COMPUTE]
+            image = self._images.bytes_of(plan.merged)
+            self._merging.merge(bound.stored, image, self._channels.driver, stream)
+
+    def of_plan(self, plan: Batch, shape: PassShape) -> Pass:
+        """The pass of a plan that no graph serves."""
+        return self._decoder.work(shape, weights=None if plan.merged is None else self._merging.weights)
+
+    def to_capture(self, bucket: Bucket, shape: PassShape) -> Pass:
+        """The pass of a graph."""
+        return self._decoder.work(shape, weights=self._merging.weights if bucket.merged else None)
+
+    @property
+    def _merging(self) -> MergedDeviceWeights:
+        if self._merged is None:
+            raise AssertionError("a plan wants an adapter merged, and there is no memory for that")
+        return self._merged
+
+
+@dataclass(frozen=True, slots=True)
+class LaneResources:
+    """What a lane of passes has to itself."""
+
+    capacity: Capacity
+    batch: DeviceBatch
+    host: BatchWriter
+    decoder: Decoder
+    results: ResultBlocks
+    waiter: Waiter
+
 
 Done = Callable[[StepResult | Exception], None]
 
@@ -44,7 +98,7 @@ def copy_results(
 class BatchLists:
     """The BGMV kernels' lists of one lane: sent anew when the members of the decoding batch have changed."""
 
-    def __init__(self, ring: Ring, images: DeviceImages, batch: DeviceBatch, lane: Lane) -> None:
+    def __init__(self, ring: StagingRing, images: DeviceImages, batch: DeviceBatch, lane: Lane) -> None:
         self._ring, self._images, self._lists, self._lane = ring, images, batch.lists, lane
         self._sent: tuple[int, bytes] | None = None
 
@@ -66,24 +120,24 @@ class BatchLists:
         self._ring.send(self._lists.counts.data_ptr(), counts, self._lane)
 
 
-class Iterations:
+class IterationRunner:
     """The launching thread's, but for what `done` is called from."""
 
     def __init__(
         self,
-        channels: Channels,
-        parts: LaneParts,
+        context: DeviceContext,
+        parts: LaneResources,
         images: DeviceImages,
         slots: RequestSlots,
-        captures: Captures,
-        works: Works,
+        captured_graphs: CapturedGraphs,
+        pass_selector: PassSelector,
         spec: ModelSpec,
         trace: Trace | None = None,
     ) -> None:
-        self._driver, self._timelines, self._ring = channels.driver, channels.timelines, channels.ring
-        self._lane = IterationLane(self._driver, self._timelines, channels.copier, spec.layers)
+        self._driver, self._timelines, self._ring = context.driver, context.timelines, context.ring
+        self._lane = IterationLane(self._driver, self._timelines, context.copier, spec.layers)
         self._waiter, self._batch, self._host, self._results = parts.waiter, parts.batch, parts.host, parts.results
-        self._images, self._slots, self._captures, self._works = images, slots, captures, works
+        self._images, self._slots, self._captures, self._works = images, slots, captured_graphs, pass_selector
         self._layers, self._trace = spec.layers, trace
         self._lists = BatchLists(self._ring, images, self._batch, Lane.COMPUTE)
         self._words = self._host.empty()
@@ -96,7 +150,7 @@ class Iterations:
         outputs = outputs_of(plan.rows, self._slots.prompt_tokens)
         shape = self._host.fill(self._words, plan.rows, outputs, with_lora=with_lora)
         adapters = {row.adapter_slot for row in plan.rows} - {BASE_ADAPTER_SLOT}
-        shape = replace(shape, groups=self._images.groups_of(adapters))
+        shape = replace(shape, groups=self._images.module_groups_of(adapters))
         arriving = self._images.arriving(adapters)
         self._works.prepare(plan)
         replay = self._captures.find(plan, shape, arriving)
@@ -112,10 +166,10 @@ class Iterations:
         self._return_results(plan, outputs, {slot: self._images.bound[slot] for slot in arriving}, launched_s, done)
 
     def _return_results(
-        self, plan: Batch, outputs: Output, arriving: Mapping[int, Bound], launched_s: float, done: Done
+        self, plan: Batch, outputs: Output, arriving: Mapping[int, BoundAdapter], launched_s: float, done: Done
     ) -> None:
         stream = self._timelines.streams[Lane.COMPUTE]
-        results, address = self._results.take()
+        results, address = self._results.acquire()
         copy_results(self._driver, self._batch, outputs, results, address, stream)
         prompt_tokens = self._slots.prompt_tokens.copy()
 
@@ -132,7 +186,7 @@ class Iterations:
                     for slot, bound in arriving.items()
                 }
                 outcome = StepResult(collect(plan, outputs, found, prompt_tokens, loads), started_s, done_s)
-            self._results.give_back(results, address)
+            self._results.release(results, address)
             if self._trace is not None:
                 name = f"{plan.num_tokens} tokens of {len(plan.rows)} requests"
                 self._trace.span("device", name, int(started_s * 1e9), int(done_s * 1e9))

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from caraserve.core.lora_layout import GROUPS
-from caraserve.gpu.assist.handshake import Book, Entry
+from caraserve.gpu.assist.handshake import HandOffFlags, SyncSlot
 from caraserve.gpu.driver.api import Driver, Graph, Stream
 from caraserve.gpu.driver.streams import Lane, Marks, Timelines, at
-from caraserve.gpu.memory.copier import Copier
-from caraserve.gpu.memory.link_queue import Source
+from caraserve.gpu.memory.copier import AdapterCopier
+from caraserve.gpu.memory.link_queue import LoraSource
 from caraserve.gpu.memory.pool import Grant, Move
 
 ASSISTED_CHUNK_TOKENS = 128  # a larger GEMM's tiles hold multiprocessors for so long that decoding shows it
@@ -52,7 +52,7 @@ class Pass(Protocol):
 class HandOff:
     """What kernels are told of one hand-off; addresses are the device's."""
 
-    entry: int  # index, for what the kernels keep by entry
+    index: int  # for what the kernels keep by entry
     x_flag: int
     y_flag: int
     status: int
@@ -85,7 +85,7 @@ def issue_moves(
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class CapturedPass:
     """A captured pass. `gate`: the word by which a gated one waits for layers; None: it waits for nothing."""
 
     graph: Graph
@@ -109,7 +109,7 @@ def issue_pass(
     work.end(stream)
 
 
-def capture_pass(driver: Driver, work: Pass, stream: Stream, layers: int, gate: int | None) -> Replay:
+def capture_pass(driver: Driver, work: Pass, stream: Stream, layers: int, gate: int | None) -> CapturedPass:
     """A graph of a pass. A gated one gets to layer l when the word at `gate` has reached l + 1. Raises DriverError,
     with no capture under way, when the driver refuses something of it."""
 
@@ -123,18 +123,18 @@ def capture_pass(driver: Driver, work: Pass, stream: Stream, layers: int, gate: 
     except BaseException:
         driver.abandon_capture(stream)
         raise
-    return Replay(driver.end_capture(stream), gate)
+    return CapturedPass(driver.end_capture(stream), gate)
 
 
 class IterationLane:
     """Launches iterations, in order."""
 
-    def __init__(self, driver: Driver, timelines: Timelines, copier: Copier, layers: int) -> None:
+    def __init__(self, driver: Driver, timelines: Timelines, copier: AdapterCopier, layers: int) -> None:
         self._driver, self._timelines, self._copier, self._layers = driver, timelines, copier, layers
         self._stream = timelines.streams[Lane.COMPUTE]
 
     def launch(
-        self, metadata: Callable[[Stream], None], work: Pass | Replay, slots: Collection[int], after: Marks
+        self, metadata: Callable[[Stream], None], work: Pass | CapturedPass, slots: Collection[int], after: Marks
     ) -> int:
         """Issues one iteration and returns its mark. `metadata` issues the copies of what kernels read of the batch; a
         replay finds it where it was captured. `slots`: adapters of its rows that may not have arrived. `after`: other
@@ -142,7 +142,7 @@ class IterationLane:
         self._copier.commit(slots, self._layers)
         self._timelines.wait(Lane.COMPUTE, after)
         metadata(self._stream)
-        if isinstance(work, Replay):
+        if isinstance(work, CapturedPass):
             if work.gate is not None:
                 self._open(work.gate, slots)
             else:
@@ -181,24 +181,24 @@ class AssistedChunk:
     adapter has; `sources`: whence each layer comes; `ready`: addresses of the layers' ready words."""
 
     slot: int
-    book: Book
-    sources: Sequence[Source]
+    sync_slot: SyncSlot
+    sources: Sequence[LoraSource]
     groups: Sequence[Collection[int]]
     ready: Sequence[int]
     ready_generation: int
 
-    def hand_offs(self) -> Iterator[tuple[int, int, int, Entry]]:
+    def hand_offs(self) -> Iterator[tuple[int, int, int, HandOffFlags]]:
         """(layer, group, index, entry) of all that workers may be asked for, in the device's order."""
         for layer, source in enumerate(self.sources):
-            for group in sorted(self.groups[layer]) if source is Source.WORKERS else ():
+            for group in sorted(self.groups[layer]) if source is LoraSource.WORKERS else ():
                 index = layer * len(GROUPS) + group
-                yield layer, group, index, self.book.entries[index]
+                yield layer, group, index, self.sync_slot.flags[index]
 
 
 class AssistLane:
     """Launches chunks of assisted prefills, when shared memory says what workers are to do and the watchdog knows."""
 
-    def __init__(self, driver: Driver, timelines: Timelines, copier: Copier, device_words: int) -> None:
+    def __init__(self, driver: Driver, timelines: Timelines, copier: AdapterCopier, device_words: int) -> None:
         """`device_words`: the device's address of the memory that books are in."""
         self._driver, self._timelines, self._copier, self._words = driver, timelines, copier, device_words
         self._stream = timelines.streams[Lane.ASSIST]
@@ -213,14 +213,14 @@ class AssistLane:
         may have to wait for this lane."""
         self._copier.commit([chunk.slot], len(chunk.sources))
         asked = {
-            (layer, group): self._told(chunk, layer, index, entry) for layer, group, index, entry in chunk.hand_offs()
+            (layer, group): self._told(chunk, layer, index, flags) for layer, group, index, flags in chunk.hand_offs()
         }
         stream = self._stream
         self._timelines.wait(Lane.ASSIST, after)
         metadata(stream)
         work.begin(stream)
         for layer, source in enumerate(chunk.sources):
-            if source is not Source.WORKERS:
+            if source is not LoraSource.WORKERS:
                 self._timelines.wait(Lane.ASSIST, self._copier.arrival_of_all([chunk.slot], layer))
             for group in range(len(GROUPS)):
                 self._issue_group(work, layer, group, asked, is_adapted=group in chunk.groups[layer])
@@ -228,13 +228,13 @@ class AssistLane:
         work.end(stream)
         return self._timelines.mark(Lane.ASSIST)
 
-    def _told(self, chunk: AssistedChunk, layer: int, index: int, entry: Entry) -> HandOff:
+    def _told(self, chunk: AssistedChunk, layer: int, index: int, flags: HandOffFlags) -> HandOff:
         return HandOff(
-            entry=index,
-            x_flag=self._words + entry.x_flag,
-            y_flag=self._words + entry.y_flag,
-            status=self._words + chunk.book.status,
-            generation=chunk.book.generation,
+            index=index,
+            x_flag=self._words + flags.x_flag,
+            y_flag=self._words + flags.y_flag,
+            status=self._words + chunk.sync_slot.status,
+            generation=chunk.sync_slot.generation,
             ready=chunk.ready[layer],
             ready_generation=chunk.ready_generation,
         )

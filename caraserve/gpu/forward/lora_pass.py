@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from caraserve.core.lora_layout import GROUPS
-from caraserve.gpu.assist import work_orders as letters
+from caraserve.gpu.assist import work_orders
 from caraserve.gpu.driver.api import Driver, Stream
-from caraserve.gpu.forward.batch import DeviceBatch, Shape
+from caraserve.gpu.forward.batch import DeviceBatch, PassShape
 from caraserve.gpu.kernels import cuda_launch
 from caraserve.gpu.kernels.cuda_launch import BYTES_THREADS, Kernels, Launch
 from caraserve.gpu.kernels.lora import Segments, SiteTables, lora_expand, lora_shrink
@@ -26,9 +26,9 @@ _NUMBERS_PER_THREAD = 4
 
 
 @dataclass(frozen=True, slots=True)
-class AssistTerms:
+class ChunkHandOffs:
     """Where the hand-offs of one assisted chunk are written down. Addresses are the device's; entries are counted as
-    `HandOff.entry`, and only those that are handed off are read.
+    `HandOff.index`, and only those that are handed off are read.
 
     Outcomes stand in `gate` at the chunk's adapter slot, one hand-off's after another's: the LoRA kernels read there
     whether they are to compute.
@@ -36,9 +36,9 @@ class AssistTerms:
 
     slot: int
     gate: Tensor  # int32 [adapter slots]
-    letters: Sequence[int]  # by entry: as letters.py writes them
-    host_x: Sequence[int]  # by entry: fp32 rows, where the letter says
-    host_strides: Sequence[int]  # by entry: numbers between rows
+    orders: Sequence[int]  # by index: as letters.py writes them
+    host_x: Sequence[int]  # by index: fp32 rows, where the letter says
+    host_strides: Sequence[int]  # by index: numbers between rows
     asked: int  # int64 [workers]: the incarnations last asked
     counter: int  # uint32, 0 between launches
     errors: int  # uint32: gets a bit when the chunk is void
@@ -55,8 +55,8 @@ class _Group:
 
     x: Tensor  # [most tokens, inputs]
     y: Tensor  # [most tokens, outputs of all modules]
-    x_rows: cuda_launch.Rows
-    y_rows: cuda_launch.Rows
+    x_rows: cuda_launch.ActivationRows
+    y_rows: cuda_launch.ActivationRows
     projections: cuda_launch.Projections
     delta_columns: tuple[int, ...]
     delta_stride: int
@@ -64,8 +64,8 @@ class _Group:
     @classmethod
     def of(cls, spec: ModelSpec, group: int, x: Tensor, y: Tensor) -> "_Group":
         columns, widths = columns_of(spec, group)
-        delta_columns, delta_stride = letters.delta_columns([letters.Module(width) for width in widths])
-        x_rows, y_rows = (cuda_launch.Rows(rows.data_ptr(), rows.stride(0), rows.shape[1]) for rows in (x, y))
+        delta_columns, delta_stride = work_orders.delta_columns([work_orders.HostModule(width) for width in widths])
+        x_rows, y_rows = (cuda_launch.ActivationRows(rows.data_ptr(), rows.stride(0), rows.shape[1]) for rows in (x, y))
         return cls(x, y, x_rows, y_rows, cuda_launch.Projections(columns, widths), delta_columns, delta_stride)
 
 
@@ -90,7 +90,7 @@ class LoraLane:
         self._raw_tables = {place: tables.for_launch(*place) for place in places}
         self._for_decoding: dict[tuple[int, int, int], tuple[Launch, Launch]] = {}
 
-    def pass_over(self, shape: Shape, assist: AssistTerms | None = None) -> "LoraPass":
+    def pass_over(self, shape: PassShape, assist: ChunkHandOffs | None = None) -> "LoraPass":
         """For a batch of a shape."""
         return LoraPass(self, shape, assist)
 
@@ -99,7 +99,7 @@ class LoraLane:
         if (layer, group, gate) not in self._for_decoding:
             tables = replace(self._raw_tables[layer, group], gate=gate)
             items, of, room = self.batch.items[group], self.groups[group], self.workspace.parts[group]
-            part = cuda_launch.Part(room.data_ptr(), *room.shape[1:])
+            part = cuda_launch.ShrinkBuffer(room.data_ptr(), *room.shape[1:])
             grid = self.kernels.bgmv_grid
             self._for_decoding[layer, group, gate] = (
                 cuda_launch.shrink(grid, tables, items.shrink, of.x_rows, part),
@@ -111,7 +111,7 @@ class LoraLane:
 class LoraPass:
     """Issues the LoRA of one pass; methods as those of lane.Pass. Allocates nothing on the device."""
 
-    def __init__(self, lane: LoraLane, shape: Shape, assist: AssistTerms | None) -> None:
+    def __init__(self, lane: LoraLane, shape: PassShape, assist: ChunkHandOffs | None) -> None:
         self._lane, self._shape, self._assist = lane, shape, assist
         cut, count = lane.batch.segments, shape.segments
         self._segments = Segments(cut.order, cut.first[:count], cut.rows[:count], cut.slot[:count])
@@ -128,33 +128,33 @@ class LoraPass:
             tables = tables if gate is None else replace(tables, gate=gate)
             self._lane.driver.run(stream, lambda: self._add_to_prompts(group, tables))
 
-    def publish(self, group: int, entry: int, stream: Stream) -> None:
+    def publish(self, group: int, index: int, stream: Stream) -> None:
         """Hands x over to the workers, or finds that this is not needed."""
         assist, lane = self._terms(), self._lane
         x = lane.groups[group].x_rows
         launch = cuda_launch.publish(
             _host_blocks(self._shape.tokens * x.columns),
-            assist.letters[entry],
+            assist.orders[index],
             x,
-            assist.host_x[entry],
-            assist.host_strides[entry],
+            assist.host_x[index],
+            assist.host_strides[index],
             assist.asked,
             assist.counter,
             assist.outcome,
         )
         lane.kernels.launch(launch, stream)
 
-    def add_handed_off(self, layer: int, group: int, entry: int, stream: Stream) -> None:
+    def add_handed_off(self, layer: int, group: int, index: int, stream: Stream) -> None:
         """What the workers made of x, or what weights on the device do; nothing, when neither came."""
         assist, lane = self._terms(), self._lane
-        letter, of = assist.letters[entry], lane.groups[group]
-        lane.kernels.launch(cuda_launch.wait(letter, assist.outcome, assist.errors), stream)
+        order, of = assist.orders[index], lane.groups[group]
+        lane.kernels.launch(cuda_launch.wait(order, assist.outcome, assist.errors), stream)
         blocks = min(self._shape.tokens, _MOST_HOST_BLOCKS)
         deltas = of.delta_stride, of.delta_columns
-        lane.kernels.launch(cuda_launch.add(blocks, letter, assist.outcome, of.y_rows, of.projections, *deltas), stream)
+        lane.kernels.launch(cuda_launch.add(blocks, order, assist.outcome, of.y_rows, of.projections, *deltas), stream)
         self.add(layer, group, stream, assist.gate)
 
-    def _terms(self) -> AssistTerms:
+    def _terms(self) -> ChunkHandOffs:
         if self._assist is None:
             raise AssertionError("a pass without terms hands nothing off")
         return self._assist

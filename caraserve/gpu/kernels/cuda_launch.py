@@ -42,7 +42,7 @@ class Kernels(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class ActivationRows:
     """Rows of activations in the model's dtype. Readable to a multiple of A_COLUMNS, which the stride is, too."""
 
     address: int
@@ -60,7 +60,7 @@ class Projections:
 
 
 @dataclass(frozen=True, slots=True)
-class Tables:
+class WeightTables:
     """Weights of one layer's projections that read the same input: addresses of tables [projections, slots]."""
 
     a: int  # u64 addresses, as layout.py lays them out
@@ -73,7 +73,7 @@ class Tables:
 
 
 @dataclass(frozen=True, slots=True)
-class Items:
+class WorkList:
     """A list of items on the device, the word that says how many there are, and the groups of rows that they name."""
 
     address: int
@@ -82,7 +82,7 @@ class Items:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ShrinkBuffer:
     """fp32 [planes, rows, projections, max_rank], what shrink leaves for expand."""
 
     address: int
@@ -91,7 +91,7 @@ class Part:
     max_rank: int
 
 
-def shrink(grid: int, tables: Tables, items: Items, x: Rows, part: Part) -> Launch:
+def shrink(grid: int, tables: WeightTables, items: WorkList, x: ActivationRows, part: ShrinkBuffer) -> Launch:
     """part = x Aᵀ"""
     _check_rows(x)
     if not 0 < part.max_rank <= MAX_RANK:
@@ -108,7 +108,9 @@ def shrink(grid: int, tables: Tables, items: Items, x: Rows, part: Part) -> Laun
     )
 
 
-def expand(grid: int, tables: Tables, items: Items, part: Part, y: Rows, projections: Projections) -> Launch:
+def expand(
+    grid: int, tables: WeightTables, items: WorkList, part: ShrinkBuffer, y: ActivationRows, projections: Projections
+) -> Launch:
     """y += scale · part B"""
     _check_rows(y)
     table = _pointers(tables.b, tables.rank, tables.dtype, tables.scale, tables.gate)
@@ -120,26 +122,26 @@ def expand(grid: int, tables: Tables, items: Items, part: Part, y: Rows, project
 
 
 def publish(
-    grid: int, letter: int, x: Rows, host_x: int, host_stride: int, asked: int, counter: int, outcome: int
+    grid: int, order: int, x: ActivationRows, host_x: int, host_stride: int, asked: int, counter: int, outcome: int
 ) -> Launch:
     """x → host memory as fp32, then the workers' requests. `host_stride`: numbers between rows there."""
     _check_rows(x)
     sizes = _ints(x.stride, x.columns)
     target = (*_pointers(host_x), *_ints(host_stride), *_pointers(asked, counter, outcome))
-    arguments = (*_pointers(letter, x.address), *sizes, *target)
+    arguments = (*_pointers(order, x.address), *sizes, *target)
     return Launch("handoff", "handoff_publish", grid, BYTES_THREADS, arguments)
 
 
-def wait(letter: int, outcome: int, errors: int) -> Launch:
+def wait(order: int, outcome: int, errors: int) -> Launch:
     """Until deltas or weights are there, or neither will be."""
-    return Launch("handoff", "handoff_wait", 1, WARP, _pointers(letter, outcome, errors))
+    return Launch("handoff", "handoff_wait", 1, WARP, _pointers(order, outcome, errors))
 
 
 def add(
     grid: int,
-    letter: int,
+    order: int,
     outcome: int,
-    y: Rows,
+    y: ActivationRows,
     projections: Projections,
     delta_stride: int,
     delta_columns: tuple[int, ...],
@@ -148,7 +150,7 @@ def add(
     _check_rows(y)
     _check_columns(projections)
     sizes = (*_ints(y.stride, delta_stride, len(projections.outputs)), *_three(projections.columns))
-    arguments = (*_pointers(letter, outcome, y.address), *sizes, *_three(projections.outputs), *_three(delta_columns))
+    arguments = (*_pointers(order, outcome, y.address), *sizes, *_three(projections.outputs), *_three(delta_columns))
     return Launch("handoff", "handoff_add", grid, BYTES_THREADS, arguments)
 
 
@@ -169,7 +171,7 @@ def _three(values: tuple[int, ...]) -> tuple[np.generic, ...]:
     return _ints(*values, *(0 for _ in range(3 - len(values))))
 
 
-def _check_rows(rows: Rows) -> None:
+def _check_rows(rows: ActivationRows) -> None:
     if rows.stride % A_COLUMNS or rows.address % _VECTOR_BYTES or rows.columns > rows.stride:
         raise AssertionError(f"{rows} cannot be read in vectors")
 

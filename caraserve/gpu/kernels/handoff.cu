@@ -19,7 +19,7 @@ enum Outcome {
 };
 
 // One worker's part.
-struct Errand {
+struct WorkerTask {
     u64 block; // the worker's words
     i64 number;
     i64 worker;
@@ -31,49 +31,52 @@ struct Errand {
 };
 
 // One hand-off, written by the host. Everything that differs between two replays of a captured graph is in here.
-struct Letter {
-    i64 errands;
-    i64 first; // rows of x that workers are to see
+struct WorkOrder {
+    i64 tasks;
+    i64 first;            // rows of x that workers are to see
     i64 rows;
-    i64 deadline_ns; // from the start of the wait
-    u64 arrived;     // u32, written by the copy stream …
-    i64 wanted;      // … and its value once the layer's weights are there
-    u64 status;      // u32 in host memory: the generation that was given up
+    i64 deadline_ns;      // from the start of the wait
+    u64 ready;            // u32, written by the copy stream …
+    i64 ready_generation; // … and its value once the layer's weights are on the device
+    u64 status;           // u32 in host memory: the generation that was aborted
     i64 generation;
-    u64 x_flag;      // set to the generation when x is there; 0: nobody looks
-    u64 y_flag;      // a completion counter: set to the generation by the last worker, or here when none is asked; 0: nobody waits
+    u64 x_flag;           // set to the generation when x is in host memory; 0: not used
+    u64 y_flag;           // completion counter: set to the generation by the last worker, or here if no worker is asked
+                          // (0: not used)
     i64 spare[2];
-    Errand errand[1];
+    WorkerTask task[1];
 };
 
-DEVICE bool has_arrived(const Letter& letter) { return load_acquire((const u32*)letter.arrived) == (u32)letter.wanted; }
-
-DEVICE bool is_given_up(const Letter& letter) {
-    return load_acquire((const u32*)letter.status) == (u32)letter.generation;
+DEVICE bool has_arrived(const WorkOrder& order) {
+    return load_acquire((const u32*)order.ready) == (u32)order.ready_generation;
 }
 
-DEVICE i64* word(const Errand& errand, int offset) { return (i64*)(errand.block + offset); }
+DEVICE bool is_aborted(const WorkOrder& order) {
+    return load_acquire((const u32*)order.status) == (u32)order.generation;
+}
+
+DEVICE i64* word(const WorkerTask& task, int offset) { return (i64*)(task.block + offset); }
 
 // Alive, and done with all that its present life was asked.
-DEVICE bool is_free(const Errand& errand, const i64* asked) {
-    const i64 incarnation = load_acquire(word(errand, INCARNATION));
+DEVICE bool is_free(const WorkerTask& task, const i64* asked) {
+    const i64 incarnation = load_acquire(word(task, INCARNATION));
     if (incarnation == 0) return false;
-    return incarnation != asked[errand.worker] ||
-           load_acquire(word(errand, DONE)) == load_acquire(word(errand, REQUEST));
+    return incarnation != asked[task.worker] ||
+           load_acquire(word(task, DONE)) == load_acquire(word(task, REQUEST));
 }
 
 // Copies x as fp32 to `to`, in host memory, and lets the workers begin. `asked`: by worker, the incarnation last asked.
 // `counter` is 0 between launches.
-KERNEL __launch_bounds__(256) handoff_publish(const Letter* letter, const activation* x, int x_stride, int inputs,
+KERNEL __launch_bounds__(256) handoff_publish(const WorkOrder* order, const activation* x, int x_stride, int inputs,
                                               float* to, int to_stride, i64* asked, u32* counter, int* outcome) {
-    __shared__ int arrived, last, busy, given_up;
-    if (threadIdx.x == 0) arrived = has_arrived(*letter);
+    __shared__ int arrived, last, busy, aborted;
+    if (threadIdx.x == 0) arrived = has_arrived(*order);
     __syncthreads();
     // A block that sees the weights arrived need not copy: the last block will see it, too.
     const u32 quads = (inputs + 15) / 16 * 4; // workers read whole vectors of 16, zeros at the end
-    const u32 end = arrived ? 0 : (u32)letter->rows * quads; // 32 bits: division by 64 would take longer than the copy
+    const u32 end = arrived ? 0 : (u32)order->rows * quads; // 32 bits: division by 64 would take longer than the copy
     for (u32 at = blockIdx.x * blockDim.x + threadIdx.x; at < end; at += gridDim.x * blockDim.x) {
-        const i64 row = letter->first + at / quads;
+        const i64 row = order->first + at / quads;
         const int column = (int)(at % quads) * 4;
         float v[4];
         load_many(x + row * x_stride + column, inputs - column, v);
@@ -87,51 +90,51 @@ KERNEL __launch_bounds__(256) handoff_publish(const Letter* letter, const activa
     if (threadIdx.x == 0) {
         last = count_in(counter) == gridDim.x - 1;
         busy = 0;
-        given_up = last && is_given_up(*letter);
-        arrived = last && has_arrived(*letter);
+        aborted = last && is_aborted(*order);
+        arrived = last && has_arrived(*order);
     }
     __syncthreads();
     if (!last) return;
-    const bool sends = threadIdx.x < letter->errands && !arrived && !given_up;
-    const Errand& errand = letter->errand[sends ? threadIdx.x : 0];
-    if (sends && !is_free(errand, asked)) busy = 1; // all who write this write the same
-    const bool asks = !arrived && !given_up;
-    if (threadIdx.x == 0 && letter->y_flag != 0 && asks) {
-        *(i64*)(letter->y_flag + COUNTER_LEFT) = letter->errands;
-        *(i64*)(letter->y_flag + COUNTER_VALUE) = letter->generation;
+    const bool sends = threadIdx.x < order->tasks && !arrived && !aborted;
+    const WorkerTask& task = order->task[sends ? threadIdx.x : 0];
+    if (sends && !is_free(task, asked)) busy = 1; // all who write this write the same
+    const bool asks = !arrived && !aborted;
+    if (threadIdx.x == 0 && order->y_flag != 0 && asks) {
+        *(i64*)(order->y_flag + COUNTER_LEFT) = order->tasks;
+        *(i64*)(order->y_flag + COUNTER_VALUE) = order->generation;
         fence_system();
     }
     __syncthreads();
     // Before anybody is asked, for it says that workers are waited for.
-    if (threadIdx.x == 0 && letter->x_flag != 0 && asks && !busy)
-        store_release((i64*)letter->x_flag, letter->generation);
+    if (threadIdx.x == 0 && order->x_flag != 0 && asks && !busy)
+        store_release((i64*)order->x_flag, order->generation);
     if (sends && !busy) {
-        for (int i = 0; i < SLICE_WORDS; i++) word(errand, SLICES)[i] = errand.slice[i];
-        *word(errand, COUNT) = 1;
-        asked[errand.worker] = load_acquire(word(errand, INCARNATION));
+        for (int i = 0; i < SLICE_WORDS; i++) word(task, SLICES)[i] = task.slice[i];
+        *word(task, COUNT) = 1;
+        asked[task.worker] = load_acquire(word(task, INCARNATION));
         fence_system();
-        store_release(word(errand, REQUEST), errand.number);
+        store_release(word(task, REQUEST), task.number);
     }
     if (threadIdx.x == 0) {
         *counter = 0;
-        *outcome = arrived ? BY_DEVICE : given_up ? LOST : busy ? AWAITED : BY_WORKERS;
-        if (letter->y_flag != 0 && (busy || !asks)) store_release((i64*)letter->y_flag, letter->generation);
+        *outcome = arrived ? BY_DEVICE : aborted ? LOST : busy ? AWAITED : BY_WORKERS;
+        if (order->y_flag != 0 && (busy || !asks)) store_release((i64*)order->y_flag, order->generation);
     }
 }
 
 // One warp, until the deltas or the weights are there. `errors` gets a bit when neither comes. A worker that has died
 // is not looked for: its number never comes, its weights do.
-KERNEL __launch_bounds__(32) handoff_wait(const Letter* letter, int* outcome, u32* errors) {
+KERNEL __launch_bounds__(32) handoff_wait(const WorkOrder* order, int* outcome, u32* errors) {
     constexpr u32 everyone = 0xffffffffu;
     const u64 start = now_ns();
     int state = *outcome;
     while (state == BY_WORKERS || state == AWAITED) {
         // Looked at before the workers are: what is there by then is taken, however late.
-        const bool ended = now_ns() - start > (u64)letter->deadline_ns || is_given_up(*letter);
-        const bool arrived = has_arrived(*letter);
+        const bool ended = now_ns() - start > (u64)order->deadline_ns || is_aborted(*order);
+        const bool arrived = has_arrived(*order);
         bool done = state == BY_WORKERS;
-        for (int i = threadIdx.x; i < letter->errands && state == BY_WORKERS; i += 32)
-            done = done && load_acquire(word(letter->errand[i], DONE)) == letter->errand[i].number;
+        for (int i = threadIdx.x; i < order->tasks && state == BY_WORKERS; i += 32)
+            done = done && load_acquire(word(order->task[i], DONE)) == order->task[i].number;
         if (__all_sync(everyone, done)) break;
         if (__any_sync(everyone, arrived))
             state = BY_DEVICE;
@@ -147,19 +150,19 @@ KERNEL __launch_bounds__(32) handoff_wait(const Letter* letter, int* outcome, u3
 }
 
 // y += deltas, if the workers made them. The widths and columns are in numbers; `delta_columns` of fp32.
-KERNEL __launch_bounds__(256) handoff_add(const Letter* letter, const int* outcome, activation* y, int y_stride,
+KERNEL __launch_bounds__(256) handoff_add(const WorkOrder* order, const int* outcome, activation* y, int y_stride,
                                           int delta_stride, int projections, int column0, int column1, int column2,
                                           int outputs0, int outputs1, int outputs2, int delta0, int delta1,
                                           int delta2) {
     if (*outcome != BY_WORKERS) return;
-    for (i64 index = blockIdx.x; index < letter->rows; index += gridDim.x) {
-        const i64 row = letter->first + index;
-        for (int i = 0; i < letter->errands; i++) {
-            const Errand& errand = letter->errand[i];
-            if (row < errand.first || row >= errand.first + errand.rows) continue;
-            const float* deltas = (const float*)errand.deltas + (row - errand.first) * delta_stride;
+    for (i64 index = blockIdx.x; index < order->rows; index += gridDim.x) {
+        const i64 row = order->first + index;
+        for (int i = 0; i < order->tasks; i++) {
+            const WorkerTask& task = order->task[i];
+            if (row < task.first || row >= task.first + task.rows) continue;
+            const float* deltas = (const float*)task.deltas + (row - task.first) * delta_stride;
             for (int p = 0; p < projections; p++) {
-                if ((errand.projections >> p & 1) == 0) continue;
+                if ((task.projections >> p & 1) == 0) continue;
                 const int outputs = p == 0 ? outputs0 : p == 1 ? outputs1 : outputs2;
                 const float* from = deltas + (p == 0 ? delta0 : p == 1 ? delta1 : delta2);
                 activation* at = y + row * y_stride + (p == 0 ? column0 : p == 1 ? column1 : column2);

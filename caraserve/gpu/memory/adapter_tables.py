@@ -48,11 +48,11 @@ class AdapterTables:
         a, b, rank, scale = (table[layer, sites] for table in (self.a, self.b, self.rank, self.scale))
         return SiteTables(a, b, rank, scale, self.dtype, gate)
 
-    def for_launch(self, layer: int, group: int, gate: int = 0) -> cuda_launch.Tables:
+    def for_launch(self, layer: int, group: int, gate: int = 0) -> cuda_launch.WeightTables:
         """Of one group of modules, as the raw kernels take them. `gate`: address of int32 [slots]."""
         first = GROUP_SITES[group].start
         a, b, rank, scale = (table[layer, first].data_ptr() for table in (self.a, self.b, self.rank, self.scale))
-        return cuda_launch.Tables(a, b, rank, scale, self.dtype.data_ptr(), self.slots, gate)
+        return cuda_launch.WeightTables(a, b, rank, scale, self.dtype.data_ptr(), self.slots, gate)
 
 
 def column(spec: AdapterSpec, layers: int, base: int) -> Column:

@@ -15,13 +15,12 @@ from torch import Tensor
 from caraserve.core.lora_layout import GROUPS, AdapterSpec, HostAdapter
 from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.driver.streams import NOTHING, Lane, Marks, at, latest
-from caraserve.gpu.forward.channels import Channels
 from caraserve.gpu.forward.lanes import issue_moves
 from caraserve.gpu.kernels.bgmv_work import AdapterItems, adapter_items
 from caraserve.gpu.memory import padding
 from caraserve.gpu.memory.adapter_tables import GROUP_SITES, AdapterTables, column
-from caraserve.gpu.memory.copier import Image
-from caraserve.gpu.memory.link_queue import Group, groups_of
+from caraserve.gpu.memory.copier import CopyRequest, DeviceContext
+from caraserve.gpu.memory.link_queue import LayerGroup, layer_groups
 from caraserve.gpu.memory.pool import DevicePool, Move
 from caraserve.model.spec import SITES, ModelSpec
 
@@ -29,7 +28,7 @@ Loaded = Callable[[Exception | None], None]
 
 
 @dataclass(frozen=True, slots=True)
-class HostMemory:
+class RegisteredMemory:
     """Registered host memory; the device may have another address for it."""
 
     host_base: int
@@ -40,7 +39,7 @@ class HostMemory:
 
 
 @dataclass(slots=True)
-class Bound:
+class BoundAdapter:
     """What a slot means. `stored`: as the bytes lie in the pool; `generation`: what ready words get when a layer has
     arrived, 0 until the load is queued."""
 
@@ -63,12 +62,12 @@ class DeviceImages:
 
     def __init__(
         self,
-        channels: Channels,
+        context: DeviceContext,
         pool: DevicePool,
         memory: Tensor,
         tables: AdapterTables,
         spec: ModelSpec,
-        host: HostMemory,
+        host: RegisteredMemory,
         *,
         padded_rank: int | None = None,
         with_ready_words: bool = False,
@@ -76,15 +75,15 @@ class DeviceImages:
         now: Callable[[], float],
     ) -> None:
         """`memory`: the pool's bytes. `padded_rank`: rows that every module takes, in the padded baseline.
-        `when_copied`: is to have `pump` called when what was issued on the copy lane so far has run."""
-        self._driver, self._timelines = channels.driver, channels.timelines
-        self._copier, self._ring = channels.copier, channels.ring
+        `when_copied`: is to have `poll` called when what was issued on the copy lane so far has run."""
+        self._driver, self._timelines = context.driver, context.timelines
+        self._copier, self._ring = context.copier, context.ring
         self.pool, self.memory, self.tables = pool, memory, tables
         self._spec, self._host, self._padded_rank, self._now = spec, host, padded_rank, now
         self._when_copied = when_copied
         words = (tables.slots, spec.layers) if with_ready_words else (0, 0)
         self._ready = torch.zeros(words, dtype=torch.int32, device=memory.device)
-        self.bound: dict[int, Bound] = {}
+        self.bound: dict[int, BoundAdapter] = {}
         self.items: list[list[AdapterItems | None]] = [[None] * tables.slots for _ in GROUPS]  # by group, by slot
         self.bindings = 0  # how often any slot's meaning has changed
         self._waiting: deque[Callable[[], bool]] = deque()  # for room in one piece, in the order of asking
@@ -95,7 +94,7 @@ class DeviceImages:
     def load(self, adapter: HostAdapter, slot: int, group_ends: Sequence[int], done: Loaded) -> None:
         """Binds an adapter to a slot and queues its copy. `done` is told what has failed, if anything has."""
         stored = self.stored(adapter.spec)
-        self.bound[slot] = Bound(adapter, stored, _groups_by_layer(stored, self._spec))
+        self.bound[slot] = BoundAdapter(adapter, stored, _groups_by_layer(stored, self._spec))
         for items, made in zip(self.items, self._items(slot, stored), strict=True):
             items[slot] = made
         self.bindings += 1
@@ -142,10 +141,10 @@ class DeviceImages:
 
     # --- what launches ask ---
 
-    def pump(self) -> None:
+    def poll(self) -> None:
         """Notes what has arrived, issues what comes next, and places what found no room."""
-        self._copier.pump()
-        self.pool.forget(self._timelines.known)
+        self._copier.poll()
+        self.pool.drop_passed(self._timelines.known)
         while self._waiting and self._waiting[0]():
             self._waiting.popleft()
 
@@ -157,18 +156,18 @@ class DeviceImages:
 
     @property
     def is_busy(self) -> bool:
-        """Whether `pump` is to be called again soon."""
+        """Whether `poll` is to be called again soon."""
         return bool(self._waiting or self._loading)
 
     def are_placed(self, slots: Collection[int]) -> bool:
-        """Whether all of these have their places; mostly they do. If not, `pump` until they have."""
+        """Whether all of these have their places; mostly they do. If not, `poll` until they have."""
         return all(self.bound[slot].is_placed for slot in slots)
 
     def arriving(self, slots: Collection[int]) -> list[int]:
         """Those of which layers may be missing."""
         return [slot for slot in slots if slot in self.bound and self.bound[slot].is_loading]
 
-    def groups_of(self, slots: Collection[int]) -> frozenset[int]:
+    def module_groups_of(self, slots: Collection[int]) -> frozenset[int]:
         """Groups of modules in which any of these has one."""
         return frozenset().union(*(self.bound[slot].any_groups for slot in slots))
 
@@ -211,12 +210,12 @@ class DeviceImages:
         self._write_column(slot, base + grant.start)
 
         def arrived() -> None:
-            self.pool.let_go(slot)
+            self.pool.unpin(slot)
             self._end_load(slot, None)
 
         source = self._host.on_device(int(bound.adapter.data.ctypes.data)) if bound.adapter.data.size else 0
-        groups = groups_of(bound.adapter.spec.layer_ends, group_ends)
-        image = Image(
+        groups = layer_groups(bound.adapter.spec.layer_ends, group_ends)
+        image = CopyRequest(
             slot=slot,
             source=source,
             target=base + grant.start,
@@ -231,7 +230,7 @@ class DeviceImages:
         bound.generation = self._copier.load(image, arrived)
         return True
 
-    def _rows(self, bound: Bound, group: Group) -> list[padding.Rows]:
+    def _rows(self, bound: BoundAdapter, group: LayerGroup) -> list[padding.RowCopy]:
         layers = range(group.first_layer, group.end_layer)
         return padding.copies(bound.adapter.spec, bound.stored, self._spec, layers)
 

@@ -1,6 +1,6 @@
 """Issues what the link's queue says, on the copy lane, and knows which layers have arrived.
 
-The backend's launching thread calls `pump` often (every ms while loads are under way), `commit` for each arriving
+The backend's launching thread calls `poll` often (every ms while loads are under way), `commit` for each arriving
 adapter of an iteration before it launches it, and asks `arrival_of_all` where a lane gets to a layer.
 """
 
@@ -10,14 +10,15 @@ from dataclasses import dataclass, field
 
 from caraserve.gpu.driver.api import Driver
 from caraserve.gpu.driver.streams import NOTHING, Lane, Marks, Timelines, at, covers, latest
-from caraserve.gpu.memory.link_queue import Group, LinkQueue, Piece
-from caraserve.gpu.memory.padding import Rows
+from caraserve.gpu.memory.link_queue import LayerGroup, LinkQueue, Piece
+from caraserve.gpu.memory.padding import RowCopy
+from caraserve.gpu.memory.staging_ring import StagingRing
 
 _WORDS = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
-class Image:
+class CopyRequest:
     """Where an adapter comes from and where it goes. `ready`: a word per layer, which is set to the load's `generation`
     when the layer has arrived: a kernel that compares can never take the last owner's layers for these. `rows`: how the
     layers of a group are copied, if not byte by byte over bytes that need no zeros before. `arrived` is called when a
@@ -27,17 +28,17 @@ class Image:
     source: int
     target: int
     num_bytes: int
-    groups: tuple[Group, ...]
+    groups: tuple[LayerGroup, ...]
     after: Marks  # when the bytes may be written
     ready: Sequence[int] = ()
-    rows: Callable[[Group], Sequence[Rows]] | None = None
-    arrived: Callable[[Group], None] = lambda group: None
+    rows: Callable[[LayerGroup], Sequence[RowCopy]] | None = None
+    arrived: Callable[[LayerGroup], None] = lambda group: None
     issued: Callable[[], None] = lambda: None  # called when the last piece has been
 
 
 @dataclass(slots=True)
-class _Loading:
-    image: Image
+class _CopyProgress:
+    image: CopyRequest
     generation: int
     done: Callable[[], None]
     marks: list[int] = field(default_factory=list)  # of the groups issued whole, on the copy lane
@@ -46,24 +47,24 @@ class _Loading:
     seen: int = 0  # groups of which `arrived` has been told
 
 
-class Copier:
+class AdapterCopier:
     """Not thread-safe: the thread that launches."""
 
     def __init__(self, driver: Driver, timelines: Timelines, queue: LinkQueue) -> None:
         self._driver, self._timelines, self._queue = driver, timelines, queue
         self._stream = timelines.streams[Lane.COPY]
-        self._loads: dict[int, _Loading] = {}
+        self._loads: dict[int, _CopyProgress] = {}
         self._in_flight: deque[tuple[int, int]] = deque()  # (mark, bytes) of pieces
         self._generations = 0
 
-    def load(self, image: Image, done: Callable[[], None]) -> int:
-        """Queues a load; `done` is called by `pump` when all of it has arrived. Returns its generation."""
+    def load(self, image: CopyRequest, done: Callable[[], None]) -> int:
+        """Queues a load; `done` is called by `poll` when all of it has arrived. Returns its generation."""
         self._generations = self._generations % (_WORDS - 1) + 1  # never 0, which words begin with
         self._queue.ask(image.slot, image.groups)
-        self._loads[image.slot] = _Loading(image, self._generations, done)
+        self._loads[image.slot] = _CopyProgress(image, self._generations, done)
         return self._generations
 
-    def pump(self) -> None:
+    def poll(self) -> None:
         """Takes note of what has arrived, and issues what comes next."""
         passed = self._timelines.passed()[Lane.COPY]
         while self._in_flight and self._in_flight[0][0] <= passed:
@@ -131,7 +132,7 @@ class Copier:
         loads = [load for load in self._loads.values() if not load.has_begun]
         return {load.image.slot for load in loads if not covers(self._timelines.known, load.image.after)}
 
-    def _is_complete(self, load: _Loading) -> bool:
+    def _is_complete(self, load: _CopyProgress) -> bool:
         return len(load.marks) == len(load.image.groups)
 
     def _issue(self, piece: Piece) -> None:
@@ -167,3 +168,14 @@ class Copier:
             load.marks.append(load.last)
             if self._is_complete(load):
                 image.issued()
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceContext:
+    """The launching thread's alone."""
+
+    driver: Driver
+    timelines: Timelines
+    ring: StagingRing
+    queue: LinkQueue
+    copier: AdapterCopier

@@ -12,21 +12,21 @@ from numpy.typing import NDArray
 from caraserve.core.lora_layout import A_COLUMNS, GROUPS
 from caraserve.cpu import handoff
 from caraserve.cpu.shared_memory import PAGE_BYTES, SharedRegion
-from caraserve.gpu.assist.handshake import book_bytes
-from caraserve.gpu.assist.work_orders import Module, delta_columns
+from caraserve.gpu.assist.handshake import sync_slot_bytes
+from caraserve.gpu.assist.work_orders import HostModule, delta_columns
 from caraserve.gpu.driver.api import WORD_BYTES
 from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS
 from caraserve.model.spec import ModelSpec
 from caraserve.util.units import align_up
 
-BOOKS = 2  # assisted chunks under way
+SYNC_SLOTS = 2  # assisted chunks under way
 
 
 @dataclass(frozen=True, slots=True)
-class HandOffRoom:
+class HandOffBuffers:
     """Of one assisted chunk: its words, and room for its x and its deltas. Offsets into the region."""
 
-    book: int
+    sync_slot: int
     x: int
     deltas: int
 
@@ -40,17 +40,17 @@ class HostRegion:
         """`result_bytes`: of each of `results` blocks."""
         self.block_bytes = align_up(handoff.block_bytes(1), PAGE_BYTES)
         entries = spec.layers * len(GROUPS)
-        rooms = (book_bytes(entries), x_bytes(spec), delta_bytes(spec)) if workers else (0, 0, 0)
-        sizes = [ring_bytes, *[result_bytes] * results, workers * self.block_bytes, *rooms * BOOKS, arena_bytes]
+        rooms = (sync_slot_bytes(entries), x_bytes(spec), delta_bytes(spec)) if workers else (0, 0, 0)
+        sizes = [ring_bytes, *[result_bytes] * results, workers * self.block_bytes, *rooms * SYNC_SLOTS, arena_bytes]
         self.region = SharedRegion(sum(align_up(size, PAGE_BYTES) for size in sizes))
         self.ring = self.region.carve(ring_bytes)
         self.results = [self.region.carve(result_bytes) for _ in range(results)]
         self.blocks = self.region.carve(workers * self.block_bytes)
-        self.rooms = [self._room(rooms) for _ in range(BOOKS)] if workers else []
+        self.rooms = [self._room(rooms) for _ in range(SYNC_SLOTS)] if workers else []
         self.arena = self.region.carve(arena_bytes)
 
-    def _room(self, sizes: tuple[int, int, int]) -> HandOffRoom:
-        return HandOffRoom(*(self.region.offset(int(self.region.carve(size).ctypes.data)) for size in sizes))
+    def _room(self, sizes: tuple[int, int, int]) -> HandOffBuffers:
+        return HandOffBuffers(*(self.region.offset(int(self.region.carve(size).ctypes.data)) for size in sizes))
 
 
 class RegionWords:
@@ -84,5 +84,5 @@ def x_bytes(spec: ModelSpec) -> int:
 
 def delta_bytes(spec: ModelSpec) -> int:
     """Of the widest deltas of a chunk."""
-    strides = [delta_columns([Module(spec.site_shape(site)[1]) for site in group])[1] for group in GROUPS]
+    strides = [delta_columns([HostModule(spec.site_shape(site)[1]) for site in group])[1] for group in GROUPS]
     return 4 * ASSISTED_CHUNK_TOKENS * max(strides)

@@ -14,7 +14,7 @@ _WINDOW_S = 0.001  # issued ahead: what the thread that issues may sleep
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class LayerGroup:
     """Layers [first_layer, end_layer) of an adapter and their bytes [start, end)."""
 
     first_layer: int
@@ -33,7 +33,7 @@ class Piece:
     group: int | None
 
 
-class Source(Enum):
+class LoraSource(Enum):
     """Whence a layer's LoRA comes, as far as it can be said at launch."""
 
     DEVICE = "device"  # it has arrived
@@ -41,19 +41,19 @@ class Source(Enum):
     WORKERS = "workers"  # unless it has arrived when the device gets there
 
 
-def groups_of(layer_ends: Sequence[int], group_ends: Sequence[int]) -> tuple[Group, ...]:
+def layer_groups(layer_ends: Sequence[int], group_ends: Sequence[int]) -> tuple[LayerGroup, ...]:
     """The groups of one image; ends that are no layers, or twice there, count for nothing."""
     layers, ends = len(layer_ends), [0]
     ends += sorted({end for end in group_ends if 0 < end < layers})
     bounds = zip(ends, [*ends[1:], layers], strict=True)
-    return tuple(Group(a, b, layer_ends[a - 1] if a else 0, layer_ends[b - 1]) for a, b in bounds)
+    return tuple(LayerGroup(a, b, layer_ends[a - 1] if a else 0, layer_ends[b - 1]) for a, b in bounds)
 
 
 @dataclass(slots=True)
-class _Load:
+class _QueuedLoad:
     slot: int
     number: int
-    groups: tuple[Group, ...]
+    groups: tuple[LayerGroup, ...]
     issued: int = 0  # bytes
     at: int = 0  # the group that the next byte belongs to
     committed: int = 0  # groups that a launched iteration waits for
@@ -71,15 +71,15 @@ class LinkQueue:
     piece_bytes: int = PIECE_BYTES
     in_flight: int = 0  # bytes of pieces
     answers: int = 0  # bytes that come from CPU workers meanwhile; what goes to them takes the other direction
-    _loads: dict[int, _Load] = field(default_factory=dict)
+    _loads: dict[int, _QueuedLoad] = field(default_factory=dict)
     _numbers: int = 0
 
-    def ask(self, slot: int, groups: Sequence[Group]) -> None:
+    def ask(self, slot: int, groups: Sequence[LayerGroup]) -> None:
         """Queues a load. One per adapter slot."""
         if slot in self._loads:
             raise AssertionError(f"adapter slot {slot} is being loaded already")
         self._numbers += 1
-        self._loads[slot] = _Load(slot, self._numbers, tuple(groups))
+        self._loads[slot] = _QueuedLoad(slot, self._numbers, tuple(groups))
 
     def commit(self, slot: int, layers: int) -> None:
         """An iteration is being launched that will wait for the first `layers` layers: their groups go now."""
@@ -152,12 +152,12 @@ class LinkQueue:
         return max(2.0 * self.piece_bytes, self.bytes_per_s * _WINDOW_S)
 
 
-def source(*, arrived: bool, arrives_s: float, use_s: float, stall_s: float | None) -> Source:
+def choose_source(*, arrived: bool, arrives_s: float, use_s: float, stall_s: float | None) -> LoraSource:
     """What to launch for a layer. `stall_s`: what its hand-off to CPU workers would cost; None: they cannot help.
 
     Only how well it goes depends on the prediction: whatever is taken from the device sits behind its event."""
     if arrived:
-        return Source.DEVICE
+        return LoraSource.DEVICE
     if stall_s is None or arrives_s <= use_s + stall_s:
-        return Source.WAIT
-    return Source.WORKERS
+        return LoraSource.WAIT
+    return LoraSource.WORKERS

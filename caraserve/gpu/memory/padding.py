@@ -14,7 +14,7 @@ from caraserve.util.units import align_up
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowCopy:
     """`rows` pieces of `width` bytes, their beginnings a pitch apart; offsets into the images."""
 
     target: int
@@ -34,7 +34,7 @@ def padded(spec: AdapterSpec, model: ModelSpec, max_rank: int) -> AdapterSpec:
     return replace(spec, rank=max_rank, spans=spans, layer_ends=ends)
 
 
-def copies(spec: AdapterSpec, target: AdapterSpec, model: ModelSpec, layers: Sequence[int]) -> list[Rows]:
+def copies(spec: AdapterSpec, target: AdapterSpec, model: ModelSpec, layers: Sequence[int]) -> list[RowCopy]:
     """What is copied of `layers` from the host's image to `target`, which is full of zeros."""
     wanted, made = set(layers), []
     for narrow, wide in zip(spec.spans, target.spans, strict=True):
@@ -43,11 +43,11 @@ def copies(spec: AdapterSpec, target: AdapterSpec, model: ModelSpec, layers: Seq
     return made
 
 
-def _of_module(narrow: SiteSpan, wide: SiteSpan, model: ModelSpec, itemsize: int) -> list[Rows]:
+def _of_module(narrow: SiteSpan, wide: SiteSpan, model: ModelSpec, itemsize: int) -> list[RowCopy]:
     inputs, outputs = model.site_shape(SITES[narrow.site])
     a = narrow.padded_rank * align_up(inputs, A_COLUMNS) * itemsize
     width, pitch = (span.padded_rank * PANEL * itemsize for span in (narrow, wide))
     return [
-        Rows(wide.a_offset, a, narrow.a_offset, a, a, 1),
-        Rows(wide.b_offset, pitch, narrow.b_offset, width, width, align_up(outputs, PANEL) // PANEL),
+        RowCopy(wide.a_offset, a, narrow.a_offset, a, a, 1),
+        RowCopy(wide.b_offset, pitch, narrow.b_offset, width, width, align_up(outputs, PANEL) // PANEL),
     ]

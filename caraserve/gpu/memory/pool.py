@@ -55,7 +55,7 @@ class _Extent:
     start: int
     num_bytes: int = field(compare=False)
     slot: int = field(compare=False)
-    holds: int = field(default=1, compare=False)
+    pins: int = field(default=1, compare=False)
     moved: Marks = field(default=NOTHING, compare=False)
 
     @property
@@ -64,11 +64,11 @@ class _Extent:
 
     @property
     def is_fixed(self) -> bool:
-        return self.holds > 0
+        return self.pins > 0
 
 
 @dataclass(frozen=True, slots=True)
-class _Window:
+class _Gap:
     """Neighbouring extents [first, last) that make one hole of theirs by moving up."""
 
     first: int
@@ -123,7 +123,7 @@ class DevicePool:
     # --- adapters ---
 
     def place(self, slot: int, num_bytes: int, moved: Marks) -> Grant | None:
-        """Room for an adapter, held until `let_go`; None when it does not fit. `moved`: after the moves, which the
+        """Room for an adapter, held until `unpin`; None when it does not fit. `moved`: after the moves, which the
         caller is about to issue."""
         need = self.takes(num_bytes)
         if slot in self._by_slot:
@@ -137,16 +137,16 @@ class DevicePool:
         self._by_slot[slot] = extent
         return Grant(extent.start, need, self._marks(extent.start, extent.end), moves, moves_after)
 
-    def hold(self, slot: int) -> None:
+    def pin(self, slot: int) -> None:
         """Somebody beside the compute lane uses the adapter's bytes: they stay where they are."""
-        self._by_slot[slot].holds += 1
+        self._by_slot[slot].pins += 1
 
-    def let_go(self, slot: int) -> None:
+    def unpin(self, slot: int) -> None:
         """One of those has been seen to be done."""
         extent = self._by_slot[slot]
-        if extent.holds == 0:
+        if extent.pins == 0:
             raise AssertionError(f"adapter slot {slot} is held by nobody")
-        extent.holds -= 1
+        extent.pins -= 1
 
     def release(self, slot: int, until: Marks) -> None:
         """Takes an adapter's bytes back, held or not; what uses them is over by `until`. All that was issued would do,
@@ -172,7 +172,7 @@ class DevicePool:
 
     # --- accounts ---
 
-    def forget(self, passed: Marks) -> None:
+    def drop_passed(self, passed: Marks) -> None:
         """Drops marks that lie behind; to be called now and then, so that they do not pile up."""
         self._stale = [entry for entry in self._stale if not covers(passed, entry[2])]
 
@@ -200,15 +200,15 @@ class DevicePool:
         ends = [self._lowest(self.kv_blocks)] + [extent.end for extent in self._extents]
         return [start - end for start, end in zip(starts, ends, strict=True)]
 
-    def _window(self, need: int) -> _Window | None:
+    def _window(self, need: int) -> _Gap | None:
         """What moves so that `need` bytes are free in one piece: as little as possible. Without a move: the smallest
         hole among adapters, and the room for both last, for KV may want it."""
         holes = self._holes()
         fitting = [(hole, index) for index, hole in enumerate(holes) if hole >= need and index > 0]
         if fitting or holes[0] >= need:
             at = min(fitting)[1] if fitting else 0
-            return _Window(at, at, 0)
-        best: _Window | None = None
+            return _Gap(at, at, 0)
+        best: _Gap | None = None
         first = total = moved = 0
         for last, hole in enumerate(holes):
             if last > 0 and self._extents[last - 1].is_fixed:
@@ -221,10 +221,10 @@ class DevicePool:
                 moved -= self._extents[first].num_bytes
                 first += 1
             if total >= need and (best is None or moved < best.moved_bytes):
-                best = _Window(first, last, moved)
+                best = _Gap(first, last, moved)
         return best
 
-    def _kv_window(self, blocks: int) -> _Window | None:
+    def _kv_window(self, blocks: int) -> _Gap | None:
         """What moves so that KV may have so many blocks."""
         need = self._lowest(blocks) - self._lowest(self.kv_blocks)
         if blocks * self.block_bytes > self.num_bytes:
@@ -236,10 +236,10 @@ class DevicePool:
             moved += self._extents[last - 1].num_bytes if last > 0 else 0
             total += hole
             if total >= need:
-                return _Window(0, last, moved)
+                return _Gap(0, last, moved)
         return None
 
-    def _move(self, window: _Window, moved: Marks) -> tuple[int, tuple[Move, ...], Marks]:
+    def _move(self, window: _Gap, moved: Marks) -> tuple[int, tuple[Move, ...], Marks]:
         """Moves a window's extents up against what lies above; there is a hole, or the window would be smaller. Returns
         where its own hole ends, and how to get there."""
         above = self._extents[window.last].start if window.last < len(self._extents) else self.num_bytes

@@ -75,10 +75,10 @@ class ResultBlocks:
         for memory, address in blocks:
             self._free.put((Results(memory, outputs), address))
 
-    def take(self) -> tuple[Results, int]:
+    def acquire(self) -> tuple[Results, int]:
         """Waits while all are in use, which more iterations ahead than there are blocks would be needed for."""
         return self._free.get()
 
-    def give_back(self, results: Results, address: int) -> None:
+    def release(self, results: Results, address: int) -> None:
         """Its contents have been read."""
         self._free.put((results, address))

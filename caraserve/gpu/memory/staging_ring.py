@@ -16,7 +16,7 @@ from caraserve.util.units import align_up
 _ALIGN_BYTES = 64
 
 
-class Ring:
+class StagingRing:
     """Over `memory`, uint8 [bytes], whose device address is `address`. The launching thread's alone."""
 
     def __init__(self, driver: Driver, timelines: Timelines, memory: NDArray[np.uint8], address: int) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from caraserve.core.lora_layout import GROUPS
-from caraserve.gpu.forward.batch import Capacity, Shape
+from caraserve.gpu.forward.batch import Capacity, PassShape
 from caraserve.gpu.kernels.attention import DecodeScratch
 from caraserve.gpu.kernels.bgmv_work import PLANES
 from caraserve.model.spec import ModelSpec
@@ -59,7 +59,7 @@ class Workspace:
     weights: Tensor  # float32 [programs, vocab], for sampling
     counts: Tensor  # int32 [programs, vocab], zero between launches
 
-    def decode_pieces(self, shape: Shape) -> list[tuple[slice, DecodeScratch]]:
+    def decode_pieces(self, shape: PassShape) -> list[tuple[slice, DecodeScratch]]:
         """Rows that decode, as many at once as there is room for at this length of context."""
         if shape.decode_rows == 0:
             return []

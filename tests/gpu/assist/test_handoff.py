@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from caraserve.cpu import handoff
-from caraserve.gpu.assist.work_orders import cut
+from caraserve.gpu.assist.work_orders import split_rows
 from caraserve.model.dtype import Dtype
 from tests.gpu.desk import ARRIVED, AWAITED, BY_DEVICE, BY_WORKERS, LOST, TOKENS, Desk, comes_true
 
@@ -259,7 +259,7 @@ def test_a_worker_keeps_vigil_for_a_device_that_cannot_wake_it(alone: Desk) -> N
 def test_the_prompt_is_cut_without_gaps() -> None:
     for most in range(1, TOKENS + 2):
         for workers in (1, 2, 7):
-            pieces = cut(TOKENS, most, workers)
+            pieces = split_rows(TOKENS, most, workers)
             assert [first for first, _ in pieces] == list(np.cumsum([0, *(rows for _, rows in pieces)])[:-1])
             assert sum(rows for _, rows in pieces) == TOKENS
             assert len(pieces) == min(-(-TOKENS // most), workers)

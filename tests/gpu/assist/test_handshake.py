@@ -1,13 +1,13 @@
 """The way out of every wait: death, delay, giving up, and books that rest until nobody can come late to them."""
 
-from caraserve.gpu.assist.handshake import LOOK_S, Book, Life, book_bytes
+from caraserve.gpu.assist.handshake import CHECK_S, SyncSlot, WorkerStatus, sync_slot_bytes
 from caraserve.gpu.driver.api import has_reached, successor
 from caraserve.gpu.driver.streams import Lane
 from caraserve.gpu.forward.lanes import AssistedChunk
-from caraserve.gpu.memory.link_queue import Source
-from tests.gpu.fake_pass import ENTRIES, LAYERS, TOP, FakePass, World
+from caraserve.gpu.memory.link_queue import LoraSource
+from tests.gpu.fake_pass import HAND_OFFS, LAYERS, TOP, FakePass, World
 
-WORKERS = Source.WORKERS
+WORKERS = LoraSource.WORKERS
 
 
 def waiting_chunk(world: World) -> tuple[AssistedChunk, FakePass]:
@@ -16,7 +16,7 @@ def waiting_chunk(world: World) -> tuple[AssistedChunk, FakePass]:
     chunk = world.chunk(1, world.bring(1), [WORKERS] * LAYERS)
     work = world.assisted(chunk)
     world.settle()
-    world.watchdog.look(world.now_s, world.lives)
+    world.watchdog.check(world.now_s, world.statuses)
     return chunk, work
 
 
@@ -30,47 +30,47 @@ def test_the_device_is_let_go_within_5_ms_of_a_death() -> None:
     chunk, work = waiting_chunk(world)
     died_s = world.now_s
     while not is_released(world):
-        world.now_s += LOOK_S
-        world.watchdog.look(world.now_s, world.lives[:1])  # the other one is alive, and does nothing about it
+        world.now_s += CHECK_S
+        world.watchdog.check(world.now_s, world.statuses[:1])  # the other one is alive, and does nothing about it
         assert world.now_s - died_s <= 0.005
-    assert world.watchdog.forget(chunk.book)
+    assert world.watchdog.unwatch(chunk.sync_slot)
     assert {kind for kind, *_ in work.done} == {"begin", "before", "project", "skip", "end"}
 
 
 def test_it_is_let_go_at_once_when_nobody_is_left() -> None:
     world = World()
     waiting_chunk(world)
-    world.watchdog.look(world.now_s, [Life(0, None, is_idle=True)])
+    world.watchdog.check(world.now_s, [WorkerStatus(0, None, is_idle=True)])
     assert is_released(world)
 
 
 def test_another_worker_may_redo_what_a_dead_one_had() -> None:
     world = World()
     chunk, work = waiting_chunk(world)
-    world.watchdog.look(world.now_s + LOOK_S, world.lives[:1])
+    world.watchdog.check(world.now_s + CHECK_S, world.statuses[:1])
     while world.work(chunk):
         world.settle()
-        world.watchdog.look(world.now_s + 2 * LOOK_S, world.lives[:1])
-    world.watchdog.look(world.now_s + 1.0, world.lives[:1])
-    assert not world.watchdog.forget(chunk.book)
+        world.watchdog.check(world.now_s + 2 * CHECK_S, world.statuses[:1])
+    world.watchdog.check(world.now_s + 1.0, world.statuses[:1])
+    assert not world.watchdog.unwatch(chunk.sync_slot)
     assert work.done[-1] == ("end", 0, 0)
 
 
 def test_a_worker_that_is_born_in_a_dead_ones_place_does_not_hide_the_death() -> None:
     world = World()
     waiting_chunk(world)
-    lives = [world.lives[0], Life(1, 3, is_idle=True)]
-    world.watchdog.look(world.now_s + 0.001, lives)
-    world.watchdog.look(world.now_s + 0.0045, lives)
+    statuses = [world.statuses[0], WorkerStatus(1, 3, is_idle=True)]
+    world.watchdog.check(world.now_s + 0.001, statuses)
+    world.watchdog.check(world.now_s + 0.0045, statuses)
     assert is_released(world)
 
 
 def test_whoever_takes_too_long_is_given_up_but_no_sooner() -> None:
     world = World()
     waiting_chunk(world)  # 1 ms was predicted
-    world.watchdog.look(world.now_s + 0.0069, world.lives)
+    world.watchdog.check(world.now_s + 0.0069, world.statuses)
     assert not is_released(world)
-    world.watchdog.look(world.now_s + 0.0071, world.lives)
+    world.watchdog.check(world.now_s + 0.0071, world.statuses)
     assert is_released(world)
 
 
@@ -81,16 +81,16 @@ def test_time_counts_from_when_the_device_waits_for_each_hand_off_anew() -> None
     world.assisted(chunk)
     for _ in range(100):  # the device is not there yet
         world.now_s += 0.01
-        world.watchdog.look(world.now_s, world.lives)
+        world.watchdog.check(world.now_s, world.statuses)
     world.settle()
     while True:
         for _ in range(5):
-            world.watchdog.look(world.now_s, world.lives)
-            world.now_s += LOOK_S
+            world.watchdog.check(world.now_s, world.statuses)
+            world.now_s += CHECK_S
         if not world.work(chunk):
             break
         world.settle()
-    assert not world.watchdog.forget(chunk.book)
+    assert not world.watchdog.unwatch(chunk.sync_slot)
 
 
 def test_status_is_there_before_the_wait_falls_through() -> None:
@@ -104,49 +104,51 @@ def test_status_is_there_before_the_wait_falls_through() -> None:
 
     chunk, _ = waiting_chunk(world)
     world.store = store  # type: ignore[method-assign]
-    world.watchdog.give_up(chunk.book)
-    assert stored[0] == chunk.book.status
-    assert set(stored[1:]) == {entry.y_flag for entry in chunk.book.entries}
+    world.watchdog.abort(chunk.sync_slot)
+    assert stored[0] == chunk.sync_slot.status
+    assert set(stored[1:]) == {flags.y_flag for flags in chunk.sync_slot.flags}
 
 
 def test_a_book_rests_until_nobody_can_come_late_to_it() -> None:
-    world = World(books=1)
+    world = World(sync_slots=1)
     chunk, _ = waiting_chunk(world)
-    busy = [Life(0, 1, is_idle=False), Life(1, 2, is_idle=True)]
-    world.watchdog.give_up(chunk.book)
+    busy = [WorkerStatus(0, 1, is_idle=False), WorkerStatus(1, 2, is_idle=True)]
+    world.watchdog.abort(chunk.sync_slot)
     assert is_released(world)
-    assert world.watchdog.forget(chunk.book)
-    world.books.give_back(chunk.book, busy)
-    assert world.books.take() is None
-    world.books.tidy(busy)
-    assert world.books.take() is None
-    world.books.tidy([Life(0, 1, is_idle=True), Life(1, 2, is_idle=False)])  # busy with something else
-    assert world.books.take() is chunk.book
+    assert world.watchdog.unwatch(chunk.sync_slot)
+    world.sync_slots.release(chunk.sync_slot, busy)
+    assert world.sync_slots.acquire() is None
+    world.sync_slots.reclaim(busy)
+    assert world.sync_slots.acquire() is None
+    world.sync_slots.reclaim(
+        [WorkerStatus(0, 1, is_idle=True), WorkerStatus(1, 2, is_idle=False)]
+    )  # busy with something else
+    assert world.sync_slots.acquire() is chunk.sync_slot
 
 
 def test_a_dead_worker_is_late_no_more() -> None:
-    world = World(books=1)
-    book = world.books.take()
-    assert book is not None
-    world.books.give_back(book, [Life(0, 1, is_idle=False)])
-    world.books.tidy([Life(0, 5, is_idle=False)])  # another life
-    assert world.books.take() is book
+    world = World(sync_slots=1)
+    sync_slot = world.sync_slots.acquire()
+    assert sync_slot is not None
+    world.sync_slots.release(sync_slot, [WorkerStatus(0, 1, is_idle=False)])
+    world.sync_slots.reclaim([WorkerStatus(0, 5, is_idle=False)])  # another life
+    assert world.sync_slots.acquire() is sync_slot
 
 
 def test_words_that_were_not_written_for_half_a_round_are_not_ahead() -> None:
-    world = World(books=1, generation=5)
-    for word in range(0, book_bytes(ENTRIES), 4):
+    world = World(sync_slots=1, generation=5)
+    for word in range(0, sync_slot_bytes(HAND_OFFS), 4):
         world.store(word, TOP // 2 + 100)
-    book = world.books.take()
-    assert book is not None
-    book.generation = TOP // 2 + 50  # as if many chunks had been there since
-    world.books.give_back(book)
-    book = world.books.take()
-    assert book is not None
-    for entry in book.entries:
-        assert not has_reached(world.load(entry.x_flag), book.generation)
-        assert not has_reached(world.load(entry.y_flag), book.generation)
-    assert world.load(book.status) != book.generation
+    sync_slot = world.sync_slots.acquire()
+    assert sync_slot is not None
+    sync_slot.generation = TOP // 2 + 50  # as if many chunks had been there since
+    world.sync_slots.release(sync_slot)
+    sync_slot = world.sync_slots.acquire()
+    assert sync_slot is not None
+    for flags in sync_slot.flags:
+        assert not has_reached(world.load(flags.x_flag), sync_slot.generation)
+        assert not has_reached(world.load(flags.y_flag), sync_slot.generation)
+    assert world.load(sync_slot.status) != sync_slot.generation
 
 
 def test_numbers_count_round() -> None:
@@ -159,7 +161,11 @@ def test_numbers_count_round() -> None:
 
 
 def test_books_lie_apart_and_each_word_on_its_own_line() -> None:
-    books = [Book.at(index * book_bytes(ENTRIES), ENTRIES) for index in range(2)]
-    words = [w for book in books for w in (book.status, *(f for e in book.entries for f in (e.x_flag, e.y_flag)))]
+    sync_slots = [SyncSlot.at(index * sync_slot_bytes(HAND_OFFS), HAND_OFFS) for index in range(2)]
+    words = [
+        w
+        for sync_slot in sync_slots
+        for w in (sync_slot.status, *(f for e in sync_slot.flags for f in (e.x_flag, e.y_flag)))
+    ]
     assert len({word // 64 for word in words}) == len(words)
-    assert max(words) < 2 * book_bytes(ENTRIES)
+    assert max(words) < 2 * sync_slot_bytes(HAND_OFFS)

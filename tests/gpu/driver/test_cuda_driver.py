@@ -12,15 +12,15 @@ import pytest
 
 from caraserve.gpu.driver.api import Driver, DriverError, Stream, has_reached
 from caraserve.gpu.driver.cuda_driver import CudaDriver, CudaTorch
-from caraserve.gpu.driver.info import device_facts
+from caraserve.gpu.driver.detect import device_facts
 from caraserve.gpu.driver.libcuda import Attribute, Cuda
 from caraserve.gpu.driver.modules import CudaKernels
 from caraserve.gpu.driver.streams import NOTHING, Lane, Timelines
 from caraserve.gpu.forward.lanes import HandOff, capture_pass
 from caraserve.gpu.kernels import cuda_launch
 from caraserve.gpu.kernels.cuda_launch import Kernels
-from caraserve.gpu.memory.copier import Copier, Image
-from caraserve.gpu.memory.link_queue import LinkQueue, groups_of
+from caraserve.gpu.memory.copier import AdapterCopier, CopyRequest
+from caraserve.gpu.memory.link_queue import LinkQueue, layer_groups
 from tests.gpu.stub_driver import Stub, World
 
 GIB = 1 << 30
@@ -287,15 +287,15 @@ def test_torch_is_told_of_a_stream_when_it_is_at_another(monkeypatch: pytest.Mon
 
 def test_an_adapter_is_loaded_through_lanes_and_copier(world: World) -> None:
     lanes = Timelines(world.driver)
-    copier = Copier(world.driver, lanes, LinkQueue(1e9, 256))
+    copier = AdapterCopier(world.driver, lanes, LinkQueue(1e9, 256))
     world.driver.fill(world.device, 4096, lanes.streams[Lane.COPY])
     words, layer_ends = world.device + 3072, (500, 900, 2000)
-    image = Image(
+    image = CopyRequest(
         slot=1,
         source=world.host,
         target=world.device,
         num_bytes=2000,
-        groups=groups_of(layer_ends, (1, 2)),
+        groups=layer_groups(layer_ends, (1, 2)),
         after=NOTHING,
         ready=[words + 4 * layer for layer in range(3)],
     )
@@ -303,7 +303,7 @@ def test_an_adapter_is_loaded_through_lanes_and_copier(world: World) -> None:
     generation = copier.load(image, lambda: done.append(1))
     copier.commit([1], 3)
     lanes.wait(Lane.COMPUTE, copier.arrival_of_all([1], 2))
-    copier.pump()
+    copier.poll()
     assert done == [1]
     seen = world.on_device()
     assert (seen[:2000] == world.bytes[:2000]).all()

@@ -10,7 +10,7 @@ import pytest
 
 from caraserve.errors import ConfigError
 from caraserve.gpu.driver import detect
-from caraserve.gpu.driver.detect import Choice, Gpu, Installed, choose, look
+from caraserve.gpu.driver.detect import DeviceChoice, Gpu, Installed, choose, look
 from tests.gpu.stub_driver import Stub
 
 H200 = Gpu("NVIDIA H200", 90, 13020)
@@ -55,12 +55,12 @@ BAD = [
 @pytest.mark.parametrize("wanted", ["auto", "cuda"])
 @pytest.mark.parametrize(("gpu", "installed"), GOOD)
 def test_a_gpu_with_all_it_needs_is_used(wanted: str, gpu: Gpu, installed: Installed) -> None:
-    assert choose(wanted, gpu, "", installed) == Choice("cuda")
+    assert choose(wanted, gpu, "", installed) == DeviceChoice("cuda")
 
 
 @pytest.mark.parametrize(("gpu", "installed", "words"), BAD)
 def test_a_gpu_that_lacks_something_says_what_and_auto_goes_on(gpu: Gpu, installed: Installed, words: str) -> None:
-    assert choose("auto", gpu, "", installed) == Choice("cpu", f"{words}; serving on the CPU")
+    assert choose("auto", gpu, "", installed) == DeviceChoice("cpu", f"{words}; serving on the CPU")
     with pytest.raises(ConfigError) as refused:
         choose("cuda", gpu, "", installed)
     assert refused.value.message == f"--device cuda: {words}"
@@ -68,7 +68,7 @@ def test_a_gpu_that_lacks_something_says_what_and_auto_goes_on(gpu: Gpu, install
 
 
 def test_a_machine_without_a_gpu_serves_on_its_cpu_and_says_nothing() -> None:
-    assert choose("auto", None, "", FOR_13) == Choice("cpu")
+    assert choose("auto", None, "", FOR_13) == DeviceChoice("cpu")
     with pytest.raises(ConfigError, match=r"^--device cuda: there is no NVIDIA driver on this machine$"):
         choose("cuda", None, "", FOR_13)
 
@@ -81,7 +81,7 @@ def test_a_driver_that_fails_is_named() -> None:
 
 def test_who_wants_the_cpu_gets_it_and_no_gpu_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(detect, "look")
-    assert detect.detect("cpu") == choose("cpu", H200, "", FOR_13) == Choice("cpu")
+    assert detect.detect("cpu") == choose("cpu", H200, "", FOR_13) == DeviceChoice("cpu")
 
 
 # --- looking ---

@@ -11,7 +11,7 @@ import torch
 from caraserve.errors import ConfigError
 from caraserve.gpu.driver.api import DriverError
 from caraserve.gpu.forward import builder as assembling
-from caraserve.gpu.forward.builder import GpuDevice, GpuSizes, Parts, assemble
+from caraserve.gpu.forward.builder import BackendParts, GpuDevice, GpuSizes, build_parts
 from caraserve.gpu.weights import dummy, load
 from tests.gpu.host_device import HostDriver, host_device
 from tests.gpu.small_model import SPEC
@@ -24,8 +24,8 @@ SIZES = GpuSizes(
 
 
 @contextmanager
-def assembled(device: GpuDevice) -> Iterator[Parts]:
-    parts = assemble(SPEC, load(SPEC, torch.float32, 64, CPU, dummy(0, CPU)), SIZES, device, lambda: None)
+def assembled(device: GpuDevice) -> Iterator[BackendParts]:
+    parts = build_parts(SPEC, load(SPEC, torch.float32, 64, CPU, dummy(0, CPU)), SIZES, device, lambda: None)
     try:
         yield parts
     finally:

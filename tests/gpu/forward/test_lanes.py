@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caraserve.core.lora_layout import GROUPS
-from caraserve.gpu.assist.handshake import LOOK_S
+from caraserve.gpu.assist.handshake import CHECK_S
 from caraserve.gpu.driver.streams import NOTHING, Lane, at
 from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS, AssistedChunk, capture_pass, chunk_ends
-from caraserve.gpu.memory.link_queue import Source
+from caraserve.gpu.memory.link_queue import LoraSource
 from tests.gpu.fake_driver import Operation, Stuck
 from tests.gpu.fake_pass import GATE, LAYER_BYTES, LAYERS, SLOTS, TOP, FakePass, World
 
-WORKERS, WAIT = Source.WORKERS, Source.WAIT
+WORKERS, WAIT = LoraSource.WORKERS, LoraSource.WAIT
 
 
 # --- iterations ---
@@ -45,7 +45,7 @@ def test_an_iteration_waits_for_each_layer_it_uses_captured_or_not(seed: int) ->
         for _ in range(random.choice([0, 3, 40])):
             world.driver.step(random.randrange)
         if random.random() < 0.5:
-            world.copier.pump()
+            world.copier.poll()
     world.driver.run_all(random.randrange)
     for work in passes:
         assert len(work.done) == 2 + LAYERS * len(GROUPS) * 3
@@ -55,7 +55,7 @@ def test_what_is_on_its_way_to_nobody_is_not_waited_for() -> None:
     world = World()
     world.bring(1)
     world.driver.issue(world.lanes.streams[Lane.COPY], Operation("slow", ready=lambda: False))
-    world.copier.pump()
+    world.copier.poll()
     work = FakePass(world, [])
     world.iterations.launch(world.metadata, work, [], NOTHING)
     world.settle()
@@ -116,7 +116,7 @@ def test_workers_compute_what_is_not_there_and_the_base_runs_beside_them() -> No
     assert not [kind for kind, _, group in work.done if group in (1, 2) and kind in ("add", "lora")]
     names = world.driver.log
     assert names.index("publish 1.3") < names.index("project 1.3") < names.index("add 1.3")
-    assert not world.watchdog.forget(chunk.book)
+    assert not world.watchdog.unwatch(chunk.sync_slot)
 
 
 def test_all_that_is_missing_goes_before_a_chunk_for_who_issues_may_have_to_wait_for_it() -> None:
@@ -131,7 +131,7 @@ def test_every_hand_off_of_a_chunk_has_words_of_its_own() -> None:
     asked = list(chunk.hand_offs())
     assert [(layer, group) for layer, group, *_ in asked] == [(i, j) for i in range(LAYERS) for j in range(len(GROUPS))]
     assert [index for *_, index, _ in asked] == list(range(LAYERS * len(GROUPS)))
-    assert [entry for *_, entry in asked] == list(chunk.book.entries)
+    assert [entry for *_, entry in asked] == list(chunk.sync_slot.flags)
 
 
 def test_a_layer_that_arrives_meanwhile_is_taken_from_the_device() -> None:
@@ -150,9 +150,9 @@ def test_a_layer_that_arrives_meanwhile_is_taken_from_the_device() -> None:
 def test_layers_of_the_last_owner_are_never_taken_for_those_of_the_next() -> None:
     world = World()
     world.bring(1)
-    world.copier.pump()
+    world.copier.poll()
     world.driver.run_all()
-    world.copier.pump()
+    world.copier.poll()
     world.hold_copies()
     chunk = world.chunk(1, world.bring(1), [WORKERS] * LAYERS)
     work = world.assisted(chunk)
@@ -165,16 +165,16 @@ def test_layers_of_the_last_owner_are_never_taken_for_those_of_the_next() -> Non
 def test_every_hand_off_is_answered_or_given_up_under_any_schedule(seed: int) -> None:
     """Decoding goes on meanwhile, books are used again, generations wrap, workers die, come late or never."""
     random = Random(seed)
-    world = World(piece_bytes=random.choice([5, 100]), books=2, generation=TOP - 1 - random.randrange(3))
+    world = World(piece_bytes=random.choice([5, 100]), sync_slots=2, generation=TOP - 1 - random.randrange(3))
     for _ in range(4):
         slot = random.randrange(SLOTS)
         world.copier.cancel(slot)
         generation = world.bring(slot)
-        if (book := world.books.take()) is None:
-            world.books.tidy(world.lives)
+        if (sync_slot := world.sync_slots.acquire()) is None:
+            world.sync_slots.reclaim(world.statuses)
             continue
         sources = [random.choice([WORKERS, WORKERS, WAIT]) for _ in range(LAYERS)]
-        chunk = AssistedChunk(slot, book, sources, [(0, 1)] * LAYERS, world.ready(slot), generation)
+        chunk = AssistedChunk(slot, sync_slot, sources, [(0, 1)] * LAYERS, world.ready(slot), generation)
         work = world.assisted(chunk)
         workers_until = random.choice([0, 2, 99])  # hand-offs, until all have died
         decode = FakePass(world, [])
@@ -185,15 +185,15 @@ def test_every_hand_off_is_answered_or_given_up_under_any_schedule(seed: int) ->
             if workers_until and random.random() < 0.3:
                 workers_until -= world.work(chunk)
             if random.random() < 0.3:
-                world.copier.pump()
-            world.now_s += random.choice([0.0, LOOK_S])
+                world.copier.poll()
+            world.now_s += random.choice([0.0, CHECK_S])
             assert world.now_s < 1.0, "a wait has no way out"
-            world.watchdog.look(world.now_s, world.lives if workers_until else [])
-        given_up = world.watchdog.forget(book)
+            world.watchdog.check(world.now_s, world.statuses if workers_until else [])
+        was_aborted = world.watchdog.unwatch(sync_slot)
         answers = [kind for kind, *_ in work.done if kind in ("add", "expand", "skip")]
         assert len(answers) == 2 * sources.count(WORKERS)
-        assert given_up or "skip" not in answers
-        world.books.give_back(book, world.lives if given_up else [])
+        assert was_aborted or "skip" not in answers
+        world.sync_slots.release(sync_slot, world.statuses if was_aborted else [])
     world.driver.run_all(random.randrange)
     assert decode.done[-1] == ("end", 0, 0)
 

@@ -130,8 +130,8 @@ def test_a_driver_that_is_too_old_is_told_what_to_install() -> None:
         nvrtc.load(11)
 
 
-ROWS, PART = cuda_launch.Rows(64, 16, 16), cuda_launch.Part(0, 1, 1, 8)
-TABLES, ITEMS = cuda_launch.Tables(0, 0, 0, 0, 0, 1), cuda_launch.Items(0, 0, 0)
+ROWS, PART = cuda_launch.ActivationRows(64, 16, 16), cuda_launch.ShrinkBuffer(0, 1, 1, 8)
+TABLES, ITEMS = cuda_launch.WeightTables(0, 0, 0, 0, 0, 1), cuda_launch.WorkList(0, 0, 0)
 ONE = cuda_launch.Projections((0,), (16,))
 EVERY_LAUNCH = (
     cuda_launch.shrink(1, TABLES, ITEMS, ROWS, PART),

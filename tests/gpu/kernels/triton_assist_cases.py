@@ -16,7 +16,7 @@ from caraserve.cpu.lora_workers.pool import Workers
 from caraserve.cpu.shared_memory import SharedRegion
 from caraserve.gpu.assist import work_orders
 from caraserve.gpu.forward.lanes import HandOff
-from caraserve.gpu.forward.lora_pass import AssistTerms
+from caraserve.gpu.forward.lora_pass import ChunkHandOffs
 from caraserve.gpu.memory.host_memory import x_stride
 from caraserve.lora.peft import inspect_adapter
 from caraserve.model.spec import SITES
@@ -49,8 +49,8 @@ class Office:
         self.x = self.region.carve(4 * TOKENS * max(x_stride(self.device.spec, group) for group in range(len(GROUPS))))
         self.deltas = [self.region.carve(4 * TOKENS * widest) for _ in range(WORKERS)]
         self.words = self.region.carve(64 * (1 + self.device.spec.layers)).view(np.uint32)[::16]  # status, then layers
-        self.letters = [
-            self.region.carve(work_orders.letter_bytes(WORKERS)).view(np.int64) for _ in range(self.entries)
+        self.orders = [
+            self.region.carve(work_orders.work_order_bytes(WORKERS)).view(np.int64) for _ in range(self.entries)
         ]
         if DEVICE.type == "cuda":
             cuda: Any = torch.cuda  # its types are not stated
@@ -96,8 +96,8 @@ class Office:
         outcomes: dict[int, set[int]] = {}
         work.begin(STREAM)
         for layer, group in self.places:
-            entry = layer * len(GROUPS) + group
-            hand_off = HandOff(entry, *(0 for _ in range(6)))
+            index = layer * len(GROUPS) + group
+            hand_off = HandOff(index, *(0 for _ in range(6)))
             work.before(layer, group, STREAM)
             work.publish(layer, group, hand_off, STREAM)
             work.project(layer, group, STREAM)
@@ -106,7 +106,7 @@ class Office:
         work.end(STREAM)
         return self.device.results(rows)[0].token_id, outcomes
 
-    def _modules(self, place: tuple[int, int]) -> list[work_orders.Module]:
+    def _modules(self, place: tuple[int, int]) -> list[work_orders.HostModule]:
         layer, group = place
         made, base = [], self.region.offset(address(self.image))
         for site in GROUPS[group]:
@@ -114,36 +114,36 @@ class Office:
             found = [span for span in self.spec.spans if (span.layer, SITES[span.site]) == (layer, site)]
             for span in found:
                 offsets = base + span.a_offset, base + span.b_offset
-                made.append(work_orders.Module(outputs, span.padded_rank, self.spec.dtype, span.scale, *offsets))
-            made += [] if found else [work_orders.Module(outputs)]
+                made.append(work_orders.HostModule(outputs, span.padded_rank, self.spec.dtype, span.scale, *offsets))
+            made += [] if found else [work_orders.HostModule(outputs)]
         return made
 
-    def _terms(self) -> AssistTerms:
+    def _terms(self) -> ChunkHandOffs:
         """Writes the letters of all hand-offs."""
         model, base = self.device.spec, self.region.base
         for index, place in enumerate(self.places):
             layer, group = place
             self.number += 1
             stride = x_stride(model, group)
-            region = work_orders.Region(
+            region = work_orders.SharedInput(
                 base, self.region.offset(address(self.x)), stride, model.site_shape(GROUPS[group][0])[0]
             )
             arrived = address(self.words[1 + layer :])
-            terms = work_orders.Terms(PATIENCE_NS, arrived, ARRIVED, address(self.words), GENERATION)
-            slices = work_orders.cut(TOKENS, -(-TOKENS // WORKERS), WORKERS)
-            errands = [
-                work_orders.Errand(
+            terms = work_orders.SyncAddresses(PATIENCE_NS, arrived, ARRIVED, address(self.words), GENERATION)
+            slices = work_orders.split_rows(TOKENS, -(-TOKENS // WORKERS), WORKERS)
+            tasks = [
+                work_orders.WorkerTask(
                     worker, address(self.blocks[worker * BLOCK_BYTES :]), self.number, *place_of,
                     self.region.offset(address(self.deltas[worker])),
                 )
                 for worker, place_of in enumerate(slices)
             ]  # fmt: skip
-            work_orders.write_letter(self.letters[index], errands, self._modules(place), region, terms)
+            work_orders.write_work_order(self.orders[index], tasks, self._modules(place), region, terms)
         at = self.state.data_ptr()
-        return AssistTerms(
+        return ChunkHandOffs(
             slot=SLOT,
             gate=self.gate,
-            letters=[address(letter) for letter in self.letters],
+            orders=[address(order) for order in self.orders],
             host_x=[address(self.x)] * self.entries,
             host_strides=[x_stride(model, group) for _, group in self.places],
             asked=at,

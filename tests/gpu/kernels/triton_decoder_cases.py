@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from caraserve.gpu.forward.batch import Shape
+from caraserve.gpu.forward.batch import PassShape
 from caraserve.gpu.memory import workspace
 from caraserve.gpu.memory.request_state import BLOCK_TOKENS
-from caraserve.gpu.merged_weights import MergedWeights
+from caraserve.gpu.merged_weights import MergedDeviceWeights
 from caraserve.model.dtype import Dtype
 from tests.gpu.honest_dots import honest_dots
 from tests.gpu.tiny_device import MAX_CONTEXT, MAX_RANK, SLOTS, STREAM, Request, TinyDevice, bind_all, serve
@@ -98,10 +98,12 @@ def is_untouched(device: TinyDevice, requests: list[Request]) -> bool:
 def test_places_that_a_batch_leaves_over_are_skipped(llama: Subject, rng: random.Random) -> None:
     """As in a captured graph: every array is longer than the batch."""
 
-    def larger(shape: Shape) -> Shape:
+    def larger(shape: PassShape) -> PassShape:
         capacity = llama.device.host.capacity
         rows = capacity.rows
-        return Shape(shape.tokens + 3, rows, shape.tiles + 2, shape.outputs + 3, shape.segments + 2, True, MAX_CONTEXT)
+        return PassShape(
+            shape.tokens + 3, rows, shape.tiles + 2, shape.outputs + 3, shape.segments + 2, True, MAX_CONTEXT
+        )
 
     llama.device.forget()
     requests = mixed_batch(rng)
@@ -140,7 +142,7 @@ def test_every_prompt_token_is_scored_a_few_rows_of_logits_at_a_time(
 
 def test_merged_adapters_answer_like_peft_one_after_another(llama: Subject, rng: random.Random) -> None:
     device = llama.device
-    merged = MergedWeights(device.spec, device.weights, MAX_RANK)
+    merged = MergedDeviceWeights(device.spec, device.weights, MAX_RANK)
     before = [linear.weight.clone() for layer in device.weights.layers for linear in layer.linears]
     for name in ("all", "mixed", "mlp"):
         bound = device.bound[NAMES.index(name)]
@@ -161,7 +163,7 @@ def test_bf16_answers_like_peft_but_for_rounding(llama: Subject, rng: random.Ran
     requests = [Request(0, prompt_of(rng, 5), 1, logprobs=0), Request(1, prompt_of(rng, 1), 1, logprobs=0)]
     serve(device, requests, 2)
     check_roughly(llama, requests)
-    merged = MergedWeights(device.spec, device.weights, MAX_RANK)
+    merged = MergedDeviceWeights(device.spec, device.weights, MAX_RANK)
     again = Request(2, requests[0].prompt, 1, logprobs=0)
     merged.merge(bound.spec, bound.image, device.driver, STREAM)
     serve(device, [again], 1, weights=merged.weights)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from caraserve.core.lora_layout import A_COLUMNS, PANEL, AdapterSpec, lay_out
 from caraserve.errors import AdapterRejected
 from caraserve.gpu.driver.streams import NOTHING, Lane, Timelines, at
-from caraserve.gpu.memory.copier import Copier, Image
-from caraserve.gpu.memory.link_queue import LinkQueue, groups_of
+from caraserve.gpu.memory.copier import AdapterCopier, CopyRequest
+from caraserve.gpu.memory.link_queue import LinkQueue, layer_groups
 from caraserve.gpu.memory.padding import copies, padded
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES, ModelSpec, RopeSpec
@@ -37,7 +37,7 @@ class World:
         self.driver.memory[HOST : HOST + 8 * ROOM] = np.arange(8 * ROOM) % 251 + 1
         self.lanes = Timelines(self.driver)
         self.queue = LinkQueue(LINK, PIECE)
-        self.copier = Copier(self.driver, self.lanes, self.queue)
+        self.copier = AdapterCopier(self.driver, self.lanes, self.queue)
         self.layer_ends: dict[int, tuple[int, ...]] = {}
         self.free_after = dict.fromkeys(range(8), NOTHING)
         self.generation: dict[int, int] = {}
@@ -49,8 +49,8 @@ class World:
         if slot in self.layer_ends:
             return
         layer_ends = tuple(accumulate(self.random.randint(0, ROOM // LAYERS) for _ in range(LAYERS)))
-        groups = groups_of(layer_ends, self.random.sample(range(1, LAYERS), self.random.randrange(LAYERS)))
-        image = Image(
+        groups = layer_groups(layer_ends, self.random.sample(range(1, LAYERS), self.random.randrange(LAYERS)))
+        image = CopyRequest(
             slot, HOST + slot * ROOM, slot * ROOM, layer_ends[-1], groups, self.free_after[slot], self.ready(slot)
         )
         self.generation[slot] = self.copier.load(image, lambda: self.open.remove(slot))
@@ -108,7 +108,7 @@ class World:
 
     def act(self) -> None:
         self.random.choice(
-            [self.load, self.load, self.unload, self.run_pass, self.run_pass, self.copier.pump, self.look_at_ready]
+            [self.load, self.load, self.unload, self.run_pass, self.run_pass, self.copier.poll, self.look_at_ready]
         )()
         for _ in range(self.random.choice((0, 0, 1, 4, 16))):
             self.driver.step(self.random.randrange)
@@ -123,10 +123,10 @@ def test_no_kernel_reads_a_layer_before_its_copy(seed: int) -> None:
         world.act()
     while world.open:
         world.driver.run_all(random.randrange)
-        world.copier.pump()
+        world.copier.poll()
     world.driver.run_all(random.randrange)
     assert world.queue.next() is None
-    world.copier.pump()
+    world.copier.poll()
     assert world.queue.in_flight == 0
 
 
@@ -143,10 +143,10 @@ def test_waiting_for_what_has_not_been_issued_is_refused() -> None:
 def test_whoever_gets_the_bytes_of_a_cancelled_load_comes_after_what_was_issued() -> None:
     for pieces in range(3):
         world = World(Random(0))
-        image = Image(1, HOST, 0, 4 * PIECE, groups_of((4 * PIECE,), ()), NOTHING)
+        image = CopyRequest(1, HOST, 0, 4 * PIECE, layer_groups((4 * PIECE,), ()), NOTHING)
         world.copier.load(image, lambda: None)
         if pieces:
-            world.copier.pump()  # two pieces of four
+            world.copier.poll()  # two pieces of four
         if pieces == 2:
             world.copier.commit([1], 1)
         until = world.copier.cancel(1)
@@ -164,7 +164,7 @@ def test_the_ready_words_of_a_load_say_which_one_it_was() -> None:
     for _ in range(3):
         world.load()
     while world.open:
-        world.copier.pump()
+        world.copier.poll()
         world.driver.run_all()
     for slot, generation in world.generation.items():
         assert [world.driver.word(word) for word in world.ready(slot)] == [generation] * LAYERS
@@ -173,15 +173,15 @@ def test_the_ready_words_of_a_load_say_which_one_it_was() -> None:
 def test_bytes_still_read_hold_up_only_their_own_load() -> None:
     driver = FakeDriver(4096)
     lanes = Timelines(driver)
-    copier = Copier(driver, lanes, LinkQueue(LINK, PIECE))
+    copier = AdapterCopier(driver, lanes, LinkQueue(LINK, PIECE))
     driver.issue(lanes.streams[Lane.COMPUTE], Operation("slow", ready=lambda: False))
     reader = at(Lane.COMPUTE, lanes.mark(Lane.COMPUTE))
     done: list[int] = []
     for slot, after in ((1, reader), (2, NOTHING)):
-        image = Image(slot, 1024, slot * 64, 4, groups_of((4,), ()), after)
+        image = CopyRequest(slot, 1024, slot * 64, 4, layer_groups((4,), ()), after)
         copier.load(image, lambda slot=slot: done.append(slot))  # type: ignore[misc]
     for _ in range(3):
-        copier.pump()
+        copier.poll()
         while driver.step(lambda count: 0):
             pass
     assert done == [2]
@@ -227,20 +227,20 @@ def test_a_padded_adapter_has_all_rows_and_the_rest_are_zeros(rank: int) -> None
     driver.memory[: wide.num_bytes] = 0xEE  # whoever was there before
     driver.memory[wide.num_bytes : wide.num_bytes + spec.num_bytes] = image
     lanes = Timelines(driver)
-    copier = Copier(driver, lanes, LinkQueue(1e9, 1 << 20))
+    copier = AdapterCopier(driver, lanes, LinkQueue(1e9, 1 << 20))
     copier.load(
-        Image(
+        CopyRequest(
             slot=1,
             source=wide.num_bytes,
             target=0,
             num_bytes=wide.num_bytes,
-            groups=groups_of(spec.layer_ends, (1,)),
+            groups=layer_groups(spec.layer_ends, (1,)),
             after=NOTHING,
             rows=lambda group: copies(spec, wide, MODEL, range(group.first_layer, group.end_layer)),
         ),
         lambda: None,
     )
-    copier.pump()
+    copier.poll()
     driver.run_all()
     for narrow, span in zip(spec.spans, wide.spans, strict=True):
         inputs, outputs = MODEL.site_shape(SITES[span.site])

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from caraserve.gpu.memory.link_queue import (
-    Group,
+    LayerGroup,
     LinkQueue,
+    LoraSource,
     Piece,
-    Source,
-    groups_of,
-    source,
+    choose_source,
+    layer_groups,
 )
 
 MB = 1 << 20
@@ -29,8 +29,8 @@ def ends(*sizes: int) -> tuple[int, ...]:
 
 
 def test_groups_of_an_image_ignore_ends_that_are_none() -> None:
-    assert groups_of(ends(5, 7, 1), (0, 2, 2, 9)) == (Group(0, 2, 0, 12), Group(2, 3, 12, 13))
-    assert groups_of(ends(5, 7), ()) == (Group(0, 2, 0, 12),)
+    assert layer_groups(ends(5, 7, 1), (0, 2, 2, 9)) == (LayerGroup(0, 2, 0, 12), LayerGroup(2, 3, 12, 13))
+    assert layer_groups(ends(5, 7), ()) == (LayerGroup(0, 2, 0, 12),)
 
 
 # --- the queue ---
@@ -42,7 +42,7 @@ def queue() -> LinkQueue:
 
 def ask(made: LinkQueue, slot: int, *sizes: int) -> None:
     """A load in groups of one layer each."""
-    made.ask(slot, groups_of(ends(*sizes), range(1, len(sizes))))
+    made.ask(slot, layer_groups(ends(*sizes), range(1, len(sizes))))
 
 
 def drain(made: LinkQueue) -> list[Piece]:
@@ -163,10 +163,10 @@ def test_every_byte_goes_once_and_in_order_whatever_is_asked_meanwhile(asked: li
 
 
 def test_the_three_answers_at_launch() -> None:
-    def answer(arrives_s: float, stall_s: float | None, *, arrived: bool = False) -> Source:
-        return source(arrived=arrived, arrives_s=arrives_s, use_s=1.0, stall_s=stall_s)
+    def answer(arrives_s: float, stall_s: float | None, *, arrived: bool = False) -> LoraSource:
+        return choose_source(arrived=arrived, arrives_s=arrives_s, use_s=1.0, stall_s=stall_s)
 
-    assert answer(9.0, 0.1, arrived=True) is Source.DEVICE
-    assert answer(1.1, 0.2) is Source.WAIT
-    assert answer(1.3, 0.2) is Source.WORKERS
-    assert answer(1.3, None) is Source.WAIT
+    assert answer(9.0, 0.1, arrived=True) is LoraSource.DEVICE
+    assert answer(1.1, 0.2) is LoraSource.WAIT
+    assert answer(1.3, 0.2) is LoraSource.WORKERS
+    assert answer(1.3, None) is LoraSource.WAIT

@@ -26,7 +26,7 @@ def placed(made: DevicePool, slot: int, granules: int, *, held: bool = False) ->
     grant = made.place(slot, granules * GRANULE, PAST)
     assert grant is not None, "it should fit"
     if not held:
-        made.let_go(slot)
+        made.unpin(slot)
     return grant
 
 
@@ -70,10 +70,10 @@ def test_of_two_ways_to_join_room_the_cheaper_is_taken() -> None:
     made = pool(14)
     for slot, size in ((1, 1), (2, 1), (3, 1), (4, 1), (5, 4), (6, 6)):
         placed(made, slot, size)
-    made.hold(6)
+    made.pin(6)
     for slot in (1, 3, 4):
         made.release(slot, NOTHING)
-    made.hold(5)
+    made.pin(5)
     assert [move.slot for move in placed(made, 7, 3).moves] == [2]
     made = pool(13)
     for slot, size in ((1, 1), (2, 1), (3, 1), (4, 6), (5, 1), (6, 3)):
@@ -90,9 +90,9 @@ def test_bytes_given_back_untouched_keep_the_marks_they_had() -> None:
     assert placed(made, 2, 4).after == at(Lane.COMPUTE, 5)
     made.release(2, NOTHING)
     assert placed(made, 3, 2).after == at(Lane.COMPUTE, 5)
-    made.forget(at(Lane.COMPUTE, 4))
+    made.drop_passed(at(Lane.COMPUTE, 4))
     assert placed(made, 4, 1).after == at(Lane.COMPUTE, 5)
-    made.forget(at(Lane.COMPUTE, 5))
+    made.drop_passed(at(Lane.COMPUTE, 5))
     assert placed(made, 5, 1).after == NOTHING
 
 
@@ -131,11 +131,11 @@ def test_what_is_held_stays_in_the_way() -> None:
     placed(made, 2, 1)
     made.release(1, NOTHING)
     for _ in range(2):
-        made.hold(2)
-    made.let_go(2)
+        made.pin(2)
+    made.unpin(2)
     assert made.place(3, 6 * GRANULE, PAST) is None
     assert made.resize_kv(3, until=NOTHING, moved=PAST) is None
-    made.let_go(2)
+    made.unpin(2)
     placed(made, 3, 6)
 
 
@@ -145,7 +145,7 @@ def test_a_slot_has_bytes_once_and_is_let_go_as_often_as_it_was_held() -> None:
     with pytest.raises(AssertionError, match="has bytes already"):
         made.place(1, 1, PAST)
     with pytest.raises(AssertionError, match="held by nobody"):
-        made.let_go(1)
+        made.unpin(1)
 
 
 def test_a_pool_too_small_for_the_least_kv_is_refused() -> None:
@@ -162,12 +162,12 @@ def test_something_fits_exactly_if_neighbours_that_may_move_leave_room_for_it(
     for slot, (size, fate) in enumerate(asked, start=1):
         if made.place(slot, size * GRANULE, PAST) is not None:
             kept.append((slot, fate))
-            made.let_go(slot)
+            made.unpin(slot)
     for slot, fate in kept:
         if fate == "drop":
             made.release(slot, NOTHING)
         elif fate == "hold":
-            made.hold(slot)
+            made.pin(slot)
     need = data.draw(st.integers(1, 24))
     taken = {slot: made.place_of(slot) for slot, fate in kept if fate != "drop"}
     free = [True] * 24
@@ -270,7 +270,7 @@ class World:
         mark = self.lanes.mark(lane)
         self.used[slot] = latest(self.used.get(slot, NOTHING), at(lane, mark))
         if lane is Lane.ASSIST:
-            self.pool.hold(slot)
+            self.pool.pin(slot)
             self.lent.append((slot, at(lane, mark)))
 
     def resize_kv(self) -> None:
@@ -300,12 +300,12 @@ class World:
         for slot, marks in list(self.loading.items()):
             if passed[Lane.COPY] >= marks[Lane.COPY]:
                 del self.loading[slot]
-                self.pool.let_go(slot)
+                self.pool.unpin(slot)
         for slot, marks in list(self.lent):
             if passed[Lane.ASSIST] >= marks[Lane.ASSIST]:
                 self.lent.remove((slot, marks))
-                self.pool.let_go(slot)
-        self.pool.forget(passed)
+                self.pool.unpin(slot)
+        self.pool.drop_passed(passed)
 
     def act(self) -> None:
         actions = [self.load, self.load, self.evict_one, self.resize_kv, self.write_kv, self.look]
@@ -338,6 +338,6 @@ def test_marks_do_not_pile_up() -> None:
     for number in range(1, 1000):
         placed(made, 1, 1 + number % 3)
         made.release(1, at(Lane.COMPUTE, number))
-        made.forget(at(Lane.COMPUTE, number - 2))
+        made.drop_passed(at(Lane.COMPUTE, number - 2))
     assert made.place(1, GRANULE, PAST) is not None
     assert len(made._stale) <= 4

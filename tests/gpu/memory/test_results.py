@@ -74,12 +74,12 @@ def test_who_finds_no_block_waits_for_one_that_is_given_back() -> None:
     outputs = 3
     memories = [np.zeros(result_bytes(outputs), np.uint8) for _ in range(2)]
     blocks = ResultBlocks([(memory, index) for index, memory in enumerate(memories)], outputs)
-    taken = [blocks.take() for _ in memories]
+    taken = [blocks.acquire() for _ in memories]
     assert sorted(address for _, address in taken) == [0, 1]
     third = SimpleQueue[int]()
-    thread = threading.Thread(target=lambda: third.put(blocks.take()[1]))
+    thread = threading.Thread(target=lambda: third.put(blocks.acquire()[1]))
     thread.start()
     assert third.empty()
-    blocks.give_back(*taken[1])
+    blocks.release(*taken[1])
     assert third.get(timeout=PATIENCE_S) == taken[1][1]
     thread.join()

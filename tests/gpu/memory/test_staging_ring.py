@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caraserve.gpu.driver.streams import Lane, Timelines
-from caraserve.gpu.memory.staging_ring import Ring
+from caraserve.gpu.memory.staging_ring import StagingRing
 from tests.gpu.fake_driver import FakeDriver
 
 RING_BYTES, TARGET = 512, 1024
@@ -19,7 +19,7 @@ def test_everything_arrives_as_it_was_when_it_was_sent(seed: int) -> None:
     random = Random(seed)
     driver = FakeDriver(1 << 16)
     lanes = Timelines(driver)
-    ring = Ring(driver, lanes, driver.memory[:RING_BYTES], 0)
+    ring = StagingRing(driver, lanes, driver.memory[:RING_BYTES], 0)
     wanted: list[tuple[int, bytes]] = []
     place = TARGET
     for _ in range(30):
@@ -39,7 +39,7 @@ def test_everything_arrives_as_it_was_when_it_was_sent(seed: int) -> None:
 
 def test_a_column_goes_to_places_a_pitch_apart() -> None:
     driver = FakeDriver(4096)
-    ring = Ring(driver, Timelines(driver), driver.memory[:RING_BYTES], 0)
+    ring = StagingRing(driver, Timelines(driver), driver.memory[:RING_BYTES], 0)
     ring.send_column(TARGET, 24, np.array([7, 8, 9], np.int64), Lane.COMPUTE)
     driver.run_all()
     assert driver.memory[TARGET : TARGET + 72].view(np.int64).tolist() == [7, 0, 0, 8, 0, 0, 9, 0, 0]
@@ -48,7 +48,7 @@ def test_a_column_goes_to_places_a_pitch_apart() -> None:
 def test_a_full_ring_makes_no_mark_that_somebody_else_has_promised() -> None:
     driver = FakeDriver(1 << 16)
     lanes = Timelines(driver)
-    ring, promised = Ring(driver, lanes, driver.memory[:RING_BYTES], 0), lanes.next(Lane.COMPUTE)
+    ring, promised = StagingRing(driver, lanes, driver.memory[:RING_BYTES], 0), lanes.next(Lane.COMPUTE)
     for number in range(5):
         ring.send(TARGET, np.full(RING_BYTES, number, np.uint8), Lane.COMPUTE)
     assert lanes.mark(Lane.COMPUTE) == promised[Lane.COMPUTE]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from caraserve.core.lora_layout import GROUPS
-from caraserve.gpu.forward.batch import Capacity, Shape
+from caraserve.gpu.forward.batch import Capacity, PassShape
 from caraserve.gpu.kernels.attention import SPLIT_TOKENS
 from caraserve.gpu.memory import workspace
 from caraserve.gpu.memory.workspace import Workspace, make_workspace
@@ -20,7 +20,7 @@ def made() -> Workspace:
 
 
 def pieces(space: Workspace, rows: int, context: int) -> list[tuple[int, int]]:
-    found = space.decode_pieces(Shape(rows, rows, 0, rows, 0, False, context))
+    found = space.decode_pieces(PassShape(rows, rows, 0, rows, 0, False, context))
     for piece, scratch in found:
         assert scratch.best.shape == (piece.stop - piece.start, SPEC.heads, -(-context // SPLIT_TOKENS))
         assert scratch.sums.data_ptr() == space.scratch.sums.data_ptr()
