@@ -32,6 +32,7 @@ GROUPS: tuple[tuple[str, ...], ...] = (
     ("gate_proj", "up_proj"),
     ("down_proj",),
 )
+QKV, OUT, GATE_UP, DOWN = range(4)  # indices of GROUPS
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,9 +126,9 @@ class CudaBackend:
 
     # --- serving ---
 
-    def launch(self, plan: Batch, done: Done) -> None:
+    def launch(self, batch: Batch, done: Done) -> None:
         """Queues one iteration; `done` is called on a thread of the backend's."""
-        self._jobs.put(lambda: self._launch(plan, done))
+        self._jobs.put(lambda: self._launch(batch, done))
 
     def load_adapter(
         self,
@@ -210,14 +210,14 @@ class CudaBackend:
             return 0.0
         return _PUMP_S if self._parts.is_busy else None
 
-    def _launch(self, plan: Batch, done: Done) -> None:
+    def _launch(self, batch: Batch, done: Done) -> None:
         try:
-            self._parts.slots.apply(plan)  # first: it may be of other requests as well, and is told once
-            self._await_places({row.adapter_slot for row in plan.rows} - {BASE_ADAPTER_SLOT})
-            if plan.is_side_batch:
-                self._parts.assisted.launch(plan, done)
+            self._parts.slots.apply(batch)  # first: it may be of other requests as well, and is told once
+            self._await_places({row.adapter_slot for row in batch.rows} - {BASE_ADAPTER_SLOT})
+            if batch.is_side_batch:
+                self._parts.assisted.launch(batch, done)
             else:
-                self._parts.iterations.launch(plan, done)
+                self._parts.iterations.launch(batch, done)
         except Exception as error:
             failure = error  # the name of an exception does not outlive its clause
             self._parts.lanes[0].waiter.after_those(lambda: done(failure))

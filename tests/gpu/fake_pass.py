@@ -4,16 +4,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from caraserve.core.lora_layout import GROUPS
+from caraserve.core.lora_layout import DOWN, GATE_UP, GROUPS, OUT, QKV
 from caraserve.gpu.assist.handshake import SyncSlot, SyncSlotPool, Watchdog, WorkerStatus, sync_slot_bytes
 from caraserve.gpu.driver.api import Stream, has_reached
 from caraserve.gpu.driver.streams import NOTHING, Lane, Marks, Timelines, at, latest
-from caraserve.gpu.forward.lanes import (
-    AssistedChunk,
-    AssistLane,
-    HandOff,
-    IterationLane,
-)
+from caraserve.gpu.forward.decoder import DecoderPass, HandOff
+from caraserve.gpu.forward.lanes import AssistedChunk, AssistLane, IterationLane
 from caraserve.gpu.memory.copier import AdapterCopier, CopyRequest
 from caraserve.gpu.memory.link_queue import LinkQueue, LoraSource, layer_groups
 from tests.gpu.fake_driver import Clock, FakeDriver, Operation
@@ -29,7 +25,7 @@ WORDS = 1024
 TOP = 2**32
 
 
-class FakePass:
+class FakePass(DecoderPass):
     """Kernels that check what they find, and note what they did. `slots`: adapters of its rows; the first one's
     hand-offs are `worked` on."""
 
@@ -39,23 +35,35 @@ class FakePass:
         self.resident: dict[int, bool] = {}  # by index: how publish decided
         self.published: dict[int, int] = {}  # by index: generation
 
-    def begin(self, stream: Stream) -> None:
+    def embed(self, stream: Stream) -> None:
         batch = BATCH + 8 * stream
-        self._issue(stream, "begin", 0, 0, reads=[(batch, batch + 4)])
+        self._issue(stream, "embed", 0, 0, reads=[(batch, batch + 4)])
 
-    def before(self, layer: int, group: int, stream: Stream) -> None:
-        self._issue(stream, "before", layer, group)
+    def attention_norm(self, layer: int, stream: Stream) -> None:
+        self._issue(stream, "attention_norm", layer, QKV)
+
+    def rotate_and_append(self, layer: int, stream: Stream) -> None:
+        self._issue(stream, "rotate_and_append", layer, OUT)
+
+    def attend(self, layer: int, stream: Stream) -> None:
+        self._issue(stream, "attend", layer, OUT)
+
+    def mlp_norm(self, layer: int, stream: Stream) -> None:
+        self._issue(stream, "mlp_norm", layer, GATE_UP)
+
+    def silu_mul(self, layer: int, stream: Stream) -> None:
+        self._issue(stream, "silu_mul", layer, DOWN)
 
     def project(self, layer: int, group: int, stream: Stream) -> None:
         self._issue(stream, "project", layer, group)
 
-    def lora(self, layer: int, group: int, stream: Stream) -> None:
+    def add_lora(self, layer: int, group: int, stream: Stream) -> None:
         def end() -> None:
             for slot in self.slots:
                 self.world.assert_there(slot, layer)
 
         reads = [self.world.layer_of(slot, layer) for slot in self.slots]
-        self._issue(stream, "lora", layer, group, reads, end)
+        self._issue(stream, "add_lora", layer, group, reads, end)
 
     def publish(self, layer: int, group: int, hand_off: HandOff, stream: Stream) -> None:
         driver = self.world.driver
@@ -78,7 +86,10 @@ class FakePass:
 
         driver.issue(stream, Operation(f"publish {layer}.{group}", joins=joins, end=end, leaves=leave))
 
-    def add(self, layer: int, group: int, hand_off: HandOff, stream: Stream) -> None:
+    def await_workers(self, hand_off: HandOff, stream: Stream) -> None:
+        self.world.driver.wait_value(stream, hand_off.y_flag, hand_off.generation)
+
+    def add_handed_off(self, layer: int, group: int, hand_off: HandOff, stream: Stream) -> None:
         driver, slot = self.world.driver, self.slots[0]
 
         def end() -> None:
@@ -93,8 +104,8 @@ class FakePass:
 
         driver.issue(stream, Operation(f"add {layer}.{group}", end=end))
 
-    def end(self, stream: Stream) -> None:
-        self._issue(stream, "end", 0, 0)
+    def sample(self, stream: Stream) -> None:
+        self._issue(stream, "sample", 0, 0)
 
     def _issue(
         self,

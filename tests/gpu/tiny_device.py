@@ -18,8 +18,7 @@ from caraserve.cpu.sampling import SLOT_SAMPLING, write_sampling
 from caraserve.cpu.weights import folder_reader
 from caraserve.gpu.driver.api import Driver, Stream
 from caraserve.gpu.forward.batch import BatchWriter, Capacity, PassShape, Results, decode_slots, make_batch
-from caraserve.gpu.forward.decoder import Decoder
-from caraserve.gpu.forward.lanes import issue_pass
+from caraserve.gpu.forward.decoder import Decoder, issue_pass
 from caraserve.gpu.kernels.attention import prefill_tile_tokens
 from caraserve.gpu.kernels.bgmv_work import AdapterItems, adapter_items, plan_items
 from caraserve.gpu.kernels.cuda_launch import Launch
@@ -44,6 +43,9 @@ class AtOnce:
 
     def run(self, stream: Stream, issue: Callable[[], None]) -> None:
         issue()
+
+    def wait_value(self, stream: Stream, address: int, value: int) -> None:
+        """Issues nothing: the kernel that follows waits for the workers itself."""
 
 
 class Kernels:
@@ -167,7 +169,7 @@ class TinyDevice:
     ) -> tuple[RowResult, ...]:
         """One pass. `shape`: from the exact one to the one that is used. `weights`: merged ones."""
         used = shape(self.fill(rows, with_lora=weights is None))
-        issue_pass(self.decoder.work(used, weights=weights), STREAM, self.spec.layers)
+        issue_pass(self.decoder.make_pass(used, weights=weights), STREAM, self.spec.layers)
         return self.results(rows)
 
     def results(self, rows: Sequence[ScheduledRow]) -> tuple[RowResult, ...]:

@@ -70,7 +70,7 @@ class AssistCounts:
 class _Prompt:
     """One plan that went aside."""
 
-    plan: Batch
+    batch: Batch
     done: Done
     issued: int  # mark of the compute lane, after which the device knows its slot and its blocks
     ends: deque[int]
@@ -140,12 +140,12 @@ class AssistedPrefills:
         self.predictions = AssistPredictions()
         self.counts = AssistCounts()
 
-    def launch(self, plan: Batch, done: Done) -> None:
+    def launch(self, batch: Batch, done: Done) -> None:
         """Takes a plan whose slot and blocks have just been written on the compute lane."""
-        (row,) = plan.rows
+        (row,) = batch.rows
         ends = deque(chunk_ends(row.start, row.start + row.count))
         issued = self._timelines.mark(Lane.COMPUTE)
-        self._waiting.append(_Prompt(plan, done, issued, ends, row.start, time.monotonic()))
+        self._waiting.append(_Prompt(batch, done, issued, ends, row.start, time.monotonic()))
         self.schedule_pending()
 
     @property
@@ -187,7 +187,7 @@ class AssistedPrefills:
             self._waiting.popleft().done(failure)
 
     def _begin_next(self) -> None:
-        if not self._waiting or not self._images.are_placed([self._waiting[0].plan.rows[0].adapter_slot]):
+        if not self._waiting or not self._images.are_placed([self._waiting[0].batch.rows[0].adapter_slot]):
             return
         statuses = worker_statuses(self._workers)
         self._sync_slots.reclaim(statuses)
@@ -196,7 +196,7 @@ class AssistedPrefills:
         prompt = self._waiting.popleft()
         if not self._under_way:
             self._watch_workers(True)
-        self._images.pool.pin(prompt.plan.rows[0].adapter_slot)
+        self._images.pool.pin(prompt.batch.rows[0].adapter_slot)
         self._issuing = _Issuing(prompt, sync_slot, self._issue_chunk(prompt, sync_slot, statuses))
 
     def _issue_layer(self, issuing: _Issuing) -> None:
@@ -213,7 +213,7 @@ class AssistedPrefills:
         self._issuing = None
         self._under_way = [chunk for chunk in self._under_way if chunk.sync_slot is not issuing.sync_slot]
         self._watchdog.unwatch(issuing.sync_slot)
-        self._release(issuing.prompt.plan.rows[0].adapter_slot, issuing.sync_slot, worker_statuses(self._workers))
+        self._release(issuing.prompt.batch.rows[0].adapter_slot, issuing.sync_slot, worker_statuses(self._workers))
         issuing.prompt.done(failure)
 
     def _release(self, slot: int, sync_slot: SyncSlot, late: Sequence[WorkerStatus] = ()) -> None:
@@ -227,7 +227,7 @@ class AssistedPrefills:
     # --- one chunk ---
 
     def _issue_chunk(self, prompt: _Prompt, sync_slot: SyncSlot, statuses: Sequence[WorkerStatus]) -> Iterator[None]:
-        (whole,) = prompt.plan.rows
+        (whole,) = prompt.batch.rows
         end = prompt.ends.popleft()
         is_last = not prompt.ends
         row = replace(whole, start=prompt.at, count=end - prompt.at, samples=whole.samples and is_last)
@@ -257,7 +257,7 @@ class AssistedPrefills:
             self._driver.fill(self._flags.data_ptr(), self._flags.nbytes, stream)
 
         after = latest(at(Lane.COMPUTE, prompt.issued), self._images.pool.moved(slot))
-        number = yield from self._lane.issue(metadata, self._decoder.work(shape, assist=terms), chunk, after)
+        number = yield from self._lane.issue(metadata, self._decoder.make_pass(shape, hand_offs=terms), chunk, after)
         self._images.used([slot], Lane.ASSIST, number)
         prompt.at = end
         launched = _Chunk(prompt, row, outputs, sync_slot, number)
@@ -329,8 +329,8 @@ class AssistedPrefills:
         for order in self._writer.write_without_workers(chunk):
             self._ring.send(self._orders[order.index].data_ptr(), order.words, Lane.ASSIST)
         for tokens in (2, 16, ASSISTED_CHUNK_TOKENS):
-            work = self._decoder.work(PassShape(tokens, 0, 1, 1, 1, False, 0), assist=self._terms(chunk))
-            for _ in self._lane.issue(lambda stream: None, work, chunk, NOTHING):
+            steps = self._decoder.make_pass(PassShape(tokens, 0, 1, 1, 1, False, 0), hand_offs=self._terms(chunk))
+            for _ in self._lane.issue(lambda stream: None, steps, chunk, NOTHING):
                 pass
             settle()
         self._driver.fill(self._flags.data_ptr(), self._flags.nbytes, stream)

@@ -22,10 +22,10 @@ from caraserve.gpu.assist.handshake import WatchdogThread
 from caraserve.gpu.driver.api import Driver, DriverError
 from caraserve.gpu.driver.streams import NOTHING, Lane, Timelines
 from caraserve.gpu.forward.batch import BatchWriter, Capacity, DeviceBatch, PassShape, make_batch, result_bytes
-from caraserve.gpu.forward.decoder import Decoder
+from caraserve.gpu.forward.decoder import Decoder, issue_pass
 from caraserve.gpu.forward.graphs import Bucket, CapturedGraphs, GraphSet
 from caraserve.gpu.forward.iteration import IterationRunner, LaneResources, PassSelector
-from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS, issue_pass
+from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS
 from caraserve.gpu.kernels.attention import prefill_tile_tokens
 from caraserve.gpu.kernels.cuda_launch import Kernels
 from caraserve.gpu.memory.adapter_tables import AdapterTables
@@ -128,7 +128,7 @@ class BackendParts:
         stream = timelines.streams[Lane.COMPUTE]
         self.context.ring.send(lane.batch.words.data_ptr(), lane.host.empty(), Lane.COMPUTE)
         for shape in self._shapes():
-            issue_pass(lane.decoder.work(shape), stream, self.spec.layers)
+            issue_pass(lane.decoder.make_pass(shape), stream, self.spec.layers)
             timelines.settle(Lane.COMPUTE)
             advance()
         if self.limits.assisted_batches:
@@ -137,7 +137,7 @@ class BackendParts:
         self.captured_graphs.make_gates(self.device.device)
         self.device.synchronize()
         self.captured_graphs.capture_all(
-            self.pass_selector.to_capture, stream, lambda: timelines.settle(Lane.COMPUTE), advance
+            self.pass_selector.for_graph, stream, lambda: timelines.settle(Lane.COMPUTE), advance
         )
 
     def _shapes(self) -> Iterator[PassShape]:

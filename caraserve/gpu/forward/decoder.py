@@ -1,16 +1,17 @@
-"""The forward pass over torch, Triton and the raw kernels: issues what lane.py puts in order.
+"""The decoder on the device: `decoder_layer` is the order of one layer, `DecoderPass` has its steps.
 
-Nothing here allocates device memory or waits for the device, so a pass may be captured. The residual stream is summed
-where it is normed: what o and down leave in `delta` is added by the norm that follows.
+No step allocates device memory or waits for the device, so a pass may be captured as a graph. The residual stream is
+summed where it is normed: the o and down projections leave their result in `delta`, and the next norm adds it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields
 
 from torch import Tensor
 
+from caraserve.core.lora_layout import DOWN, GATE_UP, OUT, QKV
 from caraserve.gpu.driver.api import Driver, Stream
-from caraserve.gpu.forward.batch import DeviceBatch, PassShape
-from caraserve.gpu.forward.lanes import HandOff, Pass
+from caraserve.gpu.forward.batch import ALL_GROUPS, DeviceBatch, PassShape
 from caraserve.gpu.forward.lora_pass import ChunkHandOffs, LoraLane, LoraPass
 from caraserve.gpu.kernels.attention import NO_WINDOW, attend_decode, attend_prefill
 from caraserve.gpu.kernels.cuda_launch import Kernels
@@ -23,8 +24,70 @@ from caraserve.gpu.weights import Weights
 from caraserve.model.spec import ModelSpec
 
 
+@dataclass(frozen=True, slots=True)
+class HandOff:
+    """One hand-off of a layer's module group to CPU LoRA workers. All but `index` and generations are device addresses
+    of words."""
+
+    index: int  # of its work order
+    x_flag: int
+    y_flag: int
+    status: int
+    generation: int
+    ready: int  # is `ready_generation` once the layer's weights are on the device
+    ready_generation: int
+
+
+def decoder_layer(
+    steps: "DecoderPass",
+    layer: int,
+    stream: Stream,
+    adapted: Collection[int] = ALL_GROUPS,
+    hand_offs: Mapping[int, HandOff] | None = None,
+) -> None:
+    """Issues one decoder layer on `stream`, in the order of `decoder_layer` in cpu/forward.py.
+
+    `adapted`: module groups (indices of GROUPS) to which an adapter of the batch may add something. `hand_offs`: by
+    module group, those whose LoRA CPU workers may compute; the others use the weights on the device.
+    """
+
+    def linear(group: int) -> None:
+        """The base product of the modules that read one input, and their LoRA."""
+        hand_off = hand_offs.get(group) if hand_offs else None
+        if hand_off is None:
+            steps.project(layer, group, stream)
+            if group in adapted:
+                steps.add_lora(layer, group, stream)
+        else:
+            steps.publish(layer, group, hand_off, stream)
+            steps.project(layer, group, stream)  # the workers compute meanwhile
+            steps.await_workers(hand_off, stream)
+            steps.add_handed_off(layer, group, hand_off, stream)
+
+    steps.attention_norm(layer, stream)
+    linear(QKV)
+    steps.rotate_and_append(layer, stream)
+    steps.attend(layer, stream)
+    linear(OUT)
+    steps.mlp_norm(layer, stream)
+    linear(GATE_UP)
+    steps.silu_mul(layer, stream)
+    linear(DOWN)
+
+
+def issue_pass(
+    steps: "DecoderPass", stream: Stream, layers: int, before_layer: Callable[[int], None] = lambda layer: None
+) -> None:
+    """Issues a whole pass, to run at once or to be captured. `before_layer(layer)` issues what a layer waits for."""
+    steps.embed(stream)
+    for layer in range(layers):
+        before_layer(layer)
+        decoder_layer(steps, layer, stream)
+    steps.sample(stream)
+
+
 class Decoder:
-    """One lane's forward passes. Lanes share weights, state and tables; batch and workspace are a lane's own."""
+    """Makes the passes of one lane. Lanes share weights, state and tables; batch and workspace are a lane's own."""
 
     def __init__(
         self,
@@ -43,117 +106,127 @@ class Decoder:
         self.sampler = SamplerState(state.sampling, state.history, workspace.weights, workspace.counts)
         self.windows = tuple(window or NO_WINDOW for window in spec.windows)
 
-    def work(self, shape: PassShape, *, weights: Weights | None = None, assist: ChunkHandOffs | None = None) -> Pass:
-        """The kernels of a pass over the batch's first places; results are left in the batch.
+    def make_pass(
+        self, shape: PassShape, *, weights: Weights | None = None, hand_offs: ChunkHandOffs | None = None
+    ) -> "DecoderPass":
+        """Returns the pass over the batch's first places; it leaves results in the batch.
 
-        `weights`: the base's with an adapter merged, over which there is no LoRA. `assist`: of the chunk's hand-offs.
+        `weights`: the base's with an adapter merged, over which there is no LoRA. `hand_offs`: the buffers of an
+        assisted chunk's hand-offs.
         """
-        return _DecoderPass(self, shape, weights, assist)
+        return DecoderPass(self, shape, weights, hand_offs)
 
 
-class _DecoderPass:
-    """Views of the lane's memory for one shape, and what is issued on them."""
+class DecoderPass:
+    """The steps of a pass of one shape. Each issues kernels on a stream and returns at once. A module group is an index
+    of GROUPS: modules that read the same input."""
 
     def __init__(
-        self, decoder: Decoder, shape: PassShape, merged: Weights | None, assist: ChunkHandOffs | None
+        self, decoder: Decoder, shape: PassShape, merged: Weights | None, hand_offs: ChunkHandOffs | None
     ) -> None:
-        self._of, self._shape = decoder, shape
+        self._decoder, self._shape = decoder, shape
         self._weights = decoder.weights if merged is None else merged
         self._lora: LoraPass | None = None
         if merged is None and shape.has_lora:
-            self._lora = decoder.lora.pass_over(shape, assist)
+            self._lora = decoder.lora.pass_over(shape, hand_offs)
         batch, self._rows = decoder.batch, decoder.workspace.activations.first(shape.tokens)
         self._inputs, self._outputs = self._rows.inputs, self._rows.outputs
         self._queries = self._rows.qkv[:, : self._rows.attended.shape[1]]
         self._decoding = [(batch.row_token[rows], scratch) for rows, scratch in decoder.workspace.decode_pieces(shape)]
         self._tiles = batch.tile_first[: shape.tiles], batch.tile_tokens[: shape.tiles]
-        self._before = (self._attention_norm, self._attend, self._mlp_norm, self._activate)
 
-    def begin(self, stream: Stream) -> None:
-        self._run(
-            stream,
-            lambda: embed(self._of.state.history, self._weights.embedding, self._of.batch.tokens, self._rows.hidden),
-        )
+    def embed(self, stream: Stream) -> None:
+        """Writes the tokens' embeddings to the residual stream."""
+        decoder, hidden = self._decoder, self._rows.hidden
+        self._run(stream, lambda: embed(decoder.state.history, self._weights.embedding, decoder.batch.tokens, hidden))
 
-    def before(self, layer: int, group: int, stream: Stream) -> None:
-        self._run(stream, lambda: self._before[group](layer))
+    def attention_norm(self, layer: int, stream: Stream) -> None:
+        weight, delta = self._weights.layers[layer].attention_norm, self._rows.delta if layer else None
+        self._run(stream, lambda: self._norm(weight, delta))
 
     def project(self, layer: int, group: int, stream: Stream) -> None:
+        """Multiplies a module group's input by the base weights."""
         linear = self._weights.layers[layer].linears[group]
         self._run(stream, lambda: linear.apply(self._inputs[group], self._outputs[group]))
 
-    def lora(self, layer: int, group: int, stream: Stream) -> None:
+    def add_lora(self, layer: int, group: int, stream: Stream) -> None:
+        """Adds the LoRA of weights on the device to a module group's output."""
         if self._lora is not None:
             self._lora.add(layer, group, stream)
 
     def publish(self, layer: int, group: int, hand_off: HandOff, stream: Stream) -> None:
-        self._handing_over().publish(group, hand_off.index, stream)
+        """Decides, once for all blocks, who computes a module group's LoRA, by the layer's ready word.
 
-    def add(self, layer: int, group: int, hand_off: HandOff, stream: Stream) -> None:
-        self._handing_over().add_handed_off(layer, group, hand_off.index, stream)
+        If the weights have not arrived, copies x to the workers and then sets x_flag. If they have, or if a worker is
+        missing, sets y_flag.
+        """
+        self._assisted_lora().publish(group, hand_off.index, stream)
 
-    def end(self, stream: Stream) -> None:
-        self._run(stream, self._choose)
+    def await_workers(self, hand_off: HandOff, stream: Stream) -> None:
+        """Makes the stream wait for y_flag, which occupies no multiprocessor."""
+        self._decoder.driver.wait_value(stream, hand_off.y_flag, hand_off.generation)
+
+    def add_handed_off(self, layer: int, group: int, hand_off: HandOff, stream: Stream) -> None:
+        """Adds the workers' result to a module group's output, or the LoRA of weights on the device, as `publish`
+        decided. Adds nothing if the chunk was aborted, and sets the pass's error word."""
+        self._assisted_lora().add_handed_off(layer, group, hand_off.index, stream)
+
+    def rotate_and_append(self, layer: int, stream: Stream) -> None:
+        """Rotates queries and keys, and appends keys and values to the KV blocks."""
+        decoder, weights = self._decoder, self._weights
+        tokens, cache, norms = decoder.batch.tokens, decoder.state.caches[layer], weights.layers[layer].head_norms
+        qkv, eps = self._rows.qkv, decoder.spec.rms_eps
+        self._run(stream, lambda: rotate_and_append(qkv, weights.cos, weights.sin, tokens, cache, norms, eps))
+
+    def attend(self, layer: int, stream: Stream) -> None:
+        self._run(stream, lambda: self._attend(layer))
+
+    def mlp_norm(self, layer: int, stream: Stream) -> None:
+        self._run(stream, lambda: self._norm(self._weights.layers[layer].mlp_norm, self._rows.delta))
+
+    def silu_mul(self, layer: int, stream: Stream) -> None:
+        self._run(stream, lambda: silu_mul(self._rows.gate_up, self._rows.activated))
+
+    def sample(self, stream: Stream) -> None:
+        """Computes logits of the wanted tokens, samples and scores; results are left in the batch."""
+        self._run(stream, self._sample)
 
     def _run(self, stream: Stream, issue: Callable[[], None]) -> None:
-        self._of.driver.run(stream, issue)
+        self._decoder.driver.run(stream, issue)
 
-    def _handing_over(self) -> LoraPass:
+    def _assisted_lora(self) -> LoraPass:
         if self._lora is None:
-            raise AssertionError("a pass without adapters hands nothing off")
+            raise AssertionError("a pass without adapters has no hand-offs")
         return self._lora
 
-    def _attention_norm(self, layer: int) -> None:
-        weight, delta = self._weights.layers[layer].attention_norm, self._rows.delta if layer else None
-        rms_norm(self._rows.hidden, weight, self._rows.normed, self._of.spec.rms_eps, delta)
+    def _norm(self, weight: Tensor, delta: Tensor | None) -> None:
+        rms_norm(self._rows.hidden, weight, self._rows.normed, self._decoder.spec.rms_eps, delta)
 
     def _attend(self, layer: int) -> None:
-        """Rotates, keeps keys and values, and attends to them."""
-        rows, tokens, cache = self._rows, self._of.batch.tokens, self._of.state.caches[layer]
-        weights, window = self._weights, self._of.windows[layer]
-        norms = weights.layers[layer].head_norms
-        rotate_and_append(rows.qkv, weights.cos, weights.sin, tokens, cache, norms, self._of.spec.rms_eps)
+        rows, tokens, cache = self._rows, self._decoder.batch.tokens, self._decoder.state.caches[layer]
+        window = self._decoder.windows[layer]
         for row_token, scratch in self._decoding:
             attend_decode(self._queries, cache, tokens, row_token, rows.attended, scratch, window)
         if self._shape.tiles:
             attend_prefill(self._queries, cache, tokens, *self._tiles, rows.attended, window)
 
-    def _mlp_norm(self, layer: int) -> None:
-        weight, rows = self._weights.layers[layer].mlp_norm, self._rows
-        rms_norm(rows.hidden, weight, rows.normed, self._of.spec.rms_eps, rows.delta)
-
-    def _activate(self, layer: int) -> None:
-        silu_mul(self._rows.gate_up, self._rows.activated)
-
-    def _choose(self) -> None:
-        """Logits, samples and scores of the wanted tokens, as many at once as there is room for."""
-        most = self._of.workspace.logits.shape[0]
+    def _sample(self) -> None:
+        """Goes through the wanted tokens in pieces, as many rows of logits at once as the workspace holds."""
+        most = self._decoder.workspace.logits.shape[0]
         for start in range(0, self._shape.outputs, most):
             end = min(start + most, self._shape.outputs)
-            self._choose_of(outputs_between(self._of.batch.outputs, start, end), end - start)
+            self._sample_piece(outputs_between(self._decoder.batch.outputs, start, end), end - start)
 
-    def _choose_of(self, outputs: Outputs, count: int) -> None:
-        workspace, weights, tokens = self._of.workspace, self._weights, self._of.batch.tokens
+    def _sample_piece(self, outputs: Outputs, count: int) -> None:
+        workspace, weights, tokens = self._decoder.workspace, self._weights, self._decoder.batch.tokens
         wanted, logits, rows = workspace.wanted[:count], workspace.logits[:count], self._rows
-        # A token is wanted once at most, as it must be where the last layer's part is added here.
-        rms_norm(rows.hidden, weights.final_norm, wanted, self._of.spec.rms_eps, rows.delta, outputs.token)
+        # Each token is wanted once at most: the norm adds `delta`, the last layer's result, to the residual stream.
+        rms_norm(rows.hidden, weights.final_norm, wanted, self._decoder.spec.rms_eps, rows.delta, outputs.token)
         weights.head.apply(wanted, logits)
-        sample(logits, outputs, tokens, self._of.sampler)
+        sample(logits, outputs, tokens, self._decoder.sampler)
         score(logits, outputs)
 
 
 def outputs_between(outputs: Outputs, start: int, end: int) -> Outputs:
-    """Places [start, end) of the wanted tokens."""
-
-    def cut(part: Tensor) -> Tensor:
-        return part[start:end]
-
-    return Outputs(
-        cut(outputs.token),
-        cut(outputs.kind),
-        cut(outputs.wanted),
-        cut(outputs.chosen),
-        cut(outputs.logprob),
-        cut(outputs.top_ids),
-        cut(outputs.top_logprobs),
-    )
+    """Returns places [start, end) of the wanted tokens."""
+    return Outputs(*(getattr(outputs, field.name)[start:end] for field in fields(Outputs)))

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 import torch
 
 from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch
+from caraserve.core.lora_layout import QKV
 from caraserve.gpu.driver.api import Driver, DriverError, Stream
 from caraserve.gpu.forward.batch import ALL_GROUPS, Capacity, PassShape
-from caraserve.gpu.forward.lanes import CapturedPass, Pass, capture_pass, issue_pass
+from caraserve.gpu.forward.decoder import DecoderPass, issue_pass
+from caraserve.gpu.forward.lanes import CapturedPass, capture_pass
 from caraserve.gpu.kernels.lora import most_segments
 
 _DECODE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -25,7 +27,7 @@ _MIXED_SIZES = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 _MOST_PADDING, _MOST_PADDING_OF_LARGE = 4.0, 1.15
 _LARGE_TOKENS = 512
 
-_QKV = frozenset({0})  # the group of modules that most adapters have alone
+_QKV = frozenset({QKV})  # most adapters have modules of this group alone
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -57,18 +59,18 @@ class Bucket:
         return (self.is_mixed, self.gated, self.size, self.lora, not self.qkv_only)
 
 
-def bucket_of(plan: Batch, arriving: Collection[int], groups: Collection[int]) -> Bucket | None:
+def bucket_of(batch: Batch, arriving: Collection[int], groups: Collection[int]) -> Bucket | None:
     """What a plan needs, its size exact; None: it is launched kernel by kernel. `arriving`: adapter slots of which
     layers are missing; `groups`: of modules that its adapters have."""
-    if any(row.prompt_logprobs is not None for row in plan.rows):
+    if any(row.prompt_logprobs is not None for row in batch.rows):
         return None  # every token is scored: far more logits than a graph has room for
-    slots = {row.adapter_slot for row in plan.rows}
-    is_mixed = plan.num_tokens > len(plan.rows)
-    merged = plan.merged is not None
+    slots = {row.adapter_slot for row in batch.rows}
+    is_mixed = batch.num_tokens > len(batch.rows)
+    merged = batch.merged is not None
     has_lora = not merged and slots != {BASE_ADAPTER_SLOT}
     return Bucket(
         is_mixed=is_mixed,
-        size=plan.num_tokens if is_mixed else len(plan.rows),
+        size=batch.num_tokens if is_mixed else len(batch.rows),
         lora=has_lora,
         qkv_only=has_lora and _QKV.issuperset(groups),
         gated=not merged and not slots.isdisjoint(arriving),
@@ -169,7 +171,7 @@ _PROMPTS, _PROMPTS_ADAPTERS = 16, 8
 
 def shape_for(bucket: Bucket, capacity: Capacity, max_context: int) -> PassShape:
     """The largest batch that a bucket takes."""
-    groups = frozenset({0}) if bucket.qkv_only else ALL_GROUPS
+    groups = _QKV if bucket.qkv_only else ALL_GROUPS
     if not bucket.is_mixed:
         return PassShape(bucket.size, bucket.size, 0, bucket.size, 0, bucket.lora, max_context, groups)
     rows = min(capacity.rows, bucket.size)
@@ -185,7 +187,7 @@ class CapturedGraphs:
     def __init__(self, driver: Driver, graphs: GraphSet, capacity: Capacity, max_context: int, layers: int) -> None:
         self._driver, self._graphs, self._capacity = driver, graphs, capacity
         self._max_context, self._layers = max_context, layers
-        self._replays: dict[Bucket, tuple[CapturedPass, PassShape]] = {}
+        self._captured: dict[Bucket, tuple[CapturedPass, PassShape]] = {}
 
     def make_gates(self, device: torch.device) -> None:
         """Words by which graphs wait for layers; to be called first."""
@@ -193,23 +195,26 @@ class CapturedGraphs:
 
     def capture_all(
         self,
-        work_of: Callable[[Bucket, PassShape], Pass],
+        pass_for: Callable[[Bucket, PassShape], DecoderPass],
         stream: Stream,
-        settle: Callable[[], None],
+        wait_until_idle: Callable[[], None],
         advance: Callable[[], None],
     ) -> None:
-        """Captures every bucket that has room. The batch in device memory is one of no rows: each pass is run once
-        before, so that all its kernels are loaded. `settle` waits for the stream; `advance` is called for each. Where
-        the driver captures no waits, there are no gated graphs: what would take one is launched kernel by kernel."""
+        """Captures every bucket that has room, and calls `advance` after each.
+
+        The batch in device memory must have no rows: each pass runs once before it is captured, so that all its kernels
+        are loaded. Where the driver captures no waits there are no gated graphs, and iterations that would take one
+        are launched kernel by kernel.
+        """
         refusal: DriverError | None = None
         for index, bucket in enumerate(self._graphs.to_capture()):
             if refusal is None or not bucket.gated:
                 shape = shape_for(bucket, self._capacity, self._max_context)
-                work = work_of(bucket, shape)
-                issue_pass(work, stream, self._layers)
-                settle()
+                steps = pass_for(bucket, shape)
+                issue_pass(steps, stream, self._layers)
+                wait_until_idle()
                 try:
-                    self._capture(index, bucket, shape, work, stream)
+                    self._capture(index, bucket, shape, steps, stream)
                 except DriverError as error:
                     if not bucket.gated:
                         raise
@@ -218,25 +223,25 @@ class CapturedGraphs:
         if refusal is not None:
             log.warning("no graphs for iterations that wait for adapters: the driver captures no waits (%s)", refusal)
 
-    def _capture(self, index: int, bucket: Bucket, shape: PassShape, work: Pass, stream: Stream) -> None:
+    def _capture(self, index: int, bucket: Bucket, shape: PassShape, steps: DecoderPass, stream: Stream) -> None:
         gate = self._gates[index].data_ptr() if bucket.gated else None
         before = self._driver.free_bytes()
-        replay = capture_pass(self._driver, work, stream, self._layers, gate)
+        captured = capture_pass(self._driver, steps, stream, self._layers, gate)
         if self._graphs.captured(bucket, max(0, before - self._driver.free_bytes())):
-            self._replays[bucket] = replay, shape
+            self._captured[bucket] = captured, shape
         else:
-            self._driver.destroy_graph(replay.graph)
+            self._driver.destroy_graph(captured.graph)
 
     @property
     def count(self) -> int:
         """How many `capture_all` will make."""
         return len(self._graphs.to_capture())
 
-    def find(self, plan: Batch, shape: PassShape, arriving: Collection[int]) -> CapturedPass | None:
+    def find(self, batch: Batch, shape: PassShape, arriving: Collection[int]) -> CapturedPass | None:
         """The graph for a plan; None: it is launched kernel by kernel."""
-        wanted = bucket_of(plan, arriving, shape.groups)
+        wanted = bucket_of(batch, arriving, shape.groups)
         chosen = None if wanted is None else self._graphs.choose(wanted)
         if chosen is None:
             return None
-        replay, largest = self._replays[chosen]
-        return replay if shape.fits(largest) else None
+        captured, largest = self._captured[chosen]
+        return captured if shape.fits(largest) else None

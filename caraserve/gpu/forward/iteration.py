@@ -16,9 +16,9 @@ from caraserve.core.outputs import Output, OutputValues, collect, outputs_of
 from caraserve.gpu.driver.api import Driver, DriverError, Stream
 from caraserve.gpu.driver.streams import NOTHING, Lane
 from caraserve.gpu.forward.batch import BatchWriter, Capacity, DeviceBatch, PassShape, Results, decode_slots
-from caraserve.gpu.forward.decoder import Decoder
+from caraserve.gpu.forward.decoder import Decoder, DecoderPass
 from caraserve.gpu.forward.graphs import Bucket, CapturedGraphs
-from caraserve.gpu.forward.lanes import IterationLane, Pass
+from caraserve.gpu.forward.lanes import IterationLane
 from caraserve.gpu.kernels.bgmv_work import plan_items
 from caraserve.gpu.memory.adapters import BoundAdapter, DeviceImages
 from caraserve.gpu.memory.copier import DeviceContext
@@ -37,30 +37,30 @@ class PassSelector:
         self, decoder: Decoder, images: DeviceImages, context: DeviceContext, merged: MergedDeviceWeights | None
     ) -> None:
         """`merged`: where adapters are merged; it takes as much memory as the base."""
-        self._decoder, self._images, self._channels, self._merged = decoder, images, context, merged
+        self._decoder, self._images, self._context, self._merged = decoder, images, context, merged
 
     @property
     def merges(self) -> int:
         """How often an adapter was merged into the base weights."""
         return 0 if self._merged is None else self._merged.merges
 
-    def prepare(self, plan: Batch) -> None:
+    def merge_adapter(self, batch: Batch) -> None:
         """Merges what a plan wants merged, in the compute lane's order."""
-        if plan.merged is not None:
-            bound = self._images.bound[plan.merged]
+        if batch.merged is not None:
+            bound = self._images.bound[batch.merged]
             if bound.is_loading:
-                raise AssertionError(f"adapter slot {plan.merged} cannot be merged: its weights have not arrived")
-            stream = self._channels.timelines.streams[Lane.COMPUTE]
-            image = self._images.bytes_of(plan.merged)
-            self._merging.merge(bound.stored, image, self._channels.driver, stream)
+                raise AssertionError(f"adapter slot {batch.merged} cannot be merged: its weights have not arrived")
+            stream = self._context.timelines.streams[Lane.COMPUTE]
+            image = self._images.bytes_of(batch.merged)
+            self._merging.merge(bound.stored, image, self._context.driver, stream)
 
-    def of_plan(self, plan: Batch, shape: PassShape) -> Pass:
+    def for_batch(self, batch: Batch, shape: PassShape) -> DecoderPass:
         """The pass of a plan that no graph serves."""
-        return self._decoder.work(shape, weights=None if plan.merged is None else self._merging.weights)
+        return self._decoder.make_pass(shape, weights=None if batch.merged is None else self._merging.weights)
 
-    def to_capture(self, bucket: Bucket, shape: PassShape) -> Pass:
+    def for_graph(self, bucket: Bucket, shape: PassShape) -> DecoderPass:
         """The pass of a graph."""
-        return self._decoder.work(shape, weights=self._merging.weights if bucket.merged else None)
+        return self._decoder.make_pass(shape, weights=self._merging.weights if bucket.merged else None)
 
     @property
     def _merging(self) -> MergedDeviceWeights:
@@ -137,36 +137,41 @@ class IterationRunner:
         self._driver, self._timelines, self._ring = context.driver, context.timelines, context.ring
         self._lane = IterationLane(self._driver, self._timelines, context.copier, spec.layers)
         self._waiter, self._batch, self._host, self._results = parts.waiter, parts.batch, parts.host, parts.results
-        self._images, self._slots, self._captures, self._works = images, slots, captured_graphs, pass_selector
+        self._images, self._slots, self._captured_graphs, self._pass_selector = (
+            images,
+            slots,
+            captured_graphs,
+            pass_selector,
+        )
         self._layers, self._trace = spec.layers, trace
         self._lists = BatchLists(self._ring, images, self._batch, Lane.COMPUTE)
         self._words = self._host.empty()
         self._ended_s = 0.0  # when the iteration before was done
 
-    def launch(self, plan: Batch, done: Done) -> None:
+    def launch(self, batch: Batch, done: Done) -> None:
         """All adapters that the plan names have their places. Raises what goes wrong before anything is launched."""
         launched_s = time.monotonic()
-        with_lora = plan.merged is None
-        outputs = outputs_of(plan.rows, self._slots.prompt_tokens)
-        shape = self._host.fill(self._words, plan.rows, outputs, with_lora=with_lora)
-        adapters = {row.adapter_slot for row in plan.rows} - {BASE_ADAPTER_SLOT}
+        with_lora = batch.merged is None
+        outputs = outputs_of(batch.rows, self._slots.prompt_tokens)
+        shape = self._host.fill(self._words, batch.rows, outputs, with_lora=with_lora)
+        adapters = {row.adapter_slot for row in batch.rows} - {BASE_ADAPTER_SLOT}
         shape = replace(shape, groups=self._images.module_groups_of(adapters))
         arriving = self._images.arriving(adapters)
-        self._works.prepare(plan)
-        replay = self._captures.find(plan, shape, arriving)
-        work = self._works.of_plan(plan, shape) if replay is None else replay
-        self._lists.send(decode_slots(plan.rows) if with_lora else np.zeros(0, np.int32))
+        self._pass_selector.merge_adapter(batch)
+        captured = self._captured_graphs.find(batch, shape, arriving)
+        steps = self._pass_selector.for_batch(batch, shape) if captured is None else captured
+        self._lists.send(decode_slots(batch.rows) if with_lora else np.zeros(0, np.int32))
 
         def metadata(stream: Stream) -> None:
             self._ring.send(self._batch.words.data_ptr(), self._words, Lane.COMPUTE)
 
         self._timelines.passed()  # or events would pile up while nothing is loading
-        number = self._lane.launch(metadata, work, arriving, NOTHING)
+        number = self._lane.launch(metadata, steps, arriving, NOTHING)
         self._images.used(adapters, Lane.COMPUTE, number)
-        self._return_results(plan, outputs, {slot: self._images.bound[slot] for slot in arriving}, launched_s, done)
+        self._return_results(batch, outputs, {slot: self._images.bound[slot] for slot in arriving}, launched_s, done)
 
     def _return_results(
-        self, plan: Batch, outputs: Output, arriving: Mapping[int, BoundAdapter], launched_s: float, done: Done
+        self, batch: Batch, outputs: Output, arriving: Mapping[int, BoundAdapter], launched_s: float, done: Done
     ) -> None:
         stream = self._timelines.streams[Lane.COMPUTE]
         results, address = self._results.acquire()
@@ -185,10 +190,10 @@ class IterationRunner:
                     slot: (0, 1000 * stall_s(started_s, done_s, self._layers, bound.arrivals))
                     for slot, bound in arriving.items()
                 }
-                outcome = StepResult(collect(plan, outputs, found, prompt_tokens, loads), started_s, done_s)
+                outcome = StepResult(collect(batch, outputs, found, prompt_tokens, loads), started_s, done_s)
             self._results.release(results, address)
             if self._trace is not None:
-                name = f"{plan.num_tokens} tokens of {len(plan.rows)} requests"
+                name = f"{batch.num_tokens} tokens of {len(batch.rows)} requests"
                 self._trace.span("device", name, int(started_s * 1e9), int(done_s * 1e9))
             done(outcome)
 

@@ -50,7 +50,7 @@ class ChunkHandOffs:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _ModuleGroup:
     """What is the same in every layer for modules that read the same input."""
 
     x: Tensor  # [most tokens, inputs]
@@ -62,7 +62,7 @@ class _Group:
     delta_stride: int
 
     @classmethod
-    def of(cls, spec: ModelSpec, group: int, x: Tensor, y: Tensor) -> "_Group":
+    def of(cls, spec: ModelSpec, group: int, x: Tensor, y: Tensor) -> "_ModuleGroup":
         columns, widths = columns_of(spec, group)
         delta_columns, delta_stride = work_orders.delta_columns([work_orders.HostModule(width) for width in widths])
         x_rows, y_rows = (cuda_launch.ActivationRows(rows.data_ptr(), rows.stride(0), rows.shape[1]) for rows in (x, y))
@@ -84,7 +84,7 @@ class LoraLane:
         self.batch, self.workspace, self.kernels, self.driver = batch, workspace, kernels, driver
         activations = workspace.activations
         pairs = zip(activations.inputs, activations.outputs, strict=True)
-        self.groups = [_Group.of(spec, group, *pair) for group, pair in enumerate(pairs)]
+        self.groups = [_ModuleGroup.of(spec, group, *pair) for group, pair in enumerate(pairs)]
         places = [(layer, group) for layer in range(spec.layers) for group in range(len(GROUPS))]
         self.triton_tables = {place: tables.for_triton(*place) for place in places}
         self._raw_tables = {place: tables.for_launch(*place) for place in places}

@@ -71,11 +71,11 @@ class RequestSlots:
         tokens: NDArray[np.int64] = self._sampling["prompt_tokens"]
         return tokens
 
-    def apply(self, plan: Batch) -> None:
+    def apply(self, batch: Batch) -> None:
         """Takes note of requests that took slots and of blocks that they were granted."""
-        for start in plan.starts:
+        for start in batch.starts:
             self._start(start)
-        for grant in plan.grants:
+        for grant in batch.grants:
             self._grant(grant)
 
     def _start(self, start: SlotStart) -> None:

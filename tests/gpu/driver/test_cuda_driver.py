@@ -16,7 +16,8 @@ from caraserve.gpu.driver.detect import device_facts
 from caraserve.gpu.driver.libcuda import Attribute, Cuda
 from caraserve.gpu.driver.modules import CudaKernels
 from caraserve.gpu.driver.streams import NOTHING, Lane, Timelines
-from caraserve.gpu.forward.lanes import HandOff, capture_pass
+from caraserve.gpu.forward.decoder import DecoderPass
+from caraserve.gpu.forward.lanes import capture_pass
 from caraserve.gpu.kernels import cuda_launch
 from caraserve.gpu.kernels.cuda_launch import Kernels
 from caraserve.gpu.memory.copier import AdapterCopier, CopyRequest
@@ -223,34 +224,34 @@ def test_a_capture_that_cuda_gave_up_is_an_error(world: World) -> None:
         capture(world, lambda: None)
 
 
-class Waiting:
-    """A pass of one kernel, before which there is a wait."""
+class WaitingPass(DecoderPass):
+    """A pass of one operation and a wait."""
 
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def begin(self, stream: Stream) -> None:
+    def embed(self, stream: Stream) -> None:
         self.world.driver.fill(self.world.device, 4096, stream)
 
-    def before(self, layer: int, group: int, stream: Stream) -> None: ...
+    def attention_norm(self, layer: int, stream: Stream) -> None: ...
 
-    project = lora = before
+    rotate_and_append = attend = mlp_norm = silu_mul = attention_norm
 
-    def publish(self, layer: int, group: int, hand_off: HandOff, stream: Stream) -> None: ...
+    def project(self, layer: int, group: int, stream: Stream) -> None: ...
 
-    add = publish
+    add_lora = project
 
-    def end(self, stream: Stream) -> None: ...
+    def sample(self, stream: Stream) -> None: ...
 
 
 def test_a_pass_that_cannot_be_captured_leaves_the_stream_as_it_was(world: World) -> None:
     before = world.on_device()
     world.stub.fail("cuStreamWaitValue32_v2", 801)
     with pytest.raises(DriverError, match="cuStreamWaitValue32_v2"):
-        capture_pass(world.driver, Waiting(world), world.stream, 1, world.host)
+        capture_pass(world.driver, WaitingPass(world), world.stream, 1, world.host)
     assert world.stub.log[-1] == "cuGraphDestroy"
     assert (world.on_device() == before).all()
-    replay = capture_pass(world.driver, Waiting(world), world.stream, 1, world.host)
+    replay = capture_pass(world.driver, WaitingPass(world), world.stream, 1, world.host)
     world.driver.launch_graph(replay.graph, world.stream)
     assert not world.on_device().any()
 

@@ -48,7 +48,7 @@ def test_an_iteration_waits_for_each_layer_it_uses_captured_or_not(seed: int) ->
             world.copier.poll()
     world.driver.run_all(random.randrange)
     for work in passes:
-        assert len(work.done) == 2 + LAYERS * len(GROUPS) * 3
+        assert len(work.done) == 2 + LAYERS * (5 + 2 * len(GROUPS))
 
 
 def test_what_is_on_its_way_to_nobody_is_not_waited_for() -> None:
@@ -59,7 +59,7 @@ def test_what_is_on_its_way_to_nobody_is_not_waited_for() -> None:
     work = FakePass(world, [])
     world.iterations.launch(world.metadata, work, [], NOTHING)
     world.settle()
-    assert work.done[-1] == ("end", 0, 0)
+    assert work.done[-1] == ("sample", 0, 0)
 
 
 def test_layers_run_while_later_ones_are_on_their_way() -> None:
@@ -73,7 +73,7 @@ def test_layers_run_while_later_ones_are_on_their_way() -> None:
         launched = work if gate is None else capture_pass(world.driver, work, stream, LAYERS, gate)
         world.iterations.launch(world.metadata, launched, [1], NOTHING)
         world.settle()
-        assert work.done[-1] == ("lora", 0, len(GROUPS) - 1)
+        assert work.done[-1] == ("add_lora", 0, len(GROUPS) - 1)
 
 
 def test_a_pass_comes_after_what_its_caller_names() -> None:
@@ -105,15 +105,15 @@ def test_workers_compute_what_is_not_there_and_the_base_runs_beside_them() -> No
     chunk = world.chunk(1, world.bring(1), [WORKERS] * LAYERS)
     work = world.assisted(chunk)
     world.settle()
-    assert work.done == [("begin", 0, 0), ("before", 0, 0), ("project", 0, 0)]  # waits for y of layer 0
+    assert work.done == [("embed", 0, 0), ("attention_norm", 0, 0), ("project", 0, 0)]  # waits for y of layer 0
     while world.work(chunk):
         world.settle()
-    assert [kind for kind, _, group in work.done if group == 0 and kind != "before"] == [
-        "begin",
+    assert [kind for kind, _, group in work.done if group == 0 and kind != "attention_norm"] == [
+        "embed",
         *["project", "add"] * LAYERS,
-        "end",
+        "sample",
     ]
-    assert not [kind for kind, _, group in work.done if group in (1, 2) and kind in ("add", "lora")]
+    assert not [kind for kind, _, group in work.done if group in (1, 2) and kind in ("add", "add_lora")]
     names = world.driver.log
     assert names.index("publish 1.3") < names.index("project 1.3") < names.index("add 1.3")
     assert not world.watchdog.unwatch(chunk.sync_slot)
@@ -195,7 +195,7 @@ def test_every_hand_off_is_answered_or_given_up_under_any_schedule(seed: int) ->
         assert was_aborted or "skip" not in answers
         world.sync_slots.release(sync_slot, world.statuses if was_aborted else [])
     world.driver.run_all(random.randrange)
-    assert decode.done[-1] == ("end", 0, 0)
+    assert decode.done[-1] == ("sample", 0, 0)
 
 
 def test_decoding_does_not_wait_for_a_lane_that_waits_for_workers() -> None:
@@ -209,6 +209,6 @@ def test_decoding_does_not_wait_for_a_lane_that_waits_for_workers() -> None:
         captured = capture_pass(world.driver, work, stream, LAYERS, gate)
         world.iterations.launch(world.metadata, captured, [2], NOTHING)
         world.settle()
-        assert work.done[-1] == ("end", 0, 0)
+        assert work.done[-1] == ("sample", 0, 0)
     with pytest.raises(Stuck):
         world.driver.run_all()

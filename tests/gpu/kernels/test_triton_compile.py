@@ -22,8 +22,7 @@ from triton.runtime.jit import JITFunction
 from caraserve.cpu.sampling import SLOT_SAMPLING
 from caraserve.gpu.driver.api import Driver, Stream
 from caraserve.gpu.forward.batch import Capacity, PassShape, make_batch
-from caraserve.gpu.forward.decoder import Decoder
-from caraserve.gpu.forward.lanes import issue_pass
+from caraserve.gpu.forward.decoder import Decoder, issue_pass
 from caraserve.gpu.kernels.attention import (
     DecodeScratch,
     PagedCache,
@@ -175,7 +174,7 @@ def launch_pass(dtype: torch.dtype) -> None:
     parts = make_batch(spec, capacity, 64, nowhere), AdapterTables(spec, SLOTS, nowhere)
     workspace = make_workspace(spec, dtype, capacity, 64, 2048, nowhere)
     decoder = Decoder(spec, weights, state, *parts, workspace, cast(Kernels, NoKernels()), cast(Driver, AtOnce()))
-    issue_pass(decoder.work(PassShape(TOKENS, 7, 3, 9, 4, True, 2048)), Stream(0), spec.layers)
+    issue_pass(decoder.make_pass(PassShape(TOKENS, 7, 3, 9, 4, True, 2048)), Stream(0), spec.layers)
 
 
 class NoKernels:

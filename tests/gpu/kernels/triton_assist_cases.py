@@ -15,7 +15,8 @@ from caraserve.core.lora_layout import GROUPS, AdapterSpec
 from caraserve.cpu.lora_workers.pool import Workers
 from caraserve.cpu.shared_memory import SharedRegion
 from caraserve.gpu.assist import work_orders
-from caraserve.gpu.forward.lanes import HandOff
+from caraserve.gpu.driver.api import Stream
+from caraserve.gpu.forward.decoder import HandOff, decoder_layer
 from caraserve.gpu.forward.lora_pass import ChunkHandOffs
 from caraserve.gpu.memory.host_memory import x_stride
 from caraserve.lora.peft import inspect_adapter
@@ -92,18 +93,21 @@ class Office:
         rows = [request.row()]
         assert rows[0].count == TOKENS
         shape = self.device.fill(rows, all_prompt=True)
-        work = self.device.decoder.work(shape, assist=self._terms())
+        steps = self.device.decoder.make_pass(shape, hand_offs=self._terms())
         outcomes: dict[int, set[int]] = {}
-        work.begin(STREAM)
-        for layer, group in self.places:
-            index = layer * len(GROUPS) + group
-            hand_off = HandOff(index, *(0 for _ in range(6)))
-            work.before(layer, group, STREAM)
-            work.publish(layer, group, hand_off, STREAM)
-            work.project(layer, group, STREAM)
-            work.add(layer, group, hand_off, STREAM)
+        add = steps.add_handed_off
+
+        def add_and_note(layer: int, group: int, hand_off: HandOff, stream: Stream) -> None:
+            add(layer, group, hand_off, stream)
             outcomes.setdefault(layer, set()).add(int(self.gate[SLOT]))
-        work.end(STREAM)
+
+        steps.add_handed_off = add_and_note  # type: ignore[method-assign]
+        steps.embed(STREAM)
+        for layer in range(self.device.spec.layers):
+            indices = {group: layer * len(GROUPS) + group for group in range(len(GROUPS))}
+            hand_offs = {group: HandOff(index, *(0 for _ in range(6))) for group, index in indices.items()}
+            decoder_layer(steps, layer, STREAM, hand_offs=hand_offs)
+        steps.sample(STREAM)
         return self.device.results(rows)[0].token_id, outcomes
 
     def _modules(self, place: tuple[int, int]) -> list[work_orders.HostModule]:
