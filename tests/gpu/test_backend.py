@@ -157,7 +157,7 @@ def test_where_waits_cannot_be_captured_adapters_are_waited_for_without_graphs(
     wait_value = HostDriver.wait_value
 
     def refusing(driver: HostDriver, stream: Stream, address: int, value: int) -> None:
-        if driver.captured_graphs(stream):
+        if driver.captures(stream):
             raise DriverError("cuStreamWaitValue32_v2: not supported")
         wait_value(driver, stream, address, value)
 
