@@ -17,7 +17,7 @@ from caraserve.engine.queues import RequestQueues
 from caraserve.errors import ConfigError
 from caraserve.gpu.driver.api import DriverError, Stream
 from caraserve.gpu.driver.streams import Lane
-from caraserve.gpu.forward import graphs as captured_graphs
+from caraserve.gpu.forward import graphs
 from caraserve.gpu.forward.batch import PassShape
 from caraserve.gpu.forward.lanes import CapturedPass
 from tests.gpu.host_backend import GRANULE_BYTES, PATIENCE_S, Host, serving
@@ -169,7 +169,7 @@ def test_where_waits_cannot_be_captured_adapters_are_waited_for_without_graphs(
     check(subject, asked, answers, 5)
     assert seen.waited
     assert set(seen.replays) == {False}
-    complaints = [record.message for record in caplog.records if record.name == captured_graphs.__name__]
+    complaints = [record.message for record in caplog.records if record.name == graphs.__name__]
     assert complaints == [
         "no graphs for iterations that wait for adapters: "
         "the driver captures no waits (cuStreamWaitValue32_v2: not supported)"
