@@ -1,4 +1,4 @@
-"""Builds the backend that was asked for, with the defaults of its kind of device. For `serve.py`."""
+"""Builds the backend of --device, with defaults for its kind of device."""
 
 import logging
 import os
@@ -17,39 +17,39 @@ from caraserve.telemetry.progress import CompileProgress, progress
 from caraserve.telemetry.trace import Trace
 from caraserve.util.units import human_bytes
 
-if TYPE_CHECKING:  # they import kernels, which are compiled after all that can be refused
+if TYPE_CHECKING:  # they import kernels, which are compiled after all checks
     from caraserve.cpu.lora_workers.pool import Workers
     from caraserve.cpu.lora_workers.timing import RoundTrip
 
 log = logging.getLogger(__name__)
 
-ADAPTER_SLOTS = 1025  # entries of the device adapter table; bytes are the bound that matters
+ADAPTER_SLOTS = 1025  # entries of the device adapter table; the limit in bytes is reached first
 _DEFAULT_CONTEXT_TOKENS = 8192  # where the model allows more; --max-model-len raises it
 _CPU_SEQS, _GPU_SEQS = 64, 256
-# Past the roofline's knee, where larger chunks gain nothing.
+# Past the roofline's knee: larger chunks gain nothing.
 _CPU_STEP_TOKENS, _GPU_STEP_TOKENS = 256, 2048
 _KV_SHARE, _KV_MOST_BYTES = 0.3, 8 << 30  # of the free memory, for the KV cache by default
-_SWITCH_S = 0.0005  # that a thread may keep Python's lock from others: a device waits for those that launch
+_SWITCH_S = 0.0005  # a thread may keep Python's lock: the device waits for the threads that launch work
 
 _DTYPES = {"float32": Dtype.F32, "bfloat16": Dtype.BF16, "float16": Dtype.F16}
 
 
 class ServingBackend(Backend, Protocol):
-    """What serving asks of a backend besides running plans."""
+    """What a server needs of a backend besides running batches."""
 
-    device_name: str  # for people
-    accelerator: str  # the name of the GPU; empty: there is none
-    shares_cores: bool  # whether CPU LoRA workers take cores that iterations need
+    device_name: str  # for log lines
+    accelerator: str  # the GPU's name; empty without one
+    shares_cores: bool  # whether LoRA workers use cores that iterations need
     workers: "Workers"
 
     def start_workers(self, tokens_per_worker: Callable[[int], int]) -> None:
-        """Starts the CPU LoRA workers; to be called once. `tokens_per_worker(rank)`: most tokens of a slice."""
+        """Starts the LoRA workers, once. `tokens_per_worker(rank)`: most tokens of a slice."""
 
     def use(self, profile: Profile) -> None:
-        """What is known of this machine from now on."""
+        """Predicts by this profile from now on."""
 
     def emulate_link(self, bytes_per_s: float) -> None:
-        """Slows loading down to a stated bandwidth from now on. Raises ConfigError where that cannot be."""
+        """Slows loading down to a bandwidth from now on. Raises ConfigError if the backend cannot."""
 
     def time_hand_off(self, slot: int, tokens: int) -> "RoundTrip | None":
         """One hand-off to the workers, for a bound slot; None: not known."""
@@ -67,8 +67,8 @@ class ServingBackend(Backend, Protocol):
 def build_backend(
     spec: ModelSpec, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, trace: Trace | None = None
 ) -> ServingBackend:
-    """A warm backend on the device that was asked for, its LoRA workers not yet started. Raises ConfigError or
-    ModelLoadError."""
+    """A backend on the device of --device, with compiled kernels; its LoRA workers have not started. Raises ConfigError
+    or ModelLoadError."""
     if model.max_model_len is not None and model.max_model_len > spec.max_position:
         raise ConfigError(
             f"--max-model-len {model.max_model_len} is more than the model's {spec.max_position} positions"
@@ -87,7 +87,7 @@ def build_backend(
 def _build_cpu_backend(
     spec: ModelSpec, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, trace: Trace | None
 ) -> ServingBackend:
-    from caraserve.cpu.jit import counting  # kernels are compiled late, after all that can be refused
+    from caraserve.cpu.jit import counting  # kernels are compiled after all checks
 
     kernels = CompileProgress()
     with kernels.shown() as compiled, counting(compiled):
@@ -120,7 +120,7 @@ def _build_cpu_backend(
 def build_cuda_backend(
     spec: ModelSpec, model: ModelConfig, engine: EngineConfig, lora: LoraConfig, trace: Trace | None
 ) -> ServingBackend:
-    """On the first device that is visible."""
+    """A backend on the first visible GPU; otherwise as `build_backend`."""
     from caraserve.cpu.weights import folder_reader
     from caraserve.gpu.backend import CudaBackend
     from caraserve.gpu.driver.modules import open_device
@@ -158,7 +158,7 @@ def build_cuda_backend(
 
 
 def dtype_of(spec: ModelSpec, asked: str) -> Dtype:
-    """Raises ModelLoadError for a checkpoint in a dtype that cannot be served."""
+    """The dtype of --dtype, or of the checkpoint. Raises ModelLoadError if it cannot be served."""
     name = spec.dtype if asked == "auto" else asked
     if name not in _DTYPES:
         raise ModelLoadError(f"config.json: dtype {name!r} is not supported; give --dtype {', '.join(_DTYPES)}")
@@ -170,13 +170,13 @@ def _context(spec: ModelSpec, model: ModelConfig) -> int:
 
 
 def _compute_threads(cores: int) -> int:
-    """All cores but one, which the event loop keeps; of two cores both, where half the speed would be too dear: there
-    the loop's 99th percentile lateness is 2 to 3 ms instead of 0.6."""
+    """All cores but one, for the event loop; both of two cores: one would halve the speed, and the event loop's 99th
+    percentile lateness of 2 to 3 ms instead of 0.6 costs less."""
     return cores if cores <= 2 else cores - 1
 
 
 def _lora_cpus(lora: LoraConfig) -> tuple[int, ...]:
-    """Cores of the CPU LoRA workers: all but the first, left to the event loop; none where no mode uses them."""
+    """Cores of the LoRA workers: all but the first, for the event loop; none if the loading mode uses no workers."""
     if lora.loading_mode not in ("assisted", "auto"):
         return ()
     usable = sorted(os.sched_getaffinity(0))
@@ -188,7 +188,7 @@ def _lora_cpus(lora: LoraConfig) -> tuple[int, ...]:
 
 
 def _kv_bytes(spec: ModelSpec, context: int, asked: int | None) -> int:
-    """The KV cache's size: at least one request of full length must fit, or it could never run."""
+    """The size of the KV cache. Raises ConfigError if not even one request of full length fits."""
     least = spec.kv_bytes_per_token(4) * (context + 16)
     if asked is not None and asked < least:
         raise ConfigError(

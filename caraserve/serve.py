@@ -1,7 +1,7 @@
-"""The composition root: the only place that constructs and wires parts; start order, signals, drain.
+"""Builds and wires all parts of a server, then serves until a signal and drains.
 
-Start order: what can be refused cheaply first (paths, the port, the model's config, the tokenizer), then memory and
-kernels, then threads. The port is taken early and listened on last: a server that listens is able.
+Start order: first the cheap checks (paths, the port, the model's config, the tokenizer), then memory and kernels, then
+threads. The port is bound first and listened on last, so that a server that listens can answer.
 """
 
 import asyncio
@@ -49,13 +49,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MIDDLE_COLLECTIONS = 1000  # between full collections of garbage: one in some million new objects
-_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # how this machine reaches a server that listens on all addresses
-_ADAPTER_BYTES = 1 << 30  # for adapters, where they have device memory of their own
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # to reach a server on this machine that listens on all addresses
+_ADAPTER_BYTES = 1 << 30  # for adapters, on devices where they do not share the KV cache's memory
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A running engine with what its surroundings need to know."""
+    """A running engine, and what its wiring needs."""
 
     engine: Engine
     metrics: Metrics
@@ -67,7 +67,7 @@ class Served:
 
 
 def with_demo(model: ModelConfig, lora: LoraConfig) -> tuple[ModelConfig, LoraConfig]:
-    """Without a model, the bundled demo and its adapters."""
+    """The configuration, with the bundled demo and its adapters if it names no model."""
     if model.model is not None:
         return model, lora
     model = replace(model, model=demo.model_folder(), served_model_name=model.served_model_name or (demo.BASE_NAME,))
@@ -75,7 +75,7 @@ def with_demo(model: ModelConfig, lora: LoraConfig) -> tuple[ModelConfig, LoraCo
 
 
 def base_names(model: ModelConfig) -> tuple[str, ...]:
-    """What the base model is called in the API, the name that it is listed by first."""
+    """All names of the base model in the API; /v1/models lists the first."""
     assert model.model is not None, "with_demo comes first"
     return tuple(dict.fromkeys(model.served_model_name)) or (model.model.resolve().name,)
 
@@ -83,7 +83,7 @@ def base_names(model: ModelConfig) -> tuple[str, ...]:
 async def build_engine(
     stack: AsyncExitStack, model_config: ModelConfig, lora_config: LoraConfig, engine_config: EngineConfig
 ) -> Served:
-    """Builds everything below HTTP and starts the engine's task; `stack` ends it all in reverse order.
+    """Builds everything below HTTP and starts the engine's task; `stack` closes it in reverse order.
 
     Raises ConfigError or ModelLoadError.
     """
@@ -106,7 +106,7 @@ async def build_engine(
     loop = asyncio.get_running_loop()
 
     def on_loop(call: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(call)
 
     metrics = Metrics(
@@ -189,7 +189,7 @@ def _add_adapters(catalog: Catalog, lora: LoraConfig) -> list[str]:
 
 
 def _adapter_folders(adapters_dir: Path) -> list[Path]:
-    """The folders in --adapters-dir that hold an adapter, or cannot be looked into. Raises ConfigError."""
+    """The folders in --adapters-dir that hold an adapter or cannot be read. Raises ConfigError."""
     try:
         return sorted(path for path in adapters_dir.iterdir() if may_exist(path / CONFIG_NAME))
     except OSError as error:
@@ -197,7 +197,8 @@ def _adapter_folders(adapters_dir: Path) -> list[Path]:
 
 
 def _stop_on_defect(task: "asyncio.Task[None]") -> None:
-    """The engine's task never ends by itself: if it does, that is a defect, and a silent server would be worse."""
+    """Aborts the process if the engine's task ends with an error, which only a defect can cause: the server would hang
+    otherwise."""
     if not task.cancelled() and (error := task.exception()) is not None:
         log.critical("the engine has stopped", exc_info=error)
         os.kill(os.getpid(), signal.SIGABRT)
@@ -219,16 +220,16 @@ async def serve(
     watching_signals: Callable[[], None] = lambda: None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then drains. Raises ConfigError or ModelLoadError when it cannot start, and
-    ConfigError when its cluster turns it away. `watching_signals` is called when it answers signals itself."""
+    ConfigError when the cluster rejects it. `watching_signals` is called when it has set its signal handlers."""
     from caraserve import serve_cluster
-    from caraserve.http.app import add_peer_routes, make_app, start_http, start_peer_http
+    from caraserve.http.app import make_app, start_http
     from caraserve.http.generation import LocalRouter
     from caraserve.http.server import bind
 
     model_config, lora_config = with_demo(model_config, lora_config)
     if cluster_config.routing is not None and not cluster_config.peers:
         raise ConfigError("--routing chooses among the instances of --peers; give both")
-    admission = serve_cluster.check_cluster(cluster_config, http_config) if cluster_config.peers else None
+    credentials = serve_cluster.check_cluster(cluster_config, http_config) if cluster_config.peers else None
     tls = client_tls(http_config, cluster_config)
     async with AsyncExitStack() as stack:
         sockets = bind(http_config.host, http_config.port)
@@ -237,56 +238,42 @@ async def serve(
         served = await build_engine(stack, model_config, lora_config, engine_config)
         for complaint in served.complaints:
             log.warning("%s", complaint)
-        node = cluster_router = adapters = None
-        if admission is not None:
+        engine, metrics = served.engine, served.metrics
+        cluster = None
+        if credentials is not None:
             digest = model_identity(model_config, engine_config, served.spec)
-            node = serve_cluster.make_node(cluster_config, lora_config, admission, digest, served.engine.base_name)
-            stack.push_async_callback(node.close)
-            cluster_router = serve_cluster.make_router(node, served.engine, cluster_config, admission)
-            stack.push_async_callback(cluster_router.close)
-            adapters = serve_cluster.make_fleet_adapters(
-                *(node, served.engine, served.reader, served.spec, lora_config, cluster_config, admission.dialling)
+            cluster = serve_cluster.make_cluster(
+                stack, cluster_config, credentials, lora_config, engine, served.reader, served.spec, digest
             )
-            stack.push_async_callback(adapters.close)
-        router = cluster_router or LocalRouter()
+        router = cluster.router if cluster else LocalRouter()
         app = make_app(
-            *(served.engine, http_config, served.metrics),
+            engine,
+            http_config,
+            metrics,
             allow_lora_updates=lora_config.allow_runtime_lora_updating,
-            cluster=node,
             router=router,
-            background=node.background if node is not None else None,
+            cluster=cluster.node if cluster else None,
+            background=cluster.node.background if cluster else None,
         )
-        if node is not None and cluster_router and adapters is not None and cluster_config.peer_port is None:
-            add_peer_routes(app, node, cluster_router, adapters.routes())
+        if cluster is not None:
+            cluster.add_routes(app)
         runner, port = await start_http(app, http_config, sockets, tls)
         stack.push_async_callback(runner.cleanup)
         stop = _watch_signals()
         watching_signals()
-        if node is not None and admission is not None and cluster_router is not None and adapters is not None:
-            where = http_config.host, port
-            if cluster_config.peer_port is not None:
-                host = cluster_config.peer_host or http_config.host
-                runner, peer_port = await start_peer_http(
-                    *(node, cluster_router, app, host, cluster_config.peer_port, admission.listening, adapters.routes())
-                )
-                stack.push_async_callback(runner.cleanup)
-                where = host, peer_port
-            links = serve_cluster.links_of(served.profile, lora_config)
-            await serve_cluster.join(
-                *(stack, node, cluster_router, adapters, served.engine, served.metrics, served.profile),
-                *(cluster_config, links, where, lora_config.padded_rank),
-            )
+        if cluster is not None:
+            await cluster.start(stack, app, http_config, port, engine, metrics, served.profile, lora_config)
         settle_garbage_collector()
         _announce(served, http_config, port)
-        await _ended(stop, node)
+        await _stopped(stop, cluster.node if cluster else None)
         log.info("draining: no new requests; up to %.0f s for those running", http_config.drain_timeout_s)
-        await _drained(served.engine, router, http_config.drain_timeout_s)
-        if node is not None and node.ended.done():
-            node.ended.result()
+        await _drain(engine, router, http_config.drain_timeout_s)
+        if cluster is not None and cluster.node.ended.done():
+            cluster.node.ended.result()
 
 
 def settle_garbage_collector() -> None:
-    """Leaves all objects that are there now out of collections, and makes full ones rare: each of them would keep the
+    """Excludes all present objects from garbage collections, and makes full collections rare: each would block the
     event loop for 100 ms."""
     gc.collect()
     gc.freeze()
@@ -294,17 +281,17 @@ def settle_garbage_collector() -> None:
     gc.set_threshold(young, middle, _MIDDLE_COLLECTIONS)
 
 
-async def _drained(engine: Engine, router: "RequestRouter", timeout_s: float) -> None:
-    """Returns when all requests have ended, by themselves or because their time is over. Other instances answer new
-    ones for as long as this one has some of its own."""
+async def _drain(engine: Engine, router: "RequestRouter", timeout_s: float) -> None:
+    """Returns when all requests have ended; cancels those that take longer than `timeout_s`. Until the engine has
+    drained, the router still forwards new requests."""
     clock = asyncio.get_running_loop().time
     ends_s = clock() + timeout_s
     await engine.drain(timeout_s)
     await router.drain(ends_s - clock())
 
 
-async def _ended(stop: asyncio.Event, node: "Node | None") -> None:
-    """Returns when a signal came, or when the cluster has no place for us."""
+async def _stopped(stop: asyncio.Event, node: "Node | None") -> None:
+    """Returns at a signal, or when the cluster has rejected this instance."""
     waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(stop.wait())]
     if node is not None:
         waits.append(node.ended)
@@ -313,15 +300,15 @@ async def _ended(stop: asyncio.Event, node: "Node | None") -> None:
 
 
 def model_identity(model: ModelConfig, engine: EngineConfig, spec: ModelSpec) -> str:
-    """What must be the same on all instances for their answers to be the same."""
+    """A digest that is the same on instances that give the same answers."""
     assert model.model is not None
     weights = f"dummy {engine.seed}" if model.load_format == "dummy" else "checkpoint"
     return model_digest(model.model, spec.dtype if model.dtype == "auto" else model.dtype, weights)
 
 
 def _watch_signals() -> asyncio.Event:
-    """Set by the first SIGTERM, SIGINT or SIGHUP; a second one ends the process at once. With --peers, SIGHUP has
-    another meaning from when the instance joins; where it is ignored, as under nohup, it stays so."""
+    """An event that the first SIGTERM, SIGINT or SIGHUP sets; a second one ends the process at once. With --peers,
+    SIGHUP re-reads the secrets once the instance has joined. An ignored SIGHUP, as under nohup, stays ignored."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -339,7 +326,7 @@ def _watch_signals() -> asyncio.Event:
 
 
 def _announce(served: Served, http: HttpConfig, port: int) -> None:
-    """The ready lines: where, what, and a command to copy; in a log for programs, one line of it."""
+    """Prints address, model, adapters and a command to copy; with --log-format json, logs one line."""
     engine = served.engine
     host = _LOOPBACK.get(http.host, http.host)
     url = f"{'https' if http.ssl_certfile else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"

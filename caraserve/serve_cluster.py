@@ -1,9 +1,9 @@
-"""What makes a server one of several: its part in the cluster, checked, built and wired. For `serve.py`.
+"""Checks, builds and wires what an instance with peers has beside its engine. In the order of a start:
 
 check_cluster   before anything is loaded: secrets, TLS, addresses
-make_node       with the engine; its routes go into the application
-make_router     the same, for requests that other instances may answer
-join            when the port listens
+make_cluster    when the engine is built
+add_routes      before the server listens
+start           when the server listens: listens for peers, joins the cluster
 """
 
 import asyncio
@@ -16,6 +16,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from math import inf
 from random import Random
+
+from aiohttp import web
 
 from caraserve.cluster.membership.auth import LOOPBACK_SECRET, Keyring, SecretFile
 from caraserve.cluster.membership.dns import (
@@ -46,6 +48,7 @@ from caraserve.core.batch import ScheduledRow
 from caraserve.core.machine_profile import Profile
 from caraserve.engine.active_request import ActiveRequest
 from caraserve.errors import ConfigError
+from caraserve.http.app import add_peer_routes, start_peer_http
 from caraserve.http.dispatch import ClusterRouter
 from caraserve.http.proxy import PeerProxy
 from caraserve.http.queue_rebalance import QueueRebalancer
@@ -57,51 +60,50 @@ from caraserve.util.endpoints import split_address
 
 log = logging.getLogger(__name__)
 
-# A common disk, and a network of 10 Gbit/s: nobody has measured them here, and a holder is always to be preferred.
+# A common disk and a network of 10 Gbit/s, not measured. An instance that holds the adapter is preferred in any case.
 _DISK_BYTES_PER_MS, _FETCH_MS, _FETCH_BYTES_PER_MS = 2e6, 5.0, 1e6
 
-_LOOK_UP_S = 30.0  # for the address that others reach us by: nothing is served before it is known
-_PATIENCE_S = 5.0  # until an instance that hears of no other one takes itself for the first
-
+_LOOK_UP_S = 30.0  # to find this instance's own address, without which it serves nothing
+_ALONE_AFTER_S = 5.0  # without a peer's registry, before an instance counts as the cluster's first
 _TEMPORARY_BYTES = 1 << 30
-_PLANNED = ("auto", "loraserve", "s-lora-random", "s-lora-contiguous")  # routings that go by a placement
+_WITH_PLACEMENT = ("auto", "loraserve", "s-lora-random", "s-lora-contiguous")  # routings that follow a placement
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
-    """What an instance shows to others, and asks of them."""
+class ClusterCredentials:
+    """The secret and the TLS contexts by which instances authenticate; None where they use plain HTTP."""
 
     keys: SecretFile | Keyring
     listening: ssl.SSLContext | None
     dialling: ssl.SSLContext | None
 
 
-def check_cluster(cluster: ClusterConfig, http: HttpConfig) -> Admission:
-    """Raises ConfigError for what cannot work or would be open to anybody."""
+def check_cluster(cluster: ClusterConfig, http: HttpConfig) -> ClusterCredentials:
+    """Checks the options and reads secret and certificates. Raises ConfigError, also if everybody could join."""
     check_count(cluster.peers)
     if cluster.peer_host is not None and cluster.peer_port is None:
         raise ConfigError("--peer-host is the address of --peer-port; give both")
     listening, dialling = _tls(cluster)
     if cluster.cluster_secret_file is not None:
-        return Admission(SecretFile(cluster.cluster_secret_file), listening, dialling)
+        return ClusterCredentials(SecretFile(cluster.cluster_secret_file), listening, dialling)
     advertised = [cluster.advertise] if cluster.advertise else []
     hosts = [cluster.peer_host or http.host, *(split_address(address)[0] for address in (*advertised, *cluster.peers))]
     for host in hosts:
         if not is_loopback(host):
             raise ConfigError(
-                f"--cluster-secret-file is needed: without a secret, anybody who reaches {host} could join"
+                f"--cluster-secret-file is needed: without a secret, every machine that reaches {host} could join"
             )
     if http.keys:
         raise ConfigError(
             "--cluster-secret-file is needed with --api-key or --admin-key: without a secret, every process of this "
             "machine could send requests as another instance does, and needs no key"
         )
-    return Admission(Keyring((LOOPBACK_SECRET,)), listening, dialling)
+    return ClusterCredentials(Keyring((LOOPBACK_SECRET,)), listening, dialling)
 
 
 def _tls(cluster: ClusterConfig) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:
-    """Contexts for listening and for dialling: whoever shows a certificate of the CA is let in, whatever its name. That
-    CA is the cluster's own, and addresses of instances come and go."""
+    """Contexts for listening and for connecting. They accept any certificate of the CA, whatever its name: the CA is
+    the cluster's own, and addresses of instances change."""
     files = cluster.cluster_tls_cert, cluster.cluster_tls_key, cluster.cluster_tls_ca
     if files == (None, None, None):
         return None, None
@@ -125,39 +127,41 @@ def _tls(cluster: ClusterConfig) -> tuple[ssl.SSLContext | None, ssl.SSLContext 
     return contexts[0], contexts[1]
 
 
-def make_node(cluster: ClusterConfig, lora: LoraConfig, admission: Admission, model: str, base_name: str) -> Node:
+def make_node(
+    cluster: ClusterConfig, lora: LoraConfig, credentials: ClusterCredentials, model: str, base_name: str
+) -> Node:
     """`model`: the base model's digest. Raises ConfigError."""
     if lora.registry is None:
         log.warning("without --registry this instance forgets the cluster's adapters when it ends")
     names = persistence.ClusterRegistryFile(persistence.cluster_registry_path(lora.registry) if lora.registry else None)
     who = cluster.cluster_name, cluster.name, model, cluster.peers
-    config = NodeConfig(*who, admission.keys, admission.dialling, base_name)
+    config = NodeConfig(*who, credentials.keys, credentials.dialling, base_name)
     return Node(config, names, rng=Random())
 
 
-def make_router(node: Node, engine: Engine, cluster: ClusterConfig, admission: Admission) -> ClusterRouter:
+def make_router(node: Node, engine: Engine, cluster: ClusterConfig, credentials: ClusterCredentials) -> ClusterRouter:
     """The router between this instance and the others. Close it when HTTP has ended."""
     slo = LatencyTargets(cluster.slo_ttft_ms or inf, cluster.slo_tpot_ms or inf)
     routing = cluster.routing or "auto"
     chosen = None if routing == LOCAL else policy(routing)
     forwarding = Forwarding(node, chosen, slo, engine.catalog.find, lambda: refuses_new_requests(engine), rng=Random())
-    proxy = PeerProxy(lambda: node.name, lambda: node.keys, admission.dialling)
+    proxy = PeerProxy(lambda: node.name, lambda: node.keys, credentials.dialling)
     verifier = ForwardVerifier(lambda: node.name, lambda: node.keys)
     return ClusterRouter(forwarding, proxy, verifier, QueueRebalancer(engine, forwarding))
 
 
 @dataclass(frozen=True, slots=True)
-class FleetAdapters:
-    """Made with the node, joined with it, closed after it."""
+class ClusterAdapters:
+    """The adapters of the cluster: their pool, placement and downloads."""
 
     node: Node
     pool: AdapterPool
     transfers: PeerClient
     planner: PlacementPlanner | None
-    can_fetch: bool  # False: the adapters of the start are all that this instance will ever serve
+    can_fetch: bool  # False: this instance only serves the adapters of its start
 
     def routes(self) -> Routes:
-        """For the port on which other instances ask."""
+        """Routes for other instances."""
         return [*self.pool.store.uploads.routes(), *(self.planner.routes() if self.planner else ())]
 
     def answer_query(self, forwarding: Forwarding, peer: str, body: QueryBody) -> QueryBody:
@@ -165,14 +169,14 @@ class FleetAdapters:
         return self.pool.store.answer(peer, body) if body[:1] == (KEEP_QUESTION,) else forwarding.quote(peer, body)
 
     def prepare(self, forwarding: Forwarding) -> None:
-        """Before the node starts."""
+        """Connects router and planner, before the node starts."""
         if self.can_fetch:
             forwarding.fetcher = self.pool
         if self.planner is not None:
             self.planner.on_plan = forwarding.adopt
 
     def join(self, stack: AsyncExitStack, publisher: Publisher, engine: Engine, metrics: Metrics) -> None:
-        """When the node has started; from then on adapters may be loaded and fetched. `stack` undoes it."""
+        """Starts the pool, the planner and the reconciler, when the node has started. `stack` ends them."""
         self.pool.begin(publisher)
         engine.catalog.on_change = self.pool.changed
         metrics.show(self.pool.families)
@@ -195,30 +199,30 @@ class FleetAdapters:
         metrics.show(planner.families)
         background.run(stack, planner.run, "cluster planner")
         if self.can_fetch:
-            mending = Reconciler(self.node, self.pool)
-            metrics.show(mending.families)
-            background.run(stack, lambda: mending.run(lambda: planner.plan), "cluster mending")
+            reconciler = Reconciler(self.node, self.pool)
+            metrics.show(reconciler.families)
+            background.run(stack, lambda: reconciler.run(lambda: planner.plan), "cluster reconciler")
 
     async def close(self) -> None:
-        """Ends transfers."""
+        """Cancels downloads and uploads."""
         await self.pool.close()
         await self.transfers.close()
 
 
 def disk_bytes(most_bytes: int, *, is_temporary: bool) -> int:
-    """What other instances' adapters may take on our disk. Where temporary files are is often memory, or small."""
+    """The disk space for other instances' adapters; at most 1 GiB for temporary files, which are often in memory."""
     return min(most_bytes, _TEMPORARY_BYTES) if is_temporary else most_bytes
 
 
-def planned(routing: str) -> str | None:
-    """The routing by whose placement a fleet keeps its adapters; None: by none. Where somebody else routes there is one
-    all the same, or nothing would copy again what an instance had that is gone."""
+def placement_routing(routing: str) -> str | None:
+    """The routing whose placement the cluster follows, None without placement. With `local`, where requests come
+    routed, the placement of `auto` keeps copies of the adapters of instances that fail."""
     if routing == LOCAL:
         return "auto"
-    return routing if routing in _PLANNED else None
+    return routing if routing in _WITH_PLACEMENT else None
 
 
-def make_fleet_adapters(
+def make_cluster_adapters(
     node: Node,
     engine: Engine,
     reader: AdapterReader,
@@ -226,24 +230,100 @@ def make_fleet_adapters(
     lora: LoraConfig,
     cluster: ClusterConfig,
     tls: ssl.SSLContext | None,
-) -> FleetAdapters:
-    """`tls`: for dialling. Raises ConfigError."""
+) -> ClusterAdapters:
+    """`tls`: for connecting. Raises ConfigError."""
     stored = disk_cache.DiskCache(disk_cache.beside(lora.registry) if lora.registry else None, model)
     transfers = PeerClient(lambda: node.keys, tls)
     most_bytes = disk_bytes(cluster.adapter_disk_bytes, is_temporary=lora.registry is None)
     pool = AdapterPool(node, engine.catalog, reader, stored, transfers, model, most_bytes)
     planner = None
-    if (routing := planned(cluster.routing or "auto")) is not None:
+    if (routing := placement_routing(cluster.routing or "auto")) is not None:
         slo_ms = cluster.slo_tpot_ms or inf
         planner = PlacementPlanner(node, transfers, routing, lora.max_host_adapters_bytes, slo_ms)
-    return FleetAdapters(node, pool, transfers, planner, lora.loading_mode not in PRELOADED_MODES)
+    return ClusterAdapters(node, pool, transfers, planner, lora.loading_mode not in PRELOADED_MODES)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterParts:
+    """What an instance with peers has beside its engine."""
+
+    config: ClusterConfig
+    credentials: ClusterCredentials
+    node: Node
+    router: ClusterRouter
+    adapters: ClusterAdapters
+
+    def add_routes(self, app: web.Application) -> None:
+        """Adds the routes for peers to the clients' application, unless peers have a port of their own."""
+        if self.config.peer_port is None:
+            add_peer_routes(app, self.node, self.router, self.adapters.routes())
+
+    async def start(
+        self,
+        stack: AsyncExitStack,
+        app: web.Application,
+        http: HttpConfig,
+        port: int,
+        engine: Engine,
+        metrics: Metrics,
+        profile: Profile | None,
+        lora: LoraConfig,
+    ) -> None:
+        """Listens for peers and joins the cluster; `port`: at which clients connect. `stack` undoes it. Raises
+        ConfigError."""
+        host = http.host
+        if self.config.peer_port is not None:
+            host = self.config.peer_host or host
+            runner, port = await start_peer_http(
+                self.node,
+                self.router,
+                app,
+                host,
+                self.config.peer_port,
+                self.credentials.listening,
+                self.adapters.routes(),
+            )
+            stack.push_async_callback(runner.cleanup)
+        await join(
+            stack,
+            self.node,
+            self.router,
+            self.adapters,
+            engine,
+            metrics,
+            profile,
+            self.config,
+            link_speeds(profile, lora),
+            (host, port),
+            lora.padded_rank,
+        )
+
+
+def make_cluster(
+    stack: AsyncExitStack,
+    config: ClusterConfig,
+    credentials: ClusterCredentials,
+    lora: LoraConfig,
+    engine: Engine,
+    reader: AdapterReader,
+    model: ModelSpec,
+    model_digest: str,
+) -> ClusterParts:
+    """Builds all parts; `stack` closes them. Raises ConfigError."""
+    node = make_node(config, lora, credentials, model_digest, engine.base_name)
+    stack.push_async_callback(node.close)
+    router = make_router(node, engine, config, credentials)
+    stack.push_async_callback(router.close)
+    adapters = make_cluster_adapters(node, engine, reader, model, lora, config, credentials.dialling)
+    stack.push_async_callback(adapters.close)
+    return ClusterParts(config, credentials, node, router, adapters)
 
 
 async def join(
     stack: AsyncExitStack,
     node: Node,
     router: ClusterRouter,
-    adapters: FleetAdapters,
+    adapters: ClusterAdapters,
     engine: Engine,
     metrics: Metrics,
     profile: Profile | None,
@@ -252,15 +332,12 @@ async def join(
     where: tuple[str, int],
     padded_rank: int | None = None,
 ) -> Publisher:
-    """Connects the engine with the cluster. `where`: host and port on which others can connect now. `padded_rank`: that
-    of `LoraConfig`. `stack` undoes it.
-
-    Raises ConfigError.
-    """
+    """Joins the cluster. `where`: host and port at which other instances can connect. `padded_rank` as in
+    `LoraConfig`. `stack` leaves it. Raises ConfigError."""
     if profile is None:
         log.warning(
-            "without a profile of this machine the fleet takes it for as slow as its slowest instance that has one; "
-            "give --profile"
+            "without a profile of this machine the cluster takes it for as slow as its slowest instance with a "
+            "profile; give --profile"
         )
     drift = DriftWatch(profile, padded_rank=padded_rank) if profile else None
     publisher = Publisher(node, engine, metrics.answers, drift, links, adapters.pool.adopt)
@@ -281,23 +358,23 @@ async def join(
     metrics.show(node.background.families)
     adapters.join(stack, publisher, engine, metrics)
     await publisher.announce()
-    forwarding.joined, forwarding.introduced = True, introduction(node)
+    forwarding.joined, forwarding.introduced = True, registry_known(node)
     metrics.show(forwarding.routing_metrics.families)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, node.reread_secrets)
     node.background.run(stack, publisher.run, "cluster publisher")
     if cluster.routing == "dlora":
-        node.background.run(stack, router.rebalancer.run, "cluster queue moves")
+        node.background.run(stack, router.rebalancer.run, "cluster queue rebalancer")
     return publisher
 
 
-def introduction(node: Node, now: Callable[[], float] = time.monotonic) -> Callable[[], bool]:
-    """Whether clients may come: this instance knows the cluster's names, or there is nobody to tell it any."""
-    ends_s = now() + _PATIENCE_S
+def registry_known(node: Node, now: Callable[[], float] = time.monotonic) -> Callable[[], bool]:
+    """A function that returns whether this instance has the cluster's registry, or must be its first instance."""
+    ends_s = now() + _ALONE_AFTER_S
     return lambda: node.protocol.state.agreed or now() >= ends_s
 
 
-def links_of(profile: Profile | None, lora: LoraConfig) -> LinkSpeeds:
-    """How fast adapters come onto this instance's device, as far as the profile knows."""
+def link_speeds(profile: Profile | None, lora: LoraConfig) -> LinkSpeeds:
+    """How fast this instance loads adapters, by the profile where there is one."""
     blocks = lora.loading_mode == "ondemand"
     disk_and_fetch = _DISK_BYTES_PER_MS, _FETCH_MS, _FETCH_BYTES_PER_MS
     if profile is None:
@@ -315,6 +392,6 @@ async def _advertised(cluster: ClusterConfig, host: str, port: int) -> str:
         if (found := await outward_address(peer, resolver, _LOOK_UP_S)) is not None:
             return join_address(found, port)
     raise ConfigError(
-        f"--host {host} is no address that others could connect to, and no way to --peers "
-        f"{','.join(cluster.peers)} was found that would tell; give --advertise HOST:PORT"
+        f"--host {host} is no address to which other instances could connect, and none of --peers "
+        f"{','.join(cluster.peers)} was reached to find one; give --advertise HOST:PORT"
     )

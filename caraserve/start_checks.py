@@ -1,4 +1,4 @@
-"""What can be refused before weights are read: paths, names, certificates. For `serve.py`."""
+"""Checks of paths, names and certificates before weights are read."""
 
 import ssl
 
@@ -22,7 +22,7 @@ def check_paths(model: ModelConfig, lora: LoraConfig) -> None:
 
 
 def check_names(model: ModelConfig, lora: LoraConfig, base_names: tuple[str, ...]) -> None:
-    """Raises ConfigError for an adapter that is named as the base model, or is for another one."""
+    """Raises ConfigError for an adapter with the base model's name, or for another base model."""
     assert model.model is not None
     names = [module.name for module in lora.lora_modules]
     if twice := {name for name in names if names.count(name) > 1}:
@@ -39,7 +39,7 @@ def check_names(model: ModelConfig, lora: LoraConfig, base_names: tuple[str, ...
 
 
 def client_tls(http: HttpConfig, cluster: ClusterConfig) -> ssl.SSLContext | None:
-    """The context for clients' connections; None where they are plain. Raises ConfigError."""
+    """The TLS context for clients' connections; None for plain HTTP. Raises ConfigError."""
     if http.ssl_certfile is None:
         if http.ssl_keyfile is not None or http.ssl_ca_certs is not None:
             raise ConfigError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
@@ -48,7 +48,7 @@ def client_tls(http: HttpConfig, cluster: ClusterConfig) -> ssl.SSLContext | Non
         raise ConfigError("--ssl-certfile with --peers needs --peer-port: instances do not connect as clients do")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        # A key with a passphrase is refused: asking for one would hold up a start without a terminal.
+        # A key with a passphrase is refused: a prompt for one would block a start without a terminal.
         context.load_cert_chain(http.ssl_certfile, http.ssl_keyfile, password="")
         if http.ssl_ca_certs is not None:
             context.load_verify_locations(http.ssl_ca_certs)

@@ -39,7 +39,7 @@ HOMES = {
     "triton": {"gpu"},
     "numba": {"cpu"},
     "llvmlite": {"cpu"},
-    "aiohttp": {"http", "cluster", "bench"},
+    "aiohttp": {"http", "cluster", "bench", "serve_cluster"},
     "orjson": {"http", "cluster", "bench"},
     "safetensors": {"model", "lora"},
     "tokenizers": {"tokenizer"},

@@ -21,7 +21,7 @@ from caraserve.core.machine_profile import Profile, load
 from caraserve.engine.stats import EngineLoad
 from caraserve.http.dispatch import ClusterRouter
 from caraserve.lora.registry import AdapterInfo
-from caraserve.serve_cluster import Admission, join, make_router
+from caraserve.serve_cluster import ClusterCredentials, join, make_router
 from tests.cluster.nodes import instances
 
 PROFILE = Path(__file__).parent / "profile.json"
@@ -47,7 +47,7 @@ def test_whoever_stops_or_cannot_go_on_takes_nothing_from_others(
     async def body() -> str | None:
         async with asyncio.timeout(20), instances(tmp_path) as running:
             node = (await running.start("a")).node
-            router = make_router(node, engine, config, Admission(KEYS, None, None))
+            router = make_router(node, engine, config, ClusterCredentials(KEYS, None, None))
             try:
                 refusal = router.forwarding.refusal(router.forwarding.arrival(None, 10, 10), force=True)
                 return refusal.reason if refusal else None
@@ -69,7 +69,7 @@ async def prepared(
     async with AsyncExitStack() as stack:
         node = Node(NodeConfig("tests", "a", "m", ("127.0.0.1:1",), KEYS), ClusterRegistryFile(None), rng=Random(1))
         stack.push_async_callback(node.close)
-        router = make_router(node, engine, cluster_config(), Admission(KEYS, None, None))
+        router = make_router(node, engine, cluster_config(), ClusterCredentials(KEYS, None, None))
         stack.push_async_callback(router.close)
 
         async def join_it(accounting_begins: Callable[..., None], profile: Profile | None, rank: int | None) -> None:

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 from caraserve.cluster.state.replicated_map import RegisteredAdapter
-from caraserve.serve_cluster import introduction
+from caraserve.serve_cluster import registry_known
 from tests.cluster.nodes import instances, until
 
 
@@ -15,7 +15,7 @@ def test_one_that_joins_is_introduced_when_it_knows_all_names(tmp_path: Path) ->
             for number in range(500):
                 a.register(RegisteredAdapter(f"poet-{number}", "d" * 64, 8, 1))
             b = (await running.start("b")).node
-            ready = introduction(b, lambda: 0.0)
+            ready = registry_known(b, lambda: 0.0)
             assert not ready()
             await until(ready)
             assert len(list(b.adapters())) == 500
@@ -27,7 +27,7 @@ def test_one_that_is_alone_does_not_wait_for_ever(tmp_path: Path) -> None:
     async def body() -> None:
         async with asyncio.timeout(20), instances(tmp_path) as running:
             times = iter((0.0, 4.9, 5.0))
-            ready = introduction((await running.start("a")).node, lambda: next(times))
+            ready = registry_known((await running.start("a")).node, lambda: next(times))
             assert not ready()
             assert ready()
 

@@ -19,12 +19,12 @@ from caraserve.cluster.membership.dns import (
 )
 from caraserve.config import ClusterConfig, HttpConfig
 from caraserve.errors import ConfigError
-from caraserve.serve_cluster import Admission, check_cluster
+from caraserve.serve_cluster import ClusterCredentials, check_cluster
 from caraserve.util.endpoints import split_address
 from tests.cluster.nodes import instances, until
 
 
-def admitted(*arguments: str) -> Admission:
+def admitted(*arguments: str) -> ClusterCredentials:
     parser = argparse.ArgumentParser()
     HttpConfig.add_arguments(parser)
     ClusterConfig.add_arguments(parser)
@@ -120,7 +120,7 @@ def certificate(folder: Path, name: str, ca: Path | None = None) -> None:
     subprocess.run([*command, *sign], check=True, capture_output=True)
 
 
-def tls(folder: Path, name: str, ca: str) -> Admission:
+def tls(folder: Path, name: str, ca: str) -> ClusterCredentials:
     files = [f"--cluster-tls-cert={folder / name}.pem", f"--cluster-tls-key={folder / name}.key"]
     return admitted("--peers", "127.0.0.1:1", "--peer-port", "0", *files, f"--cluster-tls-ca={folder / ca}.pem")
 

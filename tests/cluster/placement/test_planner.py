@@ -23,7 +23,7 @@ from caraserve.cluster.routing.cost import LinkSpeeds
 from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.cluster.state.replicated_map import RegisteredAdapter, ReplicatedState
 from caraserve.cluster.transfer.peer_client import PeerClient, TransferFailure
-from caraserve.serve_cluster import planned
+from caraserve.serve_cluster import placement_routing
 from tests.cluster.nodes import KEYS, Instances, instances, until
 
 MODEL = PerfModel(0.01, 0.1, 5.0, True, 1.0, 0.05, 0.001)
@@ -208,7 +208,7 @@ async def test_strangers_learn_neither_demand_nor_plans(tmp_path: Path) -> None:
     ("routing", "by"), [("local", "auto"), ("auto", "auto"), ("s-lora-random", "s-lora-random"), ("most-idle", None)]
 )
 def test_a_fleet_that_others_route_for_has_a_placement_too(routing: str, by: str | None) -> None:
-    assert planned(routing) == by
+    assert placement_routing(routing) == by
 
 
 # --- plans as bytes ---
