@@ -187,15 +187,14 @@ class ClusterAdapters:
             return
         demand = planner.demand
 
-        def watch(rows: Sequence[tuple[ActiveRequest, ScheduledRow]], ms: float) -> None:
-            publisher.watch(rows, ms)
+        def count_prompts(rows: Sequence[tuple[ActiveRequest, ScheduledRow]], _ms: float) -> None:
             wall_s = time.time()
-            for opened, row in rows:
-                asked = opened.request.asked
-                if asked.adapter is not None and row.start + row.count >= opened.request.prompt_tokens:
+            for active, row in rows:
+                asked = active.request.asked
+                if asked.adapter is not None and row.start + row.count >= active.request.prompt_tokens:
                     demand.count(asked.adapter, wall_s)
 
-        engine.watch = watch
+        engine.add_observer(count_prompts)
         metrics.show(planner.families)
         background.run(stack, planner.run, "cluster planner")
         if self.can_fetch:
@@ -352,7 +351,7 @@ async def join(
     )
     stack.push_async_callback(node.stop)
     await node.start(await _advertised(cluster, *where), listener)
-    engine.watch = publisher.watch
+    engine.add_observer(publisher.watch)
     metrics.show(publisher.families)
     metrics.show(node.families)
     metrics.show(node.background.families)

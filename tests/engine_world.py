@@ -12,8 +12,8 @@ from caraserve.core.backend import Limits, SharedMemory
 from caraserve.core.lora_layout import aligned_bytes
 from caraserve.core.request import Finish, GenerateRequest, SamplingParams, TokenDelta
 from caraserve.cpu.arena import Arena
+from caraserve.engine.active_request import TokenStream
 from caraserve.engine.merge_policy import MergePolicy
-from caraserve.engine.stream import Stream
 from caraserve.kv.memory_budget import MemoryBudget
 from caraserve.loop import Engine
 from caraserve.lora.catalog import Catalog, CatalogRules
@@ -75,7 +75,7 @@ class Asked:
     prompt: tuple[int, ...]
     digest: str | None
     params: SamplingParams
-    stream: Stream
+    stream: TokenStream
     deltas: list[TokenDelta] = field(default_factory=list)
 
     async def collect(self) -> "Asked":

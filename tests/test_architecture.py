@@ -159,6 +159,31 @@ def only_annotates(path: Path, what: str) -> bool:
     return plain and taken == [what] and all(id(node) in hinted for node in uses)
 
 
+def test_only_active_request_writes_the_fields_of_a_request() -> None:
+    """Fields of `x.request` everywhere, and of `request` where that is a `core.request.Request`."""
+    allowed = {PACKAGE / "engine" / "active_request.py", PACKAGE / "core" / "request.py"}
+    for path in set(MODULES) - allowed:
+        is_imported = ("caraserve.core.request" in {name for name, _ in imports(path)}) and any(
+            isinstance(node, ast.ImportFrom) and "Request" in {alias.name for alias in node.names}
+            for node in ast.walk(tree(path))
+        )
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+                owner = node.value
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and is_mutator(node.func):
+                owner = node.func.value.value if isinstance(node.func.value, ast.Attribute) else node.func.value
+            else:
+                continue
+            is_request = (isinstance(owner, ast.Attribute) and owner.attr == "request") or (
+                is_imported and isinstance(owner, ast.Name) and owner.id == "request"
+            )
+            assert not is_request, f"{relative(path)}:{node.lineno} writes a request"
+
+
+def is_mutator(function: ast.Attribute) -> bool:
+    return function.attr in ("move_to", "append", "extend", "insert", "pop", "remove", "clear", "update")
+
+
 @pytest.mark.parametrize(
     "module", ["caraserve", "caraserve.loop", "caraserve.http.app", "caraserve.cluster.placement.planner_process"]
 )

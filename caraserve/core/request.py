@@ -1,7 +1,7 @@
 """What enters, lives in and leaves the engine: requests in, one mutable `Request`, token deltas out.
 
-`http/openai.py` makes a `GenerateRequest`; `loop.py` turns it into a `Request` and is its only writer;
-`TokenDelta`s leave through a `Stream`. standard library only.
+The HTTP layer makes a `GenerateRequest`; the engine turns it into a `Request`, which `engine/active_request.py` alone
+writes; `TokenDelta`s leave through a `TokenStream`. Standard library only.
 """
 
 from dataclasses import dataclass, field
@@ -153,7 +153,7 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """The engine's own record of one request; identity is the object. Only `loop.py` writes it.
+    """The engine's record of one request; identity is the object. Only `ActiveRequest` writes it.
 
     Tokens are `prompt ‖ output`; positions [0, computed) have KV (launched, perhaps not yet retired).
     """
@@ -173,7 +173,7 @@ class Request:
     stalled_ms: float = 0.0
     interrupted_ms: float = 0.0
 
-    def to(self, phase: Phase, now_s: float) -> None:
+    def move_to(self, phase: Phase, now_s: float) -> None:
         """Moves to `phase`, charging the time since the last move to the phase left."""
         if phase not in TRANSITIONS[self.phase]:
             raise AssertionError(f"{self.asked.request_id}: {self.phase.name} cannot become {phase.name}")

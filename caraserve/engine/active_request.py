@@ -1,53 +1,205 @@
-"""An open request with what belongs to it in this process. `queues.py` and `loop.py` are its only writers."""
+"""An unfinished request: its state, its stream of tokens, its text, its adapter and its prefix key.
 
+`ActiveRequest` is the only writer of `core.request.Request`: each change of a request is one of its methods.
+
+    waiting ─ wait_for_adapter ─ start ─ schedule, record_token … ─ finish
+                                   └──── preempt: the request starts again and computes its tokens again
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from caraserve.core.backend import Limits
 from caraserve.core.batch import BASE_ADAPTER_SLOT, RowResult, ScheduledRow
-from caraserve.core.request import Request, TokenDelta, TokenLogprob
-from caraserve.engine.stream import Stream
+from caraserve.core.request import Finish, FinishReason, Phase, Request, TokenDelta, TokenLogprob
+from caraserve.errors import CaraServeError
 from caraserve.lora.adapter import Adapter, AdapterTier
 from caraserve.lora.start_policy import ModeChoice
 from caraserve.tokenizer.detokenizer import Detokenizer
 
 
+class TokenStream:
+    """Async iterator of a request's `TokenDelta`s; the last one has `finish` set, also when the request fails.
+
+    Deltas since the reader's last look are merged into one, so a slow client costs the memory of its own output only.
+    """
+
+    def __init__(self, on_cancel: Callable[[], None]) -> None:
+        self._on_cancel = on_cancel
+        self._pending: list[TokenDelta] = []
+        self._ready = asyncio.Event()
+        self._ended = False
+
+    def put(self, delta: TokenDelta) -> None:
+        """Adds a delta; for the engine."""
+        self._pending.append(delta)
+        self._ready.set()
+
+    def cancel(self) -> None:
+        """Ends the request; what it holds is free within an iteration. Without effect when it has ended."""
+        self._on_cancel()
+
+    def __aiter__(self) -> "TokenStream":
+        return self
+
+    async def __anext__(self) -> TokenDelta:
+        if self._ended:
+            raise StopAsyncIteration
+        await self._ready.wait()
+        self._ready.clear()
+        pending, self._pending = self._pending, []
+        delta = pending[0] if len(pending) == 1 else merge_deltas(pending)
+        self._ended = delta.finish is not None
+        return delta
+
+
+def merge_deltas(deltas: list[TokenDelta]) -> TokenDelta:
+    """Returns consecutive deltas as one."""
+    return TokenDelta(
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
+        prompt_logprobs=tuple(logprob for delta in deltas for logprob in delta.prompt_logprobs),
+        finish=deltas[-1].finish,
+    )
+
+
+class TokenText(NamedTuple):
+    """The text that a token adds, and why it ends the request, if it does."""
+
+    text: str
+    reason: FinishReason | None
+    stop_reason: str | int | None
+
+
 @dataclass(slots=True, eq=False)
 class ActiveRequest:
-    """An open request with what belongs to it here: its stream, text, adapter version and prefix keys."""
+    """A request from its submission to its end. Identity is the object."""
 
     request: Request
-    stream: Stream
+    stream: TokenStream
     detokenizer: Detokenizer
     adapter: Adapter | None  # None: the base model
-    key: bytes  # prefix key of the blocks published so far
-    published: int = 0  # blocks published
-    reused: int = 0  # blocks taken from the prefix index when it last took a slot
-    holds_adapter: bool = False  # whether `adapter` is held on the device
+    prefix_key: bytes = b""  # of the last KV block published
+    published: int = 0  # KV blocks published
+    reused: int = 0  # KV blocks found by their prefix when it last took a slot
+    holds_adapter: bool = False  # whether it was admitted, and `adapter` is acquired for it
     assist: bool = False  # whether CPU workers may compute layers of `adapter` that have not arrived
-    is_aside: bool = False  # whether a plan aside with it is under way
-    waits_whole: bool = False  # whether it starts only when all of its adapter is in host memory
+    in_side_batch: bool = False  # whether a side batch with it is under way
+    waits_for_whole_adapter: bool = False  # whether it starts only when all of its adapter is in host memory
     choice: ModeChoice | None = None  # how it began, where mode `auto` has chosen
-    prompt_scored: int = 0
+    prompt_scored: int = 0  # prompt tokens whose scores were sent
     last_token_s: float | None = None
+
+    # --- state ---
+
+    @property
+    def is_finished(self) -> bool:
+        return self.request.phase is Phase.FINISHED
 
     @property
     def adapter_slot(self) -> int:
-        """Of the device's adapter table."""
+        """Its adapter's entry of the device's adapter table; 0 for the base model."""
         return BASE_ADAPTER_SLOT if self.adapter is None else self.adapter.slot
 
     @property
     def is_streamed(self) -> bool:
-        """Whether layers of its adapter are still on their way to this host."""
+        """Whether its adapter is copied to the device while it is still being downloaded."""
         return self.adapter is not None and self.adapter.tier is AdapterTier.STREAMING
 
     @property
-    def can_go_on(self) -> bool:
-        """Whether it may be in an iteration: it may wait there for its adapter, but not for a network, nor be on one
-        that is about to leave the device."""
+    def can_run(self) -> bool:
+        """Whether it may be in an iteration: its adapter is on the device or being copied from host memory, and neither
+        still being downloaded nor about to leave the device."""
         adapter = self.adapter
         return adapter is None or (adapter.tier in (AdapterTier.COPYING, AdapterTier.DEVICE) and adapter.takes_requests)
 
-    def put_prompt_scores(self, row: ScheduledRow, result: RowResult) -> None:
-        """Scores of prompt tokens, each once: a preempted request computes them again."""
+    def needs_side_batch(self, limits: Limits) -> bool:
+        """Whether a running request is in a side batch, or must be in one next instead of an iteration."""
+        if self.in_side_batch or not self.can_run:
+            return True
+        if not (limits.assisted_batches and self.assist and self.request.phase is Phase.PREFILL):
+            return False
+        return self.adapter is not None and self.adapter.tier is AdapterTier.COPYING
+
+    # --- waiting, and taking a slot ---
+
+    def wait_for_adapter(self, now_s: float) -> None:
+        """From now on time counts as loading, if the request has not run before."""
+        if self.request.phase is Phase.WAITING and self.adapter is not None:
+            self.request.move_to(Phase.LOADING, now_s)
+
+    def wait_for_whole_adapter(self) -> None:
+        """Lets the request start only when all of its adapter is in host memory."""
+        self.waits_for_whole_adapter = True
+        if self.choice is not None and not self.choice.is_observed:
+            self.choice = None  # the prediction was for another start
+
+    def start(self, slot: int, prefix: Sequence[int], prefix_key: bytes, block_tokens: int, now_s: float) -> None:
+        """Takes a slot, and KV blocks `prefix` that hold its first tokens. `prefix_key`: of the last of them."""
+        request = self.request
+        request.slot = slot
+        request.blocks += prefix
+        request.computed = len(prefix) * block_tokens
+        request.cached_tokens = max(request.cached_tokens, min(request.computed, request.prompt_tokens))
+        self.prefix_key, self.published, self.reused = prefix_key, len(prefix), len(prefix)
+        request.move_to(Phase.PREFILL, now_s)
+
+    def release_slot(self) -> None:
+        """Forgets the slot and the KV blocks, which are given back by the caller."""
+        self.request.slot, self.request.blocks = None, []
+
+    def preempt(self, now_s: float) -> None:
+        """Puts a running request back: all its tokens are computed again."""
+        self.release_slot()
+        self.request.computed = 0
+        self.request.move_to(Phase.PREEMPTED, now_s)
+
+    # --- batches ---
+
+    def schedule(self, row: ScheduledRow, blocks: Sequence[int]) -> None:
+        """Counts a launched row as computed. `blocks`: KV blocks granted for it."""
+        self.request.blocks += blocks
+        self.request.computed += row.count
+        self.request.launched_outputs += row.samples
+
+    def rollback(self, row: ScheduledRow) -> None:
+        """Takes back a launched row of which nothing was computed; it is launched again without CPU workers."""
+        self.request.computed -= row.count
+        self.request.launched_outputs -= row.samples
+        self.assist = False
+
+    def record_waits(self, result: RowResult, interrupted_ms: float) -> None:
+        """Adds what a batch spent on loads of this adapter and, `interrupted_ms`, of other adapters."""
+        self.request.cpu_layers += result.cpu_layers
+        self.request.stalled_ms += result.waited_ms
+        self.request.interrupted_ms += interrupted_ms
+
+    def record_interruption(self, ms: float) -> None:
+        """Adds time in which no iteration ran because of a load."""
+        self.request.interrupted_ms += ms
+
+    def record_token(self, token: int, eos_ids: frozenset[int], max_context: int, now_s: float) -> TokenText:
+        """Adds an output token. Returns its text, and whether the request ends with it."""
+        request, params = self.request, self.request.asked.params
+        request.output_ids.append(token)
+        if request.phase is Phase.PREFILL:
+            request.move_to(Phase.DECODE, now_s)
+        may_stop = len(request.output_ids) >= params.min_tokens
+        reason, stop_reason = request.ended_by(token, eos_ids) if may_stop else (None, None)
+        text = ""
+        if reason is None or params.include_stop_str_in_output:
+            text, stop = self.detokenizer.push(token, may_stop=may_stop)
+            if reason is None and stop is not None:
+                reason, stop_reason = "stop", stop
+        if reason is None and not request.wants_more(max_context):
+            reason = "length"
+        return TokenText(text, reason, stop_reason)
+
+    def send_prompt_scores(self, row: ScheduledRow, result: RowResult) -> None:
+        """Sends scores of prompt tokens, each once: a preempted request computes them again."""
         new = result.prompt_scored[max(0, self.prompt_scored - row.start) :]
         if not new:
             return
@@ -55,8 +207,28 @@ class ActiveRequest:
         self.prompt_scored += len(new)
         self.stream.put(TokenDelta("", (), prompt_logprobs=(*first, *new)))
 
-    def wait_for_whole(self) -> None:
-        """Its adapter is not here yet, and it waits until all of it is."""
-        self.waits_whole = True
-        if self.choice is not None and not self.choice.is_observed:
-            self.choice = None  # it will begin otherwise
+    def finish(
+        self,
+        reason: FinishReason,
+        now_s: float,
+        *,
+        stop_reason: str | int | None = None,
+        error: CaraServeError | None = None,
+        text: str = "",
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
+    ) -> Finish:
+        """Ends the request and sends its last delta, which has the result that is returned."""
+        request = self.request
+        request.move_to(Phase.FINISHED, now_s)
+        finish = Finish(
+            reason=reason,
+            prompt_tokens=request.prompt_tokens,
+            completion_tokens=len(request.output_ids),
+            cached_tokens=request.cached_tokens,
+            phases=request.phases(),
+            stop_reason=stop_reason,
+            error=error,
+        )
+        self.stream.put(TokenDelta(text + self.detokenizer.flush(), token_ids, logprobs, finish=finish))
+        return finish

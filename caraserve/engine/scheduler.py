@@ -147,7 +147,7 @@ def plan_iteration(
     )
 
 
-def plan_aside(request: Request, adapter_slot: int, pool: BlockPool, limits: Limits) -> Scheduled | int:
+def plan_side_batch(request: Request, adapter_slot: int, pool: BlockPool, limits: Limits) -> Scheduled | int:
     """One row of all that is left of a prompt, as far as one plan takes it; or how many blocks it lacks. Blocks granted
     are taken from the pool; nobody loses any for it."""
     count = _chunk(request, limits.max_step_tokens)

@@ -1,4 +1,4 @@
-"""What the engine tells of itself: events as they happen, and its state at one moment."""
+"""What the engine reports: events as they happen, its state at one moment, and the work that it has to do."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,13 +13,11 @@ from caraserve.lora.adapter import Adapter
 from caraserve.lora.catalog import Catalog
 from caraserve.lora.manager import AdapterManager
 
-Watch: TypeAlias = Callable[
-    [Sequence[tuple[ActiveRequest, ScheduledRow]], float], None
-]  # told an iteration's rows and its ms
+IterationObserver: TypeAlias = Callable[[Sequence[tuple[ActiveRequest, ScheduledRow]], float], None]  # rows, ms
 
 
 class MetricsSink(Protocol):
-    """What the engine reports as it happens; `metrics.py` counts it."""
+    """Counts the engine's events."""
 
     def observe_iteration(self, num_tokens: int, ms: float) -> None: ...
     def observe_first_token(self, seconds: float) -> None: ...
@@ -45,11 +43,11 @@ class EngineSnapshot:
 
     @classmethod
     def of(cls, queues: RequestQueues, adapters: AdapterManager, *, draining: bool) -> "EngineSnapshot":
-        """The state that metrics and the page show."""
+        """Returns the state of queues and caches. Adapters are given by name."""
         return cls(
             running=len(queues.running),
             waiting=len(queues.waiting) + len(queues.loading),
-            kv_used_blocks=queues.pool.used,
+            kv_used_blocks=adapters.memory.pool.used,
             kv_total_blocks=adapters.memory.most_blocks,
             running_adapters=_names(queues.running),
             waiting_adapters=_names([*queues.waiting, *queues.loading]),
@@ -61,22 +59,22 @@ class EngineSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What the engine has to do, as the sums from which its next iterations can be predicted."""
+    """The engine's work, as the sums from which its next iterations can be predicted."""
 
     running: int
     queued: int
     ranks: Mapping[int, int]  # rank → requests, running and queued; the base model's have rank 0
     queued_tokens: int  # of prompts not yet prefilled
-    queued_token_ranks: int  # Σ tokens · rank of them
-    kv_tokens: int  # that fit into memory
-    kv_free_tokens: int  # of them, after what the queued requests will take
-    queue_room: int  # requests that it takes before it refuses
+    queued_token_ranks: int  # Σ tokens · rank of these prompts
+    kv_tokens: int  # tokens whose KV fits into memory
+    kv_free_tokens: int  # likewise, less what running requests hold and queued ones will take
+    queue_room: int  # requests that the queue takes before it refuses
 
     @classmethod
     def of(
         cls, queues: RequestQueues, catalog: Catalog, limits: Limits, max_queue: int, response_tokens: float
     ) -> "EngineLoad":
-        """`response_tokens`: expected of an answer. A few tenths of a microsecond for each open request."""
+        """`response_tokens`: expected of an answer. Takes a few tenths of a microsecond for each unfinished request."""
         counts: dict[Adapter | None, int] = {}
         tokens: dict[Adapter | None, int] = {}
         for active in (*queues.waiting, *queues.loading):
@@ -95,7 +93,7 @@ class EngineLoad:
             token_ranks += rank * tokens[adapter]
         all_tokens = sum(tokens.values())
         adapters = catalog.manager
-        free_blocks = queues.pool.available + adapters.device_cache.growable()
+        free_blocks = adapters.memory.pool.available + adapters.device_cache.growable()
         return cls(
             running=len(queues.running),
             queued=queued,
@@ -109,7 +107,7 @@ class EngineLoad:
 
 
 def rank_of(adapter: Adapter | None, catalog: Catalog) -> int:
-    """An adapter version's largest rank; 0 for the base model."""
+    """Returns an adapter's largest rank; 0 for the base model."""
     if adapter is None:
         return 0
     if adapter.spec is not None:

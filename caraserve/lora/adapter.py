@@ -108,7 +108,7 @@ class Adapter:
         is_read = self.tier in (AdapterTier.STREAMING, AdapterTier.COPYING) or self.image_pins > 0
         return is_read or (self.tier is AdapterTier.HOST and self.users > 0)
 
-    def to(self, tier: AdapterTier) -> None:
+    def move_to(self, tier: AdapterTier) -> None:
         """Moves to `tier`; only the changes of `TIER_CHANGES` exist."""
         if tier not in TIER_CHANGES[self.tier]:
             raise AssertionError(f"adapter {self.digest[:12]}: {self.tier.name} cannot become {tier.name}")
@@ -117,7 +117,7 @@ class Adapter:
     def fail(self, error: CaraServeError, now_s: float) -> None:
         """Its weights could not be read or copied."""
         self.error, self.again_s = error, now_s + _AGAIN_S
-        self.to(AdapterTier.FAILED)
+        self.move_to(AdapterTier.FAILED)
 
     def may_be_read_ahead(self, now_s: float) -> bool:
         """Whether it is on disk alone, and no read has failed just now."""

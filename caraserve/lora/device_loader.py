@@ -78,14 +78,14 @@ class DeviceLoader:
         wanted = self._wanting and self._memory.is_shared
         return bool(wanted and not self._memory.over_cap(self._wanting[0].device_bytes))
 
-    def passed(self, adapter: Adapter | None) -> None:
+    def count_bypass(self, adapter: Adapter | None) -> None:
         """A request is admitted, which may take room that an adapter waits for; without an adapter, its memory."""
         self._bypasses += self.claims_memory if adapter is None else self.are_waiting
 
     def want(self, adapter: Adapter) -> None:
         """An admitted request needs a version that is in the host tier."""
         self._wanting.append(adapter)
-        self.go_on()
+        self.schedule_pending()
 
     def forget(self, adapter: Adapter) -> None:
         """Nobody wants it any more; a copy under way goes on."""
@@ -94,7 +94,7 @@ class DeviceLoader:
 
     # --- whole images ---
 
-    def go_on(self) -> None:
+    def schedule_pending(self) -> None:
         """Starts copies in the order of asking, as far as idle adapters, those that are not here yet and KV blocks that
         nobody holds make room."""
         while self._wanting:
@@ -110,7 +110,7 @@ class DeviceLoader:
                 return
             self._wanting.popleft()
             self._bypasses = 0
-            adapter.to(AdapterTier.COPYING)
+            adapter.move_to(AdapterTier.COPYING)
             self._host_cache.touch(adapter.digest)
             adapter.groups = self._arrivals.expect(image.spec)
             self._load(adapter, image, None)
@@ -142,7 +142,7 @@ class DeviceLoader:
             failure = CaraServeError(f"the adapter could not be copied to the device: {error}")
             self._owner.not_copied(adapter, adapter.error or failure)
         else:
-            adapter.to(AdapterTier.DEVICE)
+            adapter.move_to(AdapterTier.DEVICE)
             adapter.groups = ()
             self._owner.copied(adapter)
 
@@ -169,7 +169,7 @@ class DeviceLoader:
         except AdapterRejected:
             return  # which is said when it is whole
         if not self._wanting and self._device_cache.make_room(adapter.device_bytes, self._evict):
-            adapter.to(AdapterTier.STREAMING)
+            adapter.move_to(AdapterTier.STREAMING)
             adapter.groups = self._arrivals.expect_streamed(partial)
             self._load(adapter, partial.image, partial.layers)
             self._owner.changed()
@@ -185,7 +185,7 @@ class DeviceLoader:
     def completed(self, adapter: Adapter, layers: int) -> None:
         """All layers of a streamed version are. One that gives way leaves the device first all the same."""
         if not adapter.gives_way:
-            adapter.to(AdapterTier.COPYING)
+            adapter.move_to(AdapterTier.COPYING)
             adapter.groups = self._arrivals.expect_rest(adapter)
             self._backend.extend_load(adapter.slot, layers)
             self.end_failed(adapter)
@@ -198,7 +198,7 @@ class DeviceLoader:
             self._break(adapter, error)
 
     def _stop_streaming(self) -> None:
-        """The last that began gives way; when it has left, `go_on` sees whether that was enough."""
+        """The last that began gives way; when it has left, `schedule_pending` sees whether that was enough."""
         streaming = self._device_cache.streaming()
         if streaming and not any(adapter.is_leaving for adapter in streaming):
             streaming[-1].gives_way = True
@@ -212,10 +212,10 @@ class DeviceLoader:
     def _set_back(self, adapter: Adapter) -> None:
         """A version has given way: it is only being read from now on, or whole in the host tier by now."""
         self._leave(adapter)
-        adapter.to(AdapterTier.READING)
+        adapter.move_to(AdapterTier.READING)
         if (image := self._host_cache.get(adapter.digest)) is not None:
             self._owner.arrived(adapter, image)
-        self.go_on()
+        self.schedule_pending()
         self._owner.changed()
 
     # --- who leaves ---
@@ -228,13 +228,13 @@ class DeviceLoader:
 
     def _kv_grown(self) -> None:
         self._memory.grown()
-        self.go_on()
+        self.schedule_pending()
         self._owner.changed()
 
     def drop(self, adapter: Adapter) -> None:
         """Takes a version that nobody uses from the device."""
         self._leave(adapter)
-        adapter.to(AdapterTier.HOST if adapter.digest in self._host_cache else AdapterTier.DISK)
+        adapter.move_to(AdapterTier.HOST if adapter.digest in self._host_cache else AdapterTier.DISK)
 
     def _evict(self, adapter: Adapter) -> None:
         self.drop(adapter)

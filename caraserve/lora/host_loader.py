@@ -67,9 +67,9 @@ class HostLoader:
     def ask(self, adapter: Adapter) -> None:
         """An admitted request wants a version that is not in the host tier."""
         if adapter.tier is AdapterTier.FAILED:
-            adapter.to(AdapterTier.DISK)  # this attempt has not failed yet
+            adapter.move_to(AdapterTier.DISK)  # this attempt has not failed yet
         self._waiting.append(adapter)
-        self.go_on()
+        self.schedule_pending()
 
     def ask_ahead(self, adapter: Adapter) -> None:
         """A request that is not admitted yet will want it: it is read as far as there is room that no open request has
@@ -84,7 +84,7 @@ class HostLoader:
         if adapter in self._waiting:
             self._waiting.remove(adapter)
 
-    def go_on(self) -> None:
+    def schedule_pending(self) -> None:
         """Starts reads as far as there is room in the arena. None passes another, or that could wait for ever."""
         while self._waiting:
             if not self._start(adapter := self._waiting.popleft()):
@@ -108,7 +108,7 @@ class HostLoader:
         extent = self._host_cache.take(adapter.digest, adapter.num_bytes, stays, self._owner.evict_from_host)
         if extent is None:
             return False
-        adapter.to(AdapterTier.READING)
+        adapter.move_to(AdapterTier.READING)
         adapter.error, adapter.gives_way = None, False
         self.under_way += 1
         self._counters.disk_reads += 1
@@ -138,7 +138,7 @@ class HostLoader:
             self._host_cache.keep(adapter.digest, result)
             self._owner.arrived(adapter, result)
         adapter.partial = None
-        self.go_on()
+        self.schedule_pending()
 
 
 def _needs_image(adapter: Adapter) -> bool:

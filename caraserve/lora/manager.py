@@ -77,9 +77,9 @@ class AdapterManager:
 
     def pin(self, name: str) -> Adapter:
         """The version that `name` means now, held until `unpin`. Raises KeyError for an unknown name."""
-        return self.hold(self._names[name])
+        return self.pin_again(self._names[name])
 
-    def hold(self, adapter: Adapter) -> Adapter:
+    def pin_again(self, adapter: Adapter) -> Adapter:
         """Pins one that is pinned already, whatever its name means by now."""
         adapter.pins += 1
         return adapter
@@ -137,7 +137,7 @@ class AdapterManager:
         """A request is admitted: the version is to come to the device and stay there until `release`."""
         adapter.users += 1
         adapter.count_admission(self._now())
-        self.device_loader.passed(adapter)
+        self.device_loader.count_bypass(adapter)
         if adapter.tier is AdapterTier.DEVICE:
             self.counters.device_hits += 1
         elif adapter.tier is AdapterTier.HOST and adapter not in self.device_loader:
@@ -163,8 +163,8 @@ class AdapterManager:
         if adapter.users == 0:
             self._host_loader.forget(adapter)
             self.device_loader.forget(adapter)
-        self._host_loader.go_on()
-        self.device_loader.go_on()
+        self._host_loader.schedule_pending()
+        self.device_loader.schedule_pending()
 
     def pin_image(self, adapter: Adapter) -> None:
         """A plan goes aside: it may read the version's image until `unpin_image`, whatever has arrived by then."""
@@ -175,7 +175,7 @@ class AdapterManager:
         adapter.image_pins -= 1
         if adapter.image_pins == 0:
             self.device_loader.end_failed(adapter)
-            self._host_loader.go_on()
+            self._host_loader.schedule_pending()
 
     def preload(self, name: str) -> None:
         """Brings a version to the device and keeps it there for ever."""
@@ -202,7 +202,7 @@ class AdapterManager:
         self._host_cache.drop(digest)
         self.counters.host_evictions += 1
         if (adapter := self.find(digest)) is not None and adapter.tier is AdapterTier.HOST:
-            adapter.to(AdapterTier.DISK)
+            adapter.move_to(AdapterTier.DISK)
 
     def grew(self, adapter: Adapter) -> None:
         """More layers of a version that is being read are in the host tier."""
@@ -213,7 +213,7 @@ class AdapterManager:
         if adapter.tier is AdapterTier.STREAMING:
             self.device_loader.completed(adapter, len(image.spec.layer_ends))
             return
-        adapter.to(AdapterTier.HOST)
+        adapter.move_to(AdapterTier.HOST)
         try:
             adapter.device_bytes = self.device_cache.measure(image.spec)
         except AdapterRejected as refusal:
@@ -240,8 +240,8 @@ class AdapterManager:
         """A version is on the device, whole."""
         self._observe_load(self._now() - adapter.asked_s, True)
         self._forget_if_unused(adapter)
-        self._host_loader.go_on()  # its image may give way now
-        self.device_loader.go_on()  # whoever asked for it may have left meanwhile: then it can give way at once
+        self._host_loader.schedule_pending()  # its image may be evicted now
+        self.device_loader.schedule_pending()  # if its requests have ended meanwhile, it can be evicted at once
         self.changed()
 
     def not_copied(self, adapter: Adapter, error: CaraServeError) -> None:
@@ -249,8 +249,8 @@ class AdapterManager:
         if adapter.tier is AdapterTier.STREAMING:
             self._host_cache.drop(adapter.digest)
         self._fail(adapter, error)
-        self._host_loader.go_on()
-        self.device_loader.go_on()
+        self._host_loader.schedule_pending()
+        self.device_loader.schedule_pending()
 
     def changed(self) -> None:
         """Something has changed that may let a request go on."""
@@ -276,5 +276,5 @@ class AdapterManager:
         if adapter.digest in self._host_cache:
             self._host_cache.drop(adapter.digest)
         del self._adapters[adapter.digest]
-        self._host_loader.go_on()
+        self._host_loader.schedule_pending()
         self.changed()

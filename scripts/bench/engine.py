@@ -31,7 +31,7 @@ from caraserve.bench.machine import machine, versions
 from caraserve.bench.synthetic import SHAPES, adapter_bytes, write_adapters, write_model
 from caraserve.config import EngineConfig, LoraConfig, LoraModule, ModelConfig
 from caraserve.core.request import GenerateRequest, SamplingParams
-from caraserve.engine.stream import Stream
+from caraserve.engine.active_request import TokenStream
 from caraserve.loop import Engine
 from caraserve.model.spec import SITES, ModelSpec
 from caraserve.serve import build_engine
@@ -212,7 +212,7 @@ async def ask_engine(engine: Engine, sent: Sequence[Request], output_tokens: int
     return Batch(tuple(await asyncio.gather(*(_read(stream, started_s) for stream in streams))))
 
 
-async def _read(stream: Stream, started_s: float) -> Answer:
+async def _read(stream: TokenStream, started_s: float) -> Answer:
     ids: list[int] = []
     times_ms: list[float] = []
     async for delta in stream:

@@ -16,11 +16,11 @@ def test_only_the_tables_changes_exist(start: Phase, end: Phase) -> None:
     request = made()
     request.phase = start
     if end in TRANSITIONS[start]:
-        request.to(end, 1.0)
+        request.move_to(end, 1.0)
         assert request.phase is end
     else:
         with pytest.raises(AssertionError, match=end.name):
-            request.to(end, 1.0)
+            request.move_to(end, 1.0)
 
 
 def test_phases_add_up_to_the_whole_time_through_a_preemption() -> None:
@@ -35,7 +35,7 @@ def test_phases_add_up_to_the_whole_time_through_a_preemption() -> None:
         (28.0, Phase.FINISHED),
     ]
     for now_s, phase in walk:
-        request.to(phase, now_s)
+        request.move_to(phase, now_s)
     phases = request.phases()
     assert (phases.queued_ms, phases.load_ms, phases.prefill_ms, phases.decode_ms) == (6000, 2000, 9000, 11000)
     assert phases.e2e_ms == 28000

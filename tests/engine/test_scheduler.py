@@ -8,8 +8,8 @@ from caraserve.engine.scheduler import (
     PROMPT_LOGPROBS_CHUNK_TOKENS,
     Scheduled,
     SchedulerOutput,
-    plan_aside,
     plan_iteration,
+    plan_side_batch,
 )
 from caraserve.kv.block_pool import BlockPool
 
@@ -199,18 +199,18 @@ def test_one_that_is_left_out_is_not_preempted_for_another() -> None:
     assert decision.preempted == (third,)
 
 
-def test_a_plan_aside_is_all_that_is_left_of_a_prompt_as_far_as_one_plan_takes_it() -> None:
+def test_a_plan_side_batch_is_all_that_is_left_of_a_prompt_as_far_as_one_plan_takes_it() -> None:
     pool = BlockPool(100)
-    whole = plan_aside(request(0, 40, computed=16), 3, pool, limits())
+    whole = plan_side_batch(request(0, 40, computed=16), 3, pool, limits())
     assert isinstance(whole, Scheduled)
     assert (whole.row.start, whole.row.count, whole.row.adapter_slot, whole.row.samples) == (16, 24, 3, True)
-    piece = plan_aside(request(1, 100), 3, pool, limits())
+    piece = plan_side_batch(request(1, 100), 3, pool, limits())
     assert isinstance(piece, Scheduled)
     assert (piece.row.count, piece.row.samples) == (64, False)
 
 
-def test_a_plan_aside_takes_blocks_from_nobody() -> None:
+def test_a_plan_side_batch_takes_blocks_from_nobody() -> None:
     pool = BlockPool(3)
     holding(pool, request(0, 32, computed=32, outputs=1), 2)
-    assert plan_aside(request(1, 40), 3, pool, limits()) == 2
+    assert plan_side_batch(request(1, 40), 3, pool, limits()) == 2
     assert pool.available == 1

@@ -230,7 +230,7 @@ def test_admissions_without_adapter_count_among_those_that_pass_one_that_waits_f
         manager = here.engine.catalog.manager
         for _ in range(MAX_BYPASSES):
             assert manager.device_loader.admits
-            manager.device_loader.passed(None)
+            manager.device_loader.count_bypass(None)
         assert not manager.device_loader.admits
         await here.until_done([cold, *base])
         assert manager.device_loader.admits
@@ -244,12 +244,12 @@ def test_of_a_request_that_left_before_its_first_launch_the_device_is_told_nothi
     async def test(here: World) -> None:
         await serve(here, None, prompt=20)
         asked, _ = here.ask(range(20), None, max_tokens=3)
-        line = here.engine._queues
-        line.start(0.0)
-        assert line.running[0].request.blocks
+        queues = here.engine._queues
+        queues.start(0.0)
+        assert queues.running[0].request.blocks
         asked.stream.cancel()
         await turn()
-        assert line.new_in_slots() == ((), ())
+        assert here.engine._slots.take_new() == ((), ())
 
     in_world(test, spare_bytes=0, blocks=24, device_adapters=4)
 

@@ -5,18 +5,18 @@ import asyncio
 import pytest
 
 from caraserve.core.request import Finish, Phases, TokenDelta, TokenLogprob
-from caraserve.engine.stream import Stream
+from caraserve.engine.active_request import TokenStream
 
 FINISH = Finish("stop", 3, 2, 0, Phases(1.0, 0.0, 2.0, 3.0))
 
 
-async def gathered(stream: Stream) -> list[TokenDelta]:
+async def gathered(stream: TokenStream) -> list[TokenDelta]:
     return [delta async for delta in stream]
 
 
 def test_a_reader_that_keeps_up_gets_each_delta_as_it_was_put() -> None:
     async def body() -> None:
-        stream = Stream(lambda: None)
+        stream = TokenStream(lambda: None)
         reading = asyncio.create_task(gathered(stream))
         deltas = [TokenDelta("a", (1,)), TokenDelta("b", (2,)), TokenDelta("", (), finish=FINISH)]
         for delta in deltas:
@@ -30,7 +30,7 @@ def test_a_reader_that_keeps_up_gets_each_delta_as_it_was_put() -> None:
 
 def test_a_slow_reader_gets_all_that_it_missed_as_one() -> None:
     async def body() -> None:
-        stream = Stream(lambda: None)
+        stream = TokenStream(lambda: None)
         one, two = TokenLogprob(1, -1.0), TokenLogprob(2, -2.0)
         stream.put(TokenDelta("x", (9,), prompt_logprobs=(None, one)))
         stream.put(TokenDelta("a", (1,), logprobs=(one,), prompt_logprobs=(two,)))
@@ -43,7 +43,7 @@ def test_a_slow_reader_gets_all_that_it_missed_as_one() -> None:
 
 def test_after_the_finish_the_stream_stays_ended() -> None:
     async def body() -> None:
-        stream = Stream(lambda: None)
+        stream = TokenStream(lambda: None)
         stream.put(TokenDelta("a", (1,), finish=FINISH))
         await anext(stream)
         for _ in range(2):
@@ -55,7 +55,7 @@ def test_after_the_finish_the_stream_stays_ended() -> None:
 
 def test_a_reader_waits_until_something_comes() -> None:
     async def body() -> None:
-        stream = Stream(lambda: None)
+        stream = TokenStream(lambda: None)
         reading = asyncio.create_task(gathered(stream))
         await asyncio.sleep(0)
         assert not reading.done()
@@ -68,7 +68,7 @@ def test_a_reader_waits_until_something_comes() -> None:
 def test_cancelling_tells_the_owner() -> None:
     async def body() -> None:
         told: list[bool] = []
-        Stream(lambda: told.append(True)).cancel()
+        TokenStream(lambda: told.append(True)).cancel()
         assert told == [True]
 
     asyncio.run(body())

@@ -277,7 +277,7 @@ def test_a_prompt_that_finds_no_blocks_to_go_aside_with_holds_none(steps: int) -
         here.reader.coming[-1]()
         here.backend.now_s += 1000.0
         await ends(here, other)
-        assert [active for active in here.engine._queues.running if not active.is_aside] == []
+        assert [active for active in here.engine._queues.running if not active.in_side_batch] == []
         await end_read(here)
 
     with_world(test, device_adapters=1, adapters=6, blocks=14, step_tokens=64)

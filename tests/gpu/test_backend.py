@@ -238,9 +238,9 @@ def test_preempted_requests_lose_no_token(subject: Subject, monkeypatch: pytest.
     preempted: list[ActiveRequest] = []
     preempt = RequestQueues.preempt
 
-    def counting(line: RequestQueues, opened: ActiveRequest) -> None:
-        preempted.append(opened)
-        preempt(line, opened)
+    def counting(queues: RequestQueues, active: ActiveRequest) -> None:
+        preempted.append(active)
+        preempt(queues, active)
 
     monkeypatch.setattr(RequestQueues, "preempt", counting)
     rng = random.Random(7)

@@ -346,12 +346,12 @@ def test_who_goes_away_while_aside_leaves_nothing_behind(subject: Subject) -> No
             answer = at.ask("half", LONG)
             await at.until_asked()
             answer.cancel()
-            await at.until(lambda: len(at.engine._queues._leaving) == 1)
+            await at.until(lambda: len(at.engine._side_batches.finished) == 1)
             assert await at.check(None, 60, at.ask(None, 60)) == 0
             at.engine.check()
-            assert len(at.engine._queues._leaving) == 1
+            assert len(at.engine._side_batches.finished) == 1
             at.strike(signal.SIGCONT)
-            await at.until(lambda: at.engine._queues.is_settled)
+            await at.until(lambda: not at.engine._side_batches.finished)
             at.driver.held = set()
             assert await at.check("half", 12, at.ask("half", 12)) == 0
 

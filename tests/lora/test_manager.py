@@ -17,11 +17,11 @@ def test_only_the_tables_changes_exist(start: AdapterTier, end: AdapterTier) -> 
     version = Adapter("digest", Path(), 40)
     version.tier = start
     if end in TIER_CHANGES[start]:
-        version.to(end)
+        version.move_to(end)
         assert version.tier is end
     else:
         with pytest.raises(AssertionError):
-            version.to(end)
+            version.move_to(end)
 
 
 def test_a_request_brings_its_adapter_to_the_device_and_the_next_finds_it_there() -> None:

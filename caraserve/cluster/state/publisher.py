@@ -1,6 +1,6 @@
 """What this instance tells its cluster, from the engine and the adapters that it has.
 
-engine.workload ─► load beats            engine.watch ─► DriftWatch ─► performance model, and its errors
+engine.workload ─► load beats            engine's iterations ─► DriftWatch ─► performance model, and its errors
 catalog ─► names and holdings            names from others ─► unloaded here too, or `on_wanted`
 """
 

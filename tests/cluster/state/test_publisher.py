@@ -48,7 +48,8 @@ async def published(folder: Path) -> AsyncIterator[tuple[Engine, Publisher, Inst
             publisher.current_load,
             publisher.apply_registry_changes,
         )
-        engine.watch, engine.catalog.on_change = publisher.watch, publisher.changed
+        engine.catalog.on_change = publisher.changed
+        engine.add_observer(publisher.watch)
         await publisher.announce()
         await group.start("b")
         await until(group.agree)

@@ -1,0 +1,61 @@
+"""Launches batches on the backend, and brings their results to the event loop."""
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from caraserve.core.backend import Backend
+from caraserve.core.batch import Batch, ScheduledRow, StepResult
+from caraserve.engine.active_request import ActiveRequest
+from caraserve.engine.request_slots import RequestSlots
+from caraserve.engine.scheduler import Scheduled, grants
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedBatch:
+    """A batch under way: the request of each row, and the future of the result."""
+
+    rows: tuple[tuple[ActiveRequest, ScheduledRow], ...]
+    result: "asyncio.Future[StepResult | Exception]"
+    num_tokens: int
+    begins_s: float  # expected
+
+
+class BatchLauncher:
+    """Runs on the event loop."""
+
+    def __init__(self, backend: Backend, slots: RequestSlots) -> None:
+        self._backend, self._slots = backend, slots
+        self._loop = asyncio.get_running_loop()
+
+    def launch(
+        self,
+        entries: Sequence[tuple[ActiveRequest, Scheduled]],
+        begins_s: float,
+        *,
+        merged: int | None = None,
+        is_side_batch: bool = False,
+    ) -> LaunchedBatch:
+        """Launches a batch of rows as they were scheduled, and counts their tokens as computed. It also brings all
+        slots and blocks to the device that were given since the last launch."""
+        starts, reused = self._slots.take_new()
+        scheduled = [entry for _, entry in entries]
+        rows = tuple(entry.row for entry in scheduled)
+        batch = Batch(starts, (*reused, *grants(scheduled)), rows, merged, is_side_batch)
+        for active, entry in entries:
+            active.schedule(entry.row, entry.blocks)
+        result: asyncio.Future[StepResult | Exception] = self._loop.create_future()
+
+        def settle(outcome: StepResult | Exception) -> None:
+            if not result.done():  # the engine may have been stopped meanwhile
+                result.set_result(outcome)
+
+        def done(outcome: StepResult | Exception) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(settle, outcome)
+
+        self._backend.launch(batch, done)
+        return LaunchedBatch(
+            tuple((active, entry.row) for active, entry in entries), result, batch.num_tokens, begins_s
+        )

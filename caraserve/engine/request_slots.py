@@ -1,0 +1,142 @@
+"""The slots of the backend and the KV blocks of the requests in them: reused by prefix, published, released."""
+
+from collections.abc import Iterable
+
+from caraserve.core.backend import Limits
+from caraserve.core.batch import BlockGrant, SlotSampling, SlotStart
+from caraserve.core.request import Request
+from caraserve.engine.active_request import ActiveRequest
+from caraserve.engine.scheduler import total_tokens
+from caraserve.kv.prefix_keys import next_key, root_key
+from caraserve.lora.manager import AdapterManager
+from caraserve.util.units import ceil_div
+
+
+class RequestSlots:
+    """Slots by number. Runs on the event loop."""
+
+    def __init__(
+        self, limits: Limits, manager: AdapterManager, eos_ids: frozenset[int], *, prefix_caching: bool
+    ) -> None:
+        self.pool = manager.memory.pool
+        # More than one iteration can take: as long as so many are free, the pool need not grow.
+        self.iteration_blocks = ceil_div(limits.max_step_tokens, limits.block_tokens) + limits.num_slots
+        self._limits, self._manager, self._eos_ids, self._prefix_caching = limits, manager, eos_ids, prefix_caching
+        self._free = list(range(limits.num_slots - 1, -1, -1))
+        self._starts: list[SlotStart] = []  # of requests that took a slot since the last launch
+        self._grants: list[BlockGrant] = []  # their reused prefixes
+
+    @property
+    def are_free(self) -> bool:
+        """Whether a slot is free."""
+        return bool(self._free)
+
+    def growable(self) -> int:
+        """Returns how many KV blocks could be added; 0 while there are enough for any iteration."""
+        return 0 if self.pool.available >= self.iteration_blocks else self._manager.device_cache.growable()
+
+    def blocks_for(self, request: Request) -> int:
+        """Returns the KV blocks that a request needs to compute its tokens so far and one more."""
+        return ceil_div(total_tokens(request) + 1, self._limits.block_tokens)
+
+    def start(self, active: ActiveRequest, now_s: float) -> None:
+        """Gives a request a slot and the KV blocks of its longest known prefix."""
+        request, slot = active.request, self._free.pop()
+        tokens = (*request.asked.prompt_ids, *request.output_ids)
+        blocks, key = self._find_prefix(active, tokens)
+        active.start(slot, blocks, key, self._limits.block_tokens, now_s)
+        self._starts.append(SlotStart(slot, tokens, self._sampling(request)))
+        if blocks:
+            self._grants.append(BlockGrant(slot, 0, tuple(blocks)))
+
+    def _find_prefix(self, active: ActiveRequest, tokens: tuple[int, ...]) -> tuple[list[int], bytes]:
+        """Returns published blocks of the first tokens, now held, and the last one's key. At least one token remains to
+        be computed."""
+        request, size = active.request, self._limits.block_tokens
+        key = root_key(active.adapter.digest if active.adapter else None, request.asked.cache_salt)
+        blocks: list[int] = []
+        if not self._prefix_caching or request.asked.params.prompt_logprobs is not None:
+            return blocks, key
+        while (len(blocks) + 1) * size < len(tokens):
+            following = next_key(key, tokens[len(blocks) * size : (len(blocks) + 1) * size])
+            block = self.pool.find(following)
+            if block is None:
+                break
+            blocks.append(block)
+            key = following
+        return blocks, key
+
+    def _sampling(self, request: Request) -> SlotSampling:
+        params = request.asked.params
+        ends = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self._eos_ids)
+        return SlotSampling(
+            prompt_tokens=request.prompt_tokens,
+            seed=request.seed,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            min_tokens=params.min_tokens,
+            end_ids=ends,
+            logit_bias=params.logit_bias,
+        )
+
+    def take_new(self) -> tuple[tuple[SlotStart, ...], tuple[BlockGrant, ...]]:
+        """Returns starts and reused blocks of requests that took a slot since the last call: the next batch, whichever
+        it is, brings them to the device."""
+        new = tuple(self._starts), tuple(self._grants)
+        self._starts, self._grants = [], []
+        return new
+
+    def publish(self, active: ActiveRequest) -> None:
+        """Makes the full blocks of known tokens findable by prefix. Their batch must be launched: later batches read
+        after it has written."""
+        if not self._prefix_caching:
+            return
+        request, size = active.request, self._limits.block_tokens
+        known = min(request.computed, request.prompt_tokens + len(request.output_ids))
+        while (active.published + 1) * size <= known:
+            start = active.published * size
+            active.prefix_key = next_key(active.prefix_key, _tokens(request, start, start + size))
+            self.pool.publish(request.blocks[active.published], active.prefix_key)
+            active.published += 1
+
+    def release(self, active: ActiveRequest) -> None:
+        """Gives back all that a finished request holds: slot, KV blocks and adapter."""
+        if active.request.slot is not None:
+            self.pool.release(active.request.blocks)
+            self._free_slot(active.request.slot)
+            active.release_slot()
+        if active.adapter is not None:
+            if active.holds_adapter:
+                self._manager.release(active.adapter)
+            self._manager.unpin(active.adapter)
+
+    def preempt(self, active: ActiveRequest, now_s: float) -> None:
+        """Takes a request's slot; its KV blocks have been released."""
+        assert active.request.slot is not None
+        self._free_slot(active.request.slot)
+        active.preempt(now_s)
+
+    def _free_slot(self, slot: int) -> None:
+        # Not yet launched: the device must not hear of a start whose blocks may have another owner by then.
+        self._starts = [start for start in self._starts if start.slot != slot]
+        self._grants = [grant for grant in self._grants if grant.slot != slot]
+        self._free.append(slot)
+
+    def check(self, holders: Iterable[ActiveRequest]) -> None:
+        """Raises AssertionError when a slot or a block has no owner, or two."""
+        requests = [active.request for active in holders]
+        self.pool.check([request.blocks for request in requests])
+        assert len(self._free) + len(requests) == self._limits.num_slots, "a slot is lost"
+
+
+def _tokens(request: Request, start: int, end: int) -> tuple[int, ...]:
+    """Tokens of positions [start, end) of prompt ‖ output."""
+    prompt = request.prompt_tokens
+    if end <= prompt:
+        return request.asked.prompt_ids[start:end]
+    return (*request.asked.prompt_ids[start:], *request.output_ids[max(0, start - prompt) : end - prompt])

@@ -1,0 +1,167 @@
+"""Side batches: prompts that are computed beside the iterations, because iterations would wait for them.
+
+assisted prefill    CPU workers compute the LoRA of layers that are not on the device yet (`Limits.assisted_batches`).
+                    It takes as long as they do.
+streamed prefill    The adapter is still being downloaded (`Limits.streamed_batches`). It takes as long as the network
+                    does, so it is recalled when its request has finished or other requests lack its KV blocks.
+
+A request of a side batch is in no iteration. Its slot, its blocks and its adapter's image stay as they are until the
+side batch ends, even when the request finishes before. Its blocks are published at the end only, because no other
+batch is ordered behind a side batch. How a side batch ends:
+
+    computed       blocks are published and results recorded, like those of an iteration
+    needs retry    the row is taken back; the request goes on in iterations without CPU workers, or is requeued until
+                   its whole adapter is in host memory
+    failed         the request fails
+    request done   everything that it held is released
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from caraserve.core.backend import Backend
+from caraserve.core.batch import ScheduledRow, StepResult
+from caraserve.engine.active_request import ActiveRequest
+from caraserve.engine.batch_launcher import BatchLauncher, LaunchedBatch
+from caraserve.engine.request_slots import RequestSlots
+from caraserve.engine.scheduler import Scheduled, plan_side_batch
+from caraserve.lora.manager import AdapterManager
+
+log = logging.getLogger(__name__)
+
+Requeue = Callable[[ActiveRequest], None]  # takes a running request's slot and blocks until its whole adapter is here
+
+
+class SideBatches:
+    """All side batches under way. Runs on the event loop."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        manager: AdapterManager,
+        slots: RequestSlots,
+        launcher: BatchLauncher,
+        wake: Callable[[], None],
+    ) -> None:
+        """`wake`: called when a side batch has ended."""
+        self._backend, self._limits, self._manager = backend, backend.limits, manager
+        self._slots, self._launcher, self._wake = slots, launcher, wake
+        self._under_way: list[LaunchedBatch] = []  # or ended, and not processed
+        self._finished: list[ActiveRequest] = []  # finished requests whose side batch still uses what they hold
+
+    @property
+    def exist(self) -> bool:
+        """Whether the device has side batches at all."""
+        return self._limits.assisted_batches + self._limits.streamed_batches > 0
+
+    @property
+    def results(self) -> "list[asyncio.Future[StepResult | Exception]]":
+        """Futures of all that are under way."""
+        return [launched.result for launched in self._under_way]
+
+    @property
+    def finished(self) -> Sequence[ActiveRequest]:
+        """Finished requests that still hold a slot."""
+        return self._finished
+
+    # --- limits ---
+
+    def may_assist(self, running: Sequence[ActiveRequest]) -> bool:
+        """Whether CPU workers may help one more request. Within iterations their number is not limited."""
+        if not self._limits.assisted_batches:
+            return True
+        assisted = sum(active.needs_side_batch(self._limits) for active in running)
+        return assisted + len(self._finished) < self._limits.assisted_batches
+
+    def may_stream(self, running: Sequence[ActiveRequest]) -> bool:
+        """Whether one more request may start whose adapter is still being downloaded."""
+        streamed = sum(active.in_side_batch or active.is_streamed for active in running)
+        return streamed + len(self._finished) < self._limits.streamed_batches
+
+    # --- launching ---
+
+    def launch_pending(self, running: Sequence[ActiveRequest], requeue: Requeue, begins_s: float) -> int:
+        """Launches a side batch for each running request that needs one and has the blocks. Returns how many blocks
+        the others lack, as far as the pool can grow by them."""
+        lacking = 0
+        for active in list(running) if self.exist else ():
+            if active.in_side_batch or not active.needs_side_batch(self._limits):
+                continue
+            entry: Scheduled | int = 0
+            if active.can_run or active.is_streamed:
+                entry = plan_side_batch(active.request, active.adapter_slot, self._slots.pool, self._limits)
+            if isinstance(entry, Scheduled):
+                self._launch(active, entry, begins_s)
+            elif not active.can_run:
+                requeue(active)  # or it would keep its blocks for as long as the network takes
+            elif lacking + entry <= self._slots.growable():
+                lacking += entry
+        return lacking
+
+    def _launch(self, active: ActiveRequest, entry: Scheduled, begins_s: float) -> None:
+        assert active.adapter is not None
+        active.in_side_batch = True
+        self._manager.pin_image(active.adapter)
+        entry = replace(entry, row=replace(entry.row, assist=active.assist))
+        launched = self._launcher.launch([(active, entry)], begins_s, is_side_batch=True)
+        launched.result.add_done_callback(lambda _: self._wake())
+        self._under_way.append(launched)
+
+    # --- recall ---
+
+    def recallable_blocks(self, running: Sequence[ActiveRequest]) -> int:
+        """Returns the blocks of requests that wait for the network, or would: no other request is preempted for
+        theirs, because a recall gives them back."""
+        waiting = [active for active, _ in self._waiting_for_network()]
+        waiting += [active for active in running if not (active.in_side_batch or active.can_run)]
+        return sum(len(active.request.blocks) for active in waiting)
+
+    def recall(self, *, all_requests: bool) -> None:
+        """Recalls streamed prefills of finished requests, or of all requests."""
+        for active, row in self._waiting_for_network():
+            if all_requests or active.is_finished:
+                self._backend.recall(row.slot)
+
+    def _waiting_for_network(self) -> list[tuple[ActiveRequest, ScheduledRow]]:
+        return [launched.rows[0] for launched in self._under_way if launched.rows[0][0].is_streamed]
+
+    # --- the end ---
+
+    def keep(self, active: ActiveRequest) -> None:
+        """Keeps what a finished request holds until its side batch has ended."""
+        self._finished.append(active)
+
+    def take_ended(self, requeue: Requeue) -> list[tuple[LaunchedBatch, StepResult | Exception]]:
+        """Processes the side batches that have ended. Returns those whose results or failures are to be recorded."""
+        to_record: list[tuple[LaunchedBatch, StepResult | Exception]] = []
+        for launched in [launched for launched in self._under_way if launched.result.done()]:
+            self._under_way.remove(launched)
+            ((active, row),), outcome = launched.rows, launched.result.result()
+            self._unpin(active)
+            if isinstance(outcome, Exception):
+                log.error("a side batch failed", exc_info=outcome)
+                to_record.append((launched, outcome))
+            elif active.is_finished:
+                continue
+            elif outcome.rows[0].needs_retry:
+                active.rollback(row)
+                if not (self._limits.assisted_batches and active.can_run):
+                    requeue(active)
+            else:
+                self._slots.publish(active)
+                to_record.append((launched, outcome))
+        return to_record
+
+    def _unpin(self, active: ActiveRequest) -> None:
+        assert active.adapter is not None
+        active.in_side_batch = False
+        self._manager.unpin_image(active.adapter)
+        if active in self._finished:
+            self._finished.remove(active)
+            self._slots.release(active)
+
+    def check(self) -> None:
+        """Raises AssertionError when a finished request is kept without a side batch."""
+        assert all(active.in_side_batch for active in self._finished), "a finished request is kept for nothing"
