@@ -72,7 +72,7 @@ class Engine:
         self.draining = False
         self.failure: str | None = None  # why no request can be answered any more
         self._observers: list[IterationObserver] = []
-        self._limits = backend.limits
+        self._backend, self._limits = backend, backend.limits
         self._config, self._metrics, self._now = config, metrics, now
         self._exclusive_loads = exclusive_loads
         self._seeds = random.Random(config.seed)
