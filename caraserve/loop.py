@@ -126,7 +126,7 @@ class Engine:
                 self.catalog.manager.unpin(adapter)
 
     def _submit(self, asked: GenerateRequest, adapter: Adapter | None) -> ActiveRequest:
-        """`adapter`: held already, of an earlier request of the same response."""
+        """`adapter`: that of an earlier request of the same response, pinned by the caller. None: look it up."""
         if self.failure is not None:
             raise BackendFailed(f"the device has failed: {self.failure}")
         if self.draining:

@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from caraserve.core.request import Finish, GenerateRequest
-from caraserve.engine.stream import Stream
+from caraserve.engine.active_request import TokenStream
 from caraserve.errors import BackendFailed, CaraServeError, Draining
 from caraserve.http.api_request import ApiRequest, ChoiceWriter, ReceivedBody
 from caraserve.http.context import CONTEXT, REQUEST_ID
@@ -57,7 +57,7 @@ class Generation:
         self.api_request = api_request
         self._request = request
         self._context = request.app[CONTEXT]
-        self._streams: list[Stream] = []
+        self._streams: list[TokenStream] = []
         self._events: EventStream | None = None
 
     @property
@@ -91,7 +91,7 @@ class Generation:
         api_request, turns = self.api_request, self._context.logprob_turns
         answers = [WholeAnswer(choice) async for choice in in_turns(api_request.choices)]
 
-        async def finish(answer: WholeAnswer, stream: Stream) -> Finish:
+        async def finish(answer: WholeAnswer, stream: TokenStream) -> Finish:
             await answer.gather(stream, turns)
             return _checked(answer.finish)
 
@@ -125,7 +125,7 @@ class Generation:
         return GenerationResult(events.response, finishes)
 
     async def _send_choice(
-        self, events: EventStream, frame: ChunkFrame, choice: ChoiceWriter, stream: Stream, asked: GenerateRequest
+        self, events: EventStream, frame: ChunkFrame, choice: ChoiceWriter, stream: TokenStream, asked: GenerateRequest
     ) -> Finish:
         """Sends the events of one choice as its deltas come. Raises its error."""
         generated = 0

@@ -11,7 +11,7 @@ import orjson
 from aiohttp import web
 
 from caraserve.core.request import Finish, TokenDelta
-from caraserve.engine.stream import Stream
+from caraserve.engine.active_request import TokenStream
 from caraserve.http.api_request import ChoiceWriter
 from caraserve.util.tasks import TurnBudget, in_turns
 
@@ -65,7 +65,7 @@ class WholeAnswer:
         self._token_ids: list[int] = []
         self._logprobs: dict[str, list[bytes]] = {}  # of each field, encoded entries with their commas
 
-    async def gather(self, stream: Stream, turns: TurnBudget) -> None:
+    async def gather(self, stream: TokenStream, turns: TurnBudget) -> None:
         """Collects all deltas of a stream."""
         async for delta in stream:
             self._text.append(delta.text)
