@@ -41,6 +41,7 @@ HOMES = {
     "llvmlite": {"cpu"},
     "aiohttp": {"http", "cluster", "bench", "serve_cluster"},
     "orjson": {"http", "cluster", "bench"},
+    "msgspec": {"cluster"},
     "safetensors": {"model", "lora"},
     "tokenizers": {"tokenizer"},
     "jinja2": {"tokenizer"},
@@ -54,7 +55,10 @@ HOMES = {
 PURE = (
     *("engine/scheduler.py", "engine/merge_policy.py", "engine/fair_queue.py"),
     *("kv/block_pool.py", "kv/prefix_keys.py", "kv/memory_budget.py"),
-    *(f"cluster/membership/{name}.py" for name in ("connection", "dialer", "events", "messages", "protocol", "swim")),
+    *(
+        f"cluster/membership/{name}.py"
+        for name in ("connection", "dialer", "events", "message_fields", "messages", "protocol", "swim")
+    ),
     *(f"cluster/state/{name}.py" for name in ("anti_entropy", "replicated_map")),
     *(f"cluster/routing/{name}.py" for name in ("cost", "perf_model", "policies", "router")),
     *(f"cluster/placement/{name}.py" for name in ("bin_packing", "cold_adapters", "demand", "loraserve", "migration")),
@@ -139,7 +143,9 @@ def test_pure_files_take_time_and_chance_as_arguments(name: str) -> None:
         ours = head == "caraserve" and (module in PURE_IMPORTS or rest.split(".")[0] in PURE_PACKAGES)
         standard = head in sys.stdlib_module_names - {"time", "datetime", "random", "asyncio", "threading", "os"}
         handed_in = module == "random" and only_annotates(PACKAGE / name, "Random")
-        assert ours or standard or handed_in or module in ("orjson", "numpy"), f"{name}:{line} imports {module}"
+        assert ours or standard or handed_in or module in ("orjson", "numpy", "msgspec", "msgspec.structs"), (
+            f"{name}:{line} imports {module}"
+        )
 
 
 def only_annotates(path: Path, what: str) -> bool:

@@ -3,11 +3,11 @@
 import asyncio
 import json
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from aiohttp import web
+from msgspec.structs import replace
 
 from caraserve.cluster.membership.swim import MemberState
 from caraserve.core.request import Tenant

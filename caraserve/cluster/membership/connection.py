@@ -10,8 +10,9 @@ that loses and reorders frames, and no recording gets past it, because none repe
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import replace
 from enum import Enum
+
+from msgspec.structs import replace
 
 from caraserve.cluster.membership.auth import (
     HELLO_FRAME,
@@ -139,8 +140,8 @@ class Connection:
             return
         if isinstance(message, Heartbeat):
             if self._beat is not None:
-                rumours = dict.fromkeys((*self._beat.rumours, *message.rumours))  # these were counted as sent
-                message = replace(message, rumours=tuple(rumours)[:MAX_UPDATES])
+                updates = dict.fromkeys((*self._beat.updates, *message.updates))  # these were counted as sent
+                message = replace(message, updates=tuple(updates)[:MAX_UPDATES])
             self._beat = message
         elif len(self._control) < MAX_WAITING:
             self._control.append(message)

@@ -2,7 +2,7 @@
 
 Seeds that were never reached and instances taken for dead are tried again and again: that is how the halves of a
 partition find each other. All waits are spread out, so that sixty instances that start at once do not all knock at the
-same time; of two that learn of each other by rumour the lesser name dials first, and the other one only if that failed.
+same time; of two that learn of each other by update the lesser name dials first, and the other one only if that failed.
 """
 
 from collections.abc import Iterable

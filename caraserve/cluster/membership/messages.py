@@ -1,395 +1,248 @@
-"""What instances say to each other, as frozen dataclasses; to bytes and back. No I/O, no clock.
+"""Messages between instances, and their JSON form. No I/O, no clock.
 
-A message is JSON: `["beat", …]`, its fields in order. Whatever does not decode to a message, all the way down, is a
-`Malformed` and never an exception: it comes from outside. seal.py makes frames of messages.
+A message is a JSON array: its kind, then its fields in order. auth.py makes frames of messages. The types of the fields
+state all bounds; `decode` returns a `Malformed` for whatever is outside of them, because messages come from outside.
 """
 
-import math
-import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
-from typing import TypeVar, cast, get_args
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import Annotated
 
-import orjson
+import msgspec
+from msgspec import Meta, Struct
 
-from caraserve.cluster.membership.swim import MAX_KNOWN, MAX_UPDATES, MemberRecord, MemberState, MemberUpdate
-from caraserve.cluster.state.replicated_map import (
-    BUCKETS,
-    MAX_KEY,
-    MAX_VALUE,
-    Entry,
-    EntryValue,
-    InstanceLoad,
-    ServingStatus,
-    entry_fits,
+from caraserve.cluster.membership.message_fields import (
+    PLAIN,
+    Address,
+    Count,
+    Integer,
+    Name,
+    NameOrEmpty,
 )
+from caraserve.cluster.membership.swim import MAX_KNOWN, MAX_UPDATES, MemberRecord, MemberUpdate
+from caraserve.cluster.state.replicated_map import BUCKETS, MAX_VALUE, Entry, InstanceLoad, entry_fits
 from caraserve.util.endpoints import split_address
 
-PROTOCOL_VERSION = 3  # raised whenever instances of before and after could not work together
-MAX_NAME, MAX_ADDRESS = 64, 256  # characters
+PROTOCOL_VERSION = 4  # raised whenever instances of before and after could not work together
 MAX_FRAME = 128 * 1024  # bytes; the largest are 256 records with long addresses, and entries, which are cut to fit
-MAX_BATCH = 200  # entries in one frame: about a millisecond to take in
+MAX_BATCH = 200  # entries in one frame: about a millisecond to merge
 BATCH_BYTES = 96 * 1024
-_PLAIN = re.compile(r"[ !#-\[\]-~]*")  # one byte each in JSON, so that the largest message fits into a frame
-_MAX_QUOTE = 64
-_MAX_RANKS = 64
+
+Word = Annotated[int, Meta(ge=0)]  # of 64 bits; msgspec has no bounds that large, so `decode` checks the upper one
+Updates = Annotated[tuple[MemberUpdate, ...], Meta(max_length=MAX_UPDATES)]
+QueryItem = Annotated[str, Meta(max_length=MAX_VALUE)] | Integer | float
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """The first word on a connection, said again until both are `ready`: have seen the other repeat their nonce.
+class _Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Base of all messages whose number of fields is fixed."""
 
-    Every version begins with these fields.
+
+class Hello(Struct, frozen=True, array_like=True, tag="hello"):
+    """The first message on a connection, repeated until both sides are `ready`: have received their own nonce back.
+
+    Every protocol version begins with these fields; further ones are ignored, so that both sides can log both versions.
     """
 
-    protocol: int
-    cluster: str
-    model: str  # digest of the base model
-    name: str
-    address: str
-    epoch: int
-    nonce: str
-    echo: str  # the other's nonce, empty as long as it is not known
+    protocol: Count
+    cluster: NameOrEmpty
+    model: Annotated[str, Meta(max_length=256, pattern=PLAIN)]  # digest of the base model
+    name: Name
+    address: Address
+    epoch: Count
+    nonce: Name
+    echo: NameOrEmpty  # the receiver's nonce, empty while it is not known
     ready: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """Instead of a session. `echo` is the refused one's nonce, so that nobody else's word can turn it away."""
-
-    echo: str
-    reason: str
+class _ExactHello(Hello, frozen=True, forbid_unknown_fields=True, tag="hello"):
+    """A `Hello` of this protocol version."""
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """I live, this is my load, and these are the roots of the names and of what I hold."""
+class Refuse(_Message, frozen=True, tag="refuse"):
+    """Declines a session. `echo` is the receiver's nonce, so that only its peer can turn an instance away."""
+
+    echo: Name
+    reason: Annotated[str, Meta(min_length=1, max_length=1000, pattern=PLAIN)]
+
+
+class Heartbeat(_Message, frozen=True, tag="heartbeat"):
+    """The sender's load, and the roots of its registry and of the entries that it advertises."""
 
     record: MemberRecord
-    sequence: int
+    sequence: Count
     load: InstanceLoad
-    names_root: int
-    held_root: int
-    rumours: tuple[MemberUpdate, ...]
+    registry_root: Word
+    advertised_root: Word
+    updates: Updates
 
 
-@dataclass(frozen=True, slots=True)
-class Ping:
-    """Answer with an `Ack`."""
+class Ping(_Message, frozen=True, tag="ping"):
+    """A probe; the receiver answers with an `Ack`."""
 
-    number: int
-    rumours: tuple[MemberUpdate, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PingReq:
-    """Ping `target` for me; its `Ack`, or your `Nack`."""
-
-    number: int
-    target: str
-    rumours: tuple[MemberUpdate, ...]
+    number: Count
+    updates: Updates
 
 
-@dataclass(frozen=True, slots=True)
-class Ack:
-    """The record of the one pinged."""
+class PingRequest(_Message, frozen=True, tag="ping-req"):
+    """Makes the receiver ping `target`, and forward its `Ack` or send a `Nack`."""
 
-    number: int
+    number: Count
+    target: Name
+    updates: Updates
+
+
+class Ack(_Message, frozen=True, tag="ack"):
+    """The record of the instance that was pinged."""
+
+    number: Count
     record: MemberRecord
 
 
-@dataclass(frozen=True, slots=True)
-class Nack:
-    """I did what you asked, and it did not answer me either."""
+class Nack(_Message, frozen=True, tag="nack"):
+    """The target of a `PingRequest` has not answered its sender either."""
 
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Sync:
-    """Push-pull: all I know of members, and the roots of all my maps. `answer`: no answer is wanted to this one."""
-
-    answer: bool
-    records: tuple[MemberRecord, ...]
-    roots: tuple[tuple[str, int], ...]
+    number: Count
 
 
-@dataclass(frozen=True, slots=True)
-class Compare:
-    """These are the sums of my copy of a lww_map: send me what yours has in the buckets that differ."""
+class Sync(_Message, frozen=True, tag="sync"):
+    """Push-pull: all records that the sender has, and the roots of all its maps. An answer gets no answer."""
 
-    number: int
-    owner: str
-    sums: tuple[int, ...]
+    is_answer: bool
+    records: Annotated[tuple[MemberRecord, ...], Meta(max_length=MAX_KNOWN)]
+    roots: Annotated[tuple[tuple[NameOrEmpty, Word], ...], Meta(max_length=MAX_KNOWN + 1)]
 
 
-@dataclass(frozen=True, slots=True)
-class Entries:
-    """Entries of one lww_map: news when `number` is 0, else part of an answer of `total` entries.
+class Compare(_Message, frozen=True, tag="compare"):
+    """The sums of the sender's copy of a map; the receiver sends its entries of the buckets that differ."""
 
-    `whole`: all that differs is in that answer.
+    number: Count
+    owner: NameOrEmpty
+    sums: Annotated[tuple[Word, ...], Meta(min_length=BUCKETS, max_length=BUCKETS)]
+
+
+class Entries(_Message, frozen=True, tag="entries"):
+    """Entries of one map: news when `number` is 0, else part of the answer, of `total` entries, to that `Compare`.
+
+    `is_complete`: the answer has everything that differs.
     """
 
-    number: int
-    owner: str
-    entries: tuple[Entry, ...]
-    total: int
-    whole: bool
+    number: Count
+    owner: NameOrEmpty
+    entries: Annotated[tuple[Entry, ...], Meta(max_length=MAX_BATCH)]
+    total: Count
+    is_complete: bool
 
 
-@dataclass(frozen=True, slots=True)
-class PeerQuery:
-    """A question to the instance itself (what would this request cost you?), or its answer. Not read here."""
+class PeerQuery(_Message, frozen=True, tag="query"):
+    """A query for the layers above, such as the cost of a request, or the answer to one."""
 
-    number: int
-    answer: bool
-    body: tuple[str | int | float, ...]
+    number: Count
+    is_answer: bool
+    body: Annotated[tuple[QueryItem, ...], Meta(max_length=64)]
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """I go now: this connection ends without a suspicion."""
+class Leave(_Message, frozen=True, tag="leave"):
+    """The sender shuts down: its connection ends without a suspicion."""
 
     record: MemberRecord
 
 
-@dataclass(frozen=True, slots=True)
-class Malformed:
-    """What came instead of a message, in words for a log."""
+class Malformed(Struct, frozen=True):
+    """The result of decoding anything that is not a message, with the reason for a log."""
 
     reason: str
 
 
-Message = Hello | Refuse | Heartbeat | Ping | PingReq | Ack | Nack | Sync | Compare | Entries | PeerQuery | Leave
-
-# ---- reading
-
-
-class _WrongError(ValueError):
-    """A value that is not what the message has in that place."""
-
-
-T = TypeVar("T")
-Check = Callable[[object], T]
-
-
-def _count(value: object) -> int:
-    if type(value) is not int or not 0 <= value < 2**62:
-        raise _WrongError("a count")
-    return value
-
-
-def _whole(value: object) -> int:
-    if type(value) is not int or abs(value) >= 2**62:
-        raise _WrongError("a whole number")
-    return value
-
-
-def _word(value: object) -> int:
-    if type(value) is not int or not 0 <= value < 2**64:
-        raise _WrongError("a 64-bit number")
-    return value
-
-
-def _real(value: object) -> float:
-    if type(value) not in (int, float) or not math.isfinite(number := float(cast(float, value))):
-        raise _WrongError("a number")
-    return number
-
-
-def _flag(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise _WrongError("true or false")
-    return value
-
-
-def _text(longest: int, shortest: int = 1) -> Check[str]:
-    def check(value: object) -> str:
-        if not isinstance(value, str) or not shortest <= len(value) <= longest or not _PLAIN.fullmatch(value):
-            raise _WrongError(f"{shortest} to {longest} plain characters")
-        return value
-
-    return check
-
-
-_any_address = _text(MAX_ADDRESS)
-
-
-def _address(value: object) -> str:
-    """Where an instance can be reached. The text goes into URLs that this instance asks for."""
-    address = _any_address(value)
-    try:
-        split_address(address)
-    except ValueError:
-        raise _WrongError("HOST:PORT") from None
-    return address
-
-
-def _many(check: Check[T], most: int, least: int = 0) -> Check[tuple[T, ...]]:
-    def check_all(value: object) -> tuple[T, ...]:
-        if not isinstance(value, list) or not least <= len(value) <= most:
-            raise _WrongError(f"a list of {least} to {most}")
-        return tuple(map(check, value))
-
-    return check_all
-
-
-def _shape(make: Callable[..., T], *checks: Check[object]) -> Check[T]:
-    def read(value: object) -> T:
-        if not isinstance(value, list) or len(value) != len(checks):
-            raise _WrongError(f"{len(checks)} fields")
-        return make(*(check(item) for check, item in zip(checks, value, strict=True)))
-
-    return read
-
-
-def _state(value: object) -> MemberState:
-    if type(value) is not int or value not in MemberState.__members__.values():
-        raise _WrongError("a state")
-    return MemberState(value)
-
-
-def _status(value: object) -> ServingStatus:
-    if value not in get_args(ServingStatus):
-        raise _WrongError("a status")
-    return cast(ServingStatus, value)
-
-
-def _pair(one: Check[T], two: Check[object]) -> Check[tuple[T, object]]:
-    return _shape(lambda first, second: (first, second), one, two)
-
-
-def _quoted(value: object) -> str | int | float:
-    if isinstance(value, str) and len(value) <= MAX_VALUE:
-        return value
-    return value if type(value) is int and abs(value) < 2**62 else _real(value)
-
-
-def _entry(value: object) -> Entry:
-    entry = _raw_entry(value)
-    if not entry_fits(entry.key, entry.value) or (entry.deleted and entry.value):
-        raise _WrongError("a entry")
-    return entry
-
-
-def _value_item(value: object) -> str | int:
-    if not isinstance(value, str) and type(value) is not int:
-        raise _WrongError("a text or a whole number")
-    return value
-
-
-def _key(value: object) -> str:
-    if not isinstance(value, str) or len(value) > MAX_KEY:
-        raise _WrongError("a key")
-    return value
-
-
-_NAME, _OWNER, _NONCE = _text(MAX_NAME), _text(MAX_NAME, 0), _text(64)
-_MEMBER: Check[MemberRecord] = _shape(MemberRecord, _NAME, _address, _count, _count, _state)
-_RUMOURS = _many(_shape(MemberUpdate, _MEMBER, _OWNER), MAX_UPDATES)
-_LOAD: Check[InstanceLoad] = _shape(
-    *(InstanceLoad, _status, _count, _count, _many(_pair(_count, _count), _MAX_RANKS)),
-    *(_count, _count, _count, _whole, _count, _real, _real, _real),
-)
-_VALUE: Check[EntryValue] = _many(_value_item, 8)
-_raw_entry: Check[Entry] = _shape(Entry, _key, _VALUE, _count, _NAME, _flag)
-
-_own_hello = _shape(Hello, _count, _OWNER, _text(256, 0), _NAME, _address, _count, _NONCE, _text(64, 0), _flag)
-
-
-def _hello(value: object) -> Hello:
-    """One of another version is read as far as it is known here, so that both sides can say which theirs is."""
-    if isinstance(value, list) and value and value[0] != PROTOCOL_VERSION:
-        value = value[: len(fields(Hello))]
-    return _own_hello(value)
-
-
-_READERS: dict[str, Check[Message]] = {
-    "hello": _hello,
-    "refuse": _shape(Refuse, _NONCE, _text(1000)),
-    "beat": _shape(Heartbeat, _MEMBER, _count, _LOAD, _word, _word, _RUMOURS),
-    "ping": _shape(Ping, _count, _RUMOURS),
-    "ping-req": _shape(PingReq, _count, _NAME, _RUMOURS),
-    "ack": _shape(Ack, _count, _MEMBER),
-    "nack": _shape(Nack, _count),
-    "sync": _shape(Sync, _flag, _many(_MEMBER, MAX_KNOWN), _many(_pair(_OWNER, _word), MAX_KNOWN + 1)),
-    "compare": _shape(Compare, _count, _OWNER, _many(_word, BUCKETS, BUCKETS)),
-    "entries": _shape(Entries, _count, _OWNER, _many(_entry, MAX_BATCH), _count, _flag),
-    "quote": _shape(PeerQuery, _count, _flag, _many(_quoted, _MAX_QUOTE)),
-    "leave": _shape(Leave, _MEMBER),
-}
-_KINDS: dict[type[Message], str] = {
-    Hello: "hello",
-    Refuse: "refuse",
-    Heartbeat: "beat",
-    Ping: "ping",
-    PingReq: "ping-req",
-    Ack: "ack",
-    Nack: "nack",
-    Sync: "sync",
-    Compare: "compare",
-    Entries: "entries",
-    PeerQuery: "quote",
-    Leave: "leave",
-}
-
-
-def decode(body: bytes) -> Message | Malformed:
-    """The message in a frame's body. Never raises."""
-    if len(body) > MAX_FRAME:
-        return Malformed(f"a frame of {len(body)} bytes; {MAX_FRAME} is the limit")
-    try:
-        value = orjson.loads(body)
-        if not isinstance(value, list) or not value or not isinstance(value[0], str) or value[0] not in _READERS:
-            raise _WrongError("a message of a known kind")
-        return _READERS[value[0]](value[1:])
-    except _WrongError as error:
-        return Malformed(f"not {error} where the message has one")
-    except ValueError as error:
-        return Malformed(f"not JSON: {error}")
-
-
-def is_valid_identity(name: str, address: str) -> bool:
-    """Whether others could read an instance's name and address."""
-    try:
-        return bool(_NAME(name) and _address(address))
-    except _WrongError:
-        return False
-
-
-def entry_from_fields(value: object) -> Entry | None:
-    """A entry from elsewhere than a frame, as the list of its fields; None unless it could have come in a frame."""
-    try:
-        return _entry(value)
-    except _WrongError:
-        return None
+Message = Hello | Refuse | Heartbeat | Ping | PingRequest | Ack | Nack | Sync | Compare | Entries | PeerQuery | Leave
+_decoder = msgspec.json.Decoder(Message)
+_encoder = msgspec.json.Encoder()
 
 
 def encode(message: Message) -> bytes:
-    """The body of a frame. Our own messages are within the limits that `decode` holds others to."""
-    return orjson.dumps(
-        [_KINDS[type(message)], *_plain(message)], default=_plain, option=orjson.OPT_PASSTHROUGH_DATACLASS
-    )
+    """Returns the body of a frame. This instance's own messages are within the bounds that `decode` checks."""
+    return _encoder.encode(message)
+
+
+def decode(body: bytes) -> Message | Malformed:
+    """Returns the message in a frame's body. Never raises."""
+    if len(body) > MAX_FRAME:
+        return Malformed(f"a frame of {len(body)} bytes; {MAX_FRAME} is the limit")
+    try:
+        message = _decoder.decode(body)
+        if isinstance(message, Hello) and message.protocol == PROTOCOL_VERSION:
+            msgspec.json.decode(body, type=_ExactHello)
+    except (ValueError, RecursionError) as error:
+        return Malformed(str(error))
+    return message if _is_valid(message) else Malformed("an address, entry or 64-bit number out of bounds")
+
+
+def _is_valid(message: Message) -> bool:
+    """Checks what the types of the fields cannot express."""
+    match message:
+        case Hello(address=address):
+            return _is_address(address)
+        case Heartbeat(record=record, updates=updates, registry_root=one, advertised_root=other):
+            return _is_address(record.address) and _are_valid(updates) and max(one, other) < 2**64
+        case Ping(updates=updates) | PingRequest(updates=updates):
+            return _are_valid(updates)
+        case Ack(record=record) | Leave(record=record):
+            return _is_address(record.address)
+        case Sync(records=records, roots=roots):
+            return all(_is_address(record.address) for record in records) and all(root < 2**64 for _, root in roots)
+        case Compare(sums=sums):
+            return max(sums) < 2**64
+        case Entries(entries=entries):
+            return all(map(_is_valid_entry, entries))
+    return True
+
+
+def _are_valid(updates: tuple[MemberUpdate, ...]) -> bool:
+    return all(_is_address(update.record.address) for update in updates)
+
+
+def _is_valid_entry(entry: Entry) -> bool:
+    return entry_fits(entry.key, entry.value) and not (entry.deleted and entry.value)
+
+
+@lru_cache(maxsize=1024)  # every heartbeat repeats the addresses of instances
+def _is_address(address: str) -> bool:
+    """Whether this is HOST:PORT and nothing else, because it becomes part of URLs that this instance requests."""
+    try:
+        split_address(address)
+    except ValueError:
+        return False
+    return True
+
+
+def is_valid_identity(name: str, address: str) -> bool:
+    """Whether other instances would accept an instance's name and address."""
+    try:
+        msgspec.convert((name, address), tuple[Name, Address])
+    except msgspec.ValidationError:
+        return False
+    return _is_address(address)
+
+
+def entry_from_fields(fields: object) -> Entry | None:
+    """Returns the entry with a list of fields, or None unless a message could contain it."""
+    try:
+        entry = msgspec.convert(fields, Entry)
+    except msgspec.ValidationError:
+        return None
+    return entry if _is_valid_entry(entry) else None
 
 
 def entry_batches(entries: Iterable[Entry]) -> Iterator[tuple[Entry, ...]]:
-    """Entries in order, cut so that each piece fits into a frame. Reads no further than the pieces that are taken."""
-    piece: list[Entry] = []
-    room = BATCH_BYTES
+    """Yields the entries in order, in batches that each fit into a frame. Consumes only the batches that are taken."""
+    batch: list[Entry] = []
+    free = BATCH_BYTES
     for entry in entries:
-        # JSON escapes at worst six characters for one; a field around them costs a few more
+        # JSON escapes need at worst six bytes for a character, and the fields around them a few more.
         size = 6 * (len(entry.key) + len(entry.node) + sum(len(str(item)) + 4 for item in entry.value)) + 40
-        if piece and (len(piece) == MAX_BATCH or size > room):
-            yield tuple(piece)
-            piece, room = [], BATCH_BYTES
-        piece.append(entry)
-        room -= size
-    if piece:
-        yield tuple(piece)
-
-
-def _plain(value: object) -> list[object]:
-    """A dataclass as the list of its fields; orjson asks for each one it meets."""
-    if is_dataclass(value):
-        return [getattr(value, field.name) for field in fields(value)]
-    raise TypeError(f"{type(value)} is in no message")
+        if batch and (len(batch) == MAX_BATCH or size > free):
+            yield tuple(batch)
+            batch, free = [], BATCH_BYTES
+        batch.append(entry)
+        free -= size
+    if batch:
+        yield tuple(batch)

@@ -398,7 +398,7 @@ class Node:
                 self._quoted(peer, quote)
 
     def _quoted(self, peer: str, quote: PeerQuery) -> None:
-        if not quote.answer:
+        if not quote.is_answer:
             self.protocol.send_query(peer, PeerQuery(quote.number, True, self._listener.answer_query(peer, quote.body)))
         elif (future := self._questions.get((peer, quote.number))) is not None and not future.done():
             future.set_result(quote.body)

@@ -7,8 +7,9 @@ or draws a number that was not handed in, so the tests and the simulator run wha
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from random import Random
+
+from msgspec.structs import replace
 
 from caraserve.cluster.membership import messages
 from caraserve.cluster.membership.auth import Keyring
@@ -27,6 +28,7 @@ from caraserve.cluster.membership.events import (
     name_conflict_refusal,
     refusal_reason,
 )
+from caraserve.cluster.membership.message_fields import MAX_NAME
 from caraserve.cluster.membership.swim import (
     MAX_LIVE,
     MemberRecord,
@@ -57,8 +59,7 @@ class ClusterProtocol:
         """Raises ConfigError for a name or address that others could not read."""
         if not messages.is_valid_identity(settings.name, settings.address):
             raise ConfigError(
-                f"--name {settings.name!r} at {settings.address!r}: "
-                f"plain ASCII, up to {messages.MAX_NAME}, at HOST:PORT"
+                f"--name {settings.name!r} at {settings.address!r}: plain ASCII, up to {MAX_NAME}, at HOST:PORT"
             )
         me = MemberRecord(settings.name, settings.address, wall_ms, 0, MemberState.ALIVE)
         self.members = MemberTable(me, settings.timing, rng, now)
@@ -136,9 +137,9 @@ class ClusterProtocol:
 
     def _take_part(self, now: float) -> None:
         for probe in self.members.tick(now):
-            self._send(probe.target, messages.Ping(probe.number, self.members.rumours(probe.target)))
+            self._send(probe.target, messages.Ping(probe.number, self.members.updates(probe.target)))
             for via in probe.via:
-                self._send(via, messages.PingReq(probe.number, probe.target, self.members.rumours(via)))
+                self._send(via, messages.PingRequest(probe.number, probe.target, self.members.updates(via)))
         for asker, asked in self._relays.expired(now):
             self._send(asker, messages.Nack(asked))
         for message in self._sharing.take_news(self._wall_ms(now)):
@@ -321,7 +322,7 @@ class ClusterProtocol:
         match message:
             case messages.Heartbeat() | messages.Sync() | messages.Leave():
                 self._take_view(link, name, message, now)
-            case messages.Ping() | messages.PingReq() | messages.Ack() | messages.Nack():
+            case messages.Ping() | messages.PingRequest() | messages.Ack() | messages.Nack():
                 self._take_probe(link, name, message, now)
             case messages.Compare():
                 for part in self._sharing.answer(message):
@@ -339,14 +340,16 @@ class ClusterProtocol:
         self, link: Connection, name: str, message: messages.Heartbeat | messages.Sync | messages.Leave, now: float
     ) -> None:
         match message:
-            case messages.Heartbeat(record, sequence, load, names_root, held_root, rumours) if record.name == name:
-                self._merge((MemberUpdate(record, ""), *rumours), now)
+            case messages.Heartbeat(record, sequence, load, registry_root, advertised_root, updates) if (
+                record.name == name
+            ):
+                self._merge((MemberUpdate(record, ""), *updates), now)
                 if self.members.get(name) is None:
                     self._unlink(link)
                     link.refuse(CLUSTER_FULL, now)
                     return
                 self.state.take_load(name, record.epoch, sequence, load, now)
-                self._saw_roots(link, name, ((REGISTRY, names_root), (name, held_root)), now)
+                self._saw_roots(link, name, ((REGISTRY, registry_root), (name, advertised_root)), now)
             case messages.Sync(answer, records, roots):
                 for record in records:
                     self.members.merge(
@@ -363,15 +366,15 @@ class ClusterProtocol:
         self,
         link: Connection,
         name: str,
-        message: messages.Ping | messages.PingReq | messages.Ack | messages.Nack,
+        message: messages.Ping | messages.PingRequest | messages.Ack | messages.Nack,
         now: float,
     ) -> None:
         match message:
-            case messages.Ping(number, rumours):
-                self._merge(rumours, now)
+            case messages.Ping(number, updates):
+                self._merge(updates, now)
                 link.send(messages.Ack(number, self.members.me))
-            case messages.PingReq(number, target, rumours):
-                self._merge(rumours, now)
+            case messages.PingRequest(number, target, updates):
+                self._merge(updates, now)
                 self._relay(name, number, target, now)
             case messages.Ack(number, record):
                 asker, asked = self._relays.answered(number)
@@ -380,9 +383,9 @@ class ClusterProtocol:
             case messages.Nack(number):
                 self.members.nacked(number, name)
 
-    def _merge(self, rumours: Iterable[MemberUpdate], now: float) -> None:
-        for rumour in rumours:
-            self.members.merge(rumour, now)
+    def _merge(self, updates: Iterable[MemberUpdate], now: float) -> None:
+        for update in updates:
+            self.members.merge(update, now)
 
     def _saw_roots(self, link: Connection, name: str, roots: Iterable[tuple[str, int]], now: float) -> None:
         for owner, root in roots:
@@ -395,7 +398,7 @@ class ClusterProtocol:
         if number is None:
             self._send(asker, messages.Nack(asked))
         else:
-            self._send(target, messages.Ping(number, self.members.rumours(target)))
+            self._send(target, messages.Ping(number, self.members.updates(target)))
 
     def _beat(self) -> None:
         self._sequence += 1
@@ -403,7 +406,7 @@ class ClusterProtocol:
         roots = (names.root if names else 0, mine.root if mine else 0)
         beat = messages.Heartbeat(self.members.me, self._sequence, self._load, *roots, ())
         for name, link in self._peers.items():
-            link.send(replace(beat, rumours=self.members.rumours(name)))
+            link.send(replace(beat, updates=self.members.updates(name)))
 
     def _sync(self, *, answer: bool) -> messages.Sync:
         return messages.Sync(answer, self.members.records(), self.state.roots())

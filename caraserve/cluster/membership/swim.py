@@ -17,9 +17,14 @@ it, a suspect is told so in every frame to it, and one whose own loop stood stil
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum
 from random import Random
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from caraserve.cluster.membership.message_fields import Address, Count, Name, NameOrEmpty
 
 MAX_LIVE = 64  # n² connections and beats are fine to here; beyond, a router of its own is the better design
 MAX_KNOWN = 4 * MAX_LIVE  # records kept, with the dead and the departed: a bound on memory under invented names
@@ -37,14 +42,13 @@ class MemberState(IntEnum):
     LEFT = 3
 
 
-@dataclass(frozen=True, slots=True)
-class MemberRecord:
-    """One instance as somebody sees it."""
+class MemberRecord(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What one instance believes of another, or says of itself."""
 
-    name: str
-    address: str
-    epoch: int
-    incarnation: int
+    name: Name
+    address: Address
+    epoch: Count  # the start of the instance, in ms since 1970
+    incarnation: Count
     state: MemberState
 
     @property
@@ -58,12 +62,11 @@ def newer_record(one: MemberRecord, other: MemberRecord) -> MemberRecord:
     return max(one, other, key=lambda record: record.order)
 
 
-@dataclass(frozen=True, slots=True)
-class MemberUpdate:
-    """A record on its way through the cluster. `by`: who holds the suspicion, empty in any other state."""
+class MemberUpdate(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A record that is passed on from instance to instance, attached to other messages."""
 
     record: MemberRecord
-    by: str
+    suspected_by: NameOrEmpty  # the instance that suspects it; empty in any other state
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +99,12 @@ class DetectorTiming:
 
     silent_s: float = 0.75  # three beats
     probe_s: float = 0.5
-    suspect_s: float = 2.0  # for up to 10 instances; grows with log10 of their number, as rumours take longer
+    suspect_s: float = 2.0  # for up to 10 instances; grows with log10 of their number, as updates take longer
     stretch: float = 3.0  # a suspicion nobody shares runs this much longer
     confirmations: int = 3  # further accusers after which it runs shortest
     lag_s: float = 0.5  # a longer gap between ticks is our own standstill
     vias: int = 3
-    spread: float = 3.0  # λ: a rumour goes out λ·log2(n+1) times
+    spread: float = 3.0  # λ: a update goes out λ·log2(n+1) times
     forget_s: float = 3600.0  # the dead are dialled and remembered so long
 
 
@@ -125,7 +128,7 @@ class MemberTable:
         self._timing = timing
         self._rng = rng
         self._others: dict[str, _Member] = {}
-        self._queue: dict[tuple[str, str], tuple[MemberUpdate, int]] = {}  # (name, accuser) → rumour, times sent
+        self._queue: dict[tuple[str, str], tuple[MemberUpdate, int]] = {}  # (name, accuser) → update, times sent
         self._events: list[MemberChanged | NameConflict] = []
         self._health = 0  # Lifeguard's: 0 is well; probes wait 1 + this many times as long
         self._troubled_s = self._ticked_s = now
@@ -179,9 +182,9 @@ class MemberTable:
         known = member is not None and member.record.state < MemberState.DEAD
         return known or len(self.live()) + 1 < MAX_LIVE
 
-    def merge(self, rumour: MemberUpdate, now: float, *, by_sync: bool = False) -> None:
+    def merge(self, update: MemberUpdate, now: float, *, by_sync: bool = False) -> None:
         """Takes in what somebody believes. A death learnt by sync is a suspicion: it may be old, or another side's."""
-        record = rumour.record
+        record = update.record
         if record.name == self.me.name:
             self._answer(record, now)
             return
@@ -190,14 +193,14 @@ class MemberTable:
             # A death of one we never knew would be handed from one that still remembers to one that has forgotten,
             # for ever. Whoever missed the death can only meet it as a new name, and finds it silent.
             if record.state < MemberState.DEAD:
-                self._admit(rumour, now)
+                self._admit(update, now)
             return
         if record.state == MemberState.DEAD and member.record.state < MemberState.DEAD:
-            # Nor is anyone dead whom we hear ourselves; it will learn of the rumour from us, and refute it.
+            # Nor is anyone dead whom we hear ourselves; it will learn of the update from us, and refute it.
             heard = now - member.heard_s <= self._timing.silent_s
             if (by_sync or heard) and record.order[:2] >= member.record.order[:2]:
                 record = replace(record, state=MemberState.SUSPECT)
-                rumour = MemberUpdate(record, rumour.by or self.me.name)
+                update = MemberUpdate(record, update.suspected_by or self.me.name)
         if newer_record(record, member.record) is not member.record and record != member.record:
             if (
                 member.record.state >= MemberState.DEAD
@@ -206,9 +209,9 @@ class MemberTable:
             ):
                 self.refused_names += 1
                 return
-            self._set(member, record, now, accuser=rumour.by)
+            self._set(member, record, now, accuser=update.suspected_by)
         elif record == member.record and record.state == MemberState.SUSPECT:
-            self._confirm(member, rumour.by)
+            self._confirm(member, update.suspected_by)
 
     def heard(self, name: str, address: str, now: float) -> None:
         """A frame of that instance there, and no other of its name, arrived, directly or as the answer to a probe."""
@@ -271,7 +274,7 @@ class MemberTable:
 
     # ---- what goes out
 
-    def rumours(self, to: str) -> tuple[MemberUpdate, ...]:
+    def updates(self, to: str) -> tuple[MemberUpdate, ...]:
         """Those to piggyback on a frame to `to`, the least sent first; counted as sent."""
         chosen: list[MemberUpdate] = []
         member = self._others.get(to)
@@ -281,16 +284,16 @@ class MemberTable:
                 MemberUpdate(member.record, self.me.name if member.record.state == MemberState.SUSPECT else "")
             )
         limit = math.ceil(self._timing.spread * math.log2(len(self.live()) + 2))
-        for key, (rumour, sent) in sorted(self._queue.items(), key=lambda item: item[1][1]):
+        for key, (update, sent) in sorted(self._queue.items(), key=lambda item: item[1][1]):
             if len(chosen) == MAX_UPDATES:
                 break
-            if rumour.record.name == to:
+            if update.record.name == to:
                 continue
-            chosen.append(rumour)
+            chosen.append(update)
             if sent + 1 >= limit:
                 del self._queue[key]
             else:
-                self._queue[key] = (rumour, sent + 1)
+                self._queue[key] = (update, sent + 1)
         return tuple(chosen)
 
     # ---- inside
@@ -317,18 +320,18 @@ class MemberTable:
         self._outbids, self._outbid = self._outbids + 1, address
         return self._outbids <= _MOST_OUTBIDS
 
-    def _admit(self, rumour: MemberUpdate, now: float) -> None:
-        if not self.admits(rumour.record.name):
+    def _admit(self, update: MemberUpdate, now: float) -> None:
+        if not self.admits(update.record.name):
             self.refused_names += 1
             return
         if len(self._others) >= MAX_KNOWN - 1:
             gone = [name for name, member in self._others.items() if member.record.state >= MemberState.DEAD]
             self._forget(min(gone, key=lambda name: self._others[name].since_s))  # live ones are fewer than that
-        member = self._others[rumour.record.name] = _Member(rumour.record, now, now)
-        if rumour.record.state == MemberState.SUSPECT:
-            member.accusers = {rumour.by}
-        self._events.append(MemberChanged(rumour.record, None))
-        self._spread(rumour)
+        member = self._others[update.record.name] = _Member(update.record, now, now)
+        if update.record.state == MemberState.SUSPECT:
+            member.accusers = {update.suspected_by}
+        self._events.append(MemberChanged(update.record, None))
+        self._spread(update)
 
     def _set(self, member: _Member, record: MemberRecord, now: float, *, accuser: str = "") -> None:
         before, member.record, member.since_s = member.record, record, now
@@ -391,17 +394,17 @@ class MemberTable:
     def _spread_me(self) -> None:
         self._spread(MemberUpdate(self.me, ""))
 
-    def _spread(self, rumour: MemberUpdate) -> None:
+    def _spread(self, update: MemberUpdate) -> None:
         if (
-            rumour.record.state != MemberState.SUSPECT
-            or (old := self._queued(rumour.record.name)) is None
-            or old != rumour.record
+            update.record.state != MemberState.SUSPECT
+            or (old := self._queued(update.record.name)) is None
+            or old != update.record
         ):
-            self._unspread(rumour.record.name)
-        self._queue[rumour.record.name, rumour.by] = (rumour, 0)
+            self._unspread(update.record.name)
+        self._queue[update.record.name, update.suspected_by] = (update, 0)
 
     def _queued(self, name: str) -> MemberRecord | None:
-        return next((rumour.record for (about, _), (rumour, _) in self._queue.items() if about == name), None)
+        return next((update.record for (about, _), (update, _) in self._queue.items() if about == name), None)
 
     def _unspread(self, name: str) -> None:
         for key in [key for key in self._queue if key[0] == name]:

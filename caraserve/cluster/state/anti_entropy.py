@@ -61,7 +61,7 @@ class AntiEntropy:
         frames: list[EntriesMessage] = []
         for owner, waiting in self._news.items():
             pieces = islice(entry_batches(waiting.values()), _NEWS_FRAMES - len(frames))
-            frames += [EntriesMessage(0, owner, piece, 0, whole=False) for piece in pieces]
+            frames += [EntriesMessage(0, owner, piece, 0, is_complete=False) for piece in pieces]
         for frame in frames:
             for entry in frame.entries:
                 del self._news[frame.owner][entry.key]
@@ -109,7 +109,7 @@ class AntiEntropy:
         if question.got < message.total:
             return news, None
         del self._open[message.owner]
-        if question.news or not message.whole:
+        if question.news or not message.is_complete:
             lww_map = self._state.map_of(message.owner)
             differs = lww_map is not None and lww_map.root != question.root
             return news, self._ask(peer, message.owner, question.root, now) if differs else None

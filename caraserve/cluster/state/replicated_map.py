@@ -8,11 +8,15 @@ Loads are not merged but replaced: the newest of each instance counts, with its 
 
 import heapq
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
+from msgspec import Meta, Struct
+from msgspec.structs import replace
+
+from caraserve.cluster.membership.message_fields import Count, Integer, Name
 from caraserve.config import ADAPTER_NAME, DIGEST
 from caraserve.errors import InvalidRequest
 
@@ -36,14 +40,13 @@ EntryValue: TypeAlias = tuple[str | int, ...]
 ServingStatus = Literal["starting", "serving", "draining"]
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One key's newest value, or its tombstone (`deleted`, with an empty value). `node` wrote it at `hlc`."""
 
-    key: str
-    value: EntryValue
-    hlc: int  # ms since 1970, then 16 bits that count within one ms
-    node: str
+    key: Annotated[str, Meta(max_length=MAX_KEY)]
+    value: Annotated[EntryValue, Meta(max_length=MAX_ITEMS)]
+    hlc: Count  # ms since 1970, then 16 bits that count within one ms
+    node: Name
     deleted: bool = False
 
     @property
@@ -67,30 +70,35 @@ class RegisteredAdapter:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class InstanceLoad:
+class InstanceLoad(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What an instance says of itself four times a second: all that a router needs to predict it."""
 
     status: ServingStatus = "starting"
-    running: int = 0
-    queued: int = 0
-    ranks: tuple[tuple[int, int], ...] = ()  # (rank, requests): the maximum must fall when a request ends
-    queued_tokens: int = 0  # of prompts not yet prefilled
-    queued_token_ranks: int = 0  # Σ tokens · rank of them
-    kv_tokens: int = 0  # that its memory holds
-    kv_free_tokens: int = 0  # of them, after what the queued requests will take: below zero when they wait
-    queue_room: int = 0  # requests that it takes before it refuses
+    running: Count = 0
+    queued: Count = 0
+    ranks: Annotated[
+        tuple[tuple[Count, Count], ...], Meta(max_length=64)
+    ] = ()  # (rank, requests): the maximum must fall when a request ends
+    queued_tokens: Count = 0  # of prompts not yet prefilled
+    queued_token_ranks: Count = 0  # Σ tokens · rank of them
+    kv_tokens: Count = 0  # that its memory holds
+    kv_free_tokens: Integer = 0  # of them, after what the queued requests will take: below zero when they wait
+    queue_room: Count = 0  # requests that it takes before it refuses
     response_tokens: float = 0.0  # mean length of late
     iteration_age_s: float = 0.0  # alive is not able: an engine may hang under a loop that answers
     lag_s: float = 0.0
 
 
 def entry_fits(key: str, value: EntryValue) -> bool:
-    """Whether others would take it: bounded, and text that can be sent."""
+    """Whether other instances would accept an entry: sizes within bounds, and text without lone surrogates."""
     texts = [key, *(item for item in value if isinstance(item, str))]
-    sized = 0 < len(key) <= MAX_KEY and len(value) <= MAX_ITEMS and sum(map(len, texts)) <= len(key) + MAX_VALUE
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError:
+        return False
     numbers = all(0 <= item < 2**62 for item in value if not isinstance(item, str))
-    return sized and numbers and not any("\ud800" <= char <= "\udfff" for text in texts for char in text)
+    sized = 0 < len(key) <= MAX_KEY and len(value) <= MAX_ITEMS and sum(map(len, texts)) <= len(key) + MAX_VALUE
+    return sized and numbers
 
 
 class HybridClock:

@@ -17,11 +17,10 @@ from caraserve.cluster.membership.auth import (
     sign_frame,
     verify_frame,
 )
+from caraserve.cluster.membership.message_fields import MAX_ADDRESS, MAX_NAME
 from caraserve.cluster.membership.messages import (
-    MAX_ADDRESS,
     MAX_BATCH,
     MAX_FRAME,
-    MAX_NAME,
     Ack,
     Compare,
     Entries,
@@ -33,7 +32,7 @@ from caraserve.cluster.membership.messages import (
     Nack,
     PeerQuery,
     Ping,
-    PingReq,
+    PingRequest,
     Refuse,
     Sync,
     decode,
@@ -54,7 +53,7 @@ words = st.integers(0, 2**64 - 1)
 reals = st.floats(0, 1e9)
 addresses = st.sampled_from(["a:1", "10.0.0.7:65535", "[::1]:80", "b-2.c_d.example.:8000"])
 records = st.builds(MemberRecord, names, addresses, counts, counts, st.sampled_from(MemberState))
-rumours = st.lists(st.builds(MemberUpdate, records, maybe), max_size=4).map(tuple)
+updates = st.lists(st.builds(MemberUpdate, records, maybe), max_size=4).map(tuple)
 loads = st.builds(
     InstanceLoad,
     st.sampled_from(["starting", "serving", "draining"]),
@@ -75,9 +74,9 @@ entries = st.one_of(
 messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(Hello, counts, maybe, maybe, names, addresses, counts, names, maybe, st.booleans()),
     st.builds(Refuse, names, plain),
-    st.builds(Heartbeat, records, counts, loads, words, words, rumours),
-    st.builds(Ping, counts, rumours),
-    st.builds(PingReq, counts, names, rumours),
+    st.builds(Heartbeat, records, counts, loads, words, words, updates),
+    st.builds(Ping, counts, updates),
+    st.builds(PingRequest, counts, names, updates),
     st.builds(Ack, counts, records),
     st.builds(Nack, counts),
     st.builds(
@@ -157,8 +156,8 @@ def test_a_message_with_one_wrong_thing_in_it_never_raises(
         ["entries", 0, "", [["k" * (MAX_KEY + 1), [], 1, "n", False]], 0, False],
         ["entries", 0, "", [["k", [1.5], 1, "n", False]], 0, False],
         ["sync", False, [["a", "b:1", 1, 1, 0]] * (MAX_KNOWN + 1), []],
-        ["quote", 1, False, ["x" * (MAX_VALUE + 1)]],
-        ["quote", 1, False, [[1]]],
+        ["query", 1, False, ["x" * (MAX_VALUE + 1)]],
+        ["query", 1, False, [[1]]],
     ],
 )
 def test_what_is_not_quite_a_message_is_malformed(value: object) -> None:
@@ -176,10 +175,15 @@ ELSEWHERE = [
 @pytest.mark.parametrize("address", ELSEWHERE)
 def test_where_an_instance_is_must_be_a_host_and_a_port_in_every_message(address: str) -> None:
     record = MemberRecord("a", "a:1", 1, 1, MemberState.ALIVE)
-    rumours = (MemberUpdate(record, ""),)
+    updates = (MemberUpdate(record, ""),)
     said: list[Message] = [
         Hello(2, "c", "m", "a", "a:1", 1, "n", "", False),
-        *(Heartbeat(record, 1, InstanceLoad(), 0, 0, ()), Ping(1, rumours), PingReq(1, "b", rumours), Ack(1, record)),
+        *(
+            Heartbeat(record, 1, InstanceLoad(), 0, 0, ()),
+            Ping(1, updates),
+            PingRequest(1, "b", updates),
+            Ack(1, record),
+        ),
         *(Sync(False, (record,), ()), Leave(record)),
     ]
     for message in said:
@@ -195,10 +199,23 @@ def test_what_is_not_json_is_malformed(body: bytes) -> None:
     assert isinstance(decode(body), Malformed)
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'["sync",false,[],[["",18446744073709551616]]]',
+        b'["heartbeat",["a","a:1",1,1,0],1,["serving"],18446744073709551616,0,[]]',
+        b'["heartbeat",["a","a:1",1,1,0],1,["serving",0,0,[],0,0,0,0,0,1e999,0,0],0,0,[]]',
+        b'["heartbeat",["a","a:1",1,1,0],1,["serving",0,0,[],0,0,0,0,0,0,0,0,0],0,0,[]]',
+    ],
+)
+def test_numbers_and_fields_beyond_the_bounds_are_malformed(body: bytes) -> None:
+    assert isinstance(decode(body), Malformed)
+
+
 def test_the_largest_messages_fit_into_a_frame() -> None:
     highest = 2**62 - 1
     record = MemberRecord("n" * MAX_NAME, "a" * (MAX_ADDRESS - 6) + ":65535", highest, highest, MemberState.SUSPECT)
-    rumour = MemberUpdate(record, "n" * MAX_NAME)
+    update = MemberUpdate(record, "n" * MAX_NAME)
     load = InstanceLoad(
         "starting",
         *(highest, highest, ((highest, highest),) * 64),
@@ -208,7 +225,7 @@ def test_the_largest_messages_fit_into_a_frame() -> None:
     entry = Entry("\x00" * MAX_KEY, ("\x00" * MAX_VALUE, *[highest] * 7), highest, "n" * MAX_NAME)
     largest: list[Message] = [
         Sync(False, (record,) * MAX_KNOWN, (("n" * MAX_NAME, 2**64 - 1),) * (MAX_KNOWN + 1)),
-        Heartbeat(record, highest, load, 2**64 - 1, 2**64 - 1, (rumour,) * MAX_UPDATES),
+        Heartbeat(record, highest, load, 2**64 - 1, 2**64 - 1, (update,) * MAX_UPDATES),
         Compare(highest, "n" * MAX_NAME, (2**64 - 1,) * BUCKETS),
         *(Entries(highest, "n" * MAX_NAME, batch, highest, False) for batch in entry_batches([entry] * 50)),
     ]

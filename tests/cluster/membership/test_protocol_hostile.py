@@ -94,7 +94,7 @@ def test_rumours_of_a_beat_that_was_replaced_still_go_out() -> None:
     one, other, _ = pair()
     for name in "xyz":
         one.members.merge(MemberUpdate(MemberRecord(name, f"{name}:1", 5, 0, MemberState.ALIVE), ""), 0.3)
-        for _ in range(30):  # as often as a rumour is sent, and no frame leaves
+        for _ in range(30):  # as often as a update is sent, and no frame leaves
             one.set_load(InstanceLoad(), 0.3, urgent=True)
             one.tick(0.3)
     exchange_back(one, other, 0.3)

@@ -1,13 +1,13 @@
-"""The rules of membership, one instance at a time, by hand-made rumours and a hand-moved clock."""
+"""The rules of membership, one instance at a time, by hand-made updates and a hand-moved clock."""
 
 import math
 from collections import Counter
-from dataclasses import replace
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from caraserve.cluster.membership.swim import (
     MAX_KNOWN,
@@ -147,7 +147,7 @@ def test_we_refute_suspicion_and_death_but_not_once_we_left() -> None:
     assert members.me.incarnation == 5
     members.merge(told("me", DEAD, 0, epoch=777), 1.0)  # of an earlier life whose clock ran ahead
     assert (members.me.epoch, members.me.incarnation) == (778, 0)
-    assert any(rumour.record == members.me for rumour in members.rumours("b"))
+    assert any(update.record == members.me for update in members.updates("b"))
     members.leave()
     left = members.me
     members.merge(told("me", DEAD, 50, epoch=778), 1.0)
@@ -180,7 +180,7 @@ def test_nobody_is_dead_whom_we_hear() -> None:
     view.wait(1, hear=("b", "c"))
     view.members.merge(told("b", DEAD), view.now)
     assert view.state("b") == SUSPECT
-    assert MemberUpdate(record("b", SUSPECT), "me") in view.members.rumours("b")
+    assert MemberUpdate(record("b", SUSPECT), "me") in view.members.updates("b")
     view.wait(20, hear=("b", "c"))
     assert view.state("b") == SUSPECT  # it hears of it from us in every frame, and alone can refute it
     view.members.merge(told("b", ALIVE, 1), view.now)
@@ -329,7 +329,7 @@ def test_the_dead_are_forgotten_after_their_time() -> None:
     assert view.state("b") is None
 
 
-# ---- rumours
+# ---- updates
 
 
 @pytest.mark.parametrize("size", [2, 5, 20, 63])
@@ -337,21 +337,21 @@ def test_a_rumour_goes_out_a_bounded_number_of_times(size: int) -> None:
     names = [f"n{index}" for index in range(size)]
     members = View(*names).members
     for _ in range(500):
-        members.rumours("n0")
+        members.updates("n0")
     members.merge(told("n1", ALIVE, 1), 0.0)
-    sent = Counter(rumour for _ in range(500) for rumour in members.rumours("n0"))
+    sent = Counter(update for _ in range(500) for update in members.updates("n0"))
     assert sent == {told("n1", ALIVE, 1): math.ceil(TIMING.spread * math.log2(size + 2))}
 
 
 def test_newer_word_replaces_what_waits_and_each_accuser_is_told_of() -> None:
     members = View("b", "c", "d").members
-    while members.rumours("d"):
+    while members.updates("d"):
         pass
     members.merge(told("b", SUSPECT, by="c"), 0.0)
     members.merge(told("b", SUSPECT, by="d"), 0.0)
-    assert {rumour.by for rumour in members.rumours("d")} == {"c", "d"}
+    assert {update.suspected_by for update in members.updates("d")} == {"c", "d"}
     members.merge(told("b", ALIVE, 1), 0.1)
-    assert members.rumours("d") == (told("b", ALIVE, 1),)
+    assert members.updates("d") == (told("b", ALIVE, 1),)
 
 
 def test_the_least_sent_goes_first_and_a_frame_is_bounded() -> None:
@@ -359,9 +359,9 @@ def test_the_least_sent_goes_first_and_a_frame_is_bounded() -> None:
     members = View(*names).members
     seen: set[str] = set()
     for _ in range(3):
-        rumours = members.rumours("nobody")
-        assert len(rumours) <= MAX_UPDATES
-        seen |= {rumour.record.name for rumour in rumours}
+        updates = members.updates("nobody")
+        assert len(updates) <= MAX_UPDATES
+        seen |= {update.record.name for update in updates}
     assert seen == {"me", *names}
 
 
@@ -369,7 +369,7 @@ def test_a_suspect_is_told_so_in_every_frame() -> None:
     members = View("b", "c").members
     members.lost("b", 0.0)
     for _ in range(100):
-        assert MemberUpdate(record("b", SUSPECT), "me") in members.rumours("b")
+        assert MemberUpdate(record("b", SUSPECT), "me") in members.updates("b")
 
 
 # ---- bounds
@@ -396,7 +396,7 @@ def test_invented_names_take_bounded_room() -> None:
     for index in range(2000):
         members.merge(told(f"n{index}"), index * 0.01)
         members.merge(told(f"n{index}", LEFT, 1), index * 0.01)
-        members.rumours("n0")
+        members.updates("n0")
     assert len(members.records()) <= MAX_KNOWN
     assert len(members._queue) <= 2 * MAX_KNOWN
     assert members.get("n1999") is not None

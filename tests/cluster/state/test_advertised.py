@@ -1,11 +1,11 @@
 """What an instance says of itself arrives as it was said, and what is no such thing is as if nothing had been said."""
 
-import dataclasses
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from caraserve.cluster.membership.swim import MemberRecord, MemberState
 from caraserve.cluster.routing.cost import LinkSpeeds, Tier
@@ -70,7 +70,7 @@ def test_what_are_no_links_are_as_fast_as_could_be(value: EntryValue) -> None:
 
 
 def test_the_largest_rank_falls_when_its_last_request_ends() -> None:
-    assert backlog_of(dataclasses.replace(load_of(WORK, "serving", 50.0), ranks=((8, 2), (64, 0)))).rank_max == 8
+    assert backlog_of(replace(load_of(WORK, "serving", 50.0), ranks=((8, 2), (64, 0)))).rank_max == 8
 
 
 def test_a_load_says_all_that_the_cost_function_asks() -> None:
