@@ -142,6 +142,7 @@ async def build_engine(
     )
     catalog = Catalog(spec, registry, manager, reader, rules)
     complaints = _add_adapters(catalog, lora_config)
+    metrics.show(manager.counters.families)
     engine = Engine(
         base_names=names,
         backend=backend,

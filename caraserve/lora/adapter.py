@@ -3,6 +3,7 @@
 `manager.py` is the only writer.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -12,6 +13,7 @@ from caraserve.core.batch import BASE_ADAPTER_SLOT
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.errors import AdapterRejected, CaraServeError
 from caraserve.lora.start_policy import LayerGroup
+from caraserve.telemetry.prometheus import family
 
 _AGAIN_S = 5.0  # after a failure, before a version is read ahead again; who is admitted tries at once
 _HALF_LIFE_S = 60.0  # of the rate that eviction goes by
@@ -134,14 +136,25 @@ class Adapter:
 
 @dataclass(slots=True)
 class CacheCounters:
-    """Events since the start, for metrics."""
+    """Events since the start. The device cache is looked up when a request is admitted; the host cache when an adapter
+    that is not on the device is wanted there."""
 
     device_hits: int = 0
+    device_misses: int = 0
     host_hits: int = 0
-    disk_reads: int = 0
+    disk_reads: int = 0  # misses of the host cache: read from disk or another instance, prefetches included
     device_evictions: int = 0
     host_evictions: int = 0
-    failures: int = 0
+
+    def families(self, labels: str) -> Iterator[str]:
+        """Yields the metrics, with `labels` on every sample."""
+        for name, text, device, host in (
+            ("hits", "Adapters wanted in a cache and found there.", self.device_hits, self.host_hits),
+            ("misses", "Adapters wanted in a cache and not found there.", self.device_misses, self.disk_reads),
+            ("evictions", "Adapters evicted from a cache.", self.device_evictions, self.host_evictions),
+        ):
+            samples = [(f'tier="device",{labels}', device), (f'tier="host",{labels}', host)]
+            yield family(f"caraserve:adapter_cache_{name}_total", "counter", text, samples)
 
 
 def too_large(num_bytes: int, budget_bytes: int, flag: str) -> AdapterRejected:

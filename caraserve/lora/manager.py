@@ -140,7 +140,9 @@ class AdapterManager:
         self.device_loader.count_bypass(adapter)
         if adapter.tier is AdapterTier.DEVICE:
             self.counters.device_hits += 1
-        elif adapter.tier is AdapterTier.HOST and adapter not in self.device_loader:
+            return
+        self.counters.device_misses += 1
+        if adapter.tier is AdapterTier.HOST and adapter not in self.device_loader:
             self.counters.host_hits += 1
             adapter.asked_s = self._now()
             self.device_loader.want(adapter)
@@ -260,7 +262,6 @@ class AdapterManager:
             event.set()
 
     def _fail(self, adapter: Adapter, error: CaraServeError) -> None:
-        self.counters.failures += 1
         self._observe_load(self._now() - adapter.asked_s, False)
         adapter.fail(error, self._now())
         self._forget_if_unused(adapter)

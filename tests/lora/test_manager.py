@@ -4,6 +4,7 @@ import itertools
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from caraserve.core.lora_layout import ALIGN_BYTES
 from caraserve.errors import AdapterRejected
@@ -31,6 +32,28 @@ def test_a_request_brings_its_adapter_to_the_device_and_the_next_finds_it_there(
     world.serve("a")
     assert world.manager.counters.disk_reads == 1
     assert world.manager.counters.device_hits == 1
+
+
+def test_metrics_count_hits_misses_and_evictions_of_both_caches() -> None:
+    world = World(device_bytes=100)
+    for name in "abc":
+        world.add(name)
+    for name in "aabca":
+        world.serve(name)
+    text = "".join(world.manager.counters.families('engine="0"'))
+    counts = {
+        (sample.name, sample.labels["tier"]): sample.value
+        for found in text_string_to_metric_families(text)
+        for sample in found.samples
+    }
+    assert counts == {
+        ("caraserve:adapter_cache_hits_total", "device"): 2,
+        ("caraserve:adapter_cache_hits_total", "host"): 0,
+        ("caraserve:adapter_cache_misses_total", "device"): 3,
+        ("caraserve:adapter_cache_misses_total", "host"): 3,
+        ("caraserve:adapter_cache_evictions_total", "device"): 1,
+        ("caraserve:adapter_cache_evictions_total", "host"): 0,
+    }
 
 
 def test_the_adapter_least_asked_for_makes_room() -> None:
