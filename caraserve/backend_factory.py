@@ -11,14 +11,14 @@ from caraserve.core.backend import Backend
 from caraserve.core.machine_profile import Profile
 from caraserve.errors import ConfigError, ModelLoadError
 from caraserve.gpu.driver.detect import detect, prepare_environment
-from caraserve.model.dtype import Dtype
+from caraserve.model.dtype import DTYPES, Dtype
 from caraserve.model.spec import ModelSpec
 from caraserve.telemetry.progress import CompileProgress, progress
 from caraserve.telemetry.trace import Trace
 from caraserve.util.units import human_bytes
 
 if TYPE_CHECKING:  # they import kernels, which are compiled after all checks
-    from caraserve.cpu.lora_workers.pool import Workers
+    from caraserve.cpu.lora_workers.pool import WorkerPool
     from caraserve.cpu.lora_workers.timing import RoundTrip
 
 log = logging.getLogger(__name__)
@@ -31,8 +31,6 @@ _CPU_STEP_TOKENS, _GPU_STEP_TOKENS = 256, 2048
 _KV_SHARE, _KV_MOST_BYTES = 0.3, 8 << 30  # of the free memory, for the KV cache by default
 _SWITCH_S = 0.0005  # a thread may keep Python's lock: the device waits for the threads that launch work
 
-_DTYPES = {"float32": Dtype.F32, "bfloat16": Dtype.BF16, "float16": Dtype.F16}
-
 
 class ServingBackend(Backend, Protocol):
     """What a server needs of a backend besides running batches."""
@@ -40,7 +38,7 @@ class ServingBackend(Backend, Protocol):
     device_name: str  # for log lines
     accelerator: str  # the GPU's name; empty without one
     shares_cores: bool  # whether LoRA workers use cores that iterations need
-    workers: "Workers"
+    workers: "WorkerPool"
 
     def start_workers(self, tokens_per_worker: Callable[[int], int]) -> None:
         """Starts the LoRA workers, once. `tokens_per_worker(rank)`: most tokens of a slice."""
@@ -160,9 +158,9 @@ def build_cuda_backend(
 def dtype_of(spec: ModelSpec, asked: str) -> Dtype:
     """The dtype of --dtype, or of the checkpoint. Raises ModelLoadError if it cannot be served."""
     name = spec.dtype if asked == "auto" else asked
-    if name not in _DTYPES:
-        raise ModelLoadError(f"config.json: dtype {name!r} is not supported; give --dtype {', '.join(_DTYPES)}")
-    return _DTYPES[name]
+    if name not in DTYPES:
+        raise ModelLoadError(f"config.json: dtype {name!r} is not supported; give --dtype {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def _context(spec: ModelSpec, model: ModelConfig) -> int:

@@ -23,7 +23,7 @@ from caraserve import demo
 from caraserve.backend_factory import ADAPTER_SLOTS, ServingBackend, build_backend
 from caraserve.config import PRELOADED_MODES, ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
 from caraserve.core.machine_profile import Profile
-from caraserve.cpu.arena import Arena
+from caraserve.cpu.shared_memory import Arena
 from caraserve.engine.merge_policy import MergePolicy
 from caraserve.errors import ConfigError
 from caraserve.kv.memory_budget import MemoryBudget

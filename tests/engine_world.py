@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from caraserve.core.backend import Limits, SharedMemory
 from caraserve.core.lora_layout import aligned_bytes
 from caraserve.core.request import Finish, GenerateRequest, SamplingParams, TokenDelta
-from caraserve.cpu.arena import Arena
+from caraserve.cpu.shared_memory import Arena
 from caraserve.engine.active_request import TokenStream
 from caraserve.engine.merge_policy import MergePolicy
 from caraserve.kv.memory_budget import MemoryBudget

@@ -6,6 +6,7 @@ a batch may be built while the one before it is still running.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from caraserve.core.request import TokenLogprob
 
@@ -48,6 +49,11 @@ class SlotSampling:
     min_tokens: int
     end_ids: tuple[int, ...]  # banned while fewer than min_tokens have been sampled
     logit_bias: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def greedy(cls, prompt_tokens: int) -> Self:
+        """Returns the parameters of plain greedy decoding: temperature 0 and nothing that changes the logits."""
+        return cls(prompt_tokens, 0, 0.0, 1.0, 0, 0.0, 0.0, 0.0, 1.0, 0, (), ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from caraserve.errors import ConfigError
+from caraserve.util.cache_folder import cache_folder
 
 SCHEMA = 1  # goes up when a field changes its name or meaning
 
@@ -188,7 +189,7 @@ class Profile:
         return self.link_latency_ms + 1000 * num_bytes / self.link_bytes_per_s
 
     def cpu_lora_ms(self, tokens: int, rank: int, targets: Targets) -> float:
-        """ONE core's time for one layer's modules; handing over comes on top.
+        """ONE core's time for one layer's modules; handing off comes on top.
 
         A token's time grows in a line with the rank between measured ranks and beyond them; below the least measured
         rank it stays the same, since kernels pad to it.
@@ -289,5 +290,4 @@ def _slug(text: str) -> str:
 def default_path(machine: str, model: str) -> Path:
     """Where the profile of a model on a machine is kept: a name to read, and a digest that tells equal names apart."""
     digest = hashlib.sha256(f"{machine}\n{model}".encode()).hexdigest()[:8]
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "caraserve" / "profiles" / f"{_slug(machine)}--{_slug(model)}-{digest}.json"
+    return cache_folder("profiles") / f"{_slug(machine)}--{_slug(model)}-{digest}.json"

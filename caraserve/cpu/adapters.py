@@ -18,7 +18,7 @@ def _publish(word, value):  # type: ignore[no-untyped-def]
 
 
 @dataclass(slots=True, eq=False)
-class Image:
+class CpuImage:
     """An adapter on its way to the device, or there. `data` is filled by groups of layers. Until all are in the host
     tier, only `streamed_prefill.py` has kernels use it, as far as `can_compute` says."""
 
@@ -29,7 +29,7 @@ class Image:
     is_cut: bool = False  # whether those that are not in the host tier never will be
 
     @classmethod
-    def empty(cls, adapter: HostAdapter, layers: int | None = None) -> "Image":
+    def empty(cls, adapter: HostAdapter, layers: int | None = None) -> "CpuImage":
         """Room for an adapter of which nothing has arrived, and `layers` layers are in the host tier; None: all. Takes
         no memory until it is written."""
         arrived = aligned_bytes(64).view(np.int64)
@@ -62,7 +62,7 @@ class DeviceAdapters:
         self._arrived = np.zeros(num_slots, np.int64)  # addresses
         self.max_rank = np.zeros(num_slots, np.int64)  # largest padded rank of a slot
         self.bindings = np.zeros(num_slots, np.int64)  # how often a slot's meaning has changed
-        self._images: dict[int, Image] = {}
+        self._images: dict[int, CpuImage] = {}
 
     def addresses(self) -> dict[str, int]:
         """The fields of a LORA record that are this table's."""
@@ -77,7 +77,7 @@ class DeviceAdapters:
         """Whether layers of a bound slot are still missing."""
         return int(self._images[slot].arrived[0]) != self._layers
 
-    def image(self, slot: int) -> Image:
+    def image(self, slot: int) -> CpuImage:
         """What a bound slot means."""
         return self._images[slot]
 
@@ -86,7 +86,7 @@ class DeviceAdapters:
         adapted: NDArray[np.bool_] = self._entries["rank"][slot] > 0
         return adapted
 
-    def bind(self, slot: int, image: Image) -> None:
+    def bind(self, slot: int, image: CpuImage) -> None:
         """Makes `slot` mean `image`, whether or not it has arrived."""
         self.unbind(slot)
         spec = image.adapter.spec

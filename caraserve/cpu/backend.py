@@ -17,20 +17,19 @@ from caraserve.core.backend import Limits
 from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, ScheduledRow, SlotSampling, SlotStart, StepResult
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.core.machine_profile import Profile
-from caraserve.cpu.adapters import DeviceAdapters, Image
+from caraserve.cpu.adapters import CpuImage, DeviceAdapters
 from caraserve.cpu.attention import BLOCK_TOKENS
-from caraserve.cpu.batch import HostBatch, Shape, build_batch, collect
+from caraserve.cpu.batch import BatchShape, CpuBatch, build_batch, collect
 from caraserve.cpu.buffers import Buffers
 from caraserve.cpu.forward import Sampler, step
-from caraserve.cpu.link import Link
-from caraserve.cpu.loader import Copier
-from caraserve.cpu.lora_workers.pool import Workers
+from caraserve.cpu.loader import AdapterLoader, EmulatedLink
+from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.lora_workers.timing import RoundTrip, one_segment, round_trip
-from caraserve.cpu.merged_weights import MergedWeights
+from caraserve.cpu.merged_weights import CpuMergedWeights
 from caraserve.cpu.sampling import SLOT_SAMPLING, write_sampling
-from caraserve.cpu.streamed_prefill import Asides
+from caraserve.cpu.streamed_prefill import StreamedPrefills
 from caraserve.cpu.structs import CACHE, filled
-from caraserve.cpu.thread_team import Team, yield_to_event_loop
+from caraserve.cpu.thread_team import ThreadTeam, yield_to_event_loop
 from caraserve.cpu.tracing import trace_batch
 from caraserve.cpu.weights import LoadedModel
 from caraserve.model.spec import ModelSpec
@@ -75,7 +74,7 @@ class CpuBackend:
             streamed_batches=_STREAMED_PLANS,
         )
         self._spec, self._loaded, self._trace = spec, loaded, trace
-        self._merged: MergedWeights | None = None  # until it is asked for: it takes as much memory as the base
+        self._merged: CpuMergedWeights | None = None  # until it is asked for: it takes as much memory as the base
         self._adapters = DeviceAdapters(spec, sizes.adapter_slots)
         self._sampling = np.zeros(sizes.num_slots, SLOT_SAMPLING)
         self._blocks = np.zeros((sizes.num_slots, ceil_div(sizes.max_context, BLOCK_TOKENS)), np.int64)
@@ -87,18 +86,20 @@ class CpuBackend:
         self._buffers = Buffers(loaded.model, tokens, outputs, sizes.threads, sizes.host_bytes, sizes.lora_cpus)
         self.host_memory = self._buffers.host_memory
         self._lora = self._buffers.lora_record(self._adapters.addresses())
-        self.workers = Workers(self._buffers.region, self._buffers.blocks, sizes.lora_cpus, self._buffers.block_bytes)
-        self._shape = Shape(spec.layers, len(self.workers), traced=trace is not None)
+        self.workers = WorkerPool(
+            self._buffers.region, self._buffers.blocks, sizes.lora_cpus, self._buffers.block_bytes
+        )
+        self._shape = BatchShape(spec.layers, len(self.workers), traced=trace is not None)
         vocab = int(loaded.model["vocab"][0])
         self._logits = np.zeros((outputs, int(loaded.model["vocab_pad"][0])), np.float32)
         self._copies = np.zeros((sizes.threads, vocab), np.float32)
         self._seen = np.zeros((sizes.threads, vocab), np.uint8)
-        self._team = Team(sizes.threads)
+        self._team = ThreadTeam(sizes.threads)
         self._jobs: SimpleQueue[_LaneJob | None] = SimpleQueue()
-        self._link = Link()
-        self._copier = Copier(self._link, self._jobs.put, trace)
+        self._link = EmulatedLink()
+        self._copier = AdapterLoader(self._link, self._jobs.put, trace)
         beside = [self._buffers.beside() for _ in range(_STREAMED_PLANS)]
-        self._asides = Asides(spec.layers, beside, self._compute, self._result)
+        self._asides = StreamedPrefills(spec.layers, beside, self._compute, self._result)
         self._copier.moved = self._asides.go_on
         self._lane = threading.Thread(target=self._run_lane, name="caraserve-lane", daemon=True)
         self._lane.start()
@@ -106,7 +107,7 @@ class CpuBackend:
     def warm_up(self, *, merging: bool = False) -> None:
         """Compiles or loads the kernels by computing one token; to be called once, before any plan. `merging`: also
         what plans with a merged adapter need."""
-        sampling = SlotSampling(1, 0, 0.0, 1.0, 0, 0.0, 0.0, 0.0, 1.0, 0, (), ())
+        sampling = SlotSampling.greedy(1)
         rows = (ScheduledRow(0, 0, 1, BASE_ADAPTER_SLOT, samples=True),)
         outcome = self._run(Batch((SlotStart(0, (0,), sampling),), (), rows))
         if isinstance(outcome, Exception):
@@ -176,7 +177,7 @@ class CpuBackend:
         layers: int | None = None,
     ) -> None:
         """Binds on the lane, after all that was launched before; copies on the copy thread."""
-        image = Image.empty(adapter, layers)
+        image = CpuImage.empty(adapter, layers)
         self._jobs.put(lambda: self._adapters.bind(slot, image))
         self._copier.load(slot, image, group_ends, done)
 
@@ -237,11 +238,11 @@ class CpuBackend:
         else:
             self._asides.begin(plan, batch, image, done)
 
-    def _batch_of(self, plan: Batch) -> HostBatch:
+    def _batch_of(self, plan: Batch) -> CpuBatch:
         self._apply(plan)
         return build_batch(plan, self._adapters, self._sampling["prompt_tokens"], self._shape)
 
-    def _compute(self, plan: Batch, batch: HostBatch, buffers: NDArray[np.void]) -> None:
+    def _compute(self, plan: Batch, batch: CpuBatch, buffers: NDArray[np.void]) -> None:
         model = self._loaded.model if plan.merged is None else self._weights_with(plan.merged)
         started_ns = time.monotonic_ns()
         self.workers.watch(batch.is_arriving)
@@ -252,7 +253,7 @@ class CpuBackend:
         if self._trace is not None:
             trace_batch(self._trace, plan, batch, started_ns, time.monotonic_ns())
 
-    def _result(self, plan: Batch, batch: HostBatch, started_s: float) -> StepResult:
+    def _result(self, plan: Batch, batch: CpuBatch, started_s: float) -> StepResult:
         rows = collect(plan, batch, self._sampling["prompt_tokens"])
         return StepResult(rows, started_s, time.monotonic())
 
@@ -261,14 +262,14 @@ class CpuBackend:
         if slot != BASE_ADAPTER_SLOT and self._adapters.is_arriving(slot):
             raise ValueError(f"adapter slot {slot} cannot be merged: its weights have not arrived")
         if self._merged is None:
-            self._merged = MergedWeights(self._spec, self._loaded, self._team.size)
+            self._merged = CpuMergedWeights(self._spec, self._loaded, self._team.size)
         started_ns, before = time.monotonic_ns(), self._merged.merges
         model = self._merged.holding(slot, self._adapters, self._buffers.record, self._lora, self._team.run)
         if self._trace is not None and self._merged.merges > before:
             self._trace.span("device", f"merging adapter slot {slot}", started_ns, time.monotonic_ns())
         return model
 
-    def _sampler(self, batch: HostBatch) -> Sampler:
+    def _sampler(self, batch: CpuBatch) -> Sampler:
         return Sampler(
             table=self._sampling,
             logits=self._logits,

@@ -17,7 +17,7 @@ Words = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class HostBatch:
+class CpuBatch:
     """One iteration's BATCH record, the arrays behind its addresses, and room for the results."""
 
     record: NDArray[np.void]
@@ -59,7 +59,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class BatchShape:
     """What a batch's side tables are sized by."""
 
     layers: int
@@ -67,7 +67,7 @@ class Shape:
     traced: bool
 
 
-def build_batch(plan: Batch, adapters: DeviceAdapters, prompt_tokens: Words, shape: Shape) -> HostBatch:
+def build_batch(plan: Batch, adapters: DeviceAdapters, prompt_tokens: Words, shape: BatchShape) -> CpuBatch:
     """`prompt_tokens` by request slot. Where an adapter is merged into the weights, no row has LoRA of its own."""
     rows = plan.rows
     counts = np.array([row.count for row in rows], np.int64)
@@ -109,7 +109,7 @@ def build_batch(plan: Batch, adapters: DeviceAdapters, prompt_tokens: Words, sha
         arriving=any(adapters.is_arriving(segment.adapter_slot) for segment in segments),
         **{name: int(array.ctypes.data) if array.size else 0 for name, array in arrays.items()},
     )
-    return HostBatch(
+    return CpuBatch(
         record=record,
         arrays=tuple(arrays.values()),
         outputs=wanted,
@@ -136,13 +136,13 @@ def _segments(rows: tuple[ScheduledRow, ...], first: Words) -> list[Segment]:
     return segments
 
 
-def collect(plan: Batch, batch: HostBatch, prompt_tokens: Words) -> tuple[RowResult, ...]:
+def collect(plan: Batch, batch: CpuBatch, prompt_tokens: Words) -> tuple[RowResult, ...]:
     """Row results in the plan's order."""
     found = OutputValues(batch.chosen, batch.logprob, batch.top_ids, batch.top_logprobs)
     return outputs.collect(plan, batch.outputs, found, prompt_tokens, _loads(batch))
 
 
-def _loads(batch: HostBatch) -> dict[int, tuple[int, float]]:
+def _loads(batch: CpuBatch) -> dict[int, tuple[int, float]]:
     """By adapter slot: layers that CPU workers computed, and ms spent waiting for weights."""
     if not batch.is_arriving:
         return {}

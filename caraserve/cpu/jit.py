@@ -16,13 +16,14 @@ import numba
 import numba.extending
 from numba.core import event
 
+from caraserve.util.cache_folder import cache_folder
+
 
 def _cache_folder() -> Path:
     digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(source.read_bytes())
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "caraserve" / "kernels" / digest.hexdigest()[:16]
+    return cache_folder("kernels") / digest.hexdigest()[:16]
 
 
 # Numba reads its variables again whenever one has changed, so what is set in any other way does not last. To be set

@@ -107,7 +107,7 @@ def merge(thread, team, models, merged_models, buffer_sets, loras, slot, scratch
     meet(buffers.barrier, team)
 
 
-class MergedWeights:
+class CpuMergedWeights:
     """Room for every linear module's panels, and which adapter is in it. The lane thread's alone."""
 
     def __init__(self, spec: ModelSpec, loaded: LoadedModel, threads: int) -> None:

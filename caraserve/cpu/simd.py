@@ -35,7 +35,7 @@ def _converts_half() -> bool:
 
 
 _CONVERTS_HALF = _converts_half()
-DTYPE_F32, DTYPE_BF16, DTYPE_F16 = 0, 1, 2  # the codes of model/layout.py:Dtype
+DTYPE_F32, DTYPE_BF16, DTYPE_F16 = 0, 1, 2  # the codes of `Dtype`
 
 _I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 VF, _VI, _VI16, _VH = (ir.VectorType(t, LANES) for t in (F32, I32, _I16, ir.HalfType()))

@@ -13,19 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.core.batch import Batch, RowResult, StepResult
-from caraserve.cpu.adapters import Image
-from caraserve.cpu.batch import HostBatch
+from caraserve.cpu.adapters import CpuImage
+from caraserve.cpu.batch import CpuBatch
 
 Done = Callable[[StepResult | Exception], None]
-Compute = Callable[[Batch, HostBatch, NDArray[np.void]], None]
-Collect = Callable[[Batch, HostBatch, float], StepResult]
+Compute = Callable[[Batch, CpuBatch, NDArray[np.void]], None]
+Collect = Callable[[Batch, CpuBatch, float], StepResult]
 
 
 @dataclass(slots=True, eq=False)
-class _Aside:
+class _StreamedPrefill:
     plan: Batch
-    batch: HostBatch
-    image: Image
+    batch: CpuBatch
+    image: CpuImage
     done: Done
     buffers: NDArray[np.void]
     started_s: float
@@ -41,7 +41,7 @@ class _Aside:
         return self.image.can_compute(assist=self.plan.rows[0].assist)
 
 
-class Asides:
+class StreamedPrefills:
     """The lane thread's alone."""
 
     def __init__(self, layers: int, buffers: Sequence[NDArray[np.void]], compute: Compute, collect: Collect) -> None:
@@ -49,11 +49,11 @@ class Asides:
         `collect` makes the result when all have been."""
         self._layers, self._free = layers, list(buffers)
         self._compute, self._collect = compute, collect
-        self._under_way: list[_Aside] = []
+        self._under_way: list[_StreamedPrefill] = []
 
-    def begin(self, plan: Batch, batch: HostBatch, image: Image, done: Done) -> None:
+    def begin(self, plan: Batch, batch: CpuBatch, image: CpuImage, done: Done) -> None:
         """Takes a plan whose slot and blocks are known."""
-        self._under_way.append(_Aside(plan, batch, image, done, self._free.pop(), time.monotonic()))
+        self._under_way.append(_StreamedPrefill(plan, batch, image, done, self._free.pop(), time.monotonic()))
         self.go_on()
 
     def recall(self, slot: int) -> None:
@@ -78,7 +78,7 @@ class Asides:
         for aside in list(self._under_way):
             self._end(aside, RuntimeError("the device has been closed"))
 
-    def _advance(self, aside: _Aside, end: int) -> None:
+    def _advance(self, aside: _StreamedPrefill, end: int) -> None:
         began_s = time.monotonic()
         try:
             aside.batch.compute(aside.layer, end)
@@ -90,13 +90,13 @@ class Asides:
         except Exception as error:  # the loop fails the plan's request and goes on
             self._end(aside, error)
 
-    def _outcome(self, aside: _Aside) -> StepResult:
+    def _outcome(self, aside: _StreamedPrefill) -> StepResult:
         """All between the layers was waiting."""
         result = self._collect(aside.plan, aside.batch, aside.started_s)
         (row,), waited_s = result.rows, result.done_s - result.started_s - aside.computed_s
         return replace(result, rows=(replace(row, waited_ms=row.waited_ms + 1000 * max(0.0, waited_s)),))
 
-    def _end(self, aside: _Aside, outcome: StepResult | Exception) -> None:
+    def _end(self, aside: _StreamedPrefill, outcome: StepResult | Exception) -> None:
         self._under_way.remove(aside)
         self._free.append(aside.buffers)
         aside.done(outcome)

@@ -37,7 +37,7 @@ def _publish(word, value):  # type: ignore[no-untyped-def]
     store_release(word, value)
 
 
-class Team:
+class ThreadTeam:
     """`size` threads, the caller of `run` included."""
 
     def __init__(self, size: int) -> None:

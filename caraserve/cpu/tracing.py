@@ -1,14 +1,14 @@
 """An iteration as spans of a trace: the whole, each layer on the device, each hand-off on a CPU worker."""
 
 from caraserve.core.batch import Batch
-from caraserve.cpu.batch import HostBatch
+from caraserve.cpu.batch import CpuBatch
 from caraserve.cpu.lora_workers.compute_side import WORKERS
 from caraserve.telemetry.trace import Trace
 
 _INPUTS = ("q, k, v", "o", "gate, up", "down")  # modules that read one input, and are handed off together
 
 
-def trace_batch(trace: Trace, plan: Batch, batch: HostBatch, started_ns: int, done_ns: int) -> None:
+def trace_batch(trace: Trace, plan: Batch, batch: CpuBatch, started_ns: int, done_ns: int) -> None:
     """Writes one iteration, or as many layers of it as were computed at a time."""
     decodes = sum(row.count == 1 for row in plan.rows)
     name = f"{plan.num_tokens} tokens"

@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, StepResult
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter
 from caraserve.core.machine_profile import ASSUMED_HANDOFF_MS, Profile
-from caraserve.cpu.lora_workers.pool import Workers
+from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.lora_workers.timing import RoundTrip
 from caraserve.errors import ConfigError
 from caraserve.gpu.driver.streams import Lane
@@ -56,7 +56,7 @@ class CudaBackend:
         self._parts: BackendParts = outcome
         self.limits = self._parts.limits
         self.host_memory = self._parts.assist_resources.region.arena
-        self.workers: Workers = self._parts.assist_resources.workers
+        self.workers: WorkerPool = self._parts.assist_resources.workers
 
     # --- before serving ---
 

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import HostAdapter
-from caraserve.cpu.arena import Arena
+from caraserve.cpu.shared_memory import Arena
 
 
 class HostCache:
@@ -36,7 +36,7 @@ class HostCache:
         self, digest: str, num_bytes: int, is_needed: Callable[[str], bool], evict: Callable[[str], None]
     ) -> NDArray[np.uint8] | None:
         """Room for an adapter to be read into; images that nothing needs give way one by one. None: not now."""
-        while (extent := self._arena.take(num_bytes)) is None:
+        while (extent := self._arena.allocate(num_bytes)) is None:
             victim = next((other for other in self._images if not is_needed(other)), None)
             if victim is None:
                 return None
@@ -51,7 +51,7 @@ class HostCache:
     def drop(self, digest: str) -> None:
         """Gives back the extent of an image, or of one that could not be read."""
         self._images.pop(digest, None)
-        self._arena.give_back(self._extents.pop(digest))
+        self._arena.free(self._extents.pop(digest))
 
     def check(self, reading: set[str]) -> None:
         """Raises AssertionError when an extent has no owner, or bytes of the arena have none or two."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from caraserve.core.backend import Backend
 from caraserve.core.lora_layout import HostAdapter
-from caraserve.cpu.arena import Arena
+from caraserve.cpu.shared_memory import Arena
 from caraserve.errors import AdapterRejected, CaraServeError
 from caraserve.kv.memory_budget import MemoryBudget
 from caraserve.lora.adapter import Adapter, AdapterTier, CacheCounters, RemoteSource, Source

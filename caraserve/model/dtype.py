@@ -20,3 +20,6 @@ class Dtype(Enum):
     def storage(self) -> np.dtype[np.generic]:
         """numpy has no bfloat16, so 16-bit weights travel as raw bits."""
         return np.dtype(np.float32 if self is Dtype.F32 else np.uint16)
+
+
+DTYPES = {"float32": Dtype.F32, "bfloat16": Dtype.BF16, "float16": Dtype.F16}  # names in --dtype and config.json

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from caraserve.model.dtype import Dtype
 
-_DTYPES = {"F32": Dtype.F32, "BF16": Dtype.BF16, "F16": Dtype.F16}
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _MAX_INDEX_BYTES = 64 << 20
 _MAX_HEADER_BYTES = 512 << 10  # twice what A and B of all 7 modules of 126 layers take; the library's check is 4 ms
@@ -59,9 +58,9 @@ class TensorFile:
     def dtype(self, name: str) -> Dtype:
         """Raises TensorFileError for a dtype other than F32, F16 and BF16, and when there is no such tensor."""
         kind = self._entry(name)["dtype"]
-        if kind not in _DTYPES:
+        if kind not in Dtype.__members__:
             raise TensorFileError(f"{self._name}: tensor {name} has dtype {kind}; F32, F16 and BF16 are supported")
-        return _DTYPES[kind]
+        return Dtype[kind]
 
     def raw(self, name: str) -> NDArray[np.generic]:
         """The values of a tensor: float32, or uint16 with the bits of a 16-bit float.

@@ -28,12 +28,10 @@ from caraserve.core.machine_profile import (
     machine_key,
 )
 from caraserve.errors import ConfigError
-from caraserve.model.dtype import Dtype
+from caraserve.model.dtype import DTYPES, Dtype
 from caraserve.model.spec import SITES, ModelSpec
 from caraserve.profiling.microbench import MeasuredBackend, Measurement, SyntheticRequests, adapter_spec, random_adapter
 from caraserve.util.units import align_up, human_bytes
-
-_DTYPES = {"float32": Dtype.F32, "bfloat16": Dtype.BF16, "float16": Dtype.F16}
 
 _LORA_RANKS = (8, 16, 32, 64, 128)
 _LORA_SITES: Mapping[Targets, Sequence[str]] = {"qkv": SITES[:3], "all": SITES}
@@ -140,7 +138,7 @@ def measure(
     effort = _QUICK if quick else _FULL
     dtype = dtype or model.dtype
     device = MeasuredBackend(backend)
-    images = _host_images(device, model, _DTYPES[dtype], effort.ranks)
+    images = _host_images(device, model, DTYPES[dtype], effort.ranks)
     with _bound(device, images, effort) as slots:
         probes = _probes(device, model, images[-1], slots, effort)
         _ask(probes.all(), effort, started_s, progress)

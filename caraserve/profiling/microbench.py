@@ -192,24 +192,7 @@ class SyntheticRequests:
         starts, grants = [], []
         for slot, tokens in tokens_by_slot.items():
             ids = tuple((17 * index + 31 * slot) % self._vocab for index in range(tokens))
-            starts.append(SlotStart(slot, ids, _greedy(tokens)))
+            starts.append(SlotStart(slot, ids, SlotSampling.greedy(tokens)))
             first = slot % self._contexts * self._blocks_each
             grants.append(BlockGrant(slot, 0, tuple(range(first, first + ceil_div(tokens, self._block)))))
         return Batch(tuple(starts), tuple(grants), tuple(rows))
-
-
-def _greedy(prompt_tokens: int) -> SlotSampling:
-    return SlotSampling(
-        prompt_tokens=prompt_tokens,
-        seed=0,
-        temperature=0.0,
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        repetition_penalty=1.0,
-        min_tokens=0,
-        end_ids=(),
-        logit_bias=(),
-    )

@@ -17,7 +17,7 @@ from caraserve.cluster.transfer.disk_cache import DiskCache
 from caraserve.cluster.transfer.peer_client import PeerClient
 from caraserve.core.backend import Limits
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
-from caraserve.cpu.arena import Arena
+from caraserve.cpu.shared_memory import Arena
 from caraserve.kv.memory_budget import MemoryBudget
 from caraserve.lora.adapter import AdapterTier
 from caraserve.lora.catalog import AdapterReader, Catalog, CatalogRules

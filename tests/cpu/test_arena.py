@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caraserve.core.lora_layout import ALIGN_BYTES, aligned_bytes
-from caraserve.cpu.arena import Arena
-from caraserve.cpu.shared_memory import PAGE_BYTES, SharedRegion
+from caraserve.cpu.shared_memory import PAGE_BYTES, Arena, SharedRegion
 
 ROOM = 32 * ALIGN_BYTES
 
@@ -18,7 +17,7 @@ def test_any_order_of_taking_and_giving_back_keeps_every_byte_with_one_owner(ste
     held: list[tuple[np.ndarray, int]] = []  # type: ignore[type-arg]
     for mark, (takes, amount) in enumerate(steps):
         if takes:
-            extent = arena.take(amount)
+            extent = arena.allocate(amount)
             if extent is None:
                 continue
             assert extent.nbytes == amount
@@ -26,37 +25,37 @@ def test_any_order_of_taking_and_giving_back_keeps_every_byte_with_one_owner(ste
             extent[:] = mark
             held.append((extent, mark))
         elif held:
-            arena.give_back(held.pop(amount % len(held))[0])
+            arena.free(held.pop(amount % len(held))[0])
         arena.check()
         assert all((extent == mark % 256).all() for extent, mark in held), "somebody wrote into another's extent"
     for extent, _ in held:
-        arena.give_back(extent)
+        arena.free(extent)
     arena.check()
     assert arena.used_bytes == 0
-    assert arena.take(ROOM) is not None, "what was given back is not one piece"
+    assert arena.allocate(ROOM) is not None, "what was given back is not one piece"
 
 
 def test_a_full_arena_says_so() -> None:
     arena = Arena(aligned_bytes(ROOM))
-    assert arena.take(ROOM) is not None
-    assert arena.take(1) is None
+    assert arena.allocate(ROOM) is not None
+    assert arena.allocate(1) is None
 
 
 def test_scattered_room_is_not_room() -> None:
     arena = Arena(aligned_bytes(3 * ALIGN_BYTES))
-    extents = [arena.take(ALIGN_BYTES) for _ in range(3)]
+    extents = [arena.allocate(ALIGN_BYTES) for _ in range(3)]
     for extent in (extents[0], extents[2]):
         assert extent is not None
-        arena.give_back(extent)
-    assert arena.take(2 * ALIGN_BYTES) is None
+        arena.free(extent)
+    assert arena.allocate(2 * ALIGN_BYTES) is None
 
 
 def test_the_smallest_piece_that_fits_is_taken() -> None:
     arena = Arena(aligned_bytes(8 * ALIGN_BYTES))
-    small, _, _ = arena.take(ALIGN_BYTES), arena.take(ALIGN_BYTES), arena.take(2 * ALIGN_BYTES)
+    small, _, _ = arena.allocate(ALIGN_BYTES), arena.allocate(ALIGN_BYTES), arena.allocate(2 * ALIGN_BYTES)
     assert small is not None
-    arena.give_back(small)
-    again = arena.take(ALIGN_BYTES)
+    arena.free(small)
+    again = arena.allocate(ALIGN_BYTES)
     assert again is not None
     assert again.ctypes.data == small.ctypes.data
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from caraserve.cpu import link as module
-from caraserve.cpu.link import Link
+from caraserve.cpu import loader as module
+from caraserve.cpu.loader import EmulatedLink
 
 BYTES_PER_S = 1024.0  # a power of two: times are exact
 PATIENCE_S = 60.0
@@ -37,15 +37,15 @@ class Clock:
 
 
 @contextlib.contextmanager
-def emulated(bytes_per_s: float | None) -> Iterator[tuple[Link, Clock]]:
+def emulated(bytes_per_s: float | None) -> Iterator[tuple[EmulatedLink, Clock]]:
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "time", clock)
         patch.setattr(module, "threading", SimpleNamespace(Event=lambda: clock))
-        yield Link(bytes_per_s), clock
+        yield EmulatedLink(bytes_per_s), clock
 
 
-def copy(link: Link, num_bytes: int) -> None:
+def copy(link: EmulatedLink, num_bytes: int) -> None:
     link.copy(zeros(num_bytes), zeros(num_bytes))
 
 
@@ -94,7 +94,7 @@ def test_a_new_bandwidth_holds_from_the_next_copy_on() -> None:
 
 
 def test_close_ends_the_waiting() -> None:
-    link = Link(bytes_per_s=1.0)
+    link = EmulatedLink(bytes_per_s=1.0)
     copying = threading.Thread(target=copy, args=(link, 1 << 20), daemon=True)
     copying.start()
     link.close()

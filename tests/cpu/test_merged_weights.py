@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import A_COLUMNS, PANEL, AdapterSpec, HostAdapter, aligned_bytes, lay_out
 from caraserve.cpu import simd
-from caraserve.cpu.adapters import DeviceAdapters, Image
+from caraserve.cpu.adapters import CpuImage, DeviceAdapters
 from caraserve.cpu.buffers import Buffers
 from caraserve.cpu.jit import kernel
-from caraserve.cpu.merged_weights import MergedWeights
+from caraserve.cpu.merged_weights import CpuMergedWeights
 from caraserve.cpu.structs import NUM_WEIGHTS, WQ
-from caraserve.cpu.thread_team import Team
+from caraserve.cpu.thread_team import ThreadTeam
 from caraserve.cpu.weights import LoadedModel, convert, dummy_reader, load_model, to_float32
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES, parse_spec
@@ -47,8 +47,8 @@ class Subject:
     adapters: DeviceAdapters
     buffers: Buffers
     lora: NDArray[np.void]
-    team: Team
-    merged: MergedWeights
+    team: ThreadTeam
+    merged: CpuMergedWeights
 
     def model(self, slot: int = SLOT) -> NDArray[np.void]:
         return self.merged.holding(slot, self.adapters, self.buffers.record, self.lora, self.team.run)
@@ -72,10 +72,10 @@ def subject(dtype: Dtype = Dtype.F32, threads: int = 2, *, zero: bool = False) -
     adapters = DeviceAdapters(SPEC, 4)
     buffers = Buffers(loaded.model, 8, 8, threads, 1 << 16, ())
     lora = buffers.lora_record(adapters.addresses())
-    return Subject(loaded, dtype, adapters, buffers, lora, Team(threads), MergedWeights(SPEC, loaded, threads))
+    return Subject(loaded, dtype, adapters, buffers, lora, ThreadTeam(threads), CpuMergedWeights(SPEC, loaded, threads))
 
 
-def adapter(rank: int, dtype: Dtype, sites: tuple[str, ...] = SITES, layers: int = 2) -> tuple[Image, Modules]:
+def adapter(rank: int, dtype: Dtype, sites: tuple[str, ...] = SITES, layers: int = 2) -> tuple[CpuImage, Modules]:
     """An image that has arrived, and what each module adds to the weights, [out, in]."""
     rng, deltas = np.random.default_rng(rank), {}
     spans, ends = lay_out(SPEC, dtype, {(layer, site): (rank, SCALE) for layer in range(layers) for site in sites})
@@ -92,7 +92,7 @@ def adapter(rank: int, dtype: Dtype, sites: tuple[str, ...] = SITES, layers: int
         b = b.swapaxes(0, 1).reshape(span.padded_rank, -1)
         deltas[span.layer, SITES[span.site]] = SCALE * (b.T @ a)[:outputs, :inputs]
     spec = AdapterSpec(f"{rank} {dtype}", dtype, rank, sites, ends, spans)
-    image = Image.empty(HostAdapter(spec, data))
+    image = CpuImage.empty(HostAdapter(spec, data))
     image.data[:] = data
     image.arrive(SPEC.layers)
     return image, deltas
@@ -192,7 +192,7 @@ def test_sums_are_rounded_to_the_nearest_weight_and_ties_to_the_even_one(dtype: 
     b = np.zeros((len(row) // PANEL, spans[0].padded_rank, PANEL), np.float32)
     b[:, 0] = row.reshape(-1, PANEL)
     data[spans[0].b_offset :].view(np.float32)[: b.size] = b.reshape(-1)
-    image = Image.empty(HostAdapter(AdapterSpec("d", Dtype.F32, 1, ("q_proj",), ends, spans), data))
+    image = CpuImage.empty(HostAdapter(AdapterSpec("d", Dtype.F32, 1, ("q_proj",), ends, spans), data))
     image.data[:] = data
     image.arrive(SPEC.layers)
     here.adapters.bind(SLOT, image)

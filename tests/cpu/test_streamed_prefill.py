@@ -4,8 +4,8 @@ import pytest
 
 from caraserve.core.batch import Batch, RowResult, ScheduledRow, StepResult
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter, aligned_bytes
-from caraserve.cpu.adapters import Image
-from caraserve.cpu.streamed_prefill import Asides
+from caraserve.cpu.adapters import CpuImage
+from caraserve.cpu.streamed_prefill import StreamedPrefills
 from caraserve.model.dtype import Dtype
 
 LAYERS, COMPUTE_S, WAIT_S = 3, 0.25, 100.0
@@ -37,8 +37,8 @@ class Lane:
         monkeypatch.setattr("caraserve.cpu.streamed_prefill.time", self.clock)
         ends = tuple(100 * (layer + 1) for layer in range(LAYERS))
         held = HostAdapter(AdapterSpec("digest", Dtype.F32, 8, ("q_proj",), ends, ()), aligned_bytes(ends[-1]))
-        self.image = Image.empty(held, image["in_host"])
-        self.asides = Asides(LAYERS, [None], self._compute, self._collect)  # type: ignore[list-item]
+        self.image = CpuImage.empty(held, image["in_host"])
+        self.asides = StreamedPrefills(LAYERS, [None], self._compute, self._collect)  # type: ignore[list-item]
         self.asides.begin(PLAN, self.batch, self.image, self.ended.append)  # type: ignore[arg-type]
 
     def come(self, layers: int) -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from caraserve.core.lora_layout import A_COLUMNS, PANEL
 from caraserve.cpu import handoff
-from caraserve.cpu.lora_workers.pool import Workers
+from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.shared_memory import SharedRegion
 from caraserve.cpu.weights import convert, to_float32
 from caraserve.gpu.assist import work_orders
@@ -56,7 +56,7 @@ class Desk:
         blocks = self.region.carve(workers * BLOCK_BYTES)
         self.blocks = blocks.reshape(workers, -1).view(np.int64)
         cores = sorted(os.sched_getaffinity(0))
-        self.workers = Workers(self.region, blocks, (cores[0], cores[-1])[:workers], BLOCK_BYTES)
+        self.workers = WorkerPool(self.region, blocks, (cores[0], cores[-1])[:workers], BLOCK_BYTES)
         lines = self.region.carve(192).view(np.uint32)
         self.words = Words(*(lines[at : at + 1] for at in (0, 16, 32)))
         self.arrived = np.zeros(1, np.uint32)

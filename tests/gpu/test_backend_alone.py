@@ -45,7 +45,7 @@ def prompt_plan(
     slot: int, prompt: Sequence[int], blocks: Sequence[int], adapter: int = 0, *, is_side_batch: bool = False
 ) -> Batch:
     """A whole prompt and its first token."""
-    sampling = SlotSampling(len(prompt), 0, 0.0, 1.0, 0, 0.0, 0.0, 0.0, 1.0, 0, (), ())
+    sampling = SlotSampling.greedy(len(prompt))
     row = ScheduledRow(slot, 0, len(prompt), adapter, samples=True, assist=is_side_batch)
     start = SlotStart(slot, tuple(prompt), sampling)
     return Batch((start,), (BlockGrant(slot, 0, tuple(blocks)),), (row,), is_side_batch=is_side_batch)

@@ -278,12 +278,12 @@ def test_a_layer_whose_worker_has_gone_waits_for_its_weights(subject: Subject) -
 
     async def serve() -> None:
         async with office(subject) as at:
-            zygote = at.host.backend.workers._zygote
-            assert zygote is not None
+            fork_server = at.host.backend.workers._fork_server
+            assert fork_server is not None
             at.driver.held = {Lane.COPY, Lane.ASSIST}
             answer = at.ask("r8", 20)
             await at.until_launched()
-            os.kill(zygote.pid, signal.SIGSTOP)
+            os.kill(fork_server.pid, signal.SIGSTOP)
             try:
                 at.strike(signal.SIGKILL)
                 await at.until(lambda: not at.pids())
@@ -293,7 +293,7 @@ def test_a_layer_whose_worker_has_gone_waits_for_its_weights(subject: Subject) -
                 at.driver.held = set()
                 assert await at.check("r8", 20, answer) == 0
             finally:
-                os.kill(zygote.pid, signal.SIGCONT)
+                os.kill(fork_server.pid, signal.SIGCONT)
             assert at.host.backend.modules_redone == 0
 
     asyncio.run(serve())
@@ -304,9 +304,9 @@ def test_without_workers_every_layer_waits(subject: Subject) -> None:
 
     async def serve() -> None:
         async with office(subject) as at:
-            zygote = at.host.backend.workers._zygote
-            assert zygote is not None
-            os.kill(zygote.pid, signal.SIGSTOP)
+            fork_server = at.host.backend.workers._fork_server
+            assert fork_server is not None
+            os.kill(fork_server.pid, signal.SIGSTOP)
             at.strike(signal.SIGKILL)
             await at.until(lambda: not at.pids())
             at.driver.held = {Lane.COPY}
@@ -315,7 +315,7 @@ def test_without_workers_every_layer_waits(subject: Subject) -> None:
             assert await at.check(None, 7, at.ask(None, 7)) == 0
             at.driver.held = set()
             layers = [await at.check(name, 25, answer) for name, answer in zip(("r8", "half"), answers, strict=True)]
-            os.kill(zygote.pid, signal.SIGCONT)
+            os.kill(fork_server.pid, signal.SIGCONT)
             assert layers == [0, 0]
             assert at.host.backend.slices_handed_off == 0
 

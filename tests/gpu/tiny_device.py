@@ -35,7 +35,7 @@ from tests.gpu.emulator import run as emulate
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SLOTS, ADAPTER_SLOTS, MAX_CONTEXT, MAX_RANK = 6, 6, 320, 64
 STREAM = Stream(0)
-GREEDY = SlotSampling(0, 0, 0.0, 1.0, 0, 0.0, 0.0, 0.0, 1.0, 0, (), ())
+GREEDY = SlotSampling.greedy(0)
 
 
 class AtOnce:

@@ -21,7 +21,7 @@ from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.bench.synthetic import Shape
 from caraserve.core.lora_layout import PANEL, HostAdapter
 from caraserve.cpu import handoff
-from caraserve.cpu.lora_workers.pool import Workers
+from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.shared_memory import PAGE_BYTES, SharedRegion
 from caraserve.errors import BackendFailed
 from caraserve.gpu.assist import work_orders
@@ -47,7 +47,7 @@ class HandshakeBench:
     acc: Accelerator
     region: SharedRegion
     base: int  # the region's address on the device
-    workers: Workers
+    workers: WorkerPool
     blocks: NDArray[np.uint8]
     adapter: HostAdapter
     words: NDArray[np.uint32]  # status, x_flag, y_flag
@@ -68,7 +68,7 @@ def handshake_bench(setup: CheckSetup, acc: Accelerator) -> Iterator[HandshakeBe
     adapter = synthetic_adapter(spec, Dtype.F16, _RANK, _QKV, region.carve(1 << 18))
     host_x, deltas = region.carve(4 * _ROWS * _SHAPE.hidden), region.carve(4 * _ROWS * 3 * _SHAPE.hidden)
     base = acc.device.driver.register_host(region.base, region.num_bytes)
-    workers = Workers(region, blocks, setup.cores(1), block_bytes)
+    workers = WorkerPool(region, blocks, setup.cores(1), block_bytes)
     workers.start()
     try:
         if not workers.await_all(_BIRTH_S):

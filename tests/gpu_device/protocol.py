@@ -13,7 +13,7 @@ from caraserve.bench.gpu.setup import CheckSetup
 from caraserve.core.batch import Batch, ScheduledRow, StepResult
 from caraserve.core.lora_layout import HostAdapter
 from caraserve.core.machine_profile import SCHEMA, Decode, DecodePoint, LoraRate, Prefill, PrefillPoint, Profile
-from caraserve.cpu.lora_workers.pool import Workers
+from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.errors import BackendFailed
 from caraserve.gpu.backend import CudaBackend
 from caraserve.gpu.forward.builder import GpuSizes
@@ -86,7 +86,7 @@ class _AssistedPrompt:
         self.right = self._alone()
 
     @property
-    def workers(self) -> Workers:
+    def workers(self) -> WorkerPool:
         return self.backend.workers
 
     def _alone(self) -> int | None:

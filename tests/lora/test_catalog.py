@@ -15,7 +15,7 @@ import pytest
 
 from caraserve.core.backend import Limits
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
-from caraserve.cpu.arena import Arena
+from caraserve.cpu.shared_memory import Arena
 from caraserve.errors import AdapterRejected, CaraServeError, ConfigError, Forbidden
 from caraserve.kv.memory_budget import MemoryBudget
 from caraserve.lora.catalog import AdapterReader, Catalog, CatalogRules

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from caraserve.core.backend import Limits
 from caraserve.core.batch import Batch, StepResult
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter, aligned_bytes
-from caraserve.cpu.arena import Arena
+from caraserve.cpu.shared_memory import Arena
 from caraserve.errors import CaraServeError
 from caraserve.kv.memory_budget import MemoryBudget
 from caraserve.lora.adapter import Adapter

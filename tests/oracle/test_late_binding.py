@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from caraserve.core.batch import BASE_ADAPTER_SLOT, Batch, BlockGrant, ScheduledRow, SlotSampling, SlotStart, StepResult
 from caraserve.core.lora_layout import HostAdapter
-from caraserve.cpu.adapters import Image
+from caraserve.cpu.adapters import CpuImage
 from caraserve.cpu.backend import CpuBackend, CpuSizes
 from caraserve.cpu.weights import dummy_reader, load_model
 from caraserve.model.dtype import Dtype
@@ -56,7 +56,7 @@ class Journey:
     """An adapter on its way. What has not arrived is no number."""
 
     def __init__(self, adapter: HostAdapter) -> None:
-        self.image = Image.empty(adapter)
+        self.image = CpuImage.empty(adapter)
         self.image.data[:] = NAN
         self._there: int | None = 0
 
@@ -128,7 +128,7 @@ def plans(assist: tuple[bool, bool]) -> Iterator[Batch]:
     starts, grants = [], []
     for slot, count in enumerate(PROMPT_TOKENS):
         ids = tuple((17 * index + 31 * slot) % SPEC.vocab_size for index in range(count))
-        starts.append(SlotStart(slot, ids, greedy(count)))
+        starts.append(SlotStart(slot, ids, SlotSampling.greedy(count)))
         grants.append(BlockGrant(slot, 0, tuple(range(slot * BLOCKS_EACH, (slot + 1) * BLOCKS_EACH))))
     done = [0] * len(PROMPT_TOKENS)
     for iteration in range(ITERATIONS):
@@ -141,10 +141,6 @@ def plans(assist: tuple[bool, bool]) -> Iterator[Batch]:
             done[slot] += count
         first = iteration == 0
         yield Batch(tuple(starts) if first else (), tuple(grants) if first else (), tuple(rows))
-
-
-def greedy(prompt_tokens: int) -> SlotSampling:
-    return SlotSampling(prompt_tokens, 0, 0.0, 1.0, 0, 0.0, 0.0, 0.0, 1.0, 0, (), ())
 
 
 @pytest.fixture(scope="module")

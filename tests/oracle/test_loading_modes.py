@@ -10,7 +10,7 @@ import pytest
 
 from caraserve.config import LOADING_MODES, PRELOADED_MODES
 from caraserve.cpu.backend import CpuBackend
-from caraserve.cpu.lora_workers.pool import Workers
+from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.loop import Engine
 from tests.oracle.models import prompt_of
 from tests.oracle.subject import Subject, make_subject
@@ -82,7 +82,7 @@ def test_workers_that_die_or_stop_in_a_layer_cost_no_token(subject: Subject, blo
     rng = random.Random(2)
     asked = [(prompt, rng.choice(list(adapters))) for prompt in prompts(rng, 6)]
 
-    async def strike(workers: Workers) -> None:
+    async def strike(workers: WorkerPool) -> None:
         """Two of three workers are stopped as soon as they are born; what they are handed, they begin and never end."""
         known: set[int] = set()
         while True:

@@ -125,7 +125,7 @@ def tokens(count: int, vocab: int, salt: int = 0) -> tuple[int, ...]:
 
 def greedy(prompt_tokens: int) -> SlotSampling:
     """Always the likeliest token."""
-    return SlotSampling(prompt_tokens, 0, 0.0, 1.0, 0, 0.0, 0.0, 0.0, 1.0, 0, (), ())
+    return SlotSampling.greedy(prompt_tokens)
 
 
 def wait_for(queue: "SimpleQueue[_T]") -> _T:

@@ -1,12 +1,13 @@
-"""The parent of all CPU LoRA workers: forks one whenever the server asks. a process of its own.
+"""The fork server: a process that forks a CPU LoRA worker whenever the server requests one.
 
-A fork copies one thread and every lock as it happens to be: a child of a process in which torch's or OpenMP's threads
-exist hangs at their next use, and one forked while another thread compiles holds the compiler's lock for ever. So the
-zygote is a process in which nothing of that kind has ever existed. The server starts it afresh instead of forking
-itself: that is safe at any time and in any program, so that a dead zygote can be replaced too. It loads the compiled
-kernels once; the workers that it forks share them and start within milliseconds.
+A fork copies one thread, and every lock in its present state: a child of a process with threads of torch or OpenMP
+hangs at their next use, and a child that was forked while another thread compiled finds the compiler's lock taken. So
+the fork server is a process in which no other thread has ever existed. It is started as a new program, which is safe at
+any time and in any process, so a dead fork server can be replaced too. It loads the compiled kernels once; the workers
+that it forks share them and start within milliseconds.
 
-The zygote ends when its socket does, and the kernel kills the workers with it, so that nothing outlives the server.
+The fork server ends when its socket is closed, and the kernel kills the workers with it, so no process outlives the
+server.
 """
 
 import ctypes
@@ -30,22 +31,22 @@ def _prctl(option: int, value: int | bytes) -> None:
 def _check_alone() -> None:
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1 or "torch" in sys.modules:
-        raise AssertionError(f"the zygote has {threads} threads, or torch; forking it is not safe")
+        raise AssertionError(f"the fork server has {threads} threads, or torch; forking it is not safe")
 
 
 def _fork_worker(region: SharedRegion, index: int, core: int, offset: int) -> int:
-    """Forks the worker whose block lies at `offset`; returns its pid in the zygote, never in the worker."""
+    """Forks the worker whose block lies at `offset`; returns its pid in the fork server, never in the worker."""
     from caraserve.cpu.lora_workers.worker import work
 
     block = region.bytes[offset : offset + 8]
-    seen = int.from_bytes(block.tobytes(), "little")  # before anybody can be told of the new worker
-    zygote = os.getpid()
+    seen = int.from_bytes(block.tobytes(), "little")  # read before the server can send this worker a request
+    parent = os.getpid()
     pid = os.fork()
     if pid:
         return pid
     try:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != zygote:  # it died before it could be watched
+        if os.getppid() != parent:  # the fork server died before PR_SET_PDEATHSIG took effect
             os._exit(0)
         _prctl(_PR_SET_NAME, f"caraserve-lora{index}".encode()[:15])
         os.sched_setaffinity(0, {core})
@@ -57,26 +58,29 @@ def _fork_worker(region: SharedRegion, index: int, core: int, offset: int) -> in
 
 
 def main() -> None:
-    """Serves the socket given as a descriptor in argv until the server closes it or dies."""
+    """Answers fork requests until the server closes the socket or dies.
+
+    argv: descriptors of the socket and of the shared region, then the bytes of the region.
+    """
     connection = socket.socket(fileno=int(sys.argv[1]))
     region = SharedRegion(int(sys.argv[3]), fd=int(sys.argv[2]))
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps; the server sees deaths through descriptors
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to answer
-    _prctl(_PR_SET_NAME, b"caraserve-zyg")
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps children; the server sees deaths through pidfds
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
+    _prctl(_PR_SET_NAME, b"caraserve-fork")
     from caraserve.cpu.lora_workers.worker import compile_worker
 
     compile_worker()
     _check_alone()
     while message := connection.recv(_MOST_MESSAGE_BYTES):
-        asked = json.loads(message)
-        pid = _fork_worker(region, asked["worker"], asked["core"], asked["offset"])
+        request = json.loads(message)
+        pid = _fork_worker(region, request["worker"], request["core"], request["offset"])
         try:
-            watched = os.pidfd_open(pid)
-        except ProcessLookupError:  # gone already
-            socket.send_fds(connection, [json.dumps({"worker": asked["worker"]}).encode()], [])
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:  # it has died already
+            socket.send_fds(connection, [json.dumps({"worker": request["worker"]}).encode()], [])
             continue
-        socket.send_fds(connection, [json.dumps({"worker": asked["worker"], "pid": pid}).encode()], [watched])
-        os.close(watched)
+        socket.send_fds(connection, [json.dumps({"worker": request["worker"], "pid": pid}).encode()], [pidfd])
+        os.close(pidfd)
 
 
 if __name__ == "__main__":

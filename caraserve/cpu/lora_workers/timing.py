@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from caraserve.cpu.jit import entry
 from caraserve.cpu.libc import now_ns
 from caraserve.cpu.lora_workers import compute_side
-from caraserve.cpu.lora_workers.pool import Workers
+from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.simd import load_i64
 from caraserve.cpu.structs import BATCH, address_of, filled
 from caraserve.cpu.tiles import call_by_address
@@ -65,7 +65,7 @@ def round_trip(
     buffers: NDArray[np.void],
     lora: NDArray[np.void],
     batch: NDArray[np.void],
-    workers: Workers,
+    workers: WorkerPool,
 ) -> RoundTrip | None:
     """Hands the batch's one segment over and waits; None if no worker was free or one died. Nothing else may be handed
     over meanwhile."""

@@ -19,7 +19,7 @@ import torch
 from caraserve.core.batch import Batch, RowResult, ScheduledRow, StepResult
 from caraserve.core.lora_layout import GROUPS
 from caraserve.core.outputs import Output, OutputValues, collect, outputs_of
-from caraserve.cpu.lora_workers.pool import Workers
+from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.gpu.assist.handshake import SyncSlot, SyncSlotPool, WatchdogThread, WorkerStatus, worker_statuses
 from caraserve.gpu.assist.order_writer import WorkOrderWriter
 from caraserve.gpu.assist.work_orders import work_order_bytes
@@ -54,7 +54,7 @@ class AssistResources:
 
     region: HostRegion
     memory: RegisteredMemory
-    workers: Workers
+    workers: WorkerPool
     watchdog: WatchdogThread
 
 

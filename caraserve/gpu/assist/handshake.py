@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from caraserve.cpu.lora_workers.pool import Workers
+from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.gpu.driver.api import has_reached, successor
 
 _LINE = 64
@@ -198,7 +198,7 @@ class Watchdog:
         return None
 
 
-def worker_statuses(workers: Workers) -> list[WorkerStatus]:
+def worker_statuses(workers: WorkerPool) -> list[WorkerStatus]:
     """All workers at this moment."""
     return [
         WorkerStatus(index, state.incarnation or None, is_idle=not state.is_busy)
@@ -212,8 +212,8 @@ class WatchdogThread:
     def __init__(
         self,
         words: SharedWords,
-        workers: Workers,
-        statuses: Callable[[Workers], Sequence[WorkerStatus]] = worker_statuses,
+        workers: WorkerPool,
+        statuses: Callable[[WorkerPool], Sequence[WorkerStatus]] = worker_statuses,
     ) -> None:
         self._watchdog, self._workers, self._statuses = Watchdog(words), workers, statuses
         self._lock = threading.Lock()

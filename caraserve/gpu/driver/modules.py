@@ -6,7 +6,6 @@ a graph is captured: loading a module takes locks under which a waiting device w
 """
 
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from caraserve.gpu.driver.libcuda import Cuda
 from caraserve.gpu.forward.builder import GpuDevice
 from caraserve.gpu.kernels.cuda_launch import BLOCKS_PER_SM, Launch
 from caraserve.model.dtype import Dtype
+from caraserve.util.cache_folder import cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class CudaKernels:
         runtime: Any = cupy.cuda.runtime
         device = cupy.cuda.Device()
         library = nvrtc.load(runtime.driverGetVersion() // 1000)
-        folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "caraserve" / "cubins"
+        folder = cache or cache_folder("cubins")
         self.multiprocessors: int = device.attributes["MultiProcessorCount"]
         self._kernels: dict[str, Any] = {}
         self.registers: dict[str, int] = {}  # of a thread, by kernel

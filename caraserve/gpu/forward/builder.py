@@ -15,7 +15,7 @@ import torch
 
 from caraserve.core.backend import Limits, SharedMemory
 from caraserve.core.lora_layout import MAX_RANK
-from caraserve.cpu.lora_workers.pool import Workers
+from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.errors import ConfigError
 from caraserve.gpu.assist.assisted_prefill import AssistedPrefills, AssistResources
 from caraserve.gpu.assist.handshake import WatchdogThread
@@ -237,7 +237,7 @@ def _assemble(
     )
     captured_graphs = CapturedGraphs(driver, graphs, lanes[0].capacity, sizes.max_context, spec.layers)
     pass_selector = PassSelector(lanes[0].decoder, images, context, merged)
-    workers = Workers(region.region, region.blocks, sizes.lora_cpus, region.block_bytes)
+    workers = WorkerPool(region.region, region.blocks, sizes.lora_cpus, region.block_bytes)
     assist_resources = AssistResources(region, host, workers, WatchdogThread(RegionWords(region.region), workers))
     parts = BackendParts(
         limits=limits,

@@ -1,7 +1,7 @@
 """The host memory that the device sees, in one shared region: small copies, results, what is handed to CPU workers, and
 the arena.
 
-It is made before anything of CUDA starts, because the workers' zygote inherits it; the device registers it later.
+It is made before anything of CUDA starts, because the workers' fork server inherits it; the device registers it later.
 """
 
 from dataclasses import dataclass

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from caraserve.core.lora_layout import A_COLUMNS, PANEL, AdapterSpec, HostAdapter, lay_out
 from caraserve.cpu.backend import CpuBackend, CpuSizes
 from caraserve.cpu.lora_workers.compute_side import PIECE_WORDS
-from caraserve.cpu.lora_workers.pool import Workers
+from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.shared_memory import SharedRegion
 from caraserve.cpu.weights import convert, dummy_reader, load_model, to_float32
 from caraserve.model.dtype import Dtype
@@ -89,7 +89,7 @@ def pair() -> Iterator[CpuBackend]:
         yield backend
 
 
-def pids(workers: Workers) -> list[int]:
+def pids(workers: WorkerPool) -> list[int]:
     return [state.pid for state in workers.states() if state.pid is not None]
 
 
@@ -102,7 +102,7 @@ def stat(pid: int) -> list[str]:
     return of_process(pid, "stat").rpartition(")")[2].split()
 
 
-def zygote_of(workers: Workers) -> int:
+def fork_server_of(workers: WorkerPool) -> int:
     return int(stat(pids(workers)[0])[1])
 
 
@@ -113,7 +113,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def next_life(workers: Workers, place: int, before: int) -> int:
+def next_life(workers: WorkerPool, place: int, before: int) -> int:
     """The pid of whoever fills a place after `before`."""
     with workers.changed:
         workers.changed.wait_for(lambda: workers.states()[place].pid not in (None, before), PATIENCE_S)
@@ -132,18 +132,18 @@ def test_a_worker_stays_on_its_core(pair: CpuBackend) -> None:
 
 def test_a_worker_can_be_told_by_its_name(pair: CpuBackend) -> None:
     assert [of_process(pid, "comm") for pid in pids(pair.workers)] == ["caraserve-lora0", "caraserve-lora1"]
-    assert of_process(zygote_of(pair.workers), "comm") == "caraserve-zyg"
+    assert of_process(fork_server_of(pair.workers), "comm") == "caraserve-fork"
 
 
 def test_no_worker_has_torch(pair: CpuBackend) -> None:
-    for pid in (zygote_of(pair.workers), *pids(pair.workers)):
+    for pid in (fork_server_of(pair.workers), *pids(pair.workers)):
         maps = of_process(pid, "maps")
         assert "numba" in maps
         assert "torch" not in maps
 
 
 def test_a_worker_is_one_thread(pair: CpuBackend) -> None:
-    for pid in (zygote_of(pair.workers), *pids(pair.workers)):
+    for pid in (fork_server_of(pair.workers), *pids(pair.workers)):
         assert os.listdir(f"/proc/{pid}/task") == [str(pid)]
 
 
@@ -162,7 +162,7 @@ def ticks(processes: Sequence[int]) -> int:
 def test_idle_workers_use_no_cpu(pair: CpuBackend) -> None:
     """Nor does the process that they were forked from; also after they had something to do."""
     hand_off(pair, make_adapter(8, Dtype.F32, pair)[0])
-    idle = [zygote_of(pair.workers), *pids(pair.workers)]
+    idle = [fork_server_of(pair.workers), *pids(pair.workers)]
     with pair.workers.changed:
         before = ticks(idle)
         assert not pair.workers.changed.wait(0.5), "a worker was born or has died"
@@ -283,11 +283,15 @@ def test_a_worker_that_stops_in_a_hand_off_is_replaced() -> None:
 def test_a_killed_zygote_is_replaced_and_its_workers_with_it() -> None:
     with serving(2) as backend:
         adapter, _ = make_adapter(24, Dtype.F32, backend)
-        before, zygote, workers = hand_off(backend, adapter), zygote_of(backend.workers), pids(backend.workers)
-        os.kill(zygote, signal.SIGKILL)
+        before, fork_server, workers = (
+            hand_off(backend, adapter),
+            fork_server_of(backend.workers),
+            pids(backend.workers),
+        )
+        os.kill(fork_server, signal.SIGKILL)
         for place, pid in enumerate(workers):
             next_life(backend.workers, place, pid)
-        assert not any(is_alive(pid) for pid in (zygote, *workers))
+        assert not any(is_alive(pid) for pid in (fork_server, *workers))
         assert hand_off(backend, adapter).tobytes() == before.tobytes()
 
 
@@ -306,7 +310,7 @@ def test_a_worker_that_keeps_dying_is_replaced_more_and_more_slowly() -> None:
 @pytest.mark.parametrize("number", [None, signal.SIGSTOP], ids=["idle", "stopped"])
 def test_after_close_no_process_is_left(number: signal.Signals | None) -> None:
     with serving(2) as backend:
-        left = [zygote_of(backend.workers), *pids(backend.workers)]
+        left = [fork_server_of(backend.workers), *pids(backend.workers)]
         if number is not None:
             os.kill(left[1], number)
     assert not any(is_alive(pid) for pid in left)
@@ -316,13 +320,13 @@ def test_deaths_and_the_end_leave_no_descriptor_open() -> None:
     region = SharedRegion(BLOCK_BYTES)
     try:
         before = sorted(os.listdir("/proc/self/fd"))
-        workers = Workers(region, region.carve(BLOCK_BYTES), cores(1), BLOCK_BYTES)
+        workers = WorkerPool(region, region.carve(BLOCK_BYTES), cores(1), BLOCK_BYTES)
         workers.start()
         try:
             assert workers.await_all(PATIENCE_S)
             for dies_of_itself in (True, False):
                 pid = pids(workers)[0]
-                os.kill(pid if dies_of_itself else zygote_of(workers), signal.SIGKILL)
+                os.kill(pid if dies_of_itself else fork_server_of(workers), signal.SIGKILL)
                 next_life(workers, 0, pid)
         finally:
             workers.close()

@@ -53,11 +53,11 @@ def read(url: str) -> str:
 
 @contextlib.contextmanager
 def helpers(server: Server) -> Iterator[list[int]]:
-    """Descriptors of the zygote and its worker, readable as soon as that process has ended; both end here at last."""
+    """Yields pidfds of the fork server and its worker, which are readable once it has died; kills both at the end."""
     await_worker(server)
-    (zygote,) = children(server.process.pid)
-    (worker,) = children(zygote)
-    descriptors = [os.pidfd_open(pid) for pid in (zygote, worker)]
+    (fork_server,) = children(server.process.pid)
+    (worker,) = children(fork_server)
+    descriptors = [os.pidfd_open(pid) for pid in (fork_server, worker)]
     try:
         yield descriptors
     finally:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from caraserve.core.lora_layout import GROUPS, AdapterSpec
-from caraserve.cpu.lora_workers.pool import Workers
+from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.cpu.shared_memory import SharedRegion
 from caraserve.gpu.assist import work_orders
 from caraserve.gpu.driver.api import Stream
@@ -57,7 +57,7 @@ class Office:
             cuda: Any = torch.cuda  # its types are not stated
             cuda.cudart().cudaHostRegister(self.region.base, self.region.num_bytes, 3)  # portable and mapped
         cores = sorted(os.sched_getaffinity(0))
-        self.workers = Workers(self.region, self.blocks, (cores[0], cores[-1]), BLOCK_BYTES)
+        self.workers = WorkerPool(self.region, self.blocks, (cores[0], cores[-1]), BLOCK_BYTES)
         self.workers.start()
         assert self.workers.await_all(PATIENCE_NS / 1e9)
         self.workers.keep_awake(True)
