@@ -1,7 +1,7 @@
-"""Frozen settings, one class per owner; each declares its own command-line arguments once.
+"""Frozen settings, one class for each part of the server; each class declares its own command-line arguments.
 
-Flags are named as vLLM's where the meaning is the same. "auto" is resolved by the owner into a new object; nothing
-ever writes a result back into a config.
+Flags have vLLM's names where the meaning is the same. The part that owns an "auto" setting resolves it into a new
+object; a config is never changed.
 """
 
 import argparse
@@ -10,12 +10,24 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from caraserve.errors import ConfigError
-from caraserve.util.endpoints import parse_address, parse_peers, parse_port
 from caraserve.util.option_values import ADAPTER_NAME as ADAPTER_NAME
-from caraserve.util.option_values import LoraModule, at_least, key, lora_module, origin, parse_cpus, share, size, tokens
+from caraserve.util.option_values import (
+    LoraModule,
+    at_least,
+    key,
+    lora_module,
+    origin,
+    parse_address,
+    parse_cpus,
+    parse_peers,
+    parse_port,
+    share,
+    size,
+    tokens,
+)
 
 LOADING_MODES = ("cached", "merged", "ondemand", "overlapped", "pipelined", "assisted", "auto")
 ROUTINGS = (
@@ -26,25 +38,30 @@ LORA_KERNELS = ("bgmv", "bgmv-padded")
 _PADDED_RANK = 64  # rows that every module takes with bgmv-padded
 _DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
 _LOAD_FORMATS = {"safetensors": "auto", "hf": "auto"}
+_FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
+_SIZE: dict[str, Any] = {"type": size, "metavar": "SIZE"}
+_LIST: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
+_SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
 DIGEST = re.compile(r"[0-9a-f]{64}")  # an adapter's identity: sha256 of its contents
 PRELOADED_MODES = ("cached", "merged")  # all adapters are on the device from the start
 
 
 class _FromArgs:
-    """Builds a config from the parsed arguments of the same names."""
+    """Builds a config from parsed arguments."""
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Self:
+        """Returns a config with the arguments that have the names of its fields."""
         names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
         return cls(**{name: getattr(args, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig(_FromArgs):
-    """Which base model, and how its weights are kept."""
+    """The base model and the dtype of its weights."""
 
     model: Path | None
-    served_model_name: Sequence[str]  # the first is the one that is shown; none: the folder's name
+    served_model_name: Sequence[str]  # the first is shown; empty: the folder's name
     dtype: str
     load_format: str
     max_model_len: int | None
@@ -52,44 +69,40 @@ class ModelConfig(_FromArgs):
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        group = parser.add_argument_group("model")
-        group.add_argument(
+        add = parser.add_argument_group("model").add_argument
+        add(
             "--model",
             type=Path,
             metavar="MODEL",
-            help="Hugging Face model folder; may be written before all options, without --model (default: the demo)",
+            help="Hugging Face model folder; may also come before all options, without --model (default: the demo)",
         )
-        group.add_argument(
+        add(
             "--served-model-name",
-            nargs="+",
-            action="extend",
-            default=[],
+            **_LIST,
             metavar="NAME",
-            help="the base model's names in the API; the first is the one it is listed by",
+            help="names of the base model in the API; the first is listed",
         )
-        group.add_argument(
+        add(
             "--dtype",
             type=lambda text: _DTYPES.get(text, text),
             choices=("auto", "float32", "bfloat16", "float16"),
             default="auto",
-            help="storage of the base weights; auto keeps the checkpoint's",
+            help="dtype of the base weights; auto: the checkpoint's",
         )
-        group.add_argument(
+        add(
             "--load-format",
             type=lambda text: _LOAD_FORMATS.get(text, text),
             choices=("auto", "dummy"),
             default="auto",
-            help="dummy: random weights from config.json alone",
+            help="dummy: random weights; only config.json is read",
         )
-        group.add_argument(
-            "--max-model-len", type=tokens, metavar="TOKENS", help="cap on prompt + output, as 4096 or 4k"
-        )
-        group.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja file used instead of the model's")
+        add("--max-model-len", type=tokens, metavar="TOKENS", help="limit of prompt plus output, such as 4096 or 4k")
+        add("--chat-template", **_FILE, help="Jinja template to use instead of the model's")
 
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig(_FromArgs):
-    """Which adapters, where they may come from, and how much memory their tiers get (bytes)."""
+    """The adapters, where they may come from, and the memory of their caches (bytes)."""
 
     lora_modules: list[LoraModule]
     adapters_dir: Path | None
@@ -108,96 +121,87 @@ class LoraConfig(_FromArgs):
 
     @property
     def padded_rank(self) -> int | None:
-        """The rank that the kernels compute for every adapter; None: each adapter's own."""
+        """Returns the rank that the kernels compute for every adapter, or None for each adapter's own rank."""
         return _PADDED_RANK if self.lora_kernel == "bgmv-padded" else None
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        group = parser.add_argument_group("adapters")
-        group.add_argument(
+        add = parser.add_argument_group("adapters").add_argument
+        add(
             "--lora-modules",
-            nargs="+",
-            action="extend",
+            **_LIST,
             type=lora_module,
-            default=[],
             metavar="NAME=PATH",
-            help="PEFT folders to serve, or vLLM's JSON, one or a list",
+            help="adapters to serve: PEFT folders by name, or vLLM's JSON form",
         )
-        group.add_argument(
-            "--adapters-dir", type=Path, metavar="DIR", help="every folder in DIR is an adapter named after it"
-        )
-        group.add_argument("--registry", type=Path, metavar="FILE", help="SQLite file that remembers adapters")
-        group.add_argument(
+        add("--adapters-dir", type=Path, metavar="DIR", help="serve each folder in DIR as an adapter of the same name")
+        add("--registry", **_FILE, help="SQLite file that stores the adapter registry")
+        add(
             "--loading-mode",
             choices=LOADING_MODES,
             default="auto",
-            help="what happens when a request's adapter is not on the device",
+            help="how to load an adapter that a request needs and that is not on the device",
         )
-        group.add_argument(
+        add(
             "--lora-kernel",
             choices=LORA_KERNELS,
             default="bgmv",
-            help="bgmv-padded: every adapter costs as much as the largest, as in the literature's baseline; GPU only",
+            help="bgmv-padded: pad every adapter to the largest rank, as the baseline of the papers does; GPU only",
         )
-        group.add_argument(
+        add(
             "--lora-pool-bytes",
-            type=size,
-            metavar="SIZE",
-            help="most device memory for adapters (default: 1GiB on the CPU; what KV blocks leave free on a GPU)",
+            **_SIZE,
+            help="limit of device memory for adapters (default: 1GiB on a CPU; all that KV blocks leave free on a GPU)",
         )
-        group.add_argument(
-            "--max-host-adapters-bytes",
-            type=size,
-            default=4 << 30,
-            metavar="SIZE",
-            help="host memory for adapters (default 4GiB)",
-        )
-        group.add_argument(
+        add("--max-host-adapters-bytes", **_SIZE, default=4 << 30, help="host memory for adapters (default: 4GiB)")
+        add(
             "--lora-cpus",
             type=parse_cpus,
             metavar="LIST",
-            help="cores of the CPU LoRA workers, such as 1-3,6 (default: all but the first)",
+            help="cores for CPU LoRA workers, such as 1-3,6 (default: all but the first)",
         )
-        group.add_argument(
+        add(
             "--emulate-link-mb-per-s",
             type=at_least(0.001, float),
             metavar="MB",
-            help="slow loading down to this bandwidth, to compare loading modes on the CPU",
+            help="limit loading to this bandwidth in MB/s, to compare loading modes on a CPU",
         )
-        group.add_argument(
-            "--profile", type=Path, metavar="FILE", help="made by `caraserve profile`; a quick one is made without it"
+        add(
+            "--profile",
+            **_FILE,
+            help="profile made by `caraserve profile` (default: measure a quick one at the first start)",
         )
-        group.add_argument(
+        add(
             "--allow-runtime-lora-updating",
-            action=argparse.BooleanOptionalAction,
+            **_SWITCH,
             default=False,
             help="serve POST /v1/load_lora_adapter and /v1/unload_lora_adapter",
         )
-        group.add_argument(
+        add(
             "--allow-adapter-path",
             type=Path,
             action="append",
             default=[],
             metavar="ROOT",
-            help="adapters may be loaded from ROOT at run time, besides --adapters-dir; may be given several times",
+            help="allow loading adapters from ROOT at run time, besides --adapters-dir; may be repeated",
         )
-        group.add_argument(
+        add(
             "--max-lora-rank",
             type=at_least(1),
             metavar="RANK",
-            help="refuse adapters of higher rank; nothing is reserved for it (default: none is refused)",
+            help="reject adapters of higher rank; reserves no memory (default: no limit)",
         )
-        group.add_argument(
+        add(
             "--max-loras",
             type=at_least(1),
             metavar="N",
-            help="adapters that routers are told there is room for; a batch may mix more (default: 1024)",
+            help="number of adapter slots to report to routers; a batch may mix more adapters (default: 1024)",
         )
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig(_FromArgs):
-    """Batching and memory; None means that the backend chooses."""
+    """Batching and memory; None: the backend chooses."""
 
     device: str
     gpu_memory_utilization: float
@@ -212,42 +216,28 @@ class EngineConfig(_FromArgs):
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        group = parser.add_argument_group("scheduling and memory")
-        group.add_argument(
-            "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU if there is one"
-        )
-        group.add_argument(
+        add = parser.add_argument_group("scheduling and memory").add_argument
+        add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: use a GPU if there is one")
+        add(
             "--gpu-memory-utilization",
             type=share,
             default=0.9,
             metavar="SHARE",
-            help="of the GPU's memory, that may be used",
+            help="share of the GPU's memory to use",
         )
-        group.add_argument(
-            "--max-num-seqs", type=at_least(1), help="requests in one iteration (default 64, on a GPU 256)"
-        )
-        group.add_argument("--max-num-batched-tokens", type=at_least(1), help="tokens in one iteration")
-        group.add_argument("--max-queue", type=at_least(1), default=4096, help="waiting requests before 429")
-        group.add_argument(
-            "--kv-cache-bytes",
-            type=size,
-            metavar="SIZE",
-            help="memory for the KV cache; on a GPU, for adapters as well",
-        )
-        group.add_argument(
-            "--enable-prefix-caching",
-            action=argparse.BooleanOptionalAction,
-            default=True,
-            help="reuse KV of equal prompt beginnings",
-        )
-        group.add_argument("--cpu-threads", type=at_least(1), help="compute threads (default: every core but one)")
-        group.add_argument("--seed", type=int, default=0, help="for requests that give none, and for dummy weights")
-        group.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace, to be opened in Perfetto")
+        add("--max-num-seqs", type=at_least(1), help="maximum requests in one iteration (default: 64, on a GPU 256)")
+        add("--max-num-batched-tokens", type=at_least(1), help="maximum tokens in one iteration")
+        add("--max-queue", type=at_least(1), default=4096, help="maximum waiting requests; above it, answer 429")
+        add("--kv-cache-bytes", **_SIZE, help="memory for the KV cache; on a GPU it holds adapters too")
+        add("--enable-prefix-caching", **_SWITCH, default=True, help="reuse KV blocks of equal prompt prefixes")
+        add("--cpu-threads", type=at_least(1), help="compute threads (default: one less than the cores)")
+        add("--seed", type=int, default=0, help="seed of requests without one, and of dummy weights")
+        add("--trace", **_FILE, help="write a Chrome trace, which Perfetto opens")
 
 
 @dataclass(frozen=True, slots=True)
 class HttpConfig(_FromArgs):
-    """Where to listen and what to accept."""
+    """Address, access, limits and log of the HTTP server."""
 
     host: str
     port: int
@@ -266,75 +256,73 @@ class HttpConfig(_FromArgs):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Every key that lets a client in; none: the server needs no key."""
+        """Returns all keys of clients and of admins; without any, the server needs no key."""
         return (*self.api_key, *self.admin_key)
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        group = parser.add_argument_group("HTTP")
-        group.add_argument("--host", default="127.0.0.1", help="address to listen on")
-        group.add_argument("--port", type=parse_port, default=8000, help="port to listen on; 0 picks a free one")
-        group.add_argument(
+        add = parser.add_argument_group("HTTP").add_argument
+        add("--host", default="127.0.0.1", help="address to listen on")
+        add("--port", type=parse_port, default=8000, help="port to listen on; 0 picks a free one")
+        add(
             "--api-key",
-            nargs="+",
-            action="extend",
+            **_LIST,
             type=key,
-            default=[],
             metavar="KEY",
-            help="keys of clients; with any key, all but /health, /ready and /ping needs one",
+            help="client keys; if any is set, all routes but /health, /ready and /ping need a key",
         )
-        group.add_argument(
+        add(
             "--admin-key",
-            nargs="+",
-            action="extend",
+            **_LIST,
             type=key,
-            default=[],
             metavar="KEY",
-            help="keys that may load and unload adapters besides; with any key, no other may",
+            help="keys that may also load and unload adapters; if any is set, no other key may",
         )
-        group.add_argument(
+        add(
             "--allowed-origins",
-            nargs="+",
-            action="extend",
+            **_LIST,
             type=origin,
-            default=[],
             metavar="ORIGIN",
-            help="web pages that may use this server (CORS), such as https://chat.example; * for all",
+            help="web origins to allow (CORS), such as https://chat.example; * for all",
         )
-        group.add_argument("--ssl-certfile", type=Path, metavar="FILE", help="PEM; clients then speak TLS")
-        group.add_argument("--ssl-keyfile", type=Path, metavar="FILE", help="PEM (default: in --ssl-certfile)")
-        group.add_argument("--ssl-ca-certs", type=Path, metavar="FILE", help="PEM; clients must show what it signed")
-        group.add_argument("--max-body-bytes", type=size, default=16 << 20, metavar="SIZE", help="larger bodies: 413")
-        group.add_argument(
-            "--max-connections", type=at_least(1), default=4096, metavar="N", help="open connections before 503"
+        add("--ssl-certfile", **_FILE, help="certificate, PEM; serve over TLS")
+        add("--ssl-keyfile", **_FILE, help="private key, PEM (default: in --ssl-certfile)")
+        add("--ssl-ca-certs", **_FILE, help="CA, PEM; require a client certificate signed by it")
+        add("--max-body-bytes", **_SIZE, default=16 << 20, help="answer 413 to larger request bodies")
+        add(
+            "--max-connections",
+            type=at_least(1),
+            default=4096,
+            metavar="N",
+            help="maximum open connections; above it, answer 503",
         )
-        group.add_argument(
+        add(
             "--drain-timeout",
             dest="drain_timeout_s",
             type=at_least(0, float),
             default=30.0,
             metavar="SECONDS",
-            help="time that running requests get after SIGTERM",
+            help="time for running requests to end after SIGTERM",
         )
-        group.add_argument("--log-format", choices=("human", "json"), default="human", help="log lines")
-        group.add_argument(
+        add("--log-format", choices=("human", "json"), default="human", help="format of log lines")
+        add(
             "--log-level",
             type=str.lower,
             choices=("debug", "info", "warning", "error"),
             default="info",
-            help="the least severe log lines",
+            help="lowest level to log",
         )
-        group.add_argument(
+        add(
             "--log-requests",
-            action=argparse.BooleanOptionalAction,
+            **_SWITCH,
             default=True,
-            help="a line in the log for each request when it ends, without its text",
+            help="log one line for each request when it ends, without its text",
         )
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig(_FromArgs):
-    """Which other instances this one serves with. No peers: it serves alone."""
+    """The other instances of the cluster, and how to route among them. No peers: this instance serves alone."""
 
     peers: tuple[str, ...]
     name: str | None
@@ -353,61 +341,57 @@ class ClusterConfig(_FromArgs):
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        group = parser.add_argument_group("cluster")
-        group.add_argument(
+        add = parser.add_argument_group("cluster").add_argument
+        add(
             "--peers",
             type=parse_peers,
             default=(),
             metavar="HOST:PORT,…",
-            help="some of the other instances, or a DNS name of all; this one may be among them",
+            help="addresses of some other instances, or a DNS name of all; may include this one",
         )
-        group.add_argument("--name", help="this instance's name, one of its own (default: where others reach it)")
-        group.add_argument(
+        add("--name", help="unique name of this instance (default: its advertised address)")
+        add(
             "--advertise",
             type=parse_address,
             metavar="HOST:PORT",
-            help="where others reach this one, if not where it listens",
+            help="address at which other instances reach this one, if it differs from the listening one",
         )
-        group.add_argument("--peer-port", type=parse_port, metavar="PORT", help="a port of its own for other instances")
-        group.add_argument("--peer-host", metavar="HOST", help="address of --peer-port (default: --host)")
-        group.add_argument(
-            "--cluster-name", default="caraserve", metavar="NAME", help="instances with another one are refused"
-        )
-        group.add_argument(
+        add("--peer-port", type=parse_port, metavar="PORT", help="separate port for other instances")
+        add("--peer-host", metavar="HOST", help="address of --peer-port (default: --host)")
+        add("--cluster-name", default="caraserve", metavar="NAME", help="reject instances with another cluster name")
+        add(
             "--cluster-secret-file",
-            type=Path,
-            metavar="FILE",
-            help="secrets that instances know each other by, one to a line: the first signs, all verify; read again "
-            "when it changes. Needed where others than this machine's processes can connect, and with --api-key",
+            **_FILE,
+            help="shared secrets, one per line: sign with the first, accept any; read again when the file changes. "
+            "Required if other machines can connect, and with --api-key",
         )
-        group.add_argument("--cluster-tls-cert", type=Path, metavar="FILE", help="PEM, for --peer-port")
-        group.add_argument("--cluster-tls-key", type=Path, metavar="FILE", help="PEM")
-        group.add_argument("--cluster-tls-ca", type=Path, metavar="FILE", help="PEM; what it signs may connect")
-        group.add_argument(
+        add("--cluster-tls-cert", **_FILE, help="certificate of --peer-port, PEM")
+        add("--cluster-tls-key", **_FILE, help="private key of --peer-port, PEM")
+        add("--cluster-tls-ca", **_FILE, help="CA, PEM; accept only instances with a certificate signed by it")
+        add(
             "--routing",
             choices=ROUTINGS,
-            help="which instance answers a request, by whose rule (default: auto); local: the one that gets it, for "
-            "instances behind a router that chooses among them",
+            help="policy that chooses the instance for a request (default: auto); local: the instance that gets it, "
+            "for use behind a router",
         )
-        group.add_argument(
+        add(
             "--adapter-disk-bytes",
-            type=size,
+            **_SIZE,
             default=64 << 30,
-            metavar="SIZE",
-            help="disk, beside --registry, for adapters fetched from other instances (default 64GiB); without "
-            "--registry at most 1GiB, where temporary files are",
+            help="disk space beside --registry for adapters downloaded from other instances (default: 64GiB); "
+            "without --registry, at most 1GiB in the temporary folder",
         )
-        group.add_argument(
+        add(
             "--slo-ttft-ms",
             type=at_least(1, float),
             metavar="MS",
-            help="time to the first token to promise: how long a request may look for an instance (default: none)",
+            help="objective for the time to first token; limits how long a request may be routed (default: none)",
         )
-        group.add_argument(
+        add(
             "--slo-tpot-ms",
             type=at_least(0.001, float),
             metavar="MS",
-            help="time per token to promise: where it would be missed, requests go elsewhere (default: none)",
+            help="objective for the time per output token; avoid instances that would miss it (default: none)",
         )
 
 

@@ -56,7 +56,7 @@ from caraserve.loop import Engine
 from caraserve.lora.catalog import AdapterReader
 from caraserve.model.spec import ModelSpec
 from caraserve.telemetry.metrics import Metrics
-from caraserve.util.endpoints import split_address
+from caraserve.util.option_values import split_address
 
 log = logging.getLogger(__name__)
 

@@ -1,9 +1,7 @@
-"""Values of options, as they are written on the command line. For `config.py`.
-
-Every parser raises ArgumentTypeError, which says what would be right.
-"""
+"""Parsers of option values. All but `split_address` raise ArgumentTypeError with a text that shows a valid value."""
 
 import argparse
+import ipaddress
 import json
 import re
 from dataclasses import dataclass
@@ -15,11 +13,13 @@ from caraserve.util.units import parse_bytes
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _TOKEN_UNITS = {"": 1, "k": 1000, "K": 1024, "m": 1_000_000, "M": 1 << 20}  # as vLLM reads them
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:]+\])(:[0-9]+)?", re.IGNORECASE)
+_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,251}[A-Za-z0-9_.])?")  # a DNS name has at most 253 characters
+_PORT = re.compile(r"[0-9]{1,5}")
 _MOST_CORE = 8191  # Linux's own limit
 
 
 def size(text: str) -> int:
-    """Bytes, as 512MiB, 2GB or 1048576."""
+    """Parses a size such as 512MiB, 2GB or 1048576; returns bytes."""
     try:
         return parse_bytes(text)
     except ValueError as error:
@@ -27,7 +27,7 @@ def size(text: str) -> int:
 
 
 def at_least(least: float, kind: type[int] | type[float] = int) -> Any:
-    """The parser of a number that is not below `least`."""
+    """Returns a parser of numbers of type `kind` that are at least `least`."""
 
     def parse(text: str) -> int | float:
         try:
@@ -42,7 +42,7 @@ def at_least(least: float, kind: type[int] | type[float] = int) -> Any:
 
 
 def share(text: str) -> float:
-    """A number above 0 and up to 1."""
+    """Parses a number above 0 and up to 1."""
     try:
         value = float(text)
     except ValueError:
@@ -53,7 +53,7 @@ def share(text: str) -> float:
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:
-    """Cores of a list such as 1-3,6."""
+    """Parses a list of cores such as 1-3,6; returns them sorted."""
     cores: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.partition("-")
@@ -68,7 +68,7 @@ def parse_cpus(text: str) -> tuple[int, ...]:
 
 
 def tokens(text: str) -> int | None:
-    """A number of tokens, as 4096, 4k (4000) or 4K (4096); auto and -1 leave it to the server."""
+    """Parses a number of tokens such as 4096, 4k (4000) or 4K (4096). Returns None for auto and -1."""
     if text in ("auto", "-1"):
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text)
@@ -79,22 +79,67 @@ def tokens(text: str) -> int | None:
 
 
 def key(text: str) -> str:
-    """A client's key: anything but blanks."""
+    """Parses a key of clients or admins, which must not be blank."""
     if not text.strip():
         raise argparse.ArgumentTypeError("a key must not be empty")
     return text.strip()
 
 
 def origin(text: str) -> str:
-    """Where web pages come from, as browsers say it: https://chat.example; * for all."""
+    """Parses a web origin such as https://chat.example; * stands for all."""
     if text != "*" and not _ORIGIN.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{text!r}: write SCHEME://HOST[:PORT] without a path, or *")
     return text.lower()
 
 
+def split_address(address: str) -> tuple[str, int]:
+    """Splits HOST:PORT or [IPV6]:PORT into (host, port). Raises ValueError for all else.
+
+    An accepted address is safe in a URL: it cannot hold a path, a user name or another host.
+    """
+    host, _, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if bracketed else host
+    if ":" in host and not bracketed:
+        raise ValueError(f"{address[:300]!r}: write [IPV6]:PORT")
+    if not (
+        (_is_ipv6(host) if bracketed else _HOST.fullmatch(host)) and _PORT.fullmatch(port) and 0 < int(port) < 65536
+    ):
+        raise ValueError(f"{address[:300]!r}: write HOST:PORT")
+    return host, int(port)
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        return ipaddress.IPv6Address(host).scope_id is None  # a zone is valid on one machine only
+    except ValueError:
+        return False
+
+
+def parse_address(text: str) -> str:
+    """Checks HOST:PORT and returns it unchanged."""
+    try:
+        split_address(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def parse_peers(text: str) -> tuple[str, ...]:
+    """Parses addresses with commas between them; returns each once."""
+    return tuple(dict.fromkeys(parse_address(part.strip()) for part in text.split(",") if part.strip()))
+
+
+def parse_port(text: str) -> int:
+    """Parses a port to listen on; 0 means any free one."""
+    if not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; use 0 to 65535")
+    return int(text)
+
+
 @dataclass(frozen=True, slots=True)
 class LoraModule:
-    """An adapter of --lora-modules. `base_model`: what it says it is for; None: nothing."""
+    """An adapter of --lora-modules. `base_model`: the base model that the option names, or None."""
 
     name: str
     path: Path

@@ -18,7 +18,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from caraserve.cluster.membership.events import CLUSTER_FULL
 from caraserve.cluster.membership.swim import MAX_LIVE
 from caraserve.errors import ConfigError
-from caraserve.util.endpoints import split_address
+from caraserve.util.option_values import split_address
 
 
 class HostAddress(NamedTuple):

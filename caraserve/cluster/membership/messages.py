@@ -21,7 +21,7 @@ from caraserve.cluster.membership.message_fields import (
 )
 from caraserve.cluster.membership.swim import MAX_KNOWN, MAX_UPDATES, MemberRecord, MemberUpdate
 from caraserve.cluster.state.replicated_map import BUCKETS, MAX_VALUE, Entry, InstanceLoad, entry_fits
-from caraserve.util.endpoints import split_address
+from caraserve.util.option_values import split_address
 
 PROTOCOL_VERSION = 4  # raised whenever instances of before and after could not work together
 MAX_FRAME = 128 * 1024  # bytes; the largest are 256 records with long addresses, and entries, which are cut to fit

@@ -20,7 +20,7 @@ from caraserve.cluster.membership.dns import (
 from caraserve.config import ClusterConfig, HttpConfig
 from caraserve.errors import ConfigError
 from caraserve.serve_cluster import ClusterCredentials, check_cluster
-from caraserve.util.endpoints import split_address
+from caraserve.util.option_values import split_address
 from tests.cluster.nodes import instances, until
 
 
