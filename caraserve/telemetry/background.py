@@ -1,10 +1,10 @@
-"""Work that runs beside the requests for as long as the server does: restarted when it fails, and shown.
+"""Background tasks of the server: restarted when they fail, and reported in /metrics and /ready.
 
-    runs ──fails──► waits 0.5 s, 1 s, 2 s, … 30 s, each less up to half of it by chance ──► runs
-    A task that has run for a minute counts as well again: its next failure is the first one.
+    runs ──fails──► waits 0.5 s, 1 s, 2 s, … 30 s, each less a random part of up to half ──► runs
+    After a minute without failure a task is healthy again: its next failure is the first in a row.
 
-Every failure is counted in /metrics and is one line of the log; the first one in a row has a traceback. /ready names a
-task from its third failure in a row until it is well again: a restart that helps changes nothing for a load balancer.
+Each failure is counted in /metrics and logged, the first in a row with a traceback. /ready names a task from its third
+failure in a row until it is healthy again, so a restart that helps changes nothing for a load balancer.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ from caraserve.telemetry.prometheus import family
 log = logging.getLogger(__name__)
 
 _FIRST_S, _LONGEST_S = 0.5, 30.0  # pauses before a restart
-_WELL_S = 60.0  # of running, after which failures of before count no more
-_MANY = 3  # failures in a row
+_HEALTHY_S = 60.0  # of running, after which earlier failures no longer count
+_REPORTED = 3  # failures in a row that /ready names
 
 
 @dataclass(slots=True)
@@ -45,8 +45,10 @@ class BackgroundTasks:
         self._states: dict[str, _State] = {}
 
     def run(self, stack: AsyncExitStack, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
-        """Runs `work()` until it returns or `stack` ends it, and calls it again whenever it raises. What it has to
-        keep from one call to the next belongs to its object. `name` is for the log, /metrics and /ready."""
+        """Starts a task that calls `work()` again whenever it raises, until it returns or `stack` is closed.
+
+        State between two calls belongs to the object of `work`. `name` is for the log, /metrics and /ready.
+        """
         state = self._states[name] = _State()
         task = asyncio.create_task(self._run(work, name, state), name=name)
 
@@ -58,22 +60,22 @@ class BackgroundTasks:
         task.add_done_callback(lambda _: self._states.pop(name, None))
 
     def failing(self) -> list[str]:
-        """The tasks that have failed several times in a row and are not yet well again."""
-        return [name for name, state in self._states.items() if self._in_a_row(state) >= _MANY]
+        """Returns the tasks that failed at least three times in a row and are not healthy yet."""
+        return [name for name, state in self._states.items() if self._in_a_row(state) >= _REPORTED]
 
     def families(self, labels: str) -> Iterator[str]:
-        """For GET /metrics."""
+        """Returns the families of these tasks for GET /metrics."""
         states = [(f'task="{name}",{labels}', state) for name, state in self._states.items()]
         failures = [(series, state.failures) for series, state in states]
-        text = "Times that a background task failed; it is restarted after each."
+        text = "Failures of a background task; it is restarted after each."
         yield family("caraserve:background_task_failures_total", "counter", text, failures)
         text = "1 while a background task runs, 0 while it waits to be restarted."
         running = [(series, int(state.began_s is not None)) for series, state in states]
         yield family("caraserve:background_task_up", "gauge", text, running)
 
     def _in_a_row(self, state: _State) -> int:
-        is_well = state.began_s is not None and self._now() - state.began_s >= _WELL_S
-        return 0 if is_well else state.in_a_row
+        is_healthy = state.began_s is not None and self._now() - state.began_s >= _HEALTHY_S
+        return 0 if is_healthy else state.in_a_row
 
     async def _run(self, work: Callable[[], Coroutine[Any, Any, None]], name: str, state: _State) -> None:
         task = asyncio.current_task()
@@ -85,11 +87,11 @@ class BackgroundTasks:
             except (Exception, asyncio.CancelledError) as error:
                 if task.cancelling():
                     raise
-                # A CancelledError that is not for this task comes of something that it waited for.
+                # A CancelledError of something that the task awaited, not of the task itself.
                 await self._sleep(self._failed(name, state, error))
 
     def _failed(self, name: str, state: _State, error: BaseException) -> float:
-        """Counts and logs a failure. The pause before the restart, in seconds."""
+        """Counts and logs a failure. Returns the pause before the restart, in seconds."""
         state.in_a_row = self._in_a_row(state) + 1
         state.failures += 1
         state.began_s = None

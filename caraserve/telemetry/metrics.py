@@ -1,63 +1,108 @@
-"""What GET /metrics shows, under vLLM's names so that its dashboards and gateways work; our own under `caraserve:`.
+"""The metrics of GET /metrics. Those that vLLM has too carry its names, so its dashboards and gateways work.
 
-Call points, all on the event loop's thread and all below a microsecond or two, so the engine may call them per token:
+Call points, all on the event loop's thread and all within 2 µs, so the engine may call them for each token:
 
     observe_iteration     after each iteration, with the tokens it computed
-    observe_first_token   when a request's first token is retired, with the time since its arrival
+    observe_first_token   when a request's first token is there, with the time since its arrival
     observe_token_gap     for each later token, with the time since the one before
     observe_finish        once for each request that ends, however it ends
     observe_load          when an adapter has reached the device
-    observe_preemption    when a running request gives up its KV blocks
+    observe_preemption    when a running request loses its KV blocks
     observe_response      by the HTTP layer, for each response
 
-Counts are plain numbers without locks; `render` writes them as text when somebody scrapes. No label holds a client's
-text but adapter names, whose number is bounded. What llm-d's router, vLLM's production-stack and AIBrix read, and how,
-is in `tests/http/test_fleet_routers.py`.
+Counts are plain numbers without locks; `render` writes them as text at each scrape. Of all texts that clients choose,
+only adapter names become labels, and their number is bounded. `tests/http/test_fleet_routers.py` lists what llm-d's
+router, vLLM's production-stack and AIBrix read.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from caraserve.core.request import Finish
-from caraserve.telemetry.prometheus import Histogram, family, histograms, label_set
+from caraserve.telemetry.prometheus import Histogram, Sample, family, label_set
 
-MAX_HOST_SERIES = 512  # adapters of the host tier that are shown one by one, the most recently used
-_RECENT = 512  # values that the live page's percentiles are taken from
+MAX_HOST_SERIES = 512  # adapters of the host cache shown one by one, the most recently used
+_RECENT = 512  # values behind the live page's percentiles
 
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _SHORT_S = (
-    0.001,
-    0.002,
-    0.005,
-    0.01,
-    0.02,
-    0.03,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    10,
-    20,
-    40,
-    80,
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
+    *(1, 2.5, 5, 10, 20, 40, 80),
 )
 _LONG_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}  # ours → vLLM's
 
 
+# Every family of this module in the order of the page: name, kind, help text. Others come through `Metrics.show`.
+_FAMILIES = (
+    ("vllm:num_requests_running", "gauge", "Requests in the running batch."),
+    ("vllm:num_requests_waiting", "gauge", "Requests in the queue."),
+    ("vllm:kv_cache_usage_perc", "gauge", "Share of KV blocks in use, from 0 to 1."),
+    ("vllm:gpu_cache_usage_perc", "gauge", "Older name of vllm:kv_cache_usage_perc."),
+    ("vllm:cpu_cache_usage_perc", "gauge", "Share of swapped-out KV blocks; always 0."),
+    ("vllm:cache_config_info", "gauge", "Sizes of the KV cache, as labels."),
+    ("vllm:lora_requests_info", "gauge", "Adapters on the device and waiting, as labels; the value is the time."),
+    ("caraserve:draining", "gauge", "1 while the server is stopping."),
+    ("vllm:num_gpu_loaded_lora_adapters", "gauge", "Adapters in the device cache."),
+    ("vllm:num_cpu_loaded_lora_adapters", "gauge", "Adapters in the host cache."),
+    ("vllm:max_gpu_lora_adapters", "gauge", "Most adapters in the device cache."),
+    ("vllm:lora_adapter_loaded", "gauge", "1 for each adapter in a cache."),
+    ("vllm:prompt_tokens_total", "counter", "Prompt tokens of ended requests."),
+    ("vllm:generation_tokens_total", "counter", "Output tokens of ended requests."),
+    ("vllm:num_preemptions_total", "counter", "Preemptions of running requests."),
+    ("vllm:prefix_cache_queries_total", "counter", "Prompt tokens looked up in the prefix cache."),
+    ("vllm:prefix_cache_hits_total", "counter", "Prompt tokens found in the prefix cache."),
+    ("vllm:gpu_prefix_cache_queries_total", "counter", "Older name of vllm:prefix_cache_queries_total."),
+    ("vllm:gpu_prefix_cache_hits_total", "counter", "Older name of vllm:prefix_cache_hits_total."),
+    ("vllm:request_success_total", "counter", "Ended requests by reason."),
+    ("caraserve:cpu_lora_layers_total", "counter", "Layers of ended requests whose LoRA CPU workers computed."),
+    ("caraserve:lora_workers", "gauge", "CPU LoRA workers that are running."),
+    ("caraserve:lora_worker_deaths_total", "counter", "CPU LoRA workers that died and were replaced."),
+    ("caraserve:lora_worker_slices_total", "counter", "Slices of layers handed off to CPU LoRA workers."),
+    (
+        "caraserve:lora_worker_redone_total",
+        "counter",
+        "Modules of slices that the device computed after a worker failed.",
+    ),
+    ("caraserve:adapter_merges_total", "counter", "Adapters merged into the base weights (mode merged)."),
+    ("caraserve:adapter_loads_total", "counter", "Loads of adapters to the device."),
+    ("caraserve:loading_choice_total", "counter", "Requests by the way in which mode auto started them."),
+    ("caraserve:loading_choice_predicted_seconds_total", "counter", "Predicted time to the end of the first chunk."),
+    ("caraserve:loading_choice_observed_seconds_total", "counter", "Observed time to the end of the first chunk."),
+    ("caraserve:http_responses_total", "counter", "HTTP responses."),
+    ("vllm:time_to_first_token_seconds", "histogram", "Time from a request's arrival to its first token."),
+    ("vllm:inter_token_latency_seconds", "histogram", "Time between two tokens of a request."),
+    ("vllm:request_time_per_output_token_seconds", "histogram", "A request's mean time per token after the first."),
+    ("vllm:e2e_request_latency_seconds", "histogram", "Time from a request's arrival to its end."),
+    ("vllm:request_queue_time_seconds", "histogram", "Time of a request in the queue."),
+    ("vllm:request_prefill_time_seconds", "histogram", "Time of a request in prefill."),
+    ("vllm:request_decode_time_seconds", "histogram", "Time of a request in decode."),
+    ("vllm:request_inference_time_seconds", "histogram", "Time of a request in prefill and decode."),
+    ("vllm:iteration_tokens_total", "histogram", "Tokens of an iteration."),
+    ("vllm:request_prompt_tokens", "histogram", "Prompt tokens of a request."),
+    ("vllm:request_generation_tokens", "histogram", "Output tokens of a request."),
+    (
+        "vllm:lora_adapter_load_seconds",
+        "histogram",
+        "Time from the request for an adapter to its arrival on the device.",
+    ),
+    ("caraserve:iteration_seconds", "histogram", "Time of an iteration on the device."),
+    ("caraserve:adapter_stall_seconds", "histogram", "Time in which a request's iterations waited for its weights."),
+    (
+        "caraserve:adapter_interruption_seconds",
+        "histogram",
+        "Time in which a request waited for other adapters' loads.",
+    ),
+    ("caraserve:request_phase_seconds", "histogram", "Time of a request by phase."),
+)
+
+
 class SnapshotView(Protocol):
-    """The engine's state at one moment; adapters are given by name."""
+    """The engine's state at one moment; adapters by name, the most recently used of the host first."""
 
     @property
     def running(self) -> int: ...
@@ -106,7 +151,7 @@ class Latencies:
 
 
 class Metrics:
-    """All counts of one server. `block_tokens`: tokens in a KV block; `max_loras`: adapters that fit on the device."""
+    """All metrics of one server. `block_tokens`: tokens in a KV block; `max_loras`: adapters that fit on the device."""
 
     def __init__(
         self,
@@ -159,7 +204,7 @@ class Metrics:
         self._recent_gap_s.append(seconds)
 
     def observe_finish(self, finish: Finish) -> None:
-        """Counts an ended request. Latencies are those of complete answers only."""
+        """Counts an ended request. Only complete answers count in latencies."""
         self._finished[finish.reason] += 1
         self._prompt_tokens += finish.prompt_tokens
         self._output_tokens += finish.completion_tokens
@@ -182,17 +227,17 @@ class Metrics:
             self._per_output_token_s.observe(phases.decode_ms / 1000 / (finish.completion_tokens - 1))
 
     def answers(self) -> tuple[int, int]:
-        """Requests that have ended so far, and the tokens of their answers."""
+        """Returns how many requests have ended, and the tokens of their answers."""
         return sum(self._finished.values()), self._output_tokens
 
     def observe_load(self, mode: str, seconds: float, *, outcome: str = "ok") -> None:
-        """`mode`: a loading mode's name; `outcome`: `ok`, or a word for what went wrong."""
+        """Counts a load. `mode`: a loading mode's name; `outcome`: `ok`, or a word for the failure."""
         self._loads[mode, outcome] = self._loads.get((mode, outcome), 0) + 1
         if outcome == "ok":
             self._load_s.observe(seconds)
 
     def observe_choice(self, choice: str, predicted_ms: float, observed_ms: float) -> None:
-        """`choice`: how `auto` had a request begin; times from then to the end of its first chunk."""
+        """`choice`: how mode `auto` started a request; times from that start to the end of its first chunk."""
         count, predicted_s, observed_s = self._choices.get(choice, (0, 0.0, 0.0))
         self._choices[choice] = count + 1, predicted_s + predicted_ms / 1000, observed_s + observed_ms / 1000
 
@@ -200,7 +245,7 @@ class Metrics:
         self._preemptions += 1
 
     def observe_response(self, route: str, status: int) -> None:
-        """`route` is the route's pattern, never the URL that a client sent."""
+        """Counts a response. `route`: the route's pattern, never the URL that a client sent."""
         self._responses[route, status] = self._responses.get((route, status), 0) + 1
 
     def first_token(self) -> Latencies:
@@ -210,161 +255,134 @@ class Metrics:
         return _latencies(self._recent_gap_s)
 
     def show(self, more: Callable[[str], Iterable[str]]) -> None:
-        """Adds what another part knows: `more` is given the labels of every sample and writes whole families, whenever
-        somebody scrapes."""
+        """Adds families of another part. `more` gets the server's labels and returns whole families at each scrape."""
         self._more.append(more)
 
     def render(self, snapshot: SnapshotView, rank_of: Callable[[str], int]) -> bytes:
-        """The text that Prometheus reads, 0.0.4. `rank_of`: an adapter's rank by its name."""
-        parts = [
-            *self._state(snapshot),
-            *self._adapter_places(snapshot, rank_of),
-            *self._counters(),
-            *self._histograms(),
-        ]
+        """Returns the page of GET /metrics in Prometheus' text format. `rank_of`: an adapter's rank by its name."""
+        found = {**self._state(snapshot, rank_of), **self._counters(), **self._histograms()}
+        parts = [family(name, kind, text, found[name]) for name, kind, text in _FAMILIES]
         for more in self._more:
             parts += more(self._labels)
         return "".join(parts).encode()
 
-    def _state(self, snapshot: SnapshotView) -> Iterator[str]:
-        total = snapshot.kv_total_blocks
-        used = snapshot.kv_used_blocks / total if total else 0.0
-        yield self._gauge("vllm:num_requests_running", "Requests in the batch.", snapshot.running)
-        yield self._gauge("vllm:num_requests_waiting", "Requests in the queue.", snapshot.waiting)
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 1 for all.", used)
-        yield self._gauge("vllm:gpu_cache_usage_perc", "The same by its older name, which some routers read.", used)
-        yield self._gauge("vllm:cpu_cache_usage_perc", "KV blocks swapped out: there are none.", 0)
-        sizes = label_set({"block_size": str(self._block_tokens), "num_gpu_blocks": str(total), "engine": "0"})
-        yield family("vllm:cache_config_info", "gauge", "The KV cache's sizes.", [(sizes, 1)])
-        yield family("vllm:lora_requests_info", "gauge", "Adapters here.", [(self._adapters(snapshot), time.time())])
-        yield self._gauge("caraserve:draining", "1 while the server is stopping.", int(snapshot.draining))
+    def _state(self, snapshot: SnapshotView, rank_of: Callable[[str], int]) -> dict[str, list[Sample]]:
+        blocks, device, host = snapshot.kv_total_blocks, snapshot.device_adapters, snapshot.host_adapters
+        used = snapshot.kv_used_blocks / blocks if blocks else 0.0
+        sizes = label_set({"block_size": str(self._block_tokens), "num_gpu_blocks": str(blocks), "engine": "0"})
+        shown = [*(("gpu", name) for name in device[: self._max_loras])]
+        shown += [("cpu", name) for name in host[:MAX_HOST_SERIES]]
+        return {
+            "vllm:cache_config_info": [(sizes, 1)],
+            "vllm:lora_requests_info": [(self._adapters(snapshot), time.time())],
+            # Adapter names hold letters, digits and . _ : - only, so they need no escapes.
+            "vllm:lora_adapter_loaded": [
+                (f'adapter_name="{name}",level="{level}",pinned="false",rank="{rank_of(name)}",{self._labels}', 1)
+                for level, name in shown
+            ],
+            **self._single(
+                {
+                    "vllm:num_requests_running": snapshot.running,
+                    "vllm:num_requests_waiting": snapshot.waiting,
+                    "vllm:kv_cache_usage_perc": used,
+                    "vllm:gpu_cache_usage_perc": used,
+                    "vllm:cpu_cache_usage_perc": 0,
+                    "caraserve:draining": int(snapshot.draining),
+                    "vllm:num_gpu_loaded_lora_adapters": len(device),
+                    "vllm:num_cpu_loaded_lora_adapters": len(host),
+                    "vllm:max_gpu_lora_adapters": self._max_loras,
+                }
+            ),
+        }
 
     def _adapters(self, snapshot: SnapshotView) -> str:
-        """Routers take the sample with the newest time, and prefer an instance whose `running_lora_adapters` has the
-        adapter: there, then, stands what is on the device, in use or not, and under waiting what is on its way."""
+        """Returns the labels of `vllm:lora_requests_info`.
+
+        Routers read the sample with the newest time and prefer an instance whose `running_lora_adapters` has the
+        adapter. So `running` lists all adapters on the device, used ones first, and `waiting` those still to be loaded.
+        """
         device, active = set(snapshot.device_adapters), {*snapshot.running_adapters, *snapshot.waiting_adapters}
-        there = sorted(device, key=lambda name: (name not in active, name))
+        used_first = sorted(device, key=lambda name: (name not in active, name))
         return label_set(
             {
                 "max_lora": str(self._max_loras),
-                "running_lora_adapters": ",".join(there[: self._max_loras]),
+                "running_lora_adapters": ",".join(used_first[: self._max_loras]),
                 "waiting_lora_adapters": ",".join(sorted(active - device)[: self._max_loras]),
             }
         )
 
-    def _adapter_places(self, snapshot: SnapshotView, rank_of: Callable[[str], int]) -> Iterator[str]:
-        device, host = snapshot.device_adapters, snapshot.host_adapters
-        yield self._gauge("vllm:num_gpu_loaded_lora_adapters", "Adapters in the device tier.", len(device))
-        yield self._gauge("vllm:num_cpu_loaded_lora_adapters", "Adapters in the host tier.", len(host))
-        yield self._gauge("vllm:max_gpu_lora_adapters", "Adapters that fit on the device.", self._max_loras)
-        shown = [*(("gpu", name) for name in device[: self._max_loras])]
-        shown += [("cpu", name) for name in host[:MAX_HOST_SERIES]]
-        # Names are of letters, digits and . _ : - alone, so they need no escapes.
-        loaded: list[tuple[str, float]] = [
-            (f'adapter_name="{name}",level="{level}",pinned="false",rank="{rank_of(name)}",{self._labels}', 1)
-            for level, name in shown
-        ]
-        yield family("vllm:lora_adapter_loaded", "gauge", "1 for an adapter in a tier.", loaded)
-
-    def _counters(self) -> Iterator[str]:
-        queries, hits = self._prompt_tokens, self._cached_tokens
-        yield self._counter("vllm:prompt_tokens_total", "Prompt tokens of ended requests.", queries)
-        yield self._counter("vllm:generation_tokens_total", "Output tokens of ended requests.", self._output_tokens)
-        yield self._counter("vllm:num_preemptions_total", "Requests that gave up their KV blocks.", self._preemptions)
-        for old in ("", "gpu_"):  # vLLM's name now, and the one that production-stack reads
-            yield self._counter(f"vllm:{old}prefix_cache_queries_total", "Prompt tokens looked up.", queries)
-            yield self._counter(f"vllm:{old}prefix_cache_hits_total", "Prompt tokens found.", hits)
-        yield self._counters_by(
-            "vllm:request_success_total",
-            "Ended requests.",
-            ("finished_reason",),
-            [([_REASONS[reason]], count) for reason, count in self._finished.items()],
-        )
-        yield self._counter(
-            "caraserve:cpu_lora_layers_total",
-            "Layers of ended requests whose LoRA came from CPU workers.",
-            self._cpu_layers,
-        )
-        yield from self._worker_counts(self._workers())
-        yield self._counter(
-            "caraserve:adapter_merges_total", "Adapters merged into the base weights (mode merged).", self._merges()
-        )
-        yield self._counters_by(
-            "caraserve:adapter_loads_total", "Adapters brought to the device.", ("mode", "outcome"), self._loads.items()
-        )
-        yield from self._loading_choices()
-        responses = [((route, str(status)), count) for (route, status), count in self._responses.items()]
-        yield self._counters_by("caraserve:http_responses_total", "HTTP responses.", ("route", "status"), responses)
-
-    def _loading_choices(self) -> Iterator[str]:
-        texts = (
-            ("caraserve:loading_choice_total", "Requests by how mode auto had them begin."),
-            (
-                "caraserve:loading_choice_predicted_seconds_total",
-                "From then to the end of their first chunks, expected.",
+    def _counters(self) -> dict[str, list[Sample]]:
+        workers, prompt_tokens, cached_tokens = self._workers(), self._prompt_tokens, self._cached_tokens
+        choices, responses = self._choices.items(), self._responses.items()
+        return {
+            **self._single(
+                {
+                    "vllm:prompt_tokens_total": prompt_tokens,
+                    "vllm:generation_tokens_total": self._output_tokens,
+                    "vllm:num_preemptions_total": self._preemptions,
+                    "vllm:prefix_cache_queries_total": prompt_tokens,
+                    "vllm:prefix_cache_hits_total": cached_tokens,
+                    "vllm:gpu_prefix_cache_queries_total": prompt_tokens,
+                    "vllm:gpu_prefix_cache_hits_total": cached_tokens,
+                    "caraserve:cpu_lora_layers_total": self._cpu_layers,
+                    "caraserve:lora_workers": workers.alive,
+                    "caraserve:lora_worker_deaths_total": workers.deaths,
+                    "caraserve:lora_worker_slices_total": workers.slices,
+                    "caraserve:lora_worker_redone_total": workers.redone,
+                    "caraserve:adapter_merges_total": self._merges(),
+                }
             ),
-            ("caraserve:loading_choice_observed_seconds_total", "The same as it came."),
-        )
-        for index, (name, text) in enumerate(texts):
-            counts = [((choice,), values[index]) for choice, values in self._choices.items()]
-            yield self._counters_by(name, text, ("choice",), counts)
+            "vllm:request_success_total": self._by(
+                ("finished_reason",), [((_REASONS[reason],), count) for reason, count in self._finished.items()]
+            ),
+            "caraserve:adapter_loads_total": self._by(("mode", "outcome"), self._loads.items()),
+            "caraserve:loading_choice_total": self._by(("choice",), [((name,), each[0]) for name, each in choices]),
+            "caraserve:loading_choice_predicted_seconds_total": self._by(
+                ("choice",), [((name,), each[1]) for name, each in choices]
+            ),
+            "caraserve:loading_choice_observed_seconds_total": self._by(
+                ("choice",), [((name,), each[2]) for name, each in choices]
+            ),
+            "caraserve:http_responses_total": self._by(
+                ("route", "status"), [((route, str(status)), count) for (route, status), count in responses]
+            ),
+        }
 
-    def _worker_counts(self, counts: WorkerCounts) -> Iterator[str]:
-        yield self._gauge("caraserve:lora_workers", "CPU LoRA workers that are there.", counts.alive)
-        yield self._counter("caraserve:lora_worker_deaths_total", "CPU LoRA workers replaced.", counts.deaths)
-        yield self._counter("caraserve:lora_worker_slices_total", "Slices of layers handed over.", counts.slices)
-        yield self._counter(
-            "caraserve:lora_worker_redone_total", "Modules of slices that the device had to compute.", counts.redone
-        )
+    def _histograms(self) -> dict[str, list[Sample]]:
+        return {
+            **self._single(
+                {
+                    "vllm:time_to_first_token_seconds": self._first_token_s,
+                    "vllm:inter_token_latency_seconds": self._token_gap_s,
+                    "vllm:request_time_per_output_token_seconds": self._per_output_token_s,
+                    "vllm:e2e_request_latency_seconds": self._e2e_s,
+                    "vllm:request_queue_time_seconds": self._phase_s["queued"],
+                    "vllm:request_prefill_time_seconds": self._phase_s["prefill"],
+                    "vllm:request_decode_time_seconds": self._phase_s["decode"],
+                    "vllm:request_inference_time_seconds": self._inference_s,
+                    "vllm:iteration_tokens_total": self._iteration_tokens,
+                    "vllm:request_prompt_tokens": self._prompt_sizes,
+                    "vllm:request_generation_tokens": self._output_sizes,
+                    "caraserve:iteration_seconds": self._iteration_s,
+                    "caraserve:adapter_stall_seconds": self._stalled_s,
+                    "caraserve:adapter_interruption_seconds": self._interrupted_s,
+                }
+            ),
+            "vllm:lora_adapter_load_seconds": self._by(("transition",), [(("activate",), self._load_s)]),
+            "caraserve:request_phase_seconds": self._by(
+                ("phase",), [((phase,), histogram) for phase, histogram in self._phase_s.items()]
+            ),
+        }
 
-    def _histograms(self) -> Iterator[str]:
-        yield self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", self._first_token_s)
-        yield self._histogram("vllm:inter_token_latency_seconds", "Between two tokens.", self._token_gap_s)
-        yield self._histogram(
-            "vllm:request_time_per_output_token_seconds", "A request's mean after the first.", self._per_output_token_s
-        )
-        yield self._histogram("vllm:e2e_request_latency_seconds", "Whole requests.", self._e2e_s)
-        yield self._histogram("vllm:request_queue_time_seconds", "Waiting.", self._phase_s["queued"])
-        yield self._histogram("vllm:request_prefill_time_seconds", "Prefill.", self._phase_s["prefill"])
-        yield self._histogram("vllm:request_decode_time_seconds", "Decode.", self._phase_s["decode"])
-        yield self._histogram("vllm:request_inference_time_seconds", "Prefill and decode.", self._inference_s)
-        yield self._histogram("vllm:iteration_tokens_total", "Tokens in an iteration.", self._iteration_tokens)
-        yield self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", self._prompt_sizes)
-        yield self._histogram("vllm:request_generation_tokens", "Output tokens of a request.", self._output_sizes)
-        yield self._histogram(
-            "vllm:lora_adapter_load_seconds", "Asked for to on the device.", self._load_s, 'transition="activate",'
-        )
-        yield self._histogram("caraserve:iteration_seconds", "An iteration on the device.", self._iteration_s)
-        yield self._histogram(
-            "caraserve:adapter_stall_seconds", "A request's iterations waiting for its weights.", self._stalled_s
-        )
-        yield self._histogram(
-            "caraserve:adapter_interruption_seconds",
-            "A request standing still for loads of other adapters.",
-            self._interrupted_s,
-        )
-        yield histograms(
-            "caraserve:request_phase_seconds",
-            "Where requests' time goes.",
-            [(f'phase="{phase}",{self._labels}', histogram) for phase, histogram in self._phase_s.items()],
-        )
+    def _single(self, values: Mapping[str, float | Histogram]) -> dict[str, list[Sample]]:
+        """Gives each family its one sample, with the server's own labels."""
+        return {name: [(self._labels, value)] for name, value in values.items()}
 
-    def _gauge(self, name: str, text: str, value: float) -> str:
-        return family(name, "gauge", text, [(self._labels, value)])
-
-    def _counter(self, name: str, text: str, value: float) -> str:
-        return family(name, "counter", text, [(self._labels, value)])
-
-    def _counters_by(
-        self, name: str, text: str, labels: tuple[str, ...], counts: Iterable[tuple[Sequence[str], float]]
-    ) -> str:
-        samples = [
-            (f"{label_set(dict(zip(labels, values, strict=True)))},{self._labels}", count) for values, count in counts
+    def _by(self, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float | Histogram]]) -> list[Sample]:
+        """Returns a family's samples: `labels` with each of their values, then the server's own labels."""
+        return [
+            (f"{label_set(dict(zip(labels, texts, strict=True)))},{self._labels}", value) for texts, value in values
         ]
-        return family(name, "counter", text, samples)
-
-    def _histogram(self, name: str, text: str, histogram: Histogram, labels: str = "") -> str:
-        return histograms(name, text, [(labels + self._labels, histogram)])
 
 
 def _latencies(recent_s: Sequence[float]) -> Latencies:

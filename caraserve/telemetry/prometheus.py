@@ -1,7 +1,7 @@
-"""Prometheus' text format, 0.0.4, as strings. For `metrics.py`.
+"""Writes Prometheus' text format 0.0.4.
 
-Routers scrape twenty times a second on the event loop's thread, so a page has to cost a fraction of a millisecond;
-prometheus-client's own writer takes several. Each family has its `# TYPE` line: a router that finds none reads zeros.
+Routers scrape twenty times a second and the page is written on the event loop's thread, so it must take a fraction of a
+millisecond; prometheus-client's writer takes several. Each family has a `# TYPE` line: without it routers read zeros.
 """
 
 from bisect import bisect_left
@@ -12,18 +12,12 @@ _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 def label_set(values: Mapping[str, str]) -> str:
-    """`name="value"` pairs as they stand between a sample's braces."""
+    """Returns `name="value"` pairs as they stand between a sample's braces."""
     return ",".join([f'{name}="{value.translate(_ESCAPES)}"' for name, value in values.items()])
 
 
-def family(name: str, kind: str, text: str, samples: Sequence[tuple[str, float]]) -> str:
-    """A whole family of one sample each per label set. A counter's `name` ends in `_total`."""
-    lines = "".join([f"{name}{{{labels}}} {value}\n" for labels, value in samples])
-    return f"# HELP {name} {text}\n# TYPE {name} {kind}\n{lines}"
-
-
 class Histogram:
-    """Counts by bucket. A tenth of prometheus-client's time for an observation, as it takes no locks."""
+    """Counts by bucket. Without locks, an observation takes a tenth of the time of prometheus-client's."""
 
     __slots__ = ("_bounds", "_counts", "_names", "_sum")
 
@@ -38,7 +32,7 @@ class Histogram:
         self._sum += value
 
     def samples(self, name: str, labels: str) -> str:
-        """The lines of one label set: cumulative buckets, their sum and their count."""
+        """Returns the lines of one label set: cumulative buckets, sum and count."""
         total, lines = 0, []
         for bound, count in zip(self._names, self._counts, strict=True):
             total += count
@@ -46,7 +40,15 @@ class Histogram:
         return f"{''.join(lines)}{name}_sum{{{labels}}} {self._sum}\n{name}_count{{{labels}}} {total}\n"
 
 
-def histograms(name: str, text: str, by_labels: Sequence[tuple[str, Histogram]]) -> str:
-    """A whole family of histograms."""
-    samples = "".join([histogram.samples(name, labels) for labels, histogram in by_labels])
-    return f"# HELP {name} {text}\n# TYPE {name} histogram\n{samples}"
+Sample = tuple[str, float | Histogram]  # its labels, as `label_set` writes them, and its value
+
+
+def family(name: str, kind: str, text: str, samples: Sequence[Sample]) -> str:
+    """Returns a whole family: one sample or one histogram for each label set. A counter's `name` ends in `_total`."""
+    lines = "".join(
+        [
+            value.samples(name, labels) if isinstance(value, Histogram) else f"{name}{{{labels}}} {value}\n"
+            for labels, value in samples
+        ]
+    )
+    return f"# HELP {name} {text}\n# TYPE {name} {kind}\n{lines}"

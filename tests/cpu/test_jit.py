@@ -28,8 +28,8 @@ def compiled_by(module: Any) -> Iterator[CPUDispatcher]:
 
 def test_no_two_functions_have_one_name() -> None:
     found: dict[tuple[str, str], set[int]] = {}
-    for info in pkgutil.iter_modules(caraserve.cpu.__path__):
-        for function in compiled_by(importlib.import_module(f"caraserve.cpu.{info.name}")):
+    for info in pkgutil.walk_packages(caraserve.cpu.__path__, "caraserve.cpu."):
+        for function in compiled_by(importlib.import_module(info.name)):
             name = function.py_func.__module__, function.py_func.__qualname__
             found.setdefault(name, set()).add(id(function))
     assert len(found) > 50

@@ -7,6 +7,7 @@ import pytest
 
 from caraserve.telemetry.metrics import Metrics
 from tests.engine_world import World, in_world
+from tests.http.fake_engine import FakeSnapshot
 
 with_world = partial(in_world, mode="auto", device_adapters=4)
 
@@ -77,8 +78,8 @@ def test_choices_are_exported_with_predicted_and_observed_seconds() -> None:
     metrics.observe_choice("assisted", 20.0, 30.0)
     metrics.observe_choice("assisted", 40.0, 50.0)
     metrics.observe_choice("cached", 1.0, 2.0)
-    text = "".join(metrics._loading_choices())
-    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    text = metrics.render(FakeSnapshot(), lambda name: 8).decode()
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if 'choice="' in line)
     told = {(name.split("{")[0], name.split('choice="')[1].split('"')[0]): float(v) for name, v in values.items()}
     assert told["caraserve:loading_choice_total", "assisted"] == 2
     assert told["caraserve:loading_choice_total", "cached"] == 1

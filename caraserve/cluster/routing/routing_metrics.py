@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from caraserve.telemetry.prometheus import Histogram, family, histograms, label_set
+from caraserve.telemetry.prometheus import Histogram, family, label_set
 
 _DECISION_S = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01)
 
@@ -50,9 +50,9 @@ class RoutingMetrics:
         text = "Quotes that did not come in time."
         yield family("caraserve:missed_quotes_total", "counter", text, [(labels, self.unquoted)])
         text = "Time that choosing an instance took, without questions to others."
-        yield histograms("caraserve:routing_decision_seconds", text, [(labels, self.decisions)])
+        yield family("caraserve:routing_decision_seconds", "histogram", text, [(labels, self.decisions)])
         text = "Time that other instances' quotes took."
-        yield histograms("caraserve:routing_quotes_seconds", text, [(labels, self.quotes)])
+        yield family("caraserve:routing_quotes_seconds", "histogram", text, [(labels, self.quotes)])
         for index, kind in enumerate(("predicted", "observed")):
             sums = {name: both[index] for name, both in self.latencies.items()}
             text = f"Time per token of requests routed by this instance, {kind}, summed over requests."
