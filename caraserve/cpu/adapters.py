@@ -1,4 +1,4 @@
-"""The device tier of the CPU backend: copies of adapters, and the table that kernels read."""
+"""The device cache of the CPU backend: copies of adapter images, and the table of addresses that kernels read."""
 
 from dataclasses import dataclass
 
@@ -19,41 +19,45 @@ def _publish(word, value):  # type: ignore[no-untyped-def]
 
 @dataclass(slots=True, eq=False)
 class CpuImage:
-    """An adapter on its way to the device, or there. `data` is filled by groups of layers. Until all are in the host
-    tier, only `streamed_prefill.py` has kernels use it, as far as `can_compute` says."""
+    """An adapter image that is on the device or being copied there; `data` is filled group by group of layers.
 
-    adapter: HostAdapter  # in the host tier; not to be read after the last layer has arrived
+    Until all layers are in the host cache only streamed prefills use it, for their `computable_layers`.
+    """
+
+    adapter: HostAdapter  # its image in the host cache; not to be read after the last layer has arrived
     data: NDArray[np.uint8]
     arrived: NDArray[np.int64]  # [0]: layers whose weights are in `data`, or LOST
-    in_host: int  # layers whose weights are in the host tier
-    is_cut: bool = False  # whether those that are not in the host tier never will be
+    in_host: int  # layers whose weights are in the host cache
+    is_aborted: bool = False  # True: the layers that are not in the host cache never will be
 
     @classmethod
     def empty(cls, adapter: HostAdapter, layers: int | None = None) -> "CpuImage":
-        """Room for an adapter of which nothing has arrived, and `layers` layers are in the host tier; None: all. Takes
-        no memory until it is written."""
+        """Returns an image of which no layer has arrived. It takes no memory until it is written.
+
+        `layers`: how many are in the host cache; None: all.
+        """
         arrived = aligned_bytes(64).view(np.int64)
         arrived[:] = 0
         in_host = len(adapter.spec.layer_ends) if layers is None else layers
         return cls(adapter, aligned_bytes(adapter.spec.num_bytes), arrived, in_host)
 
-    def can_compute(self, *, assist: bool) -> int:
-        """The first so many layers can be computed without waiting for the host tier; `assist`: also those whose copy
-        to the device is under way."""
-        there = int(self.arrived[0])
-        return self.in_host if assist or there == LOST else there
+    def computable_layers(self, *, assist: bool) -> int:
+        """Returns how many first layers can be computed without waiting for the host cache. `assist`: CPU workers read
+        the host's copy, so layers that are still being copied to the device count too."""
+        on_device = int(self.arrived[0])
+        return self.in_host if assist or on_device == LOST else on_device
 
-    def arrive(self, layers: int) -> None:
-        """The first `layers` layers are in `data`: seen by the kernels from now on, after the weights themselves."""
+    def mark_arrived(self, layers: int) -> None:
+        """Publishes that the first `layers` layers are in `data`, by a release store after the weights."""
         _publish(int(self.arrived.ctypes.data), layers)
 
-    def lose(self) -> None:
-        """The other layers will never arrive; whoever waits for them takes them from the host tier."""
+    def mark_lost(self) -> None:
+        """Publishes that the other layers will never arrive; kernels that wait for them read the host's copy instead."""
         _publish(int(self.arrived.ctypes.data), LOST)
 
 
 class DeviceAdapters:
-    """Binds images to slots of the table. Slot 0 stays empty: it is the base model. The lane thread's alone."""
+    """The adapter table: binds images to slots. Slot 0 is the base model and stays empty. For the lane thread only."""
 
     def __init__(self, spec: ModelSpec, num_slots: int) -> None:
         self._layers = spec.layers
@@ -61,11 +65,11 @@ class DeviceAdapters:
         self._host_entries = np.zeros_like(self._entries)
         self._arrived = np.zeros(num_slots, np.int64)  # addresses
         self.max_rank = np.zeros(num_slots, np.int64)  # largest padded rank of a slot
-        self.bindings = np.zeros(num_slots, np.int64)  # how often a slot's meaning has changed
+        self.bindings = np.zeros(num_slots, np.int64)  # how often a slot has been bound or unbound
         self._images: dict[int, CpuImage] = {}
 
     def addresses(self) -> dict[str, int]:
-        """The fields of a LORA record that are this table's."""
+        """Returns the fields of a LORA record that describe this table."""
         return {
             "entries": int(self._entries.ctypes.data),
             "host_entries": int(self._host_entries.ctypes.data),
@@ -74,20 +78,20 @@ class DeviceAdapters:
         }
 
     def is_arriving(self, slot: int) -> bool:
-        """Whether layers of a bound slot are still missing."""
+        """Returns whether layers of the adapter in a bound slot have not arrived yet."""
         return int(self._images[slot].arrived[0]) != self._layers
 
     def image(self, slot: int) -> CpuImage:
-        """What a bound slot means."""
+        """Returns the image in a bound slot."""
         return self._images[slot]
 
     def adapted(self, slot: int) -> NDArray[np.bool_]:
-        """Whether a slot's adapter has each module, [layers, sites]."""
+        """Returns which modules the adapter in `slot` has, bool [layers, sites]."""
         adapted: NDArray[np.bool_] = self._entries["rank"][slot] > 0
         return adapted
 
     def bind(self, slot: int, image: CpuImage) -> None:
-        """Makes `slot` mean `image`, whether or not it has arrived."""
+        """Binds `image` to `slot`, whether or not its layers have arrived."""
         self.unbind(slot)
         spec = image.adapter.spec
         _fill(self._entries[slot], spec, int(image.data.ctypes.data))
@@ -97,7 +101,7 @@ class DeviceAdapters:
         self._images[slot] = image
 
     def unbind(self, slot: int) -> None:
-        """Makes `slot` mean no adapter and gives its memory back."""
+        """Empties `slot` and frees its image."""
         self._entries["rank"][slot] = 0
         self._host_entries["rank"][slot] = 0
         self.max_rank[slot] = 0

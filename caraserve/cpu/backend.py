@@ -1,8 +1,4 @@
-"""The CPU backend: a lane thread that runs plans in order, a copy thread beside it for adapters, CPU LoRA workers in
-processes of their own.
-
-`serve.py` builds it, `loop.py` launches plans on it, `adapters/residency.py` loads adapters into it.
-"""
+"""The CPU backend: a lane thread that runs batches in order, a copy thread for adapters, processes of LoRA workers."""
 
 import threading
 import time
@@ -36,15 +32,15 @@ from caraserve.model.spec import ModelSpec
 from caraserve.telemetry.trace import Trace
 from caraserve.util.units import align_up, ceil_div
 
-_STREAMED_PLANS = 2  # each has room for the residual stream of a whole iteration
+_STREAMED_PREFILLS = 2  # at a time; each has a residual stream of its own
 
-_LaneJob = Callable[[], None]
-PlanDone = Callable[[StepResult | Exception], None]
+_LaneCall = Callable[[], None]
+BatchDone = Callable[[StepResult | Exception], None]
 
 
 @dataclass(frozen=True, slots=True)
 class CpuSizes:
-    """What `serve.py` decides for this backend."""
+    """Sizes and cores of a CPU backend."""
 
     threads: int
     num_slots: int
@@ -52,12 +48,12 @@ class CpuSizes:
     max_step_tokens: int
     max_context: int
     kv_cache_bytes: int
-    host_bytes: int  # for the host tier
+    host_bytes: int  # for the host cache
     lora_cpus: tuple[int, ...] = ()  # cores that CPU LoRA workers are pinned to
 
 
 class CpuBackend:
-    """Runs plans in launch order on one lane thread and its team; see model/backend.py for the contract."""
+    """Runs batches in launch order on a lane thread and its team; implements `core.backend.Backend`."""
 
     device_name, accelerator = "the CPU", ""
     shares_cores = True  # CPU LoRA workers compute where iterations do
@@ -71,15 +67,15 @@ class CpuBackend:
             adapter_slots=sizes.adapter_slots,
             max_step_tokens=sizes.max_step_tokens,
             max_context=sizes.max_context,
-            streamed_batches=_STREAMED_PLANS,
+            streamed_batches=_STREAMED_PREFILLS,
         )
         self._spec, self._loaded, self._trace = spec, loaded, trace
-        self._merged: CpuMergedWeights | None = None  # until it is asked for: it takes as much memory as the base
+        self._merged: CpuMergedWeights | None = None  # made at its first use: it takes as much memory as the base model
         self._adapters = DeviceAdapters(spec, sizes.adapter_slots)
         self._sampling = np.zeros(sizes.num_slots, SLOT_SAMPLING)
         self._blocks = np.zeros((sizes.num_slots, ceil_div(sizes.max_context, BLOCK_TOKENS)), np.int64)
         self._history = np.zeros((sizes.num_slots, sizes.max_context + 1), np.int64)
-        self._kv = np.zeros(self.limits.num_blocks * block_bytes + 64, np.uint8)  # no room until it is written
+        self._kv = np.zeros(self.limits.num_blocks * block_bytes + 64, np.uint8)  # takes no memory until it is written
         self._cache = self._make_cache()
         tokens = max(sizes.max_step_tokens, sizes.num_slots)
         outputs = tokens + sizes.num_slots  # every token scored, every row sampled
@@ -95,18 +91,17 @@ class CpuBackend:
         self._copies = np.zeros((sizes.threads, vocab), np.float32)
         self._seen = np.zeros((sizes.threads, vocab), np.uint8)
         self._team = ThreadTeam(sizes.threads)
-        self._jobs: SimpleQueue[_LaneJob | None] = SimpleQueue()
+        self._lane_calls: SimpleQueue[_LaneCall | None] = SimpleQueue()
         self._link = EmulatedLink()
-        self._copier = AdapterLoader(self._link, self._jobs.put, trace)
-        beside = [self._buffers.beside() for _ in range(_STREAMED_PLANS)]
-        self._asides = StreamedPrefills(spec.layers, beside, self._compute, self._result)
-        self._copier.moved = self._asides.go_on
+        records = [self._buffers.record_for_streaming() for _ in range(_STREAMED_PREFILLS)]
+        self._streamed = StreamedPrefills(spec.layers, records, self._compute, self._result)
+        self._loader = AdapterLoader(self._link, self._lane_calls.put, self._streamed.advance, trace)
         self._lane = threading.Thread(target=self._run_lane, name="caraserve-lane", daemon=True)
         self._lane.start()
 
     def warm_up(self, *, merging: bool = False) -> None:
-        """Compiles or loads the kernels by computing one token; to be called once, before any plan. `merging`: also
-        what plans with a merged adapter need."""
+        """Compiles the kernels, or loads them from the cache, by computing one token. To be called once, before any
+        batch. `merging`: also the kernels of mode `merged`."""
         sampling = SlotSampling.greedy(1)
         rows = (ScheduledRow(0, 0, 1, BASE_ADAPTER_SLOT, samples=True),)
         outcome = self._run(Batch((SlotStart(0, (0,), sampling),), (), rows))
@@ -116,57 +111,57 @@ class CpuBackend:
             self._weights_with(BASE_ADAPTER_SLOT)
 
     def start_workers(self, tokens_per_worker: Callable[[int], int]) -> None:
-        """Starts the CPU LoRA workers; to be called once, after `warm_up`. Returns at once: until they are there,
-        layers that they would compute are waited for. `tokens_per_worker(rank)`: most tokens of a slice."""
+        """Starts the CPU LoRA workers; to be called once, after `warm_up`. Returns at once: until they run, iterations
+        wait for weights instead. `tokens_per_worker(rank)`: maximum tokens of a slice."""
         self.set_slices(tokens_per_worker)
         self.workers.start()
 
     def set_slices(self, tokens_per_worker: Callable[[int], int]) -> None:
-        """Sets the most tokens of a slice by rank; the lane reads it at each hand-off."""
+        """Sets the maximum tokens of a slice by rank; the lane reads it at each hand-off."""
         self._buffers.set_tokens_per_worker(tokens_per_worker)
 
     def use(self, profile: Profile) -> None:
-        """Slices go by what was measured of this machine."""
+        """Sets the slices of hand-offs by the measured speed of this machine's cores."""
         self.set_slices(profile.tokens_per_worker)
 
     def emulate_link(self, bytes_per_s: float) -> None:
-        """Slows loading down to a stated bandwidth from now on."""
+        """Limits loading to a bandwidth from now on."""
         self._link.bytes_per_s = bytes_per_s
 
     @property
     def slices_handed_off(self) -> int:
-        """Slices of layers that CPU workers were asked for so far."""
+        """Returns how many slices of layers were handed off to CPU workers."""
         return self._buffers.slices_handed_off
 
     @property
     def modules_redone(self) -> int:
-        """Modules of such slices that the device had to compute itself, a worker having died or stopped."""
+        """Returns how many modules of such slices the device computed because a worker died or stopped."""
         return self._buffers.modules_redone
 
     @property
     def adapters_merged(self) -> int:
-        """How often an adapter was merged into the base weights."""
+        """Returns how often an adapter was merged into the base weights."""
         return 0 if self._merged is None else self._merged.merges
 
     def time_hand_off(self, slot: int, tokens: int) -> RoundTrip | None:
-        """Hands q, k, v of the first layer over to the workers, for a bound slot, after all that was launched. None if
+        """Times a hand-off of q, k, v of the first layer, for a bound slot, after all launched batches. Returns None if
         no worker was free."""
         result: SimpleQueue[RoundTrip | None] = SimpleQueue()
-        batch, arrays = one_segment(slot, tokens, self._shape.layers)
-        records = self._loaded.model, self._buffers.record, self._lora, batch
+        cpu_batch, arrays = one_segment(slot, tokens, self._shape.layers)
+        records = self._loaded.model, self._buffers.record, self._lora, cpu_batch
         self.workers.watch(True)
-        self._jobs.put(lambda: result.put(round_trip(*records, self.workers)))
+        self._lane_calls.put(lambda: result.put(round_trip(*records, self.workers)))
         outcome = result.get()
         self.workers.watch(False)
-        del arrays  # alive until now: the record has their addresses
+        del arrays  # kept until here: the record holds their addresses
         return outcome
 
-    def launch(self, plan: Batch, done: PlanDone) -> None:
-        """Queues one iteration; `done` is called on the lane's thread."""
-        if plan.is_side_batch:
-            self._jobs.put(lambda: self._begin_aside(plan, done))
+    def launch(self, batch: Batch, done: BatchDone) -> None:
+        """Queues one iteration; `done` is called on the lane thread."""
+        if batch.is_side_batch:
+            self._lane_calls.put(lambda: self._start_streamed(batch, done))
         else:
-            self._jobs.put(lambda: done(self._run(plan)))
+            self._lane_calls.put(lambda: done(self._run(batch)))
 
     def load_adapter(
         self,
@@ -176,40 +171,40 @@ class CpuBackend:
         group_ends: Sequence[int] = (),
         layers: int | None = None,
     ) -> None:
-        """Binds on the lane, after all that was launched before; copies on the copy thread."""
+        """Binds on the lane, after all launched batches; copies on the copy thread."""
         image = CpuImage.empty(adapter, layers)
-        self._jobs.put(lambda: self._adapters.bind(slot, image))
-        self._copier.load(slot, image, group_ends, done)
+        self._lane_calls.put(lambda: self._adapters.bind(slot, image))
+        self._loader.load(slot, image, group_ends, done)
 
     def extend_load(self, slot: int, layers: int) -> None:
-        """More layers are in the host tier: they are copied, and prompts that waited for them go on."""
-        self._copier.extend(slot, layers)
+        """Copies further layers that are in the host cache now; streamed prefills that waited for them continue."""
+        self._loader.extend(slot, layers)
 
     def break_load(self, slot: int, cause: Exception) -> None:
-        """No more layers will be in the host tier."""
-        self._copier.cut(slot, cause)
+        """Ends a load whose other layers will never be in the host cache."""
+        self._loader.abort(slot, cause)
 
     def recall(self, slot: int) -> None:
-        """Voids what waits for such layers in a request slot."""
-        self._jobs.put(lambda: self._asides.recall(slot))
+        """Ends the streamed prefill of a request slot for a retry, if it waits for the host cache."""
+        self._lane_calls.put(lambda: self._streamed.recall(slot))
 
     def device_bytes(self, spec: AdapterSpec) -> int:
-        """As many as in the host tier."""
+        """Returns the bytes of the image: the same as in the host cache."""
         return spec.num_bytes
 
     def unload_adapter(self, slot: int) -> None:
-        """Unbinds on the lane, after every plan launched so far."""
-        self._jobs.put(lambda: self._adapters.unbind(slot))
+        """Unbinds on the lane, after all launched batches."""
+        self._lane_calls.put(lambda: self._adapters.unbind(slot))
 
     def resize_kv(self, blocks: int, done: Callable[[], None]) -> None:
-        """Never called: KV blocks and adapters have memory of their own here."""
-        raise AssertionError(f"{blocks} KV blocks: there are {self.limits.num_blocks}, once and for all")
+        """Raises AssertionError: KV blocks and adapters have separate memory here."""
+        raise AssertionError(f"{blocks} KV blocks: this backend always has {self.limits.num_blocks}")
 
     def close(self) -> None:
-        """Runs what was launched, then ends the threads."""
+        """Runs the launched batches, then ends threads and workers."""
         self._link.close()
-        self._copier.close()
-        self._jobs.put(None)
+        self._loader.close()
+        self._lane_calls.put(None)
         self._lane.join()
         self._team.close()
         self.workers.close()
@@ -217,48 +212,48 @@ class CpuBackend:
 
     def _run_lane(self) -> None:
         yield_to_event_loop()
-        while (job := self._jobs.get()) is not None:
-            job()
-        self._asides.close()
+        while (call := self._lane_calls.get()) is not None:
+            call()
+        self._streamed.close()
 
-    def _run(self, plan: Batch) -> StepResult | Exception:
+    def _run(self, batch: Batch) -> StepResult | Exception:
         started_s = time.monotonic()
         try:
-            batch = self._batch_of(plan)
-            self._compute(plan, batch, self._buffers.record)
-            return self._result(plan, batch, started_s)
-        except Exception as error:  # the loop fails the plan's requests and goes on
+            cpu_batch = self._batch_of(batch)
+            self._compute(batch, cpu_batch, self._buffers.record)
+            return self._result(batch, cpu_batch, started_s)
+        except Exception as error:  # the engine fails the requests of this batch and continues
             return error
 
-    def _begin_aside(self, plan: Batch, done: PlanDone) -> None:
+    def _start_streamed(self, batch: Batch, done: BatchDone) -> None:
         try:
-            batch, image = self._batch_of(plan), self._adapters.image(plan.rows[0].adapter_slot)
+            cpu_batch, image = self._batch_of(batch), self._adapters.image(batch.rows[0].adapter_slot)
         except Exception as error:
             done(error)
         else:
-            self._asides.begin(plan, batch, image, done)
+            self._streamed.start(batch, cpu_batch, image, done)
 
-    def _batch_of(self, plan: Batch) -> CpuBatch:
-        self._apply(plan)
-        return build_batch(plan, self._adapters, self._sampling["prompt_tokens"], self._shape)
+    def _batch_of(self, batch: Batch) -> CpuBatch:
+        self._apply(batch)
+        return build_batch(batch, self._adapters, self._sampling["prompt_tokens"], self._shape)
 
-    def _compute(self, plan: Batch, batch: CpuBatch, buffers: NDArray[np.void]) -> None:
-        model = self._loaded.model if plan.merged is None else self._weights_with(plan.merged)
+    def _compute(self, batch: Batch, cpu_batch: CpuBatch, buffers: NDArray[np.void]) -> None:
+        model = self._loaded.model if batch.merged is None else self._weights_with(batch.merged)
         started_ns = time.monotonic_ns()
-        self.workers.watch(batch.is_arriving)
+        self.workers.watch(cpu_batch.is_arriving)
         try:
-            self._team.run(step, model, buffers, self._lora, self._cache, batch.record, self._sampler(batch))
+            self._team.run(step, model, buffers, self._lora, self._cache, cpu_batch.record, self._sampler(cpu_batch))
         finally:
             self.workers.watch(False)
         if self._trace is not None:
-            trace_batch(self._trace, plan, batch, started_ns, time.monotonic_ns())
+            trace_batch(self._trace, batch, cpu_batch, started_ns, time.monotonic_ns())
 
-    def _result(self, plan: Batch, batch: CpuBatch, started_s: float) -> StepResult:
-        rows = collect(plan, batch, self._sampling["prompt_tokens"])
+    def _result(self, batch: Batch, cpu_batch: CpuBatch, started_s: float) -> StepResult:
+        rows = collect(batch, cpu_batch, self._sampling["prompt_tokens"])
         return StepResult(rows, started_s, time.monotonic())
 
     def _weights_with(self, slot: int) -> NDArray[np.void]:
-        """A MODEL record of the base with the adapter in `slot` merged. Raises ValueError when it cannot be."""
+        """Returns a MODEL record with the adapter in `slot` merged. Raises ValueError if its weights have not arrived."""
         if slot != BASE_ADAPTER_SLOT and self._adapters.is_arriving(slot):
             raise ValueError(f"adapter slot {slot} cannot be merged: its weights have not arrived")
         if self._merged is None:
@@ -269,23 +264,23 @@ class CpuBackend:
             self._trace.span("device", f"merging adapter slot {slot}", started_ns, time.monotonic_ns())
         return model
 
-    def _sampler(self, batch: CpuBatch) -> Sampler:
+    def _sampler(self, cpu_batch: CpuBatch) -> Sampler:
         return Sampler(
             table=self._sampling,
             logits=self._logits,
             copies=self._copies,
             seen=self._seen,
             history=self._history,
-            chosen=batch.chosen,
-            logprob=batch.logprob,
-            top_ids=batch.top_ids,
-            top_logprobs=batch.top_logprobs,
+            chosen=cpu_batch.chosen,
+            logprob=cpu_batch.logprob,
+            top_ids=cpu_batch.top_ids,
+            top_logprobs=cpu_batch.top_logprobs,
         )
 
-    def _apply(self, plan: Batch) -> None:
-        for start in plan.starts:
+    def _apply(self, batch: Batch) -> None:
+        for start in batch.starts:
             self._start_slot(start)
-        for grant in plan.grants:
+        for grant in batch.grants:
             self._blocks[grant.slot, grant.first : grant.first + len(grant.blocks)] = grant.blocks
 
     def _start_slot(self, start: SlotStart) -> None:

@@ -1,4 +1,4 @@
-"""From a `Batch` to the arrays that `step` reads, and from its results to a `StepResult`. For the lane's thread."""
+"""Converts a `Batch` to the arrays that the compiled `step` reads, and its results to row results."""
 
 from dataclasses import dataclass, replace
 
@@ -18,7 +18,7 @@ Words = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class CpuBatch:
-    """One iteration's BATCH record, the arrays behind its addresses, and room for the results."""
+    """One iteration: its BATCH record, the arrays behind its addresses, and arrays for the results."""
 
     record: NDArray[np.void]
     arrays: tuple[Words, ...]
@@ -28,29 +28,29 @@ class CpuBatch:
     top_ids: Words  # [outputs, MAX_LOGPROBS]
     top_logprobs: NDArray[np.float32]  # [outputs, MAX_LOGPROBS]
     segments: tuple["Segment", ...]
-    sources: Words  # [layers, segments] as in compute_side.py; meaningless unless the batch is arriving
+    sources: Words  # [layers, segments] DEVICE, WORKERS or HOST (compute_side.py); valid if `is_arriving`
     waited_ns: Words  # [segments]
     layer_ns: Words  # [layers + 1], or empty when not wanted
     worker_ns: Words  # [layers, 4, workers, 2], likewise
 
-    def compute(self, first_layer: int, end_layer: int) -> None:
-        """Only these layers are to be computed now."""
+    def set_layers(self, first_layer: int, end_layer: int) -> None:
+        """Limits the next `step` to the layers [first_layer, end_layer)."""
         self.record["first_layer"], self.record["end_layer"] = first_layer, end_layer
 
     @property
     def computed_layers(self) -> range:
-        """Those that are, or have just been."""
+        """Returns the layers that the last `step` computed."""
         return range(int(self.record["first_layer"][0]), int(self.record["end_layer"][0]))
 
     @property
     def is_arriving(self) -> bool:
-        """Whether some adapter had not wholly arrived when the batch was made."""
+        """Returns whether layers of some adapter had not arrived when the batch was built."""
         return bool(self.record["arriving"][0])
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive tokens of one adapter."""
+    """A run of tokens with one adapter."""
 
     first_token: int
     tokens: int
@@ -60,21 +60,22 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """What a batch's side tables are sized by."""
+    """What determines the sizes of a batch's tables besides its rows."""
 
     layers: int
     workers: int
     traced: bool
 
 
-def build_batch(plan: Batch, adapters: DeviceAdapters, prompt_tokens: Words, shape: BatchShape) -> CpuBatch:
-    """`prompt_tokens` by request slot. Where an adapter is merged into the weights, no row has LoRA of its own."""
-    rows = plan.rows
+def build_batch(batch: Batch, adapters: DeviceAdapters, prompt_tokens: Words, shape: BatchShape) -> CpuBatch:
+    """Builds one iteration. `prompt_tokens` by request slot. With an adapter merged into the weights, no row has a
+    segment."""
+    rows = batch.rows
     counts = np.array([row.count for row in rows], np.int64)
     first = np.zeros(len(rows) + 1, np.int64)
     np.cumsum(counts, out=first[1:])
     starts = np.array([row.start for row in rows], np.int64)
-    segments = _segments(rows, first) if plan.merged is None else []
+    segments = _segments(rows, first) if batch.merged is None else []
     wanted = outputs.outputs_of(rows, prompt_tokens)
     traced = shape.layers if shape.traced else 0
     tables = {
@@ -123,7 +124,7 @@ def build_batch(plan: Batch, adapters: DeviceAdapters, prompt_tokens: Words, sha
 
 
 def _segments(rows: tuple[ScheduledRow, ...], first: Words) -> list[Segment]:
-    """Runs of rows with one adapter, the base model's left out."""
+    """Returns the runs of rows with one adapter, without those of the base model."""
     segments: list[Segment] = []
     for index, row in enumerate(rows):
         if row.adapter_slot == BASE_ADAPTER_SLOT:
@@ -136,17 +137,17 @@ def _segments(rows: tuple[ScheduledRow, ...], first: Words) -> list[Segment]:
     return segments
 
 
-def collect(plan: Batch, batch: CpuBatch, prompt_tokens: Words) -> tuple[RowResult, ...]:
-    """Row results in the plan's order."""
-    found = OutputValues(batch.chosen, batch.logprob, batch.top_ids, batch.top_logprobs)
-    return outputs.collect(plan, batch.outputs, found, prompt_tokens, _loads(batch))
+def collect(batch: Batch, cpu_batch: CpuBatch, prompt_tokens: Words) -> tuple[RowResult, ...]:
+    """Returns row results in the order of the rows."""
+    found = OutputValues(cpu_batch.chosen, cpu_batch.logprob, cpu_batch.top_ids, cpu_batch.top_logprobs)
+    return outputs.collect(batch, cpu_batch.outputs, found, prompt_tokens, _loads(cpu_batch))
 
 
-def _loads(batch: CpuBatch) -> dict[int, tuple[int, float]]:
-    """By adapter slot: layers that CPU workers computed, and ms spent waiting for weights."""
-    if not batch.is_arriving:
+def _loads(cpu_batch: CpuBatch) -> dict[int, tuple[int, float]]:
+    """Returns, by adapter slot, the layers that CPU workers computed and the ms spent waiting for weights."""
+    if not cpu_batch.is_arriving:
         return {}
     return {
-        segment.adapter_slot: (int((batch.sources[:, at] == WORKERS).sum()), float(batch.waited_ns[at]) / 1e6)
-        for at, segment in enumerate(batch.segments)
+        segment.adapter_slot: (int((cpu_batch.sources[:, at] == WORKERS).sum()), float(cpu_batch.waited_ns[at]) / 1e6)
+        for at, segment in enumerate(cpu_batch.segments)
     }

@@ -1,7 +1,8 @@
-"""Copies adapters to the device tier beside the lane, as far as their bytes are in the host tier.
+"""Copies adapters from the host cache to the device cache, layer group by layer group, on a thread of its own.
 
-Groups of layers are copied in the order in which they may be: an adapter whose bytes are still on their way to the host
-tier holds up nobody's.
+Groups are copied in the order in which their bytes are in the host cache, so an adapter that is still being downloaded
+delays no other. Both caches are main memory here and a copy costs little; a bandwidth can be emulated, so that loading
+modes can be compared as behind a real link.
 """
 
 import threading
@@ -20,7 +21,7 @@ from caraserve.telemetry.trace import Trace
 
 
 class EmulatedLink:
-    """One transfer at a time, in the order of asking. `bytes_per_s` is emulated; None: as fast as memory is."""
+    """The link from host to device, one copy at a time. `bytes_per_s`: bandwidth to emulate; None: that of memory."""
 
     def __init__(self, bytes_per_s: float | None = None) -> None:
         self.bytes_per_s = bytes_per_s
@@ -28,7 +29,7 @@ class EmulatedLink:
         self._closing = threading.Event()
 
     def copy(self, target: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
-        """Copies, and returns when the emulated link would have."""
+        """Copies, and returns when a link of the emulated bandwidth would have finished."""
         started_s = time.monotonic()
         np.copyto(target, source)
         if self.bytes_per_s is not None:
@@ -36,64 +37,76 @@ class EmulatedLink:
             self._closing.wait(max(0.0, self._free_s - time.monotonic()))
 
     def close(self) -> None:
-        """Emulates no longer."""
+        """Ends all emulated waiting, now and later."""
         self._closing.set()
 
 
-Loaded = Callable[[Exception | None], None]
+LoadDone = Callable[[Exception | None], None]
 
 
 @dataclass(slots=True, eq=False)
 class _PendingLoad:
     image: CpuImage
-    ends: deque[int]  # of the groups to come
-    done: Loaded
+    ends: deque[int]  # each group to copy ends before such a layer
+    done: LoadDone
     copied: int = 0  # bytes
     has_ended: bool = False
 
 
 class AdapterLoader:
-    """One copy at a time, on a thread of its own. Methods are the backend's callers'."""
+    """Copies one layer group at a time. Thread-safe."""
 
-    def __init__(self, link: EmulatedLink, on_lane: Callable[[Callable[[], None]], None], trace: Trace | None) -> None:
-        self.moved: Callable[[], None] = lambda: None  # called on the lane when layers have come, or never will
+    def __init__(
+        self,
+        link: EmulatedLink,
+        on_lane: Callable[[Callable[[], None]], None],
+        layers_changed: Callable[[], None],
+        trace: Trace | None,
+    ) -> None:
+        """`on_lane` queues a call for the lane thread. `layers_changed` is called there when layers of an adapter have
+        reached a cache, or never will."""
         self._link, self._on_lane, self._trace = link, on_lane, trace
+        self._layers_changed = layers_changed
         self._thread = ThreadPoolExecutor(1, "caraserve-copy", initializer=yield_to_event_loop)
-        self._streams: dict[int, _PendingLoad] = {}  # by adapter slot: those whose bytes are not all in the host tier
+        self._incomplete: dict[
+            int, _PendingLoad
+        ] = {}  # by adapter slot: loads whose image is not all in the host cache
 
-    def load(self, slot: int, image: CpuImage, group_ends: Sequence[int], done: Loaded) -> None:
-        """Copies an image as far as it is in the host tier. `done` waits for the lane: an iteration under way may be
-        using the host's copy."""
+    def load(self, slot: int, image: CpuImage, group_ends: Sequence[int], done: LoadDone) -> None:
+        """Starts to copy an image as far as it is in the host cache; groups end before the layers `group_ends`.
+
+        `done` is called on the lane, because an iteration that is running may still read the host's copy.
+        """
         layers = len(image.adapter.spec.layer_ends)
         load = _PendingLoad(image, deque((*(end for end in group_ends if 0 < end < layers), layers)), done)
         if image.in_host < layers:
-            self._streams[slot] = load
-        self._thread.submit(self._copy, load)
+            self._incomplete[slot] = load
+        self._thread.submit(self._copy_layers, load)
 
     def extend(self, slot: int, layers: int) -> None:
-        """More layers are in the host tier."""
-        load = self._streams[slot]
+        """Copies on: the first `layers` layers are in the host cache now."""
+        load = self._incomplete[slot]
         load.image.in_host = layers
         if layers == len(load.image.adapter.spec.layer_ends):
-            del self._streams[slot]
-        self._on_lane(self.moved)
-        self._thread.submit(self._copy, load)
+            del self._incomplete[slot]
+        self._on_lane(self._layers_changed)
+        self._thread.submit(self._copy_layers, load)
 
-    def cut(self, slot: int, cause: Exception) -> None:
-        """No more layers will be. `done` is told so after those who wait for them, when nothing is copied any more."""
-        load = self._streams.pop(slot)
-        load.image.is_cut = True
-        self._on_lane(self.moved)
-        self._thread.submit(self._end, load, cause)
+    def abort(self, slot: int, cause: Exception) -> None:
+        """Ends a load whose other layers will never be in the host cache. `done` gets `cause` after the last copy."""
+        load = self._incomplete.pop(slot)
+        load.image.is_aborted = True
+        self._on_lane(self._layers_changed)
+        self._thread.submit(self._finish, load, cause)
 
     def close(self) -> None:
-        """Copies what may be copied, then ends the thread."""
+        """Finishes the queued copies, then ends the thread."""
         self._thread.shutdown(wait=True)
 
-    # --- the thread ---
+    # --- on the copy thread ---
 
-    def _copy(self, load: _PendingLoad) -> None:
-        """The groups that have come into the host tier."""
+    def _copy_layers(self, load: _PendingLoad) -> None:
+        """Copies the groups that are in the host cache."""
         image, ends = load.image, load.image.adapter.spec.layer_ends
         try:
             while load.ends and load.ends[0] <= image.in_host and not load.has_ended:
@@ -101,20 +114,20 @@ class AdapterLoader:
                 started_ns = time.monotonic_ns()
                 at = slice(load.copied, ends[layers - 1])
                 self._link.copy(image.data[at], image.adapter.data[at])
-                image.arrive(layers)
+                image.mark_arrived(layers)
                 load.copied = ends[layers - 1]
-                self._on_lane(self.moved)
+                self._on_lane(self._layers_changed)
                 if self._trace is not None:
                     digest = image.adapter.spec.digest[:12]
                     self._trace.span("link", f"{digest} to layer {layers}", started_ns, time.monotonic_ns())
         except Exception as error:
-            image.lose()
-            self._on_lane(self.moved)
-            self._end(load, error)
+            image.mark_lost()
+            self._on_lane(self._layers_changed)
+            self._finish(load, error)
         if not load.ends:
-            self._end(load, None)
+            self._finish(load, None)
 
-    def _end(self, load: _PendingLoad, failure: Exception | None) -> None:
+    def _finish(self, load: _PendingLoad, failure: Exception | None) -> None:
         if load.has_ended:
             return
         load.has_ended = True

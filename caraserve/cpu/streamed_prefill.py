@@ -1,8 +1,8 @@
-"""Prompts whose adapter is not all in the host tier: computed on the lane as far as layers have come, iterations in
-between.
+"""Streamed prefills: prompts whose adapter is still being downloaded to the host cache.
 
-Between two layers such a prompt is its residual stream and nothing else, so it can stop there for as long as a network
-takes, and nobody waits for it. What never comes, or is no longer waited for, makes it void.
+The lane computes as many layers of such a prompt as have arrived and runs iterations in between. Between two layers a
+prompt is its residual stream and nothing else, so it can stop there for as long as the download takes without making
+another request wait. When the download fails, or the engine recalls the prompt, the result asks for a retry.
 """
 
 import time
@@ -23,80 +23,80 @@ Collect = Callable[[Batch, CpuBatch, float], StepResult]
 
 @dataclass(slots=True, eq=False)
 class _StreamedPrefill:
-    plan: Batch
-    batch: CpuBatch
+    batch: Batch
+    cpu_batch: CpuBatch
     image: CpuImage
     done: Done
     buffers: NDArray[np.void]
     started_s: float
-    layer: int = 0  # the next to be computed
-    computed_s: float = 0.0  # so far
+    layer: int = 0  # the next one to compute
+    computed_s: float = 0.0  # time spent in computed layers
     is_recalled: bool = False
 
     @property
     def slot(self) -> int:
-        return self.plan.rows[0].slot
+        return self.batch.rows[0].slot
 
-    def can_compute(self) -> int:
-        return self.image.can_compute(assist=self.plan.rows[0].assist)
+    def computable_layers(self) -> int:
+        return self.image.computable_layers(assist=self.batch.rows[0].assist)
 
 
 class StreamedPrefills:
-    """The lane thread's alone."""
+    """The streamed prefills of one backend. For the lane thread only."""
 
     def __init__(self, layers: int, buffers: Sequence[NDArray[np.void]], compute: Compute, collect: Collect) -> None:
-        """`buffers`: a BUFFERS record for each plan that may be under way. `compute` runs the layers that a batch says;
-        `collect` makes the result when all have been."""
+        """`buffers`: a BUFFERS record for each prefill that may run at a time. `compute` runs the layers that a batch
+        names; `collect` makes the result after the last one."""
         self._layers, self._free = layers, list(buffers)
         self._compute, self._collect = compute, collect
-        self._under_way: list[_StreamedPrefill] = []
+        self._running: list[_StreamedPrefill] = []
 
-    def begin(self, plan: Batch, batch: CpuBatch, image: CpuImage, done: Done) -> None:
-        """Takes a plan whose slot and blocks are known."""
-        self._under_way.append(_StreamedPrefill(plan, batch, image, done, self._free.pop(), time.monotonic()))
-        self.go_on()
+    def start(self, batch: Batch, cpu_batch: CpuBatch, image: CpuImage, done: Done) -> None:
+        """Starts a side batch whose slot and KV blocks have been set."""
+        self._running.append(_StreamedPrefill(batch, cpu_batch, image, done, self._free.pop(), time.monotonic()))
+        self.advance()
 
     def recall(self, slot: int) -> None:
-        """The plan of a request slot waits for the host tier no more."""
-        for aside in self._under_way:
-            aside.is_recalled |= aside.slot == slot and aside.image.in_host < self._layers
-        self.go_on()
+        """Ends the prefill of a request slot for a retry, if layers of its adapter are not in the host cache yet."""
+        for prefill in self._running:
+            prefill.is_recalled |= prefill.slot == slot and prefill.image.in_host < self._layers
+        self.advance()
 
-    def go_on(self) -> None:
-        """Computes what has come since, and ends those for which no more comes."""
-        for aside in list(self._under_way):
-            end = aside.can_compute()
-            is_over = aside.is_recalled or aside.image.is_cut
-            if end > aside.layer and not (is_over and end < self._layers):
-                self._advance(aside, end)
-            elif is_over:
-                void = StepResult((RowResult(None, needs_retry=True),), aside.started_s, time.monotonic())
-                self._end(aside, void)
+    def advance(self) -> None:
+        """Computes the layers that have arrived, and ends prefills whose missing layers will not arrive."""
+        for prefill in list(self._running):
+            end = prefill.computable_layers()
+            is_stopped = prefill.is_recalled or prefill.image.is_aborted
+            if end > prefill.layer and not (is_stopped and end < self._layers):
+                self._compute_layers(prefill, end)
+            elif is_stopped:
+                retry = StepResult((RowResult(None, needs_retry=True),), prefill.started_s, time.monotonic())
+                self._end(prefill, retry)
 
     def close(self) -> None:
-        """Nothing comes any more."""
-        for aside in list(self._under_way):
-            self._end(aside, RuntimeError("the device has been closed"))
+        """Ends all prefills with an error."""
+        for prefill in list(self._running):
+            self._end(prefill, RuntimeError("the device has been closed"))
 
-    def _advance(self, aside: _StreamedPrefill, end: int) -> None:
-        began_s = time.monotonic()
+    def _compute_layers(self, prefill: _StreamedPrefill, end: int) -> None:
+        started_s = time.monotonic()
         try:
-            aside.batch.compute(aside.layer, end)
-            self._compute(aside.plan, aside.batch, aside.buffers)
-            aside.layer = end
-            aside.computed_s += time.monotonic() - began_s
+            prefill.cpu_batch.set_layers(prefill.layer, end)
+            self._compute(prefill.batch, prefill.cpu_batch, prefill.buffers)
+            prefill.layer = end
+            prefill.computed_s += time.monotonic() - started_s
             if end == self._layers:
-                self._end(aside, self._outcome(aside))
-        except Exception as error:  # the loop fails the plan's request and goes on
-            self._end(aside, error)
+                self._end(prefill, self._outcome(prefill))
+        except Exception as error:  # the engine fails the request and continues
+            self._end(prefill, error)
 
-    def _outcome(self, aside: _StreamedPrefill) -> StepResult:
-        """All between the layers was waiting."""
-        result = self._collect(aside.plan, aside.batch, aside.started_s)
-        (row,), waited_s = result.rows, result.done_s - result.started_s - aside.computed_s
+    def _outcome(self, prefill: _StreamedPrefill) -> StepResult:
+        """Returns the result; time outside of computed layers counts as waiting for weights."""
+        result = self._collect(prefill.batch, prefill.cpu_batch, prefill.started_s)
+        (row,), waited_s = result.rows, result.done_s - result.started_s - prefill.computed_s
         return replace(result, rows=(replace(row, waited_ms=row.waited_ms + 1000 * max(0.0, waited_s)),))
 
-    def _end(self, aside: _StreamedPrefill, outcome: StepResult | Exception) -> None:
-        self._under_way.remove(aside)
-        self._free.append(aside.buffers)
-        aside.done(outcome)
+    def _end(self, prefill: _StreamedPrefill, outcome: StepResult | Exception) -> None:
+        self._running.remove(prefill)
+        self._free.append(prefill.buffers)
+        prefill.done(outcome)

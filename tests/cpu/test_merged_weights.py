@@ -94,7 +94,7 @@ def adapter(rank: int, dtype: Dtype, sites: tuple[str, ...] = SITES, layers: int
     spec = AdapterSpec(f"{rank} {dtype}", dtype, rank, sites, ends, spans)
     image = CpuImage.empty(HostAdapter(spec, data))
     image.data[:] = data
-    image.arrive(SPEC.layers)
+    image.mark_arrived(SPEC.layers)
     return image, deltas
 
 
@@ -194,7 +194,7 @@ def test_sums_are_rounded_to_the_nearest_weight_and_ties_to_the_even_one(dtype: 
     data[spans[0].b_offset :].view(np.float32)[: b.size] = b.reshape(-1)
     image = CpuImage.empty(HostAdapter(AdapterSpec("d", Dtype.F32, 1, ("q_proj",), ends, spans), data))
     image.data[:] = data
-    image.arrive(SPEC.layers)
+    image.mark_arrived(SPEC.layers)
     here.adapters.bind(SLOT, image)
     added = np.outer(row[:outputs], 2.0 ** (exponents - 11)).astype(np.float32)
     base = to_float32(here.panels(here.loaded.model, 0, "q_proj"), dtype)

@@ -65,11 +65,11 @@ class Journey:
             return
         self._there = layers
         if layers is None:
-            self.image.lose()
+            self.image.mark_lost()
             return
         end = self.image.adapter.spec.layer_ends[layers - 1]
         self.image.data[:end] = self.image.adapter.data[:end]
-        self.image.arrive(layers)
+        self.image.mark_arrived(layers)
 
 
 @dataclass(frozen=True)
