@@ -52,7 +52,7 @@ class CpuImage:
         _publish(int(self.arrived.ctypes.data), layers)
 
     def mark_lost(self) -> None:
-        """Publishes that the other layers will never arrive; kernels that wait for them read the host's copy instead."""
+        """Publishes that the other layers will never arrive; waiting kernels read the host's copy."""
         _publish(int(self.arrived.ctypes.data), LOST)
 
 

@@ -253,7 +253,7 @@ class CpuBackend:
         return StepResult(rows, started_s, time.monotonic())
 
     def _weights_with(self, slot: int) -> NDArray[np.void]:
-        """Returns a MODEL record with the adapter in `slot` merged. Raises ValueError if its weights have not arrived."""
+        """Returns a MODEL record with the adapter in `slot` merged. Raises ValueError before it has arrived."""
         if slot != BASE_ADAPTER_SLOT and self._adapters.is_arriving(slot):
             raise ValueError(f"adapter slot {slot} cannot be merged: its weights have not arrived")
         if self._merged is None:
