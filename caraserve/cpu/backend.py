@@ -259,7 +259,7 @@ class CpuBackend:
         if self._merged is None:
             self._merged = CpuMergedWeights(self._spec, self._loaded, self._team.size)
         started_ns, before = time.monotonic_ns(), self._merged.merges
-        model = self._merged.holding(slot, self._adapters, self._buffers.record, self._lora, self._team.run)
+        model = self._merged.with_adapter(slot, self._adapters, self._buffers.record, self._lora, self._team.run)
         if self._trace is not None and self._merged.merges > before:
             self._trace.span("device", f"merging adapter slot {slot}", started_ns, time.monotonic_ns())
         return model

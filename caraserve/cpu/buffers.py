@@ -1,7 +1,7 @@
-"""The memory that an iteration works in: activations, scratch, and what is shared with the CPU LoRA workers.
+"""The memory of iterations: activations, scratch, and the region shared with the CPU LoRA workers.
 
-Inputs of adapted modules lie in the shared region, where workers read them in place: handing a layer over copies
-nothing. All is allocated once; pages take no room until they are written.
+Inputs of adapted modules lie in the shared region, where workers read them in place, so a hand-off copies no input. All
+memory is allocated at the start; pages take no room until they are written.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from caraserve.util.units import align_up
 
 
 class Buffers:
-    """For iterations of up to `tokens` tokens, of which up to `outputs` logits are wanted, by a team of `threads`."""
+    """Buffers for iterations of up to `tokens` tokens and `outputs` rows of logits, by a team of `threads`."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Buffers:
         host_bytes: int,
         lora_cpus: Sequence[int],
     ) -> None:
-        """`model`: a MODEL record. `host_bytes`: of the host tier."""
+        """`model`: a MODEL record. `host_bytes`: size of the host cache. `lora_cpus`: a core for each LoRA worker."""
         self._arrays: list[NDArray[np.uint8]] = []
         self._model = {name: int(model[name][0]) for name in model.dtype.names or ()}
         self._tokens, self._threads, self._workers = tokens, threads, len(lora_cpus)
@@ -56,7 +56,7 @@ class Buffers:
         self.record = self._buffer_record(inputs)
 
     def lora_record(self, table: dict[str, int]) -> NDArray[np.void]:
-        """A LORA record over the addresses of an adapter table."""
+        """Returns a LORA record. `table`: the fields that `DeviceAdapters.addresses` gives."""
         redo_bytes = align_up(REDO_BYTES, PAGE_BYTES)
         return filled(
             LORA,
@@ -78,30 +78,30 @@ class Buffers:
             redone=int(self._counts[1:].ctypes.data),
         )
 
-    def beside(self) -> NDArray[np.void]:
-        """A BUFFERS record for passes that stop between layers: it has a residual stream of its own."""
+    def record_for_streaming(self) -> NDArray[np.void]:
+        """Returns a BUFFERS record with a residual stream of its own, for a prefill that stops between layers."""
         record = self.record.copy()
         record["hidden"] = self._zeros(4 * self._tokens * self._model["hidden_pad"])
         return record
 
     @property
     def slices_handed_off(self) -> int:
-        """Slices of layers that workers were asked for."""
+        """Returns how many slices of layers were handed off."""
         return int(self._counts[0])
 
     @property
     def modules_redone(self) -> int:
-        """Modules of slices that the device computed itself, the worker having died or stopped."""
+        """Returns how many modules of slices the device computed because the worker died or stopped."""
         return int(self._counts[1])
 
     def set_tokens_per_worker(self, tokens_per_worker: Callable[[int], int]) -> None:
-        """`tokens_per_worker(rank)`: the most tokens of a slice; at least 1."""
+        """Sets the maximum tokens of a slice by rank; values below 1 count as 1."""
         for index in range(1, len(self._tokens_per_worker)):
             self._tokens_per_worker[index] = max(1, tokens_per_worker(RANK_STEP * index))
 
     def _buffer_record(self, inputs: dict[str, int]) -> NDArray[np.void]:
         m, tokens = self._model, self._tokens
-        scratch = align_up(scratch_bytes(m["head_dim"]), PAGE_BYTES)  # apart: threads never share a cache line
+        scratch = align_up(scratch_bytes(m["head_dim"]), PAGE_BYTES)  # whole pages: threads never share a cache line
         widths = {
             "hidden": m["hidden_pad"],
             "qkv": m["q_pad"] + 2 * m["kv_pad"],
@@ -127,7 +127,7 @@ class Buffers:
         )
 
     def _zeros(self, num_bytes: int) -> int:
-        """The aligned address of zeroed memory."""
+        """Returns the 64-byte aligned address of zeroed memory that this object keeps."""
         array = np.zeros(num_bytes + 64, np.uint8)
         self._arrays.append(array)
         return align_up(int(array.ctypes.data), 64)

@@ -1,14 +1,14 @@
 """One iteration of the decoder over a mixed batch, fused into one compiled function.
 
-A team of threads runs it: each calls `step` with the same arguments and its own index; they split each phase and meet
-at a barrier after it. Nothing of Python runs inside, so the event loop has the interpreter to itself meanwhile.
+Each thread of the team calls `step` with the same arguments and its own index; they split each phase and meet at a
+barrier after it. No Python runs inside, so the event loop has the interpreter lock meanwhile.
 
 Phases of a layer (| is a barrier): [choose sources] norm | [LoRA shrink |] q, k, v + LoRA expand | rotate, append KV |
 attend | [shrink |] o + expand + residual | norm | [shrink |] gate, up + expand, silu·mul | [shrink |] down + expand +
 residual |
-The bracketed ones run only when the batch has an adapter: base-only traffic pays nothing for LoRA. While an adapter is
-arriving, a hand-off to CPU workers goes out where its shrink would be, and what comes back is added where its expand
-would be; see compute_side.py.
+The bracketed phases run only when the batch has an adapter, so base-only traffic pays nothing for LoRA. While an
+adapter is arriving, its hand-off to CPU workers takes the place of its shrink, and adding their results that of its
+expand; see compute_side.py.
 """
 
 from typing import NamedTuple
@@ -31,6 +31,11 @@ from caraserve.cpu.structs import (
     LORA_ENTRY,
     MLP_NORM,
     NUM_WEIGHTS,
+    SITE_DOWN,
+    SITE_GATE,
+    SITE_O,
+    SITE_Q,
+    SITE_UP,
     WQ,
     address_of,
     batch_at,
@@ -43,16 +48,14 @@ from caraserve.cpu.structs import (
 from caraserve.cpu.tiles import call_by_address
 
 LORA_ENTRY_BYTES = LORA_ENTRY.itemsize
-# numpy integers, or Numba would compile what takes them once for each
-_Q, _O, _GATE, _UP, _DOWN = np.int64(0), np.int64(3), np.int64(4), np.int64(5), np.int64(6)  # indices of SITES
 _call3, _call6, _call8, _call9, _call15 = (call_by_address(count) for count in (3, 6, 8, 9, 15))
-_SHRINK_TOKENS = 24  # tokens in one item of shrink work, so that long prompts split over the team
-_SPINS = 500  # about 12 µs of pauses before a waiting thread gives its core away
+_SHRINK_TOKENS = 24  # tokens of one item of shrink work, so that the team shares long prompts
+_SPINS = 500  # about 12 µs of pauses before a waiting thread yields its core
 
 
 @kernel
 def meet(barrier, team):  # type: ignore[no-untyped-def]
-    """Waits until the whole team is here. Spins briefly, then yields: the team may be larger than the free cores."""
+    """Waits until all members of the team have called. Spins, then yields: free cores may be fewer than members."""
     if team == 1:
         return
     generation = load_acquire(barrier + 64)
@@ -78,20 +81,20 @@ def _norm_rows(thread, team, model, batch, x, weight, y):  # type: ignore[no-unt
 
 @kernel
 def device_entry(lora, adapter, layer, site):  # type: ignore[no-untyped-def]
-    """Address of a module's entry in the adapter table; words A, B, rank and dtype, then the scale."""
+    """Returns the address of a module's LORA_ENTRY in the adapter table."""
     return lora.entries + LORA_ENTRY_BYTES * ((adapter * lora.layers + layer) * 7 + site)
 
 
 @kernel
 def _group(site):  # type: ignore[no-untyped-def]
-    """The first site that reads the same input as `site`, and how many do: q, k, v | o | gate, up | down."""
-    if site < _O:
-        return _Q, 3
-    if site == _O:
-        return _O, 1
-    if site < _DOWN:
-        return _GATE, 2
-    return _DOWN, 1
+    """Returns the first site that reads the same input as `site`, and how many do: q, k, v | o | gate, up | down."""
+    if site < SITE_O:
+        return SITE_Q, 3
+    if site == SITE_O:
+        return SITE_O, 1
+    if site < SITE_DOWN:
+        return SITE_GATE, 2
+    return SITE_DOWN, 1
 
 
 @kernel
@@ -148,7 +151,7 @@ def _expand(thread, model, buffers, lora, batch, layer, site, x, x_stride, k, fi
 
 @kernel
 def _project(thread, model, buffers, lora, batch, layer, site, first, end, x, x_stride, k, y, y_stride, add):  # type: ignore[no-untyped-def]
-    """Output panels [first, end) of one linear module for all tokens: base weight, bias, then the adapters."""
+    """Computes the output panels [first, end) of one linear module for all tokens: base weight, bias, then adapters."""
     weight = word(model.weights, NUM_WEIGHTS * layer + WQ + site)
     bias = word(model.weights, NUM_WEIGHTS * layer + BQ + site)
     for panel in range(first, end):
@@ -164,14 +167,14 @@ def _project(thread, model, buffers, lora, batch, layer, site, first, end, x, x_
 def _project_qkv(thread, team, model, buffers, lora, batch, layer):  # type: ignore[no-untyped-def]
     x, x_stride = buffers.normed, 4 * model.hidden_pad
     if batch.max_rank > 0:
-        _shrink(thread, team, model, buffers, lora, batch, layer, _Q, x, x_stride, model.hidden)
+        _shrink(thread, team, model, buffers, lora, batch, layer, SITE_Q, x, x_stride, model.hidden)
         meet(buffers.barrier, team)
     q_panels, kv_panels = model.q_pad // PANEL, model.kv_pad // PANEL
     panels = q_panels + 2 * kv_panels
     y_stride = 4 * PANEL * panels
-    before = np.int64(0)  # panels of the modules before
-    for site in range(_Q, _O):
-        count = q_panels if site == _Q else kv_panels
+    before = np.int64(0)  # panels of the preceding modules
+    for site in range(SITE_Q, SITE_O):
+        count = q_panels if site == SITE_Q else kv_panels
         first, end = max(thread * panels // team - before, 0), min((thread + 1) * panels // team - before, count)
         y = buffers.qkv + 4 * PANEL * before
         _project(
@@ -196,7 +199,7 @@ def _project_qkv(thread, team, model, buffers, lora, batch, layer):  # type: ign
 
 @kernel
 def _project_add(thread, team, model, buffers, lora, batch, layer, site, x, x_stride, k):  # type: ignore[no-untyped-def]
-    """o or down: the projection of x is added to the residual stream."""
+    """Adds the projection of x, by o or down, to the residual stream."""
     if batch.max_rank > 0:
         _shrink(thread, team, model, buffers, lora, batch, layer, site, x, x_stride, k)
         meet(buffers.barrier, team)
@@ -209,12 +212,14 @@ def _project_add(thread, team, model, buffers, lora, batch, layer, site, x, x_st
 def _project_gate_up(thread, team, model, buffers, lora, batch, layer):  # type: ignore[no-untyped-def]
     x, x_stride, k = buffers.normed, 4 * model.hidden_pad, model.hidden
     if batch.max_rank > 0:
-        _shrink(thread, team, model, buffers, lora, batch, layer, _GATE, x, x_stride, k)
+        _shrink(thread, team, model, buffers, lora, batch, layer, SITE_GATE, x, x_stride, k)
         meet(buffers.barrier, team)
     panels, stride = model.inter_pad // PANEL, 4 * model.inter_pad
     first, end = thread * panels // team, (thread + 1) * panels // team
-    _project(thread, model, buffers, lora, batch, layer, _GATE, first, end, x, x_stride, k, buffers.gate, stride, STORE)
-    _project(thread, model, buffers, lora, batch, layer, _UP, first, end, x, x_stride, k, buffers.up, stride, STORE)
+    _project(
+        thread, model, buffers, lora, batch, layer, SITE_GATE, first, end, x, x_stride, k, buffers.gate, stride, STORE
+    )
+    _project(thread, model, buffers, lora, batch, layer, SITE_UP, first, end, x, x_stride, k, buffers.up, stride, STORE)
     for panel in range(first, end):
         silu_mul(buffers.gate + 4 * PANEL * panel, stride, buffers.up + 4 * PANEL * panel, stride, batch.tokens)
 
@@ -223,7 +228,7 @@ def _project_gate_up(thread, team, model, buffers, lora, batch, layer):  # type:
 def decoder_layer(  # type: ignore[no-untyped-def]
     thread, team, model_address, buffers_address, lora_address, cache_address, batch_address, layer
 ):  # fmt: skip
-    """One layer, as member `thread` of `team`."""
+    """Computes one layer as member `thread` of `team`."""
     model, buffers, lora = model_at(model_address), buffers_at(buffers_address), lora_at(lora_address)
     cache, batch = cache_at(cache_address), batch_at(batch_address)
     barrier = buffers.barrier
@@ -243,7 +248,7 @@ def decoder_layer(  # type: ignore[no-untyped-def]
     _call6(buffers.attend, thread, model_address, buffers_address, cache_address, batch_address, layer)
     meet(barrier, team)
     q_dim = model.heads * model.head_dim
-    _project_add(thread, team, model, buffers, lora, batch, layer, _O, buffers.attended, 4 * model.q_pad, q_dim)
+    _project_add(thread, team, model, buffers, lora, batch, layer, SITE_O, buffers.attended, 4 * model.q_pad, q_dim)
     meet(barrier, team)
     note_workers(thread, lora, batch, layer, 1)
     _norm_rows(
@@ -254,14 +259,14 @@ def decoder_layer(  # type: ignore[no-untyped-def]
     meet(barrier, team)
     note_workers(thread, lora, batch, layer, 2)
     _project_add(
-        thread, team, model, buffers, lora, batch, layer, _DOWN, buffers.gate, 4 * model.inter_pad, model.inter
+        thread, team, model, buffers, lora, batch, layer, SITE_DOWN, buffers.gate, 4 * model.inter_pad, model.inter
     )
     meet(barrier, team)
     note_workers(thread, lora, batch, layer, 3)
 
 
 class Sampler(NamedTuple):
-    """What choosing tokens needs, and where the results go. Arrays: few functions take it, and it is indexed a lot."""
+    """The inputs and results of choosing tokens. Arrays and not addresses, because few functions take it."""
 
     table: NDArray[np.void]  # SLOT_SAMPLING [slots]
     logits: NDArray[np.float32]  # [outputs, vocab_pad]
@@ -285,7 +290,7 @@ def _output(thread, model, sampler, batch, index):  # type: ignore[no-untyped-de
         history[position + 1] = choose(
             logits, position, history, sampler.table[slot], sampler.copies[thread], sampler.seen[thread]
         )
-    chosen = history[position + 1]  # a token in any case: the next iteration, launched already, reads it
+    chosen = history[position + 1]  # always a valid token: the next iteration is launched already and reads it
     if not all_finite(logits):
         sampler.chosen[index] = NOT_FINITE
         return
@@ -302,7 +307,7 @@ def _output(thread, model, sampler, batch, index):  # type: ignore[no-untyped-de
 
 @kernel
 def _logits(thread, team, model, buffers, batch, logits):  # type: ignore[no-untyped-def]
-    """Final norm of the wanted tokens, then the head's panels."""
+    """Computes the logits of the batch's outputs: final norm, then the head's panels."""
     stride = 4 * model.hidden_pad
     for index in range(thread, batch.outputs, team):
         x = buffers.hidden + word(batch.out_token, index) * stride
@@ -328,7 +333,7 @@ def _logits(thread, team, model, buffers, batch, logits):  # type: ignore[no-unt
 
 
 @kernel
-def _begin(thread, team, model, buffers, cache, batch):  # type: ignore[no-untyped-def]
+def _embed_tokens(thread, team, model, buffers, cache, batch):  # type: ignore[no-untyped-def]
     if batch.first_layer == 0:
         for token in range(thread, batch.tokens, team):
             place = cache.max_history * word(batch.slot, token) + word(batch.position, token)
@@ -341,12 +346,14 @@ def _begin(thread, team, model, buffers, cache, batch):  # type: ignore[no-untyp
 
 @entry
 def step(thread, team, models, buffer_sets, loras, caches, batches, sampler):  # type: ignore[no-untyped-def]
-    """Runs one iteration, or the layers of it that the batch says, as member `thread` of `team`; see the module's text
-    for the phases. Tokens come with the last layer."""
+    """Runs one iteration, or the layers of it that the batch names, as member `thread` of `team`.
+
+    Tokens are chosen after the last layer. The module's docstring lists the phases.
+    """
     model, buffers, lora = models[0], buffer_sets[0], loras[0]
     cache, batch = caches[0], batches[0]
     first_layer, end_layer = batch.first_layer, batch.end_layer
-    _begin(thread, team, model, buffers, cache, batch)
+    _embed_tokens(thread, team, model, buffers, cache, batch)
     for layer in range(first_layer, end_layer):
         _call8(
             buffers.decoder_layer,

@@ -1,10 +1,9 @@
-"""Base weights with one adapter merged into them, beside the base's own.
+"""Base weights with one adapter merged into a copy of them. For loading mode `merged`, after dLoRA.
 
-`backend.py` asks for them when a plan names a merged adapter: the loading mode `merged`, after dLoRA. Only panels of
-adapted modules are written; all others are the base's. To unmerge is to use the base's panels again, which is exact and
-costs nothing: dLoRA subtracts what it has added, another pass over the weights that leaves its rounding in them. An
-adapter that is merged again before any other finds its panels as it left them, which is kinder to dLoRA too. The price
-is the memory of the base's linear modules, once more.
+Only panels of adapted modules are written; all others are the base's. To unmerge is to use the base's panels again,
+which is exact and costs nothing, while dLoRA subtracts what it added: another pass over the weights, whose rounding
+stays in them. An adapter that is merged again before any other is merged finds its panels unchanged. The price is the
+memory of the base's linear modules, once more.
 """
 
 from collections.abc import Callable
@@ -21,17 +20,16 @@ from caraserve.cpu.forward import device_entry, meet
 from caraserve.cpu.jit import entry, kernel
 from caraserve.cpu.kernels import STORE, itemsize, load_weight
 from caraserve.cpu.simd import DTYPE_BF16, DTYPE_F16, DTYPE_F32, LANES, load_f32, store_f32, vadd, vload, weight_ops
-from caraserve.cpu.structs import NUM_WEIGHTS, WQ, word
+from caraserve.cpu.structs import NUM_WEIGHTS, SITE_DOWN, SITE_O, SITE_Q, WQ, word
 from caraserve.cpu.tiles import call_by_address
 from caraserve.cpu.weights import LoadedModel, huge_pages
 from caraserve.model.dtype import Dtype
 from caraserve.model.spec import SITES, ModelSpec
 from caraserve.util.units import align_up
 
-_INPUTS = 96  # in one item of work: their part of A, and of a panel, stay in the L2 cache
+_INPUTS = 96  # of one work item: its parts of A and of a panel stay in the L2 cache
 _A_BYTES, _SUM_BYTES = 4 * _INPUTS * MAX_RANK, 4 * _INPUTS * PANEL
 _SCRATCH_BYTES = _A_BYTES + _SUM_BYTES
-_Q, _O, _GATE, _DOWN = np.int64(0), np.int64(3), np.int64(4), np.int64(6)  # indices of SITES
 _call9 = call_by_address(9)
 _load_f32, _store_f32 = weight_ops(DTYPE_F32)
 _load_bf16, _store_bf16 = weight_ops(DTYPE_BF16)
@@ -40,19 +38,19 @@ _load_f16, _store_f16 = weight_ops(DTYPE_F16)
 
 @kernel
 def _shape(model, site):  # type: ignore[no-untyped-def]
-    """Inputs of a module, and panels of its outputs."""
-    if site < _O:
-        return model.hidden, (model.q_pad if site == _Q else model.kv_pad) // PANEL
-    if site == _O:
+    """Returns the inputs of a module and the panels of its outputs."""
+    if site < SITE_O:
+        return model.hidden, (model.q_pad if site == SITE_Q else model.kv_pad) // PANEL
+    if site == SITE_O:
         return model.heads * model.head_dim, model.hidden_pad // PANEL
-    if site < _DOWN:
+    if site < SITE_DOWN:
         return model.hidden, model.inter_pad // PANEL
     return model.inter, model.hidden_pad // PANEL
 
 
 @kernel
-def _turn(entry, k, first, rows, x):  # type: ignore[no-untyped-def]
-    """`x[i, j] = scale · A[j, first + i]` for i < rows."""
+def _transpose_a(entry, k, first, rows, x):  # type: ignore[no-untyped-def]
+    """Writes `x[i, j] = scale · A[j, first + i]` for i < rows."""
     rank, dtype, scale = word(entry, 2), word(entry, 3), load_f32(entry + 32)
     size = itemsize(dtype)
     stride = (k + LANES - 1) // LANES * LANES * size
@@ -64,7 +62,7 @@ def _turn(entry, k, first, rows, x):  # type: ignore[no-untyped-def]
 
 @kernel
 def _add(dtype, w, sums, count, y):  # type: ignore[no-untyped-def]
-    """`y[count] = w + sums`, rounded once."""
+    """Writes `y[count] = w + sums`, rounded once."""
     for i in range(0, count, LANES):
         if dtype == DTYPE_F32:
             _store_f32(y + 4 * i, vadd(_load_f32(w + 4 * i), vload(sums + 4 * i)))
@@ -76,9 +74,9 @@ def _add(dtype, w, sums, count, y):  # type: ignore[no-untyped-def]
 
 @kernel
 def _merge_inputs(model, buffers, entry, k, panels, first, rows, w, y, scratch):  # type: ignore[no-untyped-def]
-    """`y = w + scale · Aᵀ B` for some of a module's inputs and all of its outputs."""
+    """Writes `y = w + scale · Aᵀ B` for `rows` of a module's inputs and all of its outputs."""
     rank, dtype, sums = word(entry, 2), word(entry, 3), scratch + _A_BYTES
-    _turn(entry, k, first, rows, scratch)
+    _transpose_a(entry, k, first, rows, scratch)
     for panel in range(panels):
         b = word(entry, 1) + panel * rank * PANEL * itemsize(dtype)
         _call9(buffers.panel_gemm, dtype, scratch, 4 * rank, rows, b, rank, sums, 4 * PANEL, STORE)
@@ -88,7 +86,7 @@ def _merge_inputs(model, buffers, entry, k, panels, first, rows, w, y, scratch):
 
 @entry
 def merge(thread, team, models, merged_models, buffer_sets, loras, slot, scratch):  # type: ignore[no-untyped-def]
-    """Writes the panels of every module that the adapter in `slot` has, as member `thread` of `team`."""
+    """Writes the merged panels of every module of the adapter in `slot`, as member `thread` of `team`."""
     model, merged, buffers, lora = models[0], merged_models[0], buffer_sets[0], loras[0]
     item = np.int64(0)
     for layer in range(model.layers):
@@ -108,14 +106,14 @@ def merge(thread, team, models, merged_models, buffer_sets, loras, slot, scratch
 
 
 class CpuMergedWeights:
-    """Room for every linear module's panels, and which adapter is in it. The lane thread's alone."""
+    """A second copy of all linear modules' panels, and the adapter merged into it. For the lane thread only."""
 
     def __init__(self, spec: ModelSpec, loaded: LoadedModel, threads: int) -> None:
         size = Dtype(int(loaded.model["dtype"][0])).itemsize
         shapes = [spec.site_shape(site) for site in SITES] * spec.layers
         ends = list(accumulate(inputs * align_up(outputs, PANEL) * size for inputs, outputs in shapes))
         self._panels = huge_pages(ends[-1])
-        self._panels[:] = 0  # now: the first touch of memory costs several times what a merge does
+        self._panels[:] = 0  # the first write to memory takes several times as long as a merge
         starts = np.array([0, *ends[:-1]], np.int64).reshape(spec.layers, len(SITES))
         self._places = starts + self._panels.ctypes.data
         self._base = loaded
@@ -123,10 +121,10 @@ class CpuMergedWeights:
         self._model = loaded.model.copy()
         self._model["weights"] = self._table.ctypes.data
         self._scratch = aligned_bytes(threads * _SCRATCH_BYTES)
-        self._held: tuple[int, int] | None = None  # slot, and its bindings when it was merged
+        self._merged_slot: tuple[int, int] | None = None  # slot, and its count of bindings at the merge
         self.merges = 0
 
-    def holding(
+    def with_adapter(
         self,
         slot: int,
         adapters: DeviceAdapters,
@@ -134,17 +132,17 @@ class CpuMergedWeights:
         lora: NDArray[np.void],
         run: Callable[..., None],
     ) -> NDArray[np.void]:
-        """A MODEL record of the base with the adapter in `slot` merged. `run`: as Team's; `buffers`, `lora`: records.
+        """Returns a MODEL record with the adapter in `slot` merged; merges it unless it was the last one merged.
 
-        A slot that has been bound anew since is merged anew. Merging the base model's slot changes nothing: a warm-up.
+        `run`: that of the thread team; `buffers`, `lora`: records. Slot 0, the base model, changes nothing: a warm-up.
         """
         wanted = slot, int(adapters.bindings[slot])
-        if self._held != wanted:
-            self._held = None
+        if self._merged_slot != wanted:
+            self._merged_slot = None
             sites = slice(WQ, WQ + len(SITES))
             self._table[:, sites] = np.where(adapters.adapted(slot), self._places, self._base.weights[:, sites])
             records: tuple[Any, ...] = self._base.model, self._model, buffers, lora
             run(merge, *records, slot, int(self._scratch.ctypes.data))
-            self._held = wanted
+            self._merged_slot = wanted
             self.merges += 1 if slot != BASE_ADAPTER_SLOT else 0
         return self._model

@@ -1,4 +1,4 @@
-"""What one core can do at most: fused multiply-adds that wait for nothing. For benchmarks."""
+"""Measures the peak rate of one core: fused multiply-adds that do not depend on one another. For benchmarks."""
 
 import time
 
@@ -25,7 +25,7 @@ def _chains(steps, out):  # type: ignore[no-untyped-def]
 
 
 def peak_flops() -> float:
-    """fp32 FLOP/s of this core, now; about a millisecond."""
+    """Measures the fp32 FLOP/s of this core at present, within about a millisecond."""
     out = aligned_bytes(64)
     started_s = time.perf_counter()
     _chains(_STEPS, int(out.ctypes.data))

@@ -1,6 +1,6 @@
-"""The data that compiled code shares with Python: one record a subject, passed as a pointer.
+"""The records that compiled code shares with Python, passed as pointers.
 
-`weights.py`, `adapters.py`, `batch.py` and `backend.py` fill these; `forward.py` reads them.
+`weights.py`, `adapters.py`, `batch.py` and `buffers.py` fill them; `forward.py` and `lora_workers/` read them.
 """
 
 from typing import Any
@@ -17,12 +17,14 @@ from caraserve.cpu.simd import I64, load_i64
 # Columns of `Model.weights`: addresses of one layer's tensors; 0 where the model has none.
 ATTN_NORM, WQ, WK, WV, WO, WG, WU, WD, BQ, BK, BV, BO, BG, BU, BD, Q_NORM, K_NORM, MLP_NORM = range(18)
 NUM_WEIGHTS = 18
+# Indices of SITES; k and v follow q. With Python's integers, Numba would compile each callee again.
+SITE_Q, SITE_O, SITE_GATE, SITE_UP, SITE_DOWN = (np.int64(site) for site in (0, 3, 4, 5, 6))
 NO_WINDOW = 1 << 30
 
 
 def _record(*words: str, floats: tuple[str, ...] = ()) -> np.dtype[np.void]:
-    """int64 fields (sizes, addresses), then float32 ones. A record travels through compiled calls as one pointer;
-    tuples of arrays would travel as hundreds of values and take half a minute to compile."""
+# Indices of SITES; k and v follow q. With Python integers, Numba would compile callees once for each value.
+    pointer; tuples of arrays would be passed as hundreds of values and take half a minute to compile."""
     return np.dtype([(name, np.int64) for name in words] + [(name, np.float32) for name in floats], align=True)
 
 
@@ -35,8 +37,7 @@ MODEL = _record(
     floats=("eps", "scale"),  # of norms; of attention scores
 )
 
-# Addresses of fp32 activations (rows of a token each), of the words that the team meets at, and of kernels that are
-# compiled apart.
+# Addresses of fp32 activations (one row for each token), of the barrier's words, and of separately compiled kernels.
 BUFFERS = _record(
     *("panel_gemm", "lora_shrink", "lora_expand", "choose_sources", "hand_off", "add_deltas", "attend"),
     "decoder_layer",
@@ -50,7 +51,7 @@ BUFFERS = _record(
     "scratch",  # [threads, scratch_bytes]
     "scratch_bytes",
     "barrier",  # int64 arrivals, and the generation a cache line later
-    "counters",  # int64 [layers], attention items taken
+    "counters",  # int64 [layers], attention items claimed by threads
 )
 
 # One module of one layer of one adapter slot. Rank 0: not adapted.
@@ -61,26 +62,26 @@ LORA_ENTRY = _record(
     "dtype",
     floats=("scale",),
 )
-# All adapters, and what the team needs to hand layers over to CPU LoRA workers (blocks and slices as in handoff.py).
+# All adapters, and what
 LORA = _record(
-    "entries",  # → LORA_ENTRY [slots, layers, 7], weights in the device tier
-    "host_entries",  # the same, weights in the host tier; valid while a slot's layers are arriving
-    "arrived",  # → int64 [slots], addresses of the counts of layers that have arrived; LOST: the rest never will
+    "entries",  # → LORA_ENTRY [slots, layers, 7], weights in the device cache
+    "host_entries",  # the same, weights in the host cache; valid while a slot's layers are arriving
+    "arrived",  # → int64 [slots], addresses of counts of arrived layers; LOST: the others never will arrive
     "layers",
     "base",  # of the shared region in this process
     "workers",
     *("blocks", "block_bytes"),  # one for each worker
     *("deltas", "delta_bytes"),  # one area for each worker
-    *("published", "asked"),  # → int64 [workers]: last number published, and the incarnation that it was asked of
+    *("published", "asked"),  # → int64 [workers]: last number published, and the incarnation that it was for
     "tokens_per_worker",  # → int64 [MAX_RANK / 8 + 1], by padded rank
     "slices",  # → int64 [max slices, PIECE_WORDS], of the hand-off under way
     "segment_slices",  # → int64 [segments, 2]: first slice and their number
-    *("redo", "redo_bytes"),  # scratch of each thread for slices that it computes itself
-    *("handed", "redone"),  # → int64 counts: slices handed off, modules of slices that the team redid
+    *("redo", "redo_bytes"),  # scratch of each thread, for slices that it computes in place of a worker
+    *("handed", "redone"),  # → int64 counts: slices handed off, modules of slices that the team computed instead
 )
 LOST = np.int64(-1)
 
-# KV blocks and what the device knows of each request slot.
+# KV blocks, and the state of each request slot.
 CACHE = _record(
     "base",  # fp32 [num_blocks, layers, kv_heads, 2 · 16 · head_dim]
     "blocks",  # → int64 [slots, max_blocks]
@@ -89,28 +90,28 @@ CACHE = _record(
     "max_history",
 )
 
-# One iteration's metadata: counts, and addresses of int64 arrays unless said. Tokens of a row are consecutive; rows are
-# ordered by adapter slot. Segments are runs of rows that share an adapter, the base model's left out.
+# One iteration: counts, and addresses of int64 arrays. Tokens of a row are consecutive; rows are ordered by adapter
+# slot. Segments are runs of rows with the same adapter, without those of the base model.
 BATCH = _record(
     *("tokens", "rows", "segments", "outputs"),
-    *("first_layer", "end_layer"),  # to be computed now; what comes between is in `Buffers.hidden`
+    *("first_layer", "end_layer"),  # to compute now; the residual stream between two calls is in `hidden`
     "max_rank",  # largest padded rank in the batch; 0: base model only
     *("slot", "position"),  # [tokens]
     "row_first",  # [rows + 1] first token of each row
     *("segment_first", "segment_tokens", "segment_adapter", "segment_assist"),  # [segments]
-    "arriving",  # 1: some segment's adapter had not wholly arrived when the batch was made
-    "sources",  # [layers, segments] whence each layer's LoRA came; written by the step, if `arriving`
-    "waited_ns",  # [segments] time spent waiting for weights; written by the step, if `arriving`
+    "arriving",  # 1: layers of some segment's adapter had not arrived when the batch was built
+    "sources",  # [layers, segments] DEVICE, WORKERS or HOST; written by `step` if `arriving`
+    "waited_ns",  # [segments] time spent waiting for weights; written by `step` if `arriving`
     "layer_ns",  # [layers + 1] when each layer began, and the last ended; 0: not wanted
     "worker_ns",  # [layers, 4 inputs, workers, 2] when hand-offs were computed; 0: not wanted
-    "out_token",  # [outputs] index of the token whose logits are wanted
+    "out_token",  # [outputs] index of the token whose logits are used
     "out_kind",  # [outputs] SAMPLE or SCORE
-    "out_logprobs",  # [outputs] alternatives wanted, -1 for no logprob at all
+    "out_logprobs",  # [outputs] alternatives to report, -1 for no logprob at all
 )
 
 
 def _record_at(kind: np.dtype[np.void]) -> Any:
-    """Intrinsic `(address)`: the record of `kind` there, for functions that are compiled apart."""
+    """Returns an intrinsic `(address)` that gives the record of `kind` there, for separately compiled functions."""
     record = numba.from_dtype(kind)
 
     @intrinsic
@@ -128,7 +129,7 @@ model_at, lora_at, batch_at, buffers_at, cache_at = map(_record_at, (MODEL, LORA
 
 @intrinsic
 def address_of(typing_context, record):  # type: ignore[no-untyped-def]
-    """Where a record lies."""
+    """Returns the address of a record."""
 
     def codegen(context, b, signature, arguments):  # type: ignore[no-untyped-def]
         return b.ptrtoint(arguments[0], I64)
@@ -137,7 +138,7 @@ def address_of(typing_context, record):  # type: ignore[no-untyped-def]
 
 
 def filled(kind: np.dtype[np.void], **values: float) -> NDArray[np.void]:
-    """A one-element array of `kind` with every field set."""
+    """Returns a one-element array of `kind` with every field set. Raises KeyError for a missing field."""
     record = np.zeros(1, kind)
     for name in kind.names or ():
         record[name] = values.pop(name)
@@ -148,5 +149,5 @@ def filled(kind: np.dtype[np.void], **values: float) -> NDArray[np.void]:
 
 @kernel
 def word(address, index):  # type: ignore[no-untyped-def]
-    """Element `index` of an int64 array."""
+    """Returns element `index` of the int64 array at `address`."""
     return load_i64(address + 8 * index)

@@ -1,7 +1,7 @@
 """A team of threads that runs compiled functions together.
 
-The caller is member 0. Helpers wait for the next call by a bounded spin inside compiled code (no interpreter lock),
-then asleep on a condition: an idle server uses no CPU, and steps that follow closely wake nobody.
+The caller is member 0. Helpers wait for the next call by a bounded spin inside compiled code, without the interpreter
+lock, and then sleep on a condition: an idle server uses no CPU, and calls in close succession need no wake-up.
 """
 
 import os
@@ -21,7 +21,7 @@ _SPINS = 4000  # about 100 µs: longer than the gap between two iterations that 
 
 @entry
 def _await_change(word, seen, spins):  # type: ignore[no-untyped-def]
-    """Whether the int64 at `word` stopped being `seen` within `spins` looks."""
+    """Returns whether the int64 at `word` changed from `seen` within `spins` looks."""
     for spin in range(spins):
         if load_acquire(word) != seen:
             return True
@@ -38,7 +38,7 @@ def _publish(word, value):  # type: ignore[no-untyped-def]
 
 
 class ThreadTeam:
-    """`size` threads, the caller of `run` included."""
+    """A team of `size` threads, including the one that calls `run`."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -61,7 +61,7 @@ class ThreadTeam:
     def run(self, function: Callable[..., None], *arguments: Any) -> None:
         """Calls `function(member, size, *arguments)` on every member; returns when member 0's call does.
 
-        The function must end with a barrier of the whole team, so that its arguments may change afterwards.
+        The function must end with a barrier of the whole team, because its arguments may change afterwards.
         """
         if self.size > 1:
             self._function, self._arguments = function, arguments
@@ -98,6 +98,6 @@ class ThreadTeam:
 
 
 def yield_to_event_loop() -> None:
-    """Lets the event loop's thread preempt this one at once: batch threads never preempt a woken normal one late."""
+    """Lowers the calling thread's priority, so that the event loop's thread preempts it as soon as it wakes."""
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)

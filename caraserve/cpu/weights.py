@@ -1,7 +1,4 @@
-"""The base model's weights as the CPU kernels want them: panels of 64 outputs, one aligned array a tensor.
-
-`backend.py` calls `load_model`; the result keeps every array alive whose address the kernels hold.
-"""
+"""The base model's weights in the layout of the CPU kernels: panels of 64 outputs, one aligned array per tensor."""
 
 import mmap
 from collections.abc import Callable
@@ -31,16 +28,16 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """What `step` takes (one MODEL record), and the arrays behind its addresses."""
+    """A MODEL record for `step`, and the arrays behind its addresses."""
 
     model: NDArray[np.void]
-    weights: NDArray[np.int64]  # [layers, NUM_WEIGHTS], what the record's `weights` points to
+    weights: NDArray[np.int64]  # [layers, NUM_WEIGHTS], the table of the record's `weights`
     chunks: list[NDArray[np.uint8]]
     num_bytes: int
 
 
 def to_float32(raw: Raw, dtype: Dtype) -> NDArray[np.float32]:
-    """Exact conversion of stored weights to fp32."""
+    """Converts stored weights to fp32, exactly."""
     if dtype is Dtype.F32:
         return raw.astype(np.float32, copy=False)
     if dtype is Dtype.F16:
@@ -49,7 +46,7 @@ def to_float32(raw: Raw, dtype: Dtype) -> NDArray[np.float32]:
 
 
 def convert(raw: Raw, source: Dtype, target: Dtype) -> Raw:
-    """Stored weights in another storage type, rounded to nearest even where they must be."""
+    """Converts stored weights to another dtype, rounding to nearest even."""
     if source is target:
         return raw
     values = to_float32(raw, source)
@@ -64,7 +61,7 @@ def convert(raw: Raw, source: Dtype, target: Dtype) -> Raw:
 
 @entry
 def _pack(source, panels):  # type: ignore[no-untyped-def]
-    """`[out, in]` → `[out / 64, in, 64]`, in blocks that stay in the L1 cache."""
+    """Packs `[out, in]` into panels `[out / 64, in, 64]`, in blocks that stay in the L1 cache."""
     outputs, inputs = source.shape
     for panel in range(panels.shape[0]):
         for block in range(0, inputs, 16):
@@ -74,22 +71,22 @@ def _pack(source, panels):  # type: ignore[no-untyped-def]
 
 
 def huge_pages(num_bytes: int) -> NDArray[np.uint8]:
-    """Zeroed memory for weights; takes no room until it is written. A core that streams weights over 4 KiB pages loses
-    a third of the bandwidth to translation and to prefetchers that stop at each page."""
+    """Returns zeroed memory in huge pages; it takes no room until it is written. With 4 KiB pages a core that streams
+    weights loses a third of the bandwidth to address translation and to prefetchers that stop at each page."""
     memory = mmap.mmap(-1, align_up(num_bytes, _HUGE_PAGE_BYTES))
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
 
 
-class _Store:
-    """Carves aligned arrays out of large chunks."""
+class _WeightArrays:
+    """Allocates aligned arrays in chunks of 32 MiB and more; keeps them alive."""
 
     def __init__(self) -> None:
         self.chunks: list[NDArray[np.uint8]] = []
         self._used = 0
 
-    def _keep(self, num_bytes: int) -> NDArray[np.uint8]:
+    def _allocate(self, num_bytes: int) -> NDArray[np.uint8]:
         num_bytes = align_up(num_bytes, ALIGN_BYTES)
         if not self.chunks or self._used + num_bytes > self.chunks[-1].size:
             self.chunks.append(huge_pages(max(num_bytes, _CHUNK_BYTES)))
@@ -102,26 +99,26 @@ class _Store:
         """Packs `[out, in]` into panels; returns the address."""
         outputs, inputs = raw.shape
         shape = (align_up(outputs, PANEL) // PANEL, inputs, PANEL)
-        array = self._keep(int(np.prod(shape)) * raw.itemsize)
+        array = self._allocate(int(np.prod(shape)) * raw.itemsize)
         _pack(np.ascontiguousarray(raw), array[: int(np.prod(shape)) * raw.itemsize].view(raw.dtype).reshape(shape))
         return int(array.ctypes.data)
 
     def vector(self, values: NDArray[np.float32], padded: int | None = None) -> int:
-        """A zero-padded fp32 vector or table; returns the address."""
+        """Copies an fp32 vector or table, zero-padded to `padded` elements; returns the address."""
         flat = values.reshape(-1)
-        array = self._keep(4 * (padded or flat.size))
+        array = self._allocate(4 * (padded or flat.size))
         array.view(np.float32)[: flat.size] = flat
         return int(array.ctypes.data)
 
     def words(self, values: NDArray[np.int64]) -> int:
-        """A table of int64; returns the address."""
-        array = self._keep(values.nbytes)
+        """Copies a table of int64; returns the address."""
+        array = self._allocate(values.nbytes)
         array.view(np.int64)[: values.size] = values.reshape(-1)
         return int(array.ctypes.data)
 
     def rows(self, raw: Raw) -> int:
-        """A row-major table kept as it is."""
-        array = self._keep(raw.nbytes)
+        """Copies a row-major table; returns the address."""
+        array = self._allocate(raw.nbytes)
         array[: raw.nbytes].view(raw.dtype)[:] = raw.reshape(-1)
         return int(array.ctypes.data)
 
@@ -129,8 +126,8 @@ class _Store:
 def load_model(
     spec: ModelSpec, dtype: Dtype, max_context: int, read: Read, progress: Callable[[], None]
 ) -> LoadedModel:
-    """Reads each tensor once, packs it, and calls `progress` after each layer and after the embeddings."""
-    store = _Store()
+    """Reads and packs each tensor once. Calls `progress` after each layer and after the embeddings."""
+    store = _WeightArrays()
     layers = np.zeros((spec.layers, structs.NUM_WEIGHTS), np.int64)
     for layer in range(spec.layers):
         _load_layer(spec, dtype, layer, read, store, layers[layer])
@@ -174,7 +171,9 @@ def load_model(
     return LoadedModel(model, layers, store.chunks, sum(chunk.nbytes for chunk in store.chunks))
 
 
-def _load_layer(spec: ModelSpec, dtype: Dtype, layer: int, read: Read, store: _Store, out: NDArray[np.int64]) -> None:
+def _load_layer(
+    spec: ModelSpec, dtype: Dtype, layer: int, read: Read, store: _WeightArrays, out: NDArray[np.int64]
+) -> None:
     prefix = f"model.layers.{layer}"
     biased = {"q_proj": spec.qkv_bias, "k_proj": spec.qkv_bias, "v_proj": spec.qkv_bias, "o_proj": spec.o_bias}
     for index, site in enumerate(SITES):
@@ -196,7 +195,7 @@ def _load_layer(spec: ModelSpec, dtype: Dtype, layer: int, read: Read, store: _S
 
 
 def dummy_reader(seed: int, dtype: Dtype) -> Read:
-    """Random weights of plausible size; norms are one. The same seed gives the same model."""
+    """Returns a reader of random weights; norms are one. The same seed gives the same model."""
     rng = np.random.default_rng(seed)
 
     def read(name: str, shape: tuple[int, ...]) -> tuple[Raw, Dtype]:
@@ -210,7 +209,7 @@ def dummy_reader(seed: int, dtype: Dtype) -> Read:
 
 
 def folder_reader(folder: Path) -> Read:
-    """Tensors from a folder's safetensors files. Raises ModelLoadError naming the tensor."""
+    """Returns a reader of a folder's safetensors files. Raises ModelLoadError that names the tensor."""
     try:
         files = weight_files(folder)
     except TensorFileError as error:
@@ -238,5 +237,5 @@ def folder_reader(folder: Path) -> Read:
 
 
 def progress_steps(spec: ModelSpec) -> int:
-    """How often `load_model` calls `progress`."""
+    """Returns how often `load_model` calls `progress`."""
     return spec.layers + 1

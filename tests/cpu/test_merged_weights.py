@@ -51,7 +51,7 @@ class Subject:
     merged: CpuMergedWeights
 
     def model(self, slot: int = SLOT) -> NDArray[np.void]:
-        return self.merged.holding(slot, self.adapters, self.buffers.record, self.lora, self.team.run)
+        return self.merged.with_adapter(slot, self.adapters, self.buffers.record, self.lora, self.team.run)
 
     def panels(self, model: NDArray[np.void], layer: int, site: str) -> NDArray[np.generic]:
         """A module's stored weights, [out, in]."""

@@ -1,7 +1,8 @@
-"""Layers whose LoRA weights have not arrived: wait, or have CPU workers compute the layer. Toppings §4.
+"""The caller's side of hand-offs to CPU LoRA workers: layers whose weights have not arrived yet. Toppings §4.
 
-Which of the two is decided when the team gets to a layer, not when the iteration was launched: a
-layer that has arrived by then is computed on the device. One member decides and hands over; all add what comes back.
+The team decides when it reaches a layer, not when the iteration was launched, between waiting for the weights and
+handing the layer off; a layer that has arrived by then is computed on the device. Member 0 decides and hands off; all
+members add the results.
 """
 
 import numpy as np
@@ -24,34 +25,49 @@ from caraserve.cpu.simd import (
     vload,
     vstore,
 )
-from caraserve.cpu.structs import LORA_ENTRY, LOST, batch_at, buffers_at, lora_at, model_at, word
+from caraserve.cpu.structs import (
+    LORA_ENTRY,
+    LOST,
+    SITE_GATE,
+    SITE_O,
+    SITE_Q,
+    SITE_UP,
+    batch_at,
+    buffers_at,
+    lora_at,
+    model_at,
+    word,
+)
 from caraserve.cpu.tiles import call_by_address
 
-DEVICE, WORKERS, HOST = np.int64(0), np.int64(1), np.int64(2)  # whence a layer's LoRA comes; HOST: the load was lost
+DEVICE, WORKERS, HOST = (
+    np.int64(0),
+    np.int64(1),
+    np.int64(2),
+)  # where a layer's LoRA is computed; HOST: by the team, from the host cache, because the load failed
 
-# A slice of the hand-off under way, for those who wait: worker, number, incarnation, first token, tokens, deltas.
+# A slice of the current hand-off, for the members that wait: worker, number, incarnation, first token, tokens, deltas.
 PIECE_WORDS = 6
-NOBODY = np.int64(-1)  # number and incarnation of a slice that its worker never got
+NOT_SENT = np.int64(-1)  # number and incarnation of a slice that its worker never got
 _PIECE_BYTES = np.int64(8 * PIECE_WORDS)
-_PATIENCE_NS = np.int64(10_000_000)  # without progress, until the caller computes a slice itself
-_PAUSES, _YIELDS, _NAP_US = 400, 100, np.uint32(40)
+_TIMEOUT_NS = np.int64(10_000_000)  # without progress; then the caller computes the slice itself
+_PAUSES, _YIELDS, _SLEEP_US = 400, 100, np.uint32(40)
 _ENTRY_BYTES = np.int64(LORA_ENTRY.itemsize)
 _SITE_BYTES, _SLICE_BYTES = np.int64(shared.SITE_BYTES), np.int64(shared.SLICE_BYTES)
 REDO_BYTES = 4 * shared.BLOCK_TOKENS * MAX_RANK + 64  # and a timespec
-_Q, _O, _GATE, _UP, _DOWN = np.int64(0), np.int64(3), np.int64(4), np.int64(5), np.int64(6)  # indices of SITES
 _call8, _call9 = call_by_address(8), call_by_address(9)
 _usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 
 
 @kernel
 def host_entry(lora, adapter, layer, site):  # type: ignore[no-untyped-def]
-    """Address of a module's LORA_ENTRY over the host tier."""
+    """Returns the address of a module's LORA_ENTRY over the host cache."""
     return lora.host_entries + _ENTRY_BYTES * ((adapter * lora.layers + layer) * 7 + site)
 
 
 @kernel
 def source_of(batch, layer, segment):  # type: ignore[no-untyped-def]
-    """Whence the LoRA of a segment comes in a layer."""
+    """Returns where the LoRA of a segment is computed in a layer: DEVICE, WORKERS or HOST."""
     if batch.arriving == 0:
         return DEVICE
     return word(batch.sources, layer * batch.segments + segment)
@@ -64,14 +80,14 @@ def clock(lora, thread):  # type: ignore[no-untyped-def]
 
 @kernel
 def stamp(lora, batch, layer):  # type: ignore[no-untyped-def]
-    """Notes when a layer begins; member 0's."""
+    """Records when a layer begins. For member 0."""
     if batch.layer_ns != 0:
         store_i64(batch.layer_ns + 8 * layer, now_ns(clock(lora, 0)))
 
 
 @kernel
 def _is_free(lora, worker):  # type: ignore[no-untyped-def]
-    """Whether a worker is there and has done all that its present life was asked."""
+    """Returns whether a worker runs and has finished all hand-offs of its present process."""
     block = lora.blocks + worker * lora.block_bytes
     incarnation = load_acquire(block + shared.INCARNATION)
     if incarnation == 0:
@@ -98,7 +114,8 @@ def _adapts(lora, adapter, layer):  # type: ignore[no-untyped-def]
 
 @apart(3)
 def choose_sources(lora_address, batch_address, layer):  # type: ignore[no-untyped-def]
-    """Decides for every segment whence this layer's LoRA comes, waiting where it must; member 0's, before a barrier."""
+    """Decides for every segment where this layer's LoRA is computed; waits for weights if no worker may help.
+    For member 0, before a barrier."""
     lora, batch = lora_at(lora_address), batch_at(batch_address)
     for segment in range(batch.segments):
         adapter = word(batch.segment_adapter, segment)
@@ -122,7 +139,7 @@ def choose_sources(lora_address, batch_address, layer):  # type: ignore[no-untyp
             elif looks < _PAUSES + _YIELDS:
                 sched_yield()
             else:
-                _usleep(_NAP_US)
+                _usleep(_SLEEP_US)
         if looks > 0:
             waited = batch.waited_ns + 8 * segment
             store_i64(waited, word(waited, 0) + now_ns(clock(lora, 0)) - started)
@@ -131,40 +148,40 @@ def choose_sources(lora_address, batch_address, layer):  # type: ignore[no-untyp
 
 @kernel
 def _delta_stride(model, site):  # type: ignore[no-untyped-def]
-    """Bytes of a row of deltas: all modules that read the same input, side by side."""
-    if site < _O:
+    """Returns the bytes of a row of deltas: all modules that read the same input, side by side."""
+    if site < SITE_O:
         return 4 * (model.q_pad + 2 * model.kv_pad)
-    if site in (_GATE, _UP):
+    if site in (SITE_GATE, SITE_UP):
         return 8 * model.inter_pad
     return 4 * model.hidden_pad
 
 
 @kernel
 def _delta_column(model, site):  # type: ignore[no-untyped-def]
-    """Where a module's columns begin in a row of deltas, in bytes."""
+    """Returns the offset of a module's columns in a row of deltas, in bytes."""
     if site == 1:
         return 4 * model.q_pad
     if site == 2:
         return 4 * (model.q_pad + model.kv_pad)
-    if site == _UP:
+    if site == SITE_UP:
         return 4 * model.inter_pad
     return 0 * model.inter_pad
 
 
 @kernel
 def _panels(model, site):  # type: ignore[no-untyped-def]
-    if site == _Q:
+    if site == SITE_Q:
         return model.q_pad // PANEL
-    if site < _O:
+    if site < SITE_O:
         return model.kv_pad // PANEL
-    if site in (_GATE, _UP):
+    if site in (SITE_GATE, SITE_UP):
         return model.inter_pad // PANEL
     return model.hidden_pad // PANEL
 
 
 @kernel
 def _write_slice(model, lora, piece, adapter, layer, site, sites, x, x_stride, k, rows, y):  # type: ignore[no-untyped-def]
-    """Describes a slice to a worker: positions as offsets, modules that the adapter has."""
+    """Writes the description of a slice: positions as offsets, and the modules that the adapter has."""
     store_i64(piece + 8 * shared.SLICE_X, x - lora.base)
     store_i64(piece + 8 * shared.SLICE_X_STRIDE, x_stride)
     store_i64(piece + 8 * shared.SLICE_K, k)
@@ -197,7 +214,7 @@ def _largest_rank(lora, adapter, layer, site, sites):  # type: ignore[no-untyped
 
 @kernel
 def _publish(lora):  # type: ignore[no-untyped-def]
-    """Lets the workers that have slices begin, and wakes those that sleep. One that has died just now loses them."""
+    """Publishes the slices of each worker and wakes sleeping workers. A worker that has just died gets none."""
     for worker in range(lora.workers):
         block = lora.blocks + worker * lora.block_bytes
         if not _is_free(lora, worker):
@@ -207,7 +224,7 @@ def _publish(lora):  # type: ignore[no-untyped-def]
             store_i64(lora.published + 8 * worker, number)
             store_i64(lora.asked + 8 * worker, load_acquire(block + shared.INCARNATION))
             store_release(block + shared.REQUEST, number)
-            fence()  # either we see that it sleeps, or it sees the request
+            fence()  # either `asleep` is seen here, or the worker sees the request
             if load_acquire(block + shared.ASLEEP) != 0:
                 store_release(block + shared.ASLEEP, 0)
                 wake(block + shared.ASLEEP)
@@ -215,7 +232,8 @@ def _publish(lora):  # type: ignore[no-untyped-def]
 
 @kernel
 def _add_slice(model, lora, adapter, layer, site, sites, x, x_stride, k, first, rows, worker, index):  # type: ignore[no-untyped-def]
-    """Appends a slice to a worker's block and to the table of those who wait. Deltas lie where x's rows do."""
+    """Appends a slice to a worker's block and to the table of awaited slices. Rows of deltas have the places of rows of
+    x."""
     block = lora.blocks + worker * lora.block_bytes
     count = word(block, shared.COUNT // 8)
     y = lora.deltas + worker * lora.delta_bytes + first * _delta_stride(model, site)
@@ -231,16 +249,17 @@ def _add_slice(model, lora, adapter, layer, site, sites, x, x_stride, k, first, 
 
 @apart(9)
 def hand_off(model_address, lora_address, batch_address, layer, site, sites, x, x_stride, k):  # type: ignore[no-untyped-def]
-    """Cuts the tokens of segments that workers are to compute into slices of at most c tokens, and publishes them.
+    """Cuts the tokens of segments with source WORKERS into slices of at most c tokens, and publishes them.
 
-    `site`, `sites`: the modules that read x. Member 0's, after x is complete and before a barrier. A segment that gets
-    no slice, for want of a worker, is computed by those who would have waited.
+    c is `tokens_per_worker` of the rank. `site`, `sites`: the first module that reads x, and how many do. For member 0,
+    after x is complete and before a barrier. Without a free worker a segment gets no slice; the members that would wait
+    compute it.
     """
     model, lora, batch = model_at(model_address), lora_at(lora_address), batch_at(batch_address)
     free = _free_workers(lora)
     slices, turn = 0, 0
     for worker in range(lora.workers):
-        if _is_free(lora, worker):  # a late one may be reading its slices still
+        if _is_free(lora, worker):  # a late worker may still read its slices
             store_i64(lora.blocks + worker * lora.block_bytes + shared.COUNT, 0)
     for segment in range(batch.segments):
         store_i64(lora.segment_slices + 16 * segment, slices)
@@ -255,7 +274,7 @@ def hand_off(model_address, lora_address, batch_address, layer, site, sites, x, 
         for part in range(parts):
             start, end = tokens * part // parts, tokens * (part + 1) // parts
             while not _is_free(lora, turn % lora.workers):
-                turn += 1  # one of `free` is there; if it dies meanwhile, its slices are done by those who wait
+                turn += 1  # `free` workers are there; if one dies now, the members that wait compute its slices
                 if turn > 4 * lora.workers + slices:
                     break
             _add_slice(
@@ -281,14 +300,14 @@ def hand_off(model_address, lora_address, batch_address, layer, site, sites, x, 
     for index in range(slices):
         piece = lora.slices + _PIECE_BYTES * index
         worker = word(piece, 0)
-        asked = word(lora.blocks + worker * lora.block_bytes, shared.COUNT // 8) > 0
-        store_i64(piece + 8, word(lora.published, worker) if asked else NOBODY)
-        store_i64(piece + 16, word(lora.asked, worker) if asked else NOBODY)
+        is_sent = word(lora.blocks + worker * lora.block_bytes, shared.COUNT // 8) > 0
+        store_i64(piece + 8, word(lora.published, worker) if is_sent else NOT_SENT)
+        store_i64(piece + 16, word(lora.asked, worker) if is_sent else NOT_SENT)
 
 
 @kernel
 def await_slice(lora, thread, piece):  # type: ignore[no-untyped-def]
-    """Whether a slice's deltas are there; False when its worker has died or stopped moving."""
+    """Waits for a slice's deltas. Returns False when its worker has died or made no progress for 10 ms."""
     block = lora.blocks + word(piece, 0) * lora.block_bytes
     number, incarnation = word(piece, 1), word(piece, 2)
     looks = 0
@@ -304,14 +323,14 @@ def await_slice(lora, thread, piece):  # type: ignore[no-untyped-def]
         now = now_ns(clock(lora, thread))
         if load_acquire(block + shared.PROGRESS) != progress:
             progress, since = load_acquire(block + shared.PROGRESS), now
-        elif now - since > _PATIENCE_NS:
+        elif now - since > _TIMEOUT_NS:
             return False
     return True
 
 
 @kernel
 def _redo(buffers, lora, thread, entry, x, x_stride, k, rows, first, end, y, y_stride):  # type: ignore[no-untyped-def]
-    """Adds `x A B` to the output panels [first, end) from the weights in the host tier, as a worker would have."""
+    """Adds `x A B` to the output panels [first, end) from the host cache, with the same bits as a worker."""
     shrunk, rank = lora.redo + thread * lora.redo_bytes, word(entry, 2)
     for start in range(0, rows, shared.BLOCK_TOKENS):
         count = min(rows - start, shared.BLOCK_TOKENS)
@@ -335,23 +354,22 @@ def add_deltas(  # type: ignore[no-untyped-def]
     thread, model_address, buffers_address, lora_address, batch_address,
     layer, site, segment, x, x_stride, k, first, end, y, y_stride,
 ):  # fmt: skip
-    """Adds what the workers have computed for a segment to a module's output panels [first, end); redoes what they
-    have not."""
+    """Adds the workers' results for a segment to a module's output panels [first, end); computes missing slices."""
     model, buffers = model_at(model_address), buffers_at(buffers_address)
     lora, batch = lora_at(lora_address), batch_at(batch_address)
     entry = host_entry(lora, word(batch.segment_adapter, segment), layer, site)
     from_slice, slices = word(lora.segment_slices, 2 * segment), word(lora.segment_slices, 2 * segment + 1)
     at, rows = word(batch.segment_first, segment), word(batch.segment_tokens, segment)
     for index in range(max(slices, 1)):
-        piece, there = lora.slices + _PIECE_BYTES * (from_slice + index), False
+        piece, is_done = lora.slices + _PIECE_BYTES * (from_slice + index), False
         if slices > 0:
             at, rows = word(piece, 3), word(piece, 4)
-            there = await_slice(lora, thread, piece)
-        if there:
+            is_done = await_slice(lora, thread, piece)
+        if is_done:
             deltas = word(piece, 5) + _delta_column(model, site)
             _add_rows(deltas, _delta_stride(model, site), rows, first, end, y + at * y_stride, y_stride)
             continue
-        if first == 0:  # one member counts
+        if first == 0:  # so that each module is counted once
             fetch_add(lora.redone, 1)
         x_at, y_at = x + at * x_stride, y + at * y_stride
         _redo(buffers, lora, thread, entry, x_at, x_stride, k, rows, first, end, y_at, y_stride)
@@ -359,7 +377,7 @@ def add_deltas(  # type: ignore[no-untyped-def]
 
 @kernel
 def note_workers(thread, lora, batch, layer, group):  # type: ignore[no-untyped-def]
-    """Notes when the workers computed the hand-off just awaited; after the barrier that follows it."""
+    """Records when the workers computed the last hand-off; called after the barrier that follows it."""
     if thread != 0 or batch.worker_ns == 0 or batch.arriving == 0:
         return
     for worker in range(lora.workers):

@@ -1,4 +1,4 @@
-"""Times one hand-off by itself: what the profile and `caraserve bench lora` measure."""
+"""Times a single hand-off, for machine profiles and `caraserve bench lora`."""
 
 import time
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _call9 = call_by_address(9)
 
 @dataclass(frozen=True, slots=True)
 class RoundTrip:
-    """A hand-off of q, k and v: until all deltas were there, and for how long the slowest worker computed."""
+    """A timed hand-off of q, k and v: from publishing to the last delta, and the slowest worker's compute."""
 
     total_s: float
     compute_s: float
@@ -29,7 +29,7 @@ class RoundTrip:
 
 @entry
 def _round_trip(models, buffer_sets, loras, batches):  # type: ignore[no-untyped-def]
-    """Returns the nanoseconds from publishing to the last delta; -1 if no worker was free or one did not do it."""
+    """Returns the nanoseconds from publishing to the last delta, or -1 if no worker was free or one failed."""
     model, buffers, lora, batch = models[0], buffer_sets[0], loras[0], batches[0]
     site = np.int64(0)
     x_stride, k = 4 * model.hidden_pad, model.hidden
@@ -45,7 +45,7 @@ def _round_trip(models, buffer_sets, loras, batches):  # type: ignore[no-untyped
 
 
 def one_segment(slot: int, tokens: int, layers: int) -> tuple[NDArray[np.void], list[NDArray[np.int64]]]:
-    """A BATCH record of one prompt whose adapter has not arrived, and the arrays behind it."""
+    """Returns a BATCH record of one prompt whose adapter has not arrived, and the arrays behind it."""
     arrays = {
         "segment_first": np.array([0]),
         "segment_tokens": np.array([tokens]),
@@ -67,8 +67,8 @@ def round_trip(
     batch: NDArray[np.void],
     workers: WorkerPool,
 ) -> RoundTrip | None:
-    """Hands the batch's one segment over and waits; None if no worker was free or one died. Nothing else may be handed
-    over meanwhile."""
+    """Hands off the batch's one segment and waits. Returns None if no worker was free or one died. No other
+    hand-off may run meanwhile."""
     started_ns = time.monotonic_ns()
     total_ns = int(_round_trip(model, buffers, lora, batch))
     spans = [end_ns - start_ns for start_ns, end_ns in workers.last_times_ns() if start_ns >= started_ns]

@@ -1,6 +1,6 @@
-"""What a CPU LoRA worker does all its life: wait for a hand-off, compute x A B, publish the deltas.
+"""The loop of a CPU LoRA worker: wait for a hand-off, compute x A B, publish the results.
 
-Runs in a process of its own that `fork_server.py` has forked and pinned; see handoff.py for the shared words.
+It runs in a process that `fork_server.py` has forked and pinned to a core; handoff.py defines the shared words.
 """
 
 import numpy as np
@@ -15,8 +15,8 @@ from caraserve.cpu.structs import LORA_ENTRY, word
 from caraserve.cpu.tiles import call_by_address
 from caraserve.util.units import align_up
 
-_PAUSES = 400  # about 10 µs: the next hand-off of the same layer comes within that if the core is free
-_YIELDS = 200  # then gives the core away between two looks, in case the caller needs it
+_PAUSES = 400  # about 10 µs: the next hand-off of the same layer comes within that on a free core
+_YIELDS = 200  # then yields between two looks, because the caller may need the core
 _ENTRY_BYTES = LORA_ENTRY.itemsize
 _call8, _call9 = call_by_address(8), call_by_address(9)
 _REQUEST, _KEEP_AWAKE, _DONE, _PROGRESS, _ASLEEP = (
@@ -28,7 +28,7 @@ SCRATCH_BYTES = align_up(_ENTRY_BYTES + 16, 64) + 4 * handoff.BLOCK_TOKENS * MAX
 
 @kernel
 def _await_request(block, seen):  # type: ignore[no-untyped-def]
-    """Returns when the request is no longer `seen`: spins, then yields, then sleeps and uses no CPU."""
+    """Returns when the request word differs from `seen`: spins, then yields, then sleeps."""
     looks = 0
     while load_acquire(block + _REQUEST) == seen:
         looks += 1
@@ -46,7 +46,7 @@ def _await_request(block, seen):  # type: ignore[no-untyped-def]
 
 @kernel
 def _compute_site(block, base, site, x, x_stride, k, rows, y, y_stride, shrink, expand, scratch):  # type: ignore[no-untyped-def]
-    """One module of some rows: `y = scale · (x Aᵀ) B`."""
+    """Computes one module for some rows: `y = scale · (x Aᵀ) B`."""
     entry, shrunk = scratch, scratch + SCRATCH_BYTES - 4 * handoff.BLOCK_TOKENS * MAX_RANK
     store_i64(entry, word(site, 0) + base)
     store_i64(entry + 8, word(site, 1) + base)
@@ -83,10 +83,10 @@ def _count_down(base, piece):  # type: ignore[no-untyped-def]
 
 
 @entry
-def _work(block, base, seen, shrink, expand, scratch, lives):  # type: ignore[no-untyped-def]
-    """Serves the hand-offs after number `seen`. Never returns unless `lives` is 0, which compiles it and no more."""
+def _work(block, base, seen, shrink, expand, scratch, serves):  # type: ignore[no-untyped-def]
+    """Serves the hand-offs after number `seen`. Never returns unless `serves` is 0: then it is only compiled."""
     clock = scratch + _ENTRY_BYTES
-    while lives != 0:
+    while serves != 0:
         _await_request(block, seen)
         seen = load_acquire(block + _REQUEST)
         store_i64(block + handoff.STARTED_NS, now_ns(clock))
@@ -114,15 +114,15 @@ def keep_awake(block: int, awake: bool) -> None:
 
 
 def work(block: int, base: int, seen: int) -> None:
-    """Serves the block at an address, whose last hand-off taken was `seen`, for ever."""
-    _run(block, base, seen, lives=1)
+    """Serves the block at an address after the hand-off number `seen`. Never returns."""
+    _run(block, base, seen, serves=1)
 
 
 def compile_worker() -> None:
-    """Compiles, or loads from the cache, all that a worker runs; a fork of this process then has it ready."""
-    _run(0, 0, 0, lives=0)
+    """Compiles all that a worker runs, or loads it from the cache, so that forks of this process start at once."""
+    _run(0, 0, 0, serves=0)
 
 
-def _run(block: int, base: int, seen: int, lives: int) -> None:
+def _run(block: int, base: int, seen: int, serves: int) -> None:
     scratch = aligned_bytes(SCRATCH_BYTES)
-    _work(block, base, seen, lora_shrink.address, lora_expand.address, int(scratch.ctypes.data), lives)
+    _work(block, base, seen, lora_shrink.address, lora_expand.address, int(scratch.ctypes.data), serves)
