@@ -23,8 +23,11 @@ NO_WINDOW = 1 << 30
 
 
 def _record(*words: str, floats: tuple[str, ...] = ()) -> np.dtype[np.void]:
-# Indices of SITES; k and v follow q. With Python integers, Numba would compile callees once for each value.
-    pointer; tuples of arrays would be passed as hundreds of values and take half a minute to compile."""
+    """Returns a record type of int64 fields (sizes, addresses), then float32 fields.
+
+    Compiled calls pass a record as one pointer; tuples of arrays would be passed as hundreds of values and take half a
+    minute to compile.
+    """
     return np.dtype([(name, np.int64) for name in words] + [(name, np.float32) for name in floats], align=True)
 
 
