@@ -1,7 +1,7 @@
-"""Options and variables of other servers, and what each means here: data for `options.py`.
+"""Options and variables of other servers, and their meaning here: data for `options.py`.
 
-`SAME` are other names of our own options. `FLAGS` are options that change nothing here, or that cannot be served; the
-names of one entry mean the same. `VARIABLES` are environment variables that set an option.
+`SAME`: other names of our own options. `FLAGS`: options that change nothing here, or that are not supported; the names
+of one entry have the same meaning. `VARIABLES`: environment variables that set an option.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from typing import Literal
 class Flag:
     """An option of vLLM, SGLang, KServe, NIM or TRL that has no effect here.
 
-    `takes`: nothing (a switch), one value, or several. `values`: those that ask for what happens anyway; None: all.
-    `note` says why the option is not needed, `instead` what to do about any other value.
+    `takes`: nothing (a switch), one value, or several. `values`: those that match what this server does anyway; None:
+    all. `note`: why the option is not needed. `instead`: advice for any other value.
     """
 
     names: tuple[str, ...]
@@ -75,21 +75,21 @@ FLAGS = (
     _any("--lora-dtype", "adapters are kept in the dtype of the base weights"),
     _any("--lora-target-modules", "an adapter may have any of the modules that can be served", "several"),
     _any("--lora-extra-vocab-size", "adapters that add tokens are refused one by one"),
-    _any("--lora-backend --lora-eviction-policy --max-lora-chunk-size", "there is one way here, for any mix of ranks"),
-    _switch("--fully-sharded-loras --specialize-active-lora", "adapters of a batch cost by their own ranks"),
+    _any("--lora-backend --lora-eviction-policy --max-lora-chunk-size", "one method serves any mix of ranks"),
+    _switch("--fully-sharded-loras --specialize-active-lora", "each adapter of a batch costs its own rank only"),
     _switch("--enable-lora-bias", "adapters with biases are refused one by one"),
     _switch("--enable-lora-overlap-loading", "see --loading-mode"),
     _switch("--lora-strict-loading", "adapters that cannot be applied exactly are always refused"),
     # Which model
-    _switch("--trust-remote-code", "code of a checkpoint is never run; what needs it is refused"),
+    _switch("--trust-remote-code", "code of a checkpoint is never run; models that need it are refused"),
     _any("--download-dir --hf-token", "nothing is downloaded"),
     _only("--revision --code-revision --tokenizer-revision", "main", "a local folder has one revision; fetch it with "
           "`hf download MODEL --revision REVISION --local-dir DIR` and serve DIR"),
     _refused("--tokenizer --hf-config-path", "tokenizer and config.json are read from the model's folder"),
     _refused("--hf-overrides --rope-scaling --rope-theta", "edit config.json in the model's folder"),
     _only("--quantization -q", "none None null", "serve an unquantised checkpoint, see --dtype"),
-    _only("--tokenizer-mode", "auto hf fast", "tokenizer.json is what is read"),
-    _only("--config-format", "auto hf", "config.json is what is read"),
+    _only("--tokenizer-mode", "auto hf fast", "only tokenizer.json is read"),
+    _only("--config-format", "auto hf", "only config.json is read"),
     _any("--model-impl --vllm-model-impl", "there is one implementation"),
     _only("--task --runner", "auto generate text-generation text_generation", "only text generation is served"),
     _only("--convert", "auto none", "only text generation is served"),
@@ -97,27 +97,27 @@ FLAGS = (
     _only("--generation-config", "auto", "defaults of sampling are those of generation_config.json; send others with "
           "each request"),
     _refused("--override-generation-config", "edit generation_config.json, or send the fields with each request"),
-    _any("--limit-mm-per-prompt", "models are of text only"),
+    _any("--limit-mm-per-prompt", "only text models are served"),
     # Devices, memory, batches
     _only("--tensor-parallel-size -tp --tp --tp-size --pipeline-parallel-size -pp --pp-size --data-parallel-size -dp "
           "--dp-size --data-parallel-size-local --nnodes --api-server-count --prefill-context-parallel-size "
           "--decode-context-parallel-size", "1", _ONE_PROCESS, "it is the only size here"),
     _any("--distributed-executor-backend --worker-use-ray", "one process serves"),
     _switch("--enable-expert-parallel --disable-custom-all-reduce --disable-frontend-multiprocessing "
-            "--async-scheduling", "one process serves, and overlaps batches with their planning"),
+            "--async-scheduling", "one process serves, and schedules a batch while the one before runs"),
     _switch("--enforce-eager --disable-cuda-graph", _GRAPHS),
     _any("--compilation-config -O --optimization-level --max-seq-len-to-capture --cuda-graph-sizes --cuda-graph-max-bs",
          _GRAPHS),
     _switch("--enable-chunked-prefill", "prompts are always computed in chunks, see --max-num-batched-tokens"),
     _any("--num-scheduler-steps --max-num-partial-prefills --max-long-partial-prefills --long-prefill-token-threshold",
          "requests join and leave at every iteration"),
-    _any("--block-size --swap-space --prefix-caching-hash-algo", "KV blocks are managed without it"),
+    _any("--block-size --swap-space --prefix-caching-hash-algo", "KV blocks need no such setting"),
     _only("--cpu-offload-gb", "0 0.0", "weights stay on their device"),
     _only("--kv-cache-dtype", "auto", "keys and values are not quantised; see --kv-cache-bytes"),
     _refused("--num-gpu-blocks-override", "use --kv-cache-bytes"),
-    _refused("--kv-transfer-config", "prefill and decode are done by one instance"),
-    _only("--scheduling-policy --schedule-policy", "fcfs", "tenants take turns, and within one the first comes first"),
-    _any("--speculative-config", "tokens are the same without speculation"),
+    _refused("--kv-transfer-config", "one instance does prefill and decode"),
+    _only("--scheduling-policy --schedule-policy", "fcfs", "tenants take turns; within a tenant the first comes first"),
+    _any("--speculative-config", "output is the same without speculation"),
     _any("--attention-backend", "there is one implementation"),
     # API
     _any("--tool-call-parser --reasoning-parser --tool-parser-plugin --guided-decoding-backend "
@@ -128,7 +128,7 @@ FLAGS = (
     _only("--chat-template-content-format", "auto string", "templates get text"),
     _refused("--default-chat-template-kwargs", "send chat_template_kwargs with each request"),
     _switch("--enable-prompt-tokens-details --enable-request-id-headers --enable-server-load-tracking "
-            "--enable-offline-docs --disable-fastapi-docs", "nothing here depends on it"),
+            "--enable-offline-docs --disable-fastapi-docs", "it changes nothing here"),
     _refused("--enable-force-include-usage --return-tokens-as-token-ids", "clients ask for it in the request",
              "nothing"),
     _refused("--root-path --fastapi-root-path", "have the proxy strip the prefix"),
@@ -143,7 +143,7 @@ FLAGS = (
             "--enable-log-outputs --enable-log-deltas", _OWN_LOG),
     _any("--uvicorn-log-level --log-config-file --max-log-len --disable-access-log-for-endpoints --log-level-http",
          _OWN_LOG),
-    _switch("--enable-metrics", "/metrics is always there"),
+    _switch("--enable-metrics", "/metrics is always served"),
     _refused("--otlp-traces-endpoint --otlp-traces-url", "use --trace FILE, or /metrics"),
 )  # fmt: skip
 

@@ -1,9 +1,9 @@
-"""Ctrl-C while a command starts: it ends at once, whatever is being imported, compiled or measured.
+"""Ctrl-C during the start of a command: ends the process at once, also during imports, compilation or measurements.
 
-Python tells the main thread of a signal between two of its steps, which may be seconds away while a kernel is compiled,
-and raises in the middle of other packages' work. So a thread of its own waits for the signal, which is blocked in all
-others, and ends the process. Nothing is lost by that: CPU LoRA workers end with the process, shared memory has no name,
-and files are replaced whole.
+Python runs signal handlers in the main thread between two bytecodes, which may be seconds apart while a kernel is
+compiled, and raises in the middle of other packages' work. So a separate thread waits for the signal, which is blocked
+in all others, and ends the process. Nothing is lost: CPU LoRA workers end with the process, shared memory has no name,
+and files are replaced as a whole.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ _RELEASE = signal.SIGUSR1  # ends the waiting thread; sent to that thread alone
 
 @contextlib.contextmanager
 def ending_at_once() -> Iterator["Release"]:
-    """Ctrl-C ends the process at once, until the release is called or the context is left."""
+    """Makes Ctrl-C end the process at once, until the yielded release is called or the context ends."""
     release = Release()
     try:
         yield release
@@ -27,11 +27,11 @@ def ending_at_once() -> Iterator["Release"]:
 
 
 class Release:
-    """Gives Ctrl-C back to the handlers that Python knows of. Idempotent; for the main thread."""
+    """Returns Ctrl-C to Python's signal handlers when called. Idempotent; for the main thread."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = threading.Thread(target=_wait, name="caraserve-interrupt", daemon=True)
-        # Threads and processes that start from here on do not get the signal either: they end with this process.
+        # Threads and processes that start later inherit the mask; they end with this process.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, _RELEASE})
         self._thread.start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {_RELEASE})
@@ -48,7 +48,6 @@ class Release:
 
 def _wait() -> None:
     if signal.sigwait({signal.SIGINT, _RELEASE}) == signal.SIGINT:
-        os.write(
-            2, (b"\r\x1b[K\x1b[?25h" if os.isatty(2) else b"") + b"caraserve: interrupted\n"
-        )  # a bar hides the cursor
+        show_cursor = b"\r\x1b[K\x1b[?25h" if os.isatty(2) else b""  # a progress bar hides it
+        os.write(2, show_cursor + b"caraserve: interrupted\n")
         os._exit(EXIT_CODE)

@@ -1,6 +1,6 @@
-"""The `caraserve` command: arguments → frozen configs → one lazy import; exit codes.
+"""The `caraserve` command: parses arguments into frozen configs and runs one subcommand.
 
-Exit codes: 0 done, 1 the work failed, 2 the command line was wrong, 130 interrupted.
+Exit codes: 0 success, 1 the work failed, 2 the command line is wrong, 130 interrupted.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _CommandParser(argparse.ArgumentParser):
-    """Reports what is wrong as one line. Raises ConfigError."""
+    """The parser of the subcommand's name. Raises ConfigError with one line for a mistake."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message.removeprefix('argument COMMAND: ')}; see caraserve --help")
@@ -67,11 +67,11 @@ def _parser() -> argparse.ArgumentParser:
             "profile",
             help="measure this machine with a model",
             usage="caraserve profile [MODEL] [OPTIONS]",
-            description="Measures how long loads, prefill, decode and CPU LoRA take, and writes it to a file that "
-            "serve goes by. Takes serve's options, so that what is measured is what will be served.",
+            description="Measures the times of loading, prefill, decode and CPU LoRA, and writes them to a file. "
+            "Takes serve's options, so that it measures what will be served.",
         )
     )
-    commands.add_parser("bench", help="measure a server or this machine")  # `main` runs it; here for --help
+    commands.add_parser("bench", help="measure a server or this machine")  # for --help only: `main` runs it
     return parser
 
 
@@ -79,11 +79,14 @@ def _add_profile(profile: argparse.ArgumentParser) -> None:
     for config in (ModelConfig, LoraConfig, EngineConfig):
         config.add_arguments(profile)
     group = profile.add_argument_group("profile")
-    group.add_argument("--quick", action="store_true", help="fewer points and repeats: seconds instead of a minute")
+    group.add_argument("--quick", action="store_true", help="measure fewer points: takes seconds instead of a minute")
     group.add_argument(
-        "--output", type=Path, metavar="FILE", help="JSON to write (default: by machine and model, in ~/.cache)"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="JSON file to write (default: in ~/.cache, named by machine and model)",
     )
-    group.add_argument("--plot", type=Path, metavar="FILE", help="draw points and fits; needs the `plot` extra")
+    group.add_argument("--plot", type=Path, metavar="FILE", help="draw points and fits to FILE; needs the `plot` extra")
     profile.set_defaults(run=_profile)
 
 
@@ -117,6 +120,8 @@ def _profile(args: argparse.Namespace) -> int:
 
 
 def _bench(words: Sequence[str]) -> int:
-    from caraserve.bench.cli import run_benchmark  # its own parser: the others do not wait for what it imports
+    from caraserve.bench.cli import (
+        run_benchmark,
+    )  # imported here, because its imports would slow down the other commands
 
     return run_benchmark(words)

@@ -1,7 +1,7 @@
-"""The options of one command, from its arguments, the environment and a file. For `main.py`.
+"""Parses the options of one command from its arguments, the environment and a file.
 
-An argument beats an environment variable, which beats the file of --config. Names may be written with underscores, and
-cut short where one option remains. Options of other servers are taken as `compat_flags.py` says.
+An argument overrides an environment variable, which overrides the file of --config. Names may have underscores for
+hyphens, and may be cut short if one option remains. compat_flags.py lists accepted options of other servers.
 """
 
 import argparse
@@ -21,20 +21,19 @@ from caraserve.errors import ConfigError
 _PREFIX = "CARASERVE_"
 _TRUTH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 _NUMBER = re.compile(r"-\d+(\.\d*)?")
-_SERVICE = re.compile(
-    r"(tcp|udp|sctp)://"
-)  # how Kubernetes tells of a service: one named caraserve sets CARASERVE_PORT
+# Kubernetes describes each service by variables: one named caraserve sets CARASERVE_PORT.
+_SERVICE = re.compile(r"(tcp|udp|sctp)://")
 _EPILOG = (
     "Every option can be set in the environment too, --max-num-seqs as CARASERVE_MAX_NUM_SEQS, and in the file of "
-    "--config, as max-num-seqs. In the environment a switch is true or false, and a list has spaces between its items "
-    "or is JSON. An argument beats the environment, which beats the file. Options of vLLM, SGLang, KServe and NIM that "
-    "are not needed here are taken, and the log says why."
+    "--config, as max-num-seqs. In the environment a switch is true or false, and a list is JSON or has spaces between "
+    "its items. An argument overrides the environment, which overrides the file. Options of vLLM, SGLang, KServe and "
+    "NIM that are not needed here are accepted, and the log says why."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """An option as it was given: its name as written, its values, and where ("" for the command line)."""
+    """An option as given: its name as written, its values, and its source ("" for the command line)."""
 
     name: str
     values: list[str]
@@ -42,18 +41,18 @@ class _Given:
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Adds the default where there is one that the text does not give."""
+    """Appends the default to help texts that do not state it."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        is_told = action.default in (None, argparse.SUPPRESS, [], ()) or "default" in text
-        return text if is_told else f"{text} (default: %(default)s)"
+        is_stated = action.default in (None, argparse.SUPPRESS, [], ()) or "default" in text
+        return text if is_stated else f"{text} (default: %(default)s)"
 
 
 class OptionParser(argparse.ArgumentParser):
-    """A parser of one command. The namespace gets `notes`, which say what has no effect and why.
+    """The parser of one command. The namespace gets `notes`: which options have no effect, and why.
 
-    Raises ConfigError for all that is wrong; nothing of argparse's usage is printed.
+    Raises ConfigError for every mistake and prints no usage.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -62,7 +61,7 @@ class OptionParser(argparse.ArgumentParser):
         self._sources: dict[str, str] = {}
 
     def error(self, message: str) -> NoReturn:
-        """Names the variable or file that a wrong value came from."""
+        """Raises ConfigError that names the variable or file of a wrong value."""
         message = message.removeprefix("argument ")
         source = next((self._sources[name] for name in re.findall(r"^-[\w-]+", message) if name in self._sources), "")
         raise ConfigError(f"{source}: {message}" if source else message)
@@ -70,7 +69,7 @@ class OptionParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parses all arguments: none is left over."""
+        """Parses all arguments; the returned list of the others is empty."""
         written = list(self._written(args or []))
         variables = list(self._variables(os.environ))
         file = next((given.values for given in [*written, *variables] if self._known(given) == "--config"), [])
@@ -96,7 +95,7 @@ class OptionParser(argparse.ArgumentParser):
     # --- where options come from ---
 
     def _written(self, words: Sequence[str]) -> Iterator[_Given]:
-        """Every option of the command line with all that follows it. The model may come before the first."""
+        """Yields every option of the command line with all words after it. The model may come before the first."""
         starts = [at for at, word in enumerate(words) if word.startswith("-") and not _NUMBER.fullmatch(word)]
         before = words[: starts[0]] if starts else words
         if len(before) > 1:
@@ -117,7 +116,7 @@ class OptionParser(argparse.ArgumentParser):
         names = {variable: name for variable, name in VARIABLES.items() if name in {**self._own(), **_FOREIGN}}
         names |= {_PREFIX + name[2:].upper().replace("-", "_"): name for name in self._own()}
         found: dict[str, _Given] = {}
-        for variable, name in names.items():  # ours come last, and win
+        for variable, name in names.items():  # later names override, and ours come last
             text = environment.get(variable, "")
             if text and not _SERVICE.match(text):
                 action = self._option_string_actions.get(name)
@@ -126,7 +125,7 @@ class OptionParser(argparse.ArgumentParser):
         yield from found.values()
 
     def _own(self) -> dict[str, argparse.Action]:
-        """Our options by their long names, without help's and the negated ones."""
+        """Returns our options by long name, without --help and negated ones."""
         return {
             name: action
             for name, action in self._option_string_actions.items()
@@ -136,7 +135,7 @@ class OptionParser(argparse.ArgumentParser):
     # --- names ---
 
     def _known(self, given: _Given) -> str:
-        """The name of the option that is meant, ours or another server's."""
+        """Returns the full name of a given option, ours or another server's."""
         name = given.name.replace("_", "-").partition(".")[0] if given.name.startswith("--") else given.name
         name = SAME.get(name, name)
         every = {*self._option_string_actions, *_FOREIGN, *SAME}
@@ -152,7 +151,7 @@ class OptionParser(argparse.ArgumentParser):
     # --- values ---
 
     def _checked(self, flag: Flag, given: _Given) -> str:
-        """The note on another server's option. Raises ConfigError where it asks for what is not served."""
+        """Returns the note on another server's option. Raises ConfigError if its value is not supported."""
         if flag.takes == "one" and not given.values:
             raise ConfigError(f"{given.name}: expected one argument")
         if flag.takes == "nothing" and given.values:
@@ -166,7 +165,7 @@ class OptionParser(argparse.ArgumentParser):
         return f"{shown} has no effect: {flag.note}"
 
     def _as_argparse_wants(self, name: str, action: argparse.Action, given: _Given) -> list[str]:
-        """`--name=value` words, which nothing can be taken for another option's value in."""
+        """Returns `--name=value` words, in which no value can be mistaken for an option."""
         if not given.values:
             return [name]
         if action.nargs == 0:
@@ -186,7 +185,7 @@ class OptionParser(argparse.ArgumentParser):
         return _TRUTH[given.values[0].lower()]
 
     def _refuse_swallowed_model(self, written: Iterable[_Given]) -> None:
-        """Without a model, the last item of a list that is a folder would have been it, not a key or a name."""
+        """Refuses a list whose last item is a folder when no model is given: the item is probably the model."""
         for given in written:
             if len(given.values) > 1 and os.path.isdir(given.values[-1]):
                 self._refuse_stray(given.values[-1])
@@ -208,7 +207,7 @@ _FOREIGN = _by_name(FLAGS)
 
 
 def _items(value: str, given: _Given) -> list[str]:
-    """The items of a JSON list, or the one value that it is."""
+    """Returns the items of a JSON list, or the value itself."""
     if not value.startswith("["):
         return [value]
     try:
@@ -219,8 +218,8 @@ def _items(value: str, given: _Given) -> list[str]:
 
 
 def _from_file(path: Path) -> Iterator[_Given]:
-    """The options of a YAML file. Raises ConfigError for one that cannot be read."""
-    import yaml  # not on the way of a start without a file
+    """Yields the options of a YAML file. Raises ConfigError if it cannot be read."""
+    import yaml  # imported here: most starts have no file
 
     try:
         fields = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -237,5 +236,5 @@ def _from_file(path: Path) -> Iterator[_Given]:
 
 
 def _text(value: Any) -> str:
-    """A value of YAML or JSON as it would stand on the command line."""
+    """Returns a value of YAML or JSON in the form of the command line."""
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,4 +1,4 @@
-"""`caraserve profile`: builds a backend as `serve` would, measures it, writes and shows the profile."""
+"""`caraserve profile`: builds a backend as `serve` does, measures it, writes the profile and prints it."""
 
 import importlib.util
 import logging
@@ -21,7 +21,7 @@ from caraserve.serve import with_demo
 
 log = logging.getLogger(__name__)
 
-_SLICE_TOKENS = 64  # of a hand-off to one CPU worker; one alone is timed
+_SLICE_TOKENS = 64  # of a hand-off to one CPU worker; the measurement uses one worker only
 
 
 def profile(

@@ -1,13 +1,13 @@
-"""The byte map of an adapter, the same in every tier: rank rows, layer-major, contiguous. Pure.
+"""The byte layout of an adapter image, the same in every cache: rank rows, layer-major, contiguous. Pure.
 
 Per layer, for each group of projections that read the same input (qkv, o, gate-up, down): every A of the group, then
-every B. A is `[padded_rank, in]`, B is transposed and cut into panels, `[out / 64, padded_rank, 64]`, so that a tile of
+every B. A is `[padded_rank, in]`; B is transposed and cut into panels, `[out / 64, padded_rank, 64]`, so that a tile of
 outputs is one stream for a CPU core and for a thread block alike. Ranks are padded to a multiple of `RANK_STEP`, A's
 rows to `A_COLUMNS` and B's to whole panels, all with zeros, which add exact zeros. A group of layers is one range of
-bytes: loading is a copy, and CPU workers read what the device would.
+bytes: loading is a copy, and CPU workers read the same layout as the device.
 
-All values have the adapter's own dtype, so nothing is rounded; the scale (alpha / r or alpha / sqrt(r)) is kept beside
-the bytes because folding it in could round.
+All values have the adapter's own dtype, so nothing is rounded. The scale (alpha / r or alpha / sqrt(r)) is stored apart
+from the bytes, because folding it in could round.
 """
 
 from collections.abc import Iterator, Mapping
@@ -37,7 +37,7 @@ QKV, OUT, GATE_UP, DOWN = range(4)  # indices of GROUPS
 
 @dataclass(frozen=True, slots=True)
 class SiteSpan:
-    """Where one adapted module's A and B lie in the adapter's bytes. `rank` is without padding."""
+    """The offsets of one adapted module's A and B in the image. `rank` is without padding."""
 
     layer: int
     site: int  # index into SITES
@@ -53,7 +53,7 @@ class SiteSpan:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """What an adapter is, apart from its name and its bytes. `digest` (sha256 hex) is its identity."""
+    """An adapter without its name and its bytes. `digest` (sha256, hex) is its identity."""
 
     digest: str
     dtype: Dtype
@@ -61,7 +61,7 @@ class AdapterSpec:
     targets: tuple[str, ...]  # adapted modules, in the order of SITES
     layer_ends: tuple[int, ...]  # [layers] where each layer's bytes end; a layer without modules has none
     spans: tuple[SiteSpan, ...]  # ordered by layer, then by group
-    chunks: tuple[bytes, ...] = ()  # sha256 of each piece of the bytes, as `adapters/manifest.py` cuts them
+    chunks: tuple[bytes, ...] = ()  # sha256 of each piece of the bytes, as `lora/manifest.py` cuts them
 
     @property
     def num_bytes(self) -> int:
@@ -70,26 +70,26 @@ class AdapterSpec:
 
 @dataclass(frozen=True, slots=True)
 class HostAdapter:
-    """An adapter in the host tier: `data` is uint8 [spec.num_bytes], 64-byte aligned, laid out as `spec.spans`."""
+    """An adapter image in the host cache. `data`: uint8 [spec.num_bytes], 64-byte aligned, laid out as `spec.spans`."""
 
     spec: AdapterSpec
     data: NDArray[np.uint8]
 
 
 def a_bytes(span: SiteSpan, in_features: int, dtype: Dtype) -> int:
-    """Bytes of a module's A, up to where the next matrix starts."""
+    """Returns the bytes of a module's A, up to the start of the next matrix."""
     return align_up(span.padded_rank * align_up(in_features, A_COLUMNS) * dtype.itemsize, ALIGN_BYTES)
 
 
 def b_bytes(span: SiteSpan, out_features: int, dtype: Dtype) -> int:
-    """Bytes of a module's B, up to where the next matrix starts."""
+    """Returns the bytes of a module's B, up to the start of the next matrix."""
     return align_up(span.padded_rank * align_up(out_features, PANEL) * dtype.itemsize, ALIGN_BYTES)
 
 
 def lay_out(
     model: ModelSpec, dtype: Dtype, modules: Mapping[tuple[int, str], tuple[int, float]]
 ) -> tuple[tuple[SiteSpan, ...], tuple[int, ...]]:
-    """Places modules {(layer, site name): (rank, scale)}; returns the spans and where each layer's bytes end."""
+    """Places modules {(layer, site name): (rank, scale)}. Returns the spans, and the end of each layer's bytes."""
     spans: list[SiteSpan] = []
     ends = [0] * model.layers
     offset = 0
@@ -115,7 +115,7 @@ def _groups(modules: Mapping[tuple[int, str], tuple[int, float]]) -> Iterator[tu
 
 
 def aligned_bytes(num_bytes: int) -> NDArray[np.uint8]:
-    """An uninitialised uint8 array whose first byte is 64-byte aligned."""
+    """Returns an uninitialised uint8 array whose first byte is 64-byte aligned."""
     raw = np.empty(num_bytes + ALIGN_BYTES, dtype=np.uint8)
     start = -raw.ctypes.data % ALIGN_BYTES
     return raw[start : start + num_bytes]

@@ -1,6 +1,6 @@
-"""What was measured of one machine and one model, and the times that follow from it.
+"""The machine profile: measured times of one machine with one model, and the times that they predict.
 
-`profiling/measure.py` measures a `Profile`; scheduling and routing predict times from it alone.
+`profiling/measure.py` measures it; scheduling and routing use its predictions, which depend on the profile alone.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ SCHEMA = 1  # goes up when a field changes its name or meaning
 
 Targets = Literal["qkv", "all"]  # q, k and v; or all seven modules of a layer
 
-ASSUMED_HANDOFF_MS = 0.05  # a hand-off where none was measured: 0.04 for 16 tokens and one worker on a Zen 5 core
-_WORKER_MS = 0.5  # of compute that one core should be given at once: far more than handing it over costs
+ASSUMED_HANDOFF_MS = 0.05  # where none was measured; 0.04 for 16 tokens and one worker on a Zen 5 core
+_WORKER_MS = 0.5  # of compute for one core in one hand-off, which itself costs a tenth of that
 _WORKER_LEAST_TOKENS = 16
 
 
@@ -67,7 +67,7 @@ class LoraRate:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPoint:
-    """A measured iteration over one prompt of `tokens`, its adapter on all modules; rank 0: the base model."""
+    """A measured iteration over one prompt of `tokens`, its adapter on all modules. Rank 0: the base model."""
 
     tokens: int
     rank: int
@@ -86,7 +86,7 @@ class Prefill:
 
     @classmethod
     def fitted(cls, points: Sequence[PrefillPoint]) -> Self:
-        """Least squares over the points."""
+        """Fits the points by least squares."""
         columns = [
             [1.0 for _ in points],
             [float(point.tokens) for point in points],
@@ -98,7 +98,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class DecodePoint:
-    """A measured iteration of one token for each of `batch` requests, every adapter another; rank 0: the base model."""
+    """A measured iteration of one token for each of `batch` requests with an adapter each. Rank 0: the base model."""
 
     batch: int
     rank_sum: int
@@ -108,7 +108,7 @@ class DecodePoint:
 
 @dataclass(frozen=True, slots=True)
 class LineFit:
-    """`ms = alpha · x + beta`; what x is, its owner says."""
+    """`ms = alpha · x + beta`. The field that holds it defines x."""
 
     alpha_ms: float
     beta_ms: float
@@ -116,14 +116,14 @@ class LineFit:
 
     @classmethod
     def fitted(cls, x: Sequence[float], times_ms: Sequence[float]) -> Self:
-        """Least squares over the points."""
+        """Fits the points by least squares."""
         (alpha_ms, beta_ms), r2 = fit_times([x, [1.0] * len(x)], times_ms)
         return cls(alpha_ms, beta_ms, r2)
 
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """`ms = alpha · Σ ranks + gamma · requests + beta` predicts; the other two fits are the literature's kernels."""
+    """The prediction `ms = alpha · Σ ranks + gamma · requests + beta`, and two fits for the kernels of the papers."""
 
     points: tuple[DecodePoint, ...]
     padded: LineFit  # x = requests · largest rank
@@ -135,7 +135,7 @@ class Decode:
 
     @classmethod
     def fitted(cls, points: Sequence[DecodePoint]) -> Self:
-        """Least squares over the points, three times."""
+        """Fits all three forms to the points by least squares."""
         times_ms, ones = [point.ms for point in points], [1.0 for _ in points]
         sums = [float(point.rank_sum) for point in points]
         batches = [float(point.batch) for point in points]
@@ -147,7 +147,7 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One machine with one model. `machine` and `model` are keys; `quick` profiles have fewer points and repeats."""
+    """The profile of one machine with one model, by their keys; `quick` ones have fewer points and repeats."""
 
     schema: int
     machine: str
@@ -173,26 +173,26 @@ class Profile:
     # --- predictions ---
 
     def prefill_ms(self, tokens: int, rank: int) -> float:
-        """One iteration over `tokens` of a prompt."""
+        """Returns the time of one iteration over `tokens` of a prompt."""
         fit = self.prefill
         return fit.base_ms + tokens * (fit.per_token_ms + rank * fit.per_token_rank_ms)
 
     def decode_ms(self, ranks: Sequence[int]) -> float:
-        """One iteration for requests with adapters of these ranks, 0 for the base model's; no requests take no time."""
+        """Returns the time of one iteration for requests with adapters of these ranks (0: base model)."""
         if not ranks:
             return 0.0
         fit = self.decode
         return fit.alpha_ms * sum(ranks) + fit.gamma_ms * len(ranks) + fit.beta_ms
 
     def load_ms(self, num_bytes: int) -> float:
-        """One copy of so many bytes from host to device."""
+        """Returns the time of one copy of `num_bytes` from host to device."""
         return self.link_latency_ms + 1000 * num_bytes / self.link_bytes_per_s
 
     def cpu_lora_ms(self, tokens: int, rank: int, targets: Targets) -> float:
-        """ONE core's time for one layer's modules; handing off comes on top.
+        """Returns ONE core's time for one layer's modules, without the hand-off.
 
-        A token's time grows in a line with the rank between measured ranks and beyond them; below the least measured
-        rank it stays the same, since kernels pad to it.
+        The time of a token is linear in the rank between measured ranks and beyond them. Below the least measured rank
+        it is constant, because kernels pad to that rank.
         """
         known = [(rate.rank, 1000 / rate.tokens_per_s) for rate in self.lora if rate.targets == targets]
         above = next((index for index, (measured, _) in enumerate(known) if measured >= rank), len(known))
@@ -204,13 +204,13 @@ class Profile:
         return tokens * (low_ms + (high_ms - low_ms) * (rank - low) / (high - low))
 
     def tokens_per_worker(self, rank: int, targets: Targets = "qkv") -> int:
-        """The most tokens that one core should take of one layer's hand-off."""
+        """Returns the maximum tokens of one layer's hand-off for one core."""
         return max(_WORKER_LEAST_TOKENS, int(_WORKER_MS / self.cpu_lora_ms(1, rank, targets)))
 
     # --- files ---
 
     def save(self, path: Path) -> None:
-        """Writes JSON that people can read. The file is always whole: the old one or this. Raises ConfigError."""
+        """Writes readable JSON. The file is replaced as a whole. Raises ConfigError."""
         text = json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True, allow_nan=False) + "\n"
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
@@ -224,7 +224,7 @@ class Profile:
 
 
 def load(path: Path) -> Profile:
-    """Reads what `save` wrote, digit for digit. Raises ConfigError for a damaged file or one of another version."""
+    """Reads a profile that `save` wrote. Raises ConfigError for a damaged file or one of another version."""
     again = "run `caraserve profile` again"
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
@@ -244,7 +244,7 @@ def load(path: Path) -> Profile:
 
 
 def _parsed(kind: Any, value: Any, where: str) -> Any:
-    """`value` from JSON as a `kind`. Raises ValueError that says where it is wrong."""
+    """Converts `value` from JSON to `kind`. Raises ValueError that names the wrong field."""
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         if not isinstance(value, dict) or value.keys() != hints.keys():
@@ -268,7 +268,7 @@ def _parsed(kind: Any, value: Any, where: str) -> Any:
 
 
 def machine_key(accelerator: str = "") -> str:
-    """This machine: its CPU's name and the cores that this process may use, and its accelerator, if that is used."""
+    """Returns the key of this machine: its CPU, the number of cores for this process, and the accelerator in use."""
     cores = len(os.sched_getaffinity(0))
     key = f"{_slug(_cpu_name())}-{cores}-core{'s' if cores > 1 else ''}"
     return f"{key}-{_slug(accelerator)}" if accelerator else key
@@ -288,6 +288,6 @@ def _slug(text: str) -> str:
 
 
 def default_path(machine: str, model: str) -> Path:
-    """Where the profile of a model on a machine is kept: a name to read, and a digest that tells equal names apart."""
+    """Returns the file for a profile: a readable name, and a digest that distinguishes equal names."""
     digest = hashlib.sha256(f"{machine}\n{model}".encode()).hexdigest()[:8]
     return cache_folder("profiles") / f"{_slug(machine)}--{_slug(model)}-{digest}.json"

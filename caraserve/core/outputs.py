@@ -1,7 +1,7 @@
-"""Which tokens of an iteration are sampled or scored, and what each row gets of it; the same on every device.
+"""The outputs of an iteration: which tokens are sampled or scored, and what each row gets; the same on every device.
 
-A backend computes one output after another in this order: of each row first the prompt tokens to be scored, then the
-token to be sampled.
+A backend computes outputs in this order: for each row first the prompt tokens to be scored, then the token to be
+sampled.
 """
 
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ from caraserve.core.batch import Batch, RowResult, ScheduledRow
 from caraserve.core.request import TokenLogprob
 
 SAMPLE, SCORE = 0, 1  # kinds of output
-NOT_FINITE = -1  # in a token's place: a logit was infinite or not a number, so that none can be chosen or scored
+NOT_FINITE = -1  # in a token's place: a logit is infinite or not a number, so no token can be chosen or scored
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """[outputs] each: row of the batch's tokens, kind, alternatives to report (-1: not even a log-probability)."""
+    """Arrays [outputs]: index of the token in the batch, kind, and alternatives to report (-1: no log-probability)."""
 
     token: NDArray[np.int64]
     kind: NDArray[np.int64]
@@ -31,23 +31,23 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class OutputValues:
-    """What the device made of the outputs, [outputs, …]."""
+    """The device's results, [outputs, …]."""
 
-    chosen: NDArray[np.integer]  # NOT_FINITE: the rest means nothing
+    chosen: NDArray[np.integer]  # token id; NOT_FINITE: the other values are undefined
     logprob: NDArray[np.float32]
     top_ids: NDArray[np.integer]  # [outputs, MAX_LOGPROBS]
     top_logprobs: NDArray[np.float32]
 
 
 def scored_positions(row: ScheduledRow, prompt_tokens: int) -> range:
-    """Positions of `row` whose following prompt token is to be scored."""
+    """Returns the positions of `row` whose following prompt token is to be scored."""
     if row.prompt_logprobs is None:
         return range(0)
     return range(row.start, min(row.start + row.count, prompt_tokens - 1))
 
 
 def outputs_of(rows: tuple[ScheduledRow, ...], prompt_tokens: NDArray[np.int64]) -> Output:
-    """`prompt_tokens` by request slot."""
+    """Returns the outputs of a batch. `prompt_tokens`: int64, by request slot."""
     tokens: list[int] = []
     kinds: list[int] = []
     logprobs: list[int] = []
@@ -67,18 +67,18 @@ def outputs_of(rows: tuple[ScheduledRow, ...], prompt_tokens: NDArray[np.int64])
 
 
 def collect(
-    plan: Batch,
+    batch: Batch,
     outputs: Output,
     found: OutputValues,
     prompt_tokens: NDArray[np.int64],
     loads: Mapping[int, tuple[int, float]] | None = None,
 ) -> tuple[RowResult, ...]:
-    """Row results in the plan's order. `loads`, by adapter slot: layers that CPU workers computed, and ms for which the
-    iteration stood still for weights."""
+    """Returns row results in the batch's order. `loads`, by adapter slot: layers that CPU workers computed, and ms for
+    which the iteration waited for weights."""
     chosen = found.chosen[: len(outputs.token)].tolist()
     results = []
     index = 0
-    for row in plan.rows:
+    for row in batch.rows:
         count = len(scored_positions(row, int(prompt_tokens[row.slot])))
         is_finite = NOT_FINITE not in chosen[index : index + count + row.samples]
         prompt = tuple(_scored(outputs, found, at) for at in range(index, index + count)) if is_finite else ()

@@ -1,15 +1,15 @@
-"""Which base model a folder holds, in a few milliseconds: instances of one cluster must serve the same."""
+"""Identifies the base model of a folder within a few milliseconds. Instances of one cluster must serve the same one."""
 
 import hashlib
 from pathlib import Path
 
 from caraserve.model.safetensors_reader import TensorFileError, weight_files
 
-_SAMPLES, _SAMPLE_BYTES = 32, 4096  # of each file: two fine-tunes of one model differ all over
+_SAMPLES, _SAMPLE_BYTES = 32, 4096  # of each file: fine-tunes of one model differ throughout
 
 
 def model_digest(folder: Path, *settings: str) -> str:
-    """Hex digest of the model's config, of samples of its weights, and of the settings under which it is served.
+    """Returns a hex digest of the model's config, of samples of its weights, and of the settings it is served with.
 
     Without weight files (dummy weights) the config and the settings decide.
     """

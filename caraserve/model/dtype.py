@@ -6,7 +6,7 @@ import numpy as np
 
 
 class Dtype(Enum):
-    """Storage type of weights. The value is the code that kernels switch on."""
+    """Storage type of weights. Kernels switch on the value."""
 
     F32 = 0
     BF16 = 1
@@ -18,7 +18,7 @@ class Dtype(Enum):
 
     @property
     def storage(self) -> np.dtype[np.generic]:
-        """numpy has no bfloat16, so 16-bit weights travel as raw bits."""
+        """Returns the NumPy type of stored weights. NumPy has no bfloat16, so 16-bit weights are raw bits in uint16."""
         return np.dtype(np.float32 if self is Dtype.F32 else np.uint16)
 
 

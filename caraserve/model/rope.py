@@ -14,13 +14,13 @@ Floats = NDArray[np.float32]
 
 
 def rope_tables(rope: RopeSpec, head_dim: int, positions: int) -> tuple[Floats, Floats]:
-    """cos and sin, each `[positions, head_dim / 2]`."""
+    """Returns cos and sin, each `[positions, head_dim / 2]`."""
     angles = np.arange(positions, dtype=np.float32)[:, None] * inverse_frequencies(rope, head_dim)[None, :]
     return np.cos(angles), np.sin(angles)
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Floats:
-    """Radians a position for each pair of dimensions, `[head_dim / 2]`."""
+    """Returns radians per position for each pair of dimensions, `[head_dim / 2]`."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     frequencies: Floats = (np.float32(1.0) / np.power(np.float32(rope.theta), exponents)).astype(np.float32)
     if rope.kind == "linear":
@@ -31,7 +31,7 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Floats:
 
 
 def _llama3(frequencies: NDArray[np.float32], rope: RopeSpec) -> Floats:
-    """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    """Stretches long wavelengths by `factor`, keeps short ones, and blends those between."""
     wavelengths = 2 * math.pi / frequencies
     longest = rope.original_max_position / rope.low_freq_factor
     shortest = rope.original_max_position / rope.high_freq_factor

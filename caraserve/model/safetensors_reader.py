@@ -1,8 +1,8 @@
-"""Safe reading of safetensors files: the library checks the header, tensors are read one at a time.
+"""Safe reading of safetensors files, for base weights and adapters; the library checks headers.
 
-Used for base weights and for adapters. Nothing here unpickles, and memory never grows with a size that a file claims.
-Files are read, not mapped: someone who copies a new version over a mapped file would end the process by SIGBUS.
-Headers are bounded and decoded a tensor at a time, because a decoder holds the interpreter lock until it is done.
+Nothing here unpickles, and memory never grows with a size that a file only claims. Files are read tensor by tensor and
+not mapped: copying a new version over a mapped file would end the process with SIGBUS. Headers are bounded and decoded
+tensor by tensor too, because a decoder holds the interpreter lock until it returns.
 """
 
 import json
@@ -25,7 +25,7 @@ from caraserve.model.dtype import Dtype
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _MAX_INDEX_BYTES = 64 << 20
 _MAX_HEADER_BYTES = 512 << 10  # twice what A and B of all 7 modules of 126 layers take; the library's check is 4 ms
-_MAX_MEMBER_CHARS = 16 << 10  # one tensor, or the metadata: decoded in 1 ms, whatever they hold
+_MAX_MEMBER_CHARS = 16 << 10  # of one tensor, or of the metadata: decoded within 1 ms
 _MAX_NAME_CHARS, _MAX_DIMENSIONS = 512, 8  # so that both fit into a message
 _BLANKS = r"[ \t\n\r]*"
 _OPENING, _COLON, _NEXT = (re.compile(f"{_BLANKS}{mark}{_BLANKS}") for mark in (r"\{", ":", "([,}])"))
@@ -42,7 +42,7 @@ class TensorFile:
         """Raises TensorFileError for anything but a well-formed regular file."""
         self._name = path.name
         self._descriptor = open_regular(path)
-        self._closer = weakref.finalize(self, os.close, self._descriptor)  # also when nobody calls `close`
+        self._closer = weakref.finalize(self, os.close, self._descriptor)  # also without a call of `close`
         self._status = os.fstat(self._descriptor)
         self._header, self._start = self._checked_header()
 
@@ -52,34 +52,34 @@ class TensorFile:
         return list(self._header)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Elements along each dimension. Raises TensorFileError when there is no such tensor."""
+        """Returns a tensor's shape. Raises TensorFileError when there is no such tensor."""
         return tuple(self._entry(name)["shape"])
 
     def dtype(self, name: str) -> Dtype:
-        """Raises TensorFileError for a dtype other than F32, F16 and BF16, and when there is no such tensor."""
+        """Returns a tensor's dtype. Raises TensorFileError unless it is F32, F16 or BF16, and for unknown tensors."""
         kind = self._entry(name)["dtype"]
         if kind not in Dtype.__members__:
             raise TensorFileError(f"{self._name}: tensor {name} has dtype {kind}; F32, F16 and BF16 are supported")
         return Dtype[kind]
 
     def raw(self, name: str) -> NDArray[np.generic]:
-        """The values of a tensor: float32, or uint16 with the bits of a 16-bit float.
+        """Reads the values of a tensor: float32, or uint16 with the bits of a 16-bit float.
 
-        Allocates what the shape asks for, which is never more than the file has; check `shape` first where the file
-        is not trusted. Raises TensorFileError when the file has been cut short since it was opened.
+        Allocates the bytes of the shape, at most those of the file; check `shape` first for an untrusted file. Raises
+        TensorFileError when the file has been cut short since it was opened.
         """
         values = np.empty(self.shape(name), self.dtype(name).storage)
         self._read_into(values.reshape(-1).view(np.uint8).data, self._start + self._entry(name)["data_offsets"][0])
         return values
 
     def check_unchanged(self) -> None:
-        """Raises TensorFileError when the file has been written since it was opened: what was read may be a mixture."""
+        """Raises TensorFileError when the file was written after it was opened: what was read may be a mixture."""
         now = os.fstat(self._descriptor)
         if (now.st_size, now.st_mtime_ns) != (self._status.st_size, self._status.st_mtime_ns):
             raise TensorFileError(f"{self._name} was changed while it was being read; try again")
 
     def close(self) -> None:
-        """Closes the file; a second time does nothing. Arrays read from it stay valid."""
+        """Closes the file. Idempotent; arrays read from it stay valid."""
         self._closer()
 
     def __enter__(self) -> Self:
@@ -98,7 +98,7 @@ class TensorFile:
         return entry
 
     def _checked_header(self) -> tuple[dict[str, Any], int]:
-        """The header by tensor name, and where the data begins."""
+        """Returns the header by tensor name, and the offset of the data."""
         prefix = bytearray(8)
         if self._status.st_size < len(prefix):
             raise self._invalid(f"it has only {self._status.st_size} bytes")
@@ -133,7 +133,7 @@ class TensorFile:
 def _check(header: bytes, file_bytes: int) -> None:
     """Raises SafetensorError unless offsets, shapes and dtypes agree with one another and with the file's size.
 
-    The library maps what it opens, so it gets a file in memory that has the header and, for the tensors, a hole.
+    The library maps files, so it gets one in memory with the header, and a hole in place of the tensors.
     """
     copy = os.memfd_create("safetensors header", os.MFD_CLOEXEC)
     try:
@@ -146,10 +146,10 @@ def _check(header: bytes, file_bytes: int) -> None:
 
 
 def _decoded(text: str) -> dict[str, Any]:
-    """The header's tensors by name; their fields are still to be checked. Raises ValueError or RecursionError."""
+    """Returns the header's tensors by name, with unchecked fields. Raises ValueError or RecursionError."""
     header: dict[str, Any] = {}
     for name, value in _members(text):
-        if name in header:  # readers differ on which one they believe
+        if name in header:  # readers differ in which one they use
             raise ValueError("its header names a tensor twice")
         header[name] = value
         if name == "__metadata__":
@@ -166,7 +166,7 @@ def _decoded(text: str) -> dict[str, Any]:
 
 
 def _members(text: str) -> Iterator[tuple[str, Any]]:
-    """Names and values of a JSON object, decoded one after another. Raises ValueError or RecursionError."""
+    """Yields names and values of a JSON object, decoded one by one. Raises ValueError or RecursionError."""
     place = _found(_OPENING, text, 0).end()
     has_more = not text.startswith("}", place)
     while has_more:
@@ -177,7 +177,7 @@ def _members(text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _member(text: str) -> tuple[str, Any, int]:
-    """The name and value that `text` begins with, and where they end. Raises ValueError or RecursionError."""
+    """Decodes the name and value at the start of `text`; returns them and their end. Raises as `_members`."""
     try:
         name, end = _DECODER.raw_decode(text)
         value, end = _DECODER.raw_decode(text, _found(_COLON, text, end).end())
@@ -200,7 +200,7 @@ def _found(pattern: re.Pattern[str], text: str, place: int) -> re.Match[str]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object without the last-one-wins of duplicate names."""
+    """Makes a JSON object. Raises ValueError for duplicate names, of which the last would win."""
     fields = dict(pairs)
     if len(fields) != len(pairs):
         raise ValueError("its header names a field twice")
@@ -211,7 +211,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor for reading; never waits. Raises TensorFileError, also for pipes, devices and folders."""
+    """Opens a regular file for reading, without ever waiting. Raises TensorFileError, also for pipes and folders."""
     try:
         # Without O_NONBLOCK, opening a FIFO waits for a writer. It has no effect on regular files.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -224,7 +224,7 @@ def open_regular(path: Path) -> int:
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
-    """Tensor name → file, for a single `model.safetensors` or a sharded folder with its index.
+    """Returns files by tensor name, of a single `model.safetensors` or of a sharded folder with its index.
 
     Raises TensorFileError when there is neither, or when the index names files outside the folder.
     """

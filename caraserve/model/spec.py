@@ -1,7 +1,4 @@
-"""The shape of a base model, read from `config.json`. Pure.
-
-`serve.py` reads it first; backends, adapters and the tokenizer's limits follow from it.
-"""
+"""The sizes of a base model, read from `config.json`. Pure."""
 
 import json
 import math
@@ -25,7 +22,7 @@ _ARCHITECTURES = {
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding: base frequency and how it is stretched for long contexts."""
+    """Rotary embedding: the base frequency, and how it is stretched for long contexts."""
 
     theta: float
     kind: Literal["default", "linear", "llama3"] = "default"
@@ -59,7 +56,7 @@ class ModelSpec:
     dtype: str  # as the checkpoint states it: float32, bfloat16 or float16
 
     def site_shape(self, site: str) -> tuple[int, int]:
-        """(input, output) features of one of `SITES`."""
+        """Returns the (input, output) features of one of `SITES`."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {
             "q_proj": (self.hidden, q),
@@ -73,12 +70,12 @@ class ModelSpec:
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the embeddings, the head and the linear modules; norms and biases are left out."""
+        """Returns the number of weights of embeddings, head and linear modules, without norms and biases."""
         per_layer = sum(math.prod(self.site_shape(site)) for site in SITES)
         return self.layers * per_layer + self.vocab_size * self.hidden * (1 if self.tied_embeddings else 2)
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of K and V of one token over all layers."""
+        """Returns the bytes of K and V of one token over all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
 
@@ -99,7 +96,7 @@ def load_spec(folder: Path) -> ModelSpec:
 
 
 def _instead_of(folder: str) -> str:
-    """What to give in place of a folder that is not there."""
+    """Returns advice for a model folder that does not exist."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", folder):
         return "give a folder that holds config.json"
     name = folder.partition("/")[2]

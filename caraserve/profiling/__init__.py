@@ -1,1 +1,1 @@
-"""Measures what this machine and model cost, and applies the profile."""
+"""Measures machine profiles and applies them."""

@@ -1,4 +1,4 @@
-"""What a machine's profile decides at the start: it is read, or made and kept, and applied. For `serve.py`."""
+"""Applies a machine profile at the start of a server: loads it or measures one, and derives the loading policy."""
 
 import logging
 import math
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_UNPROFILED_SLICE_TOKENS = 64  # of a hand-off to one CPU worker, until it is known how fast that is
+_UNPROFILED_SLICE_TOKENS = 64  # of a hand-off to one CPU worker, before its speed is measured
 _HAND_OFFS = 30
 _HAND_OFF_TOKENS = 16
-_BIRTH_S, _QUICK_BIRTH_S = 20.0, 0.5  # after all else is measured, until the profile does without the workers
+_WORKER_START_S, _QUICK_WORKER_START_S = 20.0, 0.5  # wait for workers before the hand-off is left unmeasured
 
 
 def tuned(
@@ -33,16 +33,15 @@ def tuned(
     lora: LoraConfig,
     advance: Callable[[], None],
 ) -> Profile | None:
-    """What is known of this machine with this model: from a file, or measured now, quickly, and kept for next time.
-    None where the loading mode does not ask for it.
+    """Returns the profile of this machine with this model: from a file, or measured quickly now and saved for later.
 
-    Starts the CPU LoRA workers on the way. `advance` is called a hundred times. Raises ConfigError for a file that was
-    asked for and is no profile.
+    None if the loading mode needs no profile. Also starts the CPU LoRA workers. `advance` is called a hundred times.
+    Raises ConfigError if the file of --profile is not a valid profile.
     """
     profile = None
     if lora.loading_mode in LAYERWISE_MODES:
         try:
-            profile = _found_or_made(backend, spec, model, engine, lora, advance)
+            profile = _load_or_make(backend, spec, model, engine, lora, advance)
             backend.use(profile)
         except ConfigError as error:
             if lora.profile is not None:
@@ -53,7 +52,7 @@ def tuned(
     return profile
 
 
-def _found_or_made(
+def _load_or_make(
     backend: "ServingBackend",
     spec: ModelSpec,
     model: ModelConfig,
@@ -63,10 +62,10 @@ def _found_or_made(
 ) -> Profile:
     dtype = spec.dtype if model.dtype == "auto" else model.dtype
     path = lora.profile or default_path(machine_key(backend.accelerator), model_key(spec, dtype, engine.cpu_threads))
-    profile = _known(path, required=lora.profile is not None)
+    profile = _load(path, required=lora.profile is not None)
     backend.start_workers(lambda rank: _UNPROFILED_SLICE_TOKENS)
     if profile is None:
-        profile = make_profile(backend, spec, dtype, engine.cpu_threads, quick=True, progress=_percents(advance))
+        profile = make_profile(backend, spec, dtype, engine.cpu_threads, quick=True, progress=_in_hundredths(advance))
         try:
             profile.save(path)
         except ConfigError as error:
@@ -83,10 +82,10 @@ def make_profile(
     quick: bool,
     progress: Callable[[float], None],
 ) -> Profile:
-    """Measures an idle backend whose workers have been started. `progress` is told the share done."""
+    """Measures an idle backend whose workers have been started. `progress` gets the share done."""
 
     def handoff_ms() -> float | None:
-        if not backend.workers.await_all(_QUICK_BIRTH_S if quick else _BIRTH_S):
+        if not backend.workers.await_all(_QUICK_WORKER_START_S if quick else _WORKER_START_S):
             return None
         times = [backend.time_hand_off(1, _HAND_OFF_TOKENS) for _ in range(_HAND_OFFS)]
         spent_s = [time.total_s - time.compute_s for time in times if time is not None]
@@ -105,7 +104,8 @@ def make_profile(
 
 
 def loading_rules(backend: "ServingBackend", spec: ModelSpec, profile: Profile | None, lora: LoraConfig) -> StartPolicy:
-    """The loading mode on this machine. Without a profile it is not known when a layer will be needed."""
+    """Returns the loading policy on this machine. Without a profile, layer-wise modes become `overlapped`, because it
+    cannot be predicted when a layer will be needed."""
     mode = "overlapped" if profile is None and lora.loading_mode in LAYERWISE_MODES else lora.loading_mode
     bytes_per_s = math.inf if profile is None else profile.link_bytes_per_s
     handoff_ms = None if profile is None else profile.handoff_ms
@@ -124,7 +124,7 @@ def loading_rules(backend: "ServingBackend", spec: ModelSpec, profile: Profile |
     )
 
 
-def _known(path: Path, *, required: bool) -> Profile | None:
+def _load(path: Path, *, required: bool) -> Profile | None:
     if not required and not path.exists():
         return None
     try:
@@ -136,14 +136,14 @@ def _known(path: Path, *, required: bool) -> Profile | None:
         return None
 
 
-def _percents(advance: Callable[[], None]) -> Callable[[float], None]:
-    """From shares done to a hundred calls."""
-    told = 0
+def _in_hundredths(advance: Callable[[], None]) -> Callable[[float], None]:
+    """Returns a function that turns shares done into a hundred calls of `advance`."""
+    called = 0
 
     def progress(share: float) -> None:
-        nonlocal told
-        while told < int(100 * share):
-            told += 1
+        nonlocal called
+        while called < int(100 * share):
+            called += 1
             advance()
 
     return progress

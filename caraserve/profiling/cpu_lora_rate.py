@@ -1,7 +1,4 @@
-"""The LoRA of whole layers by the CPU kernels on one core, as a CPU LoRA worker computes it.
-
-Timed by `measure.py.py`.
-"""
+"""Times the LoRA of whole layers by the CPU kernels on one core, in the way of a CPU LoRA worker."""
 
 import time
 from collections.abc import Sequence
@@ -26,7 +23,7 @@ _MODULE_BYTES, _INPUTS, _PANELS = _MODULE.itemsize, LORA_ENTRY.itemsize // 8, LO
 
 @entry
 def _compute(shrink, expand, modules, count, tokens, x, x_stride, shrunk, y, y_stride):  # type: ignore[no-untyped-def]
-    """`y = (x Aᵀ) B` for every module in turn, in blocks of tokens as a worker takes them."""
+    """Computes `y = (x Aᵀ) B` for every module in turn, in a worker's blocks of tokens."""
     for index in range(count):
         module = modules + index * _MODULE_BYTES
         rank = word(module, 2)
@@ -39,9 +36,9 @@ def _compute(shrink, expand, modules, count, tokens, x, x_stride, shrunk, y, y_s
 
 
 class LayerLora:
-    """x A B of some modules of an adapter's layers, computed by the thread that calls.
+    """x A B of some modules of an adapter's layers, computed by the calling thread.
 
-    `x` is [tokens, widest input padded]; `y` is [tokens, widest output padded], one module's over another's.
+    `x` is [tokens, widest padded input]; `y` is [tokens, widest padded output], overwritten by each module.
     """
 
     def __init__(self, model: ModelSpec, adapter: HostAdapter, sites: Sequence[str], tokens: int) -> None:
@@ -61,7 +58,7 @@ class LayerLora:
         self._strides = 4 * widest_x, 4 * widest_y
 
     def layer_ms(self, repeats: int) -> float:
-        """The time of one layer, all of them having been computed `repeats` times."""
+        """Computes all layers `repeats` times. Returns the ms of one layer."""
         x, y, shrunk, modules = (int(a.ctypes.data) for a in (self.x, self.y, self._shrunk, self._modules))
         kernels, count = (lora_shrink.address, lora_expand.address), len(self._modules)
         started_s = time.perf_counter()

@@ -1,7 +1,7 @@
-"""Measures a `Profile` of a running backend: which points, in which order, how often.
+"""Measures a machine profile on an idle backend: which points, in which order, how often.
 
-Everything that is timed is asked in turn, round after round, and medians are taken over the rounds: a slow spell of a
-shared machine then lands on all points alike.
+All points are timed once in each of several rounds, and the result is the median over the rounds, so that a slow spell
+of a shared machine affects all points alike.
 """
 
 import math
@@ -35,30 +35,30 @@ from caraserve.util.units import align_up, human_bytes
 
 _LORA_RANKS = (8, 16, 32, 64, 128)
 _LORA_SITES: Mapping[Targets, Sequence[str]] = {"qkv": SITES[:3], "all": SITES}
-_LORA_TOKENS, _LORA_LAYERS = 64, 4  # a worker's usual share; layers in turn, so that weights come from memory
-_LORA_LEAST_MS = 2.0  # of one sample: the clock and the call around it do not show
-_OVERDRAFT = 4.0  # budgets after which only what a profile cannot do without is asked, and that once
-_LOAD_MS = 50.0  # about the longest copy that is timed
-_LOADS = 4  # in one sample: the first into memory that is new to the system takes many times as long
+_LORA_TOKENS, _LORA_LAYERS = 64, 4  # tokens of a usual slice; several layers in turn, so that weights come from memory
+_LORA_LEAST_MS = 2.0  # of one sample, so that the clock and the call do not matter
+_MOST_BUDGETS = 4.0  # after so many times the budget, only needed points are measured, and only once
+_LOAD_MS = 50.0  # about the longest timed copy
+_LOADS = 4  # in one sample: the first copy into fresh memory takes many times as long
 
 
 @dataclass(frozen=True, slots=True)
 class _Effort:
-    """How much is measured."""
+    """The extent of a measurement."""
 
-    ranks: tuple[int, ...]  # of adapters on the device
-    adapters: int  # of each rank, at most
-    adapters_bytes: int  # of all of them, at most
-    loading_s: float  # that bringing them there may take; a slow link brings fewer
+    ranks: tuple[int, ...]  # of the adapters that are loaded
+    adapters: int  # most of each rank
+    adapters_bytes: int  # most bytes of all
+    loading_s: float  # most time for loading them; a slow link loads fewer
     base_batches: tuple[int, ...]
     prefill_tokens: tuple[int, ...]
-    context_tokens: int  # of requests that decode
-    contexts: int  # of them that are computed, for as many requests; others share them
-    most_token_ms: float  # of one token alone; what takes longer is not measured
+    context_tokens: int  # of decoding requests
+    contexts: int  # computed contexts; further requests share them
+    most_token_ms: float  # most time of one token alone; a slower model is not measured
     burst: int  # iterations of one kind in a row
     least_rounds: int
     most_rounds: int
-    budget_s: float  # after that only the least rounds start, and after several times that nothing new does
+    budget_s: float  # afterwards only `least_rounds` rounds start
 
 
 _QUICK = _Effort(
@@ -74,7 +74,7 @@ _QUICK = _Effort(
     burst=2,
     least_rounds=3,
     most_rounds=7,
-    budget_s=0.5,  # with what comes before and after it, 5 s before a server is ready
+    budget_s=0.5,  # with the steps before and after it, a start takes 5 s
 )
 _FULL = _Effort(
     ranks=(8, 16, 32, 64),
@@ -94,8 +94,8 @@ _FULL = _Effort(
 
 
 @dataclass(frozen=True, slots=True)
-class _Probes:
-    """All that is asked in every round."""
+class _Measurements:
+    """The measurements of every round."""
 
     lora: Mapping[tuple[Targets, int], Measurement]  # by modules and rank; the time of one layer
     loads: Mapping[int, Measurement]  # by bytes
@@ -104,12 +104,12 @@ class _Probes:
 
     def all(self) -> list[Measurement]:
         groups = (self.lora, self.loads, self.prefill, self.decode)
-        probes = chain.from_iterable(group.values() for group in groups)
-        return sorted(probes, key=lambda probe: not probe.is_needed)
+        measurements = chain.from_iterable(group.values() for group in groups)
+        return sorted(measurements, key=lambda measurement: not measurement.is_needed)
 
 
 def model_key(model: ModelSpec, dtype: str, threads: int | None = None) -> str:
-    """What a profile depends on besides the machine: the model's shape, its weights' dtype, threads if chosen."""
+    """Returns the key of a model in profiles: its shape, its weights' dtype, and the threads if set."""
     shape = (
         f"{model.family}-{model.layers}x{model.hidden}-heads{model.heads}-{model.kv_heads}-{model.head_dim}"
         f"-mlp{model.intermediate}-vocab{model.vocab_size}-{dtype}"
@@ -130,9 +130,9 @@ def measure(
 ) -> Profile:
     """Measures an idle backend and leaves no adapter on it.
 
-    `progress` is told the share done; `measure_handoff` returns `Profile.handoff_ms`. `dtype` of the base weights is
-    the checkpoint's unless given; `threads` those chosen for computing, if they were; `accelerator` the name of the
-    device, if it is none of the CPU's. Raises BackendFailed or ConfigError.
+    `progress` gets the share done. `measure_handoff` returns `Profile.handoff_ms`. `dtype`: of the base weights (None:
+    the checkpoint's). `threads`: compute threads, if set. `accelerator`: name of the GPU, if one is used. Raises
+    BackendFailed or ConfigError.
     """
     started_s = time.monotonic()
     effort = _QUICK if quick else _FULL
@@ -140,16 +140,23 @@ def measure(
     device = MeasuredBackend(backend)
     images = _host_images(device, model, DTYPES[dtype], effort.ranks)
     with _bound(device, images, effort) as slots:
-        probes = _probes(device, model, images[-1], slots, effort)
-        _ask(probes.all(), effort, started_s, progress)
+        measurements = _measurements(device, model, images[-1], slots, effort)
+        _run_rounds(measurements.all(), effort, started_s, progress)
         handoff_ms = measure_handoff() if measure_handoff is not None else None
-    bytes_per_s, latency_ms = _link(probes.loads)
-    rates = [(targets, rank, 1000 * _LORA_TOKENS / probe.ms) for (targets, rank), probe in probes.lora.items()]
-    prefill = [PrefillPoint(*point, probe.ms) for point, probe in probes.prefill.items() if probe.times_ms]
+    bytes_per_s, latency_ms = _link(measurements.loads)
+    rates = [
+        (targets, rank, 1000 * _LORA_TOKENS / measurement.ms)
+        for (targets, rank), measurement in measurements.lora.items()
+    ]
+    prefill = [
+        PrefillPoint(*point, measurement.ms)
+        for point, measurement in measurements.prefill.items()
+        if measurement.times_ms
+    ]
     decode = [
-        DecodePoint(len(ranks), sum(ranks), max(ranks), probe.ms)
-        for ranks, probe in probes.decode.items()
-        if probe.times_ms
+        DecodePoint(len(ranks), sum(ranks), max(ranks), measurement.ms)
+        for ranks, measurement in measurements.decode.items()
+        if measurement.times_ms
     ]
     return Profile(
         schema=SCHEMA,
@@ -166,10 +173,10 @@ def measure(
     )
 
 
-def _probes(
+def _measurements(
     device: MeasuredBackend, model: ModelSpec, image: HostAdapter, slots: Mapping[int, Sequence[int]], effort: _Effort
-) -> _Probes:
-    """`slots`: of adapters on the device, by rank; `image`: one to load again and again."""
+) -> _Measurements:
+    """Returns all measurements. `slots`: of loaded adapters, by rank; `image`: an adapter to time loads with."""
     requests = SyntheticRequests(
         device,
         model.vocab_size,
@@ -185,12 +192,12 @@ def _probes(
         min([requests.most, *(len(each) for each in slots.values())]),
         sorted({min(batch, requests.most) for batch in effort.base_batches}),
     )
-    # The fits have three coefficients each: of these, one point to tell each from the others.
+    # Each fit has three coefficients: these are the fewest points that determine them.
     needed = {(prompts[0], 0), *product(prompts[:2][-1:], (0, max(adapters))), *mixes[:2]}
     needed.add(next(ranks for ranks in reversed(mixes) if len(set(ranks)) == 1))
-    return _Probes(
-        lora=_lora_probes(model, image.spec.dtype),
-        loads=_load_probes(device, model, image, slot=1 + sum(len(each) for each in slots.values())),
+    return _Measurements(
+        lora=_lora_measurements(model, image.spec.dtype),
+        loads=_load_measurements(device, model, image, slot=1 + sum(len(each) for each in slots.values())),
         prefill={
             point: replace(requests.prefill(point[0], adapters[point[1]]), is_needed=point in needed)
             for point in product(prompts, adapters)
@@ -203,8 +210,8 @@ def _probes(
 
 
 def _mixes(ranks: Sequence[int], count: int, base_batches: Sequence[int]) -> list[tuple[int, ...]]:
-    """The ranks of batches: base only; one rank; low ones beside high ones, where padding to the highest would show.
-    No rank is there more than `count` times."""
+    """Returns batches as tuples of ranks: base only, one rank, and low ranks beside high ones, where padding to the
+    highest would show. No rank occurs more than `count` times in one."""
     low, high, half = ranks[0], ranks[-1], max(count // 2, 1)
     mixes = [(0,) * batch for batch in base_batches]
     mixes += [(rank,) * batch for rank in ranks for batch in (1, half, count)]
@@ -214,30 +221,35 @@ def _mixes(ranks: Sequence[int], count: int, base_batches: Sequence[int]) -> lis
 
 
 def _adapters(ranks: Sequence[int], slots: Mapping[int, Sequence[int]]) -> list[int]:
-    """A slot for each rank, no adapter twice."""
+    """Returns a slot for each rank, no adapter twice."""
     free = {rank: iter(each) for rank, each in slots.items()}
     return [next(free[rank]) if rank else BASE_ADAPTER_SLOT for rank in ranks]
 
 
-def _ask(probes: Sequence[Measurement], effort: _Effort, started_s: float, progress: Callable[[float], None]) -> None:
-    """Rounds over all probes, every other one backwards. When time is short, the first round leaves out those that are
-    not needed and, by the pace of their kind so far, would take too long; later ones do without them too."""
+def _run_rounds(
+    measurements: Sequence[Measurement], effort: _Effort, started_s: float, progress: Callable[[float], None]
+) -> None:
+    """Times all points in rounds, every other one backwards.
+
+    When time is short, the first round leaves out points that are not needed and, at the pace of their kind so far,
+    would take too long; later rounds leave them out too.
+    """
     done = 0
-    pace_s: dict[str, float] = {}  # kind → of each token, in the last sample
+    pace_s: dict[str, float] = {}  # by kind: time of a token in its last sample
     for turn in range(effort.most_rounds):
         spent = (time.monotonic() - started_s) / effort.budget_s
-        if (spent > 1.0 and turn >= effort.least_rounds) or (spent > _OVERDRAFT and turn > 0):
+        if (spent > 1.0 and turn >= effort.least_rounds) or (spent > _MOST_BUDGETS and turn > 0):
             break
-        asked = [probe for probe in probes if probe.times_ms or turn == 0]
-        for probe in asked if turn % 2 == 0 else reversed(asked):
-            begun_s = time.monotonic()
-            ends_s = begun_s + probe.tokens * pace_s.get(probe.kind, 0.0)
-            if ends_s - started_s > _OVERDRAFT * effort.budget_s and (turn > 0 or not probe.is_needed):
+        wanted = [measurement for measurement in measurements if measurement.times_ms or turn == 0]
+        for measurement in wanted if turn % 2 == 0 else reversed(wanted):
+            began_s = time.monotonic()
+            ends_s = began_s + measurement.tokens * pace_s.get(measurement.kind, 0.0)
+            if ends_s - started_s > _MOST_BUDGETS * effort.budget_s and (turn > 0 or not measurement.is_needed):
                 continue
-            probe.times_ms.extend(probe.sample())
-            pace_s[probe.kind] = (time.monotonic() - begun_s) / max(1, probe.tokens)
+            measurement.times_ms.extend(measurement.sample())
+            pace_s[measurement.kind] = (time.monotonic() - began_s) / max(1, measurement.tokens)
             done += 1
-            rounds, spent = done / len(probes), (time.monotonic() - started_s) / effort.budget_s
+            rounds, spent = done / len(measurements), (time.monotonic() - started_s) / effort.budget_s
             progress(max(rounds / effort.most_rounds, min(spent, rounds / effort.least_rounds, 1.0)))
     progress(1.0)
 
@@ -246,7 +258,7 @@ def _ask(probes: Sequence[Measurement], effort: _Effort, started_s: float, progr
 
 
 def _host_images(device: MeasuredBackend, model: ModelSpec, dtype: Dtype, ranks: Sequence[int]) -> list[HostAdapter]:
-    """One adapter of each rank, side by side in the host tier; ranks for which there is no room are left out."""
+    """Makes one adapter of each rank in the host cache's memory. Ranks that do not fit are left out."""
     specs = [adapter_spec(model, dtype, rank, model.layers) for rank in ranks]
     starts = list(accumulate((align_up(spec.num_bytes, ALIGN_BYTES) for spec in specs), initial=0))
     room = device.host_memory.nbytes
@@ -264,7 +276,7 @@ def _host_images(device: MeasuredBackend, model: ModelSpec, dtype: Dtype, ranks:
 
 @contextmanager
 def _bound(device: MeasuredBackend, images: Sequence[HostAdapter], effort: _Effort) -> Iterator[dict[int, list[int]]]:
-    """Adapters on the device while inside: {rank: slots}, as many of each rank as fit in bytes, slots and time."""
+    """Loads adapters for the time of the context; yields {rank: slots}. As many as fit in bytes, slots and time."""
     total = sum(image.spec.num_bytes for image in images)
     fitting = min(effort.adapters, effort.adapters_bytes // total, (device.limits.adapter_slots - 2) // len(images))
     slots: dict[int, list[int]] = {image.spec.rank: [] for image in images}
@@ -282,9 +294,13 @@ def _bound(device: MeasuredBackend, images: Sequence[HostAdapter], effort: _Effo
             device.unload(slot)
 
 
-def _load_probes(device: MeasuredBackend, model: ModelSpec, image: HostAdapter, slot: int) -> dict[int, Measurement]:
-    """Copies of an adapter's first layer alone and of as many as take a while: {bytes: probe}. No plan ever runs them:
-    their layout is the whole adapter's, cut off."""
+def _load_measurements(
+    device: MeasuredBackend, model: ModelSpec, image: HostAdapter, slot: int
+) -> dict[int, Measurement]:
+    """Returns measurements, by bytes, of copying an adapter's first layer and as many layers as take about 50 ms.
+
+    No batch uses these images, because their layout is that of the whole adapter, cut off.
+    """
     spec = image.spec
 
     def part(layers: int) -> HostAdapter:
@@ -306,28 +322,28 @@ def _load_probes(device: MeasuredBackend, model: ModelSpec, image: HostAdapter, 
 
 
 def _link(loads: Mapping[int, Measurement]) -> tuple[float, float]:
-    """Bytes/s, and ms of each copy whatever its size."""
-    times_ms = [probe.ms for probe in loads.values()]
+    """Returns the link's bytes/s, and the ms that each copy takes besides."""
+    times_ms = [measurement.ms for measurement in loads.values()]
     (ms_per_byte, latency_ms), _ = fit_times([[float(size) for size in loads], [1.0] * len(loads)], times_ms)
-    if ms_per_byte == 0.0:  # noise hid what the bytes cost
+    if ms_per_byte == 0.0:  # noise exceeded the effect of the size
         return 1000 * max(loads) / max(times_ms), 0.0
     return 1000 / ms_per_byte, latency_ms
 
 
-def _lora_probes(model: ModelSpec, dtype: Dtype) -> dict[tuple[Targets, int], Measurement]:
+def _lora_measurements(model: ModelSpec, dtype: Dtype) -> dict[tuple[Targets, int], Measurement]:
     from caraserve.profiling.cpu_lora_rate import LayerLora  # compiles kernels: not when this file is imported
 
     layers = min(_LORA_LAYERS, model.layers)
     specs = [adapter_spec(model, dtype, rank, layers) for rank in _LORA_RANKS]
     adapters = [random_adapter(model, spec, aligned_bytes(spec.num_bytes)) for spec in specs]
     return {
-        (targets, adapter.spec.rank): _lora_probe(LayerLora(model, adapter, sites, _LORA_TOKENS).layer_ms, layers)
+        (targets, adapter.spec.rank): _lora_measurement(LayerLora(model, adapter, sites, _LORA_TOKENS).layer_ms, layers)
         for targets, sites in _LORA_SITES.items()
         for adapter in adapters
     }
 
 
-def _lora_probe(layer_ms: Callable[[int], float], layers: int) -> Measurement:
+def _lora_measurement(layer_ms: Callable[[int], float], layers: int) -> Measurement:
     layer_ms(1)  # compiles
     repeats = max(1, round(_LORA_LEAST_MS / layers / layer_ms(1)))
     return Measurement(lambda: [layer_ms(repeats)])

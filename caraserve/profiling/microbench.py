@@ -1,7 +1,4 @@
-"""What calibration times on a backend: iterations over synthetic requests, copies of random adapters.
-
-Used by `measure.py.py` alone.
-"""
+"""Timed operations on a backend, for `measure.py`: iterations over synthetic requests, copies of random adapters."""
 
 import hashlib
 import time
@@ -23,16 +20,15 @@ from caraserve.model.spec import SITES, ModelSpec
 from caraserve.util.units import align_up, ceil_div
 
 _T = TypeVar("_T")
-_PATIENCE_S = 300.0  # for one iteration or copy; longer means that the device hangs
-_NOISE = 0.02  # of adapter weights: what they add to activations stays small
+_TIMEOUT_S = 300.0  # of one iteration or copy, after which the device counts as hung
+_NOISE = 0.02  # of adapter weights, so that they change activations little
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """One point: how to time it, and the times so far.
 
-    `tokens` of a sample: points of one `kind` with more tokens take longer, at most by as much. `is_needed`: a profile
-    cannot do without it.
+    `tokens`: of a sample; the time of points of one `kind` grows at most in proportion. `is_needed`: the fits need it.
     """
 
     sample: Callable[[], list[float]]  # ms
@@ -47,20 +43,20 @@ class Measurement:
 
 
 class MeasuredBackend:
-    """A backend asked for one thing after another by a thread that waits for each."""
+    """A backend whose operations the calling thread waits for."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.limits = backend.limits
         self.host_memory = backend.host_memory
 
-    def run(self, *plans: Batch) -> list[float]:
-        """Runs plans back to back, as a busy server does; the time of each iteration in ms."""
+    def run(self, *batches: Batch) -> list[float]:
+        """Runs batches back to back, as a busy server does. Returns the time of each iteration in ms."""
         results: SimpleQueue[StepResult | Exception] = SimpleQueue()
-        for plan in plans:
-            self._backend.launch(plan, results.put)
+        for batch in batches:
+            self._backend.launch(batch, results.put)
         times_ms = []
-        for _ in plans:
+        for _ in batches:
             result = _wait(results)
             if isinstance(result, Exception):
                 raise BackendFailed(f"an iteration failed: {result}")
@@ -68,7 +64,7 @@ class MeasuredBackend:
         return times_ms
 
     def load(self, adapter: HostAdapter, slot: int) -> float:
-        """Copies an adapter to a slot; the time until it was there in ms."""
+        """Copies an adapter to a slot. Returns the time until its arrival in ms."""
         results: SimpleQueue[tuple[Exception | None, float]] = SimpleQueue()
         started_s = time.perf_counter()
         self._backend.load_adapter(adapter, slot, lambda error: results.put((error, time.perf_counter())))
@@ -78,22 +74,22 @@ class MeasuredBackend:
         return 1000 * (done_s - started_s)
 
     def unload(self, slot: int) -> None:
-        """Gives a slot's memory back after what runs."""
+        """Unloads the adapter of a slot after the batches launched so far."""
         self._backend.unload_adapter(slot)
 
 
 def _wait(results: "SimpleQueue[_T]") -> _T:
     try:
-        return results.get(timeout=_PATIENCE_S)
+        return results.get(timeout=_TIMEOUT_S)
     except Empty:
-        raise BackendFailed(f"the device gave no answer within {_PATIENCE_S:.0f} s") from None
+        raise BackendFailed(f"the device gave no answer within {_TIMEOUT_S:.0f} s") from None
 
 
 # --- synthetic adapters ---
 
 
 def adapter_spec(model: ModelSpec, dtype: Dtype, rank: int, layers: int) -> AdapterSpec:
-    """An adapter of all seven modules of the first `layers` layers."""
+    """Returns the spec of an adapter of all seven modules of the first `layers` layers."""
     modules = {(layer, site): (rank, 1.0) for layer in range(layers) for site in SITES}
     spans, layer_ends = lay_out(model, dtype, modules)
     digest = hashlib.sha256(f"synthetic {dtype.name} {rank} {layers}".encode()).hexdigest()
@@ -101,7 +97,7 @@ def adapter_spec(model: ModelSpec, dtype: Dtype, rank: int, layers: int) -> Adap
 
 
 def random_adapter(model: ModelSpec, spec: AdapterSpec, memory: NDArray[np.uint8]) -> HostAdapter:
-    """Fills the front of `memory` with random weights; padding is zero, as everywhere."""
+    """Writes an adapter of random weights, with zero padding, to the front of `memory`."""
     data = memory[: spec.num_bytes]
     data[:] = 0
     noise = _bits(np.random.default_rng(spec.rank).standard_normal(1 << 16, np.float32) * _NOISE, spec.dtype)
@@ -121,7 +117,7 @@ def _matrix(data: NDArray[np.uint8], offset: int, shape: tuple[int, ...], dtype:
 
 
 def _bits(values: NDArray[np.float32], dtype: Dtype) -> NDArray[np.generic]:
-    """The values as stored in `dtype`; bfloat16 by cutting."""
+    """Converts values to stored bits of `dtype`; bfloat16 by truncation."""
     if dtype is Dtype.F32:
         return values
     if dtype is Dtype.F16:
@@ -133,7 +129,7 @@ def _bits(values: NDArray[np.float32], dtype: Dtype) -> NDArray[np.generic]:
 
 
 class SyntheticRequests:
-    """Requests in the backend's slots. They share KV blocks at will: what lies in a block does not change any time."""
+    """Synthetic requests in the backend's slots. They share KV blocks, whose contents do not affect times."""
 
     def __init__(
         self,
@@ -145,8 +141,8 @@ class SyntheticRequests:
         contexts: int,
         most_token_ms: float,
     ) -> None:
-        """`contexts`: how many of the requests' contexts are computed; the others share them. Raises ConfigError where
-        one token alone takes longer than `most_token_ms`."""
+        """`contexts`: how many of the requests' contexts are computed; the others share them. Raises ConfigError if one
+        token alone takes longer than `most_token_ms`."""
         limits = device.limits
         self._device, self._vocab, self._block = device, vocab_size, limits.block_tokens
         self.longest = min(limits.max_step_tokens, limits.max_context - 1, limits.num_blocks * self._block)  # prompt
@@ -154,41 +150,43 @@ class SyntheticRequests:
         self._blocks_each = ceil_div(self._context + 1, self._block)
         self.most = min(most, limits.num_slots, limits.max_step_tokens, limits.num_blocks // self._blocks_each)
         self._contexts = min(contexts, self.most)
-        token_ms = min(self._probe([ScheduledRow(0, 0, 1, BASE_ADAPTER_SLOT, samples=True)], burst=2).sample())
+        token_ms = min(self._measurement([ScheduledRow(0, 0, 1, BASE_ADAPTER_SLOT, samples=True)], burst=2).sample())
         if token_ms > most_token_ms:
             raise ConfigError(f"one token takes {token_ms:.0f} ms, too long to measure more at a start")
-        self._fill(limits.max_step_tokens // self._context)
+        self._compute_contexts(limits.max_step_tokens // self._context)
 
     def prefill(self, tokens: int, adapter: int) -> Measurement:
-        """A whole prompt with the adapter in a slot."""
+        """Returns the measurement of a whole prompt with the adapter in slot `adapter`."""
         return replace(
-            self._probe([ScheduledRow(0, 0, tokens, adapter, samples=True)], burst=1), kind="prefill", tokens=tokens
+            self._measurement([ScheduledRow(0, 0, tokens, adapter, samples=True)], burst=1),
+            kind="prefill",
+            tokens=tokens,
         )
 
     def decode(self, adapters: Sequence[int], burst: int) -> Measurement:
-        """One token for each of as many requests as adapter slots are given; `burst` times in a row."""
+        """Returns the measurement of one token for each of `adapters` (slots), `burst` times in a row."""
         rows = [
             ScheduledRow(slot, self._context, 1, adapter, samples=True) for slot, adapter in enumerate(sorted(adapters))
         ]
-        return replace(self._probe(rows, burst), kind="decode", tokens=burst * len(rows) + 1)
+        return replace(self._measurement(rows, burst), kind="decode", tokens=burst * len(rows) + 1)
 
-    def _probe(self, rows: Sequence[ScheduledRow], burst: int) -> Measurement:
-        """`burst` iterations after one that wakes the device's threads and brings the requests to their slots."""
-        plan = Batch((), (), tuple(rows))
-        first = self._started(
+    def _measurement(self, rows: Sequence[ScheduledRow], burst: int) -> Measurement:
+        """Returns the measurement of `burst` iterations after one that wakes the threads and starts the requests."""
+        batch = Batch((), (), tuple(rows))
+        first = self._starting_batch(
             {row.slot: row.start + row.count for row in rows}, [ScheduledRow(0, 0, 1, 0, samples=False)]
         )
-        return Measurement(lambda: self._device.run(first, *[plan] * burst)[1:])
+        return Measurement(lambda: self._device.run(first, *[batch] * burst)[1:])
 
-    def _fill(self, at_once: int) -> None:
-        """Computes the contexts, so that the KV cache's memory is there."""
+    def _compute_contexts(self, at_once: int) -> None:
+        """Computes the contexts, which also makes the system allocate the KV cache's memory."""
         for first in range(0, self._contexts, at_once):
             group = range(first, min(first + at_once, self._contexts))
             rows = [ScheduledRow(slot, 0, self._context, BASE_ADAPTER_SLOT, samples=False) for slot in group]
-            self._device.run(self._started(dict.fromkeys(group, self._context), rows))
+            self._device.run(self._starting_batch(dict.fromkeys(group, self._context), rows))
 
-    def _started(self, tokens_by_slot: Mapping[int, int], rows: Sequence[ScheduledRow]) -> Batch:
-        """A plan that begins with new requests of so many tokens."""
+    def _starting_batch(self, tokens_by_slot: Mapping[int, int], rows: Sequence[ScheduledRow]) -> Batch:
+        """Returns a batch of `rows` that starts new requests with so many tokens in each slot."""
         starts, grants = [], []
         for slot, tokens in tokens_by_slot.items():
             ids = tuple((17 * index + 31 * slot) % self._vocab for index in range(tokens))

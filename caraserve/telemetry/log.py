@@ -1,7 +1,7 @@
-"""Logging set-up: one line an event, human on a terminal, JSON where asked.
+"""Log set-up: one line for each event, readable on a terminal or as JSON.
 
-A record may have `details` (`extra={"details": {…}}`): names with numbers or short texts, which JSON has as fields of
-the line, and which follow a human's message as `name=value`.
+A record may have `details` (`extra={"details": {…}}`): names with numbers or short texts. They are fields of the JSON
+line, and follow a human line's message as `name=value`.
 """
 
 import json
@@ -25,27 +25,27 @@ class _JsonFormatter(logging.Formatter):
         line |= getattr(record, "details", {})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line)  # in ASCII: terminals also take commands from beyond it
+        return json.dumps(line)  # in ASCII: terminals also obey control characters beyond it
 
 
 class _HumanFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line = super().format(record)
-        if not record.exc_info:  # a name or path in a message must not forge a second line, or command a terminal
+        if not record.exc_info:  # a name or path in a message must not forge a second line or control the terminal
             line = _CONTROL.sub(lambda found: repr(found[0])[1:-1], line)
         details = getattr(record, "details", {})
         return " ".join([line, *(f"{name}={_plain(value)}" for name, value in details.items())])
 
 
 def _plain(value: object) -> str:
-    """A value on one line; what could be taken for another value, or for a terminal's commands, is quoted."""
+    """Returns a value on one line, quoted unless all its characters are harmless."""
     if isinstance(value, str) and not _PLAIN.fullmatch(value):
         return json.dumps(value)
     return str(value)
 
 
 def configure(log_format: str, level: str) -> None:
-    """Sends our logs to standard error. `log_format` is `human` or `json`; `level` a standard name."""
+    """Sends the logs of this package to standard error. `log_format`: human or json; `level`: a standard name."""
     handler = logging.StreamHandler(sys.stderr)
     human = _HumanFormatter("%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S")
     handler.setFormatter(_JsonFormatter() if log_format == "json" else human)

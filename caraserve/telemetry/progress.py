@@ -1,4 +1,4 @@
-"""Long work as people see it: a bar on a terminal, one log line elsewhere."""
+"""Progress of long work: a bar on a terminal, log lines elsewhere."""
 
 import contextlib
 import logging
@@ -10,13 +10,13 @@ from rich.progress import Progress
 
 log = logging.getLogger(__name__)
 
-_FUNCTIONS = 95  # that a first start compiles, more or less; only shown
-_TELL_S = 2.0  # between log lines
+_FUNCTIONS = 95  # about as many as a first start compiles; for display only
+_LOG_S = 2.0  # between log lines
 
 
 @contextlib.contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
-    """Gives what is to be called `total` times."""
+    """Yields a function to call `total` times, and logs the time that the work took."""
     console = Console(stderr=True)
     started_s = time.monotonic()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -26,15 +26,15 @@ def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
 
 
 class CompileProgress:
-    """What is told of the compilation of CPU kernels: nothing where all of them come from the cache."""
+    """Progress of compiling CPU kernels. Shows nothing when all come from the cache."""
 
     def __init__(self) -> None:
         self._done = 0
-        self._started_s = self._told_s = 0.0
+        self._started_s = self._logged_s = 0.0
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[Callable[[], None]]:
-        """Gives what is to be called for each compiled function. Several stretches of work count together."""
+        """Yields a function to call for each compiled function. Counts over all uses of this object."""
         console = Console(stderr=True)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
             yield lambda: self._count(bar)
@@ -42,14 +42,14 @@ class CompileProgress:
     def _count(self, bar: Progress) -> None:
         now_s = time.monotonic()
         if self._done == 0:
-            self._started_s = self._told_s = now_s
+            self._started_s = self._logged_s = now_s
             log.info("compiling CPU kernels; later starts have them from the cache")
         self._done += 1
         if not bar.tasks:
             bar.add_task("compiling CPU kernels", total=_FUNCTIONS)
         bar.update(bar.task_ids[0], completed=min(self._done, _FUNCTIONS))
-        if now_s - self._told_s >= _TELL_S and bar.disable:
-            self._told_s = now_s
+        if now_s - self._logged_s >= _LOG_S and bar.disable:
+            self._logged_s = now_s
             log.info(
                 "compiling CPU kernels %d/%d, %.0f s", self._done, max(self._done, _FUNCTIONS), now_s - self._started_s
             )

@@ -1,7 +1,7 @@
-"""A Chrome trace of loads, iterations, layers and CPU workers, to be opened in Perfetto.
+"""A Chrome trace of loads, iterations, layers and CPU workers, which Perfetto opens.
 
-Events are written as they come; the format allows the closing bracket to be missing, so a trace cut short by a crash
-is readable.
+Events are written as they come. The format allows the closing bracket to be missing, so the trace of a server that
+crashed is readable.
 """
 
 import json
@@ -13,7 +13,7 @@ from caraserve.errors import ConfigError
 
 
 class Trace:
-    """Appends spans to a file; thread-safe. A track is a row of the picture; times are the monotonic clock's."""
+    """Appends spans to a file. Thread-safe. A track is a row of the picture; times are of the monotonic clock."""
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError when the file cannot be written."""
@@ -27,7 +27,7 @@ class Trace:
         self._write({"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "caraserve"}})
 
     def span(self, track: str, name: str, start_ns: int, end_ns: int, **details: Any) -> None:
-        """Something that took from `start_ns` to `end_ns`."""
+        """Writes a span from `start_ns` to `end_ns`, with `details` as its arguments."""
         with self._lock:
             if self._file.closed:
                 return
@@ -39,7 +39,7 @@ class Trace:
             self._write(event | {"ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000, "args": details})
 
     def close(self) -> None:
-        """Ends the file."""
+        """Writes the end of the trace and closes the file."""
         with self._lock:
             self._file.write("{}]\n")
             self._file.close()

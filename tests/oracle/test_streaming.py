@@ -121,7 +121,7 @@ def backend_of(engine: Engine) -> CpuBackend:
 
 def computed(engine: Engine) -> list[int]:
     """Layers of each prompt that waits for more of its adapter."""
-    return sorted(aside.layer for aside in backend_of(engine)._asides._under_way)
+    return sorted(prefill.layer for prefill in backend_of(engine)._streamed._running)
 
 
 async def until_computed(engine: Engine, *layers: int) -> None:
