@@ -1,8 +1,8 @@
-"""Chat templates: a conversation → the prompt's text, in a sandbox with bounds.
+"""Chat templates: render a conversation as the prompt's text, in a sandbox with bounds.
 
-A template is a program that came with a model's files. It runs in Jinja's immutable sandbox, with the names that
-Hugging Face gives it; what it writes, the ranges it walks and the strings it multiplies have bounds, and its errors are
-the client's answer, never a trace.
+A template is a program from a model's folder. It runs in Jinja's immutable sandbox, with the names that Hugging Face
+defines. Its output, the ranges it walks and the strings it multiplies are bounded; its errors become the client's
+answer, never a traceback.
 """
 
 import datetime as dt
@@ -21,9 +21,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from caraserve.errors import InvalidRequest, ModelLoadError
 
 _MAX_OUTPUT_CHARS = 8 << 20
-_MAX_RANGE_STEPS = 1 << 20  # over all ranges of one rendering: a tenth of a second of empty loops
+_MAX_RANGE_STEPS = 1 << 20  # over all ranges of one rendering: 0.1 s of empty loops
 _MAX_EXPONENT = 1 << 10
-# Plain letters, which filters such as `tojson` leave as they are; the space tells whether the template trims.
+# Plain letters, which filters such as `tojson` do not change; the space shows whether the template trims.
 _FINAL_MARK = "CARASERVE_FINAL_MESSAGE_ENDS_HERE "
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
@@ -37,27 +37,27 @@ _TEMPLATE_ERRORS = (
 )
 
 
-class _TemplateRefusal(jinja2.TemplateError):
-    """`raise_exception(...)` in a template, or a bound that it has reached."""
+class _TemplateRejection(jinja2.TemplateError):
+    """`raise_exception(...)` in a template, or a bound that it exceeded."""
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, where no single operator makes a value much larger than a prompt."""
+    """The sandbox, in which no single operator can make a value much larger than a prompt."""
 
     intercepted_binops = frozenset({"*", "**"})
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "**" and not (isinstance(right, int | float) and abs(right) <= _MAX_EXPONENT):
-            raise _TemplateRefusal(f"an exponent is larger than {_MAX_EXPONENT}")
+            raise _TemplateRejection(f"an exponent is larger than {_MAX_EXPONENT}")
         if operator == "*":
             for value, times in ((left, right), (right, left)):
                 if isinstance(value, str | list | tuple) and len(value) * times > _MAX_OUTPUT_CHARS:
-                    raise _TemplateRefusal(f"a repeated value is longer than {_MAX_OUTPUT_CHARS}")
+                    raise _TemplateRejection(f"a repeated value is longer than {_MAX_OUTPUT_CHARS}")
         return super().call_binop(context, operator, left, right)
 
 
 class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}` marks the assistant's part for training; here it is its content."""
+    """Renders `{% generation %}…{% endgeneration %}`, which marks the assistant's part for training, as its content."""
 
     tags = {"generation"}  # noqa: RUF012  # as the base class declares it
 
@@ -67,7 +67,7 @@ class _Generation(Extension):
 
 
 class _Ranges:
-    """`range` for one rendering."""
+    """The function `range` of one rendering, with a bound on all steps together."""
 
     def __init__(self) -> None:
         self._left = _MAX_RANGE_STEPS
@@ -76,15 +76,15 @@ class _Ranges:
         steps = range(*bounds)
         self._left -= len(steps)
         if self._left < 0:
-            raise _TemplateRefusal(f"its ranges have more than {_MAX_RANGE_STEPS} steps together")
+            raise _TemplateRejection(f"its ranges have more than {_MAX_RANGE_STEPS} steps together")
         return steps
 
 
 class ChatTemplate:
-    """One compiled template with the special tokens that it may name."""
+    """A compiled template with the special tokens that it may use."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], where: str) -> None:
-        """Raises ModelLoadError when the template does not compile."""
+        """Compiles the template. Raises ModelLoadError when that fails."""
         environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation], autoescape=False
         )
@@ -92,7 +92,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = _now
         self._special_tokens = dict(special_tokens)
-        self._roles = set(re.findall(r"['\"](developer|tool)['\"]", source))  # of the rarer ones, those that it names
+        self._roles = set(re.findall(r"['\"](developer|tool)['\"]", source))  # the rarer roles that the template names
         self._renders_tool_calls = "tool_calls" in source
         try:
             self._template = environment.from_string(source)
@@ -103,7 +103,7 @@ class ChatTemplate:
     def load(
         cls, folder: Path, settings: Mapping[str, Any], given: Path | None, special_tokens: Mapping[str, str]
     ) -> "ChatTemplate | None":
-        """The operator's template, else the model's own (a file, or in tokenizer_config.json), else None."""
+        """Loads the operator's template, else the model's own (a file, or in tokenizer_config.json), else None."""
         if given is not None:
             try:
                 return cls(given.read_text(encoding="utf-8"), special_tokens, str(given))
@@ -129,7 +129,7 @@ class ChatTemplate:
         continue_final_message: bool,
         kwargs: Mapping[str, Any],
     ) -> str:
-        """The prompt's text. Raises InvalidRequest with what the template said."""
+        """Returns the prompt's text. Raises InvalidRequest with the template's own message."""
         shown = [
             {**message, "content": _flat(message["content"])} if "content" in message else message
             for message in self._with_known_roles(messages)
@@ -146,14 +146,16 @@ class ChatTemplate:
             "range": _Ranges(),
         }
         try:
-            text = self._bounded(values)
+            text = self._generate(values)
         except _TEMPLATE_ERRORS as error:
             raise InvalidRequest(f"the chat template refuses the messages: {error}", param="messages") from None
         return _cut_at_mark(text) if continue_final_message else text
 
     def _with_known_roles(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-        """The messages, `developer` as `system` where the template does not name it: OpenAI's newer models call the
-        system's role so. Raises InvalidRequest for tools' messages that the template would leave out or not know."""
+        """Yields the messages, with role `developer` (OpenAI's newer name) as `system` unless the template names it.
+
+        Raises InvalidRequest for messages of tools that the template does not render.
+        """
         for position, message in enumerate(messages):
             role = message.get("role")
             if message.get("tool_calls") and not self._renders_tool_calls:
@@ -169,19 +171,19 @@ class ChatTemplate:
             is_system = role == "developer" and role not in self._roles
             yield {**message, "role": "system"} if is_system else message
 
-    def _bounded(self, values: Mapping[str, Any]) -> str:
+    def _generate(self, values: Mapping[str, Any]) -> str:
         parts: list[str] = []
         size = 0
         for part in self._template.generate(values):
             size += len(part)
             if size > _MAX_OUTPUT_CHARS:
-                raise _TemplateRefusal(f"the prompt is longer than {_MAX_OUTPUT_CHARS} characters")
+                raise _TemplateRejection(f"the prompt is longer than {_MAX_OUTPUT_CHARS} characters")
             parts.append(part)
         return "".join(parts)
 
 
 def _with_mark(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The messages with a mark where the last one ends. Raises InvalidRequest when it has no text to continue."""
+    """Appends a mark to the last message. Raises InvalidRequest when it has no text to continue."""
     final = messages[-1] if messages else {}
     if not isinstance(final.get("content"), str):
         raise InvalidRequest("continue_final_message: the last message has no content to continue", param="messages")
@@ -189,7 +191,7 @@ def _with_mark(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]
 
 
 def _cut_at_mark(text: str) -> str:
-    """The text up to the mark. Raises InvalidRequest when the template has left the final message out."""
+    """Cuts the text at the mark. Raises InvalidRequest when the template leaves out the final message."""
     at = text.rfind(_FINAL_MARK.strip())
     if at < 0:
         raise InvalidRequest("continue_final_message: the chat template drops the last message", param="messages")
@@ -198,14 +200,14 @@ def _cut_at_mark(text: str) -> str:
 
 
 def _flat(content: Any) -> Any:
-    """Text parts as one string, a line each: templates expect strings."""
+    """Joins text parts by newlines, because templates expect strings."""
     if isinstance(content, list):
         return "\n".join(part["text"] for part in content if isinstance(part, Mapping) and "text" in part)
     return content
 
 
 def _refuse(message: str) -> NoReturn:
-    raise _TemplateRefusal(message)
+    raise _TemplateRejection(message)
 
 
 def _now(form: str) -> str:

@@ -1,19 +1,19 @@
-"""Token ids → text as they come: whole characters only, and nothing that may still become a stop string."""
+"""Incremental detokenization: emits whole characters only, and no text that may still become a stop string."""
 
 from collections.abc import Callable, Sequence
 
-_CONTEXT_TOKENS = 6  # of the prompt's end: enough for a decoder to see whether a leading space belongs there
+_CONTEXT_TOKENS = 6  # of the prompt's end: enough for a decoder to decide on a leading space
 _MAX_CONTEXT_TOKENS = 22
-_MAX_UNDECIDED_TOKENS = 16  # no character has more bytes than a few; after that the bytes are just wrong
+_MAX_UNDECIDED_TOKENS = 16  # a character has 4 bytes at most: after so many tokens the bytes are invalid
 _REPLACEMENT = "\ufffd"
 
 Decode = Callable[[Sequence[int]], str]
 
 
 class Detokenizer:
-    """Text of one request. Amortised constant work for each token.
+    """Decodes the output of one request. The work for each token is constant, amortised.
 
-    `_ids` holds a short context and what is undecided: text of [0, _shown) is out, of [_shown, end) is not yet.
+    `_ids` holds a short context and the undecided tokens: text of [0, _shown) is emitted, of [_shown, end) not yet.
     """
 
     def __init__(
@@ -23,35 +23,38 @@ class Detokenizer:
         self._ids = _context(decode, prompt_ids)
         self._shown = len(self._ids)
         self._stop, self._include_stop = stop, include_stop
-        self._held = ""  # decoded, but perhaps the beginning of a stop string
+        self._pending = ""  # decoded, but possibly the start of a stop string
         self._stopped = False
 
     def push(self, token_id: int, *, may_stop: bool = True) -> tuple[str, str | None]:
-        """The text that is ready now, and the stop string that was completed, if any; after that nothing comes."""
+        """Adds a token. Returns the text to emit, and the completed stop string or None.
+
+        After a stop string the text is empty.
+        """
         if self._stopped:
             return "", None
         self._ids.append(token_id)
-        self._held += self._decoded(final=False)
+        self._pending += self._decode_new(final=False)
         if not (self._stop and may_stop):
-            return self._release(len(self._held)), None
-        hits = [(at, text) for text in self._stop if (at := self._held.find(text)) >= 0]
+            return self._release(len(self._pending)), None
+        hits = [(at, text) for text in self._stop if (at := self._pending.find(text)) >= 0]
         if not hits:
-            return self._release(len(self._held) - self._undecided()), None
+            return self._release(len(self._pending) - self._possible_stop_length()), None
         at, text = min(hits, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
         self._stopped = True
-        ready = self._held[: at + len(text)] if self._include_stop else self._held[:at]
-        self._held = ""
+        ready = self._pending[: at + len(text)] if self._include_stop else self._pending[:at]
+        self._pending = ""
         return ready, text
 
     def flush(self) -> str:
-        """What was held back, at the end."""
+        """Returns the remaining text at the end of the output; incomplete characters become U+FFFD."""
         if self._stopped:
             return ""
-        self._held += self._decoded(final=True)
-        return self._release(len(self._held))
+        self._pending += self._decode_new(final=True)
+        return self._release(len(self._pending))
 
-    def _decoded(self, *, final: bool) -> str:
-        """New text, unless it ends inside a character."""
+    def _decode_new(self, *, final: bool) -> str:
+        """Returns the text of the undecided tokens, or nothing while it ends inside a character."""
         before = self._decode(self._ids[: self._shown])
         text = self._decode(self._ids)
         incomplete = text.endswith(_REPLACEMENT) and len(self._ids) - self._shown < _MAX_UNDECIDED_TOKENS
@@ -63,31 +66,31 @@ class Detokenizer:
         return added
 
     def _next_context(self, before: str, added: str) -> list[int]:
-        """The fewest ids that decode the next token as all ids would.
+        """Returns the fewest ids with which the next token decodes as it would after all ids.
 
-        What was shown last begins and ends with a character, so it can stand for all that came earlier. Tokens
-        without text (skipped or unknown ones) cannot: after visible text they are dropped. Before any, they are kept,
-        since one of them may be the space that a decoder strips from the beginning; a bound keeps work constant.
+        The tokens emitted last begin and end with a character, so they replace all earlier ones. Tokens without text
+        (skipped or unknown ones) do not: after visible text they are dropped. Before any they are kept, because one may
+        be the space that a decoder strips from the beginning; a bound keeps the work constant.
         """
         if added:
             return self._ids[self._shown :]
         return self._ids[: self._shown] if before or len(self._ids) > _MAX_CONTEXT_TOKENS else self._ids
 
-    def _undecided(self) -> int:
-        """Length of the longest end of the held text that begins a stop string."""
-        longest = min(len(self._held), max(map(len, self._stop)) - 1)
+    def _possible_stop_length(self) -> int:
+        """Returns the length of the longest suffix of the pending text that is a prefix of a stop string."""
+        longest = min(len(self._pending), max(map(len, self._stop)) - 1)
         for length in range(longest, 0, -1):
-            if any(text.startswith(self._held[-length:]) for text in self._stop):
+            if any(text.startswith(self._pending[-length:]) for text in self._stop):
                 return length
         return 0
 
     def _release(self, length: int) -> str:
-        ready, self._held = self._held[:length], self._held[length:]
+        ready, self._pending = self._pending[:length], self._pending[length:]
         return ready
 
 
 def _context(decode: Decode, prompt_ids: Sequence[int]) -> list[int]:
-    """The prompt's end, from a place with text that is not inside a character: a run of byte tokens decodes as one."""
+    """Returns the prompt's last ids, from a token that starts a character, because byte tokens decode together."""
     for count in range(_CONTEXT_TOKENS, _MAX_CONTEXT_TOKENS + 1):
         ids = list(prompt_ids[-count:])
         text = decode(ids)

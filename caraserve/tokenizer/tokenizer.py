@@ -1,8 +1,7 @@
 """Text ↔ token ids, from a Hugging Face folder's `tokenizer.json`.
 
-`http/` encodes prompts and chats; `loop.py` asks for a detokenizer for each request. Of the library's calls only those
-for a batch release the interpreter lock, so long texts are encoded and decoded as batches of one: on another thread
-they hold up nothing.
+Of the library's calls only those for a batch release the interpreter lock. So long texts are encoded and decoded as
+batches of one, which block no other thread.
 """
 
 import json
@@ -22,12 +21,12 @@ from caraserve.tokenizer.detokenizer import Detokenizer
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _MAX_JSON_BYTES = 64 << 20
 _SPACE_MARK = "\u2581"  # SentencePiece's visible space
-# A text's length in tokens is first estimated from pieces of this size, at 10 ms each: what is far too long costs no
-# more than its beginning. A text cut into pieces has a few more tokens than the whole, never twice as many.
+# The length of a text in tokens is first estimated from pieces of this size, at 10 ms each, so that only the beginning
+# of a far too long text is encoded. Pieces have a few more tokens than the whole, never twice as many.
 _PIECE_CHARACTERS = 16 << 10
 _PIECES_TO_WHOLE = 2
-_DECODED_AT_ONCE_TOKENS = 1024  # at 0.3 µs a token
-# A batch of one gains nothing from the library's own threads, and would wait for them while other texts hold them.
+_DECODED_AT_ONCE_TOKENS = 1024  # 0.3 µs each
+# A batch of one gains nothing from the library's threads, and would wait for them while they encode other texts.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
@@ -42,38 +41,37 @@ class Tokenizer:
         chat_template: ChatTemplate | None,
         default_sampling: Mapping[str, Any],
     ) -> None:
-        self.vocab_size = vocab_size  # of the model: ids in [0, vocab_size) are valid, named by the tokenizer or not
+        self.vocab_size = vocab_size  # of the model: all ids in [0, vocab_size) are valid, also those without a token
         self.eos_ids = eos_ids
         self.default_sampling = default_sampling
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-        self._bytes_of_token: dict[int, bytes] = {}  # those asked for: logprobs name 20 for each token
+        self._bytes_of_token: dict[int, bytes] = {}  # a cache: logprobs name up to 20 tokens for each one
         self._bytes_of_char = _byte_level_alphabet() if _is_byte_level(tokenizer) else None
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
-        """Token ids, with the model's begin and end tokens if asked.
+        """Returns token ids, by default with the model's special tokens at begin and end.
 
-        Raises ContextLengthExceeded when there are more than `max_tokens`. A text that is far longer is not encoded to
-        its end.
+        Raises ContextLengthExceeded above `max_tokens`; a far longer text is not encoded to its end.
         """
         return self._ids(text, add_special_tokens, max_tokens, "prompt")
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of ids; ids that the tokenizer does not know have none."""
+        """Returns the text of ids; unknown ids have no text."""
         ids = list(ids)
-        if len(ids) <= _DECODED_AT_ONCE_TOKENS:  # an output's next token: not worth giving the lock away
+        if len(ids) <= _DECODED_AT_ONCE_TOKENS:  # not worth releasing the interpreter lock
             return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
         return str(self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for."""
+        """Returns the bytes of one token."""
         known = self._bytes_of_token.get(token_id)
         if known is None:
-            known = self._bytes_of_token[token_id] = self._spelled(token_id)
+            known = self._bytes_of_token[token_id] = self._bytes_of(token_id)
         return known
 
-    def _spelled(self, token_id: int) -> bytes:
+    def _bytes_of(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return b""
@@ -88,7 +86,7 @@ class Tokenizer:
         return str(token).replace(_SPACE_MARK, " ").encode()
 
     def token_text(self, token_id: int) -> str:
-        """One token as logprobs show it; bytes that are no character become U+FFFD."""
+        """Returns the text of one token for logprobs; incomplete characters become U+FFFD."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def chat(
@@ -100,8 +98,8 @@ class Tokenizer:
         kwargs: Mapping[str, Any] | None = None,
         max_tokens: int | None = None,
     ) -> list[int]:
-        """Token ids of a conversation. Raises InvalidRequest when there is no template or it refuses, and
-        ContextLengthExceeded as `encode` does."""
+        """Returns the token ids of a conversation. Raises InvalidRequest without a template or when it rejects the
+        messages, and ContextLengthExceeded as `encode` does."""
         if self._chat_template is None:
             raise InvalidRequest(
                 "the model has no chat template; use /v1/completions, or start the server with --chat-template",
@@ -113,13 +111,13 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             kwargs=kwargs or {},
         )
-        # The template writes special tokens itself.
+        # Templates write the special tokens.
         return self._ids(text, False, max_tokens, "messages")
 
     def detokenizer(
         self, prompt_ids: Sequence[int], *, stop: tuple[str, ...], include_stop: bool, skip_special_tokens: bool
     ) -> Detokenizer:
-        """Incremental decoding of one request's output."""
+        """Returns the incremental detokenizer of one request's output."""
 
         def decode(ids: Sequence[int]) -> str:
             return self.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -147,7 +145,7 @@ class Tokenizer:
 
 
 def load_tokenizer(folder: Path, spec: ModelSpec, chat_template: Path | None) -> Tokenizer:
-    """Reads tokenizer.json and the files beside it. Raises ModelLoadError naming the file."""
+    """Reads tokenizer.json and the files beside it. Raises ModelLoadError that names the file."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelLoadError(f"{folder} has no tokenizer.json; save the model's fast tokenizer there")
@@ -181,7 +179,7 @@ def _too_long(tokens: int, max_tokens: int, source: str) -> ContextLengthExceede
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty when the file is not there."""
+    """Reads a JSON object; empty without the file. Raises ModelLoadError."""
     if not path.is_file():
         return {}
     try:
@@ -201,7 +199,7 @@ def _ids(value: Any) -> set[int]:
 
 
 def _token_text(value: Any) -> str | None:
-    """A token in tokenizer_config.json is text or an object with `content`."""
+    """Returns the text of a token in tokenizer_config.json, which is a string or an object with `content`."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
@@ -219,7 +217,7 @@ def _is_byte_level(tokenizer: _Tokenizer) -> bool:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The printable character that byte-level BPE writes for each byte, reversed."""
+    """Returns the byte of each printable character with which byte-level BPE writes bytes."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     alphabet = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in printable]

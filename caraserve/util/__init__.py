@@ -1,1 +1,1 @@
-"""Helpers that know nothing of serving."""
+"""Helpers without knowledge of the rest of the server."""

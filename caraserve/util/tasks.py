@@ -1,4 +1,4 @@
-"""Work beside other work: tasks that are heard of when they fail, and long loops that hold nobody up."""
+"""Helpers for asyncio: tasks whose failures are logged, and long loops that yield to the event loop."""
 
 import asyncio
 import logging
@@ -12,14 +12,14 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _TURN_S = 0.001
-# A turn alone would leave the interpreter lock with the event loop's thread: the thread that computes takes it some
-# hundred times for a token, and waited for it each time, so that other clients' streams stood still for 0.5 s.
+# Yielding alone would keep the interpreter lock on the event loop's thread: the compute thread needs it some hundred
+# times for a token and waited each time, which stopped other clients' streams for 0.5 s.
 _REST_S = 0.001
 
 
 async def in_turns(items: Iterable[T], now: Callable[[], float] = time.perf_counter) -> AsyncIterator[T]:
-    """The items in order, with a rest after each millisecond of work on them, for the rest of the event loop and for
-    other threads."""
+    """Yields the items in order and sleeps 1 ms after each millisecond of work on them, so that the event loop and
+    other threads can run."""
     began_s = now()
     for item in items:
         yield item
@@ -29,9 +29,9 @@ async def in_turns(items: Iterable[T], now: Callable[[], float] = time.perf_coun
 
 
 class TurnBudget:
-    """Limits what many tasks do in one turn of the event loop: past `limit` units, tasks wait in order of arrival.
+    """Limits the work of many tasks in one turn of the event loop: above `limit` units, tasks wait in order of arrival.
 
-    Turns that follow one with waiting tasks begin after a rest, for other threads.
+    While tasks wait, turns are 1 ms apart, so that other threads can run.
     """
 
     def __init__(self, limit: int) -> None:
@@ -70,13 +70,13 @@ class TurnBudget:
 
 
 def log_defect(task: "asyncio.Task[Any]") -> None:
-    """For `Task.add_done_callback`: whatever a task raises is a defect of ours, and would be silent."""
+    """Logs the exception of a task, which would be silent otherwise. For `Task.add_done_callback`."""
     if not task.cancelled() and (error := task.exception()) is not None:
         log.critical("the task %s has stopped", task.get_name(), exc_info=error)
 
 
 class Tasks:
-    """What one owner has under way. Each is known until it ends; whatever it raises is logged."""
+    """The running tasks of one owner. Exceptions are logged."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[None]] = set()
@@ -88,7 +88,7 @@ class Tasks:
         return len(self._running)
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
-        """Begins some work; `name` is for the log."""
+        """Starts a task; `name` is for the log."""
         task = asyncio.create_task(work, name=name)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -96,7 +96,7 @@ class Tasks:
         return task
 
     async def end(self) -> None:
-        """Cancels all, and returns when they have ended."""
+        """Cancels all tasks and waits for their end."""
         for task in self:
             task.cancel()
         await asyncio.gather(*self, return_exceptions=True)

@@ -1,18 +1,18 @@
-"""Small arithmetic and how quantities are shown to people. imports nothing of ours."""
+"""Integer arithmetic, and sizes in bytes as people write them."""
 
 
 def ceil_div(value: int, divisor: int) -> int:
-    """The number of `divisor`-sized pieces that hold `value` items."""
+    """Returns `value / divisor`, rounded up."""
     return -(-value // divisor)
 
 
 def align_up(value: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is at least `value`."""
+    """Returns the least multiple of `multiple` that is at least `value`."""
     return ceil_div(value, multiple) * multiple
 
 
 def human_bytes(num_bytes: float) -> str:
-    """`1536` → `1.5 KiB`."""
+    """Formats bytes: 1536 → `1.5 KiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(num_bytes) < 1024 or unit == "GiB":
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -21,7 +21,7 @@ def human_bytes(num_bytes: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """`2GiB`, `500MB`, `64m`, `1024` → bytes. Raises ValueError that says what would be right."""
+    """Parses `2GiB`, `500MB`, `64m` or `1024`; returns bytes. Raises ValueError with valid examples."""
     units = {"": 1, "b": 1, "k": 2**10, "kib": 2**10, "kb": 10**3, "m": 2**20, "mib": 2**20, "mb": 10**6}
     units |= {"g": 2**30, "gib": 2**30, "gb": 10**9}
     digits = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")

@@ -101,14 +101,14 @@ START_LINES = {
 
 
 @pytest.mark.parametrize("words", START_LINES.values(), ids=START_LINES)
-def test_start_lines_of_other_servers_guides_are_taken(words: list[str]) -> None:
+def test_command_lines_of_other_servers_guides_are_accepted(words: list[str]) -> None:
     args = parsed(*words)
     assert args.model == Path(MODEL)
     for config in (ModelConfig, LoraConfig, EngineConfig, HttpConfig, ClusterConfig):
         config.from_args(args)
 
 
-def test_what_has_no_effect_is_noted_with_the_reason_and_what_has_is_not() -> None:
+def test_only_options_without_effect_are_noted_with_the_reason() -> None:
     args = parsed("--enable-lora", "--max-lora-rank", "64", "--max-cpu-loras=8", "--no-enable-chunked-prefill")
     assert args.max_lora_rank == 64
     assert [note.partition(" has no effect: ")[0] for note in args.notes] == [
@@ -132,13 +132,13 @@ def test_what_has_no_effect_is_noted_with_the_reason_and_what_has_is_not() -> No
     ],
     ids=lambda part: " ".join(part) if isinstance(part, list) else None,
 )
-def test_what_cannot_be_served_is_refused_with_what_to_do_instead(words: list[str], instead: str) -> None:
+def test_unsupported_options_are_refused_with_advice(words: list[str], instead: str) -> None:
     message = refusal(*words)
     assert message.startswith(" ".join(words).replace("=", " "))
     assert instead in message
 
 
-def test_every_entry_of_the_table_means_something_that_is_not_ours() -> None:
+def test_no_entry_of_the_table_is_an_option_of_ours() -> None:
     ours = set(parser()._option_string_actions)
     names = [name for flag in FLAGS for name in flag.names]
     assert len(names) == len(set(names))
@@ -179,16 +179,16 @@ def test_an_unknown_option_names_the_nearest(word: str, near: str) -> None:
     ],
     ids=lambda part: " ".join(part) if isinstance(part, list) else None,
 )
-def test_values_may_be_written_as_elsewhere(words: list[str], field: str, value: object) -> None:
+def test_values_may_have_the_forms_of_other_servers(words: list[str], field: str, value: object) -> None:
     assert getattr(parsed(*words), field) == value
 
 
 @pytest.mark.parametrize("text", ["0", "4q", "k", "-2", ""])
-def test_a_length_that_is_none_is_refused(text: str) -> None:
+def test_an_invalid_length_is_refused(text: str) -> None:
     assert "4k" in refusal(f"--max-model-len={text}")
 
 
-def test_adapters_come_as_pairs_as_objects_and_as_a_list_of_objects() -> None:
+def test_adapters_may_be_pairs_objects_or_lists_of_objects() -> None:
     one, two = {"name": "b", "path": CHEF, "base_model_name": "llama"}, {"name": "c", "path": POET}
     args = parsed("--lora-modules", f"a={POET}", json.dumps(one), "--lora-modules", json.dumps([two]))
     assert args.lora_modules == [
@@ -220,7 +220,7 @@ def test_no_adapter_may_have_one_of_the_base_models_names() -> None:
 # --- the model ---
 
 
-def test_the_model_comes_first_or_by_its_option() -> None:
+def test_the_model_is_the_first_word_or_an_option() -> None:
     assert parsed(MODEL, "--port", "1").model == parsed("--port", "1", "--model", MODEL).model == Path(MODEL)
     assert parsed(MODEL, "--model", MODEL).model == Path(MODEL)
     assert parsed().model is None
@@ -228,7 +228,7 @@ def test_the_model_comes_first_or_by_its_option() -> None:
 
 
 @pytest.mark.parametrize("words", [["--port", "1", MODEL], ["--enable-lora", MODEL], ["a", MODEL], ["-tp", "1", MODEL]])
-def test_a_word_that_belongs_to_no_option_is_refused_with_where_the_model_goes(words: list[str]) -> None:
+def test_a_stray_word_is_refused_with_the_place_of_the_model(words: list[str]) -> None:
     message = refusal(*words)
     assert repr(MODEL) in message
     assert "--model MODEL" in message
@@ -247,7 +247,7 @@ def test_a_folder_at_the_end_of_a_list_is_refused_where_no_model_is_given(option
     assert "--model MODEL" in message
 
 
-def test_the_note_on_a_token_of_the_hub_does_not_show_it() -> None:
+def test_the_note_on_a_hub_token_does_not_show_it() -> None:
     (note,) = parsed(MODEL, "--hf-token", "hf_secret").notes
     assert note == "--hf-token has no effect: nothing is downloaded"
 
@@ -255,7 +255,7 @@ def test_the_note_on_a_token_of_the_hub_does_not_show_it() -> None:
 # --- environment and file ---
 
 
-def test_an_argument_beats_the_environment_which_beats_the_file(
+def test_an_argument_overrides_the_environment_which_overrides_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "serve.yaml"
@@ -292,7 +292,7 @@ def test_a_file_may_have_all_kinds_of_options(tmp_path: Path, monkeypatch: pytes
         ("a: [", "is not valid YAML"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_told_with_the_files_name(text: str, words: str, tmp_path: Path) -> None:
+def test_a_mistake_in_a_file_names_the_file(text: str, words: str, tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text(text)
     message = refusal("--config", str(file))
@@ -300,7 +300,7 @@ def test_what_is_wrong_in_a_file_is_told_with_the_files_name(text: str, words: s
     assert str(file) in message
 
 
-def test_a_file_that_is_not_there_is_refused() -> None:
+def test_a_missing_config_file_is_refused() -> None:
     assert "cannot be read" in refusal("--config", "/nowhere/serve.yaml")
 
 
@@ -353,7 +353,7 @@ def test_help_is_printed(words: list[str], capsys: pytest.CaptureFixture[str]) -
     assert printed.err == ""
 
 
-def test_help_gives_each_default_once_and_none_where_there_is_none() -> None:
+def test_help_states_each_default_once() -> None:
     text = " ".join(parser().format_help().split())
     assert "(default: the demo) --" in text
     assert "(default: 127.0.0.1)" in text
@@ -372,6 +372,6 @@ def test_a_wrong_option_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == "caraserve: unknown option --max-lora; did you mean --max-loras?\n"
 
 
-def test_a_model_of_the_hub_is_answered_with_the_command_that_fetches_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hub_model_is_refused_with_the_download_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["serve", "meta-llama/Llama-3.1-8B", "--port", "0"]) == 1
     assert "hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B" in capsys.readouterr().err

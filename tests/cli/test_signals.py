@@ -10,7 +10,7 @@ from caraserve.serve import _watch_signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_the_first_signal_asks_to_drain(number: signal.Signals) -> None:
+def test_the_first_signal_starts_draining(number: signal.Signals) -> None:
     async def test() -> None:
         stop = _watch_signals()
         os.kill(os.getpid(), number)
@@ -19,7 +19,7 @@ def test_the_first_signal_asks_to_drain(number: signal.Signals) -> None:
     asyncio.run(test())
 
 
-def test_a_hangup_that_is_ignored_stays_so() -> None:
+def test_an_ignored_hangup_stays_ignored() -> None:
     async def test() -> None:
         _watch_signals()
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

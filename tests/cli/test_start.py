@@ -86,7 +86,9 @@ LINES = {
 
 
 @pytest.mark.parametrize(("words", "environment"), LINES.values(), ids=LINES)
-def test_start_lines_of_other_servers_guides_serve_without_torch(words: list[str], environment: dict[str, str]) -> None:
+def test_command_lines_of_other_servers_guides_work_without_torch(
+    words: list[str], environment: dict[str, str]
+) -> None:
     process = started(["serve", *words, "--port", "0", "--lora-cpus", "0"], **environment)
     try:
         lines = read_until(process, "try:")
@@ -148,7 +150,7 @@ def test_ctrl_c_while_the_command_is_imported_ends_it_without_a_traceback() -> N
     [(["serve", "--port", "0"], "compiling CPU kernels"), (["profile"], "weights loaded")],
     ids=["compiling", "measuring"],
 )
-def test_ctrl_c_ends_a_start_at_once_with_one_line(words: list[str], mark: str, tmp_path: Path) -> None:
+def test_ctrl_c_during_a_start_ends_it_at_once_with_one_line(words: list[str], mark: str, tmp_path: Path) -> None:
     """While kernels are compiled for the first time; and while the machine is measured, which has workers."""
     process = started(words, **({"XDG_CACHE_HOME": str(tmp_path)} if "kernels" in mark else {}))
     try:

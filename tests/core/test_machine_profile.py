@@ -60,7 +60,7 @@ def profile(**changes: Any) -> Profile:
 # --- fits ---
 
 
-def test_the_prefill_fit_finds_what_made_the_points() -> None:
+def test_the_prefill_fit_finds_the_coefficients_of_the_points() -> None:
     points = [
         PrefillPoint(tokens, rank, 3.0 + tokens * (0.25 + rank * 0.002))
         for tokens in (8, 32, 256)
@@ -76,14 +76,14 @@ def decode_points(law: Any) -> list[DecodePoint]:
     return [DecodePoint(len(mix), sum(mix), max(mix), law(mix)) for mix in MIXES]
 
 
-def test_the_decode_fit_finds_what_made_the_points() -> None:
+def test_the_decode_fit_finds_the_coefficients_of_the_points() -> None:
     fit = Decode.fitted(decode_points(lambda mix: 0.01 * sum(mix) + 0.3 * len(mix) + 7.0))
     assert (fit.alpha_ms, fit.gamma_ms, fit.beta_ms) == pytest.approx((0.01, 0.3, 7.0))
     assert fit.r2 == pytest.approx(1.0)
     assert fit.unpadded.r2 < 0.99
 
 
-def test_kernels_that_pad_to_the_largest_rank_are_told_from_those_that_do_not() -> None:
+def test_the_fits_distinguish_padded_from_unpadded_kernels() -> None:
     padding = Decode.fitted(decode_points(lambda mix: 0.02 * len(mix) * max(mix) + 5.0))
     assert (padding.padded.alpha_ms, padding.padded.beta_ms) == pytest.approx((0.02, 5.0))
     assert padding.padded.r2 == pytest.approx(1.0)
@@ -135,7 +135,7 @@ def test_equal_times_are_explained_by_the_base_alone() -> None:
 # --- predictions ---
 
 
-def test_iterations_and_copies_by_hand() -> None:
+def test_predictions_match_a_calculation_by_hand() -> None:
     made = profile()
     assert made.prefill_ms(64, 8) == 4.0 + 64 * 0.25 + 64 * 8 * 0.5**9
     assert made.decode_ms([8, 64, 0]) == 0.125 * 72 + 3 * 0.5 + 6.0
@@ -153,13 +153,13 @@ def test_cpu_lora_between_and_beyond_the_measured_ranks(rank: int, us_per_token:
     assert profile().cpu_lora_ms(500, rank, "all") == pytest.approx(500 * 5 * us_per_token / 1000)
 
 
-def test_a_worker_takes_what_it_computes_in_half_a_millisecond() -> None:
+def test_a_slice_has_the_tokens_of_half_a_millisecond() -> None:
     made = profile()
     assert [made.tokens_per_worker(rank) for rank in (8, 64, 128)] == [500, 50, 25]
     assert made.tokens_per_worker(16, "all") == 50
 
 
-def test_a_worker_never_takes_less_than_sixteen_tokens() -> None:
+def test_a_slice_has_at_least_sixteen_tokens() -> None:
     assert profile().tokens_per_worker(256) == 16
     assert profile().tokens_per_worker(512) == 16
 
@@ -168,14 +168,14 @@ def test_a_worker_never_takes_less_than_sixteen_tokens() -> None:
 
 
 @pytest.mark.parametrize("made", [profile(), profile(handoff_ms=None, quick=True)])
-def test_a_file_comes_back_digit_for_digit(tmp_path: Path, made: Profile) -> None:
+def test_a_saved_profile_is_read_back_exactly(tmp_path: Path, made: Profile) -> None:
     path = tmp_path / "new" / "folder" / "p.json"
     made.save(path)
     assert load(path) == made
     assert [entry.name for entry in path.parent.iterdir()] == ["p.json"]
 
 
-def test_a_file_can_be_read_by_people(tmp_path: Path) -> None:
+def test_a_saved_profile_is_readable(tmp_path: Path) -> None:
     profile().save(tmp_path / "p.json")
     lines = (tmp_path / "p.json").read_text(encoding="utf-8").splitlines()
     assert ' "link_bytes_per_s": 2000000000.0,' in lines
@@ -183,7 +183,7 @@ def test_a_file_can_be_read_by_people(tmp_path: Path) -> None:
     assert names == sorted(field.name for field in dataclasses.fields(Profile))
 
 
-def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, path = profile(), tmp_path / "p.json"
     old.save(path)
 
@@ -197,7 +197,7 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyte
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_failed_save_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="file/p"):
         profile().save(tmp_path / "file" / "p.json")
@@ -248,7 +248,7 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path, text: str) -> Non
     assert len(caught.value.message) < 600
 
 
-def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "p.json").write_bytes(b"\xff\x00")
     with pytest.raises(ConfigError, match="not valid JSON"):
         load(tmp_path / "p.json")
@@ -259,7 +259,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         load(tmp_path / "p.json")
 
 
-def test_another_schema_is_named_whatever_else_differs(tmp_path: Path) -> None:
+def test_another_schema_is_named_even_if_other_fields_differ(tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text(json.dumps({"schema": SCHEMA + 1, "unheard": "of"}), encoding="utf-8")
     with pytest.raises(ConfigError, match=f"schema {SCHEMA + 1}, this version reads {SCHEMA}; run `caraserve profile`"):
         load(tmp_path / "p.json")
@@ -268,7 +268,7 @@ def test_another_schema_is_named_whatever_else_differs(tmp_path: Path) -> None:
 # --- names ---
 
 
-def test_the_default_path_tells_machines_and_models_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_paths_differ_by_machine_and_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     pairs = [("cpu a", "model"), ("cpu a", "other"), ("cpu b", "model"), ("cpu/a", "model"), ("x" * 500, "y" * 500)]
     paths = [default_path(*pair) for pair in pairs]

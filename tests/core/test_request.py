@@ -12,7 +12,7 @@ def made() -> Request:
 
 
 @pytest.mark.parametrize(("start", "end"), list(itertools.product(Phase, Phase)))
-def test_only_the_tables_changes_exist(start: Phase, end: Phase) -> None:
+def test_only_the_listed_transitions_are_allowed(start: Phase, end: Phase) -> None:
     request = made()
     request.phase = start
     if end in TRANSITIONS[start]:

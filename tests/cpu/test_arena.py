@@ -12,7 +12,7 @@ ROOM = 32 * ALIGN_BYTES
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 8 * ALIGN_BYTES)), max_size=60))
-def test_any_order_of_taking_and_giving_back_keeps_every_byte_with_one_owner(steps: list[tuple[bool, int]]) -> None:
+def test_in_any_order_of_allocations_each_byte_has_one_owner(steps: list[tuple[bool, int]]) -> None:
     arena = Arena(aligned_bytes(ROOM))
     held: list[tuple[np.ndarray, int]] = []  # type: ignore[type-arg]
     for mark, (takes, amount) in enumerate(steps):
@@ -35,13 +35,13 @@ def test_any_order_of_taking_and_giving_back_keeps_every_byte_with_one_owner(ste
     assert arena.allocate(ROOM) is not None, "what was given back is not one piece"
 
 
-def test_a_full_arena_says_so() -> None:
+def test_a_full_arena_returns_none() -> None:
     arena = Arena(aligned_bytes(ROOM))
     assert arena.allocate(ROOM) is not None
     assert arena.allocate(1) is None
 
 
-def test_scattered_room_is_not_room() -> None:
+def test_separate_free_extents_are_not_combined() -> None:
     arena = Arena(aligned_bytes(3 * ALIGN_BYTES))
     extents = [arena.allocate(ALIGN_BYTES) for _ in range(3)]
     for extent in (extents[0], extents[2]):
@@ -50,7 +50,7 @@ def test_scattered_room_is_not_room() -> None:
     assert arena.allocate(2 * ALIGN_BYTES) is None
 
 
-def test_the_smallest_piece_that_fits_is_taken() -> None:
+def test_the_smallest_free_extent_that_fits_is_used() -> None:
     arena = Arena(aligned_bytes(8 * ALIGN_BYTES))
     small, _, _ = arena.allocate(ALIGN_BYTES), arena.allocate(ALIGN_BYTES), arena.allocate(2 * ALIGN_BYTES)
     assert small is not None
@@ -60,7 +60,7 @@ def test_the_smallest_piece_that_fits_is_taken() -> None:
     assert again.ctypes.data == small.ctypes.data
 
 
-def test_two_maps_of_one_region_see_each_others_bytes() -> None:
+def test_two_mappings_of_a_region_share_its_bytes() -> None:
     region = SharedRegion(3 * PAGE_BYTES)
     other = SharedRegion(region.num_bytes, fd=region.fd)
     region.carve(10)

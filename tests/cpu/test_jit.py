@@ -26,7 +26,7 @@ def compiled_by(module: Any) -> Iterator[CPUDispatcher]:
         left += [cell.cell_contents for cell in function.__closure__ or () if hasattr(cell.cell_contents, "py_func")]
 
 
-def test_no_two_functions_have_one_name() -> None:
+def test_compiled_functions_have_distinct_names() -> None:
     found: dict[tuple[str, str], set[int]] = {}
     for info in pkgutil.walk_packages(caraserve.cpu.__path__, "caraserve.cpu."):
         for function in compiled_by(importlib.import_module(info.name)):
@@ -36,7 +36,7 @@ def test_no_two_functions_have_one_name() -> None:
     assert {name for name, functions in found.items() if len(functions) > 1} == set()
 
 
-def test_code_is_kept_in_a_folder_of_these_sources_also_where_numba_was_there_before(tmp_path: Path) -> None:
+def test_the_cache_folder_is_used_even_if_numba_was_imported_before(tmp_path: Path) -> None:
     """What it finds beside the sources may have been compiled from others."""
     program = (
         "import numba\n"

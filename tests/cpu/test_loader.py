@@ -54,21 +54,21 @@ def zeros(num_bytes: int) -> NDArray[np.uint8]:
 
 
 @pytest.mark.parametrize("bytes_per_s", [None, BYTES_PER_S])
-def test_the_bytes_arrive(bytes_per_s: float | None) -> None:
+def test_a_copy_copies_the_bytes(bytes_per_s: float | None) -> None:
     source, target = np.arange(200, dtype=np.uint8), zeros(200)
     with emulated(bytes_per_s) as (link, _):
         link.copy(target, source)
     assert target.tobytes() == source.tobytes()
 
 
-def test_without_a_bandwidth_nothing_is_waited_for() -> None:
+def test_without_a_bandwidth_a_copy_does_not_wait() -> None:
     with emulated(None) as (link, clock):
         copy(link, 1 << 20)
         assert clock.now_s == 0
 
 
 @given(copies=st.lists(st.tuples(st.integers(0, 4096), st.integers(0, 4096)), max_size=10))
-def test_a_copy_takes_its_bytes_at_the_bandwidth_however_long_the_link_was_idle(copies: list[tuple[int, int]]) -> None:
+def test_a_copy_takes_the_time_of_its_bytes_even_after_idle_time(copies: list[tuple[int, int]]) -> None:
     with emulated(BYTES_PER_S) as (link, clock):
         for idle, num_bytes in copies:
             clock.now_s += idle / 1024
@@ -78,14 +78,14 @@ def test_a_copy_takes_its_bytes_at_the_bandwidth_however_long_the_link_was_idle(
 
 
 @given(first=st.integers(0, 4096), second=st.integers(0, 4096))
-def test_who_asks_while_the_link_is_busy_comes_after(first: int, second: int) -> None:
+def test_a_copy_waits_for_the_one_before_it(first: int, second: int) -> None:
     with emulated(BYTES_PER_S) as (link, clock):
         clock.meanwhile = lambda: copy(link, second)
         copy(link, first)
         assert clock.now_s == (first + second) / BYTES_PER_S
 
 
-def test_a_new_bandwidth_holds_from_the_next_copy_on() -> None:
+def test_a_new_bandwidth_applies_to_the_next_copy() -> None:
     with emulated(BYTES_PER_S) as (link, clock):
         copy(link, 1024)
         link.bytes_per_s = 2 * BYTES_PER_S
@@ -93,7 +93,7 @@ def test_a_new_bandwidth_holds_from_the_next_copy_on() -> None:
         assert clock.now_s == 1.5
 
 
-def test_close_ends_the_waiting() -> None:
+def test_close_ends_a_wait() -> None:
     link = EmulatedLink(bytes_per_s=1.0)
     copying = threading.Thread(target=copy, args=(link, 1 << 20), daemon=True)
     copying.start()

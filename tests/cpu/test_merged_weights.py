@@ -124,7 +124,7 @@ def check(here: Subject, deltas: Modules) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lora_dtype", DTYPES)
 @pytest.mark.parametrize("rank", [1, 13, 64])
-def test_merged_weights_are_the_sum(dtype: Dtype, lora_dtype: Dtype, rank: int) -> None:
+def test_merged_weights_are_base_plus_adapter(dtype: Dtype, lora_dtype: Dtype, rank: int) -> None:
     here = subject(dtype)
     image, deltas = adapter(rank, lora_dtype)
     here.adapters.bind(SLOT, image)
@@ -133,7 +133,7 @@ def test_merged_weights_are_the_sum(dtype: Dtype, lora_dtype: Dtype, rank: int) 
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_modules_that_an_adapter_does_not_have_are_those_of_the_base(threads: int) -> None:
+def test_modules_without_an_adapter_are_those_of_the_base(threads: int) -> None:
     here = subject(threads=threads)
     image, deltas = adapter(8, Dtype.F32, ("k_proj", "o_proj", "down_proj"), layers=1)
     here.adapters.bind(SLOT, image)
@@ -141,7 +141,7 @@ def test_modules_that_an_adapter_does_not_have_are_those_of_the_base(threads: in
     here.team.close()
 
 
-def test_an_adapter_with_fewer_modules_leaves_nothing_of_the_one_before() -> None:
+def test_an_adapter_with_fewer_modules_keeps_none_of_the_previous_adapter() -> None:
     here = subject()
     here.adapters.bind(1, adapter(64, Dtype.F32)[0])
     here.model(1)
@@ -151,7 +151,7 @@ def test_an_adapter_with_fewer_modules_leaves_nothing_of_the_one_before() -> Non
     here.team.close()
 
 
-def test_what_is_there_is_not_merged_again() -> None:
+def test_the_merged_adapter_is_not_merged_again() -> None:
     here = subject()
     here.adapters.bind(SLOT, adapter(8, Dtype.F32)[0])
     here.model()
@@ -161,7 +161,7 @@ def test_what_is_there_is_not_merged_again() -> None:
 
 
 @pytest.mark.parametrize("unbound", [False, True])
-def test_a_slot_that_is_bound_anew_is_merged_anew(unbound: bool) -> None:
+def test_a_slot_that_is_bound_again_is_merged_again(unbound: bool) -> None:
     here = subject()
     here.adapters.bind(SLOT, adapter(64, Dtype.F32)[0])
     here.model()
@@ -204,9 +204,7 @@ def test_sums_are_rounded_to_the_nearest_weight_and_ties_to_the_even_one(dtype: 
 
 
 @pytest.mark.parametrize("converts", [False, True])
-def test_fp16_weights_are_rounded_alike_with_and_without_the_cpus_help(
-    monkeypatch: pytest.MonkeyPatch, converts: bool
-) -> None:
+def test_fp16_weights_are_rounded_alike_with_and_without_f16c(monkeypatch: pytest.MonkeyPatch, converts: bool) -> None:
     """All fp16 numbers, what lies halfway between two, and the fp32 numbers on either side of those."""
     if not converts:
         monkeypatch.setattr(simd, "_CONVERTS_HALF", False)

@@ -48,7 +48,7 @@ def softmax(logits: Any) -> Any:
     return weights / weights.sum()
 
 
-def test_temperature_0_takes_the_best() -> None:
+def test_temperature_0_chooses_the_best_token() -> None:
     assert draw(temperature=0.0) == LOGITS.argmax()
 
 
@@ -69,7 +69,7 @@ def test_top_p_keeps_the_fewest_that_reach_p() -> None:
     assert set(np.flatnonzero(frequencies(top_p=0.8))) >= set(order[: needed - 2])
 
 
-def test_min_p_keeps_what_is_near_the_best() -> None:
+def test_min_p_keeps_tokens_near_the_best() -> None:
     probabilities = softmax(LOGITS)
     allowed = set(np.flatnonzero(probabilities >= 0.3 * probabilities.max()))
     assert set(np.flatnonzero(frequencies(min_p=0.3))) == allowed
@@ -81,7 +81,7 @@ def test_a_draw_depends_on_seed_and_position_alone() -> None:
     assert len({draw(seed=seed) for seed in range(40)}) > 5
 
 
-def test_a_bias_can_force_and_forbid() -> None:
+def test_a_bias_can_force_or_ban_a_token() -> None:
     assert draw(temperature=0.0, logit_bias=((7, 100.0),)) == 7
     best = int(LOGITS.argmax())
     assert draw(temperature=0.0, logit_bias=((best, -100.0),)) == np.argsort(-LOGITS)[1]
@@ -93,7 +93,7 @@ def test_end_tokens_are_banned_until_min_tokens() -> None:
     assert draw(temperature=0.0, min_tokens=1, end_ids=(best,), position=2, history=(4, 5, 6)) == best
 
 
-def test_penalties_are_openais_and_the_repetition_penalty_is_hugging_faces() -> None:
+def test_penalties_match_openai_and_hugging_face() -> None:
     """Presence once, frequency each time, over the output; repetition over the prompt too."""
     history, prompt = (3, 8, 8, 8, 9), 1
     expected = LOGITS.astype(np.float64).copy()
@@ -120,7 +120,7 @@ def test_best_tokens_are_in_order_and_log_sum_exp_is_exact() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 7, 16, 50, 1000])
-def test_one_value_that_is_not_finite_is_found_wherever_it_is(size: int) -> None:
+def test_a_non_finite_value_is_found_at_any_place(size: int) -> None:
     largest = np.float32(np.finfo(np.float32).max)
     logits = np.resize(np.array([largest, -largest, 0.0, 1e-45], np.float32), size)
     assert all_finite(logits)

@@ -14,7 +14,7 @@ from tests.lora.tiers import World
 
 
 @pytest.mark.parametrize(("start", "end"), list(itertools.product(AdapterTier, AdapterTier)))
-def test_only_the_tables_changes_exist(start: AdapterTier, end: AdapterTier) -> None:
+def test_only_the_listed_transitions_are_allowed(start: AdapterTier, end: AdapterTier) -> None:
     version = Adapter("digest", Path(), 40)
     version.tier = start
     if end in TIER_CHANGES[start]:

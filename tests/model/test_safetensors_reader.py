@@ -130,7 +130,7 @@ def test_any_truncation_is_refused(tmp_path: Path) -> None:
             TensorFile(tmp_path / "cut")
 
 
-def test_memory_does_not_grow_with_what_a_file_claims(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_a_claimed_size(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     with path.open("wb") as file:
         file.write(struct.pack("<Q", 2**39))
@@ -145,7 +145,7 @@ def test_memory_does_not_grow_with_what_a_file_claims(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["F64", "I8", "F8_E4M3", "BOOL"])
-def test_a_dtype_that_is_not_served_is_named(tmp_path: Path, dtype: str) -> None:
+def test_an_unsupported_dtype_is_named(tmp_path: Path, dtype: str) -> None:
     size = 8 if dtype == "F64" else 1
     header = {"w": {"dtype": dtype, "shape": [1], "data_offsets": [0, size]}}
     with TensorFile(write_file(tmp_path / "model.safetensors", header, bytes(size))) as file:
@@ -223,7 +223,7 @@ def test_a_header_too_long_to_parse_is_refused_unread(tmp_path: Path) -> None:
     ],
     ids=["100,000 dimensions", "9 dimensions", "a name of 600", "a name of 100,000", "metadata of 100,000"],
 )
-def test_what_would_not_fit_into_a_message_is_refused_in_a_short_one(tmp_path: Path, header: Any) -> None:
+def test_a_long_name_or_shape_is_refused_with_a_short_message(tmp_path: Path, header: Any) -> None:
     path = write_file(tmp_path / "model.safetensors", header, bytes(4))
     with pytest.raises(TensorFileError, match=r"dimensions|characters") as caught:
         TensorFile(path)
@@ -240,12 +240,12 @@ def test_an_adapter_of_every_module_of_126_layers_is_read(tmp_path: Path) -> Non
         assert file.names == names
 
 
-def test_no_tensors_are_a_file_too(tmp_path: Path) -> None:
+def test_a_file_may_have_no_tensors(tmp_path: Path) -> None:
     with TensorFile(write_file(tmp_path / "model.safetensors", b"{ } ")) as file:
         assert file.names == []
 
 
-def test_a_file_written_while_open_is_noticed(tmp_path: Path) -> None:
+def test_a_file_written_while_open_is_detected(tmp_path: Path) -> None:
     path = write_file(tmp_path / "model.safetensors", {"w": PAIR}, bytes(8))
     with TensorFile(path) as file:
         file.check_unchanged()
@@ -279,7 +279,7 @@ def test_closing_twice_does_nothing(tmp_path: Path) -> None:
         assert os.fstat(other.fileno()).st_ino != 0
 
 
-def test_an_error_of_the_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -296,7 +296,7 @@ class TestWeightFiles:
         path = write_file(tmp_path / "model.safetensors", {"w": PAIR}, bytes(8))
         assert weight_files(tmp_path) == {"w": path}
 
-    def test_an_index_says_which_shard_holds_a_tensor(self, tmp_path: Path) -> None:
+    def test_tensors_are_found_through_the_index(self, tmp_path: Path) -> None:
         write_index(tmp_path, {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})
         assert weight_files(tmp_path) == {
             "a": tmp_path / "model-1.safetensors",
@@ -315,7 +315,7 @@ class TestWeightFiles:
         with pytest.raises(TensorFileError, match="no valid weight_map"):
             weight_files(tmp_path)
 
-    def test_an_index_of_any_size_is_not_read_to_memory(self, tmp_path: Path) -> None:
+    def test_a_huge_index_is_not_read(self, tmp_path: Path) -> None:
         with (tmp_path / "model.safetensors.index.json").open("wb") as file:
             file.truncate(2**40)
         with pytest.raises(TensorFileError, match="is larger than"):

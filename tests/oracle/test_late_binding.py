@@ -177,12 +177,12 @@ def resident(subject: Subject) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("arrived", range(LAYERS + 1))
-def test_layers_that_are_late_are_the_workers_and_no_others(subject: Subject, arrived: int) -> None:
+def test_workers_compute_only_the_layers_that_have_not_arrived(subject: Subject, arrived: int) -> None:
     for outcome in subject.run(before_the_first(arrived), assist=(True, True)):
         assert outcome.cpu_layers == (0, LAYERS - arrived, LAYERS - arrived)
 
 
-def test_a_lost_adapter_is_taken_from_the_host(subject: Subject, resident: list[Outcome]) -> None:
+def test_a_lost_adapter_is_computed_from_the_host_cache(subject: Subject, resident: list[Outcome]) -> None:
     outcomes = subject.run(before_the_first(None), assist=(False, False))
     assert [outcome.answer for outcome in outcomes] == [outcome.answer for outcome in resident]
 
@@ -205,7 +205,7 @@ def schedules(draw: st.DrawFn) -> tuple[list[list[Arrival]], tuple[bool, bool]]:
 
 @settings(max_examples=80, deadline=None)
 @given(schedule=schedules())
-def test_tokens_and_logits_are_those_of_a_resident_adapter(
+def test_tokens_and_logits_equal_those_of_a_loaded_adapter(
     subject: Subject, resident: list[Outcome], schedule: tuple[list[list[Arrival]], tuple[bool, bool]]
 ) -> None:
     outcomes = subject.run(*schedule)

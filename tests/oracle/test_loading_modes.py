@@ -75,7 +75,7 @@ def test_assisted_prefills_run_on_cpu_workers_until_the_weights_arrive(subject: 
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_workers_that_die_or_stop_in_a_layer_cost_no_token(subject: Subject, blow: signal.Signals) -> None:
+def test_no_token_is_lost_when_workers_die_or_stop_in_a_layer(subject: Subject, blow: signal.Signals) -> None:
     """A worker is struck again and again while it computes; its slices are redone, and it is replaced."""
     model, adapters, oracle = subject
     lora = lora_config(adapters, mode="assisted", link_mb_per_s=0.01, lora_cpus=WORKER_CORES)

@@ -108,7 +108,7 @@ def test_an_adapter_that_comes_back_before_another_is_merged_is_not_merged_again
     check(oracle, asked, asyncio.run(serve()), 4)
 
 
-def test_a_skewed_load_runs_merged_and_others_wait_their_turn(subject: Subject) -> None:
+def test_a_skewed_load_runs_merged_while_other_adapters_wait(subject: Subject) -> None:
     """Requests for one adapter keep coming; one for another and one for the base model arrive in between."""
     model, adapters, oracle = subject
     rng = random.Random(3)
@@ -126,7 +126,7 @@ def test_a_skewed_load_runs_merged_and_others_wait_their_turn(subject: Subject) 
     check(oracle, asked, asyncio.run(serve()), 10)
 
 
-def test_a_request_goes_on_unmerged_where_it_was_merged_and_back(subject: Subject) -> None:
+def test_a_request_continues_across_merging_and_unmerging(subject: Subject) -> None:
     """Its KV comes from both. Short requests for others arrive while a long one runs."""
     model, adapters, oracle = subject
     rng = random.Random(4)

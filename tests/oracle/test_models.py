@@ -39,7 +39,7 @@ def test_every_adapter_changes_the_answer(oracle: Oracle) -> None:
 
 
 @pytest.mark.parametrize("adapter", [None, "small", "large.v2"])
-def test_answers_are_diverse_and_decided_by_wide_margins(oracle: Oracle, adapter: str | None) -> None:
+def test_answers_are_diverse_with_wide_margins(oracle: Oracle, adapter: str | None) -> None:
     output = oracle.greedy(PROMPTS[1], adapter, OUTPUT_TOKENS)
     assert len(set(output)) > OUTPUT_TOKENS // 2
     top = oracle.logits([*PROMPTS[1], *output], adapter).topk(2).values
@@ -74,7 +74,7 @@ def test_logprobs_are_checked_to_the_tolerance(oracle: Oracle) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_server_can_read_the_models_shape(family: str, tmp_path: Path) -> None:
+def test_the_server_reads_the_models_config(family: str, tmp_path: Path) -> None:
     spec = load_spec(make_model(tmp_path, family))
     assert family.startswith(spec.family)
     assert spec.tied_embeddings == (family == "qwen2")
@@ -86,7 +86,7 @@ def test_the_server_can_read_the_models_shape(family: str, tmp_path: Path) -> No
     }.get(family, (False, False, False))
 
 
-def test_tokens_out_of_the_windows_reach_do_not_matter_and_those_in_reach_do(tmp_path: Path) -> None:
+def test_only_tokens_inside_the_window_matter(tmp_path: Path) -> None:
     folder = make_model(tmp_path, "mistral")
     oracle = Oracle(folder)
     reach = load_spec(folder).layers * (SLIDING_WINDOW - 1)

@@ -142,7 +142,7 @@ async def begun(
 
 @pytest.mark.parametrize("workers", [False, True], ids=["alone", "helped"])
 @pytest.mark.parametrize("mode", LAYERWISE_MODES)
-def test_layers_are_computed_before_the_next_have_come(subject: Serving, mode: str, workers: bool) -> None:
+def test_layers_are_computed_before_the_next_ones_arrive(subject: Serving, mode: str, workers: bool) -> None:
     async def body() -> None:
         prompt = subject.prompt(40)
         async with subject.served(mode, workers=workers) as (engine, network):
@@ -156,7 +156,7 @@ def test_layers_are_computed_before_the_next_have_come(subject: Serving, mode: s
     asyncio.run(body())
 
 
-def test_workers_compute_layers_that_are_in_the_host_tier_alone(subject: Serving) -> None:
+def test_workers_compute_layers_that_are_only_in_the_host_cache(subject: Serving) -> None:
     """Over a link on which nothing arrives."""
 
     async def body() -> None:
@@ -174,7 +174,7 @@ def test_workers_compute_layers_that_are_in_the_host_tier_alone(subject: Serving
     asyncio.run(body())
 
 
-def test_others_decode_while_layers_are_awaited(subject: Serving) -> None:
+def test_other_requests_decode_while_layers_are_awaited(subject: Serving) -> None:
     async def body() -> None:
         prompt, other = subject.prompt(40), subject.prompt(9)
         async with subject.served() as (engine, network):
@@ -188,7 +188,7 @@ def test_others_decode_while_layers_are_awaited(subject: Serving) -> None:
 
 
 @pytest.mark.parametrize("first", ["poet", "clerk"])
-def test_of_two_the_one_that_has_come_is_served(subject: Serving, first: str) -> None:
+def test_of_two_streamed_prefills_the_one_with_layers_is_computed(subject: Serving, first: str) -> None:
     async def body() -> None:
         prompt = subject.prompt(30)
         async with subject.served() as (engine, network):
@@ -204,7 +204,7 @@ def test_of_two_the_one_that_has_come_is_served(subject: Serving, first: str) ->
     asyncio.run(body())
 
 
-def test_an_adapter_whose_last_layers_have_no_bytes_is_awaited_to_its_end(subject: Serving) -> None:
+def test_an_adapter_whose_last_layers_are_empty_is_awaited_to_its_end(subject: Serving) -> None:
     async def body() -> None:
         prompt = subject.prompt(30)
         async with subject.served() as (engine, network):
@@ -218,7 +218,7 @@ def test_an_adapter_whose_last_layers_have_no_bytes_is_awaited_to_its_end(subjec
     asyncio.run(body())
 
 
-def test_more_prompts_than_may_wait_for_the_network_wait_for_all_of_the_adapter(subject: Serving) -> None:
+def test_prompts_beyond_the_limit_of_streamed_prefills_wait_for_the_whole_adapter(subject: Serving) -> None:
     async def body() -> None:
         prompts = [subject.prompt(tokens) for tokens in range(20, 26)]
         async with subject.served() as (engine, network):
@@ -234,7 +234,7 @@ def test_more_prompts_than_may_wait_for_the_network_wait_for_all_of_the_adapter(
     asyncio.run(body())
 
 
-def test_when_the_rest_never_comes_the_error_is_told_and_the_next_request_is_served(subject: Serving) -> None:
+def test_a_failed_download_is_reported_and_the_next_request_is_served(subject: Serving) -> None:
     async def body() -> None:
         prompt, other = subject.prompt(40), subject.prompt(9)
         async with subject.served() as (engine, network):
@@ -256,7 +256,7 @@ def test_when_the_rest_never_comes_the_error_is_told_and_the_next_request_is_ser
     asyncio.run(body())
 
 
-def test_who_leaves_gives_everything_back_while_the_network_stands_still(subject: Serving) -> None:
+def test_a_cancelled_request_frees_everything_while_the_download_stalls(subject: Serving) -> None:
     async def body() -> None:
         prompt = subject.prompt(40)
         async with subject.served() as (engine, network):
@@ -272,7 +272,7 @@ def test_who_leaves_gives_everything_back_while_the_network_stands_still(subject
     asyncio.run(body())
 
 
-def test_who_waits_for_the_network_gives_way_to_those_who_lack_blocks(subject: Serving) -> None:
+def test_a_streamed_prefill_is_recalled_when_others_need_its_blocks(subject: Serving) -> None:
     async def body() -> None:
         prompt, other = subject.prompt(100), subject.prompt(60)
         async with subject.served(kv_blocks=10) as (engine, network):
@@ -287,7 +287,7 @@ def test_who_waits_for_the_network_gives_way_to_those_who_lack_blocks(subject: S
 
 
 @pytest.mark.parametrize("mode", LAYERWISE_MODES)
-def test_when_the_last_layers_cannot_be_copied_nobody_waits_for_them(subject: Serving, mode: str) -> None:
+def test_no_request_waits_for_layers_that_cannot_be_copied(subject: Serving, mode: str) -> None:
     async def body() -> None:
         prompt = subject.prompt(40)
         async with subject.served(mode) as (engine, network):
@@ -310,7 +310,7 @@ def fails(into: NDArray[np.uint8], what: NDArray[np.uint8]) -> None:
     raise MemoryError("no room")
 
 
-def test_an_adapter_that_is_unloaded_meanwhile_is_served_to_its_end(subject: Serving) -> None:
+def test_a_request_is_served_to_its_end_after_its_adapter_is_unloaded(subject: Serving) -> None:
     async def body() -> None:
         prompt = subject.prompt(40)
         async with subject.served() as (engine, network):
@@ -327,7 +327,7 @@ def test_an_adapter_that_is_unloaded_meanwhile_is_served_to_its_end(subject: Ser
     asyncio.run(body())
 
 
-def test_an_adapter_that_is_here_is_served_though_one_that_is_not_had_its_room(subject: Serving) -> None:
+def test_a_local_adapter_is_served_while_a_downloading_one_holds_memory(subject: Serving) -> None:
     """The device has room for one."""
 
     async def body() -> None:
@@ -350,7 +350,7 @@ def test_an_adapter_that_is_here_is_served_though_one_that_is_not_had_its_room(s
     asyncio.run(body())
 
 
-def test_where_whole_adapters_are_awaited_nothing_begins_before(subject: Serving) -> None:
+def test_modes_that_wait_for_whole_adapters_start_no_layer_early(subject: Serving) -> None:
     async def body() -> None:
         prompt = subject.prompt(40)
         async with subject.served("overlapped") as (engine, network):

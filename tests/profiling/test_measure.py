@@ -137,7 +137,7 @@ def quick(backend: ExactBackend, progress: Callable[[float], None] = lambda shar
 
 
 @pytest.mark.parametrize("limits", [LARGE, SMALL, TINY], ids=["large", "small", "tiny"])
-def test_a_profile_finds_the_times_that_a_backend_takes(limits: Limits) -> None:
+def test_a_profile_predicts_the_times_of_its_backend(limits: Limits) -> None:
     backend = ExactBackend(limits)
     made = quick(backend)
     fit, decode = made.prefill, made.decode
@@ -147,7 +147,7 @@ def test_a_profile_finds_the_times_that_a_backend_takes(limits: Limits) -> None:
     assert backend.faults == []
 
 
-def test_a_profile_says_what_it_is_of() -> None:
+def test_a_profile_names_its_machine_and_model() -> None:
     made = measure(
         ExactBackend(LARGE), spec(), quick=True, progress=lambda share: None, measure_handoff=lambda: 0.02, threads=3
     )
@@ -178,7 +178,7 @@ class _Untimed(ExactBackend):
         return None
 
 
-def test_a_hand_off_that_was_not_measured_is_missing_and_auto_says_what_it_assumes(
+def test_without_a_measured_hand_off_auto_logs_its_assumption(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     backend: Any = _Untimed(LARGE)
@@ -193,7 +193,7 @@ def test_a_hand_off_that_was_not_measured_is_missing_and_auto_says_what_it_assum
     assert len([record for record in caplog.records if "auto assumes 0.05 ms" in record.message]) == 1
 
 
-def test_models_that_take_other_times_have_other_keys() -> None:
+def test_models_with_different_times_have_different_keys() -> None:
     keys = [model_key(spec(), "bfloat16", threads) for threads in (None, 1, 11)]
     keys += [model_key(spec(), "float32"), model_key(odd_spec(), "bfloat16")]
     assert len(set(keys)) == len(keys)
@@ -339,7 +339,7 @@ def test_random_adapters_of_16_bits_hold_small_numbers(dtype: Dtype) -> None:
     assert 0.01 < values[values != 0].astype(np.float32).std() < 0.03
 
 
-def test_the_rate_on_one_core_is_that_of_the_whole_product() -> None:
+def test_the_rate_on_one_core_counts_the_whole_product() -> None:
     model = odd_spec()
     layout = adapter_spec(model, Dtype.F32, 16, 1)
     adapter = random_adapter(model, layout, aligned_bytes(layout.num_bytes))
@@ -354,7 +354,7 @@ def test_the_rate_on_one_core_is_that_of_the_whole_product() -> None:
 # --- the command ---
 
 
-def test_the_command_writes_a_profile_of_the_demo_and_shows_it(tmp_path: Path) -> None:
+def test_the_command_writes_and_prints_a_profile_of_the_demo(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     command = [sys.executable, "-m", "caraserve", "profile", "--quick", "--output", str(path), "--cpu-threads", "1"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
@@ -371,6 +371,6 @@ def test_the_command_writes_a_profile_of_the_demo_and_shows_it(tmp_path: Path) -
     assert made.load_ms(MIB) > 0
 
 
-def test_a_model_that_is_not_there_is_refused_before_anything_is_built(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_model_is_refused_before_anything_is_built(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "/nonexistent", "--quick"]) == 1
     assert "does not exist" in capsys.readouterr().err

@@ -94,7 +94,7 @@ async def test_chance_shortens_a_pause_by_half_at_most() -> None:
     assert len(set(pauses)) > 100
 
 
-async def test_a_task_that_ran_for_a_minute_starts_over_with_short_pauses() -> None:
+async def test_a_task_that_ran_for_a_minute_restarts_with_short_pauses() -> None:
     async with running() as world:
         for ran_s in (1.0, 59.0, 61.0, 0.0):
             world.now_s += ran_s
@@ -117,7 +117,7 @@ async def test_a_task_counts_as_failing_from_its_third_failure_until_it_has_run_
         assert world.tasks.failing() == []
 
 
-async def test_metrics_say_which_task_is_down_and_how_often_it_was() -> None:
+async def test_metrics_show_which_task_is_down_and_its_failures() -> None:
     async with running() as world:
         up, failures = "caraserve:background_task_up", "caraserve:background_task_failures_total"
         assert (world.metric(up + "{"), world.metric(failures + "{")) == (
@@ -151,7 +151,7 @@ async def test_each_failure_is_one_record_and_only_the_first_in_a_row_has_a_trac
     assert all(len(message) < 400 for message in caplog.messages)
 
 
-async def test_a_cancellation_that_was_meant_for_another_ends_no_task() -> None:
+async def test_a_cancellation_of_another_task_is_a_failure() -> None:
     async with running() as world:
         await world.fail(asyncio.CancelledError())
         await world.restart()
@@ -170,7 +170,7 @@ async def test_the_stack_ends_a_task_that_runs_and_one_that_waits(
     assert "planner" not in "".join(world.tasks.families(""))
 
 
-async def test_work_that_returns_is_done() -> None:
+async def test_a_task_that_returns_is_not_restarted() -> None:
     async def work() -> None:
         return
 

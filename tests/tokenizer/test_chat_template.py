@@ -46,7 +46,7 @@ def rendered(source: str, messages: Sequence[dict[str, Any]]) -> str:
     return template.render(messages, add_generation_prompt=False, continue_final_message=False, kwargs={})
 
 
-def test_developer_is_the_system_where_the_template_does_not_know_it() -> None:
+def test_developer_becomes_system_unless_the_template_knows_it() -> None:
     messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hi"}]
     assert rendered(PLAIN, messages) == "<system>Be brief.<user>hi"
     assert rendered(NAMES_DEVELOPER, messages) == "[dev]Be brief.hi"
@@ -85,7 +85,7 @@ def test_tool_calls_and_their_answers_are_rendered() -> None:
         ({"role": "tool", "content": "4 °C"}, "messages[1] has the role tool"),
     ],
 )
-def test_what_the_template_would_leave_out_is_refused(message: dict[str, Any], words: str) -> None:
+def test_messages_that_the_template_would_drop_are_refused(message: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         rendered(PLAIN, [{"role": "user", "content": "hi"}, message])
     assert words in caught.value.message

@@ -54,7 +54,7 @@ def detokenizer(kind: str, prompt: list[int], stop: tuple[str, ...] = (), *, inc
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(text=st.text(alphabet="the cat☕é日本🙂 ,x\n", min_size=1, max_size=40), cut=st.integers(0, 40))
-def test_the_parts_make_the_whole(kind: str, text: str, cut: int) -> None:
+def test_the_emitted_parts_join_to_the_whole_text(kind: str, text: str, cut: int) -> None:
     """For any text and any border between prompt and output: what comes is what decoding all of it adds."""
     ids = TOKENIZERS[kind].encode(text).ids
     prompt, output = ids[: min(cut, len(ids) - 1)], ids[min(cut, len(ids) - 1) :]
@@ -70,7 +70,7 @@ def test_the_parts_make_the_whole(kind: str, text: str, cut: int) -> None:
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_tokens_without_text_change_nothing_after_them(kind: str, data: st.DataObject) -> None:
+def test_tokens_without_text_do_not_change_later_text(kind: str, data: st.DataObject) -> None:
     """A sampled special or unknown token must not cost the next word its space."""
     words = TOKENIZERS[kind].encode("the cat the x").ids
     ids = data.draw(st.lists(st.sampled_from(words) | st.sampled_from(SILENT_IDS[kind]), min_size=1, max_size=14))
@@ -81,7 +81,7 @@ def test_tokens_without_text_change_nothing_after_them(kind: str, data: st.DataO
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_every_newline_of_a_long_run_comes_at_once(kind: str) -> None:
+def test_each_newline_of_a_long_run_is_emitted_at_once(kind: str) -> None:
     """Newlines are byte tokens in some vocabularies: a context that begins inside the 🙂 before them garbles them."""
     tokenizer = TOKENIZERS[kind]
     prompt = tokenizer.encode("x🙂").ids
@@ -107,7 +107,7 @@ def test_work_for_a_token_does_not_grow_with_the_text(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_bytes_that_are_no_character_come_out_in_the_end(kind: str) -> None:
+def test_invalid_bytes_are_emitted_at_the_end(kind: str) -> None:
     """A model may sample half a character for ever; the text must not be held for ever."""
     broken = TOKENIZERS[kind].encode("☕").ids[-1]
     subject = detokenizer(kind, TOKENIZERS[kind].encode("the").ids)
@@ -128,7 +128,7 @@ def _push_text(subject: Detokenizer, text: str) -> tuple[list[str], str | None]:
 
 
 @pytest.mark.parametrize(("include", "shown"), [(False, "the "), (True, "the END")])
-def test_a_stop_string_over_token_borders_is_found_and_cut(include: bool, shown: str) -> None:
+def test_a_stop_string_across_tokens_is_found_and_cut(include: bool, shown: str) -> None:
     subject = detokenizer("byte-level", [], ("END",), include_stop=include)
     parts, hit = _push_text(subject, "the END of it")
     assert ("".join(parts), hit) == (shown, "END")
@@ -136,7 +136,7 @@ def test_a_stop_string_over_token_borders_is_found_and_cut(include: bool, shown:
     assert subject.push(5) == ("", None)
 
 
-def test_the_beginning_of_a_stop_string_is_held_until_it_is_none() -> None:
+def test_a_possible_stop_string_is_held_back_until_it_cannot_match() -> None:
     subject = detokenizer("byte-level", [], ("\n\nQ:",))
     parts, hit = _push_text(subject, "a\n\n")
     assert ("".join(parts), hit) == ("a", None)
@@ -149,7 +149,7 @@ def test_the_earliest_of_several_stop_strings_wins() -> None:
     assert ("".join(parts), hit) == ("c", "at")
 
 
-def test_what_was_held_comes_at_the_end() -> None:
+def test_held_back_text_is_emitted_at_the_end() -> None:
     subject = detokenizer("byte-level", [], ("mat!",))
     parts, _ = _push_text(subject, "the mat")
     assert "".join(parts) + subject.flush() == "the mat"

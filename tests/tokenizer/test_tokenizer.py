@@ -118,7 +118,7 @@ def test_default_sampling_is_the_models_when_it_samples(tmp_path: Path, generati
         ({"tokenizer_config": "3"}, "tokenizer_config.json"),
     ],
 )
-def test_a_broken_file_is_named(tmp_path: Path, files: dict[str, Any], words: str) -> None:
+def test_a_damaged_file_is_named(tmp_path: Path, files: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelLoadError, match=words):
         loaded(with_file(tmp_path, **files))
 
@@ -136,7 +136,7 @@ def test_a_broken_file_is_named(tmp_path: Path, files: dict[str, Any], words: st
         ("{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", "steps together"),
     ],
 )
-def test_a_template_that_misbehaves_is_refused_not_obeyed(tmp_path: Path, template: str, words: str) -> None:
+def test_a_malicious_template_is_stopped(tmp_path: Path, template: str, words: str) -> None:
     path = tmp_path / "template.jinja"
     path.write_text(template)
     tokenizer = load_tokenizer(demo.model_folder(), load_spec(demo.model_folder()), path)
@@ -144,7 +144,7 @@ def test_a_template_that_misbehaves_is_refused_not_obeyed(tmp_path: Path, templa
         tokenizer.chat([{"role": "user", "content": "x"}], add_generation_prompt=True)
 
 
-def test_without_a_template_a_chat_says_what_to_do(tmp_path: Path) -> None:
+def test_a_chat_without_a_template_is_refused_with_advice(tmp_path: Path) -> None:
     settings = json.loads((demo.model_folder() / "tokenizer_config.json").read_text())
     settings.pop("chat_template", None)
     folder = with_file(tmp_path, tokenizer_config=settings)
@@ -199,7 +199,7 @@ def test_a_text_that_is_far_too_long_is_not_encoded_to_its_end(folder: Path) -> 
     assert min(seconds(100) for _ in range(3)) < seconds(150_000) / 5
 
 
-def test_a_text_may_have_exactly_as_many_tokens_as_are_allowed(folder: Path) -> None:
+def test_a_text_may_have_exactly_the_allowed_tokens(folder: Path) -> None:
     tokenizer = loaded(folder)
     for text in ("the cat", "the cat " * 5_000):
         ids = tokenizer.encode(text)

@@ -7,7 +7,7 @@ import pytest
 from caraserve.util.tasks import Tasks, in_turns
 
 
-def test_an_owners_tasks_are_known_until_they_end_and_a_defect_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_tasks_are_listed_until_they_end_and_errors_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def fail() -> None:
         raise ZeroDivisionError
 
@@ -25,7 +25,7 @@ def test_an_owners_tasks_are_known_until_they_end_and_a_defect_is_logged(caplog:
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_an_owner_ends_all_its_tasks_and_waits_for_them(caplog: pytest.LogCaptureFixture) -> None:
+def test_end_cancels_all_tasks_and_waits_for_them(caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> list[str]:
         tasks, ended = Tasks(), []
 
@@ -46,7 +46,7 @@ def test_an_owner_ends_all_its_tasks_and_waits_for_them(caplog: pytest.LogCaptur
     assert not caplog.records
 
 
-def test_a_long_loop_rests_after_each_millisecond_of_work_so_that_other_threads_run() -> None:
+def test_a_long_loop_sleeps_after_each_millisecond_of_work() -> None:
     async def body() -> tuple[list[int], float]:
         work_ms = iter(range(100))
         loop = asyncio.get_running_loop()
@@ -59,7 +59,7 @@ def test_a_long_loop_rests_after_each_millisecond_of_work_so_that_other_threads_
     assert took_s >= 5 * 0.001
 
 
-def test_a_short_loop_does_not_rest() -> None:
+def test_a_short_loop_does_not_sleep() -> None:
     async def body() -> bool:
         other = asyncio.create_task(asyncio.sleep(0))
         items = [item async for item in in_turns(range(10), now=lambda: 0.0)]

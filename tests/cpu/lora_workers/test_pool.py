@@ -130,7 +130,7 @@ def test_a_worker_stays_on_its_core(pair: CpuBackend) -> None:
     assert [os.sched_getaffinity(pid) for pid in pids(pair.workers)] == [{core} for core in cores(2)]
 
 
-def test_a_worker_can_be_told_by_its_name(pair: CpuBackend) -> None:
+def test_a_worker_process_has_a_name_of_its_own(pair: CpuBackend) -> None:
     assert [of_process(pid, "comm") for pid in pids(pair.workers)] == ["caraserve-lora0", "caraserve-lora1"]
     assert of_process(fork_server_of(pair.workers), "comm") == "caraserve-fork"
 
@@ -248,7 +248,9 @@ def test_deltas_are_scale_times_x_times_a_times_b(
 
 @pytest.mark.parametrize("dtype", Dtype)
 @pytest.mark.parametrize("rank", [8, 24, 64])
-def test_a_prompt_that_is_cut_has_the_same_bits(alone: CpuBackend, pair: CpuBackend, dtype: Dtype, rank: int) -> None:
+def test_a_prompt_cut_into_slices_has_the_same_bits(
+    alone: CpuBackend, pair: CpuBackend, dtype: Dtype, rank: int
+) -> None:
     whole, cut = (hand_off(backend, make_adapter(rank, dtype, backend)[0]) for backend in (alone, pair))
     assert whole.tobytes() == cut.tobytes()
 
@@ -256,7 +258,7 @@ def test_a_prompt_that_is_cut_has_the_same_bits(alone: CpuBackend, pair: CpuBack
 # --- how they end ---
 
 
-def test_a_killed_worker_is_replaced_by_one_like_it() -> None:
+def test_a_killed_worker_is_replaced() -> None:
     with serving(2) as backend:
         adapter, _ = make_adapter(24, Dtype.F32, backend)
         before = hand_off(backend, adapter)
@@ -280,7 +282,7 @@ def test_a_worker_that_stops_in_a_hand_off_is_replaced() -> None:
         assert hand_off(backend, adapter).tobytes() == before.tobytes()
 
 
-def test_a_killed_zygote_is_replaced_and_its_workers_with_it() -> None:
+def test_a_killed_fork_server_is_replaced_with_its_workers() -> None:
     with serving(2) as backend:
         adapter, _ = make_adapter(24, Dtype.F32, backend)
         before, fork_server, workers = (
@@ -295,7 +297,7 @@ def test_a_killed_zygote_is_replaced_and_its_workers_with_it() -> None:
         assert hand_off(backend, adapter).tobytes() == before.tobytes()
 
 
-def test_a_worker_that_keeps_dying_is_replaced_more_and_more_slowly() -> None:
+def test_a_worker_that_keeps_dying_is_replaced_at_growing_intervals() -> None:
     with serving(1) as backend:
         waits_s = []
         for _ in range(5):
@@ -308,7 +310,7 @@ def test_a_worker_that_keeps_dying_is_replaced_more_and_more_slowly() -> None:
 
 
 @pytest.mark.parametrize("number", [None, signal.SIGSTOP], ids=["idle", "stopped"])
-def test_after_close_no_process_is_left(number: signal.Signals | None) -> None:
+def test_close_leaves_no_process(number: signal.Signals | None) -> None:
     with serving(2) as backend:
         left = [fork_server_of(backend.workers), *pids(backend.workers)]
         if number is not None:
@@ -316,7 +318,7 @@ def test_after_close_no_process_is_left(number: signal.Signals | None) -> None:
     assert not any(is_alive(pid) for pid in left)
 
 
-def test_deaths_and_the_end_leave_no_descriptor_open() -> None:
+def test_deaths_and_close_leave_no_open_descriptor() -> None:
     region = SharedRegion(BLOCK_BYTES)
     try:
         before = sorted(os.listdir("/proc/self/fd"))

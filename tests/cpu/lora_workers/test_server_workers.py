@@ -133,7 +133,7 @@ def lies_in(inner: Event, outer: Event) -> bool:
 
 
 @pytest.mark.parametrize("track", ["link", "iterations", "device", "CPU worker 0"])
-def test_a_trace_shows_who_did_something(events: list[Event], track: str) -> None:
+def test_a_trace_has_a_track_for_each_part(events: list[Event], track: str) -> None:
     assert spans(events, track)
 
 
