@@ -8,15 +8,49 @@ adapter on the device.
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from caraserve.bench.client.endpoint import Endpoint
 from caraserve.bench.records import Run
-from caraserve.bench.runner import Conductor
+from caraserve.bench.report.summary import SloLimits, parse_slo
+from caraserve.bench.runner import BenchmarkRunner
 from caraserve.bench.workload.arrivals import parse_arrivals
 from caraserve.bench.workload.build import WorkloadSpec, build
-from caraserve.bench.workload.presets import Preset, load_presets
+from caraserve.bench.workload.presets import Preset, find_preset, load_presets
 from caraserve.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """Limits; or `scale`: those are to be so many times what a run without adapters has."""
+
+    slo: SloLimits | None = None
+    scale: float | None = None
+    note: str | None = None
+
+
+def objective(slo: str | None, slo_scale: float | None, preset: str | None) -> Objective:
+    """Raises ConfigError for limits that are none."""
+    if slo is not None:
+        return Objective(slo=parse_slo(slo))
+    if slo_scale is not None:
+        return Objective(scale=slo_scale)
+    theirs = find_preset(preset).slo if preset is not None else None
+    if theirs is None:
+        return Objective()
+    metric, _, limit = theirs.partition(":")
+    if limit.endswith("x"):
+        return Objective(
+            scale=float(limit[:-1]), note=f"The setting's objective: {metric.upper()} at most {limit} of a base run's."
+        )
+    share, dash, name = metric.rpartition("-")
+    limit_s = float(limit.removesuffix("s"))
+    met_by = f"{share.removeprefix('p')} % of requests with" if dash else "every request with"
+    return Objective(
+        slo=parse_slo(f"{name}:{1000 * limit_s:g}"),
+        note=f"The setting's objective: {met_by} {name.upper()} at most {limit_s:g} s.",
+    )
+
 
 SHARE_OF_HIGHEST_RATE = 0.65
 CONCURRENCY = 32
@@ -49,7 +83,7 @@ def capacity_per_s(run: Run) -> float:
 
 
 async def rate_here(
-    conductor: Conductor,
+    runner: BenchmarkRunner,
     endpoint: Endpoint,
     spec: WorkloadSpec,
     names: Sequence[str],
@@ -59,8 +93,8 @@ async def rate_here(
     """The rate on this machine that compares with the setting's on its own; NaN when interrupted. Raises ConfigError
     when the endpoint does not answer well enough to say."""
     probe = replace(spec, arrivals=parse_arrivals("burst"), rate=None, num_requests=PROBE_REQUESTS, duration_s=None)
-    run = await conductor.play(endpoint, build(probe), names, "capacity", CONCURRENCY)
-    if conductor.stopped.is_set():
+    run = await runner.play(endpoint, build(probe), names, "capacity", CONCURRENCY)
+    if runner.stopped.is_set():
         return math.nan
     try:
         capacity = capacity_per_s(run)

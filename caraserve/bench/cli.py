@@ -238,10 +238,10 @@ def _lora(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace) -> int:
     from caraserve.bench.output import run_and_report
-    from caraserve.bench.serve import Target, bench_serve
+    from caraserve.bench.serve import BenchTarget, bench_serve
 
     load, report = LoadOptions.from_args(args), ReportOptions.from_args(args)
-    target = Target(
+    target = BenchTarget(
         url=args.url,
         api_key=args.api_key,
         backend=args.backend,

@@ -10,14 +10,13 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from caraserve.bench.capacity import rate_here
+from caraserve.bench.capacity import objective, rate_here
 from caraserve.bench.client.endpoint import Endpoint, find_endpoint
-from caraserve.bench.client.player import Settings
-from caraserve.bench.objective import objective
+from caraserve.bench.client.player import LoadSettings
 from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, with_rate
 from caraserve.bench.records import Run
-from caraserve.bench.runner import Conductor, interruptible
-from caraserve.bench.serve import Measured, keeping
+from caraserve.bench.runner import BenchmarkRunner, interruptible
+from caraserve.bench.serve import Measurements, keep_measured
 from caraserve.bench.servers import (
     OwnServer,
     Synthetic,
@@ -55,40 +54,40 @@ class ModesOptions:
     serve: tuple[str, ...]  # more arguments of `caraserve serve`, for every mode
 
 
-async def bench_modes(options: ModesOptions, load: LoadOptions, report: ReportOptions) -> Measured:
+async def bench_modes(options: ModesOptions, load: LoadOptions, report: ReportOptions) -> Measurements:
     """Raises ConfigError or BackendFailed."""
     if BASELINE not in options.modes:
         raise ConfigError(f"--modes: all others are compared with {BASELINE}, which is missing")
     _check(options, load, report)
-    conductor = Conductor(Settings(load.seed, load.ignore_eos, load.concurrency))
+    runner = BenchmarkRunner(LoadSettings(load.seed, load.ignore_eos, load.concurrency))
     limits = objective(report.slo, None, load.preset)
-    measured = Measured([], limits.slo, [])
+    measured = Measurements([], limits.slo, [])
     if limits.scale is not None:
         measured.notes.append("The setting's objective goes by a run without adapters, which `bench serve` makes.")
-    with interruptible(conductor), working_folder() as folder, keeping(measured):
+    with interruptible(runner), working_folder() as folder, keep_measured(measured):
         bench = await asyncio.to_thread(_prepared, options, load, folder, measured.notes)
         spec = bench.spec
         if load.concurrency is None and load.request_rate is None and (load.auto_rate or load.rate_scale is None):
-            rate = await _rate(conductor, bench, load, measured.notes)
-            spec = spec if conductor.stopped.is_set() else with_rate(spec, rate)
+            rate = await _rate(runner, bench, load, measured.notes)
+            spec = spec if runner.stopped.is_set() else with_rate(spec, rate)
         spec = load.sized(spec)
         measured.notes += build(spec).notes
         for note in measured.notes:
-            conductor.say(note)
-        ways = ways_of(options)
+            runner.log(note)
+        variants = mode_variants(options)
         for repeat in range(options.repeats):
-            turn = repeat % len(ways)
-            for way in (*ways[turn:], *ways[:turn]):
-                if not conductor.stopped.is_set():
+            turn = repeat % len(variants)
+            for variant in (*variants[turn:], *variants[:turn]):
+                if not runner.stopped.is_set():
                     repeated = replace(spec, seed=load.seed + repeat)
-                    measured.runs.append(await _run(conductor, bench, way, repeated, measured.notes))
-    labels = [way.label for way in ways]
+                    measured.runs.append(await _run(runner, bench, variant, repeated, measured.notes))
+    labels = [variant.label for variant in variants]
     measured.runs.sort(key=lambda run: (run.label != BASELINE, labels.index(run.label)))
     return measured
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class ModeVariant:
     """A loading mode with a LoRA kernel. `label`: the mode alone, where the kernel is the first that was asked for."""
 
     mode: str
@@ -96,13 +95,13 @@ class Way:
     label: str
 
 
-def ways_of(options: ModesOptions) -> list[Way]:
+def mode_variants(options: ModesOptions) -> list[ModeVariant]:
     """Kernels alternate within a mode, so that what drifts drifts for both."""
     if not options.lora_kernels:
-        return [Way(mode, None, mode) for mode in options.modes]
+        return [ModeVariant(mode, None, mode) for mode in options.modes]
     first = options.lora_kernels[0]
     return [
-        Way(mode, kernel, mode if kernel == first else f"{mode} {kernel}")
+        ModeVariant(mode, kernel, mode if kernel == first else f"{mode} {kernel}")
         for mode in options.modes
         for kernel in options.lora_kernels
     ]
@@ -128,15 +127,15 @@ class _Prepared:
     spec: WorkloadSpec
     resident: int
 
-    def arguments(self, way: Way) -> tuple[str, ...]:
+    def arguments(self, variant: ModeVariant) -> tuple[str, ...]:
         """Of `caraserve serve`."""
-        held = None if way.mode in _ALL_ON_DEVICE else self.resident
+        held = None if variant.mode in _ALL_ON_DEVICE else self.resident
         link = self.options.emulate_link_mb_per_s
         return (
             *self.made.arguments,
             *("--registry", str(self.registry)),
-            *("--loading-mode", way.mode),
-            *(("--lora-kernel", way.kernel) if way.kernel is not None else ()),
+            *("--loading-mode", variant.mode),
+            *(("--lora-kernel", variant.kernel) if variant.kernel is not None else ()),
             *("--lora-pool-bytes", str(self.made.room_bytes(held))),
             *("--max-host-adapters-bytes", str(2 * self.made.room_bytes() + (256 << 20))),
             *(("--emulate-link-mb-per-s", f"{link:g}") if link is not None else ()),
@@ -171,29 +170,35 @@ def _prepared(options: ModesOptions, load: LoadOptions, folder: Path, notes: lis
     return _Prepared(options, made, folder / "registry.sqlite", spec, resident)
 
 
-async def _run(conductor: Conductor, bench: _Prepared, way: Way, spec: WorkloadSpec, notes: list[str]) -> Run:
+async def _run(
+    runner: BenchmarkRunner, bench: _Prepared, variant: ModeVariant, spec: WorkloadSpec, notes: list[str]
+) -> Run:
     """A run during which nobody else used the machine; after some tries, the one with the least of that."""
     tries: list[tuple[float, Run]] = []
-    while len(tries) < _TRIES and not conductor.stopped.is_set():
-        tries.append(await _measured(conductor, bench, way, spec))
+    while len(tries) < _TRIES and not runner.stopped.is_set():
+        tries.append(await _measured(runner, bench, variant, spec))
         if tries[-1][0] <= bench.options.calm_cores:
             break
-        conductor.say(f"{way.label}: other programs used {tries[-1][0]:.1f} cores meanwhile")
+        runner.log(f"{variant.label}: other programs used {tries[-1][0]:.1f} cores meanwhile")
     elsewhere, run = min(tries, key=lambda each: (each[1].interrupted, each[0]))
     if elsewhere > bench.options.calm_cores:
-        notes.append(f"While {way.label} was measured (seed {spec.seed}), other programs used {elsewhere:.1f} cores.")
+        notes.append(
+            f"While {variant.label} was measured (seed {spec.seed}), other programs used {elsewhere:.1f} cores."
+        )
     return run
 
 
-async def _measured(conductor: Conductor, bench: _Prepared, way: Way, spec: WorkloadSpec) -> tuple[float, Run]:
+async def _measured(
+    runner: BenchmarkRunner, bench: _Prepared, variant: ModeVariant, spec: WorkloadSpec
+) -> tuple[float, Run]:
     """A fresh server in this mode: warmed up, then given the load; and the cores that other programs used meanwhile."""
-    async with own_server(bench.arguments(way), conductor.stopped) as server:
+    async with own_server(bench.arguments(variant), runner.stopped) as server:
         endpoint = await _endpoint(server, bench)
         workload = build(spec)
-        await conductor.warm(endpoint, bench.made.names)
+        await runner.warm_up(endpoint, bench.made.names)
         await _calm(bench.options.calm_cores)
         ours_s, busy_before_s = server.cpu_s() + time.process_time(), busy_s()
-        run = await conductor.play(endpoint, workload, bench.made.names, way.label)
+        run = await runner.play(endpoint, workload, bench.made.names, variant.label)
         ours_s = server.cpu_s() + time.process_time() - ours_s
         elsewhere_s = busy_s() - busy_before_s - ours_s
     return (elsewhere_s / run.wall_s if run.wall_s else 0.0), run
@@ -212,21 +217,21 @@ async def _endpoint(server: OwnServer, bench: _Prepared) -> Endpoint:
     return await find_endpoint(server.url, "openai", api_key_in(bench.options.serve), bench.made.names)
 
 
-async def _rate(conductor: Conductor, bench: _Prepared, load: LoadOptions, notes: list[str]) -> float:
+async def _rate(runner: BenchmarkRunner, bench: _Prepared, load: LoadOptions, notes: list[str]) -> float:
     """Requests a second: by the cores that they are to keep busy, or by the share of the capacity that the setting had
     of its own machine's. NaN when interrupted."""
-    baseline = next(way for way in ways_of(bench.options) if way.label == BASELINE)
-    async with own_server(bench.arguments(baseline), conductor.stopped) as server:
+    baseline = next(variant for variant in mode_variants(bench.options) if variant.label == BASELINE)
+    async with own_server(bench.arguments(baseline), runner.stopped) as server:
         endpoint = await _endpoint(server, bench)
-        await conductor.warm(endpoint, bench.made.names)
+        await runner.warm_up(endpoint, bench.made.names)
         if bench.options.cores_used is None:
             preset = find_preset(load.preset) if load.preset is not None else None
-            return await rate_here(conductor, endpoint, bench.spec, bench.made.names, preset, notes)
+            return await rate_here(runner, endpoint, bench.spec, bench.made.names, preset, notes)
         alone = replace(with_rate(bench.spec, math.inf), num_requests=_ALONE_REQUESTS, duration_s=None)
         cpu_s = server.cpu_s()
-        await conductor.play(endpoint, build(alone), bench.made.names, "calibration", concurrency=1)
+        await runner.play(endpoint, build(alone), bench.made.names, "calibration", concurrency=1)
         cpu_s = server.cpu_s() - cpu_s
-    if conductor.stopped.is_set():
+    if runner.stopped.is_set():
         return math.nan
     rate = bench.options.cores_used * _ALONE_REQUESTS / cpu_s
     notes.append(

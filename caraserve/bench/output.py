@@ -15,7 +15,7 @@ from caraserve.bench.report.files import document, load_saved, make_folder, save
 from caraserve.bench.report.plots import can_draw, comparison_plot, run_plots
 from caraserve.bench.report.summary import Summary, summarize
 from caraserve.bench.report.tables import report_tables
-from caraserve.bench.serve import Measured
+from caraserve.bench.serve import Measurements
 from caraserve.bench.workload.presets import find_preset, load_presets
 from caraserve.errors import BackendFailed, ConfigError
 
@@ -24,7 +24,7 @@ _WIDTH = 200  # of tables in a file or a pipe
 
 
 def run_and_report(
-    kind: str, measure: Callable[[], Awaitable[Measured]], options: ReportOptions, arguments: Mapping[str, object]
+    kind: str, measure: Callable[[], Awaitable[Measurements]], options: ReportOptions, arguments: Mapping[str, object]
 ) -> int:
     """Runs a benchmark, prints and saves its report; returns the exit code. The last line of stdout is one JSON
     document. Raises BackendFailed if the endpoint fails, ConfigError if the report cannot be saved."""
@@ -47,7 +47,7 @@ def run_and_report(
 
 
 def _print_and_save(
-    summaries: Sequence[Summary], report: Mapping[str, object], measured: Measured, options: ReportOptions
+    summaries: Sequence[Summary], report: Mapping[str, object], measured: Measurements, options: ReportOptions
 ) -> None:
     console = _console()
     for table in report_tables(summaries, options.percentile_metrics):
@@ -65,7 +65,7 @@ def _print_and_save(
             console.print("no figures: matplotlib, of the package's `plot` extra, is not installed")
 
 
-async def _awaited(measure: Callable[[], Awaitable[Measured]]) -> Measured:
+async def _awaited(measure: Callable[[], Awaitable[Measurements]]) -> Measurements:
     return await measure()
 
 

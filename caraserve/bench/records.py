@@ -1,6 +1,12 @@
 """What passes between the parts of a benchmark: requests as planned, and as they went. Pure."""
 
+import os
+import platform
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import caraserve
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +71,29 @@ class Run:
     wall_s: float
     interrupted: bool = False
     concurrency: int | None = None  # a closed loop: requests waited until so few were under way; None: an open one
+
+
+_COMPUTING = ("numpy", "numba", "torch", "cupy-cuda12x", "triton")
+
+
+def machine() -> dict[str, str | int]:
+    """This machine's CPU, the cores that this process may use, its system."""
+    names = [
+        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "system": platform.platform(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of everything that computes, as far as it is installed."""
+    found = {"caraserve": caraserve.__version__, "python": platform.python_version()}
+    for package in _COMPUTING:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

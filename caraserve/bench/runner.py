@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
 from caraserve.bench.client.endpoint import Endpoint
-from caraserve.bench.client.player import Live, Player, Settings, show_while
+from caraserve.bench.client.player import LoadSettings, Player, RunProgress, report_progress
 from caraserve.bench.records import PlannedRequest, Run, Workload
 
 _SHOW_S = 1.0  # drawing takes a millisecond or two, in which nothing is sent on time: not more often
@@ -25,7 +25,7 @@ _WARM_TOKENS = 8  # of the request that brings an adapter into the server's memo
 class _Shown:
     """What the bar's columns say of a run."""
 
-    live: Live
+    live: RunProgress
     started_s: float
 
     def text(self) -> str:
@@ -48,16 +48,16 @@ class _LiveColumn(ProgressColumn):
         return Text(shown.text() if isinstance(shown, _Shown) else "")
 
 
-class Conductor:
+class BenchmarkRunner:
     """Plays runs and can be interrupted; to be used inside `interruptible`."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: LoadSettings) -> None:
         self._settings = settings
         self._player: Player | None = None
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self.stopped = asyncio.Event()
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """One line for whoever watches."""
         self._console.print(text, markup=False)
 
@@ -77,9 +77,9 @@ class Conductor:
             if self.stopped.is_set():
                 return Run(label, (), 0.0, interrupted=True)
             if not self._console.is_terminal:
-                self.say(f"{label}: sending {player.live.total} requests")
+                self.log(f"{label}: sending {player.live.total} requests")
             with self._showing(label, player.live) as shown:
-                watching = asyncio.create_task(show_while(player, shown, _SHOW_S))
+                watching = asyncio.create_task(report_progress(player, shown, _SHOW_S))
                 try:
                     run = await player.play()
                 finally:
@@ -88,10 +88,10 @@ class Conductor:
                         await watching
         finally:
             self._player = None
-        self.say(f"{label}: {len(run.records)} requests in {run.wall_s:.1f} s, {player.live.failed} failed")
+        self.log(f"{label}: {len(run.records)} requests in {run.wall_s:.1f} s, {player.live.failed} failed")
         return run
 
-    async def warm(self, endpoint: Endpoint, names: Sequence[str]) -> None:
+    async def warm_up(self, endpoint: Endpoint, names: Sequence[str]) -> None:
         """Asks every adapter for a token, one after another: its files are read, as in a server that runs for long."""
         requests = tuple(PlannedRequest(index, 0.0, index, _WARM_TOKENS, 1) for index in range(len(names)))
         settings = self._fresh(1)
@@ -102,13 +102,13 @@ class Conductor:
         finally:
             self._player = None
 
-    def _fresh(self, concurrency: int | None) -> Settings:
+    def _fresh(self, concurrency: int | None) -> LoadSettings:
         """Prompts that no server has seen: with those of an earlier run, its prefix cache would answer. Only their
         lengths are the workload's."""
         return replace(self._settings, max_concurrency=concurrency, seed=secrets.randbits(63))
 
     @contextmanager
-    def _showing(self, label: str, live: Live) -> Iterator["_Bar"]:
+    def _showing(self, label: str, live: RunProgress) -> Iterator["_Bar"]:
         columns = (TextColumn("{task.description}"), BarColumn(), _LiveColumn())
         terminal = self._console.is_terminal
         with Progress(
@@ -124,17 +124,17 @@ class _Bar:
     def __init__(self, progress: Progress, task: object) -> None:
         self._progress, self._task = progress, task
 
-    def __call__(self, live: Live) -> None:
+    def __call__(self, live: RunProgress) -> None:
         self._progress.update(self._task, completed=live.done, refresh=True)  # type: ignore[arg-type]
 
 
 @contextmanager
-def interruptible(conductor: Conductor) -> Iterator[None]:
+def interruptible(runner: BenchmarkRunner) -> Iterator[None]:
     """Ctrl-C, a terminal that closes and SIGTERM interrupt the conductor, not the program."""
     loop = asyncio.get_running_loop()
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     for number in signals:
-        loop.add_signal_handler(number, conductor.interrupt)
+        loop.add_signal_handler(number, runner.interrupt)
     try:
         yield
     finally:

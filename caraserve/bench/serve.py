@@ -7,15 +7,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from caraserve.bench.capacity import rate_here
+from caraserve.bench.capacity import objective, rate_here
 from caraserve.bench.client.endpoint import Endpoint, find_endpoint
-from caraserve.bench.client.player import Settings
-from caraserve.bench.objective import objective
+from caraserve.bench.client.player import LoadSettings
 from caraserve.bench.options import TARGETS, LoadOptions, ReportOptions, with_rate
 from caraserve.bench.records import Run, Workload
 from caraserve.bench.report.plots import SWEEP_MARK
 from caraserve.bench.report.summary import SloLimits, summarize
-from caraserve.bench.runner import Conductor, interruptible
+from caraserve.bench.runner import BenchmarkRunner, interruptible
 from caraserve.bench.servers import Interrupted, api_key_in, make_synthetic, own_server, working_folder
 from caraserve.bench.workload.build import WorkloadSpec, build
 from caraserve.bench.workload.presets import find_preset
@@ -26,7 +25,7 @@ _DEVICE = ("--lora-pool-bytes",)
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class BenchTarget:
     """What is measured: an endpoint, or a server of our own."""
 
     url: str | None
@@ -47,7 +46,7 @@ class Target:
 
 
 @dataclass(slots=True)
-class Measured:
+class Measurements:
     """All that a report is made of. `failure`: what ended the benchmark before its time."""
 
     runs: list[Run]
@@ -57,7 +56,7 @@ class Measured:
 
 
 @contextlib.contextmanager
-def keeping(measured: Measured) -> Iterator[None]:
+def keep_measured(measured: Measurements) -> Iterator[None]:
     """A failure after the first run ends the benchmark, but what was measured is kept."""
     try:
         yield
@@ -69,63 +68,65 @@ def keeping(measured: Measured) -> Iterator[None]:
         measured.failure = str(error)
 
 
-async def bench_serve(target: Target, load: LoadOptions, report: ReportOptions, label: str | None) -> Measured:
+async def bench_serve(target: BenchTarget, load: LoadOptions, report: ReportOptions, label: str | None) -> Measurements:
     """Raises ConfigError, BackendFailed, or OSError when nothing could be measured."""
     target.check(load)
-    conductor = Conductor(Settings(load.seed, load.ignore_eos, load.concurrency))
+    runner = BenchmarkRunner(LoadSettings(load.seed, load.ignore_eos, load.concurrency))
     limits = objective(report.slo, report.slo_scale, load.preset)
-    measured = Measured([], limits.slo, [] if limits.note is None else [limits.note])
-    with interruptible(conductor), working_folder() as folder, keeping(measured):
+    measured = Measurements([], limits.slo, [] if limits.note is None else [limits.note])
+    with interruptible(runner), working_folder() as folder, keep_measured(measured):
         own = None
         if target.url is None:
-            own = await asyncio.to_thread(_own, target, load, folder, measured.notes)
+            own = await asyncio.to_thread(_server_arguments, target, load, folder, measured.notes)
         rate = None
         if load.auto_rate:
-            async with _reached(target, own.cached if own is not None else None, conductor.stopped) as endpoint:
+            async with _open_endpoint(target, own.cached if own is not None else None, runner.stopped) as endpoint:
                 spec, names = _for_endpoint(load.spec(), load, target, endpoint, [])
                 preset = find_preset(load.preset) if load.preset is not None else None
-                rate = await rate_here(conductor, endpoint, spec, names, preset, measured.notes)
-        if not conductor.stopped.is_set():
-            async with _reached(target, own.arguments if own is not None else None, conductor.stopped) as endpoint:
+                rate = await rate_here(runner, endpoint, spec, names, preset, measured.notes)
+        if not runner.stopped.is_set():
+            async with _open_endpoint(target, own.arguments if own is not None else None, runner.stopped) as endpoint:
                 spec, names = _for_endpoint(load.spec(), load, target, endpoint, measured.notes)
                 if own is not None:
-                    await conductor.warm(endpoint, names)
+                    await runner.warm_up(endpoint, names)
                 rates = load.request_rate or (rate if rate is not None else spec.rate,)
                 specs = [load.sized(spec if each is None else with_rate(spec, each)) for each in rates]
-                await _play(conductor, endpoint, specs, names, limits.scale, label, measured)
+                await _play(runner, endpoint, specs, names, limits.scale, label, measured)
     return measured
 
 
 async def _play(
-    conductor: Conductor,
+    runner: BenchmarkRunner,
     endpoint: Endpoint,
     specs: Sequence[WorkloadSpec],
     names: Sequence[str],
     slo_scale: float | None,
     label: str | None,
-    measured: Measured,
+    measured: Measurements,
 ) -> None:
     """One load after another; before them the first without adapters, where limits go by that."""
     workloads = [build(spec) for spec in specs]
     measured.notes += dict.fromkeys(note for workload in workloads for note in workload.notes)
     for note in measured.notes:
-        conductor.say(note)
+        runner.log(note)
     if slo_scale is not None:
-        base = await conductor.play(endpoint, _without_adapters(workloads[0]), names, "without adapters")
-        if conductor.stopped.is_set():
+        base = await runner.play(endpoint, _without_adapters(workloads[0]), names, "without adapters")
+        if runner.stopped.is_set():
             return
         measured.slo = SloLimits.scaled(summarize(base), slo_scale)
     for spec, workload in zip(specs, workloads, strict=True):
-        if conductor.stopped.is_set():
+        if runner.stopped.is_set():
             return
         shown = label or endpoint.base_model
         if len(specs) > 1:
             shown += f"{SWEEP_MARK}{'inf' if spec.rate is None else f'{spec.rate:g}'}/s"
-        measured.runs.append(await conductor.play(endpoint, workload, names, shown))
+        measured.runs.append(await runner.play(endpoint, workload, names, shown))
 
 
 @asynccontextmanager
-async def _reached(target: Target, arguments: Sequence[str] | None, stopped: asyncio.Event) -> AsyncIterator[Endpoint]:
+async def _open_endpoint(
+    target: BenchTarget, arguments: Sequence[str] | None, stopped: asyncio.Event
+) -> AsyncIterator[Endpoint]:
     """The endpoint given, or that of a server started with these arguments."""
     if arguments is None:
         assert target.url is not None
@@ -136,20 +137,20 @@ async def _reached(target: Target, arguments: Sequence[str] | None, stopped: asy
 
 
 @dataclass(frozen=True, slots=True)
-class _Own:
+class _ServerArguments:
     """Arguments of `caraserve serve`: of the server that is measured, and of one with all adapters on the device."""
 
     arguments: tuple[str, ...]
     cached: tuple[str, ...]
 
 
-def _own(target: Target, load: LoadOptions, folder: Path, notes: list[str]) -> _Own:
+def _server_arguments(target: BenchTarget, load: LoadOptions, folder: Path, notes: list[str]) -> _ServerArguments:
     """The server asked for; else a random model, where a preset or a name asks for one; else the demo."""
     if target.serve is not None:
-        return _Own(target.serve, (*target.serve, "--loading-mode", "cached"))
+        return _ServerArguments(target.serve, (*target.serve, "--loading-mode", "cached"))
     registry = ("--registry", str(folder / "registry.sqlite"))
     if target.random_model is None and load.preset is None:
-        return _Own(registry, (*registry, "--loading-mode", "cached"))
+        return _ServerArguments(registry, (*registry, "--loading-mode", "cached"))
     model, note = load.model(target.random_model)
     notes += [] if note is None else [note]
     spec = load.spec()
@@ -164,7 +165,7 @@ def _own(target: Target, load: LoadOptions, folder: Path, notes: list[str]) -> _
         resident = max(1, min(count // 2, max(_LEAST_RESIDENT, count // _RESIDENT_SHARE)))
         device_bytes = made.room_bytes(resident)
         notes.append(f"The device holds {resident} of {count} adapters, so that each has left it when its turn comes.")
-    return _Own((*arguments, *_DEVICE, str(device_bytes)), cached)
+    return _ServerArguments((*arguments, *_DEVICE, str(device_bytes)), cached)
 
 
 def _host_room(adapter_bytes: int) -> tuple[str, str]:
@@ -178,7 +179,7 @@ def _longest(workload: Workload) -> int:
 
 
 def _for_endpoint(
-    spec: WorkloadSpec, load: LoadOptions, target: Target, endpoint: Endpoint, notes: list[str]
+    spec: WorkloadSpec, load: LoadOptions, target: BenchTarget, endpoint: Endpoint, notes: list[str]
 ) -> tuple[WorkloadSpec, tuple[str, ...]]:
     """The load for the adapters that there are, and their names. Theirs are the ranks that count, if they are told."""
     names = endpoint.adapters

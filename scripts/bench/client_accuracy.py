@@ -21,9 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from caraserve.bench.client.endpoint import find_endpoint
-from caraserve.bench.client.player import Player, Settings
-from caraserve.bench.machine import machine, versions
-from caraserve.bench.records import Run
+from caraserve.bench.client.player import LoadSettings, Player
+from caraserve.bench.records import Run, machine, versions
 from caraserve.bench.report.summary import summarize
 from caraserve.bench.workload.arrivals import parse_arrivals
 from caraserve.bench.workload.build import WorkloadSpec, build
@@ -75,7 +74,7 @@ async def _play(url: str, args: argparse.Namespace) -> tuple[Run, float]:
         ranks=(8,),
         num_requests=args.requests,
     )
-    player = Player(endpoint, build(spec), endpoint.adapters, Settings(seed=0), "fake")
+    player = Player(endpoint, build(spec), endpoint.adapters, LoadSettings(seed=0), "fake")
     cpu_s, started_s = time.process_time(), time.perf_counter()
     run = await player.play()
     return run, (time.process_time() - cpu_s) / (time.perf_counter() - started_s)

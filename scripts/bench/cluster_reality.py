@@ -24,14 +24,13 @@ from rich.console import Console
 from rich.table import Table
 
 from caraserve.bench.client.endpoint import find_endpoint
-from caraserve.bench.client.player import Player, Settings
-from caraserve.bench.machine import machine, versions
+from caraserve.bench.client.player import LoadSettings, Player
 from caraserve.bench.options import TARGETS
-from caraserve.bench.records import PlannedRequest, RequestRecord, Workload
+from caraserve.bench.records import PlannedRequest, RequestRecord, Workload, machine, versions
 from caraserve.bench.report.plots import can_draw, legend, line_style, new_figure, render, style
 from caraserve.bench.servers import OwnServer, make_synthetic, own_server, working_folder
 from caraserve.bench.simulator.instance import MS
-from caraserve.bench.simulator.machines import Machine, of_papers, of_profile
+from caraserve.bench.simulator.machines import Machine, paper_machine, profiled_machine
 from caraserve.bench.simulator.simulation import Setting, Simulation
 from caraserve.bench.workload.arrivals import parse_arrivals
 from caraserve.bench.workload.build import WorkloadSpec, build
@@ -127,14 +126,14 @@ def _turn(workload: Workload, number: int, of: int) -> Workload:
 
 async def _play(server: OwnServer, workload: Workload, names: tuple[str, ...]) -> tuple[RequestRecord, ...]:
     endpoint = await find_endpoint(server.url, "openai", None, None)
-    warm = replace(workload, requests=tuple(replace(one, at_s=0.0) for one in workload.requests[:4]))
-    await Player(endpoint, warm, names, Settings(1), "warm").play()
-    return (await Player(endpoint, workload, names, Settings(0), "observed").play()).records
+    warm_up = replace(workload, requests=tuple(replace(one, at_s=0.0) for one in workload.requests[:4]))
+    await Player(endpoint, warm_up, names, LoadSettings(1), "warm").play()
+    return (await Player(endpoint, workload, names, LoadSettings(0), "observed").play()).records
 
 
 def _machine(profile: profiles.Profile) -> Machine:
-    like = replace(of_papers("padded"), max_running=32, max_step_tokens=256)
-    return replace(of_profile(profile, "measured", like), links=LinkSpeeds())
+    like = replace(paper_machine("padded"), max_running=32, max_step_tokens=256)
+    return replace(profiled_machine(profile, "measured", like), links=LinkSpeeds())
 
 
 def _beside(

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import Progress
 from workload import SITUATIONS, Answer, Batch, Case, Request, decode_weight_bytes, requests
 
-from caraserve.bench.machine import machine, versions
+from caraserve.bench.records import machine, versions
 from caraserve.bench.synthetic import SHAPES, adapter_bytes, write_adapters, write_model
 from caraserve.config import EngineConfig, LoraConfig, LoraModule, ModelConfig
 from caraserve.core.request import GenerateRequest, SamplingParams

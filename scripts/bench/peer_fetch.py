@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import uvloop
 
-from caraserve.bench.machine import machine, versions
 from caraserve.bench.options import TARGETS
+from caraserve.bench.records import machine, versions
 from caraserve.bench.servers import OwnServer, Synthetic, make_synthetic, own_server, working_folder
 
 _MODES = ("overlapped", "auto")

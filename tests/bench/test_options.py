@@ -4,9 +4,8 @@ import argparse
 
 import pytest
 
-from caraserve.bench.capacity import CONCURRENCY, PROBE_REQUESTS, capacity_per_s, share_of_capacity
+from caraserve.bench.capacity import CONCURRENCY, PROBE_REQUESTS, capacity_per_s, objective, share_of_capacity
 from caraserve.bench.cli import bench_parser
-from caraserve.bench.objective import objective
 from caraserve.bench.options import LoadOptions
 from caraserve.bench.records import RequestRecord, Run
 from caraserve.bench.report.summary import SloLimits

@@ -18,11 +18,11 @@ _CLOSED = "the server closed the connection before its answer was whole"
 
 
 @dataclass(slots=True)
-class Exchange:
+class HttpExchange:
     """A request and its answer so far. Times by `time.perf_counter`."""
 
     request: bytes
-    done: Callable[["Exchange"], None]  # called once
+    done: Callable[["HttpExchange"], None]  # called once
     sent_s: float = 0.0
     done_s: float = 0.0
     status: int = 0
@@ -46,12 +46,12 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, free: Callable[["_Connection"], None], lost: Callable[["_Connection"], None]) -> None:
         self._free, self._lost = free, lost
-        self._exchange: Exchange | None = None
+        self._exchange: HttpExchange | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._now_s = 0.0
 
-    def send(self, exchange: Exchange) -> None:
+    def send(self, exchange: HttpExchange) -> None:
         assert self._transport is not None
         self._exchange = exchange
         exchange.sent_s = exchange.sent_s or time.perf_counter()
@@ -118,12 +118,12 @@ class Connections:
         self._opening = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def warm(self) -> None:
+    async def warm_up(self) -> None:
         """Opens the first connections. Raises OSError when nobody listens there."""
         for _ in range(_SPARE):
             self._idle.append(await self._connect())
 
-    def send(self, exchange: Exchange) -> None:
+    def send(self, exchange: HttpExchange) -> None:
         """Sends at once where a connection is idle, and when one is open otherwise; failures end the exchange."""
         if self._idle:
             self._idle.pop().send(exchange)
@@ -140,12 +140,12 @@ class Connections:
         for connection in list(self._open):
             connection.abort()
 
-    def _spawn(self, exchange: Exchange | None) -> None:
+    def _spawn(self, exchange: HttpExchange | None) -> None:
         task = asyncio.get_running_loop().create_task(self._connect_for(exchange))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _connect_for(self, exchange: Exchange | None) -> None:
+    async def _connect_for(self, exchange: HttpExchange | None) -> None:
         self._opening += 1
         try:
             connection = await self._connect()

@@ -8,17 +8,35 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import orjson
 
-from caraserve.bench.client import prompts
-from caraserve.bench.client.connection import Exchange
+from caraserve.bench.client.connection import HttpExchange
+
+# Ids that every vocabulary has, above the special tokens that most begin with and no more than its bytes.
+_FIRST_ID, _LAST_ID = 16, 240
+_LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz", np.uint8)
+_WORD_LETTERS = 3  # with the space before them, a token or two of most vocabularies
+
+
+def token_ids(seed: int, index: int, count: int) -> list[int]:
+    """Random ids; the same for the same seed and index."""
+    rng = np.random.default_rng((seed, index))
+    return rng.integers(_FIRST_ID, _LAST_ID, count).tolist()  # type: ignore[no-any-return]
+
+
+def random_text(seed: int, index: int, count: int) -> str:
+    """As many short random words, for endpoints that take only text; the server says how many tokens they are."""
+    letters = np.random.default_rng((seed, index)).choice(_LETTERS, (count, _WORD_LETTERS))
+    return " ".join(word.tobytes().decode("ascii") for word in letters)
+
 
 _PHASES = "x-caraserve-phases"  # also a stream's last comment
 _SHOWN_CHARACTERS = 200  # of an answer that is no answer
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ClientRequest:
     """One request, before a dialect has words for it."""
 
     model: str | None  # an adapter's name; None: the base model
@@ -30,7 +48,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ParsedAnswer:
     """What a stream said. Lengths are the server's own count where it gave one."""
 
     token_s: tuple[float, ...]  # of each token, where events name theirs; else of each event
@@ -46,13 +64,13 @@ class Dialect(Protocol):
     @property
     def path(self) -> str: ...
 
-    def body(self, asked: Asked) -> dict[str, Any]: ...
+    def body(self, asked: ClientRequest) -> dict[str, Any]: ...
 
-    def read(self, event: dict[str, Any]) -> "Said": ...
+    def read(self, event: dict[str, Any]) -> "StreamEvent": ...
 
 
 @dataclass(slots=True)
-class Said:
+class StreamEvent:
     """One event: how many tokens came with it, as far as it tells, and counts where it has them."""
 
     tokens: int
@@ -67,11 +85,11 @@ class OpenAICompletions:
     base: str
     path: str = "/v1/completions"
 
-    def body(self, asked: Asked) -> dict[str, Any]:
-        ids = prompts.token_ids(asked.prompt_seed, asked.index, asked.prompt_tokens)
+    def body(self, asked: ClientRequest) -> dict[str, Any]:
+        ids = token_ids(asked.prompt_seed, asked.index, asked.prompt_tokens)
         return _openai_body(self.base, asked, asked.output_tokens) | {"prompt": ids}
 
-    def read(self, event: dict[str, Any]) -> Said:
+    def read(self, event: dict[str, Any]) -> StreamEvent:
         return _read_openai(event)
 
 
@@ -82,12 +100,12 @@ class OpenAIChat:
     base: str
     path: str = "/v1/chat/completions"
 
-    def body(self, asked: Asked) -> dict[str, Any]:
-        content = prompts.text(asked.prompt_seed, asked.index, asked.prompt_tokens)
+    def body(self, asked: ClientRequest) -> dict[str, Any]:
+        content = random_text(asked.prompt_seed, asked.index, asked.prompt_tokens)
         message = {"role": "user", "content": content}
         return _openai_body(self.base, asked, asked.output_tokens) | {"messages": [message]}
 
-    def read(self, event: dict[str, Any]) -> Said:
+    def read(self, event: dict[str, Any]) -> StreamEvent:
         return _read_openai(event)
 
 
@@ -98,10 +116,10 @@ class LlamaCpp:
     ids: Mapping[str, int]
     path: str = "/completion"
 
-    def body(self, asked: Asked) -> dict[str, Any]:
+    def body(self, asked: ClientRequest) -> dict[str, Any]:
         chosen = [{"id": self.ids[asked.model], "scale": 1.0}] if asked.model is not None else []
         return {
-            "prompt": prompts.token_ids(asked.prompt_seed, asked.index, asked.prompt_tokens),
+            "prompt": token_ids(asked.prompt_seed, asked.index, asked.prompt_tokens),
             "n_predict": asked.output_tokens,
             "temperature": 0.0,
             "ignore_eos": asked.ignore_eos,
@@ -110,15 +128,15 @@ class LlamaCpp:
             "lora": chosen,
         }
 
-    def read(self, event: dict[str, Any]) -> Said:
+    def read(self, event: dict[str, Any]) -> StreamEvent:
         named = len(event.get("tokens") or ())
         if event.get("stop"):
             tokens = named or int(bool(event.get("content")))
-            return Said(tokens, event.get("tokens_predicted"), event.get("tokens_evaluated"))
-        return Said(named or int("content" in event))
+            return StreamEvent(tokens, event.get("tokens_predicted"), event.get("tokens_evaluated"))
+        return StreamEvent(named or int("content" in event))
 
 
-def _openai_body(base: str, asked: Asked, output_tokens: int) -> dict[str, Any]:
+def _openai_body(base: str, asked: ClientRequest, output_tokens: int) -> dict[str, Any]:
     body = {
         "model": asked.model or base,
         "max_tokens": output_tokens,
@@ -132,22 +150,22 @@ def _openai_body(base: str, asked: Asked, output_tokens: int) -> dict[str, Any]:
     return body | {"ignore_eos": True, "return_token_ids": True}
 
 
-def _read_openai(event: dict[str, Any]) -> Said:
+def _read_openai(event: dict[str, Any]) -> StreamEvent:
     usage = event.get("usage")
     usage = usage if isinstance(usage, dict) else {}
     counts = usage.get("completion_tokens"), usage.get("prompt_tokens")
     if not (choices := event.get("choices")):
-        return Said(0, *counts)
+        return StreamEvent(0, *counts)
     choice = choices[0]
     delta = choice.get("delta")
     text = choice.get("text") if delta is None else delta.get("content") or delta.get("reasoning_content")
     if ids := choice.get("token_ids"):
-        return Said(len(ids), *counts)
+        return StreamEvent(len(ids), *counts)
     # A token without text of its own, such as half a character, is an event too; a role or an end is none.
     halves = (
         choice.get("finish_reason") is None and "role" not in (delta or {}) and (delta is None or "content" in delta)
     )
-    return Said(int(bool(text) or halves), *counts)
+    return StreamEvent(int(bool(text) or halves), *counts)
 
 
 def request_head(dialect: Dialect, prefix: str, host: str, api_key: str | None) -> str:
@@ -163,18 +181,18 @@ def request_head(dialect: Dialect, prefix: str, host: str, api_key: str | None) 
     return "\r\n".join([*lines, "Content-Length: "])
 
 
-def encode(dialect: Dialect, head: str, asked: Asked) -> bytes:
+def encode(dialect: Dialect, head: str, asked: ClientRequest) -> bytes:
     """A whole request."""
     body = orjson.dumps(dialect.body(asked))
     return f"{head}{len(body)}\r\n\r\n".encode("latin-1") + body
 
 
-def decode(dialect: Dialect, exchange: Exchange) -> Answer:
+def decode(dialect: Dialect, exchange: HttpExchange) -> ParsedAnswer:
     """What came back; errors of the connection, of HTTP and inside the stream are said, never raised."""
     if exchange.error is not None:
-        return Answer((), 0, None, error=exchange.error)
+        return ParsedAnswer((), 0, None, error=exchange.error)
     if exchange.status != 200:
-        return Answer((), 0, None, error=f"HTTP {exchange.status}: {_message(exchange.body)}")
+        return ParsedAnswer((), 0, None, error=f"HTTP {exchange.status}: {_message(exchange.body)}")
     token_s: list[float] = []
     output_tokens = prompt_tokens = None
     phases = _phases(exchange.headers.get(_PHASES, ""))
@@ -186,20 +204,20 @@ def decode(dialect: Dialect, exchange: Exchange) -> Answer:
         try:
             event = orjson.loads(line[5:])
         except orjson.JSONDecodeError:
-            return Answer(tuple(token_s), len(token_s), prompt_tokens, error=f"not JSON: {_shown(line)}")
+            return ParsedAnswer(tuple(token_s), len(token_s), prompt_tokens, error=f"not JSON: {_shown(line)}")
         if isinstance(event, dict) and event.get("error"):
-            return Answer(tuple(token_s), len(token_s), prompt_tokens, phases, _message(orjson.dumps(event)))
+            return ParsedAnswer(tuple(token_s), len(token_s), prompt_tokens, phases, _message(orjson.dumps(event)))
         try:
             said = dialect.read(event)
         except (AttributeError, KeyError, TypeError):
-            return Answer(tuple(token_s), len(token_s), prompt_tokens, error=f"not an event: {_shown(line)}")
+            return ParsedAnswer(tuple(token_s), len(token_s), prompt_tokens, error=f"not an event: {_shown(line)}")
         token_s.extend([at_s] * said.tokens)
         output_tokens = said.output_tokens if said.output_tokens is not None else output_tokens
         prompt_tokens = said.prompt_tokens if said.prompt_tokens is not None else prompt_tokens
     if not token_s:
-        return Answer((), 0, prompt_tokens, phases, "the answer has no tokens")
+        return ParsedAnswer((), 0, prompt_tokens, phases, "the answer has no tokens")
     count = len(token_s) if output_tokens is None else output_tokens
-    return Answer(tuple(token_s), count, prompt_tokens, phases)
+    return ParsedAnswer(tuple(token_s), count, prompt_tokens, phases)
 
 
 def _lines(pieces: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:

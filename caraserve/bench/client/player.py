@@ -6,26 +6,76 @@ under way at any time, and the next is sent when one ends; the schedule then onl
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import os
 import resource
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from caraserve.bench.client.connection import Connections, Exchange
-from caraserve.bench.client.dialects import Asked, decode, encode, request_head
+from caraserve.bench.client.connection import Connections, HttpExchange
+from caraserve.bench.client.dialects import ClientRequest, decode, encode, request_head
 from caraserve.bench.client.endpoint import Endpoint
-from caraserve.bench.client.pacer import Pacer
 from caraserve.bench.records import PlannedRequest, RequestRecord, Run, Workload
+
+_EARLY_S = 120e-6  # the kernel, the loop and a core asleep take about this long
+_CLOCK_MONOTONIC = 1  # what `time.perf_counter` reads on Linux
+_TFD_NONBLOCK, _TFD_CLOEXEC, _TFD_TIMER_ABSTIME = 0o4000, 0o2000000, 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Pacer:
+    """`call(index)` at each of the moments, which rise; the last call ends it."""
+
+    def __init__(self, moments_s: Sequence[float], call: Callable[[int], None]) -> None:
+        """`moments_s` by `time.perf_counter`. To be made in the running loop."""
+        self._moments_s, self._call, self._next = moments_s, call, 0
+        self._loop = asyncio.get_running_loop()
+        self._timer = _libc.timerfd_create(_CLOCK_MONOTONIC, _TFD_NONBLOCK | _TFD_CLOEXEC)
+        if self._timer < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create failed")
+        self._loop.add_reader(self._timer, self._fire)
+        self._arm()
+
+    def stop(self) -> None:
+        """No calls from now on."""
+        if self._timer >= 0:
+            self._loop.remove_reader(self._timer)
+            os.close(self._timer)
+            self._timer = -1
+
+    def _arm(self) -> None:
+        if self._next == len(self._moments_s):
+            self.stop()
+            return
+        wake_ns = max(1, int(1e9 * (self._moments_s[self._next] - _EARLY_S)))
+        moment = struct.pack("qqqq", 0, 0, *divmod(wake_ns, 1_000_000_000))  # a moment gone by fires at once
+        _libc.timerfd_settime(self._timer, _TFD_TIMER_ABSTIME, moment, None)
+
+    def _fire(self) -> None:
+        os.read(self._timer, 8)
+        while self._next < len(self._moments_s):
+            ahead_s = self._moments_s[self._next] - time.perf_counter()
+            if ahead_s > 2 * _EARLY_S:
+                break
+            while time.perf_counter() < self._moments_s[self._next]:
+                pass
+            index, self._next = self._next, self._next + 1
+            self._call(index)
+            if self._timer < 0:
+                return
+        self._arm()
+
 
 _LEAD_S = 0.05  # before the first request, so that it is not late already
 _INTERRUPTED = "interrupted"
 
 
 @dataclass(slots=True)
-class Live:
+class RunProgress:
     """How a run stands; for whoever shows it."""
 
     total: int
@@ -36,7 +86,7 @@ class Live:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class LoadSettings:
     """How requests are sent."""
 
     seed: int
@@ -48,17 +98,17 @@ class Player:
     """One run; `stop` may be called at any time from the loop."""
 
     def __init__(
-        self, endpoint: Endpoint, workload: Workload, names: Sequence[str], settings: Settings, label: str
+        self, endpoint: Endpoint, workload: Workload, names: Sequence[str], settings: LoadSettings, label: str
     ) -> None:
         """`names`: the adapters, by the workload's index."""
         self._endpoint, self._names, self._settings, self._label = endpoint, names, settings, label
         self._planned = workload.requests
         head = request_head(endpoint.dialect, endpoint.prefix, endpoint.host_header, endpoint.api_key)
         self._requests = [encode(endpoint.dialect, head, self._asked(planned)) for planned in self._planned]
-        self._exchanges: dict[int, Exchange] = {}
+        self._exchanges: dict[int, HttpExchange] = {}
         self._waiting: list[int] = []  # closed loop: due, but there is no place for them
         self._stopped = False
-        self.live = Live(len(self._planned))
+        self.live = RunProgress(len(self._planned))
         self._ended = asyncio.Event()
         self._connections = Connections(endpoint.host, endpoint.port, endpoint.tls)
         self._pacer: Pacer | None = None
@@ -66,7 +116,7 @@ class Player:
     async def play(self) -> Run:
         """Sends everything and waits for every answer. Raises OSError when the endpoint cannot be reached."""
         _allow_many_connections()
-        await self._connections.warm()
+        await self._connections.warm_up()
         if self._stopped:
             self._connections.close()
             return Run(self._label, (), 0.0, interrupted=True, concurrency=self._settings.max_concurrency)
@@ -101,12 +151,12 @@ class Player:
             self._send(index)
 
     def _send(self, index: int) -> None:
-        exchange = Exchange(self._requests[index], self._done)
+        exchange = HttpExchange(self._requests[index], self._done)
         self._exchanges[index] = exchange
         self.live.sent += 1
         self._connections.send(exchange)
 
-    def _done(self, exchange: Exchange) -> None:
+    def _done(self, exchange: HttpExchange) -> None:
         live = self.live
         live.done += 1
         if exchange.error is not None or exchange.status != 200:
@@ -124,8 +174,8 @@ class Player:
 
     # --- what was asked, and what came of it ---
 
-    def _asked(self, planned: PlannedRequest) -> Asked:
-        return Asked(
+    def _asked(self, planned: PlannedRequest) -> ClientRequest:
+        return ClientRequest(
             model=self._model(planned),
             prompt_seed=self._settings.seed,
             index=planned.index,
@@ -137,7 +187,7 @@ class Player:
     def _model(self, planned: PlannedRequest) -> str | None:
         return None if planned.adapter is None else self._names[planned.adapter]
 
-    def _record(self, index: int, exchange: Exchange, started_s: float) -> RequestRecord:
+    def _record(self, index: int, exchange: HttpExchange, started_s: float) -> RequestRecord:
         planned, answer = self._planned[index], decode(self._endpoint.dialect, exchange)
         return RequestRecord(
             index=planned.index,
@@ -180,10 +230,10 @@ def _allow_many_connections() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-Progress = Callable[[Live], None]
+Progress = Callable[[RunProgress], None]
 
 
-async def show_while(player: Player, shown: Progress, every_s: float) -> None:
+async def report_progress(player: Player, shown: Progress, every_s: float) -> None:
     """Tells of a run's state now and then, until cancelled."""
     while True:
         await asyncio.sleep(every_s)

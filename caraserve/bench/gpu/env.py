@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from caraserve.bench.gpu.results import StageResult
 from caraserve.bench.gpu.setup import CheckSetup
-from caraserve.bench.machine import machine, versions
+from caraserve.bench.records import machine, versions
 from caraserve.util.units import human_bytes
 
 _PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc", "nvidia-cublas", "transformers", "peft", "pytest")

@@ -23,7 +23,7 @@ _BASE_TARGET, _HOST_TARGET_US = 0.99, 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class DecodePoint:
+class MeasuredDecode:
     """One token for each of `batch` requests at `context`."""
 
     batch: int
@@ -34,7 +34,7 @@ class DecodePoint:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillPoint:
+class MeasuredPrefill:
     """One prompt."""
 
     tokens: int
@@ -96,7 +96,7 @@ def _decode(
             base_ms = subject.decode_ms(context - 1, [0] * batch)
             lora_ms = subject.decode_ms(context - 1, mixed[:batch])
             floor_ms = 1000 * (weights + batch * context * spec.kv_bytes_per_token(DTYPE.itemsize)) / bytes_per_s
-            points.append(DecodePoint(batch, context, base_ms, lora_ms, floor_ms / base_ms))
+            points.append(MeasuredDecode(batch, context, base_ms, lora_ms, floor_ms / base_ms))
     result.figures["decode"] = [asdict(point) for point in points]
     for point in points:
         name = f"decode, batch {point.batch}, context {point.context}"
@@ -135,7 +135,7 @@ def _host(setup: CheckSetup, subject: MeasuredModel, mixed: Sequence[int], resul
 def _prefill(setup: CheckSetup, subject: MeasuredModel, slots_of: dict[int, list[int]], result: StageResult) -> None:
     points, adapter = [], slots_of[max(_RANKS)][0]
     for count in setup.effort.prompts:
-        points.append(PrefillPoint(count, subject.prefill_ms(count, 0), subject.prefill_ms(count, adapter)))
+        points.append(MeasuredPrefill(count, subject.prefill_ms(count, 0), subject.prefill_ms(count, adapter)))
         flops = 2 * count * subject.spec.num_parameters
         told = f"{points[-1].base_ms:.2f} ms, {flops / points[-1].base_ms / 1e9:.0f} TFLOP/s"
         lora = f"rank {max(_RANKS)}: {points[-1].lora_ms / points[-1].base_ms:.2f} times as long"

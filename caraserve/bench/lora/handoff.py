@@ -15,8 +15,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.bench.lora.kernels import Case, torch_layers
-from caraserve.bench.lora.model import QKV, adapter_of, adapter_spec, one_layer_spec
+from caraserve.bench.lora.kernels import QKV, KernelCase, adapter_of, adapter_spec, one_layer_spec, torch_layers
 from caraserve.bench.lora.process import deaf_to_interrupts, pin, pinned_process
 from caraserve.cpu.backend import CpuBackend, CpuSizes
 from caraserve.cpu.weights import dummy_reader, load_model
@@ -34,7 +33,7 @@ _MEASURED = np.dtype(np.float64)  # seconds that a socket's worker computed
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class HandoffTiming:
     """One hand-off: until all deltas were there, and for how long the slowest worker computed."""
 
     total_s: float
@@ -66,7 +65,7 @@ class ThreadsPoint:
 # --- shared memory ---
 
 
-class Rig:
+class HandoffBench:
     """A backend of one layer that does nothing but hand over, for adapters of these dtypes and ranks."""
 
     def __init__(self, hidden: int, adapters: Sequence[tuple[Dtype, int]], cores: Sequence[int]) -> None:
@@ -85,7 +84,7 @@ class Rig:
         self._backend = CpuBackend(self._spec, loaded, sizes)
         self._slots = {adapter: slot for slot, adapter in enumerate(adapters, 1)}
 
-    def __enter__(self) -> "Rig":
+    def __enter__(self) -> "HandoffBench":
         self._backend.warm_up()
         self._backend.start_workers(lambda rank: _MOST_TOKENS)
         if not self._backend.workers.await_all(_BIRTH_S):
@@ -102,13 +101,13 @@ class Rig:
     ) -> None:
         self._backend.close()
 
-    def exchange(self, dtype: Dtype, rank: int, tokens: int, workers: int) -> Exchange:
+    def exchange(self, dtype: Dtype, rank: int, tokens: int, workers: int) -> HandoffTiming:
         """One hand-off to so many of the workers."""
         self._backend.set_slices(lambda _: ceil_div(tokens, workers))
         while (timed := self._backend.time_hand_off(self._slots[dtype, rank], tokens)) is None:
             if not self._backend.workers.await_all(_BIRTH_S):
                 raise BackendFailed("a CPU LoRA worker died and was not replaced")
-        return Exchange(timed.total_s, timed.compute_s)
+        return HandoffTiming(timed.total_s, timed.compute_s)
 
 
 # --- UNIX socket ---
@@ -138,7 +137,7 @@ class SocketWorkers:
         for end in self._ends:
             _receive(end, np.empty(1, np.uint8))  # compiled and ready
 
-    def exchange(self) -> Exchange:
+    def exchange(self) -> HandoffTiming:
         """A prompt to all of them and back."""
         computed_s = np.empty(1, _MEASURED)
         slowest_s, first = 0.0, 0
@@ -150,7 +149,7 @@ class SocketWorkers:
             _receive(end, computed_s)
             _receive(end, deltas)
             slowest_s = max(slowest_s, float(computed_s[0]))
-        return Exchange(time.perf_counter() - started_s, slowest_s)
+        return HandoffTiming(time.perf_counter() - started_s, slowest_s)
 
     def close(self) -> None:
         for end in self._ends:
@@ -195,7 +194,7 @@ def _receive(end: socket.socket, into: NDArray[np.generic]) -> None:
 
 
 def round_trips(
-    rig: Rig, hidden: int, rank: int, prompts: Sequence[int], cores: Sequence[int], repeats: int
+    bench: HandoffBench, hidden: int, rank: int, prompts: Sequence[int], cores: Sequence[int], repeats: int
 ) -> Iterator[RoundTripPoint]:
     """Shared memory and sockets in turn, one worker and all, as few hand-offs apart as they can be."""
     for workers in dict.fromkeys((1, len(cores))):
@@ -204,7 +203,7 @@ def round_trips(
             try:
                 shared, sent = [], []
                 for _ in range(repeats):
-                    shared.append(rig.exchange(Dtype.F16, rank, tokens, workers))
+                    shared.append(bench.exchange(Dtype.F16, rank, tokens, workers))
                     sent.append(sockets.exchange())
             finally:
                 sockets.close()
@@ -212,7 +211,7 @@ def round_trips(
             yield _point("UNIX socket", workers, tokens, sent)
 
 
-def _point(transport: str, workers: int, tokens: int, exchanges: Sequence[Exchange]) -> RoundTripPoint:
+def _point(transport: str, workers: int, tokens: int, exchanges: Sequence[HandoffTiming]) -> RoundTripPoint:
     beyond_us = [1e6 * (each.total_s - each.compute_s) for each in exchanges]
     return RoundTripPoint(
         transport=transport,
@@ -225,21 +224,21 @@ def _point(transport: str, workers: int, tokens: int, exchanges: Sequence[Exchan
 
 
 def beside_threads(
-    rig: Rig, hidden: int, ranks: Sequence[int], cores: Sequence[int], repeats: int
+    bench: HandoffBench, hidden: int, ranks: Sequence[int], cores: Sequence[int], repeats: int
 ) -> Iterator[ThreadsPoint]:
     """A long prompt by one worker and by all, and by as many of torch's threads on the same cores; all in fp32."""
     for count in dict.fromkeys((1, len(cores))):
         with pinned_process(cores[:count]) as pool:
             for rank in ranks:
-                case = Case(hidden, Dtype.F32, rank, _MOST_TOKENS)
+                case = KernelCase(hidden, Dtype.F32, rank, _MOST_TOKENS)
                 ours_ms, torch_ms = [], []
                 for _ in range(repeats):
-                    ours_ms.append(1000 * rig.exchange(Dtype.F32, rank, _MOST_TOKENS, count).total_s)
+                    ours_ms.append(1000 * bench.exchange(Dtype.F32, rank, _MOST_TOKENS, count).total_s)
                     torch_ms.append(pool.submit(_torch_ms, case, count).result())
                 yield ThreadsPoint(count, rank, median(ours_ms), median(torch_ms))
 
 
-def _torch_ms(case: Case, threads: int) -> float:
+def _torch_ms(case: KernelCase, threads: int) -> float:
     compute = torch_layers(case, 1, threads)
     compute(0)
     started_s = time.perf_counter()

@@ -12,8 +12,43 @@ from typing import Any
 
 import numpy as np
 
-from caraserve.bench.lora.model import QKV, adapter_of, one_layer_spec
+from caraserve.core.lora_layout import AdapterSpec, HostAdapter, aligned_bytes, lay_out
 from caraserve.model.dtype import Dtype
+from caraserve.model.spec import SITES, ModelSpec, parse_spec
+from caraserve.profiling.microbench import random_adapter
+
+QKV = SITES[:3]
+_HEAD_DIM = 128
+
+
+def one_layer_spec(hidden: int, layers: int = 1) -> ModelSpec:
+    """Layers that have only the projections of attention in full size: LoRA needs no more of the base model."""
+    heads = max(1, hidden // _HEAD_DIM)
+    return parse_spec(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+            "intermediate_size": 64,
+            "vocab_size": 64,
+            "max_position_embeddings": 1024,
+        }
+    )
+
+
+def adapter_spec(model: ModelSpec, dtype: Dtype, rank: int) -> AdapterSpec:
+    """Of q, k and v in every layer, as the papers have it."""
+    spans, ends = lay_out(model, dtype, {(layer, site): (rank, 1.0) for layer in range(model.layers) for site in QKV})
+    return AdapterSpec(f"synthetic {dtype.name} {rank}", dtype, rank, QKV, ends, spans)
+
+
+def adapter_of(model: ModelSpec, dtype: Dtype, rank: int) -> HostAdapter:
+    """One with random weights, in memory of its own."""
+    spec = adapter_spec(model, dtype, rank)
+    return random_adapter(model, spec, aligned_bytes(spec.num_bytes))
+
 
 _WEIGHTS_BYTES = 64 << 20  # of one point's layers: more than any L2 cache, and than this core's share of L3
 _SAMPLE_S = 0.03
@@ -38,7 +73,7 @@ class KernelPoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class KernelCase:
     """One point to measure."""
 
     hidden: int
@@ -52,14 +87,14 @@ class Case:
         return 2e-9 * self.tokens * self.rank * 2 * self.hidden * len(QKV)
 
 
-def cases(hidden: int, ranks: Sequence[int], tokens: Sequence[int], dtypes: Sequence[Dtype]) -> Iterator[Case]:
+def cases(hidden: int, ranks: Sequence[int], tokens: Sequence[int], dtypes: Sequence[Dtype]) -> Iterator[KernelCase]:
     for dtype in dtypes:
         for rank in ranks:
             for count in tokens:
-                yield Case(hidden, dtype, rank, count)
+                yield KernelCase(hidden, dtype, rank, count)
 
 
-def measure(case: Case) -> KernelPoint:
+def measure(case: KernelCase) -> KernelPoint:
     """Called in a process of its own, pinned to one core (process.py)."""
     from caraserve.cpu.peak import peak_flops  # compiles kernels: not when this file is imported
 
@@ -87,7 +122,7 @@ def measure(case: Case) -> KernelPoint:
     )
 
 
-def _ours(case: Case, layers: int) -> Callable[[], float]:
+def _ours(case: KernelCase, layers: int) -> Callable[[], float]:
     from caraserve.profiling.cpu_lora_rate import LayerLora
 
     spec = one_layer_spec(case.hidden, layers)
@@ -100,7 +135,7 @@ def _ours(case: Case, layers: int) -> Callable[[], float]:
     return layer_s
 
 
-def torch_layers(case: Case, layers: int, threads: int) -> Callable[[int], None]:
+def torch_layers(case: KernelCase, layers: int, threads: int) -> Callable[[int], None]:
     """Computes one of the layers: x once for the stacked A of q, k and v, then each B."""
     import torch
 
@@ -121,12 +156,12 @@ def torch_layers(case: Case, layers: int, threads: int) -> Callable[[int], None]
     return compute
 
 
-def _torch(case: Case, layers: int) -> Callable[[], float]:
+def _torch(case: KernelCase, layers: int) -> Callable[[], float]:
     compute = torch_layers(case, layers, threads=1)
     return lambda: _mean_s(compute, layers)
 
 
-def _numpy(case: Case, layers: int) -> Callable[[], float]:
+def _numpy(case: KernelCase, layers: int) -> Callable[[], float]:
     rng = np.random.default_rng(0)
     x = rng.random((case.tokens, case.hidden), np.float32)
     a = [rng.random((len(QKV) * case.rank, case.hidden), np.float32).T for _ in range(layers)]

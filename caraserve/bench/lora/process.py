@@ -1,4 +1,7 @@
-"""Processes that measure on cores of their own."""
+"""Processes that measure on cores of their own.
+
+This module imports neither NumPy nor torch: a child process is pinned before their thread pools start.
+"""
 
 import multiprocessing
 import os

@@ -18,11 +18,17 @@ from rich.progress import Progress
 from caraserve.bench.cli import LORA_PARTS
 from caraserve.bench.gpu.lora import LoraPoint
 from caraserve.bench.lora.gpu import gpu_points
-from caraserve.bench.lora.handoff import Rig, RoundTripPoint, ThreadsPoint, beside_threads, round_trips
+from caraserve.bench.lora.handoff import (
+    HandoffBench,
+    RoundTripPoint,
+    ThreadsPoint,
+    beside_threads,
+    round_trips,
+)
 from caraserve.bench.lora.kernels import KernelPoint, cases, measure
 from caraserve.bench.lora.process import pinned_process
 from caraserve.bench.lora.report import draw, tables
-from caraserve.bench.machine import machine, versions
+from caraserve.bench.records import machine, versions
 from caraserve.bench.report.files import make_folder
 from caraserve.errors import ConfigError
 from caraserve.gpu.driver.detect import detect
@@ -34,7 +40,7 @@ _ROUND_TRIP_TOKENS = (16, 256)
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
+class LoraEffort:
     """How much is measured."""
 
     hidden: int
@@ -46,8 +52,8 @@ class Effort:
     gpu_s: float  # that its kernels may be measured for
 
 
-FULL = Effort(_HIDDEN, (8, 16, 32, 64, 128), (1, 4, 16, 64, 256), (Dtype.F16, Dtype.BF16, Dtype.F32), 300, 15, 60.0)
-QUICK = Effort(_HIDDEN, (8, 64), (16, 64), (Dtype.F16,), 30, 3, 15.0)
+FULL = LoraEffort(_HIDDEN, (8, 16, 32, 64, 128), (1, 4, 16, 64, 256), (Dtype.F16, Dtype.BF16, Dtype.F32), 300, 15, 60.0)
+QUICK = LoraEffort(_HIDDEN, (8, 64), (16, 64), (Dtype.F16,), 30, 3, 15.0)
 
 
 @dataclass(slots=True)
@@ -67,7 +73,7 @@ class LoraReport:
         return {"bench": "lora", "machine": machine(), "versions": versions(), **asdict(self)}
 
 
-def bench_lora(parts: Sequence[str] | None, cores: Sequence[int] | None, effort: Effort, save: Path | None) -> None:
+def bench_lora(parts: Sequence[str] | None, cores: Sequence[int] | None, effort: LoraEffort, save: Path | None) -> None:
     """Measures, prints tables and one JSON line; writes JSON and a PNG to a folder. Ctrl-C ends it early with what
     there is. `parts` None: all that this machine has. Raises ConfigError for cores, a folder or a GPU that cannot be
     used."""
@@ -100,7 +106,7 @@ def _parts(asked: Sequence[str] | None) -> Sequence[str]:
     return [part for part in LORA_PARTS if part != "gpu" or detect("auto").device == "cuda"]
 
 
-def _steps(parts: Sequence[str], effort: Effort, cores: int) -> int:
+def _steps(parts: Sequence[str], effort: LoraEffort, cores: int) -> int:
     worker_counts = len({1, cores})
     counts = {
         "kernels": len(effort.ranks) * len(effort.tokens) * len(effort.dtypes),
@@ -111,7 +117,7 @@ def _steps(parts: Sequence[str], effort: Effort, cores: int) -> int:
     return sum(counts[part] for part in parts)
 
 
-def _measure(report: LoraReport, parts: Sequence[str], effort: Effort, advance: Callable[[], None]) -> None:
+def _measure(report: LoraReport, parts: Sequence[str], effort: LoraEffort, advance: Callable[[], None]) -> None:
     if "kernels" in parts:
         with pinned_process(report.cores[:1]) as pool:
             for case in cases(effort.hidden, effort.ranks, effort.tokens, effort.dtypes):
@@ -123,16 +129,16 @@ def _measure(report: LoraReport, parts: Sequence[str], effort: Effort, advance: 
     if not {"round-trip", "threads"} & set(parts):
         return
     adapters = [(Dtype.F16, _ROUND_TRIP_RANK), *((Dtype.F32, rank) for rank in effort.ranks)]
-    with Rig(effort.hidden, adapters, report.cores) as rig:
+    with HandoffBench(effort.hidden, adapters, report.cores) as bench:
         if "round-trip" in parts:
             points = round_trips(
-                rig, effort.hidden, _ROUND_TRIP_RANK, _ROUND_TRIP_TOKENS, report.cores, effort.hand_offs
+                bench, effort.hidden, _ROUND_TRIP_RANK, _ROUND_TRIP_TOKENS, report.cores, effort.hand_offs
             )
             for point in points:
                 report.round_trips.append(point)
                 advance()
         if "threads" in parts:
-            for compared in beside_threads(rig, effort.hidden, effort.ranks, report.cores, effort.rounds):
+            for compared in beside_threads(bench, effort.hidden, effort.ranks, report.cores, effort.rounds):
                 report.threads.append(compared)
                 advance()
 

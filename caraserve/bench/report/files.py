@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from caraserve.bench.machine import machine, versions
-from caraserve.bench.records import Run
+from caraserve.bench.records import Run, machine, versions
 from caraserve.bench.report.ratios import ratio_document
 from caraserve.bench.report.summary import Summary
 from caraserve.errors import ConfigError

@@ -12,7 +12,7 @@ MS = 1_000_000
 _DEVICE, _HOST, _ABSENT = Tier.DEVICE, Tier.HOST, Tier.ABSENT  # looked up at every delivery
 
 
-class Shelf:
+class AdapterCache:
     """One instance's adapters, by number."""
 
     def __init__(self, machine: Machine, adapter_bytes: list[int]) -> None:
@@ -26,7 +26,7 @@ class Shelf:
         self.changed: dict[int, Tier] = {}  # since they were last taken
         self.fetches = self.fetched_bytes = self.loads = self.evictions = 0
 
-    def put(self, adapter: int, now: int, *, keep: bool) -> None:
+    def add(self, adapter: int, now: int, *, keep: bool) -> None:
         """It is here, whether asked for or not."""
         if adapter not in self.host:
             self.host[adapter] = now
@@ -43,8 +43,8 @@ class Shelf:
             return _DEVICE
         return _HOST if adapter in self.host else _ABSENT
 
-    def use(self, adapter: int, now: int) -> int:
-        """A request wants it from now on, until `unuse`. When it can run with it."""
+    def acquire(self, adapter: int, now: int) -> int:
+        """A request wants it from now on, until `release`. When it can run with it."""
         self._uses[adapter] = self._uses.get(adapter, 0) + 1
         there = self._device.pop(adapter, None)
         if there is None:
@@ -52,7 +52,7 @@ class Shelf:
         self._device[adapter] = there
         return max(there, now)
 
-    def unuse(self, adapter: int) -> None:
+    def release(self, adapter: int) -> None:
         """One of its requests has ended."""
         left = self._uses[adapter] - 1
         if left:
@@ -60,7 +60,7 @@ class Shelf:
         else:
             del self._uses[adapter]
 
-    def drop(self, adapter: int) -> None:
+    def remove(self, adapter: int) -> None:
         """It need not be here any longer. One in use stays for now."""
         if adapter in self.host:
             self._spare.setdefault(adapter)
@@ -83,7 +83,7 @@ class Shelf:
         self._fetch_free = there = max(now, self._fetch_free) + round(fetch_ms * MS)
         self.fetches += 1
         self.fetched_bytes += size
-        self.put(adapter, there, keep=False)
+        self.add(adapter, there, keep=False)
         return there
 
     def _load(self, adapter: int, there: int) -> int:
@@ -107,5 +107,5 @@ class Shelf:
             idle = next((adapter for adapter in self._spare if adapter not in self._uses), None)
             if idle is None:
                 return
-            self.drop(idle)
+            self.remove(idle)
             self.evictions += 1

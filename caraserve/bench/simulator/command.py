@@ -10,17 +10,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from caraserve.bench.machine import versions
 from caraserve.bench.options import LoadOptions
-from caraserve.bench.records import Workload
+from caraserve.bench.records import Workload, versions
 from caraserve.bench.report.files import as_json as json_bytes
 from caraserve.bench.report.files import make_folder, write_files
 from caraserve.bench.report.tables import to_rich
-from caraserve.bench.simulator.machines import Machine, of_papers, of_profile
-from caraserve.bench.simulator.outcome import Outcome
+from caraserve.bench.simulator.machines import Machine, paper_machine, profiled_machine
 from caraserve.bench.simulator.report import as_json, finite, plots, text_tables
+from caraserve.bench.simulator.result import SimulationResult
 from caraserve.bench.simulator.simulation import Setting
-from caraserve.bench.simulator.sweep import Found, Goal, Study, base, find_all
+from caraserve.bench.simulator.sweep import Goal, PolicyResult, SweepSpec, base, find_all
 from caraserve.bench.workload.build import build
 from caraserve.bench.workload.presets import find_preset
 from caraserve.cluster.routing.perf_model import Kernel
@@ -87,7 +86,11 @@ def bench_cluster(options: ClusterOptions, load: LoadOptions, arguments: Mapping
 
 
 def _document(
-    study: Study, workload: Workload, bare: Outcome, found: Sequence[Found], arguments: Mapping[str, object]
+    study: SweepSpec,
+    workload: Workload,
+    bare: SimulationResult,
+    found: Sequence[PolicyResult],
+    arguments: Mapping[str, object],
 ) -> dict[str, object]:
     return {
         "bench": "cluster",
@@ -103,13 +106,13 @@ def _document(
     }
 
 
-def _assumptions(study: Study, arguments: Mapping[str, object]) -> Iterator[str]:
+def _assumptions(study: SweepSpec, arguments: Mapping[str, object]) -> Iterator[str]:
     yield _OF_PROFILES if arguments["profile"] else _OF_PAPERS
     if any(machine.model.padded for machine in study.machines):
         yield _PADDED
 
 
-def _study(options: ClusterOptions, load: LoadOptions) -> Study:
+def _study(options: ClusterOptions, load: LoadOptions) -> SweepSpec:
     instances = options.instances or (find_preset(load.preset).servers if load.preset else 1)
     goal = None
     if options.need_attainment is not None or options.need_ttft_p95_ms is not None:
@@ -117,17 +120,17 @@ def _study(options: ClusterOptions, load: LoadOptions) -> Study:
     setting = Setting(
         (), "auto", inf, routers=options.routers, copies=options.copies, beat_ms=options.beat_ms, seed=load.seed
     )
-    return Study(_machines(options), instances, setting, goal)
+    return SweepSpec(_machines(options), instances, setting, goal)
 
 
 def _machines(options: ClusterOptions) -> tuple[Machine, ...]:
     if options.profile:
-        like = of_papers("unpadded")
+        like = paper_machine("unpadded")
         kernel = options.kernel or "measured"
-        return tuple(of_profile(profiles.load(file), kernel, like) for file in options.profile)
+        return tuple(profiled_machine(profiles.load(file), kernel, like) for file in options.profile)
     if options.kernel == "measured":
         raise ConfigError("--kernel measured needs --profile; the papers' machine has padded and unpadded kernels")
-    return (of_papers(options.kernel or "unpadded"),)
+    return (paper_machine(options.kernel or "unpadded"),)
 
 
 def _machine_document(machine: Machine) -> dict[str, object]:

@@ -34,7 +34,7 @@ class SimRequest:
         self.ready = self.first = self.done = -1
 
 
-class Iterations(NamedTuple):
+class IterationRun(NamedTuple):
     """A run of equal iterations."""
 
     start: int
@@ -44,10 +44,10 @@ class Iterations(NamedTuple):
     prompt_tokens: int
 
 
-class Batches:
+class BatchSimulator:
     """What runs on one instance, and what waits for it."""
 
-    def __init__(self, machine: Machine, trace: list[Iterations] | None = None) -> None:
+    def __init__(self, machine: Machine, trace: list[IterationRun] | None = None) -> None:
         self._machine, self._model, self._ahead = machine, machine.model, machine.launches_ahead
         self._trace = trace
         self.finished: list[SimRequest] = []  # since they were last taken
@@ -175,7 +175,7 @@ class Batches:
         self._first = last + 1
         if self._trace is not None:
             tokens = sum(count for _, count in self._chunks)
-            self._trace.append(Iterations(self._start, self._each, self._count, len(self._decoding), tokens))
+            self._trace.append(IterationRun(self._start, self._each, self._count, len(self._decoding), tokens))
         decoding = self._decoding
         if decoding and decoding[0][0] == last:
             while decoding and decoding[0][0] == last:

@@ -1,7 +1,7 @@
 """What an instance of a simulated fleet is made of: its times, its memory, its limits. Pure.
 
-A measured profile gives all times (`of_profile`). Without one there is the papers' machine, put together from what they
-print. Its times are Toppings': decode from the two batches of Fig. 6 (24 requests of rank 32 and 16 of rank 64 take
+A measured profile gives all times (`profiled_machine`). Without one, `paper_machine` combines what papers print. Its
+times are Toppings': decode from the two batches of Fig. 6 (24 requests of rank 32 and 16 of rank 64 take
 34.8 and 35.8 ms with BGMV, 35.3 and 35.9 ms with MBGMV), prefill from 256 and 1,000 tokens in 44 and 90 ms. What the
 rank adds to a prefill is LoRAServe's: 2,000 tokens take 2.7 times as long with rank 128 as with rank 8.
 """
@@ -36,7 +36,7 @@ class Machine:
     launches_ahead: int = 1  # iterations launched before the one under way has ended; new requests join behind them
 
 
-def of_papers(kernel: PaperKernel) -> Machine:
+def paper_machine(kernel: PaperKernel) -> Machine:
     """An A100 with Llama-2-7B. Loads from the host are hidden behind the CPU's prefill; a fetch from another instance
     goes over 25 Gbit/s."""
     (x, x_ms), (y, y_ms) = _DECODE[kernel]
@@ -51,7 +51,7 @@ def of_papers(kernel: PaperKernel) -> Machine:
     return Machine(model, LinkSpeeds(disk_bytes_per_ms=2e6, fetch_latency_ms=1.0, fetch_bytes_per_ms=3.1e6))
 
 
-def of_profile(profile: Profile, kernel: Kernel, like: Machine) -> Machine:
+def profiled_machine(profile: Profile, kernel: Kernel, like: Machine) -> Machine:
     """A measured machine; its memory and limits are those of `like`."""
     links = replace(
         like.links, load_latency_ms=profile.link_latency_ms, load_bytes_per_ms=profile.link_bytes_per_s / 1000

@@ -5,25 +5,25 @@ from typing import TYPE_CHECKING
 
 from caraserve.bench.records import Workload
 from caraserve.bench.simulator.instance import SimRequest
-from caraserve.bench.simulator.views import Views
+from caraserve.bench.simulator.views import RouterViews
 from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan, Server, extrapolated, homes
 from caraserve.cluster.placement.plan_factory import make_plan
 from caraserve.cluster.routing.cost import Tier
 
 if TYPE_CHECKING:
-    from caraserve.bench.simulator.simulation import Node
+    from caraserve.bench.simulator.simulation import SimInstance
 
 _S = 1_000_000_000
 
 
-class Planner:
+class SimPlanner:
     """Measures demand, makes plans, and moves adapters to where they say."""
 
     def __init__(
         self,
         routing: str,
-        nodes: "list[Node]",
-        views: Views,
+        nodes: "list[SimInstance]",
+        views: RouterViews,
         workload: Workload,
         adapters: list[str],
         slo_ms: float,
@@ -55,7 +55,7 @@ class Planner:
         self._moves: list[deque[int]] = [deque() for _ in nodes]
         self._credit = [0.0] * len(nodes)
 
-    def _speed(self, node: "Node", slo_ms: float, prompt: float, output: float) -> float:
+    def _speed(self, node: "SimInstance", slo_ms: float, prompt: float, output: float) -> float:
         """Beside the machine of the operating points, which is the first one's; by the mean over ranks."""
         limit = node.machine.max_running
         own = [node.machine.model.operating_point(rank, slo_ms, prompt, output, limit) for rank in sorted(self._points)]
@@ -72,13 +72,13 @@ class Planner:
             for number, places in enumerate(homes(self._adapters, names, self._copies).tolist()):
                 self._put(number, [names[at] for at in places])
         for node in self._nodes:
-            for number, tier in node.shelf.changed.items():
+            for number, tier in node.cache.changed.items():
                 self._views.learn(number, node.name, tier)
-            node.shelf.changed = {}
+            node.cache.changed = {}
 
     def _put(self, adapter: int, names: "list[str] | tuple[str, ...]") -> None:
         for name in names:
-            self._nodes[self._views.number(name)].shelf.put(adapter, 0, keep=True)
+            self._nodes[self._views.number(name)].cache.add(adapter, 0, keep=True)
 
     def observe(self, request: SimRequest) -> None:
         """A request's demand."""
@@ -116,19 +116,19 @@ class Planner:
                 continue  # they are there, to stay
             for share in shares:
                 number = self._views.number(share.instance)
-                if self._nodes[number].shelf.tier(adapter) is Tier.ABSENT:
+                if self._nodes[number].cache.tier(adapter) is Tier.ABSENT:
                     wanted[number].append((-share.fraction * demand.get(adapter, 0.0), adapter))
                 else:
-                    self._nodes[number].shelf.put(adapter, 0, keep=True)
+                    self._nodes[number].cache.add(adapter, 0, keep=True)
         self._moves = [deque(adapter for _, adapter in sorted(moves)) for moves in wanted]
         places = [plan.instances(name) for name in self._adapters]
         for node in self._nodes:
-            for adapter in [one for one in node.shelf.host if node.name not in places[one]]:
+            for adapter in [one for one in node.cache.host if node.name not in places[one]]:
                 if all(self._holds(name, adapter) for name in places[adapter]):
-                    node.shelf.drop(adapter)
+                    node.cache.remove(adapter)
 
     def _holds(self, name: str, adapter: int) -> bool:
-        return adapter in self._nodes[self._views.number(name)].shelf.host
+        return adapter in self._nodes[self._views.number(name)].cache.host
 
     def move(self, number: int, now: int, credit_bytes: float) -> None:
         """What an instance may fetch towards the plan since its last beat."""
@@ -137,11 +137,11 @@ class Planner:
             self._credit[number] = 0.0
             return
         self._credit[number] += credit_bytes
-        shelf = self._nodes[number].shelf
+        cache = self._nodes[number].cache
         while moves and self._credit[number] > 0:  # a debt is paid off before the next one
             adapter = moves.popleft()
-            if shelf.tier(adapter) is Tier.ABSENT:
+            if cache.tier(adapter) is Tier.ABSENT:
                 self._credit[number] -= self._bytes[adapter]
-                shelf.fetches += 1
-                shelf.fetched_bytes += self._bytes[adapter]
-            shelf.put(adapter, now, keep=True)
+                cache.fetches += 1
+                cache.fetched_bytes += self._bytes[adapter]
+            cache.add(adapter, now, keep=True)

@@ -7,15 +7,15 @@ from typing import Any
 
 from caraserve.bench.report.plots import can_draw, legend, line_style, new_figure, render, style
 from caraserve.bench.report.tables import NONE, TextTable, number, percent
-from caraserve.bench.simulator.outcome import Outcome
-from caraserve.bench.simulator.sweep import Found
+from caraserve.bench.simulator.result import SimulationResult
+from caraserve.bench.simulator.sweep import PolicyResult
 from caraserve.util.units import human_bytes
 
 _FIRST_COLUMNS = ("SLO attainment", "TPT", "to the first", "TTFT p95", "TPOT", "busy", "imbalance")
 _LAST_COLUMNS = ("held", "at most", "fetches", "refused")
 
 
-def text_tables(found: Sequence[Found]) -> Iterator[TextTable]:
+def text_tables(found: Sequence[PolicyResult]) -> Iterator[TextTable]:
     """Latencies, then what instances held and moved; and the sizes needed, if they were searched for."""
     outcomes = [one.at_size for one in found]
     sized = any(one.tried for one in found)
@@ -31,7 +31,7 @@ def text_tables(found: Sequence[Found]) -> Iterator[TextTable]:
     yield TextTable(f"{size}: adapters and requests", ("routing", *_LAST_COLUMNS, "fetched", "hops", "moved"), moved)
 
 
-def _latency_row(one: Outcome, first: Outcome) -> tuple[str, ...]:
+def _latency_row(one: SimulationResult, first: SimulationResult) -> tuple[str, ...]:
     return (
         one.routing,
         percent(one.attainment),
@@ -44,7 +44,7 @@ def _latency_row(one: Outcome, first: Outcome) -> tuple[str, ...]:
     )
 
 
-def _moved_row(one: Outcome) -> tuple[str, ...]:
+def _moved_row(one: SimulationResult) -> tuple[str, ...]:
     return (
         one.routing,
         f"{one.adapters_held_mean:,.0f}",
@@ -57,7 +57,7 @@ def _moved_row(one: Outcome) -> tuple[str, ...]:
     )
 
 
-def as_json(one: Found) -> dict[str, Any]:
+def as_json(one: PolicyResult) -> dict[str, Any]:
     """One policy; the same for every run of one seed."""
     tried = [
         {"instances": size.instances, "attainment": size.attainment, "ttft_p95_ms": size.ttft_p95_ms}
@@ -76,7 +76,7 @@ def finite(value: Any) -> Any:
     return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def plots(found: Sequence[Found]) -> dict[str, bytes]:
+def plots(found: Sequence[PolicyResult]) -> dict[str, bytes]:
     """Draws what was simulated: PNG by file name. Returns nothing without matplotlib."""
     if not can_draw():
         return {}
@@ -86,7 +86,7 @@ def plots(found: Sequence[Found]) -> dict[str, bytes]:
     return drawn
 
 
-def _latencies(found: Sequence[Found]) -> bytes:
+def _latencies(found: Sequence[PolicyResult]) -> bytes:
     """Draws time per token of every policy as a CDF, and SLO attainment as bars."""
     figure = new_figure(10.5, 4.4)
     curves, bars = figure.subplots(1, 2, width_ratios=(3, 2))
@@ -112,7 +112,7 @@ def _latencies(found: Sequence[Found]) -> bytes:
     return render(figure)
 
 
-def _sizes(found: Sequence[Found]) -> bytes:
+def _sizes(found: Sequence[PolicyResult]) -> bytes:
     """Draws SLO attainment over the number of instances."""
     figure = new_figure(8.5, 4.2)
     (axes,) = figure.subplots(1, 1, squeeze=False)[0]

@@ -13,12 +13,12 @@ from heapq import heappop, heappush
 from typing import Any
 
 from caraserve.bench.records import Workload
-from caraserve.bench.simulator.adapter_cache import Shelf
+from caraserve.bench.simulator.adapter_cache import AdapterCache
 from caraserve.bench.simulator.compiled_ranking import PackedInstance, estimates, rank_compiled
-from caraserve.bench.simulator.instance import FOREVER, MS, Batches, Iterations, SimRequest
+from caraserve.bench.simulator.instance import FOREVER, MS, BatchSimulator, IterationRun, SimRequest
 from caraserve.bench.simulator.machines import Machine
-from caraserve.bench.simulator.placement import Planner
-from caraserve.bench.simulator.views import Views
+from caraserve.bench.simulator.placement import SimPlanner
+from caraserve.bench.simulator.views import RouterViews
 from caraserve.cluster.placement.migration import QueuedRequest, rebalanced
 from caraserve.cluster.routing.cost import AnswerLengths, Arrival, CostEstimate, Tier
 from caraserve.cluster.routing.policies import policy
@@ -28,10 +28,10 @@ from caraserve.cluster.routing.router import (
     Proposal,
     Refusal,
     RoutingTarget,
+    apply_quotes,
     check_acceptance,
     next_target,
 )
-from caraserve.cluster.routing.router import apply_quotes as settled
 
 _BEAT, _REBALANCE, _PLAN, _DELIVERY = range(4)
 _S = 1000 * MS
@@ -60,12 +60,12 @@ class Setting:
     seed: int = 0
 
 
-class Node:
+class SimInstance:
     """One instance: its batches, its adapters, and how it shows itself."""
 
-    def __init__(self, name: str, machine: Machine, adapter_bytes: list[int], trace: list[Iterations] | None) -> None:
+    def __init__(self, name: str, machine: Machine, adapter_bytes: list[int], trace: list[IterationRun] | None) -> None:
         self.name, self.machine = name, machine
-        self.batches, self.shelf = Batches(machine, trace), Shelf(machine, adapter_bytes)
+        self.batches, self.cache = BatchSimulator(machine, trace), AdapterCache(machine, adapter_bytes)
         self._shown = PackedInstance(name, machine.model, self.batches.backlog(), machine.links)
 
     def shown(self) -> Instance:
@@ -77,11 +77,11 @@ class Node:
 
     def tier(self, request: SimRequest) -> Tier:
         """Where a request's adapter is."""
-        return Tier.DEVICE if request.adapter < 0 else self.shelf.tier(request.adapter)
+        return Tier.DEVICE if request.adapter < 0 else self.cache.tier(request.adapter)
 
 
 @dataclass(slots=True)
-class Journey:
+class SimRouting:
     """A request between its router and the instance that takes it."""
 
     request: SimRequest
@@ -93,7 +93,7 @@ class Journey:
 
 
 @dataclass(slots=True)
-class Counts:
+class EventCounts:
     """What happened, beyond what instances count."""
 
     arrivals: int = 0
@@ -119,13 +119,13 @@ class Simulation:
     ) -> None:
         self._setting, self._workload, self._log = setting, workload, log
         self._chance = random.Random(setting.seed)
-        self.counts = Counts()
-        self.traces: list[list[Iterations]] = [[] for _ in setting.machines] if trace else []
+        self.counts = EventCounts()
+        self.traces: list[list[IterationRun]] = [[] for _ in setting.machines] if trace else []
         rank_bytes = setting.machines[0].rank_bytes
         adapter_bytes = [rank * rank_bytes for rank in workload.ranks]
         self._adapters = [f"adapter-{number:05}" for number in range(len(workload.ranks))]
         self.nodes = [
-            Node(f"i{number:03}", machine, adapter_bytes, self.traces[number] if trace else None)
+            SimInstance(f"i{number:03}", machine, adapter_bytes, self.traces[number] if trace else None)
             for number, machine in enumerate(setting.machines)
         ]
         self._routers = setting.routers or len(self.nodes)
@@ -133,9 +133,9 @@ class Simulation:
         self._enforces_slo = self._policies[0].enforces_slo
         self._own_weight = self._policies[0].own_weight
         shown = [node.shown() for node in self.nodes]
-        self._views = Views(shown, self._adapters, self._routers, round(setting.gossip_ms * MS))
+        self._views = RouterViews(shown, self._adapters, self._routers, round(setting.gossip_ms * MS))
         self._lengths = AnswerLengths()
-        self._planner = Planner(
+        self._planner = SimPlanner(
             setting.routing, self.nodes, self._views, workload, self._adapters, setting.slo_ms, setting.copies
         )
         self._events: list[tuple[int, int, int, Any]] = []
@@ -215,7 +215,7 @@ class Simulation:
         node.batches.advance(now)
         self._collect(node)
         self._planner.move(number, now, setting.move_bytes_per_s * setting.beat_ms / 1000)
-        changed, node.shelf.changed = node.shelf.changed, {}
+        changed, node.cache.changed = node.cache.changed, {}
         self._views.publish(number, node.shown(), changed, now)
         self.counts.beats += 1
         if self._log is not None:
@@ -252,13 +252,13 @@ class Simulation:
         node = self.nodes[self._views.number(source)]
         node.batches.take_back(request)
         if request.adapter >= 0:
-            node.shelf.unuse(request.adapter)
+            node.cache.release(request.adapter)
         self.counts.migrations += 1
         arrival = self._arrival(request)
-        journey = Journey(
+        routed = SimRouting(
             request, arrival, self._views.number(source), (target,), [], RoutingTarget(target, force=True)
         )
-        self._push(now + round(self._setting.hop_ms * MS), _DELIVERY, journey)
+        self._push(now + round(self._setting.hop_ms * MS), _DELIVERY, routed)
 
     # --- requests ---
 
@@ -281,12 +281,14 @@ class Simulation:
         self._planner.observe(request)
         fleet = self._views.of(router, own.shown(), now)
         proposal = self._policies[router].propose(arrival, fleet, chance)
-        order = settled(proposal, self._quotes(proposal, arrival, request, now))
+        order = apply_quotes(proposal, self._quotes(proposal, arrival, request, now))
         asked = round(self._setting.quote_ms * MS) if proposal.ask else 0
         target = next_target(order, [], 0.0, self._setting.ttft_ms, force=not self._enforces_slo)
         if self._log is not None:
             self._log.append((now, "arrival", request.index, router))
-        self._send(Journey(request, arrival, router, order, [], target), now + asked) if target else self._lose(request)
+        self._send(SimRouting(request, arrival, router, order, [], target), now + asked) if target else self._lose(
+            request
+        )
 
     def _quotes(self, proposal: Proposal, arrival: Arrival, request: SimRequest, now: int) -> dict[str, CostEstimate]:
         if not proposal.ask:
@@ -299,50 +301,50 @@ class Simulation:
         quotes = estimates([node.shown() for node in nodes], tiers, arrival, self._own_weight)
         return dict(zip(proposal.ask, quotes, strict=True))
 
-    def _send(self, journey: Journey, now: int) -> None:
-        number = self._views.number(journey.target.name)
-        if number == journey.router:
-            self._push(now, _DELIVERY, journey)
+    def _send(self, routed: SimRouting, now: int) -> None:
+        number = self._views.number(routed.target.name)
+        if number == routed.router:
+            self._push(now, _DELIVERY, routed)
             return
         self.counts.hops += 1
-        self._views.sent(journey.router, number, journey.arrival, now)
-        self._push(now + round(self._setting.hop_ms * MS), _DELIVERY, journey)
+        self._views.sent(routed.router, number, routed.arrival, now)
+        self._push(now + round(self._setting.hop_ms * MS), _DELIVERY, routed)
 
-    def _deliver(self, journey: Journey, now: int) -> None:
-        request, number = journey.request, self._views.number(journey.target.name)
+    def _deliver(self, routed: SimRouting, now: int) -> None:
+        request, number = routed.request, self._views.number(routed.target.name)
         node = self.nodes[number]
         node.batches.advance(now)
         self._collect(node)
         self.counts.deliveries += 1
-        refusal = check_acceptance(journey.arrival, node.shown(), node.tier(request), journey.target.force)
+        refusal = check_acceptance(routed.arrival, node.shown(), node.tier(request), routed.target.force)
         if refusal is not None:
-            self._refused(journey, refusal, now)
+            self._refused(routed, refusal, now)
             return
-        ready = now if request.adapter < 0 else node.shelf.use(request.adapter, now)
+        ready = now if request.adapter < 0 else node.cache.acquire(request.adapter, now)
         node.batches.deliver(request, now, ready)
         self.served_by[request.index] = number
         if self._log is not None:
             self._log.append((now, "delivery", request.index, number))
 
-    def _refused(self, journey: Journey, refusal: Refusal, now: int) -> None:
+    def _refused(self, routed: SimRouting, refusal: Refusal, now: int) -> None:
         self.counts.refusals += 1
-        journey.attempts.append((journey.target, refusal))
-        elapsed_ms = (now - journey.request.arrived) / MS
+        routed.attempts.append((routed.target, refusal))
+        elapsed_ms = (now - routed.request.arrived) / MS
         target = next_target(
-            journey.order, journey.attempts, elapsed_ms, self._setting.ttft_ms, force=not self._enforces_slo
+            routed.order, routed.attempts, elapsed_ms, self._setting.ttft_ms, force=not self._enforces_slo
         )
         if target is None:
-            self._lose(journey.request)
+            self._lose(routed.request)
             return
-        journey.target = target
-        self._send(journey, now + round(self._setting.hop_ms / 2 * MS))
+        routed.target = target
+        self._send(routed, now + round(self._setting.hop_ms / 2 * MS))
 
     def _lose(self, request: SimRequest) -> None:
         self.lost.append(request)
 
-    def _collect(self, node: Node) -> None:
+    def _collect(self, node: SimInstance) -> None:
         for request in node.batches.finished:
             self._lengths.observe(self._name_of(request), request.output)
             if request.adapter >= 0:
-                node.shelf.unuse(request.adapter)
+                node.cache.release(request.adapter)
         node.batches.finished.clear()

@@ -11,7 +11,7 @@ from math import inf
 
 from caraserve.bench.records import Workload
 from caraserve.bench.simulator.machines import Machine, without_adapters
-from caraserve.bench.simulator.outcome import Outcome, outcome
+from caraserve.bench.simulator.result import SimulationResult, summarize
 from caraserve.bench.simulator.simulation import Setting, Simulation
 
 
@@ -22,7 +22,7 @@ class Goal:
     attainment: float | None = None  # of time per token
     ttft_p95_ms: float | None = None
 
-    def met(self, found: Outcome) -> bool:
+    def met(self, found: SimulationResult) -> bool:
         """Whether a run holds all that is set."""
         if self.attainment is not None and found.attainment < self.attainment:
             return False
@@ -30,7 +30,7 @@ class Goal:
 
 
 @dataclass(frozen=True, slots=True)
-class Study:
+class SweepSpec:
     """What is simulated: a workload on fleets of any size."""
 
     machines: tuple[Machine, ...]  # of its instances in turn
@@ -41,15 +41,15 @@ class Study:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PolicyResult:
     """One policy: at the study's size, and at every size tried for the goal."""
 
-    at_size: Outcome
-    tried: tuple[Outcome, ...] = ()
+    at_size: SimulationResult
+    tried: tuple[SimulationResult, ...] = ()
     needed: int | None = None  # instances; None: no goal, or not met
 
 
-def base(study: Study, workload: Workload, slo_scale: float) -> Outcome:
+def base(study: SweepSpec, workload: Workload, slo_scale: float) -> SimulationResult:
     """The same requests without adapters, in turn to every instance. Its SLO is the study's: so many times its own mean
     time per token."""
     bare = Workload(tuple(replace(request, adapter=None) for request in workload.requests), ())
@@ -57,15 +57,15 @@ def base(study: Study, workload: Workload, slo_scale: float) -> Outcome:
     machines = tuple(map(without_adapters, sized.machines))
     simulation = Simulation(replace(sized, machines=machines, routers=1), bare)
     simulation.run()
-    mean_ms = outcome(simulation, "round-robin", inf).tpt_mean_ms
-    return outcome(simulation, "round-robin", slo_scale * mean_ms)
+    mean_ms = summarize(simulation, "round-robin", inf).tpt_mean_ms
+    return summarize(simulation, "round-robin", slo_scale * mean_ms)
 
 
-def find(study: Study, workload: Workload, routing: str) -> Found:
+def find(study: SweepSpec, workload: Workload, routing: str) -> PolicyResult:
     """One policy's runs, one after another."""
     at_size = _run(_sized(study, routing, study.instances), workload)
     if study.goal is None:
-        return Found(at_size)
+        return PolicyResult(at_size)
     tried = {study.instances: at_size}
 
     def enough(count: int) -> bool:
@@ -75,7 +75,7 @@ def find(study: Study, workload: Workload, routing: str) -> Found:
         return study.goal.met(tried[count])
 
     needed = _least(enough, study.instances, study.most_instances)
-    return Found(at_size, tuple(tried[count] for count in sorted(tried)), needed)
+    return PolicyResult(at_size, tuple(tried[count] for count in sorted(tried)), needed)
 
 
 def _least(enough: Callable[[int], bool], start: int, most: int) -> int | None:
@@ -94,29 +94,29 @@ def _least(enough: Callable[[int], bool], start: int, most: int) -> int | None:
     return high
 
 
-def _sized(study: Study, routing: str, instances: int) -> Setting:
+def _sized(study: SweepSpec, routing: str, instances: int) -> Setting:
     machines = tuple(study.machines[number % len(study.machines)] for number in range(instances))
     return replace(study.setting, machines=machines, routing=routing)
 
 
-def _run(setting: Setting, workload: Workload) -> Outcome:
+def _run(setting: Setting, workload: Workload) -> SimulationResult:
     simulation = Simulation(setting, workload)
     simulation.run()
-    return outcome(simulation, setting.routing, setting.slo_ms)
+    return summarize(simulation, setting.routing, setting.slo_ms)
 
 
-_of_this_process: list[tuple[Study, Workload]] = []
+_of_this_process: list[tuple[SweepSpec, Workload]] = []
 
 
-def _begin(study: Study, workload: Workload) -> None:
+def _begin(study: SweepSpec, workload: Workload) -> None:
     _of_this_process[:] = [(study, workload)]
 
 
-def _find_here(routing: str) -> Found:
+def _find_here(routing: str) -> PolicyResult:
     return find(*_of_this_process[0], routing)
 
 
-def find_all(study: Study, workload: Workload, routings: Sequence[str], processes: int) -> Iterator[Found]:
+def find_all(study: SweepSpec, workload: Workload, routings: Sequence[str], processes: int) -> Iterator[PolicyResult]:
     """Every policy, in the order given. The results do not depend on the number of processes."""
     if processes == 1:
         yield from (find(study, workload, routing) for routing in routings)

@@ -14,7 +14,7 @@ from caraserve.cluster.routing.router import Fleet, Instance, SentRequests
 _S = 1e-9
 
 
-class Views:
+class RouterViews:
     """Instances are numbered in the order of their names, adapters as in `adapters`."""
 
     def __init__(self, published: Sequence[Instance], adapters: Sequence[str], routers: int, delay_ns: int) -> None:

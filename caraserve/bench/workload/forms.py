@@ -1,10 +1,22 @@
 """The short texts that name a distribution, `zipf:0.9` or `sticky:0.8,8`: what may follow which name. Pure."""
 
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
 
 from caraserve.errors import ConfigError
+
+
+@cache
+def distributions() -> dict[str, Any]:
+    """The fitted parameters and where they come from: `levels`, `lengths` by name, `popularity` by name."""
+    source = files("caraserve.bench.workload").joinpath("distributions.json")
+    document: dict[str, Any] = json.loads(source.read_text(encoding="utf-8"))
+    return document
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from caraserve.bench.workload.fitted import distributions
-from caraserve.bench.workload.forms import unknown
+from caraserve.bench.workload.forms import distributions, unknown
 from caraserve.bench.workload.tables import MOST_TOKENS
 from caraserve.bench.workload.traces import RequestTrace, Trace, needs_trace, read_lengths
 from caraserve.errors import ConfigError

@@ -34,8 +34,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from caraserve.bench.workload.fitted import distributions
-from caraserve.bench.workload.forms import Form, Parameter, parse_form
+from caraserve.bench.workload.forms import Form, Parameter, distributions, parse_form
 from caraserve.bench.workload.traces import RateTrace, RequestTrace, Trace, needs_trace
 from caraserve.errors import ConfigError
 

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice(Generic[T]):
+class SweptValue(Generic[T]):
     """The values that a source sweeps, and the one run by default."""
 
     values: tuple[T, ...]
@@ -32,15 +32,15 @@ class Preset:
     name: str
     aliases: tuple[str, ...]
     source: str
-    base_model: Choice[str]
+    base_model: SweptValue[str]
     hardware: str
     servers: int
-    lengths: Choice[str]
-    arrivals: Choice[str]
-    rates: Choice[float] | None  # requests a second; None: all at once
-    adapters: Choice[int]  # 0: the base model alone
-    popularity: Choice[str]
-    ranks: Choice[tuple[int, ...]]  # of one run, for the adapters in turn
+    lengths: SweptValue[str]
+    arrivals: SweptValue[str]
+    rates: SweptValue[float] | None  # requests a second; None: all at once
+    adapters: SweptValue[int]  # 0: the base model alone
+    popularity: SweptValue[str]
+    ranks: SweptValue[tuple[int, ...]]  # of one run, for the adapters in turn
     duration_s: float | None
     requests: int | None
     concurrency: int | None  # clients, each with one request under way; None: requests are sent when they are due
@@ -50,7 +50,7 @@ class Preset:
     @property
     def notes(self) -> tuple[str, ...]:
         """What was assumed, and which point of each sweep is run, a sentence each."""
-        sweeps: dict[str, Choice[str]] = {
+        sweeps: dict[str, SweptValue[str]] = {
             "model": self.base_model,
             "lengths": self.lengths,
             "arrivals": self.arrivals,
@@ -106,12 +106,12 @@ def _preset(row: Mapping[str, str]) -> Preset:
     )
 
 
-def _choice(cell: str, parse: Callable[[str], T]) -> Choice[T]:
+def _choice(cell: str, parse: Callable[[str], T]) -> SweptValue[T]:
     texts = cell.split(" | ")
     marked = [text for text in texts if text.startswith("*")]
     values = tuple(parse(text.removeprefix("*")) for text in texts)
-    return Choice(values, parse(marked[0].removeprefix("*")) if marked else values[0])
+    return SweptValue(values, parse(marked[0].removeprefix("*")) if marked else values[0])
 
 
-def _shown(choice: Choice[T], show: Callable[[T], str]) -> Choice[str]:
-    return Choice(tuple(show(value) for value in choice.values), show(choice.default))
+def _shown(choice: SweptValue[T], show: Callable[[T], str]) -> SweptValue[str]:
+    return SweptValue(tuple(show(value) for value in choice.values), show(choice.default))

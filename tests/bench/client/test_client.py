@@ -14,7 +14,7 @@ import pytest
 import uvloop
 
 from caraserve.bench.client.endpoint import Endpoint, find_endpoint
-from caraserve.bench.client.player import Player, Settings, show_while
+from caraserve.bench.client.player import LoadSettings, Player, report_progress
 from caraserve.bench.records import PlannedRequest, Run, Workload
 from caraserve.errors import ConfigError
 
@@ -49,10 +49,10 @@ def load(moments_s: Sequence[float], adapter: int = 0, output_tokens: int = 4) -
     return Workload(tuple(requests), (8,))
 
 
-def play(fake: Served, workload: Workload, settings: Settings | None = None, backend: str = "openai") -> Run:
+def play(fake: Served, workload: Workload, settings: LoadSettings | None = None, backend: str = "openai") -> Run:
     async def run() -> Run:
         endpoint = await find_endpoint(fake.url, backend, None, None)
-        return await Player(endpoint, workload, endpoint.adapters, settings or Settings(seed=0), "fake").play()
+        return await Player(endpoint, workload, endpoint.adapters, settings or LoadSettings(seed=0), "fake").play()
 
     return uvloop.run(run())
 
@@ -106,7 +106,7 @@ def test_an_open_loop_does_not_wait_for_answers(fake: Served) -> None:
 
 
 def test_a_closed_loop_keeps_so_many_under_way(fake: Served) -> None:
-    run = play(fake, load([0.0] * 6), Settings(seed=0, max_concurrency=2))
+    run = play(fake, load([0.0] * 6), LoadSettings(seed=0, max_concurrency=2))
     starts_ends = sorted(
         [(record.sent_s, 1) for record in run.records] + [(record.done_s, -1) for record in run.records]
     )
@@ -121,8 +121,10 @@ def test_a_closed_loop_keeps_so_many_under_way(fake: Served) -> None:
 def test_stopping_keeps_what_was_answered_and_names_the_rest(fake: Served) -> None:
     async def run() -> Run:
         endpoint = await find_endpoint(fake.url, "openai", None, None)
-        player = Player(endpoint, load([0.0, 0.0, 60.0]), endpoint.adapters, Settings(seed=0), "stopped")
-        watching = asyncio.create_task(show_while(player, lambda live: player.stop() if live.done else None, 0.001))
+        player = Player(endpoint, load([0.0, 0.0, 60.0]), endpoint.adapters, LoadSettings(seed=0), "stopped")
+        watching = asyncio.create_task(
+            report_progress(player, lambda live: player.stop() if live.done else None, 0.001)
+        )
         try:
             return await player.play()
         finally:
@@ -138,7 +140,7 @@ def test_stopping_keeps_what_was_answered_and_names_the_rest(fake: Served) -> No
 def test_the_same_seed_sends_the_same_prompts(fake: Served) -> None:
     async def requests(seed: int) -> list[bytes]:
         endpoint = await find_endpoint(fake.url, "openai", None, None)
-        player = Player(endpoint, load([0.0, 0.0]), endpoint.adapters, Settings(seed=seed), "")
+        player = Player(endpoint, load([0.0, 0.0]), endpoint.adapters, LoadSettings(seed=seed), "")
         return player._requests
 
     first, again, other = (uvloop.run(requests(seed)) for seed in (1, 1, 2))

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caraserve.bench.client.connection import Exchange
-from caraserve.bench.client.dialects import Asked, Dialect, LlamaCpp, OpenAIChat, OpenAICompletions, decode
+from caraserve.bench.client.connection import HttpExchange
+from caraserve.bench.client.dialects import ClientRequest, Dialect, LlamaCpp, OpenAIChat, OpenAICompletions, decode
 
 OPENAI = (
     b'data: {"choices":[{"text":"a","finish_reason":null}]}\n\n'
@@ -18,11 +18,11 @@ OPENAI = (
     b": phases queued=0.5;load=3\n\n"
     b"data: [DONE]\n\n"
 )
-ASKED = Asked(model="poet", prompt_seed=0, index=3, prompt_tokens=5, output_tokens=9, ignore_eos=True)
+ASKED = ClientRequest(model="poet", prompt_seed=0, index=3, prompt_tokens=5, output_tokens=9, ignore_eos=True)
 
 
-def answered(*pieces: tuple[float, bytes], status: int = 200) -> Exchange:
-    exchange = Exchange(b"", lambda _: None)
+def answered(*pieces: tuple[float, bytes], status: int = 200) -> HttpExchange:
+    exchange = HttpExchange(b"", lambda _: None)
     exchange.status, exchange.pieces = status, list(pieces)
     return exchange
 
@@ -101,7 +101,7 @@ def test_prompts_have_the_tokens_asked_for() -> None:
 
 
 def test_without_ignore_eos_nothing_but_openais_own_fields_is_sent() -> None:
-    plain = Asked(model=None, prompt_seed=0, index=0, prompt_tokens=2, output_tokens=3, ignore_eos=False)
+    plain = ClientRequest(model=None, prompt_seed=0, index=0, prompt_tokens=2, output_tokens=3, ignore_eos=False)
     body = OpenAICompletions("base").body(plain)
     assert set(body) == {"model", "prompt", "max_tokens", "temperature", "stream", "stream_options"}
     assert body["model"] == "base"

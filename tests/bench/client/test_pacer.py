@@ -5,7 +5,7 @@ import time
 
 import uvloop
 
-from caraserve.bench.client.pacer import Pacer
+from caraserve.bench.client.player import Pacer
 
 
 def paced(moments_s: list[float], stop_at: int | None = None) -> list[tuple[int, float]]:

@@ -11,7 +11,7 @@ from threading import Event
 
 import pytest
 
-from caraserve.bench.lora.kernels import Case, measure
+from caraserve.bench.lora.kernels import KernelCase, measure
 from caraserve.model.dtype import Dtype
 
 
@@ -84,6 +84,6 @@ def _has_members(group: int) -> bool:
 
 @pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.F16, Dtype.BF16])
 def test_speeds_are_no_more_than_the_core_can_do(dtype: Dtype) -> None:
-    point = measure(Case(hidden=256, dtype=dtype, rank=8, tokens=4))
+    point = measure(KernelCase(hidden=256, dtype=dtype, rank=8, tokens=4))
     assert 0 < point.ours < point.peak
     assert (point.numpy is not None) == (dtype is Dtype.F32)

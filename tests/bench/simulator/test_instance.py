@@ -5,8 +5,8 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from caraserve.bench.simulator.instance import FOREVER, MS, Batches, Iterations, SimRequest
-from caraserve.bench.simulator.machines import Machine, of_papers
+from caraserve.bench.simulator.instance import FOREVER, MS, BatchSimulator, IterationRun, SimRequest
+from caraserve.bench.simulator.machines import Machine, paper_machine
 from caraserve.cluster.routing.cost import LinkSpeeds
 from caraserve.cluster.routing.perf_model import PerfModel
 from tests.bench.simulator.reference import Plain, play
@@ -38,10 +38,10 @@ MACHINES = st.builds(
 
 def simulated(
     machine: Machine, rows: list[tuple[int, int, int, int, int]], looks: list[int]
-) -> tuple[list[SimRequest], list[Iterations]]:
+) -> tuple[list[SimRequest], list[IterationRun]]:
     """Delivers in order of time; looks at other times too, which must change nothing."""
-    trace: list[Iterations] = []
-    batches = Batches(machine, trace)
+    trace: list[IterationRun] = []
+    batches = BatchSimulator(machine, trace)
     requests = [SimRequest(index, row[0], 0, *row[2:]) for index, row in enumerate(rows)]
     events = [(row[0], index) for index, row in enumerate(rows)] + [(look, -1) for look in looks]
     for time, index in sorted(events, key=lambda event: (event[0], event[1] >= 0, event[1])):
@@ -54,7 +54,7 @@ def simulated(
     return requests, trace
 
 
-def one_by_one(trace: list[Iterations]) -> list[tuple[int, int, int, int]]:
+def one_by_one(trace: list[IterationRun]) -> list[tuple[int, int, int, int]]:
     return [
         (run.start + index * run.each, run.each, run.decoding, run.prompt_tokens)
         for run in trace
@@ -97,7 +97,7 @@ def test_iterations_of_both_kinds_pay_their_fixed_part_once() -> None:
 
 def test_the_papers_machine_takes_what_the_papers_print() -> None:
     for kernel, (first_ms, second_ms) in {"padded": (34.8, 35.8), "unpadded": (35.3, 35.9)}.items():
-        model = of_papers(kernel).model  # type: ignore[arg-type]
+        model = paper_machine(kernel).model  # type: ignore[arg-type]
         assert round(model.decode_ms(24, 24 * 32, 32), 6) == first_ms
         assert round(model.decode_ms(16, 16 * 64, 64), 6) == second_ms
         assert round(model.prefill_ms(256, 0), 6) == 44.0
@@ -107,7 +107,7 @@ def test_the_papers_machine_takes_what_the_papers_print() -> None:
 
 
 def test_a_stuck_request_can_be_taken_back() -> None:
-    batches = Batches(replace(MACHINE, kv_tokens=30))
+    batches = BatchSimulator(replace(MACHINE, kv_tokens=30))
     running, stuck = SimRequest(0, 0, 0, 8, 10, 10), SimRequest(1, 0, 0, 64, 10, 10)
     for request in (running, stuck):
         batches.deliver(request, 0, 0)

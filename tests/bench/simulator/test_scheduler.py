@@ -5,14 +5,14 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caraserve.bench.simulator.instance import FOREVER, MS, Batches, Iterations, SimRequest
-from caraserve.bench.simulator.machines import of_papers
+from caraserve.bench.simulator.instance import FOREVER, MS, BatchSimulator, IterationRun, SimRequest
+from caraserve.bench.simulator.machines import paper_machine
 from caraserve.core.backend import Limits
 from caraserve.core.request import GenerateRequest, Phase, Request, SamplingParams
 from caraserve.engine.scheduler import plan_iteration
 from caraserve.kv.block_pool import BlockPool
 
-MACHINE = replace(of_papers("unpadded"), max_running=6, max_step_tokens=32, launches_ahead=0)
+MACHINE = replace(paper_machine("unpadded"), max_running=6, max_step_tokens=32, launches_ahead=0)
 LIMITS = Limits(num_blocks=1000, block_tokens=16, num_slots=6, adapter_slots=2, max_step_tokens=32, max_context=400)
 
 
@@ -50,8 +50,8 @@ def scheduled(rows: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 
 def simulated(rows: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    trace: list[Iterations] = []
-    batches = Batches(MACHINE, trace)
+    trace: list[IterationRun] = []
+    batches = BatchSimulator(MACHINE, trace)
     for index, (at, prompt, output) in enumerate(rows):
         batches.advance(at)
         batches.deliver(SimRequest(index, at, -1, 0, prompt, output), at, at)

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from caraserve.bench.records import PlannedRequest, Workload
 from caraserve.bench.report.plots import can_draw
 from caraserve.bench.simulator.instance import MS
-from caraserve.bench.simulator.machines import Machine, of_papers, without_adapters
-from caraserve.bench.simulator.outcome import digest, outcome
+from caraserve.bench.simulator.machines import Machine, paper_machine, without_adapters
+from caraserve.bench.simulator.result import digest, summarize
 from caraserve.bench.simulator.simulation import Setting, Simulation
-from caraserve.bench.simulator.sweep import Goal, Study, base, find_all
+from caraserve.bench.simulator.sweep import Goal, SweepSpec, base, find_all
 from caraserve.bench.workload.arrivals import parse_arrivals
 from caraserve.bench.workload.build import WorkloadSpec, build
 from caraserve.bench.workload.lengths import parse_lengths
@@ -29,7 +29,7 @@ from caraserve.cluster.routing.cost import LinkSpeeds
 from caraserve.core.machine_profile import load
 from tests.bench.simulator.reference import Plain, play
 
-MACHINE = replace(of_papers("padded"), max_running=32, kv_tokens=20_000)
+MACHINE = replace(paper_machine("padded"), max_running=32, kv_tokens=20_000)
 
 
 def workload(rate: float = 30.0, duration_s: float = 15.0, seed: int = 0, adapters: int = 40) -> Workload:
@@ -140,7 +140,7 @@ def test_every_request_ends_once_and_nothing_is_left(routing: str) -> None:
         assert request.arrived < request.first <= request.done
     tokens = sum(request.output for request in simulation.requests)
     assert sum(node.batches.tokens for node in simulation.nodes) == tokens
-    found = outcome(simulation, routing, 60.0)
+    found = summarize(simulation, routing, 60.0)
     assert found.events > found.steps
     assert found.events > tokens
 
@@ -196,9 +196,9 @@ def test_a_missing_adapter_is_fetched_once_and_the_request_waits_for_it() -> Non
     links = LinkSpeeds(fetch_latency_ms=100.0)
     requests = tuple(PlannedRequest(index, 0.001 * index, 0, 10, 5) for index in range(8))
     simulation = run("round-robin", Workload(requests, (64,)), (replace(MACHINE, links=links),) * 4, routers=1)
-    lacking = [number for number, node in enumerate(simulation.nodes) if node.shelf.fetches]
+    lacking = [number for number, node in enumerate(simulation.nodes) if node.cache.fetches]
     assert len(lacking) == 2  # two have it from the start
-    assert all(simulation.nodes[number].shelf.fetches == 1 for number in lacking)
+    assert all(simulation.nodes[number].cache.fetches == 1 for number in lacking)
     for request in simulation.requests:
         waited_ms = (request.ready - request.arrived) / MS
         assert (waited_ms > 90) == (simulation.served_by[request.index] in lacking)
@@ -208,10 +208,10 @@ def test_a_full_host_tier_lets_go_of_what_was_fetched_and_never_of_homes() -> No
     small = replace(MACHINE, host_adapter_bytes=4 * 64 * MACHINE.rank_bytes)
     load = replace(workload(adapters=12), ranks=(64,) * 12)
     simulation = run("random", load, (small,) * 8, copies=3)
-    assert sum(node.shelf.evictions for node in simulation.nodes) > 0
+    assert sum(node.cache.evictions for node in simulation.nodes) > 0
     names = [f"adapter-{adapter:05}" for adapter in range(12)]
     for adapter, places in enumerate(homes(names, [node.name for node in simulation.nodes], 3).tolist()):
-        assert all(adapter in simulation.nodes[place].shelf.host for place in places)
+        assert all(adapter in simulation.nodes[place].cache.host for place in places)
 
 
 def test_plans_follow_demand() -> None:
@@ -242,7 +242,7 @@ def test_what_is_still_to_come_stays_wanted_by_the_next_plan() -> None:
 
 
 def test_policies_do_not_depend_on_the_number_of_processes() -> None:
-    study = Study((MACHINE,), 3, Setting((), "auto", 60.0), Goal(attainment=0.5), most_instances=12)
+    study = SweepSpec((MACHINE,), 3, Setting((), "auto", 60.0), Goal(attainment=0.5), most_instances=12)
     load = workload(duration_s=6.0)
     alone = list(find_all(study, load, ("random", "auto"), 1))
     spread = list(find_all(study, load, ("random", "auto"), 2))
@@ -255,14 +255,14 @@ def test_policies_do_not_depend_on_the_number_of_processes() -> None:
 
 
 def test_a_goal_out_of_reach_is_said_to_be() -> None:
-    study = Study((MACHINE,), 2, Setting((), "auto", 1e-3), Goal(attainment=0.5), most_instances=4)
+    study = SweepSpec((MACHINE,), 2, Setting((), "auto", 1e-3), Goal(attainment=0.5), most_instances=4)
     (found,) = find_all(study, workload(duration_s=3.0), ("random",), 1)
     assert found.needed is None
     assert [tried.instances for tried in found.tried] == [2, 3, 4]
 
 
 def test_the_slo_is_a_multiple_of_the_base() -> None:
-    study = Study((MACHINE,), 5, Setting((), "auto", float("inf")))
+    study = SweepSpec((MACHINE,), 5, Setting((), "auto", float("inf")))
     bare = base(study, LOAD, 1.5)
     assert bare.slo_ms == pytest.approx(1.5 * bare.tpt_mean_ms)
     assert 0.9 < bare.attainment <= 1.0
@@ -313,7 +313,7 @@ def test_a_measured_machine_is_simulated_as_it_was_measured() -> None:
 
 def test_every_instance_may_have_every_adapter_at_the_start() -> None:
     simulation = run("dlora", copies=9)
-    assert all(len(node.shelf.host) == 40 and node.shelf.fetches == 0 for node in simulation.nodes)
+    assert all(len(node.cache.host) == 40 and node.cache.fetches == 0 for node in simulation.nodes)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caraserve.bench.workload.fitted import distributions
+from caraserve.bench.workload.forms import distributions
 from caraserve.bench.workload.lengths import Pair, parse_lengths, shorten
 from caraserve.bench.workload.traces import RateTrace, RequestTrace
 from caraserve.errors import ConfigError

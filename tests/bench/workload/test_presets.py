@@ -8,7 +8,7 @@ import pytest
 from caraserve.bench.workload.arrivals import parse_arrivals
 from caraserve.bench.workload.lengths import parse_lengths
 from caraserve.bench.workload.popularity import parse_popularity
-from caraserve.bench.workload.presets import Choice, Preset, find_preset, load_presets
+from caraserve.bench.workload.presets import Preset, SweptValue, find_preset, load_presets
 from caraserve.errors import ConfigError
 
 PRESETS = {preset.name: preset for preset in load_presets().values()}
@@ -79,7 +79,7 @@ def test_a_preset_is_complete(preset: Preset) -> None:
 
 
 def test_the_default_of_a_sweep_is_one_of_its_values(preset: Preset) -> None:
-    choices: tuple[Choice[Any], ...] = (
+    choices: tuple[SweptValue[Any], ...] = (
         preset.base_model,
         preset.lengths,
         preset.arrivals,

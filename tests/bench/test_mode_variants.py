@@ -8,7 +8,7 @@ from rich.console import Console
 from caraserve.bench.cli import bench_parser
 from caraserve.bench.gpu.lora import LoraPoint
 from caraserve.bench.lora.report import tables
-from caraserve.bench.modes import ModesOptions, Way, _Prepared, ways_of
+from caraserve.bench.modes import ModesOptions, ModeVariant, _Prepared, mode_variants
 from caraserve.bench.options import LoadOptions
 from caraserve.bench.servers import Synthetic
 
@@ -20,31 +20,31 @@ def options(*arguments: str) -> ModesOptions:
 
 
 def test_each_mode_is_run_with_each_kernel_in_turn() -> None:
-    ways = ways_of(options("--modes", "auto,cached", "--lora-kernel", "bgmv,bgmv-padded"))
-    assert ways == [
-        Way("auto", "bgmv", "auto"),
-        Way("auto", "bgmv-padded", "auto bgmv-padded"),
-        Way("cached", "bgmv", "cached"),
-        Way("cached", "bgmv-padded", "cached bgmv-padded"),
+    variants = mode_variants(options("--modes", "auto,cached", "--lora-kernel", "bgmv,bgmv-padded"))
+    assert variants == [
+        ModeVariant("auto", "bgmv", "auto"),
+        ModeVariant("auto", "bgmv-padded", "auto bgmv-padded"),
+        ModeVariant("cached", "bgmv", "cached"),
+        ModeVariant("cached", "bgmv-padded", "cached bgmv-padded"),
     ]
 
 
 def test_without_a_kernel_the_server_chooses() -> None:
-    assert ways_of(options("--modes", "cached")) == [Way("cached", None, "cached")]
+    assert mode_variants(options("--modes", "cached")) == [ModeVariant("cached", None, "cached")]
 
 
 def test_one_kernel_alone_goes_by_the_mode_s_name() -> None:
-    ways = ways_of(options("--modes", "cached", "--lora-kernel", "bgmv-padded"))
-    assert ways == [Way("cached", "bgmv-padded", "cached")]
+    variants = mode_variants(options("--modes", "cached", "--lora-kernel", "bgmv-padded"))
+    assert variants == [ModeVariant("cached", "bgmv-padded", "cached")]
 
 
 def test_the_server_is_told(tmp_path: Path) -> None:
     chosen, made = options("--lora-kernel", "bgmv-padded"), Synthetic(("model",), ("a",), (1 << 20,))
     spec = LoadOptions.from_args(bench_parser().parse_args(["modes"])).spec()
     prepared = _Prepared(chosen, made, tmp_path / "registry", spec, resident=1)
-    arguments = prepared.arguments(ways_of(chosen)[0])
+    arguments = prepared.arguments(mode_variants(chosen)[0])
     assert arguments[arguments.index("--lora-kernel") + 1] == "bgmv-padded"
-    assert "--lora-kernel" not in prepared.arguments(Way("cached", None, "cached"))
+    assert "--lora-kernel" not in prepared.arguments(ModeVariant("cached", None, "cached"))
 
 
 def test_an_unknown_kernel_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ _CURVE = tuple(range(0, 101, 2))  # percentiles kept for drawing
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulationResult:
     """One run. Latencies in ms, of requests after the warm-up; a lost request has infinite ones."""
 
     routing: str
@@ -51,7 +51,7 @@ class Outcome:
     digest: str  # of every request's times and place: equal runs have equal ones
 
 
-def outcome(simulation: Simulation, routing: str, slo_ms: float) -> Outcome:
+def summarize(simulation: Simulation, routing: str, slo_ms: float) -> SimulationResult:
     """Sums up a finished run."""
     nodes, counts = simulation.nodes, simulation.counts
     warm = WARM_UP * (simulation.requests[-1].arrived if simulation.requests else 0)
@@ -65,9 +65,9 @@ def outcome(simulation: Simulation, routing: str, slo_ms: float) -> Outcome:
     tpot_ms = (times[several, 2] - times[several, 1]) / MS / (times[several, 3] - 1)
     tokens = [node.batches.tokens for node in nodes]
     end = max((one.done for one in simulation.requests), default=0)
-    iterations, loads = sum(node.batches.iterations for node in nodes), sum(node.shelf.loads for node in nodes)
+    iterations, loads = sum(node.batches.iterations for node in nodes), sum(node.cache.loads for node in nodes)
     looks = counts.arrivals + counts.deliveries + counts.quotes + counts.beats + loads
-    return Outcome(
+    return SimulationResult(
         routing=routing,
         instances=len(nodes),
         requests=len(judged),
@@ -83,11 +83,11 @@ def outcome(simulation: Simulation, routing: str, slo_ms: float) -> Outcome:
         tpot_mean_ms=_mean(tpot_ms),
         utilisation=sum(node.batches.busy_ns for node in nodes) / (len(nodes) * end) if end else 0.0,
         imbalance=max(tokens) * len(nodes) / sum(tokens) if sum(tokens) else 1.0,
-        adapters_held_mean=sum(len(node.shelf.host) for node in nodes) / len(nodes),
-        adapters_held_max=max(len(node.shelf.host) for node in nodes),
-        bytes_held_max=max(node.shelf.host_bytes for node in nodes),
-        fetches=sum(node.shelf.fetches for node in nodes),
-        fetched_bytes=sum(node.shelf.fetched_bytes for node in nodes),
+        adapters_held_mean=sum(len(node.cache.host) for node in nodes) / len(nodes),
+        adapters_held_max=max(len(node.cache.host) for node in nodes),
+        bytes_held_max=max(node.cache.host_bytes for node in nodes),
+        fetches=sum(node.cache.fetches for node in nodes),
+        fetched_bytes=sum(node.cache.fetched_bytes for node in nodes),
         hops=counts.hops,
         quotes=counts.quotes,
         refusals=counts.refusals,
