@@ -79,7 +79,7 @@ class Host:
         for lane in Lane:
             parts.context.timelines.settle(lane)
         parts.assisted._sync_slots.reclaim(())
-        assert len(parts.assisted._sync_slots._free) == len(parts.assist_resources.region.rooms)
+        assert len(parts.assisted._sync_slots._free) == len(parts.assist_resources.region.hand_off_buffers)
 
 
 @asynccontextmanager

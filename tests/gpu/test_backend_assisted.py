@@ -89,7 +89,7 @@ class Office:
 
     async def until_launched(self, prompts: int = 1) -> None:
         """Chunks are on the lane, their letters written."""
-        await self.until(lambda: len(self.assisted._under_way) >= prompts)
+        await self.until(lambda: len(self.assisted._in_flight) >= prompts)
 
     async def until_loaded(self) -> None:
         await self.until(lambda: not any(bound.is_loading for bound in self.host.parts.images.bound.values()))

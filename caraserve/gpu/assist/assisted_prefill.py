@@ -1,9 +1,9 @@
 """Prefills that CPU workers help with, beside iterations: chunk by chunk on the assist lane (Toppings §4.2).
 
-Before a chunk is launched, a letter for each layer and group that may have to be handed off says what each worker is
-to do; whether it is sent, the device decides when it gets there. A chunk whose workers fail is void as a whole, and so
-is the rest of its prompt: the engine does it again without help. Chunks of one prompt follow one another; chunks of
-several may be under way, as many as there are books.
+Before a chunk is launched, a work order for each layer and module group that may have to be handed off says what each
+worker computes; whether the workers are asked, the device decides when it gets there. If a chunk's workers fail, the
+whole chunk and the rest of its prompt are void: the engine computes the prompt again without workers. Chunks of one
+prompt follow one another; chunks of several prompts may be in flight, as many as there are sync slots.
 """
 
 import contextlib
@@ -36,21 +36,21 @@ from caraserve.gpu.memory.link_queue import LoraSource, choose_source
 from caraserve.gpu.memory.request_state import RequestSlots
 from caraserve.model.spec import ModelSpec
 
-_UNKNOWN_S = 0.002  # what a hand-off may be expected to take where nothing was measured
+_UNKNOWN_S = 0.002  # assumed time of a hand-off where none was measured
 
 
 @dataclass(slots=True)
 class AssistPredictions:
-    """What is expected of this machine; set when it is known. Only how well it goes depends on them."""
+    """Predicted times of this machine, set once they were measured. They affect speed only, never results."""
 
-    layer_s: Callable[[int], float] = lambda tokens: 0.0  # to compute a layer of a prefill of so many tokens
+    layer_s: Callable[[int], float] = lambda tokens: 0.0  # of one layer of a prefill of so many tokens
     hand_off_s: Callable[[int, int], float] = lambda tokens, rank: _UNKNOWN_S  # of one group of one layer, at a rank
-    tokens_per_worker: Callable[[int], int] = lambda rank: 64  # most of a slice
+    tokens_per_worker: Callable[[int], int] = lambda rank: 64  # the most in a slice, by rank
 
 
 @dataclass(frozen=True, slots=True)
 class AssistResources:
-    """The CPU workers, what they share with the device, and who sees to it that nobody waits for them in vain."""
+    """The CPU workers, the memory that they share with the device, and the watchdog that aborts waits for them."""
 
     region: HostRegion
     memory: RegisteredMemory
@@ -60,28 +60,28 @@ class AssistResources:
 
 @dataclass(slots=True)
 class AssistCounts:
-    """Since the start."""
+    """Counts since the start."""
 
-    slices: int = 0  # asked of workers
+    slices: int = 0  # that work orders asked of workers
     void_chunks: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class _Prompt:
-    """One plan that went aside."""
+    """A prompt that is computed by assisted prefill."""
 
     batch: Batch
     done: Done
-    issued: int  # mark of the compute lane, after which the device knows its slot and its blocks
+    issued: int  # mark of the compute lane, after which the device has its request slot and KV blocks
     ends: deque[int]
-    at: int  # where its next chunk begins
+    at: int  # position where its next chunk begins
     started_s: float
     cpu_layers: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
 class _Issuing:
-    """A chunk on its way to the device's queue; `layers` issues one more at each step."""
+    """A chunk that is being issued; each step of `layers` issues one layer."""
 
     prompt: _Prompt
     sync_slot: SyncSlot
@@ -98,7 +98,7 @@ class _Chunk:
 
 
 class AssistedPrefills:
-    """The launching thread's alone."""
+    """All assisted prefills of a backend. Used by the launching thread only."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class AssistedPrefills:
         spec: ModelSpec,
         wake: Callable[[], None],
     ) -> None:
-        """`wake` has the launching thread call `schedule_pending`."""
+        """`wake` makes the launching thread call `schedule_pending`."""
         self._driver, self._timelines, self._ring = context.driver, context.timelines, context.ring
         self._copier, self._queue = context.copier, context.queue
         self._images, self._slots, self._spec, self._wake = images, slots, spec, wake
@@ -120,13 +120,13 @@ class AssistedPrefills:
         self._workers, self._watchdog = assist_resources.workers, assist_resources.watchdog
         self._lane = AssistLane(self._driver, self._timelines, self._copier, self._memory.device_base)
         region, workers, batch, host = self._region, self._workers, self._batch, self._host
-        flags = spec.layers * len(GROUPS)
+        hand_offs = spec.layers * len(GROUPS)
         self._words = RegionWords(region.region)
-        self._rooms = {room.sync_slot: room for room in region.rooms}
-        self._sync_slots = SyncSlotPool(self._words, [SyncSlot.at(room.sync_slot, flags) for room in region.rooms])
+        self._buffers = {buffers.sync_slot: buffers for buffers in region.hand_off_buffers}
+        self._sync_slots = SyncSlotPool(self._words, [SyncSlot.at(offset, hand_offs) for offset in self._buffers])
         device = batch.words.device
         self._order_words = work_order_bytes(max(1, len(workers))) // 8
-        self._orders = torch.zeros((flags, self._order_words), dtype=torch.int64, device=device)
+        self._orders = torch.zeros((hand_offs, self._order_words), dtype=torch.int64, device=device)
         self._gate = torch.zeros(images.tables.slots, dtype=torch.int32, device=device)
         self._asked = torch.zeros(max(1, len(workers)), dtype=torch.int64, device=device)
         self._flags = torch.zeros(2, dtype=torch.int32, device=device)  # publish's counter, errors
@@ -134,14 +134,14 @@ class AssistedPrefills:
         self._writer = WorkOrderWriter(spec, region, self._memory)
         self._waiting: deque[_Prompt] = deque()
         self._issuing: _Issuing | None = None
-        self._under_way: list[_Chunk] = []  # issued whole
-        self._answers: dict[int, int] = {}  # bytes that workers were asked for, by book
-        self._returned: SimpleQueue[Callable[[], None]] = SimpleQueue()  # what is to be done about chunks that ended
+        self._in_flight: list[_Chunk] = []  # issued completely
+        self._answers: dict[int, int] = {}  # bytes that workers were asked for, by sync slot
+        self._returned: SimpleQueue[Callable[[], None]] = SimpleQueue()  # callbacks of chunks that finished
         self.predictions = AssistPredictions()
         self.counts = AssistCounts()
 
     def launch(self, batch: Batch, done: Done) -> None:
-        """Takes a plan whose slot and blocks have just been written on the compute lane."""
+        """Queues a batch of one row, whose request slot and blocks have just been written on the compute lane."""
         (row,) = batch.rows
         ends = deque(chunk_ends(row.start, row.start + row.count))
         issued = self._timelines.mark(Lane.COMPUTE)
@@ -150,37 +150,37 @@ class AssistedPrefills:
 
     @property
     def is_busy(self) -> bool:
-        """Whether `schedule_pending` is to be called again soon."""
+        """True if `schedule_pending` must be called again soon."""
         return bool(self._waiting) or self.is_issuing
 
     @property
     def is_issuing(self) -> bool:
-        """Whether `schedule_pending` is to be called again at once."""
+        """True if `schedule_pending` must be called again at once."""
         return self._issuing is not None
 
     @property
     def is_open(self) -> bool:
-        """Whether some plan has not ended."""
-        return bool(self._under_way) or self.is_busy
+        """True if some prompt is not finished."""
+        return bool(self._in_flight) or self.is_busy
 
     def await_return(self, timeout_s: float) -> None:
-        """Waits until a chunk that is under way has ended, if one is."""
-        if self._under_way and not self.is_issuing:
+        """Waits for a chunk in flight, if there is one, for `timeout_s` at most."""
+        if self._in_flight and not self.is_issuing:
             with contextlib.suppress(Empty):
                 self._returned.get(timeout=timeout_s)()
 
     def schedule_pending(self) -> None:
-        """Sees to chunks that have ended, and issues a layer of the next if there is a book for it."""
+        """Processes chunks that have finished, and issues a layer of the next one if a sync slot is free."""
         while not self._returned.empty():
             self._returned.get()()
-            self._images.poll()  # what had to wait for the chunk's adapter to be free goes before the next chunk
+            self._images.poll()  # loads that waited for the chunk's adapter to be unpinned come before the next chunk
         if self._issuing is None:
             self._begin_next()
         if self._issuing is not None:
             self._issue_layer(self._issuing)
 
     def fail(self, failure: Exception) -> None:
-        """The device has failed: what has not been launched never will be."""
+        """Fails all prompts that have not been launched; called when the device has failed."""
         if self._issuing is not None:
             self._abort(self._issuing, failure)
         while self._waiting:
@@ -194,13 +194,13 @@ class AssistedPrefills:
         if (sync_slot := self._sync_slots.acquire()) is None:
             return
         prompt = self._waiting.popleft()
-        if not self._under_way:
+        if not self._in_flight:
             self._watch_workers(True)
         self._images.pool.pin(prompt.batch.rows[0].adapter_slot)
         self._issuing = _Issuing(prompt, sync_slot, self._issue_chunk(prompt, sync_slot, statuses))
 
     def _issue_layer(self, issuing: _Issuing) -> None:
-        """Whoever's turn it is, it may be another's than that of the plan being launched now."""
+        """Issues one layer. An error fails this chunk's prompt, and not the batch that is being launched now."""
         try:
             next(issuing.layers)
         except StopIteration:
@@ -209,19 +209,19 @@ class AssistedPrefills:
             self._abort(issuing, error)
 
     def _abort(self, issuing: _Issuing, failure: Exception) -> None:
-        """A chunk that cannot be issued to its end."""
+        """Ends a chunk that cannot be issued completely."""
         self._issuing = None
-        self._under_way = [chunk for chunk in self._under_way if chunk.sync_slot is not issuing.sync_slot]
+        self._in_flight = [chunk for chunk in self._in_flight if chunk.sync_slot is not issuing.sync_slot]
         self._watchdog.unwatch(issuing.sync_slot)
         self._release(issuing.prompt.batch.rows[0].adapter_slot, issuing.sync_slot, worker_statuses(self._workers))
         issuing.prompt.done(failure)
 
     def _release(self, slot: int, sync_slot: SyncSlot, late: Sequence[WorkerStatus] = ()) -> None:
-        """What a chunk had. `late`: all workers, if one of them may write to it still."""
+        """Releases what a chunk held. `late`: all workers, if one of them may still write to its sync slot."""
         self._images.pool.unpin(slot)
         self._queue.answered(self._answers.pop(sync_slot.offset, 0))
         self._sync_slots.release(sync_slot, late)
-        if not self._under_way and not self.is_issuing:
+        if not self._in_flight and not self.is_issuing:
             self._watch_workers(False)
 
     # --- one chunk ---
@@ -243,11 +243,11 @@ class AssistedPrefills:
             ready=self._images.ready_words(slot),
             ready_generation=bound.generation,
         )
-        written = self._writer.orders(chunk, bound.adapter, row.count, statuses, self.predictions.tokens_per_worker)
+        written = self._writer.write(chunk, bound.adapter, row.count, statuses, self.predictions.tokens_per_worker)
         self.counts.slices += sum(order.tasks for order in written)
         self._answers[sync_slot.offset] = sum(order.answer_bytes for order in written)
         self._queue.await_answers(self._answers[sync_slot.offset])
-        terms = self._terms(chunk)
+        hand_offs = self._hand_offs(chunk)
         self._watchdog.watch(sync_slot, {index: self._hand_off_s(row, bound) for _, _, index, _ in chunk.hand_offs()})
 
         def metadata(stream: Stream) -> None:
@@ -257,11 +257,13 @@ class AssistedPrefills:
             self._driver.fill(self._flags.data_ptr(), self._flags.nbytes, stream)
 
         after = latest(at(Lane.COMPUTE, prompt.issued), self._images.pool.moved(slot))
-        number = yield from self._lane.issue(metadata, self._decoder.make_pass(shape, hand_offs=terms), chunk, after)
+        number = yield from self._lane.issue(
+            metadata, self._decoder.make_pass(shape, hand_offs=hand_offs), chunk, after
+        )
         self._images.used([slot], Lane.ASSIST, number)
         prompt.at = end
         launched = _Chunk(prompt, row, outputs, sync_slot, number)
-        self._under_way.append(launched)
+        self._in_flight.append(launched)
         self._return_results(launched)
 
     def _return_results(self, chunk: _Chunk) -> None:
@@ -288,7 +290,7 @@ class AssistedPrefills:
     def _on_chunk_finished(
         self, chunk: _Chunk, failure: DriverError | None, made: RowResult | None, *, is_void: bool
     ) -> None:
-        self._under_way.remove(chunk)
+        self._in_flight.remove(chunk)
         was_aborted = self._watchdog.unwatch(chunk.sync_slot)
         prompt, sync_slot = chunk.prompt, chunk.sync_slot
         for index, flags in enumerate(sync_slot.flags):
@@ -311,17 +313,17 @@ class AssistedPrefills:
     def _finish(prompt: _Prompt, result: RowResult) -> None:
         prompt.done(StepResult((result,), prompt.started_s, time.monotonic()))
 
-    def _watch_workers(self, under_way: bool) -> None:
-        """Has workers stay awake, and those that have stopped be replaced, while chunks are under way: a book that one
-        of these may still write to is nobody's until then."""
-        self._workers.keep_awake(under_way)
-        self._workers.watch(under_way)
+    def _watch_workers(self, in_flight: bool) -> None:
+        """Keeps workers awake, and has stuck ones replaced, while chunks are in flight: a sync slot that a stuck worker
+        may still write to is not free until then."""
+        self._workers.keep_awake(in_flight)
+        self._workers.watch(in_flight)
 
     def warm_up(self, settle: Callable[[], None]) -> None:
-        """Runs every kernel of the lane once in each of its forms, over a hand-off that was given up before. `settle`
+        """Runs every kernel of the lane once in each of its forms, with a hand-off that is already aborted. `settle`
         waits for the lane."""
         sync_slot = self._sync_slots.acquire()
-        assert sync_slot is not None, "nothing is under way yet"
+        assert sync_slot is not None, "no chunk is in flight yet"
         self._words.store(sync_slot.status, sync_slot.generation)
         stream = self._timelines.streams[Lane.ASSIST]
         self._ring.send(self._batch.words.data_ptr(), self._host.empty(), Lane.ASSIST)
@@ -329,7 +331,7 @@ class AssistedPrefills:
         for order in self._writer.write_without_workers(chunk):
             self._ring.send(self._orders[order.index].data_ptr(), order.words, Lane.ASSIST)
         for tokens in (2, 16, ASSISTED_CHUNK_TOKENS):
-            steps = self._decoder.make_pass(PassShape(tokens, 0, 1, 1, 1, False, 0), hand_offs=self._terms(chunk))
+            steps = self._decoder.make_pass(PassShape(tokens, 0, 1, 1, 1, False, 0), hand_offs=self._hand_offs(chunk))
             for _ in self._lane.issue(lambda stream: None, steps, chunk, NOTHING):
                 pass
             settle()
@@ -343,7 +345,7 @@ class AssistedPrefills:
     def _sources(
         self, bound: BoundAdapter, slot: int, tokens: int, statuses: Sequence[WorkerStatus]
     ) -> list[LoraSource]:
-        """What is expected of each layer when the device gets there."""
+        """Predicts for each layer where its LoRA will come from when the device gets there."""
         now_s, layer_s = time.monotonic(), self.predictions.layer_s(tokens)
         expected = self._queue.arrivals(slot, now_s)
         issued_s = self._queue.arrival_of_issued(now_s)
@@ -365,16 +367,16 @@ class AssistedPrefills:
     def _hand_off_s(self, row: ScheduledRow, bound: BoundAdapter) -> float:
         return self.predictions.hand_off_s(row.count, bound.stored.rank)
 
-    def _terms(self, chunk: AssistedChunk) -> ChunkHandOffs:
-        room: HandOffBuffers = self._rooms[chunk.sync_slot.offset]
-        flags = range(self._spec.layers * len(GROUPS))
+    def _hand_offs(self, chunk: AssistedChunk) -> ChunkHandOffs:
+        buffers: HandOffBuffers = self._buffers[chunk.sync_slot.offset]
+        indices = range(self._spec.layers * len(GROUPS))
         base, size = self._orders.data_ptr(), 8 * self._order_words
         return ChunkHandOffs(
             slot=chunk.slot,
             gate=self._gate,
-            orders=[base + size * index for index in flags],
-            host_x=[self._memory.device_base + room.x] * len(flags),
-            host_strides=[x_stride(self._spec, index % len(GROUPS)) for index in flags],
+            orders=[base + size * index for index in indices],
+            host_x=[self._memory.device_base + buffers.x] * len(indices),
+            host_strides=[x_stride(self._spec, index % len(GROUPS)) for index in indices],
             asked=self._asked.data_ptr(),
             counter=self._flags[0].data_ptr(),
             errors=self._flags[1].data_ptr(),

@@ -1,21 +1,21 @@
-"""The words by which device, CPU workers and a watchdog agree on an assisted prefill, and who gives up.
+"""The words by which device, CPU workers and a watchdog synchronise an assisted prefill, and how a wait is aborted.
 
-The device runs through all layers of a chunk without the host, so every hand-off of a chunk (a layer's group of
-modules that read the same x) has words of its own, in a *book*; a chunk has a book to itself. In host memory, each word
-on a line of its own:
+The device runs through all layers of a chunk without the host. So every hand-off of a chunk (a layer's group of modules
+that read the same x) has words of its own, and a chunk has a *sync slot* with the words of all its hand-offs. They are
+in host memory, each on a cache line of its own:
 
-    status   watchdog              the generation of the chunk that was given up
+    status   watchdog              the generation of the chunk that was aborted
     x_flag   device                the chunk's generation, after x
-    y_flag   last worker to finish the chunk's generation, after y
-             device                the same, when no worker is asked, the layer having arrived for example: the wait
-                                   falls through, and the kernels after it look further
+    y_flag   last worker to finish the chunk's generation, after y (a completion counter of cpu/handoff.py)
+             device                the same, when no worker is asked, for example because the layer has arrived: the
+                                   wait falls through, and the kernels after it decide what to add
              watchdog              the same, after `status`: nothing is to be added
 
-All writers of a y_flag write the same value, so whoever comes late changes nothing, as long as the book, its x and its
-y have not been used again; and they are not, until every worker that may be late has been seen idle or dead. For that
-to be enough, a worker that finds an x_flag first says that it is busy, and then begins only if `status` is not the
-generation. Who adds y looks at `status` after the wait: a chunk that was given up adds nothing from there on, and its
-request does it again without help.
+All writers of a y_flag write the same value, so a late write changes nothing while the sync slot, its x and its y are
+not reused. They are reused only after every worker that may write late was seen idle or dead. For that to be enough, a
+worker that finds an x_flag first marks itself busy, and then begins only if `status` is not the generation. The kernel
+that adds y reads `status` after the wait: an aborted chunk adds nothing from there on, and its request computes the
+prompt again without CPU workers.
 """
 
 import threading
@@ -28,32 +28,32 @@ from caraserve.cpu.lora_workers.pool import WorkerPool
 from caraserve.gpu.driver.api import has_reached, successor
 
 _LINE = 64
-CHECK_S = 0.001  # between two looks while a chunk is under way
+CHECK_S = 0.001  # between two checks while a chunk is in flight
 _TIMEOUT_FACTOR, _TIMEOUT_MARGIN_S = (
     5.0,
     0.002,
-)  # a hand-off may take so many times what was predicted, and so much more
-DEATH_GRACE_S = 0.003  # after a death the others have so long to redo its part
+)  # a hand-off may take 5 times its prediction and 2 ms more
+DEATH_GRACE_S = 0.003  # for the other workers to redo the part of one that died
 
 
 class SharedWords(Protocol):
-    """Words of host memory that the device sees, by their offset."""
+    """Words of host memory that the device can read and write, by their offset."""
 
     def load(self, offset: int) -> int:
-        """What was read after is at least as new."""
+        """Reads a word (acquire): later reads are at least as new."""
 
     def store(self, offset: int, value: int) -> None:
-        """What was written before is seen first."""
+        """Writes a word (release): earlier writes are visible first."""
 
 
-def sync_slot_bytes(flags: int) -> int:
-    """Bytes of a book."""
-    return _LINE * (1 + 2 * flags)
+def sync_slot_bytes(hand_offs: int) -> int:
+    """Bytes of a sync slot with the words of so many hand-offs."""
+    return _LINE * (1 + 2 * hand_offs)
 
 
 @dataclass(frozen=True, slots=True)
 class HandOffFlags:
-    """The words of one hand-off."""
+    """Offsets of the words of one hand-off."""
 
     x_flag: int
     y_flag: int
@@ -61,7 +61,8 @@ class HandOffFlags:
 
 @dataclass(slots=True, eq=False)
 class SyncSlot:
-    """The words of one chunk; offsets. `generation` differs from that of every chunk that anybody still knows of."""
+    """The words of one chunk, as offsets. `generation` differs from those of all chunks whose words may still be
+    written."""
 
     offset: int
     flags: tuple[HandOffFlags, ...]
@@ -72,15 +73,16 @@ class SyncSlot:
         return self.offset
 
     @classmethod
-    def at(cls, offset: int, flags: int, generation: int = 0) -> "SyncSlot":
-        """A book whose words begin at `offset` and all have the value `generation`."""
-        lines = [offset + _LINE * (1 + 2 * index) for index in range(flags)]
+    def at(cls, offset: int, hand_offs: int, generation: int = 0) -> "SyncSlot":
+        """Returns a sync slot whose words begin at `offset` and all have the value `generation`."""
+        lines = [offset + _LINE * (1 + 2 * index) for index in range(hand_offs)]
         return cls(offset, tuple(HandOffFlags(line, line + _LINE) for line in lines), generation)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """A CPU worker at one moment. `incarnation`: a number of its own for each life; None: nobody is there."""
+    """A CPU worker at one moment. `incarnation`: a number that no earlier process of this worker had; None: no
+    process."""
 
     worker: int
     incarnation: int | None
@@ -137,14 +139,14 @@ def _busy(workers: Sequence[WorkerStatus]) -> set[tuple[int, int]]:
 @dataclass(slots=True, eq=False)
 class _Watched:
     sync_slot: SyncSlot
-    expected_s: dict[int, float]  # of the hand-offs that workers were to do, in the device's order
-    until_s: float = 0.0  # the hand-off under way may take
-    at: int | None = None  # the hand-off under way
-    statuses: frozenset[tuple[int, int]] = frozenset()  # when it was first seen
+    expected_s: dict[int, float]  # of the hand-offs to workers, in the device's order
+    until_s: float = 0.0  # deadline of the hand-off in progress
+    at: int | None = None  # the hand-off in progress
+    statuses: frozenset[tuple[int, int]] = frozenset()  # alive when it was first seen
 
 
 class Watchdog:
-    """Sees to it that no hand-off is waited for in vain. Any process that has the words can run it."""
+    """Aborts chunks whose workers died or are too slow, so that no stream waits forever."""
 
     def __init__(self, words: SharedWords) -> None:
         self._words = words
@@ -152,27 +154,27 @@ class Watchdog:
 
     @property
     def is_watching(self) -> bool:
-        """Whether `check` is to be called every `CHECK_S`, and when a worker dies."""
+        """True if `check` must be called every `CHECK_S`, and when a worker dies."""
         return bool(self._watched)
 
     def watch(self, sync_slot: SyncSlot, expected_s: dict[int, float]) -> None:
-        """A chunk is about to be launched. `expected_s`: what each of its entries should take."""
+        """Watches a chunk that is about to be launched. `expected_s`: predicted time of each hand-off, by index."""
         self._watched.append(_Watched(sync_slot, expected_s))
 
     def unwatch(self, sync_slot: SyncSlot) -> bool:
-        """The device is done with a chunk. Returns whether it was given up."""
+        """Ends the watch of a chunk that the device has finished. Returns whether it was aborted."""
         self._watched = [watched for watched in self._watched if watched.sync_slot is not sync_slot]
         return self._words.load(sync_slot.status) == sync_slot.generation
 
     def check(self, now_s: float, statuses: Sequence[WorkerStatus]) -> None:
-        """Gives up chunks whose workers have died or take too long."""
+        """Aborts chunks whose workers have died or take too long. `statuses`: all workers."""
         alive = frozenset((status.worker, status.incarnation) for status in statuses if status.incarnation is not None)
         for watched in self._watched:
             if self._is_overdue(watched, now_s, alive):
                 self.abort(watched.sync_slot)
 
     def abort(self, sync_slot: SyncSlot) -> None:
-        """Lets the device through all that is left of a chunk; nothing is added any more."""
+        """Releases all remaining waits of a chunk; nothing more is added to its outputs."""
         self._words.store(sync_slot.status, sync_slot.generation)
         for flags in sync_slot.flags:
             self._words.store(flags.y_flag, sync_slot.generation)
@@ -189,7 +191,7 @@ class Watchdog:
         return not alive or now_s >= watched.until_s
 
     def _waiting(self, watched: _Watched) -> int | None:
-        """The entry whose x is there and whose y is not."""
+        """Returns the index of the hand-off that has x but not y, or None."""
         for index in watched.expected_s:
             flags, generation = watched.sync_slot.flags[index], watched.sync_slot.generation
             if has_reached(self._words.load(flags.y_flag), generation):
@@ -199,7 +201,7 @@ class Watchdog:
 
 
 def worker_statuses(workers: WorkerPool) -> list[WorkerStatus]:
-    """All workers at this moment."""
+    """Returns the status of every worker."""
     return [
         WorkerStatus(index, state.incarnation or None, is_idle=not state.is_busy)
         for index, state in enumerate(workers.states())
@@ -207,7 +209,8 @@ def worker_statuses(workers: WorkerPool) -> list[WorkerStatus]:
 
 
 class WatchdogThread:
-    """A `Watchdog` with a thread of its own; `watch` and `unwatch` may be called from another."""
+    """Runs a `Watchdog` on a thread while chunks are in flight; `watch` and `unwatch` are called from another
+    thread."""
 
     def __init__(
         self,
@@ -223,18 +226,18 @@ class WatchdogThread:
         self._thread.start()
 
     def watch(self, sync_slot: SyncSlot, expected_s: dict[int, float]) -> None:
-        """A chunk is about to be launched."""
+        """Watches a chunk that is about to be launched; see `Watchdog.watch`."""
         with self._lock:
             self._watchdog.watch(sync_slot, expected_s)
         self._needed.set()
 
     def unwatch(self, sync_slot: SyncSlot) -> bool:
-        """The device is done with a chunk. Returns whether it was given up."""
+        """Ends the watch of a chunk that the device has finished. Returns whether it was aborted."""
         with self._lock:
             return self._watchdog.unwatch(sync_slot)
 
     def close(self) -> None:
-        """Ends the thread; nothing is under way any more."""
+        """Ends the thread; no chunk may be in flight."""
         self._closing = True
         self._needed.set()
         self._thread.join()

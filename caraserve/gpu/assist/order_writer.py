@@ -1,7 +1,4 @@
-"""Writes the letters of an assisted chunk: what each worker is to do at each hand-off.
-
-letters.py says what a letter is; here is whom it goes to, and where x, deltas and weights lie.
-"""
+"""Writes the work orders of an assisted chunk: which worker gets which rows, and where x, deltas and weights are."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,12 +23,13 @@ from caraserve.gpu.memory.adapters import RegisteredMemory
 from caraserve.gpu.memory.host_memory import HostRegion, inputs_of, x_stride
 from caraserve.model.spec import SITES, ModelSpec
 
-_WAIT_NS = 10_000_000_000  # for weights that are on their way, once no worker is waited for: they do come
+_WAIT_NS = 10_000_000_000  # for weights that are being copied, once no worker is waited for
 
 
 @dataclass(frozen=True, slots=True)
 class WorkOrder:
-    """Of one hand-off. `tasks`: workers who are asked; `answer_bytes`: what they will have the device read."""
+    """The work order of one hand-off. `tasks`: number of workers asked; `answer_bytes`: deltas that the device will
+    read."""
 
     index: int
     words: NDArray[np.int64]
@@ -40,14 +38,14 @@ class WorkOrder:
 
 
 class WorkOrderWriter:
-    """Counts each worker's hand-offs. The launching thread's alone."""
+    """Writes work orders and counts each worker's hand-offs. Used by the launching thread only."""
 
     def __init__(self, spec: ModelSpec, region: HostRegion, memory: RegisteredMemory) -> None:
         self._spec, self._region, self._memory = spec, region, memory
-        self._rooms = {room.sync_slot: room for room in region.rooms}
+        self._buffers = {buffers.sync_slot: buffers for buffers in region.hand_off_buffers}
         self._numbers: dict[int, int] = {}  # by worker
 
-    def orders(
+    def write(
         self,
         chunk: AssistedChunk,
         adapter: HostAdapter,
@@ -55,10 +53,10 @@ class WorkOrderWriter:
         statuses: Sequence[WorkerStatus],
         tokens_per_worker: Callable[[int], int],
     ) -> list[WorkOrder]:
-        """One for each hand-off of a chunk of so many tokens."""
+        """Returns one work order for each hand-off of a chunk of `tokens` tokens."""
         idle = [status.worker for status in statuses if status.incarnation is not None and status.is_idle]
         slices = split_rows(tokens, tokens_per_worker(adapter.spec.rank), max(1, len(idle)))
-        deltas = self._rooms[chunk.sync_slot.offset].deltas
+        deltas = self._buffers[chunk.sync_slot.offset].deltas
         written = []
         for layer, group, index, flags in chunk.hand_offs():
             modules = self._modules(adapter, layer, group)
@@ -74,7 +72,7 @@ class WorkOrderWriter:
         return written
 
     def write_without_workers(self, chunk: AssistedChunk) -> Iterator[WorkOrder]:
-        """The same, asking no worker for anything."""
+        """Yields work orders that ask no worker; for warm-up."""
         for layer, group, index, flags in chunk.hand_offs():
             modules = [HostModule(self._spec.site_shape(site)[1]) for site in GROUPS[group]]
             yield WorkOrder(index, self._words(chunk, layer, group, flags, modules, []), 0, 0)
@@ -88,11 +86,11 @@ class WorkOrderWriter:
         modules: Sequence[HostModule],
         tasks: Sequence[WorkerTask],
     ) -> NDArray[np.int64]:
-        base, x = self._memory.device_base, self._rooms[chunk.sync_slot.offset].x
-        terms = SyncAddresses(
+        base, x = self._memory.device_base, self._buffers[chunk.sync_slot.offset].x
+        addresses = SyncAddresses(
             deadline_ns=_WAIT_NS,
-            arrived=chunk.ready[layer],
-            wanted=chunk.ready_generation,
+            ready=chunk.ready[layer],
+            ready_generation=chunk.ready_generation,
             status=base + chunk.sync_slot.status,
             generation=chunk.sync_slot.generation,
             x_flag=base + flags.x_flag,
@@ -100,7 +98,7 @@ class WorkOrderWriter:
         )
         words = np.zeros(work_order_bytes(len(tasks)) // 8, np.int64)
         where = SharedInput(base, x, x_stride(self._spec, group), inputs_of(self._spec, group))
-        write_work_order(words, tasks, modules, where, terms)
+        write_work_order(words, tasks, modules, where, addresses)
         return words
 
     def _task(self, worker: int, first: int, rows: int, deltas: int) -> WorkerTask:
@@ -109,7 +107,7 @@ class WorkOrderWriter:
         return WorkerTask(worker, block, number, first, rows, deltas)
 
     def _modules(self, adapter: HostAdapter, layer: int, group: int) -> list[HostModule]:
-        """As they lie in the host tier, where workers read them."""
+        """The modules of a group in host memory, where workers read them."""
         base = self._region.region.offset(int(adapter.data.ctypes.data))
         spans = {span.site: span for span in adapter.spec.spans if span.layer == layer}
         modules = []

@@ -1,7 +1,7 @@
-"""Writes down a hand-off for the device to carry out: what each CPU worker is asked for, and what is waited for.
+"""The bytes of a work order: what a hand-off asks of each CPU worker, and the words to signal with. Pure.
 
-A letter is made before the iteration is launched and read by the kernels of handoff.cu when they get there; whether it
-is sent is theirs to decide. The words of a worker's slice are those of cpu/handoff.py. Pure.
+A work order is written before the chunk is launched and read by the kernels of handoff.cu, which decide whether the
+workers are asked. The words of a worker's slice are those of cpu/handoff.py.
 """
 
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ from caraserve.cpu.structs import LORA_ENTRY
 from caraserve.model.dtype import Dtype
 from caraserve.util.units import align_up, ceil_div
 
-# Words of a letter and of an errand, as `struct WorkOrder` and `struct WorkerTask` in handoff.cu.
+# Words of a work order and of a task, as `struct WorkOrder` and `struct WorkerTask` in handoff.cu.
 _HEAD_WORDS, _TASK_HEAD_WORDS = 12, 7
 _SLICE_WORDS = handoff.SLICE_BYTES // 8
 _TASK_WORDS = _TASK_HEAD_WORDS + _SLICE_WORDS
-MAX_TASKS = 256  # threads of the block that sends them
+MAX_TASKS = 256  # threads of the block that publishes them
 
 
 @dataclass(frozen=True, slots=True)
 class HostModule:
-    """One projection of the layer, in the host tier. Rank 0: the adapter does not have it. Offsets into the region."""
+    """One module of a layer in host memory. Rank 0: the adapter does not have it. `a`, `b`: offsets into the region."""
 
     outputs: int
     rank: int = 0  # padded
@@ -38,19 +38,19 @@ class HostModule:
 
 @dataclass(frozen=True, slots=True)
 class WorkerTask:
-    """A worker's part: rows [first, first + rows) of the prompt. `number`: of its hand-offs, one more each time."""
+    """A worker's part of a hand-off: rows [first, first + rows) of the chunk."""
 
     worker: int
     block: int  # device address of its words
-    number: int
+    number: int  # counts this worker's hand-offs
     first: int
     rows: int
-    deltas: int  # offset of its area for results in the region
+    deltas: int  # offset of its result area in the region
 
 
 @dataclass(frozen=True, slots=True)
 class SharedInput:
-    """The shared region as the device sees it, and where x lies in it. `x_stride`: numbers between rows."""
+    """Where x is in the shared region. `device_base`: the region's device address; `x_stride`: numbers between rows."""
 
     device_base: int
     x: int  # offset
@@ -60,32 +60,30 @@ class SharedInput:
 
 @dataclass(frozen=True, slots=True)
 class SyncAddresses:
-    """Device addresses of the words that decide. `arrived` gets the value `wanted` with the layer's weights; `status`
-    gets `generation` when all is given up; x_flag and y_flag are set to it (0: nobody looks). The y_flag is a
-    completion counter."""
+    """Device addresses of a hand-off's words, and the values that are written there."""
 
-    deadline_ns: int
-    arrived: int
-    wanted: int
-    status: int
+    deadline_ns: int  # of the wait kernel, from its start
+    ready: int  # word that is set to `ready_generation` once the layer's weights are on the device
+    ready_generation: int
+    status: int  # word that is set to `generation` when the chunk is aborted
     generation: int
-    x_flag: int = 0
-    y_flag: int = 0
+    x_flag: int = 0  # set to `generation` after x; 0: not used
+    y_flag: int = 0  # completion counter, set to `generation` after the last slice; 0: not used
 
 
 def work_order_bytes(tasks: int) -> int:
-    """Bytes of a letter."""
+    """Bytes of a work order for so many workers."""
     return 8 * (_HEAD_WORDS + tasks * _TASK_WORDS)
 
 
 def delta_columns(modules: Sequence[HostModule]) -> tuple[tuple[int, ...], int]:
-    """Where the modules begin in a row of deltas, and how long that is, in fp32 numbers."""
+    """Returns the first column of each module in a row of deltas, and the row's length, in fp32 numbers."""
     ends = np.cumsum([align_up(module.outputs, PANEL) for module in modules]).tolist()
     return (0, *ends[:-1]), ends[-1]
 
 
 def split_rows(tokens: int, most: int, workers: int) -> list[tuple[int, int]]:
-    """(first, rows) of slices of a prompt: as many workers as it takes for none to have more than `most` tokens."""
+    """Returns (first, rows) of slices of `tokens` rows: as few slices as keep each within `most`, one per worker."""
     parts = min(ceil_div(tokens, most), workers)
     edges = [tokens * part // parts for part in range(parts + 1)]
     return [(first, end - first) for first, end in pairwise(edges)]
@@ -96,16 +94,23 @@ def write_work_order(
     tasks: Sequence[WorkerTask],
     modules: Sequence[HostModule],
     region: SharedInput,
-    terms: SyncAddresses,
+    addresses: SyncAddresses,
 ) -> None:
-    """Fills `into`, at least `work_order_bytes` of them. The errands' rows follow one another."""
+    """Fills `into`, int64 of at least `work_order_bytes`. The tasks' rows follow one another."""
     if len(tasks) > MAX_TASKS or not 0 < len(modules) <= handoff.MOST_SITES:
         raise AssertionError("a hand-off has up to three modules and one slice for each worker")
     rows = sum(task.rows for task in tasks)
-    head = (len(tasks), tasks[0].first if tasks else 0, rows, terms.deadline_ns, terms.arrived, terms.wanted)
+    head = (
+        len(tasks),
+        tasks[0].first if tasks else 0,
+        rows,
+        addresses.deadline_ns,
+        addresses.ready,
+        addresses.ready_generation,
+    )
     into[:_HEAD_WORDS] = 0
-    into[: len(head) + 4] = (*head, terms.status, terms.generation, terms.x_flag, terms.y_flag)
-    counter = terms.y_flag - region.device_base if terms.y_flag else 0
+    into[: len(head) + 4] = (*head, addresses.status, addresses.generation, addresses.x_flag, addresses.y_flag)
+    counter = addresses.y_flag - region.device_base if addresses.y_flag else 0
     adapted = sum(1 << index for index, module in enumerate(modules) if module.rank)
     for index, task in enumerate(tasks):
         words = into[_HEAD_WORDS + index * _TASK_WORDS :][:_TASK_WORDS]

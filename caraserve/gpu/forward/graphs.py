@@ -1,9 +1,9 @@
-"""Which graphs are captured, and which one an iteration takes. Pure.
+"""Captured graphs: which passes are captured before serving, and which graph an iteration takes.
 
-A graph is captured for a number of rows or tokens; a smaller batch is filled up with padding rows, which belong to no
-request and are skipped by whatever reads or writes keys and values. Everything else a graph finds in device tables, so
-one graph serves any mix of adapters and ranks. Graphs take memory, of which so much may be taken as is fixed at start.
-All are captured before serving: capturing and instantiating hold locks that a wait's way out might need.
+A graph is captured for a number of rows or tokens. A smaller batch is filled up with padding rows, which belong to no
+request; kernels that read or write keys and values skip them. Everything else a graph finds in device tables, so one
+graph serves any mix of adapters and ranks. Graphs share a memory budget that is fixed at start. All are captured before
+serving: capturing takes driver locks that the release of a waiting device might need.
 """
 
 import logging
@@ -22,8 +22,8 @@ from caraserve.gpu.kernels.lora import most_segments
 
 _DECODE_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _MIXED_SIZES = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-# A graph of more than so many times the size costs more than launching one by one: small batches are over before the
-# next kernel is launched, large ones compute for nothing.
+# A graph of more than so many times the batch's size costs more than launching kernel by kernel: small batches end
+# before the next kernel is launched, and large ones compute padding.
 _MOST_PADDING, _MOST_PADDING_OF_LARGE = 4.0, 1.15
 _LARGE_TOKENS = 512
 
@@ -32,9 +32,9 @@ _QKV = frozenset({QKV})  # most adapters have modules of this group alone
 
 @dataclass(frozen=True, slots=True, order=True)
 class Bucket:
-    """A graph's shape. Decode: `size` rows of one token each; mixed: `size` tokens of any rows. `qkv_only`: it has the
-    LoRA kernels of q, k and v alone. `gated`: it waits for layers that are on their way. `merged`: over the weights
-    that an adapter is merged into."""
+    """A graph's shape. Decode: `size` rows of one token each; mixed: `size` tokens of any rows. `qkv_only`: it has only
+    the LoRA kernels of q, k and v. `gated`: it waits for layers that are being copied. `merged`: over weights with a
+    merged adapter."""
 
     is_mixed: bool
     size: int
@@ -44,7 +44,7 @@ class Bucket:
     merged: bool = False
 
     def serves(self, wanted: "Bucket") -> bool:
-        """Whether an iteration of shape `wanted` may take this graph. One with LoRA does for base rows too."""
+        """True if an iteration of shape `wanted` may take this graph. One with LoRA serves base rows too."""
         return (
             self.size >= wanted.size
             and (self.is_mixed or not wanted.is_mixed)
@@ -55,13 +55,14 @@ class Bucket:
 
     @property
     def cost(self) -> tuple[bool, bool, int, bool, bool]:
-        """What is less for the better choice among those that serve."""
+        """Sort key among graphs that serve an iteration: the least is the best."""
         return (self.is_mixed, self.gated, self.size, self.lora, not self.qkv_only)
 
 
 def bucket_of(batch: Batch, arriving: Collection[int], groups: Collection[int]) -> Bucket | None:
-    """What a plan needs, its size exact; None: it is launched kernel by kernel. `arriving`: adapter slots of which
-    layers are missing; `groups`: of modules that its adapters have."""
+    """Returns the bucket that a batch needs, of exact size, or None if it must be launched kernel by kernel.
+
+    `arriving`: adapter slots with missing layers; `groups`: module groups that the batch's adapters have."""
     if any(row.prompt_logprobs is not None for row in batch.rows):
         return None  # every token is scored: far more logits than a graph has room for
     slots = {row.adapter_slot for row in batch.rows}
@@ -79,7 +80,7 @@ def bucket_of(batch: Batch, arriving: Collection[int], groups: Collection[int]) 
 
 
 def buckets(max_rows: int, max_tokens: int, *, merging: bool = False) -> Iterator[Bucket]:
-    """All there may be, the most useful first."""
+    """Yields all possible buckets, the most useful first."""
     for size in _up_to(_DECODE_SIZES, max_rows):
         yield from _variants(size, is_mixed=False, merging=merging)
     mixed = _up_to(_MIXED_SIZES, max(max_rows, max_tokens))
@@ -98,13 +99,13 @@ def _variants(size: int, *, is_mixed: bool, merging: bool) -> Iterator[Bucket]:
 
 
 def _up_to(sizes: tuple[int, ...], most: int) -> list[int]:
-    """The sizes below `most`, and `most` itself."""
+    """Returns the sizes below `most`, and `most` itself."""
     return [*(size for size in sizes if size < most), most]
 
 
 @dataclass(slots=True)
 class GraphSet:
-    """The graphs of one backend."""
+    """The buckets of one backend: what to capture within a memory budget, and which to take."""
 
     max_rows: int
     max_tokens: int
@@ -112,15 +113,15 @@ class GraphSet:
     expected_bytes: Callable[[Bucket], int]
     merging: bool = False
     _captured: dict[Bucket, int] = field(default_factory=dict)  # bytes
-    _chosen: dict[Bucket, Bucket | None] = field(default_factory=dict)  # what `choose` has said
+    _chosen: dict[Bucket, Bucket | None] = field(default_factory=dict)  # results of `choose`
 
     @property
     def num_bytes(self) -> int:
-        """Memory that graphs take."""
+        """Bytes that graphs take."""
         return sum(self._captured.values())
 
     def to_capture(self) -> list[Bucket]:
-        """The most useful that fit, largest first, so that the smaller reuse memory."""
+        """Returns the most useful buckets that fit, largest first, so that smaller graphs reuse their memory."""
         chosen: list[Bucket] = []
         left = self.budget_bytes
         for bucket in buckets(self.max_rows, self.max_tokens, merging=self.merging):
@@ -130,7 +131,7 @@ class GraphSet:
         return sorted(chosen, key=lambda bucket: (-bucket.size, bucket))
 
     def captured(self, bucket: Bucket, num_bytes: int) -> bool:
-        """Notes a graph and what it took. False when it took too much after all: it is to be destroyed."""
+        """Records a graph and its bytes. Returns False if it exceeds the budget: the caller then destroys it."""
         if self.num_bytes + num_bytes > self.budget_bytes:
             return False
         self._captured[bucket] = num_bytes
@@ -138,7 +139,7 @@ class GraphSet:
         return True
 
     def choose(self, wanted: Bucket) -> Bucket | None:
-        """The captured graph that serves best; None: kernel by kernel."""
+        """Returns the best captured graph for an iteration, or None: kernel by kernel."""
         if wanted not in self._chosen:
             self._chosen[wanted] = self._best(wanted)
         return self._chosen[wanted]
@@ -155,7 +156,7 @@ class GraphSet:
         return best if best.size <= max(self._ideal_size(wanted), _MOST_PADDING * wanted.size) else None
 
     def _ideal_size(self, wanted: Bucket) -> int:
-        """Of the best there may be that serves."""
+        """Size of the best possible bucket, captured or not, that serves."""
         every = buckets(self.max_rows, self.max_tokens, merging=self.merging)
         serving = (bucket for bucket in every if bucket.serves(wanted))
         ideal = min(serving, key=lambda bucket: (bucket.cost, bucket), default=None)
@@ -164,13 +165,13 @@ class GraphSet:
 
 log = logging.getLogger(__name__)
 
-# What a mixed graph has room for besides its tokens. Programs for more than are there start for nothing; a batch that
-# needs more is launched kernel by kernel.
+# The most prompts and prompt adapters of a mixed graph: programs for more than the batch has start for nothing. A batch
+# that needs more is launched kernel by kernel.
 _PROMPTS, _PROMPTS_ADAPTERS = 16, 8
 
 
 def shape_for(bucket: Bucket, capacity: Capacity, max_context: int) -> PassShape:
-    """The largest batch that a bucket takes."""
+    """Returns the shape of the largest batch that a bucket takes."""
     groups = _QKV if bucket.qkv_only else ALL_GROUPS
     if not bucket.is_mixed:
         return PassShape(bucket.size, bucket.size, 0, bucket.size, 0, bucket.lora, max_context, groups)
@@ -182,7 +183,7 @@ def shape_for(bucket: Bucket, capacity: Capacity, max_context: int) -> PassShape
 
 
 class CapturedGraphs:
-    """The graphs of the iteration lane, by bucket. The launching thread's alone."""
+    """The captured graphs of the iteration lane, by bucket. Used by the launching thread only."""
 
     def __init__(self, driver: Driver, graphs: GraphSet, capacity: Capacity, max_context: int, layers: int) -> None:
         self._driver, self._graphs, self._capacity = driver, graphs, capacity
@@ -190,7 +191,7 @@ class CapturedGraphs:
         self._captured: dict[Bucket, tuple[CapturedPass, PassShape]] = {}
 
     def make_gates(self, device: torch.device) -> None:
-        """Words by which graphs wait for layers; to be called first."""
+        """Allocates the words by which graphs wait for layers; to be called before `capture_all`."""
         self._gates = torch.zeros(max(1, self.count), dtype=torch.int32, device=device)
 
     def capture_all(
@@ -234,11 +235,11 @@ class CapturedGraphs:
 
     @property
     def count(self) -> int:
-        """How many `capture_all` will make."""
+        """How many buckets `capture_all` goes through."""
         return len(self._graphs.to_capture())
 
     def find(self, batch: Batch, shape: PassShape, arriving: Collection[int]) -> CapturedPass | None:
-        """The graph for a plan; None: it is launched kernel by kernel."""
+        """Returns the graph for a batch, or None: it is launched kernel by kernel."""
         wanted = bucket_of(batch, arriving, shape.groups)
         chosen = None if wanted is None else self._graphs.choose(wanted)
         if chosen is None:

@@ -1,7 +1,7 @@
-"""From a plan to an iteration on the device, and from what it leaves to a result.
+"""Launches iterations and returns their results.
 
-The launching thread fills the batch's arrays, has them copied, launches a graph or kernel by kernel, and goes on: the
-next iteration may be launched before this one has begun. Results come on the waiter's thread.
+The launching thread fills the batch's arrays, has them copied, and launches a graph or kernel by kernel. It does not
+wait: the next iteration may be launched before this one has begun. Results come on the waiter's thread.
 """
 
 import time
@@ -31,12 +31,14 @@ from caraserve.telemetry.trace import Trace
 
 
 class PassSelector:
-    """The launching thread's alone."""
+    """Chooses the weights of a pass: the base's, or the base's with one adapter merged. Used by the launching thread
+    only."""
 
     def __init__(
         self, decoder: Decoder, images: DeviceImages, context: DeviceContext, merged: MergedDeviceWeights | None
     ) -> None:
-        """`merged`: where adapters are merged; it takes as much memory as the base."""
+        """`merged`: the weights that adapters are merged into, as large as the base's; None where mode `merged` is
+        off."""
         self._decoder, self._images, self._context, self._merged = decoder, images, context, merged
 
     @property
@@ -45,7 +47,7 @@ class PassSelector:
         return 0 if self._merged is None else self._merged.merges
 
     def merge_adapter(self, batch: Batch) -> None:
-        """Merges what a plan wants merged, in the compute lane's order."""
+        """Merges the adapter that a batch wants merged, in the compute lane's order."""
         if batch.merged is not None:
             bound = self._images.bound[batch.merged]
             if bound.is_loading:
@@ -55,23 +57,23 @@ class PassSelector:
             self._merging.merge(bound.stored, image, self._context.driver, stream)
 
     def for_batch(self, batch: Batch, shape: PassShape) -> DecoderPass:
-        """The pass of a plan that no graph serves."""
+        """Returns the pass of a batch that no graph serves."""
         return self._decoder.make_pass(shape, weights=None if batch.merged is None else self._merging.weights)
 
     def for_graph(self, bucket: Bucket, shape: PassShape) -> DecoderPass:
-        """The pass of a graph."""
+        """Returns the pass that a graph captures."""
         return self._decoder.make_pass(shape, weights=self._merging.weights if bucket.merged else None)
 
     @property
     def _merging(self) -> MergedDeviceWeights:
         if self._merged is None:
-            raise AssertionError("a plan wants an adapter merged, and there is no memory for that")
+            raise AssertionError("a batch wants an adapter merged, but no memory was taken for merged weights")
         return self._merged
 
 
 @dataclass(frozen=True, slots=True)
 class LaneResources:
-    """What a lane of passes has to itself."""
+    """What each lane of passes has of its own."""
 
     capacity: Capacity
     batch: DeviceBatch
@@ -89,21 +91,21 @@ _CHOSEN_AND_LOGPROB_BYTES = 8  # of an output; its alternatives follow behind th
 def copy_results(
     driver: Driver, batch: DeviceBatch, outputs: Output, results: Results, address: int, stream: Stream
 ) -> None:
-    """To the host; alternatives only where somebody wants them."""
+    """Copies results to the host; alternative tokens only if a request wants them."""
     has_tops = bool((outputs.logprobs > 0).any())
     num_bytes = batch.results.numel() if has_tops else _CHOSEN_AND_LOGPROB_BYTES * results.outputs
     driver.copy_to_host(address, batch.results.data_ptr(), num_bytes, stream)
 
 
 class BatchLists:
-    """The BGMV kernels' lists of one lane: sent anew when the members of the decoding batch have changed."""
+    """The BGMV kernels' lists of one lane. They are sent again only when the decoding rows or their adapters change."""
 
     def __init__(self, ring: StagingRing, images: DeviceImages, batch: DeviceBatch, lane: Lane) -> None:
         self._ring, self._images, self._lists, self._lane = ring, images, batch.lists, lane
         self._sent: tuple[int, bytes] | None = None
 
     def send(self, slots: NDArray[np.int32]) -> None:
-        """`slots`: of adapters, [tokens], as `decode_slots` gives them."""
+        """`slots`: int32 [tokens], adapter slots as `decode_slots` returns them."""
         slots = slots if slots.any() else slots[:0]
         state = self._images.bindings, slots.tobytes()
         if state == self._sent:
@@ -115,13 +117,13 @@ class BatchLists:
             for launch, (target, items) in enumerate(zip(pair, (made.shrink, made.expand), strict=True)):
                 self._ring.send(target.data_ptr(), items, self._lane)
                 counts[group, launch] = len(items)
-            if group == 0:  # the same for all
+            if group == 0:  # row groups are the same for all module groups
                 self._ring.send(self._lists.groups.data_ptr(), made.groups, self._lane)
         self._ring.send(self._lists.counts.data_ptr(), counts, self._lane)
 
 
 class IterationRunner:
-    """The launching thread's, but for what `done` is called from."""
+    """Launches iterations. Used by the launching thread; `done` is called on the waiter's thread."""
 
     def __init__(
         self,
@@ -146,10 +148,11 @@ class IterationRunner:
         self._layers, self._trace = spec.layers, trace
         self._lists = BatchLists(self._ring, images, self._batch, Lane.COMPUTE)
         self._words = self._host.empty()
-        self._ended_s = 0.0  # when the iteration before was done
+        self._ended_s = 0.0  # when the previous iteration was done
 
     def launch(self, batch: Batch, done: Done) -> None:
-        """All adapters that the plan names have their places. Raises what goes wrong before anything is launched."""
+        """Launches a batch whose adapters all have device memory. Raises what goes wrong before anything is
+        launched."""
         launched_s = time.monotonic()
         with_lora = batch.merged is None
         outputs = outputs_of(batch.rows, self._slots.prompt_tokens)
@@ -165,7 +168,7 @@ class IterationRunner:
         def metadata(stream: Stream) -> None:
             self._ring.send(self._batch.words.data_ptr(), self._words, Lane.COMPUTE)
 
-        self._timelines.passed()  # or events would pile up while nothing is loading
+        self._timelines.passed()  # frees events, which would accumulate while nothing is loading
         number = self._lane.launch(metadata, steps, arriving, NOTHING)
         self._images.used(adapters, Lane.COMPUTE, number)
         self._return_results(batch, outputs, {slot: self._images.bound[slot] for slot in arriving}, launched_s, done)
@@ -201,9 +204,10 @@ class IterationRunner:
 
 
 def stall_s(started_s: float, done_s: float, layers: int, arrivals: list[tuple[int, float]]) -> float:
-    """For how long an iteration stood still for layers, by when they were seen to arrive: (first layer of a group,
-    time). Layers take equal times, so a group at layer l that came a after the start stalled the iteration by
-    a - l times the time of a layer, which is what was not stalling, shared among all layers."""
+    """Returns how long an iteration waited for layers. `arrivals`: (first layer of a layer group, when it was seen).
+
+    Layers take equal times: a group at layer l that came a seconds after the start stalled the iteration by a minus l
+    layer times, where a layer time is the time without stalls divided by the layers."""
     spent_s, worst_s = done_s - started_s, 0.0
     for first_layer, at_s in list(arrivals):
         share = first_layer / layers

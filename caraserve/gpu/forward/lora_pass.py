@@ -1,6 +1,6 @@
-"""What adapters add to a pass: by BGMV for rows that decode, by segments for prompts, or by CPU workers.
+"""The LoRA of a pass: BGMV for rows that decode, segments for prompts, hand-offs to CPU workers.
 
-Rows of both kinds may be in one batch: each has its own room in `part`, and both kernels read the same device tables.
+Rows of both kinds may be in one batch: each has its own rows of `part`, and both kernels read the same device tables.
 """
 
 from collections.abc import Sequence
@@ -27,31 +27,29 @@ _NUMBERS_PER_THREAD = 4
 
 @dataclass(frozen=True, slots=True)
 class ChunkHandOffs:
-    """Where the hand-offs of one assisted chunk are written down. Addresses are the device's; entries are counted as
-    `HandOff.index`, and only those that are handed off are read.
+    """The buffers of one assisted chunk's hand-offs, as device addresses. Only those that are handed off are read.
 
-    Outcomes stand in `gate` at the chunk's adapter slot, one hand-off's after another's: the LoRA kernels read there
-    whether they are to compute.
+    `gate[slot]` holds the outcome of the current hand-off; the LoRA kernels read there whether they are to compute.
     """
 
     slot: int
     gate: Tensor  # int32 [adapter slots]
-    orders: Sequence[int]  # by index: as letters.py writes them
-    host_x: Sequence[int]  # by index: fp32 rows, where the letter says
+    orders: Sequence[int]  # by HandOff.index: work orders, as order_writer.py writes them
+    host_x: Sequence[int]  # by index: fp32 rows for the workers
     host_strides: Sequence[int]  # by index: numbers between rows
-    asked: int  # int64 [workers]: the incarnations last asked
+    asked: int  # int64 [workers]: the incarnation last asked
     counter: int  # uint32, 0 between launches
-    errors: int  # uint32: gets a bit when the chunk is void
+    errors: int  # uint32: gets a bit when the chunk is aborted
 
     @property
     def outcome(self) -> int:
-        """Address of the word that says who computes."""
+        """Address of the outcome: whether workers or the device compute."""
         return self.gate.data_ptr() + self.slot * self.gate.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class _ModuleGroup:
-    """What is the same in every layer for modules that read the same input."""
+    """Buffers and columns of a module group, the same in every layer."""
 
     x: Tensor  # [most tokens, inputs]
     y: Tensor  # [most tokens, outputs of all modules]
@@ -70,7 +68,7 @@ class _ModuleGroup:
 
 
 class LoraLane:
-    """What the passes of one lane have in common."""
+    """The LoRA state that all passes of one lane share."""
 
     def __init__(
         self,
@@ -91,11 +89,12 @@ class LoraLane:
         self._for_decoding: dict[tuple[int, int, int], tuple[Launch, Launch]] = {}
 
     def pass_over(self, shape: PassShape, assist: ChunkHandOffs | None = None) -> "LoraPass":
-        """For a batch of a shape."""
+        """Returns the LoRA of a pass of this shape."""
         return LoraPass(self, shape, assist)
 
     def for_decoding(self, layer: int, group: int, gate: int) -> tuple[Launch, Launch]:
-        """Shrink and expand of rows that decode. Made once, for they are the same for every batch."""
+        """Returns the shrink and expand launches of rows that decode. They are the same for every batch, and made
+        once."""
         if (layer, group, gate) not in self._for_decoding:
             tables = replace(self._raw_tables[layer, group], gate=gate)
             items, of, room = self.batch.items[group], self.groups[group], self.workspace.parts[group]
@@ -109,7 +108,7 @@ class LoraLane:
 
 
 class LoraPass:
-    """Issues the LoRA of one pass; methods as those of lane.Pass. Allocates nothing on the device."""
+    """Issues the LoRA of one pass. Allocates nothing on the device."""
 
     def __init__(self, lane: LoraLane, shape: PassShape, assist: ChunkHandOffs | None) -> None:
         self._lane, self._shape, self._assist = lane, shape, assist
@@ -117,7 +116,7 @@ class LoraPass:
         self._segments = Segments(cut.order, cut.first[:count], cut.rows[:count], cut.slot[:count])
 
     def add(self, layer: int, group: int, stream: Stream, gate: Tensor | None = None) -> None:
-        """From weights on the device. `gate`: int32 [slots], not 0: not of this adapter."""
+        """Adds the LoRA of weights on the device. `gate`: int32 [slots]; an adapter whose value is not 0 is skipped."""
         if group not in self._shape.groups:
             return
         if self._shape.has_items:
@@ -129,8 +128,8 @@ class LoraPass:
             self._lane.driver.run(stream, lambda: self._add_to_prompts(group, tables))
 
     def publish(self, group: int, index: int, stream: Stream) -> None:
-        """Hands x over to the workers, or finds that this is not needed."""
-        assist, lane = self._terms(), self._lane
+        """Copies x to the workers unless the layer has arrived; see `DecoderPass.publish`."""
+        assist, lane = self._hand_off_buffers(), self._lane
         x = lane.groups[group].x_rows
         launch = cuda_launch.publish(
             _host_blocks(self._shape.tokens * x.columns),
@@ -145,8 +144,8 @@ class LoraPass:
         lane.kernels.launch(launch, stream)
 
     def add_handed_off(self, layer: int, group: int, index: int, stream: Stream) -> None:
-        """What the workers made of x, or what weights on the device do; nothing, when neither came."""
-        assist, lane = self._terms(), self._lane
+        """Adds the workers' deltas or the LoRA of weights on the device; nothing if neither came."""
+        assist, lane = self._hand_off_buffers(), self._lane
         order, of = assist.orders[index], lane.groups[group]
         lane.kernels.launch(cuda_launch.wait(order, assist.outcome, assist.errors), stream)
         blocks = min(self._shape.tokens, _MOST_HOST_BLOCKS)
@@ -154,9 +153,9 @@ class LoraPass:
         lane.kernels.launch(cuda_launch.add(blocks, order, assist.outcome, of.y_rows, of.projections, *deltas), stream)
         self.add(layer, group, stream, assist.gate)
 
-    def _terms(self) -> ChunkHandOffs:
+    def _hand_off_buffers(self) -> ChunkHandOffs:
         if self._assist is None:
-            raise AssertionError("a pass without terms hands nothing off")
+            raise AssertionError("a pass without hand-off buffers has no hand-offs")
         return self._assist
 
     def _add_to_prompts(self, group: int, tables: SiteTables) -> None:

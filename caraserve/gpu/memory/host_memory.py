@@ -1,7 +1,7 @@
-"""The host memory that the device sees, in one shared region: small copies, results, what is handed to CPU workers, and
-the arena.
+"""The host memory that the device can access, in one shared region: small copies, results, hand-offs to CPU workers,
+and the arena of adapter images.
 
-It is made before anything of CUDA starts, because the workers' fork server inherits it; the device registers it later.
+It is made before CUDA starts, because the workers' fork server inherits it; the device registers it later.
 """
 
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ from caraserve.gpu.forward.lanes import ASSISTED_CHUNK_TOKENS
 from caraserve.model.spec import ModelSpec
 from caraserve.util.units import align_up
 
-SYNC_SLOTS = 2  # assisted chunks under way
+SYNC_SLOTS = 2  # assisted chunks in flight
 
 
 @dataclass(frozen=True, slots=True)
 class HandOffBuffers:
-    """Of one assisted chunk: its words, and room for its x and its deltas. Offsets into the region."""
+    """Memory of one assisted chunk: its sync slot, x and deltas. Offsets into the region."""
 
     sync_slot: int
     x: int
@@ -32,30 +32,30 @@ class HandOffBuffers:
 
 
 class HostRegion:
-    """All of it; pages take no room until they are written or registered."""
+    """The whole region. Pages take no memory until they are written or registered."""
 
     def __init__(
         self, spec: ModelSpec, workers: int, ring_bytes: int, result_bytes: int, results: int, arena_bytes: int
     ):
-        """`result_bytes`: of each of `results` blocks."""
+        """`result_bytes`: size of each of `results` blocks."""
         self.block_bytes = align_up(handoff.block_bytes(1), PAGE_BYTES)
         entries = spec.layers * len(GROUPS)
-        rooms = (sync_slot_bytes(entries), x_bytes(spec), delta_bytes(spec)) if workers else (0, 0, 0)
-        sizes = [ring_bytes, *[result_bytes] * results, workers * self.block_bytes, *rooms * SYNC_SLOTS, arena_bytes]
-        self.region = SharedRegion(sum(align_up(size, PAGE_BYTES) for size in sizes))
+        sizes = (sync_slot_bytes(entries), x_bytes(spec), delta_bytes(spec)) if workers else (0, 0, 0)
+        parts = [ring_bytes, *[result_bytes] * results, workers * self.block_bytes, *sizes * SYNC_SLOTS, arena_bytes]
+        self.region = SharedRegion(sum(align_up(size, PAGE_BYTES) for size in parts))
         self.ring = self.region.carve(ring_bytes)
         self.results = [self.region.carve(result_bytes) for _ in range(results)]
         self.blocks = self.region.carve(workers * self.block_bytes)
-        self.rooms = [self._room(rooms) for _ in range(SYNC_SLOTS)] if workers else []
+        self.hand_off_buffers = [self._carve(sizes) for _ in range(SYNC_SLOTS)] if workers else []
         self.arena = self.region.carve(arena_bytes)
 
-    def _room(self, sizes: tuple[int, int, int]) -> HandOffBuffers:
+    def _carve(self, sizes: tuple[int, int, int]) -> HandOffBuffers:
         return HandOffBuffers(*(self.region.offset(int(self.region.carve(size).ctypes.data)) for size in sizes))
 
 
 class RegionWords:
-    """Words of the region, as SharedWords has them. Stores and loads of aligned words are whole on every machine that
-    CUDA runs on, and on x86 seen in order."""
+    """Implements SharedWords over the region. Loads and stores of aligned words are atomic on every machine that CUDA
+    runs on, and on x86 they are seen in order."""
 
     def __init__(self, region: SharedRegion) -> None:
         self._words: NDArray[np.uint32] = region.bytes.view(np.uint32)
@@ -78,11 +78,11 @@ def x_stride(spec: ModelSpec, group: int) -> int:
 
 
 def x_bytes(spec: ModelSpec) -> int:
-    """Of the widest x of a chunk, fp32."""
+    """Bytes of the widest x of a chunk, in fp32."""
     return 4 * ASSISTED_CHUNK_TOKENS * max(x_stride(spec, group) for group in range(len(GROUPS)))
 
 
 def delta_bytes(spec: ModelSpec) -> int:
-    """Of the widest deltas of a chunk."""
+    """Bytes of the widest deltas of a chunk, in fp32."""
     strides = [delta_columns([HostModule(spec.site_shape(site)[1]) for site in group])[1] for group in GROUPS]
     return 4 * ASSISTED_CHUNK_TOKENS * max(strides)
