@@ -1,8 +1,7 @@
 """The CUDA backend: a thread that launches, lanes of device work, and threads that wait for its results.
 
-`serve.py` builds it, `loop.py` launches plans on it, `adapters/residency.py` loads adapters into it. Everything asked
-of it goes to the launching thread in the order of asking; that thread never waits for the device but for what its
-helpers say. `builder.py` makes the parts.
+All calls go to the launching thread in order. That thread never waits for the device, except when it must place an
+adapter. `builder.py` makes the parts.
 """
 
 import logging
@@ -25,14 +24,14 @@ from caraserve.telemetry.trace import Trace
 
 log = logging.getLogger(__name__)
 
-_PUMP_S = 0.001  # between two looks at the link while anything is on its way
-_NICE = -5  # of the launching thread, where that is allowed: a device that waits for it stands still
+_POLL_S = 0.001  # between two polls while anything is being copied
+_NICE = -5  # of the launching thread, where the system allows it: the device may wait for this thread
 
 Done = Callable[[StepResult | Exception], None]
 
 
 class CudaBackend:
-    """See model/backend.py for the contract."""
+    """Implements the contract of core/backend.py on a GPU."""
 
     shares_cores = False  # CPU LoRA workers have cores that iterations do not need
 
@@ -66,7 +65,7 @@ class CudaBackend:
         return self._parts.warm_up_steps
 
     def warm_up(self, advance: Callable[[], None] = lambda: None) -> None:
-        """Loads every kernel and captures the graphs; to be called once, before any plan. Raises what goes wrong."""
+        """Loads every kernel and captures the graphs; to be called once, before any batch. Raises what goes wrong."""
         result: SimpleQueue[Exception | None] = SimpleQueue()
 
         def warm() -> None:
@@ -82,8 +81,8 @@ class CudaBackend:
             raise error
 
     def start_workers(self, tokens_per_worker: Callable[[int], int]) -> None:
-        """Starts the CPU LoRA workers; to be called once. Returns at once: until they are there, layers that they would
-        compute are waited for. `tokens_per_worker(rank)`: most tokens of a slice."""
+        """Starts the CPU LoRA workers; to be called once. Returns at once: until they run, prefills wait for their
+        layers. `tokens_per_worker(rank)`: the most tokens in a slice."""
         self._parts.assisted.predictions.tokens_per_worker = tokens_per_worker
         self.workers.start()
 
@@ -100,34 +99,34 @@ class CudaBackend:
         self._parts.context.queue.bytes_per_s = profile.link_bytes_per_s
 
     def emulate_link(self, bytes_per_s: float) -> None:
-        """Raises ConfigError: the link is what it is."""
+        """Raises ConfigError: a GPU has a real link."""
         raise ConfigError("--emulate-link-mb-per-s is for the CPU, where there is no link; leave it out on a GPU")
 
     def time_hand_off(self, slot: int, tokens: int) -> RoundTrip | None:
-        """Not known: the device hands over in the middle of a pass, and nothing here sees when."""
+        """Returns None: the device hands off in the middle of a pass, and the host cannot time it."""
         return None
 
     # --- counts ---
 
     @property
     def slices_handed_off(self) -> int:
-        """Slices of layers that CPU workers were to be asked for so far; the device may have found them needless."""
+        """Slices in all work orders so far; the device may have found some layers arrived and not asked."""
         return self._parts.assisted.counts.slices
 
     @property
     def modules_redone(self) -> int:
-        """Assisted chunks that were given up, a worker having died or stopped."""
+        """Assisted chunks that were aborted because a worker died or stopped."""
         return self._parts.assisted.counts.void_chunks
 
     @property
     def adapters_merged(self) -> int:
-        """How often an adapter was merged into the base weights."""
+        """Number of times an adapter was merged into the base weights."""
         return self._parts.pass_selector.merges
 
     # --- serving ---
 
     def launch(self, batch: Batch, done: Done) -> None:
-        """Queues one iteration; `done` is called on a thread of the backend's."""
+        """Queues one iteration; `done` is called on a thread of the backend."""
         self._jobs.put(lambda: self._launch(batch, done))
 
     def load_adapter(
@@ -138,37 +137,38 @@ class CudaBackend:
         group_ends: Sequence[int] = (),
         layers: int | None = None,
     ) -> None:
-        """Binds after all that was launched before; `done` is called on the launching thread."""
+        """Binds the adapter after all that was launched before; `done` is called on the launching thread."""
         if layers is not None:
             raise _whole_images_only()
         self._jobs.put(lambda: self._parts.images.load(adapter, slot, group_ends, done))
 
     def extend_load(self, slot: int, layers: int) -> None:
-        """Never called: an iteration that waits for a copy cannot be taken back, so images are awaited whole."""
+        """Raises AssertionError: an iteration that waits for a copy cannot be recalled, so only whole images are
+        loaded."""
         raise _whole_images_only()
 
     def break_load(self, slot: int, cause: Exception) -> None:
-        """Never called."""
+        """Raises AssertionError; see `extend_load`."""
         raise _whole_images_only()
 
     def recall(self, slot: int) -> None:
-        """Never called."""
+        """Raises AssertionError; see `extend_load`."""
         raise _whole_images_only()
 
     def device_bytes(self, spec: AdapterSpec) -> int:
-        """With the rows that padding adds."""
+        """Bytes that an adapter takes on the device, with the rows that padding adds."""
         return self._parts.images.stored(spec).num_bytes
 
     def unload_adapter(self, slot: int) -> None:
-        """Gives the memory back; who gets it comes after all plans launched so far."""
+        """Frees the adapter's memory, which is reused only after all batches launched so far."""
         self._jobs.put(lambda: self._parts.images.unload(slot))
 
     def resize_kv(self, blocks: int, done: Callable[[], None]) -> None:
-        """As the contract says; `done` is called on the launching thread."""
+        """Resizes the KV cache; `done` is called on the launching thread."""
         self._jobs.put(lambda: self._parts.images.resize_kv(blocks, done))
 
     def close(self) -> None:
-        """Lets everything launched end, then ends threads and workers."""
+        """Waits for everything launched, then ends threads and workers."""
         self._jobs.put(None)
         self._thread.join()
         self._parts.close()
@@ -178,9 +178,10 @@ class CudaBackend:
     def _run(
         self, device: GpuDevice, make: Callable[[], BackendParts], made: "SimpleQueue[BackendParts | Exception]"
     ) -> None:
-        """Makes the parts first: libraries keep memory for each thread that launches, which is then this one's."""
+        """Runs the launching thread. It builds the parts itself: libraries keep memory for each thread that
+        launches."""
         device.enter_thread()
-        _be_quick()
+        _raise_priority()
         try:
             self._parts = make()
         except Exception as error:
@@ -189,7 +190,7 @@ class CudaBackend:
         made.put(self._parts)
         while True:
             try:
-                job = self._jobs.get(timeout=self._patience_s())
+                job = self._jobs.get(timeout=self._wait_s())
             except Empty:
                 job = self._parts.poll
             if job is None:
@@ -201,45 +202,45 @@ class CudaBackend:
             except Exception:
                 log.exception("the device refuses an operation")
         while self._parts.assisted.is_open:
-            self._parts.assisted.await_return(_PUMP_S)
+            self._parts.assisted.await_return(_POLL_S)
             self._parts.poll()
 
-    def _patience_s(self) -> float | None:
-        """How long nothing is to be done but jobs."""
+    def _wait_s(self) -> float | None:
+        """Returns the seconds to wait for a job before polling; None: until one comes."""
         if self._parts.assisted.is_issuing:
             return 0.0
-        return _PUMP_S if self._parts.is_busy else None
+        return _POLL_S if self._parts.is_busy else None
 
     def _launch(self, batch: Batch, done: Done) -> None:
         try:
-            self._parts.slots.apply(batch)  # first: it may be of other requests as well, and is told once
+            self._parts.slots.apply(batch)  # even if this fails: slots and blocks of other requests come only once
             self._await_places({row.adapter_slot for row in batch.rows} - {BASE_ADAPTER_SLOT})
             if batch.is_side_batch:
                 self._parts.assisted.launch(batch, done)
             else:
                 self._parts.iterations.launch(batch, done)
         except Exception as error:
-            failure = error  # the name of an exception does not outlive its clause
+            failure = error  # Python deletes an exception's name after its clause
             self._parts.lanes[0].waiter.after_those(lambda: done(failure))
 
     def _await_places(self, slots: set[int]) -> None:
-        """Mostly nothing: there is room in one piece for adapters before anybody names them."""
+        """Waits until the adapters have device memory, which they almost always have by now."""
         while not self._parts.images.are_placed(slots):
             self._parts.context.timelines.settle(Lane.COPY)
-            self._parts.assisted.await_return(_PUMP_S)
+            self._parts.assisted.await_return(_POLL_S)
             self._parts.poll()
 
 
 def _whole_images_only() -> AssertionError:
-    return AssertionError("Limits.streamed_batches is 0: nothing is loaded whose bytes are not in host memory")
+    return AssertionError("Limits.streamed_batches is 0: adapters are loaded from complete images in host memory")
 
 
 def _nothing() -> None:
-    """A job that makes the launching thread look around."""
+    """A job that makes the launching thread poll."""
 
 
-def _be_quick() -> None:
-    """Before other threads of the host, if we may."""
+def _raise_priority() -> None:
+    """Raises the thread's priority, where the system allows it."""
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
     except OSError:

@@ -1,6 +1,6 @@
-"""Makes the parts of the CUDA backend and joins them: what memory there is, who gets how much, who knows whom.
+"""Builds the parts of the CUDA backend and divides the device's memory among them.
 
-The order is one of memory: weights are there already; then what has a fixed size is taken, then the pool gets what is
+Weights are on the device already. Parts of fixed size come first; then the pool of KV blocks and adapters gets what is
 left of the share that may be used, less what graphs will take.
 """
 
@@ -48,45 +48,45 @@ log = logging.getLogger(__name__)
 
 _RING_BYTES = 64 << 20
 _ITERATIONS_AHEAD = 3
-_UNKNOWN_LINK_BYTES_PER_S = 12e9  # until it is measured
-_NODE_BYTES = 8 << 10  # of device memory, a captured kernel
+_UNKNOWN_LINK_BYTES_PER_S = 12e9  # assumed until it is measured
+_NODE_BYTES = 8 << 10  # of device memory for each captured kernel
 _NODES_PER_LAYER = 20
-_FIRST_KV_SHARE = 0.25  # of the pool; it grows when requests need more
+_FIRST_KV_SHARE = 0.25  # of the pool at start; KV grows when requests need more
 
 
 @dataclass(frozen=True, slots=True)
 class GpuDevice:
-    """What the backend is built over; tests have one on the host."""
+    """The device that the backend is built over; tests have one on the host."""
 
     driver: Driver
     kernels: Kernels
     device: torch.device
     name: str
     enter_thread: Callable[[], None] = lambda: None  # makes the device current on a new thread
-    synchronize: Callable[[], None] = lambda: None  # waits for all streams, torch's own as well; before serving only
+    synchronize: Callable[[], None] = lambda: None  # waits for all streams, torch's own too; before serving only
 
 
 @dataclass(frozen=True, slots=True)
 class GpuSizes:
-    """What `serve.py` decides for this backend."""
+    """The sizes that the settings give this backend."""
 
     num_slots: int
     adapter_slots: int
     max_step_tokens: int
     max_context: int
     memory_utilization: float  # of the device's memory
-    host_bytes: int  # for the host tier
-    adapter_bytes: int | None = None  # most of the pool that adapters may take
+    host_bytes: int  # of the host cache
+    adapter_bytes: int | None = None  # the most that adapters may take of the pool
     graph_bytes: int = 1 << 30
-    padded_rank: int | None = None  # rows that every module takes, in the padded baseline
+    padded_rank: int | None = None  # of every module, in the padded baseline
     merging: bool = False
     lora_cpus: tuple[int, ...] = ()  # cores that CPU LoRA workers are pinned to
-    pool_bytes: int | None = None  # None: what is left
+    pool_bytes: int | None = None  # None: all that is left
 
 
 @dataclass(frozen=True, slots=True)
 class BackendParts:
-    """All of them, joined. `lanes`: of iterations, of assisted prefills."""
+    """The parts of the backend. `lanes`: of iterations, of assisted prefills."""
 
     limits: Limits
     device: GpuDevice
@@ -104,11 +104,11 @@ class BackendParts:
 
     @property
     def is_busy(self) -> bool:
-        """Whether `poll` is to be called again soon."""
+        """True if `poll` must be called again soon."""
         return self.images.is_busy or self.assisted.is_busy
 
     def poll(self) -> None:
-        """What is to be done now and then while anything is on its way."""
+        """Processes what has arrived or finished, and issues what comes next."""
         try:
             self.images.poll()
         except DriverError as error:
@@ -119,7 +119,7 @@ class BackendParts:
 
     @property
     def warm_up_steps(self) -> int:
-        """How often `warm_up` calls `advance`."""
+        """Number of times `warm_up` calls `advance`."""
         return len(list(self._shapes())) + (self.limits.assisted_batches > 0) + self.captured_graphs.count
 
     def warm_up(self, advance: Callable[[], None]) -> None:
@@ -141,7 +141,7 @@ class BackendParts:
         )
 
     def _shapes(self) -> Iterator[PassShape]:
-        """Kernels are compiled apart for sizes of one, for multiples of sixteen, and for all others."""
+        """Yields shapes that cover the kernels' variants: Triton specialises on sizes of 1 and multiples of 16."""
         capacity = self.lanes[0].capacity
         for tokens in (1, 2, 16):
             if tokens <= capacity.tokens:
@@ -149,8 +149,8 @@ class BackendParts:
                 yield PassShape(tokens, rows, 1, min(tokens, capacity.outputs), segments, True, self.limits.max_context)
 
     def close(self) -> None:
-        """After the launching thread has ended."""
-        with contextlib.suppress(DriverError):  # of a device that has failed
+        """Frees everything; to be called after the launching thread has ended."""
+        with contextlib.suppress(DriverError):  # the device may have failed
             for each in Lane:
                 self.context.timelines.settle(each)
         for waiter in (*(lane.waiter for lane in self.lanes), self.copies):
@@ -158,7 +158,7 @@ class BackendParts:
         self.assist_resources.watchdog.close()
         self.assist_resources.workers.close()
         region = self.assist_resources.region.region
-        with contextlib.suppress(DriverError):  # of a device that has failed
+        with contextlib.suppress(DriverError):  # the device may have failed
             self.device.driver.unregister_host(region.base)
         region.close()
 
@@ -171,10 +171,10 @@ def build_parts(
     wake: Callable[[], None],
     trace: Trace | None = None,
 ) -> BackendParts:
-    """Takes the memory and joins the parts. `wake` has the launching thread look around. Raises ConfigError when the
+    """Takes the memory and builds the parts. `wake` makes the launching thread poll. Raises ConfigError when the
     device is too small, or host memory cannot be pinned."""
     try:
-        return _assemble(spec, weights, sizes, device, wake, trace)
+        return _build(spec, weights, sizes, device, wake, trace)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             "the device's memory is full before all is there that serving needs; lower --gpu-memory-utilization, "
@@ -182,7 +182,7 @@ def build_parts(
         ) from error
 
 
-def _assemble(
+def _build(
     spec: ModelSpec,
     weights: Weights,
     sizes: GpuSizes,
@@ -193,7 +193,7 @@ def _assemble(
     driver, capacities = device.driver, _capacities(weights, sizes)
     tables = AdapterTables(spec, sizes.adapter_slots, device.device)
     merged = MergedDeviceWeights(spec, weights, MAX_RANK) if sizes.merging else None
-    rooms = [_lane_memory(spec, weights, sizes, capacity, device) for capacity in capacities]
+    memories = [_lane_memory(spec, weights, sizes, capacity, device) for capacity in capacities]
     region, host = _host_memory(spec, sizes, capacities, driver)
     context = _channels(driver, region, host)
     _first_products(context, weights)
@@ -225,7 +225,7 @@ def _assemble(
         )
         for capacity, (batch, workspace), own, name in zip(
             capacities,
-            rooms,
+            memories,
             (blocks[:_ITERATIONS_AHEAD], blocks[_ITERATIONS_AHEAD:]),
             ("results", "assisted"),
             strict=True,
@@ -254,13 +254,13 @@ def _assemble(
         assist_resources=assist_resources,
         assisted=AssistedPrefills(context, lanes[1], images, slots, assist_resources, spec, wake),
     )
-    device.synchronize()  # memory was filled on whatever stream was torch's, and not each lane waits for that
+    device.synchronize()  # memory was filled on torch's stream, for which not every lane waits
     return parts
 
 
 def _capacities(weights: Weights, sizes: GpuSizes) -> tuple[Capacity, Capacity]:
-    """Of iterations and of assisted prefills. Room for results begins at multiples of 64 bytes in both, for kernels are
-    compiled apart where it does not."""
+    """Returns the capacities of iterations and of assisted prefills. Results begin at multiples of 64 bytes in both:
+    Triton compiles other variants of the kernels for other alignments."""
     tile_tokens = prefill_tile_tokens(weights.dtype)
     outputs = align_up(sizes.max_step_tokens + sizes.num_slots, 16)  # every token scored, every row sampled
     iterations = Capacity(sizes.max_step_tokens, sizes.num_slots, outputs, tile_tokens, sizes.adapter_slots - 1)
@@ -280,7 +280,7 @@ def _host_memory(
     spec: ModelSpec, sizes: GpuSizes, capacities: Sequence[Capacity], driver: Driver
 ) -> tuple[HostRegion, RegisteredMemory]:
     most_outputs = max(capacity.outputs for capacity in capacities)
-    block_bytes = result_bytes(most_outputs) + 64  # an assisted chunk's error word is the last
+    block_bytes = result_bytes(most_outputs) + 64  # the last 4 bytes are an assisted chunk's error word
     blocks = _ITERATIONS_AHEAD + SYNC_SLOTS
     region = HostRegion(spec, len(sizes.lora_cpus), _RING_BYTES, block_bytes, blocks, sizes.host_bytes)
     base, num_bytes = region.region.base, region.region.num_bytes
@@ -300,7 +300,8 @@ def _channels(driver: Driver, region: HostRegion, host: RegisteredMemory) -> Dev
 
 
 def _first_products(context: DeviceContext, weights: Weights) -> None:
-    """torch's library takes memory for each stream that it is first used on: now, or it would while serving."""
+    """Multiplies once on each stream: cuBLAS allocates a workspace per stream at first use, which must not be while
+    serving."""
     one = torch.zeros((16, 16), dtype=weights.dtype, device=weights.device)
     out = torch.empty_like(one)
 

@@ -1,8 +1,8 @@
-"""Adapters on the device and on their way to it: room in the pool, entries in the tables, copies in the queue.
+"""Adapters on the device and on their way to it: memory in the pool, entries in the tables, copies in the queue.
 
-Residency has made sure that the sums fit; where bytes lie is decided here. An adapter that is being copied, or that an
-assisted prefill reads, stays where it is, so room in one piece may be missing for a moment though there is enough in
-all: then the load waits until one of these is done, and whoever launches a plan that names it waits with it.
+The adapter manager keeps total bytes within the pool; this module decides where they are. An adapter that is being
+copied, or that an assisted prefill reads, cannot move, so contiguous memory may be missing for a moment though there is
+enough in total. Then the load waits until a pinned adapter is unpinned, and a batch that names the adapter waits too.
 """
 
 from collections import deque
@@ -29,7 +29,7 @@ Loaded = Callable[[Exception | None], None]
 
 @dataclass(frozen=True, slots=True)
 class RegisteredMemory:
-    """Registered host memory; the device may have another address for it."""
+    """Registered host memory, which may have another address on the device."""
 
     host_base: int
     device_base: int
@@ -40,17 +40,17 @@ class RegisteredMemory:
 
 @dataclass(slots=True)
 class BoundAdapter:
-    """What a slot means. `stored`: as the bytes lie in the pool; `generation`: what ready words get when a layer has
-    arrived, 0 until the load is queued."""
+    """The adapter of a slot. `stored`: its layout in the pool; `generation`: the value that ready words get when a
+    layer has arrived, 0 until the load is queued."""
 
     adapter: HostAdapter
     stored: AdapterSpec
-    groups: tuple[frozenset[int], ...]  # by layer: groups of modules that the adapter has
+    groups: tuple[frozenset[int], ...]  # by layer: module groups that the adapter has
     generation: int = 0
     is_placed: bool = False
     is_loading: bool = True
     used: Marks = NOTHING  # after the last iteration or prefill that reads it
-    arrivals: list[tuple[int, float]] = field(default_factory=list)  # (first layer of a group, when it was seen there)
+    arrivals: list[tuple[int, float]] = field(default_factory=list)  # (first layer of a layer group, when it was seen)
     any_groups: frozenset[int] = field(init=False)  # of all layers together
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class BoundAdapter:
 
 
 class DeviceImages:
-    """The launching thread's alone."""
+    """The adapter images on the device. Used by the launching thread only."""
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class DeviceImages:
         when_copied: Callable[[], None] = lambda: None,
         now: Callable[[], float],
     ) -> None:
-        """`memory`: the pool's bytes. `padded_rank`: rows that every module takes, in the padded baseline.
-        `when_copied`: is to have `poll` called when what was issued on the copy lane so far has run."""
+        """`memory`: the pool's bytes. `padded_rank`: rank of every module in the padded baseline. `when_copied`: makes
+        `poll` be called once everything issued on the copy lane so far has run."""
         self._driver, self._timelines = context.driver, context.timelines
         self._copier, self._ring = context.copier, context.ring
         self.pool, self.memory, self.tables = pool, memory, tables
@@ -85,14 +85,14 @@ class DeviceImages:
         self._ready = torch.zeros(words, dtype=torch.int32, device=memory.device)
         self.bound: dict[int, BoundAdapter] = {}
         self.items: list[list[AdapterItems | None]] = [[None] * tables.slots for _ in GROUPS]  # by group, by slot
-        self.bindings = 0  # how often any slot's meaning has changed
-        self._waiting: deque[Callable[[], bool]] = deque()  # for room in one piece, in the order of asking
-        self._loading: dict[int, Loaded] = {}  # who is to be told
+        self.bindings = 0  # changes with every binding of a slot
+        self._waiting: deque[Callable[[], bool]] = deque()  # attempts that found no contiguous memory, in order
+        self._loading: dict[int, Loaded] = {}  # callbacks, by slot
 
-    # --- what residency asks ---
+    # --- called by the adapter manager ---
 
     def load(self, adapter: HostAdapter, slot: int, group_ends: Sequence[int], done: Loaded) -> None:
-        """Binds an adapter to a slot and queues its copy. `done` is told what has failed, if anything has."""
+        """Binds an adapter to a slot and queues its copy. `done` gets the failure, or None."""
         stored = self.stored(adapter.spec)
         self.bound[slot] = BoundAdapter(adapter, stored, _groups_by_layer(stored, self._spec))
         for items, made in zip(self.items, self._items(slot, stored), strict=True):
@@ -107,14 +107,15 @@ class DeviceImages:
                 self._end_load(slot, error)
                 return True
 
-        self._when_there_is_room(place)
+        self._retry_until_placed(place)
 
     def stored(self, spec: AdapterSpec) -> AdapterSpec:
-        """As an adapter's bytes lie in the pool. Raises AdapterRejected for more rows than there are. Any thread's."""
+        """Returns an adapter's layout in the pool. Raises AdapterRejected for a rank above the padded one.
+        Thread-safe."""
         return spec if self._padded_rank is None else padding.padded(spec, self._spec, self._padded_rank)
 
     def unload(self, slot: int) -> None:
-        """Gives a slot's memory back; its load has ended."""
+        """Frees a slot's memory; its load must have ended."""
         bound = self.bound.pop(slot)
         if bound.is_loading:
             raise AssertionError(f"adapter slot {slot} is unloaded while it is being loaded")
@@ -122,7 +123,8 @@ class DeviceImages:
             self.pool.release(slot, bound.used)
 
     def resize_kv(self, blocks: int, done: Callable[[], None]) -> None:
-        """As model/backend.py says. Blocks that go have been used by iterations."""
+        """Resizes the KV cache, as core/backend.py defines. Removed blocks are reused only after all iterations
+        issued."""
 
         def resize() -> bool:
             until = at(Lane.COMPUTE, self._timelines.issued()[Lane.COMPUTE])
@@ -137,60 +139,60 @@ class DeviceImages:
         if blocks < self.pool.kv_blocks:
             resize()
         else:
-            self._when_there_is_room(resize)
+            self._retry_until_placed(resize)
 
-    # --- what launches ask ---
+    # --- called at launches ---
 
     def poll(self) -> None:
-        """Notes what has arrived, issues what comes next, and places what found no room."""
+        """Records what has arrived, issues what comes next, and retries loads that found no memory."""
         self._copier.poll()
         self.pool.drop_passed(self._timelines.known)
         while self._waiting and self._waiting[0]():
             self._waiting.popleft()
 
     def fail(self, failure: Exception) -> None:
-        """The device has failed: nothing arrives any more, and nothing is moved."""
+        """Fails all loads; called when the device has failed."""
         self._waiting.clear()
         for slot in list(self._loading):
             self._end_load(slot, failure)
 
     @property
     def is_busy(self) -> bool:
-        """Whether `poll` is to be called again soon."""
+        """True if `poll` must be called again soon."""
         return bool(self._waiting or self._loading)
 
     def are_placed(self, slots: Collection[int]) -> bool:
-        """Whether all of these have their places; mostly they do. If not, `poll` until they have."""
+        """True if all these adapters have device memory. If not, `poll` until they have."""
         return all(self.bound[slot].is_placed for slot in slots)
 
     def arriving(self, slots: Collection[int]) -> list[int]:
-        """Those of which layers may be missing."""
+        """Returns the slots with layers that may be missing."""
         return [slot for slot in slots if slot in self.bound and self.bound[slot].is_loading]
 
     def module_groups_of(self, slots: Collection[int]) -> frozenset[int]:
-        """Groups of modules in which any of these has one."""
+        """Returns the module groups in which any of these adapters has a module."""
         return frozenset().union(*(self.bound[slot].any_groups for slot in slots))
 
     def used(self, slots: Collection[int], lane: Lane, number: int) -> None:
-        """A pass that reads adapters ends with a lane's mark of that number."""
+        """Records that a pass which reads these adapters ends with mark `number` of `lane`."""
         marks = at(lane, number)
         for slot in slots:
             bound = self.bound[slot]
             bound.used = latest(bound.used, marks)
 
     def bytes_of(self, slot: int) -> Tensor:
-        """Where an adapter's bytes lie now."""
+        """Returns an adapter's bytes on the device, at their present place."""
         start = self.pool.place_of(slot)
         return self.memory[start : start + self.bound[slot].stored.num_bytes]
 
     def ready_words(self, slot: int) -> list[int]:
-        """Addresses of the words that tell which layers of a slot have arrived."""
+        """Returns the device addresses of a slot's ready words, one per layer."""
         row = self._ready[slot]
         return [row.data_ptr() + row.element_size() * layer for layer in range(row.numel())]
 
     # --- inside ---
 
-    def _when_there_is_room(self, attempt: Callable[[], bool]) -> None:
+    def _retry_until_placed(self, attempt: Callable[[], bool]) -> None:
         if self._waiting or not attempt():
             self._waiting.append(attempt)
 
@@ -235,7 +237,7 @@ class DeviceImages:
         return padding.copies(bound.adapter.spec, bound.stored, self._spec, layers)
 
     def _relocate(self, move: Move, stream: Stream) -> None:
-        """After an adapter's bytes have moved; the compute lane's order puts it before the next iteration."""
+        """Points the tables to an adapter's new place, on the compute lane before the next iteration."""
         self._write_column(move.slot, self.memory.data_ptr() + move.target)
 
     def _write_column(self, slot: int, base: int) -> None:

@@ -1,7 +1,7 @@
-"""Issues what the link's queue says, on the copy lane, and knows which layers have arrived.
+"""Issues the link queue's pieces on the copy lane, and records which layers have arrived.
 
-The backend's launching thread calls `poll` often (every ms while loads are under way), `commit` for each arriving
-adapter of an iteration before it launches it, and asks `arrival_of_all` where a lane gets to a layer.
+The launching thread calls `poll` often (every ms while loads are in progress), `commit` for each arriving adapter of an
+iteration before it launches it, and `arrival_of_all` where a lane gets to a layer.
 """
 
 from collections import deque
@@ -19,21 +19,21 @@ _WORDS = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class CopyRequest:
-    """Where an adapter comes from and where it goes. `ready`: a word per layer, which is set to the load's `generation`
-    when the layer has arrived: a kernel that compares can never take the last owner's layers for these. `rows`: how the
-    layers of a group are copied, if not byte by byte over bytes that need no zeros before. `arrived` is called when a
-    group is seen to be there."""
+    """One adapter to be copied, as device addresses. `ready`: addresses of a word per layer, which is set to the load's
+    `generation` when the layer has arrived, so that a kernel never takes a previous adapter's layers for these.
+    `rows`: the row copies of a layer group in the padded baseline; None: one range of bytes. `arrived` is called when a
+    layer group is seen to have arrived."""
 
     slot: int
     source: int
     target: int
     num_bytes: int
     groups: tuple[LayerGroup, ...]
-    after: Marks  # when the bytes may be written
+    after: Marks  # marks after which the bytes may be written
     ready: Sequence[int] = ()
     rows: Callable[[LayerGroup], Sequence[RowCopy]] | None = None
     arrived: Callable[[LayerGroup], None] = lambda group: None
-    issued: Callable[[], None] = lambda: None  # called when the last piece has been
+    issued: Callable[[], None] = lambda: None  # called when the last piece has been issued
 
 
 @dataclass(slots=True)
@@ -41,14 +41,14 @@ class _CopyProgress:
     image: CopyRequest
     generation: int
     done: Callable[[], None]
-    marks: list[int] = field(default_factory=list)  # of the groups issued whole, on the copy lane
+    marks: list[int] = field(default_factory=list)  # of completely issued layer groups, on the copy lane
     last: int = 0  # mark of the last piece
     has_begun: bool = False
-    seen: int = 0  # groups of which `arrived` has been told
+    seen: int = 0  # layer groups for which `arrived` was called
 
 
 class AdapterCopier:
-    """Not thread-safe: the thread that launches."""
+    """Copies adapters. Used by the launching thread only."""
 
     def __init__(self, driver: Driver, timelines: Timelines, queue: LinkQueue) -> None:
         self._driver, self._timelines, self._queue = driver, timelines, queue
@@ -59,13 +59,13 @@ class AdapterCopier:
 
     def load(self, image: CopyRequest, done: Callable[[], None]) -> int:
         """Queues a load; `done` is called by `poll` when all of it has arrived. Returns its generation."""
-        self._generations = self._generations % (_WORDS - 1) + 1  # never 0, which words begin with
+        self._generations = self._generations % (_WORDS - 1) + 1  # never 0, the initial value of the words
         self._queue.ask(image.slot, image.groups)
         self._loads[image.slot] = _CopyProgress(image, self._generations, done)
         return self._generations
 
     def poll(self) -> None:
-        """Takes note of what has arrived, and issues what comes next."""
+        """Records what has arrived, and issues what comes next."""
         passed = self._timelines.passed()[Lane.COPY]
         while self._in_flight and self._in_flight[0][0] <= passed:
             self._queue.arrived(self._in_flight.popleft()[1])
@@ -81,8 +81,8 @@ class AdapterCopier:
             self._issue(piece)
 
     def commit(self, slots: Collection[int], layers: int) -> None:
-        """An iteration is about to be launched that will use the first `layers` layers of these slots: what is missing
-        is issued now, because only what has been issued can be waited for."""
+        """Issues what is missing of the first `layers` layers of these slots, for an iteration that is about to be
+        launched: a stream can only wait for copies that have been issued."""
         for slot in slots:
             self._queue.commit(slot, layers)
         while any(self.arrival(slot, layers - 1) is None for slot in slots):
@@ -91,8 +91,8 @@ class AdapterCopier:
             self._issue(piece)
 
     def cancel(self, slot: int) -> Marks:
-        """Ends a load, if there is one; what has been issued may write the bytes until the marks returned, and `done`
-        is not called."""
+        """Ends a slot's load, if there is one, without calling `done`. Returns the marks until which issued copies may
+        still write the bytes."""
         load = self._loads.pop(slot, None)
         if load is None:
             return NOTHING
@@ -101,34 +101,34 @@ class AdapterCopier:
         return at(Lane.COPY, load.last)
 
     def has_arrived(self, slot: int, layer: int) -> bool:
-        """Whether a layer was there when anybody last asked the driver."""
+        """True if a layer had arrived when the driver was last polled."""
         marks = self.arrival(slot, layer)
         return marks is not None and covers(self._timelines.known, marks)
 
     def group_of(self, slot: int, layer: int) -> int | None:
-        """The group that brings a layer; None: there is no load, or it has ended."""
+        """Returns the index of the layer group with a layer, or None if there is no load."""
         load = self._loads.get(slot)
         if load is None:
             return None
         return next(index for index, group in enumerate(load.image.groups) if layer < group.end_layer)
 
     def arrival(self, slot: int, layer: int) -> Marks | None:
-        """After what a layer is there; None: its group has not been issued."""
+        """Returns the marks after which a layer has arrived, or None if its group has not been issued."""
         load = self._loads.get(slot)
         if load is None:
-            return NOTHING  # arrived, and seen to
+            return NOTHING  # loaded
         group = self.group_of(slot, layer)
         return at(Lane.COPY, load.marks[group]) if group is not None and group < len(load.marks) else None
 
     def arrival_of_all(self, slots: Collection[int], layer: int) -> Marks:
-        """After what a layer of several adapters is there; all of it must have been issued, by `commit` for example."""
+        """Returns the marks after which a layer of all these adapters has arrived; `commit` must have issued it."""
         marks = [self.arrival(slot, layer) for slot in slots]
         if None in marks:
             raise AssertionError(f"layer {layer} of a slot of {list(slots)} has not been issued: there is no event yet")
         return latest(*(entry for entry in marks if entry is not None))
 
     def _blocked(self) -> set[int]:
-        """Slots whose bytes may still be touched by what was there before."""
+        """Slots whose memory may still be in use by its previous owner."""
         loads = [load for load in self._loads.values() if not load.has_begun]
         return {load.image.slot for load in loads if not covers(self._timelines.known, load.image.after)}
 
@@ -172,7 +172,8 @@ class AdapterCopier:
 
 @dataclass(frozen=True, slots=True)
 class DeviceContext:
-    """The launching thread's alone."""
+    """What all device code issues through: driver, streams, staging memory, link queue. Used by the launching thread
+    only."""
 
     driver: Driver
     timelines: Timelines

@@ -1,8 +1,8 @@
-"""What goes over the link to the device next, and when it will be there: one queue for all adapters. Pure.
+"""The order in which adapters are copied over the link to the device, and predicted arrivals. Pure.
 
-An adapter goes in groups of layers, a group in pieces small enough that one which is needed sooner never waits long.
-What a launched iteration waits for goes first, then loads in the order of asking. Only a little is issued ahead,
-because what has been issued cannot be overtaken. `copier.py` issues, and says what arrived.
+An adapter is copied in layer groups, and a group in pieces small enough that a more urgent one never waits long. What a
+launched iteration waits for goes first, then loads in the order of their start. Only about 1 ms of copies is issued
+ahead, because issued copies cannot be overtaken. `copier.py` issues the pieces.
 """
 
 from collections.abc import Collection, Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 PIECE_BYTES = 16 << 20  # 0.3 ms of an H200's link
-_WINDOW_S = 0.001  # issued ahead: what the thread that issues may sleep
+_WINDOW_S = 0.001  # issued ahead: as long as the launching thread may sleep
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,8 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes [start, end) of an image to be issued now. `group`: which arrives with it, if it is the last of one."""
+    """Bytes [start, end) of an image to be issued now. `group`: the layer group of which it is the last piece, or
+    None."""
 
     slot: int
     start: int
@@ -34,15 +35,15 @@ class Piece:
 
 
 class LoraSource(Enum):
-    """Whence a layer's LoRA comes, as far as it can be said at launch."""
+    """Where a layer's LoRA will come from, as predicted at launch."""
 
     DEVICE = "device"  # it has arrived
-    WAIT = "wait"  # from the device, behind its event
-    WORKERS = "workers"  # unless it has arrived when the device gets there
+    WAIT = "wait"  # from the device, after waiting for its copy
+    WORKERS = "workers"  # from CPU workers, unless it has arrived when the device gets there
 
 
 def layer_groups(layer_ends: Sequence[int], group_ends: Sequence[int]) -> tuple[LayerGroup, ...]:
-    """The groups of one image; ends that are no layers, or twice there, count for nothing."""
+    """Returns the layer groups of one image. Ends that are no layers or repeated are ignored."""
     layers, ends = len(layer_ends), [0]
     ends += sorted({end for end in group_ends if 0 < end < layers})
     bounds = zip(ends, [*ends[1:], layers], strict=True)
@@ -55,48 +56,48 @@ class _QueuedLoad:
     number: int
     groups: tuple[LayerGroup, ...]
     issued: int = 0  # bytes
-    at: int = 0  # the group that the next byte belongs to
-    committed: int = 0  # groups that a launched iteration waits for
+    at: int = 0  # index of the group of the next byte
+    committed: int = 0  # number of groups that a launched iteration waits for
 
     def urgency(self, group: int, *, is_blocked: bool = False) -> tuple[bool, bool, int]:
-        """What goes first is least."""
+        """Sort key of a layer group: the least goes first."""
         return (group >= self.committed, is_blocked, self.number)
 
 
 @dataclass(slots=True)
 class LinkQueue:
-    """Loads that have not been issued whole, and how much is on its way."""
+    """Loads that are not completely issued, and the bytes in flight."""
 
     bytes_per_s: float
     piece_bytes: int = PIECE_BYTES
     in_flight: int = 0  # bytes of pieces
-    answers: int = 0  # bytes that come from CPU workers meanwhile; what goes to them takes the other direction
+    answers: int = 0  # bytes that CPU workers will send meanwhile, in the same direction
     _loads: dict[int, _QueuedLoad] = field(default_factory=dict)
     _numbers: int = 0
 
     def ask(self, slot: int, groups: Sequence[LayerGroup]) -> None:
-        """Queues a load. One per adapter slot."""
+        """Queues a load; one per adapter slot at a time."""
         if slot in self._loads:
             raise AssertionError(f"adapter slot {slot} is being loaded already")
         self._numbers += 1
         self._loads[slot] = _QueuedLoad(slot, self._numbers, tuple(groups))
 
     def commit(self, slot: int, layers: int) -> None:
-        """An iteration is being launched that will wait for the first `layers` layers: their groups go now."""
+        """Gives priority to the first `layers` layers, because a launched iteration waits for them."""
         if slot in self._loads:
             load = self._loads[slot]
             load.committed = max(load.committed, sum(group.first_layer < layers for group in load.groups))
 
     def cancel(self, slot: int) -> None:
-        """The rest of a load is not wanted. Nobody may be waiting for it."""
+        """Drops the rest of a load; no launched iteration may wait for it."""
         load = self._loads.get(slot)
         if load is not None and load.at < load.committed:
             raise AssertionError(f"adapter slot {slot}: an iteration waits for the load")
         self._loads.pop(slot, None)
 
     def next(self, blocked: Collection[int] = ()) -> Piece | None:
-        """The piece to be issued now; None when there is none, or enough is on its way. `blocked`: adapter slots whose
-        bytes are being read still; theirs would hold up all that is issued after, so they go last."""
+        """Returns the piece to be issued now, or None if there is none or enough is in flight. `blocked`: adapter slots
+        whose memory is still being read; their copies would delay everything issued after, so they go last."""
         waiting = [(load.urgency(load.at, is_blocked=load.slot in blocked), load) for load in self._loads.values()]
         if not waiting:
             return None
@@ -116,25 +117,25 @@ class LinkQueue:
         return piece
 
     def await_answers(self, num_bytes: int) -> None:
-        """CPU workers are going to answer: their answers share the link with loads, and hold none of them back."""
+        """Adds bytes that CPU workers will send. They share the link with loads, and delay predicted arrivals."""
         self.answers += num_bytes
 
     def answered(self, num_bytes: int) -> None:
-        """Answers have come, or never will."""
+        """Removes bytes of CPU workers that have come or will not come."""
         self.answers -= num_bytes
 
     def arrived(self, num_bytes: int) -> None:
-        """Bytes issued before have arrived."""
+        """Records that issued bytes have arrived."""
         self.in_flight -= num_bytes
         if self.in_flight < 0:
             raise AssertionError("more has arrived than was issued")
 
     def arrival_of_issued(self, now_s: float) -> float:
-        """When all that has been issued is expected."""
+        """Predicts when everything issued will have arrived."""
         return now_s + (self.in_flight + self.answers) / self.bytes_per_s
 
     def arrivals(self, slot: int, now_s: float) -> dict[int, float]:
-        """When each group that has not been issued whole is expected, by its index."""
+        """Predicts the arrival of each layer group that is not completely issued, by index."""
         rest = sorted(
             (load.urgency(index), load.slot, index, load.groups[index].end - max(load.issued, load.groups[index].start))
             for load in self._loads.values()
@@ -153,9 +154,8 @@ class LinkQueue:
 
 
 def choose_source(*, arrived: bool, arrives_s: float, use_s: float, stall_s: float | None) -> LoraSource:
-    """What to launch for a layer. `stall_s`: what its hand-off to CPU workers would cost; None: they cannot help.
-
-    Only how well it goes depends on the prediction: whatever is taken from the device sits behind its event."""
+    """Chooses the source of a layer's LoRA. `stall_s`: predicted cost of its hand-off to CPU workers; None: no
+    worker is free. Predictions affect speed only: weights on the device are always read after their copy."""
     if arrived:
         return LoraSource.DEVICE
     if stall_s is None or arrives_s <= use_s + stall_s:

@@ -1,12 +1,12 @@
-"""Device memory shared by KV blocks and adapters: who has which bytes, and what may be moved. Pure.
+"""Device memory shared by KV blocks and adapters: allocation and moves. Pure.
 
     0                      kv_end          first adapter                           num_bytes
     | KV blocks, in order   |  room for both   | adapter | hole | adapter | adapter |
 
-An adapter is one contiguous extent, so kernels read it without an index; holes are cured by moving, which costs half a
-ms per GB and changes only table entries. KV blocks never move. Residency decides who is evicted; the pool says what
-fits. Nothing waits for memory to be read for the last time: bytes are given back at once together with the marks after
-which they may be written, and whoever gets them has its stream wait for these (timeline.py).
+An adapter is one contiguous extent, so kernels read it without an index. Holes are closed by moving adapters, which
+costs half a ms per GB and changes only table entries. KV blocks never move. The adapter manager decides evictions; the
+pool decides what fits. Freed bytes are available at once, together with the marks (streams.py) after which they may be
+written: the next owner's stream waits for these, and the host never does.
 """
 
 from bisect import insort
@@ -21,7 +21,7 @@ GRANULE_BYTES = 2 << 20  # a page of device memory
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """An adapter's bytes go up to a higher place."""
+    """Moves an adapter's bytes up to a higher place."""
 
     slot: int
     source: int
@@ -29,8 +29,8 @@ class Move:
     num_bytes: int
 
     def pieces(self) -> Iterator[tuple[int, int, int]]:
-        """Copies (target, source, bytes) to be done in this order. None overlaps itself, and none writes what a later
-        one reads: the last bytes go first, by as much at a time as the adapter moves."""
+        """Yields copies (target, source, bytes), to be done in this order. None overlaps itself, and none writes what a
+        later one reads: the last bytes go first, in pieces as long as the move's distance."""
         step, end = self.target - self.source, self.num_bytes
         while end > 0:
             start = max(0, end - step)
@@ -40,8 +40,8 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Bytes to be written from now on. First come the moves, in order, on the compute lane, once it is past
-    `moves_after`; whoever writes the bytes must be past `after`."""
+    """Bytes that may be written after the marks `after`. The moves come first, in order, on the compute lane after
+    `moves_after`."""
 
     start: int
     num_bytes: int
@@ -69,7 +69,7 @@ class _Extent:
 
 @dataclass(frozen=True, slots=True)
 class _Gap:
-    """Neighbouring extents [first, last) that make one hole of theirs by moving up."""
+    """Neighbouring extents [first, last) whose holes become one when they move up."""
 
     first: int
     last: int
@@ -77,7 +77,7 @@ class _Gap:
 
 
 class DevicePool:
-    """Hands out the bytes [0, num_bytes). Adapters are named by their adapter slot."""
+    """Allocates the bytes [0, num_bytes). Adapters are identified by their adapter slot."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class DevicePool:
         least_kv_blocks: int = 0,
         granule: int = GRANULE_BYTES,
     ) -> None:
-        """`lora_bytes`: most that adapters may take together. `least_kv_blocks`: blocks that adapters never take."""
+        """`lora_bytes`: the most for all adapters together. `least_kv_blocks`: blocks that adapters never take."""
         self.num_bytes = num_bytes // granule * granule
         self.block_bytes = block_bytes
         self.lora_bytes = self.num_bytes if lora_bytes is None else lora_bytes
@@ -97,7 +97,7 @@ class DevicePool:
         self._granule = granule
         self._extents: list[_Extent] = []  # in order of place
         self._by_slot: dict[int, _Extent] = {}
-        self._stale: list[tuple[int, int, Marks]] = []  # [start, end) that was given back, and what may touch it still
+        self._stale: list[tuple[int, int, Marks]] = []  # freed [start, end), and the marks until which it may be in use
         if self._least_kv_bytes > self.num_bytes:
             raise ValueError(f"{least_kv_blocks} KV blocks do not fit in {num_bytes} bytes")
 
@@ -113,18 +113,19 @@ class DevicePool:
         return align_up(max(num_bytes, 1), self._granule)
 
     def place_of(self, slot: int) -> int:
-        """Where an adapter begins now."""
+        """Returns the offset of an adapter."""
         return self._by_slot[slot].start
 
     def moved(self, slot: int) -> Marks:
-        """After what an adapter's bytes are where they are now, for lanes other than the one that moves."""
+        """Returns the marks after which an adapter's bytes are at their place, for lanes other than the compute
+        lane."""
         return self._by_slot[slot].moved
 
     # --- adapters ---
 
     def place(self, slot: int, num_bytes: int, moved: Marks) -> Grant | None:
-        """Room for an adapter, held until `unpin`; None when it does not fit. `moved`: after the moves, which the
-        caller is about to issue."""
+        """Allocates bytes for an adapter, pinned until `unpin`, or returns None if it does not fit. `moved`: the mark
+        after the moves, which the caller is about to issue."""
         need = self.takes(num_bytes)
         if slot in self._by_slot:
             raise AssertionError(f"adapter slot {slot} has bytes already")
@@ -138,19 +139,19 @@ class DevicePool:
         return Grant(extent.start, need, self._marks(extent.start, extent.end), moves, moves_after)
 
     def pin(self, slot: int) -> None:
-        """Somebody beside the compute lane uses the adapter's bytes: they stay where they are."""
+        """Pins an adapter to its place, because another lane than the compute lane uses its bytes."""
         self._by_slot[slot].pins += 1
 
     def unpin(self, slot: int) -> None:
-        """One of those has been seen to be done."""
+        """Undoes one `pin` or `place`."""
         extent = self._by_slot[slot]
         if extent.pins == 0:
-            raise AssertionError(f"adapter slot {slot} is held by nobody")
+            raise AssertionError(f"adapter slot {slot} is not pinned")
         extent.pins -= 1
 
     def release(self, slot: int, until: Marks) -> None:
-        """Takes an adapter's bytes back, held or not; what uses them is over by `until`. All that was issued would do,
-        but would have the next load wait for a lane that waits for CPU workers."""
+        """Frees an adapter's bytes, pinned or not. `until`: marks after which nothing uses them; the latest marks of
+        all lanes would make the next load wait for a lane that waits for CPU workers."""
         extent = self._by_slot.pop(slot)
         self._extents.remove(extent)
         self._give_back(extent.start, extent.end, latest(until, extent.moved))  # it may be on its way there still
@@ -158,8 +159,8 @@ class DevicePool:
     # --- KV blocks ---
 
     def resize_kv(self, blocks: int, *, until: Marks, moved: Marks) -> Grant | None:
-        """KV blocks are [0, blocks) from now on; None when adapters are in the way, and nothing has changed. `until`:
-        blocks that go may be touched so long. `moved`: as in `place`."""
+        """Makes the KV blocks [0, blocks), or returns None and changes nothing if adapters are in the way. `until`:
+        marks until which removed blocks may be in use. `moved`: as in `place`."""
         window = self._kv_window(blocks)
         if window is None:
             return None
@@ -170,10 +171,10 @@ class DevicePool:
             self._give_back(end, before, until)
         return Grant(before, max(0, end - before), self._marks(before, end), moves, moves_after)
 
-    # --- accounts ---
+    # --- bookkeeping ---
 
     def drop_passed(self, passed: Marks) -> None:
-        """Drops marks that lie behind; to be called now and then, so that they do not pile up."""
+        """Drops marks that have been passed; to be called often, so that the list stays short."""
         self._stale = [entry for entry in self._stale if not covers(passed, entry[2])]
 
     def check(self) -> None:
@@ -182,7 +183,7 @@ class DevicePool:
         for extent in self._extents:
             assert extent.start >= place, f"adapter slot {extent.slot} overlaps what lies before it"
             assert extent.start % self._granule == 0, f"adapter slot {extent.slot} is not on a granule"
-            assert self._by_slot[extent.slot] is extent, f"adapter slot {extent.slot} is filed wrongly"
+            assert self._by_slot[extent.slot] is extent, f"adapter slot {extent.slot} is registered at another place"
             place = extent.end
         assert place <= self.num_bytes, "adapters reach beyond the pool"
         assert len(self._extents) == len(self._by_slot), "an adapter is lost"
@@ -201,8 +202,8 @@ class DevicePool:
         return [start - end for start, end in zip(starts, ends, strict=True)]
 
     def _window(self, need: int) -> _Gap | None:
-        """What moves so that `need` bytes are free in one piece: as little as possible. Without a move: the smallest
-        hole among adapters, and the room for both last, for KV may want it."""
+        """Chooses what moves so that `need` contiguous bytes are free: as little as possible. Without a move: the
+        smallest hole among adapters, and last the space next to the KV blocks, which KV may need."""
         holes = self._holes()
         fitting = [(hole, index) for index, hole in enumerate(holes) if hole >= need and index > 0]
         if fitting or holes[0] >= need:
@@ -225,7 +226,7 @@ class DevicePool:
         return best
 
     def _kv_window(self, blocks: int) -> _Gap | None:
-        """What moves so that KV may have so many blocks."""
+        """Chooses what moves so that KV may have so many blocks."""
         need = self._lowest(blocks) - self._lowest(self.kv_blocks)
         if blocks * self.block_bytes > self.num_bytes:
             return None
@@ -256,12 +257,13 @@ class DevicePool:
         return above, tuple(moves), after
 
     def _give_back(self, start: int, end: int, until: Marks) -> None:
-        """Older marks on the same bytes are kept until they are passed: who had them since may never have waited."""
+        """Records freed bytes. Older marks on them are kept until passed: the owner in between may never have
+        waited."""
         covered = [e for e in self._stale if start <= e[0] and e[1] <= end and covers(until, e[2])]
         self._stale = [entry for entry in self._stale if entry not in covered]
         if until != NOTHING:
             self._stale.append((start, end, until))
 
     def _marks(self, start: int, end: int) -> Marks:
-        """After what the bytes may be written."""
+        """Returns the marks after which the bytes may be written."""
         return latest(*(marks for low, high, marks in self._stale if low < end and start < high))

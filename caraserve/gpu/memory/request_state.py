@@ -1,8 +1,7 @@
-"""What the device remembers between iterations: keys and values, and of each request slot its blocks, its tokens so far
-and how to sample.
+"""What the device keeps between iterations: keys and values, and of each request slot its blocks, tokens and sampling.
 
 Keys and values are a view of the pool's first bytes, block after block: `[block, layer, 2, block tokens, kv heads, head
-dim]`. How many of the blocks may be used is not said here.
+dim]`. The pool decides how many of the blocks may be used.
 """
 
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class DeviceState:
-    """`caches`: one for each layer."""
+    """The arrays on the device. `caches`: one per layer."""
 
     caches: tuple[PagedCache, ...]
     block_table: Tensor  # int32 [slots, most blocks of a request]
@@ -34,12 +33,12 @@ class DeviceState:
 
 
 def block_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Of one KV block, over all layers."""
+    """Bytes of one KV block, over all layers."""
     return spec.kv_bytes_per_token(dtype.itemsize) * BLOCK_TOKENS
 
 
 def make_state(spec: ModelSpec, dtype: torch.dtype, pool: Tensor, slots: int, max_context: int) -> DeviceState:
-    """Over `pool`: uint8 [bytes], whose address is a multiple of 16."""
+    """Allocates the arrays; keys and values are views of `pool`, uint8 [bytes], at a multiple of 16."""
     device = pool.device
     block_table = torch.zeros((slots, ceil_div(max_context, BLOCK_TOKENS)), dtype=torch.int32, device=device)
     row = spec.kv_heads * spec.head_dim  # numbers of a token's keys
@@ -59,7 +58,8 @@ def make_state(spec: ModelSpec, dtype: torch.dtype, pool: Tensor, slots: int, ma
 
 
 class RequestSlots:
-    """The launching thread's alone. Writes go in the compute lane's order; who reads on another lane comes after it."""
+    """Writes request slots in the compute lane's order; other lanes wait for that lane. Used by the launching thread
+    only."""
 
     def __init__(self, state: DeviceState, ring: StagingRing) -> None:
         self._state, self._ring = state, ring
@@ -67,12 +67,12 @@ class RequestSlots:
 
     @property
     def prompt_tokens(self) -> NDArray[np.int64]:
-        """By slot."""
+        """Prompt lengths, int64 [slots]."""
         tokens: NDArray[np.int64] = self._sampling["prompt_tokens"]
         return tokens
 
     def apply(self, batch: Batch) -> None:
-        """Takes note of requests that took slots and of blocks that they were granted."""
+        """Writes the slots of requests that start with this batch, and the KV blocks that it grants."""
         for start in batch.starts:
             self._start(start)
         for grant in batch.grants:

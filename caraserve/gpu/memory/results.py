@@ -1,5 +1,5 @@
-"""From the device back to whoever launched: a thread that waits for iterations, one after another, in a blocking call
-of the driver's, so that neither the launching thread nor the event loop ever does; and the memory that results come in.
+"""Results from the device: a thread that waits for iterations, one after another, in a blocking driver call, so that
+neither the launching thread nor the event loop waits; and the pinned memory that results are copied to.
 """
 
 import logging
@@ -26,7 +26,7 @@ class _Awaited:
 
 
 class Waiter:
-    """Calls back in the order of asking, on its own thread."""
+    """Calls back when device work has run, in order, on a thread of its own."""
 
     def __init__(self, driver: Driver, name: str) -> None:
         self._driver = driver
@@ -36,18 +36,18 @@ class Waiter:
         self._thread.start()
 
     def when_done(self, stream: Stream, ended: Ended) -> None:
-        """Calls `ended` when all that was issued on a stream so far has run, or the device has failed. The launching
-        thread's."""
+        """Calls `ended` when everything issued on a stream so far has run, or with the device's failure. Called by the
+        launching thread."""
         event = self._driver.create_event() if self._spare.empty() else self._spare.get()
         self._driver.record(event, stream)
         self._queue.put(_Awaited(event, ended))
 
     def after_those(self, ended: Callable[[], None]) -> None:
-        """Calls `ended` after all that is waited for already."""
+        """Calls `ended` after all earlier callbacks."""
         self._queue.put(_Awaited(None, lambda _: ended()))
 
     def close(self) -> None:
-        """Waits for what was asked, then ends the thread."""
+        """Waits for all callbacks, then ends the thread."""
         self._queue.put(None)
         self._thread.join()
 
@@ -63,22 +63,22 @@ class Waiter:
             try:
                 awaited.ended(failure)
             except Exception:
-                log.exception("a result could not be handed off")
+                log.exception("a result's callback failed")
 
 
 class ResultBlocks:
-    """Pinned blocks that results are copied into, as many as iterations may be under way."""
+    """Pinned blocks that results are copied into, as many as iterations may be in flight."""
 
     def __init__(self, blocks: list[tuple[NDArray[np.uint8], int]], outputs: int) -> None:
-        """`blocks`: memory and its device address."""
+        """`blocks`: (memory, its device address)."""
         self._free: SimpleQueue[tuple[Results, int]] = SimpleQueue()
         for memory, address in blocks:
             self._free.put((Results(memory, outputs), address))
 
     def acquire(self) -> tuple[Results, int]:
-        """Waits while all are in use, which more iterations ahead than there are blocks would be needed for."""
+        """Returns a free block and its device address. Waits while all are in use."""
         return self._free.get()
 
     def release(self, results: Results, address: int) -> None:
-        """Its contents have been read."""
+        """Returns a block whose contents have been read."""
         self._free.put((results, address))

@@ -1,7 +1,7 @@
-"""Pinned host memory through which small things reach the device: batches, table entries, token histories.
+"""Pinned host memory through which small arrays reach the device: batches, table entries, token histories.
 
-The host writes, a copy on some lane reads later; the bytes come free with that lane's next mark. Nobody waits for a
-copy unless a whole ring of them is under way.
+The host writes, and a copy on some lane reads later; the bytes are free after that lane's next mark. The host waits for
+a copy only when the whole ring is in use.
 """
 
 from collections import deque
@@ -17,22 +17,22 @@ _ALIGN_BYTES = 64
 
 
 class StagingRing:
-    """Over `memory`, uint8 [bytes], whose device address is `address`. The launching thread's alone."""
+    """A ring over `memory`, uint8 [bytes], at device address `address`. Used by the launching thread only."""
 
     def __init__(self, driver: Driver, timelines: Timelines, memory: NDArray[np.uint8], address: int) -> None:
         self._driver, self._timelines = driver, timelines
         self._memory, self._address = memory, address
-        self._head = self._tail = 0  # bytes ever taken, and ever given back; the end of the ring is skipped at times
+        self._head = self._tail = 0  # total bytes taken and reclaimed; includes skipped bytes at the ring's end
         self._in_use: deque[tuple[int, Lane, int]] = deque()  # (head after it, lane, its mark)
 
     def send(self, target: int, data: NDArray[np.generic], lane: Lane) -> None:
-        """Copies an array's bytes to device memory, in the order of a lane."""
+        """Copies an array to device address `target`, in the order of a lane."""
         if data.nbytes:
             source = self._keep(data, lane)
             self._driver.copy_to_device(target, source, data.nbytes, self._timelines.streams[lane])
 
     def send_column(self, target: int, pitch: int, data: NDArray[np.generic], lane: Lane) -> None:
-        """Copies the items of a flat array to places that are `pitch` bytes apart."""
+        """Copies the items of a flat array to device addresses `pitch` bytes apart."""
         source, width = self._keep(data, lane), data.itemsize
         stream = self._timelines.streams[lane]
         self._driver.copy_rows_to_device(target, pitch, source, width, width, data.size, stream)
@@ -58,7 +58,7 @@ class StagingRing:
         return (self._head - num_bytes) % size
 
     def _reclaim(self) -> None:
-        """Takes the oldest bytes back, once they have been read."""
+        """Reclaims the oldest bytes; waits until they have been read."""
         end, lane, number = self._in_use[0]
         if self._timelines.passed()[lane] < number:
             self._timelines.settle(lane)
