@@ -144,7 +144,7 @@ def test_a_slot_has_bytes_once_and_is_let_go_as_often_as_it_was_held() -> None:
     placed(made, 1, 1)
     with pytest.raises(AssertionError, match="has bytes already"):
         made.place(1, 1, PAST)
-    with pytest.raises(AssertionError, match="held by nobody"):
+    with pytest.raises(AssertionError, match="is not pinned"):
         made.unpin(1)
 
 
