@@ -134,8 +134,8 @@ def make_node(
     if lora.registry is None:
         log.warning("without --registry this instance forgets the cluster's adapters when it ends")
     names = persistence.ClusterRegistryFile(persistence.cluster_registry_path(lora.registry) if lora.registry else None)
-    who = cluster.cluster_name, cluster.name, model, cluster.peers
-    config = NodeConfig(*who, credentials.keys, credentials.dialling, base_name)
+    identity = cluster.cluster_name, cluster.name, model, cluster.peers
+    config = NodeConfig(*identity, credentials.keys, credentials.dialling, base_name)
     return Node(config, names, rng=Random())
 
 

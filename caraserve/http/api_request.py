@@ -70,7 +70,7 @@ class ReceivedBody:
 
 
 class RequestRouter(Protocol):
-    """Has an API request answered, by this instance (`LocalRouter`) or by any of a cluster (`ClusterRouter`)."""
+    """Answers API requests, on this instance (`LocalRouter`) or on any of a cluster (`ClusterRouter`)."""
 
     def draw_seed(self) -> int | None:
         """A seed for a request that gives none, so that it draws the same tokens on every instance that tries it; None

@@ -37,7 +37,7 @@ from caraserve.util.tasks import in_turns
 DEFAULT_MAX_TOKENS = 16
 # Engine requests of one body: enough for an evaluation's batch; the body itself could hold 10⁶ prompts.
 MAX_CHOICES = 2048
-# Encoding runs at a few MB/s: longer texts would hold up the event loop for over a millisecond.
+# Encoding runs at a few MB/s: longer texts would block the event loop for over a millisecond.
 ENCODED_IN_PLACE_CHARACTERS = 2048
 _PRIORITIES = 1 << 63  # as vLLM's: any integer of 64 bits
 _LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
@@ -85,7 +85,7 @@ def parse_common(fields: Fields, engine: Engine, find: Find, client: str) -> Com
 
 
 def parse_delivery(fields: Fields) -> Delivery:
-    """Raises InvalidRequest naming the field."""
+    """Reads the fields of a stream. Raises InvalidRequest, which names the field."""
     stream = fields.boolean("stream", False)
     options = fields.nested("stream_options")
     check_fields(options, STREAM_OPTIONS)
@@ -162,7 +162,7 @@ def response_head(response_id: str, kind: str, model: str) -> dict[str, Any]:
 
 
 def parse_prompts(fields: Fields) -> list[Prompt]:
-    """`prompt` is a string, a list of strings, token ids, or a list of lists of token ids."""
+    """The prompts of `prompt`: a string, a list of strings, token ids, or a list of lists of token ids."""
     value = fields.raw("prompt")
     if isinstance(value, str):
         return [value]

@@ -1,9 +1,8 @@
-"""JSON bodies → objects, strictly, and without holding up the event loop however large they are.
+"""Parses JSON bodies strictly, and without blocking the event loop, however large they are.
 
-`responses.py` and `dispatch.py` call `parse_object`. A small body is parsed at once. Of a large one the structure is
-walked here and the pieces between are parsed one by one, with turns of the event loop for other requests in between:
-orjson takes tens of milliseconds for 16 MB of text and seconds for as much of `[]`, and keeps the interpreter lock.
-What is built is bounded, since freeing it takes the event loop's time, too.
+A small body is parsed at once. In a large one, this module reads the structure and has orjson parse the pieces in
+between, with turns of the event loop: orjson takes tens of milliseconds for 16 MB of text and seconds for 16 MB of
+`[]`, and keeps the interpreter lock. The number of values is limited, since freeing them blocks the event loop too.
 """
 
 import json
@@ -19,26 +18,26 @@ from caraserve.http.validation import shown
 from caraserve.util.tasks import in_turns
 
 MOST_NUMBERS = 1 << 19  # 10 ms to free
-_MOST_VALUES = 1 << 16  # besides the numbers in lists: strings, objects, lists, fields
-_MOST_CHARACTERS = 1 << 22  # in one string: 16 MiB in memory, should one be an emoji
-_MOST_DEPTH = 1000  # about as deep as small bodies may be
-_AT_ONCE_BYTES = 16 << 10  # up to 2 ms, equal keys looked for
+_MOST_VALUES = 1 << 16  # strings, objects, lists and fields; numbers in lists are counted apart
+_MOST_CHARACTERS = 1 << 22  # in one string: 16 MiB in memory if one of them is an emoji
+_MOST_DEPTH = 1000  # about the limit of small bodies
+_AT_ONCE_BYTES = 16 << 10  # parsed in up to 2 ms, with the search for equal keys
 _PIECE_BYTES = 16 << 10
 
 _BLANKS = re.compile(rb"[ \t\n\r]{0,65536}+")
 _SHORT_STRING = re.compile(rb'"[^"\\]{0,1000}+"')
 _SCALAR = re.compile(rb'[^\[\]{}",: \t\n\r]++')
 _SCALARS = re.compile(rb'[^\[\]{}"]++')
-# A pair of escapes for one character is never parted.
+# Never splits a pair of escapes for one character.
 _IN_STRING = re.compile(rb'(?:[^"\\]++|\\[^u]|\\u(?![dD][89aAbB]).{4}|\\u[dD][89aAbB].{2}\\u.{4})*+', re.DOTALL)
 
-Body = bytes | mmap  # large ones are never one object of the interpreter's heap
+Body = bytes | mmap  # large bodies are mapped: a bytes object would take 15 ms to allocate
 _List = list[Any]
 _Object = dict[str, Any]
 
 
 async def parse_object(body: Body, most_numbers: int = MOST_NUMBERS) -> _Object:
-    """Reads one JSON object without equal keys. Raises InvalidRequest for anything else."""
+    """Parses one JSON object without equal keys and with a limited size. Raises InvalidRequest."""
     value = _parse_at_once(body[:]) if len(body) <= _AT_ONCE_BYTES else await _parse_in_turns(body, most_numbers)
     if not isinstance(value, dict):
         raise InvalidRequest("The body must be a JSON object.")
@@ -48,7 +47,7 @@ async def parse_object(body: Body, most_numbers: int = MOST_NUMBERS) -> _Object:
 def _parse_at_once(body: bytes) -> Any:
     try:
         value = orjson.loads(body)
-        json.loads(body, object_pairs_hook=_unique)  # orjson keeps the last of two equal keys
+        json.loads(body, object_pairs_hook=_refuse_equal_keys)  # orjson keeps the last of two equal keys
     except RecursionError:
         raise InvalidRequest("The body is not valid JSON: it is nested too deeply.") from None
     except ValueError as error:
@@ -58,20 +57,20 @@ def _parse_at_once(body: bytes) -> Any:
 
 
 def _check_memory(error: ValueError) -> None:
-    """Raises MemoryError where orjson had too little memory, which is no fault of the body's."""
+    """Raises MemoryError if orjson ran out of memory: then the body is not at fault."""
     if str(error).startswith("Not enough memory"):
         raise MemoryError from None
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> None:
+def _refuse_equal_keys(pairs: list[tuple[str, Any]]) -> None:
     seen: set[str] = set()
     for key, _ in pairs:
         if key in seen:
-            raise _twice(key)
+            raise _equal_keys(key)
         seen.add(key)
 
 
-def _twice(key: str) -> InvalidRequest:
+def _equal_keys(key: str) -> InvalidRequest:
     return InvalidRequest(f"The body has {shown(key)} twice in one object.", param=key[:64])
 
 
@@ -83,7 +82,7 @@ async def _parse_in_turns(body: Body, most_numbers: int) -> Any:
 
 
 class _Reader:
-    """Reads one document from its first byte to its last. `read` yields after each piece."""
+    """Reads one document. `read` yields after each piece."""
 
     def __init__(self, body: Body, most_numbers: int) -> None:
         self.value: Any = None
@@ -91,7 +90,7 @@ class _Reader:
         self._at = 0
         self._numbers_left, self._most_numbers = most_numbers, most_numbers
         self._values_left = _MOST_VALUES
-        self._open: list[tuple[_List | _Object, str]] = []  # around `_inside`, each with the key that is being read
+        self._open: list[tuple[_List | _Object, str]] = []  # the containers around `_inside`, each with its current key
         self._root: _List = []
         self._inside: _List | _Object = self._root
         self._key = ""
@@ -106,17 +105,17 @@ class _Reader:
             raise self._invalid("there is something after its end")
 
     def _read_next(self) -> Generator[None]:
-        """What follows inside a list or object: its end or another value."""
+        """Reads the end of a list or object, or its next value."""
         byte = self._peek()
         closing = b"]" if isinstance(self._inside, list) else b"}"
         if byte == closing:
-            self._step()
+            self._skip_byte()
             self._inside, self._key = self._open.pop()
             return
         if self._inside:
             if byte != b",":
                 raise self._invalid(f"a comma or {closing.decode()} is missing")
-            self._step()
+            self._skip_byte()
         if isinstance(self._inside, dict):
             yield from self._read_key()
         yield from self._read_value()
@@ -127,10 +126,10 @@ class _Reader:
         key = self._short_string()
         self._key = (yield from self._read_string()) if key is None else key
         if isinstance(self._inside, dict) and self._key in self._inside:
-            raise _twice(self._key)
+            raise _equal_keys(self._key)
         if self._peek() != b":":
             raise self._invalid("a colon is missing")
-        self._step()
+        self._skip_byte()
 
     def _read_value(self) -> Generator[None]:
         byte = self._peek()
@@ -138,20 +137,20 @@ class _Reader:
             text = self._short_string()
             self._put((yield from self._read_string()) if text is None else text)
         elif byte in (b"[", b"{"):
-            self._step()
+            self._skip_byte()
             self._enter([] if byte == b"[" else {})
         elif isinstance(self._inside, list) and self._inside is not self._root:
             self._read_scalars(self._inside)
         else:
-            self._put(self._loads(self._take(_SCALAR)))
+            self._put(self._loads(self._read_match(_SCALAR)))
             self._skip_blanks()
         yield
 
     def _read_scalars(self, into: _List) -> None:
-        """Numbers, true, false and null up to the next string, list or object, or as many as make a piece."""
+        """Reads numbers, true, false and null up to the next string, list or object, at most one piece."""
         start = self._at
-        run = self._take(_SCALARS)
-        if self._peek() != b"]":  # the last one may be cut, and what comes next needs its comma
+        run = self._read_match(_SCALARS)
+        if self._peek() != b"]":  # the last value may be cut, and the next one needs its comma
             run = run[: run.rfind(b",")] if b"," in run else b""
             self._at = start + len(run)
         values = self._loads(b"[%b]" % run)
@@ -165,7 +164,7 @@ class _Reader:
         into += values
 
     def _short_string(self) -> str | None:
-        """The string that begins here, if it is short and has no escapes: nearly all keys."""
+        """Reads a string that is short and has no escapes, as nearly all keys are; None for another one."""
         found = _SHORT_STRING.match(self._body, self._at)
         if found is None:
             return None
@@ -174,12 +173,12 @@ class _Reader:
         return str(self._loads(found.group()))
 
     def _read_string(self) -> Generator[None, None, str]:
-        """From the opening quote to behind the closing one."""
+        """Reads a string from its opening quote past its closing one."""
         self._at += 1
         parts, characters = [], 0
         while True:
             start = self._at
-            part = str(self._loads(b'"%b"' % self._take(_IN_STRING)))
+            part = str(self._loads(b'"%b"' % self._read_match(_IN_STRING)))
             characters += len(part)
             if characters > _MOST_CHARACTERS:
                 raise InvalidRequest(f"The body has a string of more than {_MOST_CHARACTERS} characters.")
@@ -189,7 +188,7 @@ class _Reader:
             if self._at == start:
                 raise self._invalid("a string has no end, or a wrong escape")
             yield
-        self._step()
+        self._skip_byte()
         return "".join(parts)
 
     def _enter(self, container: _List | _Object) -> None:
@@ -211,8 +210,8 @@ class _Reader:
     def _peek(self) -> bytes:
         return self._body[self._at : self._at + 1]
 
-    def _step(self) -> None:
-        """Past one byte and the blanks behind it."""
+    def _skip_byte(self) -> None:
+        """Skips one byte and the blanks after it."""
         self._at += 1
         self._skip_blanks()
 
@@ -221,8 +220,8 @@ class _Reader:
         assert blanks is not None
         self._at = blanks.end()
 
-    def _take(self, pattern: "re.Pattern[bytes]") -> bytes:
-        """The bytes that match, a piece at most, which ends with a whole character."""
+    def _read_match(self, pattern: "re.Pattern[bytes]") -> bytes:
+        """Reads the bytes that match, at most one piece, which ends with a whole character."""
         start, end = self._at, self._at + _PIECE_BYTES
         while end < len(self._body) and end > start + _PIECE_BYTES - 4 and self._body[end] & 0xC0 == 0x80:
             end -= 1

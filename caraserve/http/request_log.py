@@ -1,7 +1,7 @@
-"""One log line for each request when it ends: who asked, what answered, how it went; never a word of prompt or answer.
+"""Logs one line for each request when it ends: client, model, finish, times; never any text of prompt or answer.
 
-`app.py` begins a `RequestSummary` and logs it at the end; the handlers fill it in. Names that come from clients are
-bounded here, and escaped by `log.py`.
+The middleware creates a `RequestSummary` and logs it at the end; the handlers fill it in. Names from clients are
+shortened here and escaped by `telemetry/log.py`.
 """
 
 import logging
@@ -20,32 +20,32 @@ from caraserve.http.streaming import EVENT_STREAM
 log = logging.getLogger("caraserve.http.requests")
 
 IGNORED_HEADER = "x-caraserve-ignored"
-CLIENT_LEFT = 499  # as nginx logs it: the client closed the connection before its answer was whole
-_QUIET_PATHS = frozenset({"/ping"})  # a probe that SageMaker may send as a POST
+CLIENT_LEFT = 499  # nginx's number: the client closed the connection before the answer was complete
+_QUIET_PATHS = frozenset({"/ping"})  # SageMaker may send this probe as a POST
 _LONGEST_PATH = 200
 _LONGEST_NAME = 64
-_LONGEST_LIST = 2048  # characters of the header; clients and proxies take 8 KB of all headers at least
+_LONGEST_LIST = 2048  # characters of the header; clients and proxies accept at least 8 KB of headers
 _NOT_IN_HEADERS = re.compile(r"[^A-Za-z0-9_.:-]")
 _DIGEST_CHARACTERS = 12
 
 
 @dataclass(slots=True)
 class RequestSummary:
-    """What there is to say of one request."""
+    """The contents of one log line."""
 
     began_s: float = field(default_factory=time.perf_counter)
     model: str = ""  # adapter@digest, or the base's name
-    ignored: str = ""  # names of fields that were sent and not read, as the header lists them
-    forwarded_to: str = ""  # the instance that answered instead of this one
+    ignored: str = ""  # fields that were sent and not read, as the header lists them
+    forwarded_to: str = ""  # the instance that answered; empty for this one
     finishes: Sequence[Finish] = ()
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     completion_tokens: int | None = None
-    error: str = ""  # code or type of the error that the client was sent
+    error: str = ""  # code or type of the error that the client received
     param: str = ""  # the field that the error names
 
     def note_finishes(self, finishes: Sequence[Finish], n: int) -> None:
-        """How a request's prompts ended, each with `n` answers in a row; a prompt counts once."""
+        """Notes how the engine requests ended: `n` in a row for each prompt, whose tokens count once."""
         self.finishes = finishes
         self.prompt_tokens = sum(finish.prompt_tokens for finish in finishes[::n])
         self.cached_tokens = sum(finish.cached_tokens for finish in finishes[::n])
@@ -62,19 +62,19 @@ SUMMARY = web.RequestKey("SUMMARY", RequestSummary)
 
 
 def model_label(name: str, digest: str) -> str:
-    """An adapter as the log names it: the same name may stand for other weights tomorrow."""
+    """`name@digest`: the same name may stand for other weights later."""
     return f"{name}@{digest[:_DIGEST_CHARACTERS]}"
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names of fields as one header's value. They are the client's: characters that no header may hold become `?`."""
+    """Names of fields as the value of a header. Characters that are not allowed in headers become `?`."""
     text = ", ".join([_NOT_IN_HEADERS.sub("?", name[:_LONGEST_NAME]) for name in names])
     return text if len(text) <= _LONGEST_LIST else f"{text[:_LONGEST_LIST].rpartition(', ')[0]}, ..."
 
 
 def log_request(request: web.Request, request_id: str, status: int) -> None:
-    """Logs a request that asked for work or a change; pages, lists and probes have metrics. So have clients that were
-    not let in: they could fill the log."""
+    """Logs a POST of an authenticated client. All other requests are only counted in the metrics: pages, lists, probes,
+    and clients without a key, which could fill the log."""
     if (
         CLIENT not in request
         or request.method != "POST"

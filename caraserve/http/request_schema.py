@@ -1,9 +1,9 @@
 """The fields of request bodies that this server knows, route by route: served, refused, or ignored.
 
-Sources are the request schemas of OpenAI, vLLM, SGLang, llama.cpp, TGI, LoRAX, Ollama, TensorRT-LLM and others. What
-selects weights, constrains the output, or changes the prompt, the sampling or what the answer shows, and is not served,
-is refused, unless its value asks for nothing. What only advises, labels or tunes is ignored, and so are a few fields
-that clients send by default and no server of one plain model can honour (`reasoning_effort`, `web_search_options`).
+Sources are the request schemas of OpenAI, vLLM, SGLang, llama.cpp, TGI, LoRAX, Ollama, TensorRT-LLM and others. A field
+that selects weights, constrains the output, or changes the prompt, the sampling or the response, and is not served, is
+refused unless its value asks for nothing. Fields that only advise, label or tune are ignored, and so are a few that
+clients send by default and no server of one plain model can honour (`reasoning_effort`, `web_search_options`).
 `check_fields` applies a table before any value is read.
 """
 
@@ -32,7 +32,7 @@ class Refused:
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownFields:
     """What one route reads, refuses and ignores. A name in none of the three is unknown, and ignored unless it looks
-    like a misspelt one. Compared by identity, so that what is derived from a table can be cached."""
+    like a misspelt one. Compared by identity, so that functions of a table can be cached."""
 
     served: frozenset[str]
     refused: Mapping[str, Refused]
@@ -72,7 +72,7 @@ _DELIVERY = ("stream", "stream_options", "return_token_ids", "user", "cache_salt
 _GENERATION = frozenset((*_SELECTING, *_SAMPLING, *_DELIVERY))
 _TEMPLATE = frozenset(("messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"))
 
-# Other systems' ways to choose weights. Ignored, each would be answered by other weights than were asked for.
+# Other systems' fields that choose weights. If they were ignored, other weights would answer.
 _WEIGHTS = _refused(
     _NAME_THE_ADAPTER,
     *("lora_request", "lora_name", "lora_id", "lora_ids", "lora_int_id", "lora_adapters", "lora_modules", "loras"),
@@ -230,7 +230,7 @@ _PROMPTS = {
     **_refused(_NO_REASONING, "enable_thinking", "think", "thinking", "thinking_budget"),
 }
 
-# What the answer would hold. A client that asks reads it.
+# Contents of the response, which a client that asks for them reads.
 _ANSWERS = _refused(
     _LEAVE_OUT,
     *("prompt_logprobs", "logprob_token_ids", "token_ids_logprob"),

@@ -40,7 +40,7 @@ async def test_wrong_keys(header: str | None) -> None:
 
 
 @pytest.mark.parametrize("headers", [bearer(KEY), bearer(OTHER), bearer(ADMIN), {"X-Api-Key": OTHER}], ids=str)
-async def test_any_of_the_keys_lets_in(headers: dict[str, str]) -> None:
+async def test_any_of_the_keys_gives_access(headers: dict[str, str]) -> None:
     async with serving(FakeEngine(), api_key=(KEY, OTHER), admin_key=(ADMIN,)) as client:
         assert (await client.complete(headers=headers)).status == 200
 
@@ -91,7 +91,7 @@ async def test_a_browser_shows_the_key_as_a_password(path: str) -> None:
         assert (await client.get(path, headers=basic(KEY))).status == 200
 
 
-async def test_what_a_browser_sends_by_itself_changes_nothing() -> None:
+async def test_passwords_that_browsers_send_cannot_change_anything() -> None:
     """A page of another site can make a browser send a password that it has stored."""
     async with serving(FakeEngine(), admin_key=(ADMIN,)) as client:
         assert (await client.post("/v1/load_lora_adapter", LOAD, headers=basic(ADMIN))).status == 401
@@ -115,7 +115,7 @@ async def test_only_an_admin_key_loads_and_unloads() -> None:
             assert answer.status == status
 
 
-async def test_with_keys_but_no_admin_key_nobody_loads_and_the_refusal_says_how() -> None:
+async def test_with_keys_but_no_admin_key_loads_are_refused_with_advice() -> None:
     refused = await load(bearer(KEY), api_key=(KEY,))
     assert (refused.status, "start the server with --admin-key" in refused.error["message"]) == (403, True)
 
@@ -124,7 +124,7 @@ async def test_without_keys_anyone_loads() -> None:
     assert (await load({})).status == 200
 
 
-async def test_a_client_is_its_key_under_a_name_that_does_not_say_it_or_its_address() -> None:
+async def test_a_client_has_a_name_derived_from_its_key_or_its_address() -> None:
     seen: list[Client] = []
 
     async def note(request: web.Request) -> web.Response:
@@ -161,12 +161,12 @@ def test_flags_take_several_values_and_may_be_repeated() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--api-key", ""], ["--admin-key", " "], ["--allowed-origins", "chat.example"]])
-def test_values_that_would_not_do_what_they_say_are_refused(arguments: list[str]) -> None:
+def test_values_without_the_intended_effect_are_refused(arguments: list[str]) -> None:
     with pytest.raises(argparse.ArgumentError):
         parsed(*arguments)
 
 
-def test_a_benchmarks_report_repeats_no_key_of_its_server() -> None:
+def test_a_benchmarks_report_contains_no_api_key() -> None:
     given = ["--api-key", "k1", "k2", "--port", "1", "--admin-key=k3", "--seed", "4"]
     assert without_keys(given) == ["--api-key", "…", "…", "--port", "1", "--admin-key=…", "--seed", "4"]
     assert api_key_in(given) == "k1"

@@ -65,7 +65,7 @@ async def test_naming_no_adapter_reaches_the_base(naming: dict[str, Any]) -> Non
     ],
     ids=str,
 )
-async def test_the_answer_says_which_model_gave_it_in_the_clients_words(naming: dict[str, Any], shown: str) -> None:
+async def test_the_response_repeats_the_clients_name_of_the_model(naming: dict[str, Any], shown: str) -> None:
     async with serving(FakeEngine()) as client:
         whole = await client.chat(**naming)
         streamed = await client.chat(**naming, stream=True)
@@ -73,7 +73,7 @@ async def test_the_answer_says_which_model_gave_it_in_the_clients_words(naming: 
     assert {event["model"] for event in streamed.events} == {shown}
 
 
-async def test_another_instance_understands_the_same() -> None:
+async def test_a_forwarded_request_resolves_to_the_same_adapter() -> None:
     async with fleet() as running:
         for name in "ab":
             await running.start(name, FakeEngine(other_base_names=("alias",)))
@@ -110,7 +110,9 @@ async def test_another_instance_understands_the_same() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
-async def test_what_does_not_name_one_adapter_is_refused(path: str, naming: dict[str, Any], param: str) -> None:
+async def test_a_field_that_does_not_name_exactly_one_adapter_is_refused(
+    path: str, naming: dict[str, Any], param: str
+) -> None:
     fake = FakeEngine()
     async with serving(fake) as client:
         answer = await client.post(path, {"prompt": "x"} | naming)

@@ -123,7 +123,7 @@ async def test_changing_adapters_can_be_switched_off(path: str) -> None:
     assert set(fake.loaded) == {"a", "b"}
 
 
-async def test_load_goes_on_when_its_client_has_left() -> None:
+async def test_a_load_continues_after_its_client_has_left() -> None:
     fake = FakeEngine(admin_gate=asyncio.Event())
     async with serving(fake) as client:
         load = asyncio.create_task(client.post("/v1/load_lora_adapter", {"lora_name": "new", "lora_path": "x"}))
@@ -171,7 +171,7 @@ async def test_bad_token_requests(path: str, fields: dict[str, Any], status: int
     assert (answer.status, answer.error["param"]) == (status, param)
 
 
-async def test_other_requests_have_their_turns_while_a_long_list_of_models_is_written() -> None:
+async def test_encoding_a_long_list_of_models_does_not_block_the_event_loop() -> None:
     adapters = [FakeAdapter(f"a{number}", "/adapters/a") for number in range(20_000)]
     engine = FakeEngine(loaded={adapter.name: adapter for adapter in adapters})
     context = Context(

@@ -178,7 +178,7 @@ async def test_other_content_types(content_type: str) -> None:
     assert "application/json" in answer.error["message"]
 
 
-async def test_body_that_is_announced_as_too_large_is_not_waited_for() -> None:
+async def test_a_body_with_a_too_large_content_length_is_refused_at_once() -> None:
     async with serving(FakeEngine(), timings=HttpTimings(body_s=60, linger_s=0.01)) as client:
         answer = await exchange(
             client.port, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000000\r\n\r\n{"
@@ -196,7 +196,7 @@ async def test_missing_content_type_is_json() -> None:
     assert answer.startswith(b"HTTP/1.1 200")
 
 
-async def test_body_that_does_not_come() -> None:
+async def test_a_body_that_does_not_arrive_is_a_408() -> None:
     async with serving(FakeEngine(), timings=HttpTimings(body_s=0.05, linger_s=0.05)) as client:
         answer = await exchange(
             client.port, b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{"pro'
@@ -205,7 +205,7 @@ async def test_body_that_does_not_come() -> None:
     assert b'"type":"invalid_request_error"' in answer
 
 
-async def test_headers_that_do_not_come() -> None:
+async def test_headers_that_do_not_arrive_end_the_connection() -> None:
     async with serving(FakeEngine(), timings=HttpTimings(keepalive_s=0.05)) as client:
         assert await exchange(client.port, b"POST /v1/completions HTTP/1.1\r\nHost: loc") == b""
 

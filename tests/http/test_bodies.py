@@ -71,7 +71,7 @@ async def test_all_bodies_together_are_bounded_and_small_ones_are_always_taken(
             writer.close()
 
 
-async def test_what_a_body_held_is_free_again_when_its_request_has_ended() -> None:
+async def test_the_memory_of_a_body_is_released_when_its_request_ends() -> None:
     fake, timings = FakeEngine(max_model_len=10_000), HttpTimings(body_s=0.05)
     async with serving(fake, timings=timings, max_body_bytes=6_000) as client:
         for _ in range(4):
@@ -81,7 +81,7 @@ async def test_what_a_body_held_is_free_again_when_its_request_has_ended() -> No
             assert parsed(await exchange(client.port, late)).status == 408
 
 
-async def test_a_lack_of_memory_is_the_servers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lack_of_memory_is_a_503(monkeypatch: pytest.MonkeyPatch) -> None:
     async def lacking(body: bytes, most_numbers: int) -> None:
         raise MemoryError
 
@@ -91,7 +91,7 @@ async def test_a_lack_of_memory_is_the_servers_fault(monkeypatch: pytest.MonkeyP
     assert (answer.status, answer.error["code"]) == (503, "server_busy")
 
 
-async def test_the_parsers_lack_of_memory_is_told_from_bad_json(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_parsers_lack_of_memory_is_not_reported_as_bad_json(monkeypatch: pytest.MonkeyPatch) -> None:
     def lacking(body: bytes) -> None:
         raise ValueError("Not enough memory to allocate buffer for parsing: line 1 column 1 (char 0)")
 

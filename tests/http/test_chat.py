@@ -62,11 +62,11 @@ async def test_long_conversations_are_rendered_too() -> None:
     ("fields", "ending"),
     [({}, "assistant:"), ({"add_generation_prompt": False}, ";"), ({"continue_final_message": True}, ";")],
 )
-async def test_the_assistants_turn_is_opened_unless_told_otherwise(fields: dict[str, Any], ending: str) -> None:
+async def test_the_generation_prompt_is_added_unless_switched_off(fields: dict[str, Any], ending: str) -> None:
     assert (await prompt_of(**fields)).endswith(ending)
 
 
-async def test_default_length_is_the_room_left() -> None:
+async def test_the_default_length_is_the_rest_of_the_context() -> None:
     fake = FakeEngine()
     async with serving(fake) as client:
         await client.chat()
@@ -141,12 +141,12 @@ async def test_templates_get_the_arguments_of_tool_calls_as_objects(arguments: o
 
 
 @pytest.mark.parametrize("none", [None, []])
-async def test_no_tool_calls_are_no_key_for_the_template(none: object) -> None:
+async def test_an_empty_list_of_tool_calls_is_not_passed_to_the_template(none: object) -> None:
     (message,) = await template_messages({"role": "assistant", "content": "hello", "tool_calls": none})
     assert message == {"role": "assistant", "content": "hello"}
 
 
-async def test_tools_are_let_through_where_they_are_not_to_be_used() -> None:
+async def test_tools_are_accepted_with_tool_choice_none() -> None:
     assert await prompt_of(tools=[{"type": "function"}], tool_choice="none")
 
 

@@ -75,12 +75,12 @@ async def test_all_adapters_are_listed_by_name_with_their_holders(count: int) ->
         assert one == {"name": one["name"], "digest": digest, "rank": 8, "num_bytes": 100, "holders": {"b": "host"}}
 
 
-async def test_a_server_that_serves_alone_lists_none() -> None:
+async def test_a_server_without_peers_lists_no_instances() -> None:
     async with looking(None) as client:
         assert (await client.get("/v1/cluster/adapters")).json == {"object": "list", "data": []}
 
 
-async def test_others_have_their_turn_while_many_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_listing_many_adapters_does_not_block_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("caraserve.util.tasks._TURN_S", 0.0)
     cluster = Cluster(5000)
 

@@ -88,7 +88,7 @@ async def test_defaults_are_openais() -> None:
     assert (params.max_tokens, params.temperature, params.top_p, params.top_k, params.seed) == (16, 1.0, 1.0, 0, None)
 
 
-async def test_model_defaults_apply_where_a_request_says_nothing() -> None:
+async def test_model_defaults_apply_to_absent_fields() -> None:
     model = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1}
     (request,) = await submitted({"top_p": 0.5}, default_sampling=model)
     params = request.params
@@ -211,7 +211,7 @@ async def test_scoring_a_prompt_as_evaluations_do(max_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_prompt_that_was_scored_piece_by_piece_comes_back_whole(stream: bool) -> None:
+async def test_a_prompt_scored_in_chunks_has_all_its_logprobs(stream: bool) -> None:
     def pieces(request: GenerateRequest) -> list[TokenDelta]:
         a, b, c = (scored(token_id, 0) for token_id in b"bcd")
         return [
@@ -252,7 +252,7 @@ async def test_token_ids_on_request() -> None:
     assert choice["token_ids"] == list(b"Hi!")
 
 
-async def test_stop_reason_and_cached_tokens_are_told() -> None:
+async def test_stop_reason_and_cached_tokens_are_reported() -> None:
     def stopped(request: GenerateRequest) -> list[TokenDelta]:
         ended = dataclasses.replace(finish(request, 1, stop_reason="END"), cached_tokens=2)
         return [TokenDelta("x", (120,), finish=ended)]
@@ -263,7 +263,7 @@ async def test_stop_reason_and_cached_tokens_are_told() -> None:
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
 
 
-async def test_default_length_shrinks_to_the_room_left() -> None:
+async def test_the_default_length_is_limited_by_the_context() -> None:
     (request,) = await submitted({"prompt": [1] * 990})
     assert request.params.max_tokens == 10
 
@@ -286,7 +286,7 @@ async def test_too_long_for_the_context_names_both_numbers(fields: dict[str, Any
         (None, "However, the {source} alone"),
     ],
 )
-async def test_too_long_for_the_context_is_said_in_the_words_that_clients_know(asked: int | None, words: str) -> None:
+async def test_the_error_for_a_too_long_prompt_has_openais_wording(asked: int | None, words: str) -> None:
     """litellm, LangChain and others tell this error from others by its first sentence."""
     tokens = 990 if asked else 1000
     async with serving(FakeEngine()) as client:
@@ -307,12 +307,12 @@ async def test_priority_reaches_the_engine(fields: dict[str, int], expected: int
 
 
 @pytest.mark.parametrize("fields", [{"max_completion_tokens": 5}, {"max_completion_tokens": 5, "max_tokens": 9}])
-async def test_clients_that_name_the_limit_as_in_chat_are_understood(fields: dict[str, int]) -> None:
+async def test_max_completion_tokens_is_accepted_as_in_chat(fields: dict[str, int]) -> None:
     (request,) = await submitted(fields)
     assert request.params.max_tokens == 5
 
 
-async def test_overload_says_when_to_come_again_and_has_no_effects() -> None:
+async def test_overload_has_retry_after_and_no_effects() -> None:
     fake = FakeEngine(script=None, refusals={2: Overloaded("The queue is full.", retry_after_s=1.2)})
     async with serving(fake) as client:
         answer = await client.complete(n=3)
@@ -413,7 +413,7 @@ async def test_more_logprobs_than_a_response_may_have_are_refused(
     assert not engine.streams
 
 
-async def test_a_large_answer_is_the_same_document_in_whatever_parts_it_is_written() -> None:
+async def test_a_large_response_does_not_depend_on_the_parts_it_is_written_in() -> None:
     prompt = list(range(256)) * 2
     fields = {"max_tokens": 3, "echo": True, "logprobs": 5}
     async with serving(FakeEngine()) as client:

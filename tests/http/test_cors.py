@@ -22,7 +22,7 @@ async def test_a_preflight_is_answered_without_a_key(path: str) -> None:
 
 
 @pytest.mark.parametrize("origins", [(), (CHAT,)])
-async def test_others_are_allowed_nothing(origins: tuple[str, ...]) -> None:
+async def test_other_origins_are_allowed_nothing(origins: tuple[str, ...]) -> None:
     async with serving(FakeEngine(), api_key=("k",), allowed_origins=origins) as client:
         asked = await client.request("OPTIONS", "/v1/models", headers=ASK | {"Origin": EVIL})
         got = await client.get("/v1/models", headers={"Origin": EVIL, "Authorization": "Bearer k"})
@@ -61,6 +61,6 @@ async def test_an_allowed_page_may_use_a_local_server_without_keys_and_others_st
         assert (await client.complete(headers={"Origin": EVIL})).status == 403
 
 
-async def test_options_without_a_question_is_no_method_of_ours() -> None:
+async def test_options_without_a_preflight_header_is_method_not_allowed() -> None:
     async with serving(FakeEngine(), allowed_origins=(CHAT,)) as client:
         assert (await client.request("OPTIONS", "/v1/models", headers={"Origin": CHAT})).status == 405

@@ -67,7 +67,7 @@ def codes(events: list[Any]) -> list[str | None]:
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "asked"), [COMPLETION, CHAT])
-async def test_an_answer_that_has_not_begun_is_a_504(
+async def test_a_deadline_before_the_first_byte_is_a_504(
     pass_time: PassTime, path: str, asked: dict[str, Any], stream: bool, n: int
 ) -> None:
     fake = FakeEngine(script=None)
@@ -83,7 +83,7 @@ async def test_an_answer_that_has_not_begun_is_a_504(
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize(("path", "asked"), [COMPLETION, CHAT])
-async def test_a_stream_that_has_begun_ends_with_an_error(
+async def test_a_deadline_during_a_stream_ends_it_with_an_error(
     pass_time: PassTime, path: str, asked: dict[str, Any], n: int
 ) -> None:
     fake = FakeEngine(script=begun)
@@ -97,7 +97,7 @@ async def test_a_stream_that_has_begun_ends_with_an_error(
         assert all(stream.cancelled.is_set() for stream in fake.streams)
 
 
-async def test_a_stream_of_which_only_comments_have_gone_out_has_begun(pass_time: PassTime) -> None:
+async def test_a_stream_with_only_comments_sent_ends_with_an_error(pass_time: PassTime) -> None:
     fake = FakeEngine(script=None)
     body = COMPLETION[1] | {"stream": True}
     async with (
@@ -111,7 +111,7 @@ async def test_a_stream_of_which_only_comments_have_gone_out_has_begun(pass_time
 
 @pytest.mark.parametrize("given", ["0", "60000"])
 @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 3}])
-async def test_an_answer_in_time_is_as_without_a_deadline(given: str, fields: dict[str, Any]) -> None:
+async def test_a_deadline_that_is_met_changes_nothing(given: str, fields: dict[str, Any]) -> None:
     async with fleet("a", "b") as running:
         for name in "ab":
             client = running[name].client
@@ -120,7 +120,7 @@ async def test_an_answer_in_time_is_as_without_a_deadline(given: str, fields: di
             assert (bounded.status, same(bounded.body)) == (200, same(free.body))
 
 
-async def test_zero_is_without_end(pass_time: PassTime) -> None:
+async def test_zero_means_no_deadline(pass_time: PassTime) -> None:
     fake = FakeEngine(script=None)
     async with serving(fake) as client:
         asking = asyncio.create_task(client.complete(headers={HEADER: "0"}))
@@ -199,7 +199,7 @@ class StuckResponse:
         self.aborted = True
 
 
-async def test_a_client_that_does_not_take_the_error_is_given_up() -> None:
+async def test_a_client_that_does_not_read_the_error_is_disconnected() -> None:
     response: Any = StuckResponse()
     async with EventStream(response, HttpTimings(write_s=0.01)) as out:
         out.response = response
@@ -208,7 +208,7 @@ async def test_a_client_that_does_not_take_the_error_is_given_up() -> None:
     assert response.aborted
 
 
-async def test_a_stream_whose_end_is_on_its_way_gets_no_second_one() -> None:
+async def test_a_stream_that_has_sent_done_gets_no_error_event() -> None:
     response: Any = StuckResponse()
     async with EventStream(response, HttpTimings(write_s=0.01)) as out:
         out.response = response
@@ -225,7 +225,7 @@ async def serve(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
     return web.json_response({})
 
 
-async def test_another_instance_gets_the_time_that_remains() -> None:
+async def test_a_forwarded_request_carries_the_remaining_time() -> None:
     async with fleet("b") as running:
         seen = await running.start_raw("a", serve)
         for headers in ({HEADER: "60000"}, {HEADER: "0"}, {}):
@@ -236,7 +236,7 @@ async def test_another_instance_gets_the_time_that_remains() -> None:
         assert free == [None, None]
 
 
-async def test_the_next_instance_gets_what_remains_after_the_first(pass_time: PassTime) -> None:
+async def test_a_second_attempt_carries_the_remaining_time(pass_time: PassTime) -> None:
     async def die(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
         pass_time(7.0)
         assert request.transport is not None
@@ -250,7 +250,7 @@ async def test_the_next_instance_gets_what_remains_after_the_first(pass_time: Pa
         assert 0 < int(second[HEADER]) <= int(first[HEADER]) - 7000
 
 
-async def test_nobody_else_is_asked_once_the_time_is_over(pass_time: PassTime) -> None:
+async def test_after_the_deadline_no_other_instance_is_tried(pass_time: PassTime) -> None:
     async def die(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
         pass_time(HOLDS_S)
         assert request.transport is not None
@@ -265,7 +265,7 @@ async def test_nobody_else_is_asked_once_the_time_is_over(pass_time: PassTime) -
         assert not running["c"].engine.requests
 
 
-async def test_less_than_a_millisecond_is_not_handed_on(pass_time: PassTime) -> None:
+async def test_less_than_a_remaining_millisecond_is_a_504(pass_time: PassTime) -> None:
     @within_deadline
     async def forward(request: web.Request) -> web.StreamResponse:
         assert 0 < int(remaining_time_header(request)[HEADER]) <= 1000 * HOLDS_S
@@ -276,7 +276,7 @@ async def test_less_than_a_millisecond_is_not_handed_on(pass_time: PassTime) -> 
         await forward(make_mocked_request("POST", "/", headers=HEADERS))
 
 
-async def test_a_timeout_of_something_else_is_none_of_the_requests() -> None:
+async def test_another_timeout_in_a_handler_is_not_a_deadline() -> None:
     @within_deadline
     async def fail(request: web.Request) -> web.StreamResponse:
         raise TimeoutError
@@ -286,9 +286,7 @@ async def test_a_timeout_of_something_else_is_none_of_the_requests() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_instance_that_is_stuck_does_not_outlive_the_clock_of_the_one_that_asked_it(
-    pass_time: PassTime, stream: bool
-) -> None:
+async def test_the_sender_of_a_request_enforces_its_deadline_on_a_stuck_peer(pass_time: PassTime, stream: bool) -> None:
     arrived, ended = asyncio.Event(), asyncio.Event()
 
     async def stick(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
@@ -322,7 +320,7 @@ async def test_an_instance_that_is_stuck_does_not_outlive_the_clock_of_the_one_t
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_instance_that_is_asked_has_a_clock_of_its_own(pass_time: PassTime, stream: bool) -> None:
+async def test_the_receiver_of_a_request_enforces_its_deadline(pass_time: PassTime, stream: bool) -> None:
     body = b'{"prompt":"ab","stream":%s}' % (b"true" if stream else b"false")
     path = PREFIX + COMPLETION[0]
     async with fleet() as running:
@@ -350,7 +348,7 @@ async def test_an_instance_that_is_asked_has_a_clock_of_its_own(pass_time: PassT
         assert a.routing_metrics.received == 0
 
 
-async def test_the_deadline_of_the_one_that_was_asked_is_the_clients_answer() -> None:
+async def test_the_receivers_504_reaches_the_client() -> None:
     words = {"error": {"message": "late", "type": "server_error", "param": None, "code": "deadline_exceeded"}}
 
     async def late(request: web.Request, seen: RawAnswer) -> web.StreamResponse:

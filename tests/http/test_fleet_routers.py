@@ -74,7 +74,7 @@ async def test_llmd_takes_the_lora_series_with_the_largest_value() -> None:
     assert second[0]["running_lora_adapters"] == "b"
 
 
-async def test_llmd_prefers_who_has_the_adapter_so_idle_ones_count_as_running() -> None:
+async def test_llmd_prefers_instances_with_the_adapter_so_idle_ones_count_as_running() -> None:
     """Its affinity scorer gives 1.0 for `running_lora_adapters`, by the protocol's text those in device memory."""
     idle = FakeSnapshot(running_adapters=(), waiting_adapters=(), device_adapters=("b", "a"))
     ((labels, _),) = series("vllm:lora_requests_info", page(idle))

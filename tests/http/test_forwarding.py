@@ -25,7 +25,7 @@ DONE = b"data: [DONE]\n\n"
 # --- what the client gets ---
 
 
-async def test_any_instance_takes_any_request_and_one_answers() -> None:
+async def test_any_instance_accepts_any_request_and_one_answers() -> None:
     async with fleet("a", "b", "c") as running:
         for name in "abc":
             for fields in ({}, {"stream": True}):
@@ -95,7 +95,7 @@ async def test_events_come_as_they_are_sent(cut: int) -> None:
             assert await answer.content.read() == DONE
 
 
-async def test_a_fault_of_the_client_does_not_travel() -> None:
+async def test_a_clients_mistake_is_not_forwarded() -> None:
     async with fleet("a", "b") as running:
         answer = await running["b"].client.complete(temperature=-1)
         assert (answer.status, answer.error["param"]) == (400, "temperature")
@@ -128,7 +128,7 @@ async def test_a_request_that_two_devices_failed_with_goes_to_no_third(caplog: p
         assert len([record for record in caplog.records if "boom" in record.message]) == 4  # each where it happened
 
 
-async def test_an_instance_whose_device_has_failed_takes_nothing() -> None:
+async def test_an_instance_whose_device_has_failed_refuses_requests() -> None:
     async with fleet("a", "b") as running:
         running["a"].engine.failure = "gone"
         for entry in "ab":
@@ -137,7 +137,7 @@ async def test_an_instance_whose_device_has_failed_takes_nothing() -> None:
         assert running["a"].routing_metrics.refused == {"draining": 1}
 
 
-async def test_ids_traces_tenant_and_seed_go_along_and_the_clients_key_does_not() -> None:
+async def test_ids_traces_tenant_and_seed_are_forwarded_and_the_clients_key_is_not() -> None:
     async def send(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
         return web.json_response({})
 
@@ -156,7 +156,7 @@ async def test_ids_traces_tenant_and_seed_go_along_and_the_clients_key_does_not(
         assert seen.hops[1]["seed"] is not None
 
 
-async def test_an_instance_trusts_the_cluster_and_needs_no_key_of_it() -> None:
+async def test_a_forwarded_request_needs_no_api_key() -> None:
     async with fleet() as running:
         a, b = await running.start("a", api_key=("of a",)), await running.start("b", api_key=("of b",))
         answer = await b.client.complete(headers={"Authorization": "Bearer of b"}, user="alice")
@@ -188,7 +188,7 @@ async def test_a_client_that_leaves_in_the_middle_ends_the_request_there() -> No
         assert running["b"].routing_metrics.lost == {}
 
 
-async def test_a_client_that_does_not_read_holds_up_its_own_stream_and_takes_no_memory() -> None:
+async def test_a_client_that_does_not_read_delays_its_own_stream_and_buffers_little() -> None:
     sent, ended = 0, asyncio.Event()
     piece = b"data: %b\n\n" % (b"x" * 65536)
 
@@ -218,7 +218,7 @@ async def test_a_client_that_does_not_read_holds_up_its_own_stream_and_takes_no_
 # --- failures ---
 
 
-async def test_before_the_first_byte_another_instance_tries_with_the_same_id_and_seed() -> None:
+async def test_before_the_first_byte_another_instance_retries_with_the_same_id_and_seed() -> None:
     async def die(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
         assert request.transport is not None
         request.transport.abort()
@@ -239,7 +239,7 @@ async def test_before_the_first_byte_another_instance_tries_with_the_same_id_and
         assert running["d"].routing_metrics.retried == 2
 
 
-async def test_a_name_server_that_says_nothing_holds_up_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_name_server_counts_as_an_unreachable_instance(monkeypatch: pytest.MonkeyPatch) -> None:
     async def silent(*about: object, **more: object) -> None:
         await asyncio.Event().wait()
 
@@ -252,7 +252,7 @@ async def test_a_name_server_that_says_nothing_holds_up_nobody_for_long(monkeypa
         assert running["b"].routing_metrics.unreached == {"a": 1}
 
 
-async def test_the_one_that_was_asked_draws_the_seed_that_the_others_got() -> None:
+async def test_a_local_retry_uses_the_seed_of_the_forwarded_attempts() -> None:
     async with fleet("b") as running:
         await running.start("a", FakeEngine(refusals={0: Overloaded("full", retry_after_s=1)}))
         await running["b"].client.complete(n=2)
@@ -291,7 +291,7 @@ async def test_a_stream_whose_instance_dies_ends_with_an_error(how: str) -> None
         waiting.set()
 
 
-async def test_a_mistake_there_is_passed_on_and_counts_as_no_answer() -> None:
+async def test_a_peers_internal_error_is_passed_on_and_not_counted_as_an_answer() -> None:
     async def fail(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
         return web.json_response({"error": {"code": None}}, status=500)
 
@@ -301,7 +301,7 @@ async def test_a_mistake_there_is_passed_on_and_counts_as_no_answer() -> None:
         assert running["b"].routing_metrics.forwarded == {}
 
 
-async def test_a_stream_that_ends_without_its_end_is_lost_too() -> None:
+async def test_a_stream_without_done_counts_as_lost() -> None:
     async def send(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
         return await streamed(EVENTS[0], request=request)
 
@@ -322,7 +322,7 @@ async def test_an_instance_found_dead_before_its_first_byte_costs_nothing() -> N
         assert len(running["b"].engine.requests) == 1
 
 
-async def test_half_an_answer_that_is_no_stream_is_asked_for_again() -> None:
+async def test_a_partial_response_that_is_no_stream_is_retried() -> None:
     async def cut(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": "1000"})
         await response.prepare(request)
@@ -346,7 +346,7 @@ async def test_half_an_answer_that_is_no_stream_is_asked_for_again() -> None:
     ],
 )
 @pytest.mark.parametrize(("entry", "asked"), [("c", ["a", "b"]), ("a", ["b"])])
-async def test_an_instance_that_takes_nothing_is_passed_over(error: Exception, entry: str, asked: list[str]) -> None:
+async def test_an_instance_that_refuses_is_skipped(error: Exception, entry: str, asked: list[str]) -> None:
     async with fleet("c") as running:
         a = await running.start("a", FakeEngine(refusals={0: error}))
         b = await running.start("b")
@@ -356,7 +356,7 @@ async def test_an_instance_that_takes_nothing_is_passed_over(error: Exception, e
         assert len({one for _, one in running[entry].forwards}) == 1
 
 
-async def test_when_nobody_else_is_there_the_words_of_the_one_that_was_asked_come_back() -> None:
+async def test_without_another_instance_the_client_gets_the_last_refusal() -> None:
     async with fleet() as running:
         far = FakeEngine(
             refusals={0: Overloaded("9 wait", retry_after_s=7)}, loaded={"far": FakeAdapter("far", "/far", digest="f")}
@@ -368,7 +368,7 @@ async def test_when_nobody_else_is_there_the_words_of_the_one_that_was_asked_com
         assert answer.error["message"] == "9 wait"
 
 
-async def test_when_all_are_full_the_client_is_told_so() -> None:
+async def test_when_all_instances_are_full_the_client_gets_a_429() -> None:
     full = {number: Overloaded("7 requests are waiting", retry_after_s=3) for number in range(9)}
     async with fleet() as running:
         for name in "abcd":
@@ -377,14 +377,14 @@ async def test_when_all_are_full_the_client_is_told_so() -> None:
         assert (answer.status, answer.error["code"], answer.headers["Retry-After"]) == (429, "rate_limit_exceeded", "3")
 
 
-async def test_full_ones_that_say_so_in_their_beats_are_not_asked() -> None:
+async def test_instances_that_report_a_full_queue_are_not_tried() -> None:
     async with fleet("a", "b") as running:
         running.world.loads["a"] = FULL
         await running["b"].client.complete()
         assert not running["b"].forwards
 
 
-async def test_an_instance_that_stops_still_finds_others_for_its_clients() -> None:
+async def test_a_draining_instance_still_forwards() -> None:
     async with fleet("a", "b") as running:
         running["a"].engine.draining = True
         running["a"].view.stale = tuple(one for one in running["b"].view.instances() if one.name == "b")
@@ -392,7 +392,7 @@ async def test_an_instance_that_stops_still_finds_others_for_its_clients() -> No
         assert len(running["b"].engine.requests) == 1
 
 
-async def test_silence_of_a_stream_is_filled_once() -> None:
+async def test_only_one_instance_sends_pings() -> None:
     async with fleet() as running:
         timings = HttpTimings(ping_s=0.05)
         a = await running.start("a", FakeEngine(script=begun), timings)

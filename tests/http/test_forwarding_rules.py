@@ -19,7 +19,7 @@ from tests.http.fleet import FULL, RawAnswer, fleet
 # --- adapters ---
 
 
-async def test_an_adapter_that_is_not_here_is_listed_and_answered_by_who_has_it() -> None:
+async def test_a_remote_adapter_is_listed_and_answered_by_its_holder() -> None:
     async with fleet("a", "b") as running:
         c = await running.start("c", FakeEngine(loaded={"far": FakeAdapter("far", "/far", 16, digest="f")}))
         models = (await running["a"].client.get("/v1/models")).json["data"]
@@ -36,7 +36,7 @@ async def test_an_adapter_that_is_not_here_is_listed_and_answered_by_who_has_it(
         assert (await running["a"].client.complete(model="nobody's")).status == 404
 
 
-async def test_an_adapter_whose_holders_are_away_is_unavailable_not_unknown() -> None:
+async def test_an_adapter_without_reachable_holders_is_unavailable_not_unknown() -> None:
     async with fleet("a") as running:
         running.world.names["far"] = RegisteredAdapter("far", "f", 8, 1)
         running.world.held["f"] = {"z": Tier.HOST}
@@ -60,7 +60,7 @@ class Cut:
 
 @pytest.mark.parametrize("entry", ["a", "d"])
 @pytest.mark.parametrize("held", [False, True])
-async def test_an_adapter_that_one_cannot_fetch_is_asked_only_of_who_has_it(entry: str, held: bool) -> None:
+async def test_after_a_failed_download_only_holders_are_tried(entry: str, held: bool) -> None:
     async with fleet("a", "b", "c", "d") as running:
         cuts = {name: Cut() for name in "abcd"}
         for name, cut in cuts.items():
@@ -74,7 +74,7 @@ async def test_an_adapter_that_one_cannot_fetch_is_asked_only_of_who_has_it(entr
         assert {name: cut.asked for name, cut in cuts.items()} == {"a": 1, "b": 0, "c": 0, "d": 0}
 
 
-async def test_an_instance_that_means_something_else_by_a_name_does_not_answer() -> None:
+async def test_an_instance_with_another_digest_for_the_name_refuses() -> None:
     async with fleet("b") as running:
         a = await running.start("a", FakeEngine(loaded={"poet": FakeAdapter("poet", "/old", digest="old")}))
         b = await running.start("c", FakeEngine(loaded={"poet": FakeAdapter("poet", "/new", digest="new")}))
@@ -84,7 +84,7 @@ async def test_an_instance_that_means_something_else_by_a_name_does_not_answer()
         assert [len(server.engine.requests) for server in (a, running["b"], b)] == [0, 0, 1]
 
 
-async def test_an_instance_that_has_not_heard_what_a_name_means_now_does_not_answer() -> None:
+async def test_an_instance_with_a_stale_digest_for_the_name_refuses() -> None:
     async with fleet("b") as running:
         a = await running.start("a", FakeEngine(loaded={"poet": FakeAdapter("poet", "/old", digest="old")}))
         a.view.names = dict(running.world.names)
@@ -95,14 +95,14 @@ async def test_an_instance_that_has_not_heard_what_a_name_means_now_does_not_ans
         assert a.routing_metrics.refused == {"no-adapter": 1}
 
 
-async def test_base_models_may_have_other_names_elsewhere() -> None:
+async def test_base_models_may_have_other_names_on_other_instances() -> None:
     async with fleet("b") as running:
         a = await running.start("a", FakeEngine(base_name="called/otherwise"))
         answer = await running["b"].client.complete(model="org/base")
         assert (answer.json["model"], len(a.engine.requests)) == ("org/base", 1)
 
 
-async def test_an_instance_is_ready_when_it_knows_the_names_of_the_cluster() -> None:
+async def test_an_instance_is_ready_when_it_has_the_clusters_registry() -> None:
     async with fleet("a") as running:
         early = await running["a"].client.get("/ready")
         assert (early.status, early.error["code"]) == (503, "not_ready")
@@ -114,7 +114,7 @@ async def test_an_instance_is_ready_when_it_knows_the_names_of_the_cluster() -> 
 # --- who may ---
 
 
-async def test_only_a_signed_request_gets_in_and_only_once() -> None:
+async def test_a_forwarded_request_must_be_signed_and_is_accepted_once() -> None:
     caught: list[tuple[str, Mapping[str, str], bytes]] = []
 
     async def catch(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
@@ -147,7 +147,7 @@ async def test_only_a_signed_request_gets_in_and_only_once() -> None:
         assert len(a.engine.requests) == 1
 
 
-async def test_nothing_is_read_of_who_is_not_in_the_cluster() -> None:
+async def test_the_body_of_an_unsigned_request_is_not_read() -> None:
     async with fleet("a") as running:
         reader, writer = await asyncio.open_connection("127.0.0.1", running["a"].client.port)
         writer.write(
@@ -157,7 +157,7 @@ async def test_nothing_is_read_of_who_is_not_in_the_cluster() -> None:
         writer.close()
 
 
-async def test_between_machines_requests_are_encrypted_and_clients_have_no_business_on_that_port(
+async def test_the_peer_port_uses_tls_and_has_no_client_routes(
     tmp_path: Path,
 ) -> None:
     certificate(tmp_path, "ca")
@@ -179,19 +179,19 @@ async def test_between_machines_requests_are_encrypted_and_clients_have_no_busin
             assert answer.status == 404
 
 
-async def test_a_client_cannot_say_that_its_request_was_forwarded() -> None:
+async def test_a_client_cannot_claim_that_its_request_was_forwarded() -> None:
     async with fleet("a", "b") as running:
         await running["b"].client.complete(headers={CLAIMS_HEADER: '{"id":"x"}', SIGNATURE_HEADER: "0" * 64})
         assert running["b"].forwards
 
 
-async def test_nothing_is_forwarded_where_a_router_in_front_has_chosen() -> None:
+async def test_local_routing_forwards_nothing() -> None:
     async with fleet("a", "b", routing="local") as running:
         await running["b"].client.complete()
         assert len(running["b"].engine.requests) == 1
 
 
-async def test_what_an_slo_forbids_goes_elsewhere_and_at_last_to_the_least_bad() -> None:
+async def test_a_request_over_the_slo_goes_elsewhere_and_last_to_the_least_bad() -> None:
     def loaded(requests: int) -> Backlog:
         return Backlog(requests)
 
@@ -201,7 +201,7 @@ async def test_what_an_slo_forbids_goes_elsewhere_and_at_last_to_the_least_bad()
         assert len(running["a"].engine.requests) == 1
 
 
-async def test_metrics_tell_what_was_predicted_beside_what_was_seen() -> None:
+async def test_metrics_show_predicted_and_observed_latency() -> None:
     async with fleet("a", "b") as running:
         await running["b"].client.complete()
         running.world.loads["a"] = FULL

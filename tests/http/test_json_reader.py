@@ -90,7 +90,7 @@ def test_a_damaged_body_gives_the_same_values_or_refusal_whole_and_piece_by_piec
         b'"a":' + b"[" * 5000 + b"]" * 5000 + b"}",
     ],
 )
-async def test_a_body_is_taken_or_refused_whatever_its_size(rest: bytes) -> None:
+async def test_acceptance_of_a_body_does_not_depend_on_its_size(rest: bytes) -> None:
     small, big = await both(rest)
     assert small == big
 
@@ -104,7 +104,7 @@ async def test_a_body_is_taken_or_refused_whatever_its_size(rest: bytes) -> None
         (b'{"a":"' + b"x" * 5_000_000 + b'"}', "4194304 characters"),
     ],
 )
-async def test_what_would_take_long_to_free_is_never_built(body: bytes, why: str) -> None:
+async def test_values_that_take_long_to_free_are_refused(body: bytes, why: str) -> None:
     with pytest.raises(InvalidRequest, match=why):
         await parse_object(body)
 

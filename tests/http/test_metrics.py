@@ -53,13 +53,13 @@ async def test_residency_by_tier() -> None:
     assert loaded == [("a", "gpu", "8"), ("b", "gpu", "64"), ("a", "cpu", "8")]
 
 
-async def test_merges_are_counted_where_they_happen() -> None:
+async def test_merges_are_counted() -> None:
     metrics = Metrics("org/base", max_loras=64, block_tokens=16, merges=lambda: 7)
     assert samples(metrics)["caraserve:adapter_merges_total"] == [(LABELS, 7.0)]
     assert samples(new_metrics())["caraserve:adapter_merges_total"] == [(LABELS, 0.0)]
 
 
-async def test_ten_thousand_adapters_do_not_swell_the_page() -> None:
+async def test_ten_thousand_adapters_leave_the_metrics_page_short() -> None:
     names = tuple(f"adapter-{index}-{'x' * 100}" for index in range(10_000))
     snapshot = FakeSnapshot(running_adapters=names, waiting_adapters=names, device_adapters=names, host_adapters=names)
     text = new_metrics().render(snapshot, lambda name: 8)
@@ -104,7 +104,7 @@ async def test_reasons_have_vllms_names(reason: FinishReason, name: str) -> None
     assert counts == {"stop": 0, "length": 0, "abort": 0, "error": 0} | {name: 1}
 
 
-async def test_an_abandoned_request_does_not_colour_the_latencies() -> None:
+async def test_an_abandoned_request_is_not_in_the_latencies() -> None:
     metrics = new_metrics()
     metrics.observe_finish(ended("cancelled"))
     assert samples(metrics)["vllm:e2e_request_latency_seconds_count"] == [(LABELS, 0.0)]

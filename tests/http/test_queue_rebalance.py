@@ -46,7 +46,7 @@ async def test_a_waiting_request_moves(entry: str) -> None:
         assert not running["c"].engine.requests
 
 
-async def test_one_that_has_begun_stays() -> None:
+async def test_a_request_that_has_started_does_not_move() -> None:
     async with fleet(routing="dlora") as running:
         await start(running)
         asked, stream = await waiting_at_a(running, "c")
@@ -57,7 +57,7 @@ async def test_one_that_has_begun_stays() -> None:
         assert (await asked).status == 200
 
 
-async def test_nothing_moves_to_where_there_is_as_much_to_do() -> None:
+async def test_requests_do_not_move_to_an_equally_loaded_instance() -> None:
     async with fleet(routing="dlora") as running:
         await start(running)
         asked, stream = await waiting_at_a(running, "c")
@@ -69,7 +69,7 @@ async def test_nothing_moves_to_where_there_is_as_much_to_do() -> None:
         await asked
 
 
-async def test_a_moved_request_comes_back_when_nobody_else_takes_it() -> None:
+async def test_a_moved_request_returns_when_no_other_instance_accepts_it() -> None:
     async with fleet(routing="dlora") as running:
         await start(running)
         asked, stream = await waiting_at_a(running, "a")

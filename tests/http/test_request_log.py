@@ -53,7 +53,7 @@ def lines() -> Iterator[Lines]:
     log.setLevel(before)
 
 
-async def test_a_line_says_who_asked_what_answered_and_where_the_time_went(lines: Lines) -> None:
+async def test_a_line_has_client_model_and_phases(lines: Lines) -> None:
     fake = FakeEngine(loaded={"a": FakeAdapter("a", "/adapters/a", digest="0123456789abcdef")})
     async with serving(fake) as client:
         answer = await client.complete(model="a", n=2, metadata={}, headers={"X-Request-Id": "my-id"})
@@ -90,7 +90,7 @@ async def test_a_stream_is_logged_when_it_ends(lines: Lines) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_is_told_from_one_that_was_answered(lines: Lines, stream: bool) -> None:
+async def test_a_client_that_leaves_is_logged_as_499(lines: Lines, stream: bool) -> None:
     fake = FakeEngine(script=begun)
     async with serving(fake) as client:
         asking = asyncio.create_task(client.chat(stream=stream))
@@ -101,7 +101,7 @@ async def test_a_client_that_leaves_is_told_from_one_that_was_answered(lines: Li
     assert "finish" not in line
 
 
-async def test_a_stream_whose_end_was_never_written_was_left(lines: Lines) -> None:
+async def test_a_stream_without_done_is_logged_as_499(lines: Lines) -> None:
     request = make_mocked_request("POST", "/v1/completions")
     request[SUMMARY], request[CLIENT] = RequestSummary(), context.Client("c")
     request[EVENT_STREAM] = EventStream(request, HttpTimings())
@@ -110,7 +110,7 @@ async def test_a_stream_whose_end_was_never_written_was_left(lines: Lines) -> No
     assert line["status"] == 499
 
 
-async def test_a_stream_that_ends_in_an_error_says_which(lines: Lines) -> None:
+async def test_a_streams_error_is_logged(lines: Lines) -> None:
     fake = FakeEngine(script=begun)
     async with serving(fake) as client, client.session.post(client.url + "/v1/chat/completions", json=CHAT) as response:
         fake.streams[0].end(1, "error")
@@ -138,7 +138,7 @@ async def test_a_deadline_that_cuts_a_stream_is_named(lines: Lines) -> None:
         ("/v1/load_lora_adapter", {"lora_name": "c", "lora_path": "/c"}, (200, None, None)),
     ],
 )
-async def test_every_kind_of_end_has_its_line(
+async def test_every_kind_of_end_is_logged(
     lines: Lines, path: str, body: dict[str, Any], expected: tuple[int, str | None, str | None]
 ) -> None:
     async with serving(FakeEngine()) as client:
@@ -206,7 +206,7 @@ async def asked_with_evil_names(client: Client) -> None:
 
 
 @pytest.mark.parametrize("form", ["human", "json"])
-async def test_clients_can_forge_no_line_and_their_text_is_in_none(
+async def test_clients_can_forge_no_line_and_their_prompts_are_not_logged(
     form: str, lines: Lines, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with serving(FakeEngine(script=lambda request: spell(request, "SECRET"))) as client:
@@ -221,9 +221,7 @@ async def test_clients_can_forge_no_line_and_their_text_is_in_none(
 
 
 @pytest.mark.parametrize("form", ["human", "json"])
-def test_names_in_messages_can_neither_forge_a_line_nor_command_a_terminal(
-    form: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_in_messages_are_escaped(form: str, capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = written(capsys, form, [{}], "adapter ä\r\n\x1b[2J\x9b2J\u2028 loaded")
     assert line.isprintable()
     assert "ä" in line or form == "json"

@@ -83,13 +83,13 @@ async def test_every_field_of_a_table_is_read(path: str, table: KnownFields, own
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_no_name_has_two_fates(table: KnownFields) -> None:
+def test_no_field_is_in_two_groups(table: KnownFields) -> None:
     assert not table.served & table.refused.keys()
     assert not table.ignored & (table.served | table.refused.keys())
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_no_known_name_is_taken_for_another_one(table: KnownFields) -> None:
+def test_no_known_name_counts_as_misspelt(table: KnownFields) -> None:
     for name in table.served | table.ignored:
         check_fields(Fields({name: "x"}), table)
     for name in table.refused:
@@ -127,7 +127,9 @@ def test_no_known_name_is_taken_for_another_one(table: KnownFields) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["complete", "chat"])
-async def test_what_would_change_the_answer_is_refused(kind: str, field: str, value: object, instead: str) -> None:
+async def test_fields_that_would_change_the_answer_are_refused(
+    kind: str, field: str, value: object, instead: str
+) -> None:
     fake = FakeEngine()
     async with serving(fake) as client:
         answer = await getattr(client, kind)(**{field: value})
@@ -196,7 +198,7 @@ async def test_a_misspelt_field_is_refused_with_the_right_name(path: str, field:
         {"request_id": "1", "cache_prompt": False, "repeat_last_n": 64, "keep_alive": "5m", "user_id": 7},
     ],
 )
-async def test_what_clients_send_besides_is_ignored_and_listed(sent: dict[str, Any]) -> None:
+async def test_other_fields_of_clients_are_ignored_and_listed(sent: dict[str, Any]) -> None:
     async with serving(FakeEngine()) as client:
         answers = [await client.complete(**sent), await client.chat(**sent), await client.chat(**sent, stream=True)]
     assert [answer.status for answer in answers] == [200] * 3

@@ -42,7 +42,7 @@ async def test_an_instance_whose_background_tasks_keep_failing_is_not_ready_and_
 @pytest.mark.parametrize(
     "host", ["localhost", "localhost:8000", "127.0.0.1:1", "[::1]:80", "app.localhost", "10.0.0.7"]
 )
-async def test_hosts_that_cannot_be_rebound(host: str) -> None:
+async def test_requests_to_addresses_and_localhost_are_accepted(host: str) -> None:
     async with serving(FakeEngine()) as client:
         assert (await client.complete(headers={"Host": host})).status == 200
 
@@ -58,7 +58,7 @@ async def test_hosts_that_cannot_be_rebound(host: str) -> None:
     ],
     ids=str,
 )
-async def test_web_pages_of_others_are_kept_out_of_a_keyless_local_server(headers: dict[str, str]) -> None:
+async def test_web_pages_of_other_origins_cannot_use_a_local_server_without_keys(headers: dict[str, str]) -> None:
     fake = FakeEngine()
     async with serving(fake) as client:
         answer = await client.complete(headers=headers)
@@ -66,12 +66,12 @@ async def test_web_pages_of_others_are_kept_out_of_a_keyless_local_server(header
     assert not fake.streams
 
 
-async def test_local_pages_may_ask() -> None:
+async def test_local_web_pages_may_use_a_local_server() -> None:
     async with serving(FakeEngine()) as client:
         assert (await client.complete(headers={"Origin": "http://localhost:3000"})).status == 200
 
 
-async def test_any_host_will_do_with_a_key() -> None:
+async def test_any_host_is_accepted_with_a_key() -> None:
     async with serving(FakeEngine(), api_key=("k",)) as client:
         headers = {"Host": "llm.example", "Authorization": "Bearer k"}
         assert (await client.complete(headers=headers)).status == 200
@@ -84,7 +84,7 @@ async def test_request_id_comes_back() -> None:
 
 
 @pytest.mark.parametrize("given", ["a b", "x" * 129, "<script>", "é"])
-async def test_request_id_that_could_do_harm_is_replaced(given: str) -> None:
+async def test_an_unsafe_request_id_is_replaced(given: str) -> None:
     async with serving(FakeEngine()) as client:
         sent_back = (await client.get("/health", headers={"X-Request-Id": given})).headers["X-Request-Id"]
     assert len(sent_back) == 32
@@ -142,14 +142,14 @@ async def test_handlers_that_outlast_the_stop_are_cancelled() -> None:
     writer.close()
 
 
-async def test_port_that_is_taken() -> None:
+async def test_a_port_in_use_is_a_config_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         config = http_config(port=other.getsockname()[1])
         with pytest.raises(ConfigError, match=r"another process does; choose another --port"):
             await start_http(make_app(FakeEngine(), config, new_metrics(), allow_lora_updates=False), config)
 
 
-async def test_host_that_is_not_ours() -> None:
+async def test_a_host_of_another_machine_is_a_config_error() -> None:
     config = http_config(host="203.0.113.1")
     with pytest.raises(ConfigError, match=r"203\.0\.113\.1.*--host"):
         await start_http(make_app(FakeEngine(), config, new_metrics(), allow_lora_updates=False), config)

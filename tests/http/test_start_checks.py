@@ -33,7 +33,7 @@ def tls_of(*words: str) -> ssl.SSLContext | None:
     return client_tls(HttpConfig.from_args(args), ClusterConfig.from_args(args))
 
 
-def test_a_port_is_taken_without_listening_and_not_twice() -> None:
+def test_a_port_is_bound_without_listening_and_not_twice() -> None:
     (taken,) = bind("127.0.0.1", 0)
     port = taken.getsockname()[1]
     with taken:
@@ -84,7 +84,7 @@ def certificate(folder: Path, name: str) -> Path:
     return folder / f"{name}.pem"
 
 
-async def test_clients_speak_tls_and_show_certificates_where_they_must(tmp_path: Path) -> None:
+async def test_clients_use_tls_and_client_certificates_where_configured(tmp_path: Path) -> None:
     server, client = certificate(tmp_path, "server"), certificate(tmp_path, "client")
     tls = tls_of(f"--ssl-certfile={server}", f"--ssl-keyfile={server.with_suffix('.key')}", f"--ssl-ca-certs={client}")
     stranger = ssl.create_default_context(cafile=server)
@@ -142,7 +142,7 @@ def announced(capsys: pytest.CaptureFixture[str], **settings: object) -> str:
     return capsys.readouterr().out
 
 
-def test_the_command_to_copy_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_printed_command_names_loopback_and_contains_no_key(capsys: pytest.CaptureFixture[str]) -> None:
     plain, keyed = announced(capsys), announced(capsys, host="0.0.0.0", api_key="sesame")
     assert "Authorization" not in plain
     assert "curl http://127.0.0.1:8000/v1/chat/completions -H 'Authorization: Bearer YOUR-API-KEY'" in keyed

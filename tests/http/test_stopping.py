@@ -10,7 +10,7 @@ from tests.http.test_forwarding import DONE, EVENTS
 from tests.http.test_streaming import read_chunk, read_event
 
 
-async def test_at_the_end_streams_of_others_have_the_time_that_is_left() -> None:
+async def test_forwarded_streams_have_the_drain_timeout_to_end() -> None:
     go = asyncio.Event()
 
     async def send(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
@@ -35,7 +35,7 @@ async def test_at_the_end_streams_of_others_have_the_time_that_is_left() -> None
         await draining
 
 
-async def test_when_it_is_over_they_end_with_an_error_and_what_has_not_begun_is_refused() -> None:
+async def test_after_the_drain_timeout_forwarded_streams_end_with_an_error() -> None:
     async def send(request: web.Request, seen: RawAnswer) -> web.StreamResponse:
         if b"stream" not in seen.bodies[-1]:
             arrived.set()

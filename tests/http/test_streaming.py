@@ -182,7 +182,7 @@ async def test_each_event_goes_out_when_its_delta_comes() -> None:
         assert await read_event(response) == b"data: [DONE]"
 
 
-async def test_silence_is_broken_by_comments() -> None:
+async def test_silence_is_filled_with_ping_comments() -> None:
     fake = FakeEngine(script=None)
     async with (
         serving(fake, timings=HttpTimings(ping_s=0.02)) as client,
@@ -232,7 +232,7 @@ async def test_client_that_leaves_amid_a_stream_cancels_it(caplog: pytest.LogCap
     assert not caplog.records
 
 
-async def test_client_that_is_found_gone_by_a_write_is_not_a_defect(
+async def test_a_write_to_a_client_that_has_left_is_not_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(response: web.StreamResponse, data: bytes) -> None:
@@ -253,7 +253,7 @@ async def test_finished_stream_is_not_cancelled() -> None:
     assert not fake.streams[0].cancelled.is_set()
 
 
-async def test_slow_reader_slows_only_itself() -> None:
+async def test_a_slow_reader_delays_only_its_own_stream() -> None:
     fake = FakeEngine(script=None)
     async with serving(fake) as client:
         reader, writer = await raw_post(client, "/v1/completions", FIELDS)
@@ -272,7 +272,7 @@ async def test_slow_reader_slows_only_itself() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_reader_that_takes_nothing_is_given_up(n: int, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_reader_that_reads_nothing_is_disconnected(n: int, caplog: pytest.LogCaptureFixture) -> None:
     fake = FakeEngine(script=None)
     async with serving(fake, timings=HttpTimings(write_s=0.1)) as client:
         _, writer = await raw_post(client, "/v1/completions", FIELDS | {"n": n})
@@ -321,7 +321,7 @@ class SlowResponse:
 
 
 @pytest.mark.parametrize(("one_write_s", "given_up"), [(0.06, False), (0.5, True)])
-async def test_writes_that_overlap_are_given_up_only_if_none_gets_on(one_write_s: float, given_up: bool) -> None:
+async def test_overlapping_writes_are_cut_only_if_none_makes_progress(one_write_s: float, given_up: bool) -> None:
     response: Any = SlowResponse(one_write_s)
     async with EventStream(response, HttpTimings(write_s=0.2)) as out:
         out.response = response
@@ -339,7 +339,7 @@ async def test_writes_that_overlap_are_given_up_only_if_none_gets_on(one_write_s
 SCORES = tuple(TokenLogprob(token, -1.0, ((token, -1.0),) * 20) for token in range(100))
 
 
-async def test_a_client_that_takes_no_logprobs_holds_up_nobody_elses() -> None:
+async def test_a_client_that_does_not_read_logprobs_delays_no_other_client() -> None:
     turns, delta = TurnBudget(TURN_LOGPROBS), TokenDelta("", tuple(range(100)), SCORES)
     slow = paced(delta, turns)
     await anext(slow)  # and no more of it: its client reads nothing
@@ -368,7 +368,7 @@ async def test_streams_that_are_ready_together_write_few_logprobs_in_one_turn_of
     assert max(written) <= TURN_LOGPROBS
 
 
-async def test_a_request_that_ends_while_it_waits_for_its_turn_holds_up_nobody() -> None:
+async def test_a_request_that_ends_while_it_waits_for_its_turn_delays_no_other() -> None:
     turns = TurnBudget(1)
     tasks = [asyncio.create_task(turns.spend(1)) for _ in range(10)]
     await asyncio.sleep(0)

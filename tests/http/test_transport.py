@@ -40,7 +40,7 @@ NOT_REQUESTS = {
 
 
 @pytest.mark.parametrize(("data", "status"), NOT_REQUESTS.values(), ids=NOT_REQUESTS.keys())
-async def test_what_is_no_request_is_refused_in_openais_shape_and_not_logged(
+async def test_bytes_that_are_no_request_are_refused_in_openais_shape_and_not_logged(
     data: bytes, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving(FakeEngine()) as client:
@@ -66,7 +66,7 @@ async def test_a_slash_at_the_end_changes_nothing(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["//", "//x/", "//x/health/", "//[/", "//x:port/", "/v1//models/"])
-async def test_two_slashes_are_no_host_and_no_path(path: str) -> None:
+async def test_two_slashes_are_an_unknown_url(path: str) -> None:
     async with serving(FakeEngine()) as client:
         request = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
         async with asyncio.timeout(5):
@@ -133,7 +133,7 @@ def long_answer(request: GenerateRequest) -> Sequence[TokenDelta]:
 
 
 @pytest.mark.parametrize("ending", [b"", b"Connection: close\r\n"])
-async def test_an_answer_that_nobody_reads_ends_with_its_connection(
+async def test_an_answer_that_is_not_read_ends_with_its_connection(
     ending: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timings = HttpTimings(write_s=0.2)
@@ -172,7 +172,7 @@ async def get(client: Client, path: str) -> int:
     ).status
 
 
-async def test_idle_connections_give_way_to_new_ones() -> None:
+async def test_idle_connections_are_closed_for_new_ones() -> None:
     async with serving(FakeEngine(), max_connections=3) as client, connections(client, 10) as opened:
         assert [await get(client, "/v1/models") for _ in range(3)] == [200] * 3
         assert await asyncio.wait_for(opened[0][0].read(), 20.0) == b""  # long before it has been idle for too long
