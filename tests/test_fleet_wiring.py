@@ -64,7 +64,13 @@ async def prepared(
     """A node that is yet to join, its router, and a function that has it join, as `serve` does."""
     catalog = SimpleNamespace(all=lambda: list(infos.values()), find=infos.get)
     work = EngineLoad(0, 0, {}, 0, 0, 1000, 1000, 10)
-    engine: Any = SimpleNamespace(draining=False, failure=None, catalog=catalog, workload=lambda tokens: work)
+    engine: Any = SimpleNamespace(
+        draining=False,
+        failure=None,
+        catalog=catalog,
+        workload=lambda tokens: work,
+        add_observer=lambda observer: None,
+    )
     metrics: Any = SimpleNamespace(answers=lambda: (0, 0), show=lambda families: None)
     async with AsyncExitStack() as stack:
         node = Node(NodeConfig("tests", "a", "m", ("127.0.0.1:1",), KEYS), ClusterRegistryFile(None), rng=Random(1))
