@@ -68,7 +68,7 @@ def test_adapters_of_one_are_served_by_all_also_when_it_is_gone(tmp_path: Path) 
         assert complete(c, FIRST) == right[FIRST]
         with pytest.raises(urllib.error.HTTPError, match="503") as caught:
             complete(c, UNUSED)
-        assert "cannot be fetched now" in caught.value.read().decode()
+        assert "cannot be downloaded now" in caught.value.read().decode()
         assert complete(c, FIRST) == right[FIRST]
         second = tmp_path / "b.adapters" / b.adapters()[SECOND]["digest"]
         assert second.is_file()

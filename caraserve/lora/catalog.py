@@ -49,16 +49,23 @@ class CatalogRules:
 
 
 class AdapterReader:
-    """Reads adapter folders on threads of its own and answers on the event loop. `fetch` gets what no folder here has;
-    a server that serves alone is never asked for it."""
+    """Reads adapter folders on threads of its own and answers on the event loop."""
 
     def __init__(self, spec: ModelSpec, on_loop: Callable[[Callable[[], None]], None]) -> None:
-        self.fetch: Callable[[str, NDArray[np.uint8], Done, Came], None] | None = None  # of a digest
-        # What a folder has, and its stamp from before it was read.
-        self.on_read: Callable[[str, Path, str], None] = lambda digest, folder, stamp: None
+        self._download: Callable[[str, NDArray[np.uint8], Done, Came], None] | None = None
+        self._on_read: Callable[[str, Path, str], None] = lambda digest, folder, stamp: None
         self._spec, self._on_loop = spec, on_loop
         self.executor = ThreadPoolExecutor(_READERS, "caraserve-read")
         self._refusals: dict[Path, str] = {}  # of folders that could not be read the last time: each is logged once
+
+    def connect(
+        self,
+        download: Callable[[str, NDArray[np.uint8], Done, Came], None],
+        on_read: Callable[[str, Path, str], None],
+    ) -> None:
+        """Connects the reader with a cluster. `download` gets an adapter that no folder here has, by its digest;
+        `on_read` gets the digest of each folder read, and the folder's stamp from before."""
+        self._download, self._on_read = download, on_read
 
     def read(
         self, source: Source, into: NDArray[np.uint8], done: Done, came: Came = lambda image, layers: None
@@ -66,8 +73,8 @@ class AdapterReader:
         """Reads and checks a whole adapter; `done` is called on the event loop with it or with what was wrong, `came`
         before with what others have sent so far."""
         if isinstance(source, RemoteSource):
-            assert self.fetch is not None, "nobody else has adapters"
-            self.fetch(source.digest, into, done, came)
+            assert self._download is not None, "only a cluster has adapters without a folder"
+            self._download(source.digest, into, done, came)
             return
         folder = source
 
@@ -89,7 +96,7 @@ class AdapterReader:
             done(result)
             if isinstance(result, HostAdapter):
                 self._refusals.pop(folder, None)
-                self.on_read(result.spec.digest, folder, before)
+                self._on_read(result.spec.digest, folder, before)
 
         self.executor.submit(work)
 

@@ -52,7 +52,7 @@ class Cut:
 
     async def ensure(self, name: str) -> None:
         self.asked += 1
-        raise Unreachable(f"the adapter {name} cannot be fetched now", retry_after_s=5.0)
+        raise Unreachable(f"the adapter {name} cannot be downloaded now", retry_after_s=5.0)
 
     def can_get(self, name: str) -> bool:
         return True  # as far as it knows

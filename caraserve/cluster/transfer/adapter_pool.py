@@ -1,7 +1,7 @@
-"""The fleet's adapters on this instance: names that others gave, bytes that others hold.
+"""The cluster's adapters on this instance: names that other instances registered, bytes that they hold.
 
-name from the cluster ─► catalog, with no bytes ─► a request ─► our disk, else other instances ─► host tier
-                                                                      └─► then our disk: `adapter_store.py`
+registered name ─► catalog, without bytes ─► a request ─► disk cache, else a download ─► host cache
+                                                                           └─► disk cache: `adapter_store.py`
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from caraserve.util.tasks import Tasks
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 1.0
-_PATIENCE_S = 0.5  # who holds what may still be on its way to us
+_HOLDERS_WAIT_S = 0.5  # the list of holders may still arrive
 
 
 class NodeHolders:
@@ -65,7 +65,7 @@ class NodeHolders:
 
 
 class AdapterPool:
-    """See above. Everything here runs on the event loop; disks and sockets have threads."""
+    """See above. Runs on the event loop; disks and sockets have threads."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class AdapterPool:
         most_bytes: int,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`most_bytes`: of other instances' adapters on our disk."""
+        """`most_bytes`: size of the disk cache."""
         self._holders = NodeHolders(node)
         self.downloader = Downloader(self._holders, transfers, model, now)
         self.store = AdapterStore(node, catalog.manager, reader, stored, most_bytes, now)
@@ -86,15 +86,15 @@ class AdapterPool:
         self._publisher: Publisher | None = None
         self._tasks = Tasks()
         self._complained: set[str] = set()
-        reader.fetch = self.fetch
+        reader.connect(self.fetch, self.store.on_folder_read)
 
     # --- life ---
 
     def begin(self, publisher: Publisher) -> None:
-        """After the node has started: takes stock of what is here, and of the names that are known."""
+        """Starts after the node has: takes up the adapters that are here and the names in the registry."""
         self._publisher = publisher
         for info in self._catalog.all():
-            if info.stamp:  # else it is a name of the cluster's that has come already
+            if info.stamp:  # else it came from the registry already
                 self.store.loaded(info)
         self.store.begin(publisher)
         self._tasks.start(self._adopt_known(), "cluster names")
@@ -105,14 +105,14 @@ class AdapterPool:
                 self.adopt(adapter)
 
     async def run(self) -> None:
-        """Until cancelled: deletes what no name means any more."""
-        self.store.renamed()  # should a sweep have failed half way, the next one starts over
+        """Deletes adapters without a name, until cancelled."""
+        self.store.renamed()  # repeats a sweep that failed half way
         while True:
             await asyncio.sleep(_SWEEP_S)
             await self.store.sweep()
 
     async def close(self) -> None:
-        """Ends what is under way."""
+        """Ends all work in progress."""
         await self._tasks.end()
         await self.store.close()
 
@@ -123,13 +123,13 @@ class AdapterPool:
     # --- names ---
 
     def adopt(self, adapter: RegisteredAdapter) -> None:
-        """A name that another instance gave a meaning. One that cannot be served here is somebody else's to serve."""
+        """Takes up a name that another instance registered. Other instances serve what this one cannot."""
         self.store.named(adapter.digest)
         self.store.renamed()
         try:
             self._catalog.adopt(adapter.name, adapter.digest, adapter.rank, adapter.num_bytes)
         except Forbidden:
-            return  # the adapters of the start are all that this instance serves
+            return  # this instance serves only the adapters of its start
         except CaraServeError as error:
             if adapter.digest not in self._complained:
                 self._complained.add(adapter.digest)
@@ -144,54 +144,54 @@ class AdapterPool:
         self.store.renamed()
 
     async def ensure(self, name: str) -> None:
-        """Sees to it that a request may be submitted: that the name means here what it means to the cluster, and that
-        its bytes can be had, so that nobody waits in a slot for what cannot come. Raises CaraServeError."""
-        digest = self._meant(name)
-        ends_s = self._now() + _PATIENCE_S
-        while not self._is_in_reach(digest):
+        """Returns when a request may be submitted: the name stands for the same digest here as in the registry, and its
+        bytes are here or can be downloaded, so that no request waits in a slot in vain. Raises CaraServeError."""
+        digest = self._adopted_digest(name)
+        ends_s = self._now() + _HOLDERS_WAIT_S
+        while not self._is_available(digest):
             if (left_s := ends_s - self._now()) <= 0:
                 raise Unreachable(
-                    f"the adapter {name!r} cannot be fetched now: no instance that has it is there", retry_after_s=5.0
+                    f"the adapter {name!r} cannot be downloaded now: no instance that has it is reachable",
+                    retry_after_s=5.0,
                 )
             await self._holders.news(left_s)
-            digest = self._meant(name)
+            digest = self._adopted_digest(name)
 
-    def _meant(self, name: str) -> str:
-        """The digest that a name means to the cluster, and then here, too."""
+    def _adopted_digest(self, name: str) -> str:
+        """Adopts a name's digest from the registry and returns it."""
         info, meant = self._catalog.find(name), self._node.adapter(name)
         if meant is not None and (info is None or info.digest != meant.digest):
             self._catalog.adopt(meant.name, meant.digest, meant.rank, meant.num_bytes)
         return self._catalog.get(name).digest
 
     def can_get(self, name: str) -> bool:
-        """Whether the bytes of what a name means are here, or with somebody who is there."""
+        """Whether the bytes of a named adapter are here or on a reachable instance."""
         meant = self._node.adapter(name) or self._catalog.find(name)
-        return meant is not None and self._is_in_reach(meant.digest)
+        return meant is not None and self._is_available(meant.digest)
 
-    def _is_in_reach(self, digest: str) -> bool:
+    def _is_available(self, digest: str) -> bool:
         version = self._catalog.manager.find(digest)
         if version is not None and version.tier not in (AdapterTier.DISK, AdapterTier.FAILED):
-            return True  # in memory, or on its way there
+            return True  # in memory, or being read
         return self.has(digest) or bool(self._holders.holders(digest))
 
     def find(self, name: str) -> AdapterInfo | None:
-        """The adapter of that name if its bytes are here."""
+        """Returns the adapter of that name if its bytes are here."""
         info = self._catalog.find(name)
         return info if info is not None and self.has(info.digest) else None
 
     def has(self, digest: str) -> bool:
-        """Whether all its bytes are here, be it in memory alone."""
+        """Whether all bytes of an adapter are here, in memory or on disk."""
         return self.store.holds(digest) or self._catalog.manager.image(digest) is not None
 
     # --- bytes ---
 
     def fetch(self, digest: str, into: NDArray[np.uint8], done: Done, came: Came) -> None:
-        """For `AdapterReader.fetch`: an adapter that no folder here has."""
+        """For `AdapterReader`: gets an adapter that no folder here has."""
         self._tasks.start(self._fetch(digest, into, done, came), f"fetch of adapter {digest[:12]}")
 
-    async def bring(self, name: str) -> bool:
-        """Holds an adapter here because the plan wants that; whether it is so now. It goes by the host tier, whose
-        images are those of requests."""
+    async def store_planned(self, name: str) -> bool:
+        """Stores an adapter that the plan places here, without using the host cache. Returns whether it is held now."""
         info = self._catalog.find(name)
         if info is None:
             return False
@@ -207,7 +207,7 @@ class AdapterPool:
         return self.store.holds(digest)
 
     def holds_name(self, name: str) -> bool:
-        """The same of what a name means."""
+        """Whether the adapter of that name is held here."""
         info = self._catalog.find(name)
         return info is not None and self.store.holds(info.digest)
 
@@ -222,8 +222,8 @@ class AdapterPool:
         except CaraServeError as error:
             result = error
         except Exception as error:
-            log.exception("adapter %s could not be fetched", digest[:12])
-            result = CaraServeError(f"the adapter {digest[:12]} could not be fetched: {error}")
+            log.exception("adapter %s could not be downloaded", digest[:12])
+            result = CaraServeError(f"the adapter {digest[:12]} could not be downloaded: {error}")
         done(result)
         if is_new:
             await self.store.keep(digest)
@@ -234,16 +234,21 @@ class AdapterPool:
         """For GET /metrics."""
         counts, store = self.downloader.counts, self.store
         ends = [(f'outcome="ok",{labels}', counts.fetched), (f'outcome="failed",{labels}', counts.failed)]
-        yield family("caraserve:adapter_fetches_total", "counter", "Adapters fetched from other instances.", ends)
+        yield family("caraserve:adapter_fetches_total", "counter", "Adapters downloaded from other instances.", ends)
         for name, kind, text, value in (
-            ("adapter_fetches_running", "gauge", "Fetches under way.", self.downloader.under_way),
-            ("adapter_fetched_bytes_total", "counter", "Bytes of adapters that were fetched.", counts.num_bytes),
-            ("adapter_fetch_seconds_total", "counter", "Time that fetches took.", counts.seconds),
-            ("adapter_corrupt_chunks_total", "counter", "Wrong bytes that others sent.", counts.corrupt),
+            ("adapter_fetches_running", "gauge", "Downloads in progress.", self.downloader.in_progress),
+            ("adapter_fetched_bytes_total", "counter", "Bytes of adapters downloaded.", counts.num_bytes),
+            ("adapter_fetch_seconds_total", "counter", "Time that downloads took.", counts.seconds),
+            ("adapter_corrupt_chunks_total", "counter", "Downloaded chunks with a wrong hash.", counts.corrupt),
             ("adapter_sent_bytes_total", "counter", "Bytes of adapters sent to others.", store.uploads.sent_bytes),
-            ("adapter_uploads_refused_total", "counter", "Asked for by too many at once.", store.uploads.refusals),
+            (
+                "adapter_uploads_refused_total",
+                "counter",
+                "Uploads refused because too many were in progress.",
+                store.uploads.refusals,
+            ),
             ("adapters_held", "gauge", "Adapters whose bytes this instance holds.", store.num_held),
-            ("adapters_stored_bytes", "gauge", "Other instances' adapters on this disk.", store.stored_bytes),
+            ("adapters_stored_bytes", "gauge", "Bytes in the disk cache of adapters.", store.stored_bytes),
             (
                 "adapter_cache_full_total",
                 "counter",
@@ -256,6 +261,6 @@ class AdapterPool:
                 "Held adapters that could not be announced.",
                 store.announce_failures,
             ),
-            ("adapters_deleted_total", "counter", "Adapters deleted from this disk.", store.deleted),
+            ("adapters_deleted_total", "counter", "Adapters deleted from the disk cache.", store.deleted),
         ):
             yield family(f"caraserve:{name}", kind, text, [(labels, value)])

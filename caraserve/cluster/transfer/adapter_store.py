@@ -1,15 +1,15 @@
-"""The bytes that this instance holds for the fleet: kept, promised, handed out, let go.
+"""Stores the adapters that this instance holds for the cluster: writes, verifies, advertises and deletes them.
 
-    fetched ─► written to our disk ─► held: others may count on it
-    too much on disk, or the plan wants it elsewhere ─► another holder's promise ─► deleted
+    downloaded ─► written to the disk cache ─► advertised: other instances may rely on it
+    disk cache full, or the plan has it elsewhere ─► another holder's promise ─► deleted
 
-Whatever only one instance holds is deleted by nobody; what lies in folders of the user's is never deleted.
+An adapter that only one instance holds is not deleted. Files in the user's folders are never deleted.
 """
 
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import takewhile
@@ -40,16 +40,16 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-KEEP_QUESTION = "hold"  # kind of a question: will you keep this digest for so long?
+KEEP_QUESTION = "hold"  # kind of a query: (KEEP_QUESTION, digest, seconds to keep it)
 _PROMISE_S = 30.0
 _ANSWER_S = 1.0
-_NO, _YES, _LOOKING = range(3)  # answers to it; the last: ask again in a moment
-_LOOK_S = 0.25
-_SURE_S = 1.0  # after a look at files in a folder, which are not ours
+_NO, _YES, _CHECKING = range(3)  # answers to it; the last: ask again in a moment
+_RECHECK_S = 0.25
+_FOLDER_VALID_S = 1.0  # after files in a folder were checked: users may change them
 
 
 class AdapterStore:
-    """See above. Everything here runs on the event loop; disks have threads."""
+    """See above. Runs on the event loop; reading and writing run on threads."""
 
     def __init__(
         self,
@@ -60,51 +60,50 @@ class AdapterStore:
         most_bytes: int,
         now: Callable[[], float],
     ) -> None:
-        """`most_bytes`: of other instances' adapters on our disk."""
-        self.uploads = UploadServer(manager, self._read_own, self._unread, lambda: node.keys)
-        self.wanted: Callable[[str], bool] = lambda name: False  # whether the plan wants an adapter here
+        """`most_bytes`: size of the disk cache."""
+        self.uploads = UploadServer(manager, self._read_own, self._on_upload_failure, lambda: node.keys)
         self.cache_full = self.announce_failures = self.deleted = 0
         self._node, self._manager, self._reader = node, manager, reader
         self._publisher: Publisher | None = None
         self._stored, self._most_bytes, self._now = stored, most_bytes, now
-        self._copies = DeleteLeases()
+        self._leases = DeleteLeases()
         self._held: set[str] = set()
-        self._stamps: dict[str, str] = {}  # of files in folders here, when they had those bytes
-        self._looked_s: dict[str, float] = {}  # when those files were last as they had been
-        self._read: set[str] = set()  # of what is stored: read or written right, since the start
-        self._looking: set[str] = set()
-        self._looks = asyncio.Lock()
-        self._named: set[str] = set()  # digests that some name has meant, since the start
-        self._nameless: set[str] = set()  # those of them that no name seems to mean any more, while we look
+        self._planned: Container[str] = ()  # names that the plan places here
+        self._stamps: dict[str, str] = {}  # of files in folders, when they had those bytes
+        self._checked_s: dict[str, float] = {}  # when those files were last seen unchanged
+        self._read: set[str] = set()  # of the disk cache: read or written without error since the start
+        self._checking: set[str] = set()
+        self._check_lock = asyncio.Lock()
+        self._named: set[str] = set()  # digests that had a name since the start
+        self._nameless: set[str] = set()  # those of them that seem to have none now; checked in `sweep`
         self._swept = True
         self._disk = ThreadPoolExecutor(1, "caraserve-stored")
-        reader.on_read = self._was_read
         self._tasks = Tasks()
-        self._keeping: dict[str, asyncio.Task[None]] = {}
+        self._writes: dict[str, asyncio.Task[None]] = {}
 
     def begin(self, publisher: Publisher) -> None:
-        """After the node has started: takes stock of what an earlier life has kept, and may have promised."""
+        """Starts after the node: advertises what an earlier run left in the disk cache and may have promised."""
         self._publisher = publisher
         kept = dict.fromkeys(self._stored.digests(), _PROMISE_S)
-        self._copies.restore(set(kept), kept, self._now())
+        self._leases.restore(set(kept), kept, self._now())
         self._held |= kept.keys()
-        self._tasks.start(self._say_kept(kept), "cluster holdings")
+        self._tasks.start(self._advertise_all(kept), "cluster holdings")
 
-    async def _say_kept(self, digests: Iterable[str]) -> None:
+    async def _advertise_all(self, digests: Iterable[str]) -> None:
         async for digest in in_turns(digests):
             if digest in self._held:
-                self._say_held(digest, Tier.DISK)
+                self._advertise(digest, Tier.DISK)
 
-    def _say_held(self, digest: str, tier: Tier) -> None:
+    def _advertise(self, digest: str, tier: Tier) -> None:
         try:
             self._publisher_now.advertise(digest, tier)
-        except CaraServeError as error:  # it is said of so many already
+        except CaraServeError as error:  # too many are advertised already
             self.announce_failures += 1
             self._publisher_now.withdraw(digest)
-            log.warning("nobody is told that adapter %s is here: %s", digest[:12], error.message)
+            log.warning("adapter %s is here and cannot be advertised: %s", digest[:12], error.message)
 
     async def close(self) -> None:
-        """Ends what is under way."""
+        """Ends all work in progress."""
         await self._tasks.end()
         await asyncio.get_running_loop().run_in_executor(None, self._disk.shutdown)
         self._stored.close()
@@ -113,57 +112,64 @@ class AdapterStore:
 
     @property
     def num_held(self) -> int:
-        """Adapters whose bytes are here to stay."""
+        """Number of adapters held."""
         return len(self._held)
 
     @property
     def stored_bytes(self) -> int:
-        """Of what came from others, on our disk."""
+        """Bytes in the disk cache."""
         return self._stored.num_bytes
 
     def holds(self, digest: str) -> bool:
-        """Whether its bytes are here to stay, so that others may count on them."""
-        return self._copies.has(digest)
+        """Whether an adapter's bytes are on disk here and verified, so that other instances may rely on them."""
+        return self._leases.has(digest)
 
     def stored_digests(self) -> list[str]:
-        """What came from others and is on our disk."""
+        """Returns the digests in the disk cache, the least recently used first."""
         return self._stored.digests()
 
+    def set_planned(self, names: Container[str]) -> None:
+        """Takes the names of the adapters that the plan places here; they stay in the disk cache."""
+        self._planned = names
+
+    def _is_planned(self, names: Iterable[str]) -> bool:
+        return any(name in self._planned for name in names)
+
     def spare(self, digests: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """(name, digest) of those that no name which the plan wants here has."""
+        """Yields (name, digest) of those that the plan does not place here."""
         for digest in digests:
             version = self._manager.find(digest)
-            if version is not None and not any(map(self.wanted, version.names)):
+            if version is not None and not self._is_planned(version.names):
                 yield from ((name, digest) for name in version.names)
 
     # --- names ---
 
     def named(self, digest: str) -> None:
-        """Some name means it."""
+        """Notes that a name stands for this digest."""
         self._named.add(digest)
         self._nameless.discard(digest)
 
     def loaded(self, info: AdapterInfo) -> None:
-        """It lies in a folder here, and some name means it."""
+        """Notes an adapter that was loaded from a folder."""
         self.named(info.digest)
         self._stamps[info.digest] = info.stamp
         self._verified(info.digest)
 
     def renamed(self) -> None:
-        """Some name means another thing, or none: what it meant before may be needed no more."""
+        """Notes that a name stands for another digest now, or for none, so that `sweep` has work."""
         self._swept = False
 
     async def sweep(self) -> None:
-        """What has no name is nobody's any more: its last copy may go. One that this instance cannot serve under its
-        name is still its name's."""
+        """Deletes adapters without a name, be it the last copy. An adapter that has a name in the registry stays, even
+        if this instance cannot serve it."""
         if self._swept:
             return
         self._swept = True
         async for digest in in_turns(list(self._held)):
             version = self._manager.find(digest)
             if version is not None and not version.names:
-                self._swept = False  # its last requests are under way
-            elif version is None and digest in self._named:  # else its name may still be on its way to us
+                self._swept = False  # its last requests are running
+            elif version is None and digest in self._named:  # else its name may still arrive
                 self._nameless.add(digest)
         if self._nameless:
             async for adapter in known_adapters(self._node):
@@ -171,22 +177,22 @@ class AdapterStore:
         while self._nameless:
             digest = self._nameless.pop()
             if self._manager.find(digest) is None:
-                self._copies.lost(digest)
+                self._leases.lost(digest)
                 self._delete(digest)
 
     # --- reading ---
 
     async def stored_image(self, digest: str, into: NDArray[np.uint8]) -> HostAdapter | None:
-        """From our disk; None when it is not there, or not as it should be, or cannot be read now."""
+        """Reads an adapter from the disk cache; None when it is not there, has changed, or cannot be read now."""
         if digest not in self._stored:
             return None
         try:
             image = await self._on_thread(self._reader.executor, self._stored.read, digest, into)
         except AdapterRejected as error:
-            log.warning("%s; it is fetched again", error.message)
+            log.warning("%s; it is downloaded again", error.message)
             self._lost(digest)
             return None
-        except OSError as error:  # too many open files, a disk that hangs: what it holds is still there
+        except OSError as error:  # too many open files, a disk that hangs: the file is still there
             log.warning("adapter %s cannot be read from disk now: %s", digest[:12], error.strerror)
             return None
         self._stored.used(digest)
@@ -194,7 +200,7 @@ class AdapterStore:
         return image
 
     def _read_own(self, source: Source, into: NDArray[np.uint8], done: Done) -> None:
-        """From our disk alone: what others have, they hand out themselves."""
+        """Reads an adapter from this instance's disk, without a download: other holders upload it themselves."""
         if isinstance(source, RemoteSource):
             self._tasks.start(self._read_stored(source.digest, into, done), f"read of adapter {source.digest[:12]}")
         else:
@@ -204,54 +210,54 @@ class AdapterStore:
         image = await self.stored_image(digest, into)
         done(image if image is not None else CaraServeError(f"This instance does not have {digest}."))
 
-    def _was_read(self, digest: str, folder: Path, before: str) -> None:
-        """For `AdapterReader.on_read`: those who were told that we hold it no more hear that we do."""
+    def on_folder_read(self, digest: str, folder: Path, before: str) -> None:
+        """For `AdapterReader`: advertises an adapter again whose folder had been found changed."""
         version = self._manager.find(digest)
         if version is None or version.source != folder or not version.names:
             return
         self._stamps[digest] = before
         if digest not in self._held:
             self._verified(digest)
-            self._say_held(digest, Tier.HOST)
+            self._advertise(digest, Tier.HOST)
 
     # --- writing ---
 
     async def keep(self, digest: str, image: HostAdapter | None = None) -> None:
-        """Writes what has been fetched to our disk, `image` or what the host tier has; then we hold it, and say so.
-        Two who ask wait for one writing."""
-        task = self._keeping.get(digest)
+        """Writes a downloaded adapter to the disk cache, `image` or the one in the host cache, and advertises it.
+        Concurrent calls for one digest share one write."""
+        task = self._writes.get(digest)
         if task is None:
             task = self._tasks.start(self._write(digest, image), f"write of adapter {digest[:12]}")
-            self._keeping[digest] = task
-            task.add_done_callback(lambda _: self._keeping.pop(digest, None))
+            self._writes[digest] = task
+            task.add_done_callback(lambda _: self._writes.pop(digest, None))
         await asyncio.shield(task)
 
     async def _write(self, digest: str, image: HostAdapter | None) -> None:
         try:
-            async with self.uploads.image_of(digest) if image is None else nullcontext(image) as lent:
-                if not await self._written(lent):
+            async with self.uploads.image_of(digest) if image is None else nullcontext(image) as source_image:
+                if not await self._written(source_image):
                     self.cache_full += 1
                     return
         except CaraServeError:
-            return  # nobody wants it any more
+            return  # it was unloaded meanwhile
         except UploadsBusy:
             self.cache_full += 1
             return
         except OSError as error:
             self.cache_full += 1
-            log.warning("adapter %s cannot be kept on disk: %s", digest[:12], error.strerror)
+            log.warning("adapter %s cannot be written to disk: %s", digest[:12], error.strerror)
             return
         self._read.add(digest)
         self._verified(digest)
-        self._say_held(digest, Tier.HOST if image is None else Tier.DISK)
+        self._advertise(digest, Tier.HOST if image is None else Tier.DISK)
         self._swept = False
 
     async def _written(self, image: HostAdapter) -> bool:
-        """Whether there was room for it. Raises OSError."""
+        """Writes an image; False if there was no room for it. Raises OSError."""
         size = file_size(image)
         if not await self._make_room(size):
             return False
-        self._stored.reserve(size)  # others that are written meanwhile must not count on it
+        self._stored.reserve(size)  # concurrent writes must not use the same room
         try:
             await self._on_thread(self._disk, self._stored.write, image)
             self._stored.added(image.spec.digest, size)
@@ -260,36 +266,36 @@ class AdapterStore:
         return True
 
     async def _make_room(self, num_bytes: int) -> bool:
-        """Lets the least recently used go until so much fits; what the plan wants here stays."""
+        """Deletes the least recently used adapters that the plan does not place here until so many bytes fit."""
 
         def fits() -> bool:
             return self._stored.num_bytes + num_bytes <= self._most_bytes
 
         async for digest in in_turns(takewhile(lambda _: not fits(), self._stored.digests())):
             version = self._manager.find(digest)
-            if version is None or not any(map(self.wanted, version.names)):
-                await self.let_go(digest)
+            if version is None or not self._is_planned(version.names):
+                await self.try_delete(digest)
         return fits()
 
-    # --- letting go ---
+    # --- deleting ---
 
-    async def let_go(self, digest: str) -> bool:
-        """Deletes what came from others, if one of them promises to keep it; whether it did."""
-        if digest not in self._stored or digest in self._keeping:
+    async def try_delete(self, digest: str) -> bool:
+        """Deletes a downloaded adapter if another holder promises to keep it. Returns whether it was deleted."""
+        if digest not in self._stored or digest in self._writes:
             return False
         holders = [name for name in self._node.holders(digest) if name != self._node.name]
         random.shuffle(holders)
         for holder in holders[:3]:
-            for pause_s in (0.0, _LOOK_S):
+            for pause_s in (0.0, _RECHECK_S):
                 await asyncio.sleep(pause_s)
-                number = self._copies.ask(digest, _PROMISE_S, self._now())
+                number = self._leases.start_delete(digest, _PROMISE_S, self._now())
                 if number is None:
                     return False
                 answer = await self._node.query(holder, (KEEP_QUESTION, digest, _PROMISE_S), _ANSWER_S)
-                if self._copies.answered(digest, number, answer == (_YES,), self._now()):
+                if self._leases.finish_delete(digest, number, answer == (_YES,), self._now()):
                     self._delete(digest)
                     return True
-                if answer != (_LOOKING,):
+                if answer != (_CHECKING,):
                     break
         return False
 
@@ -297,53 +303,53 @@ class AdapterStore:
         """For `NodeListener.answer_query`: another instance would delete, and asks us to keep ours."""
         match body:
             case (_, str(digest), float(ttl_s) | int(ttl_s)) if 0 < ttl_s <= 10 * _PROMISE_S:
-                if not self._copies.has(digest):
+                if not self._leases.has(digest):
                     return (_NO,)
-                if not self._is_sure(digest):
-                    return (_LOOKING,)
-                return (_YES if self._copies.promise(digest, ttl_s, self._now()) else _NO,)
+                if not self._is_present(digest):
+                    return (_CHECKING,)
+                return (_YES if self._leases.promise(digest, ttl_s, self._now()) else _NO,)
         return (_NO,)
 
-    def _is_sure(self, digest: str) -> bool:
-        """Whether its bytes are known to be here. If not, we look, for the next time that somebody asks."""
+    def _is_present(self, digest: str) -> bool:
+        """Whether an adapter's bytes are known to be here. If not, checks them in the background for the next query."""
         if digest in self._stored:
-            sure = digest in self._read
+            present = digest in self._read
         else:
-            sure = self._now() - self._looked_s.get(digest, -inf) <= _SURE_S
-        if not sure and digest not in self._looking:
-            self._looking.add(digest)
-            self._look_soon(digest).add_done_callback(lambda _: self._looking.discard(digest))
-        return sure
+            present = self._now() - self._checked_s.get(digest, -inf) <= _FOLDER_VALID_S
+        if not present and digest not in self._checking:
+            self._checking.add(digest)
+            self._start_check(digest).add_done_callback(lambda _: self._checking.discard(digest))
+        return present
 
     def _verified(self, digest: str) -> None:
         self._held.add(digest)
-        self._copies.verified(digest)
+        self._leases.verified(digest)
 
-    def _unread(self, digest: str, is_changed: bool) -> None:
-        """Its bytes could not be lent. An error of the moment is no reason to disown them."""
+    def _on_upload_failure(self, digest: str, is_changed: bool) -> None:
+        """Handles an upload that could not read an adapter. A passing error only starts a check."""
         if is_changed:
             self._lost(digest)
         else:
-            self._look_soon(digest)
+            self._start_check(digest)
 
-    def _look_soon(self, digest: str) -> "asyncio.Task[None]":
-        return self._tasks.start(self._look(digest), f"look at adapter {digest[:12]}")
+    def _start_check(self, digest: str) -> "asyncio.Task[None]":
+        return self._tasks.start(self._check(digest), f"check of adapter {digest[:12]}")
 
-    async def _look(self, digest: str) -> None:
-        """Whether its bytes are still here, and as they were. One at a time: it may take a whole adapter's memory."""
-        async with self._looks:
+    async def _check(self, digest: str) -> None:
+        """Checks that an adapter's bytes are here and unchanged; one at a time, to bound the memory."""
+        async with self._check_lock:
             version = self._manager.find(digest)
             if digest in self._stored:
                 await self.stored_image(digest, aligned_bytes(self._stored.file_bytes(digest)))
             elif version is not None and isinstance(version.source, Path):
-                await self._look_at_folder(digest, version.source, version.num_bytes)
+                await self._check_folder(digest, version.source, version.num_bytes)
 
-    async def _look_at_folder(self, digest: str, folder: Path, num_bytes: int) -> None:
+    async def _check_folder(self, digest: str, folder: Path, num_bytes: int) -> None:
         found = await self._on_thread(self._reader.executor, stamp, folder)
         if found and found == self._stamps.get(digest):
-            self._looked_s[digest] = self._now()
+            self._checked_s[digest] = self._now()
             return
-        if found:  # touched, or written anew: only reading tells
+        if found:  # touched or rewritten: its digest decides
             result: asyncio.Future[HostAdapter | CaraServeError] = asyncio.get_running_loop().create_future()
 
             def done(read: HostAdapter | CaraServeError) -> None:
@@ -353,22 +359,22 @@ class AdapterStore:
             self._reader.read(folder, aligned_bytes(num_bytes), done)
             read = await result
             if isinstance(read, HostAdapter) and read.spec.digest == digest:
-                self._looked_s[digest] = self._now()  # `_was_read` has the new stamp
+                self._checked_s[digest] = self._now()  # `on_folder_read` has the new stamp
                 return
         self._lost(digest)
 
     def _lost(self, digest: str) -> None:
-        """Its bytes turned out to be gone or wrong: nobody may count on us any more."""
-        if self._copies.has(digest):
+        """Removes an adapter whose bytes turned out to be gone or wrong."""
+        if self._leases.has(digest):
             log.warning("adapter %s can no longer be read here", digest[:12])
-        self._copies.lost(digest)
+        self._leases.lost(digest)
         self._delete(digest)
 
     def _delete(self, digest: str) -> None:
-        """We hold it no more."""
+        """Withdraws an adapter, and deletes it from the disk cache."""
         self._held.discard(digest)
         self._stamps.pop(digest, None)
-        self._looked_s.pop(digest, None)
+        self._checked_s.pop(digest, None)
         self._read.discard(digest)
         self._publisher_now.withdraw(digest)
         if digest in self._stored:
@@ -378,7 +384,7 @@ class AdapterStore:
 
     @property
     def _publisher_now(self) -> Publisher:
-        assert self._publisher is not None, "nothing has begun"
+        assert self._publisher is not None, "the store has not begun"
         return self._publisher
 
     async def _on_thread(self, executor: Any, function: Callable[..., T], *arguments: object) -> T:

@@ -1,71 +1,69 @@
-"""When the last local bytes of an adapter may go: only against another holder's promise to keep its own. Pure.
+"""Decides when this instance may delete an adapter: only while another holder has promised to keep its own copy.
 
-Gossip alone is not enough: two instances, each seeing the other's copy in a stale view, would delete both.
+The replicated registry alone is not enough: two instances, each seeing the other's copy in a stale view, would delete
+both.
 
-    we ask ──► a holder promises to keep its bytes for `ttl_s` ──► we delete, while the promise surely still runs
+    this instance asks ──► a holder promises to keep its bytes for `ttl_s` ──► this instance deletes within that time
 
 A holder promises nothing while it waits for a promise itself, so two that would both delete refuse each other, and
-both keep. Our reckoning of a promise starts when we ask, the holder's when it answers: ours ends first on any clocks
-that run at one speed.
+both keep. The asking instance counts the time from its question, the holder from its answer, so the asking instance's
+time ends first on clocks of equal speed. No I/O, no clock.
 """
 
 from dataclasses import dataclass
 
-_MARGIN = 0.8  # of a promise's time is used: clocks do not run at quite one speed
+_USED_SHARE = 0.8  # of a promise's time: clocks run at slightly different speeds
 
 
 @dataclass(slots=True)
-class _Asked:
+class _DeleteRequest:
     number: int
     until_s: float
 
 
 class DeleteLeases:
-    """The verified bytes that one instance has, by digest, and what it has promised about them.
-
-    Promises outlive a restart: whoever restores a disk restores them too, with the time they still have.
-    """
+    """The verified adapters that one instance has, by digest, and the promises to keep them."""
 
     def __init__(self) -> None:
         self._verified: set[str] = set()
         self._promised: dict[str, float] = {}  # digest → until when
-        self._asked: dict[str, _Asked] = {}
+        self._asked: dict[str, _DeleteRequest] = {}
         self._number = 0
 
     def has(self, digest: str) -> bool:
-        """Whether all its bytes are here and were verified."""
+        """Whether all bytes of an adapter are here and were verified."""
         return digest in self._verified
 
     def verified(self, digest: str) -> None:
-        """All bytes have arrived and have the right hash. Only now may they be announced."""
+        """Adds an adapter whose bytes have all arrived with the right hash. Only now may it be advertised."""
         self._verified.add(digest)
 
     def lost(self, digest: str) -> None:
-        """The bytes turned out to be gone or wrong. A promise about them is broken, and nobody can help it."""
+        """Removes an adapter whose bytes turned out to be gone or wrong, and a promise to keep it with it."""
         self._verified.discard(digest)
         self._promised.pop(digest, None)
         self._asked.pop(digest, None)
 
     def promise(self, digest: str, ttl_s: float, now: float) -> bool:
-        """Another instance asks us to keep our copy; whether we do."""
+        """Promises another instance to keep an adapter for `ttl_s`. Returns False if that cannot be promised."""
         if digest not in self._verified or digest in self._asked:
             return False
         self._promised[digest] = max(self._promised.get(digest, now), now + ttl_s)
         return True
 
-    def ask(self, digest: str, ttl_s: float, now: float) -> int | None:
-        """We should like to delete. The number to ask a holder with, or None if we may not even ask."""
+    def start_delete(self, digest: str, ttl_s: float, now: float) -> int | None:
+        """Starts a delete request. Returns its number, or None while this instance has promised to keep the adapter."""
         if digest not in self._verified or now < self._promised.get(digest, now):
             return None
         self._number += 1
-        self._asked[digest] = _Asked(self._number, now + _MARGIN * ttl_s)
+        self._asked[digest] = _DeleteRequest(self._number, now + _USED_SHARE * ttl_s)
         return self._number
 
-    def answered(self, digest: str, number: int, kept: bool, now: float) -> bool:
-        """A holder's answer to the question of that number; whether we delete now, as we then must."""
+    def finish_delete(self, digest: str, number: int, kept: bool, now: float) -> bool:
+        """Takes a holder's answer to a delete request. Returns True if the adapter must be deleted now."""
         asked = self._asked.get(digest)
         if asked is None or asked.number != number:
-            return False  # of an earlier question: its promise may have run out, and its giver have deleted on ours
+            return False  # to an earlier request, whose promise may have ended
         del self._asked[digest]
         if not kept or now >= asked.until_s:
             return False
@@ -73,15 +71,7 @@ class DeleteLeases:
         self._promised.pop(digest, None)
         return True
 
-    def give_up(self, digest: str) -> None:
-        """No answer came, or it is wanted again after all; we may promise again."""
-        self._asked.pop(digest, None)
-
-    def promises(self, now: float) -> dict[str, float]:
-        """Those that still run, with the seconds they have left: to be written to disk."""
-        return {digest: until - now for digest, until in self._promised.items() if until > now}
-
     def restore(self, digests: set[str], promises: dict[str, float], now: float) -> None:
-        """After a restart: what is on disk, and what was promised of it."""
+        """Restores after a start: the digests on disk, and the seconds for which each is promised."""
         self._verified |= digests
         self._promised |= {digest: now + left for digest, left in promises.items() if digest in digests}

@@ -1,9 +1,10 @@
-"""Adapters that came from other instances, on our disk: one file each, named by its digest alone.
+"""Keeps adapters that were downloaded from other instances on disk: one file each, named by its digest.
 
     file = magic, length of the manifest, manifest, zeros up to a page, image
 
-A file is written beside its place, flushed and renamed, so what has its name is whole; and it is checked against its
-digest whenever it is read, since disks err. What others say never becomes part of a path: a name is 64 hex digits.
+A file is written under another name, flushed and renamed, so a file with a digest's name is complete. It is checked
+against its digest whenever it is read. Nothing that another instance sends becomes part of a path: names are 64 hex
+digits.
 """
 
 import contextlib
@@ -32,19 +33,20 @@ _HEAD = struct.Struct("<8sQ")
 _PAGE = 4096
 _UNFINISHED = ".part"
 _TEMPORARY = "caraserve-adapters-"
-_MADE_S = 60.0  # a folder so young may not have its lock yet
+_UNLOCKED_S = 60.0  # a younger folder may not have its lock yet
 
 
 def beside(registry: Path) -> Path:
-    """Where adapters of other instances are kept, given the registry's file."""
+    """Returns the folder of the disk cache, given the registry's file."""
     return registry.with_name(f"{registry.stem}.adapters")
 
 
 class DiskCache:
-    """The folder. Methods that touch the disk are for other threads, one at a time; the rest is the event loop's."""
+    """The files and their sizes. Methods that touch the disk run on other threads, one at a time; the rest on the event
+    loop."""
 
     def __init__(self, folder: Path | None, model: ModelSpec) -> None:
-        """`folder` None: a new one, gone at the end. Raises ConfigError."""
+        """`folder` None: a temporary one, deleted by `close`. Raises ConfigError."""
         self._lock: int | None = None  # of a folder made for this run alone
         self._model = model
         try:
@@ -65,37 +67,37 @@ class DiskCache:
 
     @property
     def num_bytes(self) -> int:
-        """Of all files, and of those that are about to be written."""
+        """Bytes of all files, and of those that are about to be written."""
         return self._num_bytes
 
     def file_bytes(self, digest: str) -> int:
-        """Of one file."""
+        """Returns the size of one file."""
         return self._sizes[digest]
 
     def digests(self) -> list[str]:
-        """What is here, the least recently used first."""
+        """Returns the digests, the least recently used first."""
         return list(self._sizes)
 
     def used(self, digest: str) -> None:
-        """It was read just now, or written."""
+        """Marks a file as the most recently used."""
         if digest in self._sizes:
             self._sizes.move_to_end(digest)
 
     def added(self, digest: str, num_bytes: int) -> None:
-        """`write` has written it."""
+        """Adds a file that `write` has written."""
         self._num_bytes += num_bytes - self._sizes.pop(digest, 0)
         self._sizes[digest] = num_bytes
 
     def reserve(self, num_bytes: int) -> None:
-        """So much is about to be written, or (negative) has been or will not be."""
+        """Reserves room for a file to be written; negative: releases it."""
         self._num_bytes += num_bytes
 
     def forget(self, digest: str) -> None:
-        """It may not be read any more; `delete` then takes the file away."""
+        """Removes a digest; `delete` then deletes its file."""
         self._num_bytes -= self._sizes.pop(digest, 0)
 
     def close(self) -> None:
-        """The end of a folder that was made for this run alone."""
+        """Deletes a temporary folder."""
         if self._lock is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             os.close(self._lock)
@@ -104,7 +106,7 @@ class DiskCache:
     # --- on another thread ---
 
     def write(self, image: HostAdapter) -> None:
-        """Writes a file. Raises OSError, and then there is none."""
+        """Writes a file. Raises OSError, and then leaves none."""
         head = _head(image)
         path = self._path(image.spec.digest)
         unfinished = path.with_name(path.name + _UNFINISHED)
@@ -121,7 +123,7 @@ class DiskCache:
             raise
 
     def _flush_names(self) -> None:
-        """A file's new name is on disk when its folder is."""
+        """Flushes the folder, which makes a rename durable."""
         folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
@@ -129,8 +131,8 @@ class DiskCache:
             os.close(folder)
 
     def read(self, digest: str, into: NDArray[np.uint8]) -> HostAdapter:
-        """Reads and checks an image. Raises AdapterRejected when the file is gone or not what it should be, and
-        OSError when it cannot be read now, which says nothing about what it holds."""
+        """Reads and checks an image. Raises AdapterRejected when the file is gone or has wrong bytes, and OSError when
+        it cannot be read now."""
         try:
             with self._path(digest).open("rb") as file:
                 magic, length = _HEAD.unpack(file.read(_HEAD.size))
@@ -154,16 +156,16 @@ class DiskCache:
         return HostAdapter(spec, data)
 
     def delete(self, digest: str) -> None:
-        """Takes a file away; harmless where there is none."""
+        """Deletes a file, if it exists."""
         with contextlib.suppress(OSError):
             self._path(digest).unlink()
 
     def _path(self, digest: str) -> Path:
-        assert DIGEST.fullmatch(digest), "only digests are names"
+        assert DIGEST.fullmatch(digest), "file names are digests"
         return self._folder / digest
 
     def _found(self) -> list[tuple[str, int]]:
-        """Files of an earlier run, and none that it did not finish."""
+        """Lists the files of earlier runs by time of access, and deletes unfinished ones."""
         found = []
         for path in self._folder.iterdir():
             if path.name.endswith(_UNFINISHED) and DIGEST.fullmatch(path.name.removesuffix(_UNFINISHED)):
@@ -175,7 +177,7 @@ class DiskCache:
 
 
 def _locked(folder: Path) -> int | None:
-    """A descriptor that keeps others from clearing a folder away while this process lives; None: somebody has one."""
+    """Locks a folder against `_clear_temporary` of other processes. Returns the descriptor; None: it is locked."""
     number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -186,18 +188,18 @@ def _locked(folder: Path) -> int | None:
 
 
 def _clear_temporary(parent: Path) -> None:
-    """Folders of runs that were killed: ours, nobody's any more, and not just being made."""
+    """Deletes temporary folders of killed processes: those of this user, not locked, older than 60 s."""
     for old in parent.glob(f"{_TEMPORARY}*"):
         with contextlib.suppress(OSError):
             status = old.lstat()
             is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-            if is_ours and time.time() - status.st_mtime > _MADE_S and (lock := _locked(old)) is not None:
+            if is_ours and time.time() - status.st_mtime > _UNLOCKED_S and (lock := _locked(old)) is not None:
                 shutil.rmtree(old, ignore_errors=True)
                 os.close(lock)
 
 
 def file_size(image: HostAdapter) -> int:
-    """Bytes of the file that an image takes."""
+    """Returns the size of the file for an image."""
     return len(_head(image)) + image.spec.num_bytes
 
 

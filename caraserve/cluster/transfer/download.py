@@ -1,11 +1,11 @@
-"""Adapters fetched from the instances that hold them: in ranges, from several at once, each chunk checked.
+"""Downloads adapters from the instances that hold them: in ranges, from several at once, each chunk verified.
 
     holders ─► manifest, checked against the digest ─► runs of chunks from up to three holders, first layers first
-                                                       └─ what one fails to give, another gives
+                                                       └─ another holder sends what one fails to send
 
-A chunk is taken in once its hash is right, so bytes that a peer got wrong cost one chunk, and a peer that dies what was
-under way: the rest goes on with the others. While chunks come, nobody gives up. What has been taken in is never
-asked for again, so it may be read while the rest comes.
+A chunk is accepted once its hash is right. Wrong bytes cost one chunk, and a peer that dies costs the chunks it was
+sending; the download continues with the other holders, and does not fail while chunks arrive. An accepted chunk is
+never requested again, so it may be read while the rest arrives.
 """
 
 import asyncio
@@ -27,34 +27,34 @@ from caraserve.lora.host_loader import Came
 from caraserve.lora.manifest import chunk_ends, read_manifest
 from caraserve.model.spec import ModelSpec
 
-_SOURCES = 3  # holders that give one adapter at a time
-_RUN = 4  # chunks asked for at once
-_MOST_RUNS = 8  # under way, of all adapters together
-_PATIENCE_S = 2.0  # without progress: what is held where may still be on its way to us
-_MOST_S = 60.0  # the same, where all holders are busy
-_SLOW_S = 5.0  # of a run, from one holder of several
-_AGAIN_S = 0.25  # before a peer that failed or is busy is asked again
-_MOST_FAILURES = 3  # of one peer, for one adapter
-_MOST_WRONG = 2  # corrupt chunks of one peer, for one adapter; then it is not asked for that one any more
-_BANNED_S = 60.0  # its disk may have been mended
-_MOST_BANS = 1000
+_SOURCES = 3  # holders that send one adapter at a time
+_RUN = 4  # chunks in one request
+_MAX_RUNS = 8  # in progress, of all adapters together
+_PATIENCE_S = 2.0  # without progress: the list of holders may still arrive
+_MAX_WAIT_S = 60.0  # without progress while holders are busy
+_SLOW_S = 5.0  # a run that takes longer goes to another holder
+_RETRY_S = 0.25  # before a peer that failed or is busy is asked again
+_MAX_FAILURES = 3  # of one peer, for one adapter
+_MAX_CORRUPT = 2  # chunks of one peer, for one adapter; then the peer is banned for that adapter
+_BANNED_S = 60.0  # its disk may have been repaired
+_MAX_BANS = 1000
 
 
 class HolderLookup(Protocol):
-    """Who holds what."""
+    """Finds the holders of an adapter."""
 
     def holders(self, digest: str) -> Mapping[str, Tier]:
-        """Other instances that are alive and say that they have its bytes."""
+        """Returns the other live instances that advertise an adapter, with the tier where each has it."""
 
     def address(self, name: str) -> str | None:
-        """Where one is."""
+        """Returns an instance's address."""
 
     async def news(self, timeout_s: float) -> None:
-        """Returns when that may have changed, or after so long."""
+        """Returns when holders may have changed, or after `timeout_s`."""
 
 
 class ChunkSource(Protocol):
-    """`transfers.Transfers`."""
+    """`PeerClient`."""
 
     async def manifest(self, address: str, digest: str) -> bytes | TransferFailure: ...
 
@@ -66,13 +66,13 @@ class ChunkSource(Protocol):
         ends: Sequence[int],
         hashes: Sequence[bytes],
         into: memoryview,
-        right: Callable[[], None],
+        on_verified: Callable[[], None],
     ) -> TransferFailure | None: ...
 
 
 @dataclass(slots=True)
 class DownloadCounts:
-    """Of all fetches so far."""
+    """Counts of all downloads so far."""
 
     fetched: int = 0
     failed: int = 0
@@ -82,43 +82,43 @@ class DownloadCounts:
 
 
 @dataclass(slots=True)
-class _Fetch:
+class _Download:
     digest: str
     into: NDArray[np.uint8]
     came: Came
-    gives_up_s: float  # without progress and without anybody to ask
+    gives_up_s: float  # without progress and without a holder
     ends_s: float  # without progress
     spec: AdapterSpec | None = None
     ends: list[int] = field(default_factory=list)
-    pending: deque[int] = field(default_factory=deque)  # chunks not yet asked for, the first ones first
-    right: set[int] = field(default_factory=set)  # chunks that are here
-    in_row: int = 0  # so many of them from the first on
+    pending: deque[int] = field(default_factory=deque)  # chunks not yet requested, in order
+    verified: set[int] = field(default_factory=set)  # chunks
+    num_leading: int = 0  # verified chunks before the first missing one
     failures: Counter[str] = field(default_factory=Counter)
-    again_s: dict[str, float] = field(default_factory=dict)
+    retry_at_s: dict[str, float] = field(default_factory=dict)
     is_busy: bool = False
 
     def take_run(self) -> range:
-        """The next chunks that lie side by side."""
+        """Takes the next adjacent chunks from the pending ones."""
         first = self.pending.popleft()
         end = first + 1
         while self.pending and self.pending[0] == end and end - first < _RUN:
             end = self.pending.popleft() + 1
         return range(first, end)
 
-    def take_in(self, chunk: int) -> None:
-        """One has come and is right."""
+    def accept(self, chunk: int) -> None:
+        """Accepts a verified chunk, and reports newly complete layers."""
         assert self.spec is not None
-        self.right.add(chunk)
-        if chunk != self.in_row:
+        self.verified.add(chunk)
+        if chunk != self.num_leading:
             return
-        while self.in_row in self.right:
-            self.in_row += 1
+        while self.num_leading in self.verified:
+            self.num_leading += 1
         image = HostAdapter(self.spec, self.into[: self.spec.num_bytes])
-        self.came(image, bisect_right(self.spec.layer_ends, self.ends[self.in_row - 1]))
+        self.came(image, bisect_right(self.spec.layer_ends, self.ends[self.num_leading - 1]))
 
 
 class Downloader:
-    """Fetches adapters by digest."""
+    """Downloads adapters by digest."""
 
     def __init__(
         self,
@@ -130,31 +130,33 @@ class Downloader:
         slow_s: float = _SLOW_S,
     ) -> None:
         self.counts = DownloadCounts()
-        self.under_way = 0
+        self.in_progress = 0
         self._peers, self._wire, self._model = peers, wire, model
         self._now, self._patience_s, self._slow_s = now, patience_s, slow_s
-        self._runs = asyncio.Semaphore(_MOST_RUNS)
-        self._wrong: dict[tuple[str, str], tuple[int, float]] = {}  # (digest, peer) → corrupt chunks, the last of them
+        self._runs = asyncio.Semaphore(_MAX_RUNS)
+        self._corrupt: dict[
+            tuple[str, str], tuple[int, float]
+        ] = {}  # (digest, peer) → corrupt chunks, time of the last
 
     async def fetch(self, digest: str, into: NDArray[np.uint8], came: Came = lambda image, layers: None) -> HostAdapter:
-        """Fills `into` with an adapter's image; `came` is told of its first layers as they are there. Raises
-        Unreachable when nobody gives it, and AdapterRejected when it is none for this base model."""
+        """Fills `into` with an adapter's image. Calls `came(image, layers)` whenever more leading layers are complete.
+        Raises Unreachable when no holder sends it, and AdapterRejected when it does not fit this base model."""
         began_s = self._now()
-        fetch = _Fetch(digest, into, came, began_s + self._patience_s, began_s + _MOST_S)
-        self.under_way += 1
+        fetch = _Download(digest, into, came, began_s + self._patience_s, began_s + _MAX_WAIT_S)
+        self.in_progress += 1
         try:
             image = await self._filled(fetch)
         except (Unreachable, AdapterRejected):
             self.counts.failed += 1
             raise
         finally:
-            self.under_way -= 1
+            self.in_progress -= 1
         self.counts.fetched += 1
         self.counts.num_bytes += image.spec.num_bytes
         self.counts.seconds += self._now() - began_s
         return image
 
-    async def _filled(self, fetch: _Fetch) -> HostAdapter:
+    async def _filled(self, fetch: _Download) -> HostAdapter:
         while True:
             sources = self._sources(fetch)
             left = len(fetch.pending), fetch.spec is None
@@ -163,105 +165,109 @@ class Downloader:
             elif sources:
                 async with asyncio.TaskGroup() as group:
                     for name in sources[:_SOURCES]:
-                        group.create_task(self._take_from(fetch, name))
+                        group.create_task(self._download_from(fetch, name))
             if fetch.spec is not None and not fetch.pending:
                 return HostAdapter(fetch.spec, fetch.into[: fetch.spec.num_bytes])
             now = self._now()
             if (len(fetch.pending), fetch.spec is None) != left:
-                fetch.gives_up_s, fetch.ends_s = now + self._patience_s, now + _MOST_S
+                fetch.gives_up_s, fetch.ends_s = now + self._patience_s, now + _MAX_WAIT_S
             elif fetch.is_busy:
                 fetch.gives_up_s = now + self._patience_s
             fetch.is_busy = False
-            if now >= fetch.ends_s or (now >= fetch.gives_up_s and not self._hopeful(fetch)):
+            if now >= fetch.ends_s or (now >= fetch.gives_up_s and not self._usable_holders(fetch)):
                 raise self._unreachable(fetch)
             if not self._sources(fetch):
-                await self._peers.news(_AGAIN_S)
+                await self._peers.news(_RETRY_S)
 
-    def _sources(self, fetch: _Fetch) -> list[str]:
-        """Whom to ask now: nearest to their memory first, those that failed last."""
+    def _sources(self, fetch: _Download) -> list[str]:
+        """Returns the holders to ask now: the least failures first, then those with the adapter in memory."""
         now = self._now()
         usable = [
             (fetch.failures[name], tier >= Tier.DISK, name)
-            for name, tier in self._hopeful(fetch).items()
-            if fetch.again_s.get(name, now) <= now
+            for name, tier in self._usable_holders(fetch).items()
+            if fetch.retry_at_s.get(name, now) <= now
         ]
         return [name for _, _, name in sorted(usable)]
 
-    async def _ask_manifest(self, fetch: _Fetch, name: str) -> None:
+    async def _ask_manifest(self, fetch: _Download, name: str) -> None:
         address = self._peers.address(name)
         body = TransferFailure.FAILED if address is None else await self._wire.manifest(address, fetch.digest)
         if isinstance(body, TransferFailure):
-            self._note(fetch, name, body)
+            self._record_failure(fetch, name, body)
             return
         try:
             spec = read_manifest(body, fetch.digest, self._model)
         except AdapterRejected:
-            self._note(fetch, name, TransferFailure.CORRUPT)
+            self._record_failure(fetch, name, TransferFailure.CORRUPT)
             return
         if spec.num_bytes > fetch.into.nbytes:
             raise AdapterRejected(f"adapter {fetch.digest[:12]} has {spec.num_bytes} bytes, more than was registered")
         fetch.spec, fetch.ends = spec, chunk_ends(spec.layer_ends)
         fetch.pending.extend(range(len(fetch.ends)))
 
-    async def _take_from(self, fetch: _Fetch, name: str) -> None:
-        """Run after run from one holder, until there is none left or it fails."""
+    async def _download_from(self, fetch: _Download, name: str) -> None:
+        """Downloads run after run from one holder, until none is left or it fails."""
         assert fetch.spec is not None
         while fetch.pending and (address := self._peers.address(name)) is not None:
             async with self._runs:
                 if not fetch.pending:
                     return
                 run = fetch.take_run()
-                trouble = await self._chunks(fetch, name, address, run)
-            fetch.pending.extendleft(chunk for chunk in reversed(run) if chunk not in fetch.right)
-            if trouble is not None:
-                self._note(fetch, name, trouble)
+                failure = await self._chunks(fetch, name, address, run)
+            fetch.pending.extendleft(chunk for chunk in reversed(run) if chunk not in fetch.verified)
+            if failure is not None:
+                self._record_failure(fetch, name, failure)
                 return
 
-    async def _chunks(self, fetch: _Fetch, name: str, address: str, run: range) -> TransferFailure | None:
-        """A run; what is missing of it goes back when it takes long and there is another who may be faster: he comes
-        first then. Only who gave nothing of it has failed."""
+    async def _chunks(self, fetch: _Download, name: str, address: str, run: range) -> TransferFailure | None:
+        """Downloads one run. Stops after `slow_s` if there is another holder, which then comes first. Counts as a
+        failure only if no chunk arrived."""
         assert fetch.spec is not None
-        others = any(other != name for other in self._hopeful(fetch))
+        others = any(other != name for other in self._usable_holders(fetch))
         start, ends = fetch.ends[run[0] - 1] if run[0] else 0, fetch.ends[run[0] : run[-1] + 1]
         hashes, into = fetch.spec.chunks[run[0] : run[-1] + 1], fetch.into[start : ends[-1]].data
         chunks = iter(run)
         try:
             async with asyncio.timeout(self._slow_s if others else None):
                 return await self._wire.chunks(
-                    address, fetch.digest, start, ends, hashes, into, lambda: fetch.take_in(next(chunks))
+                    address, fetch.digest, start, ends, hashes, into, lambda: fetch.accept(next(chunks))
                 )
         except TimeoutError:
-            return TransferFailure.BUSY if fetch.right.intersection(run) else TransferFailure.FAILED
+            return TransferFailure.BUSY if fetch.verified.intersection(run) else TransferFailure.FAILED
 
-    def _note(self, fetch: _Fetch, name: str, trouble: TransferFailure) -> None:
-        if trouble is TransferFailure.CORRUPT:
+    def _record_failure(self, fetch: _Download, name: str, failure: TransferFailure) -> None:
+        if failure is TransferFailure.CORRUPT:
             self.counts.corrupt += 1
-            self._wrong[fetch.digest, name] = self._wrong.get((fetch.digest, name), (0, 0.0))[0] + 1, self._now()
-            while len(self._wrong) > _MOST_BANS:
-                del self._wrong[next(iter(self._wrong))]
-        elif trouble is TransferFailure.ABSENT:
-            fetch.failures[name] = _MOST_FAILURES
+            self._corrupt[fetch.digest, name] = self._corrupt.get((fetch.digest, name), (0, 0.0))[0] + 1, self._now()
+            while len(self._corrupt) > _MAX_BANS:
+                del self._corrupt[next(iter(self._corrupt))]
+        elif failure is TransferFailure.ABSENT:
+            fetch.failures[name] = _MAX_FAILURES
         else:
-            fetch.is_busy |= trouble is TransferFailure.BUSY
-            fetch.failures[name] += trouble is TransferFailure.FAILED
-            fetch.again_s[name] = self._now() + _AGAIN_S
+            fetch.is_busy |= failure is TransferFailure.BUSY
+            fetch.failures[name] += failure is TransferFailure.FAILED
+            fetch.retry_at_s[name] = self._now() + _RETRY_S
 
-    def _hopeful(self, fetch: _Fetch) -> dict[str, Tier]:
-        """Holders that it is worth while to ask, now or soon."""
+    def _usable_holders(self, fetch: _Download) -> dict[str, Tier]:
+        """Returns the holders that may be asked now or soon."""
         return {
             name: tier
             for name, tier in self._peers.holders(fetch.digest).items()
-            if fetch.failures[name] < _MOST_FAILURES and not self._is_banned(fetch.digest, name)
+            if fetch.failures[name] < _MAX_FAILURES and not self._is_banned(fetch.digest, name)
         }
 
     def _is_banned(self, digest: str, name: str) -> bool:
-        count, last_s = self._wrong.get((digest, name), (0, 0.0))
-        if count >= _MOST_WRONG and self._now() - last_s > _BANNED_S:
-            del self._wrong[digest, name]
+        count, last_s = self._corrupt.get((digest, name), (0, 0.0))
+        if count >= _MAX_CORRUPT and self._now() - last_s > _BANNED_S:
+            del self._corrupt[digest, name]
             return False
-        return count >= _MOST_WRONG
+        return count >= _MAX_CORRUPT
 
-    def _unreachable(self, fetch: _Fetch) -> Unreachable:
+    def _unreachable(self, fetch: _Download) -> Unreachable:
         holders = self._peers.holders(fetch.digest)
-        who = f"of {', '.join(sorted(holders))} none gives its bytes" if holders else "no instance that has it is there"
-        return Unreachable(f"the adapter {fetch.digest[:12]} cannot be fetched now: {who}", retry_after_s=5.0)
+        who = (
+            f"of {', '.join(sorted(holders))} none sends its bytes"
+            if holders
+            else "no instance that has it is reachable"
+        )
+        return Unreachable(f"the adapter {fetch.digest[:12]} cannot be downloaded now: {who}", retry_after_s=5.0)

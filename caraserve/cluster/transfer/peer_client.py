@@ -1,7 +1,7 @@
-"""Bytes of adapters from other instances' memory into ours, on a thread of their own.
+"""Requests manifests and ranges of adapters from other instances, on a thread of its own.
 
-The event loop that serves requests only hears how a range went: receiving and hashing take it no time. A chunk counts
-when its hash is right; what came after the last such one is as if it had not come.
+The event loop that serves requests gets only results: receiving and hashing take none of its time. A chunk counts once
+its hash is right; bytes after the last such chunk are ignored.
 """
 
 import asyncio
@@ -25,38 +25,38 @@ from caraserve.lora.manifest import MAX_MANIFEST_BYTES
 T = TypeVar("T")
 
 _CONNECT_S = 1.0
-_REACH_S = 2.0  # the name server's part in it included
-_SILENT_S = 5.0  # without a byte: the peer is as good as gone
+_REACH_S = 2.0  # to connect, name look-up included
+_SILENT_S = 5.0  # without a byte: the peer counts as gone
 _KEPT_ALIVE_S = 15.0
-_CLOSING_S = 0.05  # connections are closed some turns of the loop after their session says that it is
+_CLOSING_S = 0.05  # aiohttp closes connections some turns of the loop after their session
 
 
 class TransferFailure(Enum):
-    """Why a peer did not give what it was asked for."""
+    """Why a peer did not send what it was asked for."""
 
     FAILED = "failed"  # no connection, or it broke
     BUSY = "busy"
-    ABSENT = "absent"  # it has no such bytes
-    CORRUPT = "corrupt"  # they are others than they should be
+    ABSENT = "absent"  # it does not have the adapter
+    CORRUPT = "corrupt"  # wrong bytes
 
 
 class PeerClient:
-    """Asks other instances for what they hold."""
+    """Requests bytes from other instances."""
 
     def __init__(self, keys: Callable[[], Keyring], tls: ssl.SSLContext | None) -> None:
-        """`tls`: for dialling; None: peers speak plain HTTP."""
+        """`tls`: for connecting; None: peers use plain HTTP."""
         self._keys, self._tls = keys, tls
         self._session: aiohttp.ClientSession | None = None
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="caraserve-exchange", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="caraserve-download", daemon=True)
         self._thread.start()
 
     async def page(self, address: str, path: str, most_bytes: int) -> bytes | TransferFailure:
-        """The whole of a small answer."""
-        return await self._there(self._page(f"http://{address}{path}", self._signed(path), most_bytes))
+        """Gets the whole body of a small answer."""
+        return await self._on_thread(self._page(f"http://{address}{path}", self._signed(path), most_bytes))
 
     async def manifest(self, address: str, digest: str) -> bytes | TransferFailure:
-        """An adapter's manifest, unchecked."""
+        """Gets an adapter's manifest, not yet checked."""
         return await self.page(address, f"{PATH}/{digest}/manifest", MAX_MANIFEST_BYTES)
 
     async def chunks(
@@ -67,24 +67,24 @@ class PeerClient:
         ends: Sequence[int],
         hashes: Sequence[bytes],
         into: memoryview,
-        right: Callable[[], None],
+        on_verified: Callable[[], None],
     ) -> TransferFailure | None:
-        """Bytes of an image from `start` on, into `into`, which is as long: chunks up to `ends` (of the image) with
-        these hashes. `right` is called, here, for each that has come and is right, and its bytes stay as they are;
-        what kept the next one from it is returned."""
+        """Gets the bytes [start, ends[-1]) of an image into `into`, which is as long. `ends`: of its chunks, in the
+        image; `hashes`: SHA-256 of each. Calls `on_verified` on this event loop for each chunk with the right hash,
+        in order; its bytes do not change any more. Returns why the next chunk failed, or None."""
         path = f"{PATH}/{digest}?from={start}&to={ends[-1]}"
         sizes = [end - begin for begin, end in zip((start, *ends), ends, strict=False)]
         here = asyncio.get_running_loop()
 
         def checked() -> None:
-            here.call_soon_threadsafe(right)
+            here.call_soon_threadsafe(on_verified)
 
         work = self._chunks(f"http://{address}{path}", self._signed(path), sizes, hashes, into, checked)
-        return await self._there(work)
+        return await self._on_thread(work)
 
     async def close(self) -> None:
-        """Ends what is under way, and the thread."""
-        await self._there(self._end())
+        """Ends all work in progress, and the thread."""
+        await self._on_thread(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
         self._loop.close()
@@ -92,14 +92,14 @@ class PeerClient:
     def _signed(self, path: str) -> dict[str, str]:
         return {SIGNATURE_HEADER: sign_request(self._keys(), "GET", path, time.time())}
 
-    async def _there(self, work: Coroutine[Any, Any, T]) -> T:
-        """Whoever is cancelled meanwhile goes on only when the work has ended: it writes into memory of theirs."""
+    async def _on_thread(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs work on the thread. A cancelled caller waits for its end too: it writes into the caller's memory."""
         ended: Future[T] = Future()
         tasks: list[asyncio.Task[T]] = []
 
         def begin() -> None:
             tasks.append(self._loop.create_task(work))
-            tasks[0].add_done_callback(lambda task: _pass_on(task, ended))
+            tasks[0].add_done_callback(lambda task: _copy_outcome(task, ended))
 
         self._loop.call_soon_threadsafe(begin)
         end = asyncio.wrap_future(ended)
@@ -111,7 +111,7 @@ class PeerClient:
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait([end])
             if not end.cancelled():
-                end.exception()  # which nobody else will look at
+                end.exception()  # retrieved, so that asyncio does not log it
             raise
 
     # --- on the thread ---
@@ -128,8 +128,8 @@ class PeerClient:
     async def _page(self, url: str, headers: dict[str, str], most_bytes: int) -> bytes | TransferFailure:
         try:
             async with self._get(url, headers) as answer:
-                if (trouble := _trouble(answer.status)) is not None:
-                    return trouble
+                if (failure := _failure(answer.status)) is not None:
+                    return failure
                 body = bytearray()
                 while (piece := await answer.content.readany()) and len(body) <= most_bytes:
                     body += piece
@@ -144,13 +144,13 @@ class PeerClient:
         sizes: Sequence[int],
         hashes: Sequence[bytes],
         into: memoryview,
-        right: Callable[[], None],
+        on_verified: Callable[[], None],
     ) -> TransferFailure | None:
         count = at = checked = 0
         try:
             async with self._get(url, headers) as answer:
-                if (trouble := _trouble(answer.status)) is not None:
-                    return trouble
+                if (failure := _failure(answer.status)) is not None:
+                    return failure
                 while piece := await answer.content.readany():
                     if at + len(piece) > len(into):
                         return TransferFailure.CORRUPT
@@ -161,7 +161,7 @@ class PeerClient:
                             return TransferFailure.CORRUPT
                         checked += sizes[count]
                         count += 1
-                        right()
+                        on_verified()
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
             return TransferFailure.FAILED
         return None if count == len(sizes) else TransferFailure.FAILED
@@ -176,8 +176,8 @@ class PeerClient:
             await asyncio.sleep(_CLOSING_S)
 
 
-def _pass_on(task: asyncio.Task[T], to: Future[T]) -> None:
-    """How a task on the thread has ended."""
+def _copy_outcome(task: asyncio.Task[T], to: Future[T]) -> None:
+    """Copies a finished task's result, error or cancellation to a future."""
     if task.cancelled():
         to.cancel()
     elif (error := task.exception()) is not None:
@@ -186,7 +186,7 @@ def _pass_on(task: asyncio.Task[T], to: Future[T]) -> None:
         to.set_result(task.result())
 
 
-def _trouble(status: int) -> TransferFailure | None:
+def _failure(status: int) -> TransferFailure | None:
     if status in (200, 206):
         return None
     return {503: TransferFailure.BUSY, 404: TransferFailure.ABSENT}.get(status, TransferFailure.FAILED)

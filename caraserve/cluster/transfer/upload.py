@@ -1,10 +1,10 @@
-"""Our adapters for other instances: manifests and ranges of images, over HTTP.
+"""Serves this instance's adapters to other instances: manifests and ranges of images, over HTTP.
 
-    GET /cluster/adapters/{digest}/manifest     what the digest is the hash of
-    GET /cluster/adapters/{digest}?from=&to=    bytes of the image; 404: not held, 503: too many ask
+    GET /cluster/adapters/{digest}/manifest     the bytes that the digest is the hash of
+    GET /cluster/adapters/{digest}?from=&to=    bytes of the image; 404: not held, 503: too many uploads
 
-From the host tier where they are there, else read from our disk into memory that is kept for a few moments, so that an
-instance that hands out its adapters evicts none of its own.
+Images come from the host cache, or are read from disk into memory that is kept for 5 s, so that uploads evict nothing
+from the host cache.
 """
 
 import asyncio
@@ -30,57 +30,57 @@ from caraserve.lora.manifest import manifest_of
 
 PATH = "/cluster/adapters"
 
-_SLICE_BYTES = 256 << 10  # written at a time: a tenth of a millisecond of the event loop
-_MOST_UPLOADS = 8
-_MOST_READ = 2  # images in memory outside the host tier
+_SLICE_BYTES = 256 << 10  # written at a time; takes the event loop 0.1 ms
+_MAX_UPLOADS = 8
+_MAX_READ = 2  # images in memory outside the host cache
 _KEPT_S = 5.0
-_UPLOAD_S = 60.0  # of a range; an adapter is held so long for one who reads slowly
+_UPLOAD_S = 60.0  # of a range; a slow reader pins an adapter that long
 
 
 Routes: TypeAlias = list[web.RouteDef]
 
 
 class UploadsBusy(Exception):
-    """Later."""
+    """Raised when too many adapters are being read for uploads; the peer asks again later."""
 
 
 @dataclass(slots=True, eq=False)
 class _Read:
     image: HostAdapter | CaraServeError | None = None
     users: int = 0
-    there: asyncio.Event | None = None
+    finished: asyncio.Event | None = None
 
 
 class UploadServer:
-    """Hands out what this instance has."""
+    """Serves the adapters that this instance has."""
 
     def __init__(
         self,
         manager: AdapterManager,
         read: Callable[[Source, NDArray[np.uint8], Done], None],
-        unread: Callable[[str, bool], None],
+        on_read_failure: Callable[[str, bool], None],
         keys: Callable[[], Keyring],
     ) -> None:
-        """`read`: an adapter from our disk, as residency's. `unread` is told of a digest that it did not give, and
-        whether that is because the bytes there are others now."""
+        """`read`: reads an adapter from this disk. `on_read_failure(digest, is_changed)`: called when a read failed;
+        `is_changed`: because the files have other bytes now."""
         self.sent_bytes = self.refusals = 0
-        self._manager, self._read, self._unread, self._keys = manager, read, unread, keys
+        self._manager, self._read, self._on_read_failure, self._keys = manager, read, on_read_failure, keys
         self._uploads = 0
         self._reads: dict[str, _Read] = {}
 
     def routes(self) -> list[web.RouteDef]:
-        """For the port on which other instances ask."""
+        """Returns the routes for the port of other instances."""
         digest = f"{PATH}/{{digest:{DIGEST.pattern}}}"
         return [web.get(f"{digest}/manifest", self.manifest), web.get(digest, self.image)]
 
     async def manifest(self, request: web.Request) -> web.StreamResponse:
-        """The whole manifest."""
-        async with self._lent(request) as image:
+        """Sends the manifest."""
+        async with self._requested_image(request) as image:
             return web.Response(body=manifest_of(image.spec), content_type="application/json")
 
     async def image(self, request: web.Request) -> web.StreamResponse:
-        """Bytes [from, to) of the image."""
-        async with self._lent(request) as image:
+        """Sends bytes [from, to) of the image."""
+        async with self._requested_image(request) as image:
             start, end = (
                 int(text) if text.isdecimal() else -1 for text in map(request.query.get, ("from", "to"), ("", ""))
             )
@@ -91,7 +91,7 @@ class UploadServer:
             await response.prepare(request)
             async with asyncio.timeout(_UPLOAD_S):
                 for at in range(start, end, _SLICE_BYTES):
-                    # A copy: what a socket has not taken yet outlives our hold on the image when the peer goes away.
+                    # A copy: when the peer goes away, unsent bytes outlive the pin on the image.
                     piece = image.data[at : min(end, at + _SLICE_BYTES)].tobytes()
                     await response.write(piece)
                     self.sent_bytes += len(piece)
@@ -99,21 +99,21 @@ class UploadServer:
             return response
 
     @asynccontextmanager
-    async def _lent(self, request: web.Request) -> AsyncIterator[HostAdapter]:
+    async def _requested_image(self, request: web.Request) -> AsyncIterator[HostAdapter]:
         signed = request.headers.get(SIGNATURE_HEADER, "")
         if not is_signed_request(self._keys(), signed, request.method, request.path_qs, time.time()):
             raise web.HTTPForbidden(text="This address is for other instances.")
         digest = request.match_info["digest"]
-        if self._uploads >= _MOST_UPLOADS:
+        if self._uploads >= _MAX_UPLOADS:
             self.refusals += 1
-            raise web.HTTPServiceUnavailable(text="Too many ask at once.", headers={"Retry-After": "1"})
+            raise web.HTTPServiceUnavailable(text="Too many uploads at once.", headers={"Retry-After": "1"})
         self._uploads += 1
         try:
             async with self.image_of(digest) as image:
                 yield image
         except UploadsBusy:
             self.refusals += 1
-            raise web.HTTPServiceUnavailable(text="Too many ask at once.", headers={"Retry-After": "1"}) from None
+            raise web.HTTPServiceUnavailable(text="Too many uploads at once.", headers={"Retry-After": "1"}) from None
         except CaraServeError as error:
             raise web.HTTPNotFound(text=error.message) from None
         finally:
@@ -121,7 +121,7 @@ class UploadServer:
 
     @asynccontextmanager
     async def image_of(self, digest: str) -> AsyncIterator[HostAdapter]:
-        """An adapter's image, held in memory meanwhile. Raises Busy, or the error that reading it ended with."""
+        """Yields an adapter's image, pinned in memory meanwhile. Raises UploadsBusy, or the error of reading it."""
         version = self._manager.find(digest)
         if version is None:
             raise CaraServeError(f"This instance does not have {digest}.")
@@ -142,42 +142,42 @@ class UploadServer:
 
     @asynccontextmanager
     async def _from_disk(self, digest: str, source: Source, num_bytes: int) -> AsyncIterator[HostAdapter]:
-        entry = self._reads.get(digest) or self._begin(digest, source, num_bytes)
+        entry = self._reads.get(digest) or self._start_read(digest, source, num_bytes)
         entry.users += 1
         try:
             while entry.image is None:
-                assert entry.there is not None
-                await entry.there.wait()
+                assert entry.finished is not None
+                await entry.finished.wait()
             if isinstance(entry.image, CaraServeError):
                 raise entry.image
             yield entry.image
         finally:
             entry.users -= 1
             if isinstance(entry.image, CaraServeError):
-                self._drop(digest, entry)
+                self._evict(digest, entry)
             else:
-                asyncio.get_running_loop().call_later(_KEPT_S, self._drop, digest, entry)
+                asyncio.get_running_loop().call_later(_KEPT_S, self._evict, digest, entry)
 
-    def _begin(self, digest: str, source: Source, num_bytes: int) -> _Read:
-        for other, old in [*self._reads.items()][: max(0, len(self._reads) - _MOST_READ + 1)]:
-            self._drop(other, old)
-        if len(self._reads) >= _MOST_READ:
+    def _start_read(self, digest: str, source: Source, num_bytes: int) -> _Read:
+        for other, old in [*self._reads.items()][: max(0, len(self._reads) - _MAX_READ + 1)]:
+            self._evict(other, old)
+        if len(self._reads) >= _MAX_READ:
             raise UploadsBusy
-        entry = self._reads[digest] = _Read(there=asyncio.Event())
+        entry = self._reads[digest] = _Read(finished=asyncio.Event())
 
         def done(result: HostAdapter | CaraServeError) -> None:
             wrong = isinstance(result, HostAdapter) and result.spec.digest != digest
             entry.image = CaraServeError("Its files have changed.") if wrong else result
             if isinstance(entry.image, CaraServeError):
-                self._unread(digest, wrong)
-            assert entry.there is not None
-            entry.there.set()
-            self._drop(digest, entry)  # those who asked may have left meanwhile
+                self._on_read_failure(digest, wrong)
+            assert entry.finished is not None
+            entry.finished.set()
+            self._evict(digest, entry)  # its users may have gone meanwhile
 
         self._read(source, aligned_bytes(num_bytes), done)
         return entry
 
-    def _drop(self, digest: str, entry: _Read) -> None:
+    def _evict(self, digest: str, entry: _Read) -> None:
         if entry.users == 0 and entry.image is not None and self._reads.get(digest) is entry:
             with contextlib.suppress(KeyError):
                 del self._reads[digest]

@@ -191,7 +191,7 @@ async def test_when_all_who_had_it_are_gone_that_is_said_and_others_are_served(t
         await b.want("chef")
         await fleet.stop("a")
         await until(lambda: not b.node.holders(digest))
-        with pytest.raises(Unreachable, match="no instance that has it is there"):
+        with pytest.raises(Unreachable, match="no instance that has it is reachable"):
             await b.want("poet")
         await b.want("chef")
 
@@ -248,7 +248,7 @@ async def test_a_request_for_what_nobody_has_is_refused_before_it_takes_a_slot(t
         assert b.pool.can_get("poet")
         await fleet.stop("a")
         await until(lambda: not b.pool.can_get("poet"))
-        with pytest.raises(Unreachable, match="no instance that has it is there"):
+        with pytest.raises(Unreachable, match="no instance that has it is reachable"):
             await b.pool.ensure("poet")
         assert b.manager.counters.disk_reads == 0
 

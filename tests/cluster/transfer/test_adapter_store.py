@@ -25,12 +25,12 @@ from tests.cluster.pools import Member, pools
 async def test_a_copy_goes_only_against_anothers_promise(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         (a, b, c), digest = await fleet.sharing("a", "b", "c")
-        assert await b.pool.store.let_go(digest)
+        assert await b.pool.store.try_delete(digest)
         assert digest not in b.stored
         await until(lambda: set(a.node.holders(digest)) == set("ac"))
         await fleet.stop("a")
         await until(lambda: set(c.node.holders(digest)) == {"c"})
-        assert not await c.pool.store.let_go(digest)
+        assert not await c.pool.store.try_delete(digest)
         assert digest in c.stored
 
 
@@ -39,8 +39,8 @@ async def test_nobody_promises_a_folder_that_is_gone(tmp_path: Path) -> None:
         (a, b), digest = await fleet.sharing("a", "b")
         folder = Path(a.catalog.get("poet").path)
         folder.rename(folder.with_name("away"))  # noqa: ASYNC240
-        a.pool.store._looked_s.clear()  # what was seen a moment ago is still believed
-        assert not await b.pool.store.let_go(digest)
+        a.pool.store._checked_s.clear()  # what was seen a moment ago is still believed
+        assert not await b.pool.store.try_delete(digest)
         assert digest in b.stored
         await until(lambda: set(b.node.holders(digest)) == {"b"})
 
@@ -80,7 +80,7 @@ async def test_two_that_would_both_delete_keep_one_at_least(tmp_path: Path) -> N
         (_, b, c), digest = await fleet.sharing("a", "b", "c")
         await fleet.stop("a")
         await until(lambda: set(b.node.holders(digest)) == set(c.node.holders(digest)) == set("bc"))
-        await asyncio.gather(b.pool.store.let_go(digest), c.pool.store.let_go(digest))
+        await asyncio.gather(b.pool.store.try_delete(digest), c.pool.store.try_delete(digest))
         assert digest in b.stored or digest in c.stored
 
 
@@ -91,7 +91,7 @@ async def test_after_a_restart_what_was_promised_is_still_kept(tmp_path: Path) -
         await fleet.stop("b")
         b = await fleet.start("b")
         await until(lambda: "a" in b.node.holders(digest))
-        assert not await b.pool.store.let_go(digest)
+        assert not await b.pool.store.try_delete(digest)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ async def _a_defect() -> None:
     "work",
     [
         lambda store: store.sweep(),
-        lambda store: store._say_kept(store.stored_digests()),
+        lambda store: store._advertise_all(store.stored_digests()),
         lambda store: store._make_room(1 << 30),
     ],
     ids=["what has no name is looked for", "what an earlier life kept is said", "room is made on disk"],
@@ -284,7 +284,7 @@ async def test_others_have_their_turn_while_all_that_is_held_is_gone_through(
             await b.want(name)
         await until(lambda: len(b.stored.digests()) == len(names))
         store, turns = b.pool.store, 0
-        store.wanted = lambda name: True  # so that none goes
+        store.set_planned(names)  # so that none is deleted
         store.renamed()
         monkeypatch.setattr("caraserve.util.tasks._TURN_S", 0.0)
 

@@ -1,4 +1,4 @@
-"""Deleting against promises: whatever is asked, answered, lost and delayed, the bytes stay somewhere."""
+"""Delete leases: whatever messages are lost, repeated or late, one instance keeps the bytes."""
 
 from collections.abc import Callable
 from random import Random
@@ -13,8 +13,8 @@ DIGEST = "sha256:1"
 TTL_S = 10.0
 
 
-class Pool(RuleBasedStateMachine):
-    """Four instances that all try to get rid of one digest; questions and answers come late, twice or never."""
+class HoldersOfOneDigest(RuleBasedStateMachine):
+    """Four instances that all try to delete one digest; questions and answers come late, twice or never."""
 
     @initialize(seed=st.integers(0, 9999), holders=st.integers(1, 15))
     def begin(self, seed: int, holders: int) -> None:
@@ -29,7 +29,7 @@ class Pool(RuleBasedStateMachine):
     @rule(who=st.integers(0, 3), whom=st.integers(0, 3))
     def ask(self, who: int, whom: int) -> None:
         """From any view, however stale: whom to ask is no part of the safety, except that it is not oneself."""
-        number = self.copies[who].ask(DIGEST, TTL_S, self.now) if who != whom else None
+        number = self.copies[who].start_delete(DIGEST, TTL_S, self.now) if who != whom else None
         if number is not None:
             self.messages.append(lambda: self._asked(who, whom, number))
 
@@ -45,8 +45,8 @@ class Pool(RuleBasedStateMachine):
         self.now += seconds
 
     @rule(who=st.integers(0, 3))
-    def give_up(self, who: int) -> None:
-        self.copies[who].give_up(DIGEST)
+    def no_answer(self, who: int) -> None:
+        self.copies[who].finish_delete(DIGEST, self.copies[who]._number, False, self.now)
 
     @rule(who=st.integers(0, 3))
     def fetch(self, who: int) -> None:
@@ -56,19 +56,20 @@ class Pool(RuleBasedStateMachine):
     @rule(who=st.integers(0, 3))
     def restart(self, who: int) -> None:
         old, new = self.copies[who], DeleteLeases()
-        new.restore({DIGEST} if old.has(DIGEST) else set(), old.promises(self.now), self.now)
-        new._number = old._number  # questions of an earlier life reach nobody: their connection ended with it
+        held = {DIGEST} if old.has(DIGEST) else set()
+        new.restore(held, dict.fromkeys(held, TTL_S), self.now)
+        new._number = old._number  # questions of an earlier run arrive nowhere: their connection ended with it
         self.copies[who] = new
 
     @rule(who=st.integers(0, 3))
     def crash(self, who: int) -> None:
-        """Its disk is gone. Whoever holds its promise may delete yet, so another one must stay that asks nobody."""
+        """Its disk is gone. The instance that has its promise may still delete, so a third one must hold it."""
         others = [copies for index, copies in enumerate(self.copies) if index != who]
         if any(copies.has(DIGEST) and DIGEST not in copies._asked for copies in others):
             self.copies[who].lost(DIGEST)
 
     @invariant()
-    def somebody_has_it(self) -> None:
+    def an_instance_has_it(self) -> None:
         assert not hasattr(self, "copies") or any(copies.has(DIGEST) for copies in self.copies)
 
     def _asked(self, who: int, whom: int, number: int) -> None:
@@ -76,11 +77,11 @@ class Pool(RuleBasedStateMachine):
         self.messages.append(lambda: self._answered(who, number, kept))
 
     def _answered(self, who: int, number: int, kept: bool) -> None:
-        self.copies[who].answered(DIGEST, number, kept, self.now)
+        self.copies[who].finish_delete(DIGEST, number, kept, self.now)
 
 
-TestPool = Pool.TestCase
-TestPool.settings = settings(max_examples=400, stateful_step_count=40, deadline=None)
+TestHoldersOfOneDigest = HoldersOfOneDigest.TestCase
+TestHoldersOfOneDigest.settings = settings(max_examples=400, stateful_step_count=40, deadline=None)
 
 
 def two_holders() -> tuple[DeleteLeases, DeleteLeases]:
@@ -90,51 +91,48 @@ def two_holders() -> tuple[DeleteLeases, DeleteLeases]:
     return one, other
 
 
-def test_one_of_two_may_go_and_the_other_then_stays() -> None:
+def test_one_of_two_holders_may_delete_and_the_other_then_keeps_its_copy() -> None:
     one, other = two_holders()
-    number = one.ask(DIGEST, TTL_S, 0.0)
+    number = one.start_delete(DIGEST, TTL_S, 0.0)
     assert number is not None
     assert other.promise(DIGEST, TTL_S, 0.1)
-    assert one.answered(DIGEST, number, True, 0.2)
+    assert one.finish_delete(DIGEST, number, True, 0.2)
     assert not one.has(DIGEST)
-    assert other.ask(DIGEST, TTL_S, 5.0) is None
-    assert other.ask(DIGEST, TTL_S, 10.2) is not None
+    assert other.start_delete(DIGEST, TTL_S, 5.0) is None
+    assert other.start_delete(DIGEST, TTL_S, 10.2) is not None
     assert not one.promise(DIGEST, TTL_S, 10.3)
 
 
-def test_two_that_would_both_delete_refuse_each_other() -> None:
+def test_two_holders_that_both_want_to_delete_refuse_each_other() -> None:
     one, other = two_holders()
-    assert one.ask(DIGEST, TTL_S, 0.0) is not None
-    assert other.ask(DIGEST, TTL_S, 0.0) is not None
+    assert one.start_delete(DIGEST, TTL_S, 0.0) is not None
+    assert other.start_delete(DIGEST, TTL_S, 0.0) is not None
     assert not one.promise(DIGEST, TTL_S, 0.1)
     assert not other.promise(DIGEST, TTL_S, 0.1)
 
 
-def test_a_promise_that_came_too_late_is_not_used() -> None:
+def test_a_promise_that_came_too_late_is_ignored() -> None:
     one, _ = two_holders()
-    number = one.ask(DIGEST, TTL_S, 0.0)
+    number = one.start_delete(DIGEST, TTL_S, 0.0)
     assert number is not None
-    assert not one.answered(DIGEST, number, True, 9.0)
+    assert not one.finish_delete(DIGEST, number, True, 9.0)
     assert one.has(DIGEST)
 
 
-def test_promises_survive_a_restart() -> None:
-    one, _ = two_holders()
-    assert one.promise(DIGEST, TTL_S, 0.0)
+def test_after_a_restart_a_copy_is_kept_as_long_as_any_promise_may_last() -> None:
     new = DeleteLeases()
-    new.restore({DIGEST}, one.promises(4.0), 100.0)
-    assert new.ask(DIGEST, TTL_S, 105.0) is None
-    assert new.ask(DIGEST, TTL_S, 106.1) is not None
+    new.restore({DIGEST}, {DIGEST: TTL_S}, 100.0)
+    assert new.start_delete(DIGEST, TTL_S, 109.0) is None
+    assert new.start_delete(DIGEST, TTL_S, 110.1) is not None
 
 
-def test_an_answer_to_an_earlier_question_does_not_count() -> None:
+def test_an_answer_to_an_earlier_request_is_ignored() -> None:
     one, other = two_holders()
-    first = one.ask(DIGEST, TTL_S, 0.0)
+    first = one.start_delete(DIGEST, TTL_S, 0.0)
     assert first is not None
     assert other.promise(DIGEST, TTL_S, 0.1)
-    one.give_up(DIGEST)
-    second = one.ask(DIGEST, TTL_S, 20.0)
+    second = one.start_delete(DIGEST, TTL_S, 20.0)
     assert second is not None
-    assert not one.answered(DIGEST, first, True, 20.1)  # that promise has run out
+    assert not one.finish_delete(DIGEST, first, True, 20.1)  # that promise has run out
     assert one.has(DIGEST)
-    assert one.answered(DIGEST, second, True, 20.2)
+    assert one.finish_delete(DIGEST, second, True, 20.2)

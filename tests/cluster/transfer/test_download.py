@@ -33,7 +33,7 @@ class Peer:
         self.answers.set()
 
     async def give(
-        self, start: int, ends: Sequence[int], into: memoryview, right: Callable[[], None]
+        self, start: int, ends: Sequence[int], into: memoryview, on_verified: Callable[[], None]
     ) -> TransferFailure | None:
         if self.is_dead:
             return TransferFailure.FAILED
@@ -53,7 +53,7 @@ class Peer:
                 await asyncio.Event().wait()
             into[begin - start : end - start] = self.held.data[begin:end].data
             self.given.append(begin)
-            right()
+            on_verified()
         return None
 
 
@@ -62,7 +62,7 @@ class World:
 
     def __init__(self, **peers: Peer) -> None:
         self.peers = peers
-        self.most_under_way = self.under_way = 0
+        self.most_in_progress = self.in_progress = 0
         self.manifests: Counter[str] = Counter()
 
     def holders(self, digest: str) -> Mapping[str, Tier]:
@@ -89,14 +89,14 @@ class World:
         ends: Sequence[int],
         hashes: Sequence[bytes],
         into: memoryview,
-        right: Callable[[], None],
+        on_verified: Callable[[], None],
     ) -> TransferFailure | None:
-        self.under_way += ends[-1] - start
-        self.most_under_way = max(self.most_under_way, self.under_way)
+        self.in_progress += ends[-1] - start
+        self.most_in_progress = max(self.most_in_progress, self.in_progress)
         await asyncio.sleep(0)
         await self.peers[address].answers.wait()
-        self.under_way -= ends[-1] - start
-        return await self.peers[address].give(start, ends, into, right)
+        self.in_progress -= ends[-1] - start
+        return await self.peers[address].give(start, ends, into, on_verified)
 
 
 HELD = image(rank=64, seed=1)
@@ -275,18 +275,18 @@ async def test_when_no_holder_gives_it_that_is_said_and_counted(names: tuple[str
     for peer in world.peers.values():
         peer.is_dead = True
     downloader = Downloader(world, world, MODEL, patience_s=0.1)
-    with pytest.raises(Unreachable, match="cannot be fetched now") as caught:
+    with pytest.raises(Unreachable, match="cannot be downloaded now") as caught:
         await downloader.fetch(HELD.spec.digest, aligned_bytes(HELD.spec.num_bytes))
     assert caught.value.status == 503
-    assert (downloader.counts.fetched, downloader.counts.failed, downloader.under_way) == (0, 1, 0)
+    assert (downloader.counts.fetched, downloader.counts.failed, downloader.in_progress) == (0, 1, 0)
 
 
-async def test_all_fetches_together_have_a_bounded_part_under_way() -> None:
+async def test_all_fetches_together_have_a_bounded_part_in_progress() -> None:
     held = [image(rank=64, seed=seed) for seed in range(6)]
     world = World(**{f"{index}-{copy}": Peer(one) for index, one in enumerate(held) for copy in range(3)})
     downloader = Downloader(world, world, MODEL)
     await asyncio.gather(*(downloader.fetch(one.spec.digest, aligned_bytes(one.spec.num_bytes)) for one in held))
-    assert world.most_under_way <= 8 * 4 * (1 << 20)
+    assert world.most_in_progress <= 8 * 4 * (1 << 20)
     assert downloader.counts.fetched == 6
 
 

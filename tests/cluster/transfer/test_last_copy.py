@@ -62,13 +62,15 @@ class Fleet:
         holders = sorted(one.view - {who})
         if not holders or not one.mover.drops(self.plan(), held, {"x": one.view | {who}}):
             return
-        number = one.copies.ask("x", TTL_S, self.now)
+        number = one.copies.start_delete("x", TTL_S, self.now)
         other = self.rng.choice(holders)
-        if number is None or not self.reaches(who, other):
-            one.copies.give_up("x")
+        if number is None:
+            return
+        if not self.reaches(who, other):
+            one.copies.finish_delete("x", number, False, self.now)
             return
         kept = self.instances[other].copies.promise("x", TTL_S, self.now)
-        self.answers.append(lambda: one.copies.answered("x", number, kept, self.now) and None)
+        self.answers.append(lambda: one.copies.finish_delete("x", number, kept, self.now) and None)
         if self.rng.random() < 0.7:
             self.gets_an_answer(who)
 

@@ -9,7 +9,7 @@ from caraserve.cluster.transfer.peer_client import PeerClient
 from tests.cluster.nodes import KEYS
 
 
-async def test_whoever_is_cancelled_goes_on_only_when_nothing_writes_into_its_memory_any_more() -> None:
+async def test_a_cancelled_caller_waits_until_nothing_writes_into_its_memory() -> None:
     transfers = PeerClient(lambda: KEYS, None)
     begun, ending, may_end = threading.Event(), threading.Event(), threading.Event()
     has_ended = False
@@ -24,7 +24,7 @@ async def test_whoever_is_cancelled_goes_on_only_when_nothing_writes_into_its_me
             may_end.wait(5)  # a piece is being hashed
             has_ended = True
 
-    task = asyncio.create_task(transfers._there(receives()))
+    task = asyncio.create_task(transfers._on_thread(receives()))
     await asyncio.to_thread(begun.wait, 5)
     task.cancel()
     await asyncio.to_thread(ending.wait, 5)
@@ -46,5 +46,5 @@ async def test_what_goes_wrong_on_the_thread_is_raised_here() -> None:
         raise ValueError("no such thing")
 
     with pytest.raises(ValueError, match="no such thing"):
-        await transfers._there(fails())
+        await transfers._on_thread(fails())
     await transfers.close()
