@@ -1,4 +1,4 @@
-"""An engine whose every delta the test decides, behind the same protocol as the real one."""
+"""An engine whose deltas the test decides, with the methods of `loop.Engine` that HTTP uses."""
 
 import asyncio
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence

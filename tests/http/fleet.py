@@ -36,7 +36,7 @@ MODEL = PerfModel(0.01, 0.1, 5.0, False, 1.0, 0.05, 0.001)
 
 @dataclass
 class World:
-    """What is true, and what every instance sees unless a test gives it another view."""
+    """The true state of the cluster, which every instance sees unless a test gives it another view."""
 
     records: dict[str, MemberRecord] = field(default_factory=dict)
     loads: dict[str, Backlog] = field(default_factory=dict)
@@ -192,7 +192,7 @@ class Fleet:
         return server
 
     async def start_raw(self, name: str, handler: RawPeer) -> RawAnswer:
-        """A peer whose every byte the test decides. It says that it is an instance; the rest is the handler's."""
+        """Starts a peer whose `handler` writes every byte; only the instance header is added."""
         seen = RawAnswer()
 
         async def take(request: web.Request) -> web.StreamResponse:
@@ -215,7 +215,7 @@ class Fleet:
         return seen
 
     def add_absent(self, name: str) -> None:
-        """An instance that nobody reaches: the cluster has not noticed yet."""
+        """Adds an instance that cannot be reached and that the cluster still takes for alive."""
         self.world.add(name, 1)
 
 

@@ -1,4 +1,4 @@
-"""Who may ask what: keys of clients, admin keys, and the browser's way to show one."""
+"""API keys, admin keys, and keys as a browser's password."""
 
 import argparse
 import base64

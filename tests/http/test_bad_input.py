@@ -1,4 +1,4 @@
-"""What is wrong with a request is said in OpenAI's shape, at once, and reaches no engine."""
+"""Mistakes in requests are answered in OpenAI's shape, and never reach the engine."""
 
 from collections.abc import AsyncIterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the cluster knows, as JSON: complete and in order, however much it is, and requests in progress go on."""
+"""The cluster's members and adapters as JSON: complete, in order, and without blocking the event loop."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping

@@ -1,5 +1,4 @@
-"""A request whose time is over: what whoever asked gets, and that nobody works for it any more. No test waits for time
-to pass: the event loop's clock is put forward."""
+"""Requests past their deadline: the client's error, and that the work ends. No test waits: the clock is put forward."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""A request that another instance answers: what the client gets, and what it costs when somebody fails or leaves."""
+"""Forwarded requests: what the client receives, also when an instance fails or the client leaves."""
 
 import asyncio
 import json
@@ -207,7 +207,7 @@ async def test_a_client_that_does_not_read_delays_its_own_stream_and_buffers_lit
         reader, writer = await raw_post(running["b"].client, "/v1/completions", {"prompt": "ab", "stream": True})
         await reader.readuntil(b"data: ")
         before = -1
-        while sent != before:  # until the kernel's buffers are full and nobody moves
+        while sent != before:  # until the kernel's buffers are full and nothing is written any more
             before = sent
             await asyncio.sleep(0.1)
         assert sent < 64 << 20

@@ -45,7 +45,7 @@ async def test_an_adapter_without_reachable_holders_is_unavailable_not_unknown()
 
 
 class Cut:
-    """An exchange that reaches nobody."""
+    """A downloader that reaches no holder."""
 
     def __init__(self) -> None:
         self.asked = 0

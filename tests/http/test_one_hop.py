@@ -1,4 +1,4 @@
-"""Whatever anybody believes of the fleet, a request makes one hop at most and is answered once."""
+"""Under any views of the cluster, a request is forwarded once at most and answered once."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ NAMES = ("a", "b", "c", "d")  # d is believed in and does not exist
 
 @st.composite
 def views(draw: st.DrawFn) -> tuple[Instance, ...]:
-    """What one instance may believe: anybody may be missing, itself included, or loaded, or unable."""
+    """A view of one instance: any instance, itself included, may be missing, loaded, or unable to answer."""
     seen = draw(st.lists(st.sampled_from(NAMES), unique=True))
     return tuple(
         Instance(

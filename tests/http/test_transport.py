@@ -149,7 +149,7 @@ async def test_an_answer_that_is_not_read_ends_with_its_connection(
         monkeypatch.setattr(server, "connection_lost", connection_lost)
         _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)  # reads no further than its buffer
         writer.write(HEAD + ending + b'Content-Length: 14\r\n\r\n{"prompt":"a"}')
-        await asyncio.wait_for(lost.wait(), 20.0)  # the kernel tells nobody but the server
+        await asyncio.wait_for(lost.wait(), 20.0)  # only the server notices
         writer.close()
 
 
