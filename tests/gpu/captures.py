@@ -10,7 +10,7 @@ Operation = TypeVar("Operation")
 
 
 class Captures(Generic[Operation]):
-    """A part of the Driver protocol; whoever issues an operation asks `_captured` first."""
+    """A part of the Driver protocol; a method that issues an operation calls `_captured` first."""
 
     def __init__(self) -> None:
         self._captures: dict[Stream, list[Operation]] = {}  # under way

@@ -40,7 +40,7 @@ class Words:
 
 
 def comes_true(condition: Callable[[], bool], seconds: float = PATIENCE_NS / 1e9) -> bool:
-    """Whether something comes to hold in time; words in shared memory tell of it, and wake nobody."""
+    """Polls until a condition on shared memory holds. Returns False if it does not in time."""
     ends_s = time.monotonic() + seconds
     while not (holds := condition()) and time.monotonic() < ends_s:
         time.sleep(0.001)
@@ -95,7 +95,7 @@ class Desk:
         return modules, products
 
     def begin(self, seed: int = 0, deadline_ns: int = PATIENCE_NS, rings: bool = True) -> None:
-        """New x and y, and the next letter; nothing has been sent yet."""
+        """New x and y, and the next work order; nothing has been published yet."""
         rng = np.random.default_rng(seed)
         self.number += 1
         self.generation = (self.generation + 1) % (1 << 32)

@@ -112,7 +112,7 @@ class FakeDriver(Captures[Operation]):
     def synchronize(self, event: Event) -> None:
         while not self.is_done(event):
             if not self.step(lambda count: 0):
-                raise Stuck("the host waits for ever")
+                raise Stuck("the host waits forever")
 
     def copy_to_device(self, target: int, source: int, num_bytes: int, stream: Stream) -> None:
         self._copy("to device", [(target, source, num_bytes)], stream)
@@ -219,7 +219,7 @@ class FakeDriver(Captures[Operation]):
         while self.step(choose):
             pass
         if (left := self.left()) > 0:
-            raise Stuck(f"{left} operations wait for ever")
+            raise Stuck(f"{left} operations wait forever")
 
     def left(self) -> int:
         """Operations that have not run."""

@@ -99,7 +99,7 @@ class FakePass(DecoderPass):
                 self.world.assert_there(slot, layer)
                 self.done.append(("expand", layer, group))
             else:
-                assert (hand_off.index, hand_off.generation) in self.world.worked, "nobody has computed this"
+                assert (hand_off.index, hand_off.generation) in self.world.worked, "no worker has computed this"
                 self.done.append(("add", layer, group))
 
         driver.issue(stream, Operation(f"add {layer}.{group}", end=end))
@@ -179,7 +179,7 @@ class World:
         self, slot: int, generation: int, sources: Sequence[LoraSource], groups: Sequence[int] = (0, 3)
     ) -> AssistedChunk:
         sync_slot = self.sync_slots.acquire()
-        assert sync_slot is not None, "no book is free"
+        assert sync_slot is not None, "no sync slot is free"
         return AssistedChunk(slot, sync_slot, sources, [groups] * LAYERS, self.ready(slot), generation)
 
     def assisted(self, chunk: AssistedChunk) -> FakePass:

@@ -73,8 +73,8 @@ class Host:
         assert not parts.is_busy
         assert not parts.assisted.is_open
         assert parts.context.queue.answers == 0
-        assert all(extent.pins == 0 for extent in parts.images.pool._extents), "an adapter is held for nothing"
-        assert set(parts.images.pool._by_slot) == set(parts.images.bound), "an adapter's bytes are nobody's"
+        assert all(extent.pins == 0 for extent in parts.images.pool._extents), "an adapter is pinned without a user"
+        assert set(parts.images.pool._by_slot) == set(parts.images.bound), "an adapter's bytes have no owner"
         assert [lane.results._free.qsize() for lane in parts.lanes] == [3, SYNC_SLOTS]
         for lane in Lane:
             parts.context.timelines.settle(lane)
@@ -120,7 +120,7 @@ async def serving(
 
 
 def spoil_pool(host: Host) -> None:
-    """Memory that nobody has written is no number, but for adapters that are there."""
+    """Fills the pool with bytes that are no number, unless adapters are loaded."""
     if not host.parts.images.bound:
         host.parts.images.memory.fill_(NO_NUMBER)
 

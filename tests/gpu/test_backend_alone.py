@@ -175,7 +175,7 @@ class World:
             self.requests[row.slot].tokens.append((outcome, index))
 
     def end(self) -> None:
-        """Before its last tokens have come; whoever gets its memory comes after them."""
+        """Before its last tokens have come; its memory is reused after them."""
         if self.requests:
             self.leave(self.rng.choice(sorted(self.requests)))
 
@@ -216,7 +216,7 @@ class World:
 
 
 @pytest.mark.parametrize(("seed", "last"), [(1, None), (2, Lane.COPY), (3, Lane.COMPUTE), (4, Lane.COPY)])
-def test_any_order_of_loads_and_plans_leaves_every_byte_to_its_owner(subject: Subject, seed: int, last: Lane) -> None:
+def test_any_order_of_loads_and_batches_leaves_every_byte_to_its_owner(subject: Subject, seed: int, last: Lane) -> None:
     model, adapters, oracle = subject
     with alone(model, seed=seed, last=last, adapter_slots=ADAPTER_SLOTS) as host:
         world = World(host, host_tier(host, adapters, model), oracle, random.Random(seed))
@@ -227,7 +227,7 @@ def test_any_order_of_loads_and_plans_leaves_every_byte_to_its_owner(subject: Su
         assert host.parts.images.pool.adapter_bytes == 0
 
 
-def test_what_was_launched_before_the_end_has_a_result(subject: Subject) -> None:
+def test_everything_launched_before_close_has_a_result(subject: Subject) -> None:
     model, _, oracle = subject
     results: SimpleQueue[Outcome] = SimpleQueue()
     with alone(model) as host:
@@ -243,7 +243,7 @@ def test_what_was_launched_before_the_end_has_a_result(subject: Subject) -> None
         os.fstat(host.parts.assist_resources.region.region.fd)
 
 
-def test_a_plan_that_cannot_be_launched_fails_alone_and_in_its_turn(subject: Subject) -> None:
+def test_a_batch_that_cannot_be_launched_fails_alone_and_in_order(subject: Subject) -> None:
     model, _, oracle = subject
     results: SimpleQueue[Outcome] = SimpleQueue()
     with alone(model) as host:
@@ -257,7 +257,7 @@ def test_a_plan_that_cannot_be_launched_fails_alone_and_in_its_turn(subject: Sub
 
 
 @pytest.mark.parametrize("is_assisted", [False, True])
-def test_a_device_that_dies_leaves_nobody_waiting(subject: Subject, is_assisted: bool) -> None:
+def test_a_device_that_fails_fails_everything_that_waits(subject: Subject, is_assisted: bool) -> None:
     """Every plan and every load, under way or asked for later, ends with an error, plans in their order."""
     model, adapters, _ = subject
     ended: SimpleQueue[tuple[int, Outcome]] = SimpleQueue()
@@ -272,7 +272,7 @@ def test_a_device_that_dies_leaves_nobody_waiting(subject: Subject, is_assisted:
         backend.load_adapter(tier["r8"], 1, others.put, [1])
         for number in (0, 1):
             backend.launch(base_plan(number), told(number))
-        for slot in (1, 2, 3) if is_assisted else ():  # one more than there are books
+        for slot in (1, 2, 3) if is_assisted else ():  # one more than there are sync slots
             blocks = range(slot * BLOCKS_EACH, (slot + 1) * BLOCKS_EACH)
             backend.launch(prompt_plan(slot, [3, 4, 5], blocks, 1, is_side_batch=True), others.put)
         host.on_launching_thread(lambda: None)
@@ -292,7 +292,7 @@ def test_a_device_that_dies_leaves_nobody_waiting(subject: Subject, is_assisted:
         assert not host.parts.images.bound
 
 
-def test_a_slot_means_another_adapter_to_the_same_batch(subject: Subject) -> None:
+def test_a_slot_may_be_bound_to_another_adapter_between_equal_batches(subject: Subject) -> None:
     """One row that decodes, in the same adapter slot as the one before: nothing else of the batch has changed."""
     model, adapters, oracle = subject
     results: SimpleQueue[Outcome] = SimpleQueue()
@@ -310,7 +310,7 @@ def test_a_slot_means_another_adapter_to_the_same_batch(subject: Subject) -> Non
             host.backend.unload_adapter(1)
 
 
-def test_keys_come_to_an_adapters_bytes_after_whoever_reads_these_on_another_lane(subject: Subject) -> None:
+def test_kv_reuses_an_adapters_bytes_only_after_other_lanes_have_read_them(subject: Subject) -> None:
     """A prefill aside may still be reading an adapter that has been unloaded, whose bytes KV blocks get."""
     model, adapters, oracle = subject
     results: SimpleQueue[Outcome] = SimpleQueue()

@@ -88,14 +88,14 @@ class Office:
         await self.until(lambda: any(state.is_busy for state in self.host.backend.workers.states()))
 
     async def until_launched(self, prompts: int = 1) -> None:
-        """Chunks are on the lane, their letters written."""
+        """Chunks are on the lane, their work orders written."""
         await self.until(lambda: len(self.assisted._in_flight) >= prompts)
 
     async def until_loaded(self) -> None:
         await self.until(lambda: not any(bound.is_loading for bound in self.host.parts.images.bound.values()))
 
     async def help_with(self, name: str, tokens: int, seed: int = 0) -> int:
-        """A prompt that nobody but workers can compute; its weights are under way again when it is done. Returns how
+        """A prompt that only workers can compute; its weights are under way again when it is done. Returns how
         many layers were theirs."""
         before = self.assisted.counts.slices
         self.driver.held = {Lane.COPY}
@@ -123,7 +123,7 @@ def prompt_of(tokens: int, seed: int = 0) -> list[int]:
 
 @asynccontextmanager
 async def office(subject: Subject, *, cores: tuple[int, ...] = CORES, **device: Any) -> AsyncIterator[Office]:
-    """Weights are expected to take for ever, so that every layer is the workers' that are idle."""
+    """Weights are predicted never to arrive, so idle workers compute every layer."""
     model, adapters, oracle = subject
     lora = lora_config(adapters, mode="assisted", device_bytes=2 * MIB, host_bytes=4 * MIB, lora_cpus=cores)
     settings = engine_config(seqs=6, step_tokens=256, kv_bytes=2 * MIB)
@@ -169,7 +169,7 @@ def test_all_tokens_of_a_prompt_are_scored(subject: Subject) -> None:
     asyncio.run(serve())
 
 
-def test_prompts_aside_are_launched_before_others_have_ended(subject: Subject) -> None:
+def test_assisted_prefills_are_launched_before_earlier_ones_have_ended(subject: Subject) -> None:
     """Two, when the device has not begun with the first."""
 
     async def serve() -> None:
@@ -188,8 +188,8 @@ def test_prompts_aside_are_launched_before_others_have_ended(subject: Subject) -
     asyncio.run(serve())
 
 
-def test_the_device_takes_weights_that_have_come_before_it_gets_there(subject: Subject) -> None:
-    """Letters are written, but what workers would read is no number by then: nobody asks them."""
+def test_the_device_uses_weights_that_arrive_before_it_gets_there(subject: Subject) -> None:
+    """Work orders are written, but what workers would read is no number by then: they are not asked."""
 
     async def serve() -> None:
         async with office(subject) as at:
@@ -242,10 +242,11 @@ def test_decoding_goes_on_while_a_chunk_waits_for_workers(subject: Subject) -> N
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_prompt_whose_workers_fail_it_is_done_again_without_them(
+def test_a_prompt_whose_workers_fail_is_computed_again_without_them(
     subject: Subject, blow: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of a slice. Nobody else loses a token, and when they have been replaced, workers help again."""
+    """In the middle of a slice. No other request loses a token, and when they have been replaced, workers help
+    again."""
     if blow is signal.SIGSTOP:
         monkeypatch.setattr(pool, "_STUCK_S", STUCK_S)
 
@@ -273,8 +274,8 @@ def test_a_prompt_whose_workers_fail_it_is_done_again_without_them(
     asyncio.run(serve())
 
 
-def test_a_layer_whose_worker_has_gone_waits_for_its_weights(subject: Subject) -> None:
-    """Asked for in the letter, dead when the device gets there, and nobody in its place."""
+def test_a_layer_whose_worker_has_died_waits_for_its_weights(subject: Subject) -> None:
+    """The work order names the worker, but it is dead when the device gets there, and not replaced."""
 
     async def serve() -> None:
         async with office(subject) as at:
@@ -300,7 +301,7 @@ def test_a_layer_whose_worker_has_gone_waits_for_its_weights(subject: Subject) -
 
 
 def test_without_workers_every_layer_waits(subject: Subject) -> None:
-    """From the first moment on: a letter names nobody."""
+    """From the start: work orders name no worker."""
 
     async def serve() -> None:
         async with office(subject) as at:
@@ -322,7 +323,7 @@ def test_without_workers_every_layer_waits(subject: Subject) -> None:
     asyncio.run(serve())
 
 
-def test_numbers_of_chunks_count_round(subject: Subject) -> None:
+def test_generations_of_chunks_wrap(subject: Subject) -> None:
     async def serve() -> None:
         async with office(subject) as at:
             for sync_slot in at.assisted._sync_slots._free:
@@ -335,7 +336,7 @@ def test_numbers_of_chunks_count_round(subject: Subject) -> None:
     asyncio.run(serve())
 
 
-def test_who_goes_away_while_aside_leaves_nothing_behind(subject: Subject) -> None:
+def test_a_cancelled_assisted_prefill_leaves_nothing_behind(subject: Subject) -> None:
     """Its slot and its blocks are given back when the device has done with them, and not before."""
 
     async def serve() -> None:
@@ -358,7 +359,7 @@ def test_who_goes_away_while_aside_leaves_nothing_behind(subject: Subject) -> No
     asyncio.run(serve())
 
 
-def test_answers_count_as_being_on_their_way_until_the_chunk_has_ended(subject: Subject) -> None:
+def test_workers_answers_count_as_in_flight_until_the_chunk_has_ended(subject: Subject) -> None:
     spec = load_spec(subject[0])
     outputs = sum(spec.site_shape(site)[1] for site in models.ALL_TARGETS)
 

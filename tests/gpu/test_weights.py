@@ -77,7 +77,7 @@ def test_dummy_weights_are_the_seed_s() -> None:
     assert torch.all(first.final_norm == 1)
 
 
-def test_how_far_loading_has_got_is_told() -> None:
+def test_loading_reports_its_progress() -> None:
     told: list[None] = []
     weights = load(SPEC, torch.float16, 32, CPU, dummy(0, CPU), lambda: told.append(None))
     assert len(told) == progress_steps(SPEC)

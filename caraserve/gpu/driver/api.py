@@ -95,10 +95,10 @@ class Driver(Protocol):
     def launch_graph(self, graph: Graph, stream: Stream) -> None: ...
 
     def free_bytes(self) -> int:
-        """Device memory that nobody has."""
+        """Bytes of free device memory."""
 
     def total_bytes(self) -> int:
-        """Device memory in all."""
+        """Bytes of device memory, free or not."""
 
     def destroy_graph(self, graph: Graph) -> None:
         """The graph must have run."""

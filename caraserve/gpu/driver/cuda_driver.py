@@ -85,7 +85,7 @@ class CudaDriver:
         return Stream(self._number("cuStreamCreateWithPriority", libcuda.STREAM_NON_BLOCKING, priority))
 
     def create_event(self) -> Event:
-        """Who waits for it sleeps, and does not spin."""
+        """Creates an event whose `synchronize` sleeps and does not spin."""
         return Event(self._number("cuEventCreate", libcuda.EVENT_BLOCKING_SYNC | libcuda.EVENT_DISABLE_TIMING))
 
     def record(self, event: Event, stream: Stream) -> None:
@@ -188,8 +188,8 @@ class CudaDriver:
         self._call("cuStreamBeginCapture_v2", stream, libcuda.STREAM_CAPTURE_MODE_THREAD_LOCAL)
 
     def end_capture(self, stream: Stream) -> Graph:
-        """Raises AssertionError when torch gave out memory meanwhile: the graph would write there for ever, whoever has
-        it by then."""
+        """Raises AssertionError when torch gave out memory meanwhile: the graph would keep writing
+        there, whatever the memory is used for by then."""
         captured, before = ctypes.c_void_p(), self._captures.pop(stream)
         self._call("cuStreamEndCapture", stream, ctypes.byref(captured))
         try:

@@ -30,7 +30,7 @@ _OLDEST_CAPABILITY = 80
 # The releases of torch whose plain wheels are built for a CUDA.
 _TORCH = {12: "torch>=2.9,<2.11", 13: "torch>=2.11,<2.14"}
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
-_LOOK_S = 60.0  # a driver that nobody keeps awake takes seconds to start
+_LOOK_S = 60.0  # a driver without persistence mode takes seconds to start
 
 
 def prepare_environment() -> None:
@@ -190,8 +190,8 @@ def _answer(library: str) -> dict[str, str | int] | str:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """CUDA 13.2 is 13020, compute capability 9.0 is 90. `numa_node`: whose memory is near, None where nobody says;
-    `lockable_bytes`: what `ulimit -l` allows, None for no limit."""
+    """CUDA 13.2 is 13020, compute capability 9.0 is 90. `numa_node`: whose memory is near, None if the system does
+    not say; `lockable_bytes`: what `ulimit -l` allows, None for no limit."""
 
     name: str
     capability: int
@@ -208,7 +208,7 @@ class DeviceFacts:
 
 
 def device_facts(cuda: Cuda, device: int = 0, pci_devices: Path = _PCI_DEVICES) -> DeviceFacts:
-    """Makes the device's primary context current on this thread, which starts the device if nobody has."""
+    """Makes the device's primary context current on this thread, which starts the device if needed."""
     handle = cuda.number("cuDeviceGet", device)
     cuda.call("cuCtxSetCurrent", cuda.number("cuDevicePrimaryCtxRetain", handle))
     free_bytes, memory_bytes = cuda.memory()

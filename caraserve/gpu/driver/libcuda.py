@@ -147,7 +147,7 @@ class Cuda:
         return buffer.value.decode(errors="replace")
 
     def memory(self) -> tuple[int, int]:
-        """Bytes that nobody has, and all bytes, of the device whose context is current."""
+        """Returns (free, total) bytes of the device whose context is current."""
         free, total = c_size_t(), c_size_t()
         self.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         return free.value, total.value

@@ -1,8 +1,8 @@
-"""The raw CUDA kernels on a device: loaded through CuPy, launched on a stream that is somebody else's.
+"""The raw CUDA kernels on a device: loaded through CuPy, launched on a given stream.
 
 CuPy is imported when kernels are made and not before: it can be imported, and used, only where there is a driver. It
 allocates nothing here; all memory is the caller's. Kernels are made before anything waits on a device word and before
-a graph is captured: loading a module takes locks under which a waiting device would wait for ever.
+a graph is captured: loading a module takes locks that the release of a waiting device may need.
 """
 
 import logging

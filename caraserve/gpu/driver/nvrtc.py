@@ -1,7 +1,7 @@
 """Compiles the raw CUDA kernels to machine code with NVRTC, loaded through ctypes: needs no GPU and no driver.
 
 The library comes with the `nvidia-cuda-nvrtc` wheels, which CuPy and torch bring along, or with a CUDA toolkit. Its
-results run on any driver of the same major version, so whoever is to run them names that version.
+results run on any driver of the same major version, so the caller names that version.
 """
 
 import ctypes

@@ -1,8 +1,8 @@
 """Streams with numbered points, so that memory can say after what it may be written again.
 
 A mark is a point of one lane: everything issued on its stream before. `Marks` has one number per lane and means all of
-these points; numbers only grow, so the later of two is their element-wise maximum. What a mark guards needs no host to
-wait: whoever reuses it makes its own stream wait, and mostly the point has been passed long before.
+these points; numbers only grow, so the later of two is their element-wise maximum. The host never
+waits for what a mark guards: the next user's stream waits, and mostly the point has been passed long before.
 """
 
 from collections import deque
@@ -27,17 +27,17 @@ _PRIORITIES = {Lane.COMPUTE: -1, Lane.COPY: 0, Lane.ASSIST: 0, Lane.GATE: -1}
 
 
 def latest(*marks: Marks) -> Marks:
-    """After all of them."""
+    """Returns the point after all of these."""
     return tuple(map(max, zip(NOTHING, *marks, strict=True)))
 
 
 def at(lane: Lane, number: int) -> Marks:
-    """A point of one lane alone."""
+    """Returns a point of one lane alone."""
     return tuple(number if other is lane else 0 for other in Lane)
 
 
 def covers(passed: Marks, marks: Marks) -> bool:
-    """Whether who has passed one has passed the other."""
+    """True if a lane that has passed `passed` has passed `marks` too."""
     return all(have >= need for have, need in zip(passed, marks, strict=True))
 
 
@@ -71,7 +71,7 @@ class Timelines:
 
     @property
     def known(self) -> Marks:
-        """What `passed` last said."""
+        """The last result of `passed`; does not ask the driver."""
         return tuple(self._passed)
 
     def passed(self) -> Marks:
@@ -79,7 +79,7 @@ class Timelines:
         for lane in Lane:
             ahead = self._ahead[lane]
             while ahead and self._driver.is_done(ahead[0]):
-                self._spare.append(ahead.popleft())  # who waits for it already, waits for what it meant then
+                self._spare.append(ahead.popleft())  # a stream that waits for it already waits for its earlier meaning
                 self._passed[lane] += 1
         return tuple(self._passed)
 
@@ -96,7 +96,8 @@ class Timelines:
             self._ordered[lane][other] = number
 
     def settle(self, lane: Lane) -> None:
-        """Blocks until a lane has run all that was issued on it. Makes no mark: somebody may have promised the next."""
+        """Blocks until a lane has run all that was issued on it. Makes no mark, because a caller may have announced
+        the next."""
         event = self._spare.pop() if self._spare else self._driver.create_event()
         self._driver.record(event, self.streams[lane])
         self._driver.synchronize(event)

@@ -38,7 +38,7 @@ class PassShape:
     one that is captured."""
 
     tokens: int  # activations are [tokens, …]
-    decode_rows: int  # places of `row_token`; 0: nobody decodes
+    decode_rows: int  # places of `row_token`; 0: no row decodes
     tiles: int  # places of `tile_first`; 0: no prompt chunks
     outputs: int  # tokens whose logits are wanted
     segments: int  # places of `segments`; 0: no prompt chunk has an adapter
@@ -227,7 +227,7 @@ class ItemLists:
         )
 
     def items(self) -> tuple[GroupItems, ...]:
-        """What launches are told."""
+        """The lists as launches take them."""
         made = []
         for group, pair in enumerate(self.lists):
             both = [

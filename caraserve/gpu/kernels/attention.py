@@ -216,7 +216,7 @@ def prefill_tile_tokens(dtype: torch.dtype) -> int:
 
 def decode_programs(rows: int, kv_heads: int, splits: int) -> int:
     """Programs among which the splits of a row's context are dealt out: as many as fill a GPU, since a captured graph
-    starts them for the longest context, most of them in vain."""
+    starts them for the longest context, most of them for nothing."""
     return min(splits, max(1, _MOST_PROGRAMS // (rows * kv_heads)))
 
 

@@ -33,7 +33,7 @@ struct Tables {
     const u64* address;
     const int* rank;
     const int* dtype;
-    const int* gate; // [slots] or null: not 0 where somebody else computes this layer
+    const int* gate; // [slots] or null: not 0 where CPU workers compute this layer
     int slots;
 };
 

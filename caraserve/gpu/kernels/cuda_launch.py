@@ -1,7 +1,7 @@
 """How each raw CUDA kernel is called: grid, block and arguments of the exact widths that its source declares.
 
 Pure: a launch is a value. `modules.py` passes it to the driver; tests run it on the host. A wrong width would corrupt
-arguments in silence, so nobody else writes argument lists. Addresses are the device's, strides are in numbers.
+arguments in silence, so argument lists are written only here. Addresses are the device's, strides are in numbers.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Launch:
 
 
 class Kernels(Protocol):
-    """Who runs launches: a device, or tests on the host."""
+    """Runs launches: a device, or tests on the host."""
 
     @property
     def bgmv_grid(self) -> int:
@@ -53,7 +53,7 @@ class ActivationRows:
 @dataclass(frozen=True, slots=True)
 class Projections:
     """Where the outputs of up to three projections lie in a row. Each begins at a multiple of four, and what lies
-    between its end and the next such multiple belongs to nobody else."""
+    between its end and the next such multiple may be overwritten."""
 
     columns: tuple[int, ...]
     outputs: tuple[int, ...]

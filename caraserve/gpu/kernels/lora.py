@@ -56,7 +56,7 @@ class SiteTables:
     rank: Tensor  # int32 [projections, slots] 0: not adapted
     scale: Tensor  # float32 [projections, slots]
     dtype: Tensor  # int32 [slots] value of the adapter's `Dtype`
-    gate: Tensor | None = None  # int32 [slots] not 0: somebody else computes this layer of the slot's adapter
+    gate: Tensor | None = None  # int32 [slots] not 0: CPU workers compute this layer of the slot's adapter
 
 
 def cut_segments(slots: Ints) -> tuple[Ints, Ints, Ints, Ints]:

@@ -1,7 +1,7 @@
 """The device's adapter tables: where each module's A and B lie, at which rank and scale, by adapter slot.
 
 Kernels find everything about adapters here, so that one captured graph serves any mix of them. A slot's column is
-written in stream order when an adapter is bound to it or moved in the pool; nobody names a slot between two adapters,
+written in stream order when an adapter is bound to it or moved in the pool; no batch names a slot between two adapters,
 so nothing is ever erased. Slot 0 is the base model and keeps rank 0.
 """
 

@@ -49,7 +49,7 @@ class Activations:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Everything that a lane's kernels write and nobody else reads."""
+    """The memory that only a lane's own kernels write and read."""
 
     activations: Activations
     parts: tuple[Tensor, ...]  # float32 [PLANES, tokens, modules, max rank], by group: what LoRA's shrink leaves

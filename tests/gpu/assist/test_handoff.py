@@ -85,7 +85,7 @@ def test_data_comes_before_the_flag(pair: Desk) -> None:
         check_sum(pair)
 
 
-def test_a_stream_may_wait_for_the_bell_instead(pair: Desk) -> None:
+def test_a_stream_may_wait_for_the_completion_counter_instead(pair: Desk) -> None:
     """It rings when the last worker is done, and not before."""
     pair.begin()
     before = int(pair.words.y_flag[0])
@@ -149,7 +149,7 @@ def test_a_worker_that_is_late_is_not_asked_again(alone: Desk) -> None:
         os.kill(alone.pid(), signal.SIGCONT)
 
 
-def test_a_deadline_frees_who_waits(alone: Desk) -> None:
+def test_a_deadline_ends_the_wait(alone: Desk) -> None:
     alone.begin(deadline_ns=SHORT_NS)
     os.kill(alone.pid(), signal.SIGSTOP)
     try:
@@ -164,7 +164,7 @@ def test_a_deadline_frees_who_waits(alone: Desk) -> None:
     assert alone.errors[0] == 1
 
 
-def test_a_watchdog_frees_who_waits_and_stops_what_would_follow(alone: Desk) -> None:
+def test_a_watchdog_ends_the_wait_and_stops_later_hand_offs(alone: Desk) -> None:
     alone.begin()
     os.kill(alone.pid(), signal.SIGSTOP)
     try:
@@ -218,7 +218,7 @@ def test_a_worker_killed_at_any_moment_adds_all_or_nothing(pair: Desk) -> None:
     assert outcomes <= {BY_WORKERS, LOST}
 
 
-def test_nobody_is_asked_where_nobody_is(alone: Desk) -> None:
+def test_a_worker_without_a_process_is_not_asked(alone: Desk) -> None:
     alone.begin(deadline_ns=SHORT_NS)
     present = alone.word(0, handoff.INCARNATION)
     alone.blocks[0, handoff.INCARNATION // 8] = 0
@@ -229,7 +229,7 @@ def test_nobody_is_asked_where_nobody_is(alone: Desk) -> None:
         alone.blocks[0, handoff.INCARNATION // 8] = present
 
 
-def test_numbers_and_generations_go_round(pair: Desk) -> None:
+def test_numbers_and_generations_wrap(pair: Desk) -> None:
     """Generations are words of 32 bits; numbers of hand-offs, of 64, pass that value like any other."""
     pair.number = pair.generation = (1 << 32) - 3
     for round_ in range(6):
@@ -242,7 +242,7 @@ def test_numbers_and_generations_go_round(pair: Desk) -> None:
     assert pair.generation == 3
 
 
-def test_a_worker_keeps_vigil_for_a_device_that_cannot_wake_it(alone: Desk) -> None:
+def test_a_worker_stays_awake_for_a_device_that_cannot_wake_it(alone: Desk) -> None:
     def is_asleep() -> bool:
         return alone.workers.states()[0].is_asleep
 

@@ -1,4 +1,4 @@
-"""The way out of every wait: death, delay, giving up, and books that rest until nobody can come late to them."""
+"""Every wait ends: workers that die or are late, aborted chunks, and the reuse of sync slots."""
 
 from caraserve.gpu.assist.handshake import CHECK_S, SyncSlot, WorkerStatus, sync_slot_bytes
 from caraserve.gpu.driver.api import has_reached, successor
@@ -25,7 +25,7 @@ def is_released(world: World) -> bool:
     return world.driver.is_idle(world.lanes.streams[Lane.ASSIST])
 
 
-def test_the_device_is_let_go_within_5_ms_of_a_death() -> None:
+def test_the_device_is_released_within_5_ms_of_a_workers_death() -> None:
     world = World()
     chunk, work = waiting_chunk(world)
     died_s = world.now_s
@@ -39,14 +39,14 @@ def test_the_device_is_let_go_within_5_ms_of_a_death() -> None:
     }
 
 
-def test_it_is_let_go_at_once_when_nobody_is_left() -> None:
+def test_the_device_is_released_at_once_when_no_worker_is_left() -> None:
     world = World()
     waiting_chunk(world)
     world.watchdog.check(world.now_s, [WorkerStatus(0, None, is_idle=True)])
     assert is_released(world)
 
 
-def test_another_worker_may_redo_what_a_dead_one_had() -> None:
+def test_another_worker_may_compute_a_dead_workers_slice() -> None:
     world = World()
     chunk, work = waiting_chunk(world)
     world.watchdog.check(world.now_s + CHECK_S, world.statuses[:1])
@@ -58,7 +58,7 @@ def test_another_worker_may_redo_what_a_dead_one_had() -> None:
     assert work.done[-1] == ("sample", 0, 0)
 
 
-def test_a_worker_that_is_born_in_a_dead_ones_place_does_not_hide_the_death() -> None:
+def test_a_new_worker_in_a_dead_ones_place_does_not_hide_the_death() -> None:
     world = World()
     waiting_chunk(world)
     statuses = [world.statuses[0], WorkerStatus(1, 3, is_idle=True)]
@@ -67,7 +67,7 @@ def test_a_worker_that_is_born_in_a_dead_ones_place_does_not_hide_the_death() ->
     assert is_released(world)
 
 
-def test_whoever_takes_too_long_is_given_up_but_no_sooner() -> None:
+def test_a_hand_off_is_aborted_at_its_deadline_and_not_before() -> None:
     world = World()
     waiting_chunk(world)  # 1 ms was predicted
     world.watchdog.check(world.now_s + 0.0069, world.statuses)
@@ -76,7 +76,7 @@ def test_whoever_takes_too_long_is_given_up_but_no_sooner() -> None:
     assert is_released(world)
 
 
-def test_time_counts_from_when_the_device_waits_for_each_hand_off_anew() -> None:
+def test_each_hand_off_has_its_own_deadline_from_when_the_device_waits() -> None:
     world = World()
     world.hold_copies()
     chunk = world.chunk(1, world.bring(1), [WORKERS] * LAYERS)
@@ -95,7 +95,7 @@ def test_time_counts_from_when_the_device_waits_for_each_hand_off_anew() -> None
     assert not world.watchdog.unwatch(chunk.sync_slot)
 
 
-def test_status_is_there_before_the_wait_falls_through() -> None:
+def test_status_is_written_before_the_flags_that_end_waits() -> None:
     world = World()
     stored: list[int] = []
     keep = world.store
@@ -111,7 +111,7 @@ def test_status_is_there_before_the_wait_falls_through() -> None:
     assert set(stored[1:]) == {flags.y_flag for flags in chunk.sync_slot.flags}
 
 
-def test_a_book_rests_until_nobody_can_come_late_to_it() -> None:
+def test_a_sync_slot_is_not_reused_until_no_worker_can_write_to_it() -> None:
     world = World(sync_slots=1)
     chunk, _ = waiting_chunk(world)
     busy = [WorkerStatus(0, 1, is_idle=False), WorkerStatus(1, 2, is_idle=True)]
@@ -128,7 +128,7 @@ def test_a_book_rests_until_nobody_can_come_late_to_it() -> None:
     assert world.sync_slots.acquire() is chunk.sync_slot
 
 
-def test_a_dead_worker_is_late_no_more() -> None:
+def test_a_sync_slot_does_not_wait_for_a_dead_worker() -> None:
     world = World(sync_slots=1)
     sync_slot = world.sync_slots.acquire()
     assert sync_slot is not None
@@ -137,7 +137,7 @@ def test_a_dead_worker_is_late_no_more() -> None:
     assert world.sync_slots.acquire() is sync_slot
 
 
-def test_words_that_were_not_written_for_half_a_round_are_not_ahead() -> None:
+def test_words_not_written_for_2_to_the_31_generations_do_not_compare_as_ahead() -> None:
     world = World(sync_slots=1, generation=5)
     for word in range(0, sync_slot_bytes(HAND_OFFS), 4):
         world.store(word, TOP // 2 + 100)
@@ -153,7 +153,7 @@ def test_words_that_were_not_written_for_half_a_round_are_not_ahead() -> None:
     assert world.load(sync_slot.status) != sync_slot.generation
 
 
-def test_numbers_count_round() -> None:
+def test_generations_wrap() -> None:
     assert successor(TOP - 1) == 0
     assert has_reached(0, TOP - 1)
     assert has_reached(7, 7)
@@ -162,7 +162,7 @@ def test_numbers_count_round() -> None:
     assert not has_reached(TOP // 2, 0)
 
 
-def test_books_lie_apart_and_each_word_on_its_own_line() -> None:
+def test_sync_slots_do_not_overlap_and_each_word_has_its_own_cache_line() -> None:
     sync_slots = [SyncSlot.at(index * sync_slot_bytes(HAND_OFFS), HAND_OFFS) for index in range(2)]
     words = [
         w

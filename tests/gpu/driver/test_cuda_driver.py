@@ -29,7 +29,7 @@ NON_BLOCKING, BLOCKING_SYNC_WITHOUT_TIMING, THREAD_LOCAL = 1, 3, 1
 
 
 @pytest.mark.parametrize(("protocol", "real"), [(Driver, CudaDriver), (Kernels, CudaKernels)])
-def test_it_has_all_that_the_protocol_asks_for(protocol: type, real: type) -> None:
+def test_the_driver_implements_the_protocol(protocol: type, real: type) -> None:
     for name, asked in vars(protocol).items():
         if inspect.isfunction(asked) and not name.startswith("_"):
             assert inspect.signature(getattr(real, name)) == inspect.signature(asked)
@@ -47,7 +47,7 @@ def test_streams_do_not_wait_for_the_legacy_stream_and_have_their_priority(world
     assert min(streams) > 2**32  # handles of the whole width
 
 
-def test_an_event_is_done_when_the_device_says_so(world: World) -> None:
+def test_an_event_is_done_when_its_work_has_run(world: World) -> None:
     event = world.driver.create_event()
     assert world.stub.calls("cuEventCreate") == [(BLOCKING_SYNC_WITHOUT_TIMING,)]
     world.driver.record(event, world.stream)
@@ -115,7 +115,7 @@ def test_zeros_are_written_where_asked(world: World) -> None:
     assert (np.delete(after, slice(100, 150)) == np.delete(before, slice(100, 150))).all()
 
 
-def test_nothing_is_asked_for_no_bytes(world: World) -> None:
+def test_empty_copies_call_nothing(world: World) -> None:
     before = world.stub.log
     world.driver.copy_to_device(world.device, world.host, 0, world.stream)
     world.driver.copy_rows_to_device(world.device, 1, world.host, 1, 0, 3, world.stream)
@@ -266,7 +266,7 @@ def test_a_capture_that_cuda_gave_up_can_be_abandoned(world: World) -> None:
 # --- torch's side ---
 
 
-def test_torch_is_told_of_a_stream_when_it_is_at_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_current_stream_is_set_only_when_it_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
     cuda = SimpleNamespace(
         ExternalStream=lambda stream, device: SimpleNamespace(cuda_stream=stream, device=device),

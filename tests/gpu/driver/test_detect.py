@@ -79,7 +79,7 @@ def test_a_driver_that_fails_is_named() -> None:
         choose("cuda", None, "the NVIDIA driver sees no GPU", FOR_13)
 
 
-def test_who_wants_the_cpu_gets_it_and_no_gpu_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_cpu_does_not_look_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(detect, "look")
     assert detect.detect("cpu") == choose("cpu", H200, "", FOR_13) == DeviceChoice("cpu")
 
@@ -93,7 +93,7 @@ def test_another_process_asks_the_driver(library: Path) -> None:
     assert stub.log == []  # not in this one, which is to be forked
 
 
-def test_no_driver_is_nothing_to_mention() -> None:
+def test_a_missing_driver_is_not_a_problem() -> None:
     assert look("libcuda-of-nobody.so.1") == (None, "")
 
 
@@ -108,7 +108,7 @@ def test_a_driver_that_refuses_is_quoted(library: Path) -> None:
     assert detect._answer(stub.path) == refused
 
 
-def test_a_driver_that_dies_or_hangs_takes_nobody_along(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_dies_or_hangs_does_not_end_this_process(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess([], -11, "", "")
 
@@ -122,7 +122,7 @@ def test_a_driver_that_dies_or_hangs_takes_nobody_along(library: Path, monkeypat
     assert look(str(library)) == (None, "the NVIDIA driver did not start within 60 s")
 
 
-def test_nothing_heavy_is_imported_to_find_out() -> None:
+def test_detection_imports_no_large_package() -> None:
     code = "import sys; from caraserve.gpu.driver import detect; detect.detect('auto'); detect.installed()"
     code += "; print(*sorted({'torch', 'cupy', 'triton', 'numpy'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -84,9 +84,7 @@ def test_no_rows_lie_in_two_registered_chunks(chopped: World, pitch: int, width:
     assert (chopped.on_device() == expected).all()
 
 
-def test_memory_that_is_registered_anew_in_one_piece_is_copied_in_one(
-    chopped: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_registered_again_in_one_piece_is_copied_in_one(chopped: World, monkeypatch: pytest.MonkeyPatch) -> None:
     chopped.driver.unregister_host(chopped.bytes.ctypes.data)
     monkeypatch.setattr(cuda_driver, "_CHUNK_BYTES", 8192)
     host = chopped.driver.register_host(chopped.bytes.ctypes.data, chopped.bytes.nbytes)

@@ -59,7 +59,7 @@ def test_every_kernel_is_loaded_before_the_first_launch(monkeypatch: pytest.Monk
     assert set(loaded) == {name for source in nvrtc.SOURCES for name in nvrtc.kernels(source)}
 
 
-def test_a_kernel_that_spills_is_told_of(
+def test_a_kernel_that_spills_is_logged(
     monkeypatch: pytest.MonkeyPatch, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "cupy", cupy([], spills=True))

@@ -32,7 +32,7 @@ def assembled(device: GpuDevice) -> Iterator[BackendParts]:
         parts.close()
 
 
-def test_all_memory_is_filled_before_anybody_reads_it_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_memory_is_filled_before_another_stream_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch fills it on a stream that the lanes do not wait for."""
     order: list[str] = []
     zeros = torch.zeros

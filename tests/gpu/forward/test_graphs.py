@@ -35,14 +35,14 @@ def test_one_token_of_each_row_is_decoding_and_anything_more_is_mixed() -> None:
     assert bucket_of(plan(1, 2), (), ALL) == Bucket(is_mixed=True, size=3, lora=False)
 
 
-def test_adapters_those_on_their_way_and_merged_ones_are_told_apart() -> None:
+def test_arriving_and_merged_adapters_need_other_buckets() -> None:
     assert bucket_of(plan(1, adapter=3), (), ALL) == Bucket(is_mixed=False, size=1, lora=True)
     assert bucket_of(plan(9, adapter=3), {3}, ALL) == Bucket(is_mixed=True, size=9, lora=True, gated=True)
     assert bucket_of(plan(9, adapter=3), {4}, ALL) == Bucket(is_mixed=True, size=9, lora=True)
     assert bucket_of(plan(1, adapter=3, merged=3), {3}, ALL) == Bucket(is_mixed=False, size=1, lora=False, merged=True)
 
 
-def test_a_plan_whose_every_token_is_scored_takes_no_graph() -> None:
+def test_a_batch_whose_every_token_is_scored_takes_no_graph() -> None:
     scored = ScheduledRow(0, 0, 4, 0, samples=False, prompt_logprobs=0)
     assert bucket_of(Batch((), (), (scored,)), (), ALL) is None
 
@@ -123,7 +123,7 @@ wanted_buckets = st.builds(
 
 
 @given(st.lists(wanted_buckets, min_size=1, max_size=30), st.integers(100, 8000))
-def test_every_choice_covers_its_plan_and_memory_stays_within_its_bound(wanted: list[Bucket], budget: int) -> None:
+def test_every_choice_covers_its_batch_and_memory_stays_within_its_budget(wanted: list[Bucket], budget: int) -> None:
     made = captured(graphs(budget))
     assert made.num_bytes <= budget
     for shape in wanted:

@@ -51,7 +51,7 @@ def test_an_iteration_waits_for_each_layer_it_uses_captured_or_not(seed: int) ->
         assert len(work.done) == 2 + LAYERS * (5 + 2 * len(GROUPS))
 
 
-def test_what_is_on_its_way_to_nobody_is_not_waited_for() -> None:
+def test_an_iteration_does_not_wait_for_adapters_that_it_does_not_use() -> None:
     world = World()
     world.bring(1)
     world.driver.issue(world.lanes.streams[Lane.COPY], Operation("slow", ready=lambda: False))
@@ -62,7 +62,7 @@ def test_what_is_on_its_way_to_nobody_is_not_waited_for() -> None:
     assert work.done[-1] == ("sample", 0, 0)
 
 
-def test_layers_run_while_later_ones_are_on_their_way() -> None:
+def test_layers_run_while_later_ones_are_being_copied() -> None:
     for gate in (None, GATE):
         world = World(piece_bytes=LAYER_BYTES)
         world.bring(1)
@@ -76,7 +76,7 @@ def test_layers_run_while_later_ones_are_on_their_way() -> None:
         assert work.done[-1] == ("add_lora", 0, len(GROUPS) - 1)
 
 
-def test_a_pass_comes_after_what_its_caller_names() -> None:
+def test_a_pass_waits_for_the_marks_that_its_caller_gives() -> None:
     for other in (Lane.ASSIST, Lane.COMPUTE):
         world = World()
         world.driver.issue(world.lanes.streams[other], Operation("slow", ready=lambda: False))
@@ -99,7 +99,7 @@ def test_chunks_are_capped_and_cover_the_prompt() -> None:
     assert list(chunk_ends(7, 7)) == []
 
 
-def test_workers_compute_what_is_not_there_and_the_base_runs_beside_them() -> None:
+def test_workers_compute_missing_layers_while_the_base_product_runs() -> None:
     world = World()
     world.hold_copies()
     chunk = world.chunk(1, world.bring(1), [WORKERS] * LAYERS)
@@ -119,7 +119,7 @@ def test_workers_compute_what_is_not_there_and_the_base_runs_beside_them() -> No
     assert not world.watchdog.unwatch(chunk.sync_slot)
 
 
-def test_all_that_is_missing_goes_before_a_chunk_for_who_issues_may_have_to_wait_for_it() -> None:
+def test_all_missing_layers_are_issued_before_a_chunk() -> None:
     world = World(piece_bytes=3)
     world.assisted(world.chunk(1, world.bring(1), [WORKERS] * LAYERS))
     assert world.copier.arrival(1, LAYERS - 1) is not None
@@ -134,7 +134,7 @@ def test_every_hand_off_of_a_chunk_has_words_of_its_own() -> None:
     assert [entry for *_, entry in asked] == list(chunk.sync_slot.flags)
 
 
-def test_a_layer_that_arrives_meanwhile_is_taken_from_the_device() -> None:
+def test_a_layer_that_arrives_in_time_is_computed_on_the_device() -> None:
     world = World()
     world.hold_copies()
     chunk = world.chunk(1, world.bring(1), [WORKERS] * LAYERS)
@@ -147,7 +147,7 @@ def test_a_layer_that_arrives_meanwhile_is_taken_from_the_device() -> None:
     assert [kind for kind, *_ in work.done if kind in ("add", "expand")] == ["add"] + ["expand"] * (2 * LAYERS - 1)
 
 
-def test_layers_of_the_last_owner_are_never_taken_for_those_of_the_next() -> None:
+def test_a_previous_adapters_layers_are_never_taken_for_the_next_ones() -> None:
     world = World()
     world.bring(1)
     world.copier.poll()
@@ -162,8 +162,8 @@ def test_layers_of_the_last_owner_are_never_taken_for_those_of_the_next() -> Non
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32))
-def test_every_hand_off_is_answered_or_given_up_under_any_schedule(seed: int) -> None:
-    """Decoding goes on meanwhile, books are used again, generations wrap, workers die, come late or never."""
+def test_every_hand_off_is_computed_or_aborted_under_any_schedule(seed: int) -> None:
+    """Decoding continues meanwhile, sync slots are reused, generations wrap, workers die or are late."""
     random = Random(seed)
     world = World(piece_bytes=random.choice([5, 100]), sync_slots=2, generation=TOP - 1 - random.randrange(3))
     for _ in range(4):
@@ -200,7 +200,7 @@ def test_every_hand_off_is_answered_or_given_up_under_any_schedule(seed: int) ->
 
 def test_decoding_does_not_wait_for_a_lane_that_waits_for_workers() -> None:
     world = World()
-    never = 12345  # a generation of weights that nobody brings
+    never = 12345  # a generation of weights that never arrive
     world.assisted(world.chunk(1, never, [WORKERS] * LAYERS))
     world.bring(2)
     stream = world.lanes.streams[Lane.COMPUTE]

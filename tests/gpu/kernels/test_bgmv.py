@@ -93,7 +93,7 @@ def test_an_empty_batch_and_one_of_the_base_model_alone_touch_nothing() -> None:
     assert case.run(x[:0], y[:0], [])[0].shape == (0, 64)
 
 
-def test_rows_computed_elsewhere_are_left_alone() -> None:
+def test_rows_computed_by_workers_are_not_changed() -> None:
     gate = np.array([0, 1, 0], np.int32)
     case = LoraCase(32, (64,), [[0, 8, 16]], [Dtype.F32] * 3, gate=gate)
     x, y = inputs(case, 2)

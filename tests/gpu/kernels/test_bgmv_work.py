@@ -75,7 +75,7 @@ def covered(row_slots: list[int], ranks: Ints, dtypes: Ints, outputs: tuple[int,
 
 
 @given(batches())
-def test_every_rank_row_and_every_column_is_somebodys_once(batch: Batch) -> None:
+def test_every_rank_row_and_every_column_is_in_one_item(batch: Batch) -> None:
     row_slots, ranks, _, outputs = batch
     shrunk, expanded = covered(*batch)
     for row, slot in enumerate(row_slots):

@@ -123,7 +123,7 @@ class Office:
         return made
 
     def _terms(self) -> ChunkHandOffs:
-        """Writes the letters of all hand-offs."""
+        """Writes the work orders of all hand-offs."""
         model, base = self.device.spec, self.region.base
         for index, place in enumerate(self.places):
             layer, group = place
@@ -178,7 +178,7 @@ def request_(office: Office) -> Request:
 def test_a_layer_is_computed_by_workers_or_from_weights_as_its_turn_comes(
     office: Office, request_: Request, arrived: Sequence[int]
 ) -> None:
-    """Whoever does not compute a layer has no numbers for it."""
+    """The side that does not compute a layer has no valid weights for it."""
     for layer in arrived:
         office.arrive(layer)
     token, outcomes = office.prefill(request_)
@@ -199,7 +199,7 @@ def test_the_request_goes_on_from_the_workers_keys_and_values(office: Office, re
     office.oracle.check_greedy(request_.prompt, "it", request_.output)
 
 
-def test_a_chunk_that_was_given_up_says_so_and_adds_nothing(office: Office, request_: Request) -> None:
+def test_an_aborted_chunk_sets_its_error_and_adds_nothing(office: Office, request_: Request) -> None:
     office.words[0] = GENERATION
     token, outcomes = office.prefill(request_)
     assert token is not None

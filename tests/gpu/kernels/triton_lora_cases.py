@@ -136,7 +136,7 @@ def test_a_token_s_bits_do_not_depend_on_its_batch() -> None:
         assert torch.equal(alone[0], together[token])
 
 
-def test_what_somebody_else_computes_is_left_alone() -> None:
+def test_rows_computed_by_workers_are_not_changed() -> None:
     known = adapters(48, (64,), [(0,), (8,), (16,)], [torch.float32] * 3)
     slots = np.array([1, 2, 1], np.int32)
     x, y = batch(3, 48, (64,), torch.float32)

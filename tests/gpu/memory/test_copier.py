@@ -140,7 +140,7 @@ def test_waiting_for_what_has_not_been_issued_is_refused() -> None:
         world.lanes.wait(Lane.COMPUTE, at(Lane.COPY, 1))
 
 
-def test_whoever_gets_the_bytes_of_a_cancelled_load_comes_after_what_was_issued() -> None:
+def test_bytes_of_a_cancelled_load_are_reused_after_its_issued_copies() -> None:
     for pieces in range(3):
         world = World(Random(0))
         image = CopyRequest(1, HOST, 0, 4 * PIECE, layer_groups((4 * PIECE,), ()), NOTHING)

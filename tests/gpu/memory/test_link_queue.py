@@ -54,7 +54,7 @@ def drain(made: LinkQueue) -> list[Piece]:
     return pieces
 
 
-def test_loads_go_in_the_order_of_asking_layer_by_layer() -> None:
+def test_loads_go_in_order_layer_by_layer() -> None:
     made = queue()
     ask(made, 2, 4, 4, 4)
     ask(made, 1, 4, 4)
@@ -103,7 +103,7 @@ def test_committed_layers_go_at_once_and_before_all_others() -> None:
         made.cancel(1)
 
 
-def test_a_load_whose_bytes_are_in_use_holds_nobody_up() -> None:
+def test_a_load_whose_memory_is_in_use_does_not_delay_others() -> None:
     made = queue()
     for slot in (1, 2):
         ask(made, slot, 4)

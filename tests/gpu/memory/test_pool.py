@@ -125,7 +125,7 @@ def test_kv_pushes_adapters_together_and_is_refused_when_they_are_in_the_way() -
     made.check()
 
 
-def test_what_is_held_stays_in_the_way() -> None:
+def test_pinned_adapters_do_not_move() -> None:
     made = pool(10)
     placed(made, 1, 5)
     placed(made, 2, 1)
@@ -139,7 +139,7 @@ def test_what_is_held_stays_in_the_way() -> None:
     placed(made, 3, 6)
 
 
-def test_a_slot_has_bytes_once_and_is_let_go_as_often_as_it_was_held() -> None:
+def test_a_slot_is_placed_once_and_unpinned_as_often_as_pinned() -> None:
     made = pool()
     placed(made, 1, 1)
     with pytest.raises(AssertionError, match="has bytes already"):
@@ -318,7 +318,7 @@ class World:
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32))
-def test_no_byte_changes_hands_while_something_launched_may_touch_it(seed: int) -> None:
+def test_no_byte_is_reused_while_launched_work_may_touch_it(seed: int) -> None:
     random = Random(seed)
     world = World(random)
     for _ in range(60):
@@ -333,7 +333,7 @@ def test_no_byte_changes_hands_while_something_launched_may_touch_it(seed: int) 
         assert np.array_equal(world.driver.memory[start : start + num_bytes], expected), "bytes were lost in a move"
 
 
-def test_marks_do_not_pile_up() -> None:
+def test_passed_marks_are_dropped() -> None:
     made = pool()
     for number in range(1, 1000):
         placed(made, 1, 1 + number % 3)

@@ -35,7 +35,7 @@ def test_an_iteration_has_stalled_for_what_its_layers_do_not_account_for(
     assert stall_s(10.0, 14.0, 4, arrivals) == pytest.approx(stalled_s)
 
 
-def test_calls_come_in_the_order_of_asking_whatever_ends_first() -> None:
+def test_callbacks_come_in_order_whatever_ends_first() -> None:
     driver, called, done = HostDriver(), list[str](), threading.Event()
     streams = Timelines(driver).streams
     driver.held = {Lane.COMPUTE}
@@ -52,7 +52,7 @@ def test_calls_come_in_the_order_of_asking_whatever_ends_first() -> None:
     assert called == ["late None", "early None", "none"]
 
 
-def test_a_failed_device_and_a_failing_callee_stop_nobody_after_them() -> None:
+def test_a_failed_device_and_a_failing_callback_do_not_stop_later_callbacks() -> None:
     driver, called = HostDriver(), SimpleQueue[DriverError | None]()
     stream = Timelines(driver).streams[Lane.COMPUTE]
     driver.held = {Lane.COMPUTE}
@@ -70,7 +70,7 @@ def test_a_failed_device_and_a_failing_callee_stop_nobody_after_them() -> None:
     assert isinstance(called.get_nowait(), DriverError)
 
 
-def test_who_finds_no_block_waits_for_one_that_is_given_back() -> None:
+def test_acquire_waits_until_a_block_is_released() -> None:
     outputs = 3
     memories = [np.zeros(result_bytes(outputs), np.uint8) for _ in range(2)]
     blocks = ResultBlocks([(memory, index) for index, memory in enumerate(memories)], outputs)

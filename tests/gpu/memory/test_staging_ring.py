@@ -45,7 +45,7 @@ def test_a_column_goes_to_places_a_pitch_apart() -> None:
     assert driver.memory[TARGET : TARGET + 72].view(np.int64).tolist() == [7, 0, 0, 8, 0, 0, 9, 0, 0]
 
 
-def test_a_full_ring_makes_no_mark_that_somebody_else_has_promised() -> None:
+def test_a_full_ring_makes_no_mark_that_a_caller_has_announced() -> None:
     driver = FakeDriver(1 << 16)
     lanes = Timelines(driver)
     ring, promised = StagingRing(driver, lanes, driver.memory[:RING_BYTES], 0), lanes.next(Lane.COMPUTE)

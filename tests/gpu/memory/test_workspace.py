@@ -46,7 +46,7 @@ def test_sixteen_rows_fit_whatever_the_context(monkeypatch: pytest.MonkeyPatch) 
     assert pieces(made(), 17, MOST_CONTEXT) == [(0, 16), (16, 17)]
 
 
-def test_nobody_decodes() -> None:
+def test_a_batch_without_decoding_rows_has_no_decode_pieces() -> None:
     assert pieces(made(), 0, 0) == []
 
 
