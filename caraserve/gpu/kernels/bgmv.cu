@@ -1,9 +1,9 @@
-// LoRA of decode: y += scale · (x Aᵀ) B for rows of many adapters, each at its own rank. See items.py for the items.
+// LoRA of decode: y += scale · (x Aᵀ) B for rows of many adapters, each at its own rank. See bgmv_work.py for the items.
 //
 // Two launches serve all projections that read the same x. A grid of any size walks a list of items of equal bytes; the
 // list, its length and the tables of weights are read on the device, so that one captured graph serves any batch.
 // K is always cut into four planes and every sum has one order, whatever else is in the batch: no atomics, nothing to
-// zero, and a row's bits depend on its own x and adapter alone. Weights lie as model/layout.py says.
+// zero, and a row's bits depend on its own x and adapter alone. Weights lie as core/lora_layout.py says.
 #include "common.cuh"
 
 constexpr int THREADS = 128;

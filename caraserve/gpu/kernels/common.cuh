@@ -2,7 +2,7 @@
 //
 // NVRTC compiles these files without any system header. Every piece of PTX stands in this file under
 // CARASERVE_ON_HOST, where tests put functions of the same names: the kernels themselves are plain C++.
-// ACTIVATION, WEIGHT codes are those of model/layout.py's Dtype: 0 fp32, 1 bf16, 2 fp16.
+// ACTIVATION, WEIGHT codes are those of model/dtype.py's Dtype: 0 fp32, 1 bf16, 2 fp16.
 #pragma once
 
 typedef unsigned char u8;

@@ -63,7 +63,7 @@ class Projections:
 class WeightTables:
     """Weights of one layer's projections that read the same input: addresses of tables [projections, slots]."""
 
-    a: int  # u64 addresses, as layout.py lays them out
+    a: int  # u64 addresses, laid out as in core/lora_layout.py
     b: int
     rank: int  # int32
     scale: int  # fp32

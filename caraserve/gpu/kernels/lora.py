@@ -51,7 +51,7 @@ class Segments:
 class SiteTables:
     """Device tables of the projections of one layer that read the same input, as the kernels for decoding read them."""
 
-    a: Tensor  # int64 [projections, slots] addresses of matrices laid out as in `lora_layout.py.py`
+    a: Tensor  # int64 [projections, slots] addresses of matrices laid out as in `lora_layout.py`
     b: Tensor  # int64 [projections, slots]
     rank: Tensor  # int32 [projections, slots] 0: not adapted
     scale: Tensor  # float32 [projections, slots]

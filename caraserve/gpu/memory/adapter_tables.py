@@ -43,13 +43,14 @@ class AdapterTables:
         self.dtype = torch.zeros(slots, dtype=torch.int32, device=device)
 
     def for_triton(self, layer: int, group: int, gate: Tensor | None = None) -> SiteTables:
-        """Of one group of modules, as triton_lora.py takes them. `gate`: int32 [slots]."""
+        """Returns the tables of one module group, as kernels/lora.py takes them. `gate`: int32 [slots]."""
         sites = slice(GROUP_SITES[group].start, GROUP_SITES[group].stop)
         a, b, rank, scale = (table[layer, sites] for table in (self.a, self.b, self.rank, self.scale))
         return SiteTables(a, b, rank, scale, self.dtype, gate)
 
     def for_launch(self, layer: int, group: int, gate: int = 0) -> cuda_launch.WeightTables:
-        """Of one group of modules, as the raw kernels take them. `gate`: address of int32 [slots]."""
+        """Returns the tables of one module group, as the raw CUDA kernels take them. `gate`: address of int32
+        [slots]."""
         first = GROUP_SITES[group].start
         a, b, rank, scale = (table[layer, first].data_ptr() for table in (self.a, self.b, self.rank, self.scale))
         return cuda_launch.WeightTables(a, b, rank, scale, self.dtype.data_ptr(), self.slots, gate)

@@ -1,7 +1,7 @@
 """The padded baseline: every module takes `max_rank` rows, as in Punica's and S-LoRA's BGMV. Pure.
 
 The kernels are the same; they get the larger rank and read zeros for the rest. B is cut into panels of all ranks
-(model/layout.py), so a padded image is not a prefix of anything: it is copied piece by piece, over zeros.
+(core/lora_layout.py), so a padded image is not a prefix of anything: it is copied piece by piece, over zeros.
 """
 
 from collections.abc import Sequence

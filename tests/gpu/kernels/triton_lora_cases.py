@@ -38,7 +38,7 @@ class Adapters:
 
 
 def packed(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """A [rank, in] and B [rank, out] as `lora_layout.py.py` stores them; all padding that must be zero is zero."""
+    """A [rank, in] and B [rank, out] as `lora_layout.py` stores them; all padding that must be zero is zero."""
     (rank, inputs), outputs = a.shape, b.shape[1]
     padded = align_up(rank, RANK_STEP)
     rows = torch.zeros(padded, align_up(inputs, A_COLUMNS), dtype=a.dtype)
