@@ -111,7 +111,7 @@ def _build_cpu_backend(
     )
     backend = CpuBackend(spec, loaded, sizes, trace)
     with kernels.shown() as compiled, counting(compiled):
-        backend.warm_up(merging=lora.loading_mode == "merged")
+        backend.warm_up(merging=lora.mode.merges)
     return backend
 
 
@@ -146,7 +146,7 @@ def build_cuda_backend(
         adapter_bytes=lora.lora_pool_bytes,
         pool_bytes=engine.kv_cache_bytes,
         padded_rank=lora.padded_rank,
-        merging=lora.loading_mode == "merged",
+        merging=lora.mode.merges,
         lora_cpus=lora_cpus,
     )
     backend = CudaBackend(spec, weights, sizes, device, trace)
@@ -175,7 +175,7 @@ def _compute_threads(cores: int) -> int:
 
 def _lora_cpus(lora: LoraConfig) -> tuple[int, ...]:
     """Cores of the LoRA workers: all but the first, for the event loop; none if the loading mode uses no workers."""
-    if lora.loading_mode not in ("assisted", "auto"):
+    if not lora.mode.uses_workers:
         return ()
     usable = sorted(os.sched_getaffinity(0))
     if lora.lora_cpus is None:

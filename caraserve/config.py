@@ -29,7 +29,6 @@ from caraserve.util.option_values import (
     tokens,
 )
 
-LOADING_MODES = ("cached", "merged", "ondemand", "overlapped", "pipelined", "assisted", "auto")
 ROUTINGS = (
     *("auto", "rank-aware", "loraserve", "random", "round-robin", "first-fit", "most-idle", "dlora"),
     *("s-lora-random", "s-lora-contiguous", "local"),
@@ -43,7 +42,35 @@ _SIZE: dict[str, Any] = {"type": size, "metavar": "SIZE"}
 _LIST: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
 _SWITCH: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
 DIGEST = re.compile(r"[0-9a-f]{64}")  # an adapter's identity: sha256 of its contents
-PRELOADED_MODES = ("cached", "merged")  # all adapters are on the device from the start
+
+
+@dataclass(frozen=True, slots=True)
+class LoadingMode:
+    """What happens when a request's adapter is not on the device."""
+
+    name: str
+    preloads: bool = False  # all adapters are on the device from the start, and stay there
+    merges: bool = False  # adapters are merged into the base weights by turns
+    stops_others: bool = False  # no iteration runs while an adapter is loading
+    is_layerwise: bool = False  # a prefill may start before all layers of its adapter have arrived
+    uses_workers: bool = False  # CPU workers compute layers that have not arrived
+    chooses: bool = False  # for each request, by predicted times, whether to wait or to use CPU workers
+
+
+LOADING_MODES = {
+    mode.name: mode
+    for mode in (
+        LoadingMode("cached", preloads=True),
+        LoadingMode("merged", preloads=True, merges=True),
+        LoadingMode("ondemand", stops_others=True),
+        LoadingMode("overlapped"),
+        LoadingMode("pipelined", is_layerwise=True),
+        LoadingMode("assisted", is_layerwise=True, uses_workers=True),
+        LoadingMode("auto", is_layerwise=True, uses_workers=True, chooses=True),
+    )
+}
+PRELOADED_MODES = tuple(name for name, mode in LOADING_MODES.items() if mode.preloads)
+LAYERWISE_MODES = tuple(name for name, mode in LOADING_MODES.items() if mode.is_layerwise)
 
 
 class _FromArgs:
@@ -120,6 +147,11 @@ class LoraConfig(_FromArgs):
     max_loras: int | None = None
 
     @property
+    def mode(self) -> LoadingMode:
+        """The loading mode of that name."""
+        return LOADING_MODES[self.loading_mode]
+
+    @property
     def padded_rank(self) -> int | None:
         """Returns the rank that the kernels compute for every adapter, or None for each adapter's own rank."""
         return _PADDED_RANK if self.lora_kernel == "bgmv-padded" else None
@@ -138,7 +170,7 @@ class LoraConfig(_FromArgs):
         add("--registry", **_FILE, help="SQLite file that stores the adapter registry")
         add(
             "--loading-mode",
-            choices=LOADING_MODES,
+            choices=tuple(LOADING_MODES),
             default="auto",
             help="how to load an adapter that a request needs and that is not on the device",
         )

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from caraserve import demo
 from caraserve.backend_factory import ADAPTER_SLOTS, ServingBackend, build_backend
-from caraserve.config import PRELOADED_MODES, ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
+from caraserve.config import ClusterConfig, EngineConfig, HttpConfig, LoraConfig, ModelConfig
 from caraserve.core.machine_profile import Profile
 from caraserve.cpu.shared_memory import Arena
 from caraserve.engine.merge_policy import MergePolicy
@@ -119,7 +119,7 @@ async def build_engine(
     reader = AdapterReader(spec, on_loop)
     stack.callback(reader.close)
     arena = Arena(backend.host_memory)
-    mode = lora_config.loading_mode
+    mode = lora_config.mode
     pool_bytes = lora_config.lora_pool_bytes
     room = MemoryBudget(backend.limits, _ADAPTER_BYTES if pool_bytes is None else pool_bytes)
     manager = AdapterManager(
@@ -130,14 +130,14 @@ async def build_engine(
         on_loop,
         time.monotonic,
         loading_rules(backend, spec, profile, lora_config),
-        lambda seconds, ok: metrics.observe_load(mode, seconds, outcome="ok" if ok else "failed"),
+        lambda seconds, ok: metrics.observe_load(mode.name, seconds, outcome="ok" if ok else "failed"),
     )
     rules = CatalogRules(
         names[0],
         _roots(lora_config),
         room.most_adapter_bytes,
         arena.num_bytes,
-        keep_on_device=mode in PRELOADED_MODES,
+        keep_on_device=mode.preloads,
         max_rank=lora_config.max_lora_rank,
     )
     catalog = Catalog(spec, registry, manager, reader, rules)
@@ -150,13 +150,13 @@ async def build_engine(
         tokenizer=tokenizer,
         config=engine_config,
         metrics=metrics,
-        exclusive_loads=mode == "ondemand",
-        merging=MergePolicy(backend.limits.num_slots) if mode == "merged" else None,
+        exclusive_loads=mode.stops_others,
+        merging=MergePolicy(backend.limits.num_slots) if mode.merges else None,
     )
     task = asyncio.create_task(engine.run(), name="caraserve-engine")
     task.add_done_callback(_stop_on_defect)
     stack.push_async_callback(_end_task, task)
-    if mode in PRELOADED_MODES:
+    if mode.preloads:
         await catalog.preloaded()
     return Served(engine, metrics, spec, complaints, profile, backend.device_name, reader)
 

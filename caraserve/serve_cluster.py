@@ -43,7 +43,7 @@ from caraserve.cluster.transfer.adapter_pool import AdapterPool
 from caraserve.cluster.transfer.adapter_store import KEEP_QUESTION
 from caraserve.cluster.transfer.peer_client import PeerClient
 from caraserve.cluster.transfer.upload import Routes
-from caraserve.config import PRELOADED_MODES, ClusterConfig, HttpConfig, LoraConfig
+from caraserve.config import ClusterConfig, HttpConfig, LoraConfig
 from caraserve.core.batch import ScheduledRow
 from caraserve.core.machine_profile import Profile
 from caraserve.engine.active_request import ActiveRequest
@@ -239,7 +239,7 @@ def make_cluster_adapters(
     if (routing := placement_routing(cluster.routing or "auto")) is not None:
         slo_ms = cluster.slo_tpot_ms or inf
         planner = PlacementPlanner(node, transfers, routing, lora.max_host_adapters_bytes, slo_ms)
-    return ClusterAdapters(node, pool, transfers, planner, lora.loading_mode not in PRELOADED_MODES)
+    return ClusterAdapters(node, pool, transfers, planner, not lora.mode.preloads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,7 +374,7 @@ def registry_known(node: Node, now: Callable[[], float] = time.monotonic) -> Cal
 
 def link_speeds(profile: Profile | None, lora: LoraConfig) -> LinkSpeeds:
     """How fast this instance loads adapters, by the profile where there is one."""
-    blocks = lora.loading_mode == "ondemand"
+    blocks = lora.mode.stops_others
     disk_and_fetch = _DISK_BYTES_PER_MS, _FETCH_MS, _FETCH_BYTES_PER_MS
     if profile is None:
         return LinkSpeeds(0.0, inf, *disk_and_fetch, blocks_batch=blocks)

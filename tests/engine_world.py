@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from caraserve.config import LAYERWISE_MODES, LOADING_MODES
 from caraserve.core.backend import Limits, SharedMemory
 from caraserve.core.lora_layout import aligned_bytes
 from caraserve.core.request import Finish, GenerateRequest, SamplingParams, TokenDelta
@@ -19,7 +20,7 @@ from caraserve.loop import Engine
 from caraserve.lora.catalog import Catalog, CatalogRules
 from caraserve.lora.manager import AdapterManager
 from caraserve.lora.registry import AdapterInfo, Registry
-from caraserve.lora.start_policy import LAYERWISE_MODES, StartPolicy
+from caraserve.lora.start_policy import StartPolicy
 from caraserve.util.units import align_up
 from tests.fake_backend import Aside, FakeBackend, FakeTokenizer, expected
 from tests.fake_images import ADAPTER_BYTES, FakeReader
@@ -235,7 +236,7 @@ async def world(
         reader.read,
         lambda call: loop.call_soon(call) and None,
         lambda: backend.now_s,
-        StartPolicy(mode, layers=layers, link_bytes_per_s=ADAPTER_BYTES / 3, costs=_Costs(), workers=1),
+        StartPolicy(LOADING_MODES[mode], layers=layers, link_bytes_per_s=ADAPTER_BYTES / 3, costs=_Costs(), workers=1),
     )
     registry = Registry(None)
     rules = CatalogRules("base", (), room.most_adapter_bytes, arena.num_bytes, keep_on_device)

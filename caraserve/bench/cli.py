@@ -75,7 +75,9 @@ def _add_modes(kinds: Any) -> None:
         usage="caraserve bench modes [OPTIONS] [-- SERVE-OPTIONS]",
     )
     group = modes.add_argument_group("modes")
-    group.add_argument("--modes", type=_modes, default=LOADING_MODES, metavar="LIST", help=",".join(LOADING_MODES))
+    group.add_argument(
+        "--modes", type=_modes, default=tuple(LOADING_MODES), metavar="LIST", help=",".join(LOADING_MODES)
+    )
     group.add_argument(
         "--lora-kernel",
         dest="lora_kernels",

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from caraserve.core.lora_layout import AdapterSpec
 from caraserve.lora.adapter import Adapter, AdapterTier, PartialImage
-from caraserve.lora.start_policy import LAYERWISE_MODES, LayerGroup, PrefillStart, StartPolicy
+from caraserve.lora.start_policy import LayerGroup, PrefillStart, StartPolicy
 
 
 class ArrivalEstimates:
@@ -19,7 +19,7 @@ class ArrivalEstimates:
     @property
     def by_layers(self) -> bool:
         """Whether a prefill may start before its adapter has wholly arrived."""
-        return self._loading.mode in LAYERWISE_MODES
+        return self._loading.mode.is_layerwise
 
     def expect(self, spec: AdapterSpec) -> tuple[LayerGroup, ...]:
         """An adapter is being copied from now on: in which groups of layers, and when each is expected, behind all

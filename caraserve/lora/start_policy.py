@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal, Protocol
 
+from caraserve.config import LoadingMode
 from caraserve.core.lora_layout import AdapterSpec
-
-LAYERWISE_MODES = ("pipelined", "assisted", "auto")  # prefill may start before the whole adapter has arrived
 
 _TYPICAL_TOKENS = 128  # of a prompt, for group sizes, which are fixed before the requests are known
 _LEAST_GROUP_BYTES = 2 << 20  # below this a copy's own cost shows
@@ -65,7 +64,7 @@ class ModeChoice:
 class StartPolicy:
     """The rules of one loading mode on one machine."""
 
-    mode: str
+    mode: LoadingMode
     layers: int
     link_bytes_per_s: float
     costs: StartCosts | None  # needed by layerwise modes alone
@@ -76,7 +75,7 @@ class StartPolicy:
     def group_ends(self, spec: AdapterSpec) -> tuple[int, ...]:
         """Where groups of layers end. Where loading is faster than computing, each group may be larger than the one
         before by the ratio of the two; otherwise layers go one by one, so that none waits for another."""
-        if self.mode not in LAYERWISE_MODES:
+        if not self.mode.is_layerwise:
             return (self.layers,)
         layer_bytes = max(1.0, spec.num_bytes / self.layers)
         load_ms = 1000 * layer_bytes / self.link_bytes_per_s
@@ -95,9 +94,9 @@ class StartPolicy:
         at_s = now_s
         for layer, group in zip((0, *(group.end for group in groups)), groups, strict=False):
             at_s = max(at_s, group.arrives_s - layer * layer_ms / 1000)
-        if self.mode == "pipelined" or self.workers == 0 or not may_assist:
+        if not self.mode.uses_workers or self.workers == 0 or not may_assist:
             return self._begin(at_s, layer_ms, assist=False)
-        if self.mode == "assisted":
+        if not self.mode.chooses:
             return PrefillStart(now_s, assist=True)
         extra_ms = self._assisted_ms(now_s, groups, spec, tokens)
         gain_ms = 1000 * (at_s - now_s) - extra_ms
@@ -107,12 +106,12 @@ class StartPolicy:
 
     def start_loaded(self, now_s: float, spec: AdapterSpec | None, tokens: int) -> PrefillStart:
         """The same where the whole adapter is there."""
-        if self.mode != "auto" or spec is None:
+        if not self.mode.chooses or spec is None:
             return PrefillStart(now_s, assist=False)
         return self._begin(now_s, self._layer_ms(tokens, spec.rank), assist=False)
 
     def _begin(self, at_s: float, layer_ms: float, extra_ms: float = 0.0, *, assist: bool) -> PrefillStart:
-        ends_s = at_s + (layer_ms * self.layers + extra_ms) / 1000 if self.mode == "auto" else None
+        ends_s = at_s + (layer_ms * self.layers + extra_ms) / 1000 if self.mode.chooses else None
         return PrefillStart(at_s, assist, ends_s)
 
     def _layer_ms(self, tokens: int, rank: int) -> float:

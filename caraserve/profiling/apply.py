@@ -7,10 +7,10 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from caraserve.config import EngineConfig, LoraConfig, ModelConfig
+from caraserve.config import LOADING_MODES, EngineConfig, LoraConfig, ModelConfig
 from caraserve.core.machine_profile import ASSUMED_HANDOFF_MS, Profile, default_path, load, machine_key
 from caraserve.errors import ConfigError
-from caraserve.lora.start_policy import LAYERWISE_MODES, StartPolicy
+from caraserve.lora.start_policy import StartPolicy
 from caraserve.model.spec import ModelSpec
 from caraserve.profiling.measure import measure, model_key
 
@@ -39,7 +39,7 @@ def tuned(
     Raises ConfigError if the file of --profile is not a valid profile.
     """
     profile = None
-    if lora.loading_mode in LAYERWISE_MODES:
+    if lora.mode.is_layerwise:
         try:
             profile = _load_or_make(backend, spec, model, engine, lora, advance)
             backend.use(profile)
@@ -106,12 +106,12 @@ def make_profile(
 def loading_rules(backend: "ServingBackend", spec: ModelSpec, profile: Profile | None, lora: LoraConfig) -> StartPolicy:
     """Returns the loading policy on this machine. Without a profile, layer-wise modes become `overlapped`, because it
     cannot be predicted when a layer will be needed."""
-    mode = "overlapped" if profile is None and lora.loading_mode in LAYERWISE_MODES else lora.loading_mode
+    mode = LOADING_MODES["overlapped"] if profile is None and lora.mode.is_layerwise else lora.mode
     bytes_per_s = math.inf if profile is None else profile.link_bytes_per_s
     handoff_ms = None if profile is None else profile.handoff_ms
     if handoff_ms is None:
         handoff_ms = ASSUMED_HANDOFF_MS
-        if mode == "auto" and len(backend.workers) > 0:
+        if mode.chooses and len(backend.workers) > 0:
             log.info("a hand-off to a CPU worker was not measured: auto assumes %.2f ms", handoff_ms)
     return StartPolicy(
         mode=mode,

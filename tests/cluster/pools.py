@@ -15,6 +15,7 @@ from caraserve.cluster.state.publisher import Publisher
 from caraserve.cluster.transfer.adapter_pool import AdapterPool
 from caraserve.cluster.transfer.disk_cache import DiskCache
 from caraserve.cluster.transfer.peer_client import PeerClient
+from caraserve.config import LOADING_MODES
 from caraserve.core.backend import Limits
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.cpu.shared_memory import Arena
@@ -72,7 +73,7 @@ class Member:
         loop = asyncio.get_running_loop()
         self._reader = AdapterReader(SPEC, lambda call: loop.call_soon_threadsafe(call) and None)
         room, arena = MemoryBudget(_LIMITS, _MIB), Arena(aligned_bytes(self.host_bytes))
-        loading = StartPolicy("overlapped", SPEC.layers, 1e9, None)
+        loading = StartPolicy(LOADING_MODES["overlapped"], SPEC.layers, 1e9, None)
         self.manager = AdapterManager(
             *(FakeBackend(_LIMITS), room, arena, self._reader.read),
             *(lambda call: loop.call_soon(call) and None, loop.time, loading),
@@ -103,7 +104,7 @@ class Member:
         version = self.catalog.pin(name)
         try:
             if version.tier is AdapterTier.FAILED:
-                version.to(AdapterTier.DISK)
+                version.move_to(AdapterTier.DISK)
             self.manager.prefetch(version)
             while version.tier is AdapterTier.READING:
                 await self.manager.next_change()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from caraserve.config import LOADING_MODES
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter, aligned_bytes
 from caraserve.lora.adapter import Adapter, AdapterTier, PartialImage
 from caraserve.lora.arrival_estimates import ArrivalEstimates
@@ -341,7 +342,7 @@ def expected(layers: int, seconds: float) -> tuple[LayerGroup, ...]:
     """What is expected of an adapter of which so many layers came in so many seconds."""
     ends = tuple(LAYER_BYTES * (layer + 1) for layer in range(LAYERS))
     image = HostAdapter(AdapterSpec("digest", Dtype.F32, 8, ("q_proj",), ends, ()), aligned_bytes(ends[-1]))
-    loading = StartPolicy("pipelined", LAYERS, LINK_BYTES_PER_S, costs=None)
+    loading = StartPolicy(LOADING_MODES["pipelined"], LAYERS, LINK_BYTES_PER_S, costs=None)
     return ArrivalEstimates(loading, lambda: 100.0).expect_streamed(PartialImage(image, 100.0 - seconds, layers))
 
 

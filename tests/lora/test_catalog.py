@@ -13,6 +13,7 @@ from queue import Queue
 import numpy as np
 import pytest
 
+from caraserve.config import LOADING_MODES
 from caraserve.core.backend import Limits
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.cpu.shared_memory import Arena
@@ -33,7 +34,7 @@ _LIMITS = Limits(num_blocks=4, block_tokens=4, num_slots=2, adapter_slots=4, max
 def catalog(registry: Registry, reader: AdapterReader, *roots: Path, device_bytes: int = _MIB) -> Catalog:
     """Over a device that is never asked."""
     room, arena = MemoryBudget(_LIMITS, device_bytes), Arena(aligned_bytes(_MIB))
-    loading = StartPolicy("overlapped", SPEC.layers, 1e9, None)
+    loading = StartPolicy(LOADING_MODES["overlapped"], SPEC.layers, 1e9, None)
     manager = AdapterManager(FakeBackend(_LIMITS), room, arena, reader.read, lambda call: None, lambda: 0.0, loading)
     return Catalog(SPEC, registry, manager, reader, CatalogRules("base", roots, device_bytes, arena.num_bytes, False))
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from caraserve.config import LOADING_MODES
+from caraserve.config import LAYERWISE_MODES, LOADING_MODES
 from caraserve.core.lora_layout import AdapterSpec
-from caraserve.lora.start_policy import LAYERWISE_MODES, LayerGroup, PrefillStart, StartPolicy
+from caraserve.lora.start_policy import LayerGroup, PrefillStart, StartPolicy
 from caraserve.model.dtype import Dtype
 
 MIB = 1 << 20
@@ -41,7 +41,7 @@ def adapter(layers: int, layer_bytes: int, targets: tuple[str, ...] = ("q_proj",
 
 def rules(mode: str, layers: int, layer_ms: float, **changed: Any) -> StartPolicy:
     fields = {"link_bytes_per_s": 1e6, "costs": Costs(layer_ms, layers), "workers": 2, "handoff_ms": 0.125}
-    return StartPolicy(mode, layers, **fields | changed)  # type: ignore[arg-type]
+    return StartPolicy(LOADING_MODES[mode], layers, **fields | changed)  # type: ignore[arg-type]
 
 
 # --- groups of layers ---
@@ -58,7 +58,9 @@ def group_sizes(loading: StartPolicy, spec: AdapterSpec) -> list[int]:
 
 @pytest.mark.parametrize("mode", sorted({*LOADING_MODES} - {*LAYERWISE_MODES}))
 def test_who_waits_for_the_whole_adapter_loads_it_as_one_group(mode: str) -> None:
-    assert StartPolicy(mode, layers=7, link_bytes_per_s=1e6, costs=None).group_ends(adapter(7, 1000)) == (7,)
+    assert StartPolicy(LOADING_MODES[mode], layers=7, link_bytes_per_s=1e6, costs=None).group_ends(
+        adapter(7, 1000)
+    ) == (7,)
 
 
 @given(mode=st.sampled_from(LAYERWISE_MODES), layers=LAYERS, num_bytes=LAYER_BYTES, layer_ms=LAYER_MS, speed=SPEEDS)

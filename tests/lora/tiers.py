@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from caraserve.config import LOADING_MODES
 from caraserve.core.backend import Limits
 from caraserve.core.batch import Batch, StepResult
 from caraserve.core.lora_layout import AdapterSpec, HostAdapter, aligned_bytes
@@ -95,7 +96,9 @@ class World:
             self._read,
             lambda call: call(),
             lambda: self.now_s,
-            StartPolicy("pipelined" if streamed_batches else "overlapped", 1, link_bytes_per_s=100.0, costs=COSTS),
+            StartPolicy(
+                LOADING_MODES["pipelined" if streamed_batches else "overlapped"], 1, link_bytes_per_s=100.0, costs=COSTS
+            ),
         )
 
     def add(self, name: str, size: int = 40) -> None:

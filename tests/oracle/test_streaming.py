@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from caraserve.config import LAYERWISE_MODES
 from caraserve.core.lora_layout import HostAdapter, aligned_bytes
 from caraserve.cpu.backend import CpuBackend
 from caraserve.errors import Unreachable
@@ -20,7 +21,6 @@ from caraserve.loop import Engine
 from caraserve.lora.adapter import AdapterTier, Source
 from caraserve.lora.host_loader import Came, Done
 from caraserve.lora.peft import read_adapter
-from caraserve.lora.start_policy import LAYERWISE_MODES
 from caraserve.model.spec import ModelSpec, load_spec
 from tests.cluster.nodes import until
 from tests.oracle.models import ALL_TARGETS, Kinds, prompt_of
