@@ -135,22 +135,22 @@ async def test_moves_take_nothing_from_the_host_tier(tmp_path: Path) -> None:
         assert b.manager.image(digest) is None
 
 
-async def test_a_move_that_trips_over_a_defect_is_counted_and_others_go_on(tmp_path: Path) -> None:
+async def test_a_move_that_fails_by_a_defect_is_counted_and_other_moves_continue(tmp_path: Path) -> None:
     async with pools(tmp_path) as fleet:
         a, b = await fleet.start("a"), await fleet.start("b")
         poet, chef = await fleet.load(a, "poet", 1), await fleet.load(a, "chef", 2)
-        bring = b.pool.bring
+        store_planned = b.pool.store_planned
 
         async def trips(name: str) -> bool:
             if name == "chef":
                 raise RuntimeError("a defect")
-            return await bring(name)
+            return await store_planned(name)
 
-        b.pool.bring = trips  # type: ignore[method-assign]
-        mending = Reconciler(b.node, b.pool, turn_s=0.05)
+        b.pool.store_planned = trips  # type: ignore[method-assign]
+        reconciler = Reconciler(b.node, b.pool, turn_s=0.05)
         held = plan(1, chef="b", poet="b")
-        task = asyncio.create_task(mending.run(lambda: held))
-        await until(lambda: poet in b.stored and mending.failed == 1)
+        task = asyncio.create_task(reconciler.run(lambda: held))
+        await until(lambda: poet in b.stored and reconciler.failed == 1)
         assert chef not in b.stored
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
