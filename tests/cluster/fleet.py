@@ -182,8 +182,8 @@ class Fleet:
                 key = (id(node.protocol), record.name)
                 assert self._orders.get(key, record.order) <= record.order, f"{viewer} went back on {record.name}"
                 self._orders[key] = record.order
-            for link in node.protocol._links.values():
-                assert link.waiting <= MAX_WAITING + 3
+            for connection in node.protocol._connections.values():
+                assert connection.waiting <= MAX_WAITING + 3
 
     # ---- inside
 
@@ -211,8 +211,8 @@ class Fleet:
             if isinstance(output, Dial):
                 self._at(self._delay(), lambda address=output.address: self._connect(name, node, address))
             elif isinstance(output, CloseConnection):
-                self._tell_lost(output.link ^ 1)
-                self._lost(name, node, output.link)
+                self._tell_lost(output.connection_id ^ 1)
+                self._lost(name, node, output.connection_id)
             elif isinstance(output, MemberChanged) and output.record.state == MemberState.DEAD:
                 self._judge(name, output.record.name)
 

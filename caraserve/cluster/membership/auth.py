@@ -35,19 +35,19 @@ class Keyring:
         self._secrets = secrets
 
     def hello_keys(self) -> tuple[bytes, ...]:
-        """For frames before there is a session."""
+        """Keys for frames before there is a session."""
         return self._derive(b"hello")
 
     def session_keys(self, sender: str, receiver: str) -> tuple[bytes, ...]:
-        """For frames in one direction of one connection, by the nonces of both ends."""
+        """Keys for frames in one direction of one connection, given both sides' nonces."""
         return self._derive(f"session {sender} {receiver}".encode())
 
     def request_keys(self) -> tuple[bytes, ...]:
-        """For HTTP requests."""
+        """Keys for HTTP requests."""
         return self._derive(b"request")
 
     def forward_keys(self) -> tuple[bytes, ...]:
-        """For requests that one instance forwards to another."""
+        """Keys for requests that one instance forwards to another."""
         return self._derive(b"forward")
 
     def _derive(self, use: bytes) -> tuple[bytes, ...]:
@@ -55,13 +55,13 @@ class Keyring:
 
 
 def sign_frame(kind: bytes, key: bytes, sequence: int, body: bytes) -> bytes:
-    """A frame."""
+    """Returns a signed frame."""
     number = sequence.to_bytes(_SEQUENCE)
     return kind + hmac.digest(key, kind + number + body, "sha256")[:_MAC] + number + body
 
 
 def verify_frame(kind: bytes, keys: tuple[bytes, ...], frame: bytes) -> tuple[int, bytes] | None:
-    """(sequence number, body) of a frame of that kind signed with any of the keys; None otherwise."""
+    """Returns (sequence number, body) of a frame of that kind signed with any of the keys, or None."""
     if not _HEAD <= len(frame) <= MAX_FRAME or frame[:1] != kind:
         return None
     mac, rest = frame[1 : 1 + _MAC], frame[1 + _MAC :]
@@ -72,14 +72,15 @@ def verify_frame(kind: bytes, keys: tuple[bytes, ...], frame: bytes) -> tuple[in
 
 
 class ReplayWindow:
-    """Which sequence numbers came already, of the last 1,024; older ones count as come."""
+    """The sequence numbers received, of the last 1,024; older ones count as received."""
 
     def __init__(self) -> None:
         self._highest = -1
         self._seen = 0  # bit i: `highest - i` came
 
     def is_new(self, sequence: int) -> bool:
-        """Whether it comes for the first time. Asked of signed frames only: a forged number would move the window."""
+        """Returns whether a number comes for the first time. Only for verified frames: a forged number would move
+        the window."""
         ahead = sequence - self._highest
         if ahead > 0:
             self._seen = (self._seen << min(ahead, WINDOW) | 1) & ((1 << WINDOW) - 1)
@@ -98,13 +99,13 @@ _SIGNATURE_S = 30.0
 
 
 def sign_request(keys: Keyring, method: str, path: str, wall_s: float) -> str:
-    """The header's value for a request. `path`: as it is sent, the query included."""
+    """Returns the header's value for a request. `path`: as it is sent, the query included."""
     when = str(int(wall_s * 1000))
     return f"{when} {_request_mac(keys.request_keys()[0], method, path, when)}"
 
 
 def is_signed_request(keys: Keyring, value: str, method: str, path: str, wall_s: float) -> bool:
-    """Whether one who knows a secret asks, and does so now."""
+    """Returns whether a request is signed with one of the secrets, less than 30 s ago."""
     when, _, mac = value.partition(" ")
     if not (when.isascii() and when.isdigit() and len(when) < 20 and mac.isascii()):
         return False
@@ -119,12 +120,13 @@ def _request_mac(key: bytes, method: str, path: str, when: str) -> str:
 
 # --- the file of secrets ---
 
-# Instances on one machine's loopback interface trust whoever can reach it, as they do with requests that need no key.
+# Instances on a loopback interface trust all processes of the machine, as they do with requests that need no key.
 LOOPBACK_SECRET = b"caraserve: every process of this machine may join"
 
 
 class SecretFile:
-    """The secrets in a file, and whether they are others than before."""
+    """The file of shared secrets, one to a line. It is read again when it changes, as when Kubernetes renews a
+    mounted secret."""
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError when it cannot be read or has no usable secret."""
@@ -133,7 +135,8 @@ class SecretFile:
         self.keys = Keyring(self._lines)
 
     def reread(self) -> bool:
-        """Whether `keys` is new. Raises ConfigError, and keeps the old, when the file is of no use."""
+        """Reads the file again. Returns whether `keys` changed. Raises ConfigError, and keeps the old keys, if the
+        file is invalid."""
         lines = self._read()
         if lines == self._lines:
             return False

@@ -1,11 +1,11 @@
-"""One connection to one peer: the handshake, what is signed and verified, and what waits to be sent. Pure.
+"""One connection to one peer: handshake, signing and verification of frames, and the send queue. No I/O, no clock.
 
     dialling: Hello(nonce) ─► dialled: Hello(nonce, repeats) ─► dialling: up, Hello(nonce, repeats) ─► dialled: up
 
-Whoever is dialled says nothing until a Hello came that a secret of ours signed: a stranger who connects learns nobody's
-name, address or model. (A recorded one is answered, too; who could record it has heard all of that.) Each is in session
-once it sees its own nonce repeated, and says Hello again until the other is, too. So the handshake survives a network
-that loses and reorders frames, and no recording gets past it, because none repeats a nonce drawn now.
+The dialled side sends nothing before it has received a Hello signed with one of its secrets, so an unauthenticated
+connection reveals no name, address or model. (A recorded Hello is answered too; it contains the same information.) Each
+side is in session once its own nonce is repeated to it, and resends Hello until the other is, too. So the handshake
+survives lost and reordered frames, and no recording passes it, because none repeats a fresh nonce.
 """
 
 from collections import deque
@@ -36,13 +36,12 @@ _MAX_ACCEPTED = 4 * MAX_LIVE  # that others began
 
 
 class Ignored(Enum):
-    """What a frame may bring when it brings no message."""
-
     STALE = "a repetition, or it came before the session"
 
 
 class Connection:
-    """A connection. `peer` is the other's Hello once its key has proved right; `up` once it has proved to be fresh."""
+    """A connection. `peer` is the other side's Hello once its signature has verified; `up` once it has repeated our
+    nonce."""
 
     def __init__(self, number: int, dialled: str | None, nonce: str, keys: Keyring, now: float) -> None:
         self.number = number
@@ -62,12 +61,12 @@ class Connection:
         self._window = ReplayWindow()
         self._sent = 0
         self._bad = 0
-        self._beat: Heartbeat | None = None
+        self._heartbeat: Heartbeat | None = None
         self._control: deque[Message] = deque()
         self.rekey(keys)
 
     def rekey(self, keys: Keyring) -> None:
-        """Takes other secrets, now or when the peer's nonce is known."""
+        """Derives the session keys from other secrets and both nonces."""
         self._keys = keys
         peer = self.peer.nonce if self.peer else ""
         self._sign_key = keys.session_keys(self.nonce, peer)[0]
@@ -76,7 +75,7 @@ class Connection:
     # ---- in
 
     def open(self, frame: bytes, now: float) -> Message | Malformed | Ignored:
-        """What a frame says, if it is signed and new."""
+        """Verifies and decodes a frame. Returns its message, or why there is none."""
         message: Message | Malformed | Ignored
         if frame[:1] == HELLO_FRAME:
             message = self._open_hello(frame)
@@ -95,7 +94,7 @@ class Connection:
         return message
 
     def greeted(self, hello: Hello, now: float) -> bool:
-        """Takes a Hello that its reader found acceptable. Whether the session begins with it."""
+        """Accepts a Hello that passed all checks. Returns whether the session begins with it."""
         if self.up and self.peer is not None and hello.nonce != self.peer.nonce:
             return False  # a recording: the nonce is one for the whole connection
         self.peer = hello
@@ -135,23 +134,23 @@ class Connection:
     # ---- out
 
     def send(self, message: Message) -> None:
-        """Queues a message. A beat takes the place of an older one that still waits: only the newest is of use."""
+        """Queues a message. A heartbeat replaces an older one in the queue: only the newest matters."""
         if self.closing is not None or self.barred:
             return
         if isinstance(message, Heartbeat):
-            if self._beat is not None:
-                updates = dict.fromkeys((*self._beat.updates, *message.updates))  # these were counted as sent
+            if self._heartbeat is not None:
+                updates = dict.fromkeys((*self._heartbeat.updates, *message.updates))  # these were counted as sent
                 message = replace(message, updates=tuple(updates)[:MAX_UPDATES])
-            self._beat = message
+            self._heartbeat = message
         elif len(self._control) < MAX_WAITING:
             self._control.append(message)
         else:
             self.close("it does not read what it is sent")
 
     def watch(self, settings: ProtocolSettings, now: float) -> None:
-        """What time brings: a Hello is said again, and silence ends the connection."""
+        """Resends Hello when it is due, and closes a silent connection."""
         if self.up:
-            if now - self.heard_s > settings.link_silent_s:
+            if now - self.heard_s > settings.connection_silent_s:
                 self.close("nothing comes from it")
         elif now - self.opened_s > settings.handshake_s * (1.0 if self.dialled is None else _FIRST):
             self._give_up()
@@ -165,31 +164,33 @@ class Connection:
             self.close(NO_ANSWER if self.peer is None and self.dialled is not None else "it did not greet in time")
 
     def refuse(self, reason: str, now: float) -> None:
-        """Tells the peer why, and is deaf to it from then on. It ends the connection, or the time to greet does.
+        """Sends the peer the reason and ignores its further frames; the peer, or the handshake's timeout, ends the
+        connection.
 
-        Closing here would let our refusal and its own, when both object, cross and get lost. If it does not know us
-        yet it is told first who refuses it: it may object as well, and the two then know which of them goes.
+        Closing here would lose one refusal when both sides refuse and the two cross. A Hello is sent first if none
+        was, so that a peer that refuses as well can tell which of the two instances has to exit.
         """
         if self.peer is not None and not self.barred:
             self._refusal = Refuse(self.peer.nonce, reason)
         self.barred, self.up, self.opened_s = True, False, now
-        self._beat, self._greet = None, not self._named
+        self._heartbeat, self._greet = None, not self._named
         self._control.clear()
 
     def close(self, reason: str) -> None:
-        """The connection is to end; nothing more is queued."""
+        """Marks the connection to be closed and empties its queue."""
         if self.closing is None:
             self.closing = reason
-            self._beat, self._greet = None, False
+            self._heartbeat, self._greet = None, False
             self._control.clear()
 
     @property
     def waiting(self) -> int:
-        """Frames that wait to be sent."""
-        return len(self._control) + (self._beat is not None) + self._greet + (self._refusal is not None)
+        """The number of frames that wait to be sent."""
+        return len(self._control) + (self._heartbeat is not None) + self._greet + (self._refusal is not None)
 
     def pull(self, hello: Hello, now: float) -> bytes | None:
-        """The next frame; `hello` is what to say if it is a greeting. Signed only here, so numbers go up in order."""
+        """Returns the next frame to send, or None. Frames are signed here, so that sequence numbers ascend. `hello`:
+        the Hello to send if one is due."""
         if self._greet:
             self._greet, self._named, self.greeted_s = False, True, now
             return sign_frame(HELLO_FRAME, self._keys.hello_keys()[0], 0, encode(hello))
@@ -198,30 +199,37 @@ class Connection:
             return sign_frame(HELLO_FRAME, self._keys.hello_keys()[0], 0, body)
         if not self.up:
             return None
-        message: Message | None = self._control.popleft() if self._control else self._beat
+        message: Message | None = self._control.popleft() if self._control else self._heartbeat
         if message is None:
             return None
-        if message is self._beat:
-            self._beat = None
+        if message is self._heartbeat:
+            self._heartbeat = None
         self._sent += 1
         return sign_frame(SESSION_FRAME, self._sign_key, self._sent, encode(message))
 
 
 def should_replace(new: Connection, old: Connection, hello: Hello, me: str) -> bool:
-    """Whether of two connections with the one that says `hello` the new one is to be used: both dialled, or one broke
-    and only one end knows. Both ends must choose alike: of two connections from one side the newer, of two from both
-    sides the one that the lesser name dialled."""
+    """Returns whether the new one of two connections with the peer that sent `hello` is to be used.
+
+    There are two when both sides dialled, or when one broke and only one side has noticed. Both sides must choose
+    alike: of two connections dialled by one side the newer, else the one that the instance with the lesser name
+    dialled.
+    """
     same_side = (old.dialled is None) == (new.dialled is None)
     lesser_dialled = (new.dialled is not None) == (me < hello.name)
     return same_side or lesser_dialled or (old.peer is not None and hello.epoch > old.peer.epoch)
 
 
-def limit_accepted(links: Iterable[Connection]) -> None:
-    """For the last of them, if need be. Those who come and say nothing keep nobody out: the oldest of them goes, and
-    first one that has shown no key. What we dialled ourselves is not counted."""
-    accepted = [link for link in links if link.dialled is None and link.closing is None]
-    strangers = [link for link in accepted if not link.up]
+def limit_accepted(connections: Iterable[Connection]) -> None:
+    """Closes an accepted connection when there are too many, so that connections without a session exclude no instance.
+
+    Closes the oldest one without a session, preferring those that have shown no key. Dialled connections do not count.
+    """
+    accepted = [connection for connection in connections if connection.dialled is None and connection.closing is None]
+    strangers = [connection for connection in accepted if not connection.up]
     if len(strangers) > _MAX_STRANGERS:
-        min(strangers, key=lambda link: (link.peer is not None, link.opened_s)).close("others wait for its place")
+        min(strangers, key=lambda connection: (connection.peer is not None, connection.opened_s)).close(
+            "others wait for its place"
+        )
     elif len(accepted) > _MAX_ACCEPTED:
         accepted[-1].close("no room for another connection")

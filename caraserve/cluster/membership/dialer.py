@@ -1,8 +1,8 @@
-"""Which addresses to connect to, and when. Pure; time and chance are handed in.
+"""Decides which addresses to connect to, and when. No I/O, no clock.
 
-Seeds that were never reached and instances taken for dead are tried again and again: that is how the halves of a
-partition find each other. All waits are spread out, so that sixty instances that start at once do not all knock at the
-same time; of two that learn of each other by update the lesser name dials first, and the other one only if that failed.
+Seeds that were never reached and instances believed dead are dialled again and again; that is how the halves of a
+partition find each other. All delays are randomised, so that sixty instances that start at once do not connect at the
+same moment. Of two instances that learn of each other through others, the one with the lesser name dials first.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ _REFUSED_S = 30.0
 
 
 class Dialer:
-    """The addresses known and when each is due."""
+    """The known addresses and the time at which each is due."""
 
     def __init__(self, name: str, seeds: tuple[str, ...], rng: Random, now: float) -> None:
         self._name = name
@@ -33,10 +33,10 @@ class Dialer:
         reached: Iterable[tuple[str | None, Hello | None]],
         now: float,
     ) -> list[str]:
-        """Addresses to dial now. `reached`: (dialled, peer) of every open link."""
-        links = list(reached)
-        names = {peer.name for _, peer in links if peer is not None} | {self._name}
-        open_addresses = {dialled for dialled, _ in links}
+        """Returns the addresses to dial now. `reached`: (dialled address, peer) of every open connection."""
+        connections = list(reached)
+        names = {peer.name for _, peer in connections if peer is not None} | {self._name}
+        open_addresses = {dialled for dialled, _ in connections}
         wanted = {address: now for address in self.seeds if self._names.get(address) not in names}
         for record in known:
             if record.name not in names and record.state != MemberState.LEFT:
@@ -49,15 +49,15 @@ class Dialer:
         return chosen
 
     def reached(self, address: str | None, name: str) -> None:
-        """Somebody answered at an address of ours."""
+        """Records the name of the instance that answers at an address."""
         if address is not None and address in self.seeds:
             self._names = {seed: who for seed, who in self._names.items() if seed in self.seeds} | {address: name}
 
     def is_us(self, address: str | None) -> None:
-        """A seed is our own address, as when all are given the same list."""
+        """Records that a seed is this instance's own address, as when all instances get the same list."""
         self.reached(address, self._name)
 
     def refused(self, address: str | None, now: float) -> None:
-        """Not welcome there: tried again rarely."""
+        """Delays the next attempt at an address whose instance has refused this one."""
         if address in self._due:
             self._due[address] = now + _REFUSED_S * (0.5 + self._rng.random())

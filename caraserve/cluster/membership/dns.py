@@ -1,8 +1,9 @@
-"""What host names stand for, looked up so that a slow name server holds up nothing but what waits for it.
+"""Name resolution for connections to peers, and the addresses of instances.
 
-A look-up cannot be stopped: it ends when the system's resolver gives up, after half a minute perhaps. The threads that
-the event loop has for such work are few, and others need them. So each look-up has a thread of its own, and one name is
-looked up once at a time however many wait for it, and for however short a time.
+A look-up cannot be cancelled: it ends when the system's resolver gives up, which may take half a minute. Look-ups in
+the event loop's thread pool, which is what aiohttp's ThreadedResolver uses, would fill that pool, and any pool of
+fixed size delays other names while its threads wait for a name server that does not answer. So each look-up has a
+thread of its own, and a name is looked up once at a time, however many callers wait for it or have given up.
 """
 
 import asyncio
@@ -29,13 +30,13 @@ class HostAddress(NamedTuple):
 
 
 class PeerResolver(AbstractResolver):
-    """For aiohttp's connectors, and for whoever wants the addresses alone."""
+    """A resolver for aiohttp's connectors, and for callers that need the addresses alone."""
 
     def __init__(self) -> None:
         self._under_way: dict[str, Future[list[HostAddress]]] = {}
 
     async def addresses(self, host: str) -> list[HostAddress]:
-        """All addresses of a host. Raises OSError when it has none. Takes as long as the system's resolver does."""
+        """Returns all addresses of a host. Raises OSError when it has none. Takes as long as the system's resolver."""
         try:
             return _look_up(host, socket.AI_NUMERICHOST)
         except (OSError, UnicodeError):
@@ -53,7 +54,7 @@ class PeerResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        """As aiohttp asks for it."""
+        """Implements aiohttp's AbstractResolver."""
         return [
             ResolveResult(
                 hostname=host,
@@ -68,7 +69,7 @@ class PeerResolver(AbstractResolver):
         ]
 
     async def close(self) -> None:
-        """Nothing: look-ups end by themselves."""
+        """Does nothing: look-ups end by themselves."""
 
     def _look_up(self, host: str, future: "Future[list[HostAddress]]") -> None:
         try:
@@ -96,12 +97,13 @@ _PATIENCE_S = 2.0  # with name servers
 
 
 def join_address(host: str, port: int) -> str:
-    """HOST:PORT, or [IPV6]:PORT."""
+    """Returns HOST:PORT, or [IPV6]:PORT."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine is reached there. A name that others may resolve otherwise is not."""
+    """Returns whether a host is reachable from this machine only. Names other than localhost are not: they may
+    resolve otherwise elsewhere."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -109,7 +111,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether it stands for all of this machine's addresses, so that nobody can connect to it."""
+    """Returns whether a host stands for all of this machine's addresses, to which no other machine can connect."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -119,7 +121,8 @@ def is_wildcard(host: str) -> bool:
 async def resolve_peers(
     peers: Iterable[str], resolver: PeerResolver, patience_s: float = _PATIENCE_S
 ) -> tuple[tuple[str, ...], list[str]]:
-    """All addresses behind the peers, each once and in order; and what does not resolve now, or not soon."""
+    """Returns all addresses behind the peers, each once and in order, and the peers that do not resolve within
+    `patience_s`."""
     peers = tuple(peers)
     answers = await asyncio.gather(*(_addresses(split_address(peer)[0], resolver, patience_s) for peer in peers))
     found: dict[str, None] = {}
@@ -137,13 +140,14 @@ async def _addresses(host: str, resolver: PeerResolver, patience_s: float) -> li
 
 
 def check_count(addresses: tuple[str, ...]) -> None:
-    """Raises ConfigError for more than can connect each to each."""
+    """Raises ConfigError for more instances than can connect each to each."""
     if len(addresses) > MAX_LIVE:
         raise ConfigError(f"--peers stands for {len(addresses)} instances: {CLUSTER_FULL}")
 
 
 async def outward_address(peer: str, resolver: PeerResolver, patience_s: float = _PATIENCE_S) -> str | None:
-    """The address of this machine from which a peer is reached; None if no way leads there. Sends the peer nothing."""
+    """Returns the address of this machine from which a peer is reached, or None without a route. Sends nothing to
+    the peer."""
     host, port = split_address(peer)
     for family, address in await _addresses(host, resolver, patience_s):
         try:

@@ -1,4 +1,4 @@
-"""What goes into the core at its start, and what comes out of it besides bytes."""
+"""Settings of the cluster protocol, and its outputs other than frames."""
 
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -15,7 +15,7 @@ CLUSTER_FULL = (
 
 @dataclass(frozen=True, slots=True)
 class ProtocolSettings:
-    """Who we are and how fast. Names and addresses go to others as they stand here."""
+    """Identity and timing of an instance. Other instances see name and address as they are written here."""
 
     cluster: str
     model: str  # digest of the base model
@@ -24,33 +24,33 @@ class ProtocolSettings:
     seeds: tuple[str, ...] = ()
     base_name: str = ""  # by which clients ask for the base model: no adapter's name
     timing: DetectorTiming = field(default_factory=DetectorTiming)
-    beat_s: float = 0.25
+    heartbeat_s: float = 0.25
     sync_s: float = 2.0
     handshake_s: float = 5.0
     greet_s: float = 0.5
-    link_silent_s: float = 10.0  # a connection without a frame, of a peer dead by then
+    connection_silent_s: float = 10.0  # a connection without a frame, of a peer dead by then
     spare_s: float = 2.0  # the second connection of a pair lives on, so that both ends see the first one in use
 
 
 @dataclass(frozen=True, slots=True)
 class Dial:
-    """Connect to that address, if it is not being tried already; then `connected`. A failure needs no word."""
+    """Connect to an address, unless that is under way, then call `connected`. Failures are not reported."""
 
     address: str
 
 
 @dataclass(frozen=True, slots=True)
 class CloseConnection:
-    """Send what `pull` still gives for that link, then end it and call `lost`."""
+    """Send what `pull` still returns for a connection, then end it and call `lost`."""
 
-    link: int
+    connection_id: int
     reason: str
     dialled: str | None  # the address, if it was we who asked for the connection
 
 
 @dataclass(frozen=True, slots=True)
 class EntriesChanged:
-    """News of adapter names (owner SHARED), or of what an instance holds."""
+    """New entries of the registry (owner REGISTRY), or of what an instance advertises."""
 
     owner: str
     entries: tuple[Entry, ...]
@@ -58,7 +58,7 @@ class EntriesChanged:
 
 @dataclass(frozen=True, slots=True)
 class PeerRefused:
-    """We turned somebody away, for the log."""
+    """This instance has refused a peer; for the log."""
 
     peer: str
     reason: str
@@ -66,22 +66,21 @@ class PeerRefused:
 
 @dataclass(frozen=True, slots=True)
 class RefusedByPeer:
-    """Somebody turned us away. `ours_to_go`: in a cluster that was full when we came, or that is not ours, there is no
-    place to serve from.
+    """A peer has refused this instance. `must_exit`: the cluster is full, or this instance does not belong to it.
 
-    Who has served for hours does not stop for another's mistake: of two that do not belong together, and turn each
-    other away, only the later started goes, and nobody who has been in session with anyone. Of two versions of the
-    protocol neither goes, so that a fleet gets from one to the next, and only `PeerRefused` tells of them.
+    On a conflict of configuration both sides refuse each other; only the later started one exits, and never one that
+    has already been in session with a peer. On a conflict of protocol versions neither exits, so that a fleet can be
+    upgraded instance by instance; both report `PeerRefused` only.
     """
 
     peer: str
     reason: str
-    ours_to_go: bool
+    must_exit: bool
 
 
 @dataclass(frozen=True, slots=True)
 class QueryReceived:
-    """A question about a request, or an answer to one of ours."""
+    """A peer's query, or its answer to a query of this instance."""
 
     peer: str
     quote: PeerQuery
@@ -93,8 +92,10 @@ Output: TypeAlias = (
 
 
 def refusal_reason(settings: ProtocolSettings, hello: Hello, known: Hello | None = None) -> str | None:
-    """Why who greets us so does not belong here, in words for the person who started it. `known`: who is in session
-    with us under that name and heard just now; a restarted instance is not."""
+    """Returns why a peer does not belong into this cluster, for its operator, or None.
+
+    `known`: the Hello of the peer of that name that is in session and was heard recently; None after a restart of it.
+    """
     if hello.protocol != PROTOCOL_VERSION:
         return (
             f"{settings.name} speaks version {PROTOCOL_VERSION} of the cluster's protocol, not {hello.protocol}; "
@@ -111,7 +112,7 @@ def refusal_reason(settings: ProtocolSettings, hello: Hello, known: Hello | None
 
 
 def name_conflict_refusal(settings: ProtocolSettings, address: str) -> PeerRefused:
-    """An instance of our own name there, of which others have told us, is not taken for us."""
+    """Reports an instance with the name of this one, which other instances have met at that address."""
     return PeerRefused(f"{settings.name} at {address}", _shared(settings.name, settings.address))
 
 

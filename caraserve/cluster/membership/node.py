@@ -1,25 +1,12 @@
-"""One instance in the cluster, with sockets and clocks: the core's I/O.
+"""One instance of the cluster, with sockets and clocks: the I/O of `ClusterProtocol`.
 
-    await node.start(address)       when HTTP listens: `address` is where others reach us
-    await node.stop()               says goodbye and closes all connections
-    await node.close()              closes the file of names, when HTTP has ended
-    await node.ended                why we must stop, as a ConfigError, should the cluster turn us away
+    await node.start(address, listener)   when HTTP listens; `address`: where other instances reach this one
+    await node.stop()                     says goodbye and closes all connections
+    await node.close()                    closes the registry file, when HTTP has ended
+    await node.ended                      raises ConfigError when the cluster refuses this instance for good
 
-What others build on it, all on the event loop and without waiting:
-
-    node.instances()                router.Instance of every live instance, ours included; none while none is measured
-    node.record(name)               members.Record: its address (where requests for it go, too), state and epoch
-    node.members(), node.load(name) everybody, in any state; the newest load with its age
-    node.adapters(), node.adapter(name)     entries.Adapter: what names mean everywhere
-    node.holders(digest)            {instance: cost.Tier} of those alive who have an adapter's bytes
-    node.register(adapter), node.remove(name)   a name for all; raises InvalidRequest
-    node.advertise(digest, tier), node.withdraw(digest)  our own bytes; `hold` once they are verified
-    node.publish(model, links)      our performance model or None, again whenever it changes
-
-What a node calls is in `NodeListener`.
-
-`add_peer_routes` of http/peers.py puts `node.accept` on a port. Forwarded requests and adapter bytes belong on that
-port, too: `record.address` is the only address that is known of an instance.
+All other methods run on the event loop and do not wait. `add_peer_routes` of http/peer_routes.py puts `node.accept` on
+a port. Forwarded requests and adapter bytes use that port too: `record.address` is an instance's only address.
 """
 
 import asyncio
@@ -74,7 +61,7 @@ QueryBody = tuple[str | int | float, ...]
 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
-    """Which cluster, and how to get in."""
+    """The cluster to join, and the credentials for it."""
 
     cluster: str
     name: str | None  # None: the address
@@ -102,7 +89,7 @@ class NodeListener:
 
 
 class Node:
-    """See above. Made before the port listens, started when it does."""
+    """One instance of the cluster, with sockets and clocks. Made before the port listens, started when it does."""
 
     def __init__(
         self, config: NodeConfig, names: ClusterRegistryFile, *, rng: Random, now: Callable[[], float] = time.monotonic
@@ -112,15 +99,15 @@ class Node:
         self._listener = NodeListener()
         self._config, self._names, self._rng, self._now = config, names, rng, now
         self._protocol: ClusterProtocol | None = None
-        self._sockets: WebSocketTransport | None = None
+        self._transport: WebSocketTransport | None = None
         self.background = BackgroundTasks()  # this node's own, and those of the parts that are built on it
         self._stack = AsyncExitStack()
-        self._lag_s, self._beat_s, self._status = 0.0, 0.0, "starting"
+        self._lag_s, self._heartbeat_s, self._status = 0.0, 0.0, "starting"
         self._outputs: deque[Output] = deque()
-        self._numbers = itertools.count()
-        self._questions: dict[tuple[str, int], asyncio.Future[QueryBody]] = {}
-        self._seen = InstanceViews()
-        self._told: dict[tuple[str, str], float] = {}
+        self._query_numbers = itertools.count()
+        self._queries: dict[tuple[str, int], asyncio.Future[QueryBody]] = {}
+        self._instance_views = InstanceViews()
+        self._logged_s: dict[tuple[str, str], float] = {}
         self._resolver = PeerResolver()
         self._unresolved: list[str] = []
         self._refused = 0  # entries, when we last looked
@@ -128,7 +115,7 @@ class Node:
     # ---- life
 
     async def start(self, address: str, listener: NodeListener) -> None:
-        """Joins: dials the peers until it is known, and goes on doing so. Raises ConfigError."""
+        """Joins the cluster: dials the peers until one accepts, and goes on doing so. Raises ConfigError."""
         self._listener = listener
         seeds, self._unresolved = await resolve_peers(self._config.peers, self._resolver)
         check_count(seeds)
@@ -139,32 +126,32 @@ class Node:
         protocol = ClusterProtocol(settings, self.keys, self._rng, self._now(), wall_ms)
         protocol.restore(self._names.restore(wall_ms), self._now())
         self._names.seen(wall_ms)
-        self._protocol, self._sockets = protocol, WebSocketTransport(self, self._config.tls, self._resolver)
+        self._protocol, self._transport = protocol, WebSocketTransport(self, self._config.tls, self._resolver)
         self.background.run(self._stack, self._tick, "cluster tick")
-        self.background.run(self._stack, self._look_around, "cluster upkeep")
+        self.background.run(self._stack, self._upkeep, "cluster upkeep")
 
     async def accept(self, request: web.Request) -> web.StreamResponse:
-        """The handler of another instance's connection."""
-        if self._sockets is None:
+        """Handles another instance's connection."""
+        if self._transport is None:
             raise web.HTTPServiceUnavailable(text="This instance has not joined its cluster yet.")
-        return await self._sockets.accept(request)
+        return await self._transport.accept(request)
 
     async def stop(self) -> None:
-        """Leaves, so that nobody suspects anything."""
+        """Announces that this instance leaves, and closes all connections."""
         await self._stack.aclose()
-        if self._protocol is not None and self._sockets is not None:
+        if self._protocol is not None and self._transport is not None:
             self._protocol.leave(self._now())
             self._settle()
-            await self._sockets.end()
+            await self._transport.end()
         self.ended.cancel()
 
     async def close(self) -> None:
-        """Ends what is left after `stop`, when nobody gives or takes away names any more: HTTP has ended."""
+        """Closes the registry file, after `stop` and after HTTP has ended."""
         await asyncio.to_thread(self._names.close)
 
     @property
     def keys(self) -> Keyring:
-        """The secrets that hold now."""
+        """The secrets in use."""
         keys = self._config.keys
         return keys.keys if isinstance(keys, SecretFile) else keys
 
@@ -172,20 +159,20 @@ class Node:
 
     @property
     def protocol(self) -> ClusterProtocol:
-        """The state behind all this. Raises AssertionError before `start`."""
+        """The protocol state. Raises AssertionError before `start`."""
         assert self._protocol is not None, "the node has not started"
         return self._protocol
 
     def members(self) -> tuple[MemberRecord, ...]:
-        """Everybody known, ourselves first, the dead and departed included."""
+        """Returns the records of all known instances, the own one first, dead and departed ones included."""
         return self.protocol.members.records() if self._protocol else ()
 
     def record(self, name: str) -> MemberRecord | None:
-        """One of them."""
+        """Returns the record of one instance."""
         return self.protocol.members.get(name)
 
     def load(self, name: str) -> tuple[InstanceLoad, float] | None:
-        """The newest load of an instance and its age in seconds."""
+        """Returns the newest load of an instance and its age in seconds."""
         return (
             (self._listener.current_load(self._lag_s), 0.0)
             if name == self.name
@@ -193,33 +180,33 @@ class Node:
         )
 
     def instances(self) -> tuple[Instance, ...]:
-        """What a router chooses among. Built anew only where a beat, a profile or a state has changed."""
+        """Returns the instances that a router chooses among."""
         live = (self.protocol.members.me, *filter(None, map(self.record, self.protocol.members.live())))
         lww_map = self.protocol.state.map_of
-        return self._seen.all((record, self.load(record.name), lww_map(record.name)) for record in live)
+        return self._instance_views.all((record, self.load(record.name), lww_map(record.name)) for record in live)
 
     @property
     def registry_version(self) -> int:
-        """Another number whenever names or what they mean have changed."""
+        """A number that changes whenever the registry does."""
         lww_map = self._protocol.state.map_of(REGISTRY) if self._protocol else None
         return lww_map.root if lww_map else 0
 
     def adapters(self) -> Iterator[RegisteredAdapter]:
-        """All names and what they mean, in no order."""
+        """Yields all adapters of the registry, in no order."""
         return self._protocol.state.adapters() if self._protocol else iter(())
 
     def adapter(self, name: str) -> RegisteredAdapter | None:
-        """What a name means; None if nobody gave it."""
+        """Returns the adapter that a name stands for, or None."""
         return self._protocol.state.adapter(name) if self._protocol else None
 
     def last_changed_s(self, name: str) -> float | None:
-        """When a name was last given or taken away, in unix time; None if it never was."""
+        """Returns the unix time at which a name was last registered or removed, or None."""
         lww_map = self.protocol.state.map_of(REGISTRY)
         entry = lww_map.get(name) if lww_map else None
         return entry.time_ms / 1000 if entry else None
 
     def holders(self, digest: str) -> dict[str, Tier]:
-        """Who has its bytes and how near to their device. Only those alive: suspects may be back, and are left out."""
+        """Returns the instances that have a digest's bytes, with their tier. Only live ones; suspects are left out."""
         members = self.protocol.members
         said = ((members.get(name), value) for name, value in self.protocol.state.holders(digest).items())
         return {record.name: tier_of(value) for record, value in said if record and record.state == MemberState.ALIVE}
@@ -227,31 +214,31 @@ class Node:
     # ---- what is said
 
     def register(self, adapter: RegisteredAdapter) -> None:
-        """Gives a name its meaning on all instances. Raises InvalidRequest."""
+        """Registers an adapter on all instances. Raises InvalidRequest."""
         self._names.save(self.protocol.register(adapter, self._now()))
 
     def remove(self, name: str) -> None:
-        """Takes a name away on all instances; harmless where nobody knows it."""
+        """Removes an adapter's name on all instances; harmless if there is none."""
         self._names.save(self.protocol.remove(name, self._now()))
 
     def advertise(self, digest: str, tier: Tier) -> None:
-        """We have its bytes, all of them and verified."""
+        """Advertises that this instance has all bytes of a digest, verified."""
         self.protocol.advertise(digest, (int(tier),), self._now())
 
     def withdraw(self, digest: str) -> None:
-        """We have them no more."""
+        """Withdraws this instance from the holders of a digest."""
         self.protocol.withdraw(digest, self._now())
 
     def publish(self, model: PerfModel | None, links: LinkSpeeds) -> None:
-        """How fast we are; None: nobody has measured it."""
+        """Advertises the speed of this instance; None: it was not measured."""
         self.protocol.advertise(MODEL, model_value(model), self._now())
         self.protocol.advertise(LINKS, links_value(links), self._now())
 
     async def query(self, peer: str, body: QueryBody, timeout_s: float) -> QueryBody | None:
-        """A question to another instance, and what it answers."""
-        number = next(self._numbers)
+        """Sends a query to another instance. Returns its answer, or None if none came in time."""
+        number = next(self._query_numbers)
         answer: asyncio.Future[QueryBody] = asyncio.get_running_loop().create_future()
-        self._questions[peer, number] = answer
+        self._queries[peer, number] = answer
         try:
             if not self.protocol.send_query(peer, PeerQuery(number, False, body)):
                 return None
@@ -261,10 +248,10 @@ class Node:
         except TimeoutError:
             return None
         finally:
-            del self._questions[peer, number]
+            del self._queries[peer, number]
 
     def reread_secrets(self) -> None:
-        """Takes the secrets that the file has now; those we have stay when it is of no use."""
+        """Reads the secret file again; an invalid one changes nothing."""
         keys = self._config.keys
         if isinstance(keys, SecretFile):
             try:
@@ -272,10 +259,10 @@ class Node:
                     self.protocol.rekey(keys.keys)
                     log.info("the cluster's secrets are new")
             except ConfigError as error:
-                self._say(logging.ERROR, "secrets", "", "%s; the secrets from before stay", error.message)
+                self._log_rarely(logging.ERROR, "secrets", "", "%s; the secrets from before stay", error.message)
 
     def families(self, labels: str) -> Iterator[str]:
-        """For GET /metrics: what we did not take in, or not keep."""
+        """Yields the metrics for GET /metrics: what was refused, or not kept."""
         protocol = self.protocol
         counts = {
             "entries": (
@@ -298,24 +285,24 @@ class Node:
 
     # ---- what happens on connections
 
-    def connected(self, link: int, dialled: str | None) -> None:
-        """For `WebSocketTransport`, as the three below."""
-        self.protocol.connected(link, self._now(), dialled=dialled)
+    def connected(self, connection_id: int, dialled: str | None) -> None:
+        """See `TransportListener`, as for the three below."""
+        self.protocol.connected(connection_id, self._now(), dialled=dialled)
         self._settle()
 
-    def received(self, link: int, frame: bytes) -> None:
+    def received(self, connection_id: int, frame: bytes) -> None:
         """A frame came."""
-        self.protocol.received(link, frame, self._now())
+        self.protocol.received(connection_id, frame, self._now())
         self._settle()
 
-    def lost(self, link: int) -> None:
+    def lost(self, connection_id: int) -> None:
         """A connection ended."""
-        self.protocol.lost(link, self._now())
+        self.protocol.lost(connection_id, self._now())
         self._settle()
 
-    def pull(self, link: int) -> bytes | None:
+    def pull(self, connection_id: int) -> bytes | None:
         """The next frame to send."""
-        return self.protocol.pull(link, self._now())
+        return self.protocol.pull(connection_id, self._now())
 
     # ---- inside
 
@@ -324,19 +311,19 @@ class Node:
         while True:
             now = self._now()
             self._lag_s = max(now - planned_s, 0.8 * self._lag_s)
-            if now >= self._beat_s:
-                self._beat(now)
+            if now >= self._heartbeat_s:
+                self._update_load(now)
             self.protocol.tick(now, int(time.time() * 1000))
             self._settle()
             planned_s = self._now() + _TICK_S
             await asyncio.sleep(_TICK_S)
 
-    def _beat(self, now: float) -> None:
+    def _update_load(self, now: float) -> None:
         load = self._listener.current_load(self._lag_s)
         self.protocol.set_load(load, now, urgent=load.status != self._status)
-        self._status, self._beat_s = load.status, now + 2 * _TICK_S
+        self._status, self._heartbeat_s = load.status, now + 2 * _TICK_S
 
-    async def _look_around(self) -> None:
+    async def _upkeep(self) -> None:
         resolve_s = self._now() + (_REREAD_S if self._unresolved else _RESOLVE_S)
         while True:
             await asyncio.sleep(_REREAD_S)
@@ -345,34 +332,34 @@ class Node:
             if (refused := self.protocol.state.refused) > self._refused:
                 self._refused = refused
                 text = "%d entries of other instances were refused so far; of the last one, %s"
-                self._say(logging.WARNING, "entries", "", text, refused, self.protocol.state.objection)
+                self._log_rarely(logging.WARNING, "entries", "", text, refused, self.protocol.state.objection)
             if self._now() >= resolve_s:
                 seeds, self._unresolved = await resolve_peers(self._config.peers, self._resolver)
                 resolve_s = self._now() + (_REREAD_S if self._unresolved else _RESOLVE_S)
-                if seeds:  # a name server that is away makes nobody leave
+                if seeds:  # when no name server answers, the seeds stay
                     self.protocol.seed(seeds)
             for peer in self._unresolved:
-                self._say(logging.WARNING, "resolve", peer, "--peers %s does not resolve now", peer)
+                self._log_rarely(logging.WARNING, "resolve", peer, "--peers %s does not resolve now", peer)
 
     def _settle(self) -> None:
-        """Does what the core says, and has sent what it wants to send."""
-        protocol, sockets = self.protocol, self._sockets
-        assert sockets is not None
+        """Carries out the protocol's outputs, and sends what it has to send."""
+        protocol, transport = self.protocol, self._transport
+        assert transport is not None
         self._outputs.extend(protocol.take_outputs())
         while self._outputs:  # should one fail, the next call goes on with those after it
             output = self._outputs.popleft()
             if isinstance(output, Dial):
-                sockets.dial(output.address)
+                transport.dial(output.address)
             elif isinstance(output, CloseConnection):
-                sockets.close(output.link)
+                transport.close(output.connection_id)
                 who = output.dialled or "an instance that connected to us"
                 level = logging.WARNING if output.reason in (NO_ANSWER, UNKNOWN_SECRET) else logging.DEBUG
-                self._say(level, output.reason, who, "the connection with %s ends: %s", who, output.reason)
+                self._log_rarely(level, output.reason, who, "the connection with %s ends: %s", who, output.reason)
             else:
-                self._take(output)
-        sockets.flush(protocol.writable())
+                self._handle_output(output)
+        transport.flush(protocol.writable())
 
-    def _take(self, output: Output) -> None:
+    def _handle_output(self, output: Output) -> None:
         match output:
             case MemberChanged(record, before):
                 log.info("%s at %s is %s", record.name, record.address, record.state.name.lower())
@@ -389,24 +376,24 @@ class Node:
             case EntriesChanged():
                 self._listener.on_holders_change()
             case PeerRefused(peer, reason):
-                self._say(logging.WARNING, "refused", peer, "%s is refused: %s", peer, reason)
-            case RefusedByPeer(peer, reason, ours_to_go):
-                self._say(logging.ERROR, "refused us", peer, "%s refuses us: %s", peer or "an instance", reason)
-                if ours_to_go and not self.ended.done():
+                self._log_rarely(logging.WARNING, "refused", peer, "%s is refused: %s", peer, reason)
+            case RefusedByPeer(peer, reason, must_exit):
+                self._log_rarely(logging.ERROR, "refused us", peer, "%s refuses us: %s", peer or "an instance", reason)
+                if must_exit and not self.ended.done():
                     self.ended.set_exception(ConfigError(f"this instance cannot join its cluster: {reason}"))
-            case QueryReceived(peer, quote):
-                self._quoted(peer, quote)
+            case QueryReceived(peer, query):
+                self._handle_query(peer, query)
 
-    def _quoted(self, peer: str, quote: PeerQuery) -> None:
-        if not quote.is_answer:
-            self.protocol.send_query(peer, PeerQuery(quote.number, True, self._listener.answer_query(peer, quote.body)))
-        elif (future := self._questions.get((peer, quote.number))) is not None and not future.done():
-            future.set_result(quote.body)
+    def _handle_query(self, peer: str, query: PeerQuery) -> None:
+        if not query.is_answer:
+            self.protocol.send_query(peer, PeerQuery(query.number, True, self._listener.answer_query(peer, query.body)))
+        elif (future := self._queries.get((peer, query.number))) is not None and not future.done():
+            future.set_result(query.body)
 
-    def _say(self, level: int, kind: str, about: str, text: str, *values: object) -> None:
-        """A log line, but not of one kind about one address all the time."""
+    def _log_rarely(self, level: int, kind: str, about: str, text: str, *values: object) -> None:
+        """Logs a line, at most once in 60 s for one kind and address."""
         now = self._now()
-        if now - self._told.get((kind, about), -_QUIET_S) >= _QUIET_S:
-            self._told = {key: when for key, when in self._told.items() if now - when < _QUIET_S}
-            self._told[kind, about] = now
+        if now - self._logged_s.get((kind, about), -_QUIET_S) >= _QUIET_S:
+            self._logged_s = {key: when for key, when in self._logged_s.items() if now - when < _QUIET_S}
+            self._logged_s[kind, about] = now
             log.log(level, text, *values)

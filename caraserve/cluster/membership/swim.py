@@ -1,18 +1,18 @@
-"""Who is in the cluster and who answers: SWIM's rules over an injected clock. Pure; called by protocol.py.
+"""Failure detection and membership by the rules of SWIM. No I/O, no clock.
 
-A record's order is (epoch, incarnation, state), and the higher one wins wherever two meet. The epoch is the instance's
-start in ms, so a restart replaces its old self at once. Only the instance itself raises its incarnation: that is how it
-refutes a suspicion, or its own death.
+Records are ordered by (epoch, incarnation, state), and of two records of an instance the greater wins. The epoch is
+the start of the instance in ms, so a restart replaces the record of the earlier run at once. Only the instance
+itself raises its incarnation: that is how it refutes a suspicion, or its own death.
 
     ALIVE ──silent and no probe came back, or its connection broke──► SUSPECT ──not refuted in time──► DEAD
       ▲────────────────── a higher incarnation, or a higher epoch ─────────┴──────────────────────────────┘
-    LEFT is what an instance says of itself when it goes; only a higher epoch or incarnation of its own replaces it.
+    LEFT is what an instance says of itself when it shuts down; only its own higher epoch or incarnation replaces it.
 
-An earlier life of ours whose clock ran ahead is outbid by a higher epoch. Two instances that share a name by mistake
-would outbid each other for ever, and whoever knows both would see the name move each time: both stop soon, and say so.
+An instance whose earlier run had a clock ahead of time outbids that run's record with a higher epoch. Two instances
+that share a name by mistake would outbid each other without end, so both stop after 3 times and report it.
 
-From Lifeguard: probes wait longer when we ourselves are in trouble, a suspicion runs shorter the more instances hold
-it, a suspect is told so in every frame to it, and one whose own loop stood still gives no verdict about that time.
+From Lifeguard: probes wait longer while this instance itself is slow, a suspicion times out earlier the more instances
+share it, a suspect is told so in every frame to it, and an instance whose own loop stood still ignores that time.
 (Das et al., "SWIM"; Dadgar et al., "Lifeguard".)
 """
 
@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from caraserve.cluster.membership.message_fields import Address, Count, Name, NameOrEmpty
 
-MAX_LIVE = 64  # n² connections and beats are fine to here; beyond, a router of its own is the better design
+MAX_LIVE = 64  # n² connections and heartbeats are fine to here; beyond, a router of its own is the better design
 MAX_KNOWN = 4 * MAX_LIVE  # records kept, with the dead and the departed: a bound on memory under invented names
 MAX_UPDATES = 16  # in one frame
 _MAX_HEALTH = 4
@@ -34,7 +34,7 @@ _MOST_OUTBIDS = 3  # of others of our name: earlier lives are few
 
 
 class MemberState(IntEnum):
-    """What is believed of an instance; of two records of one incarnation the higher state wins."""
+    """The believed state of an instance; of two records of one incarnation the greater state wins."""
 
     ALIVE = 0
     SUSPECT = 1
@@ -53,12 +53,12 @@ class MemberRecord(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
     @property
     def order(self) -> tuple[int, int, MemberState, str]:
-        """Total, so that merging is the same in any order; the address only breaks ties that should not happen."""
+        """The order of records; total, so that merging gives one result in any order. The address only breaks ties."""
         return (self.epoch, self.incarnation, self.state, self.address)
 
 
 def newer_record(one: MemberRecord, other: MemberRecord) -> MemberRecord:
-    """The record that stands when both are known. Commutative, associative, idempotent."""
+    """Returns the record that wins of two. Commutative, associative, idempotent."""
     return max(one, other, key=lambda record: record.order)
 
 
@@ -71,7 +71,7 @@ class MemberUpdate(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 @dataclass(frozen=True, slots=True)
 class MemberChanged:
-    """An instance came, came back, fell under suspicion, died or left. `before` is None for a new name."""
+    """An instance joined, came back, became suspect, died or left. `before` is None for a new name."""
 
     record: MemberRecord
     before: MemberState | None
@@ -79,14 +79,14 @@ class MemberChanged:
 
 @dataclass(frozen=True, slots=True)
 class NameConflict:
-    """A living instance at that other address has our name."""
+    """A live instance at another address has this instance's name."""
 
     address: str
 
 
 @dataclass(frozen=True, slots=True)
 class PeerProbe:
-    """Ping `target` yourself and ask each of `via` to do so; answers carry `number`."""
+    """A probe: ping `target` directly and through each of `via`; answers carry `number`."""
 
     number: int
     target: str
@@ -95,9 +95,9 @@ class PeerProbe:
 
 @dataclass(frozen=True, slots=True)
 class DetectorTiming:
-    """Seconds and counts of the failure detector, for beats of 250 ms in one data centre."""
+    """Seconds and counts of the failure detector, for heartbeats every 250 ms in one data centre."""
 
-    silent_s: float = 0.75  # three beats
+    silent_s: float = 0.75  # three heartbeats
     probe_s: float = 0.5
     suspect_s: float = 2.0  # for up to 10 instances; grows with log10 of their number, as updates take longer
     stretch: float = 3.0  # a suspicion nobody shares runs this much longer
@@ -120,7 +120,7 @@ class _Member:
 
 
 class MemberTable:
-    """One instance's view of all. Every method takes the time; `take_events` gives what changed since the last call."""
+    """One instance's view of all. Every method takes the time; `take_events` returns what changed."""
 
     def __init__(self, me: MemberRecord, timing: DetectorTiming, rng: Random, now: float) -> None:
         self.me = me
@@ -141,26 +141,26 @@ class MemberTable:
 
     @property
     def health(self) -> int:
-        """0 when we keep up with our own timers and probes, up to 4 when we do not."""
+        """0 while this instance keeps up with its own timers and probes, up to 4 while it does not."""
         return self._health
 
     def get(self, name: str) -> MemberRecord | None:
-        """The record of an instance, our own included."""
+        """Returns the record of an instance, this one included."""
         if name == self.me.name:
             return self.me
         member = self._others.get(name)
         return member.record if member else None
 
     def records(self) -> tuple[MemberRecord, ...]:
-        """All records, ours first."""
+        """Returns all records, the own one first."""
         return (self.me, *(member.record for member in self._others.values()))
 
     def live(self) -> tuple[str, ...]:
-        """The other instances neither dead nor departed; suspects included."""
+        """Returns the names of other instances that are neither dead nor departed; suspects included."""
         return tuple(name for name, member in self._others.items() if member.record.state < MemberState.DEAD)
 
     def suspicion_s(self, accusers: int) -> float:
-        """How long a suspicion held by so many runs until it is a death."""
+        """Returns after how many seconds a suspicion shared by so many instances becomes a death."""
         timing, size = self._timing, len(self.live()) + 1
         low = timing.suspect_s * max(1.0, math.log10(size))
         wanted = min(timing.confirmations, size - 2)  # all but the suspect and the first accuser
@@ -170,20 +170,21 @@ class MemberTable:
         return low * (timing.stretch - (timing.stretch - 1) * share)
 
     def take_events(self) -> list[MemberChanged | NameConflict]:
-        """What changed since the last call, oldest first."""
+        """Returns what changed since the last call, oldest first."""
         events, self._events = self._events, []
         return events
 
     # ---- what comes in
 
     def admits(self, name: str) -> bool:
-        """Whether one more live instance of that name has room."""
+        """Returns whether an instance of that name is known as live, or there is room for one more."""
         member = self._others.get(name)
         known = member is not None and member.record.state < MemberState.DEAD
         return known or len(self.live()) + 1 < MAX_LIVE
 
     def merge(self, update: MemberUpdate, now: float, *, by_sync: bool = False) -> None:
-        """Takes in what somebody believes. A death learnt by sync is a suspicion: it may be old, or another side's."""
+        """Merges an update. A death learnt by sync counts as a suspicion: it may be old, or of the other side of a
+        partition."""
         record = update.record
         if record.name == self.me.name:
             self._answer(record, now)
@@ -214,21 +215,22 @@ class MemberTable:
             self._confirm(member, update.suspected_by)
 
     def heard(self, name: str, address: str, now: float) -> None:
-        """A frame of that instance there, and no other of its name, arrived, directly or as the answer to a probe."""
+        """Records that a frame of the instance of that name and address arrived, directly or as the answer to a
+        probe."""
         member = self._others.get(name)
         if member is not None and member.record.address == address:
             member.heard_s = max(member.heard_s, now)
             member.probe = None
 
     def lost(self, name: str, now: float) -> None:
-        """Its connection broke. A dead process is known by that in milliseconds, so it is suspect at once."""
+        """Makes an instance suspect when its connection breaks: a dead process is found by that in milliseconds."""
         member = self._others.get(name)
         if member is not None and member.record.state == MemberState.ALIVE:
             member.heard_s = min(member.heard_s, now - self._timing.silent_s)
             self._suspect(member, now)
 
     def acked(self, number: int, record: MemberRecord, now: float) -> None:
-        """The target of a probe answered, with its own record, so that an answer brings the refutation along."""
+        """Records the answer to a probe; it carries the target's own record, and with it the refutation."""
         member = self._others.get(record.name)
         if member is not None and member.probe is not None and member.probe.number == number:
             self._health = max(0, self._health - 1)
@@ -236,20 +238,20 @@ class MemberTable:
         self.merge(MemberUpdate(record, ""), now)
 
     def nacked(self, number: int, by: str) -> None:
-        """One asked to probe says that the target did not answer it: then the fault is not on our side."""
+        """Records that an instance that was asked to probe got no answer either: then the fault is not on this side."""
         for member in self._others.values():
             if member.probe is not None and member.probe.number == number and by in member.probe.via:
                 member.nacks.add(by)
 
     def leave(self) -> None:
-        """We go. No other state of this incarnation stands against that one."""
+        """Declares that this instance leaves. No other state of this incarnation wins over that one."""
         self.me = replace(self.me, state=MemberState.LEFT)
         self._spread_me()
 
     # ---- what time brings
 
     def tick(self, now: float) -> list[PeerProbe]:
-        """Verdicts that are due, and the probes to send."""
+        """Decides what is due. Returns the probes to send."""
         gap, self._ticked_s = now - self._ticked_s, now
         if gap > self._timing.lag_s:
             self._stood_still(gap, now)
@@ -275,7 +277,7 @@ class MemberTable:
     # ---- what goes out
 
     def updates(self, to: str) -> tuple[MemberUpdate, ...]:
-        """Those to piggyback on a frame to `to`, the least sent first; counted as sent."""
+        """Returns the updates to attach to a frame for `to`, least sent first, and counts them as sent."""
         chosen: list[MemberUpdate] = []
         member = self._others.get(to)
         if member is not None and member.record.state in (MemberState.SUSPECT, MemberState.DEAD):
@@ -299,7 +301,7 @@ class MemberTable:
     # ---- inside
 
     def _answer(self, record: MemberRecord, now: float) -> None:
-        """Somebody said something of us: it is refuted when it would win over what we say ourselves."""
+        """Refutes what others say of this instance when it would win over what it says itself."""
         if self.me.state == MemberState.LEFT or record.order <= self.me.order:
             return
         is_elsewhere = record.address != self.me.address
@@ -314,7 +316,7 @@ class MemberTable:
         self._spread_me()
 
     def _may_outbid(self, address: str) -> bool:
-        """Whether to raise our epoch over that of our name at another address."""
+        """Whether to raise this instance's epoch over that of its name at another address."""
         if address == self._outbid:  # an earlier life would not have answered
             self._events.append(NameConflict(address))
         self._outbids, self._outbid = self._outbids + 1, address
@@ -345,7 +347,7 @@ class MemberTable:
         self._spread(MemberUpdate(record, accuser if record.state == MemberState.SUSPECT else ""))
 
     def _confirm(self, member: _Member, accuser: str) -> None:
-        """One more holds the suspicion. Told on while it still shortens the time."""
+        """Adds an accuser, and spreads it while it still shortens the time."""
         if accuser not in member.accusers and len(member.accusers) <= self._timing.confirmations:
             member.accusers.add(accuser)
             self._spread(MemberUpdate(member.record, accuser))
@@ -357,7 +359,7 @@ class MemberTable:
             self._confirm(member, self.me.name)
 
     def _is_due(self, member: _Member, now: float) -> bool:
-        """Whether a suspicion has become a death. One whom we hear ourselves only needs to be told."""
+        """Whether a suspicion has become a death. An instance that is heard has only to refute it."""
         silent = now - member.heard_s > self._timing.silent_s
         return silent and now - member.since_s > self.suspicion_s(len(member.accusers))
 
@@ -377,7 +379,7 @@ class MemberTable:
         self._suspect(member, now)
 
     def _stood_still(self, gap: float, now: float) -> None:
-        """Our own loop hung: that time counts for nobody's silence, and for no suspicion."""
+        """Discounts time in which this instance's own loop stood still from silences and suspicions."""
         self._trouble(now)
         for member in self._others.values():
             member.heard_s += gap
@@ -416,7 +418,7 @@ _MAX_RELAYS = 256
 
 
 class PingRelays:
-    """The open ones, each for `wait_s`."""
+    """Pings sent on behalf of other instances, each open for `wait_s`."""
 
     def __init__(self, wait_s: float) -> None:
         self._wait_s = wait_s
@@ -424,7 +426,7 @@ class PingRelays:
         self._number = _FIRST_RELAY
 
     def start(self, asker: str, asked: int, now: float) -> int | None:
-        """The number to ping with, for a question of that number; None when too many are open."""
+        """Returns the number to ping with for a request, or None when too many are open."""
         if len(self._open) >= _MAX_RELAYS:
             return None
         self._number += 1
@@ -432,10 +434,10 @@ class PingRelays:
         return self._number
 
     def answered(self, number: int) -> tuple[str, int]:
-        """Who asked, and by what number; nobody, if that was no ping for another or is over."""
+        """Returns the requester and its number; an empty name if that was no relayed ping or is over."""
         return self._open.pop(number, ("", 0, 0.0))[:2]
 
     def expired(self, now: float) -> list[tuple[str, int]]:
-        """Those without an answer: who asked, and by what number."""
+        """Returns requester and number of those that got no answer."""
         numbers = [number for number, (_, _, until) in self._open.items() if now > until]
         return [self._open.pop(number)[:2] for number in numbers]

@@ -1,7 +1,7 @@
-"""Connections between instances: one persistent WebSocket each, dialled or accepted.
+"""The WebSocket transport between instances: one persistent connection each, dialled or accepted.
 
-What waits to be sent waits in the core, within its bounds: a frame is pulled when the connection takes it, not before.
-So a peer that does not read costs its 256 control frames and one beat, and nobody else anything.
+Messages wait in the protocol's queues, which are bounded: a frame is pulled when the connection accepts it, not before.
+So a peer that does not read costs 256 control frames and one heartbeat.
 
     protocol ──pull──► writer task ──► WebSocket ──► the peer's reader task ──received──► its protocol
 """
@@ -34,21 +34,21 @@ _WebSocket: TypeAlias = "web.WebSocketResponse | aiohttp.ClientWebSocketResponse
 
 
 class TransportListener(Protocol):
-    """What happens on connections, for the one who decides."""
+    """The protocol that handles what happens on connections."""
 
-    def connected(self, link: int, dialled: str | None) -> None: ...
+    def connected(self, connection_id: int, dialled: str | None) -> None: ...
 
-    def received(self, link: int, frame: bytes) -> None: ...
+    def received(self, connection_id: int, frame: bytes) -> None: ...
 
-    def lost(self, link: int) -> None: ...
+    def lost(self, connection_id: int) -> None: ...
 
-    def pull(self, link: int) -> bytes | None:
-        """The next frame to send, if there is one."""
+    def pull(self, connection_id: int) -> bytes | None:
+        """Returns the next frame to send, or None."""
 
 
 @dataclass(slots=True, eq=False)
 class _Socket:
-    link: int
+    connection_id: int
     stream: _WebSocket
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     closing: bool = False
@@ -61,9 +61,9 @@ class WebSocketTransport:
         """`tls`: for dialling; None: peers speak plain HTTP."""
         self._ends, self._tls = ends, tls
         self._open: dict[int, _Socket] = {}
-        self._links = itertools.count()
-        self._dialling: dict[str, asyncio.Task[None]] = {}
-        self._conversations: set[asyncio.Task[None]] = set()
+        self._connection_ids = itertools.count()
+        self._dialing: dict[str, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         # A connection for each WebSocket, so that nothing is to be pooled.
         connector = aiohttp.TCPConnector(limit=0, force_close=True, resolver=resolver)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_DIAL_S)
@@ -72,44 +72,44 @@ class WebSocketTransport:
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, trace_configs=[redirects])
 
     def dial(self, address: str) -> None:
-        """Connects to HOST:PORT in the background, unless that is under way. A failure is no event."""
-        if address not in self._dialling:
-            task = self._dialling[address] = asyncio.create_task(self._dial(address), name=f"dial {address}")
-            task.add_done_callback(lambda _: self._dialling.pop(address, None))
+        """Connects to HOST:PORT in the background, unless that is under way. Failures are not reported."""
+        if address not in self._dialing:
+            task = self._dialing[address] = asyncio.create_task(self._dial(address), name=f"dial {address}")
+            task.add_done_callback(lambda _: self._dialing.pop(address, None))
             task.add_done_callback(log_defect)
 
     async def accept(self, request: web.Request) -> web.StreamResponse:
-        """The handler of `WEBSOCKET_PATH`. Returns when the connection has ended."""
+        """Handles a request for WEBSOCKET_PATH. Returns when the connection has ended."""
         if "Origin" in request.headers:  # browsers always say it; no page has any business here
             raise web.HTTPForbidden(text="This address is for other instances.")
         if len(self._open) >= _MOST_SOCKETS:
             raise web.HTTPServiceUnavailable(text="Too many connections.")
         stream = web.WebSocketResponse(timeout=_CLOSE_S, compress=False, max_msg_size=MAX_FRAME)
         await stream.prepare(request)
-        await self._converse(stream, None)
+        await self._run_connection(stream, None)
         return stream
 
-    def close(self, link: int) -> None:
-        """Sends what is left for a link, then ends it."""
-        found = self._open.get(link)
+    def close(self, connection_id: int) -> None:
+        """Sends what is left for a connection, then ends it."""
+        found = self._open.get(connection_id)
         if found is not None:
             found.closing = True
             found.wake.set()
 
-    def flush(self, links: list[int]) -> None:
-        """These links have something to send."""
-        for link in links:
-            if (found := self._open.get(link)) is not None:
+    def flush(self, connection_ids: list[int]) -> None:
+        """Wakes the writers of connections that have frames to send."""
+        for connection_id in connection_ids:
+            if (found := self._open.get(connection_id)) is not None:
                 found.wake.set()
 
     async def end(self) -> None:
-        """Sends what is left, and closes everything."""
-        for task in self._dialling.values():
+        """Sends what is left, and closes all connections."""
+        for task in self._dialing.values():
             task.cancel()
-        for link in list(self._open):
-            self.close(link)
-        if self._conversations:
-            await asyncio.wait(self._conversations, timeout=3 * _CLOSE_S)
+        for connection_id in list(self._open):
+            self.close(connection_id)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=3 * _CLOSE_S)
         await self._session.close()
 
     async def _dial(self, address: str) -> None:
@@ -122,36 +122,36 @@ class WebSocketTransport:
                 )
         except (aiohttp.ClientError, OSError, ValueError, TimeoutError):
             return
-        self._dialling.pop(address, None)
-        await self._converse(stream, address)
+        self._dialing.pop(address, None)
+        await self._run_connection(stream, address)
 
-    async def _converse(self, stream: _WebSocket, dialled: str | None) -> None:
-        """The whole life of a connection, in a task that lives no longer than it."""
+    async def _run_connection(self, stream: _WebSocket, dialled: str | None) -> None:
+        """Reads and writes a connection until it ends."""
         task = asyncio.current_task()
         assert task is not None
-        here = _Socket(next(self._links), stream)
-        self._conversations.add(task)
-        self._open[here.link] = here
+        here = _Socket(next(self._connection_ids), stream)
+        self._tasks.add(task)
+        self._open[here.connection_id] = here
         _on_kernel_socket(stream, _give_up_early)
-        self._ends.connected(here.link, dialled)
+        self._ends.connected(here.connection_id, dialled)
         writer = asyncio.create_task(self._write(here), name="cluster writer")
         writer.add_done_callback(log_defect)
         try:
             async for message in stream:
                 if message.type is not aiohttp.WSMsgType.BINARY or here.closing:
                     break
-                self._ends.received(here.link, message.data)
+                self._ends.received(here.connection_id, message.data)
                 await asyncio.sleep(0)  # a burst of frames is read without a pause otherwise
         finally:
-            self._open.pop(here.link, None)
-            self._conversations.discard(task)
-            self._ends.lost(here.link)
+            self._open.pop(here.connection_id, None)
+            self._tasks.discard(task)
+            self._ends.lost(here.connection_id)
             await _finished(writer, here)
 
     async def _write(self, here: _Socket) -> None:
         with contextlib.suppress(ConnectionError, aiohttp.ClientError):
             while True:
-                while (frame := self._ends.pull(here.link)) is not None:
+                while (frame := self._ends.pull(here.connection_id)) is not None:
                     await here.stream.send_bytes(frame)
                 if here.closing:
                     break
@@ -163,12 +163,12 @@ class WebSocketTransport:
 async def _refuse_redirect(
     session: aiohttp.ClientSession, context: object, answer: aiohttp.TraceRequestRedirectParams
 ) -> None:
-    """What answers at a peer's address must not choose which other URL this machine asks for."""
+    """Prevents that the server at a peer's address chooses another URL for this machine to request."""
     raise aiohttp.ClientConnectionError(f"{answer.url} redirects to another address")
 
 
 async def _finished(writer: "asyncio.Task[None]", here: _Socket) -> None:
-    """Gives the writer a moment for what is left, and then takes the connection away."""
+    """Gives the writer a moment to send what is left, then cuts the connection."""
     here.closing = True
     here.wake.set()
     try:
@@ -180,7 +180,7 @@ async def _finished(writer: "asyncio.Task[None]", here: _Socket) -> None:
 
 
 def _on_kernel_socket(stream: _WebSocket, action: Callable[[socket.socket], None]) -> None:
-    """What transports do not offer; that the connection is gone already is fine."""
+    """Applies an option that asyncio's transports do not offer; ignores connections that are gone."""
     shown = stream.get_extra_info("socket")
     with contextlib.suppress(OSError):
         if shown is not None:
@@ -189,7 +189,7 @@ def _on_kernel_socket(stream: _WebSocket, action: Callable[[socket.socket], None
 
 
 def _give_up_early(raw: socket.socket) -> None:
-    """A machine that vanished acknowledges nothing, and says nothing either."""
+    """Lets the kernel end connections to a machine that has vanished, which acknowledges nothing."""
     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
 
 

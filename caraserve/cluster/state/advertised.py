@@ -1,10 +1,10 @@
-"""What an instance says of itself, and what others make of it: load beats, its performance model, its holdings. Pure.
+"""What an instance advertises, and how others read it: load, performance model, adapters by tier. No I/O, no clock.
 
-    engine's Workload ─► Load ──beat──► Backlog ─┐
-    PerfModel, LinkSpeeds  ─► entries ─lww_map─► the same ─┴─► router.Instance
-    digests by tier   ─► entries ─lww_map─► holders
+    EngineLoad            ─► InstanceLoad ──heartbeat──► Backlog ─┐
+    PerfModel, LinkSpeeds ─► entries ──LwwMap──► the same ────────┴─► router.Instance
+    digests by tier       ─► entries ──LwwMap──► holders
 
-Whatever arrives may be of another version of this program or wrong: it is then as if nothing had been said.
+A value that is malformed, or of another version of this program, counts as not advertised.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ MODEL, LINKS = ":model", ":links"  # keys on an instance's own lww_map; all othe
 
 _MOST_VALUES = 256  # models, or links, that are kept as read: several of each instance
 
-STALE_S = 1.0  # a load older than four beats is of an instance that has trouble
+STALE_S = 1.0  # a load older than four heartbeats is of an instance that has trouble
 _HUNG_S, _HUNG_ITERATIONS = 2.0, 10.0  # an iteration may take so long, or so many times what is predicted
 
 
@@ -34,7 +34,7 @@ _HUNG_S, _HUNG_ITERATIONS = 2.0, 10.0  # an iteration may take so long, or so ma
 def load_of(
     work: EngineLoad, status: ServingStatus, response_tokens: float, iteration_age_s: float = 0.0, lag_s: float = 0.0
 ) -> InstanceLoad:
-    """The load to publish. `iteration_age_s`: since the last iteration ended, if there is work."""
+    """Returns the load to send. `iteration_age_s`: since the last iteration ended, if there is work."""
     return InstanceLoad(
         status=status,
         running=work.running,
@@ -52,7 +52,7 @@ def load_of(
 
 
 def backlog_of(load: InstanceLoad) -> Backlog:
-    """What the cost function asks of an instance, from its load."""
+    """Returns what the cost function needs of a load."""
     return Backlog(
         requests=load.running + load.queued,
         rank_sum=sum(rank * count for rank, count in load.ranks),
@@ -69,13 +69,15 @@ def backlog_of(load: InstanceLoad) -> Backlog:
 
 
 def model_value(model: PerfModel | None) -> EntryValue:
-    """A model as a entry's value: floats as texts, exactly. None: this machine was never measured."""
+    """Returns a performance model as an entry's value, with floats as exact texts; () if the machine was never
+    measured."""
     return () if model is None else _value(dataclasses.astuple(model))
 
 
 @lru_cache(maxsize=_MOST_VALUES)
 def model_of(value: EntryValue) -> PerfModel | None:
-    """The model in a entry's value; None if there is none in it. The same one each time: what it keeps is kept."""
+    """Returns the performance model in an entry's value, or None. Equal values give one object, which keeps its
+    caches."""
     try:
         alpha_ms, gamma_ms, beta_ms, padded, *rates = map(float, value)
         base_ms, token_ms, token_rank_ms = rates
@@ -85,13 +87,13 @@ def model_of(value: EntryValue) -> PerfModel | None:
 
 
 def links_value(links: LinkSpeeds) -> EntryValue:
-    """LinkSpeeds as a entry's value."""
+    """Returns link speeds as an entry's value."""
     return _value(dataclasses.astuple(links))
 
 
 @lru_cache(maxsize=_MOST_VALUES)
 def links_of(value: EntryValue) -> LinkSpeeds:
-    """The links in a entry's value, likewise. Of an instance that said nothing of them: as fast as they could be."""
+    """Returns the link speeds in an entry's value; infinitely fast ones if there are none."""
     try:
         load_ms, load_rate, disk_rate, fetch_ms, fetch_rate, blocks = map(float, value)
     except ValueError:
@@ -112,7 +114,7 @@ def _value(numbers: tuple[float | bool, ...]) -> EntryValue:
 def instance_of(
     record: MemberRecord, load: InstanceLoad, model: PerfModel, links: LinkSpeeds, age_s: float
 ) -> Instance:
-    """An instance as a router sees it. `age_s`: of the load."""
+    """Returns an instance as a router sees it. `age_s`: the age of the load."""
     able = (
         record.state == MemberState.ALIVE and age_s <= STALE_S and load.status == "serving" and not is_hung(load, model)
     )
@@ -125,18 +127,17 @@ Known = tuple[
 
 
 class InstanceViews:
-    """Instances as a router sees them, built anew only where a beat, a performance model or a state has changed.
+    """Instances as a router sees them, rebuilt only when a heartbeat, a performance model or a state has changed.
 
-    One that says it was never measured is taken for the slowest of those that were: it draws nothing from a faster one,
-    and has its share when they are busy. Where nobody was measured there is nothing to choose by, and each instance
-    answers what it is sent.
+    An instance that was never measured gets the model of the slowest that was: it attracts no requests from faster
+    ones, and gets its share when they are busy. While none was measured, each instance answers what it receives.
     """
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[tuple[object, ...], Instance]] = {}
 
     def all(self, known: Iterable[Known]) -> tuple[Instance, ...]:
-        """Those of whom enough is known."""
+        """Returns the instances whose load and model are known."""
         measured: list[tuple[Instance, Entry, Entry | None]] = []
         unmeasured: list[tuple[MemberRecord, tuple[InstanceLoad, float]]] = []
         for record, found, lww_map in known:
@@ -179,7 +180,7 @@ def _typical_ms(model: PerfModel) -> float:
 
 
 def is_hung(load: InstanceLoad, model: PerfModel) -> bool:
-    """Alive is not able: an engine may hang under a loop that answers."""
+    """Returns whether an engine seems to hang, although its event loop answers."""
     backlog = backlog_of(load)
     predicted_ms = model.decode_ms(backlog.requests, backlog.rank_sum, backlog.rank_max)
     predicted_ms += model.prefill_ms(backlog.queued_tokens, backlog.queued_token_ranks)
@@ -190,14 +191,15 @@ def is_hung(load: InstanceLoad, model: PerfModel) -> bool:
 
 
 class AdvertisedTiers:
-    """Which digests an instance holds, and how near to its device, as last said."""
+    """The digests that this instance advertises, and the tier of each as last advertised."""
 
     def __init__(self) -> None:
         self._said: dict[str, Tier] = {}
         self._upper: set[str] = set()  # those said to be above the disk
 
     def changes(self, device: Collection[str], host: Collection[str]) -> Iterator[tuple[str, Tier]]:
-        """What to say anew, given the digests on the device and in the host tier. Cheap where most are on disk."""
+        """Yields the tiers to advertise, given the digests on the device and in the host cache. Cheap where most
+        are on disk."""
         now = dict.fromkeys(host, Tier.HOST) | dict.fromkeys(device, Tier.DEVICE)
         for digest in self._upper - now.keys():
             now[digest] = Tier.DISK
@@ -208,20 +210,20 @@ class AdvertisedTiers:
                 yield digest, tier
 
     def add(self, digest: str) -> bool:
-        """Its bytes are on our disk now. Whether that is news."""
+        """Adds a digest whose bytes are on the disk now. Returns whether it is new."""
         if digest in self._said:
             return False
         self._said[digest] = Tier.DISK
         return True
 
     def withdraw(self, digest: str) -> None:
-        """We hold it no more."""
+        """Removes a digest."""
         self._said.pop(digest, None)
         self._upper.discard(digest)
 
 
 def tier_of(value: EntryValue) -> Tier:
-    """The tier in a holder's entry; the farthest that still has bytes, if it is none we know."""
+    """Returns the tier in a holder's entry; DISK if it is none that is known."""
     match value:
         case (int(number), *_) if number in (Tier.DEVICE, Tier.HOST):
             return Tier(number)

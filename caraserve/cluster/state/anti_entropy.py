@@ -1,9 +1,9 @@
-"""How entries travel: news at once to every peer, and whatever was missed by comparing copies. Pure.
+"""Replication of maps: new entries are pushed to every peer, and missed ones are found by comparing copies. Pure.
 
-    mine: root ≠ yours ──Compare(my 256 sums)──► you ──Entries, of the buckets that differ──► me, until nothing is new
+    mine: root ≠ theirs ──Compare(my 256 sums)──► peer ──Entries of the buckets that differ──► me, until nothing is new
 
-Each side asks for itself when it sees the other's root, in a beat or a sync. One question per map is open at a time,
-or a joiner would fetch everything from everyone.
+Each side asks when it sees the other's root, in a heartbeat or a sync. One `Compare` per map is pending at a time, or a
+joining instance would get everything from everyone.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class _PendingCompare:
 
 
 class AntiEntropy:
-    """What is asked, what is answered and what is still to be told."""
+    """What one instance has asked for, answers, and still has to push."""
 
     def __init__(self, state: ReplicatedState, rng: Random) -> None:
         self._state = state
@@ -46,8 +46,8 @@ class AntiEntropy:
         self._known: dict[tuple[str, str], tuple[int, float]] = {}
         self._news: dict[str, dict[str, Entry]] = {}  # by owner and key
 
-    def tell(self, owner: str, entries: list[Entry]) -> None:
-        """Entries to push to every peer."""
+    def push(self, owner: str, entries: list[Entry]) -> None:
+        """Queues entries for every peer. What exceeds the queue is found later by comparing."""
         room = _MAX_NEWS - sum(map(len, self._news.values()))
         waiting = self._news.setdefault(owner, {})
         for entry in entries:
@@ -55,9 +55,9 @@ class AntiEntropy:
                 room -= entry.key not in waiting
                 waiting[entry.key] = entry
 
-    def take_news(self, wall_ms: int) -> list[EntriesMessage]:
-        """The next frames for every peer."""
-        self.tell(self._state.me, self._state.contradict(wall_ms))
+    def next_frames(self, wall_ms: int) -> list[EntriesMessage]:
+        """Returns the next messages to send to every peer."""
+        self.push(self._state.me, self._state.contradict(wall_ms))
         frames: list[EntriesMessage] = []
         for owner, waiting in self._news.items():
             pieces = islice(entry_batches(waiting.values()), _NEWS_FRAMES - len(frames))
@@ -68,8 +68,8 @@ class AntiEntropy:
         self._news = {owner: waiting for owner, waiting in self._news.items() if waiting}
         return frames
 
-    def saw_root(self, peer: str, owner: str, root: int, now: float) -> Compare | None:
-        """A peer's root of a lww_map; the question to ask it, if its copy may have what ours lacks."""
+    def on_root(self, peer: str, owner: str, root: int, now: float) -> Compare | None:
+        """Handles a peer's root of a map. Returns a `Compare` to send if its copy may have what this one lacks."""
         lww_map = self._state.map_of(owner)
         known, until_s = self._known.get((owner, peer), (None, 0.0))
         if lww_map is None or lww_map.root == root or (known == root and now < until_s):
@@ -81,7 +81,7 @@ class AntiEntropy:
         return self._ask(peer, owner, root, now)
 
     def answer(self, question: Compare) -> list[EntriesMessage]:
-        """What our copy has in the buckets in which theirs differs."""
+        """Returns the entries of the buckets in which the sender of a `Compare` differs."""
         lww_map = self._state.map_of(question.owner)
         buckets = lww_map.differing(question.sums) if lww_map is not None else []
         # From a random place on: should they not be able to take in some bucket, the others still get their turn.
@@ -94,11 +94,13 @@ class AntiEntropy:
         total = sum(map(len, pieces))
         return [EntriesMessage(question.number, question.owner, piece, total, whole) for piece in pieces or [()]]
 
-    def take(self, peer: str, message: EntriesMessage, now: float, wall_ms: int) -> tuple[list[Entry], Compare | None]:
-        """Takes entries in; gives those that were news, and the next question."""
+    def on_entries(
+        self, peer: str, message: EntriesMessage, now: float, wall_ms: int
+    ) -> tuple[list[Entry], Compare | None]:
+        """Merges entries from a peer. Returns those that were new, and the next `Compare` to send."""
         refused = self._state.refused
         news, answers = self._state.merge(message.owner, message.entries, wall_ms)
-        self.tell(message.owner, answers)
+        self.push(message.owner, answers)
         question = self._open.get(message.owner)
         if question is None or (question.number, question.peer) != (message.number, peer):
             return news, None
@@ -117,7 +119,7 @@ class AntiEntropy:
         return news, None
 
     def lost(self, peer: str) -> None:
-        """A connection ended, and with it what was asked over it."""
+        """Forgets what was asked of a peer whose connection ended."""
         self._open = {owner: question for owner, question in self._open.items() if question.peer != peer}
         self._known = {key: root for key, root in self._known.items() if key[1] != peer}
 

@@ -1,12 +1,11 @@
-"""The names that all instances share, on disk: a cluster whose instances all restart still knows them.
+"""The registry of the cluster on disk: a cluster whose instances all restart still has it.
 
-A file beside the registry of this instance's own adapters. Tombstones are kept like names, or an instance that was away
-would bring back what was removed. A thread writes, and all that came meanwhile at once, without waiting for the disk: a
-lost one costs what the others tell us again.
+A file beside the registry of this instance's own adapters. Tombstones are kept like names, or an instance that was
+away would bring back what was removed. A thread writes, all waiting entries in one transaction, without waiting for
+the disk: other instances send lost entries again.
 
-Tombstones go after their time, so who was away for longer cannot tell a name that was removed meanwhile from one that
-was not. The file says when its server last ran; after so long its names are those that the others tell, and our own
-adapters.
+Tombstones expire, so after a longer absence a removed name cannot be told from one that was not. The file records when
+its server last ran; after 30 days its names are ignored, and come from the other instances and the own adapters.
 """
 
 import logging
@@ -39,12 +38,12 @@ _SEEN_EVERY_MS = 3_600_000
 
 
 def cluster_registry_path(registry: Path) -> Path:
-    """Where the names are, given the registry's file."""
+    """Returns the file's path, given the path of the registry of own adapters."""
     return registry.with_name(f"{registry.stem}.cluster{registry.suffix}")
 
 
 class ClusterRegistryFile:
-    """Entries of the shared lww_map by name. `path` None: nothing is kept."""
+    """Entries of the registry by name. `path` None: nothing is kept."""
 
     def __init__(self, path: Path | None) -> None:
         """Raises ConfigError when the file cannot be used."""
@@ -66,8 +65,10 @@ class ClusterRegistryFile:
             ) from None
 
     def restore(self, wall_ms: int) -> list[Entry]:
-        """All names and the tombstones that others may still need; drops the others, and what a damaged file has in
-        their place. Nothing after too long. Raises ConfigError when the file cannot be read."""
+        """Returns all names, and the tombstones that others may still need; deletes the others, and damaged rows.
+
+        Returns nothing after too long an absence. Raises ConfigError when the file cannot be read.
+        """
         try:
             return self._restore(wall_ms)
         except sqlite3.Error as error:
@@ -95,7 +96,7 @@ class ClusterRegistryFile:
         return list(filter(None, kept))
 
     def save(self, entries: Iterable[Entry]) -> None:
-        """Writes them soon, in one transaction with all that wait."""
+        """Writes entries soon, in one transaction with all that wait."""
         with self._lock:
             is_first = not self._waiting
             self._waiting.update({entry.key: entry for entry in entries})
@@ -103,7 +104,7 @@ class ClusterRegistryFile:
                 self._writer.submit(self._write)
 
     def seen(self, wall_ms: int) -> None:
-        """We still run. Written once an hour."""
+        """Records, once an hour, that the server still runs."""
         if wall_ms - self._seen_ms >= _SEEN_EVERY_MS:
             self._seen_ms = wall_ms
             # A clock that is behind takes nothing back.
@@ -147,7 +148,7 @@ class ClusterRegistryFile:
 
 
 def _entry(row: tuple[Any, ...]) -> Entry | None:
-    """The entry in a row, held to the same limits as one from another instance; None if it is damaged."""
+    """Returns the entry in a row if a message could contain it, else None."""
     name, value, hlc, node, gone = row
     try:
         return entry_from_fields([name, orjson.loads(value), hlc, node, bool(gone)])

@@ -1,7 +1,7 @@
-"""What this instance tells its cluster, from the engine and the adapters that it has.
+"""What this instance advertises to its cluster, from the engine and its adapters.
 
-engine.workload ─► load beats            engine's iterations ─► DriftWatch ─► performance model, and its errors
-catalog ─► names and holdings            names from others ─► unloaded here too, or `on_wanted`
+engine.workload ─► heartbeats             engine.watch ─► DriftWatch ─► performance model, and its errors
+catalog ─► registry and own adapters      registry changes of others ─► unloaded here too, or `on_wanted`
 """
 
 import asyncio
@@ -35,7 +35,7 @@ _PRIOR_TOKENS = 200.0  # of an answer, before there are any
 
 
 class Working(Protocol):
-    """The part of the engine that is told of."""
+    """The part of the engine that a publisher needs."""
 
     @property
     def draining(self) -> bool: ...
@@ -64,29 +64,30 @@ class Publisher:
         on_wanted: Callable[[RegisteredAdapter], None] = lambda adapter: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`answers`: how many have ended and how many tokens they had. `drift` None: nothing is known of this machine,
-        and routers take it for as slow as the slowest that they know."""
+        """`answers`: returns how many answers have ended, and their tokens.
+        `drift` None: this machine was not measured; routers take it for as slow as the slowest that was.
+        `on_wanted`: called for a name in the registry whose bytes are not here."""
         self._node, self._engine, self._answers = node, engine, answers
         self._drift, self._links, self._on_wanted, self._now = drift, links, on_wanted, now
         self._holdings = AdvertisedTiers()
         self._response_tokens = _PRIOR_TOKENS
         self._answered = (0, 0)
-        self._iterated_s: float | None = None  # when the last iteration ended, while there is work
+        self._iteration_ended_s: float | None = None  # when the last iteration ended, while there is work
         self._times_ms = dict.fromkeys(("decode", "prefill"), (0.0, 0.0))  # predicted, observed; of all so far
         self._unloads = Tasks()
-        self._taken: set[str] = set()  # names being unloaded because others took them away
-        self._unsaid: set[str] = set()  # names of the start whose turn in `announce` is to come
+        self._unloading: set[str] = set()  # names being unloaded because others took them away
+        self._unannounced: set[str] = set()  # names of the start whose turn in `announce` is to come
 
     async def announce(self) -> None:
-        """All adapters that this instance starts with, then how fast it is: nobody forwards requests here before. A
-        name that the cluster gave another meaning, or took away, after ours was loaded has that meaning here, too.
+        """Registers all adapters that this instance starts with, then advertises its speed: it gets no requests before.
 
-        Returns when all is said. `Catalog.on_change` must lead to `changed` by then: names come and go meanwhile.
+        A name that the cluster changed or removed after this instance loaded it follows the cluster. Returns when
+        all is done. `Catalog.on_change` must lead to `changed` by then, because names change meanwhile.
         """
         infos = self._engine.catalog.all()
-        self._unsaid = {info.name for info in infos}
+        self._unannounced = {info.name for info in infos}
         async for info in in_turns(infos):
-            self._unsaid.discard(info.name)
+            self._unannounced.discard(info.name)
             if self._engine.catalog.find(info.name) is not info:
                 continue
             given_s = self._node.last_changed_s(info.name)
@@ -98,10 +99,10 @@ class Publisher:
         self._node.publish(self._drift.model if self._drift else None, self._links)
 
     def changed(self, name: str, info: AdapterInfo | None) -> None:
-        """An adapter was loaded here, or unloaded."""
-        self._unsaid.discard(name)
+        """Registers an adapter that was loaded here, or removes the name of one that was unloaded."""
+        self._unannounced.discard(name)
         if info is None:
-            if name not in self._taken:
+            if name not in self._unloading:
                 self._node.remove(name)
             return
         try:
@@ -111,24 +112,26 @@ class Publisher:
         self.advertise(info.digest, Tier.DISK)
 
     def advertise(self, digest: str, tier: Tier) -> None:
-        """All its bytes are here, and verified."""
+        """Advertises that all bytes of a digest are here and verified."""
         if self._holdings.add(digest):
             self._node.advertise(digest, tier)
 
     def withdraw(self, digest: str) -> None:
-        """They are not."""
+        """Withdraws this instance from the holders of a digest."""
         self._holdings.withdraw(digest)
         self._node.withdraw(digest)
 
     def apply_registry_changes(self, news: Mapping[str, RegisteredAdapter | None]) -> None:
-        """Names that others gave or took away. Those that `announce` has not come to yet wait for it: it knows whether
-        the cluster's meaning or ours is the later one."""
+        """Unloads names that others removed, and calls `on_wanted` for names whose bytes are not here.
+
+        Skips names that `announce` has yet to reach: it decides whether the cluster's meaning or the own one is later.
+        """
         for name, adapter in news.items():
-            if name in self._unsaid:
+            if name in self._unannounced:
                 continue
             here = self._engine.catalog.find(name)
             if adapter is None:
-                if here is not None and name not in self._taken:
+                if here is not None and name not in self._unloading:
                     self._unloads.start(self._unload(name), "cluster unload")
             elif here is None or here.digest != adapter.digest:
                 if here is not None:
@@ -136,19 +139,19 @@ class Publisher:
                 self._on_wanted(adapter)
 
     def current_load(self, lag_s: float) -> InstanceLoad:
-        """What the next beat says."""
+        """Returns the load for the next heartbeat."""
         work = self._engine.workload(self._response_tokens)
         if not work.running:
-            self._iterated_s = None
-        elif self._iterated_s is None:
-            self._iterated_s = self._now()
-        age_s = 0.0 if self._iterated_s is None else self._now() - self._iterated_s
+            self._iteration_ended_s = None
+        elif self._iteration_ended_s is None:
+            self._iteration_ended_s = self._now()
+        age_s = 0.0 if self._iteration_ended_s is None else self._now() - self._iteration_ended_s
         status: ServingStatus = "draining" if refuses_new_requests(self._engine) else "serving"
         return load_of(work, status, self._response_tokens, age_s, lag_s)
 
     def watch(self, rows: Sequence[tuple[ActiveRequest, ScheduledRow]], ms: float) -> None:
-        """For `Engine.watch`: an iteration's time beside its prediction."""
-        self._iterated_s = self._now()
+        """Compares an iteration's time with its prediction. For `Engine.watch`."""
+        self._iteration_ended_s = self._now()
         drift = self._drift
         if drift is None:
             return
@@ -169,7 +172,7 @@ class Publisher:
             self._node.publish(drift.model, self._links)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Advertises changed tiers each second, until cancelled."""
         while True:
             await asyncio.sleep(_HOLDINGS_S)
             self._observe_answers()
@@ -180,7 +183,7 @@ class Publisher:
                 self._node.advertise(digest, tier)
 
     def families(self, labels: str) -> Iterator[str]:
-        """For GET /metrics."""
+        """Yields the metrics for GET /metrics."""
 
         def by(name: str, kind: str, text: str, label: str, values: Mapping[str, float]) -> str:
             return family(name, kind, text, [(f'{label}="{of}",{labels}', value) for of, value in values.items()])
@@ -197,7 +200,7 @@ class Publisher:
         errors = {"decode": self._drift.decode_error, "prefill": self._drift.prefill_error}
         text = "Median of |predicted - observed| / observed over recent iterations."
         yield by("caraserve:prediction_error_ratio", "gauge", text, "phase", errors)
-        text = "Times that the performance model was fitted anew."
+        text = "Times that the performance model was refitted."
         yield family("caraserve:model_refits_total", "counter", text, [(labels, self._drift.refits)])
         typical = TypicalRequest(output_tokens=self._response_tokens)
         yield from price_families(self._drift.model, backlog_of(self.current_load(0.0)), labels, typical)
@@ -218,14 +221,14 @@ class Publisher:
         return adapter is not None and adapter.digest == digest
 
     async def _unload(self, name: str) -> None:
-        self._taken.add(name)
+        self._unloading.add(name)
         try:
             await self._engine.unload_adapter(name)
             log.info("adapter %s was removed from the cluster", name)
         except CaraServeError as error:
             log.warning("adapter %s was removed from the cluster and stays here: %s", name, error.message)
         finally:
-            self._taken.discard(name)
+            self._unloading.discard(name)
         self.apply_registry_changes(
             {name: self._node.adapter(name)} if self._node.adapter(name) else {}
         )  # given again meanwhile

@@ -1,9 +1,10 @@
-"""What all instances know together: adapter names, who holds which bytes, how loaded each is. Pure.
+"""State that all instances share: the adapter registry, what each instance advertises, and their loads. No I/O, no
+clock.
 
-Adapter names are one shared map that any instance writes. Each instance's holdings are a map of its own that only it
-writes. Both are `LwwMap`s: the newer entry of a key wins, by a hybrid logical clock, and what is removed leaves a
-tombstone. Two copies compare one number, then 256, and then only what differs travels: 40,000 names are 5 MB.
-Loads are not merged but replaced: the newest of each instance counts, with its age.
+The registry is one map that every instance writes. What an instance advertises is a map of its own that only it writes.
+Both are `LwwMap`s: the newer entry of a key wins, by a hybrid logical clock, and a removed key leaves a tombstone. Two
+copies are compared by one number, then by 256, and only what differs is sent: 40,000 names are 5 MB. Loads are not
+merged but replaced: the newest of each instance counts, with its age.
 """
 
 import heapq
@@ -41,7 +42,8 @@ ServingStatus = Literal["starting", "serving", "draining"]
 
 
 class Entry(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One key's newest value, or its tombstone (`deleted`, with an empty value). `node` wrote it at `hlc`."""
+    """A key's newest value, or its tombstone (`deleted`, with an empty value). The instance `node` wrote it at
+    `hlc`."""
 
     key: Annotated[str, Meta(max_length=MAX_KEY)]
     value: Annotated[EntryValue, Meta(max_length=MAX_ITEMS)]
@@ -51,18 +53,18 @@ class Entry(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
     @property
     def order(self) -> tuple[int, str, bool, str]:
-        """Total, so that merging is the same in any order."""
+        """The order of entries of a key; total, so that merging gives one result in any order."""
         return (self.hlc, self.node, self.deleted, repr(self.value))
 
     @property
     def time_ms(self) -> int:
-        """When it was written, by its writer's clock."""
+        """When it was written, in ms since 1970 by its writer's clock."""
         return self.hlc >> _COUNTER_BITS
 
 
 @dataclass(frozen=True, slots=True)
 class RegisteredAdapter:
-    """What an adapter's name means everywhere."""
+    """The adapter that a name stands for on all instances."""
 
     name: str
     digest: str
@@ -71,7 +73,7 @@ class RegisteredAdapter:
 
 
 class InstanceLoad(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What an instance says of itself four times a second: all that a router needs to predict it."""
+    """An instance's load, sent with every heartbeat: what a router needs to predict its times."""
 
     status: ServingStatus = "starting"
     running: Count = 0
@@ -102,23 +104,23 @@ def entry_fits(key: str, value: EntryValue) -> bool:
 
 
 class HybridClock:
-    """Times that never repeat and never lie behind one already seen, close to the wall clock."""
+    """A clock that stays close to the wall clock, never repeats, and never falls behind an observed time."""
 
     def __init__(self) -> None:
         self._last = 0
 
     def next(self, wall_ms: int) -> int:
-        """A time later than all given and observed before."""
+        """Returns a time later than all returned and observed before."""
         self._last = max(wall_ms << _COUNTER_BITS, self._last + 1)
         return self._last
 
     def observe(self, hlc: int) -> None:
-        """Another's time."""
+        """Records the time of another instance's entry."""
         self._last = max(self._last, hlc)
 
 
 class LwwMap:
-    """A last-writer-wins map that can be compared with another copy of it piece by piece."""
+    """A last-writer-wins map that can be compared with another copy bucket by bucket."""
 
     def __init__(self) -> None:
         self.root = 0  # equal on two copies exactly when they hold the same, but for a chance of 2⁻⁶⁴
@@ -138,17 +140,17 @@ class LwwMap:
 
     @property
     def sums(self) -> tuple[int, ...]:
-        """One number for each bucket."""
+        """One checksum for each bucket."""
         return tuple(self._sums)
 
     def get(self, key: str) -> Entry | None:
-        """The entry or tombstone of a key."""
+        """Returns the entry or tombstone of a key, or None."""
         return self._buckets[_bucket(key)].get(key)
 
     def merge(self, entry: Entry) -> bool:
-        """Takes a entry in if it is newer; says whether it was. Commutative, associative, idempotent.
+        """Adds an entry if it is newer; returns whether it was. Commutative, associative, idempotent.
 
-        A full lww_map takes no new keys, and of tombstones it keeps the newest: its bound on memory is worth that.
+        A full map accepts no new keys, and of tombstones it keeps the newest: this bounds its memory.
         """
         index = _bucket(entry.key)
         old = self._buckets[index].get(entry.key)
@@ -163,15 +165,15 @@ class LwwMap:
         return True
 
     def differing(self, sums: Iterable[int]) -> list[int]:
-        """The buckets in which another copy, given by its sums, is not like this one."""
+        """Returns the buckets in which another copy, given by its sums, differs."""
         return [index for index, (mine, theirs) in enumerate(zip(self._sums, sums, strict=True)) if mine != theirs]
 
     def bucket(self, index: int) -> list[Entry]:
-        """All entries of one bucket."""
+        """Returns all entries of a bucket."""
         return list(self._buckets[index].values())
 
     def expire(self, wall_ms: int, most: int) -> int:
-        """Drops tombstones past their time, so many at most. How many it were."""
+        """Removes up to `most` expired tombstones. Returns how many."""
         for count in range(most):
             oldest = self._oldest_tombstone()
             if oldest is None or not is_expired(oldest, wall_ms):
@@ -180,7 +182,7 @@ class LwwMap:
         return most
 
     def _is_full(self, entry: Entry) -> bool:
-        """Whether there is no room for one more entry of its kind; of tombstones an older one has to make room."""
+        """Whether there is no room for one more entry of its kind; a newer tombstone replaces the oldest."""
         if not entry.deleted:
             return self._size - self._tombstones >= MAX_ENTRIES
         oldest = self._oldest_tombstone() if self._tombstones >= MAX_TOMBSTONES else None
@@ -219,15 +221,15 @@ class LwwMap:
 
 
 def is_expired(entry: Entry, wall_ms: int) -> bool:
-    """Whether it is a tombstone that nobody needs any more."""
+    """Returns whether this is a tombstone older than TOMBSTONE_S."""
     return entry.deleted and wall_ms - entry.time_ms > TOMBSTONE_S * 1000
 
 
 class ReplicatedState:
-    """All maps of one instance, and the newest load of each other one."""
+    """All maps of one instance, and the newest load of each other instance."""
 
     def __init__(self, me: str, base_name: str = "") -> None:
-        """`base_name`: of the model that is served here; no adapter has that name."""
+        """`base_name`: the base model's name, which no adapter can have."""
         self.refused = 0  # entries that others sent and that cannot be so
         self.objection = ""  # why the last of them was refused
         # Another instance of our name is taken for us: what is said of us is its word, or both would write for ever.
@@ -242,19 +244,19 @@ class ReplicatedState:
         self._loads: dict[str, tuple[tuple[int, int], InstanceLoad, float]] = {}
 
     def map_of(self, owner: str) -> LwwMap | None:
-        """The lww_map of names (SHARED) or of one instance's holdings."""
+        """Returns the registry (owner REGISTRY), or the map of what an instance advertises."""
         return self._maps.get(owner)
 
     def roots(self) -> tuple[tuple[str, int], ...]:
-        """(owner, root) of every lww_map."""
+        """Returns (owner, root) of every map."""
         return tuple((owner, lww_map.root) for owner, lww_map in self._maps.items())
 
     def know(self, owner: str) -> None:
-        """Room for the holdings of one more instance."""
+        """Adds a map for what one more instance advertises."""
         self._maps.setdefault(owner, LwwMap())
 
     def forget(self, owner: str) -> None:
-        """That instance is gone for good."""
+        """Removes the map and load of an instance that is gone for good."""
         if owner not in (REGISTRY, self.me):
             for entry in self._maps.pop(owner, ()):
                 self._took(owner, replace(entry, deleted=True))
@@ -263,22 +265,22 @@ class ReplicatedState:
     # ---- what we write
 
     def register(self, adapter: RegisteredAdapter, wall_ms: int) -> list[Entry]:
-        """Gives a name its meaning, everywhere. Raises InvalidRequest for what others would refuse."""
+        """Registers an adapter by name. Raises InvalidRequest for what other instances would refuse."""
         return self._write(REGISTRY, adapter.name, (adapter.digest, adapter.rank, adapter.num_bytes), wall_ms)
 
     def remove(self, name: str, wall_ms: int) -> list[Entry]:
-        """Takes a name away, everywhere."""
+        """Removes a name from the registry."""
         entry = self._maps[REGISTRY].get(name)
         return [] if entry is None or entry.deleted else self._write(REGISTRY, name, None, wall_ms)
 
     def advertise(self, key: str, value: EntryValue, wall_ms: int) -> list[Entry]:
-        """Says that we hold these bytes (a digest and its tier), or another entry about ourselves."""
+        """Advertises a value of this instance, such as the tier of a digest whose bytes it has."""
         entries = self._write(self.me, key, value, wall_ms)
         self._held[key] = value
         return entries
 
     def withdraw(self, key: str, wall_ms: int) -> list[Entry]:
-        """Says that we do not hold them any more."""
+        """Withdraws what was advertised under a key."""
         return [] if self._held.pop(key, None) is None else self._write(self.me, key, None, wall_ms)
 
     def _write(self, owner: str, key: str, value: EntryValue | None, wall_ms: int) -> list[Entry]:
@@ -296,7 +298,7 @@ class ReplicatedState:
     # ---- what others say
 
     def merge(self, owner: str, entries: Iterable[Entry], wall_ms: int) -> tuple[list[Entry], list[Entry]]:
-        """Takes entries in. Gives those that were news, and what we had to write against them about ourselves."""
+        """Merges entries. Returns those that were news, and the corrections of wrong entries about this instance."""
         lww_map = self._maps.get(owner)
         news: list[Entry] = []
         for entry in entries if lww_map is not None else ():
@@ -311,8 +313,10 @@ class ReplicatedState:
         return news, self.contradict(wall_ms) if owner == self.me else []
 
     def _objection(self, owner: str, entry: Entry, wall_ms: int) -> str | None:
-        """Why a entry of another instance is not taken in, in words for a log; None: it is. One of another shape than
-        any here may be a later version's: it is kept for others, and means nothing to this instance."""
+        """Returns why an entry of another instance is not accepted, for a log; None: it is accepted.
+
+        A value of an unknown shape may be a later version's: it is kept for other instances, and ignored by this one.
+        """
         if entry.time_ms - wall_ms > MAX_AHEAD_S * 1000:
             return (
                 f"{entry.node} wrote it over an hour ahead of this instance's clock: is a clock wrong, here or there?"
@@ -327,7 +331,7 @@ class ReplicatedState:
         return None
 
     def contradict(self, wall_ms: int) -> list[Entry]:
-        """What we have to write against others' word about ourselves: the next of it, as there may be much."""
+        """Writes the next corrections, at most 200, of what other instances hold about this one. Returns them."""
         answers: list[Entry] = []
         for key in () if self.is_outbid else list(islice(self._contested, _MOST_ANSWERS)):
             del self._contested[key]
@@ -336,7 +340,7 @@ class ReplicatedState:
         return answers
 
     def take_load(self, name: str, epoch: int, sequence: int, load: InstanceLoad, now: float) -> bool:
-        """The newest by (epoch, sequence) counts; says whether this one was."""
+        """Sets the load of an instance, if newer by (epoch, sequence). Returns whether it was."""
         old = self._loads.get(name)
         if old is not None and old[0] >= (epoch, sequence):
             return False
@@ -344,7 +348,7 @@ class ReplicatedState:
         return True
 
     def expire(self, wall_ms: int) -> None:
-        """Drops tombstones past their time; the next call goes on where there are many."""
+        """Removes expired tombstones, at most 200 per call."""
         most = _MOST_EXPIRED
         for lww_map in self._maps.values():
             most -= lww_map.expire(wall_ms, most)
@@ -353,31 +357,32 @@ class ReplicatedState:
 
     @property
     def dropped(self) -> int:
-        """Tombstones that went before their time, for want of room."""
+        """The tombstones that were removed before their time, for lack of room."""
         return sum(lww_map.dropped for lww_map in self._maps.values())
 
     def load(self, name: str, now: float) -> tuple[InstanceLoad, float] | None:
-        """The newest load of another instance and its age in seconds."""
+        """Returns the newest load of another instance and its age in seconds."""
         found = self._loads.get(name)
         return (found[1], now - found[2]) if found else None
 
     def adapter(self, name: str) -> RegisteredAdapter | None:
-        """What a name means."""
+        """Returns the adapter that a name stands for, or None."""
         entry = self._maps[REGISTRY].get(name)
         return _adapter(entry) if entry else None
 
     def adapters(self) -> Iterator[RegisteredAdapter]:
-        """All adapters, in no order."""
+        """Yields all adapters, in no order."""
         for entry in self._maps[REGISTRY]:
             if (adapter := _adapter(entry)) is not None:
                 yield adapter
 
     def holders(self, key: str) -> dict[str, EntryValue]:
-        """Who says to hold it, and in which tier; the dead included until they are forgotten."""
+        """Returns the advertised value under a key for each instance that has one, dead instances included until
+        forgotten."""
         return dict(self._holders.get(key, ()))
 
     def _took(self, owner: str, entry: Entry) -> None:
-        """A lww_map has another entry now."""
+        """Updates the index of holders."""
         if owner == REGISTRY:
             return
         holders = self._holders.setdefault(entry.key, {})

@@ -1,4 +1,4 @@
-"""All names of a cluster, looked at without holding up the event loop."""
+"""Iteration over the registry that leaves the event loop responsive."""
 
 from collections.abc import AsyncIterator
 
@@ -8,7 +8,7 @@ from caraserve.util.tasks import in_turns
 
 
 async def known_adapters(node: Node) -> AsyncIterator[RegisteredAdapter]:
-    """What each name means when its turn comes. Names that are given meanwhile may be missing, and may be there."""
+    """Yields the adapter of each name, as it is when its turn comes. Names registered meanwhile may be missing."""
     entries = node.protocol.state
     async for entry in in_turns(entries.map_of(REGISTRY) or ()):
         if (adapter := entries.adapter(entry.key)) is not None:

@@ -59,14 +59,14 @@ class Ends:
     def __init__(self) -> None:
         self.dialled: asyncio.Queue[str | None] = asyncio.Queue()
 
-    def connected(self, link: int, dialled: str | None) -> None:
+    def connected(self, connection: int, dialled: str | None) -> None:
         self.dialled.put_nowait(dialled)
 
-    def received(self, link: int, frame: bytes) -> None: ...
+    def received(self, connection: int, frame: bytes) -> None: ...
 
-    def lost(self, link: int) -> None: ...
+    def lost(self, connection: int) -> None: ...
 
-    def pull(self, link: int) -> bytes | None: ...
+    def pull(self, connection: int) -> bytes | None: ...
 
 
 async def test_a_silent_name_server_holds_up_no_other_name_and_no_other_work(server: NameServer) -> None:
@@ -115,7 +115,7 @@ async def test_a_connection_whose_name_does_not_resolve_is_given_up_in_time_and_
         assert await asyncio.wait_for(ends.dialled.get(), 10) == quick
         monkeypatch.setattr(websocket, "_DIAL_S", 0.01)
         ours.dial("slow:1")
-        await ours._dialling["slow:1"]
+        await ours._dialing["slow:1"]
         assert "slow" in server.asked
         assert not server.gave_up
         await ours.end()

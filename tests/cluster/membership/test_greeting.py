@@ -52,7 +52,7 @@ def test_who_shows_no_key_is_told_nothing(shown: bytes | None) -> None:
         a.tick(step / 10)
         heard += said(a, step / 10)
     assert heard == []
-    assert [output.link for output in a.take_outputs() if isinstance(output, CloseConnection)] == [1]
+    assert [output.connection_id for output in a.take_outputs() if isinstance(output, CloseConnection)] == [1]
 
 
 def test_who_shows_a_key_is_greeted() -> None:
@@ -94,7 +94,7 @@ def test_our_own_address_is_dialled_once() -> None:
     fleet.start("a", ["a"])
     fleet.run(10)
     assert [output.address for _, output in fleet.nodes["a"].outputs if isinstance(output, Dial)] == ["a:1"]
-    assert fleet.nodes["a"].protocol._links == {}
+    assert fleet.nodes["a"].protocol._connections == {}
 
 
 @pytest.mark.parametrize("we_dial", [False, True])
@@ -117,7 +117,7 @@ def test_of_two_versions_neither_goes_and_each_says_so_once(we_dial: bool, start
         in told.reason
     )
     assert [output for output in outputs if isinstance(output, RefusedByPeer)] == []
-    assert [output.link for output in outputs if isinstance(output, CloseConnection)] == [1]
+    assert [output.connection_id for output in outputs if isinstance(output, CloseConnection)] == [1]
     assert list(a.peers()) == []
 
 

@@ -57,7 +57,7 @@ def test_who_is_in_already_does_not_end_for_a_namesake(seed: int) -> None:
     outputs = [output for name in ("one", "two") for _, output in fleet.nodes[name].outputs]
     refusals = [output for output in outputs if isinstance(output, RefusedByPeer)]
     assert refusals != []
-    assert not any(output.ours_to_go for output in refusals)
+    assert not any(output.must_exit for output in refusals)
 
 
 @pytest.mark.parametrize("how", ["leave", "kill"])

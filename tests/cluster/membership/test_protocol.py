@@ -47,7 +47,7 @@ def test_all_see_all_soon_after_the_last_start(size: int) -> None:
     fleet.run(5)
     for name, node in fleet.nodes.items():
         assert set(node.protocol.peers()) == set(names) - {name}
-        assert len(node.protocol._links) == size - 1  # one connection a pair, and none to ourselves
+        assert len(node.protocol._connections) == size - 1  # one connection a pair, and none to ourselves
         assert [event.record.state for _, event in fleet.events(name)] == [MemberState.ALIVE] * (size - 1)
         assert outputs(fleet, name, PeerRefused) == []
 
@@ -75,7 +75,7 @@ def test_a_seed_that_comes_late_and_calls_itself_otherwise_is_found() -> None:
     fleet.start("b", address="b:4321")
     fleet.run_until(fleet.agree, 2)
     fleet.run(3)
-    assert len(fleet.nodes["a"].protocol._links) == 1
+    assert len(fleet.nodes["a"].protocol._connections) == 1
 
 
 def test_two_of_one_name_are_told_so() -> None:
@@ -110,7 +110,7 @@ def test_of_two_connections_either_may_break_without_a_suspicion() -> None:
         fleet = Fleet(2)
         fleet.start("a", ["b"])
         fleet.start("b", ["a"])
-        fleet.run_until(lambda f=fleet: all(len(node.protocol._links) == 2 for node in f.nodes.values()), 1)
+        fleet.run_until(lambda f=fleet: all(len(node.protocol._connections) == 2 for node in f.nodes.values()), 1)
         fleet.run_until(fleet.agree, 1)
         fleet.run(0.1)
         fleet.break_connection(which)

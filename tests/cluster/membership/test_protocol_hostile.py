@@ -142,7 +142,9 @@ def test_one_that_never_greets_is_closed_and_so_is_one_that_falls_silent() -> No
         one.tick(now)
         while one.pull(1, now) is not None or one.pull(2, now) is not None:
             pass
-        closed += [(round(now), output.link) for output in one.take_outputs() if isinstance(output, CloseConnection)]
+        closed += [
+            (round(now), output.connection_id) for output in one.take_outputs() if isinstance(output, CloseConnection)
+        ]
     assert closed == [(5, 2), (10, 1)]
 
 
@@ -154,7 +156,7 @@ def test_what_a_peer_does_not_read_is_bounded_and_the_newest_beat_replaces_the_o
         one.set_load(InstanceLoad(running=step), now)
         one.tick(now)
         exchange_back(other, one, now)
-    assert one._links[1].waiting < 100
+    assert one._connections[1].waiting < 100
     frames = []
     while (frame := one.pull(1, now)) is not None:
         frames.append(frame)
@@ -168,9 +170,9 @@ def test_what_a_peer_does_not_read_is_bounded_and_the_newest_beat_replaces_the_o
         one.send_query("b", PeerQuery(number, False, ()))
     one.tick(now)
     assert [output for output in one.take_outputs() if isinstance(output, CloseConnection)] == [
-        CloseConnection(1, "it does not read what it is sent", one._links[1].dialled)
+        CloseConnection(1, "it does not read what it is sent", one._connections[1].dialled)
     ]
-    assert one._links[1].waiting == 0
+    assert one._connections[1].waiting == 0
 
 
 def exchange_back(source: ClusterProtocol, sink: ClusterProtocol, now: float) -> None:
@@ -182,36 +184,36 @@ def exchange_back(source: ClusterProtocol, sink: ClusterProtocol, now: float) ->
 
 def test_strangers_cannot_take_all_connections() -> None:
     one, _, _ = pair()
-    for link in range(100, 400):
-        one.connected(link, 0.1)
-    closed = [output.link for output in one.take_outputs() if isinstance(output, CloseConnection)]
+    for connection in range(100, 400):
+        one.connected(connection, 0.1)
+    closed = [output.connection_id for output in one.take_outputs() if isinstance(output, CloseConnection)]
     assert closed == list(range(100, 400 - 128))  # the oldest, and not the one in session
 
 
 def test_who_shows_a_key_is_let_in_however_many_strangers_wait() -> None:
     one = lone_protocol()
-    for link in range(100, 400):
-        one.connected(link, 0.0)
+    for connection in range(100, 400):
+        one.connected(connection, 0.0)
     other = ClusterProtocol(ProtocolSettings("c", "m", "b", "b:1"), Keyring((SECRET,)), Random(2), 0.0, WALL_MS)
     one.connected(1, 0.1)
     other.connected(1, 0.1, dialled="a:1")
     hello = other.pull(1, 0.1)
     assert hello is not None
     one.received(1, hello, 0.1)
-    for link in range(400, 700):
-        one.connected(link, 0.1)
+    for connection in range(400, 700):
+        one.connected(connection, 0.1)
     exchange(one, other, 0.2)
     assert set(one.peers()) == {"b"}
 
 
 def test_strangers_keep_us_from_no_connection_that_we_begin() -> None:
     one = lone_protocol()
-    for link in range(60):
-        one.connected(link, 0.0, dialled=f"peer-{link}:1")
-    for link in range(100, 700):
-        one.connected(link, 0.1)
-    for link in range(700, 760):
-        one.connected(link, 0.2, dialled=f"peer-{link}:1")
+    for connection in range(60):
+        one.connected(connection, 0.0, dialled=f"peer-{connection}:1")
+    for connection in range(100, 700):
+        one.connected(connection, 0.1)
+    for connection in range(700, 760):
+        one.connected(connection, 0.2, dialled=f"peer-{connection}:1")
     closed = [output for output in one.take_outputs() if isinstance(output, CloseConnection)]
     assert len(closed) == 600 - 128
     assert all(output.dialled is None for output in closed)
@@ -223,8 +225,8 @@ def test_strangers_do_not_make_us_forget_which_connection_is_to_ourselves() -> N
     hello = one.pull(1, 0.0)
     assert hello is not None
     one.lost(1, 0.0)
-    for link in range(100, 500):
-        one.connected(link, 0.0)
+    for connection in range(100, 500):
+        one.connected(connection, 0.0)
     one.take_outputs()
     one.received(499, hello, 0.1)
     assert [output.reason for output in one.take_outputs() if isinstance(output, CloseConnection)] == [

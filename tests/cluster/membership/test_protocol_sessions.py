@@ -31,34 +31,34 @@ def protocol(name: str, now: float = 0.0, **settings: str) -> ClusterProtocol:
 
 
 def carry(
-    one: ClusterProtocol, other: ClusterProtocol, links: tuple[int, ...], now: float, *, lose: type | None = None
+    one: ClusterProtocol, other: ClusterProtocol, connections: tuple[int, ...], now: float, *, lose: type | None = None
 ) -> None:
     """All frames that wait on these connections, until none does; messages of one kind may get lost."""
     quiet = False
     while not quiet:
         quiet = True
         for here, there in ((one, other), (other, one)):
-            for link in links:
-                while (frame := here.pull(link, now)) is not None:
+            for connection in connections:
+                while (frame := here.pull(connection, now)) is not None:
                     quiet = False
                     if lose is None or not isinstance(decode(frame[_HEAD:]), lose):
-                        there.received(link, frame, now)
+                        there.received(connection, frame, now)
 
 
-def connect(dialler: ClusterProtocol, other: ClusterProtocol, link: int, now: float, *others: int) -> None:
+def connect(dialler: ClusterProtocol, other: ClusterProtocol, connection: int, now: float, *others: int) -> None:
     """One more connection; `others` stand already."""
-    dialler.connected(link, now, dialled=f"{other.members.me.name}:1")
-    other.connected(link, now)
-    carry(dialler, other, (link, *others), now)
+    dialler.connected(connection, now, dialled=f"{other.members.me.name}:1")
+    other.connected(connection, now)
+    carry(dialler, other, (connection, *others), now)
 
 
-def used(here: ClusterProtocol, peer: str, links: tuple[int, ...], now: float) -> list[int]:
+def used(here: ClusterProtocol, peer: str, connections: tuple[int, ...], now: float) -> list[int]:
     """The connections over which a message to the peer goes. What waited is thrown away."""
-    for link in links:
-        while here.pull(link, now) is not None:
+    for connection in connections:
+        while here.pull(connection, now) is not None:
             pass
     here.send_query(peer, PeerQuery(1, False, ()))
-    return [link for link in links if here.pull(link, now) is not None]
+    return [connection for connection in connections if here.pull(connection, now) is not None]
 
 
 @pytest.mark.parametrize("dialler", ["a", "b"])
@@ -108,7 +108,7 @@ def test_the_connection_that_is_not_used_is_closed_after_a_while_and_its_end_dis
             one.tick(now)
         carry(a, b, (1, 2), now)
         closed = [output for output in a.take_outputs() if isinstance(output, CloseConnection)]
-    assert [(one.link, one.dialled) for one in closed] == [(2, None)]
+    assert [(one.connection_id, one.dialled) for one in closed] == [(2, None)]
     assert now == pytest.approx(2.2, abs=0.15)
     for one in (a, b):
         one.lost(2, now)
@@ -121,7 +121,7 @@ def test_nothing_is_sent_over_a_connection_that_is_to_be_closed() -> None:
     connect(a, b, 1, 0.0)
     a.leave(0.5)
     carry(a, b, (1,), 0.5)
-    assert [output.link for output in b.take_outputs() if isinstance(output, CloseConnection)] == [1]
+    assert [output.connection_id for output in b.take_outputs() if isinstance(output, CloseConnection)] == [1]
     assert list(b.peers()) == []
     assert not b.send_query("a", PeerQuery(1, False, ()))
 
@@ -159,7 +159,7 @@ def test_who_leaves_judges_nobody_and_lets_nobody_in() -> None:
     a.lost(1, 0.6)
     assert [output for output in a.take_outputs() if isinstance(output, MemberChanged)] == []
     a.connected(2, 0.7)
-    assert [output.link for output in a.take_outputs() if isinstance(output, CloseConnection)] == [2]
+    assert [output.connection_id for output in a.take_outputs() if isinstance(output, CloseConnection)] == [2]
 
 
 def test_a_connection_lost_while_another_was_in_use_is_no_spare_any_more() -> None:
@@ -184,7 +184,7 @@ def test_of_two_that_do_not_belong_together_the_later_started_is_to_go(later: st
     b = protocol("b", 1.0 if later == "b" else 0.0, model="other")
     connect(a, b, 1, 1.0)
     told = {
-        name: [output.ours_to_go for output in one.take_outputs() if isinstance(output, RefusedByPeer)]
+        name: [output.must_exit for output in one.take_outputs() if isinstance(output, RefusedByPeer)]
         for name, one in (("a", a), ("b", b))
     }
     assert told == {later: [True], "b" if later == "a" else "a": [False]}
@@ -197,7 +197,7 @@ def test_of_two_of_one_name_that_know_only_a_third_the_second_is_told_so_until_t
     connect(second, third, 2, 0.5)
     (refused,) = [output for output in second.take_outputs() if isinstance(output, RefusedByPeer)]
     assert refused.reason == "an instance at a:1 is called a, too; give each a --name of its own"
-    assert refused.ours_to_go
+    assert refused.must_exit
     assert third.members.get("a") == first.members.me
     connect(second, third, 3, 2.0)
     assert used(third, "a", (1, 3), 2.1) == [3]
@@ -220,15 +220,15 @@ def test_a_clock_that_is_put_right_under_way_is_right_from_then_on() -> None:
     assert a.state.adapter("poet") is not None
 
 
-def refuse(one: ClusterProtocol, link: int, reason: str, now: float) -> list[bool]:
+def refuse(one: ClusterProtocol, connection: int, reason: str, now: float) -> list[bool]:
     """Turns an instance away on a new connection; whether it is to go."""
-    one.connected(link, now, dialled="z:1")
-    frame = one.pull(link, now)
+    one.connected(connection, now, dialled="z:1")
+    frame = one.pull(connection, now)
     assert frame is not None
     hello = decode(frame[_HEAD:])
     assert isinstance(hello, Hello)
-    one.received(link, sign_frame(HELLO_FRAME, KEYS.hello_keys()[0], 0, encode(Refuse(hello.nonce, reason))), now)
-    return [output.ours_to_go for output in one.take_outputs() if isinstance(output, RefusedByPeer)]
+    one.received(connection, sign_frame(HELLO_FRAME, KEYS.hello_keys()[0], 0, encode(Refuse(hello.nonce, reason))), now)
+    return [output.must_exit for output in one.take_outputs() if isinstance(output, RefusedByPeer)]
 
 
 def test_a_cluster_that_is_full_is_left_however_old_one_is() -> None:

@@ -19,7 +19,7 @@ class Side:
 
     def __init__(self, name: str, adapters: int = 0) -> None:
         self.state = ReplicatedState(name)
-        self.sharing = AntiEntropy(self.state, Random(name))
+        self.anti_entropy = AntiEntropy(self.state, Random(name))
         for index in range(adapters):
             self.state.register(RegisteredAdapter(f"adapter-{index}", "d" * 64, 8, 1), WALL_MS)
 
@@ -39,7 +39,9 @@ def fetch(mine: Side, theirs: Side, question: Compare | None, now: float = 0.0) 
     asked = 0
     while question is not None:
         asked += 1
-        following = [mine.sharing.take("b", part, now, WALL_MS)[1] for part in theirs.sharing.answer(question)]
+        following = [
+            mine.anti_entropy.on_entries("b", part, now, WALL_MS)[1] for part in theirs.anti_entropy.answer(question)
+        ]
         assert following[:-1] == [None] * (len(following) - 1)
         question = following[-1]
     return asked
@@ -47,66 +49,66 @@ def fetch(mine: Side, theirs: Side, question: Compare | None, now: float = 0.0) 
 
 def test_a_joiner_fetches_all_in_pieces_and_each_piece_once() -> None:
     mine, theirs = Side("a"), Side("b", 10_000)
-    question = mine.sharing.saw_root("b", REGISTRY, theirs.root, 0.0)
+    question = mine.anti_entropy.on_root("b", REGISTRY, theirs.root, 0.0)
     assert 9 <= fetch(mine, theirs, question) <= 11  # 6 frames of 200 entries an answer
     assert mine.root == theirs.root
 
 
 def test_two_agree_when_one_has_all_names_of_the_other() -> None:
     mine, theirs = Side("a"), Side("b", 500)
-    assert mine.sharing.saw_root("a", "a", 0, 0.0) is None  # what one holds oneself says nothing of names
-    question = mine.sharing.saw_root("b", REGISTRY, theirs.root, 0.0)
+    assert mine.anti_entropy.on_root("a", "a", 0, 0.0) is None  # what one holds oneself says nothing of names
+    question = mine.anti_entropy.on_root("b", REGISTRY, theirs.root, 0.0)
     assert not mine.state.agreed
     fetch(mine, theirs, question)
-    assert mine.sharing.saw_root("b", REGISTRY, theirs.root, 0.0) is None
+    assert mine.anti_entropy.on_root("b", REGISTRY, theirs.root, 0.0) is None
     assert mine.state.agreed
 
 
 def test_who_has_more_learns_so_once_and_does_not_ask_again() -> None:
     mine, theirs = Side("a", 5), Side("b")
     theirs.copy(mine, 3)
-    assert fetch(mine, theirs, mine.sharing.saw_root("b", REGISTRY, theirs.root, 0.0)) == 1
-    assert mine.sharing.saw_root("b", REGISTRY, theirs.root, 9.0) is None
+    assert fetch(mine, theirs, mine.anti_entropy.on_root("b", REGISTRY, theirs.root, 0.0)) == 1
+    assert mine.anti_entropy.on_root("b", REGISTRY, theirs.root, 9.0) is None
     theirs.state.register(RegisteredAdapter("new", "d" * 64, 8, 1), WALL_MS)
-    assert mine.sharing.saw_root("b", REGISTRY, theirs.root, 9.0) is not None
+    assert mine.anti_entropy.on_root("b", REGISTRY, theirs.root, 9.0) is not None
 
 
 def test_what_was_refused_is_asked_for_again_but_not_all_the_time() -> None:
     mine, theirs = Side("a"), Side("b")
     theirs.state.register(RegisteredAdapter("ahead", "d" * 64, 8, 1), WALL_MS + 7_200_000)
-    assert fetch(mine, theirs, mine.sharing.saw_root("b", REGISTRY, theirs.root, 0.0)) == 1
-    assert mine.sharing.saw_root("b", REGISTRY, theirs.root, 29.0) is None
-    assert mine.sharing.saw_root("b", REGISTRY, theirs.root, 31.0) is not None
+    assert fetch(mine, theirs, mine.anti_entropy.on_root("b", REGISTRY, theirs.root, 0.0)) == 1
+    assert mine.anti_entropy.on_root("b", REGISTRY, theirs.root, 29.0) is None
+    assert mine.anti_entropy.on_root("b", REGISTRY, theirs.root, 31.0) is not None
 
 
 def test_a_new_connection_may_be_to_another_life_and_is_asked_again() -> None:
     mine, theirs = Side("a", 5), Side("b")
     theirs.copy(mine, 3)
-    fetch(mine, theirs, mine.sharing.saw_root("b", REGISTRY, theirs.root, 0.0))
-    mine.sharing.lost("b")
-    assert mine.sharing.saw_root("b", REGISTRY, theirs.root, 0.0) is not None
+    fetch(mine, theirs, mine.anti_entropy.on_root("b", REGISTRY, theirs.root, 0.0))
+    mine.anti_entropy.lost("b")
+    assert mine.anti_entropy.on_root("b", REGISTRY, theirs.root, 0.0) is not None
 
 
 def test_one_question_is_open_at_a_time_and_not_for_ever() -> None:
     mine, theirs = Side("a"), Side("b", 3)
-    assert mine.sharing.saw_root("b", REGISTRY, theirs.root, 0.0) is not None
-    assert mine.sharing.saw_root("c", REGISTRY, theirs.root, 1.0) is None
-    assert mine.sharing.saw_root("c", REGISTRY, theirs.root, 2.1) is not None
-    mine.sharing.lost("c")
-    assert mine.sharing.saw_root("b", REGISTRY, theirs.root, 2.2) is not None
+    assert mine.anti_entropy.on_root("b", REGISTRY, theirs.root, 0.0) is not None
+    assert mine.anti_entropy.on_root("c", REGISTRY, theirs.root, 1.0) is None
+    assert mine.anti_entropy.on_root("c", REGISTRY, theirs.root, 2.1) is not None
+    mine.anti_entropy.lost("c")
+    assert mine.anti_entropy.on_root("b", REGISTRY, theirs.root, 2.2) is not None
 
 
 def test_after_a_lost_frame_the_rest_is_asked_for() -> None:
     mine, theirs = Side("a"), Side("b", 1000)
-    question = mine.sharing.saw_root("b", REGISTRY, theirs.root, 0.0)
+    question = mine.anti_entropy.on_root("b", REGISTRY, theirs.root, 0.0)
     assert question is not None
-    parts = theirs.sharing.answer(question)
+    parts = theirs.anti_entropy.answer(question)
     for part in parts[:2] + parts[3:]:
-        assert mine.sharing.take("b", part, 0.1, WALL_MS)[1] is None
-    question = mine.sharing.saw_root("b", REGISTRY, theirs.root, 3.0)
+        assert mine.anti_entropy.on_entries("b", part, 0.1, WALL_MS)[1] is None
+    question = mine.anti_entropy.on_root("b", REGISTRY, theirs.root, 3.0)
     assert fetch(mine, theirs, question, 3.0) >= 1
     assert mine.root == theirs.root
-    quiet = mine.sharing.saw_root("b", REGISTRY, theirs.root, 9.0)
+    quiet = mine.anti_entropy.on_root("b", REGISTRY, theirs.root, 9.0)
     assert quiet is None
 
 
@@ -115,29 +117,31 @@ def test_a_lost_frame_of_old_facts_does_not_pass_for_knowing_all() -> None:
     theirs.copy(mine)
     theirs.state.register(RegisteredAdapter("new", "d" * 64, 8, 1), WALL_MS)
     mine.state.register(RegisteredAdapter("adapter-0", "e" * 64, 8, 1), WALL_MS + 1)
-    question = mine.sharing.saw_root("b", REGISTRY, theirs.root, 0.0)
+    question = mine.anti_entropy.on_root("b", REGISTRY, theirs.root, 0.0)
     assert question is not None
-    (answer,) = theirs.sharing.answer(question)
+    (answer,) = theirs.anti_entropy.answer(question)
     old = tuple(entry for entry in answer.entries if entry.key != "new")
-    mine.sharing.take("b", EntriesMessage(answer.number, REGISTRY, old, answer.total, True), 0.1, WALL_MS)
-    assert mine.sharing.saw_root("b", REGISTRY, theirs.root, 3.0) is not None
+    mine.anti_entropy.on_entries("b", EntriesMessage(answer.number, REGISTRY, old, answer.total, True), 0.1, WALL_MS)
+    assert mine.anti_entropy.on_root("b", REGISTRY, theirs.root, 3.0) is not None
 
 
 def test_an_empty_or_unknown_shelf_is_answered_too() -> None:
     mine, theirs = Side("a", 3), Side("b")
-    question = mine.sharing.saw_root("b", REGISTRY, 1, 0.0)
+    question = mine.anti_entropy.on_root("b", REGISTRY, 1, 0.0)
     assert fetch(mine, theirs, question) == 1
-    assert theirs.sharing.answer(Compare(7, "stranger", (0,) * 256)) == [EntriesMessage(7, "stranger", (), 0, True)]
-    assert mine.sharing.saw_root("b", "stranger", 5, 0.0) is None
+    assert theirs.anti_entropy.answer(Compare(7, "stranger", (0,) * 256)) == [
+        EntriesMessage(7, "stranger", (), 0, True)
+    ]
+    assert mine.anti_entropy.on_root("b", "stranger", 5, 0.0) is None
 
 
 def test_news_goes_out_once_and_in_bounded_frames() -> None:
     side = Side("a")
     for index in range(1500):
-        side.sharing.tell(REGISTRY, side.state.register(RegisteredAdapter(f"x{index}", "d" * 64, 8, 1), WALL_MS))
-    side.sharing.tell("a", side.state.advertise("d", ("host",), WALL_MS))
+        side.anti_entropy.push(REGISTRY, side.state.register(RegisteredAdapter(f"x{index}", "d" * 64, 8, 1), WALL_MS))
+    side.anti_entropy.push("a", side.state.advertise("d", ("host",), WALL_MS))
     told: list[str] = []
-    while frames := side.sharing.take_news(WALL_MS):
+    while frames := side.anti_entropy.next_frames(WALL_MS):
         assert len(frames) <= 4
         assert all(0 < len(frame.entries) <= MAX_BATCH for frame in frames)
         told += [entry.key for frame in frames for entry in frame.entries]
@@ -158,11 +162,11 @@ def test_neither_an_answer_nor_news_reads_many_more_facts_than_it_sends(monkeypa
 
     monkeypatch.setattr(module, "entry_batches", counted)
     side = Side("a", 10_000)
-    side.sharing.tell(REGISTRY, list(side.state.map_of(REGISTRY) or ()))
+    side.anti_entropy.push(REGISTRY, list(side.state.map_of(REGISTRY) or ()))
     question = Compare(1, REGISTRY, (0,) * 256)
     sends: list[Callable[[], list[EntriesMessage]]] = [
-        lambda: side.sharing.answer(question),
-        lambda: side.sharing.take_news(WALL_MS),
+        lambda: side.anti_entropy.answer(question),
+        lambda: side.anti_entropy.next_frames(WALL_MS),
     ]
     for send in sends:
         read = 0
@@ -173,6 +177,6 @@ def test_neither_an_answer_nor_news_reads_many_more_facts_than_it_sends(monkeypa
 def test_what_others_remember_of_us_wrongly_is_put_right_to_all() -> None:
     before, now = Side("a"), Side("a")
     old = before.state.advertise("gone", ("host",), WALL_MS)
-    now.sharing.take("b", EntriesMessage(0, "a", tuple(old), 0, False), 0.0, WALL_MS)
-    (frame,) = now.sharing.take_news(WALL_MS)
+    now.anti_entropy.on_entries("b", EntriesMessage(0, "a", tuple(old), 0, False), 0.0, WALL_MS)
+    (frame,) = now.anti_entropy.next_frames(WALL_MS)
     assert [(entry.key, entry.deleted) for entry in frame.entries] == [("gone", True)]
