@@ -113,3 +113,11 @@ def test_requests_are_well_formed(arguments: list[str]) -> None:
 def test_code_compiles_and_names_models_that_exist(code: str) -> None:
     voices = next(node.iter for node in ast.walk(ast.parse(code)) if isinstance(node, ast.For))
     assert set(ast.literal_eval(voices)) == MODELS
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_pages_name_files_that_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"`((?:tests/)?[a-z_/]+/(?:[a-z_]+\.py)?|[a-z_]+\.py)`", text)
+    missing = [name for name in named if not (ROOT / name).exists() and not (ROOT / "caraserve" / name).exists()]
+    assert missing == []
