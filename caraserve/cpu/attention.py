@@ -1,13 +1,13 @@
-"""Paged attention over fp32 KV blocks, one tile of up to four queries at a time.
+"""Paged attention over fp32 KV blocks, in tiles of up to four queries.
 
 A KV block holds sixteen tokens of one layer and one key-value head: K as `[head_dim, 16]`, so that a token is a lane
-and no score needs a horizontal sum, then V as `[16, head_dim]`. Softmax is computed online over aligned spans of 64
-positions in order, which makes a query's result the same whatever chunk, batch or tile it is computed in.
+and no score needs a horizontal sum, then V as `[16, head_dim]`. The online softmax runs over aligned spans of 64
+positions in order, so a query's result is the same in any chunk, batch or tile.
 """
 
 import numpy as np
 
-from caraserve.cpu.jit import apart, kernel
+from caraserve.cpu.jit import compiled_separately, kernel
 from caraserve.cpu.kernels import rms_norm, rotate
 from caraserve.cpu.simd import (
     LANES,
@@ -40,13 +40,13 @@ _values1x1, _values2x1, _values3x1, _values4x1 = (values_tile(rows, 1) for rows 
 
 
 def scratch_bytes(head_dim: int) -> int:
-    """Bytes that `attend_tile` needs: queries, scores and outputs of a tile."""
+    """Returns the bytes of scratch of `attend_tile`: queries, scores and outputs of a tile."""
     return 4 * TILE * (2 * head_dim + SPAN)
 
 
 @kernel
 def append_kv(block, position, head_dim, key, value):  # type: ignore[no-untyped-def]
-    """Writes one token's key and value, `[head_dim]` each, to its place in a block."""
+    """Writes the key and value of one token, `[head_dim]` each, to its block."""
     token = position % BLOCK_TOKENS
     values = block + 4 * head_dim * BLOCK_TOKENS + 4 * token * head_dim
     for d in range(head_dim):
@@ -56,9 +56,9 @@ def append_kv(block, position, head_dim, key, value):  # type: ignore[no-untyped
 
 @kernel
 def _softmax(scores, low, high, scale, best, total):  # type: ignore[no-untyped-def]
-    """One span's online softmax in place: scores[64] become weights; lanes outside [low, high) weigh exactly 0.
+    """Turns the scores[64] of one span into weights in place; lanes outside [low, high) become exactly 0.
 
-    Returns the new running maximum, the new running sum and the factor for what was summed before.
+    Returns the new running maximum, the new running sum and the factor for earlier sums.
     """
     factor = vsplat(scale)
     top = vsplat(np.float32(-np.inf))
@@ -69,7 +69,7 @@ def _softmax(scores, low, high, scale, best, total):  # type: ignore[no-untyped-
         top = vmax(value, top)
     new_best = max(best, vmaximum(top))
     sums = vsplat(np.float32(0.0))
-    if new_best == -np.inf:  # nothing visible yet: -inf minus -inf would be a NaN
+    if new_best == -np.inf:  # no position is visible yet: -inf minus -inf would be a NaN
         for j in range(0, SPAN, LANES):
             vstore(scores + 4 * j, sums)
         return best, total, np.float32(1.0)
@@ -92,7 +92,7 @@ def _scale_row(row, head_dim, factor):  # type: ignore[no-untyped-def]
 
 @kernel
 def _add_values(rows, weights, block, head_dim, tokens, out):  # type: ignore[no-untyped-def]
-    """`out[rows, head_dim] += weights[rows, tokens] @ V[tokens, head_dim]` for one block."""
+    """Computes `out[rows, head_dim] += weights[rows, tokens] @ V[tokens, head_dim]` for one block."""
     stride = 4 * head_dim
     values = block + stride * BLOCK_TOKENS
     d = 0
@@ -133,11 +133,11 @@ def _scores(rows, queries, head_dim, k0, k1, k2, k3, out):  # type: ignore[no-un
 
 @kernel
 def attend_tile(rows, positions, blocks, head_base, block_stride, head_dim, window, scale, scratch):  # type: ignore[no-untyped-def]
-    """Attention of up to four queries of one request that read the same key-value head.
+    """Computes the attention of up to four queries of one request over the same key-value head.
 
-    `scratch` holds the queries `[rows, head_dim]` on entry; the result replaces them. `positions` are theirs,
-    ascending; `blocks` is the address of the request's row of the block table; block b of this layer and head lies at
-    `head_base + b · block_stride`. `window` is how many positions back a query sees, itself included.
+    `scratch` holds the queries `[rows, head_dim]` on entry and the results on return. `positions`: of the queries,
+    ascending. `blocks`: address of the request's row of the block table; block b of this layer and head is at
+    `head_base + b · block_stride`. `window`: positions that a query sees, including its own.
     """
     queries = scratch
     scores = queries + 4 * TILE * head_dim
@@ -177,7 +177,7 @@ def attend_tile(rows, positions, blocks, head_base, block_stride, head_dim, wind
 
 @kernel
 def _with(values, index, value):  # type: ignore[no-untyped-def]
-    """The 4-tuple with one element replaced."""
+    """Returns the 4-tuple with one element replaced."""
     return (
         value if index == 0 else values[0],
         value if index == 1 else values[1],
@@ -188,7 +188,7 @@ def _with(values, index, value):  # type: ignore[no-untyped-def]
 
 @kernel
 def _head_address(model, cache, layer, kv_head):  # type: ignore[no-untyped-def]
-    """Where block 0 of a layer and key-value head lies; later blocks are `_block_stride` further each."""
+    """Returns the address of block 0 of a layer and key-value head; block b is `b · _block_stride` further."""
     return cache.base + 8 * BLOCK_TOKENS * model.head_dim * (layer * model.kv_heads + kv_head)
 
 
@@ -199,7 +199,7 @@ def _block_stride(model):  # type: ignore[no-untyped-def]
 
 @kernel
 def rotate_and_append(thread, team, model, buffers, cache, batch, layer):  # type: ignore[no-untyped-def]
-    """Norms q and k heads where the model does, rotates them, and writes k and v to their blocks."""
+    """Normalises q and k heads if the model has norms for them, rotates them, and writes k and v to their blocks."""
     dim, stride = model.head_dim, 4 * (model.q_pad + 2 * model.kv_pad)
     q_norm, k_norm = (
         word(model.weights, NUM_WEIGHTS * layer + Q_NORM),
@@ -226,7 +226,7 @@ def rotate_and_append(thread, team, model, buffers, cache, batch, layer):  # typ
 
 @kernel
 def _attend_item(thread, model, buffers, cache, batch, layer, kv_head, first, end):  # type: ignore[no-untyped-def]
-    """Attention of the query heads that share `kv_head`, for tokens [first, end) of one row."""
+    """Computes the attention of the query heads of `kv_head`, for tokens [first, end) of one row."""
     dim, group = model.head_dim, model.heads // model.kv_heads
     q_stride, out_stride = 4 * (model.q_pad + 2 * model.kv_pad), 4 * model.q_pad
     scratch = buffers.scratch + thread * buffers.scratch_bytes
@@ -257,9 +257,9 @@ def _attend_item(thread, model, buffers, cache, batch, layer, kv_head, first, en
                 )
 
 
-@apart(6)
+@compiled_separately(6)
 def attend(thread, model_address, buffers_address, cache_address, batch_address, layer):  # type: ignore[no-untyped-def]
-    """Items (row, key-value head, run of tokens) go to whoever is free: their costs differ by the context length."""
+    """Computes attention. Threads claim items (row, key-value head, 16 tokens), because costs vary with the context."""
     model, buffers = model_at(model_address), buffers_at(buffers_address)
     cache, batch = cache_at(cache_address), batch_at(batch_address)
     counter = buffers.counters + 8 * layer

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from caraserve.core.lora_layout import PANEL
 from caraserve.core.outputs import NOT_FINITE, SAMPLE
 from caraserve.cpu.attention import rotate_and_append
-from caraserve.cpu.jit import apart, entry, kernel
+from caraserve.cpu.jit import compiled_separately, entry, kernel
 from caraserve.cpu.kernels import ADD, RANK_GROUP, STORE, add_bias, embed, itemsize, rms_norm, silu_mul
 from caraserve.cpu.libc import sched_yield
 from caraserve.cpu.lora_workers.compute_side import DEVICE, note_workers, source_of, stamp
@@ -224,7 +224,7 @@ def _project_gate_up(thread, team, model, buffers, lora, batch, layer):  # type:
         silu_mul(buffers.gate + 4 * PANEL * panel, stride, buffers.up + 4 * PANEL * panel, stride, batch.tokens)
 
 
-@apart(8)
+@compiled_separately(8)
 def decoder_layer(  # type: ignore[no-untyped-def]
     thread, team, model_address, buffers_address, lora_address, cache_address, batch_address, layer
 ):  # fmt: skip

@@ -26,11 +26,11 @@ def _cache_folder() -> Path:
     return cache_folder("kernels") / digest.hexdigest()[:16]
 
 
-# Numba reads its variables again whenever one has changed, so what is set in any other way does not last. To be set
-# before `entry` decorates, and so before any kernel module loads.
+# Numba reads its variables again whenever one has changed, so only settings in the environment last. They must be set
+# before the first use of `entry`, and so before any kernel module is imported.
 os.environ["NUMBA_CACHE_DIR"] = str(_cache_folder())
-# The tiles are written out in vectors; LLVM's higher levels find nothing more in them and take a sixth longer to look.
-# The user's own setting wins.
+# The tiles are explicit vector code, which LLVM's higher levels do not improve, but take a sixth longer to compile. A
+# setting of the user has priority.
 os.environ.setdefault("NUMBA_OPT", "1")
 numba.config.reload_config()
 
@@ -53,7 +53,7 @@ class _Ends(event.Listener):  # type: ignore[misc, unused-ignore]
 
 @contextlib.contextmanager
 def counting(compiled: Callable[[], None]) -> Iterator[None]:
-    """Calls `compiled` for every function that is compiled meanwhile; never for one that the cache has."""
+    """Calls `compiled` for each function compiled in the context; not for those from the cache."""
     with event.install_listener("numba:compile", _Ends(compiled)):
         yield
 
@@ -64,10 +64,10 @@ def callee(function: Callable[..., Any]) -> None:
 
 
 def variant(name: object) -> Callable[[Callable[..., Any]], Any]:
-    """`kernel` for a function that is made several times over, with other values around it: each needs a name.
+    """Like `kernel`, for a function that is made several times with different closures: gives each a name of its own.
 
-    Compiled code from the cache is linked by name in any process, and Numba tells functions of one name apart only by a
-    number that counts up in the order of that process: code that two processes have cached would be mixed up.
+    Cached code is linked by name in every process, and Numba distinguishes functions of one name only by a number that
+    counts up in each process: code that two processes cached would be mixed up.
     """
 
     def compiled(function: Callable[..., Any]) -> Any:
@@ -77,11 +77,11 @@ def variant(name: object) -> Callable[[Callable[..., Any]], Any]:
     return compiled
 
 
-def apart(num_words: int) -> Callable[[Callable[..., None]], Any]:
-    """Compiles a function of int64 arguments by itself, to be called by its `.address`.
+def compiled_separately(num_words: int) -> Callable[[Callable[..., None]], Any]:
+    """Compiles a function of int64 arguments separately, to be called by its `.address`.
 
-    Numba links and optimises a callee anew inside every function above it; the large tiles, used at eleven places four
-    levels deep, would take half a minute that way.
+    Numba links and optimises a callee again inside every caller; for the large tiles, used at eleven places four levels
+    deep, that would take half a minute.
     """
     signature = numba.void(*[numba.int64] * num_words)
     return lambda function: numba.cfunc(signature, cache=True, error_model="numpy")(function)

@@ -1,7 +1,7 @@
 """The operations of a decoder layer over register tiles: matmul panels, LoRA, norm, rotary embedding.
 
-For `forward.py` alone, inside one compiled function. Addresses are integers, strides are in bytes, activations are
-fp32. A base weight `[out, in]` is stored like a LoRA B, as panels of 64 outputs, `[out / 64, in, 64]`, zero-padded.
+They are called inside one compiled function. Addresses are integers, strides are in bytes, activations are fp32. A base
+weight `[out, in]` is stored like a LoRA B, as panels of 64 outputs, `[out / 64, in, 64]`, zero-padded.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from caraserve.core.lora_layout import PANEL, RANK_STEP
-from caraserve.cpu.jit import apart, kernel, variant
+from caraserve.cpu.jit import compiled_separately, kernel, variant
 from caraserve.cpu.simd import (
     DTYPE_BF16,
     DTYPE_F16,
@@ -34,10 +34,10 @@ from caraserve.cpu.structs import word
 from caraserve.cpu.tiles import dot_tile, gemm_tile, stack_bytes
 
 K_BLOCK = 2048  # inputs summed before the partial result is stored: keeps a panel's slice inside the L2 cache
-# numpy integers: Numba would compile a function again for every literal it is called with.
-STORE, ADD = np.int64(0), np.int64(1)  # what a panel does with what is already in its output
+# numpy integers: for a literal, Numba would compile each callee once more.
+STORE, ADD = np.int64(0), np.int64(1)  # whether a panel replaces its output or adds to it
 _K_PIECE = 512  # inputs of which eight rank rows take 16 KiB in fp32
-_KEPT_ROWS = 36  # rows of x whose sums are kept between two pieces
+_KEPT_ROWS = 36  # rows of x whose sums are stored between two pieces
 RANK_GROUP = RANK_STEP  # rank rows in one dot tile
 
 _KEPT_ROW_BYTES = 4 * LANES * RANK_GROUP
@@ -45,7 +45,7 @@ _kept = stack_bytes(_KEPT_ROWS * _KEPT_ROW_BYTES)
 
 
 def _gemm_rows(dtype: int) -> Any:
-    """Row tiles of one dtype: six rows by four vectors fill the 32 vector registers without a spill."""
+    """Makes the row tiles of one dtype: six rows by four vectors fill the 32 vector registers without a spill."""
     tile1, tile2, tile3 = gemm_tile(1, 4, dtype), gemm_tile(2, 4, dtype), gemm_tile(3, 4, dtype)
     tile4, tile5, tile6 = gemm_tile(4, 4, dtype), gemm_tile(5, 4, dtype), gemm_tile(6, 4, dtype)
 
@@ -74,10 +74,10 @@ def _gemm_rows(dtype: int) -> Any:
 
 
 def _dot_rows(dtype: int) -> Any:
-    """Row tiles of the LoRA shrink: three rows by eight rank rows, a piece of k at a time.
+    """Makes the row tiles of the LoRA shrink: three rows by eight rank rows, one piece of k at a time.
 
-    A piece of eight rank rows stays in the L1 cache for all rows of x. Whole rank rows would come from L2 for every
-    tile, and bound it: a weight is multiplied with only three rows of x once it is there.
+    A piece of eight rank rows stays in the L1 cache for all rows of x. Whole rank rows would be read from L2 for every
+    tile, which would limit it, because a tile multiplies each weight by three rows of x only.
     """
     tile1, tile2, tile3 = (dot_tile(rows, RANK_GROUP, dtype) for rows in (1, 2, 3))
     itemsize_bytes = 4 if dtype == DTYPE_F32 else 2
@@ -100,7 +100,9 @@ def _dot_rows(dtype: int) -> Any:
         kept = _kept()
         for first in range(0, rows, _KEPT_ROWS):
             count, at, out = min(rows - first, _KEPT_ROWS), x + first * x_stride, y + first * y_stride
-            piece = k if count <= 3 else _K_PIECE * 4 // itemsize_bytes  # one tile reads every weight once anyway
+            piece = (
+                k if count <= 3 else _K_PIECE * 4 // itemsize_bytes
+            )  # with one tile, each weight is read once in any case
             for start in range(0, k, piece):
                 depth, begins, ends = min(piece, k - start), np.int64(start == 0), np.int64(start + piece >= k)
                 weights = a + start * itemsize_bytes
@@ -117,13 +119,13 @@ _dot_f32, _dot_bf16, _dot_f16 = _dot_rows(DTYPE_F32), _dot_rows(DTYPE_BF16), _do
 
 @kernel
 def itemsize(dtype):  # type: ignore[no-untyped-def]
-    """Bytes of one stored weight."""
+    """Returns the bytes of one stored weight."""
     return 4 if dtype == DTYPE_F32 else 2
 
 
-@apart(9)
+@compiled_separately(9)
 def panel_gemm(dtype, x, x_stride, rows, w, k, y, y_stride, accumulate):  # type: ignore[no-untyped-def]
-    """`y[rows, 64] (+)= x[rows, k] @ w[k, 64]` for one panel; the order of sums is the same for every row count."""
+    """Computes `y[rows, 64] (+)= x[rows, k] @ w[k, 64]` for one panel, in the same order of sums for all row counts."""
     for first in range(0, k, K_BLOCK):
         depth = min(K_BLOCK, k - first)
         at = w + first * PANEL * itemsize(dtype)
@@ -136,9 +138,9 @@ def panel_gemm(dtype, x, x_stride, rows, w, k, y, y_stride, accumulate):  # type
             _gemm_f16(x + 4 * first, x_stride, rows, at, depth, y, y_stride, add)
 
 
-@apart(8)
+@compiled_separately(8)
 def lora_shrink(entry, row, x, x_stride, rows, k, y, y_stride):  # type: ignore[no-untyped-def]
-    """`y[rows, 8] = scale · x[rows, k] @ A[row : row + 8, k]ᵀ` for one group of rank rows of a LORA_ENTRY."""
+    """Computes `y[rows, 8] = scale · x[rows, k] @ A[row : row + 8, k]ᵀ` for eight rank rows of a LORA_ENTRY."""
     dtype, k_pad = word(entry, 3), (k + LANES - 1) // LANES * LANES
     a_stride, scale = k_pad * itemsize(dtype), load_f32(entry + 32)
     a = word(entry, 0) + row * a_stride
@@ -150,11 +152,11 @@ def lora_shrink(entry, row, x, x_stride, rows, k, y, y_stride):  # type: ignore[
         _dot_f16(x, x_stride, rows, a, a_stride, k_pad, y, y_stride, scale)
 
 
-@apart(9)
+@compiled_separately(9)
 def lora_expand(entry, x, x_stride, rows, first, end, y, y_stride, accumulate):  # type: ignore[no-untyped-def]
-    """`y[rows, 64 · panel :] (+)= x[rows, rank] @ B[rank, 64]` for the panels [first, end) of a LORA_ENTRY.
+    """Computes `y[rows, 64 · panel :] (+)= x[rows, rank] @ B[rank, 64]` for the panels [first, end) of a LORA_ENTRY.
 
-    B's panels follow one another in memory, so one call reads one stream.
+    B's panels are contiguous, so one call reads one stream.
     """
     rank, dtype = word(entry, 2), word(entry, 3)
     b_bytes = rank * PANEL * itemsize(dtype)
@@ -170,7 +172,7 @@ def lora_expand(entry, x, x_stride, rows, first, end, y, y_stride, accumulate): 
 
 @kernel
 def add_bias(y, y_stride, rows, bias):  # type: ignore[no-untyped-def]
-    """`y[rows, 64] += bias[64]`."""
+    """Computes `y[rows, 64] += bias[64]`."""
     for row in range(rows):
         for lane in range(0, PANEL, LANES):
             at = y + row * y_stride + 4 * lane
@@ -179,7 +181,7 @@ def add_bias(y, y_stride, rows, bias):  # type: ignore[no-untyped-def]
 
 @kernel
 def silu_mul(gate, gate_stride, up, up_stride, rows):  # type: ignore[no-untyped-def]
-    """`gate[rows, 64] = silu(gate) · up`."""
+    """Computes `gate[rows, 64] = silu(gate) · up`."""
     one, zero = vsplat(np.float32(1.0)), vsplat(np.float32(0.0))
     for row in range(rows):
         for lane in range(0, PANEL, LANES):
@@ -191,9 +193,9 @@ def silu_mul(gate, gate_stride, up, up_stride, rows):  # type: ignore[no-untyped
 
 @kernel
 def rms_norm(x, y, width, padded, weight, eps):  # type: ignore[no-untyped-def]
-    """`y = weight · x / sqrt(mean(x²) + eps)` over one row of `width` elements, zero-padded to `padded`.
+    """Computes `y = weight · x / sqrt(mean(x²) + eps)` for a row of `width` elements, zero-padded to `padded`.
 
-    NaN where a square overflows: 1 / sqrt(inf) would make zeros of the row, and equal logits, which look right.
+    Gives NaN if a square overflows: 1 / sqrt(inf) would give a row of zeros and equal logits, which look valid.
     """
     total = vsplat(np.float32(0.0))
     for lane in range(0, padded, LANES):
@@ -207,7 +209,7 @@ def rms_norm(x, y, width, padded, weight, eps):  # type: ignore[no-untyped-def]
 
 @kernel
 def rotate(head, head_dim, cos, sin):  # type: ignore[no-untyped-def]
-    """Rotary embedding of one head in place: halves (x1, x2) → (x1·cos - x2·sin, x2·cos + x1·sin)."""
+    """Applies the rotary embedding to one head: halves (x1, x2) → (x1·cos - x2·sin, x2·cos + x1·sin)."""
     half = head_dim // 2
     for d in range(half):
         c, s = load_f32(cos + 4 * d), load_f32(sin + 4 * d)
@@ -218,7 +220,7 @@ def rotate(head, head_dim, cos, sin):  # type: ignore[no-untyped-def]
 
 @kernel
 def load_weight(address, dtype):  # type: ignore[no-untyped-def]
-    """One stored weight as fp32."""
+    """Returns one stored weight as fp32."""
     if dtype == DTYPE_F32:
         return load_f32(address)
     bits = load_u16(address)
@@ -232,7 +234,7 @@ def load_weight(address, dtype):  # type: ignore[no-untyped-def]
 
 @kernel
 def embed(token, table, tied, dtype, hidden, y):  # type: ignore[no-untyped-def]
-    """Writes the embedding of `token` to y[hidden]. A tied table is the head's panels: one column of a panel."""
+    """Writes the embedding of `token` to y[hidden]. A tied table consists of the head's panels."""
     size = itemsize(dtype)
     if tied:
         at = table + ((token // PANEL) * hidden * PANEL + token % PANEL) * size

@@ -1,8 +1,8 @@
-"""Choosing a token from one row of logits, in compiled code.
+"""Chooses a token from one row of logits, in compiled code.
 
-A draw depends on the logits, the request's seed and the position alone, so that it is the same in any batch, after
-any preemption and on any instance. Nothing is sorted: top-k and top-p are found by bisecting the threshold over the
-bits of a weight, which order like the weights themselves.
+A draw depends only on the logits, the request's seed and the position, so it is the same in any batch, after any
+preemption and on any instance. Nothing is sorted: top-k and top-p bisect the threshold over the bits of a weight, which
+are in the order of the weights.
 """
 
 import numpy as np
@@ -17,14 +17,14 @@ MAX_END_IDS = 32
 _GREEDY_BELOW = np.float32(1e-5)
 
 
-# Per-slot sampling parameters; element s belongs to slot s.
+# Sampling parameters of one request slot.
 SLOT_SAMPLING = np.dtype(
     [
         ("seed", np.uint64),
         ("prompt_tokens", np.int64),
         ("min_tokens", np.int64),
         ("top_k", np.int64),
-        ("adjusts", np.int64),  # whether anything but temperature and cuts changes the logits
+        ("adjusts", np.int64),  # 1: penalties, biases or banned end tokens change the logits
         ("end_count", np.int64),
         ("bias_count", np.int64),
         ("end_ids", np.int64, MAX_END_IDS),
@@ -42,7 +42,7 @@ SLOT_SAMPLING = np.dtype(
 
 
 def write_sampling(table: NDArray[np.void], slot: int, sampling: SlotSampling) -> None:
-    """Sets the sampler's parameters (SLOT_SAMPLING) of one slot."""
+    """Writes the parameters of one slot to the table (SLOT_SAMPLING [slots])."""
     params = table[slot]
     for name in ("temperature", "top_p", "min_p", "top_k", "prompt_tokens", "min_tokens"):
         params[name] = getattr(sampling, name)
@@ -60,7 +60,7 @@ def write_sampling(table: NDArray[np.void], slot: int, sampling: SlotSampling) -
 
 @kernel
 def argmax(logits):  # type: ignore[no-untyped-def]
-    """The first index of the largest value."""
+    """Returns the first index of the largest value."""
     best, index = logits[0], 0
     for token in range(1, logits.size):
         if logits[token] > best:
@@ -70,7 +70,7 @@ def argmax(logits):  # type: ignore[no-untyped-def]
 
 @reduction
 def all_finite(logits):  # type: ignore[no-untyped-def]
-    """Whether no logit is infinite or not a number: 0 · x is 0 for all others."""
+    """Returns whether all logits are finite: only then every 0 · x is 0."""
     total = np.float32(0.0)
     for token in range(logits.size):
         total += logits[token] * np.float32(0.0)
@@ -79,7 +79,7 @@ def all_finite(logits):  # type: ignore[no-untyped-def]
 
 @reduction
 def log_sum_exp(logits):  # type: ignore[no-untyped-def]
-    """log Σ e^logit."""
+    """Returns log Σ e^logit."""
     top = logits[argmax(logits)]
     total = 0.0
     for token in range(logits.size):
@@ -89,7 +89,7 @@ def log_sum_exp(logits):  # type: ignore[no-untyped-def]
 
 @kernel
 def best_tokens(logits, count, ids, values):  # type: ignore[no-untyped-def]
-    """Writes the `count` largest logits, best first, by insertion: few rows ask, and few values displace another."""
+    """Writes the `count` largest logits, best first, by insertion: few values displace another one."""
     kept = 0
     for token in range(logits.size):
         value = logits[token]
@@ -105,7 +105,7 @@ def best_tokens(logits, count, ids, values):  # type: ignore[no-untyped-def]
 
 @kernel
 def uniform(seed, position):  # type: ignore[no-untyped-def]
-    """A number in [0, 1) from (seed, position): two rounds of the SplitMix64 finaliser."""
+    """Returns a number in [0, 1) that depends on (seed, position): two rounds of the SplitMix64 finaliser."""
     state = np.uint64(seed) + np.uint64(position + 1) * np.uint64(0x9E3779B97F4A7C15)
     for _ in range(2):
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -116,7 +116,7 @@ def uniform(seed, position):  # type: ignore[no-untyped-def]
 
 @kernel
 def _adjust(logits, history, position, params, seen):  # type: ignore[no-untyped-def]
-    """Penalties, biases and the ban of end tokens, in place. `seen` is all zero on entry and on return."""
+    """Applies penalties, biases and the ban of end tokens in place. `seen` is all zero on entry and on return."""
     prompt, end = params.prompt_tokens, position + 1  # tokens [0, end) are known
     repetition = params.repetition
     for index in range(end):
@@ -157,7 +157,7 @@ def _mass_from(weights, threshold):  # type: ignore[no-untyped-def]
 
 @kernel
 def _threshold(weights, enough, by_count):  # type: ignore[no-untyped-def]
-    """The largest t for which the weights >= t number (or sum to) at least `enough`; weights lie in [0, 1]."""
+    """Returns the largest t for which the weights >= t, in [0, 1], count (or sum to) at least `enough`."""
     low, high = np.uint32(0), np.uint32(0x3F800000)  # the bits of 0.0 and of 1.0
     while low < high:
         middle = np.uint32(high - (high - low) // np.uint32(2))
@@ -179,7 +179,7 @@ def _drop_below(weights, threshold):  # type: ignore[no-untyped-def]
 
 @kernel
 def _draw(weights, position, params):  # type: ignore[no-untyped-def]
-    """Samples from logits in `weights`, which become weights relative to the best token."""
+    """Samples from logits in `weights`, which it replaces by weights relative to the best token."""
     top = weights[argmax(weights)]
     inverse = np.float32(1.0) / params.temperature
     for token in range(weights.size):
@@ -204,11 +204,11 @@ def _draw(weights, position, params):  # type: ignore[no-untyped-def]
 
 @kernel
 def choose(logits, position, history, params, scratch, seen):  # type: ignore[no-untyped-def]
-    """The token that follows `position`. `logits` [vocab] is left as it was; `scratch` is as long."""
+    """Returns the token that follows `position`. `logits` [vocab] is not changed; `scratch` has the same length."""
     greedy = params.temperature < _GREEDY_BELOW
     if greedy and not params.adjusts:
         return argmax(logits)
-    for token in range(logits.size):  # a slice assignment would compile numpy's shape errors, three seconds of them
+    for token in range(logits.size):  # a slice assignment would add 3 s of compilation
         scratch[token] = logits[token]
     if params.adjusts:
         _adjust(scratch, history, position, params, seen)

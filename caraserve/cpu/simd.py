@@ -1,12 +1,12 @@
-"""Sixteen fp32 lanes as a Numba scalar type, the register tiles built of it, and atomics. CPU only.
+"""Sixteen fp32 lanes as a Numba scalar type, and the vector operations, loads, stores and atomics on it. CPU only.
 
 LLVM's autovectoriser reaches a third to a half of a core's peak on these loops and depends on the CPU's preferred
-width; an explicit `<16 x float>` reaches 80 to 90 % and lowers to whatever the CPU has (one zmm, two ymm, four xmm).
-Memory is named by plain integer addresses: one table of addresses then serves any mix of adapters, and a tile needs no
-array descriptors in its inner loop. Nothing here checks bounds: callers own the shapes.
+width; an explicit `<16 x float>` reaches 80 to 90 % and lowers to the CPU's own vectors (one zmm, two ymm, four xmm).
+Memory is addressed by plain integers: one table of addresses then serves any mix of adapters, and a tile needs no array
+descriptors in its inner loop. Nothing here checks bounds; callers guarantee the shapes.
 
-Every reduction has one fixed order, whatever the number of rows in a tile, so that a result never depends on what
-else is in the batch.
+Every reduction has one fixed order for any number of rows in a tile, so a result never depends on the rest of the
+batch.
 """
 
 import inspect
@@ -26,7 +26,7 @@ _X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 
 def _converts_half() -> bool:
-    """Whether the CPU converts fp16. LLVM would call a library function that is not there and end the process."""
+    """Returns whether the CPU converts fp16. If not, LLVM would call a missing library function and end the process."""
     if not _X86:
         return True
     if numba.config.CPU_NAME:  # compiling for another CPU than this one
@@ -70,7 +70,7 @@ def i64(value: int) -> Any:
 
 
 def emit_load(b: Any, address: Any, dtype: int) -> Any:
-    """Sixteen weights of a storage dtype as fp32 lanes. Unaligned loads cost nothing when the address is aligned."""
+    """Loads sixteen weights of a storage dtype as fp32. Unaligned loads cost nothing at an aligned address."""
     if dtype == DTYPE_F32:
         value = b.load(pointer(b, address, VF))
         value.align = 4
@@ -92,8 +92,8 @@ def _ints(value: int) -> Any:
 
 
 def _widen_half(b: Any, bits: Any) -> Any:
-    """Finite fp16 bits (in 32-bit lanes) as fp32, exactly: the magnitude shifted into place, its exponent rebiased by
-    a multiplication, which is right for subnormals too; then the sign."""
+    """Converts finite fp16 bits (in 32-bit lanes) to fp32, exactly: shifts the magnitude into place and rebiases its
+    exponent by a multiplication, which is right for subnormals too; then adds the sign."""
     magnitude = b.bitcast(b.shl(b.and_(bits, _ints(0x7FFF)), _ints(13)), VF)
     rebiased = b.fmul(magnitude, ir.Constant(VF, [2.0**112] * LANES))
     sign = b.shl(b.and_(bits, _ints(0x8000)), _ints(16))
@@ -101,8 +101,8 @@ def _widen_half(b: Any, bits: Any) -> Any:
 
 
 def _narrow_half(b: Any, value: Any) -> Any:
-    """fp32 as fp16 bits (in 32-bit lanes), to nearest even: by integers where the result is normal; below, adding a
-    half leaves the bits of a subnormal at the end of the sum."""
+    """Converts fp32 to fp16 bits (in 32-bit lanes), to nearest even: by integers for normal results; for smaller ones,
+    adding 0.5 leaves the bits of a subnormal at the end of the sum."""
     bits = b.bitcast(value, _VI)
     magnitude = b.and_(bits, _ints(0x7FFFFFFF))
     odd = b.and_(b.lshr(magnitude, _ints(13)), _ints(1))
@@ -116,7 +116,7 @@ def _narrow_half(b: Any, value: Any) -> Any:
 
 
 def emit_narrow_store(b: Any, value: Any, address: Any, dtype: int) -> None:
-    """Sixteen fp32 lanes as weights of a storage dtype, rounded to nearest even. The values are numbers."""
+    """Stores sixteen fp32 lanes as weights of a storage dtype, rounded to nearest even. Values must be finite."""
     if dtype == DTYPE_F32:
         emit_store(b, value, address)
         return
@@ -174,7 +174,7 @@ def make_intrinsic(name: str, num_args: int, signature: Any, codegen: Callable[.
 
 
 def _vector_op(num_args: int, emit: Callable[..., Any], result: Any = v16, last: Any = v16) -> Any:
-    """An intrinsic over V16 arguments (`last`: the type of the last one)."""
+    """Makes an intrinsic over V16 arguments (`last`: the type of the last one)."""
 
     def codegen(_context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return emit(builder, *arguments)
@@ -201,7 +201,7 @@ def _emit_keep_from(b: Any, x: Any, limit: Any) -> Any:
 
 
 def _emit_exp(b: Any, x: Any) -> Any:
-    """e^x to about 2 ulp: 2^n · e^r with |r| <= ln 2 / 2, Taylor to the seventh power. Exactly 0 below -87.3."""
+    """Computes e^x to ~2 ulp: 2^n · e^r with |r| <= ln 2 / 2, Taylor to the seventh power. Exactly 0 below -87.3."""
 
     def const(value: float) -> Any:
         return ir.Constant(VF, [value] * LANES)
@@ -237,13 +237,13 @@ keep_from = _vector_op(2, _emit_keep_from, last=types.int64)  # lanes < limit be
 
 @intrinsic
 def vload(typing_context, address):  # type: ignore[no-untyped-def]
-    """Sixteen fp32 from an address."""
+    """Loads sixteen fp32."""
     return v16(types.int64), lambda context, b, sig, args: emit_load(b, args[0], DTYPE_F32)
 
 
 @intrinsic
 def vstore(typing_context, address, value):  # type: ignore[no-untyped-def]
-    """Sixteen fp32 to an address."""
+    """Stores sixteen fp32."""
 
     def codegen(context, b, signature, arguments):  # type: ignore[no-untyped-def]
         emit_store(b, arguments[1], arguments[0])
@@ -253,7 +253,7 @@ def vstore(typing_context, address, value):  # type: ignore[no-untyped-def]
 
 
 def weight_ops(dtype: int) -> tuple[Any, Any]:
-    """Intrinsics `(address)`: sixteen stored weights as fp32, and `(address, value)`: the other way, rounded."""
+    """Makes the intrinsics load `(address)`, of sixteen weights as fp32, and store `(address, value)`, which rounds."""
 
     @intrinsic
     def load(typing_context, address):  # type: ignore[no-untyped-def]
@@ -297,13 +297,13 @@ store_i64 = _scalar_store(types.int64, I64)
 
 @intrinsic
 def bits_to_float(typing_context, bits):  # type: ignore[no-untyped-def]
-    """The float32 whose representation is the uint32 `bits`."""
+    """Returns the float32 with the bits of a uint32."""
     return types.float32(types.uint32), lambda context, b, sig, args: b.bitcast(args[0], F32)
 
 
 @intrinsic
 def load_acquire(typing_context, address):  # type: ignore[no-untyped-def]
-    """An int64 that other threads release. A plain load in a poll loop would be hoisted out of it by LLVM."""
+    """Loads an int64 that other threads release. LLVM would hoist a plain load out of a poll loop."""
 
     def codegen(context, b, signature, arguments):  # type: ignore[no-untyped-def]
         return b.load_atomic(pointer(b, arguments[0], I64), "acquire", 8)
@@ -313,7 +313,7 @@ def load_acquire(typing_context, address):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def store_release(typing_context, address, value):  # type: ignore[no-untyped-def]
-    """Publishes an int64: all writes before it are seen by who acquires it."""
+    """Stores an int64; a thread that acquires it sees all writes before it."""
 
     def codegen(context, b, signature, arguments):  # type: ignore[no-untyped-def]
         b.store_atomic(arguments[1], pointer(b, arguments[0], I64), "release", 8)
@@ -324,7 +324,7 @@ def store_release(typing_context, address, value):  # type: ignore[no-untyped-de
 
 @intrinsic
 def fetch_add(typing_context, address, value):  # type: ignore[no-untyped-def]
-    """Atomically adds to an int64 and returns what it was (acquire and release)."""
+    """Adds to an int64 atomically (acquire and release). Returns the old value."""
 
     def codegen(context, b, signature, arguments):  # type: ignore[no-untyped-def]
         return b.atomic_rmw("add", pointer(b, arguments[0], I64), arguments[1], "acq_rel")
@@ -334,7 +334,7 @@ def fetch_add(typing_context, address, value):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def spin_pause(typing_context):  # type: ignore[no-untyped-def]
-    """Tells an x86 core that this is a spin wait; elsewhere nothing."""
+    """Emits x86's pause instruction for spin waits; elsewhere nothing."""
 
     def codegen(context, b, signature, arguments):  # type: ignore[no-untyped-def]
         if _X86:
@@ -347,7 +347,7 @@ def spin_pause(typing_context):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def fence(typing_context):  # type: ignore[no-untyped-def]
-    """Orders every access before it before every access after it; a store and a later load need this even on x86."""
+    """Orders all accesses before it before all accesses after it. A store and a later load need it even on x86."""
 
     def codegen(context, b, signature, arguments):  # type: ignore[no-untyped-def]
         b.fence("seq_cst")

@@ -1,6 +1,6 @@
 """Register tiles: the inner loops of matmul, LoRA shrink and attention, emitted as LLVM IR. CPU only.
 
-A tile keeps rows × vectors accumulators in registers and names memory by plain addresses; see simd.py for why.
+A tile keeps rows × vectors accumulators in registers. Memory is addressed by plain integers; simd.py explains why.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ from caraserve.cpu.simd import (
 
 
 class _Accumulators:
-    """Named registers of a tile: allocas that LLVM promotes to vector registers."""
+    """The accumulators of a tile: allocas that LLVM promotes to vector registers."""
 
     def __init__(self, b: Any, count: int) -> None:
         self._b = b
@@ -47,7 +47,7 @@ class _Accumulators:
 def _tile_intrinsic(
     name: str, num_args: int, emit: Callable[[Any, Sequence[Any]], None], *, scaled: bool = False
 ) -> Any:
-    """An intrinsic of int64 arguments (and a last float32 if `scaled`) whose code `emit(builder, arguments)` writes."""
+    """Makes an intrinsic of int64 arguments (the last a float32 if `scaled`); `emit(builder, arguments)` emits it."""
 
     def codegen(_context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         emit(builder, arguments)
@@ -159,8 +159,8 @@ def values_tile(rows: int, vectors: int) -> Any:
     """Intrinsic `(p, v, v_stride, tokens, y, y_stride)`, strides in bytes.
 
     Semantics: `y[m, :] += Σ_{t < tokens} p[m, t] · v[t, :]` for m < rows, over `16 · vectors` columns.
-    All fp32; p has rows of 64. Sums run over t in order. Tokens past `tokens` are not read: they may belong to
-    nobody, and a stale NaN times zero would be a NaN.
+    All fp32; p has rows of 64. Sums run over t in order. Tokens past `tokens` are not read: they may be unused,
+    and a stale NaN times zero would be a NaN.
     """
 
     def emit(b: Any, arguments: Sequence[Any]) -> None:
@@ -187,7 +187,7 @@ def values_tile(rows: int, vectors: int) -> Any:
 
 
 def call_by_address(num_words: int) -> Any:
-    """Intrinsic `(address, ...)`: calls a C function of `num_words` int64 arguments that returns nothing."""
+    """Makes the intrinsic `(address, ...)`, which calls a C function of `num_words` int64 arguments and no result."""
 
     def emit(b: Any, arguments: Sequence[Any]) -> None:
         kind = ir.FunctionType(ir.VoidType(), [I64] * num_words)
@@ -197,7 +197,7 @@ def call_by_address(num_words: int) -> Any:
 
 
 def stack_bytes(num_bytes: int) -> Any:
-    """Intrinsic `()`: the address of so many bytes, on a cache line, that live as long as the function's call."""
+    """Makes the intrinsic `()`, which returns the address of `num_bytes` on the stack, aligned to a cache line."""
     vectors = num_bytes // (4 * LANES)
 
     def codegen(_context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

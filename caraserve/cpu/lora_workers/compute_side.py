@@ -10,7 +10,7 @@ from numba import types
 
 from caraserve.core.lora_layout import MAX_RANK, PANEL
 from caraserve.cpu import handoff as shared
-from caraserve.cpu.jit import apart, kernel
+from caraserve.cpu.jit import compiled_separately, kernel
 from caraserve.cpu.kernels import ADD, RANK_GROUP
 from caraserve.cpu.libc import now_ns, sched_yield, wake
 from caraserve.cpu.simd import (
@@ -112,7 +112,7 @@ def _adapts(lora, adapter, layer):  # type: ignore[no-untyped-def]
     return False
 
 
-@apart(3)
+@compiled_separately(3)
 def choose_sources(lora_address, batch_address, layer):  # type: ignore[no-untyped-def]
     """Decides for every segment where this layer's LoRA is computed; waits for weights if no worker may help.
     For member 0, before a barrier."""
@@ -247,7 +247,7 @@ def _add_slice(model, lora, adapter, layer, site, sites, x, x_stride, k, first, 
     store_i64(at + 40, y)
 
 
-@apart(9)
+@compiled_separately(9)
 def hand_off(model_address, lora_address, batch_address, layer, site, sites, x, x_stride, k):  # type: ignore[no-untyped-def]
     """Cuts the tokens of segments with source WORKERS into slices of at most c tokens, and publishes them.
 
@@ -349,7 +349,7 @@ def _add_rows(deltas, stride, rows, first, end, y, y_stride):  # type: ignore[no
             vstore(at, vadd(vload(at), vload(deltas + row * stride + lane)))
 
 
-@apart(15)
+@compiled_separately(15)
 def add_deltas(  # type: ignore[no-untyped-def]
     thread, model_address, buffers_address, lora_address, batch_address,
     layer, site, segment, x, x_stride, k, first, end, y, y_stride,
