@@ -20,9 +20,9 @@ MAX_LOGIT_BIAS = 300
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when generation ends. Values are already validated.
+    """Validated parameters of choosing tokens and of ending generation.
 
-    `top_k` 0 means off. `logprobs` None means none, 0 the chosen token alone, n its n best alternatives too.
+    `top_k` 0 means off. `logprobs` None means none, 0 the chosen token only, n also the n best alternatives.
     `prompt_logprobs` likewise for every prompt token but the first. `seed` None: the engine draws one.
     """
 
@@ -47,10 +47,10 @@ class SamplingParams:
 
 
 class Tenant(NamedTuple):
-    """Whose request it is. Service is shared between clients, and what a client gets between its users."""
+    """The owner of a request. Fairness divides service between clients, and a client's share between its users."""
 
     client: str = ""  # the name of its key, or its address
-    user: str = ""  # as the client says
+    user: str = ""  # as the client states it
 
 
 NO_TENANT = Tenant()
@@ -58,8 +58,8 @@ NO_TENANT = Tenant()
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One prompt to one adapter (`adapter` None: the base model). Of one tenant's requests, those of lower `priority`
-    go first."""
+    """One prompt for one adapter (None: the base model). Within a tenant, requests of lower `priority` are served
+    first."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -73,7 +73,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural-log probability of one token under the unmodified distribution, and the best alternatives."""
+    """The natural logarithm of a token's probability in the unmodified distribution, and the best alternatives."""
 
     token_id: int
     logprob: float
@@ -82,11 +82,11 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Where a request's time went, in milliseconds; the parts add up to `e2e_ms` by construction.
+    """The time of a request by phase, in milliseconds; the parts add up to `e2e_ms` by construction.
 
-    Two parts of prefill and decode are cold starts: in `stalled_ms` iterations stood still until weights of the
-    request's adapter arrived, in `interrupted_ms` the request stood still for loads of other adapters. `cpu_layers`
-    counts layers, over all its iterations, whose LoRA came from CPU workers.
+    Two parts of prefill and decode are cold starts: in `stalled_ms` iterations waited for weights of the request's
+    adapter, in `interrupted_ms` the request waited for loads of other adapters. `cpu_layers` counts the layers, over
+    all its iterations, whose LoRA was computed by CPU workers.
     """
 
     queued_ms: float
@@ -131,7 +131,7 @@ class TokenDelta:
 
 
 class Phase(Enum):
-    """Where a request is. LOADING: admitted, but waiting for its adapter to reach the device."""
+    """The phase of a request. LOADING: admitted, but its adapter is not on the device yet."""
 
     WAITING = "waiting"
     LOADING = "loading"
@@ -185,7 +185,7 @@ class Request:
         return len(self.asked.prompt_ids)
 
     def ended_by(self, token: int, eos_ids: frozenset[int]) -> tuple[FinishReason | None, str | int | None]:
-        """Whether the token itself ends the request. The model's own end token is no reason worth naming."""
+        """Returns the finish and stop reasons if `token` ends the request. The model's end token has no stop reason."""
         if token in self.asked.params.stop_token_ids:
             return "stop", token
         if token in eos_ids and not self.asked.params.ignore_eos:
@@ -193,12 +193,12 @@ class Request:
         return None, None
 
     def wants_more(self, max_tokens: int) -> bool:
-        """Whether there may be another token; prompt and output together have `max_tokens` at most."""
+        """Returns whether another token may follow; `max_tokens` limits prompt and output together."""
         tokens = len(self.output_ids)
         return tokens < self.asked.params.max_tokens and self.prompt_tokens + tokens < max_tokens
 
     def phases(self) -> Phases:
-        """Times so far; waiting while preempted counts as queued."""
+        """Returns the times so far; waiting after a preemption counts as queued."""
 
         def ms(*phases: Phase) -> float:
             return 1000 * sum(self.spent_s.get(phase, 0.0) for phase in phases)

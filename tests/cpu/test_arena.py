@@ -1,4 +1,4 @@
-"""The host tier's memory: no byte has two owners, none is lost, and neighbours that are free are one piece."""
+"""The allocator of the host cache: each byte has one owner, and free neighbours are joined."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -27,7 +27,7 @@ def test_in_any_order_of_allocations_each_byte_has_one_owner(steps: list[tuple[b
         elif held:
             arena.free(held.pop(amount % len(held))[0])
         arena.check()
-        assert all((extent == mark % 256).all() for extent, mark in held), "somebody wrote into another's extent"
+        assert all((extent == mark % 256).all() for extent, mark in held), "an extent was overwritten"
     for extent, _ in held:
         arena.free(extent)
     arena.check()

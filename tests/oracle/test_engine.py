@@ -186,7 +186,7 @@ def test_bfloat16_weights_stay_close_to_peft(families: dict[str, Subject]) -> No
 
 
 def test_more_adapters_than_fit_are_all_served(families: dict[str, Subject]) -> None:
-    """Room for one adapter at a time: nothing waits for ever, and every answer is its adapter's."""
+    """With memory for one adapter at a time, every request ends with its own adapter's answer."""
     subject, rng = families["qwen2"], random.Random(6)
     asked = [(prompt_of(rng, 12), name) for _ in range(4) for name in subject.adapters]
 

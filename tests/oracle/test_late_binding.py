@@ -1,4 +1,4 @@
-"""Whenever the layers of an adapter arrive, and whoever computes those that have not: the logits have the same bits."""
+"""Late binding: logits have the same bits at any arrival of layers, computed by the device or by workers."""
 
 import os
 import time
@@ -189,8 +189,8 @@ def test_a_lost_adapter_is_computed_from_the_host_cache(subject: Subject, reside
 
 @st.composite
 def schedules(draw: st.DrawFn) -> tuple[list[list[Arrival]], tuple[bool, bool]]:
-    """Arrivals at any time. Whoever is not assisted would wait for ever for layers that do not come: they come all, or
-    they are lost, while the first iteration waits."""
+    """Draws arrivals at any time. A row without assistance waits for all layers, so all arrive or are lost while the
+    first iteration waits."""
     assist = draw(st.tuples(st.booleans(), st.booleans()))
     delays = st.one_of(st.just(0), st.integers(1, MOST_DELAY_US))
     layers = st.one_of(st.integers(1, LAYERS), st.none())

@@ -40,7 +40,7 @@ def prompts(rng: random.Random, count: int) -> list[list[int]]:
 @pytest.mark.parametrize("mode", LOADING_MODES)
 @pytest.mark.parametrize("link_mb_per_s", [SLOW_MB_PER_S, FAST_MB_PER_S])
 def test_every_mode_answers_like_peft(subject: Subject, mode: str, link_mb_per_s: float) -> None:
-    """Cold and warm requests mixed, with a device tier that holds two or three adapters, so that they come and go."""
+    """Cold and warm requests mixed, with a device cache of two or three adapters, so that adapters are evicted."""
     model, adapters, oracle = subject
     rng = random.Random(f"{mode} {link_mb_per_s}")
     asked = [(prompt, rng.choice([None, *adapters])) for prompt in prompts(rng, 24)]

@@ -140,7 +140,7 @@ def test_a_request_continues_across_merging_and_unmerging(subject: Subject) -> N
             for one in short:
                 others.append(await submit(engine, *one, max_tokens=3))
                 plans = len(watched.plans)
-                while len(watched.plans) < plans + 4 and not first.done():  # noqa: ASYNC110  # plans tell nobody
+                while len(watched.plans) < plans + 4 and not first.done():  # noqa: ASYNC110  # batches send no event
                     await asyncio.sleep(0)
             answers = [await first]
             slots = {row.slot for plan in watched.plans[:1] for row in plan.rows}

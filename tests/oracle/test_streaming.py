@@ -1,5 +1,5 @@
-"""Adapters that come over a network a layer at a time: prompts are computed as far as layers have come, nobody else
-waits, and the tokens are those of peft. What has not come is no number, and the test is the network."""
+"""Adapters that are downloaded layer by layer: prompts are computed as far as layers have arrived, other requests do
+not wait, and tokens equal those of peft. Bytes that have not arrived are NaN, and the test plays the network."""
 
 import asyncio
 import contextlib
@@ -40,7 +40,7 @@ KINDS: Kinds = {
 
 @dataclass
 class Sending:
-    """An adapter on its way to the host tier."""
+    """An adapter that is being downloaded to the host cache."""
 
     name: str
     held: HostAdapter
@@ -58,7 +58,7 @@ class Sending:
         self.done(HostAdapter(self.held.spec, self.into[: self.held.spec.num_bytes]))
 
     def give_up(self) -> None:
-        self.done(Unreachable("nobody gives its bytes", retry_after_s=1.0))
+        self.done(Unreachable("no instance gives its bytes", retry_after_s=1.0))
 
 
 class Network:

@@ -81,7 +81,7 @@ class ExactBackend:
             "an adapter that is not there": set(adapters) <= set(self.ranks),
             "too many tokens": 0 < plan.num_tokens <= limits.max_step_tokens,
             "past the context": max(ends.values()) < limits.max_context,
-            "tokens that nobody gave": all(self._tokens[slot] >= end for slot, end in ends.items()),
+            "tokens that were not set": all(self._tokens[slot] >= end for slot, end in ends.items()),
             "no block": all(len(self._blocks[slot]) * per_block >= end for slot, end in ends.items()),
             "no such block": all(0 <= block < limits.num_blocks for slot in slots for block in self._blocks[slot]),
         }
@@ -115,7 +115,7 @@ class ExactBackend:
         self.faults.append("a load of which not all was there")
 
     def recall(self, slot: int) -> None:
-        self.faults.append("a plan aside that is none")
+        self.faults.append("an invalid side batch")
 
     def device_bytes(self, spec: AdapterSpec) -> int:
         return spec.num_bytes

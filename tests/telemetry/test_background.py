@@ -10,7 +10,7 @@ from caraserve.telemetry.background import BackgroundTasks
 
 
 class World:
-    """A clock that moves when a test says so, pauses that last until then, and work that fails when it is told to."""
+    """A clock that moves when a test says so, pauses that last until then, and work that fails on demand."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

@@ -108,7 +108,7 @@ def test_work_for_a_token_does_not_grow_with_the_text(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_invalid_bytes_are_emitted_at_the_end(kind: str) -> None:
-    """A model may sample half a character for ever; the text must not be held for ever."""
+    """A model may never complete a character; the text must not be held back without end."""
     broken = TOKENIZERS[kind].encode("☕").ids[-1]
     subject = detokenizer(kind, TOKENIZERS[kind].encode("the").ids)
     text = "".join(subject.push(broken)[0] for _ in range(40)) + subject.flush()

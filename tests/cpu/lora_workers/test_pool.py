@@ -114,7 +114,7 @@ def is_alive(pid: int) -> bool:
 
 
 def next_life(workers: WorkerPool, place: int, before: int) -> int:
-    """The pid of whoever fills a place after `before`."""
+    """Waits for the worker that replaces `before` at a place; returns its pid."""
     with workers.changed:
         workers.changed.wait_for(lambda: workers.states()[place].pid not in (None, before), PATIENCE_S)
     pid = workers.states()[place].pid
@@ -174,7 +174,7 @@ def test_idle_workers_use_no_cpu(pair: CpuBackend) -> None:
 
 
 def make_adapter(rank: int, dtype: Dtype, backend: CpuBackend) -> tuple[HostAdapter, list[Matrix]]:
-    """An adapter of q, k and v in the host tier, and by module what x is multiplied with, [inputs, columns of y]."""
+    """An adapter of q, k, v in the host cache, and for each module the factor of x, [inputs, columns of y]."""
     rng = np.random.default_rng(rank)
     spans, layer_ends = lay_out(SPEC, dtype, {(0, site): (rank, scale) for site, scale in SCALES.items()})
     data = backend.host_memory[: layer_ends[-1]]

@@ -24,7 +24,7 @@ CORE = min(os.sched_getaffinity(0))
 NO_CORE = max(os.sched_getaffinity(0)) + 1
 ASSISTED = ("--loading-mode", "assisted", "--lora-cpus", str(CORE), "--profile", str(PROFILE))
 BIRTH_S = 120.0  # until there is a worker; the first time, kernels are compiled
-END_S = 5.0  # until nobody is left
+END_S = 5.0  # until all processes have ended
 LAYERS = 4  # of the demo's model
 
 
