@@ -99,13 +99,13 @@ json_values = st.recursive(
 
 @settings(max_examples=300)
 @given(message=messages)
-def test_a_message_survives_the_way(message: Message) -> None:
+def test_a_message_decodes_to_what_was_encoded(message: Message) -> None:
     assert decode(encode(message)) == message
 
 
 @settings(max_examples=300)
 @given(body=st.one_of(st.binary(max_size=200), json_values.map(lambda value: orjson.dumps(value, default=str))))
-def test_whatever_comes_decoding_does_not_raise(body: bytes) -> None:
+def test_decoding_never_raises(body: bytes) -> None:
     assert isinstance(decode(body), Malformed | Nack)
 
 
@@ -160,7 +160,7 @@ def test_a_message_with_one_wrong_thing_in_it_never_raises(
         ["query", 1, False, [[1]]],
     ],
 )
-def test_what_is_not_quite_a_message_is_malformed(value: object) -> None:
+def test_messages_outside_the_bounds_are_malformed(value: object) -> None:
     assert isinstance(decode(orjson.dumps(value)), Malformed)
 
 
@@ -173,7 +173,7 @@ ELSEWHERE = [
 
 
 @pytest.mark.parametrize("address", ELSEWHERE)
-def test_where_an_instance_is_must_be_a_host_and_a_port_in_every_message(address: str) -> None:
+def test_addresses_are_host_and_port_in_every_message(address: str) -> None:
     record = MemberRecord("a", "a:1", 1, 1, MemberState.ALIVE)
     updates = (MemberUpdate(record, ""),)
     said: list[Message] = [
@@ -195,7 +195,7 @@ def test_where_an_instance_is_must_be_a_host_and_a_port_in_every_message(address
 @pytest.mark.parametrize(
     "body", [b"", b"[", b'["nack",NaN]', b"[" * 100_000, b"\xff", b" " * (MAX_FRAME + 1), b'["\\ud800"]']
 )
-def test_what_is_not_json_is_malformed(body: bytes) -> None:
+def test_bodies_that_are_not_json_are_malformed(body: bytes) -> None:
     assert isinstance(decode(body), Malformed)
 
 
@@ -290,7 +290,7 @@ def test_a_secret_that_can_be_guessed_is_refused(secrets: tuple[bytes, ...]) -> 
 
 
 @given(seed=st.integers(0, 999), spread=st.integers(1, 3 * WINDOW))
-def test_a_number_is_taken_once(seed: int, spread: int) -> None:
+def test_a_sequence_number_is_accepted_once(seed: int, spread: int) -> None:
     rng, window, taken = Random(seed), ReplayWindow(), set[int]()
     for step in range(200):
         number = step + rng.randrange(spread)

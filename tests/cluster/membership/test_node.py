@@ -32,7 +32,7 @@ async def together(running: Instances, *names: str) -> None:
     await until(running.agree)
 
 
-async def test_five_see_each_other_and_one_that_leaves_is_suspected_by_nobody(tmp_path: Path) -> None:
+async def test_five_instances_agree_and_one_that_leaves_is_not_suspected(tmp_path: Path) -> None:
     seen: list[MemberState] = []
     async with instances(tmp_path) as running:
         await together(running, "a", "b", "c", "d", "e")
@@ -75,7 +75,7 @@ async def test_a_name_given_in_words_of_a_later_version_is_not_taken_for_a_remov
         assert set(heard) == {"known"}
 
 
-async def test_only_the_living_hold_anything(tmp_path: Path) -> None:
+async def test_holders_are_live_instances_only(tmp_path: Path) -> None:
     async with instances(tmp_path) as running:
         await together(running, "a", "b")
         running.running["b"].node.advertise("d1", Tier.DEVICE)
@@ -164,7 +164,7 @@ async def test_a_router_sees_loads_and_performance_models(tmp_path: Path) -> Non
         assert a.instances()[0] is a.instances()[0]
 
 
-async def test_a_question_is_answered_and_one_to_nobody_is_not(tmp_path: Path) -> None:
+async def test_a_query_is_answered_and_one_to_an_unknown_instance_is_not(tmp_path: Path) -> None:
     def answer(peer: str, body: QueryBody) -> QueryBody:
         return (peer, *body, 0.5)
 
@@ -181,9 +181,7 @@ async def test_a_question_is_answered_and_one_to_nobody_is_not(tmp_path: Path) -
         assert await a.query("b", (), 0.05) is None
 
 
-async def test_a_wrong_secret_never_gets_in_and_is_said_to_be_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_wrong_secret_is_refused_and_logged_as_such(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     async with instances(tmp_path) as running:
         await together(running, "a", "b")
@@ -229,7 +227,7 @@ async def test_a_secret_file_that_became_useless_changes_nothing(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("settings", "reason"), [({"model": "other"}, "base model"), ({"called": "a"}, "called a")])
-async def test_who_does_not_belong_here_goes_and_who_was_here_stays(
+async def test_a_conflicting_newcomer_exits_and_the_running_instance_stays(
     tmp_path: Path, settings: dict[str, str], reason: str
 ) -> None:
     async with instances(tmp_path) as running:
@@ -344,7 +342,7 @@ async def test_no_web_page_can_join(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("frame", [b"", b"H", b"\x00" * 200_000, b"S" + b"x" * 100])
-async def test_rubbish_disturbs_nobody(tmp_path: Path, frame: bytes) -> None:
+async def test_malformed_frames_disturb_no_instance(tmp_path: Path, frame: bytes) -> None:
     async with instances(tmp_path) as running, aiohttp.ClientSession() as session:
         await together(running, "a", "b")
         async with session.ws_connect(f"http://{running.running['a'].address}/cluster/ws") as stream:

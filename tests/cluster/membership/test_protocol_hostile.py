@@ -257,7 +257,7 @@ def test_of_a_frame_with_one_fact_that_cannot_be_the_others_are_taken() -> None:
     assert (one.state.refused, one.malformed) == (1, 0)
 
 
-def test_a_beat_speaks_only_for_its_sender() -> None:
+def test_a_heartbeat_counts_only_for_its_sender() -> None:
     one, other, _ = pair()
     other.members.me = MemberRecord("somebody", "x:1", WALL_MS, 0, MemberState.ALIVE)
     exchange(one, other, 0.3)

@@ -175,7 +175,7 @@ def test_a_death_learnt_by_sync_is_a_suspicion() -> None:
     assert view.state("b") == DEAD
 
 
-def test_nobody_is_dead_whom_we_hear() -> None:
+def test_an_instance_that_is_heard_is_not_declared_dead() -> None:
     view = View("b", "c")
     view.wait(1, hear=("b", "c"))
     view.members.merge(told("b", DEAD), view.now)
@@ -187,7 +187,7 @@ def test_nobody_is_dead_whom_we_hear() -> None:
     assert view.state("b") == ALIVE
 
 
-def test_a_death_that_nobody_doubts_is_taken_at_once() -> None:
+def test_a_death_of_a_silent_instance_is_accepted_at_once() -> None:
     view = View("b", "c")
     view.wait(1, hear=("c",))
     view.members.merge(told("b", DEAD), view.now)
@@ -206,7 +206,7 @@ def test_the_death_or_departure_of_a_stranger_is_not_kept() -> None:
 # ---- the detector
 
 
-def test_who_is_silent_is_probed_then_suspect_then_dead() -> None:
+def test_a_silent_instance_is_probed_then_suspect_then_dead() -> None:
     view = View("b", "c", "d")
     assert view.wait(0.7, hear=("c", "d")) == []
     (probe,) = view.wait(0.1, hear=("c", "d"), nacks=("c", "d"))
@@ -300,7 +300,7 @@ def test_a_standstill_stops_the_clock_of_a_suspicion() -> None:
     assert view.state("b") == DEAD
 
 
-def test_in_trouble_ourselves_we_wait_longer() -> None:
+def test_a_slow_instance_waits_longer_for_probes() -> None:
     calm, doubtful = View("b", "c"), View("b", "c")
     doubtful.wait(3)  # nobody answers at all, not even with a no
     assert doubtful.members.health >= 2

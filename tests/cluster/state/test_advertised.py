@@ -91,7 +91,7 @@ def test_a_load_says_all_that_the_cost_function_asks() -> None:
         (MemberRecord("a", "a:1", 1, 0, MemberState.SUSPECT), InstanceLoad("serving"), 0.2, False),
     ],
 )
-def test_who_takes_requests(record: MemberRecord, load: InstanceLoad, age_s: float, able: bool) -> None:
+def test_which_instances_accept_requests(record: MemberRecord, load: InstanceLoad, age_s: float, able: bool) -> None:
     assert instance_of(record, load, MODEL, LinkSpeeds(), age_s).able is able
 
 
@@ -116,5 +116,5 @@ def test_holdings_say_what_has_changed_and_nothing_of_strangers() -> None:
     ("value", "tier"),
     [((0,), Tier.DEVICE), ((1, "x"), Tier.HOST), ((), Tier.DISK), ((9,), Tier.DISK), (("0",), Tier.DISK)],
 )
-def test_a_tier_that_nobody_knows_is_the_farthest(value: EntryValue, tier: Tier) -> None:
+def test_an_unknown_tier_counts_as_disk(value: EntryValue, tier: Tier) -> None:
     assert tier_of(value) is tier

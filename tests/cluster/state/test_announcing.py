@@ -64,9 +64,7 @@ async def test_others_have_their_turn_and_all_is_said_in_the_end(tmp_path: Path)
         assert node.holders("d-n7") == {"a": Tier.DISK}
 
 
-async def test_nobody_can_predict_it_before_its_adapters_are_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_speed_is_advertised_after_all_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with instances(tmp_path) as running:
         node = (await running.start("a")).node
         known: list[int] = []

@@ -64,7 +64,7 @@ def test_two_agree_when_one_has_all_names_of_the_other() -> None:
     assert mine.state.agreed
 
 
-def test_who_has_more_learns_so_once_and_does_not_ask_again() -> None:
+def test_a_copy_with_more_entries_compares_once() -> None:
     mine, theirs = Side("a", 5), Side("b")
     theirs.copy(mine, 3)
     assert fetch(mine, theirs, mine.anti_entropy.on_root("b", REGISTRY, theirs.root, 0.0)) == 1
@@ -89,7 +89,7 @@ def test_a_new_connection_may_be_to_another_life_and_is_asked_again() -> None:
     assert mine.anti_entropy.on_root("b", REGISTRY, theirs.root, 0.0) is not None
 
 
-def test_one_question_is_open_at_a_time_and_not_for_ever() -> None:
+def test_one_comparison_is_pending_at_a_time_and_times_out() -> None:
     mine, theirs = Side("a"), Side("b", 3)
     assert mine.anti_entropy.on_root("b", REGISTRY, theirs.root, 0.0) is not None
     assert mine.anti_entropy.on_root("c", REGISTRY, theirs.root, 1.0) is None

@@ -81,7 +81,7 @@ def test_buckets_that_differ_are_just_those_that_hold_differences(mine: list[Ent
     assert one.root == other.root
 
 
-def test_the_newer_word_wins_and_a_tombstone_stays() -> None:
+def test_the_newer_entry_wins_and_a_tombstone_stays() -> None:
     one, other = ReplicatedState("n1"), ReplicatedState("n2")
     first = one.register(ADAPTER, WALL_MS)
     other.merge(REGISTRY, first, WALL_MS)
@@ -95,7 +95,7 @@ def test_the_newer_word_wins_and_a_tombstone_stays() -> None:
     assert other.adapter("sql") == ADAPTER
 
 
-def test_saying_the_same_again_says_nothing() -> None:
+def test_writing_the_same_value_again_changes_nothing() -> None:
     state = ReplicatedState("n1")
     assert len(state.register(ADAPTER, WALL_MS)) == 1
     assert state.register(ADAPTER, WALL_MS + 5) == []
@@ -178,7 +178,7 @@ def test_only_the_holder_says_what_it_holds() -> None:
         max_size=20,
     )
 )
-def test_the_holders_of_a_digest_are_those_on_whose_shelves_it_is(steps: list[tuple[str, str, str]]) -> None:
+def test_the_holders_of_a_digest_are_those_that_advertise_it(steps: list[tuple[str, str, str]]) -> None:
     state = ReplicatedState("n1")
     others = {name: ReplicatedState(name) for name in ("n2", "n3")}
     for wall_ms, (name, key, step) in enumerate(steps, WALL_MS):
@@ -208,7 +208,7 @@ def test_after_a_restart_what_others_remember_of_us_is_put_right() -> None:
     assert other.holders("kept") == {"n1": ("disk",)}
 
 
-def test_who_is_outbid_by_a_namesake_contradicts_it_only_when_that_is_gone() -> None:
+def test_an_outbid_instance_corrects_entries_only_after_its_namesake_is_gone() -> None:
     state, namesake, count = ReplicatedState("n1"), ReplicatedState("n1"), 450
     state.advertise("ours", ("host",), WALL_MS)
     state.is_outbid = True
@@ -254,7 +254,7 @@ def test_the_clock_never_repeats_and_never_lies_behind(steps: list[tuple[bool, i
             highest = max(highest, number << 16)
 
 
-def test_a_full_shelf_takes_no_new_keys_but_new_words_on_old_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_map_accepts_no_new_keys_but_new_values_of_old_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_ENTRIES", 2)
     state = ReplicatedState("n1")
     state.register(ADAPTER, WALL_MS)
@@ -332,7 +332,7 @@ def test_tombstones_expire_some_at_a_time_and_those_given_again_not_at_all() -> 
     assert [adapter.name for adapter in state.adapters()] == ["x0"]
 
 
-def test_a_shelf_may_change_while_its_names_are_read() -> None:
+def test_a_map_may_change_while_it_is_iterated() -> None:
     state = ReplicatedState("n1")
     for index in range(2000):
         state.register(RegisteredAdapter(f"x{index}", "d" * 64, 8, 1), WALL_MS)
