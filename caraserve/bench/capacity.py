@@ -1,4 +1,4 @@
-"""How much load a machine bears, and at which share of that the papers' machines ran.
+"""The capacity of a machine, the share of it at which the papers' machines ran, and the latency limits of a run.
 
 A rate means nothing without the machine it is for. Toppings' A100 was busy for 46 to 81 % of the time at the highest
 rate of its settings (9 requests a second, section 7.2), so a setting's highest rate is taken for 0.65 of its machine's
@@ -58,7 +58,7 @@ PROBE_REQUESTS = 4 * CONCURRENCY  # the first and the last of the four generatio
 
 
 def share_of_capacity(preset: Preset | None) -> float:
-    """At which share of its machine's capacity the paper ran the setting, by the account above."""
+    """Returns the share of its machine's capacity at which the paper ran the setting, as estimated above."""
     if preset is None or preset.rates is None:
         return SHARE_OF_HIGHEST_RATE
     kin = [

@@ -1,6 +1,6 @@
 """`caraserve bench …`: arguments of the benchmarks, and which of them runs.
 
-Whatever computes is imported when it is asked for: the command line itself must not wait for kernels.
+Modules that compute are imported when their benchmark runs, so that parsing the command line stays fast.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def run_benchmark(argv: Sequence[str]) -> int:
 
 
 def bench_parser() -> argparse.ArgumentParser:
-    """Of `caraserve bench`, up to `--`."""
+    """Returns the parser of `caraserve bench`, for arguments up to `--`."""
     bench = argparse.ArgumentParser(prog="caraserve bench", description="Measures a server, or this machine.")
     bench.set_defaults(takes_serve_arguments=False)
     kinds = bench.add_subparsers(title="benchmarks", required=True, metavar="KIND")

@@ -88,7 +88,7 @@ async def bench_modes(options: ModesOptions, load: LoadOptions, report: ReportOp
 
 @dataclass(frozen=True, slots=True)
 class ModeVariant:
-    """A loading mode with a LoRA kernel. `label`: the mode alone, where the kernel is the first that was asked for."""
+    """A loading mode with a LoRA kernel. `label`: the mode alone, if the kernel is the first requested."""
 
     mode: str
     kernel: str | None  # None: the server's own choice
@@ -108,7 +108,7 @@ def mode_variants(options: ModesOptions) -> list[ModeVariant]:
 
 
 def _check(options: ModesOptions, load: LoadOptions, report: ReportOptions) -> None:
-    """Raises ConfigError for what would have to be dropped in silence."""
+    """Raises ConfigError for options that would have no effect."""
     if report.slo_scale is not None:
         raise ConfigError("--slo-scale is for bench serve; modes are compared with cached")
     if load.request_rate is not None and len(load.request_rate) > 1:
@@ -119,7 +119,7 @@ def _check(options: ModesOptions, load: LoadOptions, report: ReportOptions) -> N
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """What every server is started with."""
+    """Model, adapters and load that every server gets."""
 
     options: ModesOptions
     made: Synthetic
@@ -173,7 +173,7 @@ def _prepared(options: ModesOptions, load: LoadOptions, folder: Path, notes: lis
 async def _run(
     runner: BenchmarkRunner, bench: _Prepared, variant: ModeVariant, spec: WorkloadSpec, notes: list[str]
 ) -> Run:
-    """A run during which nobody else used the machine; after some tries, the one with the least of that."""
+    """Returns a run that other programs did not disturb; after three tries, the least disturbed."""
     tries: list[tuple[float, Run]] = []
     while len(tries) < _TRIES and not runner.stopped.is_set():
         tries.append(await _measured(runner, bench, variant, spec))
@@ -191,7 +191,7 @@ async def _run(
 async def _measured(
     runner: BenchmarkRunner, bench: _Prepared, variant: ModeVariant, spec: WorkloadSpec
 ) -> tuple[float, Run]:
-    """A fresh server in this mode: warmed up, then given the load; and the cores that other programs used meanwhile."""
+    """Measures one run on a new, warmed-up server. Returns the cores that other programs used, and the run."""
     async with own_server(bench.arguments(variant), runner.stopped) as server:
         endpoint = await _endpoint(server, bench)
         workload = build(spec)
@@ -205,7 +205,7 @@ async def _measured(
 
 
 async def _calm(cores: float) -> None:
-    """Returns when the whole machine has done next to nothing for a second, or after a while."""
+    """Waits until the machine has been idle for a second, at most 20 s."""
     for _ in range(_CALM_PATIENCE_S):
         before_s = busy_s()
         await asyncio.sleep(1.0)

@@ -29,7 +29,7 @@ _VLLM_ASSIGNMENT = {"random": "uniform"}  # where vLLM has another word for the 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """The load as asked for; None is left to the preset, or to what suits most."""
+    """Options of the load; None means the preset's value, or the default."""
 
     preset: str | None
     trace: str | None
@@ -80,7 +80,7 @@ class LoadOptions:
         group.add_argument(
             "--lora-assignment",
             metavar="NAME",
-            help=f"who asks for which adapter: {', '.join(_shown(POPULARITIES))} (default uniform)",
+            help=f"which adapter each request uses: {', '.join(_shown(POPULARITIES))} (default uniform)",
         )
         group.add_argument(
             "--adapters", type=count, metavar="N", help=f"used (default all, or {_ADAPTERS} random ones)"
@@ -106,7 +106,7 @@ class LoadOptions:
         return options
 
     def _check(self) -> None:
-        """No option is dropped in silence."""
+        """Raises ConfigError for options that contradict each other."""
         pairs = (
             ("--rate-scale auto", self.auto_rate, "--request-rate", self.request_rate),
             ("--burstiness", self.burstiness, "--arrivals", self.arrivals),
@@ -122,7 +122,7 @@ class LoadOptions:
 
     @property
     def auto_rate(self) -> bool:
-        """Whether the rate goes by this machine's capacity."""
+        """Whether the rate is a share of this machine's capacity."""
         return self.rate_scale is not None and math.isnan(self.rate_scale)
 
     @property
@@ -145,7 +145,7 @@ class LoadOptions:
         return self._scaled(spec)
 
     def _changed(self, spec: WorkloadSpec, trace: Trace | None) -> WorkloadSpec:
-        """What was asked for in place of the preset's."""
+        """Replaces the preset's values by the given options."""
         if (lengths := self._lengths()) is not None:
             spec = replace(spec, lengths=parse_lengths(lengths, trace))
         arrivals = self.arrivals if self.burstiness is None else f"gamma:{self.burstiness:g}"
@@ -202,7 +202,7 @@ class LoadOptions:
 
 
 def with_rate(spec: WorkloadSpec, rate: float) -> WorkloadSpec:
-    """The same at another rate; infinite: all at once."""
+    """Returns the load at another rate; infinite: all requests at once."""
     if math.isinf(rate):
         return replace(spec, arrivals=parse_arrivals("burst"), rate=None)
     return replace(spec, rate=rate)
@@ -231,7 +231,7 @@ def _names_adapters(trace: Trace | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ReportOptions:
-    """What is to be said of the runs, and where."""
+    """Options of the report."""
 
     slo: str | None
     slo_scale: float | None

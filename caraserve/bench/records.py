@@ -1,4 +1,4 @@
-"""What passes between the parts of a benchmark: requests as planned, and as they went. Pure."""
+"""Records of a benchmark: planned requests, sent requests, runs; and the machine that they were measured on."""
 
 import os
 import platform
@@ -22,7 +22,7 @@ class PlannedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is to be sent, and to which adapters."""
+    """Requests to send, and the ranks of their adapters."""
 
     requests: tuple[PlannedRequest, ...]  # by `at_s`
     ranks: tuple[int, ...]  # of the adapters, by index
@@ -39,7 +39,7 @@ class RequestRecord:
 
     index: int
     model: str
-    rank: int | None  # 0: the base model; None: an adapter whose rank nobody told
+    rank: int | None  # 0: the base model; None: an adapter of unknown rank
     due_s: float  # when the schedule wanted it sent
     sent_s: float
     done_s: float
@@ -64,7 +64,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A workload played once."""
+    """One run of a workload."""
 
     label: str  # what the reader calls it: a mode, a server, a rate
     records: tuple[RequestRecord, ...]  # by index; those never sent are not there
@@ -77,7 +77,7 @@ _COMPUTING = ("numpy", "numba", "torch", "cupy-cuda12x", "triton")
 
 
 def machine() -> dict[str, str | int]:
-    """This machine's CPU, the cores that this process may use, its system."""
+    """Returns the CPU model, the number of cores that this process may use, and the system."""
     names = [
         line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
     ]
@@ -89,7 +89,7 @@ def machine() -> dict[str, str | int]:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that computes, as far as it is installed."""
+    """Returns the versions of Python, this package and the installed numerical packages."""
     found = {"caraserve": caraserve.__version__, "python": platform.python_version()}
     for package in _COMPUTING:
         try:

@@ -1,4 +1,4 @@
-"""Runs one after another, shown as they go; Ctrl-C ends the one under way and lets no other begin."""
+"""Runs of a benchmark one after another, with a progress bar; Ctrl-C ends the current run and prevents others."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ _WARM_TOKENS = 8  # of the request that brings an adapter into the server's memo
 
 @dataclass(slots=True)
 class _Shown:
-    """What the bar's columns say of a run."""
+    """The text of the progress bar."""
 
     live: RunProgress
     started_s: float
@@ -41,7 +41,7 @@ class _Shown:
 
 
 class _LiveColumn(ProgressColumn):
-    """The state of the run that the task stands for."""
+    """The column with the state of a run."""
 
     def render(self, task: Task) -> Text:
         shown = task.fields["shown"]
@@ -49,7 +49,7 @@ class _LiveColumn(ProgressColumn):
 
 
 class BenchmarkRunner:
-    """Plays runs and can be interrupted; to be used inside `interruptible`."""
+    """Performs runs that can be interrupted. Use it inside `interruptible`."""
 
     def __init__(self, settings: LoadSettings) -> None:
         self._settings = settings
@@ -58,11 +58,11 @@ class BenchmarkRunner:
         self.stopped = asyncio.Event()
 
     def log(self, text: str) -> None:
-        """One line for whoever watches."""
+        """Prints a line to stderr."""
         self._console.print(text, markup=False)
 
     def interrupt(self) -> None:
-        """Ends the run under way; whoever plays others looks at `stopped`."""
+        """Ends the current run and sets `stopped`."""
         self.stopped.set()
         if self._player is not None:
             self._player.stop()
@@ -92,7 +92,7 @@ class BenchmarkRunner:
         return run
 
     async def warm_up(self, endpoint: Endpoint, names: Sequence[str]) -> None:
-        """Asks every adapter for a token, one after another: its files are read, as in a server that runs for long."""
+        """Requests a token of every adapter in turn, so that the server has read its files."""
         requests = tuple(PlannedRequest(index, 0.0, index, _WARM_TOKENS, 1) for index in range(len(names)))
         settings = self._fresh(1)
         player = self._player = Player(endpoint, Workload(requests, ()), names, settings, "warm-up")
@@ -103,8 +103,7 @@ class BenchmarkRunner:
             self._player = None
 
     def _fresh(self, concurrency: int | None) -> LoadSettings:
-        """Prompts that no server has seen: with those of an earlier run, its prefix cache would answer. Only their
-        lengths are the workload's."""
+        """Returns settings with a new seed of prompts: an earlier run's would hit the server's prefix cache."""
         return replace(self._settings, max_concurrency=concurrency, seed=secrets.randbits(63))
 
     @contextmanager
@@ -119,7 +118,7 @@ class BenchmarkRunner:
 
 
 class _Bar:
-    """Draws when told to, from the loop's own thread."""
+    """Updates the progress bar when called, from the event loop's thread."""
 
     def __init__(self, progress: Progress, task: object) -> None:
         self._progress, self._task = progress, task
@@ -130,7 +129,7 @@ class _Bar:
 
 @contextmanager
 def interruptible(runner: BenchmarkRunner) -> Iterator[None]:
-    """Ctrl-C, a terminal that closes and SIGTERM interrupt the conductor, not the program."""
+    """Makes SIGINT, SIGTERM and SIGHUP interrupt the runner instead of the program."""
     loop = asyncio.get_running_loop()
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     for number in signals:

@@ -26,7 +26,7 @@ _DEVICE = ("--lora-pool-bytes",)
 
 @dataclass(frozen=True, slots=True)
 class BenchTarget:
-    """What is measured: an endpoint, or a server of our own."""
+    """What is measured: an endpoint, or a server that the benchmark starts."""
 
     url: str | None
     api_key: str | None
@@ -47,7 +47,7 @@ class BenchTarget:
 
 @dataclass(slots=True)
 class Measurements:
-    """All that a report is made of. `failure`: what ended the benchmark before its time."""
+    """Data of a report. `failure`: the error that ended the benchmark early."""
 
     runs: list[Run]
     slo: SloLimits | None
@@ -57,7 +57,7 @@ class Measurements:
 
 @contextlib.contextmanager
 def keep_measured(measured: Measurements) -> Iterator[None]:
-    """A failure after the first run ends the benchmark, but what was measured is kept."""
+    """Records a failure after the first run instead of raising it, so that finished runs are reported."""
     try:
         yield
     except Interrupted:
@@ -127,7 +127,7 @@ async def _play(
 async def _open_endpoint(
     target: BenchTarget, arguments: Sequence[str] | None, stopped: asyncio.Event
 ) -> AsyncIterator[Endpoint]:
-    """The endpoint given, or that of a server started with these arguments."""
+    """Yields the given endpoint, or that of a server started with these arguments."""
     if arguments is None:
         assert target.url is not None
         yield await find_endpoint(target.url, target.backend, target.api_key, target.lora_modules)

@@ -32,7 +32,7 @@ _KEY_VARIABLES = ("CARASERVE_API_KEY", "CARASERVE_ADMIN_KEY", "VLLM_API_KEY")
 
 @contextmanager
 def working_folder() -> Iterator[Path]:
-    """For models, adapters and registries that a benchmark makes; gone afterwards."""
+    """Yields a temporary folder for models, adapters and registries, and deletes it."""
     folder = Path(tempfile.mkdtemp(prefix="caraserve-bench-"))
     try:
         yield folder
@@ -107,7 +107,7 @@ def busy_s() -> float:
 
 
 def _end_with_parent() -> None:
-    """In the server's process: it ends when the benchmark does, even when that is killed."""
+    """Runs in the server's process: makes it end with the benchmark, even if that is killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -120,12 +120,12 @@ def api_key_in(arguments: Sequence[str]) -> str | None:
 
 
 class Interrupted(Exception):
-    """Somebody wants to end before a server was ready: nothing could be measured on it."""
+    """The benchmark was interrupted before a server was ready."""
 
 
 @asynccontextmanager
 async def own_server(arguments: Sequence[str], stopped: asyncio.Event) -> AsyncIterator[OwnServer]:
-    """A fresh server on a free port, once it is ready. Ended when left, whatever happens.
+    """Starts a server on a free port and yields it when it is ready; ends it on exit.
 
     Raises BackendFailed with the end of its output if it does not get ready, Interrupted if `stopped` is set before.
     """
@@ -156,7 +156,7 @@ async def own_server(arguments: Sequence[str], stopped: asyncio.Event) -> AsyncI
 
 
 async def _first(ready: Coroutine[None, None, str | None], stopped: asyncio.Event) -> str | None:
-    """What comes of waiting for a server, unless it takes too long or is no longer wanted."""
+    """Returns the URL of the server. Raises BackendFailed after 600 s, Interrupted if `stopped` is set."""
     tasks = asyncio.ensure_future(ready), asyncio.ensure_future(stopped.wait())
     try:
         await asyncio.wait(tasks, timeout=_START_S, return_when=asyncio.FIRST_COMPLETED)
@@ -180,7 +180,7 @@ async def _ready(output: asyncio.StreamReader, kept: deque[bytes]) -> str | None
 
 
 async def _keep_reading(output: asyncio.StreamReader, kept: deque[bytes]) -> None:
-    """A server must never wait for somebody to read its log."""
+    """Reads the server's output, so that the server never blocks on a full pipe."""
     while line := await output.readline():
         kept.append(line)
 

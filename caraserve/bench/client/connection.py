@@ -119,7 +119,7 @@ class Connections:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def warm_up(self) -> None:
-        """Opens the first connections. Raises OSError when nobody listens there."""
+        """Opens the first connections. Raises OSError if the server does not accept connections."""
         for _ in range(_SPARE):
             self._idle.append(await self._connect())
 

@@ -1,4 +1,4 @@
-"""What endpoints are asked, and what their streams say: OpenAI's two endpoints and llama.cpp's own.
+"""Request bodies and stream parsing for OpenAI's two endpoints and llama.cpp's own.
 
 Streams are read after they have ended, from pieces stamped with their time (connection.py). A token counts when the
 event that carries it was whole.
@@ -37,7 +37,7 @@ _SHOWN_CHARACTERS = 200  # of an answer that is no answer
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """One request, before a dialect has words for it."""
+    """One request, independent of the endpoint's dialect."""
 
     model: str | None  # an adapter's name; None: the base model
     prompt_seed: int
@@ -49,7 +49,7 @@ class ClientRequest:
 
 @dataclass(frozen=True, slots=True)
 class ParsedAnswer:
-    """What a stream said. Lengths are the server's own count where it gave one."""
+    """The contents of a stream. Lengths are the server's own count if it reports one."""
 
     token_s: tuple[float, ...]  # of each token, where events name theirs; else of each event
     output_tokens: int
@@ -59,19 +59,19 @@ class ParsedAnswer:
 
 
 class Dialect(Protocol):
-    """How one kind of endpoint is asked and understood."""
+    """Request body and event format of one kind of endpoint."""
 
     @property
     def path(self) -> str: ...
 
-    def body(self, asked: ClientRequest) -> dict[str, Any]: ...
+    def body(self, request: ClientRequest) -> dict[str, Any]: ...
 
     def read(self, event: dict[str, Any]) -> "StreamEvent": ...
 
 
 @dataclass(slots=True)
 class StreamEvent:
-    """One event: how many tokens came with it, as far as it tells, and counts where it has them."""
+    """One event: its number of tokens, and the server's counts if it has them."""
 
     tokens: int
     output_tokens: int | None = None
@@ -85,9 +85,9 @@ class OpenAICompletions:
     base: str
     path: str = "/v1/completions"
 
-    def body(self, asked: ClientRequest) -> dict[str, Any]:
-        ids = token_ids(asked.prompt_seed, asked.index, asked.prompt_tokens)
-        return _openai_body(self.base, asked, asked.output_tokens) | {"prompt": ids}
+    def body(self, request: ClientRequest) -> dict[str, Any]:
+        ids = token_ids(request.prompt_seed, request.index, request.prompt_tokens)
+        return _openai_body(self.base, request, request.output_tokens) | {"prompt": ids}
 
     def read(self, event: dict[str, Any]) -> StreamEvent:
         return _read_openai(event)
@@ -100,10 +100,10 @@ class OpenAIChat:
     base: str
     path: str = "/v1/chat/completions"
 
-    def body(self, asked: ClientRequest) -> dict[str, Any]:
-        content = random_text(asked.prompt_seed, asked.index, asked.prompt_tokens)
+    def body(self, request: ClientRequest) -> dict[str, Any]:
+        content = random_text(request.prompt_seed, request.index, request.prompt_tokens)
         message = {"role": "user", "content": content}
-        return _openai_body(self.base, asked, asked.output_tokens) | {"messages": [message]}
+        return _openai_body(self.base, request, request.output_tokens) | {"messages": [message]}
 
     def read(self, event: dict[str, Any]) -> StreamEvent:
         return _read_openai(event)
@@ -116,13 +116,13 @@ class LlamaCpp:
     ids: Mapping[str, int]
     path: str = "/completion"
 
-    def body(self, asked: ClientRequest) -> dict[str, Any]:
-        chosen = [{"id": self.ids[asked.model], "scale": 1.0}] if asked.model is not None else []
+    def body(self, request: ClientRequest) -> dict[str, Any]:
+        chosen = [{"id": self.ids[request.model], "scale": 1.0}] if request.model is not None else []
         return {
-            "prompt": token_ids(asked.prompt_seed, asked.index, asked.prompt_tokens),
-            "n_predict": asked.output_tokens,
+            "prompt": token_ids(request.prompt_seed, request.index, request.prompt_tokens),
+            "n_predict": request.output_tokens,
             "temperature": 0.0,
-            "ignore_eos": asked.ignore_eos,
+            "ignore_eos": request.ignore_eos,
             "cache_prompt": False,
             "stream": True,
             "lora": chosen,
@@ -136,15 +136,15 @@ class LlamaCpp:
         return StreamEvent(named or int("content" in event))
 
 
-def _openai_body(base: str, asked: ClientRequest, output_tokens: int) -> dict[str, Any]:
+def _openai_body(base: str, request: ClientRequest, output_tokens: int) -> dict[str, Any]:
     body = {
-        "model": asked.model or base,
+        "model": request.model or base,
         "max_tokens": output_tokens,
         "temperature": 0.0,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    if not asked.ignore_eos:
+    if not request.ignore_eos:
         return body
     # vLLM's extensions, which others may refuse. Ids make an event even of tokens that have no text.
     return body | {"ignore_eos": True, "return_token_ids": True}
@@ -181,14 +181,14 @@ def request_head(dialect: Dialect, prefix: str, host: str, api_key: str | None) 
     return "\r\n".join([*lines, "Content-Length: "])
 
 
-def encode(dialect: Dialect, head: str, asked: ClientRequest) -> bytes:
+def encode(dialect: Dialect, head: str, request: ClientRequest) -> bytes:
     """A whole request."""
-    body = orjson.dumps(dialect.body(asked))
+    body = orjson.dumps(dialect.body(request))
     return f"{head}{len(body)}\r\n\r\n".encode("latin-1") + body
 
 
 def decode(dialect: Dialect, exchange: HttpExchange) -> ParsedAnswer:
-    """What came back; errors of the connection, of HTTP and inside the stream are said, never raised."""
+    """Parses an answer. Errors of the connection, of HTTP and inside the stream are returned, never raised."""
     if exchange.error is not None:
         return ParsedAnswer((), 0, None, error=exchange.error)
     if exchange.status != 200:

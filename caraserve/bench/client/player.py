@@ -1,6 +1,6 @@
-"""Plays a workload to an endpoint and notes how every request went.
+"""Sends a workload to an endpoint and records how every request went.
 
-Open loop: each request is sent when the schedule says, whatever became of those before it. Closed loop: so many are
+Open loop: each request is sent when the schedule says, whether or not earlier ones have ended. Closed loop: so many are
 under way at any time, and the next is sent when one ends; the schedule then only holds it back.
 """
 
@@ -41,7 +41,7 @@ class Pacer:
         self._arm()
 
     def stop(self) -> None:
-        """No calls from now on."""
+        """Stops calling."""
         if self._timer >= 0:
             self._loop.remove_reader(self._timer)
             os.close(self._timer)
@@ -76,7 +76,7 @@ _INTERRUPTED = "interrupted"
 
 @dataclass(slots=True)
 class RunProgress:
-    """How a run stands; for whoever shows it."""
+    """Progress of a run, for display."""
 
     total: int
     sent: int = 0
@@ -172,7 +172,7 @@ class Player:
         elif live.done == live.total:
             self._ended.set()
 
-    # --- what was asked, and what came of it ---
+    # --- records ---
 
     def _asked(self, planned: PlannedRequest) -> ClientRequest:
         return ClientRequest(
@@ -234,7 +234,7 @@ Progress = Callable[[RunProgress], None]
 
 
 async def report_progress(player: Player, shown: Progress, every_s: float) -> None:
-    """Tells of a run's state now and then, until cancelled."""
+    """Calls `shown` with a run's progress every `every_s` seconds until cancelled."""
     while True:
         await asyncio.sleep(every_s)
         shown(player.live)

@@ -31,7 +31,7 @@ def main() -> int:
     (stage,) = parse_stages(args.stage)
     known = json.loads((args.folder / "known.json").read_text(encoding="utf-8"))
     report = run_stage(stage, lambda: real_setup(args.folder, args.budget_s, known, tuple(args.server)))
-    # Written whole or not at all: whoever reads it may have given this process up.
+    # Renamed when complete: the parent may read it after a timeout.
     made = args.folder / "report.json.new"
     made.write_text(report.to_json(), encoding="utf-8")
     made.replace(args.folder / "report.json")

@@ -1,7 +1,7 @@
 """A device with the raw kernels of one dtype, a stream, and a watch for it.
 
-Everything is issued on one stream, torch's too. Whoever measures waits (`settle`) before he reads what was issued, or
-writes what issued work still reads: on a device of the host it has not run before.
+All work is issued on one stream, torch's too. Call `settle` before reading results or overwriting inputs of issued
+work: on an emulated device it has not run before.
 """
 
 from collections.abc import Callable

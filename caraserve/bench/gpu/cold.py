@@ -1,7 +1,7 @@
-"""Stage `cold`: what an adapter that is not on the device costs its request, and everybody else.
+"""Stage `cold`: what an adapter that is not on the device costs its request and other requests.
 
 The exposed time is that from asking for adapter and prompt to the first token, less a warm prompt's. `ondemand` and
-`overlapped` are the same for the request itself: they wait for the whole adapter, and differ for those who decode.
+`overlapped` are the same for the request itself: they wait for the whole adapter, and differ for requests that decode.
 """
 
 import time
@@ -173,7 +173,7 @@ def _judge(points: Sequence[ColdPoint], result: StageResult) -> None:
             result.add_line(name, told, f"pipelined ≈ {expected:.2f}", met)
 
 
-# --- those who decode meanwhile ---
+# --- requests that decode meanwhile ---
 
 
 def _bystanders(setup: CheckSetup, subject: MeasuredModel, result: StageResult) -> None:

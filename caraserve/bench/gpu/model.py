@@ -100,12 +100,12 @@ def _decode(
     result.figures["decode"] = [asdict(point) for point in points]
     for point in points:
         name = f"decode, batch {point.batch}, context {point.context}"
-        told = f"{point.base_ms:.2f} ms, {point.share_of_floor:.0%} of the floor's speed"
+        value = f"{point.base_ms:.2f} ms, {point.share_of_floor:.0%} of the floor's speed"
         target = _FLOOR_TARGETS.get(point.batch)
         if target is None or point.context != sorted(setup.effort.contexts)[len(setup.effort.contexts) // 2]:
-            result.add_line(name, told)
+            result.add_line(name, value)
         else:
-            result.add_line(name, told, f"≥ {target:.0%}", point.share_of_floor >= target)
+            result.add_line(name, value, f"≥ {target:.0%}", point.share_of_floor >= target)
         if point.batch == max(setup.effort.batches) and point.context >= _LORA_LEAST_CONTEXT:
             result.at_least(
                 f"{name}: with {point.batch} adapters ÷ without", point.base_ms / point.lora_ms, _LORA_TARGET
@@ -137,9 +137,9 @@ def _prefill(setup: CheckSetup, subject: MeasuredModel, slots_of: dict[int, list
     for count in setup.effort.prompts:
         points.append(MeasuredPrefill(count, subject.prefill_ms(count, 0), subject.prefill_ms(count, adapter)))
         flops = 2 * count * subject.spec.num_parameters
-        told = f"{points[-1].base_ms:.2f} ms, {flops / points[-1].base_ms / 1e9:.0f} TFLOP/s"
+        value = f"{points[-1].base_ms:.2f} ms, {flops / points[-1].base_ms / 1e9:.0f} TFLOP/s"
         lora = f"rank {max(_RANKS)}: {points[-1].lora_ms / points[-1].base_ms:.2f} times as long"
-        result.add_line(f"prefill of {count} tokens", f"{told}; {lora}")
+        result.add_line(f"prefill of {count} tokens", f"{value}; {lora}")
     result.figures["prefill"] = [asdict(point) for point in points]
     fit = LineFit.fitted([float(point.tokens) for point in points], [point.base_ms for point in points])
     result.figures["prefill_fit"] = asdict(fit)

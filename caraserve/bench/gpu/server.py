@@ -48,9 +48,9 @@ def _judge(runs: Sequence[dict[str, Any]], result: StageResult) -> None:
     if base is None:
         raise BackendFailed(f"bench modes did not come to the end of {_BASELINE} in time")
     for run in whole:
-        latency, told = run["latency"], f"{run['completed']} of {run['sent']} requests"
+        latency, value = run["latency"], f"{run['completed']} of {run['sent']} requests"
         mean_ms = latency["ttft"]["mean_ms"] if latency["ttft"] else float("nan")
-        result.add_line(f"server, {run['label']}", f"{told}, mean TTFT {mean_ms:.1f} ms")
+        result.add_line(f"server, {run['label']}", f"{value}, mean TTFT {mean_ms:.1f} ms")
         if run is base or not latency["itl"]:
             continue
         ratio = mean_ms / base["latency"]["ttft"]["mean_ms"]

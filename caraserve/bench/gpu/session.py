@@ -1,4 +1,4 @@
-"""A backend asked for plans by somebody who knows beforehand what will be in them."""
+"""A session that runs batches known in advance on a backend, without an engine."""
 
 import time
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class TimedResult:
-    """A plan's outcome, and when it was told, by the monotonic clock."""
+    """A batch's result, and when it was received, by the monotonic clock."""
 
     result: StepResult
     received_s: float

@@ -88,7 +88,7 @@ FULL = CheckEffort(
 
 
 def run_bench_modes(argv: Sequence[str], timeout_s: float) -> None:
-    """In a process of its own. One that takes too long is asked to end, and leaves a report of what it has by then.
+    """In a process of its own. After `timeout_s` it is terminated and leaves a report of the runs so far.
     Raises BackendFailed when it fails of itself."""
     command = [sys.executable, "-m", "caraserve", "bench", "modes", *argv]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -12,14 +12,14 @@ from contextlib import contextmanager
 
 
 def pin(cores: Sequence[int]) -> None:
-    """Keeps this process on some cores; before torch starts threads, which stay where they were born."""
+    """Pins this process to cores. Call it before torch starts threads: they keep the cores they start with."""
     os.sched_setaffinity(0, cores)
 
 
 @contextmanager
 def deaf_to_interrupts() -> Iterator[None]:
-    """Processes started inside never see a terminal's Ctrl-C: whoever started them does, and ends them. And it sees it
-    only when they are started whole: one that is half started would complain of its parent."""
+    """Makes processes started inside ignore a terminal's Ctrl-C; their parent ends them. In the parent, Ctrl-C raises
+    KeyboardInterrupt on exit, when they are fully started."""
     came: list[int] = []
     handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # what the processes inherit
@@ -34,7 +34,7 @@ def deaf_to_interrupts() -> Iterator[None]:
 
 @contextmanager
 def pinned_process(cores: Sequence[int]) -> Iterator[ProcessPoolExecutor]:
-    """One process, started anew: no thread, no imported package and no thread count of this one is in it."""
+    """Yields a pool of one spawned process on these cores, without threads or imports of this process."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         with deaf_to_interrupts():
             pool.submit(pin, tuple(cores)).result()

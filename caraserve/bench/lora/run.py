@@ -97,12 +97,12 @@ def bench_lora(parts: Sequence[str] | None, cores: Sequence[int] | None, effort:
     _show(report, save)
 
 
-def _parts(asked: Sequence[str] | None) -> Sequence[str]:
-    """A GPU that is asked for must be there; one that is not is looked for."""
-    if asked is not None:
-        if "gpu" in asked:
+def _parts(requested: Sequence[str] | None) -> Sequence[str]:
+    """Returns the requested parts, or all that this machine has. Raises ConfigError if a requested GPU is absent."""
+    if requested is not None:
+        if "gpu" in requested:
             detect("cuda")
-        return asked
+        return requested
     return [part for part in LORA_PARTS if part != "gpu" or detect("auto").device == "cuda"]
 
 

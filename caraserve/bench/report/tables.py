@@ -104,11 +104,11 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "goodput", f"{kept.goodput_per_s:.2f} requests/s"
 
 
-def _length(got: float, asked: float | None) -> str:
-    if asked is None:
+def _length(got: float, requested: float | None) -> str:
+    if requested is None:
         return f"{got:.1f} on average"
-    far = "; NOT what was asked for" if abs(got - asked) > _LENGTH_TOLERANCE * asked else ""
-    return f"{got:.1f} on average, {asked:.1f} asked for{far}"
+    far = "; NOT what was asked for" if abs(got - requested) > _LENGTH_TOLERANCE * requested else ""
+    return f"{got:.1f} on average, {requested:.1f} asked for{far}"
 
 
 def _group_table(title: str, kind: str, groups: Sequence[RequestGroup]) -> TextTable:

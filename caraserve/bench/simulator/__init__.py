@@ -1,6 +1,6 @@
-"""A simulated fleet: the cost, placement and routing functions that serve, under a virtual clock.
+"""A simulated cluster: the server's own cost, placement and routing functions under a virtual clock.
 
-In the order of a simulated request: `machines` (what an instance is), `simulation` (the events, by time), `views` (what
-gossip lets a router see), `cache` (where an instance has its adapters), `instance` (its batches); then `outcome` (what
-came of it), `scenarios` (the papers' settings), `sweep` (many runs), `report`; `run` is the command.
+In the order of a simulated request: `machines` (times and sizes of an instance), `simulation` (the events), `views`
+(what a router knows), `adapter_cache`, `instance` (its batches), `placement`; then `result`, `sweep` (many runs) and
+`report`. `command` is `caraserve bench cluster`.
 """

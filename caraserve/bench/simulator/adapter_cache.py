@@ -13,7 +13,7 @@ _DEVICE, _HOST, _ABSENT = Tier.DEVICE, Tier.HOST, Tier.ABSENT  # looked up at ev
 
 
 class AdapterCache:
-    """One instance's adapters, by number."""
+    """The adapters of one instance, by number."""
 
     def __init__(self, machine: Machine, adapter_bytes: list[int]) -> None:
         self._machine, self._bytes = machine, adapter_bytes
@@ -27,7 +27,7 @@ class AdapterCache:
         self.fetches = self.fetched_bytes = self.loads = self.evictions = 0
 
     def add(self, adapter: int, now: int, *, keep: bool) -> None:
-        """It is here, whether asked for or not."""
+        """Adds an adapter to the host cache. With `keep` it is never evicted for another."""
         if adapter not in self.host:
             self.host[adapter] = now
             self.host_bytes += self._bytes[adapter]
@@ -38,13 +38,13 @@ class AdapterCache:
             self._spare.pop(adapter, None)
 
     def tier(self, adapter: int) -> Tier:
-        """Where it is now."""
+        """Returns where an adapter is."""
         if adapter in self._device:
             return _DEVICE
         return _HOST if adapter in self.host else _ABSENT
 
     def acquire(self, adapter: int, now: int) -> int:
-        """A request wants it from now on, until `release`. When it can run with it."""
+        """Pins an adapter for a request until `release`. Returns the time in ns at which it is on the device."""
         self._uses[adapter] = self._uses.get(adapter, 0) + 1
         there = self._device.pop(adapter, None)
         if there is None:
@@ -53,7 +53,7 @@ class AdapterCache:
         return max(there, now)
 
     def release(self, adapter: int) -> None:
-        """One of its requests has ended."""
+        """Unpins an adapter for one of its requests."""
         left = self._uses[adapter] - 1
         if left:
             self._uses[adapter] = left
@@ -61,7 +61,7 @@ class AdapterCache:
             del self._uses[adapter]
 
     def remove(self, adapter: int) -> None:
-        """It need not be here any longer. One in use stays for now."""
+        """Removes an adapter, or lets it be evicted later if a request uses it."""
         if adapter in self.host:
             self._spare.setdefault(adapter)
         if adapter in self.host and adapter not in self._uses:

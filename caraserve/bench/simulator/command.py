@@ -1,4 +1,4 @@
-"""`caraserve bench cluster`: from what is asked for to simulated fleets, and what is said of them."""
+"""`caraserve bench cluster`: simulates clusters from command-line options and reports the results."""
 
 import json
 import os
@@ -44,7 +44,7 @@ _PADDED = (
 
 @dataclass(frozen=True, slots=True)
 class ClusterOptions:
-    """What is asked of a simulation beside its load."""
+    """Options of a simulation besides its load."""
 
     routing: tuple[str, ...]
     instances: int | None  # None: as many as the preset has

@@ -1,4 +1,4 @@
-"""Plans of a simulated fleet: demand as it was seen, the same placement code, adapters that move slowly."""
+"""Placement in a simulated cluster: measured demand, the server's placement code, moves at a limited rate."""
 
 from collections import deque
 from typing import TYPE_CHECKING

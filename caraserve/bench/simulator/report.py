@@ -16,7 +16,7 @@ _LAST_COLUMNS = ("held", "at most", "fetches", "refused")
 
 
 def text_tables(found: Sequence[PolicyResult]) -> Iterator[TextTable]:
-    """Latencies, then what instances held and moved; and the sizes needed, if they were searched for."""
+    """Yields latencies and, if searched for, the sizes needed; then what instances held and moved."""
     outcomes = [one.at_size for one in found]
     sized = any(one.tried for one in found)
     size = f"{outcomes[0].instances} instances"
@@ -58,7 +58,7 @@ def _moved_row(one: SimulationResult) -> tuple[str, ...]:
 
 
 def as_json(one: PolicyResult) -> dict[str, Any]:
-    """One policy; the same for every run of one seed."""
+    """Returns one policy's results as JSON values; equal for every run with the same seed."""
     tried = [
         {"instances": size.instances, "attainment": size.attainment, "ttft_p95_ms": size.ttft_p95_ms}
         for size in one.tried
@@ -68,7 +68,7 @@ def as_json(one: PolicyResult) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """The same with null for what JSON has no number for: the latencies of requests that nobody took."""
+    """Replaces infinite numbers and NaN, such as latencies of lost requests, by null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

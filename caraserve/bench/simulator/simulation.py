@@ -1,8 +1,8 @@
-"""A fleet under a virtual clock: requests arrive, routers decide by old views, instances batch.
+"""A simulated cluster under a virtual clock: requests arrive, routers choose by old views, instances batch.
 
-Between two events an instance goes its own way, so it is advanced only when somebody looks at it: for a beat, for a
-quote, for a delivery. Events of one time happen in the order beat, rebalancing, plan, delivery, arrival. Everything is
-a function of the setting, the requests and the seed.
+An instance is advanced only when its state is read: for a heartbeat, a quote or a delivery. Events of one time happen
+in the order beat, rebalancing, plan, delivery, arrival. Everything is a function of the setting, the requests and the
+seed.
 """
 
 import gc
@@ -40,7 +40,7 @@ _MOVE_TOKENS = 50.0  # of service that moving a queued request costs: it has no 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A fleet and what is asked of it."""
+    """A cluster and its parameters."""
 
     machines: tuple[Machine, ...]
     routing: str
@@ -61,7 +61,7 @@ class Setting:
 
 
 class SimInstance:
-    """One instance: its batches, its adapters, and how it shows itself."""
+    """One instance: its batches, its adapters, and the state that it publishes."""
 
     def __init__(self, name: str, machine: Machine, adapter_bytes: list[int], trace: list[IterationRun] | None) -> None:
         self.name, self.machine = name, machine
@@ -69,20 +69,20 @@ class SimInstance:
         self._shown = PackedInstance(name, machine.model, self.batches.backlog(), machine.links)
 
     def shown(self) -> Instance:
-        """Its exact state."""
+        """Returns the exact state now. The same object until the backlog changes."""
         backlog = self.batches.backlog()
         if backlog is not self._shown.backlog:
             self._shown = self._shown.with_backlog(backlog)
         return self._shown
 
     def tier(self, request: SimRequest) -> Tier:
-        """Where a request's adapter is."""
+        """Returns where a request's adapter is."""
         return Tier.DEVICE if request.adapter < 0 else self.cache.tier(request.adapter)
 
 
 @dataclass(slots=True)
 class SimRouting:
-    """A request between its router and the instance that takes it."""
+    """The routing of one request: candidates in order, attempts so far, the current target."""
 
     request: SimRequest
     arrival: Arrival
@@ -94,7 +94,7 @@ class SimRouting:
 
 @dataclass(slots=True)
 class EventCounts:
-    """What happened, beyond what instances count."""
+    """Numbers of events, besides those that instances count."""
 
     arrivals: int = 0
     beats: int = 0
@@ -107,7 +107,7 @@ class EventCounts:
 
 
 class Simulation:
-    """One run. `log`, if given, takes every event: (time in ns, what, request or instance, instance)."""
+    """One run. Every event is appended to `log` if given: (time in ns, what, request or instance, instance)."""
 
     def __init__(
         self,
@@ -151,12 +151,12 @@ class Simulation:
             )
             for planned in workload.requests
         ]
-        self.lost: list[SimRequest] = []  # nobody could take them
+        self.lost: list[SimRequest] = []  # refused by every instance
         self.served_by = [-1] * len(self.requests)
 
     def run(self) -> None:
-        """From the first arrival until every request has ended. Nothing in it makes cycles, and to look for some among
-        so many objects would take up to a quarter of its time."""
+        """Simulates from the first arrival until every request has ended. Garbage collection is off meanwhile: no
+        cycles are created, and searching for them would take up to a quarter of the time."""
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -171,7 +171,7 @@ class Simulation:
         self._schedule_first()
         for request in self.requests:
             self._until(request.arrived)
-            self._arrive(request)
+            self._route_arrival(request)
         self._until(end, last=True)
         while self._events:  # deliveries under way
             time, kind, _, payload = heappop(self._events)
@@ -195,7 +195,7 @@ class Simulation:
         heappush(self._events, (time, kind, self._sequence, payload))
 
     def _until(self, now: int, *, last: bool = False) -> None:
-        """Everything before an arrival at `now`."""
+        """Processes every event up to `now`."""
         events = self._events
         while events and events[0][0] <= now:
             time, kind, _, payload = heappop(events)
@@ -229,7 +229,7 @@ class Simulation:
         self._push(now + round(self._setting.plan_s * _S), _PLAN, None)
 
     def _rebalance(self, now: int) -> None:
-        """dLoRA's migration, of requests that have waited for room."""
+        """Moves requests that wait for memory to other instances, as dLoRA does."""
         stuck: dict[str, list[SimRequest]] = {}
         for node in self.nodes:
             node.batches.advance(now)
@@ -270,7 +270,7 @@ class Simulation:
         size = 0 if request.adapter < 0 else request.rank * self._setting.machines[0].rank_bytes
         return Arrival(name, request.rank, request.prompt, self._lengths.expected(name), size, self._setting.slo_ms)
 
-    def _arrive(self, request: SimRequest) -> None:
+    def _route_arrival(self, request: SimRequest) -> None:
         now, chance = request.arrived, self._chance
         self.counts.arrivals += 1
         self._views.arrive(now)
@@ -282,13 +282,13 @@ class Simulation:
         fleet = self._views.of(router, own.shown(), now)
         proposal = self._policies[router].propose(arrival, fleet, chance)
         order = apply_quotes(proposal, self._quotes(proposal, arrival, request, now))
-        asked = round(self._setting.quote_ms * MS) if proposal.ask else 0
+        quote_ns = round(self._setting.quote_ms * MS) if proposal.ask else 0
         target = next_target(order, [], 0.0, self._setting.ttft_ms, force=not self._enforces_slo)
         if self._log is not None:
             self._log.append((now, "arrival", request.index, router))
-        self._send(SimRouting(request, arrival, router, order, [], target), now + asked) if target else self._lose(
-            request
-        )
+        self._send(
+            SimRouting(request, arrival, router, order, [], target), now + quote_ns
+        ) if target else self._drop_request(request)
 
     def _quotes(self, proposal: Proposal, arrival: Arrival, request: SimRequest, now: int) -> dict[str, CostEstimate]:
         if not proposal.ask:
@@ -334,12 +334,12 @@ class Simulation:
             routed.order, routed.attempts, elapsed_ms, self._setting.ttft_ms, force=not self._enforces_slo
         )
         if target is None:
-            self._lose(routed.request)
+            self._drop_request(routed.request)
             return
         routed.target = target
         self._send(routed, now + round(self._setting.hop_ms / 2 * MS))
 
-    def _lose(self, request: SimRequest) -> None:
+    def _drop_request(self, request: SimRequest) -> None:
         self.lost.append(request)
 
     def _collect(self, node: SimInstance) -> None:

@@ -1,4 +1,4 @@
-"""What the routers of a simulated fleet know: load beats that travelled for a while, and what each has sent since.
+"""What routers of a simulated cluster see: heartbeats received after a delay, and the requests each has sent since.
 
 A beat reaches all routers at once, so that what was published is kept once for all; a router's own requests and its own
 exact state are laid over it when it routes.
@@ -31,11 +31,11 @@ class RouterViews:
         self._open: list[dict[int, None]] = [{} for _ in range(routers)]  # the other way round
 
     def publish(self, number: int, instance: Instance, changed: dict[int, Tier], now: int) -> None:
-        """An instance's beat, with what has changed of its adapters."""
+        """Sends an instance's heartbeat with the changes of its adapters."""
         self._under_way.append((now + self._delay, number, instance, changed))
 
     def arrive(self, now: int) -> None:
-        """Takes in the beats that have arrived by now."""
+        """Applies the heartbeats that have arrived by `now`."""
         while self._under_way and self._under_way[0][0] <= now:
             at, number, instance, changed = self._under_way.popleft()
             self._published[instance.name] = instance
@@ -47,7 +47,7 @@ class RouterViews:
                     del self._sent[number][router], self._open[router][number]
 
     def learn(self, adapter: int, name: str, tier: Tier) -> None:
-        """Where an adapter is."""
+        """Records where an adapter is."""
         holders = self.tiers.setdefault(self._adapters[adapter], {})
         if tier is Tier.ABSENT:
             holders.pop(name, None)
@@ -55,13 +55,13 @@ class RouterViews:
             holders[name] = tier
 
     def sent(self, router: int, number: int, arrival: Arrival, now: int) -> None:
-        """A router has forwarded a request."""
+        """Records a request that a router has forwarded."""
         self._ledgers[router].add(self._names[number], arrival, now * _S)
         self._sent[number][router] = None
         self._open[router][number] = None
 
     def of(self, router: int, own: Instance, now: int) -> Fleet:
-        """The fleet as one router sees it."""
+        """Returns the cluster as one router sees it."""
         seen = self._published.copy()
         for number in self._open[router]:
             instance = seen[self._names[number]]
@@ -71,5 +71,5 @@ class RouterViews:
         return Fleet(own.name, seen, self.tiers, self.plan)
 
     def number(self, name: str) -> int:
-        """The instance of a name."""
+        """Returns the number of the instance with this name."""
         return self._number[name]

@@ -39,14 +39,14 @@ class Arrivals:
 
     text: str  # what parse_arrivals() makes it from
     draw: Draw = field(repr=False)  # times in s at a mean of one a second, never falling
-    natural_rate: float | None = None  # requests a second where no rate is asked for; None: one must be
+    natural_rate: float | None = None  # requests a second if no rate is requested; None: a rate is required
     recorded: Callable[[int], Times] | None = field(default=None, repr=False)  # times as a trace has them, unscaled
 
-    def rate(self, asked: float | None) -> float:
-        """Requests a second: those asked for, else the trace's own."""
-        if asked is None and self.natural_rate is None:
+    def rate(self, requested: float | None) -> float:
+        """Returns requests a second: the requested rate, else the trace's."""
+        if requested is None and self.natural_rate is None:
             raise ConfigError(f"arrivals {self.text!r} need a rate")
-        rate = self.natural_rate if asked is None else asked
+        rate = self.natural_rate if requested is None else requested
         assert rate is not None
         if not rate > 0:
             raise ConfigError(f"the rate must be above 0, not {rate:g}")

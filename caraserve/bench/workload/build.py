@@ -1,4 +1,4 @@
-"""From what is asked for to a list of requests. Pure: one seed, one workload."""
+"""Builds the requests of a workload from its specification. The same seed gives the same workload."""
 
 import math
 from dataclasses import dataclass, field
@@ -125,14 +125,14 @@ def server_share(trace: RateTrace, adapters: int, seed: int) -> RateTrace:
 
 def _count(spec: WorkloadSpec, rate: float) -> int:
     if spec.num_requests is not None:
-        asked: float = spec.num_requests
+        requested: float = spec.num_requests
     elif math.isinf(rate):
         raise ConfigError(f"arrivals {spec.arrivals.text!r} have no rate: give a number of requests, not a duration")
     else:
         assert spec.duration_s is not None
-        asked = rate * spec.duration_s
+        requested = rate * spec.duration_s
     # An epsilon, because 0.1 · 30 falls just short of 3.
-    count = max(1, math.floor(asked * spec.scale.requests + 1e-6))
+    count = max(1, math.floor(requested * spec.scale.requests + 1e-6))
     if count > _MOST_REQUESTS:
         raise ConfigError(f"{count} requests are more than the {_MOST_REQUESTS} that a workload may have")
     return count

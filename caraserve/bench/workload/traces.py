@@ -53,7 +53,7 @@ class RequestTrace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RateTrace:
-    """How often each adapter was asked for in each minute; no single request is known."""
+    """Calls of each adapter in each minute, without single requests."""
 
     source: str
     calls: NDArray[np.int32]  # [adapters, minutes]
