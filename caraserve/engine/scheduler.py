@@ -1,7 +1,7 @@
 """What runs in the next iteration: decode tokens first, then prefill chunks, within budgets. Pure.
 
-`loop.py` calls `plan_iteration` once a turn with its running requests and gets a `SchedulerOutput`. The scheduler
-reads requests and hands out KV blocks; it never changes a request.
+`plan_iteration` turns the running requests into a `SchedulerOutput`, once a turn. It reads requests and takes KV blocks
+from the pool; it never changes a request.
 """
 
 from collections.abc import Sequence

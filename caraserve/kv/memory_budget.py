@@ -1,12 +1,12 @@
 """The device's memory: what KV blocks take of it, what adapters take, and who gives way to whom. Pure.
 
 Both take from one sum where a device has them share its memory (`SharedMemory`): KV blocks the low end, adapters the
-rest. `adapters/residency.py` asks before it copies an adapter, and asks for more blocks when requests need them. Where
+rest. `AdapterManager` asks before it copies an adapter, and asks for more blocks when requests need them. Where
 things lie is the backend's to say, so these are accounts, not addresses.
 
     KV gives way to an adapter     down to the highest block that a request holds, and never below `least_blocks`; not
                                    at all while running requests wait for blocks
-    adapters give way to KV        those that nobody uses; who goes first is residency's choice
+    adapters give way to KV        those that nobody uses; `AdapterManager` chooses which
 
 Blocks that are asked for count from then on, but nobody gets them before the backend has made room (`grown`).
 """

@@ -1,7 +1,4 @@
-"""One adapter version and the places where its weights can be. Pure.
-
-`manager.py` is the only writer.
-"""
+"""An adapter's record: where its weights are, which requests need it, and counts of the caches' events."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,7 +17,7 @@ _HALF_LIFE_S = 60.0  # of the rate that eviction goes by
 
 
 class AdapterTier(Enum):
-    """The nearest place where a version's weights are, or are on their way to."""
+    """The place nearest to the device where an adapter's weights are, or are on their way to."""
 
     DISK = "disk"
     READING = "reading"  # disk or another instance → host
@@ -88,14 +85,14 @@ class Adapter:
     groups: tuple[LayerGroup, ...] = ()  # expected on the device while STREAMING or COPYING
     error: CaraServeError | None = None
     again_s: float = 0.0  # when it may be read ahead again, where it has failed
-    copy_error: Exception | None = None  # of a copy that has failed under a plan aside, or before its read has ended
+    copy_error: Exception | None = None  # of a copy that failed during a side batch or a download
     asked_s: float = 0.0  # when the load under way began
     rate: float = 0.0  # admissions, decayed
     rated_s: float = 0.0
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it leaves the device as soon as its plans aside have ended, without having come whole."""
+        """Whether it leaves the device, incomplete, as soon as its side batches have ended."""
         return self.tier is AdapterTier.STREAMING and (self.gives_way or self.error is not None)
 
     @property
@@ -117,7 +114,7 @@ class Adapter:
         self.tier = tier
 
     def fail(self, error: CaraServeError, now_s: float) -> None:
-        """Its weights could not be read or copied."""
+        """Records that its weights could not be read or copied."""
         self.error, self.again_s = error, now_s + _AGAIN_S
         self.move_to(AdapterTier.FAILED)
 
@@ -130,7 +127,7 @@ class Adapter:
         return float(self.rate * 0.5 ** ((now_s - self.rated_s) / _HALF_LIFE_S))
 
     def count_admission(self, now_s: float) -> None:
-        """One more."""
+        """Adds one admission to the rate."""
         self.rate, self.rated_s = self.rate_at(now_s) + 1.0, now_s
 
 
@@ -158,5 +155,5 @@ class CacheCounters:
 
 
 def too_large(num_bytes: int, budget_bytes: int, flag: str) -> AdapterRejected:
-    """The refusal of an adapter that can never be in a tier."""
+    """Returns the error for an adapter that is larger than a cache."""
     return AdapterRejected(f"the adapter takes {num_bytes} bytes, more than {flag} {budget_bytes}")

@@ -147,7 +147,7 @@ class DeviceLoader:
             self._owner.copied(adapter)
 
     def end_failed(self, adapter: Adapter) -> None:
-        """A plan aside or a read has ended, for which a copy that failed may have been left as it was."""
+        """Ends a failed copy that was kept for a side batch or a download, which has ended."""
         if adapter.copy_error is not None:
             self._copied(adapter, adapter.copy_error)
 
@@ -205,7 +205,7 @@ class DeviceLoader:
             self._break(streaming[-1], CaraServeError("its room is wanted"))
 
     def _break(self, adapter: Adapter, cause: Exception) -> None:
-        """No more of a streamed version is copied. Its plans aside end void; then it leaves the device."""
+        """Ends the copy of an adapter that is being downloaded. Its side batches need a retry; then it leaves the device."""
         self._backend.break_load(adapter.slot, cause)
         self.end_failed(adapter)
 

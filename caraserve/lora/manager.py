@@ -1,8 +1,8 @@
-"""Where each adapter version is, and who needs it there: disk → host → device.
+"""Brings adapters to the device and back: disk → host cache → device cache.
 
-`loop.py` pins a version when a request is submitted and asks for it on the device when the request is admitted; loads
-run beside everything else and wake the loop when they end. A version is a content digest: names point to versions, a
-name loaded again points to a new one, and the old one lives until its last request ends.
+The engine pins an adapter when a request is submitted, and acquires it when the request is admitted; then it is loaded,
+beside everything else. Adapters are identified by digest. A name that is loaded again points to another adapter; the
+old one stays until its last request ends.
 """
 
 import asyncio
@@ -80,7 +80,7 @@ class AdapterManager:
         return self.pin_again(self._names[name])
 
     def pin_again(self, adapter: Adapter) -> Adapter:
-        """Pins one that is pinned already, whatever its name means by now."""
+        """Pins an adapter once more that is pinned already, whatever its name means by now."""
         adapter.pins += 1
         return adapter
 
@@ -134,7 +134,7 @@ class AdapterManager:
     # --- the device ---
 
     def acquire(self, adapter: Adapter) -> None:
-        """A request is admitted: the version is to come to the device and stay there until `release`."""
+        """Loads an adapter to the device for an admitted request; it stays there until `release`."""
         adapter.users += 1
         adapter.count_admission(self._now())
         self.device_loader.count_bypass(adapter)
@@ -156,11 +156,11 @@ class AdapterManager:
             self.device_loader.stream(adapter)
 
     def prefetch(self, adapter: Adapter) -> None:
-        """A request that is not admitted yet will want the version."""
+        """Reads an adapter into the host cache for a request that is not admitted yet, if there is room."""
         self._host_loader.ask_ahead(adapter)
 
     def release(self, adapter: Adapter) -> None:
-        """An admitted request has ended or gone back to the queue."""
+        """Takes back one `acquire`. An adapter that no admitted request needs may be evicted."""
         adapter.users -= 1
         if adapter.users == 0:
             self._host_loader.forget(adapter)
@@ -169,18 +169,18 @@ class AdapterManager:
         self.device_loader.schedule_pending()
 
     def pin_image(self, adapter: Adapter) -> None:
-        """A plan goes aside: it may read the version's image until `unpin_image`, whatever has arrived by then."""
+        """Keeps an adapter's image in the host cache until `unpin_image`, for a side batch or an upload."""
         adapter.image_pins += 1
 
     def unpin_image(self, adapter: Adapter) -> None:
-        """It has ended."""
+        """Takes back one `pin_image`."""
         adapter.image_pins -= 1
         if adapter.image_pins == 0:
             self.device_loader.end_failed(adapter)
             self._host_loader.schedule_pending()
 
     def preload(self, name: str) -> None:
-        """Brings a version to the device and keeps it there for ever."""
+        """Loads an adapter to the device, to stay there as long as the server runs."""
         self.acquire(self.pin(name))
 
     def check(self) -> None:

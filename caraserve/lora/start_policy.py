@@ -1,7 +1,6 @@
 """When a prefill may start whose adapter is still on its way to the device, and with whose help. Pure.
 
-`manager.py` asks in which groups of layers to load and what is to be expected of the link; `queues.py.py` asks when a
-request may start. A prefill reaches layer l about l layer times after its start, so it may start as soon as every group
+A prefill reaches layer l about l layer times after its start, so it may start as soon as every group
 of layers is expected to be there when it is reached: nothing waits, and decoding goes on meanwhile. Toppings §4.1 has
 CPU workers compute the layers that are not there yet; then it may start at once. Predictions only choose; a layer that
 has not arrived in spite of them is waited for or computed, never guessed.
