@@ -205,7 +205,7 @@ class DeviceLoader:
             self._break(streaming[-1], CaraServeError("its room is wanted"))
 
     def _break(self, adapter: Adapter, cause: Exception) -> None:
-        """Ends the copy of an adapter that is being downloaded. Its side batches need a retry; then it leaves the device."""
+        """Ends the copy of an adapter that is being downloaded: its side batches need a retry, then it is unloaded."""
         self._backend.break_load(adapter.slot, cause)
         self.end_failed(adapter)
 
