@@ -87,7 +87,7 @@ def test_benchmarks_exist_with_their_options(arguments: list[str]) -> None:
 def test_gpu_check_takes_these_arguments(arguments: list[str]) -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "gpu_check"))
     args = script["parser"]().parse_args(arguments)
-    assert all(stages.named(names) for names in (args.only, args.skip) if names is not None)
+    assert all(stages.parse_stages(names) for names in (args.only, args.skip) if names is not None)
 
 
 @pytest.mark.parametrize("option", sorted(set(re.findall(r"`(--[\w-]+)`", TEXT))))
