@@ -1,4 +1,4 @@
-"""Random adapters in device memory, and what a batch with them is to come to, in fp64."""
+"""Random adapters in device memory, batches that use them, and the expected results in fp64."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,20 +17,20 @@ from caraserve.gpu.weights import TORCH_DTYPES
 from caraserve.model.dtype import Dtype
 from caraserve.util.units import align_up
 
-# Of 1, or of the value if that is larger: sums in fp32, and one rounding of the result.
+# Allowed error relative to max(1, |value|): the kernels add in fp32 and round the result once.
 TOLERANCE = {Dtype.F32: 3e-5, Dtype.BF16: 2.0**-8, Dtype.F16: 2.0**-10}
-_NOISE = 0.03  # of weights: what a rank adds stays near one
+_NOISE = 0.03  # standard deviation of weights: what adapters add to the output stays near 1
 _SCALE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Projections that read the same input, and the ranks that adapters have there."""
+    """Projections that read the same input, and the rank of each adapter in each of them."""
 
-    inputs: int
-    outputs: tuple[int, ...]
+    inputs: int  # width of the common input
+    outputs: tuple[int, ...]  # output width of each projection
     ranks: Sequence[Sequence[int]]  # [projections][slots]; slot 0 is the base model's
-    dtypes: Sequence[Dtype]  # by slot
+    dtypes: Sequence[Dtype]  # [slots]
 
     @property
     def slots(self) -> int:
@@ -38,7 +38,7 @@ class Site:
 
     @property
     def columns(self) -> tuple[int, ...]:
-        """Where projections begin in a row of outputs: at multiples of four."""
+        """The first column of each projection in a row of outputs, each a multiple of four."""
         ends = np.cumsum([align_up(width, 4) for width in self.outputs]).tolist()
         return (0, *ends[:-1])
 
@@ -47,13 +47,13 @@ class Site:
         return align_up(self.columns[-1] + self.outputs[-1], A_COLUMNS)
 
     def shapes(self, projection: int, slot: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
-        """Of A and B as they are stored (model/layout.py)."""
+        """Returns the stored shapes of A [rank, inputs] and B [panels, rank, PANEL], padded as lora_layout.py says."""
         rank = align_up(self.ranks[projection][slot], RANK_STEP)
         panels = align_up(self.outputs[projection], PANEL) // PANEL
         return (rank, align_up(self.inputs, A_COLUMNS)), (panels, rank, PANEL)
 
     def num_bytes(self, row_slots: Sequence[int]) -> int:
-        """That rows with these slots read of adapters, those of equal slots once."""
+        """Returns how many bytes of adapter weights a batch reads; rows with equal slots share one read."""
         total = 0
         for slot in set(row_slots):
             for projection in range(len(self.outputs)):
@@ -63,7 +63,10 @@ class Site:
 
 
 class Adapters:
-    """A's and B's of one or more layers in one piece of memory, used over and over where it is too small for all."""
+    """Random matrices A and B of one or more layers in one memory pool.
+
+    When the pool is too small for all of them, matrices share memory: the pool is used again from its start.
+    """
 
     def __init__(self, acc: Accelerator, site: Site, layers: int, pool_bytes: int, seed: int = 0) -> None:
         self.site, self._acc = site, acc
@@ -87,17 +90,17 @@ class Adapters:
         self._addresses = a, b
 
     def tables(self, layer: int) -> cuda_launch.WeightTables:
-        """As the raw kernels take them."""
+        """Returns the layer's weights as the raw CUDA kernels take them."""
         parts = self.a[layer], self.b[layer], self.rank, self.scale, self.dtype
         a, b, rank, scale, dtype = (part.data_ptr() for part in parts)
         return cuda_launch.WeightTables(a, b, rank, scale, dtype, self.site.slots)
 
     def site_tables(self, layer: int) -> SiteTables:
-        """As the Triton kernels take them."""
+        """Returns the layer's weights as the Triton kernels take them."""
         return SiteTables(self.a[layer], self.b[layer], self.rank, self.scale, self.dtype)
 
     def add_to(self, y: Tensor, x: Tensor, row_slots: Sequence[int], layer: int) -> Tensor:
-        """float64: y with the adapters' part added, row by row."""
+        """Returns y plus what the adapters add to it, float64, computed row by row without the kernels."""
         result, exact = y.to(torch.float64), x[:, : self.site.inputs].to(torch.float64)
         for row, slot in enumerate(row_slots):
             for projection, (column, width) in enumerate(zip(self.site.columns, self.site.outputs, strict=True)):
@@ -107,7 +110,7 @@ class Adapters:
         return result
 
     def _matrices(self, layer: int, projection: int, slot: int) -> tuple[Tensor, Tensor]:
-        """A [rank, inputs] and B [rank, outputs], float64."""
+        """Returns A [rank, inputs] and B [rank, outputs] without padding columns, float64."""
         a_shape, b_shape = self.site.shapes(projection, slot)
         a, b = (int(addresses[layer, projection, slot]) - self._base for addresses in self._addresses)
         first = self._view(a, a_shape, self.site.dtypes[slot]).to(torch.float64)[:, : self.site.inputs]
@@ -115,7 +118,10 @@ class Adapters:
         return first, second.reshape(b_shape[1], -1)[:, : self.site.outputs[projection]]
 
     def _place(self, projection: int, slot: int) -> tuple[int, int]:
-        """Random weights, zeros where the layout has padding. Memory that is used again keeps what it has."""
+        """Returns the addresses of a new A and B: random weights, with zeros as padding.
+
+        Once the pool is full, memory is used a second time and keeps the values that it has.
+        """
         (a_shape, b_shape), dtype = self.site.shapes(projection, slot), self.site.dtypes[slot]
         rank, outputs = self.site.ranks[projection][slot], self.site.outputs[projection]
         shapes: tuple[tuple[int, ...], ...] = (a_shape, b_shape)
@@ -143,14 +149,14 @@ class Adapters:
 
 
 class DecodingRows:
-    """A batch of rows that decode: activations, lists and room for the raw kernels."""
+    """A batch of decoding rows: activations, work lists and buffers for the raw CUDA kernels."""
 
     def __init__(self, acc: Accelerator, adapters: Adapters, row_slots: Sequence[int], seed: int = 1) -> None:
-        """Random activations; what lies between and behind them is no number."""
+        """Creates random activations, with NaN in all padding."""
         self._acc, self.adapters, self.row_slots = acc, adapters, list(row_slots)
         site, rows, generator = adapters.site, len(self.row_slots), acc.generator(seed)
         self.x = acc.random(generator, rows, align_up(site.inputs, A_COLUMNS))
-        self.x[:, site.inputs :] = torch.nan  # kernels must not let it into a sum
+        self.x[:, site.inputs :] = torch.nan  # it shows up in the results if a kernel adds padding
         self.y = torch.full((rows, site.width), torch.nan, dtype=acc.torch_dtype, device=acc.place)
         for column, width in zip(site.columns, site.outputs, strict=True):
             self.y[:, column : column + width] = acc.random(generator, rows, width)
@@ -167,7 +173,7 @@ class DecodingRows:
         self._counts = _on(acc, np.array([len(plan.shrink), len(plan.expand)], np.int32))
 
     def issue(self, layer: int) -> None:
-        """Both launches of one layer."""
+        """Launches the shrink kernel and the expand kernel of one layer."""
         shrink, expand, groups = (part.data_ptr() for part in self._lists)
         counts, site, tables = self._counts.data_ptr(), self.adapters.site, self.adapters.tables(layer)
         part = cuda_launch.ShrinkBuffer(self.part.data_ptr(), len(self.row_slots), len(site.outputs), self.max_rank)
@@ -179,11 +185,11 @@ class DecodingRows:
         self._acc.launch(cuda_launch.expand(grid, tables, items, part, y, places))
 
     def results(self) -> Tensor:
-        """[rows, outputs of all projections], as y is now."""
+        """Returns the current y without padding, [rows, outputs of all projections]."""
         return self._of_projections(self.y)
 
     def expected(self, layer: int) -> Tensor:
-        """float64, of what y is now."""
+        """Returns what `issue(layer)` should make of the current y: float64 [rows, outputs of all projections]."""
         return self._of_projections(self.adapters.add_to(self.y, self.x, self.row_slots, layer))
 
     def _of_projections(self, y: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Workloads: how long requests are, when they arrive, which adapter each asks for; and the papers' settings.
+"""Workloads: lengths, arrival times and adapters of requests, and the papers' experimental settings.
 
-Everything is a function of its arguments and of the generator passed in, except that files named by the user are read.
+Results depend only on the arguments, the random generator passed in, and the files that the user names.
 """

@@ -1,12 +1,12 @@
-"""When requests arrive: named processes, each drawn at one request a second and then brought to the rate wanted. Pure.
+"""Named arrival processes: they give each request's arrival time, at one request per second scaled to the chosen rate.
 
 `poisson`   exponential gaps
-`gamma:B`   Gamma gaps of shape B, called burstiness: 1 is Poisson, less is burstier; the gaps' coefficient of variation
+`gamma:B`   Gamma gaps of shape B, the burstiness: 1 is Poisson, lower is burstier; the gaps' coefficient of variation
             is 1/√B
 `uniform`   equal gaps
-`burst`     all at once
-`trace`     a trace's times, stretched to the rate; from its start, and again from its start when it has ended. From
-            calls by the minute: the whole trace in one run, Poisson inside each minute
+`burst`     all requests arrive at once
+`trace`     the times of a trace, stretched to the rate; a trace that is too short is repeated from its start. A trace
+            of calls per minute is stretched so that it covers the run once, with Poisson arrivals inside each minute
 """
 
 import math
@@ -35,15 +35,18 @@ FORMS = {
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """A process of arrivals."""
+    """An arrival process: when requests arrive."""
 
-    text: str  # what parse_arrivals() makes it from
-    draw: Draw = field(repr=False)  # times in s at a mean of one a second, never falling
-    natural_rate: float | None = None  # requests a second if no rate is requested; None: a rate is required
-    recorded: Callable[[int], Times] | None = field(default=None, repr=False)  # times as a trace has them, unscaled
+    text: str  # parse_arrivals(text) gives an equal process
+    draw: Draw = field(repr=False)  # ascending times in s, at a mean rate of one request per second
+    natural_rate: float | None = None  # requests per second if no rate is requested; None: a rate is required
+    recorded: Callable[[int], Times] | None = field(default=None, repr=False)  # a trace's own times in s, unscaled
 
     def rate(self, requested: float | None) -> float:
-        """Returns requests a second: the requested rate, else the trace's."""
+        """Returns the requested rate, or else the process's natural rate, in requests per second.
+
+        Raises ConfigError when there is neither, or when the rate is not above 0.
+        """
         if requested is None and self.natural_rate is None:
             raise ConfigError(f"arrivals {self.text!r} need a rate")
         rate = self.natural_rate if requested is None else requested
@@ -53,14 +56,14 @@ class Arrivals:
         return rate
 
     def times(self, rng: np.random.Generator, rate: float | None, count: int) -> Times:
-        """When each of `count` requests arrives, in s from the run's start, in order."""
+        """Returns the arrival times of `count` requests, ascending, in s from the run's start."""
         if rate is None and self.recorded is not None:
             return self.recorded(count)
         return self.draw(rng, count) / self.rate(rate)
 
 
 def parse_arrivals(text: str, trace: Trace | None = None) -> Arrivals:
-    """`gamma:0.5` → the process; `trace` is the one that `trace` means."""
+    """Parses an arrival process such as `gamma:0.5`; `trace` supplies the times of the process `trace`."""
     name, values = parse_form("arrivals", text, FORMS)
     shown = text.strip()
     if name == "gamma":
@@ -93,13 +96,13 @@ def _from_trace(text: str, trace: Trace | None) -> Arrivals:
 
 
 def _period_s(at_s: Times) -> float:
-    """How long a trace lasts until it may begin again: to its last request, and one mean gap more."""
+    """Returns the period after which a repeated trace begins again: its last arrival time plus one mean gap, in s."""
     count = len(at_s)
     return float(at_s[-1]) * count / (count - 1) if count > 1 else 0.0
 
 
 def _recorded(trace: RequestTrace, count: int) -> Times:
-    """The first arrivals and the one after them; a trace that ends begins again."""
+    """Returns the trace's first `count` + 1 arrival times; a trace that is too short is repeated."""
     assert trace.at_s is not None
     index = np.arange(count + 1)
     return trace.at_s[index % len(trace.at_s)] + index // len(trace.at_s) * _period_s(trace.at_s)
@@ -107,7 +110,7 @@ def _recorded(trace: RequestTrace, count: int) -> Times:
 
 def _replay(trace: RequestTrace) -> Draw:
     def draw(_: np.random.Generator, count: int) -> Times:
-        # Where the next would arrive ends the run, which makes its mean rate exact.
+        # The run ends when request `count` + 1 would arrive: that makes its mean rate exactly 1 request per second.
         times_s = _recorded(trace, count)
         return times_s[:-1] * (count / times_s[-1]) if times_s[-1] > 0 else times_s[:-1]
 
@@ -120,7 +123,7 @@ def _by_minute(trace: RateTrace) -> Draw:
     share_of_time = np.linspace(0.0, 1.0, len(share_of_calls))
 
     def draw(rng: np.random.Generator, count: int) -> Times:
-        # Given how many there are, arrivals of a Poisson process whose rate varies are independent of one another.
+        # Given their number, the arrivals of an inhomogeneous Poisson process are independent draws from its rate.
         return np.interp(np.sort(rng.random(count)), share_of_calls, share_of_time) * count
 
     return draw

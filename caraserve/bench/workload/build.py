@@ -18,10 +18,10 @@ _MOST_REQUESTS = 10_000_000
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Shares of what a setting asks for, to fit a smaller machine. 1: as it is."""
+    """Factors that shrink a workload to fit a smaller machine; 1 leaves a quantity as it is."""
 
     rate: float = 1.0
-    requests: float = 1.0  # of their number, or of the duration
+    requests: float = 1.0  # scales the number of requests, or the duration
     adapters: float = 1.0
     prompt_tokens: float = 1.0
     output_tokens: float = 1.0
@@ -29,8 +29,10 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSpec:
-    """What a workload is made from. Exactly one of `num_requests` and `duration_s` is given; `adapters` 0 is the base
-    model alone; `rate` None is the arrivals' own, where they have one.
+    """The specification from which `build` makes a workload.
+
+    Exactly one of `num_requests` and `duration_s` is given. `adapters` 0 means the base model alone. `rate` None means
+    the natural rate of the arrivals; arrivals without one need a rate.
     """
 
     lengths: Lengths
@@ -38,12 +40,12 @@ class WorkloadSpec:
     rate: float | None
     popularity: Popularity
     adapters: int
-    ranks: tuple[int, ...]  # for the adapters in turn
+    ranks: tuple[int, ...]  # adapter i has rank ranks[i % len(ranks)]
     num_requests: int | None = None
     duration_s: float | None = None
     seed: int = 0
     scale: Scale = field(default_factory=Scale)
-    max_context: int | None = None  # of prompt and answer together; None: no limit
+    max_context: int | None = None  # tokens of prompt and output together; None: no limit
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -66,7 +68,7 @@ class WorkloadSpec:
 
 
 def build(spec: WorkloadSpec) -> Workload:
-    """The requests. Lengths, arrivals and popularity have seeds of their own: changing one leaves the others."""
+    """Builds the workload. Lengths, arrivals and popularity use separate seeds: changing one keeps the other two."""
     seeds = np.random.SeedSequence(spec.seed).spawn(3)
     for_lengths, for_arrivals, for_popularity = (np.random.Generator(np.random.PCG64(seed)) for seed in seeds)
     rate = spec.arrivals.rate(spec.rate) * spec.scale.rate
@@ -79,7 +81,7 @@ def build(spec: WorkloadSpec) -> Workload:
     (prompts, outputs), shortened = _lengths(spec, for_lengths, count)
     dealt: list[int] | list[None] = [None] * count
     if ranks:
-        # Where no time passes, a request's place in the list is its time.
+        # When all requests arrive at once, the position in the list stands for the time.
         at_share = at_s * (rate / count) if at_s[-1] > 0 else np.arange(count) / count
         dealt = spec.popularity.deal(for_popularity, count, np.minimum(at_share, 1.0), ranks).tolist()
     rows = zip(at_s.tolist(), dealt, prompts.tolist(), outputs.tolist(), strict=True)
@@ -88,9 +90,9 @@ def build(spec: WorkloadSpec) -> Workload:
 
 
 def spec_from_preset(preset: Preset, *, trace: Trace | None = None, seed: int = 0) -> WorkloadSpec:
-    """The preset's default point; what is not to be as there, `dataclasses.replace` changes.
+    """Returns the preset's default values as a specification; use `dataclasses.replace` to change any of them.
 
-    A trace gives the arrivals and whatever else it has of lengths and adapters; the preset's rate stays.
+    A trace replaces the preset's arrivals, lengths and adapters as far as the trace has them; the preset's rate stays.
     """
     adapters, lengths = preset.adapters.default, preset.lengths.default
     arrivals, popularity = preset.arrivals.default, preset.popularity.default
@@ -119,7 +121,7 @@ def spec_from_preset(preset: Preset, *, trace: Trace | None = None, seed: int = 
 
 
 def server_share(trace: RateTrace, adapters: int, seed: int) -> RateTrace:
-    """As many functions of the trace as there are adapters, drawn by the seed: the papers' group of one server."""
+    """Returns `adapters` random functions of the trace, chosen by the seed: one server's share in the papers."""
     return trace.group(np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed))), adapters)
 
 
@@ -131,7 +133,7 @@ def _count(spec: WorkloadSpec, rate: float) -> int:
     else:
         assert spec.duration_s is not None
         requested = rate * spec.duration_s
-    # An epsilon, because 0.1 · 30 falls just short of 3.
+    # The epsilon is for products such as 0.1 · 30, which can fall just short of a whole number.
     count = max(1, math.floor(requested * spec.scale.requests + 1e-6))
     if count > _MOST_REQUESTS:
         raise ConfigError(f"{count} requests are more than the {_MOST_REQUESTS} that a workload may have")

@@ -1,4 +1,4 @@
-"""The short texts that name a distribution, `zipf:0.9` or `sticky:0.8,8`: what may follow which name. Pure."""
+"""Parses the short texts that name a distribution and its parameters, such as `zipf:0.9` or `sticky:0.8,8`."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from caraserve.errors import ConfigError
 
 @cache
 def distributions() -> dict[str, Any]:
-    """The fitted parameters and where they come from: `levels`, `lengths` by name, `popularity` by name."""
+    """Returns the fitted parameters with their sources: `levels`, `lengths` by name, `popularity` by name."""
     source = files("caraserve.bench.workload").joinpath("distributions.json")
     document: dict[str, Any] = json.loads(source.read_text(encoding="utf-8"))
     return document
@@ -21,17 +21,17 @@ def distributions() -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A number after the colon; `default` None: it must be given. Bounds are inclusive, `low` unless `above`."""
+    """A number after the colon. It is required if `default` is None. Both bounds are allowed, unless `above` is set."""
 
     name: str
     default: float | None = None
     low: float = -math.inf
     high: float = math.inf
-    above: bool = False  # `low` itself is refused
+    above: bool = False  # the value must be above `low`
     whole: bool = False
 
     def check(self, kind: str, text: str, value: float) -> float:
-        """The value, or ConfigError."""
+        """Returns the value, or raises ConfigError if it is out of bounds."""
         if not math.isfinite(value) or not self.low <= value <= self.high or (self.above and value == self.low):
             bounds = (
                 f"{'above' if self.above else 'at least'} {self.low:g}" if self.low > -math.inf else "a finite number"
@@ -45,12 +45,12 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a name takes."""
+    """The parameters that may follow a distribution's name."""
 
     parameters: tuple[Parameter, ...] = ()
 
     def shown(self, name: str) -> str:
-        """`sticky` → `sticky:P[,W]`."""
+        """Returns the notation for error messages: `sticky` becomes `sticky:P[,W]`."""
         needed = ",".join(parameter.name for parameter in self.parameters if parameter.default is None)
         spare = [parameter.name for parameter in self.parameters if parameter.default is not None]
         text = f"{name}:{needed}" if needed else name
@@ -60,7 +60,7 @@ class Form:
 
 
 def parse_form(kind: str, text: str, forms: Mapping[str, Form]) -> tuple[str, tuple[float, ...]]:
-    """`sticky:0.8` → its name and its numbers, defaults filled in. `kind` is what the message calls it."""
+    """Parses `sticky:0.8` into its name and all its numbers, with defaults. Error messages begin with `kind`."""
     name, colon, rest = text.strip().partition(":")
     form = forms.get(name)
     if form is None:
@@ -84,5 +84,5 @@ def parse_form(kind: str, text: str, forms: Mapping[str, Form]) -> tuple[str, tu
 
 
 def unknown(kind: str, text: str, known: Iterable[str]) -> ConfigError:
-    """A name that does not exist, with those that do."""
+    """Returns an error which says that `text` does not exist, and lists the `known` names."""
     return ConfigError(f"{kind} {text!r} is not known; there are {', '.join(known)}")

@@ -1,15 +1,16 @@
-"""How long prompts and answers are: named distributions, and rows of files.
+"""Named distributions of prompt and output lengths, in tokens, and lengths read from files.
 
-A measured distribution is kept as quantiles of prompt and answer and how the two go together (the correlation of a
-Gaussian copula); `distributions.json` says where each comes from. Beside those there are
+`distributions.json` has the measured distributions and their sources: quantiles of prompt lengths and of output
+lengths, and the correlation of a Gaussian copula between the two. The other distributions are
 
-`fixed:P/O`          every request alike
+`fixed:P/O`          P prompt tokens and O output tokens in every request
 `uniform:L-H/L-H`    whole numbers from L to H - 1, as S-LoRA's generator draws them: uniform:8-512/8-512
-`punica`             Punica's benchmark: log-normal prompts, prompt and answer together uniform under 2048
-`file:PATH`          rows of a file drawn at random, in any format of traces.py that has lengths
-`trace`              the trace's own rows, in order, each with its arrival
+`punica`             Punica's benchmark: log-normal prompts; the sum of prompt and output is uniform below 2048
+`file:PATH`          random rows of a file, in any format of traces.py that has lengths
+`trace`              the rows of the workload's trace, in order
 
-and after any of them `@P/O` or `@P/O/MOST`: prompts and answers times P and O, and no more than MOST tokens together.
+`@P/O` or `@P/O/MOST` may follow each name: prompt lengths are multiplied by P and output lengths by O, and requests
+with more than MOST tokens in total are shortened to MOST.
 """
 
 import re
@@ -36,30 +37,34 @@ _PUNICA_SIGMA, _PUNICA_LOCATION, _PUNICA_SCALE, _PUNICA_TOTAL = 0.8, -1.0, 18.0,
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A distribution of prompt and answer lengths, perhaps shrunk."""
+    """A distribution of prompt and output lengths, with optional scaling and an optional limit."""
 
     name: str
     draw: Draw = field(repr=False)
     prompt_share: float = 1.0
     output_share: float = 1.0
-    most_tokens: int | None = None  # of prompt and answer together
+    most_tokens: int | None = None  # of prompt and output together; None: no limit
 
     @property
     def text(self) -> str:
-        """What parse_lengths() makes it from."""
+        """The text from which parse_lengths() makes an equal distribution."""
         if self.prompt_share == self.output_share == 1 and self.most_tokens is None:
             return self.name
         most = "" if self.most_tokens is None else f"/{self.most_tokens}"
         return f"{self.name}@{self.prompt_share!r}/{self.output_share!r}{most}"
 
     def sample(self, rng: np.random.Generator, count: int) -> Pair:
-        """Prompt and answer lengths of `count` requests, each at least 1."""
+        """Returns prompt lengths and output lengths, int64 [count] each, all at least 1."""
         prompts, outputs = self.draw(rng, count)
         prompts, outputs = _times(prompts, self.prompt_share), _times(outputs, self.output_share)
         return (prompts, outputs) if self.most_tokens is None else shorten(prompts, outputs, self.most_tokens)
 
     def scaled(self, prompt_share: float = 1.0, output_share: float = 1.0, most_tokens: int | None = None) -> "Lengths":
-        """The same requests with prompts and answers times their share, then at most `most_tokens` together."""
+        """Returns a distribution whose lengths are this one's times the shares, limited to `most_tokens` in total.
+
+        Shares multiply with those already set; of two limits the smaller one holds. Raises ConfigError for a share
+        outside (0, 1e6) or a limit below 2.
+        """
         for share in (prompt_share, output_share):
             if not 0 < share < 1e6:
                 raise ConfigError(f"lengths {self.name!r}: a share of the lengths must be above 0, not {share:g}")
@@ -71,7 +76,7 @@ class Lengths:
 
 
 def parse_lengths(text: str, trace: Trace | None = None) -> Lengths:
-    """`lmsys`, `fixed:512/128`, `qmsum@0.5/1` → the distribution; `trace` is the one that `trace` means."""
+    """Parses `lmsys`, `fixed:512/128` or `qmsum@0.5/1`; `trace` supplies the rows of the distribution `trace`."""
     text = text.strip()
     scale = re.fullmatch(r"(?P<name>.+)@(?P<prompt>[\d.e-]+)/(?P<output>[\d.e-]+)(?:/(?P<most>\d{1,9}))?", text)
     if scale is None:
@@ -85,7 +90,7 @@ def parse_lengths(text: str, trace: Trace | None = None) -> Lengths:
 
 
 def shorten(prompts: Tokens, outputs: Tokens, most_tokens: int) -> Pair:
-    """Requests with more than `most_tokens` cut to it, prompt and answer in proportion; each keeps at least 1."""
+    """Shortens requests with more than `most_tokens` in total, prompt and output in proportion, each to at least 1."""
     totals = prompts + outputs
     long = totals > most_tokens
     fewer = (np.maximum(1, part * most_tokens // totals) for part in (prompts, outputs))
@@ -120,7 +125,7 @@ def _by_quantiles(entry: dict[str, Any], levels: list[float]) -> Draw:
     def draw(rng: np.random.Generator, count: int) -> Pair:
         first, second = rng.standard_normal((count, 2)).T
         second = correlation * first + sqrt(1 - correlation**2) * second
-        # Rounded to the nearest, because the quantiles are those of whole numbers.
+        # The quantiles are those of whole numbers, so interpolated values are rounded to the nearest.
         prompts = np.rint(np.interp(_percent_below(first), levels, prompt_knots))
         outputs = np.rint(np.interp(_percent_below(second), levels, output_knots))
         return _at_least_1(prompts), _at_least_1(outputs)
@@ -129,7 +134,7 @@ def _by_quantiles(entry: dict[str, Any], levels: list[float]) -> Draw:
 
 
 def _percent_below(normal: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The share of a standard normal distribution below each value, in percent."""
+    """Returns the cumulative standard normal distribution at each value, in percent."""
     shares = np.fromiter((erf(value) for value in normal / sqrt(2)), np.float64, len(normal))
     return 50 * (1 + shares)
 

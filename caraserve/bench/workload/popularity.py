@@ -1,30 +1,31 @@
-"""Which adapter each request asks for: named distributions. Pure.
+"""Named popularity distributions: they assign an adapter to each request of a workload.
 
-Over all adapters (the first is the most popular, where one is):
-`uniform`            all alike, each request by itself
-`distinct`           shuffled, then dealt in that order round after round: two uses of one adapter are always as far
-                     apart as there are adapters. The papers drop each after its request, so that every request loads
-`round-robin`        in order, round after round
-`identical`          the first only
+Distributions over all adapters (in skewed ones the adapter with index 0 is the most popular):
+`uniform`            each request draws any adapter with equal probability, independently of other requests
+`distinct`           a random permutation of the adapters, repeated: two uses of one adapter are always N requests
+                     apart. The papers unload each adapter after its request, so that every request is a cold start
+`round-robin`        adapters in order of their index, repeated
+`identical`          the first adapter only
 `zipf:S`             share ∝ i^-S, i = 1, 2, …
 `mandelbrot:S,Q`     share ∝ (i + Q)^-S
-`slora:A`            S-LoRA's generator: index ⌊N·X⌋, X with density A·x^(A-1). 1 is uniform, below 1 low indices are
-                     popular. It is not a Zipf exponent
-`geometric:R`        Punica's generator ("zipf:1.5" there): counts ⌊R^k⌋, k = 0, 1, … until the requests are used up,
-                     what is left as one more; shuffled. Uses as many adapters as that makes
-`maf`                like functions of Azure Functions 2019: an adapter's calls a day are drawn from a log-normal, cut
-                     at the most that was seen
-`top5`               five adapters share 70 % equally, the others the rest
-`sticky:P[,W]`       with probability P one of the last W adapters used, otherwise any
+`slora:A`            S-LoRA's generator: index ⌊N·X⌋, X with density A·x^(A-1). A = 1 is uniform; below 1, low indices
+                     are popular. A is not a Zipf exponent
+`geometric:R`        Punica's generator ("zipf:1.5" there): adapters get ⌊R^k⌋ requests, k = 0, 1, …; the last one gets
+                     the remaining requests; shuffled. The number of adapters used follows from the request count
+`maf`                Azure Functions 2019: each adapter's calls per day are drawn from a fitted log-normal distribution,
+                     clipped at the largest number in the data
+`top5`               five adapters share 70 % of the requests equally; all others share 30 % equally
+`sticky:P[,W]`       with probability P one of the W most recently used adapters, otherwise any adapter
 
-Over ranks (inside a rank all alike, except for `production`):
-`shifting-skew`      the largest rank begins with half of the requests, the smallest ends with half, linear between; the
-                     other ranks share the rest equally
+Distributions over ranks (adapters of equal rank have equal shares, except in `production`):
+`shifting-skew`      the largest rank's share falls from one half at the start of the run, linearly; the smallest rank's
+                     share rises to one half at its end; the other ranks share the rest equally
 `exponential[:C]`    share of the k-th smallest rank ∝ exp(-C·k)
 `rank-skew:A`        share of the k-th smallest rank ∝ k^-A, k = 1, 2, …
-`production[:A]`     ranks alike; inside a rank the k-th adapter's share ∝ k^-A
+`production[:A]`     all ranks have equal shares; within a rank the k-th adapter's share ∝ k^-A
 
-`trace`              as the trace names them; from calls by the minute: their shares in the minute of the request
+`trace`              the adapters that the trace names; with a trace of calls per minute, each adapter's share of the
+                     calls in the minute of the request
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +42,7 @@ from caraserve.errors import ConfigError
 Indices: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
 Ranks: TypeAlias = NDArray[np.int64]
-# (generator, each request's share of the run, each adapter's rank) → each request's adapter
+# (generator, each request's time as a fraction of the run [requests], ranks [adapters]) → adapter indices [requests]
 Dealer: TypeAlias = Callable[[np.random.Generator, Floats, Ranks], Indices]
 
 _TOP, _TOP_SHARE = 5, 0.7
@@ -70,19 +71,21 @@ FORMS = {
 
 @dataclass(frozen=True, slots=True)
 class Popularity:
-    """A way to deal adapters to requests."""
+    """A distribution that assigns adapters to requests."""
 
-    text: str  # what parse_popularity() makes it from
+    text: str  # parse_popularity(text) gives an equal distribution
     dealer: Dealer = field(repr=False)
 
     @property
     def drops_after_use(self) -> bool:
-        """Whether the papers' setting has each adapter leave the device with its request."""
+        """True for `distinct`: in the papers' setting an adapter leaves the device after each request."""
         return self.text == "distinct"
 
     def deal(self, rng: np.random.Generator, count: int, at_share: ArrayLike, ranks: Sequence[int]) -> Indices:
-        """The adapter of each of `count` requests; `at_share` [count] is when in the run each comes, from 0 to 1, and
-        `ranks` has the rank of each adapter.
+        """Returns the adapter index of each request, int64 [count].
+
+        `at_share` [count] is the arrival time of each request as a fraction of the run, 0 to 1; `ranks` [adapters].
+        Raises ConfigError when there is no adapter, or when a trace names more adapters than there are.
         """
         shares = np.broadcast_to(np.asarray(at_share, dtype=np.float64), (count,))
         if not ranks:
@@ -91,13 +94,13 @@ class Popularity:
 
 
 def parse_popularity(text: str, trace: Trace | None = None) -> Popularity:
-    """`zipf:0.9` → how adapters are dealt; `trace` is the one that `trace` means."""
+    """Parses a distribution such as `zipf:0.9`; `trace` supplies the data of the distribution `trace`."""
     name, values = parse_form("popularity", text, FORMS)
     return Popularity(text.strip(), _as_in(trace) if name == "trace" else _DEALERS[name](*values))
 
 
 def _fixed(share_of: Callable[[Ranks], Floats]) -> Dealer:
-    """Each request drawn by itself; an adapter's share is a function of all ranks."""
+    """Draws each request's adapter independently, with the shares that `share_of` computes from all ranks."""
 
     def deal(rng: np.random.Generator, at_share: Floats, ranks: Ranks) -> Indices:
         return _draw(rng.random(len(at_share)), share_of(ranks))
@@ -106,7 +109,7 @@ def _fixed(share_of: Callable[[Ranks], Floats]) -> Dealer:
 
 
 def _draw(uniform: Floats, shares: Floats) -> Indices:
-    """The index whose part of the unit interval holds each number; `shares` need not sum to 1."""
+    """Maps uniform numbers in [0, 1) to indices, each with a probability ∝ its share; `shares` need not sum to 1."""
     upper = np.cumsum(shares)
     return np.searchsorted(upper[:-1] / upper[-1], uniform, side="right").astype(np.int64)
 
@@ -132,12 +135,12 @@ def _mandelbrot(exponent: float, shift: float = 0.0) -> Dealer:
 
 
 def _power(base: Floats, exponent: float) -> Floats:
-    """base^exponent up to a factor."""
+    """Returns base^exponent, scaled so that the largest value is 1."""
     return _exp(exponent * np.log(base))
 
 
 def _exp(logs: Floats) -> Floats:
-    """e^logs up to a factor: the largest is 1, so that none overflows."""
+    """Returns e^logs, scaled so that the largest value is 1 and none overflows."""
     powers: Floats = np.exp(logs - logs.max())
     return powers
 
@@ -192,7 +195,7 @@ def _sticky(again: float, window: float) -> Dealer:
         count = len(at_share)
         fresh = rng.integers(len(ranks), size=count).tolist()
         repeats, picks = (rng.random(count) < again).tolist(), rng.random(count).tolist()
-        last: list[int] = []  # the latest at the end, each once
+        last: list[int] = []  # at most `window` different adapters, the most recently used at the end
         dealt = np.empty(count, dtype=np.int64)
         for index in range(count):
             adapter = last[int(picks[index] * len(last))] if repeats[index] and last else fresh[index]
@@ -208,13 +211,13 @@ def _sticky(again: float, window: float) -> Dealer:
 
 
 def _among_ranks(ranks: Ranks, share_of_rank: Floats) -> Floats:
-    """An adapter's share where `share_of_rank` has its rank's, smallest rank first, and all of a rank are alike."""
+    """Splits each rank's share equally among its adapters; `share_of_rank` begins with the smallest rank."""
     _, which, adapters = np.unique(ranks, return_inverse=True, return_counts=True)
     return (share_of_rank / adapters)[which]
 
 
 def _places(ranks: Ranks) -> Floats:
-    """1, 2, … as many as there are different ranks."""
+    """Returns 1, 2, …, K for K different ranks."""
     return _counted(len(np.unique(ranks)))
 
 
@@ -232,8 +235,8 @@ def _shifting_skew() -> Dealer:
         others = 0.5 / (kinds - 1) if kinds > 1 else 0.0
         first, last = np.full(kinds, others), np.full(kinds, others)
         first[-1] = last[0] = 0.5
-        # A request is dealt as at the start or as at the end, the latter the likelier the later it comes: that mixes
-        # the two shares linearly.
+        # A request at the fraction t of the run uses the shares of the run's end with probability t, else those of its
+        # start: the expected shares change linearly.
         early, late = (_draw(rng.random(len(at_share)), _among_ranks(ranks, shares)) for shares in (first, last))
         return np.where(rng.random(len(at_share)) < at_share, late, early)
 
@@ -282,7 +285,7 @@ def _by_minute(trace: RateTrace) -> Dealer:
         dealt = np.empty(len(at_share), dtype=np.int64)
         for minute in np.unique(minute_of):
             calls = by_adapter[:, minute]
-            # A group need not have a call in every minute in which the trace has one; its whole time decides there.
+            # The selected functions may have no call in this minute: use their totals over the whole trace.
             shares = calls if calls.any() else by_adapter.sum(axis=1, dtype=np.int64)
             now = minute_of == minute
             dealt[now] = _draw(uniform[now], shares.astype(np.float64))

@@ -1,7 +1,8 @@
-"""The papers' settings by name, as `presets.csv` has them, each with what its source leaves unsaid.
+"""Reads `presets.csv`: the papers' experimental settings by name, with the assumptions where a paper is incomplete.
 
-In a cell ` | ` separates the values that the source sweeps and `*` marks the one run by default, else the first. `;`
-separates the ranks of one run. Objectives are METRIC:VALUE, the value in s or as a multiple (x) of a run without LoRA.
+In a cell, ` | ` separates the values that the source sweeps; `*` marks the default, otherwise the first value is the
+default. `;` separates the ranks of one run. Objectives (`slo`) are METRIC:VALUE, with the value in seconds or as a
+multiple (x) of a run without LoRA.
 """
 
 import csv
@@ -19,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class SweptValue(Generic[T]):
-    """The values that a source sweeps, and the one run by default."""
+    """The values of one setting that a source sweeps, and the value that runs by default."""
 
     values: tuple[T, ...]
     default: T
@@ -27,7 +28,7 @@ class SweptValue(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """One experiment. Exactly one of `duration_s` and `requests` is given."""
+    """One experiment of a paper. Exactly one of `duration_s` and `requests` is given."""
 
     name: str
     aliases: tuple[str, ...]
@@ -37,19 +38,19 @@ class Preset:
     servers: int
     lengths: SweptValue[str]
     arrivals: SweptValue[str]
-    rates: SweptValue[float] | None  # requests a second; None: all at once
+    rates: SweptValue[float] | None  # requests per second; None: all requests arrive at once
     adapters: SweptValue[int]  # 0: the base model alone
     popularity: SweptValue[str]
-    ranks: SweptValue[tuple[int, ...]]  # of one run, for the adapters in turn
+    ranks: SweptValue[tuple[int, ...]]  # of one run: adapter i has rank ranks[i % len(ranks)]
     duration_s: float | None
     requests: int | None
-    concurrency: int | None  # clients, each with one request under way; None: requests are sent when they are due
+    concurrency: int | None  # closed loop: clients with one request in flight each; None: open loop, by arrival time
     slo: str | None
     assumptions: tuple[str, ...]
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was assumed, and which point of each sweep is run, a sentence each."""
+        """One sentence for each assumption, and one for each swept setting, which names its default."""
         sweeps: dict[str, SweptValue[str]] = {
             "model": self.base_model,
             "lengths": self.lengths,
@@ -70,14 +71,14 @@ class Preset:
 
 @cache
 def load_presets() -> Mapping[str, Preset]:
-    """Every preset by its name and by its aliases."""
+    """Returns all presets, keyed by their names and by their aliases."""
     text = files("caraserve.bench.workload").joinpath("presets.csv").read_text(encoding="utf-8")
     presets = [_preset(row) for row in csv.DictReader(text.splitlines())]
     return MappingProxyType({name: preset for preset in presets for name in (preset.name, *preset.aliases)})
 
 
 def find_preset(name: str) -> Preset:
-    """The preset of that name or alias, or ConfigError with the names that exist."""
+    """Returns the preset with this name or alias, or raises ConfigError with a list of the names that exist."""
     presets = load_presets()
     if name not in presets:
         raise unknown("preset", name, presets)

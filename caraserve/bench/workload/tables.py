@@ -1,6 +1,6 @@
-"""Rows of files that others wrote: CSV and JSON lines, plain or gzip-compressed; errors name file, line and column.
+"""Reads rows of CSV and JSON-lines files, plain or gzip-compressed. Errors name the file, line and column.
 
-A file is read a line at a time and never for longer than its limits, so that a small archive cannot fill the memory.
+Files are read line by line, with limits on a line and on the whole, so that a small archive cannot fill the memory.
 """
 
 import csv
@@ -16,21 +16,21 @@ from pathlib import Path
 from caraserve.errors import ConfigError
 from caraserve.util.units import human_bytes
 
-MOST_BYTES = 512 << 20  # uncompressed; one day of the functions trace, 46,000 functions by minute, has about 150 MiB
+MOST_BYTES = 512 << 20  # uncompressed; a day of the functions trace (46,000 functions by minute) has about 150 MiB
 MOST_LINE_BYTES = 1 << 20
-MOST_TOKENS = 100_000_000  # of any count in a file: keeps sums and products inside 64 bits
+MOST_TOKENS = 100_000_000  # limit of any count in a file: sums and products stay within 64 bits
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row as it stands: text from a CSV, numbers and lists from JSON."""
+    """One unparsed row: cells are text in CSV files, and any JSON values in JSON files."""
 
     path: Path
     line: int
     cells: Mapping[str, object]
 
     def tokens(self, column: str) -> int:
-        """A whole number, at least 0."""
+        """Returns the cell as a whole number from 0 to MOST_TOKENS, or raises ConfigError."""
         value = count = self._cell(column)
         if isinstance(value, str) and value.isascii() and value.strip().isdecimal() and len(value) < 20:
             count = int(value)
@@ -39,7 +39,7 @@ class Row:
         return count
 
     def number(self, column: str) -> float:
-        """A finite number."""
+        """Returns the cell as a finite number, or raises ConfigError."""
         value = self._cell(column)
         try:
             number = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else math.nan
@@ -50,7 +50,7 @@ class Row:
         return number
 
     def date_s(self, column: str) -> float:
-        """A date with time, ISO 8601, in seconds since 1970; without a zone it counts as UTC."""
+        """Returns the cell, an ISO 8601 date with time, in seconds since 1970. A date without a zone is UTC."""
         value = self._cell(column)
         try:
             date = datetime.fromisoformat(value) if isinstance(value, str) else None
@@ -61,7 +61,7 @@ class Row:
         return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
 
     def wrong(self, column: str, why: str) -> ConfigError:
-        """An error that says where."""
+        """Returns an error that names the file, the line and the column."""
         return ConfigError(f"{self.path}, line {self.line}, column {column!r}: {why}")
 
     def _cell(self, column: str) -> object:
@@ -71,7 +71,7 @@ class Row:
 
 
 def csv_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Every row with the number of its line, the header first; empty lines are skipped."""
+    """Yields the line number and the cells of every row, the header first; empty lines are skipped."""
     reader = csv.reader(lines(path))
     try:
         yield from ((reader.line_num, cells) for cells in reader if cells)
@@ -80,7 +80,7 @@ def csv_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def csv_header(path: Path, rows: Iterator[tuple[int, list[str]]]) -> list[str]:
-    """The first row."""
+    """Returns the names in the first row, or raises ConfigError if the file is empty."""
     first = next(rows, None)
     if first is None:
         raise ConfigError(f"{path}: the file is empty")
@@ -88,14 +88,14 @@ def csv_header(path: Path, rows: Iterator[tuple[int, list[str]]]) -> list[str]:
 
 
 def csv_rows(path: Path, header: Sequence[str], rows: Iterator[tuple[int, list[str]]]) -> Iterator[Row]:
-    """The rows after the header, by its names."""
+    """Yields the rows after the header, with cells keyed by the header's names."""
     for line, cells in rows:
         same_width(path, line, header, cells)
         yield Row(path, line, dict(zip(header, cells, strict=True)))
 
 
 def same_width(path: Path, line: int, header: Sequence[str], cells: Sequence[str]) -> None:
-    """Refuses a row that has lost or gained cells."""
+    """Raises ConfigError if the row has fewer or more cells than the header."""
     if len(cells) < len(header):
         raise ConfigError(f"{path}, line {line}, column {header[len(cells)]!r}: is missing; the row ends before it")
     if len(cells) > len(header):
@@ -103,7 +103,7 @@ def same_width(path: Path, line: int, header: Sequence[str], cells: Sequence[str
 
 
 def json_rows(path: Path) -> Iterator[Row]:
-    """One JSON object a line; empty lines are skipped."""
+    """Yields the JSON object on each line; empty lines are skipped."""
     for line, text in enumerate(lines(path), start=1):
         if not text.strip():
             continue
@@ -117,7 +117,7 @@ def json_rows(path: Path) -> Iterator[Row]:
 
 
 def lines(path: Path) -> Iterator[str]:
-    """The lines of a UTF-8 text file, unpacked on the way if its name ends in `.gz`."""
+    """Yields the lines of a UTF-8 text file, decompressed if its name ends in `.gz`."""
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such file")
     line = seen_bytes = 0

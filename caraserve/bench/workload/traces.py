@@ -1,8 +1,10 @@
-"""Recorded traffic in the formats that are published, each behind a name.
+"""Reads recorded traffic in published formats, each with a name:
 
-`azure-llm`  CSV: TIMESTAMP, ContextTokens, GeneratedTokens; or arrival_s, prompt_tokens, output_tokens, maybe adapter
-`mooncake`   JSON lines: timestamp in ms, input_length, output_length; or CSV as above
-`maf2019`    CSV: a function's columns and its invocations in each minute, 1, 2, … or m0, m1, …; functions are adapters
+`azure-llm`  CSV: TIMESTAMP, ContextTokens, GeneratedTokens; or arrival_s, prompt_tokens, output_tokens and optionally
+             adapter
+`mooncake`   JSON lines: timestamp in ms, input_length, output_length; or CSV with the second set of columns above
+`maf2019`    CSV with a row per function: columns that describe it, then its invocations in each minute, in columns
+             named 1, 2, … or m0, m1, …; each function stands for an adapter
 `lengths`    CSV: prompt_tokens, output_tokens
 """
 
@@ -26,16 +28,16 @@ Cells: TypeAlias = Iterator[tuple[int, list[str]]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestTrace:
-    """Requests one by one, in order of arrival. What the file does not tell is None."""
+    """Single requests in order of arrival. Columns that the file does not have are None."""
 
     source: str
     prompt_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
-    at_s: NDArray[np.float64] | None = None  # from the first request
-    adapters: NDArray[np.int64] | None = None  # numbered as they first occur
+    at_s: NDArray[np.float64] | None = None  # since the first request
+    adapters: NDArray[np.int64] | None = None  # numbered from 0, in the order of the file's rows that first name them
 
     def window(self, from_s: float, to_s: float) -> "RequestTrace":
-        """The requests that arrived in [from_s, to_s), with times from `from_s`'s first request on."""
+        """Returns the requests that arrived in [from_s, to_s), with times since the first of them."""
         if self.at_s is None:
             raise ConfigError(f"{self.source} has no times to choose a window by")
         inside = (self.at_s >= from_s) & (self.at_s < to_s)
@@ -53,13 +55,13 @@ class RequestTrace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RateTrace:
-    """Calls of each adapter in each minute, without single requests."""
+    """The number of calls of each adapter in each minute, without single requests."""
 
     source: str
     calls: NDArray[np.int32]  # [adapters, minutes]
 
     def window(self, from_s: float, to_s: float) -> "RateTrace":
-        """The minutes that begin in [from_s, to_s), and the functions called in them."""
+        """Returns the minutes that begin in [from_s, to_s), with only the functions that are called in them."""
         first, last = (int(np.ceil(max(bound_s, 0.0) / MINUTE_S)) for bound_s in (from_s, to_s))
         calls = self.calls[:, first:last]
         if not calls.any():
@@ -67,7 +69,10 @@ class RateTrace:
         return replace(self, calls=calls[calls.any(axis=1)])
 
     def group(self, rng: np.random.Generator, adapters: int) -> "RateTrace":
-        """A server's share of the trace: so many of its functions, drawn at random; itself if it has no more."""
+        """Returns a random selection of `adapters` functions, or this trace itself if it has exactly that many.
+
+        Raises ConfigError if the trace has fewer functions.
+        """
         functions = len(self.calls)
         if adapters > functions:
             raise ConfigError(f"{self.source} has {functions} functions with calls; it cannot name {adapters} adapters")
@@ -81,7 +86,7 @@ Trace: TypeAlias = RequestTrace | RateTrace
 
 
 def parse_trace(text: str) -> Trace:
-    """`azure-llm:PATH` → the trace."""
+    """Reads the trace that a text such as `azure-llm:PATH` names."""
     name, colon, path = text.strip().partition(":")
     reader = READERS.get(name)
     if reader is None:
@@ -92,14 +97,14 @@ def parse_trace(text: str) -> Trace:
 
 
 def needs_trace(kind: str, trace: Trace | None) -> Trace:
-    """The trace, or an error that says how to name one."""
+    """Returns the trace, or raises ConfigError with the notation for traces if it is None."""
     if trace is None:
         raise ConfigError(f"{kind} 'trace' need a trace: {', '.join(f'{name}:PATH' for name in READERS)}")
     return trace
 
 
 def read_lengths(path: Path) -> RequestTrace:
-    """Prompt and output lengths of a file in any format here that has them."""
+    """Reads prompt and output lengths from a file in any of this module's formats that has them."""
     if _is_json(path):
         return _read_mooncake(path)
     header, rows = _open(path)
@@ -182,7 +187,7 @@ def _read_functions(path: Path) -> RateTrace:
     for line, cells in rows:
         same_width(path, line, header, cells)
         counts = _counts(path, line, header, cells, minutes[0])
-        if counts.any():  # a function that was never called names no adapter
+        if counts.any():  # a function without calls stands for no adapter
             calls.append(counts)
     if not calls:
         raise ConfigError(f"{path}: has no function with a call")
@@ -195,7 +200,7 @@ def _counts(path: Path, line: int, header: list[str], cells: list[str], first: i
     except (ValueError, OverflowError):
         counts = np.full(1, -1)
     if counts.min() < 0 or counts.max() > MOST_TOKENS:
-        row = Row(path, line, dict(zip(header, cells, strict=True)))  # slower, but says which cell is wrong
+        row = Row(path, line, dict(zip(header, cells, strict=True)))  # slower, but its error names the wrong cell
         counts = np.array([row.tokens(name) for name in header[first:]])
     return counts.astype(np.int32)
 
