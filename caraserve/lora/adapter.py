@@ -12,8 +12,8 @@ from caraserve.errors import AdapterRejected, CaraServeError
 from caraserve.lora.start_policy import LayerGroup
 from caraserve.telemetry.prometheus import family
 
-_AGAIN_S = 5.0  # after a failure, before a version is read ahead again; who is admitted tries at once
-_HALF_LIFE_S = 60.0  # of the rate that eviction goes by
+_AGAIN_S = 5.0  # from a failure to the next prefetch; an admitted request tries at once
+_HALF_LIFE_S = 60.0  # of the admission rate, by which eviction chooses
 
 
 class AdapterTier(Enum):
@@ -41,13 +41,14 @@ TIER_CHANGES: dict[AdapterTier, frozenset[AdapterTier]] = {
 
 @dataclass(frozen=True, slots=True)
 class RemoteSource:
-    """Where an adapter's bytes are that no folder here has: with other instances, or in our cache of theirs."""
+    """The source of an adapter that no local folder has: other instances, or this instance's disk cache of
+    downloads."""
 
     digest: str
 
     @property
     def name(self) -> str:
-        """For messages, as a folder's name is."""
+        """A short name for messages, in place of a folder's name."""
         return self.digest[:12]
 
 
@@ -56,8 +57,8 @@ Source: TypeAlias = Path | RemoteSource
 
 @dataclass(slots=True)
 class PartialImage:
-    """What has come of an adapter that other instances send: the first `layers` layers, since `began_s`. Of these the
-    image may be read; the last layer never counts, for it comes with the end of the read."""
+    """An adapter image that is being downloaded since `began_s`: its first `layers` layers have arrived and may be
+    read. The last layer is never counted, because it arrives with the end of the download."""
 
     image: HostAdapter
     began_s: float
@@ -71,7 +72,7 @@ class Adapter:
 
     digest: str
     source: Source
-    num_bytes: int  # of its image in the host tier
+    num_bytes: int  # of its image in the host cache
     tier: AdapterTier = AdapterTier.DISK
     pins: int = 0
     users: int = 0
@@ -79,12 +80,12 @@ class Adapter:
     names: set[str] = field(default_factory=set)
     slot: int = BASE_ADAPTER_SLOT
     device_bytes: int = 0
-    spec: AdapterSpec | None = None  # known once it has been in the host tier
-    partial: PartialImage | None = None  # while it is read, once layers have come
-    gives_way: bool = False  # whether others want its room on the device; it comes there whole, once it has been read
+    spec: AdapterSpec | None = None  # known once its image has been in the host cache
+    partial: PartialImage | None = None  # while it is downloaded, once layers have arrived
+    gives_way: bool = False  # whether it makes room for others: it is copied again when it is complete
     groups: tuple[LayerGroup, ...] = ()  # expected on the device while STREAMING or COPYING
     error: CaraServeError | None = None
-    again_s: float = 0.0  # when it may be read ahead again, where it has failed
+    again_s: float = 0.0  # after a failure: when it may be prefetched again
     copy_error: Exception | None = None  # of a copy that failed during a side batch or a download
     asked_s: float = 0.0  # when the load under way began
     rate: float = 0.0  # admissions, decayed
@@ -92,23 +93,24 @@ class Adapter:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it leaves the device, incomplete, as soon as its side batches have ended."""
+        """Whether the incomplete adapter is unloaded from the device as soon as its side batches have ended."""
         return self.tier is AdapterTier.STREAMING and (self.gives_way or self.error is not None)
 
     @property
     def takes_requests(self) -> bool:
-        """Whether any may begin or go on with it on the device: not when it leaves, nor when its copy has failed, for
-        then its image may give way."""
+        """Whether requests may start or continue with it on the device: not while it is being unloaded, and not after
+        its copy has failed, because its image may then be evicted."""
         return self.copy_error is None and not self.is_leaving
 
     @property
     def needs_image(self) -> bool:
-        """Whether its image is about to be copied to the device, or is being copied: kernels may read it meanwhile."""
+        """Whether its image must stay in the host cache: it is being copied to the device, or will be, or is read by
+        CPU workers or an upload."""
         is_read = self.tier in (AdapterTier.STREAMING, AdapterTier.COPYING) or self.image_pins > 0
         return is_read or (self.tier is AdapterTier.HOST and self.users > 0)
 
     def move_to(self, tier: AdapterTier) -> None:
-        """Moves to `tier`; only the changes of `TIER_CHANGES` exist."""
+        """Moves to `tier`. Raises AssertionError for a change that is not in `TIER_CHANGES`."""
         if tier not in TIER_CHANGES[self.tier]:
             raise AssertionError(f"adapter {self.digest[:12]}: {self.tier.name} cannot become {tier.name}")
         self.tier = tier
@@ -119,11 +121,11 @@ class Adapter:
         self.move_to(AdapterTier.FAILED)
 
     def may_be_read_ahead(self, now_s: float) -> bool:
-        """Whether it is on disk alone, and no read has failed just now."""
+        """Whether it may be prefetched: it is only on disk, and no read has failed within the last 5 s."""
         return self.tier is AdapterTier.DISK or (self.tier is AdapterTier.FAILED and now_s >= self.again_s)
 
     def rate_at(self, now_s: float) -> float:
-        """Admissions, those longer ago counting less."""
+        """Returns the number of its admissions, each weighted by half for every 60 s since then."""
         return float(self.rate * 0.5 ** ((now_s - self.rated_s) / _HALF_LIFE_S))
 
     def count_admission(self, now_s: float) -> None:
@@ -133,8 +135,8 @@ class Adapter:
 
 @dataclass(slots=True)
 class CacheCounters:
-    """Events since the start. The device cache is looked up when a request is admitted; the host cache when an adapter
-    that is not on the device is wanted there."""
+    """Hits, misses and evictions since the start. The device cache is looked up when a request is admitted, the host
+    cache when an adapter that is not on the device is needed there."""
 
     device_hits: int = 0
     device_misses: int = 0

@@ -1,5 +1,4 @@
-"""When adapters on their way to the device are expected there, and when a prefill may start on one. For
-`manager.py`."""
+"""Estimates when an adapter's layers will be on the device, and when a prefill with it may start. For `manager.py`."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,20 +9,20 @@ from caraserve.lora.start_policy import LayerGroup, PrefillStart, StartPolicy
 
 
 class ArrivalEstimates:
-    """One link, one copy after another. The event loop's alone."""
+    """Expected times of the copies on one link, which run one after another. Not thread-safe: for the event loop."""
 
     def __init__(self, loading: StartPolicy, now: Callable[[], float]) -> None:
         self._loading, self._now = loading, now
-        self._link_free_s = 0.0  # when the link is expected to have done all that it was asked
+        self._link_free_s = 0.0  # when the link is expected to have finished all copies
 
     @property
     def by_layers(self) -> bool:
-        """Whether a prefill may start before its adapter has wholly arrived."""
+        """Whether a prefill may start before all layers of its adapter are on the device."""
         return self._loading.mode.is_layerwise
 
     def expect(self, spec: AdapterSpec) -> tuple[LayerGroup, ...]:
-        """An adapter is being copied from now on: in which groups of layers, and when each is expected, behind all
-        loads before."""
+        """Returns the groups of layers in which an adapter is copied from now on, each with the time when it is
+        expected on the device: after all copies that were started before."""
         starts_s = max(self._now(), self._link_free_s)
         speed = self._loading.link_bytes_per_s
         self._link_free_s = starts_s + spec.num_bytes / speed
@@ -32,7 +31,8 @@ class ArrivalEstimates:
         )
 
     def expect_streamed(self, partial: PartialImage) -> tuple[LayerGroup, ...]:
-        """The same of one that is copied while it comes, layer by layer: the rest as fast as what has come so far."""
+        """Returns the expected arrival of each layer of an adapter that is copied while it is downloaded. Assumes that
+        the remaining layers are downloaded as fast as those so far."""
         now_s, ends = self._now(), partial.image.spec.layer_ends
         there = ends[partial.layers - 1]
         s_per_byte = (now_s - partial.began_s) / max(1, there)
@@ -45,7 +45,8 @@ class ArrivalEstimates:
         return tuple(groups)
 
     def expect_rest(self, adapter: Adapter) -> tuple[LayerGroup, ...]:
-        """All of a streamed one is in host memory now; what had come before, the link has been given before."""
+        """Returns the layer groups of a streamed adapter whose download has just ended. Layers that had arrived before
+        are on the device already; the link copies only the rest."""
         assert adapter.partial is not None
         now_s, ends, layers = self._now(), adapter.partial.image.spec.layer_ends, adapter.partial.layers
         rest_s = (ends[-1] - ends[layers - 1]) / self._loading.link_bytes_per_s
@@ -55,12 +56,12 @@ class ArrivalEstimates:
         )
 
     def all_there(self) -> None:
-        """Nothing is being copied, whatever was expected."""
+        """Corrects the estimate when nothing is being copied: the link is free from now on."""
         self._link_free_s = self._now()
 
     def start_of(self, adapter: Adapter, tokens: int, begins_s: float, *, may_assist: bool) -> PrefillStart | None:
-        """When a request whose first chunk has so many tokens may run on a version, `begins_s` at the earliest; None:
-        not yet known, or it is about to leave the device."""
+        """Returns when a request whose first chunk has so many tokens may start with an adapter, `begins_s` at the
+        earliest. None: the adapter is not being copied yet, or is about to leave the device."""
         if not adapter.takes_requests:
             return None
         if adapter.tier is AdapterTier.DEVICE:
@@ -68,6 +69,6 @@ class ArrivalEstimates:
         if adapter.tier in (AdapterTier.STREAMING, AdapterTier.COPYING) and self.by_layers:
             assert adapter.spec is not None
             start = self._loading.start(begins_s, adapter.groups, adapter.spec, tokens, may_assist=may_assist)
-            # A prompt that waits for the network stops nobody: what has come may be computed at once.
+            # A streamed prefill is a side batch: its wait for the network delays no other request.
             return replace(start, at_s=begins_s) if adapter.tier is AdapterTier.STREAMING else start
         return None

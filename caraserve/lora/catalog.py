@@ -1,6 +1,6 @@
 """The adapters of this instance by name: what `/v1/models` lists, and loading and unloading at run time.
 
-Joins the registry (what is known, across restarts), the reader of PEFT folders, and residency (where weights are).
+Joins the registry (the adapters of earlier runs), the reader of PEFT folders, and `AdapterManager` (where weights are).
 """
 
 import asyncio
@@ -33,12 +33,12 @@ log = logging.getLogger(__name__)
 
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 _ANYWHERE = (Path("/"),)  # where adapters given at the start may lie
-_READERS = 2  # threads that read and check adapters: enough to keep a disk busy beside the compute threads
+_READERS = 2  # threads that read and check adapters: two keep a disk busy, and leave the compute threads alone
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogRules:
-    """What may be loaded, and how it is kept."""
+    """The limits of adapters that may be loaded, and whether they stay on the device."""
 
     base_name: str
     roots: tuple[Path, ...]  # run-time loads and remembered adapters must lie inside one
@@ -49,29 +49,30 @@ class CatalogRules:
 
 
 class AdapterReader:
-    """Reads adapter folders on threads of its own and answers on the event loop."""
+    """Reads adapter folders on threads of its own, and calls back on the event loop."""
 
     def __init__(self, spec: ModelSpec, on_loop: Callable[[Callable[[], None]], None]) -> None:
         self._download: Callable[[str, NDArray[np.uint8], Done, Came], None] | None = None
         self._on_read: Callable[[str, Path, str], None] = lambda digest, folder, stamp: None
         self._spec, self._on_loop = spec, on_loop
         self.executor = ThreadPoolExecutor(_READERS, "caraserve-read")
-        self._refusals: dict[Path, str] = {}  # of folders that could not be read the last time: each is logged once
+        self._refusals: dict[Path, str] = {}  # last error of each unusable folder: each is logged once
 
     def connect(
         self,
         download: Callable[[str, NDArray[np.uint8], Done, Came], None],
         on_read: Callable[[str, Path, str], None],
     ) -> None:
-        """Connects the reader with a cluster. `download` gets an adapter that no folder here has, by its digest;
-        `on_read` gets the digest of each folder read, and the folder's stamp from before."""
+        """Connects the reader to a cluster. `download` downloads the adapter of a digest that no local folder has.
+        `on_read` is called for each folder read, with its digest, the folder, and the folder's stamp before the
+        read."""
         self._download, self._on_read = download, on_read
 
     def read(
         self, source: Source, into: NDArray[np.uint8], done: Done, came: Came = lambda image, layers: None
     ) -> None:
-        """Reads and checks a whole adapter; `done` is called on the event loop with it or with what was wrong, `came`
-        before with what others have sent so far."""
+        """Reads and checks a whole adapter into `into`. Calls `done` on the event loop with the image or the error and,
+        during a download, `came` with the layers that have arrived so far."""
         if isinstance(source, RemoteSource):
             assert self._download is not None, "only a cluster has adapters without a folder"
             self._download(source.digest, into, done, came)
@@ -106,7 +107,7 @@ class AdapterReader:
 
 
 class Catalog:
-    """Names → versions. Runs on the event loop; disk work goes to the reader's threads."""
+    """Adapters by name. Runs on the event loop; disk work is done on the reader's threads."""
 
     def __init__(
         self,
@@ -124,27 +125,28 @@ class Catalog:
         self._changing: set[str] = set()  # names being loaded or unloaded
 
     def all(self) -> list[AdapterInfo]:
-        """All adapters, in the order of registration."""
+        """Returns all adapters, in the order of registration."""
         return list(self._infos.values())
 
     def get(self, name: str) -> AdapterInfo:
-        """Raises NotFound."""
+        """Returns the adapter of that name. Raises NotFound."""
         info = self.find(name)
         if info is None:
             raise NotFound(f"the model {name!r} does not exist", param="model")
         return info
 
     def find(self, name: str) -> AdapterInfo | None:
-        """The adapter of that name, if any."""
+        """Returns the adapter of that name, or None."""
         return self._infos.get(name)
 
     def pin(self, name: str) -> Adapter:
-        """The version that `name` means now, held for a request. Raises NotFound."""
+        """Returns the adapter that `name` points at now, pinned for a request. Raises NotFound."""
         self.get(name)
         return self.manager.pin(name)
 
     async def load(self, name: str, path: str, *, inplace: bool) -> AdapterInfo:
-        """Registers the adapter at `path`. The same contents under the same name are a success without effect."""
+        """Registers the adapter at `path`. Succeeds without effect if the name has the same contents already. Raises
+        AdapterRejected, Forbidden or NotFound."""
         self._refuse_if_all_stay()
         self._check_name(name)
         with self._exclusively(name):
@@ -153,7 +155,7 @@ class Catalog:
             is_same = old is not None and old.digest == info.digest
             if old is not None and is_same and old.targets:
                 return old
-            if old is not None and not (inplace or is_same):  # an adopted one has a folder from now on
+            if old is not None and not (inplace or is_same):  # an adapter of other instances gets a local folder now
                 raise AdapterRejected(
                     f"The lora adapter {name!r} has already been loaded; set load_inplace to replace it",
                     param="lora_name",
@@ -164,9 +166,9 @@ class Catalog:
             return info
 
     def adopt(self, name: str, digest: str, rank: int, num_bytes: int) -> None:
-        """A name that other instances gave a meaning; its bytes come from them when a request needs them. What the
-        name meant here drains, also when this raises AdapterRejected or Forbidden for what this instance cannot serve:
-        then it serves that name no more."""
+        """Points a name at an adapter that was registered on another instance, from where its bytes are downloaded when
+        a request needs them. Raises AdapterRejected or Forbidden for an adapter that this instance cannot serve; the
+        name is then unregistered here, because its former adapter is out of date."""
         try:
             self._refuse_unservable(name, digest, rank, num_bytes)
         except CaraServeError:
@@ -185,27 +187,29 @@ class Catalog:
             raise refusal
 
     async def unload(self, name: str) -> None:
-        """Takes the name away at once; returns when the last request of its version has ended. Raises NotFound."""
+        """Unregisters the name at once, and returns when the last request of its adapter has ended. Raises NotFound."""
         if name not in self._infos:
             raise NotFound(f"The lora adapter {name!r} cannot be found.", param="lora_name")
         self._refuse_if_all_stay()
         with self._exclusively(name):
             await self._on_thread(self._registry.remove, name)
             if self._infos.pop(name, None) is None:
-                return  # the cluster took it away meanwhile
+                return  # it was unregistered through the cluster meanwhile
             self.on_change(name, None)
             await self.manager.forgotten(self.manager.unregister(name))
 
     def add_at_start(
         self, modules: Iterable[tuple[str, Path]], progress: Callable[[], None], *, found: Collection[str] = ()
     ) -> list[str]:
-        """Registers adapters before the server is up, and those that the registry remembers. Files that have not
-        changed since they were last looked at are not read again. Returns complaints about remembered ones.
+        """Registers adapters before the server is up: `modules`, and those that the registry has from earlier runs.
+        Files that have not changed since the last run are not read again. Returns complaints about adapters that are
+        left out.
 
-        `found`: names of those that nobody asked for, as their folders lay there. They are as old as their files, so
-        that who removed one since then need not do so again. One that cannot be served is left out with a complaint.
+        `found`: names that were not given by the user but found in --adapters-dir. Such an adapter gets its files' time
+        as the time of its creation, so an unload in the cluster after that time still holds. It is left out with a
+        complaint if it cannot be served.
 
-        Raises ConfigError for one that was asked for and cannot be served.
+        Raises ConfigError if an adapter that the user named cannot be served.
         """
         given, fresh, complaints = dict(modules), [], list(self._registry.complaints)
         for name, path in given.items():
@@ -226,8 +230,8 @@ class Catalog:
         return [*complaints, *lost.values()]
 
     def _known(self, name: str, path: Path) -> AdapterInfo | None:
-        """What the registry says of an adapter given at the start, if its files are as they were. Raises CaraServeError
-        for one that cannot be served."""
+        """Returns the registry's entry of an adapter given at the start, or None if there is none or its files have
+        changed. Raises CaraServeError for an adapter that cannot be served."""
         check_adapter_name(name, self._rules.base_name)
         known = self._registry.get(name)
         if known is None or (known.path, known.stamp) != (os.path.realpath(path), stamp(path)):
@@ -237,7 +241,7 @@ class Catalog:
         return known
 
     def _inspect_at_start(self, name: str, path: Path, *, was_found: bool) -> AdapterInfo:
-        """Raises CaraServeError for an adapter that cannot be served."""
+        """Reads an adapter that the registry does not have. Raises CaraServeError if it cannot be served."""
         try:
             info = self._inspect(name, os.path.abspath(path), roots=_ANYWHERE)
             return replace(info, created_s=min(info.created_s, _changed_s(path))) if was_found else info
@@ -245,8 +249,8 @@ class Catalog:
             raise AdapterRejected(f"it cannot be read: {error.strerror}") from None
 
     async def preloaded(self) -> None:
-        """Returns when every adapter is on the device, for modes that keep them there. Raises ConfigError when not all
-        can be."""
+        """Returns when every adapter is on the device, for modes `cached` and `merged`. Raises ConfigError if one
+        cannot be loaded, or if they do not all fit."""
         self._refuse_if_not_all_fit()
         have_all_come = await self.manager.settled()
         for info in self._infos.values():
@@ -257,7 +261,8 @@ class Catalog:
             raise AssertionError("adapters that fit have not come to the device")
 
     def _refuse_if_not_all_fit(self) -> None:
-        """By what is known of those that have been read; the others may take more, where kernels want padding."""
+        """Raises ConfigError if the adapters do not all fit on the device. Those not read yet count with the bytes of
+        their image; padding for kernels may add to that."""
         stay = "--loading-mode cached and merged keep all adapters on the device"
         room, most = self.manager.memory, self._rules.device_bytes
         adapters = {info.digest: self.manager.find(info.digest) for info in self._infos.values()}.values()
@@ -268,7 +273,7 @@ class Catalog:
             raise ConfigError(f"{stay}: they take at least {total} bytes there, more than --lora-pool-bytes {most}")
 
     def _recall(self, info: AdapterInfo, given: dict[str, Path]) -> str | None:
-        """Brings back an adapter of an earlier run; says why if that cannot be done."""
+        """Registers an adapter of an earlier run. Returns a complaint if that is not possible."""
         if info.name in given:
             return None
         if info.name == self._rules.base_name:
@@ -296,7 +301,7 @@ class Catalog:
             self.manager.preload(info.name)
 
     def _inspect(self, name: str, path: str, roots: Sequence[Path]) -> AdapterInfo:
-        """Reads an adapter's header and digest."""
+        """Reads and checks an adapter, and computes its digest. Raises CaraServeError."""
         folder = resolve_adapter_path(path, roots)
         spec = inspect_adapter(folder, self._spec)
         if (refusal := self._refusal(spec.rank, spec.num_bytes)) is not None:
@@ -313,7 +318,7 @@ class Catalog:
         )
 
     def _refusal(self, rank: int, num_bytes: int) -> AdapterRejected | None:
-        """The reason why an adapter of this rank and size can never be served, if there is one."""
+        """Returns why an adapter of this rank and size can never be served, or None if it can."""
         if self._rules.max_rank is not None and rank > self._rules.max_rank:
             return AdapterRejected(f"rank {rank} is above --max-lora-rank {self._rules.max_rank}", param="lora_path")
         if num_bytes > self._rules.device_bytes:
@@ -343,7 +348,7 @@ class Catalog:
 
 
 class _Exclusive:
-    """One load or unload of a name at a time; a second is refused rather than queued."""
+    """Context of one load or unload of a name; a second one at the same time is refused, not queued."""
 
     def __init__(self, names: set[str], name: str) -> None:
         self._names, self._name = names, name
@@ -360,12 +365,12 @@ class _Exclusive:
 
 
 def _changed_s(folder: Path) -> float:
-    """When an adapter's files were last written, in unix time."""
+    """Returns when an adapter's files were last written, in unix time."""
     return max((folder / name).stat().st_mtime for name in _FILES)
 
 
 def stamp(folder: Path) -> str:
-    """Changes when an adapter's files do: their sizes and times. Empty when they are not there."""
+    """Returns the sizes and times of an adapter's files, which change with the files; empty if one is missing."""
     try:
         stats = [(folder / name).stat() for name in _FILES]
     except OSError:

@@ -1,5 +1,4 @@
-"""The device tier: versions that are there or on their way, in whose slot, and who gives way. For
-`manager.py`."""
+"""The device cache: which adapters are in device memory, in which slots, and which are evicted. For `manager.py`."""
 
 from collections.abc import Callable
 
@@ -11,62 +10,64 @@ from caraserve.lora.adapter import Adapter, AdapterTier, too_large
 
 
 class DeviceCache:
-    """Versions by digest, and the free slots of the device's adapter table. The event loop's alone."""
+    """Adapters by digest, and the free slots of the device's adapter table. Not thread-safe: for the event loop."""
 
     def __init__(self, backend: Backend, memory: MemoryBudget, value: Callable[[Adapter], float]) -> None:
-        """`value`: of a version that nobody uses; the least valuable gives way first."""
+        """`value`: returns what an idle adapter is worth; the least valuable is evicted first."""
         self._backend, self._memory, self._value = backend, memory, value
         self._adapters: dict[str, Adapter] = {}
         self._free_slots = list(range(backend.limits.adapter_slots - 1, BASE_ADAPTER_SLOT, -1))
-        self.places = len(self._free_slots)  # for versions
+        self.places = len(self._free_slots)  # for adapters
 
     def ready(self) -> list[Adapter]:
-        """Versions that have arrived."""
+        """Returns the adapters that are on the device, whole."""
         return [adapter for adapter in self._adapters.values() if adapter.tier is AdapterTier.DEVICE]
 
     def streaming(self) -> list[Adapter]:
-        """Versions that are copied while other instances still send them."""
+        """Returns the adapters that are copied to the device while they are still being downloaded."""
         return [adapter for adapter in self._adapters.values() if adapter.tier is AdapterTier.STREAMING]
 
     def is_arriving(self, beside: Adapter) -> bool:
-        """Whether a version other than `beside` is being copied."""
+        """Returns whether an adapter other than `beside` is being copied from host memory."""
         return any(other.tier is AdapterTier.COPYING and other is not beside for other in self._adapters.values())
 
     def measure(self, spec: AdapterSpec) -> int:
-        """Bytes that an adapter will take. Raises AdapterRejected for one that can never be there."""
+        """Returns the bytes that an adapter takes on the device. Raises AdapterRejected for one that can never fit."""
         num_bytes = self._backend.device_bytes(spec)
         if num_bytes > self._memory.most_adapter_bytes:
             raise too_large(num_bytes, self._memory.most_adapter_bytes, "--lora-pool-bytes")
         return num_bytes
 
     def make_room(self, num_bytes: int, evict: Callable[[Adapter], None]) -> bool:
-        """Room and a slot for an adapter: idle ones give way, all or nothing."""
+        """Makes room and a slot for an adapter by evicting idle ones. False: there is not enough, and none was
+        evicted."""
         return self._evict(self._memory.excess(num_bytes), 0 if self._free_slots else 1, evict)
 
     def add(self, adapter: Adapter) -> None:
-        """A version comes; room has been made for it."""
+        """Assigns a slot and memory to an adapter whose copy begins. `make_room` must have succeeded for it."""
         adapter.slot = self._free_slots.pop()
         self._adapters[adapter.digest] = adapter
         if self._memory.add_adapter(adapter.device_bytes):
             self._backend.resize_kv(self._memory.pool.num_blocks, lambda: None)
 
     def remove(self, adapter: Adapter) -> None:
-        """A version has gone."""
+        """Frees the slot and the memory of an adapter that has left the device."""
         del self._adapters[adapter.digest]
         self._free_slots.append(adapter.slot)
         adapter.slot = BASE_ADAPTER_SLOT
         self._memory.remove_adapter(adapter.device_bytes)
 
     def growable(self) -> int:
-        """KV blocks beyond those that there are, could all idle adapters give way; those under way included."""
+        """Returns how many more KV blocks there could be if every idle adapter were evicted, blocks that the backend is
+        making room for included."""
         if not self._memory.is_shared:
             return 0
         idle_bytes = sum(self._memory.takes(adapter.device_bytes) for adapter in self._idle())
         return self._memory.blocks_without(idle_bytes) - self._memory.pool.num_blocks
 
     def grow_kv(self, more: int, evict: Callable[[Adapter], None], done: Callable[[], None]) -> None:
-        """Asks for more KV blocks, as many of them as there can be; idle adapters give way. Nothing happens while
-        blocks are under way."""
+        """Asks the backend for `more` KV blocks, or as many of them as there can be, and evicts idle adapters for them.
+        Does nothing while the backend is still making room for blocks. `done`: called when it has made room."""
         if self._memory.is_growing or (more := min(more, self.growable())) <= 0:
             return
         blocks = self._memory.pool.num_blocks + more
@@ -75,7 +76,7 @@ class DeviceCache:
         self._backend.resize_kv(blocks, done)
 
     def check(self) -> None:
-        """Raises AssertionError when sums differ from their parts."""
+        """Raises AssertionError if memory or slots do not add up."""
         adapters = list(self._adapters.values())
         assert all(
             adapter.tier in (AdapterTier.STREAMING, AdapterTier.COPYING, AdapterTier.DEVICE) for adapter in adapters
@@ -91,7 +92,7 @@ class DeviceCache:
         return [v for v in self._adapters.values() if v.tier is AdapterTier.DEVICE and v.users == 0]
 
     def _evict(self, excess_bytes: int, slots_missing: int, evict: Callable[[Adapter], None]) -> bool:
-        """All or nothing."""
+        """Evicts the least valuable idle adapters. Returns False, and evicts none, if they are not enough."""
         if excess_bytes <= 0 and not slots_missing:
             return True
         idle = sorted(self._idle(), key=self._value)

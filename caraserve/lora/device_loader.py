@@ -1,8 +1,9 @@
-"""Versions on their way to the device, and those that wait for room there. For `manager.py`.
+"""Copies adapters from the host cache to the device, and queues those that wait for room there. For `manager.py`.
 
-What is whole in the host tier is copied from there, in the order of asking. What other instances still send may be
-copied as far as it has come, where the device can use that; it has no claim to its room, for a network may stand still
-as long as it likes: when others want it, it leaves the device again and comes when it is whole.
+Complete images are copied in the order in which they were wanted. An adapter that is still being downloaded may be
+copied layer by layer ("streamed"), where the backend supports that. It has no claim to its memory, because a download
+may stall without limit: when another adapter needs the room, the incomplete one is unloaded, and it is copied again
+when its download is complete.
 """
 
 from collections import deque
@@ -22,7 +23,7 @@ MAX_BYPASSES = 64  # admissions that may pass an adapter which waits for device 
 
 
 class DeviceLoaderOwner(Protocol):
-    """`Residency`, as far as copies concern it."""
+    """The methods of `AdapterManager` that a `DeviceLoader` calls."""
 
     def gone_from_host(self, adapter: Adapter) -> None: ...
     def arrived(self, adapter: Adapter, image: HostAdapter) -> None: ...
@@ -54,49 +55,51 @@ class DeviceLoader:
             arrivals,
         )
         self._owner, self._counters, self._on_loop = owner, counters, on_loop
-        self._wanting: deque[Adapter] = deque()  # in the host tier, waiting for device room
+        self._wanting: deque[Adapter] = deque()  # in the host cache, waiting for device room
         self._bypasses = 0
 
-    # --- who waits ---
+    # --- adapters that wait for room ---
 
     def __contains__(self, adapter: Adapter) -> bool:
         return adapter in self._wanting
 
     @property
     def are_waiting(self) -> bool:
-        """Whether some version waits for room."""
+        """Whether an adapter waits for room on the device."""
         return bool(self._wanting)
 
     @property
     def admits(self) -> bool:
-        """False while an adapter waits for room that later admissions keep taking: let the device drain."""
+        """False after `MAX_BYPASSES` admissions during which the same adapter waited for room. Admitting no request
+        then lets the device drain, so that the adapter gets its room."""
         return not (self._wanting and self._bypasses >= MAX_BYPASSES)
 
     @property
     def claims_memory(self) -> bool:
-        """Whether an adapter that an admitted request needs waits for memory which KV blocks take."""
+        """Whether an adapter that an admitted request needs waits for memory that KV blocks take."""
         wanted = self._wanting and self._memory.is_shared
         return bool(wanted and not self._memory.over_cap(self._wanting[0].device_bytes))
 
     def count_bypass(self, adapter: Adapter | None) -> None:
-        """A request is admitted, which may take room that an adapter waits for; without an adapter, its memory."""
+        """Counts an admission that may take the room that an adapter waits for. A request for the base model (None)
+        counts only if that adapter waits for memory that KV blocks take."""
         self._bypasses += self.claims_memory if adapter is None else self.are_waiting
 
     def want(self, adapter: Adapter) -> None:
-        """An admitted request needs a version that is in the host tier."""
+        """Queues an adapter that an admitted request needs and that is in the host cache."""
         self._wanting.append(adapter)
         self.schedule_pending()
 
     def forget(self, adapter: Adapter) -> None:
-        """Nobody wants it any more; a copy under way goes on."""
+        """Removes an adapter that no admitted request needs any more from the queue. A copy under way continues."""
         if adapter in self._wanting:
             self._wanting.remove(adapter)
 
     # --- whole images ---
 
     def schedule_pending(self) -> None:
-        """Starts copies in the order of asking, as far as idle adapters, those that are not here yet and KV blocks that
-        nobody holds make room."""
+        """Starts copies in the order of the queue, as far as there is room. Room is made by evicting idle adapters, by
+        unloading incomplete ones, and by taking unused KV blocks."""
         while self._wanting:
             adapter = self._wanting[0]
             image = self._host_cache.get(adapter.digest)
@@ -129,7 +132,7 @@ class DeviceLoader:
     def _copied(self, adapter: Adapter, error: Exception | None) -> None:
         is_coming = adapter.tier is AdapterTier.STREAMING and not adapter.is_leaving
         if error is not None and (adapter.image_pins or is_coming):
-            adapter.copy_error = error  # its memory cannot be taken from under the plan, or the read
+            adapter.copy_error = error  # finished by `end_failed`: the image must stay until then
             return
         adapter.copy_error = None
         self.under_way -= 1
@@ -151,11 +154,12 @@ class DeviceLoader:
         if adapter.copy_error is not None:
             self._copied(adapter, adapter.copy_error)
 
-    # --- what is not all in the host tier ---
+    # --- adapters that are still being downloaded ---
 
     def stream(self, adapter: Adapter) -> None:
-        """Begins to copy what has come so far of a version that is being read, where the device can use it and there is
-        room that nobody waits for; otherwise it is copied when it is whole."""
+        """Starts to copy the layers that have arrived of an adapter that is being downloaded. Does nothing if no
+        admitted request needs it, the backend cannot stream (or not one more), or other adapters wait for room: it
+        is then copied when its download is complete."""
         partial = adapter.partial
         is_of_use = adapter.users and not adapter.gives_way and self._arrivals.by_layers
         if (
@@ -167,7 +171,7 @@ class DeviceLoader:
         try:
             adapter.device_bytes = self._device_cache.measure(partial.image.spec)
         except AdapterRejected:
-            return  # which is said when it is whole
+            return  # reported when the download is complete
         if not self._wanting and self._device_cache.make_room(adapter.device_bytes, self._evict):
             adapter.move_to(AdapterTier.STREAMING)
             adapter.groups = self._arrivals.expect_streamed(partial)
@@ -175,7 +179,7 @@ class DeviceLoader:
             self._owner.changed()
 
     def grew(self, adapter: Adapter) -> None:
-        """More layers of a streamed version are in the host tier."""
+        """Extends the copy of a streamed adapter to the layers that have arrived in the host cache."""
         if not adapter.gives_way:
             assert adapter.partial is not None
             adapter.groups = self._arrivals.expect_streamed(adapter.partial)
@@ -183,7 +187,8 @@ class DeviceLoader:
             self._owner.changed()
 
     def completed(self, adapter: Adapter, layers: int) -> None:
-        """All layers of a streamed version are. One that gives way leaves the device first all the same."""
+        """Extends the copy of a streamed adapter to all its `layers` layers, when its download is complete. An adapter
+        whose room another one needs is unloaded first all the same."""
         if not adapter.gives_way:
             adapter.move_to(AdapterTier.COPYING)
             adapter.groups = self._arrivals.expect_rest(adapter)
@@ -192,13 +197,15 @@ class DeviceLoader:
             self._owner.changed()
 
     def broke(self, adapter: Adapter, error: CaraServeError) -> None:
-        """The other layers of a streamed version will never be. It leaves the device when nobody waits for them."""
+        """Ends the copy of a streamed adapter whose download has failed with `error`. The adapter is unloaded when no
+        side batch uses it."""
         adapter.error = error
         if not adapter.gives_way:
             self._break(adapter, error)
 
     def _stop_streaming(self) -> None:
-        """The last that began gives way; when it has left, `schedule_pending` sees whether that was enough."""
+        """Unloads the streamed adapter whose copy began last, to make room. `schedule_pending` runs again once it has
+        left the device, and unloads the next one if that was not enough."""
         streaming = self._device_cache.streaming()
         if streaming and not any(adapter.is_leaving for adapter in streaming):
             streaming[-1].gives_way = True
@@ -210,7 +217,8 @@ class DeviceLoader:
         self.end_failed(adapter)
 
     def _set_back(self, adapter: Adapter) -> None:
-        """A version has given way: it is only being read from now on, or whole in the host tier by now."""
+        """Unloads an adapter that made room for another one. Its download continues, unless it is complete by now: then
+        the adapter is queued for a copy."""
         self._leave(adapter)
         adapter.move_to(AdapterTier.READING)
         if (image := self._host_cache.get(adapter.digest)) is not None:
@@ -218,11 +226,11 @@ class DeviceLoader:
         self.schedule_pending()
         self._owner.changed()
 
-    # --- who leaves ---
+    # --- eviction ---
 
     def grow_kv(self, needed: int, ahead: int) -> None:
-        """Asks for KV blocks that requests need now, and for some ahead of need where no adapter waits for memory. Idle
-        adapters give way. Nothing happens while blocks are under way."""
+        """Asks the backend for `needed` KV blocks, and for `ahead` more if no adapter waits for memory. Evicts idle
+        adapters for them. Does nothing while the backend is still making room for blocks."""
         ahead = 0 if self.claims_memory else ahead
         self._device_cache.grow_kv(needed + ahead, self._evict, lambda: self._on_loop(self._kv_grown))
 
@@ -232,7 +240,7 @@ class DeviceLoader:
         self._owner.changed()
 
     def drop(self, adapter: Adapter) -> None:
-        """Takes a version that nobody uses from the device."""
+        """Unloads an adapter that no admitted request needs."""
         self._leave(adapter)
         adapter.move_to(AdapterTier.HOST if adapter.digest in self._host_cache else AdapterTier.DISK)
 

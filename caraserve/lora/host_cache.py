@@ -1,4 +1,4 @@
-"""The host tier: adapter images in the arena, least recently used first. For `manager.py`."""
+"""The host cache: adapter images in one arena of host memory, evicted least recently used first. For `manager.py`."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from caraserve.cpu.shared_memory import Arena
 
 
 class HostCache:
-    """Extents by digest: of images, and of adapters that are being read. The event loop's alone."""
+    """Extents of the arena by digest: those of images, and of adapters that are being read. Not thread-safe."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -25,17 +25,18 @@ class HostCache:
         return iter(list(self._images))
 
     def get(self, digest: str) -> HostAdapter | None:
-        """An image, if it is here."""
+        """Returns the image of a digest, or None."""
         return self._images.get(digest)
 
     def touch(self, digest: str) -> None:
-        """An image was used just now."""
+        """Marks an image as used just now."""
         self._images.move_to_end(digest)
 
     def take(
         self, digest: str, num_bytes: int, is_needed: Callable[[str], bool], evict: Callable[[str], None]
     ) -> NDArray[np.uint8] | None:
-        """Room for an adapter to be read into; images that nothing needs give way one by one. None: not now."""
+        """Returns an extent to read an adapter into, and evicts images for it one by one, except those that
+        `is_needed`. None: there is no room now, even so."""
         while (extent := self._arena.allocate(num_bytes)) is None:
             victim = next((other for other in self._images if not is_needed(other)), None)
             if victim is None:
@@ -45,16 +46,16 @@ class HostCache:
         return extent
 
     def keep(self, digest: str, image: HostAdapter) -> None:
-        """What was read into the extent of `digest`."""
+        """Adds the image that was read into the extent of `digest`."""
         self._images[digest] = image
 
     def drop(self, digest: str) -> None:
-        """Gives back the extent of an image, or of one that could not be read."""
+        """Frees the extent of `digest`, and forgets its image if it was read to the end."""
         self._images.pop(digest, None)
         self._arena.free(self._extents.pop(digest))
 
     def check(self, reading: set[str]) -> None:
-        """Raises AssertionError when an extent has no owner, or bytes of the arena have none or two."""
+        """Raises AssertionError unless each extent has an image or is `reading`, and the arena's bytes add up."""
         assert self._extents.keys() == self._images.keys() | reading, "an extent of the arena has no owner"
         assert self._arena.used_bytes >= sum(extent.nbytes for extent in self._extents.values()), "an extent is lost"
         self._arena.check()

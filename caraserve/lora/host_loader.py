@@ -1,7 +1,7 @@
-"""Versions on their way into the host tier, and those that wait for room there. For `manager.py`.
+"""Reads adapters into the host cache, and queues those that wait for room there. For `manager.py`.
 
-What comes from a disk is there when all of it is; what other instances send is there layer by layer, and may be read as
-far as it has come. The extent of a read that has failed is given back by its owner, when nobody looks into it any more.
+An adapter read from disk is usable when it is complete. One that is downloaded is usable layer by layer. The extent of
+a failed read is freed by `AdapterManager`, once no side batch reads it any more.
 """
 
 from collections import deque
@@ -16,22 +16,22 @@ from caraserve.errors import AdapterRejected, CaraServeError
 from caraserve.lora.adapter import Adapter, AdapterTier, CacheCounters, PartialImage, Source
 from caraserve.lora.host_cache import HostCache
 
-_MOST_PREFETCHES = 2  # reads at a time for requests that are not admitted yet: more would only share the disk
+_MOST_PREFETCHES = 2  # reads at a time for requests that are not admitted yet; more of them would only share the disk
 
 Done = Callable[[HostAdapter | CaraServeError], None]
 Came = Callable[[HostAdapter, int], None]
 
 
 class ReadAdapter(Protocol):
-    """Reads an adapter into an extent of the arena elsewhere and calls `done` on the event loop. What comes from other
-    instances is told before, also there: `came(image, layers)` says that the first layers of the image are right and
-    will stay as they are; the other bytes are nobody's until then."""
+    """Reads an adapter into an extent of the arena, on another thread, and calls `done` on the event loop. Of a
+    download, `came(image, layers)` is called there before, when the first `layers` layers of the image are verified:
+    they do not change any more; the bytes after them may not be read yet."""
 
     def __call__(self, source: Source, into: NDArray[np.uint8], done: Done, came: Came) -> None: ...
 
 
 class HostLoaderOwner(Protocol):
-    """`Residency`, as far as reads concern it."""
+    """The methods of `AdapterManager` that a `HostLoader` calls."""
 
     def find(self, digest: str) -> Adapter | None: ...
     def evict_from_host(self, digest: str) -> None: ...
@@ -41,7 +41,7 @@ class HostLoaderOwner(Protocol):
 
 
 class HostLoader:
-    """The event loop's alone."""
+    """Starts reads, at most as many as there is room for. Not thread-safe: for the event loop."""
 
     def __init__(
         self,
@@ -54,45 +54,46 @@ class HostLoader:
         self.under_way = 0
         self._host_cache, self._read, self._owner, self._counters, self._now = host, read, owner, counters, now
         self._waiting: deque[Adapter] = deque()  # for room in the arena
-        self._ahead: set[str] = set()  # digests that are read for requests which are not admitted yet
+        self._ahead: set[str] = set()  # digests that are read for requests not admitted yet
 
     def __contains__(self, adapter: Adapter) -> bool:
         return adapter in self._waiting
 
     @property
     def are_waiting(self) -> bool:
-        """Whether some version waits for room."""
+        """Whether an adapter waits for room in the host cache."""
         return bool(self._waiting)
 
     def ask(self, adapter: Adapter) -> None:
-        """An admitted request wants a version that is not in the host tier."""
+        """Queues an adapter that an admitted request needs and that is not in the host cache."""
         if adapter.tier is AdapterTier.FAILED:
             adapter.move_to(AdapterTier.DISK)  # this attempt has not failed yet
         self._waiting.append(adapter)
         self.schedule_pending()
 
     def ask_ahead(self, adapter: Adapter) -> None:
-        """A request that is not admitted yet will want it: it is read as far as there is room that no open request has
-        a claim to."""
+        """Reads an adapter for a request that is not admitted yet, if there is room without evicting an image that an
+        unfinished request will use. At most `_MOST_PREFETCHES` such reads run at a time."""
         if not adapter.may_be_read_ahead(self._now()) or adapter.digest in self._host_cache or self._waiting:
             return
         if len(self._ahead) < _MOST_PREFETCHES and self._begin(adapter, _claims_image):
             self._ahead.add(adapter.digest)
 
     def forget(self, adapter: Adapter) -> None:
-        """Nobody wants it any more; a read under way goes on."""
+        """Removes an adapter that no admitted request needs any more from the queue. A read under way continues."""
         if adapter in self._waiting:
             self._waiting.remove(adapter)
 
     def schedule_pending(self) -> None:
-        """Starts reads as far as there is room in the arena. None passes another, or that could wait for ever."""
+        """Starts reads in the order of the queue, as far as there is room in the arena. A small adapter does not
+        overtake a large one, because the large one might then never get its room."""
         while self._waiting:
             if not self._start(adapter := self._waiting.popleft()):
                 self._waiting.appendleft(adapter)
                 return
 
     def _start(self, adapter: Adapter) -> bool:
-        """False when there is no room for it in the arena."""
+        """Starts the read of an adapter, unless its image is cached. Returns False if there is no room in the arena."""
         if (image := self._host_cache.get(adapter.digest)) is not None:
             self._counters.host_hits += 1
             self._host_cache.touch(adapter.digest)
@@ -146,5 +147,5 @@ def _needs_image(adapter: Adapter) -> bool:
 
 
 def _claims_image(adapter: Adapter) -> bool:
-    """Whether an open request needs an image, or will."""
+    """Returns whether an unfinished request needs the image, or will."""
     return adapter.needs_image or (adapter.tier is AdapterTier.HOST and adapter.pins > 0)

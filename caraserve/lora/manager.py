@@ -23,9 +23,8 @@ from caraserve.lora.start_policy import StartPolicy
 
 
 class AdapterManager:
-    """Moves versions between tiers. Not thread-safe: everything, callbacks included, runs on the event loop.
-
-    Callbacks of the backend are brought there by `on_loop`.
+    """Moves adapters between disk, host cache and device cache. Not thread-safe: everything runs on the event loop, to
+    which `on_loop` brings the backend's callbacks.
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class AdapterManager:
         on_loop: Callable[[Callable[[], None]], None],
         now: Callable[[], float],
         loading: StartPolicy,
-        observe_load: Callable[[float, bool], None] = lambda seconds, ok: None,  # seconds since asked, success
+        observe_load: Callable[[float, bool], None] = lambda seconds, ok: None,  # seconds since it was wanted, success
     ) -> None:
         self.memory, self._now, self._observe_load = memory, now, observe_load
         self.arrivals = ArrivalEstimates(loading, now)
@@ -56,7 +55,8 @@ class AdapterManager:
     # --- names and pins ---
 
     def register(self, name: str, digest: str, source: Source, num_bytes: int) -> None:
-        """Points `name` at a version of so many bytes; the version it pointed at before drains."""
+        """Points `name` at an adapter of so many bytes. The adapter that it pointed at before stays until its last
+        request ends."""
         adapter = self._adapters.get(digest)
         if adapter is None:
             adapter = self._adapters[digest] = Adapter(digest, source, num_bytes)
@@ -69,66 +69,67 @@ class AdapterManager:
             self._forget_if_unused(old)
 
     def unregister(self, name: str) -> Adapter:
-        """Takes a name away; its version is forgotten when nothing pins or names it."""
+        """Removes a name and returns its adapter, which is forgotten when no request pins it and no other name has
+        it."""
         adapter = self._names.pop(name)
         adapter.names.discard(name)
         self._forget_if_unused(adapter)
         return adapter
 
     def pin(self, name: str) -> Adapter:
-        """The version that `name` means now, held until `unpin`. Raises KeyError for an unknown name."""
+        """Returns the adapter that `name` points at now, pinned until `unpin`. Raises KeyError for an unknown name."""
         return self.pin_again(self._names[name])
 
     def pin_again(self, adapter: Adapter) -> Adapter:
-        """Pins an adapter once more that is pinned already, whatever its name means by now."""
+        """Pins an adapter that is pinned already once more, even if its name points at another one by now."""
         adapter.pins += 1
         return adapter
 
     def unpin(self, adapter: Adapter) -> None:
-        """A request that pinned `adapter` has ended."""
+        """Takes back one `pin`, when the request that pinned `adapter` has ended."""
         adapter.pins -= 1
         self._forget_if_unused(adapter)
         self.changed()
 
     def on_change(self, changed: Callable[[], None]) -> None:
-        """`changed` is called after every change that may let a request go on."""
+        """Sets the callback for every change that may let a request start or continue."""
         self._changed = changed
 
     async def forgotten(self, adapter: Adapter) -> None:
-        """Returns when an unregistered version's last request has ended and its memory has been given back."""
+        """Returns when the last request of an unregistered adapter has ended and its memory has been freed."""
         while not (adapter.names or self.is_forgotten(adapter)):
             await self.next_change()
 
     @property
     def loading(self) -> int:
-        """Reads and copies under way."""
+        """The number of reads and copies under way."""
         return self._host_loader.under_way + self.device_loader.under_way
 
     async def settled(self) -> bool:
-        """Waits until no load is under way. Returns whether none is wanted either, for which there would be no room."""
+        """Waits until no load is under way. Returns False if adapters still wait for room, which there is not."""
         while self.loading:
             await self.next_change()
         return not self.device_loader.are_waiting and not self._host_loader.are_waiting
 
     async def next_change(self) -> None:
-        """Returns when a version has changed its tier or lost a pin."""
+        """Returns when any adapter has changed its tier or lost a pin."""
         self._waiting.append(event := asyncio.Event())
         await event.wait()
 
     def find(self, digest: str) -> Adapter | None:
-        """The version of that digest, if a name or a request has it."""
+        """Returns the adapter of that digest, or None if no name and no request has it."""
         return self._adapters.get(digest)
 
     def image(self, digest: str) -> HostAdapter | None:
-        """What the host tier has of a digest."""
+        """Returns the image of a digest, or None if it is not in the host cache."""
         return self._host_cache.get(digest)
 
     def error_of(self, name: str) -> CaraServeError | None:
-        """Why the last load of a name failed, if it did."""
+        """Returns why the last load of the name's adapter failed, or None if it did not."""
         return self._names[name].error
 
     def is_forgotten(self, adapter: Adapter) -> bool:
-        """Whether an unregistered version's memory has been given back."""
+        """Returns whether an unregistered adapter's memory has been freed."""
         return self._adapters.get(adapter.digest) is not adapter
 
     # --- the device ---
@@ -147,7 +148,7 @@ class AdapterManager:
             adapter.asked_s = self._now()
             self.device_loader.want(adapter)
         elif adapter.tier is AdapterTier.FAILED and adapter.users > 1:
-            pass  # those who had it before are still to be told that it failed, and so is this one
+            pass  # the engine ends its other requests with the error before it retries, and this one with them
         elif adapter.tier in (AdapterTier.DISK, AdapterTier.FAILED) and adapter not in self._host_loader:
             adapter.asked_s = self._now()
             self._host_loader.ask(adapter)
@@ -184,34 +185,35 @@ class AdapterManager:
         self.acquire(self.pin(name))
 
     def check(self) -> None:
-        """Raises AssertionError when sums differ from their parts."""
+        """Raises AssertionError if the memory or slots of a cache do not add up."""
         self.device_cache.check()
         coming = (AdapterTier.READING, AdapterTier.STREAMING)
         self._host_cache.check({digest for digest, adapter in self._adapters.items() if adapter.tier in coming})
 
     def on_device(self) -> list[Adapter]:
-        """Versions that requests can run on now."""
+        """Returns the adapters that are on the device, whole."""
         return self.device_cache.ready()
 
     def in_host(self) -> list[Adapter]:
-        """Versions whose image is in the host tier, whether or not it is on the device as well."""
+        """Returns the adapters whose image is in the host cache, whether or not they are on the device too."""
         return [self._adapters[digest] for digest in self._host_cache if digest in self._adapters]
 
-    # --- what reads tell and ask ---
+    # --- callbacks of the host loader ---
 
     def evict_from_host(self, digest: str) -> None:
-        """An image gives way."""
+        """Evicts an image from the host cache."""
         self._host_cache.drop(digest)
         self.counters.host_evictions += 1
         if (adapter := self.find(digest)) is not None and adapter.tier is AdapterTier.HOST:
             adapter.move_to(AdapterTier.DISK)
 
     def grew(self, adapter: Adapter) -> None:
-        """More layers of a version that is being read are in the host tier."""
+        """Starts or extends the copy of an adapter of which more layers have been downloaded."""
         (self.device_loader.grew if adapter.tier is AdapterTier.STREAMING else self.device_loader.stream)(adapter)
 
     def arrived(self, adapter: Adapter, image: HostAdapter) -> None:
-        """A version is in the host tier, whole."""
+        """Queues an adapter whose image is now complete in the host cache for a copy, if an admitted request needs
+        it."""
         if adapter.tier is AdapterTier.STREAMING:
             self.device_loader.completed(adapter, len(image.spec.layer_ends))
             return
@@ -225,21 +227,21 @@ class AdapterManager:
         self.changed()
 
     def not_read(self, adapter: Adapter, error: CaraServeError) -> None:
-        """A version could not be read to its end."""
+        """Fails an adapter that could not be read or downloaded to its end."""
         if adapter.tier is AdapterTier.STREAMING:
             self.device_loader.broke(adapter, error)
         else:
             self._host_cache.drop(adapter.digest)
             self._fail(adapter, error)
 
-    # --- what copies tell and ask ---
+    # --- callbacks of the device loader ---
 
     def gone_from_host(self, adapter: Adapter) -> None:
-        """A version that is wanted on the device gave way in the host tier meanwhile."""
+        """Reads an adapter again that was evicted from the host cache while it waited for room on the device."""
         self._host_loader.ask(adapter)
 
     def copied(self, adapter: Adapter) -> None:
-        """A version is on the device, whole."""
+        """Reports the load of an adapter that is now on the device, whole."""
         self._observe_load(self._now() - adapter.asked_s, True)
         self._forget_if_unused(adapter)
         self._host_loader.schedule_pending()  # its image may be evicted now
@@ -247,7 +249,7 @@ class AdapterManager:
         self.changed()
 
     def not_copied(self, adapter: Adapter, error: CaraServeError) -> None:
-        """A version has left the device again: its copy has failed, or what was to be copied has not come."""
+        """Fails an adapter that was unloaded because its copy or its download has failed."""
         if adapter.tier is AdapterTier.STREAMING:
             self._host_cache.drop(adapter.digest)
         self._fail(adapter, error)
@@ -255,7 +257,7 @@ class AdapterManager:
         self.device_loader.schedule_pending()
 
     def changed(self) -> None:
-        """Something has changed that may let a request go on."""
+        """Calls the callback of `on_change`, and wakes those that wait in `next_change`."""
         self._changed()
         waiting, self._waiting = self._waiting, []
         for event in waiting:
@@ -271,7 +273,7 @@ class AdapterManager:
         if adapter.pins or adapter.names or self.is_forgotten(adapter):
             return
         if adapter.tier in (AdapterTier.READING, AdapterTier.STREAMING, AdapterTier.COPYING):
-            return  # comes back here when the move is over
+            return  # called again when the load has ended
         if adapter.tier is AdapterTier.DEVICE:
             self.device_loader.drop(adapter)
         if adapter.digest in self._host_cache:

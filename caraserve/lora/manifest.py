@@ -1,10 +1,10 @@
-"""What an adapter is, to the last byte: the manifest whose hash is its digest. Pure.
+"""The manifest of an adapter: a description of all its bytes, whose hash is the adapter's digest. No I/O.
 
     digest = sha256(manifest),   manifest = dtype, modules with rank and scale, sha256 of each chunk of the image
 
-The image is the one of `model/layout.py`, the same on every instance: where its parts lie follows from the modules, so
-a manifest that somebody else wrote can claim no offsets. Chunks follow the layers, so that whoever has the manifest can
-check an image piece by piece, from its first layer on, whoever sends the pieces.
+The image is laid out as in `core/lora_layout.py`, the same on every instance. A manifest from another instance holds no
+offsets, because they follow from the modules. Chunks follow the layers, so an image can be verified chunk by chunk
+while it is downloaded, from its first layer on, from any number of instances.
 """
 
 import hashlib
@@ -26,7 +26,8 @@ _LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES = 256 << 10, 1 << 20
 
 
 def chunk_ends(layer_ends: Sequence[int]) -> list[int]:
-    """Where the chunks of an image end: with a layer where layers are neither tiny nor huge."""
+    """Returns the offsets at which an image's chunks end. A chunk has at most 1 MiB and, except for the last, at least
+    256 KiB. Chunks end with layers where layers are not larger than that."""
     ends: list[int] = []
     start = 0
     for end in layer_ends:
@@ -40,7 +41,7 @@ def chunk_ends(layer_ends: Sequence[int]) -> list[int]:
 
 
 class ChunkHasher:
-    """Hashes of an image's chunks, from its bytes in order, in pieces of any size."""
+    """Computes the hashes of an image's chunks from its bytes, given in order in pieces of any size."""
 
     def __init__(self, layer_ends: Sequence[int]) -> None:
         self.hashes: list[bytes] = []
@@ -49,7 +50,7 @@ class ChunkHasher:
         self._hash = hashlib.sha256()
 
     def update(self, data: memoryview) -> None:
-        """The next bytes."""
+        """Adds the next bytes of the image."""
         while data:
             room = self._ends[len(self.hashes)] - self._at
             self._hash.update(data[:room])
@@ -61,20 +62,21 @@ class ChunkHasher:
 
 
 def identified(spec: AdapterSpec, hashes: Sequence[bytes]) -> AdapterSpec:
-    """A layout with the identity that its bytes give it."""
+    """Returns `spec` with the hashes of its chunks, and the digest that follows from them."""
     spec = replace(spec, chunks=tuple(hashes))
     return replace(spec, digest=hashlib.sha256(manifest_of(spec)).hexdigest())
 
 
 def manifest_of(spec: AdapterSpec) -> bytes:
-    """The manifest; equal adapters have equal ones."""
+    """Returns an adapter's manifest as JSON. Equal adapters have equal manifests."""
     modules = [[span.layer, span.site, span.rank, span.scale] for span in spec.spans]
     chunks = [one.hex() for one in spec.chunks]
     return json.dumps([_FORMAT, spec.dtype.value, modules, chunks], separators=(",", ":")).encode()
 
 
 def read_manifest(body: bytes, digest: str, model: ModelSpec) -> AdapterSpec:
-    """The adapter that a manifest describes. Raises AdapterRejected unless it is that digest's, and one for `model`."""
+    """Returns the adapter that a manifest describes. Raises AdapterRejected if its hash is not `digest`, or if the
+    adapter does not fit `model`."""
     if hashlib.sha256(body).hexdigest() != digest:
         raise AdapterRejected(f"adapter {digest[:12]}: what was read is not its manifest")
     try:

@@ -1,6 +1,6 @@
-"""From a PEFT folder to an adapter in host memory: every tensor is applied exactly, or the folder is refused.
+"""Reads a PEFT folder into an adapter image in host memory. Every tensor is applied exactly, or the folder is refused.
 
-`catalog.py` inspects a folder when it is registered; residency has it read when a request needs it.
+A folder is inspected when it is registered (`catalog.py`), and read when a request needs it (`host_loader.py`).
 """
 
 import math
@@ -45,7 +45,7 @@ class _Pair:
 
 
 def inspect_adapter(folder: Path, model: ModelSpec) -> AdapterSpec:
-    """Checks everything, and computes the digest. Raises AdapterRejected."""
+    """Checks an adapter's configuration and tensors, and computes its digest. Raises AdapterRejected."""
     with _opened(folder) as file:
         spec, pairs = _specify(folder, file, model)
         starts = (0, *spec.layer_ends)
@@ -70,7 +70,8 @@ def _fill(
     model: ModelSpec,
     room: Callable[[int, int], NDArray[np.uint8]],
 ) -> AdapterSpec:
-    """Lays out layer after layer where `room` says; the spec with its digest."""
+    """Writes the image layer after layer; `room(start, end)` returns the memory of a layer. Returns the spec with its
+    digest."""
     hasher = ChunkHasher(spec.layer_ends)
     for layer, (start, end) in enumerate(pairwise((0, *spec.layer_ends))):
         data = room(start, end)
@@ -85,13 +86,13 @@ def _fill(
 
 
 def _place_a(values: NDArray[np.generic], data: NDArray[np.uint8], span: SiteSpan, offset: int, inputs: int) -> None:
-    """values: [rank, in]."""
+    """Copies A, `values` [rank, in], into a layer's bytes at `offset`."""
     shape = span.padded_rank, align_up(inputs, A_COLUMNS)
     _view(data, offset, shape, values.dtype)[: span.rank, :inputs] = values
 
 
 def _place_b(values: NDArray[np.generic], data: NDArray[np.uint8], span: SiteSpan, offset: int, outputs: int) -> None:
-    """values: [out, rank], as PEFT keeps it."""
+    """Copies B, `values` [out, rank] as PEFT stores it, into panels in a layer's bytes at `offset`."""
     panels = _view(data, offset, (ceil_div(outputs, PANEL), span.padded_rank, PANEL), values.dtype)
     whole = outputs // PANEL
     panels[:whole, : span.rank] = values[: whole * PANEL].reshape(whole, PANEL, span.rank).transpose(0, 2, 1)
@@ -105,19 +106,19 @@ def _view(
 
 
 def may_exist(path: Path) -> bool:
-    """Whether there is a file at `path`, or its folder does not let us see."""
+    """Returns False if there is no file at `path`; True also if its folder may not be searched."""
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except OSError:  # opening it says why
+    except OSError:  # the caller opens the file and reports this error
         return True
     return True
 
 
 def resolve_adapter_path(path: str, roots: Sequence[Path]) -> Path:
-    """The folder that `path` means. Relative paths start at the first root; the folder and its files must lie inside
-    one of the roots.
+    """Returns the adapter folder at `path`. A relative path starts at the first root; the folder and its files must lie
+    inside one of the roots.
 
     Raises Forbidden when there are no roots, AdapterRejected when the folder lies outside, NotFound when there is none.
     """
@@ -166,7 +167,7 @@ def _opened(folder: Path) -> Iterator[TensorFile]:
 
 
 def _specify(folder: Path, file: TensorFile, model: ModelSpec) -> tuple[AdapterSpec, dict[Site, _Pair]]:
-    """An adapter's layout, still without identity, and its tensors."""
+    """Returns an adapter's layout, still without its digest, and its pairs of tensors."""
     config = read_config(folder)
     pairs = _pairs(file, config, model)
     kinds = {file.dtype(name) for pair in pairs.values() for name in (pair.a, pair.b)}
@@ -185,7 +186,7 @@ def _specify(folder: Path, file: TensorFile, model: ModelSpec) -> tuple[AdapterS
 
 
 def _pairs(file: TensorFile, config: PeftConfig, model: ModelSpec) -> dict[Site, _Pair]:
-    """All adapted modules; every tensor of the file belongs to one of them."""
+    """Returns the tensors of all adapted modules. Raises AdapterRejected if a tensor belongs to none of them."""
     if config.layers is not None and max(config.layers) >= model.layers:
         raise refusal("layers_to_transform", f"names layers that a model with {model.layers} does not have")
     halves = _halves(file, model)
@@ -207,7 +208,7 @@ def _pairs(file: TensorFile, config: PeftConfig, model: ModelSpec) -> dict[Site,
 
 
 def _halves(file: TensorFile, model: ModelSpec) -> dict[Site, dict[str, str]]:
-    """{(layer, module): {"A": tensor name, "B": tensor name}}."""
+    """Returns the tensors' names as {(layer, module): {"A": name, "B": name}}."""
     halves: dict[Site, dict[str, str]] = {}
     adapters: set[str] = set()
     for name in file.names:
@@ -237,7 +238,7 @@ def _check_shapes(file: TensorFile, a: str, b: str, rank: int, features: tuple[i
 
 
 def _check_complete(config: PeftConfig, pairs: dict[Site, _Pair], model: ModelSpec) -> None:
-    """What the configuration names must be there, or a part of the adapter was lost."""
+    """Raises AdapterRejected if a module that the configuration names has no tensors."""
     for layer in range(model.layers):
         for site in SITES:
             module = module_name(layer, site)
@@ -246,7 +247,7 @@ def _check_complete(config: PeftConfig, pairs: dict[Site, _Pair], model: ModelSp
 
 
 def _values(file: TensorFile, name: str, dtype: Dtype) -> NDArray[np.generic]:
-    """A tensor in the adapter's dtype, every value finite."""
+    """Returns a tensor in the adapter's dtype. Raises AdapterRejected if a value is not finite."""
     raw, source = file.raw(name), file.dtype(name)
     if not _all_finite(raw, source):
         raise AdapterRejected(f"tensor {name} has values that are not finite")

@@ -1,6 +1,6 @@
-"""What an adapter's `adapter_config.json` says, and everything in it that we refuse.
+"""Reads an adapter's `adapter_config.json`, and refuses what is not supported.
 
-The rule: a field is understood and applied exactly, or changes nothing, or the adapter is refused with its name.
+The rule: a field is applied exactly, or changes nothing in inference, or the adapter is refused with the field's name.
 Nothing from the file is executed: a regular expression in `target_modules` or `exclude_modules` is not run at all,
 because the tensors say which modules were adapted, and patterns are taken only where they are plain names.
 """
@@ -49,26 +49,28 @@ class PeftConfig:
     ranks: PatternTable[int]
     alphas: PatternTable[float]
     rslora: bool
-    targets: frozenset[str] | None  # names or dotted ends of names; None: a regular expression, which is believed
-    excluded: frozenset[str] | None  # likewise
+    # Names or dotted ends of names. None: a regular expression, which is not run: the tensors say what it matches.
+    targets: frozenset[str] | None
+    excluded: frozenset[str] | None
     layers: frozenset[int] | None  # None: every layer
 
     def scale_of(self, module: str, rank: int) -> float:
-        """alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA."""
+        """Returns alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA."""
         return self.alphas.of(module) / (math.sqrt(rank) if self.rslora else rank)
 
     def covers(self, layer: int, module: str) -> bool:
-        """Whether a module that has tensors is one that the configuration targets."""
+        """Returns whether the configuration targets a module that has tensors."""
         ends = name_ends(module)
         if self.excluded is not None and not self.excluded.isdisjoint(ends):
             return False
         if self.targets is not None and module in self.targets:
-            return True  # peft holds layers_to_transform against ends of names only
+            return True  # peft applies layers_to_transform to ends of names only
         named = self.targets is None or not self.targets.isdisjoint(ends)
         return named and (self.layers is None or layer in self.layers)
 
     def requires(self, layer: int, module: str) -> bool:
-        """Whether a module must have tensors: it is targeted by name, and no expression may have left it out."""
+        """Returns whether a module must have tensors: it is targeted by name, and no regular expression may exclude
+        it."""
         return self.targets is not None and self.excluded is not None and self.covers(layer, module)
 
 
@@ -90,12 +92,12 @@ def read_config(folder: Path) -> PeftConfig:
 
 
 def refusal(field: str, what: str) -> AdapterRejected:
-    """The refusal of one field."""
+    """Returns the error that refuses an adapter because of one field."""
     return AdapterRejected(f"{CONFIG_NAME}: {field} {what}")
 
 
 def _shown(value: Any) -> str:
-    """A value from the file in a message: short, and without what JSON cannot carry."""
+    """Returns a value of the file for a message: at most 80 characters, all ASCII."""
     return ascii(value)[:80]
 
 

@@ -1,7 +1,7 @@
-"""The adapters that this instance knows, in one SQLite file that survives restarts.
+"""The adapters that were loaded on this instance, in one SQLite file that survives restarts.
 
-Reads come from memory: a look-up on the event loop never touches the disk. Writes are for other threads.
-"""
+Reads are from memory, so a look-up on the event loop never waits for the disk. Writes wait, and belong on other
+threads."""
 
 import json
 import math
@@ -30,7 +30,7 @@ _WAIT_FOR_LOCK_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
-    """One registered adapter. `digest` is its version; `stamp` the sizes and times of its files when it was read.
+    """One registered adapter. `digest` identifies its bytes; `stamp`: sizes and times of its files when they were read.
 
     `state`: `active`, or `missing` when its files were gone or changed at the last start.
     """
@@ -49,8 +49,8 @@ class AdapterInfo:
 class Registry:
     """Names → `AdapterInfo`. `path` None keeps it in memory only. Thread-safe.
 
-    The file is this instance's alone while it is open: another one's changes would never reach the copy in memory.
-    Its rows are input like any other: `complaints` says which are left out, and why.
+    The file is locked while it is open, because changes by another instance would not reach the copy in memory. Its
+    rows are checked like any input: `complaints` names those that are left out, and why.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -73,19 +73,19 @@ class Registry:
             raise self._unusable(str(error)) from None
 
     def get(self, name: str) -> AdapterInfo | None:
-        """The adapter of that name, if any."""
+        """Returns the adapter of that name, or None."""
         return self._infos.get(name)
 
     def all(self) -> list[AdapterInfo]:
-        """All adapters, oldest first."""
+        """Returns all adapters, oldest first."""
         return sorted(self._infos.values(), key=lambda info: (info.created_s, info.name))
 
     def put(self, info: AdapterInfo) -> None:
-        """Adds an adapter, or a new version of it. Raises CaraServeError when the disk refuses."""
+        """Adds or replaces the adapter of a name. Raises CaraServeError when the file cannot be written."""
         self.put_many([info])
 
     def put_many(self, infos: Iterable[AdapterInfo]) -> None:
-        """Adds many in one transaction: all or none."""
+        """Adds or replaces adapters in one transaction: all or none."""
         infos = list(infos)
         marks = ", ".join("?" * len(_COLUMNS.split(", ")))
         with self._lock:
@@ -94,17 +94,17 @@ class Registry:
             self._infos |= {info.name: info for info in infos}
 
     def remove(self, name: str) -> None:
-        """Forgets an adapter; harmless when it is not there."""
+        """Removes the adapter of a name, if there is one."""
         with self._lock:
             self._write("DELETE FROM adapters WHERE name = ?", [(name,)])
             self._infos.pop(name, None)
 
     def close(self) -> None:
-        """Closes the file and lets other instances have it."""
+        """Closes the file, which unlocks it for other instances."""
         self._connection.close()
 
     def _read(self, rows: Iterable[tuple[Any, ...]]) -> dict[str, AdapterInfo]:
-        """The rows that can be right, by name."""
+        """Returns the valid rows by name, and adds a complaint for each other one."""
         infos = {}
         for row in rows:
             try:
@@ -116,7 +116,7 @@ class Registry:
         return infos
 
     def _prepare(self) -> None:
-        """Takes the file, and gives a new one its table: wholly or, if the process dies here, not at all."""
+        """Locks the file, and creates the table in a new one, in one transaction: a crash here leaves an empty file."""
         execute = self._connection.execute
         execute("PRAGMA locking_mode = EXCLUSIVE")  # before WAL, so that no shared memory is needed either
         execute("PRAGMA journal_mode = WAL")
@@ -135,9 +135,9 @@ class Registry:
         return ConfigError(f"--registry {self._where}: {why}; {hint}")
 
     def _write(self, statement: str, rows: list[tuple[object, ...]]) -> None:
-        """All rows in one transaction. The lock is held."""
+        """Runs `statement` for all rows in one transaction. The caller holds the lock."""
         try:
-            with self._connection as transaction:  # commits, or rolls back after any error, also one of ours
+            with self._connection as transaction:  # commits, or rolls back after any exception
                 transaction.execute("BEGIN IMMEDIATE")
                 transaction.executemany(statement, rows)
         except (sqlite3.Error, UnicodeError) as error:  # SQLite keeps text as UTF-8, which a path need not be
@@ -155,7 +155,8 @@ def _to_row(info: AdapterInfo) -> tuple[object, ...]:
 def _from_row(
     name: Any, digest: Any, path: Any, rank: Any, targets: Any, num_bytes: Any, created_s: Any, stamp: Any, state: Any
 ) -> AdapterInfo:
-    """Raises ValueError naming the column that cannot be right. SQLite keeps a value of any type in any column."""
+    """Checks every column, as SQLite keeps a value of any type in any column. Raises ValueError naming an invalid
+    one."""
     sites = _sites(targets)
     for column, value, is_right in (
         ("name", name, isinstance(name, str) and ADAPTER_NAME.fullmatch(name)),
@@ -174,7 +175,7 @@ def _from_row(
 
 
 def _sites(targets: Any) -> tuple[str, ...]:
-    """The modules that a row names; empty if it names none, or others than there are."""
+    """Returns the modules that a row names; empty if the row is invalid or names an unknown one."""
     try:
         sites = json.loads(targets)
     except (ValueError, TypeError, RecursionError):
@@ -183,5 +184,5 @@ def _sites(targets: Any) -> tuple[str, ...]:
 
 
 def _shown(value: Any) -> str:
-    """A value in a message: short, and in characters that any log takes."""
+    """Returns a value for a message: at most 80 characters, all ASCII."""
     return ascii(value)[:80]

@@ -1,9 +1,9 @@
-"""When a prefill may start whose adapter is still on its way to the device, and with whose help. Pure.
+"""Decides when a prefill starts whose adapter is still being copied, and whether CPU workers help it. No I/O.
 
 A prefill reaches layer l about l layer times after its start, so it may start as soon as every group
-of layers is expected to be there when it is reached: nothing waits, and decoding goes on meanwhile. Toppings §4.1 has
-CPU workers compute the layers that are not there yet; then it may start at once. Predictions only choose; a layer that
-has not arrived in spite of them is waited for or computed, never guessed.
+of layers is expected to have arrived when it is reached: the prefill waits for nothing, and decoding goes on meanwhile.
+With assistance (Toppings §4.1) it starts at once, and CPU workers compute the LoRA of layers that have not arrived.
+Predictions only choose the time: a layer that is late all the same is waited for, or computed by the CPU workers.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,14 @@ from caraserve.config import LoadingMode
 from caraserve.core.lora_layout import AdapterSpec
 
 _TYPICAL_TOKENS = 128  # of a prompt, for group sizes, which are fixed before the requests are known
-_LEAST_GROUP_BYTES = 2 << 20  # below this a copy's own cost shows
-_LEAST_GAIN_MS = 0.5  # and
-_LEAST_GAIN_SHARE = 0.1  # of the prefill, for assistance to be chosen: predictions are not better than that
+_LEAST_GROUP_BYTES = 2 << 20  # below this the fixed cost of a copy is noticeable
+# Assistance is chosen only if it saves both of these: predictions are not more accurate than that.
+_LEAST_GAIN_MS = 0.5
+_LEAST_GAIN_SHARE = 0.1  # of the prefill
 
 
 class StartCosts(Protocol):
-    """What a machine's profile predicts."""
+    """Times that a machine's profile predicts."""
 
     def prefill_ms(self, tokens: int, rank: int) -> float: ...
     def cpu_lora_ms(self, tokens: int, rank: int, targets: Literal["qkv", "all"]) -> float: ...
@@ -51,7 +52,8 @@ class PrefillStart:
 
 @dataclass(slots=True)
 class ModeChoice:
-    """What `auto` has chosen for a request's cold or warm start: predicted, and to be compared with what came of it."""
+    """The start that mode `auto` has chosen for a request, with its predicted end, to be compared with the measured
+    one."""
 
     name: Literal["cached", "pipelined", "assisted"]
     chosen_s: float
@@ -72,8 +74,8 @@ class StartPolicy:
     shared_cores: bool = False  # whether the workers' cores are the device's own, as on the CPU backend
 
     def group_ends(self, spec: AdapterSpec) -> tuple[int, ...]:
-        """Where groups of layers end. Where loading is faster than computing, each group may be larger than the one
-        before by the ratio of the two; otherwise layers go one by one, so that none waits for another."""
+        """Returns where groups of layers end. Where loading is faster than computing, each group may be larger than the
+        one before by the ratio of the two; otherwise each layer is a group, so that no layer waits for a later one."""
         if not self.mode.is_layerwise:
             return (self.layers,)
         layer_bytes = max(1.0, spec.num_bytes / self.layers)
@@ -88,7 +90,8 @@ class StartPolicy:
     def start(
         self, now_s: float, groups: Sequence[LayerGroup], spec: AdapterSpec, tokens: int, *, may_assist: bool = True
     ) -> PrefillStart:
-        """When a prefill whose first chunk has so many tokens may start. `may_assist`: whether CPU workers may help."""
+        """Returns when a prefill may start whose adapter is being copied in `groups`. `tokens`: of its first chunk.
+        `may_assist`: whether CPU workers may help."""
         layer_ms = self._layer_ms(tokens, spec.rank)
         at_s = now_s
         for layer, group in zip((0, *(group.end for group in groups)), groups, strict=False):
@@ -104,7 +107,7 @@ class StartPolicy:
         return self._begin(at_s, layer_ms, assist=False)
 
     def start_loaded(self, now_s: float, spec: AdapterSpec | None, tokens: int) -> PrefillStart:
-        """The same where the whole adapter is there."""
+        """Returns the start of a prefill whose whole adapter is on the device: `now_s`."""
         if not self.mode.chooses or spec is None:
             return PrefillStart(now_s, assist=False)
         return self._begin(now_s, self._layer_ms(tokens, spec.rank), assist=False)
@@ -118,7 +121,8 @@ class StartPolicy:
         return max(0.0, self.costs.prefill_ms(tokens, rank)) / self.layers
 
     def _assisted_ms(self, now_s: float, groups: Sequence[LayerGroup], spec: AdapterSpec, tokens: int) -> float:
-        """By how much a prefill that starts now with the workers' help takes longer than one of a loaded adapter."""
+        """Returns by how many ms a prefill that starts now with the CPU workers takes longer than with a loaded
+        adapter."""
         assert self.costs is not None
         layer_ms = self._layer_ms(tokens, spec.rank)
         targets: Literal["qkv", "all"] = "qkv" if set(spec.targets) <= {"q_proj", "k_proj", "v_proj"} else "all"
