@@ -1,8 +1,9 @@
-"""Fills instances with adapters, by load and by bytes: LoRAServe's Algorithm 1, steps 3 and 4. Pure.
+"""Assigns adapters to instances, by load and by bytes: LoRAServe's Algorithm 1, steps 3 and 4.
 
-`loraserve.py` gives every instance its rank and calls this. A load is in servers: tokens/s over the operating point.
-Three passes, hot adapters first: which class takes how much of an adapter; one home for each, so that bytes run out for
-copies before they do for an adapter; then copies, among which the load is levelled.
+`loraserve.py` assigns every instance a rank first; instances of one rank are a class. A load is in units of servers:
+tokens/s over the operating point. Three passes, hot adapters first. The first decides how much of an adapter's load
+goes to which class. The second gives each adapter one home, so that no adapter is left out for other adapters' copies.
+The third adds copies and levels the load among them.
 """
 
 import math
@@ -21,16 +22,16 @@ _LEAST = 0.01
 
 @dataclass(frozen=True, slots=True)
 class PlacementOptions:
-    """What a plan aims at."""
+    """The targets and limits of a plan."""
 
     copies: int = 2  # of each adapter, bytes allowing
     most_copies: int = 8
-    hot_share: float = 0.25  # of a server's target: an adapter gets a copy for each such piece of its load
-    least_fraction: float = 0.1  # of an equal part: what a copy serves at least, so that its adapter stays warm
-    rounding: float = 1.25  # load over its servers' target that a class bears before the rest goes to other ranks
-    stay: float = 1.05  # utilisation over the target up to which an instance keeps the adapters that it had
-    hysteresis: float = 0.15  # by how much the peak may be over what was promised
-    strangers: float = 0.05  # and the share of the load on instances for another rank
+    hot_share: float = 0.25  # of a server's target: an adapter gets one copy for each such piece of its load
+    least_fraction: float = 0.1  # of an equal part: the least that a copy serves, so that its adapter stays cached
+    rounding: float = 1.25  # load ÷ target of a class's servers up to which its load stays in the class
+    stay: float = 1.05  # utilisation ÷ target up to which an instance keeps the adapters that it had
+    hysteresis: float = 0.15  # by which share the peak may exceed the plan's promise before a new plan is made
+    strangers: float = 0.05  # by how much the share of the load on instances for another rank may exceed it
 
 
 class _Piece(NamedTuple):
@@ -45,7 +46,7 @@ class _Piece(NamedTuple):
 
 
 class Packing:
-    """A plan in the making."""
+    """Builds a plan: places adapters on the instances, and returns the result with `plan`."""
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class Packing:
         self._overfull: set[str] = set()
 
     def adopt(self, adapters: Iterable[AdapterDemand]) -> None:
-        """Takes over the previous plan's shares of these adapters, as far as it has them."""
+        """Keeps the previous plan's shares of those of these adapters that it has."""
         before = self._previous.shares if self._previous else {}
         for adapter in adapters:
             if adapter.name in before:
@@ -85,7 +86,7 @@ class Packing:
         self._overfull |= {node.server.name for node in self._nodes if node.num_bytes > node.server.capacity_bytes}
 
     def fill(self, adapters: Iterable[AdapterDemand]) -> None:
-        """Places these adapters beside what is there."""
+        """Places these adapters, beside those that have been placed already."""
         by_name = sorted(adapters, key=_NAME)
         asked = sorted((one for one in by_name if self._loads[one.name] > 0), key=lambda one: -self._loads[one.name])
         unasked = [one for one in by_name if not self._loads[one.name] > 0]
@@ -107,7 +108,7 @@ class Packing:
             self._spread(piece, homes[piece.adapter.name])
 
     def _tails(self, unasked: Iterable[AdapterDemand]) -> list[ColdAdapters]:
-        """Adapters without demand by the class that takes them."""
+        """Groups adapters without demand by the class whose instances shall hold them."""
         classes: dict[int, list[AdapterDemand]] = {}
         for adapter in unasked:
             classes.setdefault(self._order(adapter.rank)[0], []).append(adapter)
@@ -121,7 +122,7 @@ class Packing:
                 home.take(piece.adapter, piece.load)
 
     def plan(self, epoch: int) -> PlacementPlan:
-        """What has been placed."""
+        """Returns the plan of an epoch with all adapters that have been placed."""
         shares = {name: self._previous.shares[name] for name in self._adopted} if self._previous else {}
         for name, parts in self._parts.items():
             total = math.fsum(parts.values())
@@ -130,26 +131,26 @@ class Packing:
         shares |= self._even
         classes = {node.server.name: node.rank for node in self._nodes}
         peak = max(node.level for node in self._nodes) / self._target if self._target > 0 else 1.0
-        # Without any load, bytes stand for it, as they do when instances are divided among ranks.
+        # Without any load, adapters are weighed by their bytes, as when instances are divided among ranks.
         weights = [(one, self._loads[one.name] if self._target > 0 else one.num_bytes) for one in self._placed]
         strange = math.fsum(
             weight * share.fraction
             for one, weight in weights
-            if weight  # as few adapters have
+            if weight  # most adapters have none
             for share in shares[one.name]
             if classes[share.instance] != one.rank
         )
         strange /= math.fsum(weight for _, weight in weights) or 1.0
         overfull = tuple(sorted(self._overfull))
         before = self._previous
-        if before and (shares, classes) == (before.shares, before.classes):  # a digest takes longer than to see that
+        if before and (shares, classes) == (before.shares, before.classes):  # comparing is faster than a digest
             return replace(before, epoch=epoch, peak=peak, strange=strange, overfull=overfull)
         return PlacementPlan.made(epoch, shares, classes, peak, strange, overfull)
 
     # --- step 4: what a class cannot carry ---
 
     def _pieces(self, ordered: Sequence[AdapterDemand]) -> list[_Piece]:
-        """Every adapter by class, hot ones first."""
+        """Divides every adapter's load among the classes. The adapters come in order of load, largest first."""
         room = {
             rank: math.fsum(node.server.speed * self._target - node.load for node in nodes)
             for rank, nodes in self._classes.items()
@@ -165,23 +166,23 @@ class Packing:
             load, stays = self._loads[adapter.name], 1.0
             own = adapter.rank in self._classes
             order = self._order(adapter.rank)
-            # A hot adapter gives half of its load away before it moves as a whole: its copies at home stay in use.
+            # At most half of an adapter's load leaves its own class, so that the copies there stay in use.
             gives = min(load / 2 if own else load, excess[adapter.rank])
-            if gives == 0:  # as most do
+            if gives == 0:  # true for most adapters
                 pieces.append(self._piece(adapter, stays, order[0], is_home=True))
                 continue
             excess[adapter.rank] -= gives
             found: list[tuple[int, float]] = []
             for rank in order:
                 taken = min(gives, room[rank]) if rank != adapter.rank else 0.0
-                if taken > _LEAST * min(load, self._target):  # a copy for next to nothing is not worth its bytes
+                if taken > _LEAST * min(load, self._target):  # less does not justify the bytes of a copy
                     found.append((rank, taken / load))
                     room[rank] -= taken
                     gives -= taken
                     stays -= taken / load
             home = max(found, key=lambda part: part[1])[0] if found and not own else order[0]
             fractions = dict(found)
-            fractions[home] = fractions.get(home, 0.0) + stays  # what nobody had room for stays, too
+            fractions[home] = fractions.get(home, 0.0) + stays  # so does load that no class has room for
             pieces += [self._piece(adapter, part, rank, is_home=rank == home) for rank, part in fractions.items()]
         return pieces
 
@@ -190,12 +191,12 @@ class Packing:
         copies = options.copies if is_home else 1
         if load > 0:
             pieces = load / self._target
-            most = max(options.most_copies, math.ceil(2 * pieces))  # one that fills servers needs them, however many
+            most = max(options.most_copies, math.ceil(2 * pieces))  # an adapter may fill several servers
             copies = max(copies, min(most, math.ceil(pieces / options.hot_share)))
         return _Piece(adapter, fraction, rank, is_home, load, copies)
 
     def _order(self, rank: int) -> list[int]:
-        """The classes that may take a rank: its own, higher ones from the next up, lower ones from the next down."""
+        """Orders the classes for adapters of a rank: its own, then higher ones upwards, then lower ones downwards."""
         if rank not in self._orders:
             self._orders[rank] = sorted(self._classes, key=lambda other: (other < rank, abs(other - rank)))
         return self._orders[rank]
@@ -207,16 +208,17 @@ class Packing:
         for rank in dict.fromkeys((piece.rank, *order)):
             if best := self._best(piece, rank, 1):
                 return best[0]
-        # Somebody has to: the adapter is served from disk or from a peer. The plan says whose memory is short.
+        # No instance has room, so the one with the most free bytes serves the adapter from disk or from a peer. The
+        # plan lists it as overfull.
         node = max(self._nodes, key=lambda node: (node.server.capacity_bytes - node.num_bytes, node.server.name))
         self._overfull.add(node.server.name)
         return node
 
     def _best(self, piece: _Piece, rank: int, count: int) -> list[ServerLoad]:
-        """At most so many nodes of a class with room for an adapter: first those that had it while the target allows,
-        then the least loaded; without load, in the adapter's own order by hash."""
+        """Returns up to `count` nodes of a class with room for an adapter: first those that had it, while the target
+        allows it, then the least loaded; for an adapter without load, in its own order by hash."""
         found = [node for node in self._kept(piece, rank) if node.fits(piece.adapter)][:count]
-        if len(found) == count:  # as a rule, from the second plan on
+        if len(found) == count:  # the usual case from the second plan on
             return found
         for node in self._in_order(piece, self._classes[rank]):
             if node not in found and node.fits(piece.adapter):
@@ -226,7 +228,7 @@ class Packing:
         return found
 
     def _kept(self, piece: _Piece, rank: int) -> list[ServerLoad]:
-        """The nodes of a class that had an adapter and are not over the target with it."""
+        """Returns the nodes of a class that had an adapter and would stay below the limit with it."""
         shares = self._previous.shares.get(piece.adapter.name, ()) if self._previous else ()
         load, limit = piece.load / piece.copies, self._limit
         nodes = [self._by_name[share.instance] for share in shares if share.instance in self._by_name]
@@ -244,7 +246,7 @@ class Packing:
     # --- copies ---
 
     def _spread(self, piece: _Piece, home: ServerLoad) -> None:
-        """Divides a piece among copies in its class."""
+        """Divides a piece of an adapter's load among copies in its class, so that utilisations become equal."""
         adapter, load, copies = piece.adapter, self._loads[piece.adapter.name], piece.copies
         nodes = []
         if piece.is_home:
@@ -269,7 +271,8 @@ class Packing:
 
 
 def _levelled(nodes: Sequence[tuple[float, float]], amount: float) -> list[float]:
-    """Pours `amount` over (load, speed) so that the lowest utilisations rise to one level; each one's part of it."""
+    """Divides `amount` among nodes, given as (load, speed), so that the lowest utilisations rise to one level. Returns
+    each node's part, in the order of `nodes`."""
     lowest = sorted(nodes, key=lambda node: node[0] / node[1])
     for count in range(1, len(lowest) + 1):
         loads, speeds = zip(*lowest[:count], strict=True)
@@ -280,7 +283,7 @@ def _levelled(nodes: Sequence[tuple[float, float]], amount: float) -> list[float
 
 
 def _taken(tails: Sequence[ColdAdapters], places: Sequence[Places]) -> bool:
-    """Takes these places if there are bytes for all."""
+    """Claims these places if every instance has bytes for its adapters. Returns whether it did."""
     fit = all(tail.fit(its) for tail, its in zip(tails, places, strict=True))
     if fit:
         for tail, its in zip(tails, places, strict=True):

@@ -1,8 +1,8 @@
-"""Places adapters that nobody asks for, a class at a time: most of what there is, and no load in it. Pure.
+"""Places adapters without demand, which are most of them, in one class at a time.
 
-What decides where one of them goes is its own order of the class's instances by hash, and where it was before. As long
-as there are bytes for all of them, none of them is in another's way, and arrays say where they all go. Where bytes are
-short, `bin_packing.py` takes them one by one.
+Such an adapter goes where it was before, or else to the first instances in its own order by hash. While there are bytes
+for all, these choices do not depend on one another, so NumPy arrays make them all at once. Where bytes are short,
+`bin_packing.py` places the adapters one by one.
 """
 
 import math
@@ -20,10 +20,10 @@ Places = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 @dataclass(slots=True, eq=False)
 class ServerLoad:
-    """A server being filled."""
+    """A server and what has been placed on it so far."""
 
     server: Server
-    point: int  # its place for rendezvous hashing
+    point: int  # the hash of its name, for rendezvous hashing
     rank: int
     load: float = 0.0
     level: float = 0.0  # its utilisation: load over speed
@@ -31,11 +31,11 @@ class ServerLoad:
     adapters: set[str] = field(default_factory=set)
 
     def fits(self, adapter: AdapterDemand) -> bool:
-        """Whether it has the adapter or room for it."""
+        """Whether the server has the adapter, or enough bytes left for it."""
         return adapter.name in self.adapters or self.num_bytes + adapter.num_bytes <= self.server.capacity_bytes
 
     def take(self, adapter: AdapterDemand, load: float) -> None:
-        """Adds load of the adapter, and its bytes the first time."""
+        """Adds load of the adapter to the server, and the adapter's bytes the first time."""
         if adapter.name not in self.adapters:
             self.adapters.add(adapter.name)
             self.num_bytes += adapter.num_bytes
@@ -66,24 +66,26 @@ class ColdAdapters:
         self.places: Places = np.empty((len(adapters), 0), np.intp)  # as far as they are taken
 
     def homes(self, limit: float) -> Places:
-        """One place for each: the first in its order, of those that had it and are not above `limit` if there are."""
+        """Chooses one place for each adapter, `[adapters, 1]`: the first in its order, but preferably an instance that
+        had it and whose utilisation is at most `limit`."""
         stays = self._stays(limit)
         return np.take_along_axis(self._by_score, stays.argmax(axis=1, keepdims=True), axis=1)  # 0 where none stays
 
     def copies(self, limit: float, count: int) -> Places:
-        """`count` places for each, or all if there are fewer: its home, then by the same rule."""
+        """Chooses `count` places for each adapter, or all if there are fewer: its home, then instances that had it and
+        whose utilisation is at most `limit`, then the others in its order."""
         first, home = np.argsort(~self._stays(limit), axis=1, kind="stable"), self.places[:, :1]
         order = np.take_along_axis(self._by_score, first, axis=1)
         others = order[order != home].reshape(len(order), -1)
         return np.hstack((home, others))[:, :count]
 
     def _stays(self, limit: float) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """By score, whether an adapter had a place on an instance that is not above the limit."""
+        """Returns `[adapters, instances]`, in each adapter's order: it was there, and utilisation is in the limit."""
         low = np.array([node.level <= limit for node in self._nodes])
         return np.take_along_axis(self._had & low, self._by_score, axis=1)
 
     def fit(self, places: Places) -> bool:
-        """Whether these, beginning with those taken already, leave no instance with more bytes than it stores."""
+        """Whether every instance has bytes for these places. The first columns are the places claimed already."""
         new = places[:, self.places.shape[1] :]
         sizes = np.broadcast_to(self._sizes[:, None], new.shape)
         added = np.bincount(new.ravel(), sizes.ravel(), len(self._nodes))  # float64: exact up to 9 PB
@@ -93,7 +95,7 @@ class ColdAdapters:
         )
 
     def take(self, places: Places) -> None:
-        """Puts them there."""
+        """Claims these places and adds the adapters' bytes to the instances."""
         new = places[:, self.places.shape[1] :]
         for column, node in enumerate(self._nodes):
             rows = np.flatnonzero((new == column).any(axis=1))
@@ -102,12 +104,12 @@ class ColdAdapters:
         self.places = places
 
     def home_nodes(self) -> Iterator[tuple[str, ServerLoad]]:
-        """Every adapter's home."""
+        """Yields every adapter's name and home."""
         for adapter, at in zip(self._adapters, self.places[:, 0].tolist(), strict=True):
             yield adapter.name, self._nodes[at]
 
     def shares(self) -> Iterator[tuple[str, tuple[Share, ...]]]:
-        """Every adapter's, equal ones."""
+        """Yields every adapter's name and its shares, which are equal."""
         names, count = [node.server.name for node in self._nodes], self.places.shape[1]
         fraction = 1.0 / count
         fraction /= math.fsum([fraction] * count)

@@ -1,4 +1,4 @@
-"""How many tokens each adapter's answers had, by time step: what a placement is made of. Pure."""
+"""Counts the tokens of each adapter's answers, by time steps of 60 s. Placement is planned from these counts."""
 
 from collections.abc import Iterable, Mapping
 
@@ -10,13 +10,13 @@ Rates = Mapping[str, tuple[float, float]]  # adapter → tokens/s in the last st
 
 
 class DemandCounter:
-    """One instance's part of it."""
+    """Counts the tokens that one instance has answered, for the current time step and the two before."""
 
     def __init__(self) -> None:
         self._steps: dict[int, dict[str, int]] = {}
 
     def count(self, name: str, wall_s: float, tokens: int = 1) -> None:
-        """An adapter's answer has so many more tokens."""
+        """Adds tokens to an adapter's count in the time step of `wall_s`."""
         step = int(wall_s / STEP_S)
         counts = self._steps.get(step)
         if counts is None:
@@ -25,14 +25,14 @@ class DemandCounter:
         counts[name] = counts.get(name, 0) + tokens
 
     def rates(self, epoch: int) -> dict[str, tuple[float, float]]:
-        """Of the two steps before an epoch; only adapters that were asked for."""
+        """Returns tokens/s in the two steps before an epoch, earlier one first, of adapters that had any."""
         before, latest = self._steps.get(epoch - 2, {}), self._steps.get(epoch - 1, {})
         names = before.keys() | latest.keys()
         return {name: (before.get(name, 0) / STEP_S, latest.get(name, 0) / STEP_S) for name in names}
 
 
 def expected_demand(parts: Iterable[Rates]) -> dict[str, float]:
-    """What the next step will ask of each adapter, from what each instance answered in the last two."""
+    """Predicts each adapter's tokens/s in the next step, over all instances, from the last two steps."""
     sums: dict[str, tuple[float, float]] = {}
     for rates in parts:
         for name, (before, latest) in rates.items():

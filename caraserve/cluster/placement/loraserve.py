@@ -1,19 +1,19 @@
-"""Which instances store and serve which adapters: LoRAServe §IV-A, Algorithm 1, repaired. Pure.
+"""Plans which instances store and serve which adapters: LoRAServe §IV-A, Algorithm 1, with corrections.
 
-Instances are divided among ranks by demand, so that requests of one rank meet; an adapter's traffic is divided among
-instances of its rank. The steps are the paper's, with these repairs:
+Instances are divided among ranks by demand, so that requests of one rank share batches; an adapter's traffic is divided
+among instances of its rank. The steps are the paper's, with these corrections:
 
 - budgets of servers (step 2) sum to the number of servers: largest remainder, not rounding; and the highest rank with
-  demand gets a server, because above it no class could take it in without padding others
-- packing (step 3) has a second dimension, bytes, and adapters without demand spread by hash within their class instead
-  of piling up on its last server
-- what a class cannot carry (step 4) goes to the next higher rank with room, only then to lower ones
-- the previous plan is a constraint, not something to permute towards afterwards (step 5): instances keep their class
+  demand gets a server, because its requests would pad those of any lower class
+- packing (step 3) has a second dimension, bytes, and adapters without demand are spread by hash within their class
+  instead of all going to its last server
+- load that a class cannot serve (step 4) goes to the next higher rank with room, and only then to lower ones
+- the previous plan is a constraint, where the paper permutes towards it afterwards (step 5): instances keep their class
   and adapters their instances while the budgets and the target allow it
-- every adapter has copies inside its class, more when it is hot: a choice that makes routing by old views harmless
+- every adapter has copies inside its class, more when it is hot, so that routing by outdated loads does little harm
 
-`bin_packing.py` has steps 3 and 4. Hysteresis: a plan stays as long as it keeps what it promised when it was made, the
-largest utilisation over the mean and the share of the load among strangers of another rank.
+`bin_packing.py` has steps 3 and 4. Hysteresis: a plan is kept while its two measures, the largest utilisation over the
+mean and the share of the load on instances for another rank, stay near those of the time when it was made.
 """
 
 import math
@@ -34,8 +34,9 @@ def place(
     previous: PlacementPlan | None = None,
     options: PlacementOptions | None = None,
 ) -> PlacementPlan:
-    """The plan of an epoch. `operating_points`: tokens/s of one server by rank, within the SLO. The order of adapters
-    and servers does not matter. Raises ValueError without servers, or for a rank without an operating point."""
+    """Makes the plan of an epoch. `operating_points`: rank → tokens/s of one server within the SLO. The order of
+    adapters and servers does not matter. Raises ValueError without servers, or for a rank without an operating point.
+    """
     options = options or PlacementOptions()
     known = sorted(adapters, key=attrgetter("name"))  # sums of floats depend on their order
     machines = sorted(servers, key=lambda server: server.name)
@@ -52,7 +53,7 @@ def place(
     packing.fill(known)
     plan = packing.plan(epoch)
     if kept and _as_good(kept, plan, options):
-        return replace(kept, epoch=epoch)  # no better one is to be had: what it does is the promise from now on
+        return replace(kept, epoch=epoch)  # a new plan would be no better: its present measures are the new promise
     return plan
 
 
@@ -68,7 +69,8 @@ def _kept(
     previous: PlacementPlan,
     options: PlacementOptions,
 ) -> PlacementPlan | None:
-    """The previous plan with new adapters added and gone ones left out; None if it cannot go on."""
+    """Returns the previous plan with new adapters added and removed ones left out, or None if the instances have
+    changed or bytes are short."""
     if previous.overfull or previous.classes.keys() != {machine.name for machine in machines}:
         return None
     nodes = [ServerLoad(machine, word(machine.name), previous.classes[machine.name]) for machine in machines]
@@ -83,7 +85,7 @@ def _kept(
 
 
 def budgets(loads: Mapping[int, float], servers: int) -> dict[int, int]:
-    """Servers by rank, in proportion to its load; they sum to `servers`."""
+    """Returns rank → number of servers, in proportion to the rank's load. The numbers sum to `servers`."""
     total = math.fsum(loads.values())
     quotas = {rank: servers * load / total for rank, load in loads.items()}
     counts = {rank: math.floor(quota) for rank, quota in quotas.items()}
@@ -92,7 +94,7 @@ def budgets(loads: Mapping[int, float], servers: int) -> dict[int, int]:
     while (given := sum(counts.values())) != servers:
         if given < servers:
             counts[max(counts, key=lambda rank: (quotas[rank] - counts[rank], rank))] += 1
-        else:  # the server for the highest rank comes from whoever has most of a server too much
+        else:  # the highest rank's server comes from the rank furthest above its quota
             others = [rank for rank in counts if counts[rank] > 0 and rank != top]
             counts[max(others, key=lambda rank: (counts[rank] - quotas[rank], rank))] -= 1
     return counts
@@ -104,10 +106,10 @@ def _divided(
     loads: Mapping[str, float],
     previous: PlacementPlan | None,
 ) -> dict[str, int]:
-    """The rank that each instance is for."""
+    """Returns instance → the rank that it is for."""
     if not adapters:
         return {machine.name: 0 for machine in machines}
-    idle = math.fsum(loads.values()) == 0  # then bytes are what there is to divide
+    idle = math.fsum(loads.values()) == 0  # then ranks are weighed by bytes
     by_rank = dict.fromkeys((adapter.rank for adapter in adapters), 0.0)
     for adapter in adapters:
         by_rank[adapter.rank] += adapter.num_bytes + 1 if idle else loads[adapter.name]
@@ -119,7 +121,7 @@ def _divided(
         if left.get(rank, 0) > 0:
             ranks[machine.name] = rank
             left[rank] -= 1
-    # In order of rank on both sides: an instance that changes its class goes to a neighbouring one.
+    # Both in order of rank, so that an instance that changes its class moves to a near one.
     free = sorted((before.get(m.name, 0), m.name) for m in machines if m.name not in ranks)
     wanted = sorted(rank for rank, count in left.items() for _ in range(count))
     ranks.update((name, rank) for (_, name), rank in zip(free, wanted, strict=True))

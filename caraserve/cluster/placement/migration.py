@@ -1,7 +1,8 @@
-"""What moves between instances, and how fast: adapters towards a plan, and queued requests as dLoRA moves them. Pure.
+"""Chooses what moves between instances, and how fast: adapters towards a plan, and queued requests as in dLoRA.
 
-An instance moves its own adapters: it fetches what a plan wants of it, hot ones first and slowly, and lets go of what
-the plan gives to others only once they have it. A request that needs an adapter fetches it at once, past these limits.
+Each instance moves its own adapters. It downloads those that the plan places on it, hot ones first and within limits,
+and deletes those that the plan places on other instances only once they have them. A request that needs an adapter
+downloads it at once, outside these limits.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -12,15 +13,15 @@ from caraserve.cluster.placement.plan import AdapterDemand, PlacementPlan
 
 @dataclass(frozen=True, slots=True)
 class MigrationLimits:
-    """What background moves may use of an instance's network."""
+    """Limits of background downloads on one instance: a token bucket of bytes, and a number of downloads at once."""
 
     bytes_per_s: float = 500e6
-    burst_bytes: float = 1e9  # what an idle bucket saves up
+    burst_bytes: float = 1e9  # the most that the bucket holds
     concurrent: int = 2
 
 
 class MoveScheduler:
-    """One instance's moves towards the plan that holds."""
+    """Chooses one instance's next downloads and deletions towards the plan in force."""
 
     def __init__(self, me: str, limits: MigrationLimits) -> None:
         self._me, self._limits = me, limits
@@ -30,7 +31,7 @@ class MoveScheduler:
     def fetches(
         self, plan: PlacementPlan, held: Set[str], adapters: Mapping[str, AdapterDemand], now_s: float
     ) -> list[str]:
-        """The adapters to start fetching now. Each is in flight until `done`."""
+        """Returns the adapters to start downloading now. Each counts as in flight until `done`."""
         credit = self._credit_bytes + (now_s - self._filled_s) * self._limits.bytes_per_s
         self._credit_bytes, self._filled_s = min(credit, self._limits.burst_bytes), now_s
         wanted = [
@@ -41,7 +42,8 @@ class MoveScheduler:
         ]
         started = []
         for _, name in sorted(wanted):
-            # A debt is paid off before the next one starts: no adapter is too large to ever move.
+            # The credit may become negative, and then nothing starts until it is positive again. So an adapter larger
+            # than the bucket can still move.
             if len(self._flying) >= self._limits.concurrent or self._credit_bytes <= 0:
                 break
             self._credit_bytes -= adapters[name].num_bytes
@@ -50,12 +52,13 @@ class MoveScheduler:
         return started
 
     def done(self, adapter: str) -> None:
-        """A fetch has ended, well or not; one that failed is wanted again."""
+        """Ends an adapter's download, successful or not. After a failure `fetches` returns the adapter again."""
         self._flying.discard(adapter)
 
     def drops(self, plan: PlacementPlan, held: Set[str], holders: Mapping[str, Set[str]]) -> list[str]:
-        """Adapters held here that the plan gives to others who all have them (`holders`: adapter → who has verified
-        bytes). What the plan does not know stays: it may be younger than the plan. Deleting still needs a promise."""
+        """Returns the adapters held here that the plan places on other instances only, if all of those have them.
+        `holders`: adapter → instances with verified bytes. Adapters that the plan lacks are kept: they may be newer
+        than it. Deleting still requires a delete lease."""
         return sorted(
             name
             for name in held
@@ -74,12 +77,12 @@ class QueuedRequest:
 
     request_id: str
     adapter: str | None
-    tokens: int  # that it will take, prompt and answer
+    tokens: int  # to compute, prompt and answer
 
 
 @dataclass(frozen=True, slots=True)
 class QueueMove:
-    """A queued request's move."""
+    """A queued request's move from one instance to another."""
 
     request_id: str
     source: str
@@ -92,9 +95,10 @@ def rebalanced(
     holders: Mapping[str | None, Iterable[str]],
     cost_tokens: float,
 ) -> list[QueueMove]:
-    """dLoRA's migration between instances, greedily where the paper solves an integer program: from the most loaded
-    instance, the latest queued request goes to the least loaded holder of its adapter as long as the gap between the
-    two then shrinks by more than the move costs (in tokens of service). Adapters without entry are with everyone."""
+    """Returns the moves of dLoRA's migration between instances, greedily where the paper solves an integer program.
+    From the most loaded instance, the latest queued request goes to the least loaded holder of its adapter, if the gap
+    between the two then shrinks by more than the move's cost, in tokens. Every instance holds an adapter that is not
+    in `holders`."""
     load = dict(outstanding_tokens)
     left = {name: list(queue) for name, queue in queues.items()}
     moves: list[QueueMove] = []

@@ -1,8 +1,9 @@
-"""A published assignment of adapters to instances: what it is, who may make it, which of two holds. Pure.
+"""Placement plans: assignments of adapters to instances, which member makes one, and which of two is in force.
 
-LoRAServe's routing table (§IV) has a fraction φ of each adapter's traffic for each instance that stores it. No two
-instances need equal views to agree on one: the first live member by the hash of the epoch computes it, the others
-adopt what is published, and two plans at once cost efficiency only. `loraserve.py` makes plans; `router.py` reads them.
+LoRAServe's routing table (§IV) has a fraction φ of each adapter's traffic for each instance that stores it. Instances
+agree on one table without equal views of the cluster: the first live member by the hash of the epoch computes it, and
+the others adopt what it publishes. Two plans at once only cost efficiency. `loraserve.py` makes plans, and the policies
+in `routing/` use them.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ W = TypeVar("W", int, Words)
 
 @dataclass(frozen=True, slots=True)
 class AdapterDemand:
-    """An adapter as a plan sees it."""
+    """What a plan needs to know about an adapter."""
 
     name: str
     rank: int
@@ -31,7 +32,7 @@ class AdapterDemand:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """An instance as a plan sees it."""
+    """What a plan needs to know about an instance."""
 
     name: str
     capacity_bytes: int  # of adapters that it stores
@@ -39,7 +40,7 @@ class Server:
 
 
 class Share(NamedTuple):
-    """One instance's part of an adapter's traffic. A tuple, because a plan has a hundred thousand."""
+    """One instance's part of an adapter's traffic. A named tuple, because a plan has a hundred thousand of them."""
 
     instance: str
     fraction: float
@@ -47,14 +48,15 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
-    """Where every adapter is. Of two plans the later epoch holds; of one epoch's two, the greater digest."""
+    """The instances of every adapter. Of two plans the one of the later epoch is in force; of one epoch's two, the one
+    with the greater digest."""
 
     epoch: int
     shares: Mapping[str, tuple[Share, ...]]  # an adapter's fractions sum to 1; largest first
     classes: Mapping[str, int]  # instance → the rank that it is for
-    peak: float = 1.0  # the largest utilisation over the mean: this and the next are promised, see loraserve.py
+    peak: float = 1.0  # largest utilisation ÷ mean; `loraserve.py` keeps the plan while this and `strange` stay low
     strange: float = 0.0  # share of the load on instances for another rank
-    overfull: tuple[str, ...] = ()  # instances with more bytes than they store: no room for a first copy anywhere
+    overfull: tuple[str, ...] = ()  # instances with more bytes than they store: no instance had room for a first copy
     digest: str = ""
     members: Mapping[int, tuple[str, ...]] = field(init=False)  # rank → its class's instances, by name
 
@@ -74,20 +76,20 @@ class PlacementPlan:
         strange: float = 0.0,
         overfull: tuple[str, ...] = (),
     ) -> Self:
-        """A plan with its digest."""
+        """Makes a plan and computes its digest."""
         return cls(epoch, shares, classes, peak, strange, overfull, _digest(shares, classes))
 
     def holds_over(self, other: "PlacementPlan | None") -> bool:
-        """Whether this plan replaces the other. Any two members that know both answer alike."""
+        """Whether this plan replaces the other. The answer is the same on every instance."""
         return other is None or (self.epoch, self.digest) > (other.epoch, other.digest)
 
     def instances(self, adapter: str) -> tuple[str, ...]:
-        """Who stores the adapter; nobody if the plan does not know it."""
+        """Returns the names of the instances that store the adapter; none if it is not in the plan."""
         return tuple([share.instance for share in self.shares.get(adapter, ())])
 
 
 def _digest(shares: Mapping[str, tuple[Share, ...]], classes: Mapping[str, int]) -> str:
-    texts: dict[tuple[Share, ...], str] = {}  # most adapters have the same places as many others
+    texts: dict[tuple[Share, ...], str] = {}  # many adapters have the same places
     content = []
     for name in sorted(shares):
         places = shares[name]
@@ -102,46 +104,48 @@ def _digest(shares: Mapping[str, tuple[Share, ...]], classes: Mapping[str, int])
 # --- rendezvous hashing ---
 
 
-@lru_cache(maxsize=1 << 17)  # each plan of a process that makes several asks for all of them again
+@lru_cache(maxsize=1 << 17)  # the simulator makes several plans in one process, each with all these keys
 def word(key: str) -> int:
-    """64 bits of a key's hash."""
+    """Returns 64 bits of a key's hash."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
 
 
 def words(keys: Iterable[str]) -> Words:
-    """The same of many, as uint64 of one dimension."""
+    """Returns 64 bits of each key's hash, as a uint64 array `[keys]`."""
     return np.array([word(key) for key in keys], np.uint64)
 
 
 def mixed(left: W, right: W) -> W:
-    """The score of a pair of words, or of arrays of them: one multiplication round, since a plan needs a million."""
+    """Returns the score of a pair of hashes, or of arrays of them. It takes two multiplications, since a plan needs a
+    million scores."""
     value = ((left ^ right) * 0x9E3779B97F4A7C15) & _WORD
     value = ((value ^ (value >> 29)) * 0xBF58476D1CE4E5B9) & _WORD
     return value ^ (value >> 32)  # type: ignore[return-value]  # a shifted uint64 is one still
 
 
 def rendezvous(key: str, names: Iterable[str]) -> list[str]:
-    """The names in the key's own order. One name less or more leaves the others' order as it was."""
+    """Returns the names in the key's own order. Adding or removing a name does not change the order of the others."""
     point = word(key)
     return sorted(names, key=lambda name: (mixed(point, word(name)), name), reverse=True)
 
 
 def homes(keys: Sequence[str], names: Sequence[str], count: int) -> np.ndarray[Any, np.dtype[np.intp]]:
-    """The first `count` of each key's own order, or all if there are fewer: a row of indices of names for each key."""
+    """Returns the first `count` names in each key's own order, or all if there are fewer, as indices
+    `[keys, min(count, names)]`."""
     scores = mixed(words(keys)[:, None], words(names)[None, :])
     return np.argsort(scores, axis=1)[:, : -count - 1 : -1]
 
 
 def planners(epoch: int, members: Iterable[str]) -> list[str]:
-    """Who makes the plan of an epoch: the first, and on its silence the next."""
+    """Orders the members that may make an epoch's plan: the first one does, and each next one if those before fail."""
     return rendezvous(f"plan {epoch}", members)
 
 
-# --- static assignments: S-LoRA on several servers, as LoRAServe's baselines have it ---
+# --- static assignments: S-LoRA on several servers, the baselines of LoRAServe ---
 
 
 def random_plan(adapters: Iterable[AdapterDemand], servers: Iterable[Server], epoch: int = 0) -> PlacementPlan:
-    """S-LoRA Random: each adapter on one server, by hash and whatever its rank or demand."""
+    """Makes the plan of S-LoRA Random: each adapter on one server, by hash, whatever its rank or demand."""
     known, names = [*adapters], [server.name for server in servers]
     first = homes([adapter.name for adapter in known], names, 1)[:, 0].tolist()
     alone = [(Share(name, 1.0),) for name in names]
@@ -150,7 +154,7 @@ def random_plan(adapters: Iterable[AdapterDemand], servers: Iterable[Server], ep
 
 
 def contiguous_plan(adapters: Iterable[AdapterDemand], servers: Iterable[Server], epoch: int = 0) -> PlacementPlan:
-    """S-LoRA Contiguous: adapters in order of rank, an equal count on each server."""
+    """Makes the plan of S-LoRA Contiguous: adapters in order of rank, an equal count on each server."""
     names = sorted(server.name for server in servers)
     ordered = sorted(adapters, key=lambda adapter: (adapter.rank, adapter.name))
     shares = {
@@ -173,8 +177,8 @@ def _largest_ranks(
 
 
 def extrapolated(previous: float | None, latest: float) -> float:
-    """The next step's demand from the last two (LoRAServe, step 1): the line through them, within a factor of 2 of the
-    last, so that a burst does not empty half a fleet for one adapter."""
+    """Predicts the next step's demand from the last two (LoRAServe, step 1) by the line through them. The result is
+    within a factor of 2 of the last, so that one adapter's burst does not displace half a fleet's adapters."""
     if previous is None:
         return latest
     return min(max(2 * latest - previous, latest / 2), 2 * latest)

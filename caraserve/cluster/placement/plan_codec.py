@@ -1,6 +1,7 @@
-"""Plans as bytes, for other instances and for the process that makes them. Pure.
+"""Encodes plans as bytes, for other instances and for the process that makes plans.
 
-Whoever takes a plan from elsewhere checks it against the digest that was published: `decoded` computes it anew.
+The bytes do not contain the digest: `decoded` computes it from the content, and the receiver compares it with the one
+that was published.
 """
 
 import math
@@ -16,12 +17,12 @@ _FORMAT = 1
 
 
 def packed(value: Any) -> bytes:
-    """JSON, small."""
+    """Returns a value as compressed JSON."""
     return zlib.compress(orjson.dumps(value), 1)
 
 
 def unpacked(body: bytes) -> Any:
-    """The other way round. Raises ValueError, also for what would grow past all bounds."""
+    """Returns the value of compressed JSON. Raises ValueError for other bytes, and for more than 64 MiB of JSON."""
     try:
         unpacker = zlib.decompressobj()
         text = unpacker.decompress(body, MAX_PLAN_BYTES)
@@ -33,7 +34,7 @@ def unpacked(body: bytes) -> Any:
 
 
 def encoded(plan: PlacementPlan) -> bytes:
-    """A plan as bytes."""
+    """Encodes a plan."""
     names = sorted(plan.classes)
     at = {name: index for index, name in enumerate(names)}
     shares = {
@@ -45,8 +46,7 @@ def encoded(plan: PlacementPlan) -> bytes:
 
 
 def decoded(body: bytes) -> PlacementPlan:
-    """The plan in bytes that another instance, or another version of this program, may have written. Raises
-    ValueError."""
+    """Decodes a plan. Raises ValueError for other bytes: another version of this program may have written them."""
     try:
         written, epoch, peak, strange, overfull, names, ranks, listed = unpacked(body)
         if written != _FORMAT or type(epoch) is not int or epoch < 0 or len(set(names)) != len(names):

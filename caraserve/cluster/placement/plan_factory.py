@@ -1,4 +1,4 @@
-"""Routings by name, and the plan that belongs to each. Pure."""
+"""Names the routings, and makes the placement plan that a routing needs."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -31,8 +31,8 @@ def make_plan(
     previous: PlacementPlan | None = None,
     padded: bool = True,
 ) -> PlacementPlan | None:
-    """The plan that a policy goes by; None if it needs none. `padded`: whether a batch's largest rank slows down the
-    others in it."""
+    """Makes the plan for a routing, or returns None if it needs none. `padded`: whether the largest rank in a batch
+    slows down the other requests in it."""
     if routing == "s-lora-random":
         return random_plan([*adapters], [*servers], epoch)
     if routing == "s-lora-contiguous":
@@ -45,8 +45,8 @@ def make_plan(
 
 
 def _of_one_class(adapters: Iterable[AdapterDemand], operating_points: Mapping[int, float]) -> list[AdapterDemand]:
-    """The same demand as of one rank. Where ranks do not slow one another down, classes only divide the fleet into
-    parts that cannot help one another out."""
+    """Returns the same demand, converted to the largest rank. Where ranks do not slow one another down, classes would
+    only divide the fleet into parts that cannot share their load."""
     known = list(adapters)
     rank = max((adapter.rank for adapter in known), default=0)
     return [

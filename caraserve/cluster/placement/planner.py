@@ -1,9 +1,10 @@
-"""The placement that the fleet goes by: made by one instance for each time step, adopted by all.
+"""Makes the fleet's placement plan: one instance makes it for each time step, and all adopt it.
 
     demand of every instance ─► first live member by the hash of the step ─► plan ─► others pull it by its digest
-                                 (on its silence the second one)              └─► `reconciler.py` moves towards it
+                                 (after its silence the second one)           └─► `reconciler.py` moves towards it
 
-Two plans at once cost efficiency only: the later step's holds, and of one step's two the greater digest.
+Two plans at once only cost efficiency: the later step's is in force, and of one step's two the one with the greater
+digest.
 """
 
 import asyncio
@@ -34,34 +35,34 @@ from caraserve.telemetry.prometheus import family
 log = logging.getLogger(__name__)
 
 PATH = "/cluster/placement"
-PLAN, ROOM = ":plan", ":room"  # keys on an instance's own lww_map: (epoch, digest); bytes of adapters that it stores
+PLAN, ROOM = ":plan", ":room"  # keys of an instance's own map: (epoch, digest); bytes of adapters that it can store
 
 _MAKING_S = 120.0
 _MAX_DEMAND_BYTES = 8 << 20
-_MOST_TOKENS_PER_S = 1e9  # of one adapter on one instance; what says more is wrong
-_AHEAD = 1  # steps by which another's clock may be before ours
-_RUNNING = 64  # requests that an instance serves at once, where it is asked how much it can do
+_MOST_TOKENS_PER_S = 1e9  # of one adapter on one instance; larger numbers are errors
+_AHEAD = 1  # steps by which another instance's clock may be ahead of ours
+_RUNNING = 64  # running requests of an instance, for its operating point
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerTiming:
-    """How often, and how long for whom."""
+    """Intervals and waiting times of a planner."""
 
-    look_s: float = 1.0
-    settle_s: float = 3.0  # after joining, for the others to be known
-    silence_s: float = 10.0  # of the one whose turn it is; then it is the next one's
+    look_s: float = 1.0  # between checks for a new step or a published plan
+    settle_s: float = 3.0  # after joining, until the other instances are known
+    silence_s: float = 10.0  # after which the next instance in order makes the plan
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """All adapters' names, and their demand."""
+    """All adapters of the registry, and every instance's demand."""
 
     adapters: list[RegisteredAdapter]
     rates: list[Rates]
 
 
 class PlacementPlanner:
-    """One instance's part in it."""
+    """Counts one instance's demand, makes plans when it is this instance's turn, and adopts those of others."""
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class PlacementPlanner:
         wall: Callable[[], float] = time.time,
         pace: PlannerTiming | None = None,
     ) -> None:
-        """`room_bytes`: of adapters that this instance stores. `slo_ms`: time per token that is promised."""
+        """`room_bytes`: of adapters that this instance can store. `slo_ms`: promised time per token."""
         self.demand = DemandCounter()
         self.plan: PlacementPlan | None = None
         self.on_plan: Callable[[PlacementPlan], None] = lambda plan: None
@@ -86,11 +87,11 @@ class PlacementPlanner:
         self._adopted_s = 0.0
 
     def routes(self) -> list[web.RouteDef]:
-        """For the port on which other instances ask."""
+        """Returns the routes for the port that other instances use."""
         return [web.get(f"{PATH}/demand", self._tell_demand), web.get(f"{PATH}/plans/{{digest}}", self._tell_plan)]
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Adopts and makes plans until cancelled."""
         self._node.protocol.advertise(ROOM, (self._room_bytes,), self._now())
         joined_s, again_s = self._wall(), self._now()
         while True:
@@ -110,7 +111,7 @@ class PlacementPlanner:
     # --- making ---
 
     def _turn(self, epoch: int) -> int:
-        """How many others come before us."""
+        """Returns how many live instances come before this one in the order of the epoch."""
         alive = [record.name for record in self._node.members() if record.state == MemberState.ALIVE]
         return planners(epoch, alive).index(self._node.name)
 
@@ -142,18 +143,19 @@ class PlacementPlanner:
         return None
 
     async def _known(self, epoch: int) -> _Known:
-        """Names in slices, so that the event loop goes on; demand from all who answer."""
+        """Gets the demand of all instances that answer, and the registry in slices, so that the event loop never waits
+        long."""
         others = [one for one in self._node.members()[1:] if one.state == MemberState.ALIVE]
         path = f"{PATH}/demand?epoch={epoch}"
         bodies = await asyncio.gather(*(self._transfers.page(one.address, path, _MAX_DEMAND_BYTES) for one in others))
         others_rates = await asyncio.to_thread(lambda: [*map(_rates, bodies)])
         return _Known([one async for one in known_adapters(self._node)], [self.demand.rates(epoch), *others_rates])
 
-    # --- taking and telling ---
+    # --- adopting and publishing ---
 
     async def _adopt_published(self, most_epoch: int) -> None:
-        """Pulls the plan that holds over ours, from any who has it. Those of later steps come of a clock that is wrong,
-        and would hold over all others for as long as it is."""
+        """Downloads the plan that replaces ours from an instance that has it, if there is one. Plans of epochs after
+        `most_epoch` are ignored: they come from a wrong clock, and would replace all others until their time."""
         held = self.plan
         ours = (held.epoch, held.digest) if held is not None else (-1, "")
         published: dict[tuple[int, str], list[str]] = {}
@@ -209,7 +211,7 @@ class PlacementPlanner:
             raise web.HTTPForbidden(text="This address is for other instances.")
 
     def families(self, labels: str) -> Iterator[str]:
-        """For GET /metrics."""
+        """Yields the metric families for GET /metrics. `labels`: those of every sample."""
         plan = self.plan
         age_s = self._now() - self._adopted_s if plan is not None else 0.0
         for name, kind, text, value in (
@@ -224,7 +226,7 @@ class PlacementPlanner:
 
 
 def _rates(body: bytes | TransferFailure) -> Rates:
-    """Another instance's demand; none where it said nothing of use."""
+    """Parses another instance's demand. It is empty if the download failed or the body is not valid."""
     if isinstance(body, TransferFailure):
         return {}
     try:
@@ -246,7 +248,7 @@ def _asked(
     models: Mapping[str, PerfModel],
     slo_ms: float,
 ) -> bytes:
-    """The question for a plan. One machine's speeds are the measure of the others'."""
+    """Encodes the input of the planner process. Speeds are relative to the first instance by name."""
     typical = TypicalRequest()
     wants = expected_demand(known.rates)
     adapters = [AdapterDemand(one.name, one.rank, one.num_bytes, wants.get(one.name, 0.0)) for one in known.adapters]
@@ -264,6 +266,6 @@ def _asked(
 
 
 def restricted(plan: PlacementPlan, names: Sequence[str]) -> PlacementPlan:
-    """A plan of these adapters alone."""
+    """Returns the part of a plan for these adapters, with the digest of the whole plan."""
     shares: dict[str, tuple[Share, ...]] = {name: plan.shares[name] for name in names if name in plan.shares}
     return PlacementPlan(plan.epoch, shares, plan.classes, plan.peak, plan.strange, plan.overfull, plan.digest)

@@ -1,8 +1,8 @@
-"""Makes a plan in a process of its own: seconds of computing beside which no server answers its clients.
+"""Makes a plan in a process of its own, because planning computes for seconds and would block the event loop.
 
     python -m caraserve.cluster.placement.planner_process < question > plan
 
-`ask` is the other side. Questions and plans are `plan_codec`'s bytes; what goes wrong is said on standard error.
+`ask` starts the process. Questions and plans are encoded with `plan_codec`; errors go to standard error.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ def question(
     *,
     padded: bool,
 ) -> bytes:
-    """What a plan is made of, but for the plan before it."""
+    """Encodes the input of a plan, without the previous plan."""
     return packed(
         {
             "routing": routing,
@@ -40,7 +40,7 @@ def question(
 
 
 def answer(body: bytes, previous: PlacementPlan | None) -> PlacementPlan | None:
-    """The plan for a question; None if that routing needs none."""
+    """Makes the plan for an encoded question, or returns None if the routing needs none."""
     asked = unpacked(body)
     adapters = [AdapterDemand(*fields) for fields in asked["adapters"]]
     servers = [Server(*fields) for fields in asked["servers"]]
@@ -49,8 +49,8 @@ def answer(body: bytes, previous: PlacementPlan | None) -> PlacementPlan | None:
 
 
 async def ask(body: bytes, previous: bytes, timeout_s: float) -> bytes:
-    """The encoded plan; empty if none is needed. `previous`: encoded, or empty. Raises OSError, with what the process
-    said, and TimeoutError."""
+    """Runs the process and returns the encoded plan; empty if none is needed. `previous`: the encoded previous plan,
+    or empty. Raises TimeoutError, and OSError with the end of the process's standard error."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", __name__),
         stdin=asyncio.subprocess.PIPE,
@@ -70,7 +70,7 @@ async def ask(body: bytes, previous: bytes, timeout_s: float) -> bytes:
 
 
 def main() -> None:
-    """The process."""
+    """Reads a question and the previous plan from standard input, and writes the plan to standard output."""
     os.nice(_NICE)
     given = sys.stdin.buffer.read()
     end = 8 + int.from_bytes(given[:8])

@@ -1,7 +1,7 @@
 """Moves adapters towards the plan in the background: downloads those it places here, deletes those it places elsewhere.
 
-It moves a few at a time, so that neither requests nor the event loop wait: a request that needs an adapter downloads it
-at once, past this.
+It moves a few at a time, so that neither requests nor the event loop wait. A request that needs an adapter downloads it
+at once, outside these limits.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ class Reconciler:
                 task.cancel()
 
     def families(self, labels: str) -> Iterator[str]:
-        """For GET /metrics."""
+        """Yields the metric families for GET /metrics. `labels`: those of every sample."""
         ends = {"fetched": self.fetched, "failed": self.failed, "dropped": self.dropped}
         samples = [(f'outcome="{outcome}",{labels}', count) for outcome, count in ends.items()]
         yield family("caraserve:plan_moves_total", "counter", "Adapters moved because of the plan.", samples)

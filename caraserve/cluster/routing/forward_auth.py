@@ -1,9 +1,9 @@
-"""What a forwarded request carries besides its body, signed with the cluster's secret. No I/O, no clock.
+"""Signs and verifies the headers of forwarded requests, with the cluster's secret. No I/O, no clock.
 
-An instance answers a forwarded request itself or refuses it, so there is one hop whatever anybody's view says: the
-paths below have no way on. Only a header that verifies gets in there; on all other paths it means nothing, whoever
-sends it. The signature covers the path, the receiver and the body's digest, so that a body is read only of those who
-know the secret. Each hop is taken once.
+An instance answers a forwarded request itself or refuses it. So a request is forwarded at most once, even if the
+instances' views differ. Forwarded requests have paths of their own (`PREFIX`), which require a valid signature; on all
+other paths these headers are ignored. The signature covers the path, the receiver and the body's digest, and is
+verified before the body is read. Each signed attempt is accepted once.
 """
 
 import hmac
@@ -19,51 +19,53 @@ from caraserve.cluster.routing.router import Reason, Refusal
 from caraserve.config import ADAPTER_NAME
 from caraserve.errors import Forbidden, TooManyForwards
 
-PREFIX = "/cluster"  # before the path at which the client asked
+PREFIX = "/cluster"  # before the path of the client's request
 CLAIMS_HEADER = "X-CaraServe-Hop"
 SIGNATURE_HEADER = "X-CaraServe-Signature"
-REFUSED_HEADER = "X-CaraServe-Refused"  # with which an instance hands a request back before its first byte
-INSTANCE_HEADER = "X-CaraServe-Instance"  # of the answers that a hop gets: whose they are
+REFUSED_HEADER = "X-CaraServe-Refused"  # on the response with which an instance refuses a forwarded request
+INSTANCE_HEADER = "X-CaraServe-Instance"  # on answers to forwarded requests: the name of the answering instance
 
-_WINDOW_MS = 30_000  # that clocks may differ, with the time on the way
-_MOST_REMEMBERED = 100_000  # hops of the last minute, a few ten MB
+_WINDOW_MS = 30_000  # by which clocks may differ, network time included
+_MOST_REMEMBERED = 100_000  # attempts of the last minute: some tens of MB
 _MOST_HEADER = 8192
 _REASONS: tuple[Reason, ...] = ("slo", "full", "draining", "no-adapter", "stale-epoch")
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardClaims:
-    """One attempt to have a request answered by another instance."""
+    """The signed facts about one attempt to have a request answered by another instance."""
 
     id: str  # of the request, the same at every attempt
     attempt: int
     sender: str
     receiver: str
-    adapter: str | None  # what the request's model means; None: the base model
+    adapter: str | None  # that the request's `model` names; None: the base model
     digest: str  # of that adapter
-    seed: int | None  # for a client that gave none, so that every attempt draws the same tokens
+    seed: int | None  # where the client gave none, so that every attempt samples the same tokens
     force: bool  # the receiver may refuse only what it cannot serve at all
     time_ms: int
     body_digest: str  # SHA-256 in hex
-    client: str  # the name of its key, or its address, which the receiver shares its service by
+    client: str  # the name of its API key, or its address: the tenant, for fairness at the receiver
 
 
 def forward_headers(keys: Keyring, path: str, hop: ForwardClaims) -> dict[str, str]:
-    """The headers that say it."""
+    """Returns the headers with the claims and their signature, made with the first key."""
     text = orjson.dumps(hop).decode()
     return {CLAIMS_HEADER: text, SIGNATURE_HEADER: _mac(keys.forward_keys()[0], path, text)}
 
 
 class ForwardVerifier:
-    """Lets in what other instances forward to this one, once each."""
+    """Verifies requests that other instances forward to this one, and accepts each attempt once."""
 
     def __init__(self, me: Callable[[], str], keys: Callable[[], Keyring]) -> None:
         self._me, self._keys = me, keys
         self._seen: OrderedDict[tuple[str, str, int], int] = OrderedDict()  # (sender, id, attempt) → its time
 
     def admit(self, path: str, headers: Mapping[str, str], wall_ms: int) -> ForwardClaims:
-        """The hop of a request's headers; its body has yet to be compared. Raises Forbidden with the reason, which an
-        operator will want to know, and TooManyForwards when more hops came in a minute than can be remembered."""
+        """Returns the verified claims in a request's headers; the caller compares the body with `body_digest`.
+
+        Raises Forbidden with the reason, which helps operators, and TooManyForwards when more than 100,000 attempts
+        arrived within a minute."""
         text, signature = headers.get(CLAIMS_HEADER, ""), headers.get(SIGNATURE_HEADER, "")
         keys = self._keys().forward_keys()
         given = signature.encode("utf-8", "surrogateescape")
@@ -85,13 +87,13 @@ class ForwardVerifier:
             raise Forbidden("This hop has been taken already.")
         while self._seen and self._seen[oldest := next(iter(self._seen))] <= wall_ms - 2 * _WINDOW_MS:
             del self._seen[oldest]
-        if len(self._seen) >= _MOST_REMEMBERED:  # to forget one that is still good would let it in again
+        if len(self._seen) >= _MOST_REMEMBERED:  # forgetting one that is still valid would admit it twice
             raise TooManyForwards(f"{_MOST_REMEMBERED} requests were forwarded here within a minute", retry_after_s=1.0)
         self._seen[key] = hop.time_ms
 
 
 def _read(text: str) -> ForwardClaims:
-    """The hop in a header. Raises Forbidden, also for one of other types that is signed all the same."""
+    """Parses the claims in a header. Raises Forbidden, also for signed ones whose fields have wrong types."""
     try:
         hop = ForwardClaims(**orjson.loads(text))
     except (TypeError, ValueError):
@@ -106,13 +108,13 @@ def _read(text: str) -> ForwardClaims:
 
 
 def format_refusal(refusal: Refusal) -> str:
-    """A refusal as a header's value."""
+    """Returns a refusal as a header's value: reason, cost and time per token."""
     cost, latency_ms = map(to_json_number, refusal.estimate)
     return f"{refusal.reason} {cost!r} {latency_ms!r}"
 
 
 def parse_refusal(text: str) -> Refusal:
-    """The refusal in a header's value. What cannot be read is a full instance."""
+    """Parses the refusal in a header's value. A value that cannot be parsed counts as a full instance."""
     try:
         reason, cost, latency_ms = text.split()
         estimate = CostEstimate(from_json_number(float(cost)), from_json_number(float(latency_ms)))
@@ -122,12 +124,12 @@ def parse_refusal(text: str) -> Refusal:
 
 
 def to_json_number(value: float) -> float:
-    """A cost or a latency as one that JSON has, too: -1 is without end."""
+    """Returns a cost or a latency, or -1 for infinity, which JSON does not have."""
     return -1.0 if value == float("inf") else value
 
 
 def from_json_number(value: float) -> float:
-    """The other way round. Whatever is no amount is without end."""
+    """Returns a cost or a latency of `to_json_number`. Negative numbers and NaN become infinity."""
     return value if 0.0 <= value < float("inf") else float("inf")
 
 

@@ -1,11 +1,11 @@
-"""Who answers a request: this instance or another one.
+"""Chooses the instance that answers a request: this one or a peer.
 
-    trip = await forwarding.begin(arrival)
-    while (stop := await trip.next()):      Here, or a Peer to forward to
-        …                                   and trip.failed(refusal), unless it was answered
+    attempts = await forwarding.begin(arrival)
+    while (target := attempts.next()):      LocalTarget, or a PeerTarget to forward to
+        …                                   and attempts.failed(refusal), unless it was answered
 
-A decision takes views that are at hand, and a few milliseconds at most where exact quotes of others are worth it. A
-request that was forwarded already never gets here: `refusal` says whether this instance takes it, and that is all.
+A decision uses the load that peers last published, and waits at most 5 ms for exact quotes where the policy wants
+them. A request that has been forwarded once is never routed again: `refusal` only decides whether it is accepted.
 """
 
 import asyncio
@@ -35,17 +35,17 @@ from caraserve.cluster.routing.router import (
 from caraserve.cluster.routing.routing_metrics import RoutingMetrics
 from caraserve.cluster.state.replicated_map import RegisteredAdapter
 
-LOCAL = "local"  # the routing that forwards nothing: whoever sends requests has chosen
+LOCAL = "local"  # the routing that forwards nothing: the client or its load balancer has chosen the instance
 
 _QUOTE_S = 0.005
-_MOST_FAILURES = 2  # devices that may fail with one request: it may be what they fail of
+_MOST_FAILURES = 2  # devices that may fail with one request, before the request is taken for the cause
 _NEVER = CostEstimate(inf, inf)
 
 Body = tuple[str | int | float, ...]
 
 
 class ClusterNode(PeerStates, Protocol):
-    """The part of `cluster.Node` that is asked."""
+    """The part of `membership.node.Node` that routing needs."""
 
     def adapter(self, name: str) -> RegisteredAdapter | None: ...
 
@@ -53,7 +53,7 @@ class ClusterNode(PeerStates, Protocol):
 
 
 class ResolvedAdapter(Protocol):
-    """An adapter of this instance."""
+    """What an adapter's name stands for: its digest, rank and size."""
 
     @property
     def digest(self) -> str: ...
@@ -66,7 +66,7 @@ class ResolvedAdapter(Protocol):
 
 
 class EngineStatus(Protocol):
-    """The part of an engine that says whether it goes on."""
+    """Whether an engine is shutting down or has failed."""
 
     @property
     def draining(self) -> bool: ...
@@ -76,23 +76,23 @@ class EngineStatus(Protocol):
 
 
 def refuses_new_requests(engine: EngineStatus) -> bool:
-    """Whether new requests belong elsewhere. An engine whose device has failed looks idle, and would draw them all."""
+    """Whether the engine is draining or its device has failed. A failed one looks idle: it would be sent everything."""
     return engine.draining or engine.failure is not None
 
 
 class AdapterFetcher(Protocol):
-    """Gets what other instances have."""
+    """Downloads adapters from other instances."""
 
     async def ensure(self, name: str) -> None:
         """Returns when this instance can serve the adapter. Raises CaraServeError when it cannot."""
 
     def can_get(self, name: str) -> bool:
-        """Whether its bytes are here, or with somebody who is there."""
+        """Whether the adapter's bytes are on this instance, or on another one that is alive."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyTargets:
-    """What the fleet promises; infinite: nothing."""
+    """The latencies that the fleet promises, in ms; infinite: no promise."""
 
     ttft_ms: float = inf
     tpot_ms: float = inf
@@ -100,12 +100,12 @@ class LatencyTargets:
 
 @dataclass(frozen=True, slots=True)
 class LocalTarget:
-    """This instance answers."""
+    """The request is answered by this instance."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerTarget:
-    """Another one does."""
+    """The request is forwarded to another instance."""
 
     name: str
     address: str
@@ -114,7 +114,7 @@ class PeerTarget:
 
 
 class Forwarding:
-    """One instance's router, and what it says when others route to it."""
+    """Routes the requests of one instance, and accepts or refuses those that other instances forward to it."""
 
     def __init__(
         self,
@@ -127,11 +127,11 @@ class Forwarding:
         rng: Random,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`policy`: none where whoever sends requests has chosen. `find`: an adapter of this instance by name."""
-        self.fetcher: AdapterFetcher | None = None  # without one, requests go only to those who have their adapter
+        """`policy`: None for the `local` routing. `find`: returns an adapter of this instance by name."""
+        self.fetcher: AdapterFetcher | None = None  # without one, requests go only to instances with their adapter
         self.routing_metrics = RoutingMetrics()
-        self.joined = False  # nobody is known before
-        self.introduced: Callable[[], bool] = lambda: False  # whether the cluster's names are known
+        self.joined = False  # until then no other instance is known
+        self.introduced: Callable[[], bool] = lambda: False  # whether the registry has been received
         self._cluster, self._slo, self._find, self._draining = cluster, slo, find, draining
         self._policy = policy
         self._rng = rng
@@ -143,58 +143,58 @@ class Forwarding:
 
     @property
     def name(self) -> str:
-        """This instance's."""
+        """This instance's name."""
         return self._cluster.name
 
     @property
     def forwards(self) -> bool:
-        """Whether requests may go elsewhere."""
+        """Whether requests may be forwarded to other instances."""
         return self._policy is not None and self.joined
 
     def adopt(self, plan: PlacementPlan | None) -> None:
-        """The placement that policies go by from now on."""
+        """Sets the placement that policies use from now on."""
         self._view.plan = plan
 
     def resolve(self, name: str) -> ResolvedAdapter | None:
-        """What an adapter's name means: to the cluster, else to this instance alone."""
+        """Returns the adapter that a name stands for: by the registry, or else on this instance alone."""
         return (self._cluster.adapter(name) if self.joined else None) or self._find(name)
 
     def has(self, name: str) -> bool:
-        """Whether this instance has what the name means."""
+        """Whether this instance has the adapter that the name stands for, by digest."""
         here, meant = self._find(name), self.resolve(name)
         return here is not None and meant is not None and here.digest == meant.digest
 
     async def obtain(self, adapter: str | None) -> None:
-        """Before this instance answers: gets an adapter that others have. Raises CaraServeError."""
+        """Downloads an adapter if only other instances have it. Raises CaraServeError if that fails."""
         if adapter is not None and self.fetcher is not None:
             await self.fetcher.ensure(adapter)
 
     def arrival(self, adapter: str | None, prompt_tokens: int, max_tokens: int, hop: int = 0) -> Arrival:
-        """A request as routing sees it. `max_tokens`: of its answer."""
+        """Describes a request for routing, with the expected length of its answer, at most `max_tokens`."""
         output_tokens = max(1.0, min(self._lengths.expected(adapter), max_tokens))
         meant = None if adapter is None else self.resolve(adapter)
         rank, num_bytes = (meant.rank, meant.num_bytes) if meant else (0, 0)
         return Arrival(adapter, rank, prompt_tokens, output_tokens, num_bytes, self._slo.tpot_ms, hop)
 
     def began(self, name: str, arrival: Arrival) -> float:
-        """A request goes to an instance. Gives the predicted time per token in ms."""
+        """Adds a request to an instance's load as seen here. Returns its predicted time per token in ms."""
         seen = self._view.instance(name)
         self._view.add_sent(name, arrival)
         return inf if seen is None else seen.estimate(arrival, self._tier(name, arrival.adapter), 0.0).latency_ms
 
     def draw_seed(self) -> int:
-        """For a request that gives none: wherever it is tried, it draws the same tokens."""
+        """Draws a seed for a request without one, so that each instance that tries it samples the same tokens."""
         return self._rng.getrandbits(63)
 
     def answered(self, adapter: str | None, output_tokens: int) -> None:
-        """How long an answer of this instance was."""
+        """Records the length of one answer, from which those of later ones are predicted."""
         self._lengths.observe(adapter, output_tokens)
 
-    # ---- as the one who is asked
+    # ---- requests and quotes of other instances
 
     def refusal(self, arrival: Arrival, *, force: bool, digest: str | None = None) -> Refusal | None:
-        """Why this instance does not take a request, on its exact state; None: it does. `digest`: of the adapter, as
-        the one who forwards it knows it."""
+        """Returns why this instance refuses a request, by its exact state, or None if it accepts the request.
+        `digest`: of the adapter that the forwarding instance means by the name."""
         if arrival.adapter is not None and digest is not None and self._digest(arrival.adapter) != digest:
             return Refusal("no-adapter", _NEVER)
         if not self._can_answer(arrival.adapter):
@@ -206,7 +206,7 @@ class Forwarding:
         return check_acceptance(arrival, own, tier, force, draining=self._draining())
 
     def quote(self, peer: str, body: Body) -> Body:
-        """For `NodeListener.answer_query`: what a request would cost here."""
+        """Answers another instance's query: returns cost and time per token of a request here; empty: not a query."""
         match body:
             case ("route", str(adapter), int(tokens), float(output_tokens) | int(output_tokens)) if output_tokens >= 1:
                 name = adapter or None
@@ -222,10 +222,10 @@ class Forwarding:
             return _NEVER
         return own.estimate(arrival, tier, self._policy.own_weight if self._policy else 0.0)
 
-    # ---- as the one who asks
+    # ---- this instance's own requests
 
     async def begin(self, arrival: Arrival) -> "RoutingAttempts":
-        """Chooses for a request that has not been forwarded."""
+        """Orders the instances for a request that has not been forwarded, with their quotes where they are wanted."""
         if self._policy is None or not self.joined:
             return RoutingAttempts(self, arrival, (), force=True)
         started_s = time.perf_counter()
@@ -238,14 +238,14 @@ class Forwarding:
         return RoutingAttempts(self, arrival, apply_quotes(proposal, quotes), force=not self._policy.enforces_slo)
 
     def propose(self, arrival: Arrival) -> Proposal:
-        """The order by the views at hand; the policy's own part of a decision."""
+        """Returns the policy's order of instances, by the load that they last published."""
         assert self._policy is not None
         digest = "" if arrival.adapter is None else self._digest(arrival.adapter)
         fleet = self._view.fleet(arrival.adapter, digest, holders_only=self.fetcher is None)
         return self._policy.propose(arrival, fleet, self._rng)
 
     def outstanding(self, adapters: Iterable[str | None]) -> tuple[dict[str, float], dict[str | None, set[str]]]:
-        """Tokens that every able instance still has to do, about; and who of them has which of these adapters."""
+        """Returns the tokens that each able instance still has to compute, estimated; and each adapter's holders."""
         able = self._view.fleet(None, "", holders_only=False).able.values()
         mean = self._lengths.expected(None)
         tokens = {one.name: one.backlog.queued_tokens + one.backlog.requests * mean for one in able}
@@ -254,11 +254,11 @@ class Forwarding:
         return tokens, {adapter: set(held) & tokens.keys() for adapter, held in tiers.items()}
 
     def holders(self, adapter: str | None) -> Collection[str]:
-        """Who has an adapter's bytes, as far as is known."""
+        """Returns the names of the instances that are known to have an adapter's bytes."""
         return () if adapter is None else self._view.tiers(self._digest(adapter)).keys()
 
     def mark_unreachable(self, name: str) -> None:
-        """Nothing comes from there just now."""
+        """Leaves an instance out of routing for 1 s, after a connection to it failed or broke."""
         self._view.mark_unreachable(name)
 
     async def _quotes(self, proposal: Proposal, arrival: Arrival) -> Mapping[str, CostEstimate | None]:
@@ -271,7 +271,7 @@ class Forwarding:
         return dict(zip(asked, map(_quoted, answers), strict=True))
 
     def peer(self, target: RoutingTarget, attempt: int) -> PeerTarget | None:
-        """Where to reach an instance; None for one that is gone."""
+        """Returns where to reach an instance, or None if it is not alive."""
         record = self._cluster.record(target.name)
         if record is None or record.state != MemberState.ALIVE:
             return None
@@ -280,15 +280,16 @@ class Forwarding:
     def next_target(
         self, order: Sequence[str], attempts: Sequence[Attempt], elapsed_ms: float, force: bool
     ) -> RoutingTarget | None:
-        """`router.next_target` under this fleet's promise."""
+        """Returns `router.next_target` under this fleet's promised time to first token."""
         return next_target(order, attempts, elapsed_ms, self._slo.ttft_ms, force)
 
     def could_answer(self, adapter: str | None) -> bool:
-        """Whether this instance has what it takes, or could get it."""
+        """Whether this instance has the adapter, or could download it if another instance had it."""
         return adapter is None or self.fetcher is not None or self.has(adapter)
 
     def _can_answer(self, adapter: str | None) -> bool:
-        """The same now: whoever is asked takes nothing that would wait here for bytes which nobody has."""
+        """Whether this instance has the adapter or can download it now. A request for one that no live instance holds
+        would only wait here, so it is refused."""
         if adapter is None or self.fetcher is None:
             return self.could_answer(adapter)
         return self.fetcher.can_get(adapter)
@@ -304,7 +305,7 @@ class Forwarding:
 
 
 class RoutingAttempts:
-    """One request's way to whoever answers it. `id` is the same at every attempt."""
+    """Tries instances for one request until one of them answers. `id` is the same at every attempt."""
 
     def __init__(self, forwarding: Forwarding, arrival: Arrival, order: Sequence[str], *, force: bool) -> None:
         self.id = uuid.uuid4().hex
@@ -317,17 +318,17 @@ class RoutingAttempts:
         self._stops = 0
 
     def next(self) -> LocalTarget | PeerTarget | None:
-        """Where the request goes now. None: nobody takes it."""
+        """Returns where the request goes next, or None if no instance is left that would accept it."""
         stop = None if self._given_up else self._choose()
         if self._attempts and stop is not None:
             self._forwarding.routing_metrics.retried += 1
         return stop
 
     def failed(self, refusal: Refusal | None) -> None:
-        """It was not answered there: refused, or (None) nobody knows why."""
+        """Records that the last target did not answer. `refusal`: its reason; None if it gave none."""
         assert self._target is not None
         self._attempts.append((self._target, refusal))
-        if refusal is not None and refusal.reason == "stale-epoch":  # it waited there for a while, in vain
+        if refusal is not None and refusal.reason == "stale-epoch":  # it waited there, and loads have changed since
             self.tried_local = False
             self._order = self._forwarding.propose(self._arrival).order
         if refusal is not None and refusal.reason == "unreachable":
@@ -336,7 +337,7 @@ class RoutingAttempts:
         self._given_up = reasons.count("failed") == _MOST_FAILURES
 
     def _leave_to_holders(self) -> None:
-        """Whoever has not got the adapter would wait for it in vain, too."""
+        """Keeps only the adapter's holders: other instances could not download it either."""
         holders = self._forwarding.holders(self._arrival.adapter)
         self._order = [name for name in self._order if name in holders]
         self.tried_local = self.tried_local or self._forwarding.name not in holders
@@ -358,7 +359,7 @@ class RoutingAttempts:
             else:
                 self.tried_local = True
                 return LocalTarget()
-        # All were asked that would be asked; the one that has the request in hand may still do it.
+        # All instances in the order have been tried. This one answers the request itself if it has not tried yet.
         if self.tried_local or not self._forwarding.could_answer(self._arrival.adapter):
             return None
         self._target, self.tried_local = RoutingTarget(self._forwarding.name, force=True), True

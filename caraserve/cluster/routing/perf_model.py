@@ -1,8 +1,8 @@
-"""How long an instance's next iteration takes: Toppings §5, eq. 2, kept true while the instance serves. Pure.
+"""Predicts the time of an instance's next iteration (Toppings §5, eq. 2), and refits the model while it serves.
 
-`cost.py` asks it for every candidate of a request, so a prediction is a few multiplications on sums that a load beat
-carries. The functions at the top take plain numbers and call nothing. `DriftWatch` compares predicted with observed
-times and refits a model that has drifted: another clock speed, a neighbour on the machine, a profile made in haste.
+`cost.py` needs a prediction for every candidate of a request, so one is a few multiplications on sums that heartbeats
+carry. The functions at the top take plain numbers. `DriftWatch` compares predicted with observed times and refits a
+model that has drifted: because of another clock speed, other load on the machine, or a profile made too quickly.
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ Kernel = Literal["measured", "unpadded", "padded"]
 _WINDOW = 128  # observations: some seconds of iterations
 _CHECK_EVERY = 32
 _TOLERANCE = 0.10  # median relative error that calls for a refit; fits of a quiet machine are within 0.04
-_GAIN = 0.9  # a refit has to lower that error to this share of it: otherwise the times only scatter
+_GAIN = 0.9  # a refit must lower that error at least to this share of it; otherwise the times are only noisy
 _LEAST_MS, _MOST_MS = 1e-6, 1e9  # a nanosecond and eleven days: sums, products and ratios of such times are finite
 
 
 def decode_ms(
     alpha_ms: float, gamma_ms: float, beta_ms: float, padded: bool, requests: float, rank_sum: float, rank_max: float
 ) -> float:
-    """One token for each request (eq. 2). The base model's have rank 0; an empty batch takes no time."""
+    """Returns the time of one decode iteration (eq. 2). Base model requests have rank 0; an empty batch takes 0."""
     if requests == 0:
         return 0.0
     work = requests * rank_max if padded else rank_sum
@@ -36,16 +36,16 @@ def decode_ms(
 
 
 def prefill_ms(base_ms: float, token_ms: float, token_rank_ms: float, tokens: float, token_ranks: float) -> float:
-    """One iteration over prompts of so many tokens in all; `token_ranks` is Σ tokens · rank. Prefill kernels work by
-    segment, so one prompt's rank does not pad another's. No tokens take no time."""
+    """Returns the time of one iteration over prompts with `tokens` tokens in all; `token_ranks` is Σ tokens · rank.
+    Prefill kernels work by segment, so one prompt's rank does not pad another's. No tokens take 0 ms."""
     if tokens == 0:
         return 0.0
     return base_ms + token_ms * tokens + token_rank_ms * token_ranks
 
 
 def mixed_ms(decoding_ms: float, beta_ms: float, prefilling_ms: float, base_ms: float) -> float:
-    """One iteration with tokens of both kinds. It reads the weights and is launched once: of the two fixed parts the
-    lesser falls away."""
+    """Returns the time of one iteration that decodes and prefills. It reads the weights and is launched once, so only
+    the larger of the two fixed parts counts."""
     if decoding_ms == 0.0 or prefilling_ms == 0.0:
         return decoding_ms + prefilling_ms
     return decoding_ms + prefilling_ms - min(beta_ms, base_ms)
@@ -54,10 +54,10 @@ def mixed_ms(decoding_ms: float, beta_ms: float, prefilling_ms: float, base_ms: 
 def operating_point(
     token_ms: float, beta_ms: float, prefill_share_ms: float, slo_ms: float, most_requests: int
 ) -> float:
-    """Tokens/s that one instance answers with when all its requests have one rank and time per token just meets the
-    SLO (LoRAServe §IV-A). `token_ms` is what one more request adds to an iteration, `prefill_share_ms` its prompt's
-    time over the tokens of its answer. An SLO that even one request misses still gets that one request. A time too
-    short to measure counts as a nanosecond, so that the result is finite."""
+    """Returns the tokens/s of one instance when all its requests have one rank and the time per token just meets the
+    SLO (LoRAServe §IV-A). `token_ms` is the time that one more request adds to an iteration, `prefill_share_ms` its
+    prompt's time divided by the tokens of its answer. If even one request misses the SLO, the rate is that of one
+    request. A time too short to measure counts as a nanosecond, so that the result is finite."""
     each_ms = max(token_ms + prefill_share_ms, _LEAST_MS)
     requests = float(most_requests)
     if requests * each_ms > slo_ms - beta_ms:
@@ -67,16 +67,16 @@ def operating_point(
 
 @dataclass(frozen=True, slots=True)
 class PerfModel:
-    """One instance's coefficients. They travel in its profile; a fleet may mix machines.
+    """One instance's coefficients, which it publishes; a fleet may mix machines.
 
-    Raises ValueError where a coefficient is no time, or where decoding or prefilling for the base model would take none
-    at all: other code divides by these times, and an instance that claims to take no time would be sent every request.
+    Raises ValueError if a coefficient is not a time, or if decoding or prefilling with the base model would take no
+    time at all: other code divides by these times, and an instance that claims no time would be sent every request.
     """
 
     alpha_ms: float  # decode, for each unit of rank
     gamma_ms: float  # decode, for each request; eq. 2 has none
     beta_ms: float  # decode, for each iteration
-    padded: bool  # work of a batch: requests · largest rank, or Σ rank
+    padded: bool  # a batch's work is requests · largest rank; otherwise Σ rank
     prefill_base_ms: float
     prefill_token_ms: float
     prefill_token_rank_ms: float
@@ -96,8 +96,8 @@ class PerfModel:
 
     @classmethod
     def of(cls, profile: Profile, kernel: Kernel = "measured", padded_rank: int | None = None) -> Self:
-        """The model of a profile's machine under one of its three fits. `padded_rank`: what kernels compute for every
-        adapter, whatever its own rank; a request then costs the same beside any others."""
+        """Builds the model from one of a profile's three fits. `padded_rank`: the rank that kernels compute for every
+        adapter, whatever its own; a request's cost is then the same in any batch."""
         decode, prefill = profile.decode, profile.prefill
         line = {"unpadded": decode.unpadded, "padded": decode.padded}.get(kernel)
         alpha_ms, gamma_ms, beta_ms = (
@@ -110,29 +110,30 @@ class PerfModel:
         return cls(alpha_ms, gamma_ms, beta_ms, kernel == "padded", prefill.base_ms, token_ms, token_rank_ms)
 
     def decode_ms(self, requests: int, rank_sum: int, rank_max: int) -> float:
-        """One token for each of the batch's requests."""
+        """Predicts an iteration that computes one token for each of the batch's requests."""
         return decode_ms(self.alpha_ms, self.gamma_ms, self.beta_ms, self.padded, requests, rank_sum, rank_max)
 
     def prefill_ms(self, tokens: int, token_ranks: int) -> float:
-        """One iteration over prompts of so many tokens; `token_ranks` is Σ tokens · rank."""
+        """Predicts an iteration over prompts with `tokens` tokens in all; `token_ranks` is Σ tokens · rank."""
         return prefill_ms(self.prefill_base_ms, self.prefill_token_ms, self.prefill_token_rank_ms, tokens, token_ranks)
 
     def iteration_ms(self, requests: int, rank_sum: int, rank_max: int, tokens: int, token_ranks: int) -> float:
-        """A token for each of the decoding requests, and so many tokens of prompts beside them."""
+        """Predicts an iteration with a token of each decoding request, and `tokens` tokens of prompts."""
         decoding_ms = self.decode_ms(requests, rank_sum, rank_max)
         return mixed_ms(decoding_ms, self.beta_ms, self.prefill_ms(tokens, token_ranks), self.prefill_base_ms)
 
     def operating_point(
         self, rank: int, slo_ms: float, prompt_tokens: float, output_tokens: float, most_requests: int
     ) -> float:
-        """Tokens/s of answers to typical requests of one rank under the SLO."""
+        """Returns the tokens/s of answers to typical requests of one rank under the SLO (LoRAServe §IV-A)."""
         prefill = self.prefill_base_ms + prompt_tokens * (self.prefill_token_ms + rank * self.prefill_token_rank_ms)
         token_ms = self.alpha_ms * rank + self.gamma_ms
         return operating_point(token_ms, self.beta_ms, prefill / output_tokens, slo_ms, most_requests)
 
 
 class _Line:
-    """ms = Σ coefficient · x, watched. Errors are relative: a short iteration counts as much as a long one."""
+    """Fits ms = Σ coefficient · x to the latest 128 iterations. Errors are relative to the observed time, so that short
+    iterations count as much as long ones."""
 
     def __init__(self, coefficients: Sequence[float], anchors: Sequence[Sequence[float]]) -> None:
         self.coefficients = tuple(coefficients)
@@ -141,7 +142,7 @@ class _Line:
         self._until_check = _CHECK_EVERY
 
     def observe(self, x: Sequence[float], ms: float) -> bool:
-        """Takes one iteration's time. True: the coefficients are new."""
+        """Records one iteration's time. Returns True if the coefficients have changed."""
         if not 0 < ms < math.inf:
             return False
         self._seen.append((tuple(x), ms))
@@ -153,7 +154,7 @@ class _Line:
 
     @property
     def error(self) -> float:
-        """Median of |predicted - observed| ÷ observed; 0 before any."""
+        """Median of |predicted - observed| ÷ observed; 0 before the first observation."""
         return self._error(self.coefficients)
 
     def _error(self, coefficients: Sequence[float]) -> float:
@@ -161,12 +162,12 @@ class _Line:
         return statistics.median(errors) if errors else 0.0
 
     def _refit(self) -> bool:
-        # Traffic of one kind says nothing of another: the profile's points stand in for what was not seen, moved by
-        # the ratio of what was. Without them, equal batches would leave the slope to chance.
+        # Batches of one kind do not show the times of another, and from equal batches any slope would fit. So the
+        # profile's points are fitted too, scaled by the median ratio of observed to predicted times.
         ratios = [ms / predicted for x, ms in self._seen if (predicted := _value(self.coefficients, x)) > 0]
         ratio = statistics.median(ratios) if ratios else 1.0
         anchored = [(x, ratio * ms) for x in self._anchors if (ms := _value(self.coefficients, x)) > 0]
-        # Rows over their times: least squares then weighs relative errors, and a pause of the machine errs by 1.
+        # Rows divided by their times: least squares then minimises relative errors, and a pause weighs at most 1.
         rows = [*self._seen, *anchored]
         columns = zip(*([value / ms for value in x] for x, ms in rows), strict=True)
         found, _ = fit_times([list(column) for column in columns], [1.0] * len(rows))
@@ -181,7 +182,7 @@ def _value(coefficients: Sequence[float], x: Sequence[float]) -> float:
 
 
 class DriftWatch:
-    """Keeps one instance's model true to the times it observes. `model` is the one to publish."""
+    """Refits one instance's model to the times it observes. `model` is the one to publish."""
 
     def __init__(self, profile: Profile, kernel: Kernel = "measured", padded_rank: int | None = None) -> None:
         self.model = model = PerfModel.of(profile, kernel, padded_rank)
@@ -198,21 +199,22 @@ class DriftWatch:
         )
 
     def observe_decode(self, requests: int, rank_sum: int, rank_max: int, ms: float) -> bool:
-        """Takes an iteration that only decoded. True: `model` is new."""
+        """Records an iteration that only decoded. Returns True if `model` has changed."""
         if requests == 0 or not self._decode.observe(self._decode_row(requests, rank_sum, rank_max), ms):
             return False
         alpha_ms, beta_ms, *gamma_ms = self._decode.coefficients
         return self._take(alpha_ms=alpha_ms, beta_ms=beta_ms, gamma_ms=gamma_ms[0] if gamma_ms else 0.0)
 
     def observe_prefill(self, tokens: int, token_ranks: int, ms: float) -> bool:
-        """Takes an iteration that only prefilled. True: `model` is new."""
+        """Records an iteration that only prefilled. Returns True if `model` has changed."""
         if tokens == 0 or not self._prefill.observe((1.0, tokens, token_ranks), ms):
             return False
         base_ms, token_ms, token_rank_ms = self._prefill.coefficients
         return self._take(prefill_base_ms=base_ms, prefill_token_ms=token_ms, prefill_token_rank_ms=token_rank_ms)
 
     def _take(self, **coefficients_ms: float) -> bool:
-        """Whether they make a model. Times of one kind of batch may fit a line through zero, which is none."""
+        """Replaces coefficients of the model. Returns False if the result is not valid: times of one kind of batch may
+        fit a line through zero."""
         try:
             self.model = PerfModel(**(dataclasses.asdict(self.model) | coefficients_ms))
         except ValueError:
@@ -222,12 +224,12 @@ class DriftWatch:
 
     @property
     def decode_error(self) -> float:
-        """Median relative error of the decode iterations seen lately."""
+        """Median relative error of the latest 128 decode iterations."""
         return self._decode.error
 
     @property
     def prefill_error(self) -> float:
-        """Median relative error of the prefill iterations seen lately."""
+        """Median relative error of the latest 128 prefill iterations."""
         return self._prefill.error
 
     def _decode_row(self, requests: int, rank_sum: int, rank_max: int) -> tuple[float, ...]:

@@ -1,8 +1,8 @@
-"""What one more request would cost this instance, by rank, as numbers that another router can scrape. Pure.
+"""Exports the cost of one more request on this instance, by rank, for external routers to scrape.
 
-A router in Kubernetes (llm-d's endpoint picker) chooses by scalars of each instance. It cannot put the rank of its own
-request into our cost function, so the function is asked here for each usual rank, and the picker's configuration names
-the series that it goes by. `caraserve:request_price` is the one to choose by: the others are for people and filters.
+A router in Kubernetes (llm-d's endpoint picker) chooses by scalars of each instance. It cannot evaluate our cost
+function for its request's rank, so the function is evaluated here for each usual rank, and the picker's configuration
+names the series to use. `caraserve:request_price` is the one to choose by; the others are for dashboards and filters.
 """
 
 import math
@@ -14,12 +14,12 @@ from caraserve.cluster.routing.perf_model import PerfModel
 from caraserve.telemetry.prometheus import family
 
 USUAL_RANKS = (0, 8, 16, 32, 64, 128)
-_EVEN_MS = 50.0  # a cost of that is a price of ½; the same for all instances, or prices could not be compared
+_EVEN_MS = 50.0  # the cost whose price is ½; the same on all instances, so that prices can be compared
 
 
 @dataclass(frozen=True, slots=True)
 class TypicalRequest:
-    """The request that is priced. `slo_ms`: time per token that this fleet promises."""
+    """The request that is priced. `slo_ms`: time per token that this fleet promises, in ms."""
 
     prompt_tokens: int = 512
     output_tokens: float = 200.0
@@ -27,8 +27,8 @@ class TypicalRequest:
 
 
 def price(cost_ms: float) -> float:
-    """A cost between 0 and infinity as a number between 0 and 1, in the same order. Pickers scale what they scrape to
-    the candidates' range, where a single infinity would make all others equal."""
+    """Maps a cost between 0 and infinity to a price between 0 and 1, in the same order. Pickers scale scraped values to
+    the candidates' range, in which a single infinity would make all others equal."""
     return 1.0 if math.isinf(cost_ms) else cost_ms / (cost_ms + _EVEN_MS)
 
 
@@ -39,7 +39,8 @@ def price_families(
     typical: TypicalRequest = TypicalRequest(),
     ranks: Sequence[int] = USUAL_RANKS,
 ) -> Iterator[str]:
-    """Families of Prometheus' text. `labels`: those of every sample, as `exposition.label_set` writes them."""
+    """Yields metric families as Prometheus' text. `labels`: those of every sample, as `prometheus.label_set` writes
+    them."""
     prices: list[tuple[str, float]] = []
     decodes: list[tuple[str, float]] = []
     headrooms: list[tuple[str, float]] = []

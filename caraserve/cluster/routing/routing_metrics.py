@@ -1,4 +1,4 @@
-"""What became of requests that other instances could answer, counted for GET /metrics."""
+"""Counts routed and forwarded requests for GET /metrics."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,28 +10,28 @@ _DECISION_S = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 
 
 @dataclass(slots=True)
 class RoutingMetrics:
-    """Counts of one instance. Instances' names are labels: there are at most 64, and those that were."""
+    """Counts of one instance. Peers' names are labels: at most 64 live ones, and those that have left."""
 
     received: int = 0  # from other instances, and answered here
-    moved: int = 0  # waiting requests that we handed back, for others to answer
+    moved: int = 0  # waiting requests that went to another instance instead
     retried: int = 0  # attempts after the first
-    unquoted: int = 0  # questions for a quote that got no answer in time
-    refused: dict[str, int] = field(default_factory=dict)  # by us, by reason
-    forwarded: dict[str, int] = field(default_factory=dict)  # by instance, and answered there
-    unreached: dict[str, int] = field(default_factory=dict)  # by instance: no answer came from there
-    lost: dict[str, int] = field(default_factory=dict)  # by instance: streams that ended with it
+    unquoted: int = 0  # queries for a quote that were not answered in time
+    refused: dict[str, int] = field(default_factory=dict)  # reason → requests of others that this instance refused
+    forwarded: dict[str, int] = field(default_factory=dict)  # instance → requests that it answered
+    unreached: dict[str, int] = field(default_factory=dict)  # instance → attempts without an answer
+    lost: dict[str, int] = field(default_factory=dict)  # instance → streams that broke off with it
     decisions: Histogram = field(default_factory=lambda: Histogram(_DECISION_S))
     quotes: Histogram = field(default_factory=lambda: Histogram(_DECISION_S))
     latencies: dict[str, tuple[float, float]] = field(default_factory=dict)  # Σ predicted and observed s per token
 
     def observe_latency(self, name: str, predicted_ms: float, observed_ms: float) -> None:
-        """Time per token of one answer, all waiting included. Endless predictions have nothing to compare."""
+        """Records the time per token of one answer, waiting included. Infinite predictions are left out."""
         if predicted_ms < float("inf"):
             predicted_s, observed_s = self.latencies.get(name, (0.0, 0.0))
             self.latencies[name] = predicted_s + predicted_ms / 1000, observed_s + observed_ms / 1000
 
     def families(self, labels: str) -> Iterator[str]:
-        """For GET /metrics."""
+        """Yields the metric families for GET /metrics. `labels`: those of every sample."""
 
         def counter(name: str, text: str, label: str, counts: dict[str, int] | dict[str, float]) -> str:
             samples = [(f"{label_set({label: of})},{labels}", value) for of, value in counts.items()]
@@ -60,5 +60,5 @@ class RoutingMetrics:
 
 
 def increment(counts: dict[str, int], key: str) -> None:
-    """One more."""
+    """Adds 1 to the count of `key`."""
     counts[key] = counts.get(key, 0) + 1
