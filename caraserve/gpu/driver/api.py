@@ -1,8 +1,8 @@
-"""What the CUDA backend asks of the driver: streams, events, copies, words to wait for, graphs.
+"""The interface of the CUDA driver as the backend uses it: streams, events, copies, waits for words, graphs.
 
-`cuda_driver.py` has these operations of a device; tests replay their semantics on the host. Operations of one stream
-run in the order of issue; between streams only events and words order them. Nothing here blocks the caller except
-`synchronize`, `register_host` and what says so.
+`cuda_driver.py` implements it for a device; tests replay its semantics on the host. Operations of one stream run in
+the order of issue; operations of different streams are ordered by events and words only. No call blocks the caller
+except `synchronize`, `register_host` and those whose docstring says so.
 """
 
 from collections.abc import Callable
@@ -12,93 +12,99 @@ from caraserve.core.batch import DeviceLost
 
 Stream = NewType("Stream", int)
 Event = NewType("Event", int)
-Graph = NewType("Graph", int)  # instantiated, ready to be launched
+Graph = NewType("Graph", int)  # instantiated, ready for launch
 
 WORD_BYTES = 4
 _WORD = 1 << 8 * WORD_BYTES
 
 
 class DriverError(DeviceLost):
-    """The driver refused an operation, or the device has failed: after most of what it refuses it runs nothing more."""
+    """The driver rejected an operation, or the device has failed. After most rejected operations nothing runs any
+    more."""
 
 
 def successor(number: int) -> int:
-    """The next value of a word that counts round."""
+    """Returns the value after `number` of a 32-bit word that wraps around."""
     return (number + 1) % _WORD
 
 
 def has_reached(value: int, target: int) -> bool:
-    """Whether a word that counts round is at `target` or beyond it: what `wait_value` waits for."""
+    """True if a wrapping 32-bit word has reached `target` or passed it; the condition of `wait_value`."""
     return (value - target) % _WORD < _WORD // 2
 
 
 class Driver(Protocol):
-    """Addresses are the device's, also of host memory, unless a name says otherwise."""
+    """Driver calls of one device. Addresses are device addresses, also for host memory, unless the name says
+    otherwise."""
 
     def create_stream(self, priority: int) -> Stream:
-        """A stream of its own; a lower number goes first where the device has a choice."""
+        """Creates a stream. Of two streams with work, the device prefers the one with the lower priority number."""
 
     def create_event(self) -> Event: ...
 
     def record(self, event: Event, stream: Stream) -> None:
-        """The event now means: all that was issued on `stream` so far."""
+        """Makes the event stand for everything issued on `stream` so far."""
 
     def wait_event(self, stream: Stream, event: Event) -> None:
-        """Later operations of `stream` wait for what the event means at this moment; nothing, if never recorded."""
+        """Makes later operations of `stream` wait for the event as last recorded; no wait if it was never recorded."""
 
     def is_done(self, event: Event) -> bool:
-        """Whether what the event means has run. Raises DriverError when the device has failed."""
+        """True if everything that the event stands for has run. Raises DriverError when the device has failed."""
 
     def synchronize(self, event: Event) -> None:
-        """Blocks the calling thread until `is_done`."""
+        """Blocks the calling thread until the event `is_done`."""
 
     def copy_to_device(self, target: int, source: int, num_bytes: int, stream: Stream) -> None:
-        """From registered host memory, which must stay as it is until the copy has run."""
+        """Copies from registered host memory, which must not change before the copy has run."""
 
     def copy_rows_to_device(
         self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int, stream: Stream
     ) -> None:
-        """`rows` pieces of `width` bytes, their beginnings a pitch apart."""
+        """Copies `rows` rows of `width` bytes; the pitches are the bytes between the starts of two rows."""
 
     def copy_to_host(self, target: int, source: int, num_bytes: int, stream: Stream) -> None: ...
 
     def copy_on_device(self, target: int, source: int, num_bytes: int, stream: Stream) -> None:
-        """The ranges must not overlap."""
+        """Copies between two ranges of device memory, which must not overlap."""
 
     def fill(self, target: int, num_bytes: int, stream: Stream) -> None:
-        """Writes zeros."""
+        """Writes zeros to `num_bytes` bytes."""
 
     def write_value(self, stream: Stream, address: int, value: int) -> None:
-        """Sets a word after everything issued on `stream` before it can be seen by all."""
+        """Sets a word once everything issued on `stream` before is visible to device and host."""
 
     def wait_value(self, stream: Stream, address: int, value: int) -> None:
-        """Later operations of `stream` wait until the word `has_reached` the value. Occupies no multiprocessor."""
+        """Makes later operations of `stream` wait until the word `has_reached` the value; occupies no
+        multiprocessor."""
 
     def register_host(self, host_address: int, num_bytes: int) -> int:
-        """Pins host memory and maps it; returns its address on the device. Slow, stalls other calls: before serving."""
+        """Pins and maps host memory; returns its device address. Slow and stalls other calls: for use before serving
+        only."""
 
     def unregister_host(self, host_address: int) -> None: ...
 
     def run(self, stream: Stream, issue: Callable[[], None]) -> None:
-        """Issues kernels: `issue` calls torch, Triton or the raw kernels' launcher, whose current stream is `stream`
-        meanwhile. It allocates nothing on the device and asks nothing of it, for it may be captured."""
+        """Calls `issue` with `stream` as the current stream, for torch, Triton and the launcher of the raw kernels.
+        `issue` only launches kernels: it neither allocates device memory nor waits for the device, because it may be
+        captured."""
 
     def begin_capture(self, stream: Stream) -> None:
-        """Operations issued on `stream` go into a graph from now on, and do not run."""
+        """Starts a capture: operations issued on `stream` go into a graph and do not run."""
 
     def end_capture(self, stream: Stream) -> Graph:
-        """Raises DriverError, the capture being over, when no graph can be made of what was issued."""
+        """Ends the capture and returns its graph. Raises DriverError, with the capture ended, if no graph can be
+        made."""
 
     def abandon_capture(self, stream: Stream) -> None:
-        """Ends a capture, and forgets what was issued."""
+        """Ends a capture and discards its operations."""
 
     def launch_graph(self, graph: Graph, stream: Stream) -> None: ...
 
     def free_bytes(self) -> int:
-        """Bytes of free device memory."""
+        """Returns the bytes of free device memory."""
 
     def total_bytes(self) -> int:
-        """Bytes of device memory, free or not."""
+        """Returns the bytes of device memory, free or in use."""
 
     def destroy_graph(self, graph: Graph) -> None:
-        """The graph must have run."""
+        """Destroys a graph, all of whose launches must have run."""

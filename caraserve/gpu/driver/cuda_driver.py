@@ -1,6 +1,6 @@
-"""A real device behind the Driver protocol: streams, events, copies, words and graphs by CUDA's own calls.
+"""Implements the Driver protocol for a real device with calls of the CUDA driver library.
 
-All of it is in the device's primary context, which is torch's, Triton's and CuPy's, too.
+All calls use the device's primary context, which torch, Triton and CuPy share.
 """
 
 import contextlib
@@ -17,22 +17,22 @@ from caraserve.gpu.driver.libcuda import Attribute, Cuda, Memcpy2D
 from caraserve.gpu.kernels import cuda_launch
 from caraserve.gpu.kernels.cuda_launch import Kernels
 
-_CHUNK_BYTES = 8 << 30  # of host memory registered by one call, which fails for a very large one
-_HUGE_PAGE_BYTES = 2 << 20  # chunks meet where pages do: none is registered twice
+_CHUNK_BYTES = 8 << 30  # host memory registered by one call; registering a very large range at once fails
+_HUGE_PAGE_BYTES = 2 << 20  # chunks meet at page boundaries, so that no page is registered twice
 
 
 class Torch(Protocol):
-    """All that is asked of torch."""
+    """The two operations of torch that the driver needs."""
 
     def make_current(self, stream: int) -> None:
-        """The calling thread's work goes to this stream from now on."""
+        """Makes `stream` the calling thread's current stream."""
 
     def allocations(self) -> int:
-        """How often the allocator has given out device memory."""
+        """Returns how many allocations of device memory torch has made since the start."""
 
 
 class CudaTorch:
-    """torch on one device."""
+    """The `Torch` operations on one device."""
 
     def __init__(self, device: int) -> None:
         import torch
@@ -54,38 +54,38 @@ class CudaTorch:
 
 @dataclass(slots=True)
 class _Registered:
-    """Host memory in chunks that lie side by side on the device, too."""
+    """Registered host memory. Its chunks are contiguous on the device, as they are on the host."""
 
-    chunks: list[int]  # where they begin on the host
-    device: int = 0  # where the first begins there
+    chunks: list[int]  # host addresses at which chunks begin
+    device: int = 0  # device address of the first chunk
 
     @property
     def borders(self) -> list[int]:
-        """Where chunks meet on the device."""
+        """Device addresses at which two chunks meet."""
         return [self.device + chunk - self.chunks[0] for chunk in self.chunks[1:]]
 
 
 class CudaDriver:
-    """The Driver protocol. A stream is its CUstream, an event its CUevent, a graph its CUgraphExec."""
+    """Implements Driver. A stream is a CUstream, an event a CUevent, a graph a CUgraphExec."""
 
     def __init__(self, cuda: Cuda, kernels: Kernels, device: int = 0, torch: Torch | None = None) -> None:
-        """`device`: as CUDA counts those that are visible. `kernels` wait for words where streams cannot."""
+        """`device`: index among the visible devices. `kernels`: used to wait for words where streams cannot."""
         self._cuda, self._kernels = cuda, kernels
         handle = cuda.number("cuDeviceGet", device)
         self._context = cuda.number("cuDevicePrimaryCtxRetain", handle)
-        self._threads = threading.local()  # those on which the context is current
+        self._threads = threading.local()  # the context is current on threads with `has_entered`
         self._torch = torch or CudaTorch(device)
         self._has_memory_operations = bool(cuda.attribute(Attribute.CAN_USE_64_BIT_STREAM_MEM_OPS, handle))
         self._registered: dict[int, _Registered] = {}  # by host address
-        self._borders: list[int] = []  # where chunks meet, on the device and in order: no copy may cross one
-        self._captures: dict[Stream, int] = {}  # torch's allocations before each
+        self._borders: list[int] = []  # sorted device addresses where chunks meet; a copy across one is split
+        self._captures: dict[Stream, int] = {}  # by stream: torch's number of allocations when the capture began
         self._enter()
 
     def create_stream(self, priority: int) -> Stream:
         return Stream(self._number("cuStreamCreateWithPriority", libcuda.STREAM_NON_BLOCKING, priority))
 
     def create_event(self) -> Event:
-        """Creates an event whose `synchronize` sleeps and does not spin."""
+        """Creates an event on which `synchronize` sleeps instead of spinning."""
         return Event(self._number("cuEventCreate", libcuda.EVENT_BLOCKING_SYNC | libcuda.EVENT_DISABLE_TIMING))
 
     def record(self, event: Event, stream: Stream) -> None:
@@ -110,7 +110,7 @@ class CudaDriver:
         if not width or not rows:
             return
         if cuts := self._cuts(source, (rows - 1) * source_pitch + width):
-            row = cuts[0] // source_pitch  # of its own: `_copy` knows how to cut it
+            row = cuts[0] // source_pitch  # a row that crosses a chunk border: `_copy` splits it
             self.copy_rows_to_device(target, target_pitch, source, source_pitch, width, row, stream)
             self._copy(target + row * target_pitch, source + row * source_pitch, width, stream)
             target, source, rows = target + (row + 1) * target_pitch, source + (row + 1) * source_pitch, rows - row - 1
@@ -145,7 +145,7 @@ class CudaDriver:
             self._call("cuMemsetD32Async", address, value, 1, stream)
 
     def wait_value(self, stream: Stream, address: int, value: int) -> None:
-        """One warp waits where streams themselves cannot, under WSL for example."""
+        """Waits on the stream, or with one warp of a kernel where streams cannot wait, for example under WSL."""
         if self._has_memory_operations:
             self._call("cuStreamWaitValue32_v2", stream, address, value, libcuda.STREAM_WAIT_VALUE_GEQ)
         else:
@@ -153,7 +153,8 @@ class CudaDriver:
             self._kernels.launch(cuda_launch.wait_word(address, value), stream)
 
     def register_host(self, host_address: int, num_bytes: int) -> int:
-        """Raises DriverError, with nothing registered, when the driver refuses or scatters the memory."""
+        """Registers host memory. Raises DriverError, with nothing registered, if the driver fails or maps it
+        non-contiguously."""
         flags = libcuda.MEMHOSTREGISTER_PORTABLE | libcuda.MEMHOSTREGISTER_DEVICEMAP
         made = self._registered[host_address] = _Registered([])
         at, end = host_address, host_address + num_bytes
@@ -183,13 +184,13 @@ class CudaDriver:
         issue()
 
     def begin_capture(self, stream: Stream) -> None:
-        """Only what this thread does is held to the rules of a capture."""
+        """Starts a capture; its restrictions on driver calls apply to this thread only."""
         self._captures[stream] = self._torch.allocations()
         self._call("cuStreamBeginCapture_v2", stream, libcuda.STREAM_CAPTURE_MODE_THREAD_LOCAL)
 
     def end_capture(self, stream: Stream) -> Graph:
-        """Raises AssertionError when torch gave out memory meanwhile: the graph would keep writing
-        there, whatever the memory is used for by then."""
+        """Ends the capture and returns its graph. Raises AssertionError if torch allocated device memory during the
+        capture: the graph would write there after torch has reused the memory."""
         captured, before = ctypes.c_void_p(), self._captures.pop(stream)
         self._call("cuStreamEndCapture", stream, ctypes.byref(captured))
         try:
@@ -198,13 +199,13 @@ class CudaDriver:
             graph = self._number("cuGraphInstantiateWithFlags", captured, 0)
         finally:
             self._call("cuGraphDestroy", captured)
-        self._call("cuGraphUpload", graph, stream)  # or the first launch would do it
+        self._call("cuGraphUpload", graph, stream)  # otherwise the first launch would upload it
         return Graph(graph)
 
     def abandon_capture(self, stream: Stream) -> None:
         captured = ctypes.c_void_p()
         del self._captures[stream]
-        with contextlib.suppress(DriverError):  # says that the capture has failed, and ends it all the same
+        with contextlib.suppress(DriverError):  # raised for a failed capture, which is ended nevertheless
             self._call("cuStreamEndCapture", stream, ctypes.byref(captured))
         if captured.value is not None:
             self._call("cuGraphDestroy", captured)
@@ -224,15 +225,16 @@ class CudaDriver:
         self._call("cuGraphExecDestroy", graph)
 
     def _copy(self, target: int, source: int, num_bytes: int, stream: Stream) -> None:
-        """The driver sees from the addresses what is where; host memory's may be the device's for it."""
+        """Copies, split at chunk borders. The driver infers the direction from the addresses; host memory may be given
+        by its device address."""
         ends = sorted({*self._cuts(target, num_bytes), *self._cuts(source, num_bytes), num_bytes})
         for start, end in zip([0, *ends], ends, strict=False):
             if end > start:
                 self._call("cuMemcpyAsync", target + start, source + start, end - start, stream)
 
     def _cuts(self, address: int, num_bytes: int) -> list[int]:
-        """How far behind an address host memory goes on in another chunk, each time within so many bytes. CUDA promises
-        nothing of a copy that lies in two, not even that it is asynchronous."""
+        """Returns the offsets within `num_bytes` bytes of `address` at which another chunk of host memory begins. CUDA
+        does not specify copies across two registered ranges, not even that they are asynchronous."""
         borders = self._borders
         if not borders or num_bytes == 0:
             return []

@@ -1,7 +1,7 @@
-"""Whether there is a GPU to serve on, and what is missing if there is one that cannot be used.
+"""Detects whether there is a usable GPU, and what is missing if there is an unusable one.
 
-Looking happens before workers are forked, who must not inherit a started driver: another process asks it. torch is not
-imported for it, nor CuPy.
+A separate process queries the driver, because workers are forked later and must not inherit an initialised driver.
+Neither torch nor CuPy is imported.
 """
 
 import json
@@ -22,26 +22,26 @@ from caraserve.errors import ConfigError
 from caraserve.gpu.driver.api import DriverError
 from caraserve.gpu.driver.libcuda import LIBRARY, Attribute, Cuda
 
-DEVICES = ("auto", "cuda", "cpu")  # what --device may be
+DEVICES = ("auto", "cuda", "cpu")  # values of --device
 
 _OLDEST_CUDA = 12
-_NEWEST_CUDA = 13  # that there is an extra for
+_NEWEST_CUDA = 13  # newest CUDA major version for which there is an extra
 _OLDEST_CAPABILITY = 80
-# The releases of torch whose plain wheels are built for a CUDA.
+# Releases of torch whose plain wheels are built for a CUDA version.
 _TORCH = {12: "torch>=2.9,<2.11", 13: "torch>=2.11,<2.14"}
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
-_LOOK_S = 60.0  # a driver without persistence mode takes seconds to start
+_LOOK_S = 60.0  # timeout of the query: a driver without persistence mode takes seconds to start
 
 
 def prepare_environment() -> None:
-    """What CUDA reads when it starts. Other values would do harm: streams that share a hardware queue hold one another
-    back, and code that is loaded while the device waits for a word waits, too."""
+    """Sets the environment variables that CUDA reads at its start. With other values, streams that share a hardware
+    queue would delay one another, and loading code would block while the device waits for a word."""
     os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A device as far as it decides whether it can be used. CUDA 13.2 is 13020, compute capability 9.0 is 90."""
+    """The properties of a device that decide whether it is usable. CUDA 13.2 is 13020, compute capability 9.0 is 90."""
 
     name: str
     capability: int
@@ -50,8 +50,8 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """Python packages that a GPU needs. `torch_cuda`, `cupy_cuda`: the CUDA that they are built for, its major version;
-    None: not built for one, or not installed; 0: unknown."""
+    """The installed Python packages that a GPU needs. `torch_cuda`, `cupy_cuda`: major version of the CUDA they were
+    built for; None if not installed or built without CUDA; 0 if unknown."""
 
     torch: str
     torch_cuda: int | None
@@ -61,15 +61,15 @@ class Installed:
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """What to serve on. `note`: one line for the operator, why a GPU that is there is not used."""
+    """The device to serve on. `note`: one line for the operator on why an existing GPU is not used."""
 
     device: Literal["cuda", "cpu"]
     note: str = ""
 
 
 def choose(wanted: str, gpu: Gpu | None, problem: str, installed: Installed) -> DeviceChoice:
-    """Pure. `wanted` is one of DEVICES; `problem` says why there is no GPU, and is empty where none is to be expected.
-    Raises ConfigError when a GPU is wanted and there is none that can be used."""
+    """Returns the device to serve on. `wanted` is one of DEVICES; `problem` says why there is no GPU, and is empty on a
+    machine without a driver. Raises ConfigError if a GPU is wanted and none is usable."""
     if wanted == "cpu":
         return DeviceChoice("cpu")
     if gpu is not None:
@@ -82,7 +82,7 @@ def choose(wanted: str, gpu: Gpu | None, problem: str, installed: Installed) -> 
 
 
 def _problem(gpu: Gpu, installed: Installed) -> str:
-    """Why a GPU cannot be used, and the command that helps."""
+    """Returns why the GPU is unusable and the command that fixes it, or "" if it is usable."""
     cuda = gpu.driver_version // 1000
     version = f"{cuda}.{gpu.driver_version % 1000 // 10}"
     if gpu.capability < _OLDEST_CAPABILITY:
@@ -97,7 +97,7 @@ def _problem(gpu: Gpu, installed: Installed) -> str:
 
 
 def _missing(cuda: int, installed: Installed) -> tuple[list[str], list[str]]:
-    """What a driver of that CUDA cannot do without, and the commands that install it, in order."""
+    """Returns the missing packages for a driver of this CUDA version, and the commands that install them, in order."""
     wheels = min(cuda, _NEWEST_CUDA)
     missing, commands, extra = [], [], []
     if installed.torch_cuda is None or installed.torch_cuda > cuda:
@@ -109,7 +109,7 @@ def _missing(cuda: int, installed: Installed) -> tuple[list[str], list[str]]:
         extra.append("CuPy")
     elif installed.cupy_cuda > cuda:
         extra.append(f"a CuPy for CUDA {wheels}")
-        commands.append(f"pip uninstall -y cupy-cuda{installed.cupy_cuda}x")  # two of them break each other
+        commands.append(f"pip uninstall -y cupy-cuda{installed.cupy_cuda}x")  # two CuPy packages break each other
     if not installed.triton:
         extra.append("Triton")
     if extra:
@@ -118,7 +118,7 @@ def _missing(cuda: int, installed: Installed) -> tuple[list[str], list[str]]:
 
 
 def detect(wanted: str, library: str = LIBRARY) -> DeviceChoice:
-    """`choose` on this machine; looks at nothing for `cpu`. Raises ConfigError as that does."""
+    """Applies `choose` to this machine; queries nothing if `wanted` is `cpu`. Raises ConfigError as `choose` does."""
     if wanted == "cpu":
         return DeviceChoice("cpu")
     gpu, problem = look(library)
@@ -126,7 +126,7 @@ def detect(wanted: str, library: str = LIBRARY) -> DeviceChoice:
 
 
 def look(library: str = LIBRARY) -> tuple[Gpu | None, str]:
-    """The first GPU, or why there is none: nothing, where there is no driver."""
+    """Returns the first GPU, or why there is none; the reason is empty on a machine without a driver."""
     try:
         CDLL(library)
     except OSError:
@@ -144,7 +144,7 @@ def look(library: str = LIBRARY) -> tuple[Gpu | None, str]:
 
 
 def installed() -> Installed:
-    """Reads what is installed and imports none of it."""
+    """Reads which packages are installed, without importing them."""
     return Installed(
         torch=f"torch {_version('torch')}" if find_spec("torch") else "",
         torch_cuda=_torch_cuda(),
@@ -176,7 +176,7 @@ def _cupy_cuda(distributions: Iterable[metadata.Distribution]) -> int:
 
 
 def _answer(library: str) -> dict[str, str | int] | str:
-    """In a process of its own: the first GPU, or what is wrong."""
+    """Runs in the separate process: returns the first GPU, or what is wrong with it."""
     try:
         cuda = Cuda(library)
         if cuda.number("cuDeviceGetCount") == 0:
@@ -190,8 +190,8 @@ def _answer(library: str) -> dict[str, str | int] | str:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """CUDA 13.2 is 13020, compute capability 9.0 is 90. `numa_node`: whose memory is near, None if the system does
-    not say; `lockable_bytes`: what `ulimit -l` allows, None for no limit."""
+    """Facts about a device. CUDA 13.2 is 13020, compute capability 9.0 is 90. `numa_node`: the node whose memory is
+    nearest, None if the system does not report it; `lockable_bytes`: the limit of `ulimit -l`, None for no limit."""
 
     name: str
     capability: int
@@ -201,14 +201,14 @@ class DeviceFacts:
     free_bytes: int
     driver_version: int
     has_stream_memory_operations: bool
-    uses_host_pointers: bool  # registered host memory has one address for all
+    uses_host_pointers: bool  # registered host memory has the same address on host and device
     pci_bus_id: str
     numa_node: int | None
     lockable_bytes: int | None
 
 
 def device_facts(cuda: Cuda, device: int = 0, pci_devices: Path = _PCI_DEVICES) -> DeviceFacts:
-    """Makes the device's primary context current on this thread, which starts the device if needed."""
+    """Reads the facts. Makes the device's primary context current on this thread, which starts the device if needed."""
     handle = cuda.number("cuDeviceGet", device)
     cuda.call("cuCtxSetCurrent", cuda.number("cuDevicePrimaryCtxRetain", handle))
     free_bytes, memory_bytes = cuda.memory()
@@ -231,7 +231,7 @@ def device_facts(cuda: Cuda, device: int = 0, pci_devices: Path = _PCI_DEVICES) 
 
 
 def capability(cuda: Cuda, handle: int) -> int:
-    """A device's compute capability, 9.0 as 90."""
+    """Returns a device's compute capability; 9.0 is 90."""
     major, minor = Attribute.COMPUTE_CAPABILITY_MAJOR, Attribute.COMPUTE_CAPABILITY_MINOR
     return 10 * cuda.attribute(major, handle) + cuda.attribute(minor, handle)
 

@@ -1,8 +1,8 @@
-"""The CUDA driver's library, through ctypes: the calls that CaraServe makes, by their exact prototypes.
+"""The CUDA driver library through ctypes: the calls that CaraServe makes, with their exact prototypes.
 
-The driver comes with the machine and not with a wheel, so it is opened when it is asked for. Names end in `_v2` where
-the header says so: the plain symbols are older calls with narrower arguments, or with other conditions. What fails here
-leaves no error behind that torch's next call would report as its own, unlike with the runtime's calls.
+The driver is part of the machine and not of a wheel, so it is opened when first needed. Names end in `_v2` where the
+header maps them so: the plain symbols are older calls with narrower arguments or other conditions. Unlike with the
+runtime library, a failed call leaves no error behind that torch's next call would report.
 """
 
 import ctypes
@@ -14,32 +14,32 @@ from typing import Any, ClassVar
 from caraserve.gpu.driver.api import DriverError
 
 LIBRARY = "libcuda.so.1"
-NOT_READY = 600  # what a query answers while there is work left
+NOT_READY = 600  # result of a query while work is pending
 
 MEMHOSTREGISTER_PORTABLE = 1
 MEMHOSTREGISTER_DEVICEMAP = 2
 STREAM_NON_BLOCKING = 1
 EVENT_BLOCKING_SYNC = 1
 EVENT_DISABLE_TIMING = 2
-STREAM_WAIT_VALUE_GEQ = 0  # counts round
-STREAM_WRITE_VALUE_DEFAULT = 0  # after everything before it
+STREAM_WAIT_VALUE_GEQ = 0  # comparison that wraps around
+STREAM_WRITE_VALUE_DEFAULT = 0  # ordered after all earlier operations
 STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
 MEMORYTYPE_UNIFIED = 4
 
 
 class Attribute(IntEnum):
-    """Of a device."""
+    """Device attributes."""
 
     MULTIPROCESSOR_COUNT = 16
     L2_CACHE_SIZE = 38
     COMPUTE_CAPABILITY_MAJOR = 75
     COMPUTE_CAPABILITY_MINOR = 76
     CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91
-    CAN_USE_64_BIT_STREAM_MEM_OPS = 122  # of the second version, of which 32 bits are a part
+    CAN_USE_64_BIT_STREAM_MEM_OPS = 122  # version 2 of the operations, which includes 32-bit ones
 
 
 class Memcpy2D(ctypes.Structure):
-    """CUDA_MEMCPY2D, of 64-bit sizes."""
+    """CUDA_MEMCPY2D with 64-bit sizes."""
 
     _fields_: ClassVar[Sequence[tuple[str, Any]]] = [
         ("srcXInBytes", c_size_t),
@@ -106,12 +106,12 @@ _QUERIES = ("cuEventQuery",)
 
 
 class Cuda:
-    """The library, initialized. Calls come from threads on which a context is current. They release Python's lock, for
-    almost any may wait for the device; a query never does, and is asked so often that getting the lock back would cost
-    more than it."""
+    """The library, initialised. Calls must come from threads on which a context is current. Calls release the GIL,
+    because almost any of them may wait for the device; queries do not, because they never wait and are so frequent that
+    taking the GIL again would cost more than the query."""
 
     def __init__(self, library: str = LIBRARY) -> None:
-        """Raises OSError when there is no such library, DriverError when it has no device."""
+        """Raises OSError if the library does not exist, DriverError if it has no device."""
         loaded, quick = ctypes.CDLL(library), ctypes.PyDLL(library)
         self._calls: dict[str, Any] = {}
         for name, types in _PROTOTYPES.items():
@@ -123,25 +123,25 @@ class Cuda:
         self.call("cuInit", 0)
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Raises DriverError with CUDA's word for what went wrong."""
+        """Calls a function. Raises DriverError with CUDA's name for the error."""
         if status := self._calls[name](*arguments):
             raise DriverError(f"{name}: {self._words(status)}")
 
     def ask(self, name: str, *arguments: Any) -> bool:
-        """Whether a query finds all done. Raises DriverError when what it asks about has failed."""
+        """Returns whether a query finds all work done. Raises DriverError if the work has failed."""
         status = self._calls[name](*arguments)
         if status not in (0, NOT_READY):
             raise DriverError(f"{name}: {self._words(status)}")
         return bool(status == 0)
 
     def number(self, name: str, *arguments: Any) -> int:
-        """What a call writes to its first argument: a handle, an address, a count."""
-        out = _PROTOTYPES[name][0]._type_()  # type: ignore[attr-defined]  # what the pointer points to
+        """Returns what a call writes to its first argument: a handle, an address, a count."""
+        out = _PROTOTYPES[name][0]._type_()  # type: ignore[attr-defined]  # the type that the pointer points to
         self.call(name, ctypes.byref(out), *arguments)
         return int(out.value or 0)
 
     def text(self, name: str, *arguments: Any) -> str:
-        """What a call writes to a buffer, its first argument, whose size is the second."""
+        """Returns what a call writes to its first argument, a buffer whose size is the second."""
         buffer = ctypes.create_string_buffer(256)
         self.call(name, buffer, len(buffer), *arguments)
         return buffer.value.decode(errors="replace")
@@ -153,7 +153,7 @@ class Cuda:
         return free.value, total.value
 
     def attribute(self, attribute: Attribute, device: int) -> int:
-        """A property of a device."""
+        """Returns a property of a device."""
         return self.number("cuDeviceGetAttribute", attribute, device)
 
     def _words(self, status: int) -> str:
