@@ -1,11 +1,11 @@
-"""Base weights with one adapter merged into them, beside the base's own.
+"""A second copy of the base model's linear modules, with one adapter merged into it.
 
-For the loading mode `merged`, after dLoRA. Every linear module is there twice, so that passes over merged weights, and
-graphs of them, find them in one place; what an adapter has no module in equals the base's. To unmerge is to use the
-base's again, which is exact and costs nothing.
+Serves the loading mode `merged`, after dLoRA. The copy has every linear module, so that passes over merged weights, and
+their graphs, find them at fixed addresses; modules that the adapter lacks equal the base's. Unmerging means using the
+base's weights again, which is exact and free.
 
-Products are summed in fp32 and added in one rounding. Where an adapter's dtype is not the model's, A and B are rounded
-to it first, which is little beside the rounding of the sum.
+B A is summed in fp32 and added to the base weight with one rounding. If the adapter's dtype is not the model's, A and B
+are rounded to the model's first, an error that is small beside the rounding of the sum.
 """
 
 from collections.abc import Collection, Mapping
@@ -23,24 +23,24 @@ from caraserve.util.units import align_up
 
 
 class MergedDeviceWeights:
-    """Room for every linear module, and which adapter is in it. The launching thread's alone."""
+    """The copy of the weights, and which adapter is merged into it. Used by the launching thread only."""
 
     def __init__(self, spec: ModelSpec, base: Weights, max_rank: int) -> None:
-        """`max_rank`: of any adapter, with its padding."""
+        """Allocates the copy. `max_rank`: the largest rank of any adapter, with padding."""
         self._spec, self._base = spec, base
         self.weights = replace(base, layers=tuple(_copied(layer) for layer in base.layers))
         inputs, outputs = (max(spec.site_shape(site)[side] for site in SITES) for side in range(2))
-        # A and B in the model's dtype, as plain matrices.
+        # Buffers for one module's A and B as plain matrices in the model's dtype.
         self._a = torch.empty(max_rank * inputs, dtype=base.dtype, device=base.device)
         self._b = torch.empty(align_up(outputs, PANEL) * max_rank, dtype=base.dtype, device=base.device)
         self._held: str | None = None
-        self._changed: frozenset[tuple[int, int]] = frozenset()  # (layer, group) that differ from the base
+        self._changed: frozenset[tuple[int, int]] = frozenset()  # (layer, module group) pairs that differ from the base
         self.merges = 0
 
     def merge(self, adapter: AdapterSpec, image: Tensor, driver: Driver, stream: Stream) -> None:
-        """Has an adapter merged for what is issued on `stream` from now on. The same as last time is not merged again.
+        """Merges an adapter, for everything issued on `stream` afterwards. Does nothing if it is merged already.
 
-        `image`: uint8, the adapter's bytes on the device. Allocates nothing there.
+        `image`: uint8, the adapter's bytes on the device. Allocates no device memory.
         """
         if self._held == adapter.digest:
             return
@@ -74,7 +74,8 @@ class MergedDeviceWeights:
                     torch.addmm(before, b, a, alpha=span.scale, out=after)
 
     def _unpack(self, span: SiteSpan, dtype: Dtype, image: Tensor) -> tuple[Tensor, Tensor]:
-        """A [rank, inputs] and B [outputs, rank] of a module, until the next one is unpacked."""
+        """Returns A [rank, inputs] and B [outputs, rank] of a module; valid until the next call, which reuses the
+        buffers."""
         inputs, outputs = self._spec.site_shape(SITES[span.site])
         rank, panels = span.padded_rank, align_up(outputs, PANEL) // PANEL
 

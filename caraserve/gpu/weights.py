@@ -1,7 +1,7 @@
-"""The base model's weights on the device: modules that read the same input are one matrix.
+"""The base model's weights on the device; modules that read the same input form one matrix.
 
-Memory is made first and filled tensor by tensor, from a checkpoint's files by way of pinned buffers or at random on the
-device itself, so that nothing is ever there twice.
+Tensors are allocated in their final place and filled one by one, from a checkpoint's files through pinned buffers or
+with random numbers on the device, so that no tensor is on the device twice.
 """
 
 import math
@@ -22,26 +22,27 @@ from caraserve.util.units import human_bytes
 
 TORCH_DTYPES = {Dtype.F32: torch.float32, Dtype.BF16: torch.bfloat16, Dtype.F16: torch.float16}
 _STAGING_BYTES = 32 << 20
-_STAGING_BUFFERS = 2  # one is written while the other is on its way
+_STAGING_BUFFERS = 2  # one is written while the other is being copied
 _DUMMY_STD = 0.02
 
-Fill = Callable[[str, Tensor], None]  # tensor name, where it is to be
+Fill = Callable[[str, Tensor], None]  # (tensor name, tensor to fill)
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """One or more modules that read the same input, their outputs side by side."""
+    """One or more modules that read the same input, with their outputs concatenated."""
 
     weight: Tensor  # [outputs, inputs]
     bias: Tensor | None  # [outputs]
-    transposed: Tensor  # of weight: a view
+    transposed: Tensor  # view of `weight`
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None) -> "Linear":
         return cls(weight, bias, weight.t())
 
     def apply(self, x: Tensor, out: Tensor) -> None:
-        """`out = x weightᵀ + bias`, [tokens, …]; allocates nothing, which a product with a bias in one call might."""
+        """Computes `out = x weightᵀ + bias`, [tokens, …]. Adds the bias in a second call: torch.addmm might allocate
+        memory."""
         torch.mm(x, self.transposed, out=out)
         if self.bias is not None:
             out.add_(self.bias)
@@ -49,24 +50,24 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Norms are float32."""
+    """Weights of one decoder layer; norms are float32."""
 
     attention_norm: Tensor  # [hidden]
     mlp_norm: Tensor  # [hidden]
-    head_norms: tuple[Tensor, Tensor] | None  # [head dim] each: of q, of k
-    linears: tuple[Linear, ...]  # by group of layout.GROUPS
+    head_norms: tuple[Tensor, Tensor] | None  # of q and of k, [head dim] each
+    linears: tuple[Linear, ...]  # by module group of layout.GROUPS
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All that a pass reads of the base model."""
+    """All weights of the base model that a pass reads."""
 
     layers: tuple[Layer, ...]
     embedding: Tensor  # [vocab, hidden]
-    head: Linear  # [vocab, hidden]; the embedding itself where they are tied
+    head: Linear  # [vocab, hidden]; the same tensor as `embedding` if they are tied
     final_norm: Tensor  # float32 [hidden]
     cos: Tensor  # float32 [positions, head dim / 2]
-    sin: Tensor  # likewise
+    sin: Tensor  # float32 [positions, head dim / 2]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -78,18 +79,18 @@ class Weights:
 
 
 def columns_of(spec: ModelSpec, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(first columns, widths) of a group's modules in a row of its output."""
+    """Returns (first columns, widths) of a group's modules in a row of the group's output."""
     widths = tuple(spec.site_shape(site)[1] for site in GROUPS[group])
     return tuple(sum(widths[:index]) for index in range(len(widths))), widths
 
 
 def num_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """What `load` takes of the device, but for norms, biases and rotary tables."""
+    """Returns the device memory that `load` takes, without norms, biases and rotary tables."""
     return spec.num_parameters * dtype.itemsize
 
 
 def progress_steps(spec: ModelSpec) -> int:
-    """How often `load` calls `progress`."""
+    """Returns how often `load` calls `progress`."""
     return spec.layers + 1
 
 
@@ -101,10 +102,10 @@ def load(
     fill: Fill,
     progress: Callable[[], None] = lambda: None,
 ) -> Weights:
-    """Makes room on `device` and has it filled; calls `progress` after each layer and after the embeddings.
+    """Allocates the weights on `device` and fills them; calls `progress` after each layer and after the embeddings.
 
-    Raises ModelLoadError for sizes that the kernels do not have and for more than the device holds, and what `fill`
-    raises.
+    Raises ModelLoadError for sizes that the kernels do not support or if device memory is too small, and the errors of
+    `fill`.
     """
     for name, size in (("hidden_size", spec.hidden), ("intermediate_size", spec.intermediate)):
         if size % A_COLUMNS:
@@ -134,7 +135,7 @@ def _load(spec: ModelSpec, max_context: int, maker: "_Maker", progress: Callable
 
 @dataclass(frozen=True, slots=True)
 class _Maker:
-    """Makes tensors and fills them."""
+    """Allocates tensors and fills them."""
 
     spec: ModelSpec
     dtype: torch.dtype
@@ -180,7 +181,7 @@ class _Maker:
 
 
 def from_reader(read: Read, device: torch.device) -> Fill:
-    """Fills with a checkpoint's tensors, converted where the dtypes differ. Raises what `read` raises."""
+    """Returns a Fill that reads a checkpoint and converts dtypes where they differ. It raises the errors of `read`."""
     upload = _Staging(device).upload if device.type == "cuda" else _put
 
     def fill(name: str, target: Tensor) -> None:
@@ -191,8 +192,8 @@ def from_reader(read: Read, device: torch.device) -> Fill:
 
 
 def dummy(seed: int, device: torch.device) -> Fill:
-    """Fills with random weights of plausible size, made on the device; norms are one and biases zero. The same seed
-    gives the same model on the same kind of device."""
+    """Returns a Fill with random weights of plausible size, generated on the device; norms are 1 and biases 0. The same
+    seed gives the same model on the same kind of device."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def fill(name: str, target: Tensor) -> None:
@@ -209,19 +210,19 @@ def _put(raw: Raw, dtype: Dtype, target: Tensor) -> None:
 
 
 class _Staging:
-    """Pinned buffers by which tensors go to a CUDA device, and room there for pieces that are to be converted."""
+    """Pinned buffers for uploads to a CUDA device, and a device buffer for pieces whose dtype is converted there."""
 
     def __init__(self, device: torch.device) -> None:
         self._pinned = [
             torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(_STAGING_BUFFERS)
         ]
-        cuda: Any = torch.cuda  # its types are not stated
+        cuda: Any = torch.cuda  # torch.cuda has no type annotations
         self._passed = [cuda.Event() for _ in self._pinned]
         self._arrived = torch.empty(_STAGING_BYTES, dtype=torch.uint8, device=device)
         self._turn = 0
 
     def upload(self, raw: Raw, dtype: Dtype, target: Tensor) -> None:
-        """`raw` may be written as soon as this returns."""
+        """Copies `raw` to `target`. `raw` may be overwritten as soon as this returns."""
         source, flat = torch.from_numpy(raw).view(TORCH_DTYPES[dtype]).view(-1), target.view(-1)
         step = _STAGING_BYTES // dtype.itemsize
         for start in range(0, math.prod(target.shape), step):

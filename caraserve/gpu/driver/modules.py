@@ -1,8 +1,8 @@
-"""The raw CUDA kernels on a device: loaded through CuPy, launched on a given stream.
+"""Loads the raw CUDA kernels through CuPy and launches them on a given stream.
 
-CuPy is imported when kernels are made and not before: it can be imported, and used, only where there is a driver. It
-allocates nothing here; all memory is the caller's. Kernels are made before anything waits on a device word and before
-a graph is captured: loading a module takes locks that the release of a waiting device may need.
+CuPy is imported only when kernels are made, because it works only where there is a driver. It allocates nothing here:
+the caller owns all memory. Kernels are made before any stream waits for a word and before any capture: loading a module
+takes locks that the release of a waiting device may need.
 """
 
 import logging
@@ -27,16 +27,16 @@ _OF_ACTIVATIONS = ("bgmv", "handoff")
 
 @dataclass(frozen=True, slots=True)
 class _Handle:
-    """All that CuPy's launcher wants of a stream is its handle. Its own stream objects would push a current stream."""
+    """A stream as CuPy's launcher needs it: a handle. CuPy's own stream objects would change the current stream."""
 
     ptr: int
 
 
 class CudaKernels:
-    """All kernels for activations of one dtype, on the current device."""
+    """All raw kernels for one activation dtype, on the current device."""
 
     def __init__(self, activation: Dtype, cache: Path | None = None) -> None:
-        """`cache`: where machine code is kept between starts."""
+        """Compiles and loads the kernels. `cache`: folder in which machine code is kept between starts."""
         try:
             import cupy
         except ImportError as error:
@@ -48,36 +48,34 @@ class CudaKernels:
         folder = cache or cache_folder("cubins")
         self.multiprocessors: int = device.attributes["MultiProcessorCount"]
         self._kernels: dict[str, Any] = {}
-        self.registers: dict[str, int] = {}  # of a thread, by kernel
+        self.registers: dict[str, int] = {}  # per thread, by kernel
         for source in nvrtc.SOURCES:
             dtype = activation if source in _OF_ACTIVATIONS else Dtype.F32
             unit = nvrtc.Unit(source, dtype, f"sm_{device.compute_capability}")
             module = cupy.RawModule(path=str(nvrtc.cubin_file(unit, folder, library)))
             for name in nvrtc.kernels(source):
                 kernel = module.get_function(name)
-                if kernel.local_size_bytes:  # asking for this loads it
+                if kernel.local_size_bytes:  # reading this loads the kernel
                     log.warning("%s spills registers on %s: it will be slower than it was measured", name, unit.arch)
                 self._kernels[name] = kernel
                 self.registers[name] = int(kernel.num_regs)
 
     @property
     def bgmv_grid(self) -> int:
-        """Blocks of the BGMV kernels that run at once."""
+        """Number of blocks of the BGMV kernels that run at once."""
         return BLOCKS_PER_SM * self.multiprocessors
 
     def launch(self, launch: Launch, stream: Stream) -> None:
-        """Issues a launch on a stream, which is its CUstream. May be captured.
-
-        Must be called from a thread on which the device is current.
-        """
+        """Issues a launch on a stream, given by its CUstream; may be captured. The device must be current on the
+        calling thread."""
         self._kernels[launch.kernel]((launch.grid,), (launch.block,), launch.arguments, stream=_Handle(stream))
 
 
 def open_device(activation: Dtype) -> GpuDevice:
-    """The first device that is visible. Raises ConfigError when a package is missing."""
+    """Returns the first visible device. Raises ConfigError if a package is missing."""
     import torch
 
-    torch.backends.cuda.matmul.allow_tf32 = False  # fp32 means fp32
+    torch.backends.cuda.matmul.allow_tf32 = False  # computes fp32 products in fp32
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.cuda.set_device(0)

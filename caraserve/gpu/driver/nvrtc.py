@@ -1,7 +1,7 @@
-"""Compiles the raw CUDA kernels to machine code with NVRTC, loaded through ctypes: needs no GPU and no driver.
+"""Compiles the raw CUDA kernels to machine code with NVRTC through ctypes; needs neither a GPU nor a driver.
 
-The library comes with the `nvidia-cuda-nvrtc` wheels, which CuPy and torch bring along, or with a CUDA toolkit. Its
-results run on any driver of the same major version, so the caller names that version.
+The library is part of the `nvidia-cuda-nvrtc` wheels, which CuPy and torch depend on, or of a CUDA toolkit. Its results
+run on any driver of the same major version, so the caller passes that version.
 """
 
 import ctypes
@@ -25,12 +25,12 @@ _PACKAGES = {13: ("nvidia-cuda-nvrtc",), 12: ("nvidia-cuda-nvrtc-cu12",)}
 
 
 class CompilationFailed(Exception):
-    """NVRTC refused a source; the message is its log."""
+    """NVRTC rejected a source; the message is its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One thing to compile: a source for one type of activations. `arch`: `sm_90`, say."""
+    """What to compile: one source for one activation dtype and one architecture, such as `sm_90`."""
 
     source: str
     activation: Dtype
@@ -38,32 +38,33 @@ class Unit:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """No fused multiply-add but where the source says so: the order of roundings is part of the result."""
+        """Compiler options. Fused multiply-adds are off, except where the source writes one: the order of roundings
+        determines the result."""
         macros = tuple(f"-D{name}={value}" for name, value in definitions(self.activation).items())
         return (f"-arch={self.arch}", "-std=c++17", "-fmad=false", *macros)
 
     def digest(self, compiler: str) -> str:
-        """Changes with everything that the machine code depends on."""
+        """Returns a digest of everything that the machine code depends on."""
         text = "\0".join((*sources(self.source).values(), *self.options, compiler))
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Machine code and what it was made from on the way."""
+    """Machine code and the PTX it was assembled from."""
 
     cubin: bytes
     ptx: str
 
 
 def definitions(activation: Dtype) -> Mapping[str, int]:
-    """The numbers that the kernels share with Python."""
+    """Returns the constants that the kernels share with Python, by macro name."""
     words = ("REQUEST", "DONE", "INCARNATION", "COUNT", "SLICES", "SLICE_BYTES", "COUNTER_LEFT", "COUNTER_VALUE")
     return {"ACTIVATION": activation.value, **{name: getattr(handoff, name) for name in words}}
 
 
 def sources(name: str) -> dict[str, str]:
-    """The text of a source and of what it includes, by file name, the source first."""
+    """Returns the text of a source and of the files it includes, by file name, the source first."""
     folder = resources.files("caraserve.gpu.kernels")
     return {file: (folder / file).read_text(encoding="utf-8") for file in (f"{name}.cu", _HEADER)}
 
@@ -72,7 +73,7 @@ _KERNEL = re.compile(r"^KERNEL(?: __launch_bounds__\([^)]*\))? (?P<name>\w+)\((?
 
 
 def kernels(source: str) -> dict[str, tuple[str, ...]]:
-    """By name, the parameters of every kernel in a source, as written."""
+    """Returns the parameters, as written, of every kernel in a source, by kernel name."""
     text = sources(source)[f"{source}.cu"]
     return {
         match["name"]: tuple(" ".join(parameter.split()) for parameter in match["parameters"].split(","))
@@ -81,7 +82,7 @@ def kernels(source: str) -> dict[str, tuple[str, ...]]:
 
 
 class Nvrtc:
-    """The library. Calls may come from several threads at once."""
+    """The library. Thread-safe."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -91,7 +92,7 @@ class Nvrtc:
         self.version = f"{major.value}.{minor.value}"
 
     def compile(self, unit: Unit) -> Compiled:
-        """Raises CompilationFailed with the compiler's log, which is also where its warnings end: they count."""
+        """Compiles a unit. Raises CompilationFailed with the compiler's log; warnings count as errors."""
         (name, text), *headers = sources(unit.source).items()
         program = ctypes.c_void_p()
         self._check(
@@ -135,7 +136,8 @@ def _strings(texts: Sequence[str]) -> ctypes.Array[ctypes.c_char_p]:
 
 @cache
 def load(newest_major: int = _MAJORS[0]) -> Nvrtc:
-    """The newest NVRTC whose results a driver of CUDA `newest_major` runs. Raises ConfigError when there is none."""
+    """Returns the newest NVRTC whose results run on a driver of CUDA `newest_major`. Raises ConfigError if there is
+    none."""
     for major in _MAJORS:
         if major <= newest_major:
             candidates: list[Path | str] = [*_in_wheels(major), f"libnvrtc.so.{major}"]
@@ -149,20 +151,20 @@ def load(newest_major: int = _MAJORS[0]) -> Nvrtc:
 
 
 def cubin_file(unit: Unit, folder: Path, library: Nvrtc) -> Path:
-    """The unit's machine code in `folder`: from an earlier start, or compiled now."""
+    """Returns the file with a unit's machine code in `folder`, compiling it if no earlier start did."""
     path = (
         folder / f"{unit.source}-{unit.activation.name.lower()}-{unit.arch}-{unit.digest(library.version)[:16]}.cubin"
     )
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        made = folder / f"{path.name}.{os.getpid()}"  # servers that start together do not read each other's halves
+        made = folder / f"{path.name}.{os.getpid()}"  # several servers may start together: none may read a partial file
         made.write_bytes(library.compile(unit).cubin)
         made.replace(path)
     return path
 
 
 def _open(library: Path | str) -> ctypes.CDLL:
-    """NVRTC looks for its second library by name alone, and finds it only if it is there already."""
+    """Loads NVRTC after its builtins library: NVRTC opens that one by bare name, which works only if it is loaded."""
     if isinstance(library, Path):
         for builtins in library.parent.glob("libnvrtc-builtins.so.*"):
             ctypes.CDLL(str(builtins))

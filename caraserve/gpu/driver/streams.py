@@ -1,8 +1,8 @@
-"""Streams with numbered points, so that memory can say after what it may be written again.
+"""Streams with numbered marks, which say when memory may be written again.
 
-A mark is a point of one lane: everything issued on its stream before. `Marks` has one number per lane and means all of
-these points; numbers only grow, so the later of two is their element-wise maximum. The host never
-waits for what a mark guards: the next user's stream waits, and mostly the point has been passed long before.
+A mark is a point in one lane: everything issued on its stream before. `Marks` holds one number per lane and stands for
+all these points. Numbers only grow, so the later of two `Marks` is their element-wise maximum. The host never waits for
+a mark: the stream that uses the memory next waits, and by then the mark has mostly been passed.
 """
 
 from collections import deque
@@ -12,12 +12,12 @@ from caraserve.gpu.driver.api import Driver, Event, Stream
 
 
 class Lane(IntEnum):
-    """The streams; made once, for two that share a hardware queue could hold one another back."""
+    """The streams, created once: two streams that share a hardware queue could delay each other."""
 
     COMPUTE = 0  # iterations
     COPY = 1  # adapters from the host
     ASSIST = 2  # prefills that wait for CPU workers
-    GATE = 3  # tells graphs that layers have arrived
+    GATE = 3  # signals graphs that layers have arrived
 
 
 Marks = tuple[int, ...]  # one number per lane; 0: nothing
@@ -42,19 +42,19 @@ def covers(passed: Marks, marks: Marks) -> bool:
 
 
 class Timelines:
-    """All lanes of a device. Not thread-safe: the thread that launches."""
+    """Streams and marks of all lanes of a device. Not thread-safe: for the launching thread only."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self.streams: dict[Lane, Stream] = {lane: driver.create_stream(_PRIORITIES[lane]) for lane in Lane}
         self._numbers = [0] * len(Lane)
         self._passed = [0] * len(Lane)
-        self._ahead: list[deque[Event]] = [deque() for _ in Lane]  # of the numbers after `_passed`, in order
+        self._ahead: list[deque[Event]] = [deque() for _ in Lane]  # events of the numbers after `_passed`, in order
         self._spare: list[Event] = []
-        self._ordered = [[0] * len(Lane) for _ in Lane]  # [lane][other]: what it has been made to wait for
+        self._ordered = [[0] * len(Lane) for _ in Lane]  # [lane][other]: mark that `lane` waits for already
 
     def mark(self, lane: Lane) -> int:
-        """Makes a point of all that was issued on a lane so far, and returns its number."""
+        """Records a mark after everything issued on a lane so far, and returns its number."""
         event = self._spare.pop() if self._spare else self._driver.create_event()
         self._driver.record(event, self.streams[lane])
         self._ahead[lane].append(event)
@@ -62,29 +62,29 @@ class Timelines:
         return self._numbers[lane]
 
     def next(self, lane: Lane) -> Marks:
-        """What the next mark of a lane will mean."""
+        """Returns the mark that the next call of `mark` for this lane will make."""
         return at(lane, self._numbers[lane] + 1)
 
     def issued(self) -> Marks:
-        """All marks made so far."""
+        """Returns all marks made so far."""
         return tuple(self._numbers)
 
     @property
     def known(self) -> Marks:
-        """The last result of `passed`; does not ask the driver."""
+        """Returns the last result of `passed`, without a driver call."""
         return tuple(self._passed)
 
     def passed(self) -> Marks:
-        """All marks known to lie behind. Asks the driver, never waits."""
+        """Queries the driver without waiting, and returns all marks that have been passed."""
         for lane in Lane:
             ahead = self._ahead[lane]
             while ahead and self._driver.is_done(ahead[0]):
-                self._spare.append(ahead.popleft())  # a stream that waits for it already waits for its earlier meaning
+                self._spare.append(ahead.popleft())  # reusable: waits already issued keep the earlier recording
                 self._passed[lane] += 1
         return tuple(self._passed)
 
     def wait(self, lane: Lane, marks: Marks) -> None:
-        """Later operations of a lane come after `marks`, which must have been made."""
+        """Makes later operations of a lane run after `marks`, which must have been made."""
         for other in Lane:
             number = marks[other]
             if other is lane or number <= max(self._passed[other], self._ordered[lane][other]):
@@ -96,8 +96,8 @@ class Timelines:
             self._ordered[lane][other] = number
 
     def settle(self, lane: Lane) -> None:
-        """Blocks until a lane has run all that was issued on it. Makes no mark, because a caller may have announced
-        the next."""
+        """Blocks until a lane has run everything issued on it. Makes no mark, because the caller may have used
+        `next`."""
         event = self._spare.pop() if self._spare else self._driver.create_event()
         self._driver.record(event, self.streams[lane])
         self._driver.synchronize(event)

@@ -1,9 +1,9 @@
-"""What kernels read of an iteration: the batch's arrays at fixed places of device memory, and how they are filled.
+"""The arrays of an iteration that kernels read, at fixed addresses of device memory, and how they are filled.
 
-All arrays but the BGMV kernels' lists lie side by side and go over in one copy. Places are made for the largest batch,
-so a captured graph finds every later batch where it found the first; what a smaller batch leaves over is filled with
-what kernels skip. Rows of one token, those that decode, have kernels of their own in attention and LoRA; all other
-tokens are prompt chunks.
+All arrays except the BGMV kernels' lists are contiguous and copied at once. They have the size of the largest batch, so
+a captured graph finds every later batch at the same addresses; the rest of a smaller batch is filled with values that
+kernels skip. Rows of one token, which decode, have their own kernels in attention and LoRA; all other tokens are prompt
+chunks.
 """
 
 from dataclasses import dataclass, field
@@ -34,24 +34,24 @@ ALL_GROUPS = frozenset(range(len(GROUPS)))  # indices into layout.GROUPS
 
 @dataclass(frozen=True, slots=True)
 class PassShape:
-    """How much of the batch's arrays a pass looks at: exact for one that is launched kernel by kernel, a bucket's for
-    one that is captured."""
+    """The part of the batch's arrays that a pass reads: exactly the batch for a pass that is launched kernel by kernel,
+    a bucket's size for a captured one."""
 
     tokens: int  # activations are [tokens, …]
-    decode_rows: int  # places of `row_token`; 0: no row decodes
-    tiles: int  # places of `tile_first`; 0: no prompt chunks
+    decode_rows: int  # entries of `row_token`; 0: no row decodes
+    tiles: int  # entries of `tile_first`; 0: no prompt chunks
     outputs: int  # tokens whose logits are wanted
-    segments: int  # places of `segments`; 0: no prompt chunk has an adapter
-    has_items: bool  # whether rows that decode have adapters
-    context: int  # no row that decodes has more positions
-    groups: frozenset[int] = ALL_GROUPS  # of modules, in which any of the adapters has one
+    segments: int  # entries of `segments`; 0: no prompt chunk has an adapter
+    has_items: bool  # True if rows that decode have adapters
+    context: int  # most positions of any row that decodes
+    groups: frozenset[int] = ALL_GROUPS  # module groups in which any adapter of the batch has a module
 
     @property
     def has_lora(self) -> bool:
         return self.has_items or self.segments > 0
 
     def fits(self, larger: "PassShape") -> bool:
-        """Whether a pass of another shape does for a batch of this one, filled up."""
+        """True if a pass of shape `larger` can compute a batch of this shape, padded."""
         return (
             self.tokens <= larger.tokens
             and self.decode_rows <= larger.decode_rows
@@ -71,8 +71,8 @@ class Capacity:
     tokens: int
     rows: int
     outputs: int
-    tile_tokens: int  # most tokens in a tile of `attend_prefill`
-    adapters: int  # most adapters in a batch
+    tile_tokens: int  # most tokens per tile of `attend_prefill`
+    adapters: int  # most different adapters per batch
 
     @property
     def tiles(self) -> int:
@@ -85,7 +85,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class GroupItems:
-    """Lists of the BGMV kernels for one group of modules."""
+    """Lists of the BGMV kernels for one module group."""
 
     shrink: cuda_launch.WorkList
     expand: cuda_launch.WorkList
@@ -93,17 +93,17 @@ class GroupItems:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
-    """One lane's arrays. `words` is what the one copy fills; views of it are the rest but `items` and results."""
+    """The arrays of one lane. One copy fills `words`; all other tensors but `items` and results are views of it."""
 
     words: Tensor  # int32 [words]
-    tokens: TokenTables  # position NO_TOKEN: none
+    tokens: TokenTables  # position NO_TOKEN: padding
     row_token: Tensor  # int32 [rows]
     tile_first: Tensor  # int32 [tiles]
     tile_tokens: Tensor  # int32 [tiles]
     segments: Segments
     outputs: Outputs
-    results: Tensor  # uint8: what `outputs` has of results, for one copy to the host
-    items: tuple[GroupItems, ...]  # by group
+    results: Tensor  # uint8: the results in `outputs`, contiguous for one copy to the host
+    items: tuple[GroupItems, ...]  # by module group
     lists: "ItemLists"
 
 
@@ -122,7 +122,7 @@ def _places(capacity: Capacity) -> dict[str, slice]:
         "segment_rows": capacity.segments,
         "segment_slot": capacity.segments,
     }
-    padded = [ceil_div(size, 4) * 4 for size in sizes.values()]  # every array at a multiple of 16 bytes
+    padded = [ceil_div(size, 4) * 4 for size in sizes.values()]  # each array starts at a multiple of 16 bytes
     starts = [0, *accumulate(padded)]
     return {name: slice(start, start + size) for (name, size), start in zip(sizes.items(), starts, strict=False)}
 
@@ -131,7 +131,8 @@ _EMPTY = {"position": NO_TOKEN, "row_token": NO_TOKEN, "out_token": NO_TOKEN, "o
 
 
 class BatchWriter:
-    """The batch's arrays as numpy has them, before the copy. Reused: `fill` leaves nothing of the batch before."""
+    """Writes the batch's arrays in host memory, before the copy. Reused: `fill` overwrites the previous batch
+    completely."""
 
     def __init__(self, capacity: Capacity) -> None:
         self.capacity = capacity
@@ -143,7 +144,7 @@ class BatchWriter:
         self._empty = empty
 
     def empty(self) -> Ints:
-        """A batch of no rows, [num_words]."""
+        """Returns the words of a batch without rows, [num_words]."""
         return self._empty.copy()
 
     def fill(
@@ -155,8 +156,8 @@ class BatchWriter:
         with_lora: bool = True,
         all_prompt: bool = False,
     ) -> PassShape:
-        """Writes a batch into `words` [num_words]. `with_lora`: whether adapters are applied by kernels. `all_prompt`:
-        rows of one token are prompt chunks, too."""
+        """Writes a batch into `words` [num_words] and returns its shape. `with_lora`: False if kernels apply no
+        adapters. `all_prompt`: treats rows of one token as prompt chunks, too."""
         words[:] = self._empty
         counts = np.array([row.count for row in rows], np.int32)
         first = np.zeros(len(rows) + 1, np.int32)
@@ -197,14 +198,15 @@ class BatchWriter:
 
 
 def decode_slots(rows: tuple[ScheduledRow, ...]) -> Ints:
-    """Adapter slots [tokens] of rows that decode, at their tokens; 0 elsewhere: what BGMV lists are made for."""
+    """Returns the adapter slot of each token, [tokens], 0 for tokens of prompt chunks: the input of the BGMV lists."""
     slots = np.array([row.adapter_slot if row.count == 1 else BASE_ADAPTER_SLOT for row in rows], np.int32)
     return np.repeat(slots, [row.count for row in rows])
 
 
 @dataclass(frozen=True, slots=True)
 class ItemLists:
-    """Device memory of the BGMV kernels' lists: by group, and there for both launches. Groups of rows are shared."""
+    """Device memory of the BGMV kernels' lists, by module group and launch. All module groups share the groups of
+    rows."""
 
     counts: Tensor  # int32 [groups, 2]
     lists: tuple[tuple[Tensor, Tensor], ...]  # int32 [items, ITEM_WORDS] shrink, expand
@@ -212,7 +214,7 @@ class ItemLists:
 
     @classmethod
     def empty(cls, spec: ModelSpec, rows: int, max_rank: int, device: torch.device) -> "ItemLists":
-        """For `rows` rows of adapters of any dtype."""
+        """Allocates lists for `rows` rows of adapters of any dtype."""
         lists = []
         for group in GROUPS:
             outputs = [spec.site_shape(site)[1] for site in group]
@@ -227,7 +229,7 @@ class ItemLists:
         )
 
     def items(self) -> tuple[GroupItems, ...]:
-        """The lists as launches take them."""
+        """The lists by module group, as launches take them."""
         made = []
         for group, pair in enumerate(self.lists):
             both = [
@@ -239,7 +241,7 @@ class ItemLists:
 
 
 def make_batch(spec: ModelSpec, capacity: Capacity, max_rank: int, device: torch.device) -> DeviceBatch:
-    """One lane's arrays, empty."""
+    """Allocates one lane's arrays, holding an empty batch."""
     places = _places(capacity)
     words = torch.zeros(max(place.stop for place in places.values()), dtype=torch.int32, device=device)
     at = {name: words[place] for name, place in places.items()}
@@ -271,13 +273,14 @@ def make_batch(spec: ModelSpec, capacity: Capacity, max_rank: int, device: torch
 
 
 def result_bytes(outputs: int) -> int:
-    """Bytes of the results of so many outputs."""
+    """Returns the bytes of the results of `outputs` outputs."""
     return 4 * outputs * (2 + 2 * MAX_LOGPROBS)
 
 
 @dataclass(slots=True)
 class Results:
-    """Results on the host, as `DeviceBatch.results` lays them out: numpy views of one block of `outputs` places."""
+    """Results in host memory, in the layout of `DeviceBatch.results`: numpy views of one block with `outputs`
+    entries."""
 
     block: NDArray[np.uint8]
     outputs: int

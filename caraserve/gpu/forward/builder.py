@@ -56,14 +56,14 @@ _FIRST_KV_SHARE = 0.25  # of the pool at start; KV grows when requests need more
 
 @dataclass(frozen=True, slots=True)
 class GpuDevice:
-    """The device that the backend is built over; tests have one on the host."""
+    """The device under the backend; tests use one that is emulated on the host."""
 
     driver: Driver
     kernels: Kernels
     device: torch.device
     name: str
     enter_thread: Callable[[], None] = lambda: None  # makes the device current on a new thread
-    synchronize: Callable[[], None] = lambda: None  # waits for all streams, torch's own too; before serving only
+    synchronize: Callable[[], None] = lambda: None  # waits for all streams including torch's; before serving only
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +74,14 @@ class GpuSizes:
     adapter_slots: int
     max_step_tokens: int
     max_context: int
-    memory_utilization: float  # of the device's memory
+    memory_utilization: float  # share of the device's memory
     host_bytes: int  # of the host cache
-    adapter_bytes: int | None = None  # the most that adapters may take of the pool
+    adapter_bytes: int | None = None  # most bytes of the pool for adapters
     graph_bytes: int = 1 << 30
-    padded_rank: int | None = None  # of every module, in the padded baseline
+    padded_rank: int | None = None  # rank of every module in the padded baseline
     merging: bool = False
     lora_cpus: tuple[int, ...] = ()  # cores that CPU LoRA workers are pinned to
-    pool_bytes: int | None = None  # None: all that is left
+    pool_bytes: int | None = None  # None: all memory that is left
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class BackendParts:
         )
 
     def _shapes(self) -> Iterator[PassShape]:
-        """Yields shapes that cover the kernels' variants: Triton specialises on sizes of 1 and multiples of 16."""
+        """Yields shapes that cover the kernels' variants: Triton specialises on the size 1 and on multiples of 16."""
         capacity = self.lanes[0].capacity
         for tokens in (1, 2, 16):
             if tokens <= capacity.tokens:
@@ -149,7 +149,7 @@ class BackendParts:
                 yield PassShape(tokens, rows, 1, min(tokens, capacity.outputs), segments, True, self.limits.max_context)
 
     def close(self) -> None:
-        """Frees everything; to be called after the launching thread has ended."""
+        """Frees everything; the launching thread must have ended."""
         with contextlib.suppress(DriverError):  # the device may have failed
             for each in Lane:
                 self.context.timelines.settle(each)
@@ -171,8 +171,8 @@ def build_parts(
     wake: Callable[[], None],
     trace: Trace | None = None,
 ) -> BackendParts:
-    """Takes the memory and builds the parts. `wake` makes the launching thread poll. Raises ConfigError when the
-    device is too small, or host memory cannot be pinned."""
+    """Allocates the memory and builds the parts. `wake` makes the launching thread poll. Raises ConfigError if the
+    device is too small or host memory cannot be pinned."""
     try:
         return _build(spec, weights, sizes, device, wake, trace)
     except torch.OutOfMemoryError as error:
@@ -300,8 +300,8 @@ def _channels(driver: Driver, region: HostRegion, host: RegisteredMemory) -> Dev
 
 
 def _first_products(context: DeviceContext, weights: Weights) -> None:
-    """Multiplies once on each stream: cuBLAS allocates a workspace per stream at first use, which must not be while
-    serving."""
+    """Multiplies once on each stream: cuBLAS allocates a workspace per stream at its first use, which must not happen
+    while serving."""
     one = torch.zeros((16, 16), dtype=weights.dtype, device=weights.device)
     out = torch.empty_like(one)
 

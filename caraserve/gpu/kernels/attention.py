@@ -1,12 +1,12 @@
 """Attention over paged keys and values: split-KV for decoding rows, tiles of queries for prompt chunks.
 
-Keys and values of one layer are `[blocks, block tokens, kv heads, head dim]` views of the cache, any strides but the
-last; a request's blocks are named, in order, by its slot's row of the block table. A query at position p sees
+Keys and values of one layer are `[blocks, block tokens, kv heads, head dim]` views of the cache; all strides but the
+last are arbitrary. A slot's row of the block table lists its request's blocks in order. A query at position p sees
 positions (p - window, p].
 
-Softmax is computed online, in base 2, over tiles of keys at aligned positions. Splits are ranges of `SPLIT_TOKENS`
-positions, not shares of a context, and are merged in order. A tile or split without a visible key changes no bit, so a
-query's result does not depend on its chunk or batch.
+Softmax is computed online, in base 2, over tiles of keys at aligned positions. A split covers `SPLIT_TOKENS` positions,
+whatever the context's length, and splits are merged in order. A tile or split without a visible key changes no bit, so
+a query's result does not depend on its chunk or batch.
 """
 
 import math
@@ -20,23 +20,23 @@ from torch import Tensor
 from caraserve.util.units import ceil_div
 
 NO_WINDOW = 1 << 30
-SPLIT_TOKENS = 256  # short enough that one long request fills a GPU, long enough that merging costs little
-_MOST_PROGRAMS = 2048  # of `decode_kernel`, unless there are more rows: some for each place that a GPU has for them
+SPLIT_TOKENS = 256  # short enough that one long request fills a GPU, long enough that merging is cheap
+_MOST_PROGRAMS = 2048  # of `decode_kernel`, unless there are more rows; a small multiple of what runs at once on a GPU
 _LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True)
 class PagedCache:
-    """One layer's keys and values, and where the requests' tokens lie."""
+    """One layer's keys and values, and the block table of all requests."""
 
     keys: Tensor  # [blocks, block tokens, kv heads, head dim]
-    values: Tensor  # likewise
+    values: Tensor  # like `keys`
     block_table: Tensor  # int32 [slots, most blocks of a request]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTables:
-    """Where the tokens of a batch belong."""
+    """Request slot and position of each token of a batch."""
 
     slot: Tensor  # int32 [tokens] request slot
     position: Tensor  # int32 [tokens]
@@ -44,21 +44,22 @@ class TokenTables:
 
 @dataclass(frozen=True, slots=True)
 class DecodeScratch:
-    """Results of the splits of a context before they are merged."""
+    """Results of the splits of each context, before they are merged."""
 
     sums: Tensor  # float32 [rows, heads, splits, head dim]
     best: Tensor  # float32 [rows, heads, splits] largest score
-    mass: Tensor  # float32 [rows, heads, splits] sum of the weights
+    mass: Tensor  # sum of the softmax weights
 
     @classmethod
     def empty(cls, rows: int, heads: int, head_dim: int, max_context: int, device: torch.device) -> "DecodeScratch":
-        """Room for `rows` rows whose contexts have up to `max_context` tokens."""
+        """Allocates scratch for `rows` rows whose contexts have up to `max_context` tokens."""
         shape = (rows, heads, ceil_div(max_context, SPLIT_TOKENS))
         best, mass = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
         return cls(torch.empty((*shape, head_dim), dtype=torch.float32, device=device), best, mass)
 
     def within(self, rows: int, max_context: int) -> "DecodeScratch":
-        """The same memory for fewer rows and shorter contexts: fewer programs to start, and not a bit of difference."""
+        """Returns views of the same memory for fewer rows and shorter contexts: fewer programs, bit-identical
+        results."""
         shape = (rows, self.best.shape[1], ceil_div(max_context, SPLIT_TOKENS))
         count, dim = math.prod(shape), self.sums.shape[3]
         best, mass = (part.view(-1)[:count].view(shape) for part in (self.best, self.mass))
@@ -71,9 +72,10 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     key_block, key_token, value_block, value_token,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax of queries [BM, DIM_PAD] at `position` [BM] over keys [start, end); `scale` holds log2 e.
+    """Computes online softmax of queries [BM, DIM_PAD] at `position` [BM] over keys [start, end).
 
-    Returns weighted sums of values [BM, DIM_PAD], best scores and masses [BM]. `start` is a multiple of BN.
+    Returns weighted sums of values [BM, DIM_PAD], best scores and masses [BM]. `start` is a multiple of BN; `scale`
+    includes the factor log2 e.
     """
     column, lane = tl.arange(0, DIM_PAD), tl.arange(0, BN)
     is_column = column < DIM
@@ -92,7 +94,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         seen = (at[None, :] <= position[:, None]) & (at[None, :] > position[:, None] - window) & inside[None, :]
         scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, 1))
-        shift = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet: -inf minus -inf would be a NaN
+        shift = tl.where(higher == float("-inf"), 0.0, higher)  # no visible key yet: -inf minus -inf would be NaN
         weights = tl.exp2(scores - shift[:, None])
         rescale = tl.exp2(best - shift)
         mass = mass * rescale + tl.sum(weights, 1)
@@ -101,15 +103,15 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     return total, best, mass
 
 
-@triton.jit(do_not_specialize=["splits"])  # or a new length of context would compile once more while requests wait
+@triton.jit(do_not_specialize=["splits"])  # otherwise a new context length would compile again while requests wait
 def decode_kernel(  # type: ignore[no-untyped-def]
     q, keys, values, block_table, row_token, token_slot, token_position, sums, best, mass,
     scale, window, q_stride, table_stride, key_block, key_token, key_head, value_block, value_token, value_head, splits,
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One program: the query heads of one row that share a key-value head, over every so manieth split of its context.
-    Which program computes a split changes nothing of it."""
+    """One program attends with the query heads of one row that share a key-value head, over every n-th split of the
+    context, n programs per row and head. A split's result does not depend on the program that computes it."""
     row, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(row_token + row).to(tl.int64)
     position = tl.load(token_position + token, mask=token >= 0, other=-1)
@@ -140,7 +142,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     sums, best, mass, out, row_token, token_position, window, out_stride, splits,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """One program: a head of a row; its splits are merged first to last."""
+    """One program merges the splits of one head of a row, first to last."""
     row, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(row_token + row).to(tl.int64)
     if token >= 0:
@@ -170,8 +172,8 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One program: one head of a tile of consecutive tokens of one request."""
-    # Later tiles of a prompt read more keys: they start first, or the last of them would run alone at the end.
+    """One program attends with one head of a tile of consecutive tokens of one request."""
+    # Later tiles of a prompt read more keys, so they start first: otherwise the longest would run alone at the end.
     tile, head = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(0)
     tokens = tl.load(tile_tokens + tile)
     if tokens > 0:
@@ -189,13 +191,13 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
             blocks, start, position + tokens, scale, window, key_block, key_token, value_block, value_token,
             DIM, DIM_PAD, BLOCK, BM, BN,
         )  # fmt: skip
-        weight = tl.where(lane < tokens, weight, 1.0)  # lanes past the tile may have seen nothing
+        weight = tl.where(lane < tokens, weight, 1.0)  # lanes past the tile may have no visible key
         result = (total / weight[:, None]).to(out.dtype.element_ty)
         tl.store(out + place[:, None] * out_stride + head * DIM + column[None, :], result, mask=inside)
 
 
 def decode_shape(dtype: torch.dtype, group: int) -> dict[str, int]:
-    """Tile sizes and launch options for decoding rows. Tensor cores take no fewer than 16 rows."""
+    """Returns tile sizes and launch options for decoding rows. Tensor cores need at least 16 rows."""
     rows = max(16, triton.next_power_of_2(group))
     if dtype is torch.float32:
         return {"BM": rows, "BN": 32, "num_warps": 8, "num_stages": 2}
@@ -203,20 +205,21 @@ def decode_shape(dtype: torch.dtype, group: int) -> dict[str, int]:
 
 
 def prefill_shape(dtype: torch.dtype) -> dict[str, int]:
-    """Tile sizes and launch options for prompt chunks: the largest without spills on any architecture."""
+    """Returns tile sizes and launch options for prompt chunks: the largest without register spills on any
+    architecture."""
     if dtype is torch.float32:
         return {"BM": 16, "BN": 32, "num_warps": 8, "num_stages": 2}
     return {"BM": 128, "BN": 64, "num_warps": 8, "num_stages": 2}
 
 
 def prefill_tile_tokens(dtype: torch.dtype) -> int:
-    """Tokens in a tile of `attend_prefill`."""
+    """Returns the number of tokens in a tile of `attend_prefill`."""
     return prefill_shape(dtype)["BM"]
 
 
 def decode_programs(rows: int, kv_heads: int, splits: int) -> int:
-    """Programs among which the splits of a row's context are dealt out: as many as fill a GPU, since a captured graph
-    starts them for the longest context, most of them for nothing."""
+    """Returns the number of programs that share the splits of a row's context: as many as fill a GPU and no more,
+    because a captured graph starts them for the longest context, and most would have nothing to do."""
     return min(splits, max(1, _MOST_PROGRAMS // (rows * kv_heads)))
 
 
@@ -229,9 +232,9 @@ def attend_decode(
     scratch: DecodeScratch,
     window: int = NO_WINDOW,
 ) -> None:
-    """Attention of single tokens, each of another request. Contexts are at most what `scratch` was made for.
+    """Computes attention of single tokens, each of another request. Contexts must fit `scratch`.
 
-    q: [tokens, heads · head dim], out likewise, rows at any stride; row_token: int32 [rows], -1: no row.
+    q, out: [tokens, heads · head dim], rows at any stride; row_token: int32 [rows], -1: no row.
     """
     kv_heads, dim = cache.keys.shape[2:]
     group = q.shape[1] // dim // kv_heads
@@ -259,10 +262,10 @@ def attend_prefill(
     out: Tensor,
     window: int = NO_WINDOW,
 ) -> None:
-    """Attention of chunks of prompts, whose own keys and values are already in the cache.
+    """Computes attention of prompt chunks, whose own keys and values are already in the cache.
 
-    q and out as for decoding. A tile is up to `prefill_tile_tokens` consecutive tokens of one request, from token
-    `tile_first` of the batch: int32 [tiles] both; 0 tokens: no tile.
+    q, out: [tokens, heads · head dim], rows at any stride. A tile is up to `prefill_tile_tokens` consecutive tokens of
+    one request, the first at row `tile_first` of the batch; tile_first, tile_tokens: int32 [tiles], 0 tokens: no tile.
     """
     kv_heads, dim = cache.keys.shape[2:]
     heads = q.shape[1] // dim

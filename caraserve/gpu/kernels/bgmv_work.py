@@ -1,13 +1,14 @@
-"""Cuts a decode batch's LoRA into items of work of about equal bytes, for the kernels of bgmv.cu. Pure.
+"""Cuts the LoRA of a decode batch into items of work of about equal bytes, for the kernels of bgmv.cu.
 
 One list serves all layers: it is made for the largest rank that an adapter has in any layer, and the kernels skip what
-a layer lacks. Rows of one adapter share a read of its weights, up to `ROWS` of them. An item reads 16 KiB or less:
+a layer lacks. Up to `ROWS` rows of one adapter share one read of its weights. An item reads 16 KiB or less:
 
     shrink    a plane of K of eight rank rows (four in fp32)
     expand    as many columns of B, at all ranks, as 128 threads hold with eight 16-byte loads each
 
-so a small rank pays nothing for a large one beside it. An adapter's items are made once, when it gets its slot; a
-batch's list is those of its adapters, one after another, and changes only with the members of the batch.
+so an adapter of small rank costs no more in a batch with one of large rank. An adapter's items are made once, when it
+is bound to its slot; a batch's list concatenates those of its adapters and changes only when rows join or leave the
+batch.
 """
 
 from collections.abc import Sequence
@@ -31,14 +32,14 @@ SLOT, PLACE, FIRST, COUNT = range(4)
 ITEM_WORDS = 4
 GROUP_COUNT, GROUP_ROW = 0, 4
 GROUP_WORDS = GROUP_ROW + ROWS
-_GROUP = 8  # bits of PLACE below the group: the projection
+_GROUP = 8  # bits of PLACE below the group, for the projection
 
 Ints = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterItems:
-    """int32 [items, ITEM_WORDS] of one adapter for each of the two launches, without a group."""
+    """One adapter's items for shrink and expand, int32 [items, ITEM_WORDS] each, without a group."""
 
     shrink: Ints
     expand: Ints
@@ -46,7 +47,8 @@ class AdapterItems:
 
 @dataclass(frozen=True, slots=True)
 class WorkItems:
-    """int32 [items, ITEM_WORDS] for each of the two launches; [groups, GROUP_WORDS], the rows that share a read."""
+    """A batch's items for shrink and expand, int32 [items, ITEM_WORDS] each, and its groups of rows that share a read,
+    [groups, GROUP_WORDS]."""
 
     shrink: Ints
     expand: Ints
@@ -54,15 +56,15 @@ class WorkItems:
 
 
 def adapter_items(slot: int, ranks: Sequence[int], dtype: Dtype, outputs: Sequence[int]) -> AdapterItems:
-    """Items of an adapter for projections that read the same x: `ranks`, the largest of any layer, 0 where a module is
-    not adapted, and `outputs` by projection."""
+    """Returns an adapter's items for projections that read the same x. By projection: `ranks`, the largest of any
+    layer, 0 if the adapter lacks the module; `outputs`, the number of columns."""
     shrink, expand = [np.empty((0, ITEM_WORDS), np.int32)], [np.empty((0, ITEM_WORDS), np.int32)]
-    step = per_load = VECTOR_BYTES // dtype.itemsize  # rank rows: four warps have two each, or one in fp32
+    step = per_load = VECTOR_BYTES // dtype.itemsize  # rank rows per item: each of four warps has two, or one in fp32
     for projection, (rank, columns) in enumerate(zip(ranks, outputs, strict=True)):
         rank_groups = ceil_div(rank, RANK_STEP)
         if rank_groups == 0:
             continue
-        # Planes side by side: blocks that run at the same time read neighbouring bytes.
+        # Planes are neighbours in the list: blocks that run at the same time read neighbouring bytes.
         number = np.arange(rank_groups * RANK_STEP // step * PLANES)
         shrink.append(_items(slot, projection, number // PLANES * step, number % PLANES))
         vectors, width = ceil_div(columns, per_load), THREADS // rank_groups
@@ -72,7 +74,8 @@ def adapter_items(slot: int, ranks: Sequence[int], dtype: Dtype, outputs: Sequen
 
 
 def plan_items(row_slots: Ints, adapters: Sequence[AdapterItems | None]) -> WorkItems:
-    """Items of rows with adapter slots `row_slots` [rows]; `adapters` by slot, None where there is none."""
+    """Returns the items of rows with adapter slots `row_slots` [rows]. `adapters`: items by slot, None for no
+    adapter."""
     slots, groups = _group_rows(row_slots)
     chosen = [adapter for slot in slots if (adapter := adapters[slot]) is not None]
     if len(chosen) != len(slots):
@@ -87,7 +90,7 @@ def plan_items(row_slots: Ints, adapters: Sequence[AdapterItems | None]) -> Work
 
 
 def most_items(rows: int, max_rank: int, outputs: Sequence[int], dtype: Dtype) -> tuple[int, int]:
-    """Shrink and expand items that a batch of so many rows can have: a graph's lists are made for that."""
+    """Returns the most shrink and expand items that a batch of `rows` rows can have; graphs' lists have this size."""
     per_load = VECTOR_BYTES // dtype.itemsize
     rank_groups = ceil_div(max_rank, RANK_STEP)
     shrink = rank_groups * RANK_STEP // per_load * PLANES * len(outputs)
@@ -96,7 +99,7 @@ def most_items(rows: int, max_rank: int, outputs: Sequence[int], dtype: Dtype) -
 
 
 def _group_rows(row_slots: Ints) -> tuple[list[int], Ints]:
-    """Slots of the groups, and the groups: up to ROWS rows of one adapter each, the base model's in none."""
+    """Returns the groups' slots and the groups, of up to ROWS rows of one adapter each; base model rows are in none."""
     order = np.argsort(row_slots, kind="stable")
     order = order[row_slots[order] > BASE_ADAPTER_SLOT]
     slots, starts, counts = np.unique(row_slots[order], return_index=True, return_counts=True)

@@ -1,7 +1,7 @@
-"""How each raw CUDA kernel is called: grid, block and arguments of the exact widths that its source declares.
+"""Grid, block and arguments of each call of a raw CUDA kernel, with the exact argument widths that its source declares.
 
-Pure: a launch is a value. `modules.py` passes it to the driver; tests run it on the host. A wrong width would corrupt
-arguments in silence, so argument lists are written only here. Addresses are the device's, strides are in numbers.
+A launch is a value: `driver/modules.py` passes it to the driver, tests run it on the host. A wrong width would silently
+corrupt arguments, so argument lists are written only here. Addresses are device addresses, strides count numbers.
 """
 
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from caraserve.core.lora_layout import A_COLUMNS, MAX_RANK
 from caraserve.gpu.driver.api import Stream
 from caraserve.gpu.kernels.bgmv_work import THREADS
 
-BYTES_THREADS = 256  # of the kernels that only move bytes
+BYTES_THREADS = 256  # of kernels that only copy
 WARP = 32
-BLOCKS_PER_SM = 5  # of the BGMV kernels; what their registers allow
+BLOCKS_PER_SM = 5  # of the BGMV kernels, limited by their registers
 _VECTOR_BYTES = 16
 
 
@@ -31,19 +31,20 @@ class Launch:
 
 
 class Kernels(Protocol):
-    """Runs launches: a device, or tests on the host."""
+    """Issues launches on a device, or runs them on the host in tests."""
 
     @property
     def bgmv_grid(self) -> int:
-        """Blocks of the BGMV kernels that run at once."""
+        """Number of blocks of the BGMV kernels that run at once."""
 
     def launch(self, launch: Launch, stream: Stream) -> None:
-        """Issues a kernel on a stream. Allocates nothing and waits for nothing, so that it may be captured."""
+        """Issues a kernel on a stream. Neither allocates nor waits, so that it may be captured."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationRows:
-    """Rows of activations in the model's dtype. Readable to a multiple of A_COLUMNS, which the stride is, too."""
+    """Rows of activations in the model's dtype. Rows are readable up to a multiple of A_COLUMNS, which the stride is,
+    too."""
 
     address: int
     stride: int
@@ -52,8 +53,8 @@ class ActivationRows:
 
 @dataclass(frozen=True, slots=True)
 class Projections:
-    """Where the outputs of up to three projections lie in a row. Each begins at a multiple of four, and what lies
-    between its end and the next such multiple may be overwritten."""
+    """Columns of up to three projections' outputs in a row. Each begins at a multiple of four; the columns between its
+    end and the next multiple of four may be overwritten."""
 
     columns: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -61,7 +62,7 @@ class Projections:
 
 @dataclass(frozen=True, slots=True)
 class WeightTables:
-    """Weights of one layer's projections that read the same input: addresses of tables [projections, slots]."""
+    """Weights of one layer's projections that read the same input: device addresses of tables [projections, slots]."""
 
     a: int  # u64 addresses, laid out as in core/lora_layout.py
     b: int
@@ -69,12 +70,13 @@ class WeightTables:
     scale: int  # fp32
     dtype: int  # int32 [slots]
     slots: int
-    gate: int = 0  # int32 [slots], not 0: computed elsewhere (outcomes of hand-offs); 0: no such table
+    gate: int = 0  # int32 [slots], not 0: computed by CPU workers (outcomes of hand-offs); 0: no such table
 
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """A list of items on the device, the word that says how many there are, and the groups of rows that they name."""
+    """Device addresses of a list of items, of the word with their number, and of the groups of rows that they refer
+    to."""
 
     address: int
     count: int
@@ -83,7 +85,7 @@ class WorkList:
 
 @dataclass(frozen=True, slots=True)
 class ShrinkBuffer:
-    """fp32 [planes, rows, projections, max_rank], what shrink leaves for expand."""
+    """fp32 [planes, rows, projections, max_rank], written by shrink and read by expand."""
 
     address: int
     rows: int
@@ -92,7 +94,7 @@ class ShrinkBuffer:
 
 
 def shrink(grid: int, tables: WeightTables, items: WorkList, x: ActivationRows, part: ShrinkBuffer) -> Launch:
-    """part = x Aᵀ"""
+    """Returns the launch that computes part = x Aᵀ."""
     _check_rows(x)
     if not 0 < part.max_rank <= MAX_RANK:
         raise AssertionError(f"rank {part.max_rank} is more than the kernels hold")
@@ -111,7 +113,7 @@ def shrink(grid: int, tables: WeightTables, items: WorkList, x: ActivationRows, 
 def expand(
     grid: int, tables: WeightTables, items: WorkList, part: ShrinkBuffer, y: ActivationRows, projections: Projections
 ) -> Launch:
-    """y += scale · part B"""
+    """Returns the launch that computes y += scale · part B."""
     _check_rows(y)
     table = _pointers(tables.b, tables.rank, tables.dtype, tables.scale, tables.gate)
     arguments = (*table, *_ints(tables.slots), *_pointers(items.address, items.count, items.groups, part.address))
@@ -124,7 +126,8 @@ def expand(
 def publish(
     grid: int, order: int, x: ActivationRows, host_x: int, host_stride: int, asked: int, counter: int, outcome: int
 ) -> Launch:
-    """x → host memory as fp32, then the workers' requests. `host_stride`: numbers between rows there."""
+    """Returns the launch that copies x to host memory as fp32 and then signals the workers. `host_stride`: numbers
+    between rows in host memory."""
     _check_rows(x)
     sizes = _ints(x.stride, x.columns)
     target = (*_pointers(host_x), *_ints(host_stride), *_pointers(asked, counter, outcome))
@@ -133,7 +136,7 @@ def publish(
 
 
 def wait(order: int, outcome: int, errors: int) -> Launch:
-    """Until deltas or weights are there, or neither will be."""
+    """Returns the launch that waits until deltas or weights have arrived, or the chunk is aborted."""
     return Launch("handoff", "handoff_wait", 1, WARP, _pointers(order, outcome, errors))
 
 
@@ -146,7 +149,8 @@ def add(
     delta_stride: int,
     delta_columns: tuple[int, ...],
 ) -> Launch:
-    """y += deltas, where the workers made them. `delta_columns`: where projections begin in a row of deltas."""
+    """Returns the launch that computes y += deltas, if workers computed them. `delta_columns`: first column of each
+    projection in a row of deltas."""
     _check_rows(y)
     _check_columns(projections)
     sizes = (*_ints(y.stride, delta_stride, len(projections.outputs)), *_three(projections.columns))
@@ -155,7 +159,7 @@ def add(
 
 
 def wait_word(address: int, value: int) -> Launch:
-    """Until a word has reached a value: `driver.has_reached`. One warp."""
+    """Returns the launch of one warp that waits until a word `has_reached` a value (driver/api.py)."""
     return Launch("words", "wait_word", 1, WARP, (*_pointers(address), np.uint32(value)))
 
 

@@ -1,7 +1,7 @@
-"""What a decoder does between its matmuls: embedding, norms, residual sums, rotation, KV append, SiLU.
+"""What a decoder computes between its matmuls: embedding, norms, residual sums, rotation, KV append, SiLU.
 
-Arithmetic is fp32 whatever the tensors hold, and each result is rounded once. A program computes whole rows or heads,
-so that no result depends on how many there are.
+Arithmetic is fp32 for all tensor dtypes, and each result is rounded once. A program computes whole rows or heads, so no
+result depends on their number.
 """
 
 import triton
@@ -11,7 +11,7 @@ from torch import Tensor
 from caraserve.gpu.kernels.attention import PagedCache, TokenTables
 from caraserve.util.units import ceil_div
 
-_COLUMNS = 1024  # in a program of the kernels that work element by element
+_COLUMNS = 1024  # per program of the elementwise kernels
 _HEADS = 4  # heads in a program of `rotate_and_append`
 
 
@@ -20,7 +20,7 @@ def embed_kernel(  # type: ignore[no-untyped-def]
     history, weight, token_slot, token_position, hidden, history_stride, weight_stride, hidden_stride, width,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK columns of one token."""
+    """One program embeds BLOCK columns of one token."""
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     position = tl.load(token_position + token)
     slot = tl.load(token_slot + token, mask=position >= 0, other=0).to(tl.int64)
@@ -35,7 +35,8 @@ def norm_kernel(  # type: ignore[no-untyped-def]
     hidden, delta, weight, out, rows, eps, hidden_stride, delta_stride, out_stride, width,
     HAS_DELTA: tl.constexpr, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: one row of `out`; NaN where a square overflows, as 1 / sqrt(inf) would make zeros of the row."""
+    """One program norms one row of `out`. A square that overflows gives NaN: 1 / sqrt(inf) would give a row of
+    zeros."""
     row = tl.program_id(0).to(tl.int64)
     source = row
     if HAS_ROWS:
@@ -46,7 +47,7 @@ def norm_kernel(  # type: ignore[no-untyped-def]
         value = tl.load(hidden + source * hidden_stride + column, mask=inside, other=0.0).to(tl.float32)
         if HAS_DELTA:
             added = tl.load(delta + source * delta_stride + column, mask=inside, other=0.0).to(tl.float32)
-            # What later layers will read is what is normed here.
+            # The norm reads the rounded sum, as later layers do.
             rounded = (value + added).to(hidden.dtype.element_ty)
             tl.store(hidden + source * hidden_stride + column, rounded, mask=inside)
             value = rounded.to(tl.float32)
@@ -58,7 +59,7 @@ def norm_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _norm_heads(low, high, weight, column, inside, eps, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
-    """RMS norm of heads cut in two, [heads, half] each; NaN where a square overflows."""
+    """RMS norm of heads split into two halves, [heads, half] each; NaN if a square overflows."""
     squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
     factor = (1.0 / tl.sqrt(squares / (2 * HALF) + eps) + squares * 0.0)[:, None]
     low_weight = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
@@ -73,7 +74,8 @@ def rotate_kernel(  # type: ignore[no-untyped-def]
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
     BLOCK: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """One program: some query heads of one token, in place, or some of its key-value heads, into the cache."""
+    """One program rotates some query heads of one token in place, or rotates and appends some of its key-value
+    heads."""
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     q_tiles: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
     is_query = tile < q_tiles
@@ -116,7 +118,7 @@ def rotate_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def silu_mul_kernel(gate_up, out, in_stride, out_stride, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program: BLOCK columns of one row."""
+    """One program computes BLOCK columns of one row."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     at = gate_up + row * in_stride + column
@@ -127,14 +129,14 @@ def silu_mul_kernel(gate_up, out, in_stride, out_stride, width, BLOCK: tl.conste
 
 
 def norm_warps(width: int) -> int:
-    """Warps for a row of `width`: about 16 elements a thread."""
+    """Returns the number of warps for a row of `width` numbers: about 16 numbers per thread."""
     return int(min(16, max(1, triton.next_power_of_2(width) // 512)))
 
 
 def embed(history: Tensor, weight: Tensor, tokens: TokenTables, hidden: Tensor) -> None:
-    """Embeds each token that the history has at its slot and position; a token at position -1 becomes zeros.
+    """Writes the embedding of each token, read from the history at its slot and position; position -1 gives zeros.
 
-    history: int32 [slots, positions + 1], where sampling writes too; weight: [vocab, width]; hidden: [tokens, width].
+    history: int32 [slots, positions + 1], also written by sampling; weight: [vocab, width]; hidden: [tokens, width].
     """
     count, width = hidden.shape
     embed_kernel[(count, ceil_div(width, _COLUMNS))](
@@ -146,10 +148,10 @@ def embed(history: Tensor, weight: Tensor, tokens: TokenTables, hidden: Tensor) 
 def rms_norm(
     hidden: Tensor, weight: Tensor, out: Tensor, eps: float, delta: Tensor | None = None, rows: Tensor | None = None
 ) -> None:
-    """`out = weight · hidden / sqrt(mean(hidden²) + eps)`, rows of `[tokens, width]`.
+    """Computes `out = weight · hidden / sqrt(mean(hidden²) + eps)`, rows of `[tokens, width]`.
 
-    With `delta`, hidden += delta comes first and is kept. With `rows`, int32 [rows of out], row i of `out` is that of
-    token rows[i], -1: none; a token must not be named twice if there is a `delta`.
+    With `delta`, first adds it to `hidden` in place. With `rows`, int32 [rows of out], row i of `out` is that of token
+    rows[i], or is skipped if rows[i] is -1; with both, no token may be named twice.
     """
     width = hidden.shape[1]
     norm_kernel[(out.shape[0] if rows is None else rows.shape[0],)](
@@ -169,10 +171,11 @@ def rotate_and_append(
     norms: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Rotates q in place, writes rotated k and v to the cache; first norms heads of q and k by `norms` if given.
+    """Rotates q in place, and rotates k and appends k and v to the cache. Norms the heads of q and k first, by `norms`
+    if given.
 
-    qkv: [tokens, (heads + 2 · kv heads) · head dim]; cos, sin: float32 [positions, head dim / 2]; a token at position
-    -1 is none.
+    qkv: [tokens, (heads + 2 · kv heads) · head dim]; cos, sin: float32 [positions, head dim / 2]; tokens at position -1
+    are skipped.
     """
     block, kv_heads, dim = cache.keys.shape[1:]
     heads = qkv.shape[1] // dim - 2 * kv_heads
@@ -186,7 +189,7 @@ def rotate_and_append(
 
 
 def silu_mul(gate_up: Tensor, out: Tensor) -> None:
-    """`out = silu(gate) · up`; gate_up: [tokens, 2 · width], gate first; out: [tokens, width]."""
+    """Computes `out = silu(gate) · up`; gate_up: [tokens, 2 · width], gate first; out: [tokens, width]."""
     width = out.shape[1]
     silu_mul_kernel[(out.shape[0], ceil_div(width, _COLUMNS))](
         gate_up, out, gate_up.stride(0), out.stride(0), width, BLOCK=_COLUMNS, num_warps=4

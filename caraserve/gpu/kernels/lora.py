@@ -1,12 +1,12 @@
-"""LoRA of prefill tokens on tensor cores: a gather matmul over segments of equal adapters.
+"""LoRA of prefill tokens on tensor cores: a gather matmul over segments of tokens of one adapter.
 
-A segment is up to `SEGMENT_ROWS` tokens of one adapter, wherever they stand in the batch; segments are cut on the host.
-Two launches serve all projections that read the same input: shrink writes `part = x Aᵀ`, expand adds `scale · part B`.
-Both find weights, ranks and scales in device tables and stop at a slot's own rank, so that one captured graph serves
-any mix of adapters and a small rank pays nothing for a large one beside it.
+A segment is up to `SEGMENT_ROWS` tokens of one adapter, anywhere in the batch; the host cuts the segments. Two launches
+serve all projections that read the same input: shrink writes `part = x Aᵀ`, expand adds `scale · part B`. Both read
+weights' addresses, ranks and scales from device tables and stop at a slot's own rank, so one captured graph serves any
+mix of adapters, and a small rank costs no more in a batch with a large one.
 
-K is always cut into the same four planes and their sums are added in the same order: a token's result does not depend
-on what else is in the batch, and there is nothing to zero beforehand.
+K is always cut into the same four planes, whose sums are added in the same order: a token's result does not depend on
+the rest of the batch, and no buffer has to be zeroed.
 """
 
 from dataclasses import dataclass
@@ -39,19 +39,19 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The cut of a batch, in device memory. Segments of no rows fill a captured graph's grid up."""
+    """The segments of a batch, in device memory. Segments of 0 rows pad a captured graph's grid."""
 
-    order: Tensor  # int32 [tokens] rows of x, those of a segment side by side
-    first: Tensor  # int32 [segments] where in `order` a segment starts
+    order: Tensor  # int32 [tokens] rows of x, grouped by segment
+    first: Tensor  # int32 [segments] index in `order` at which a segment starts
     rows: Tensor  # int32 [segments] at most SEGMENT_ROWS
     slot: Tensor  # int32 [segments] adapter slot
 
 
 @dataclass(frozen=True, slots=True)
 class SiteTables:
-    """Device tables of the projections of one layer that read the same input, as the kernels for decoding read them."""
+    """Device tables for the projections of one layer that read the same input, the same tables as for decoding rows."""
 
-    a: Tensor  # int64 [projections, slots] addresses of matrices laid out as in `lora_layout.py`
+    a: Tensor  # int64 [projections, slots] addresses of matrices laid out as in core/lora_layout.py
     b: Tensor  # int64 [projections, slots]
     rank: Tensor  # int32 [projections, slots] 0: not adapted
     scale: Tensor  # float32 [projections, slots]
@@ -60,7 +60,8 @@ class SiteTables:
 
 
 def cut_segments(slots: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """order, first, rows and slot of the segments of tokens with adapter `slots`; the base model's have none."""
+    """Returns order, first, rows and slot of the segments of tokens with adapter `slots`. Base model tokens are in
+    none."""
     order = np.argsort(slots, kind="stable").astype(np.int32)
     order = order[slots[order] > BASE_ADAPTER_SLOT]
     adapters, starts, counts = np.unique(slots[order], return_index=True, return_counts=True)
@@ -73,7 +74,7 @@ def cut_segments(slots: Ints) -> tuple[Ints, Ints, Ints, Ints]:
 
 
 def most_segments(tokens: int, adapters: int) -> int:
-    """Segments that `tokens` tokens on up to `adapters` adapters can make."""
+    """Returns the most segments that `tokens` tokens of up to `adapters` adapters can have."""
     return min(tokens, adapters + tokens // SEGMENT_ROWS)
 
 
@@ -90,8 +91,8 @@ def _shrink_tile(  # type: ignore[no-untyped-def]
     x, token, is_row, address, rank, first, start, end, stride, k,
     WEIGHT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """x[token] · A[first : first + BN]ᵀ over the columns [start, end), [BM, BN]."""
-    # Every A starts on a cache line; without saying so its loads would go element by element.
+    """Computes x[token] · A[first : first + BN]ᵀ over the columns [start, end): [BM, BN]."""
+    # Every A starts at a cache line; without this hint loads would be per element.
     a = tl.multiple_of(address.to(tl.pointer_type(WEIGHT)), 64)
     row = first + tl.arange(0, BN)
     column = tl.arange(0, BK)
@@ -106,14 +107,14 @@ def _shrink_tile(  # type: ignore[no-untyped-def]
     return total
 
 
-@triton.jit(do_not_specialize=["tokens"])  # or a new size of batch would compile once more while requests wait
+@triton.jit(do_not_specialize=["tokens"])  # otherwise a new batch size would compile again while requests wait
 def shrink_kernel(  # type: ignore[no-untyped-def]
     x, part, order, segment_first, segment_rows, segment_slot, a_table, rank_table, dtype_table, gate,
     stride, k, slots, tokens,
     PROJECTIONS: tl.constexpr, RANKS: tl.constexpr, HAS_GATE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One program: a segment, one projection at all its rank rows, one plane of K."""
+    """One program computes one plane of K of a segment, for one projection at all its rank rows."""
     segment, projection, plane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, slot = tl.load(segment_rows + segment), tl.load(segment_slot + segment)
     entry = projection * slots + slot
@@ -127,7 +128,7 @@ def shrink_kernel(  # type: ignore[no-untyped-def]
         address, code = tl.load(a_table + entry), tl.load(dtype_table + slot)
         to = part + ((plane * tokens + token) * PROJECTIONS + projection)[:, None] * RANKS
         for first in range(0, rank, BN):
-            # The branch is outside of the loop over K, which is pipelined only without one.
+            # The branch is outside the loop over K, because Triton pipelines only loops without branches.
             if code == _F32:
                 total = _shrink_tile(
                     x, token, is_row, address, rank, first, start, end, stride, k, tl.float32, BM, BN, BK
@@ -149,11 +150,12 @@ def _expand_tile(  # type: ignore[no-untyped-def]
     part_at, plane_stride, is_row, address, rank, first, width,
     WEIGHT: tl.constexpr, COMPUTE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """(sum of the planes) · B[:, first : first + BN], [BM, BN]. `part_at`: [BM] where a token's rank rows start."""
+    """Computes (sum of the planes) · B[:, first : first + BN]: [BM, BN]. `part_at`: [BM] addresses of the tokens' rank
+    rows."""
     b = tl.multiple_of(address.to(tl.pointer_type(WEIGHT)), 64)
     padded = tl.cdiv(rank, _RANK_STEP) * _RANK_STEP
     column = first + tl.arange(0, BN)
-    b_at = b + (column // _PANEL * padded * _PANEL + column % _PANEL)[None, :]  # panels of 64 columns, rank rows apart
+    b_at = b + (column // _PANEL * padded * _PANEL + column % _PANEL)[None, :]  # 64 columns × `padded` rank rows each
     total = tl.zeros((BM, BN), tl.float32)
     for start in range(0, rank, BR):
         row = start + tl.arange(0, BR)
@@ -175,7 +177,7 @@ def expand_kernel(  # type: ignore[no-untyped-def]
     PROJECTIONS: tl.constexpr, RANKS: tl.constexpr, HAS_GATE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """One program: a segment, a tile of columns of one projection."""
+    """One program adds a segment's result to a tile of columns of one projection."""
     segment, first, projection = tl.program_id(0), tl.program_id(1) * BN, tl.program_id(2)
     width = tl.where(projection == 0, width0, tl.where(projection == 1, width1, width2))
     before = tl.where(projection == 0, column0, tl.where(projection == 1, column1, column2))
@@ -204,7 +206,7 @@ def expand_kernel(  # type: ignore[no-untyped-def]
 
 
 def shrink_shape(dtype: torch.dtype, max_rank: int) -> dict[str, int]:
-    """Tile sizes and launch options of the shrink: the largest that spill on no architecture."""
+    """Returns tile sizes and launch options of the shrink: the largest without register spills on any architecture."""
     ranks = max(16, triton.next_power_of_2(max_rank))
     if dtype is torch.float32:
         return {"BM": SEGMENT_ROWS, "BN": min(32, ranks), "BK": 16, "num_warps": 8, "num_stages": 3}
@@ -212,7 +214,8 @@ def shrink_shape(dtype: torch.dtype, max_rank: int) -> dict[str, int]:
 
 
 def expand_shape(dtype: torch.dtype) -> dict[str, int]:
-    """Tile sizes and launch options of the expand. Four planes of few rank rows at a time are what registers hold."""
+    """Returns tile sizes and launch options of the expand. Registers hold four planes of only few rank rows at a
+    time."""
     if dtype is torch.float32:
         return {"BM": SEGMENT_ROWS, "BN": PANEL, "BR": 16, "num_warps": 4, "num_stages": 1}
     return {"BM": SEGMENT_ROWS, "BN": 2 * PANEL, "BR": 16, "num_warps": 8, "num_stages": 1}
@@ -221,7 +224,7 @@ def expand_shape(dtype: torch.dtype) -> dict[str, int]:
 def lora_shrink(x: Tensor, part: Tensor, segments: Segments, tables: SiteTables) -> None:
     """Writes `part[plane, token, projection, :rank]` for every token of a segment.
 
-    x: [tokens, in]; part: float32 [PLANES, tokens, projections, max_rank], whose sum over planes is x Aᵀ.
+    x: [tokens, in]; part: float32 [PLANES, tokens, projections, max_rank]; the sum over planes is x Aᵀ.
     """
     _, tokens, projections, ranks = part.shape
     shape = shrink_shape(x.dtype, ranks)
@@ -237,7 +240,8 @@ def lora_shrink(x: Tensor, part: Tensor, segments: Segments, tables: SiteTables)
 def lora_expand(
     y: Tensor, part: Tensor, segments: Segments, tables: SiteTables, columns: tuple[int, ...], outputs: tuple[int, ...]
 ) -> None:
-    """Adds the adapters' part to y: [tokens, …], where `outputs[p]` columns from `columns[p]` on are projection p's."""
+    """Adds the adapters' result to y: [tokens, …]. Projection p has `outputs[p]` columns, from column `columns[p]`
+    on."""
     _, tokens, projections, ranks = part.shape
     shape = expand_shape(y.dtype)
     places = ((*numbers, 0, 0)[:MAX_PROJECTIONS] for numbers in (columns, outputs))

@@ -1,11 +1,11 @@
-"""Choosing tokens on the device: penalties, temperature, min-p, top-k, top-p, seeded draws, log-probabilities.
+"""Chooses tokens on the device: penalties, temperature, min-p, top-k, top-p, seeded draws, log-probabilities.
 
-What `cpu/sampling.py` computes, from the same records of parameters and by the same steps: a draw depends on the
-logits, the request's seed and the position alone, and one seed gives one text on either backend. Weights are summed as
-integers in units of 2^-44 of the best token's, which makes sums exact and their order immaterial; what rounds is
-exp, so that the backends can part only where a draw falls within some millionths of a boundary.
+Computes what `cpu/sampling.py` does, from the same parameter records and in the same steps: a draw depends only on the
+logits, the request's seed and the position, and a seed gives the same text on both backends. Weights are summed as
+integers in units of 2^-44 of the best token's weight, so sums are exact in any order. Only exp rounds, so the backends
+can differ only where a draw falls within some millionths of a boundary.
 
-Nothing is sorted: thresholds are found by bisecting over the bits of a weight, in passes over one row of logits that
+Nothing is sorted: thresholds are found by bisecting over the bits of a weight, in passes over one row of logits, which
 the L2 cache holds.
 """
 
@@ -23,7 +23,7 @@ from caraserve.gpu.kernels.attention import TokenTables
 
 
 def _at(name: str) -> tl.constexpr:
-    """Place of a field in a slot's record, counted in items of the field's own size."""
+    """Returns the index of a field in a slot's record, in items of the field's size."""
     assert SLOT_SAMPLING.fields is not None
     dtype, offset = SLOT_SAMPLING.fields[name][:2]
     return tl.constexpr(offset // dtype.base.itemsize)
@@ -41,14 +41,14 @@ _SAMPLE = tl.constexpr(SAMPLE)
 _NOT_FINITE = tl.constexpr(NOT_FINITE)
 _GREEDY_BELOW = tl.constexpr(1e-5)
 _UNIT = tl.constexpr(float(1 << 44))
-_ONE_BITS = tl.constexpr(0x3F800000)  # of 1.0, the best token's weight
+_ONE_BITS = tl.constexpr(0x3F800000)  # bits of 1.0, the best token's weight
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerState:
-    """What lives as long as the requests, and the room that programs work in."""
+    """State of the requests between iterations, and buffers of the programs."""
 
-    table: Tensor  # uint8 [slots, bytes of SLOT_SAMPLING], a record each
+    table: Tensor  # uint8 [slots, bytes of SLOT_SAMPLING], one record per slot
     history: Tensor  # int32 [slots, positions + 1]
     weights: Tensor  # float32 [programs, vocab]
     counts: Tensor  # int32 [programs, vocab], zero between launches
@@ -56,11 +56,11 @@ class SamplerState:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """The tokens whose logits are wanted, and what comes of them."""
+    """The tokens whose logits are wanted, and their results."""
 
     token: Tensor  # int32 [outputs] row in the batch, -1: none
     kind: Tensor  # int32 [outputs] SAMPLE or SCORE
-    wanted: Tensor  # int32 [outputs] alternatives to report, -1: not even a log-probability
+    wanted: Tensor  # int32 [outputs] alternatives to report; 0: the token's log-probability only, -1: nothing
     chosen: Tensor  # int32 [outputs], NOT_FINITE where no token can be chosen
     logprob: Tensor  # float32 [outputs]
     top_ids: Tensor  # int32 [outputs, MAX_LOGPROBS]
@@ -69,13 +69,13 @@ class Outputs:
 
 @triton.jit
 def _best(values, vocab, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The largest value, its first index, and whether all values are finite."""
+    """Returns the largest value, its first index, and whether all values are finite."""
     top, index = tl.load(values).to(tl.float32), 0
     finite = tl.zeros((TILE,), tl.int32)
     for start in range(0, vocab, TILE):
         at = start + tl.arange(0, TILE)
         tile = tl.load(values + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
-        finite += (tl.abs(tile) < float("inf")).to(tl.int32)  # not where the tile ends past the row, nor for a NaN
+        finite += (tl.abs(tile) < float("inf")).to(tl.int32)  # False past the row's end and for NaN
         value, place = tl.max(tile, 0, return_indices=True)  # ties: the first
         index = tl.where(value > top, start + place, index)
         top = tl.maximum(value, top)
@@ -97,7 +97,7 @@ def _tally(counts, history, end, prompt, clear, TILE: tl.constexpr):  # type: ig
 
 @triton.jit
 def _adjust(logits, adjusted, counts, history, position, words, floats, vocab, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Penalties, biases and the ban of end tokens; the barriers are between writes and reads by other threads."""
+    """Applies penalties, biases and the ban of end tokens. Barriers separate writes from reads by other threads."""
     prompt = tl.load(words + _PROMPT_TOKENS).to(tl.int32)
     repetition, frequency = tl.load(floats + _REPETITION), tl.load(floats + _FREQUENCY)
     presence = tl.load(floats + _PRESENCE)
@@ -107,12 +107,12 @@ def _adjust(logits, adjusted, counts, history, position, words, floats, vocab, T
     for start in range(0, vocab, TILE):
         at = start + tl.arange(0, TILE)
         value = tl.load(logits + at, mask=at < vocab, other=0.0).to(tl.float32)
-        count = tl.load(counts + at, mask=at < vocab, other=0, cache_modifier=".cg")  # atomics pass the L1 cache by
+        count = tl.load(counts + at, mask=at < vocab, other=0, cache_modifier=".cg")  # atomics bypass the L1 cache
         penalised = tl.where(value > 0, tl.div_rn(value, repetition), value * repetition)
         value = tl.where(count > 0, penalised, value)
         generated = count // 2
         value = tl.where(generated > 0, value - frequency - presence, value)
-        # One at a time, as on a CPU: a product would round otherwise, and greedy choices could differ.
+        # Subtracts one at a time, as on a CPU: a product would round differently, and greedy choices could differ.
         for times in range(1, tl.where(frequency == 0, 1, tl.max(generated, 0))):
             value = tl.where(generated > times, value - frequency, value)
         tl.store(adjusted + at, value, mask=at < vocab)
@@ -133,7 +133,7 @@ def _adjust(logits, adjusted, counts, history, position, words, floats, vocab, T
 
 @triton.jit
 def _reach(weights, vocab, floor, BY_MASS: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many weights are at least `floor`, and their sum in units of 2^-44 if that is wanted."""
+    """Returns how many weights are at least `floor`, and with BY_MASS their sum in units of 2^-44."""
     count = tl.zeros((TILE,), tl.int32)
     mass = tl.zeros((TILE,), tl.int64)
     for start in range(0, vocab, TILE):
@@ -147,11 +147,12 @@ def _reach(weights, vocab, floor, BY_MASS: tl.constexpr, TILE: tl.constexpr):  #
 
 @triton.jit
 def _threshold(weights, vocab, floor, enough, BY_MASS: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A t from `floor` up so that the weights >= t are the fewest that number, or sum to, at least `enough`."""
+    """Returns t >= `floor` such that the weights >= t are the fewest whose number, or sum with BY_MASS, is >=
+    `enough`."""
     low, high = floor.to(tl.int32, bitcast=True), tl.full((), _ONE_BITS, tl.int32)
     from_low, _ = _reach(weights, vocab, floor, False, TILE)
     above = tl.full((), 0, tl.int32)
-    # A single weight left between the bounds: all thresholds there keep the same tokens.
+    # With one weight left between the bounds, all thresholds between them keep the same tokens.
     while (low < high) & (from_low - above > 1):
         middle = high - (high - low) // 2
         count, mass = _reach(weights, vocab, middle.to(tl.float32, bitcast=True), BY_MASS, TILE)
@@ -168,7 +169,7 @@ def _threshold(weights, vocab, floor, enough, BY_MASS: tl.constexpr, TILE: tl.co
 
 @triton.jit
 def random_bits(seed, position):  # type: ignore[no-untyped-def]
-    """53 random bits, the highest of 64, from (seed, position): two rounds of the SplitMix64 finaliser."""
+    """Returns the highest 53 of 64 random bits from (seed, position): two rounds of the SplitMix64 finaliser."""
     state = seed + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     for _ in tl.static_range(2):
         state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
@@ -186,7 +187,8 @@ def _tile_masses(weights, start, vocab, floor, TILE: tl.constexpr):  # type: ign
 
 @triton.jit
 def _draw(values, weights, top, position, words, floats, vocab, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Samples from logits in `values`, which may be `weights`: they become weights relative to the best token."""
+    """Samples from logits in `values`. Writes weights relative to the best token to `weights`, which may be
+    `values`."""
     inverse = tl.div_rn(1.0, tl.load(floats + _TEMPERATURE))
     for start in range(0, vocab, TILE):
         at = start + tl.arange(0, TILE)
@@ -205,7 +207,7 @@ def _draw(values, weights, top, position, words, floats, vocab, TILE: tl.constex
     target = tl.umulhi(bits, mass.to(tl.uint64)).to(tl.int64)  # ⌊uniform · mass⌋, below mass
     start, before = 0, tl.full((), 0, tl.int64)
     here = tl.sum(_tile_masses(weights, 0, vocab, floor, TILE), 0)
-    # The second condition holds of itself unless no weight is a number: then there is nothing to draw from.
+    # The second condition is false only if no weight is a number: it then ends the loop, with nothing to draw from.
     while (before + here <= target) & (start + TILE < vocab):
         before += here
         start += TILE
@@ -215,13 +217,13 @@ def _draw(values, weights, top, position, words, floats, vocab, TILE: tl.constex
     return tl.where(drawn < vocab, drawn, 0)
 
 
-@triton.jit(do_not_specialize=["outputs"])  # or the first batch of 16 would compile once more while requests wait
+@triton.jit(do_not_specialize=["outputs"])  # otherwise the first batch of 16 would compile again while requests wait
 def sample_kernel(  # type: ignore[no-untyped-def]
     logits, out_token, out_kind, token_slot, token_position, words, floats, history, weights, counts, chosen,
     outputs, vocab, logits_stride, record_words, history_stride,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program: output rows by turns, each drawn, or looked up if its token is known."""
+    """One program handles output rows in turn: draws each token, or looks it up if it is known."""
     program = tl.program_id(0)
     weights += program.to(tl.int64) * vocab
     counts += program.to(tl.int64) * vocab
@@ -243,9 +245,9 @@ def sample_kernel(  # type: ignore[no-untyped-def]
                         index = _draw(weights, weights, top, position, record, numbers, vocab, TILE)
                     else:
                         index = _draw(row, weights, top, position, record, numbers, vocab, TILE)
-                tl.store(past + position + 1, index)  # a token in any case: the next iteration reads it
+                tl.store(past + position + 1, index)  # written in any case: the next iteration reads it
                 tl.store(chosen + output, tl.where(is_finite, index, _NOT_FINITE))
-                tl.debug_barrier()  # the next row takes the same room
+                tl.debug_barrier()  # the next row uses the same buffers
             else:
                 tl.store(chosen + output, tl.load(past + position + 1))
 
@@ -255,7 +257,7 @@ def score_kernel(  # type: ignore[no-untyped-def]
     logits, out_token, wanted, chosen, logprob, top_ids, top_logprobs, vocab, logits_stride,
     MOST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program: one row's log-probabilities, under the unmodified distribution."""
+    """One program scores one row: log-probabilities under the unmodified distribution."""
     output = tl.program_id(0)
     count, token = tl.load(wanted + output), tl.load(chosen + output)
     if (tl.load(out_token + output) >= 0) & (count >= 0) & (token >= 0):
@@ -266,11 +268,11 @@ def score_kernel(  # type: ignore[no-untyped-def]
             at = start + tl.arange(0, TILE)
             total += tl.exp(tl.load(row + at, mask=at < vocab, other=float("-inf")).to(tl.float32) - top)
         norm = top + tl.log(tl.sum(total, 0))
-        tl.store(chosen + output, tl.where(is_finite, token, _NOT_FINITE))  # of a token that was known
+        tl.store(chosen + output, tl.where(is_finite, token, _NOT_FINITE))  # also for a token that was known before
         tl.store(logprob + output, tl.load(row + token).to(tl.float32) - norm)
         value, index = tl.full((), float("inf"), tl.float32), tl.full((), -1, tl.int32)
         for place in range(count):
-            # The best of those after (value, index), where equal values go by index.
+            # The best after (value, index); equal values are in order of index.
             best, best_index = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
             for start in range(0, vocab, TILE):
                 at = start + tl.arange(0, TILE)
@@ -285,15 +287,17 @@ def score_kernel(  # type: ignore[no-untyped-def]
 
 
 def sample_shape(vocab: int) -> dict[str, int]:
-    """Tile size and warps: whole rows are read many times over, by as many threads as hide the L2 cache's latency."""
+    """Returns tile size and warps: rows are read many times over, with enough threads to hide the L2 cache's
+    latency."""
     tile = min(4096, max(128, triton.next_power_of_2(vocab)))
     return {"TILE": tile, "num_warps": max(1, tile // 256)}
 
 
 def sample(logits: Tensor, outputs: Outputs, tokens: TokenTables, state: SamplerState) -> None:
-    """Chooses the token after each SAMPLE row and writes it to `chosen` and the history; SCORE rows' is already there.
+    """Chooses the token after each SAMPLE row and writes it to `chosen` and the history, which already has those of
+    SCORE rows.
 
-    logits: [outputs, vocab], any float type, left as they are.
+    logits: [outputs, vocab], any float type, not modified.
     """
     count, vocab = logits.shape
     sample_kernel[(min(count, state.weights.shape[0]),)](
@@ -305,7 +309,7 @@ def sample(logits: Tensor, outputs: Outputs, tokens: TokenTables, state: Sampler
 
 
 def score(logits: Tensor, outputs: Outputs) -> None:
-    """Log-probabilities of `outputs.chosen` and of the best alternatives, where wanted."""
+    """Writes log-probabilities of `outputs.chosen` and of the best alternatives, where wanted."""
     count, vocab = logits.shape
     score_kernel[(count,)](
         logits, outputs.token, outputs.wanted, outputs.chosen, outputs.logprob, outputs.top_ids, outputs.top_logprobs,

@@ -1,8 +1,8 @@
-"""The device's adapter tables: where each module's A and B lie, at which rank and scale, by adapter slot.
+"""The device's adapter tables: address of A and B, rank and scale of each module, by adapter slot.
 
-Kernels find everything about adapters here, so that one captured graph serves any mix of them. A slot's column is
-written in stream order when an adapter is bound to it or moved in the pool; no batch names a slot between two adapters,
-so nothing is ever erased. Slot 0 is the base model and keeps rank 0.
+Kernels read everything about adapters from these tables, so one captured graph serves any mix of adapters. A slot's
+column is written in stream order when an adapter is bound to it or moved in the pool. No batch uses a slot between two
+adapters, so columns are never erased. Slot 0 is the base model, with rank 0.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ GROUP_SITES = tuple(range(SITES.index(group[0]), SITES.index(group[-1]) + 1) for
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One slot's part of each table, as it is to be written: [layers · sites] each, and the dtype's code."""
+    """One slot's column of each table, [layers · sites] each, and the code of the adapter's dtype."""
 
     a: NDArray[np.int64]  # addresses
     b: NDArray[np.int64]
@@ -57,7 +57,7 @@ class AdapterTables:
 
 
 def column(spec: AdapterSpec, layers: int, base: int) -> Column:
-    """What the tables say of an adapter whose bytes begin at the device address `base`."""
+    """Returns the column of an adapter whose bytes begin at the device address `base`."""
     shape = (layers, len(SITES))
     a, b = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     rank, scale = np.zeros(shape, np.int32), np.zeros(shape, np.float32)

@@ -1,7 +1,7 @@
 """The host memory that the device can access, in one shared region: small copies, results, hand-offs to CPU workers,
 and the arena of adapter images.
 
-It is made before CUDA starts, because the workers' fork server inherits it; the device registers it later.
+The region is created before CUDA starts, because the workers' fork server inherits it; the device registers it later.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class HandOffBuffers:
 
 
 class HostRegion:
-    """The whole region. Pages take no memory until they are written or registered."""
+    """The whole region. Its pages use no memory until they are written or registered."""
 
     def __init__(
         self, spec: ModelSpec, workers: int, ring_bytes: int, result_bytes: int, results: int, arena_bytes: int
@@ -68,21 +68,21 @@ class RegionWords:
 
 
 def inputs_of(spec: ModelSpec, group: int) -> int:
-    """Columns of the x that a group of modules reads."""
+    """Returns the columns of the x that a module group reads."""
     return spec.site_shape(GROUPS[group][0])[0]
 
 
 def x_stride(spec: ModelSpec, group: int) -> int:
-    """Numbers between rows of x in the region."""
+    """Returns the numbers between two rows of x in the region."""
     return align_up(inputs_of(spec, group), A_COLUMNS)
 
 
 def x_bytes(spec: ModelSpec) -> int:
-    """Bytes of the widest x of a chunk, in fp32."""
+    """Returns the bytes of the widest x of a chunk, in fp32."""
     return 4 * ASSISTED_CHUNK_TOKENS * max(x_stride(spec, group) for group in range(len(GROUPS)))
 
 
 def delta_bytes(spec: ModelSpec) -> int:
-    """Bytes of the widest deltas of a chunk, in fp32."""
+    """Returns the bytes of the widest deltas of a chunk, in fp32."""
     strides = [delta_columns([HostModule(spec.site_shape(site)[1]) for site in group])[1] for group in GROUPS]
     return 4 * ASSISTED_CHUNK_TOKENS * max(strides)

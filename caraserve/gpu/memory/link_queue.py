@@ -1,8 +1,8 @@
-"""The order in which adapters are copied over the link to the device, and predicted arrivals. Pure.
+"""The order in which adapters are copied over the link to the device, and predicted arrivals.
 
-An adapter is copied in layer groups, and a group in pieces small enough that a more urgent one never waits long. What a
-launched iteration waits for goes first, then loads in the order of their start. Only about 1 ms of copies is issued
-ahead, because issued copies cannot be overtaken. `copier.py` issues the pieces.
+An adapter is copied in layer groups, and a group in pieces small enough that a more urgent one never waits long. Pieces
+that a launched iteration waits for go first, then loads in the order of their start. Only about 1 ms of copies is
+issued ahead, because issued copies cannot be overtaken. `copier.py` issues the pieces.
 """
 
 from collections.abc import Collection, Sequence
@@ -43,7 +43,7 @@ class LoraSource(Enum):
 
 
 def layer_groups(layer_ends: Sequence[int], group_ends: Sequence[int]) -> tuple[LayerGroup, ...]:
-    """Returns the layer groups of one image. Ends that are no layers or repeated are ignored."""
+    """Returns the layer groups of one image. Ends that are repeated or outside of the image's layers are ignored."""
     layers, ends = len(layer_ends), [0]
     ends += sorted({end for end in group_ends if 0 < end < layers})
     bounds = zip(ends, [*ends[1:], layers], strict=True)

@@ -1,7 +1,7 @@
-"""The padded baseline: every module takes `max_rank` rows, as in Punica's and S-LoRA's BGMV. Pure.
+"""The padded baseline: every module has `max_rank` rows, as in Punica's and S-LoRA's BGMV.
 
-The kernels are the same; they get the larger rank and read zeros for the rest. B is cut into panels of all ranks
-(core/lora_layout.py), so a padded image is not a prefix of anything: it is copied piece by piece, over zeros.
+The kernels are the same; they get the larger rank and read zeros beyond an adapter's own. Panels of B contain all ranks
+(core/lora_layout.py), so an image is not a prefix of its padded form: it is copied row by row onto zeros.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,8 @@ from caraserve.util.units import align_up
 
 @dataclass(frozen=True, slots=True)
 class RowCopy:
-    """`rows` pieces of `width` bytes, their beginnings a pitch apart; offsets into the images."""
+    """Copies `rows` rows of `width` bytes; pitches are the bytes between the starts of two rows. Offsets into the
+    images."""
 
     target: int
     target_pitch: int
@@ -26,7 +27,7 @@ class RowCopy:
 
 
 def padded(spec: AdapterSpec, model: ModelSpec, max_rank: int) -> AdapterSpec:
-    """The adapter as it lies in the pool. Raises AdapterRejected for a larger rank."""
+    """Returns the adapter's layout in the pool. Raises AdapterRejected if its rank is larger than `max_rank`."""
     if spec.rank > max_rank:
         raise AdapterRejected(f"rank {spec.rank} exceeds the {max_rank} rows that the padded kernels have")
     modules = {(span.layer, SITES[span.site]): (max_rank, span.scale) for span in spec.spans}
@@ -35,7 +36,7 @@ def padded(spec: AdapterSpec, model: ModelSpec, max_rank: int) -> AdapterSpec:
 
 
 def copies(spec: AdapterSpec, target: AdapterSpec, model: ModelSpec, layers: Sequence[int]) -> list[RowCopy]:
-    """What is copied of `layers` from the host's image to `target`, which is full of zeros."""
+    """Returns the copies of `layers` from the host's image to `target`, whose bytes are zero."""
     wanted, made = set(layers), []
     for narrow, wide in zip(spec.spans, target.spans, strict=True):
         if narrow.layer in wanted:

@@ -1,4 +1,5 @@
-"""What the device keeps between iterations: keys and values, and of each request slot its blocks, tokens and sampling.
+"""The device's state between iterations: keys and values, and each request slot's KV blocks, tokens and sampling
+parameters.
 
 Keys and values are a view of the pool's first bytes, block after block: `[block, layer, 2, block tokens, kv heads, head
 dim]`. The pool decides how many of the blocks may be used.
@@ -33,7 +34,7 @@ class DeviceState:
 
 
 def block_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Bytes of one KV block, over all layers."""
+    """Returns the bytes of one KV block over all layers."""
     return spec.kv_bytes_per_token(dtype.itemsize) * BLOCK_TOKENS
 
 
@@ -41,7 +42,7 @@ def make_state(spec: ModelSpec, dtype: torch.dtype, pool: Tensor, slots: int, ma
     """Allocates the arrays; keys and values are views of `pool`, uint8 [bytes], at a multiple of 16."""
     device = pool.device
     block_table = torch.zeros((slots, ceil_div(max_context, BLOCK_TOKENS)), dtype=torch.int32, device=device)
-    row = spec.kv_heads * spec.head_dim  # numbers of a token's keys
+    row = spec.kv_heads * spec.head_dim  # numbers in one token's keys
     half = BLOCK_TOKENS * row
     block = 2 * spec.layers * half
     numbers = pool[: pool.numel() // dtype.itemsize * dtype.itemsize].view(dtype)

@@ -1,6 +1,5 @@
-"""Results from the device: a thread that waits for iterations, one after another, in a blocking driver call, so that
-neither the launching thread nor the event loop waits; and the pinned memory that results are copied to.
-"""
+"""Results from the device: a thread that waits for one iteration after another in a blocking driver call, so that
+neither the launching thread nor the event loop waits; and the pinned memory that results are copied to."""
 
 import logging
 import threading

@@ -1,4 +1,4 @@
-"""A lane's activations: memory made once for its largest batch, of which each pass takes the first rows."""
+"""A lane's activations: allocated once for its largest batch; each pass uses the first rows."""
 
 import math
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from caraserve.model.spec import ModelSpec
 from caraserve.util.units import align_up
 
 OUTPUTS_AT_ONCE = 256  # rows of logits
-_SAMPLING_PROGRAMS = 128  # each works in room of its own, as large as two rows of logits
-_SCRATCH_BYTES = 256 << 20  # of attention
-_ROWS_STEP = 16  # pieces of decoding rows begin at multiples: their addresses stay multiples of 64 bytes
+_SAMPLING_PROGRAMS = 128  # each has buffers as large as two rows of logits
+_SCRATCH_BYTES = 256 << 20  # most bytes of attention scratch
+_ROWS_STEP = 16  # decoding rows are cut at multiples, so that all addresses are multiples of 64 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,43 +24,44 @@ class Activations:
     """Rows of one pass, [tokens, …] in the model's dtype."""
 
     hidden: Tensor  # the residual stream
-    normed: Tensor  # likewise wide
+    normed: Tensor  # [tokens, hidden]
     qkv: Tensor
     attended: Tensor  # [tokens, heads · head dim]
-    delta: Tensor  # what o or down add to the residual stream
+    delta: Tensor  # output of o or down, to be added to the residual stream
     gate_up: Tensor
     activated: Tensor  # [tokens, intermediate]
 
     def first(self, tokens: int) -> "Activations":
-        """The same memory for fewer tokens."""
+        """Returns views of the first `tokens` rows."""
         parts = self.hidden, self.normed, self.qkv, self.attended, self.delta, self.gate_up, self.activated
         return Activations(*(part[:tokens] for part in parts))
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """By group of layout.GROUPS."""
+        """Input of each module group of layout.GROUPS."""
         return self.normed, self.attended, self.normed, self.activated
 
     @property
     def outputs(self) -> tuple[Tensor, ...]:
-        """By group of layout.GROUPS."""
+        """Output of each module group of layout.GROUPS."""
         return self.qkv, self.delta, self.gate_up, self.delta
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """The memory that only a lane's own kernels write and read."""
+    """The memory that a lane's kernels use and no other lane reads or writes."""
 
     activations: Activations
-    parts: tuple[Tensor, ...]  # float32 [PLANES, tokens, modules, max rank], by group: what LoRA's shrink leaves
+    parts: tuple[Tensor, ...]  # float32 [PLANES, tokens, modules, max rank] by module group: output of shrink
     scratch: DecodeScratch
-    wanted: Tensor  # [outputs at once, hidden] normed rows whose logits are wanted
+    wanted: Tensor  # [outputs at once, hidden] normed rows for the logits
     logits: Tensor  # [outputs at once, vocab]
     weights: Tensor  # float32 [programs, vocab], for sampling
     counts: Tensor  # int32 [programs, vocab], zero between launches
 
     def decode_pieces(self, shape: PassShape) -> list[tuple[slice, DecodeScratch]]:
-        """Rows that decode, as many at once as there is room for at this length of context."""
+        """Splits the decoding rows so that each piece's attention scratch fits at this length of context. Returns
+        (rows, scratch) of each piece."""
         if shape.decode_rows == 0:
             return []
         most = self.scratch.best.numel() // self.scratch.within(1, shape.context).best.numel()
@@ -72,7 +73,7 @@ class Workspace:
 def make_workspace(
     spec: ModelSpec, dtype: torch.dtype, capacity: Capacity, max_rank: int, max_context: int, device: torch.device
 ) -> Workspace:
-    """`max_rank`: of any adapter; 0: none is ever served."""
+    """Allocates a lane's workspace. `max_rank`: the largest of any adapter; 0 if no adapter is ever served."""
     q, kv, _ = (spec.site_shape(site)[1] for site in GROUPS[0])
 
     def rows(count: int, width: int) -> Tensor:
@@ -82,7 +83,7 @@ def make_workspace(
     outputs = min(capacity.outputs, OUTPUTS_AT_ONCE)
     programs = min(outputs, _SAMPLING_PROGRAMS)
     shapes = [(PLANES, capacity.tokens, len(group), max_rank) for group in GROUPS]
-    part = torch.zeros(max(map(math.prod, shapes)), dtype=torch.float32, device=device)  # of one group at a time
+    part = torch.zeros(max(map(math.prod, shapes)), dtype=torch.float32, device=device)  # used by one group at a time
     return Workspace(
         Activations(*(rows(capacity.tokens, width) for width in widths)),
         tuple(part[: math.prod(shape)].view(shape) for shape in shapes),
@@ -95,7 +96,7 @@ def make_workspace(
 
 
 def _scratch(spec: ModelSpec, rows: int, max_context: int, device: torch.device) -> DecodeScratch:
-    """For all rows at once, unless contexts are so long that this would take too much."""
+    """Allocates scratch for all rows at once, or for fewer if contexts are so long that it would exceed 256 MiB."""
     one = DecodeScratch.empty(1, spec.heads, spec.head_dim, max_context, torch.device("meta"))
     num_bytes = sum(part.nbytes for part in (one.sums, one.best, one.mass))
     fitting = max(_SCRATCH_BYTES // num_bytes // _ROWS_STEP, 1) * _ROWS_STEP
