@@ -1,1 +1,1 @@
-"""What a GPU computes, and how fast: the stages of `scripts/gpu_check`."""
+"""The stages of `scripts/gpu_check`: they check a GPU's results and measure its speed."""

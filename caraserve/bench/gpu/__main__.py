@@ -1,6 +1,7 @@
-"""One stage, in a process of its own: `python -m caraserve.bench.gpu --stage NAME --folder DIR`.
+"""Runs one stage in this process: `python -m caraserve.bench.gpu --stage NAME --folder DIR --budget-s S`.
 
-DIR has the figures of earlier stages in `known.json` and gets a `report.json`. `command.py` starts it.
+DIR holds the figures of earlier stages in `known.json`; the stage's report is written to `report.json` there. run.py
+starts these processes.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from caraserve.gpu.driver.detect import prepare_environment
 
 
 def main() -> int:
-    """The exit code is 0 whenever there is a report."""
+    """Runs the stage and writes its report. Returns exit code 0 whenever there is a report, also of a failure."""
     parser = argparse.ArgumentParser(prog="caraserve.bench.gpu")
     parser.add_argument("--stage", required=True)
     parser.add_argument("--folder", type=Path, required=True)
@@ -31,7 +32,7 @@ def main() -> int:
     (stage,) = parse_stages(args.stage)
     known = json.loads((args.folder / "known.json").read_text(encoding="utf-8"))
     report = run_stage(stage, lambda: real_setup(args.folder, args.budget_s, known, tuple(args.server)))
-    # Renamed when complete: the parent may read it after a timeout.
+    # Written under another name and renamed when complete: the parent never reads half a report.
     made = args.folder / "report.json.new"
     made.write_text(report.to_json(), encoding="utf-8")
     made.replace(args.folder / "report.json")
@@ -39,7 +40,7 @@ def main() -> int:
 
 
 def run_stage(stage: Stage, setup: Callable[[], CheckSetup]) -> StageReport:
-    """What a stage found, or what kept it from finding anything, whatever that was."""
+    """Runs a stage and returns its report; any exception becomes the report's `error`."""
     try:
         result = stage.run(setup())
     except WrongResult as error:

@@ -1,7 +1,7 @@
-"""A device with the raw kernels of one dtype, a stream, and a watch for it.
+"""A device with the raw CUDA kernels for one dtype, a stream, and a stopwatch for that stream.
 
-All work is issued on one stream, torch's too. Call `settle` before reading results or overwriting inputs of issued
-work: on an emulated device it has not run before.
+All work, also torch's, is issued on one stream. Call `settle` before reading results or overwriting inputs of issued
+work; an emulated device runs the work only then.
 """
 
 from collections.abc import Callable
@@ -23,20 +23,20 @@ Mark = NewType("Mark", object)
 
 
 class Stopwatch(Protocol):
-    """When a device gets to points of its streams."""
+    """Measures the time between points of a device's streams."""
 
     def mark(self, stream: Stream) -> Mark:
-        """A point: all that was issued on the stream so far."""
+        """Places a mark on the stream, after all work issued on it so far."""
 
     def between_us(self, start: Mark, end: Mark) -> float:
-        """Waits until the device has passed both."""
+        """Waits until the device has reached both marks; returns the time between them in µs."""
 
 
 class CudaStopwatch:
-    """By events of the device's."""
+    """A stopwatch that uses CUDA events."""
 
     def __init__(self) -> None:
-        self._cuda: Any = torch.cuda  # its types are not stated
+        self._cuda: Any = torch.cuda  # has no type annotations
         self._streams: dict[int, Any] = {}
 
     def mark(self, stream: Stream) -> Mark:
@@ -55,7 +55,7 @@ class CudaStopwatch:
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One thread's."""
+    """A device, its kernels and one stream, for use by a single thread."""
 
     device: GpuDevice
     dtype: Dtype  # of activations
@@ -72,27 +72,27 @@ class Accelerator:
         return self.device.device
 
     def enter(self) -> None:
-        """The calling thread's torch works on this stream from now on."""
+        """Makes torch use this stream in the calling thread from now on."""
         self.device.enter_thread()
         self.device.driver.run(self.stream, lambda: None)
         self.settle()
 
     def launch(self, launch: Launch) -> None:
-        """Issues a raw kernel."""
+        """Issues a raw CUDA kernel on the stream."""
         self.device.kernels.launch(launch, self.stream)
 
     def run(self, issue: Callable[[], None]) -> None:
-        """Issues what torch and Triton are called for."""
+        """Calls `issue`, whose calls to torch and Triton issue work on the stream."""
         self.device.driver.run(self.stream, issue)
 
     def settle(self) -> None:
-        """Waits for all that was issued."""
+        """Waits until all issued work has ended."""
         event = self.device.driver.create_event()
         self.device.driver.record(event, self.stream)
         self.device.driver.synchronize(event)
 
     def random(self, generator: torch.Generator, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Standard normal numbers; `generator` is one of this place."""
+        """Returns standard normal numbers on the device; `generator` must be of the same device."""
         made = torch.empty(shape, dtype=torch.float32, device=self.place)
         return made.normal_(generator=generator).to(dtype or self.torch_dtype)
 
@@ -100,10 +100,10 @@ class Accelerator:
         return torch.Generator(self.place).manual_seed(seed)
 
     def median_us(self, issue: Callable[[], None], replays: int) -> float:
-        """Issues work once, captures it, replays it so often; the median time of a replay."""
+        """Runs the work once, captures it as a CUDA graph and replays that; returns the median time of a replay."""
         driver = self.device.driver
         issue()
-        self.settle()  # its kernels are loaded: that must not happen while a graph is captured
+        self.settle()  # the first run has loaded all kernels: loading one during a capture would be an error
         driver.begin_capture(self.stream)
         issue()
         graph = driver.end_capture(self.stream)

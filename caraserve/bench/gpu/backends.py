@@ -1,4 +1,4 @@
-"""Backends that the stages ask: CUDA's over a rig's device, and the CPU's as the judge."""
+"""Backends for the stages: the CUDA backend under test, the CPU backend as reference, and the models that they run."""
 
 import hashlib
 import threading
@@ -29,8 +29,8 @@ from caraserve.profiling.microbench import random_adapter
 from caraserve.util.units import align_up
 
 DTYPE = Dtype.BF16
-_THREADS = "caraserve-"  # begin the names of a backend's threads
-_SETTLING = 2  # iterations that begin before those that count are queued
+_THREADS = "caraserve-"  # the first part of the names of a backend's threads
+_SETTLING = 2  # first iterations that are not counted: they start before later ones are queued
 TINY = Shape(hidden=64, layers=2, intermediate=96, vocab=512, heads=4, kv_heads=2)
 _TINY_RANKS = (4, 8, 16, 24)
 TINY_CONTEXT = 128
@@ -61,7 +61,7 @@ class TinyModel:
         return load_spec(self.folder)
 
     def read(self, memory: NDArray[np.uint8]) -> list[HostAdapter]:
-        """All adapters, in a host tier."""
+        """Reads all adapters into `memory`, one after another."""
         found, at = [], 0
         for path in self.adapters:
             size = inspect_adapter(path, self.spec).num_bytes
@@ -72,8 +72,8 @@ class TinyModel:
 
 @contextmanager
 def cpu_backend(model: TinyModel, slots: int, adapter_slots: int, step_tokens: int) -> Iterator[Backend]:
-    """The judge: Numba's kernels, held against transformers and peft in tests."""
-    from caraserve.cpu.backend import CpuBackend, CpuSizes  # compiles kernels: not when this file is imported
+    """Yields a CPU backend as reference: tests compare its results with those of transformers and peft."""
+    from caraserve.cpu.backend import CpuBackend, CpuSizes  # here, because this import compiles kernels
 
     spec = model.spec
     loaded = load_model(spec, Dtype.F32, TINY_CONTEXT, folder_reader(model.folder), lambda: None)
@@ -105,7 +105,10 @@ def cuda_backend(
     device: GpuDevice | None = None,
     warm: bool = True,
 ) -> Iterator[CudaBackend]:
-    """Weights are those of `folder`, or random. `device`: in the place of the rig's. `warm`: graphs are captured."""
+    """Yields a CUDA backend with the weights in `folder`, or random ones if it is None.
+
+    `device` replaces the setup's device. With `warm`, CUDA graphs are captured first.
+    """
     used = setup.open(dtype)[0] if device is None else device
     used.enter_thread()
     fill: Fill = dummy(0, used.device) if folder is None else from_reader(folder_reader(folder), used.device)
@@ -120,21 +123,21 @@ def cuda_backend(
 
 
 def shape_spec(shape: Shape, max_position: int) -> ModelSpec:
-    """Of a Llama-shaped model that is on no disk."""
+    """Returns the specification of a Llama-shaped model that is not on disk."""
     return parse_spec(llama_config(shape, max_position))
 
 
 def synthetic_adapter(
     spec: ModelSpec, dtype: Dtype, rank: int, sites: Sequence[str], memory: NDArray[np.uint8]
 ) -> HostAdapter:
-    """One with random weights at the front of `memory`."""
+    """Writes a random adapter with these ranks and sites to the front of `memory`."""
     spans, ends = lay_out(spec, dtype, {(layer, site): (rank, 1.0) for layer in range(spec.layers) for site in sites})
     digest = hashlib.sha256(f"synthetic {dtype.name} {rank} {sites}".encode()).hexdigest()
     return random_adapter(spec, AdapterSpec(digest, dtype, rank, tuple(sites), ends, spans), memory)
 
 
 class MeasuredModel:
-    """A backend whose requests have contexts already."""
+    """A backend, its session and its host memory, for timing iterations of requests with filled contexts."""
 
     def __init__(self, setup: CheckSetup, backend: CudaBackend, spec: ModelSpec, context: int) -> None:
         self.setup, self.backend, self.spec = setup, backend, spec
@@ -142,7 +145,7 @@ class MeasuredModel:
         self._host_at = 0
 
     def adapter(self, rank: int, sites: Sequence[str]) -> HostAdapter | None:
-        """In the host tier; None when there is no room left."""
+        """Puts a new random adapter into host memory; returns None when there is no room left."""
         memory = self.backend.host_memory[self._host_at :]
         if memory.nbytes < 4 * rank * self.spec.num_parameters // self.spec.hidden:
             return None
@@ -151,11 +154,11 @@ class MeasuredModel:
         return made
 
     def forget_adapters(self) -> None:
-        """Their host memory is used again; none is on the device any more."""
+        """Lets later adapters overwrite the host memory of these. None of these may still be on the device."""
         self._host_at = 0
 
     def fill(self, slots: int, context: int) -> None:
-        """Computes the contexts of requests in the first slots, chunk by chunk."""
+        """Prefills a request of `context` tokens in each of the first `slots` slots, in chunks."""
         most = self.backend.limits.max_step_tokens
         prompts = [Prompt(slot, tokens(context, self.spec.vocab_size, slot)) for slot in range(slots)]
         for prompt in prompts:
@@ -168,7 +171,7 @@ class MeasuredModel:
             self.session.run(self.session.started([prompt], [first]), *(Batch((), (), (row,)) for row in rest))
 
     def decode_ms(self, context: int, adapters: Sequence[int]) -> float:
-        """Median time of an iteration of one token for as many requests as adapter slots are given."""
+        """Returns the median time of a decode iteration with one request per given adapter slot, all at `context`."""
         rows = tuple(
             ScheduledRow(slot, context, 1, adapter, samples=True) for slot, adapter in enumerate(sorted(adapters))
         )
@@ -177,13 +180,13 @@ class MeasuredModel:
         return median(1000 * (each.result.done_s - each.result.started_s) for each in ended)
 
     def host_us(self, context: int, adapters: Sequence[int]) -> float:
-        """CPU time that the backend's threads spend on such an iteration."""
+        """Returns the CPU time in µs that the backend's threads spend on a decode iteration as in `decode_ms`."""
         before_s, count = _cpu_s(), self.setup.effort.decodes + _SETTLING
         self.decode_ms(context, adapters)
         return 1e6 * (_cpu_s() - before_s) / count
 
     def prefill_ms(self, count: int, adapter: int, slot: int = 0) -> float:
-        """Median time of a whole prompt in one iteration."""
+        """Returns the median time of an iteration that prefills a prompt of `count` tokens."""
         plan = self.prompt_batch(count, adapter, slot)
         repeats = self.setup.effort.cold_repeats
         return median(
@@ -193,7 +196,7 @@ class MeasuredModel:
         )
 
     def prompt_batch(self, count: int, adapter: int, slot: int, *, is_side_batch: bool = False) -> Batch:
-        """A new request in a slot, its prompt whole."""
+        """Returns a batch that starts a new request in `slot` and prefills its whole prompt of `count` tokens."""
         prompt = Prompt(slot, tokens(count, self.spec.vocab_size, 1), adapter)
         return self.session.started(
             [prompt],
@@ -206,7 +209,7 @@ class MeasuredModel:
 def measured_model(
     setup: CheckSetup, slots: int, context: int, adapter_slots: int, *, workers: int = 0
 ) -> Iterator[MeasuredModel]:
-    """KV blocks for `slots` requests, as far as the device has room; the rest is for adapters."""
+    """Yields a backend with random weights of the setup's shape, set up for up to `workers` LoRA workers."""
     spec = shape_spec(setup.effort.shape, max(4096, context + 64))
     sizes = GpuSizes(
         num_slots=slots,
@@ -224,6 +227,6 @@ def measured_model(
 
 
 def _cpu_s() -> float:
-    """CPU time so far of the backend's threads."""
+    """Returns the CPU time of the backend's threads so far, in s."""
     mine = [thread for thread in threading.enumerate() if thread.name.startswith(_THREADS) and thread.ident]
     return sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0)) for thread in mine)

@@ -1,4 +1,4 @@
-"""Stage `build`: all kernels are compiled and loaded, and kept for the stages that follow."""
+"""Stage `build`: compiles and loads all kernels; later stages use the compiled ones."""
 
 import time
 from dataclasses import replace
@@ -10,12 +10,12 @@ from caraserve.gpu.driver.modules import CudaKernels
 from caraserve.gpu.forward.builder import GpuSizes
 from caraserve.model.dtype import Dtype
 
-_LAYERS = 1  # kernels are the same in all
+_LAYERS = 1  # all layers use the same kernels
 _CONTEXT = 512
 
 
 def build(setup: CheckSetup) -> StageResult:
-    """The raw kernels for each type of activations, and a pass of each shape over one layer of the large model."""
+    """Compiles the raw CUDA kernels for each dtype, and Triton's by warming up a one-layer model of full width."""
     result = StageResult()
     for dtype in Dtype:
         started_s = time.monotonic()

@@ -1,7 +1,8 @@
-"""Stage `cold`: what an adapter that is not on the device costs its request and other requests.
+"""Stage `cold`: measures how much a cold start delays its own request and other running requests.
 
-The exposed time is that from asking for adapter and prompt to the first token, less a warm prompt's. `ondemand` and
-`overlapped` are the same for the request itself: they wait for the whole adapter, and differ for requests that decode.
+The exposed time is the time from the start of load and prefill to the first token, minus that of a warm prompt.
+`ondemand` and `overlapped` are equal for the request itself, which waits for the whole adapter in both; they differ for
+the requests that decode meanwhile.
 """
 
 import time
@@ -34,10 +35,10 @@ from caraserve.model.spec import SITES
 _SITES: dict[Targets, Sequence[str]] = {"qkv": SITES[:3], "all": SITES}
 _MODES = ("ondemand", "pipelined", "assisted")
 _UNKNOWN_LINK_BYTES_PER_S = 25e9
-_CORE_FLOP_PER_S = 60e9  # that a core's LoRA kernel is assumed to reach
-_COPY_S = 6e-6  # of issuing one, whatever its size
-_PIPELINED_TARGET = 1.2  # of what was predicted
-_NOISE_MS = 0.3  # below that nothing is said about a prediction
+_CORE_FLOP_PER_S = 60e9  # assumed speed of the LoRA kernel on one core
+_COPY_S = 6e-6  # assumed time to issue a copy of any size
+_PIPELINED_TARGET = 1.2  # times the predicted exposed time
+_NOISE_MS = 0.3  # times below this are not compared with a prediction
 _ITL_TARGET = 1.05
 _SLOT = 1
 _BIRTH_S = 60.0
@@ -46,7 +47,7 @@ _WORKERS = 8
 
 @dataclass(frozen=True, slots=True)
 class ColdPoint:
-    """One adapter and one prompt. Exposed times by mode, in ms; predicted for two of them."""
+    """Times of one adapter with one prompt; exposed times are in ms, by loading mode, and predicted for two modes."""
 
     targets: str
     rank: int
@@ -58,7 +59,7 @@ class ColdPoint:
 
 
 def cold(setup: CheckSetup) -> StageResult:
-    """Speed alone."""
+    """Measures exposed times and interruptions; results are checked in stage `correct`."""
     effort, result = setup.effort, StageResult()
     measured = setup.known.get("limits", {}).get("to_device_bytes_per_s", {}).values()
     link = max(measured, default=_UNKNOWN_LINK_BYTES_PER_S)
@@ -85,9 +86,9 @@ def cold(setup: CheckSetup) -> StageResult:
 
 
 def _profile(setup: CheckSetup, subject: MeasuredModel, link: float) -> Profile:
-    """What the backend's predictions go by: the link, and warm prompts of the base model."""
+    """Returns a profile for the backend's predictions, from the link's speed and warm prefills of the base model."""
     prompts = [PrefillPoint(count, 0, subject.prefill_ms(count, 0)) for count in setup.effort.cold_prompts]
-    flop = 4 * subject.spec.hidden * len(_SITES["qkv"])  # of a token and a rank row
+    flop = 4 * subject.spec.hidden * len(_SITES["qkv"])  # per token and unit of rank
     rates = [LoraRate(rank, targets, _CORE_FLOP_PER_S / flop / rank) for targets in _SITES for rank in (8, 64)]
     return Profile(
         schema=SCHEMA,
@@ -126,7 +127,7 @@ def _median(setup: CheckSetup, once_ms: Callable[[], float]) -> float:
 
 
 def _asked_ms(subject: MeasuredModel, count: int, *, is_side_batch: bool = False) -> float:
-    """From asking for a prompt to its token."""
+    """Returns the time from the launch of a prefill to its token."""
     started_s = time.monotonic()
     (ended,) = subject.session.run(subject.prompt_batch(count, _SLOT, 0, is_side_batch=is_side_batch))
     return 1000 * (ended.received_s - started_s)
@@ -147,12 +148,12 @@ def _cold_ms(subject: MeasuredModel, adapter: HostAdapter, count: int, mode: str
 
 
 def group_ends(spec: AdapterSpec) -> tuple[int, ...]:
-    """Every layer a group of its own: what the link's queue makes of it is one copy after another."""
+    """Makes every layer a layer group of its own, so that the layers are copied one after another."""
     return tuple(range(1, len(spec.layer_ends)))
 
 
 def _predicted(spec: AdapterSpec, warm_ms: float, link: float) -> dict[str, float]:
-    """Loads that are much longer than a layer's computing are exposed but for what is computed meanwhile."""
+    """Predicts exposed times: of each layer's load, only the time that the previous layer computes is hidden."""
     layers = len(spec.layer_ends)
     load_ms = 1000 * (spec.num_bytes / layers / link + _COPY_S)
     compute_ms = warm_ms / layers
@@ -177,7 +178,7 @@ def _judge(points: Sequence[ColdPoint], result: StageResult) -> None:
 
 
 def _bystanders(setup: CheckSetup, subject: MeasuredModel, result: StageResult) -> None:
-    """Gaps between tokens of running requests, while adapters arrive with requests and while the same are there."""
+    """Compares the gaps between running requests' tokens during cold starts with those during warm arrivals."""
     effort, context = setup.effort, min(setup.effort.contexts)
     subject.forget_adapters()
     adapter = subject.adapter(64 if 64 in effort.cold_ranks else effort.cold_ranks[0], _SITES["qkv"])
@@ -200,8 +201,11 @@ def _bystanders(setup: CheckSetup, subject: MeasuredModel, result: StageResult) 
 
 
 def _gaps_ms(subject: MeasuredModel, adapter: HostAdapter, context: int, mode: str) -> list[float]:
-    """One arrival after another, several iterations apart; two iterations are always under way. `overlapped`: the
-    prompt joins when its adapter is there; `pipelined`: at once, and waits for layers."""
+    """Returns the gaps between tokens while new requests arrive one by one, several iterations apart.
+
+    Two iterations are always in flight. With `overlapped` a prompt joins the batch when its adapter is loaded; with
+    `pipelined` it joins at once and its layers wait for the adapter's layers.
+    """
     effort = subject.setup.effort
     decodes = tuple(ScheduledRow(slot, context, 1, 0, samples=True) for slot in range(effort.bystanders))
     newcomer, spacing, count = (

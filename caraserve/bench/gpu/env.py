@@ -1,4 +1,4 @@
-"""Stage `env`: what the machine is and has, and what is missing."""
+"""Stage `env`: reports the device, the driver and the installed packages."""
 
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -12,7 +12,7 @@ _PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc", "nvidia-cublas
 
 
 def env(setup: CheckSetup) -> StageResult:
-    """Nothing is computed."""
+    """Collects the machine's facts; computes nothing on the device."""
     facts, result = setup.facts, StageResult()
     found = versions()
     for package in _PACKAGES:

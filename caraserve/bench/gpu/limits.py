@@ -1,4 +1,4 @@
-"""Stage `limits`: what the device and its link carry, which everything else is set against."""
+"""Stage `limits`: measures the device's copy bandwidth, its link and its matrix product, as bounds for other stages."""
 
 from functools import partial
 
@@ -11,19 +11,19 @@ from caraserve.cpu.shared_memory import SharedRegion
 from caraserve.model.dtype import Dtype
 
 _SMALLEST_COPY_BYTES = 64 << 10
-_STEP = 8  # between sizes of copies
+_STEP = 8  # ratio of successive copy sizes
 _COPIES = 10
 _KEY = "copy_bytes_per_s"
 
 
 def copy_bytes_per_s(setup: CheckSetup, acc: Accelerator) -> float:
-    """Bytes read and written a second by a copy on the device: known from the stage, or measured now."""
+    """Returns the bytes that a copy on the device reads and writes per second; measures them if not yet known."""
     known = setup.known.get("limits", {}).get(_KEY)
     return float(known) if known else _copy_on_device(setup, acc)
 
 
 def limits(setup: CheckSetup) -> StageResult:
-    """Raises WrongResult when what comes back is not what went there."""
+    """Measures the limits. Raises WrongResult when bytes come back from the device changed."""
     acc = setup.accelerator(Dtype.BF16)
     result = StageResult()
     region = SharedRegion(2 * setup.effort.copy_bytes)
@@ -56,7 +56,7 @@ def _copy_on_device(setup: CheckSetup, acc: Accelerator) -> float:
 
 
 def _check_link(setup: CheckSetup, acc: Accelerator, region: SharedRegion, base: int) -> None:
-    """There and back again."""
+    """Copies bytes to the device and back; raises WrongResult unless they are the same."""
     size, driver = setup.effort.copy_bytes, acc.device.driver
     there, back = region.bytes[:size], region.bytes[size : 2 * size]
     there[:: 1 << 10] = 0xA5
@@ -71,7 +71,7 @@ def _check_link(setup: CheckSetup, acc: Accelerator, region: SharedRegion, base:
 
 
 def _link(setup: CheckSetup, acc: Accelerator, base: int, result: StageResult) -> None:
-    """Copies of all sizes, there, back, and both at once."""
+    """Measures copies of all sizes to the device and to the host, and the largest size both ways at once."""
     effort, driver = setup.effort, acc.device.driver
     room = torch.zeros(2 * effort.copy_bytes, dtype=torch.uint8, device=acc.place)
     device = room.data_ptr()
@@ -96,7 +96,7 @@ def _sizes(most: int) -> list[int]:
 
 
 def _both_ways(setup: CheckSetup, acc: Accelerator, base: int, device: int) -> float:
-    """Bytes a second of both directions together, in copies side by side on two streams."""
+    """Returns the bytes per second of both directions together, with concurrent copies on two streams."""
     size, driver = setup.effort.copy_bytes, acc.device.driver
     other, begun, ended = driver.create_stream(0), driver.create_event(), driver.create_event()
     start = acc.stopwatch.mark(acc.stream)
@@ -114,7 +114,7 @@ def _both_ways(setup: CheckSetup, acc: Accelerator, base: int, device: int) -> f
 
 def _gemm(setup: CheckSetup, acc: Accelerator) -> float:
     size, generator = setup.effort.gemm, acc.generator(0)
-    a, b = (acc.random(generator, size, size) for _ in range(2))  # on zeros it would run faster
+    a, b = (acc.random(generator, size, size) for _ in range(2))  # a product of zeros would run faster
     c = torch.empty_like(a)
 
     def multiply() -> None:

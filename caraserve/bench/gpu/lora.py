@@ -1,7 +1,7 @@
-"""Stage `lora`: LoRA of decode, in time and in bytes; also what `caraserve bench lora` shows of a GPU.
+"""Stage `lora`: measures the decode LoRA kernels; `caraserve bench lora` uses it for its GPU part.
 
-A step of a model is replayed as one graph: layer after layer, every layer other weights, in all more than the L2 cache
-holds. The floor is the time in which the device copies as many bytes as the adapters have.
+One CUDA graph holds the LoRA work of many layers, each with its own weights, in total more than the L2 cache can hold.
+The floor is the time in which the device copies as many bytes as the adapters have.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,20 +20,20 @@ from caraserve.util.units import ceil_div
 _PROJECTIONS = 3  # q, k and v
 _LAYERS_LEAST, _LAYERS_MOST = 4, 320
 _MIX = (8, 16, 32, 64)
-_SHARE_TARGET = 0.8  # of the floor, where weights are what counts
+_SHARE_TARGET = 0.8  # floor ÷ measured time at rank 64, where reading weights dominates
 _MIX_TARGET = 1.10
 
 
 @dataclass(frozen=True, slots=True)
 class LoraPoint:
-    """q, k and v of one layer, every row another adapter."""
+    """The decode LoRA of q, k and v in one layer, with a different adapter in every row."""
 
     rows: int
-    ranks: tuple[int, ...]  # that rows have in turn
+    ranks: tuple[int, ...]  # row i has rank ranks[i % len(ranks)]
     us: float
-    mbytes: float  # of adapters
-    share_of_floor: float
-    torch_us: float | None  # the same by torch.bmm, from stacked weights of one rank
+    mbytes: float  # of adapter weights
+    share_of_floor: float  # floor ÷ measured time
+    torch_us: float | None  # torch.bmm over stacked weights; None for mixed ranks
 
     @property
     def name(self) -> str:
@@ -41,7 +41,7 @@ class LoraPoint:
 
 
 def lora(setup: CheckSetup) -> StageResult:
-    """Raises WrongResult before anything is timed."""
+    """Measures all points. Raises WrongResult for wrong results; each point is checked before it is timed."""
     acc = setup.accelerator(Dtype.BF16)
     bytes_per_s = copy_bytes_per_s(setup, acc)
     points, result = list(measure(setup, acc, bytes_per_s)), StageResult()
@@ -51,14 +51,14 @@ def lora(setup: CheckSetup) -> StageResult:
 
 
 def measure(setup: CheckSetup, acc: Accelerator, bytes_per_s: float) -> Iterator[LoraPoint]:
-    """Every number of rows at every rank, then mixes of ranks; what is left out, for want of time, is the last."""
+    """Yields every number of rows with every rank and with mixed ranks, most rows first, until the time is up."""
     effort = setup.effort
     wanted: list[tuple[int, tuple[int, ...]]] = [
         (rows, (rank,)) for rank in effort.lora_ranks for rows in effort.lora_rows
     ]
     mix = tuple(rank for rank in _MIX if rank in effort.lora_ranks)
     wanted += [(rows, mix) for rows in effort.lora_rows if rows >= len(mix) > 1]
-    wanted.sort(key=lambda each: -each[0])  # the targets are of the most rows
+    wanted.sort(key=lambda each: -each[0])  # the targets are for the most rows
     for rows, ranks in wanted:
         if setup.left_s > 0:
             yield _point(setup, acc, rows, ranks, bytes_per_s)
@@ -89,7 +89,7 @@ def _point(setup: CheckSetup, acc: Accelerator, rows: int, ranks: tuple[int, ...
 
 
 def _bmm_us(setup: CheckSetup, acc: Accelerator, rows: int, rank: int, layers: int) -> float:
-    """Two batched products a layer over weights stacked by row: what torch alone could do, if stacking were free."""
+    """Times two batched products per layer over weights stacked by row: torch's speed if stacking were free."""
     hidden, generator = setup.effort.shape.hidden, acc.generator(2)
     per_layer = 2 * _PROJECTIONS * rows * rank * hidden
     layers = max(1, min(layers, setup.effort.lora_pool_bytes // (per_layer * acc.dtype.itemsize)))

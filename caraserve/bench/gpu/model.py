@@ -18,24 +18,24 @@ _QKV = SITES[:3]
 _RANKS = (8, 16, 32, 64)
 _FLOOR_TARGETS = {1: 0.75, 64: 0.80}  # by batch
 _LORA_TARGET, _LORA_LEAST_CONTEXT = 0.90, 1024
-_KV_SHARE = 0.8  # of the pool; the rest is for adapters
+_KV_SHARE = 0.8  # of the memory pool; the rest is for adapters
 _BASE_TARGET, _HOST_TARGET_US = 0.99, 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredDecode:
-    """One token for each of `batch` requests at `context`."""
+    """A decode iteration of `batch` requests with `context` tokens each."""
 
     batch: int
     context: int
     base_ms: float
-    lora_ms: float  # each request on an adapter of its own
-    share_of_floor: float  # of the base model alone
+    lora_ms: float  # with a different adapter for each request
+    share_of_floor: float  # floor ÷ base_ms
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPrefill:
-    """One prompt."""
+    """The prefill of one prompt, without and with an adapter."""
 
     tokens: int
     base_ms: float
@@ -43,7 +43,7 @@ class MeasuredPrefill:
 
 
 def model(setup: CheckSetup) -> StageResult:
-    """Speed alone: what is computed is looked at in `correct`."""
+    """Measures decode and prefill iterations; results are checked in stage `correct`."""
     effort, result = setup.effort, StageResult()
     bytes_per_s = copy_bytes_per_s(setup, setup.accelerator(DTYPE))
     slots, context = max(effort.batches), max(effort.contexts)
@@ -64,7 +64,7 @@ def model(setup: CheckSetup) -> StageResult:
 
 
 def _fit_contexts(subject: MeasuredModel, slots: int, context: int) -> int:
-    """As many requests of the longest context as there is room for beside adapters."""
+    """Grows the KV cache for up to `slots` requests of the longest context, beside adapters; returns how many fit."""
     limits = subject.backend.limits
     assert limits.shared is not None
     each = (context // limits.block_tokens + 1) * limits.shared.block_bytes
@@ -74,7 +74,7 @@ def _fit_contexts(subject: MeasuredModel, slots: int, context: int) -> int:
 
 
 def _load(subject: MeasuredModel, count: int) -> dict[int, list[int]]:
-    """As many adapters as requests, of all ranks alike: {rank: slots}. Those of one rank share the host's bytes."""
+    """Loads `count` adapters (at least one of each rank); returns {rank: slots}. Equal ranks share one host image."""
     slots: dict[int, list[int]] = {rank: [] for rank in _RANKS}
     images = {rank: subject.adapter(rank, _QKV) for rank in _RANKS}
     for index in range(max(count, len(_RANKS))):
@@ -115,7 +115,7 @@ def _decode(
 def _fit(
     setup: CheckSetup, subject: MeasuredModel, slots_of: dict[int, list[int]], batch: int, result: StageResult
 ) -> None:
-    """`ms = α · Σ ranks + β`, by batches of one rank each."""
+    """Fits `ms = α · Σ ranks + β` to decode iterations whose requests all have one rank."""
     least = min(map(len, slots_of.values()))
     count, context = min(batch, least), min(setup.effort.contexts) - 1
     times_ms = [subject.decode_ms(context, slots[:count]) for slots in slots_of.values()]

@@ -1,4 +1,4 @@
-"""What a stage found: figures for a file, lines for a short table."""
+"""The result of a stage: figures for a JSON file, and lines for a table."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,12 +10,12 @@ Figures = dict[str, Any]  # JSON
 
 
 class WrongResult(Exception):
-    """A device computed something else than it should have: nothing it does fast counts."""
+    """The device computed a wrong result, so its speeds mean nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResultLine:
-    """One line of the table. `met`: whether the target was; None: there is none."""
+    """One line of the table. `met` is True if the target was met, None if there is no target."""
 
     what: str
     value: str
@@ -25,7 +25,7 @@ class ResultLine:
 
 @dataclass(slots=True)
 class StageResult:
-    """Of one stage."""
+    """The result of one stage."""
 
     figures: Figures = field(default_factory=dict)
     lines: list[ResultLine] = field(default_factory=list)
@@ -34,17 +34,19 @@ class StageResult:
         self.lines.append(ResultLine(what, value, target, met))
 
     def at_least(self, what: str, value: float, target: float, form: str = ".2f") -> None:
-        """A figure that is to reach a target."""
+        """Adds a figure that should be at least its target."""
         self.add_line(what, format(value, form), f"≥ {target:g}", value >= target)
 
     def at_most(self, what: str, value: float, target: float, form: str = ".2f") -> None:
-        """A figure that is not to pass a target."""
+        """Adds a figure that should be at most its target."""
         self.add_line(what, format(value, form), f"≤ {target:g}", value <= target)
 
 
 def check_close(what: str, got: Tensor, expected: Tensor, tolerance: float) -> float:
-    """`expected`: float64. Raises WrongResult where the two differ by more than the tolerance, of 1 or of the expected
-    value if that is larger; no number is never close. Returns the largest share of what is allowed."""
+    """Raises WrongResult where two tensors differ by more than `tolerance` · max(1, |expected|), or where one has NaN.
+
+    Returns the largest difference, as a fraction of the allowed one. `expected` is best float64.
+    """
     expected = expected.to(torch.float64)
     if not expected.numel():
         return 0.0
@@ -60,7 +62,7 @@ def check_close(what: str, got: Tensor, expected: Tensor, tolerance: float) -> f
 
 
 def check_same_bits(what: str, one: Tensor, other: Tensor) -> None:
-    """Raises WrongResult unless two results are equal to the bit."""
+    """Raises WrongResult unless two tensors are bitwise equal."""
     kind = {2: torch.int16, 4: torch.int32}[one.element_size()]
     if not torch.equal(one.contiguous().view(kind), other.contiguous().view(kind)):
         raise WrongResult(f"{what}: the bits depend on what else is in the batch")

@@ -1,6 +1,4 @@
-"""Runs the stages one after another, each in a process of its own: one that fails or hangs takes no other with it, and
-leaves the device as it found it.
-"""
+"""Runs the stages one after another, each in its own process, so that a failure or hang cannot affect later stages."""
 
 import json
 import os
@@ -19,14 +17,14 @@ from rich.table import Table
 from caraserve.bench.gpu.results import Figures, ResultLine
 from caraserve.bench.gpu.stages import STAGES, Stage
 
-_GRACE_S = 30.0  # beyond a stage's budget: it leaves points out when that is spent, and is killed after this
+_GRACE_S = 30.0  # a stage skips points when its budget is spent, and is killed this much later
 _WIDTH = 140
 RESULTS = Path("scripts/bench/results")
 
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """Of one stage, from its process. `error`: why there is no result, or a wrong one."""
+    """The report of a stage's process. `error` says why there is no result, or what is wrong; it is empty otherwise."""
 
     figures: Figures = field(default_factory=dict)
     lines: tuple[ResultLine, ...] = ()
@@ -34,19 +32,19 @@ class StageReport:
 
     @classmethod
     def read(cls, text: str) -> "StageReport":
-        """What `to_json` gave."""
+        """Parses the output of `to_json`."""
         content = json.loads(text)
         return cls(content["figures"], tuple(ResultLine(**line) for line in content["lines"]), content["error"])
 
     def to_json(self) -> str:
-        """JSON."""
+        """Returns the report as JSON text, for `read`."""
         lines = [{name: getattr(line, name) for name in ResultLine.__slots__} for line in self.lines]
         return json.dumps({"figures": self.figures, "lines": lines, "error": self.error})
 
 
 @dataclass(frozen=True, slots=True)
 class StageRun:
-    """A stage that was begun, or not: then `error` says why."""
+    """A stage, its report and the seconds it took; the report of a stage that was skipped says why in `error`."""
 
     stage: Stage
     report: StageReport
@@ -57,7 +55,7 @@ RunStage = Callable[[Stage, Mapping[str, Figures], Path], StageReport]
 
 
 def check(stages: Sequence[Stage], run: RunStage, folder: Path, file: Path, budget_s: float) -> int:
-    """Runs stages, prints the table, writes the file after each; 1 if anything was wrong or did not end."""
+    """Runs the stages, writes `file` after each, and prints a table. Returns exit code 1 if any stage has an error."""
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False, soft_wrap=True)
     started_s, ran = time.monotonic(), list[StageRun]()
     for stage in stages:
@@ -81,7 +79,7 @@ def check(stages: Sequence[Stage], run: RunStage, folder: Path, file: Path, budg
 
 
 def process_runner(server_arguments: Sequence[str]) -> RunStage:
-    """Runs a stage by `python -m caraserve.bench.gpu`."""
+    """Returns a function that runs a stage as `python -m caraserve.bench.gpu`."""
 
     def run(stage: Stage, known: Mapping[str, Figures], folder: Path) -> StageReport:
         mine = folder / stage.name
@@ -95,7 +93,7 @@ def process_runner(server_arguments: Sequence[str]) -> RunStage:
 
 
 def await_report(command: Sequence[str], file: Path, most_s: float, pass_fds: Sequence[int] = ()) -> StageReport:
-    """What a stage's process has left in a file; whatever it has started ends with it."""
+    """Runs a command for at most `most_s` and reads its report from `file`; then kills all processes of its group."""
     process = subprocess.Popen(command, start_new_session=True, pass_fds=pass_fds)
     try:
         code = process.wait(most_s)
@@ -109,7 +107,7 @@ def await_report(command: Sequence[str], file: Path, most_s: float, pass_fds: Se
 
 
 def _end_group(process: "subprocess.Popen[bytes]") -> None:
-    """Whatever a stage has left behind: it has a group of its own."""
+    """Kills what is left of the process group that the stage's process leads."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -119,13 +117,13 @@ def _end_group(process: "subprocess.Popen[bytes]") -> None:
 
 
 def file_name(device: str) -> str:
-    """Of the results on a device of that name."""
+    """Returns the name of the results file for a device with this name."""
     words = re.findall(r"[a-z0-9]+", device.lower().replace("nvidia", ""))
     return f"gpu_check_{'_'.join(words)}.json"
 
 
 def _write(ran: Sequence[StageRun], file: Path) -> None:
-    """One JSON document of all that is known so far. Of an error the first line: the rest may name places here."""
+    """Writes all results so far as JSON. Only the first line of an error: a traceback would name local paths."""
     document = {
         "check": "gpu",
         "schema": 1,
@@ -159,7 +157,7 @@ def _table(ran: Sequence[StageRun]) -> Table:
 
 
 def parse_stages(text: str) -> list[Stage]:
-    """Stages of a list as `lora,model`. Raises ValueError that says which there are."""
+    """Returns the stages in a list such as `lora,model`. Raises ValueError for unknown names."""
     by_name = {stage.name: stage for stage in STAGES}
     if unknown := [name for name in text.split(",") if name not in by_name]:
         raise ValueError(f"{unknown[0]!r} is no stage; there are {', '.join(by_name)}")

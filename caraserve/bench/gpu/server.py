@@ -1,7 +1,7 @@
-"""Stage `server`: the server itself under a paper's load, in several loading modes.
+"""Stage `server`: runs the whole server under a paper's load, in several loading modes.
 
-Running requests' gaps between tokens in a mode that loads are set against those in `cached`, under the same requests:
-what is left is what cold requests cost those that run.
+The gaps between running requests' tokens are compared with those in mode `cached` under the same requests: the
+difference is the effect of cold starts on running requests.
 """
 
 import json
@@ -15,12 +15,12 @@ from caraserve.errors import BackendFailed
 
 _BASELINE = "cached"
 _TTFT_TARGET, _GAP_TARGET = 1.02, 1.05
-_KEPT_S = 5.0  # of the stage's time, for what comes after
-_ON_THE_GPU = ("--", "--device", "cuda")  # or a server that finds none would serve on the CPU
+_KEPT_S = 5.0  # of the stage's time, kept for reading the report
+_ON_THE_GPU = ("--", "--device", "cuda")  # without it, a server that finds no GPU would use the CPU
 
 
 def server(setup: CheckSetup) -> StageResult:
-    """Raises BackendFailed when the benchmark does not end well."""
+    """Runs `caraserve bench modes` and reads its report. Raises BackendFailed when the benchmark fails."""
     folder = setup.folder / "report"
     setup.bench_modes(arguments(setup.server_arguments, folder), setup.left_s - _KEPT_S)
     try:
@@ -33,7 +33,7 @@ def server(setup: CheckSetup) -> StageResult:
 
 
 def arguments(more: Sequence[str], folder: Path) -> list[str]:
-    """Of `caraserve bench modes`. What stands in `more` comes last, and so goes before what stands here."""
+    """Returns the arguments of `caraserve bench modes`. Those in `more` come last and so replace the defaults here."""
     ours = ["--preset", "toppings-s3", "--random-model", "llama2-7b", "--repeats", "1", "--calm-cores", "64"]
     own = list(more)
     at = own.index("--") if "--" in own else len(own)

@@ -14,12 +14,12 @@ from caraserve.errors import BackendFailed
 from caraserve.util.units import ceil_div
 
 _T = TypeVar("_T")
-_PATIENCE_S = 60.0  # for one answer; longer means that the device hangs
+_PATIENCE_S = 60.0  # a result that takes longer means that the device hangs
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request in a slot of its own. `adapter`: its slot."""
+    """A request in its own slot. `adapter` is the slot of its adapter."""
 
     slot: int
     token_ids: tuple[int, ...]
@@ -28,14 +28,14 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class TimedResult:
-    """A batch's result, and when it was received, by the monotonic clock."""
+    """The result of a batch, and the time when it was received, in s of the monotonic clock."""
 
     result: StepResult
     received_s: float
 
 
 class Session:
-    """Every request slot has its own blocks, for contexts of at most `context` tokens."""
+    """Runs batches on a backend; every request slot has fixed KV blocks for up to `context` tokens."""
 
     def __init__(self, backend: Backend, context: int) -> None:
         self.backend, self.context = backend, context
@@ -43,14 +43,14 @@ class Session:
         self._ended: SimpleQueue[tuple[StepResult | Exception, float]] = SimpleQueue()
 
     def grow_kv(self, slots: int) -> None:
-        """KV blocks for so many slots, where the backend shares memory among blocks and adapters."""
+        """Grows the KV cache to `slots` requests if KV blocks and adapters share the backend's memory."""
         if self.backend.limits.shared is not None:
             grown: SimpleQueue[None] = SimpleQueue()
             self.backend.resize_kv(slots * self._blocks_each, lambda: grown.put(None))
             wait_for(grown)
 
     def load(self, adapter: HostAdapter, slot: int, group_ends: Sequence[int] = ()) -> float:
-        """Copies an adapter to a slot; the time until it was there in s."""
+        """Copies an adapter to a slot; returns the time until it was complete, in s."""
         started_s = time.monotonic()
         wait_for_load(self.start_load(adapter, slot, group_ends))
         return time.monotonic() - started_s
@@ -58,30 +58,30 @@ class Session:
     def start_load(
         self, adapter: HostAdapter, slot: int, group_ends: Sequence[int] = ()
     ) -> "SimpleQueue[Exception | None]":
-        """Asks for a copy and returns at once."""
+        """Starts a copy and returns a queue that receives None when it is complete, or the error."""
         done: SimpleQueue[Exception | None] = SimpleQueue()
         self.backend.load_adapter(adapter, slot, done.put, group_ends)
         return done
 
     def launch(self, plan: Batch) -> None:
-        """Returns at once; `next` has the outcome."""
+        """Launches a batch and returns at once; `next` returns its result."""
         self.backend.launch(plan, lambda result: self._ended.put((result, time.monotonic())))
 
     def next(self) -> TimedResult:
-        """The outcome of the next plan that ends. Raises BackendFailed."""
+        """Waits for the next batch that ends. Raises BackendFailed if it failed or does not end."""
         result, received_s = wait_for(self._ended)
         if isinstance(result, Exception):
             raise BackendFailed(f"an iteration failed: {result}")
         return TimedResult(result, received_s)
 
     def run(self, *plans: Batch) -> list[TimedResult]:
-        """All of them back to back."""
+        """Launches all batches at once and returns their results in order."""
         for plan in plans:
             self.launch(plan)
         return [self.next() for _ in plans]
 
     def started(self, prompts: Sequence[Prompt], rows: Sequence[ScheduledRow], *, is_side_batch: bool = False) -> Batch:
-        """A plan that begins with these requests; all blocks are granted at once."""
+        """Returns a batch that starts these requests, with all KV blocks of their slots, and computes these rows."""
         starts, grants = [], []
         for prompt in prompts:
             starts.append(SlotStart(prompt.slot, prompt.token_ids, greedy(len(prompt.token_ids))))
@@ -90,7 +90,7 @@ class Session:
         return Batch(tuple(starts), tuple(grants), tuple(rows), is_side_batch=is_side_batch)
 
     def serve(self, prompts: Sequence[Prompt], new_tokens: int, chunk: int) -> list[list[int]]:
-        """`new_tokens` for each request, all of them together, prompts in chunks of so many tokens."""
+        """Serves all requests together: prefill in chunks of `chunk` tokens, then decode. Returns their new tokens."""
         ordered = sorted(prompts, key=lambda prompt: prompt.adapter)
         rows = [_rows(prompt, new_tokens, chunk) for prompt in ordered]
         plans = []
@@ -119,17 +119,17 @@ def _rows(prompt: Prompt, new_tokens: int, chunk: int) -> list[ScheduledRow]:
 
 
 def tokens(count: int, vocab: int, salt: int = 0) -> tuple[int, ...]:
-    """A prompt."""
+    """Returns a prompt of `count` token ids, always the same for equal arguments."""
     return tuple((17 * index * index + 31 * salt + 7 * index + 1) % vocab for index in range(count))
 
 
 def greedy(prompt_tokens: int) -> SlotSampling:
-    """Always the likeliest token."""
+    """Returns the parameters of greedy sampling, for a prompt of this length."""
     return SlotSampling.greedy(prompt_tokens)
 
 
 def wait_for(queue: "SimpleQueue[_T]") -> _T:
-    """Raises BackendFailed when nothing comes."""
+    """Returns the queue's next item. Raises BackendFailed when there is none within 60 s."""
     try:
         return queue.get(timeout=_PATIENCE_S)
     except Empty:
@@ -137,6 +137,6 @@ def wait_for(queue: "SimpleQueue[_T]") -> _T:
 
 
 def wait_for_load(done: "SimpleQueue[Exception | None]") -> None:
-    """Raises BackendFailed when an adapter could not be copied."""
+    """Waits until a load is complete. Raises BackendFailed when the adapter could not be copied."""
     if (error := wait_for(done)) is not None:
         raise BackendFailed(f"an adapter could not be copied: {error}")

@@ -1,4 +1,4 @@
-"""Setup of a stage: device, sizes of what is computed, time limit, figures of earlier stages."""
+"""The setup of a stage: device, problem sizes, time limit, and the figures of earlier stages."""
 
 import os
 import subprocess
@@ -22,36 +22,36 @@ Opened = tuple[GpuDevice, Stopwatch]
 
 @dataclass(frozen=True, slots=True)
 class CheckEffort:
-    """Sizes of everything; shares of a stage's time are the stage's own."""
+    """Problem sizes of all stages."""
 
     shape: Shape  # of the model whose speed is measured
-    cases: int  # random ones, of each kernel
-    vocab: int  # of the tests of sampling
-    context: int  # longest of the tests of attention
-    tiny_lengths: tuple[int, ...]  # of prompts of the tiny model
-    tiny_new: int  # tokens for each of them
-    dtypes: tuple[Dtype, ...]  # of activations that are tested
-    rounds: int  # of publishing and waiting
+    cases: int  # random test cases for each kernel
+    vocab: int  # in the checks of sampling
+    context: int  # longest context in the checks of attention
+    tiny_lengths: tuple[int, ...]  # prompt lengths for the tiny model
+    tiny_new: int  # new tokens for each of these prompts
+    dtypes: tuple[Dtype, ...]  # of activations, in the checks
+    rounds: int  # hand-offs to CPU workers
     rounds_at_once: int
-    kills: int  # of workers that are waited for
-    copy_bytes: int  # of the largest copy that is timed
+    kills: int  # workers that are killed during a hand-off
+    copy_bytes: int  # size of the largest copy that is timed
     gemm: int  # side of the square matrices
-    replays: int
-    lora_pool_bytes: int  # adapters that are rotated over
+    replays: int  # of each CUDA graph
+    lora_pool_bytes: int  # memory for the adapters of stage `lora`
     lora_rows: tuple[int, ...]
     lora_ranks: tuple[int, ...]
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     prompts: tuple[int, ...]
-    decodes: int  # iterations in a row
+    decodes: int  # decode iterations in a row
     cold_ranks: tuple[int, ...]
     cold_prompts: tuple[int, ...]
     cold_repeats: int
     graph_bytes: int
-    model_pool_bytes: int | None  # for keys, values and adapters; None: what is there
+    model_pool_bytes: int | None  # for KV blocks and adapters; None: all free device memory
     bystanders: int  # requests that decode while others arrive
-    arrivals: int  # of cold requests beside them
-    host_bytes: int  # for adapters
+    arrivals: int  # requests that arrive during these decodes
+    host_bytes: int  # host memory for adapters
 
 
 _LLAMA = SHAPES["llama2-7b"]
@@ -88,14 +88,17 @@ FULL = CheckEffort(
 
 
 def run_bench_modes(argv: Sequence[str], timeout_s: float) -> None:
-    """In a process of its own. After `timeout_s` it is terminated and leaves a report of the runs so far.
-    Raises BackendFailed when it fails of itself."""
+    """Runs `caraserve bench modes` in a process.
+
+    After `timeout_s` the process is terminated and still writes a report of the runs so far. Raises BackendFailed when
+    it exits with an error before that.
+    """
     command = [sys.executable, "-m", "caraserve", "bench", "modes", *argv]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         _, said = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        process.terminate()  # it ends its server, which a kill would leave to itself for a moment
+        process.terminate()  # not kill: the process must stop its server and write its report
         process.communicate()
         return
     if process.returncode != 0:
@@ -104,7 +107,7 @@ def run_bench_modes(argv: Sequence[str], timeout_s: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CheckSetup:
-    """`known`: the figures of earlier stages, by stage; `folder`: for whatever a stage writes."""
+    """What a stage needs. `known` has the figures of earlier stages by name; a stage may write to `folder`."""
 
     open: Callable[[Dtype], Opened]
     facts: DeviceFacts
@@ -117,7 +120,7 @@ class CheckSetup:
     started_s: float = field(default_factory=time.monotonic)
 
     def accelerator(self, dtype: Dtype) -> Accelerator:
-        """The device, with a stream for this thread; its torch works there from now on."""
+        """Opens the device with a new stream, which torch uses in this thread from now on."""
         device, stopwatch = self.open(dtype)
         made = Accelerator(device, dtype, stopwatch, device.driver.create_stream(0), self.facts.l2_bytes)
         made.enter()
@@ -125,11 +128,11 @@ class CheckSetup:
 
     @property
     def left_s(self) -> float:
-        """Of the stage's time; points that find none are left out."""
+        """Seconds left of the stage's budget; stages skip further points when it is used up."""
         return self.budget_s - (time.monotonic() - self.started_s)
 
     def cores(self, most: int) -> tuple[int, ...]:
-        """For CPU LoRA workers: all but the first, which the launching thread keeps."""
+        """Returns up to `most` cores for CPU LoRA workers: not the first, which the launching thread uses."""
         usable = sorted(os.sched_getaffinity(0))
         return tuple((usable[1:] or usable)[:most])
 
@@ -137,7 +140,7 @@ class CheckSetup:
 def real_setup(
     folder: Path, budget_s: float, known: Mapping[str, Figures], server_arguments: tuple[str, ...]
 ) -> CheckSetup:
-    """This machine's GPU. Raises OSError or DriverError when there is none."""
+    """Returns a setup with this machine's GPU and full problem sizes. Raises OSError or DriverError without a GPU."""
 
     def open_(dtype: Dtype) -> Opened:
         from caraserve.gpu.driver.modules import open_device  # needs CuPy

@@ -1,4 +1,4 @@
-"""The stages, in their order, and how long each may take."""
+"""The stages of `scripts/gpu_check` in their order, with their time limits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from caraserve.bench.gpu.setup import CheckSetup
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """`is_required`: what comes after is not begun when this one finds a wrong result. `description`: for --help."""
+    """A stage. If `is_required`, no later stage runs after it has failed. `description` is for --help."""
 
     name: str
     budget_s: float
@@ -19,12 +19,12 @@ class Stage:
     package: str = "caraserve.bench.gpu"
 
     def run(self, setup: CheckSetup) -> StageResult:
-        """Raises what goes wrong."""
+        """Calls the function of the stage's name in the module of that name. Raises whatever that raises."""
         function: Callable[[CheckSetup], StageResult] = getattr(import_module(f"{self.package}.{self.name}"), self.name)
         return function(setup)
 
 
-CHECKS = "tests.gpu_device"  # checks of results, with the tests; they are run from a checkout of the repository
+CHECKS = "tests.gpu_device"  # checks of results are among the tests: they need a checkout of the repository
 STAGES = (
     Stage("env", 15, "device, driver, packages"),
     Stage("build", 50, "all kernels compiled and loaded", is_required=True),

@@ -1,4 +1,4 @@
-"""The GPU's part of `caraserve bench lora`: what `scripts/gpu_check` measures in its stage `lora`."""
+"""The GPU part of `caraserve bench lora`: the same measurement as stage `lora` of `scripts/gpu_check`."""
 
 import tempfile
 from pathlib import Path
@@ -13,14 +13,14 @@ from caraserve.model.dtype import Dtype
 
 
 def gpu_points(budget_s: float) -> list[LoraPoint]:
-    """On this machine's GPU. Raises BackendFailed when it computes something else than it should."""
+    """Measures this machine's GPU for up to `budget_s`. Raises BackendFailed when its results are wrong."""
     prepare_environment()
     with tempfile.TemporaryDirectory() as folder:
         return points(real_setup(Path(folder), budget_s, {}, ()))
 
 
 def points(setup: CheckSetup) -> list[LoraPoint]:
-    """What there is time for, the most rows first."""
+    """Returns as many points as the setup's time allows, most rows first. Raises BackendFailed for wrong results."""
     acc = setup.accelerator(Dtype.BF16)
     try:
         return list(measure(setup, acc, copy_bytes_per_s(setup, acc)))

@@ -1,4 +1,4 @@
-"""Hand-offs of q, k and v to CPU LoRA workers, beside workers behind UNIX sockets and torch's threads.
+"""Compares hand-offs of q, k and v to CPU LoRA workers with workers behind UNIX sockets and with torch's threads.
 
 Toppings Fig. 12 (right) and Fig. 17 (right).
 """
@@ -29,12 +29,12 @@ _MOST_TOKENS = 256
 _SOCKET_BUFFER_BYTES = 4 << 20
 _HOST_BYTES = 64 << 20
 _DONE = b"\0"
-_MEASURED = np.dtype(np.float64)  # seconds that a socket's worker computed
+_MEASURED = np.dtype(np.float64)  # a socket worker's compute time in s
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffTiming:
-    """One hand-off: until all deltas were there, and for how long the slowest worker computed."""
+    """Times of one hand-off: until all deltas have arrived, and the compute time of the slowest worker."""
 
     total_s: float
     compute_s: float
@@ -42,19 +42,19 @@ class HandoffTiming:
 
 @dataclass(frozen=True, slots=True)
 class RoundTripPoint:
-    """Hand-offs of a prompt to so many workers."""
+    """Times of hand-offs of a prompt to `workers` workers."""
 
     transport: str  # "shared memory" or "UNIX socket"
     workers: int
     tokens: int
-    total_us: float  # medians
-    beyond_us: float  # of what is left when the slowest worker's computing is taken away
-    beyond_p99_us: float
+    total_us: float  # median
+    beyond_us: float  # median of total time minus the slowest worker's compute time
+    beyond_p99_us: float  # 99th percentile of the same difference
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadsPoint:
-    """A prompt's q, k and v of one layer on the same cores; medians."""
+    """Median times of q, k and v of one layer for a prompt of 256 tokens, with workers and torch on the same cores."""
 
     cores: int
     rank: int
@@ -66,7 +66,7 @@ class ThreadsPoint:
 
 
 class HandoffBench:
-    """A backend of one layer that does nothing but hand over, for adapters of these dtypes and ranks."""
+    """A backend of one layer whose only work is hand-offs, with one adapter for each dtype and rank given."""
 
     def __init__(self, hidden: int, adapters: Sequence[tuple[Dtype, int]], cores: Sequence[int]) -> None:
         self._spec = one_layer_spec(hidden)
@@ -102,7 +102,7 @@ class HandoffBench:
         self._backend.close()
 
     def exchange(self, dtype: Dtype, rank: int, tokens: int, workers: int) -> HandoffTiming:
-        """One hand-off to so many of the workers."""
+        """Times one hand-off of `tokens` tokens, split among `workers` workers."""
         self._backend.set_slices(lambda _: ceil_div(tokens, workers))
         while (timed := self._backend.time_hand_off(self._slots[dtype, rank], tokens)) is None:
             if not self._backend.workers.await_all(_BIRTH_S):
@@ -114,7 +114,7 @@ class HandoffBench:
 
 
 class SocketWorkers:
-    """Processes that get x through a socket and send the deltas back: bytes as they are, no pickling."""
+    """Processes that receive x through a UNIX socket and send the deltas back, as raw bytes without pickling."""
 
     def __init__(self, hidden: int, rank: int, tokens: int, cores: Sequence[int]) -> None:
         self._shares = [len(each) for each in np.array_split(np.arange(tokens), len(cores))]
@@ -135,10 +135,10 @@ class SocketWorkers:
         self._x = np.zeros((tokens, hidden), np.float32)
         self._deltas = [np.zeros((len(QKV), share, hidden), np.float32) for share in self._shares]
         for end in self._ends:
-            _receive(end, np.empty(1, np.uint8))  # compiled and ready
+            _receive(end, np.empty(1, np.uint8))  # sent when the worker's kernels are compiled
 
     def exchange(self) -> HandoffTiming:
-        """A prompt to all of them and back."""
+        """Times one round trip: x to all workers, the deltas of all workers back."""
         computed_s = np.empty(1, _MEASURED)
         slowest_s, first = 0.0, 0
         started_s = time.perf_counter()
@@ -159,7 +159,7 @@ class SocketWorkers:
 
 
 def _serve_socket(end: socket.socket, hidden: int, rank: int, tokens: int, core: int) -> None:
-    """A worker's life: until the other end closes."""
+    """Serves one socket worker until the other end closes the socket."""
     pin([core])
     from caraserve.profiling.cpu_lora_rate import LayerLora  # compiles kernels
 
@@ -196,7 +196,10 @@ def _receive(end: socket.socket, into: NDArray[np.generic]) -> None:
 def round_trips(
     bench: HandoffBench, hidden: int, rank: int, prompts: Sequence[int], cores: Sequence[int], repeats: int
 ) -> Iterator[RoundTripPoint]:
-    """Shared memory and sockets in turn, one worker and all, as few hand-offs apart as they can be."""
+    """Yields points with one worker and with all, over shared memory and over sockets.
+
+    Both transports alternate after each hand-off, so that changes of the machine's speed affect both alike.
+    """
     for workers in dict.fromkeys((1, len(cores))):
         for tokens in prompts:
             sockets = SocketWorkers(hidden, rank, tokens, cores[:workers])
@@ -226,7 +229,7 @@ def _point(transport: str, workers: int, tokens: int, exchanges: Sequence[Handof
 def beside_threads(
     bench: HandoffBench, hidden: int, ranks: Sequence[int], cores: Sequence[int], repeats: int
 ) -> Iterator[ThreadsPoint]:
-    """A long prompt by one worker and by all, and by as many of torch's threads on the same cores; all in fp32."""
+    """Yields times of 256 tokens in fp32, with one worker and with all, and with as many torch threads."""
     for count in dict.fromkeys((1, len(cores))):
         with pinned_process(cores[:count]) as pool:
             for rank in ranks:

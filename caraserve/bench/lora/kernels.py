@@ -1,7 +1,7 @@
-"""The LoRA kernels of one CPU core beside torch and NumPy on the same core.
+"""Measures the CPU LoRA kernels on one core, and torch and NumPy on the same core.
 
-Everything is computed by one process pinned to one core, point after point, the contestants of a point in turn. The
-adapter's layers are many enough that weights come from memory, as they do when a batch has several adapters.
+One process, pinned to one core, measures one point after another; within a point, the implementations alternate. The
+adapter has so many layers that weights are read from memory, as they are when a batch uses several adapters.
 """
 
 import time
@@ -22,7 +22,7 @@ _HEAD_DIM = 128
 
 
 def one_layer_spec(hidden: int, layers: int = 1) -> ModelSpec:
-    """Layers that have only the projections of attention in full size: LoRA needs no more of the base model."""
+    """Returns a model with full-size attention projections and a minimal MLP and vocabulary: LoRA needs no more."""
     heads = max(1, hidden // _HEAD_DIM)
     return parse_spec(
         {
@@ -39,33 +39,33 @@ def one_layer_spec(hidden: int, layers: int = 1) -> ModelSpec:
 
 
 def adapter_spec(model: ModelSpec, dtype: Dtype, rank: int) -> AdapterSpec:
-    """Of q, k and v in every layer, as the papers have it."""
+    """Returns the specification of an adapter for q, k and v in every layer, as in the papers."""
     spans, ends = lay_out(model, dtype, {(layer, site): (rank, 1.0) for layer in range(model.layers) for site in QKV})
     return AdapterSpec(f"synthetic {dtype.name} {rank}", dtype, rank, QKV, ends, spans)
 
 
 def adapter_of(model: ModelSpec, dtype: Dtype, rank: int) -> HostAdapter:
-    """One with random weights, in memory of its own."""
+    """Returns an adapter for q, k and v with random weights, in newly allocated memory."""
     spec = adapter_spec(model, dtype, rank)
     return random_adapter(model, spec, aligned_bytes(spec.num_bytes))
 
 
-_WEIGHTS_BYTES = 64 << 20  # of one point's layers: more than any L2 cache, and than this core's share of L3
+_WEIGHTS_BYTES = 64 << 20  # of all layers of one point: more than any L2 cache, and than a core's share of L3
 _SAMPLE_S = 0.03
 _ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class KernelPoint:
-    """q, k and v of one layer for one prompt. Speeds in GFLOP/s."""
+    """Speeds of the LoRA of q, k and v in one layer for one prompt, in GFLOP/s."""
 
     dtype: str
     rank: int
     tokens: int
-    peak: float  # fp32 multiply-adds of the core, measured in the same moments
+    peak: float  # fp32 multiply-adds of the core, measured between the runs of this point
     ours: float
     torch: float  # all in `dtype`
-    numpy: float | None  # fp32 only: NumPy has no other fast product
+    numpy: float | None  # fp32 only: NumPy has no fast matrix product in other dtypes
 
     @property
     def share_of_peak(self) -> float:
@@ -74,7 +74,7 @@ class KernelPoint:
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
-    """One point to measure."""
+    """A point to measure: sizes and dtype."""
 
     hidden: int
     dtype: Dtype
@@ -83,7 +83,7 @@ class KernelCase:
 
     @property
     def gflop(self) -> float:
-        """Of one layer: x Aᵀ and (x Aᵀ) B for three modules."""
+        """Gigaflop of one layer: x Aᵀ and (x Aᵀ) B for three modules."""
         return 2e-9 * self.tokens * self.rank * 2 * self.hidden * len(QKV)
 
 
@@ -95,8 +95,8 @@ def cases(hidden: int, ranks: Sequence[int], tokens: Sequence[int], dtypes: Sequ
 
 
 def measure(case: KernelCase) -> KernelPoint:
-    """Called in a process of its own, pinned to one core (process.py)."""
-    from caraserve.cpu.peak import peak_flops  # compiles kernels: not when this file is imported
+    """Measures one point. Call it in a separate process that is pinned to one core (process.py)."""
+    from caraserve.cpu.peak import peak_flops  # here, because this import compiles kernels
 
     layers = max(1, _WEIGHTS_BYTES // (2 * case.hidden * case.rank * len(QKV) * case.dtype.itemsize))
     contestants: dict[str, Callable[[], float]] = {"ours": _ours(case, layers), "torch": _torch(case, layers)}
@@ -136,7 +136,7 @@ def _ours(case: KernelCase, layers: int) -> Callable[[], float]:
 
 
 def torch_layers(case: KernelCase, layers: int, threads: int) -> Callable[[int], None]:
-    """Computes one of the layers: x once for the stacked A of q, k and v, then each B."""
+    """Returns a function that computes one layer with torch: x by the stacked A of q, k and v, then by each B."""
     import torch
 
     torch.set_num_threads(threads)
@@ -177,7 +177,7 @@ def _numpy(case: KernelCase, layers: int) -> Callable[[], float]:
 
 
 def _mean_s(compute: Callable[[int], Any], layers: int) -> float:
-    """Of one layer, as many as fit into a sample and one at least."""
+    """Returns the mean time of a layer, over as many layers as fit into a sample of 30 ms, and at least one."""
     count, started_s = 0, time.perf_counter()
     while True:
         compute(count % layers)

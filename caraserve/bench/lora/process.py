@@ -1,4 +1,4 @@
-"""Processes that measure on cores of their own.
+"""Starts processes that measure on given cores.
 
 This module imports neither NumPy nor torch: a child process is pinned before their thread pools start.
 """
@@ -12,14 +12,16 @@ from contextlib import contextmanager
 
 
 def pin(cores: Sequence[int]) -> None:
-    """Pins this process to cores. Call it before torch starts threads: they keep the cores they start with."""
+    """Pins this process to cores. Call it before torch starts its threads, which keep the cores they start with."""
     os.sched_setaffinity(0, cores)
 
 
 @contextmanager
 def deaf_to_interrupts() -> Iterator[None]:
-    """Makes processes started inside ignore a terminal's Ctrl-C; their parent ends them. In the parent, Ctrl-C raises
-    KeyboardInterrupt on exit, when they are fully started."""
+    """Makes processes that are started inside ignore Ctrl-C of a terminal; their parent ends them.
+
+    In the parent, Ctrl-C raises KeyboardInterrupt on leaving the context, when the processes have fully started.
+    """
     came: list[int] = []
     handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # what the processes inherit

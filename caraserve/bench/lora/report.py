@@ -21,7 +21,7 @@ def tables(
     threads: Sequence[ThreadsPoint],
     gpu: Sequence[LoraPoint] = (),
 ) -> Iterator[Table]:
-    """One for each part that was measured."""
+    """Yields a table for each part that was measured."""
     if kernels:
         yield _kernel_table(kernels)
     if round_trips:
@@ -100,10 +100,10 @@ def draw(
     threads: Sequence[ThreadsPoint],
     file: Path,
 ) -> bool:
-    """Draws what was measured; False where matplotlib is not installed."""
+    """Draws the measured parts to a PNG file. Returns False if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         return False
-    # An extra, and only saved reports need it.
+    # Imported here: matplotlib is an optional dependency, for saved reports only.
     from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
 
     dtypes = list(dict.fromkeys(point.dtype for point in kernels))
@@ -125,7 +125,7 @@ def draw(
 
 
 def _draw_kernels(axes: Any, dtype: str, points: Sequence[KernelPoint]) -> None:
-    """Speed over tokens: ours solid, torch dashed, by rank."""
+    """Plots speed over tokens, a line per rank: CaraServe solid, torch dashed."""
     peak = max(point.peak for point in points)
     for rank in sorted({point.rank for point in points}):
         at = [point for point in points if point.rank == rank]
@@ -140,7 +140,7 @@ def _draw_kernels(axes: Any, dtype: str, points: Sequence[KernelPoint]) -> None:
 
 
 def _draw_round_trips(axes: Any, points: Sequence[RoundTripPoint]) -> None:
-    """Time beyond computing, a bar for each transport."""
+    """Plots the time beyond computing, with a bar for each transport."""
     kinds = list(dict.fromkeys((point.workers, point.tokens) for point in points))
     transports = list(dict.fromkeys(point.transport for point in points))
     for place, transport in enumerate(transports):
@@ -158,7 +158,7 @@ def _draw_round_trips(axes: Any, points: Sequence[RoundTripPoint]) -> None:
 
 
 def _draw_threads(axes: Any, points: Sequence[ThreadsPoint]) -> None:
-    """Milliseconds over rank, workers solid, torch dashed, by cores."""
+    """Plots milliseconds over rank, two lines per number of cores: workers solid, torch dashed."""
     for cores in sorted({point.cores for point in points}):
         at = [point for point in points if point.cores == cores]
         ranks, label = [point.rank for point in at], f"{cores} core{'s' * (cores > 1)}"

@@ -1,8 +1,7 @@
-"""`caraserve bench lora`: what LoRA costs on this machine, on its CPU and on its GPU if there is one.
+"""`caraserve bench lora`: measures LoRA on this machine's CPU, and on its GPU if there is one.
 
-Three questions of the CPU: how near a core's peak the kernels come, and torch and NumPy beside them; what a hand-off
-to workers costs beyond their computing, over shared memory and over a UNIX socket; and what workers do beside torch's
-own threads.
+On the CPU it compares the kernels' speed with a core's peak, torch and NumPy; measures the time of a hand-off to
+workers beyond their computing, over shared memory and over a UNIX socket; and compares workers with torch's threads.
 """
 
 import json
@@ -41,15 +40,15 @@ _ROUND_TRIP_TOKENS = (16, 256)
 
 @dataclass(frozen=True, slots=True)
 class LoraEffort:
-    """How much is measured."""
+    """The points to measure, and how often."""
 
     hidden: int
     ranks: tuple[int, ...]
     tokens: tuple[int, ...]
     dtypes: tuple[Dtype, ...]
     hand_offs: int
-    rounds: int  # of workers and threads in turn
-    gpu_s: float  # that its kernels may be measured for
+    rounds: int  # in each, workers and torch's threads run once
+    gpu_s: float  # time limit for the GPU's kernels
 
 
 FULL = LoraEffort(_HIDDEN, (8, 16, 32, 64, 128), (1, 4, 16, 64, 256), (Dtype.F16, Dtype.BF16, Dtype.F32), 300, 15, 60.0)
@@ -58,7 +57,7 @@ QUICK = LoraEffort(_HIDDEN, (8, 64), (16, 64), (Dtype.F16,), 30, 3, 15.0)
 
 @dataclass(slots=True)
 class LoraReport:
-    """What was measured so far."""
+    """All points measured so far."""
 
     hidden: int
     cores: tuple[int, ...]
@@ -69,14 +68,16 @@ class LoraReport:
     complete: bool = False
 
     def document(self) -> dict[str, object]:
-        """All of it and where it was measured, for JSON."""
+        """Returns the points, the machine and package versions as a JSON document."""
         return {"bench": "lora", "machine": machine(), "versions": versions(), **asdict(self)}
 
 
 def bench_lora(parts: Sequence[str] | None, cores: Sequence[int] | None, effort: LoraEffort, save: Path | None) -> None:
-    """Measures, prints tables and one JSON line; writes JSON and a PNG to a folder. Ctrl-C ends it early with what
-    there is. `parts` None: all that this machine has. Raises ConfigError for cores, a folder or a GPU that cannot be
-    used."""
+    """Measures, prints tables and one JSON line, and writes JSON and a PNG to the folder `save`.
+
+    `parts` None means all that this machine has. Ctrl-C ends the measurement early and reports the points so far.
+    Raises ConfigError for cores, a folder or a GPU that cannot be used.
+    """
     parts = _parts(parts)
     here = sorted(os.sched_getaffinity(0))
     cores = tuple(cores) if cores else (*here[1:], here[0])  # the first core is what the event loop would have
