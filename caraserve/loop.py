@@ -61,9 +61,9 @@ class Engine:
         merging: MergePolicy | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`base_names`: of the base model; it is listed by the first. `exclusive_loads`: no iteration runs while an
-        adapter is loading (the `ondemand` baseline). `merging`: decides which adapter is merged into the weights when
-        (the `merged` baseline)."""
+        """`base_names`: names of the base model, which is listed by the first. `exclusive_loads`: no iteration runs
+        while an adapter is loading (the `ondemand` baseline). `merging`: chooses the adapter that is merged into the
+        weights (the `merged` baseline)."""
         self.base_name, self.base_names = base_names[0], base_names
         self.tokenizer = tokenizer
         self.catalog = catalog
@@ -79,7 +79,7 @@ class Engine:
         self._cancelled: list[ActiveRequest] = []
         self._unfinished = 0
         self._tokens_per_s = 0.0
-        self._decode_s = 0.0  # an iteration without prefill, moving average
+        self._decode_s = 0.0  # duration of an iteration without prefill, moving average
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         limits, manager = backend.limits, catalog.manager
@@ -101,19 +101,21 @@ class Engine:
         catalog.manager.on_change(self._wake.set)
 
     def add_observer(self, observer: IterationObserver) -> None:
-        """Has `observer` called after every iteration."""
+        """Calls `observer` after every iteration from now on."""
         self._observers.append(observer)
 
     # --- the API of HTTP and the cluster ---
 
     def submit(self, asked: GenerateRequest) -> TokenStream:
-        """Queues a request; in a full queue, in place of one of the client that has most there. Raises NotFound,
-        ContextLengthExceeded, Overloaded, Draining or BackendFailed, without any effect."""
+        """Queues a request. In a full queue it replaces the newest request of the client with the most, if that client
+        has at least two more waiting than this one. Raises NotFound, ContextLengthExceeded, Overloaded, Draining or
+        BackendFailed, without any effect."""
         return self._submit(asked, None).stream
 
     def submit_each(self, asked: Sequence[GenerateRequest]) -> Generator[TokenStream]:
-        """Queues a request with each step, as `submit` does. All get the adapter that the first one gets, even if the
-        name is given to another adapter between two steps. Thousands take 100 ms."""
+        """Yields the stream of each request after queueing it as `submit` does. All requests use the same adapter, even
+        if its name is given to another one between two steps. A generator, because thousands of requests take 100
+        ms."""
         adapter: Adapter | None = None
         try:
             for one in asked:
@@ -126,7 +128,8 @@ class Engine:
                 self.catalog.manager.unpin(adapter)
 
     def _submit(self, asked: GenerateRequest, adapter: Adapter | None) -> ActiveRequest:
-        """`adapter`: that of an earlier request of the same response, pinned by the caller. None: look it up."""
+        """Queues a request. `adapter`: of an earlier request of the same response, pinned by the caller; None: looked
+        up by its name."""
         if self.failure is not None:
             raise BackendFailed(f"the device has failed: {self.failure}")
         if self.draining:
@@ -179,7 +182,7 @@ class Engine:
         return {active.request.asked.request_id for active in self._queues.waiting}
 
     def workload(self, response_tokens: float) -> EngineLoad:
-        """Returns the sums from which the engine's next iterations can be predicted. `response_tokens`: expected of
+        """Returns sums from which the engine's next iterations can be predicted. `response_tokens`: expected length of
         an answer."""
         return EngineLoad.of(self._queues, self.catalog, self._limits, self._config.max_queue, response_tokens)
 
@@ -194,7 +197,7 @@ class Engine:
             await self._idle.wait()
 
     def check(self) -> None:
-        """Raises AssertionError when a count does not add up."""
+        """Raises AssertionError if the engine's slots, blocks, requests or adapters do not add up."""
         self._queues.check()
         assert self._unfinished == len(self._queues), "a request is lost"
         self.catalog.manager.check()
@@ -212,7 +215,7 @@ class Engine:
             iteration = self._schedule(begins_s)
             launched = self._execute(iteration, begins_s)
             if pending is not None:
-                await self._process_output(pending)  # frees what the next turn may admit
+                await self._process_output(pending)  # may free slots for the next turn
             elif launched is None:
                 await self._sleep(list(self._queues.running) if iteration is None else [])
             self._process_side_batches()
@@ -226,15 +229,15 @@ class Engine:
                 self._finish(active, "cancelled")
         if self._cancelled:  # one response may have had thousands of requests
             self._wake.set()
-            await asyncio.sleep(0)  # with nothing to compute, the engine would not wait anywhere else
+            await asyncio.sleep(0)  # without an iteration under way, this is where other tasks run
         for active in [*self._queues.loading, *self._queues.running]:
             if active.adapter is not None and active.adapter.tier is AdapterTier.FAILED:
-                if active.published:  # a batch under way may read an image that has been evicted by then
+                if active.published:  # a batch under way may compute with an evicted image
                     self._slots.pool.forget_all()
                 self._finish(active, "error", error=active.adapter.error)
 
     def _admit(self, begins_s: float) -> None:
-        """Moves requests from waiting to loading and from loading to running, as far as there is room."""
+        """Moves requests from waiting to loading, and from loading to running, as far as slots and memory allow."""
         self._queues.admit()
         self._queues.start(begins_s)
 
@@ -249,7 +252,7 @@ class Engine:
         return None if iteration is None else self._executor.execute(iteration, begins_s)
 
     async def _process_output(self, launched: LaunchedBatch) -> None:
-        """Waits for an iteration and gives its results to the requests. Side batches that end first are processed
+        """Waits for an iteration and passes its results to the requests. Side batches that end before it are processed
         meanwhile."""
         while (outcome := await self._executor.result_of(launched)) is None:
             self._process_side_batches()
@@ -265,7 +268,7 @@ class Engine:
         self._record_results(launched, outcome, 1000 * duration_s)
 
     def _process_side_batches(self) -> None:
-        """Gives results of side batches that have ended to the requests."""
+        """Passes the results of side batches that have ended to their requests."""
         for launched, outcome in self._side_batches.take_ended(self._queues.requeue):
             if isinstance(outcome, Exception):
                 self._fail([active for active, _ in launched.rows], outcome)
@@ -280,8 +283,8 @@ class Engine:
         return now_s if pending is None else max(now_s, pending.begins_s + self._decode_s)
 
     async def _sleep(self, interrupted: list[ActiveRequest]) -> None:
-        """Waits until something has changed, or a request may start whose adapter is being copied. `interrupted`:
-        requests that could run but for a load."""
+        """Waits until a request, an adapter or a side batch has changed, or a request may start whose adapter is being
+        copied. `interrupted`: requests that could run but for a load, whose waiting time is counted."""
         alarm, since_s = None, self._now()
         if self._queues.next_start_s is not None:
             alarm = self._loop.call_later(max(0.0, self._queues.next_start_s - self._now()), self._wake.set)
@@ -294,7 +297,7 @@ class Engine:
     # --- results ---
 
     def _record_results(self, launched: LaunchedBatch, outcome: StepResult, took_ms: float) -> None:
-        """Gives the results of a batch to its requests; those of requests that have finished meanwhile are dropped."""
+        """Passes the results of a batch to its requests, and drops those of requests that have finished meanwhile."""
         self._metrics.observe_iteration(launched.num_tokens, took_ms)
         interruptions_ms = outcome.interruptions_ms([row for _, row in launched.rows])
         for (active, row), result, others_ms in zip(launched.rows, outcome.rows, interruptions_ms, strict=True):
@@ -305,7 +308,7 @@ class Engine:
             if result.is_finite:
                 self._record_row(active, row, result, outcome.done_s)
             else:
-                self._slots.pool.forget(active.request.blocks)  # no later request may reuse what it computed
+                self._slots.pool.forget(active.request.blocks)  # no later request may reuse its blocks
                 name = active.request.asked.adapter or self.base_name
                 self._finish(active, "error", error=NonFiniteLogits(name))
 
@@ -328,7 +331,8 @@ class Engine:
             self._finish(active, reason, stop_reason=stop_reason, text=text, token_ids=(token,), logprobs=logprobs)
 
     def _observe_choice(self, active: ActiveRequest, done_s: float) -> None:
-        """Reports once for each request how its first chunk began, and whether it took as long as predicted."""
+        """Reports, once for each request, the start that mode `auto` chose, with the predicted and the measured
+        time."""
         choice = active.choice
         if choice is None or choice.is_observed:
             return
@@ -392,7 +396,7 @@ class Engine:
         token_ids: tuple[int, ...] = (),
         logprobs: tuple[TokenLogprob, ...] = (),
     ) -> None:
-        """Ends a request in whichever queue it is, and sends its last delta."""
+        """Removes a request from its queue, releases its resources and sends its last delta."""
         self._queues.remove(active)
         self._unfinished -= 1
         self._update_idle()
@@ -412,5 +416,5 @@ class Engine:
             self._idle.set()
 
     def _retry_after_s(self) -> float:
-        """Estimates how long the queue's prompts and answers take at the recent rate."""
+        """Estimates the seconds that the waiting requests take at the recent rate of tokens: 1 to 60."""
         return min(60.0, max(1.0, self._queues.waiting_tokens() / self._tokens_per_s if self._tokens_per_s else 1.0))

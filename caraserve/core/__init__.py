@@ -1,1 +1,1 @@
-"""What passes between the engine, the backends and the cluster: requests, batches, protocols, profiles. No I/O."""
+"""The data that the engine, the backends and the cluster exchange: requests, batches, protocols, profiles."""

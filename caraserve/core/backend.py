@@ -48,7 +48,7 @@ class Backend(Protocol):
     """
 
     limits: Limits
-    host_memory: NDArray[np.uint8]  # of the host cache: CPU workers see it, and copies to the device are fast
+    host_memory: NDArray[np.uint8]  # for the host cache; shared with CPU workers, and copied from at full speed
 
     def launch(self, plan: Batch, done: Callable[[StepResult | Exception], None]) -> None:
         """Queues one batch and returns at once. `done` is called exactly once: for iterations in launch order, for a
@@ -64,36 +64,36 @@ class Backend(Protocol):
         layers: int | None = None,
     ) -> None:
         """Binds an adapter to `slot` and copies it to the device beside running iterations, one group of layers after
-        another: groups end before the layers `group_ends`, and with the last layer. `layers`: so many are in
-        `adapter.data` so far, and `extend_load` announces the others; None: all are. Until all are, only streamed
-        prefills may name the slot.
+        another: groups end before the layers `group_ends`, and with the last layer. `layers`: the number of layers that
+        are in `adapter.data` so far, to which `extend_load` adds; None: all. Until all are there, only streamed
+        prefills may use the slot.
 
-        Batches launched from now on may name the slot. One that gets to a layer before its weights have arrived waits
-        for them or, for a row with `assist`, has CPU workers compute the layer's LoRA from `adapter.data`,
-        which must lie in `host_memory` and stay as it is until `done`.
+        Batches launched from now on may use the slot. A batch that reaches a layer before its weights have arrived
+        waits for them. For a row with `assist`, CPU workers compute the layer's LoRA from `adapter.data` instead.
+        `adapter.data` must lie in `host_memory` and must not change until `done`.
         """
 
     def extend_load(self, slot: int, layers: int) -> None:
-        """The first `layers` layers of the adapter that is being loaded to `slot` are in host memory."""
+        """Continues the load to `slot` as far as layer `layers`: so many layers are in host memory now."""
 
     def break_load(self, slot: int, cause: Exception) -> None:
-        """Ends a load whose missing layers will never be in host memory. Streamed prefills that wait for them end with
-        `needs_retry`; then the load's `done` gets `cause`, unless it got another error before."""
+        """Ends a load whose other layers will never be in host memory. Streamed prefills that wait for them end with
+        `needs_retry`. Then `done` of the load is called with `cause`, unless it failed with another error before."""
 
     def recall(self, slot: int) -> None:
         """Cancels the streamed prefill of request slot `slot`: it ends with `needs_retry` if it waits for layers that
         are not in host memory, and as usual otherwise."""
 
     def device_bytes(self, spec: AdapterSpec) -> int:
-        """What an adapter takes on the device. Raises AdapterRejected for one that can never be there."""
+        """Returns the bytes that an adapter takes on the device. Raises AdapterRejected for one that can never fit."""
 
     def unload_adapter(self, slot: int) -> None:
         """Unbinds `slot` once every batch launched so far has run, and frees its memory."""
 
     def resize_kv(self, blocks: int, done: Callable[[], None]) -> None:
-        """Sets the KV blocks to [0, blocks), where memory is shared. A smaller number holds for batches launched from
-        now on, and adapters may take the memory at once. A larger one holds from `done` on, because adapters may have
-        to be moved first."""
+        """Sets the KV blocks to [0, blocks), where memory is shared. A smaller number applies to batches launched from
+        now on, and adapters may take the memory at once. A larger one applies from `done` on, because adapters may
+        have to be moved first."""
 
     def close(self) -> None:
-        """Ends the backend's threads. Every batch launched before ends, with a result or an error."""
+        """Ends the backend's threads, after every batch launched before has ended with a result or an error."""

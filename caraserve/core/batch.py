@@ -58,7 +58,7 @@ class SlotSampling:
 
 @dataclass(frozen=True, slots=True)
 class SlotStart:
-    """A request takes a slot: its tokens so far and how to sample."""
+    """A request that takes a slot: its tokens so far, and how to sample."""
 
     slot: int
     token_ids: tuple[int, ...]
@@ -67,7 +67,7 @@ class SlotStart:
 
 @dataclass(frozen=True, slots=True)
 class BlockGrant:
-    """KV blocks for block indices [first, first + len(blocks)) of a slot."""
+    """KV blocks that a slot's request gets, for the block indices [first, first + len(blocks))."""
 
     slot: int
     first: int
@@ -78,8 +78,8 @@ class BlockGrant:
 class Batch:
     """One forward pass over a mixed batch. Rows are ordered by adapter slot; at most one row per slot.
 
-    `merged`: the adapter slot that all rows have; the pass is to run without LoRA kernels, over base weights into which
-    this adapter is merged. Its weights have all arrived.
+    `merged`: the adapter slot of all rows; the pass runs without LoRA kernels, on base weights into which this adapter
+    is merged. Its weights have all arrived.
 
     `is_side_batch`: an assisted prefill (`Limits.assisted_batches`) or a streamed prefill (`Limits.streamed_batches`),
     which has one row. Later batches overtake it. Until it ends, its slot, blocks and adapter must stay as they are.
@@ -106,12 +106,12 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """What one row gave: the token sampled (None if the row does not sample), scores where asked for.
+    """The result of one row: the token sampled (None if the row does not sample), and the scores that it requested.
 
     `cpu_layers`: layers whose LoRA CPU workers computed because the weights had not arrived. `waited_ms`: time for
     which the row, and in an iteration all other rows with it, waited for weights of its adapter.
-    `needs_retry`: nothing was computed, because CPU workers failed, or layers did not arrive or the wait for them was
-    cancelled; the row is to be launched again, without CPU workers. `is_finite`: False if a logit of the row is
+    `needs_retry`: nothing was computed, because CPU workers failed, layers did not arrive, or the wait for them was
+    cancelled. The row is to be launched again, without CPU workers. `is_finite`: False if a logit of the row is
     infinite or not a number; the row has no token and no scores then.
     """
 
@@ -141,4 +141,4 @@ class StepResult:
 
 
 class DeviceLost(Exception):
-    """Comes instead of a result when the device has failed for good: no later batch will run."""
+    """The error of a batch when the device has failed permanently: no later batch will run."""

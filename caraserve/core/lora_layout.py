@@ -1,4 +1,4 @@
-"""The byte layout of an adapter image, the same in every cache: rank rows, layer-major, contiguous. Pure.
+"""The byte layout of an adapter image, the same in every cache: rank rows, layer-major, contiguous. No I/O.
 
 Per layer, for each group of projections that read the same input (qkv, o, gate-up, down): every A of the group, then
 every B. A is `[padded_rank, in]`; B is transposed and cut into panels, `[out / 64, padded_rank, 64]`, so that a tile of

@@ -1,4 +1,4 @@
-"""The outputs of an iteration: which tokens are sampled or scored, and what each row gets; the same on every device.
+"""The outputs of an iteration: which tokens are sampled or scored, and each row's result; the same on every device.
 
 A backend computes outputs in this order: for each row first the prompt tokens to be scored, then the token to be
 sampled.

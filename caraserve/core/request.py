@@ -1,7 +1,7 @@
-"""What enters, lives in and leaves the engine: requests in, one mutable `Request`, token deltas out.
+"""The data of a request: its input, the engine's record of it, and the token deltas of its output.
 
-The HTTP layer makes a `GenerateRequest`; the engine turns it into a `Request`, which `engine/active_request.py` alone
-writes; `TokenDelta`s leave through a `TokenStream`. Standard library only.
+The HTTP layer makes a `GenerateRequest`. The engine makes a `Request` of it, which only `engine/active_request.py`
+changes. `TokenDelta`s are sent through a `TokenStream`. Standard library only.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ MAX_LOGIT_BIAS = 300
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Validated parameters of choosing tokens and of ending generation.
+    """Validated parameters by which tokens are chosen and generation ends.
 
     `top_k` 0 means off. `logprobs` None means none, 0 the chosen token only, n also the n best alternatives.
     `prompt_logprobs` likewise for every prompt token but the first. `seed` None: the engine draws one.
@@ -117,7 +117,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """What a request has gained since the last delta.
+    """The output of a request since the previous delta.
 
     `text` never splits a UTF-8 character and never holds text that may still become a stop string, so it can
     lag behind `token_ids`; the delta with `finish` set is the last and flushes it.
@@ -155,7 +155,7 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 class Request:
     """The engine's record of one request; identity is the object. Only `ActiveRequest` writes it.
 
-    Tokens are `prompt ‖ output`; positions [0, computed) have KV (launched, perhaps not yet retired).
+    Tokens are `prompt ‖ output`; positions [0, computed) have KV, or will when the launched batches have run.
     """
 
     asked: GenerateRequest
@@ -167,14 +167,15 @@ class Request:
     slot: int | None = None
     blocks: list[int] = field(default_factory=list)
     computed: int = 0  # positions whose KV is written by launched iterations
-    launched_outputs: int = 0  # output tokens sampled by launched iterations, retired or not
+    launched_outputs: int = 0  # output tokens sampled by launched iterations, also those not processed yet
     cached_tokens: int = 0
     cpu_layers: int = 0
     stalled_ms: float = 0.0
     interrupted_ms: float = 0.0
 
     def move_to(self, phase: Phase, now_s: float) -> None:
-        """Moves to `phase`, charging the time since the last move to the phase left."""
+        """Moves to `phase`, and adds the time since the last move to the phase before. Raises AssertionError for a move
+        that is not in `TRANSITIONS`."""
         if phase not in TRANSITIONS[self.phase]:
             raise AssertionError(f"{self.asked.request_id}: {self.phase.name} cannot become {phase.name}")
         self.spent_s[self.phase] = self.spent_s.get(self.phase, 0.0) + now_s - self.since_s

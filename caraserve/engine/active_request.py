@@ -23,7 +23,7 @@ from caraserve.tokenizer.detokenizer import Detokenizer
 class TokenStream:
     """Async iterator of a request's `TokenDelta`s; the last one has `finish` set, also when the request fails.
 
-    Deltas since the reader's last look are merged into one, so a slow client costs the memory of its own output only.
+    Deltas since the reader's last read are merged into one, so a slow client costs the memory of its own output only.
     """
 
     def __init__(self, on_cancel: Callable[[], None]) -> None:
@@ -33,12 +33,13 @@ class TokenStream:
         self._ended = False
 
     def put(self, delta: TokenDelta) -> None:
-        """Adds a delta; for the engine."""
+        """Adds a delta. Only `ActiveRequest` calls it."""
         self._pending.append(delta)
         self._ready.set()
 
     def cancel(self) -> None:
-        """Ends the request; what it holds is free within an iteration. Without effect when it has ended."""
+        """Cancels the request, which frees its slot, KV blocks and adapter within an iteration. No effect if it has
+        ended."""
         self._on_cancel()
 
     def __aiter__(self) -> "TokenStream":
@@ -56,7 +57,7 @@ class TokenStream:
 
 
 def merge_deltas(deltas: list[TokenDelta]) -> TokenDelta:
-    """Returns consecutive deltas as one."""
+    """Returns one delta with the contents of consecutive ones."""
     return TokenDelta(
         text="".join(delta.text for delta in deltas),
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
@@ -67,7 +68,7 @@ def merge_deltas(deltas: list[TokenDelta]) -> TokenDelta:
 
 
 class TokenText(NamedTuple):
-    """The text that a token adds, and why it ends the request, if it does."""
+    """The text that an output token adds, and the reasons if the request ends with it."""
 
     text: str
     reason: FinishReason | None
@@ -85,11 +86,11 @@ class ActiveRequest:
     prefix_key: bytes = b""  # of the last KV block published
     published: int = 0  # KV blocks published
     reused: int = 0  # KV blocks found by their prefix when it last took a slot
-    holds_adapter: bool = False  # whether it was admitted, and `adapter` is acquired for it
+    holds_adapter: bool = False  # whether `adapter` is acquired for it, since its admission
     assist: bool = False  # whether CPU workers may compute layers of `adapter` that have not arrived
     in_side_batch: bool = False  # whether a side batch with it is under way
     waits_for_whole_adapter: bool = False  # whether it starts only when all of its adapter is in host memory
-    choice: ModeChoice | None = None  # how it began, where mode `auto` has chosen
+    choice: ModeChoice | None = None  # the start that mode `auto` has chosen for it
     prompt_scored: int = 0  # prompt tokens whose scores were sent
     last_token_s: float | None = None
 
@@ -127,7 +128,7 @@ class ActiveRequest:
     # --- waiting, and taking a slot ---
 
     def wait_for_adapter(self, now_s: float) -> None:
-        """From now on time counts as loading, if the request has not run before."""
+        """Counts the time from now on as loading, unless the request was preempted or needs no adapter."""
         if self.request.phase is Phase.WAITING and self.adapter is not None:
             self.request.move_to(Phase.LOADING, now_s)
 
@@ -135,10 +136,11 @@ class ActiveRequest:
         """Lets the request start only when all of its adapter is in host memory."""
         self.waits_for_whole_adapter = True
         if self.choice is not None and not self.choice.is_observed:
-            self.choice = None  # the prediction was for another start
+            self.choice = None  # its prediction was for a start before that
 
     def start(self, slot: int, prefix: Sequence[int], prefix_key: bytes, block_tokens: int, now_s: float) -> None:
-        """Takes a slot, and KV blocks `prefix` that hold its first tokens. `prefix_key`: of the last of them."""
+        """Records the slot, and KV blocks `prefix` that hold the first tokens already. `prefix_key`: of the last
+        block."""
         request = self.request
         request.slot = slot
         request.blocks += prefix
@@ -148,11 +150,11 @@ class ActiveRequest:
         request.move_to(Phase.PREFILL, now_s)
 
     def release_slot(self) -> None:
-        """Forgets the slot and the KV blocks, which are given back by the caller."""
+        """Clears the slot and the KV blocks, which the caller has released."""
         self.request.slot, self.request.blocks = None, []
 
     def preempt(self, now_s: float) -> None:
-        """Puts a running request back: all its tokens are computed again."""
+        """Returns a running request to the state before its start: all its tokens are computed again."""
         self.release_slot()
         self.request.computed = 0
         self.request.move_to(Phase.PREEMPTED, now_s)
@@ -160,19 +162,20 @@ class ActiveRequest:
     # --- batches ---
 
     def schedule(self, row: ScheduledRow, blocks: Sequence[int]) -> None:
-        """Counts a launched row as computed. `blocks`: KV blocks granted for it."""
+        """Counts the tokens of a launched row as computed. `blocks`: KV blocks granted for it."""
         self.request.blocks += blocks
         self.request.computed += row.count
         self.request.launched_outputs += row.samples
 
     def rollback(self, row: ScheduledRow) -> None:
-        """Takes back a launched row of which nothing was computed; it is launched again without CPU workers."""
+        """Uncounts a launched row of which nothing was computed. It is launched again, without CPU workers."""
         self.request.computed -= row.count
         self.request.launched_outputs -= row.samples
         self.assist = False
 
     def record_waits(self, result: RowResult, interrupted_ms: float) -> None:
-        """Adds what a batch spent on loads of this adapter and, `interrupted_ms`, of other adapters."""
+        """Adds the time for which a batch waited for this request's adapter and, `interrupted_ms`, for other
+        adapters."""
         self.request.cpu_layers += result.cpu_layers
         self.request.stalled_ms += result.waited_ms
         self.request.interrupted_ms += interrupted_ms
@@ -182,7 +185,7 @@ class ActiveRequest:
         self.request.interrupted_ms += ms
 
     def record_token(self, token: int, eos_ids: frozenset[int], max_context: int, now_s: float) -> TokenText:
-        """Adds an output token. Returns its text, and whether the request ends with it."""
+        """Adds an output token. Returns its text, and the reasons if the request ends with it."""
         request, params = self.request, self.request.asked.params
         request.output_ids.append(token)
         if request.phase is Phase.PREFILL:
@@ -218,7 +221,7 @@ class ActiveRequest:
         token_ids: tuple[int, ...] = (),
         logprobs: tuple[TokenLogprob, ...] = (),
     ) -> Finish:
-        """Ends the request and sends its last delta, which has the result that is returned."""
+        """Ends the request and sends its last delta, which contains the returned `Finish`."""
         request = self.request
         request.move_to(Phase.FINISHED, now_s)
         finish = Finish(

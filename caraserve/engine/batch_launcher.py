@@ -1,4 +1,4 @@
-"""Launches batches on the backend, and brings their results to the event loop."""
+"""Launches batches on the backend, and passes their results to the event loop."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ class LaunchedBatch:
 
 
 class BatchLauncher:
-    """Runs on the event loop."""
+    """Builds and launches batches. Runs on the event loop."""
 
     def __init__(self, backend: Backend, slots: RequestSlots) -> None:
         self._backend, self._slots = backend, slots
@@ -37,8 +37,9 @@ class BatchLauncher:
         merged: int | None = None,
         is_side_batch: bool = False,
     ) -> LaunchedBatch:
-        """Launches a batch of rows as they were scheduled, and counts their tokens as computed. It also brings all
-        slots and blocks to the device that were given since the last launch."""
+        """Launches a batch of scheduled rows, and counts their tokens as computed. The batch also announces to the
+        device all slots and blocks that requests got since the last launch. `begins_s`: when it is expected to
+        begin."""
         starts, reused = self._slots.take_new()
         scheduled = [entry for _, entry in entries]
         rows = tuple(entry.row for entry in scheduled)

@@ -17,8 +17,8 @@ from caraserve.engine.side_batches import SideBatches
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """What the next iteration computes. `lacking_blocks`: that requests wait for beyond the pool's and those that a
-    recall gives back. `is_short`: whether a request found too few blocks."""
+    """The rows of the next iteration. `lacking_blocks`: KV blocks that requests wait for, beyond those in the pool and
+    those that a recall releases. `is_short`: whether a request found too few blocks."""
 
     entries: Sequence[tuple[ActiveRequest, Scheduled]]
     merged: int | None
@@ -27,7 +27,7 @@ class Iteration:
 
 
 class Executor:
-    """The only caller of `BatchLauncher` beside `SideBatches`. Runs on the event loop."""
+    """Schedules and launches iterations, with the side batches beside them. Runs on the event loop."""
 
     def __init__(
         self,
@@ -38,13 +38,13 @@ class Executor:
         launcher: BatchLauncher,
         merging: MergePolicy | None,
     ) -> None:
-        """`merging`: decides which adapter is merged into the weights when; for the mode `merged`."""
+        """`merging`: chooses the adapter that is merged into the weights, in the mode `merged`; None in other modes."""
         self._limits, self._queues, self._slots = limits, queues, slots
         self._side_batches, self._launcher, self._merging = side_batches, launcher, merging
 
     def schedule(self, begins_s: float) -> Iteration:
         """Chooses the rows of an iteration that begins at `begins_s`, and preempts requests where blocks run out.
-        `execute` must follow: the blocks granted are taken."""
+        `execute` must follow, because the granted blocks are already taken from the pool."""
         order, served, merged = self._precedence(begins_s)
         by_request = {active.request: active for active in order}
         adapter_slots = [active.adapter_slot for active in order]
@@ -74,18 +74,18 @@ class Executor:
         return [*served, *(active for active in running if active not in served)], len(served), choice.merged
 
     def execute(self, iteration: Iteration, begins_s: float) -> LaunchedBatch | None:
-        """Launches side batches and the iteration, asks for KV blocks where some are lacking, and recalls streamed
-        prefills that stand in the way. None: there is nothing to compute in an iteration.
+        """Launches side batches and the iteration, asks for more KV blocks if some are lacking, and recalls streamed
+        prefills whose blocks other requests need. Returns None if the iteration has no rows.
 
-        Side batches are launched first, with the blocks that the iteration has left: they begin after what is under
-        way, and would wait for this iteration too."""
+        Side batches are launched first, with the blocks that the iteration leaves: they begin after all iterations
+        launched before them, so they would otherwise wait for this one too."""
         lacking = self._side_batches.launch_pending(self._queues.running, self._queues.requeue, begins_s)
         self._queues.grow_kv(iteration.lacking_blocks + lacking)
         self._side_batches.recall(all_requests=iteration.is_short or self._queues.is_short)
         if not iteration.entries:
             return None
         entries = list(iteration.entries)
-        if not self._limits.assisted_batches:  # then CPU workers help within iterations
+        if not self._limits.assisted_batches:  # CPU workers help within iterations, not in side batches
             entries = [
                 (active, replace(entry, row=replace(entry.row, assist=active.assist))) for active, entry in entries
             ]
@@ -95,7 +95,7 @@ class Executor:
         return launched
 
     async def result_of(self, launched: LaunchedBatch) -> StepResult | Exception | None:
-        """Returns the result of an iteration; None when a side batch has ended before it."""
+        """Waits for the result of an iteration. Returns None as soon as a side batch ends before it."""
         if side_results := self._side_batches.results:
             await asyncio.wait([launched.result, *side_results], return_when=asyncio.FIRST_COMPLETED)
             if not launched.result.done():

@@ -1,10 +1,10 @@
-"""Fair shares by virtual token counters: between clients, then between the users of each. Pure.
+"""Fair shares by virtual token counters: between clients, then between the users of each client. No I/O.
 
-Each client has a counter of the service it got, in weighted tokens; the waiting client with the least goes first, and
-of its users the one with the least, whose requests go by priority, then by arrival. However many users a client names,
-it has one share. A client or user that comes back is lifted to the least counter of those waiting, or where none waits
-to that of the last one that went: time away is not saved up, and what a client got while it was alone is not held
-against it.
+Each client has a counter of the service that it received, in weighted tokens. The waiting client with the lowest
+counter is served next, and of its users the one with the lowest, whose requests are ordered by priority, then by
+arrival. A client has one share however many users it names. When a client or user starts to wait again, its counter is
+raised to the lowest one of those that wait or, if none waits, to that of the last one served: idle time earns no
+credit, and service received while no other client waited is not charged later.
 (Sheng et al., "Fairness in Serving Large Language Models".)
 """
 
@@ -16,8 +16,8 @@ from typing import Generic, TypeVar
 
 from caraserve.core.request import Tenant
 
-_PROMPT_WEIGHT, _OUTPUT_WEIGHT = 1.0, 2.0  # an output token costs a whole iteration's turn, a prompt token a share
-_MAX_COUNTERS = 10_000  # of each level, of those that are not waiting; users' names come from clients
+_PROMPT_WEIGHT, _OUTPUT_WEIGHT = 1.0, 2.0  # an output token takes a whole iteration, a prompt token a part of one
+_MAX_COUNTERS = 10_000  # for clients, and for users, that are not waiting; clients choose users' names, without limit
 
 W = TypeVar("W")
 K = TypeVar("K", str, Tenant)
@@ -31,16 +31,17 @@ class _Counters(Generic[K]):
         self._most = _MAX_COUNTERS
 
     def lift(self, name: K, others: Iterable[K], last: float) -> None:
-        """`name` begins to wait beside `others`. `last`: what counts where there are none."""
+        """Raises the counter of `name`, which starts to wait, to the lowest of `others` or, if there are none, to
+        `last`."""
         least = min((self._served[other] for other in others), default=last)
         self._served[name] = max(self._served.get(name, 0.0), least)
 
     def of(self, name: K) -> float:
-        """The counter of one that waits."""
+        """Returns the counter of a waiting name."""
         return self._served[name]
 
     def least(self, names: Iterable[K], count: int = 1) -> list[K]:
-        """The `count` least served, the least first."""
+        """Returns the `count` names with the lowest counters, the lowest first."""
         return heapq.nsmallest(count, names, key=lambda name: (self._served[name], name))
 
     def charge(self, name: K, service: float) -> None:
@@ -51,7 +52,7 @@ class _Counters(Generic[K]):
         return len(self._served) > self._most
 
     def keep(self, waiting: Iterable[K]) -> None:
-        """Forgets all others."""
+        """Removes the counters of all names but the waiting ones."""
         self._served = {name: self._served[name] for name in waiting}
         self._most = max(_MAX_COUNTERS, 2 * len(self._served))
 
@@ -64,8 +65,8 @@ class FairQueue(Generic[W]):
         self._queues: dict[str, dict[Tenant, deque[W]]] = {}
         self._clients: _Counters[str] = _Counters()
         self._users: _Counters[Tenant] = _Counters()
-        self._last_client = 0.0  # the counter of the last client that went, when it went
-        self._last_user: dict[str, float] = {}  # likewise of each client's users
+        self._last_client = 0.0  # the counter of the last client served, at that time
+        self._last_user: dict[str, float] = {}  # by client: the same of its users
 
     def __len__(self) -> int:
         return sum(map(self.count, self._queues))
@@ -76,11 +77,11 @@ class FairQueue(Generic[W]):
                 yield from queue
 
     def count(self, client: str) -> int:
-        """Items of one client."""
+        """Returns the number of one client's items."""
         return sum(map(len, self._queues.get(client, {}).values()))
 
     def push(self, tenant: Tenant, item: W) -> None:
-        """Adds to the tenant's queue: behind the items of the same priority, before those of a higher one."""
+        """Adds an item to the tenant's queue: after the items of the same priority, before those of a higher one."""
         if tenant.client not in self._queues:
             self._clients.lift(tenant.client, self._queues, self._last_client)
             self._queues[tenant.client] = {}
@@ -98,15 +99,15 @@ class FairQueue(Generic[W]):
         queue.insert(len(queue) - later, item)
 
     def first(self) -> Tenant | None:
-        """Whose first item is next."""
+        """Returns the tenant whose first item is served next, or None."""
         if not self._queues:
             return None
         (client,) = self._clients.least(self._queues)
         return self._users.least(self._queues[client])[0]
 
     def upcoming(self, count: int) -> list[W]:
-        """About the first `count` items to come: the clients' first ones, then their second ones, and so on, and those
-        of each client likewise by its users."""
+        """Returns about the next `count` items: the first one of each client, then the second ones, and so on; a
+        client's items alternate between its users in the same way."""
         clients = [self._by_turns(self._queues[name], count) for name in self._clients.least(self._queues, count)]
         return list(islice(_turns(clients), count))
 
@@ -114,8 +115,8 @@ class FairQueue(Generic[W]):
         return _turns([iter(users[tenant]) for tenant in self._users.least(users, count)])
 
     def newest_of_largest(self, beside: str) -> W | None:
-        """The item to give up for one more of the client `beside`: the newest of the client with most. None: no client
-        would still have more."""
+        """Returns the newest item of the client with the most items, to be dropped for a new one of the client
+        `beside`. None: no client has at least two more items than `beside`."""
         if not self._queues:
             return None
         largest = max(self._queues, key=self.count)
@@ -124,7 +125,7 @@ class FairQueue(Generic[W]):
         return max(self._queues[largest].values(), key=len)[-1]
 
     def pop(self, tenant: Tenant) -> W:
-        """Takes the tenant's first item."""
+        """Removes and returns the tenant's first item."""
         item = self._queues[tenant.client][tenant].popleft()
         self._last_client = self._clients.of(tenant.client)
         self._last_user[tenant.client] = self._users.of(tenant)
@@ -132,12 +133,12 @@ class FairQueue(Generic[W]):
         return item
 
     def remove(self, tenant: Tenant, item: W) -> None:
-        """Takes an item out of the middle. Raises ValueError when it is not there."""
+        """Removes an item at any place. Raises ValueError if it is not in the queue."""
         self._queues.get(tenant.client, {}).get(tenant, deque[W]()).remove(item)
         self._drop_empty(tenant)
 
     def charge(self, tenant: Tenant, prompt_tokens: int, output_tokens: int) -> None:
-        """Records service given to a tenant."""
+        """Adds service that a tenant received to its counters."""
         service = _PROMPT_WEIGHT * prompt_tokens + _OUTPUT_WEIGHT * output_tokens
         self._clients.charge(tenant.client, service)
         self._users.charge(tenant, service)
@@ -151,7 +152,7 @@ class FairQueue(Generic[W]):
 
 
 def _turns(queues: Iterable[Iterator[W]]) -> Iterator[W]:
-    """The first items of all, then the second ones, and so on."""
+    """Yields the first items of all queues, then the second ones, and so on."""
     waiting = list(queues)
     while waiting:
         going = []

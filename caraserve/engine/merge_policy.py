@@ -1,11 +1,11 @@
-"""Which adapter, if any, is merged into the base weights, and who is served meanwhile: dLoRA's rule. Pure.
+"""Chooses the adapter that is merged into the base weights, and the requests served meanwhile: dLoRA's rule. No I/O.
 
-`loop.py` asks once a turn, in the loading mode `merged` alone. A merged adapter needs no LoRA kernels, but serves only
-its own requests. dLoRA (OSDI 2024) merges when most requests ask for one adapter, keeps accounts of credits so that
-whoever is passed over comes first in the end, and learns from each phase whether merging paid. Constants are those of
-the paper's published artifact.
+The executor uses it in each turn of the loading mode `merged`. While an adapter is merged, the iteration needs no LoRA
+kernels, but computes only requests of that adapter. dLoRA (OSDI 2024) merges an adapter that most requests need, keeps
+credits per adapter so that requests which were passed over are served first in the end, and adapts its thresholds after
+each phase, by whether merging served more requests. Constants are those of the paper's published artifact.
 
-The base model has an account like any adapter, and its requests count like any others; but it is never merged, so they
+The base model has credits like any adapter, and its requests count like any others. It is never merged, so its requests
 wait while an adapter is.
 """
 
@@ -14,18 +14,18 @@ from dataclasses import dataclass
 
 from caraserve.core.batch import BASE_ADAPTER_SLOT
 
-CREDITS = 10_000.0  # of an account at the start, for each of the other accounts
+CREDITS = 10_000.0  # of an adapter at the start, for each of the other adapters
 # Iteration times with an adapter merged and with LoRA kernels, and the cost of a switch: the artifact's profile of
 # Llama 7B. Only their ratios matter, and only at first: the thresholds adapt.
 MERGED_S, UNMERGED_S, SWITCH_S = 0.015, 0.027, 0.02
 SPEED = MERGED_S / UNMERGED_S
-STEP, FACTOR = 0.05, 1.1  # by which thresholds adapt: additively if a phase paid, by a factor if it did not
+STEP, FACTOR = 0.05, 1.1  # by which thresholds adapt: by the step if a phase gained requests, by the factor if not
 
 
 @dataclass(frozen=True, slots=True)
 class MergeDecision:
-    """One iteration. `serve`: indices of the requests that may take part, first served first; the others wait.
-    `merged`: the adapter that all of them ask for, merged into the weights; None: LoRA kernels, any mix."""
+    """The decision for one iteration. `serve`: indices of the requests that may take part, first served first; the
+    others wait. `merged`: the adapter of all of them, merged into the weights; None: LoRA kernels, any mix."""
 
     merged: int | None
     serve: tuple[int, ...]
@@ -33,24 +33,25 @@ class MergeDecision:
 
 @dataclass(slots=True)
 class _Phase:
-    """Iterations between two switches, counted both as they were and as they would have been."""
+    """Iterations between two switches, and their requests if they had been merged and if they had not."""
 
     iterations: int = 0
     merged_requests: int = 0  # in batches of one adapter
     unmerged_requests: int = 0  # in mixed batches
     favourite: int | None = None  # adapter with the most requests
-    switches: int = 0  # that merging the favourite would have taken
+    switches: int = 0  # that merging the favourite in each iteration would have needed
 
     def merging_gain(self, merged: bool) -> float:
-        """By how many requests a second batches of one adapter were better than mixed ones; each switch has a cost."""
+        """Returns the requests per second of batches of one adapter, minus those of mixed batches, switches
+        included."""
         merged_s = MERGED_S * self.iterations + SWITCH_S * (1 if merged else self.switches)
         unmerged_s = UNMERGED_S * self.iterations + SWITCH_S * (0 if merged else 1)
         return self.merged_requests / merged_s - self.unmerged_requests / unmerged_s
 
 
 class MergePolicy:
-    """Accounts and thresholds. `merge_threshold`: the share of requests for one adapter from which it is merged;
-    `stay_threshold`: the share down to which it stays so."""
+    """Credits and thresholds. `merge_threshold`: an adapter is merged from this share of the requests on;
+    `stay_threshold`: it stays merged down to this share."""
 
     def __init__(self, max_num_seqs: int, credits_each: float = CREDITS) -> None:
         self.merge_threshold, self.stay_threshold = 1.0, SPEED
@@ -61,11 +62,12 @@ class MergePolicy:
         self._phase = _Phase()
 
     def credits_of(self, adapter: int) -> float:
-        """The account of an adapter that has been asked for."""
+        """Returns the credits of an adapter that has had requests."""
         return self._credits[adapter]
 
     def choose(self, adapters: Sequence[int]) -> MergeDecision:
-        """`adapters`: what each request asks for (BASE_ADAPTER_SLOT: the base model), by arrival."""
+        """Chooses what the next iteration serves. `adapters`: the adapter slot of each request (BASE_ADAPTER_SLOT: the
+        base model), by arrival."""
         if not adapters:
             return MergeDecision(None, ())
         self._open_accounts(adapters)
@@ -85,15 +87,16 @@ class MergePolicy:
         return MergeDecision(merged, tuple(serve))
 
     def _open_accounts(self, adapters: Sequence[int]) -> None:
-        """All have the same credits at first. A newcomer raises the bar for all, so it raises all accounts with it:
-        nobody comes nearer to being served first, nor farther from it."""
+        """Gives new adapters their credits. Each new adapter raises the bar for being served first by one unit, so it
+        also raises the credits of all others by one: their distances from the bar stay the same."""
         for adapter in dict.fromkeys(adapters):
             if adapter not in self._credits:
                 self._credits = {other: credit + self._unit for other, credit in self._credits.items()}
                 self._credits[adapter] = self._unit * len(self._credits)
 
     def _favour(self) -> list[int]:
-        """Accounts above the bar, the richest first; once there, they stay until half a unit below it."""
+        """Returns the adapters to be served first, by credits: those at the bar or above, until they are half a unit
+        below it."""
         bar = self._unit * len(self._credits)
         favoured = [
             adapter
@@ -104,7 +107,8 @@ class MergePolicy:
         return sorted(favoured, key=lambda adapter: -self._credits[adapter])
 
     def _serve_first(self, first: list[int], fcfs: range, adapters: Sequence[int]) -> MergeDecision:
-        """A mixed batch that begins with favoured requests. Each that passes another one pays for it."""
+        """Returns a mixed batch that begins with the requests `first`. Each that displaces another one pays it
+        credits."""
         self._switch_to(None)
         serve = [*first, *sorted(set(fcfs) - set(first))][: self._max]
         displaced = sorted(set(fcfs) - set(serve))
@@ -118,7 +122,7 @@ class MergePolicy:
         self._credits[receiver] += cost
 
     def _merge(self, requests: dict[int, list[int]], batch: int) -> int | None:
-        """The adapter to be merged, if any; `batch`: requests of a mixed batch."""
+        """Returns the adapter to be merged, or None, and counts the iteration. `batch`: requests of a mixed batch."""
         counts = {
             adapter: len(indices)
             for adapter, indices in requests.items()
@@ -148,11 +152,11 @@ class MergePolicy:
         self._merged, self._phase = merged, _Phase()
 
     def _adapt(self, gain: float) -> None:
-        """What paid in the phase that ends comes sooner next time, what did not comes later: after a merged phase the
-        threshold for merging moves, after an unmerged one that for staying merged.
+        """Adapts a threshold to the gain of merging in the phase that ends: after a merged phase `merge_threshold`,
+        after an unmerged one `stay_threshold`. A gain makes merging more likely, a loss less.
 
-        None rises above 1, unlike the artifact's: only requests in slots are counted here, so that a larger share never
-        comes, and nothing would ever be merged again.
+        Unlike in the artifact, no threshold rises above 1: only requests in slots are counted here, so their share
+        never exceeds 1, and nothing would ever be merged again.
         """
         if self._merged is not None:
             if gain > 0 and self.merge_threshold - STEP > self.stay_threshold:

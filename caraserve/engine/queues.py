@@ -1,7 +1,7 @@
 """The queues of unfinished requests: waiting → loading → running.
 
-A waiting request holds its adapter's record only. A loading one was admitted: its adapter is on the device or on its
-way there. A running one holds a slot and KV blocks.
+A waiting request pins its adapter, whose weights may be anywhere. A loading request was admitted: its adapter is on the
+device or being loaded. A running request holds a slot and KV blocks.
 """
 
 import logging
@@ -20,12 +20,12 @@ from caraserve.lora.start_policy import ModeChoice, PrefillStart
 
 log = logging.getLogger(__name__)
 
-_MOST_AHEAD = 16  # one part in so many of all KV blocks may be asked for ahead of need
-_PREFETCHED = 8  # waiting requests whose adapters are read ahead
+_MOST_AHEAD = 16  # at most 1/16 of all KV blocks are asked for ahead of need
+_PREFETCHED = 8  # waiting requests whose adapters are prefetched
 
 
 class RequestQueues:
-    """Runs on the event loop."""
+    """The queues of all unfinished requests, and the moves between them. Runs on the event loop."""
 
     def __init__(
         self,
@@ -47,29 +47,29 @@ class RequestQueues:
         self._prefetching, self._observe_preemption, self._now = prefetching, observe_preemption, now
         self._ahead = max(1, min(slots.iteration_blocks, manager.memory.most_blocks // _MOST_AHEAD))
         self._read_ahead_at: tuple[int, int] | None = None
-        self._start_lacks = 0  # blocks that the next request to start waits for, if there can be so many
+        self._start_lacks = 0  # blocks that the next request to start waits for, if the pool can grow by so many
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.loading) + len(self.running)
 
     def waiting_tokens(self) -> int:
-        """Returns the tokens of the waiting requests' prompts, and of their answers at full length."""
+        """Returns the tokens of the waiting requests: of their prompts, and of their answers at full length."""
         waiting = (active.request for active in self.waiting)
         return sum(request.prompt_tokens + request.asked.params.max_tokens for request in waiting)
 
     def check(self) -> None:
-        """Raises AssertionError when a slot or a block has no owner, or two."""
+        """Raises AssertionError unless every slot and KV block is free or held once."""
         self._slots.check([*self.running, *self._side_batches.finished])
         self._side_batches.check()
 
     # --- waiting → loading ---
 
     def admit(self) -> None:
-        """Admits requests as far as slots may come free. Adapters that are not on the device begin to load; those of
-        the next waiting requests are read ahead."""
+        """Admits as many requests as there are slots for, starts to load their adapters, and prefetches those of the
+        next waiting requests."""
         loader = self._manager.device_loader
         if loader.claims_memory:
-            loader.schedule_pending()  # blocks may have been released since
+            loader.schedule_pending()  # KV blocks that were released since may make room
         while self._slots_claimed() < self._limits.num_slots and loader.admits:
             tenant = self.waiting.first()
             if tenant is None:
@@ -89,7 +89,8 @@ class RequestQueues:
         return len(self.loading) + len(self.running) + len(self._side_batches.finished)
 
     def _read_ahead(self) -> None:
-        """Prefetches adapters, only after a change of the queue or of loads: there may be thousands of tenants."""
+        """Prefetches the adapters of the next waiting requests. Only after a change of the queue or of loads, because
+        there may be thousands of tenants."""
         seen = len(self.waiting), self._manager.loading
         if seen == self._read_ahead_at:
             return
@@ -101,15 +102,15 @@ class RequestQueues:
     # --- loading → running ---
 
     def start(self, begins_s: float) -> None:
-        """Starts requests as far as slots and blocks are free and adapters are on the device, or will be when an
-        iteration that begins at `begins_s` needs them."""
+        """Starts requests for which a slot and blocks are free and whose adapter is on the device, or will be when an
+        iteration that begins at `begins_s` needs it."""
         self.next_start_s, self._start_lacks, self.is_short = None, 0, False
         for active in list(self.loading):
             if self._slots.are_free and self._may_start(active, begins_s):
                 if self._start(active):
                     continue
                 if active.is_streamed:
-                    active.wait_for_whole_adapter()  # it waits anyway
+                    active.wait_for_whole_adapter()  # it waits for the download anyway
                     continue
                 self.is_short = True
                 break  # later requests must not overtake it, or it could wait without end
@@ -149,7 +150,7 @@ class RequestQueues:
             active.choice.name = "assisted"
 
     def _start(self, active: ActiveRequest) -> bool:
-        """Gives a request a slot. False when there are too few blocks for it."""
+        """Gives a request a slot and moves it to `running`. Returns False if there are too few blocks for it."""
         pool = self._slots.pool
         needed = self._slots.blocks_for(active.request)
         if self.running and needed > pool.available:
@@ -162,8 +163,8 @@ class RequestQueues:
         return True
 
     def is_ready(self, active: ActiveRequest, begins_s: float) -> bool:
-        """Whether a running request may be in an iteration that begins then. Before, the iteration would wait at layers
-        of its adapter that have not arrived, and all other requests with it."""
+        """Returns whether a running request may be in an iteration that begins at `begins_s`. If it is too early, the
+        iteration would wait for layers of its adapter, and with it all other requests."""
         if active.adapter is None or active.adapter.tier is not AdapterTier.COPYING:
             return True
         if not self._limits.assisted_batches:
@@ -174,7 +175,7 @@ class RequestQueues:
     # --- running → loading, and the end ---
 
     def preempt(self, active: ActiveRequest) -> None:
-        """Puts a running request, whose blocks have been released, at the head of those that start next."""
+        """Moves a running request, whose blocks have been released, to the head of `loading`."""
         log.debug("%s is preempted after %d tokens", active.request.asked.request_id, len(active.request.output_ids))
         self.running.remove(active)
         self._slots.preempt(active, self._now())
@@ -182,14 +183,14 @@ class RequestQueues:
         self._observe_preemption()
 
     def requeue(self, active: ActiveRequest) -> None:
-        """Preempts a running request until its whole adapter is in host memory."""
+        """Preempts a running request, which starts again when its whole adapter is in host memory."""
         active.wait_for_whole_adapter()
         self._slots.pool.release(active.request.blocks)
         self.preempt(active)
 
     def remove(self, active: ActiveRequest) -> None:
-        """Takes a request out of its queue and gives back all that it holds, at the end of its side batch if one is
-        under way."""
+        """Removes a request from its queue and releases its slot, blocks and adapter: now or, if a side batch with it
+        is under way, when that ends."""
         if active in self.running:
             self.running.remove(active)
             if active.in_side_batch:
@@ -204,9 +205,9 @@ class RequestQueues:
     # --- memory ---
 
     def grow_kv(self, lacking: int) -> None:
-        """Asks for KV blocks where memory is shared: `lacking` ones for running requests, those that the next one to
-        start lacks, and some ahead of need, so that normally no request waits. The latter two come after adapters that
-        admitted requests wait for."""
+        """Asks for KV blocks where memory is shared: `lacking` ones for running requests, those that the next request
+        to start lacks, and some ahead of need, so that normally no request waits. For the latter two, adapters that
+        admitted requests wait for have precedence."""
         pool = self._slots.pool
         self._manager.memory.wanted_blocks = pool.num_blocks + lacking if lacking else 0
         short = self._ahead - pool.available

@@ -1,4 +1,4 @@
-"""The slots of the backend and the KV blocks of the requests in them: reused by prefix, published, released."""
+"""The backend's slots, and the KV blocks of the requests in them: reused by prefix, published, released."""
 
 from collections.abc import Iterable
 
@@ -13,13 +13,13 @@ from caraserve.util.units import ceil_div
 
 
 class RequestSlots:
-    """Slots by number. Runs on the event loop."""
+    """Assigns slots and prefixes to requests, and releases them. Runs on the event loop."""
 
     def __init__(
         self, limits: Limits, manager: AdapterManager, eos_ids: frozenset[int], *, prefix_caching: bool
     ) -> None:
         self.pool = manager.memory.pool
-        # More than one iteration can take: as long as so many are free, the pool need not grow.
+        # No iteration takes more: as long as so many are free, the pool need not grow.
         self.iteration_blocks = ceil_div(limits.max_step_tokens, limits.block_tokens) + limits.num_slots
         self._limits, self._manager, self._eos_ids, self._prefix_caching = limits, manager, eos_ids, prefix_caching
         self._free = list(range(limits.num_slots - 1, -1, -1))
@@ -40,7 +40,7 @@ class RequestSlots:
         return ceil_div(total_tokens(request) + 1, self._limits.block_tokens)
 
     def start(self, active: ActiveRequest, now_s: float) -> None:
-        """Gives a request a slot and the KV blocks of its longest known prefix."""
+        """Gives a request a slot, and the published KV blocks of its longest prefix."""
         request, slot = active.request, self._free.pop()
         tokens = (*request.asked.prompt_ids, *request.output_ids)
         blocks, key = self._find_prefix(active, tokens)
@@ -50,8 +50,8 @@ class RequestSlots:
             self._grants.append(BlockGrant(slot, 0, tuple(blocks)))
 
     def _find_prefix(self, active: ActiveRequest, tokens: tuple[int, ...]) -> tuple[list[int], bytes]:
-        """Returns published blocks of the first tokens, now held, and the last one's key. At least one token remains to
-        be computed."""
+        """Returns published blocks that hold the first tokens, now held by the request, and the last block's key. They
+        leave at least one token to compute."""
         request, size = active.request, self._limits.block_tokens
         key = root_key(active.adapter.digest if active.adapter else None, request.asked.cache_salt)
         blocks: list[int] = []
@@ -85,15 +85,15 @@ class RequestSlots:
         )
 
     def take_new(self) -> tuple[tuple[SlotStart, ...], tuple[BlockGrant, ...]]:
-        """Returns starts and reused blocks of requests that took a slot since the last call: the next batch, whichever
-        it is, brings them to the device."""
+        """Returns the starts and the reused blocks of requests that took a slot since the last call. The next batch
+        must contain them."""
         new = tuple(self._starts), tuple(self._grants)
         self._starts, self._grants = [], []
         return new
 
     def publish(self, active: ActiveRequest) -> None:
-        """Makes the full blocks of known tokens findable by prefix. Their batch must be launched: later batches read
-        after it has written."""
+        """Publishes the request's full blocks of known tokens, so that other requests reuse them. The batch that fills
+        them must be launched already: batches run in launch order, so later ones read what it has written."""
         if not self._prefix_caching:
             return
         request, size = active.request, self._limits.block_tokens
@@ -105,7 +105,7 @@ class RequestSlots:
             active.published += 1
 
     def release(self, active: ActiveRequest) -> None:
-        """Gives back all that a finished request holds: slot, KV blocks and adapter."""
+        """Releases the slot, the KV blocks and the adapter of a finished request."""
         if active.request.slot is not None:
             self.pool.release(active.request.blocks)
             self._free_slot(active.request.slot)
@@ -116,26 +116,26 @@ class RequestSlots:
             self._manager.unpin(active.adapter)
 
     def preempt(self, active: ActiveRequest, now_s: float) -> None:
-        """Takes a request's slot; its KV blocks have been released."""
+        """Preempts a request and frees its slot. Its KV blocks have been released before."""
         assert active.request.slot is not None
         self._free_slot(active.request.slot)
         active.preempt(now_s)
 
     def _free_slot(self, slot: int) -> None:
-        # Not yet launched: the device must not hear of a start whose blocks may have another owner by then.
+        # A start that is not launched yet must not reach the device: its blocks may have another owner by then.
         self._starts = [start for start in self._starts if start.slot != slot]
         self._grants = [grant for grant in self._grants if grant.slot != slot]
         self._free.append(slot)
 
     def check(self, holders: Iterable[ActiveRequest]) -> None:
-        """Raises AssertionError when a slot or a block has no owner, or two."""
+        """Raises AssertionError unless `holders` account for every slot and block that is not free."""
         requests = [active.request for active in holders]
         self.pool.check([request.blocks for request in requests])
         assert len(self._free) + len(requests) == self._limits.num_slots, "a slot is lost"
 
 
 def _tokens(request: Request, start: int, end: int) -> tuple[int, ...]:
-    """Tokens of positions [start, end) of prompt ‖ output."""
+    """Returns the tokens at positions [start, end) of prompt ‖ output."""
     prompt = request.prompt_tokens
     if end <= prompt:
         return request.asked.prompt_ids[start:end]

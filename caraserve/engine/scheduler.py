@@ -1,7 +1,7 @@
-"""What runs in the next iteration: decode tokens first, then prefill chunks, within budgets. Pure.
+"""Plans the next iteration: decode tokens first, then prefill chunks, within budgets. No I/O.
 
-`plan_iteration` turns the running requests into a `SchedulerOutput`, once a turn. It reads requests and takes KV blocks
-from the pool; it never changes a request.
+`plan_iteration` turns the running requests into a `SchedulerOutput`, once per turn of the engine. It takes KV blocks
+from the pool, and never changes a request.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from caraserve.core.request import Request
 from caraserve.kv.block_pool import BlockPool
 from caraserve.util.units import ceil_div
 
-PROMPT_LOGPROBS_CHUNK_TOKENS = 64  # rows whose every token is scored are kept short: logits are large
+PROMPT_LOGPROBS_CHUNK_TOKENS = 64  # most tokens of a row that scores its prompt: their logits are large
 
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """A running request's part in the iteration."""
+    """A running request's row in the iteration, and the KV blocks granted for it."""
 
     request: Request
     row: ScheduledRow
@@ -27,10 +27,10 @@ class Scheduled:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One iteration: rows in the plan's order, and requests that must give up their slot and blocks.
+    """One iteration: its rows, in the batch's order, and the requests that are preempted for it.
 
-    `lacking`: blocks beyond the pool's that requests left out of the iteration wait for. `is_short`: whether somebody
-    found too few.
+    `lacking`: blocks, beyond those in the pool, that requests left out of the iteration wait for. `is_short`: whether a
+    request found too few blocks.
     """
 
     scheduled: tuple[Scheduled, ...]
@@ -40,29 +40,30 @@ class SchedulerOutput:
 
 
 def total_tokens(request: Request) -> int:
-    """Tokens whose ids the device knows once all launched iterations have run."""
+    """Returns how many tokens of a request are on the device once all launched iterations have run."""
     return request.prompt_tokens + request.launched_outputs
 
 
 def wants_output(request: Request, limits: Limits) -> bool:
-    """Whether another token may be sampled; known before the tokens launched so far are."""
+    """Returns whether another token may be sampled, even if the tokens launched so far are not known yet."""
     return request.launched_outputs < request.asked.params.max_tokens and total_tokens(request) < limits.max_context
 
 
 def has_work(request: Request, limits: Limits) -> bool:
-    """Whether an iteration can advance the request: tokens to compute, and something to be had of them."""
+    """Returns whether an iteration can advance a request: it has uncomputed prompt tokens, or a computed token would
+    yield another one."""
     uncomputed = request.computed < total_tokens(request)
     return uncomputed and (request.computed < request.prompt_tokens or wants_output(request, limits))
 
 
 def blocks_missing(request: Request, end: int, block_tokens: int) -> int:
-    """Blocks that the request needs beyond its own to hold positions [0, end)."""
+    """Returns how many blocks a request needs beyond its own to hold positions [0, end)."""
     return max(0, ceil_div(end, block_tokens) - len(request.blocks))
 
 
 @dataclass(slots=True)
 class _Pass:
-    """Budgets of one planning pass; thrown away after it."""
+    """The state of planning one iteration."""
 
     running: Sequence[Request]
     adapter_slots: Sequence[int]
@@ -72,7 +73,7 @@ class _Pass:
     tokens_left: int
     scheduled: dict[Request, tuple[Scheduled, int]] = field(default_factory=dict)
     preempted: list[Request] = field(default_factory=list)
-    left_out: dict[Request, int] = field(default_factory=dict)  # until the pool has grown; blocks kept for each
+    left_out: dict[Request, int] = field(default_factory=dict)  # wait for the pool to grow; blocks reserved for each
     is_short: bool = False
 
     @property
@@ -80,7 +81,7 @@ class _Pass:
         return max(0, sum(self.left_out.values()) - self.pool.available)
 
     def add(self, index: int) -> None:
-        """Schedules as much of a request as the budgets allow; may preempt later ones, or the request itself."""
+        """Schedules as many tokens of a request as the budgets allow. May preempt later requests, or this one."""
         request = self.running[index]
         if request in self.preempted or not has_work(request, self.limits) or self.tokens_left == 0:
             return
@@ -93,7 +94,8 @@ class _Pass:
         self.tokens_left -= count
 
     def _take(self, index: int, count: int) -> list[int] | None:
-        """Blocks, from others if need be. None: the request has lost its own, or waits for the pool to grow."""
+        """Takes `count` blocks, and preempts other requests for them if necessary. None: the request was preempted
+        itself, or waits until the pool has grown."""
         if count == 0:
             return []
         request = self.running[index]
@@ -112,9 +114,9 @@ class _Pass:
         return self.pool.take(count)
 
     def _victim(self) -> Request | None:
-        """The last in line that holds blocks and neither is in this iteration nor waits for the pool to grow, or one
-        of the same tenant that has a higher `priority`. The first of all is never one, so that one request always gets
-        to the end."""
+        """Returns the request to preempt: the last one that holds blocks, is not in this iteration and does not wait
+        for the pool to grow; of its tenant's such requests the one with the highest `priority` value. The first request
+        of all is never preempted, so that at least one always finishes."""
         spared = {*self.scheduled, *self.preempted, *self.left_out}
         able = [request for request in reversed(self.running[1:]) if request.blocks and request not in spared]
         same = [request for request in able if request.asked.tenant == able[0].asked.tenant]
@@ -129,11 +131,11 @@ def plan_iteration(
     served: int | None = None,
     growable: int = 0,
 ) -> SchedulerOutput:
-    """Plans one iteration over `running`, first served first (by admission, if nobody asks for another order), with
-    each request's adapter slot. Those behind the first `served` keep what they hold, unless blocks run out. As long as
-    the pool can grow, by `growable` blocks, whoever finds none is left out and nobody loses any.
+    """Plans one iteration over `running`, first served first, with the adapter slot of each request.
 
-    Blocks of preempted requests are already back in the pool; blocks granted are taken from it.
+    Only the first `served` requests get rows; the others keep their blocks unless blocks run out. While the pool can
+    grow by enough blocks (`growable`), a request that finds too few is left out of the iteration, and none is
+    preempted. Blocks of preempted requests are already back in the pool; granted blocks are taken from it.
     """
     budget = _Pass(running, adapter_slots, pool, limits, growable, limits.max_step_tokens)
     decoding = [total_tokens(request) - request.computed == 1 for request in running[:served]]
@@ -148,8 +150,8 @@ def plan_iteration(
 
 
 def plan_side_batch(request: Request, adapter_slot: int, pool: BlockPool, limits: Limits) -> Scheduled | int:
-    """One row of all that is left of a prompt, as far as one plan takes it; or how many blocks it lacks. Blocks granted
-    are taken from the pool; nobody loses any for it."""
+    """Returns one row with the rest of a prompt, at most `max_step_tokens`, or how many blocks are lacking for it.
+    Granted blocks are taken from the pool; no request is preempted for them."""
     count = _chunk(request, limits.max_step_tokens)
     missing = blocks_missing(request, request.computed + count, limits.block_tokens)
     blocks = pool.take(missing)
@@ -183,7 +185,7 @@ def _row(request: Request, count: int, adapter_slot: int, limits: Limits) -> Sch
 
 
 def grants(scheduled: Sequence[Scheduled]) -> tuple[BlockGrant, ...]:
-    """The block tables' growth, before the requests' own lists are extended."""
+    """Returns the blocks granted to each request. To be called before they are added to `Request.blocks`."""
     return tuple(
         BlockGrant(entry.row.slot, len(entry.request.blocks), entry.blocks) for entry in scheduled if entry.blocks
     )

@@ -3,17 +3,17 @@
 assisted prefill    CPU workers compute the LoRA of layers that are not on the device yet (`Limits.assisted_batches`).
                     It takes as long as they do.
 streamed prefill    The adapter is still being downloaded (`Limits.streamed_batches`). It takes as long as the network
-                    does, so it is recalled when its request has finished or other requests lack its KV blocks.
+                    does, so it is recalled when its request has finished, or when other requests need its KV blocks.
 
 A request of a side batch is in no iteration. Its slot, its blocks and its adapter's image stay as they are until the
 side batch ends, even when the request finishes before. Its blocks are published at the end only, because no other
 batch is ordered behind a side batch. How a side batch ends:
 
     computed       blocks are published and results recorded, like those of an iteration
-    needs retry    the row is taken back; the request goes on in iterations without CPU workers, or is requeued until
-                   its whole adapter is in host memory
+    needs retry    the row is rolled back; the request continues in iterations without CPU workers, or is requeued
+                   until its whole adapter is in host memory
     failed         the request fails
-    request done   everything that it held is released
+    request done   its slot, blocks and adapter are released
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from caraserve.lora.manager import AdapterManager
 
 log = logging.getLogger(__name__)
 
-Requeue = Callable[[ActiveRequest], None]  # takes a running request's slot and blocks until its whole adapter is here
+Requeue = Callable[[ActiveRequest], None]  # preempts a running request until its whole adapter is in host memory
 
 
 class SideBatches:
@@ -48,7 +48,7 @@ class SideBatches:
         """`wake`: called when a side batch has ended."""
         self._backend, self._limits, self._manager = backend, backend.limits, manager
         self._slots, self._launcher, self._wake = slots, launcher, wake
-        self._under_way: list[LaunchedBatch] = []  # or ended, and not processed
+        self._under_way: list[LaunchedBatch] = []  # or ended, but not processed yet
         self._finished: list[ActiveRequest] = []  # finished requests whose side batch still uses what they hold
 
     @property
@@ -58,7 +58,7 @@ class SideBatches:
 
     @property
     def results(self) -> "list[asyncio.Future[StepResult | Exception]]":
-        """Futures of all that are under way."""
+        """The futures of all side batches under way."""
         return [launched.result for launched in self._under_way]
 
     @property
@@ -69,14 +69,14 @@ class SideBatches:
     # --- limits ---
 
     def may_assist(self, running: Sequence[ActiveRequest]) -> bool:
-        """Whether CPU workers may help one more request. Within iterations their number is not limited."""
+        """Returns whether CPU workers may help one more request. Always true where they help within iterations."""
         if not self._limits.assisted_batches:
             return True
         assisted = sum(active.needs_side_batch(self._limits) for active in running)
         return assisted + len(self._finished) < self._limits.assisted_batches
 
     def may_stream(self, running: Sequence[ActiveRequest]) -> bool:
-        """Whether one more request may start whose adapter is still being downloaded."""
+        """Returns whether one more request may start whose adapter is still being downloaded."""
         streamed = sum(active.in_side_batch or active.is_streamed for active in running)
         return streamed + len(self._finished) < self._limits.streamed_batches
 
@@ -95,7 +95,7 @@ class SideBatches:
             if isinstance(entry, Scheduled):
                 self._launch(active, entry, begins_s)
             elif not active.can_run:
-                requeue(active)  # or it would keep its blocks for as long as the network takes
+                requeue(active)  # or it would keep its blocks for as long as the download takes
             elif lacking + entry <= self._slots.growable():
                 lacking += entry
         return lacking
@@ -112,8 +112,8 @@ class SideBatches:
     # --- recall ---
 
     def recallable_blocks(self, running: Sequence[ActiveRequest]) -> int:
-        """Returns the blocks of requests that wait for the network, or would: no other request is preempted for
-        theirs, because a recall gives them back."""
+        """Returns how many blocks are held by requests that wait for a download. A recall releases these blocks, so no
+        other request is preempted for so many."""
         waiting = [active for active, _ in self._waiting_for_network()]
         waiting += [active for active in running if not (active.in_side_batch or active.can_run)]
         return sum(len(active.request.blocks) for active in waiting)
@@ -130,7 +130,7 @@ class SideBatches:
     # --- the end ---
 
     def keep(self, active: ActiveRequest) -> None:
-        """Keeps what a finished request holds until its side batch has ended."""
+        """Defers the release of a finished request's slot, blocks and adapter until its side batch has ended."""
         self._finished.append(active)
 
     def take_ended(self, requeue: Requeue) -> list[tuple[LaunchedBatch, StepResult | Exception]]:

@@ -1,4 +1,4 @@
-"""What the engine reports: events as they happen, its state at one moment, and the work that it has to do."""
+"""The engine's reports: events as they happen, its state at one moment, and the work that it has to do."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,7 +74,8 @@ class EngineLoad:
     def of(
         cls, queues: RequestQueues, catalog: Catalog, limits: Limits, max_queue: int, response_tokens: float
     ) -> "EngineLoad":
-        """`response_tokens`: expected of an answer. Takes a few tenths of a microsecond for each unfinished request."""
+        """Sums the work of all unfinished requests, in a few tenths of a microsecond each. `response_tokens`: expected
+        of an answer."""
         counts: dict[Adapter | None, int] = {}
         tokens: dict[Adapter | None, int] = {}
         for active in (*queues.waiting, *queues.loading):

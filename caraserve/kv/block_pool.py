@@ -1,9 +1,9 @@
-"""KV blocks: who owns each, which can be found again by their contents, which may be overwritten. Pure.
+"""The pool of KV blocks: which are in use, which can be reused by their contents, which may be overwritten. No I/O.
 
 A block is in exactly one state:
-    free      nobody's, contents worthless
-    owned     held by one or more requests (`refs` > 0); published or not
-    idle      held by nobody, published: its contents can still be found by key, until room is needed
+    free      not in use, contents worthless
+    owned     held by one or more requests (`_refs` > 0); published or not
+    idle      held by no request, but published: it can be found by its key until it is needed for other contents
 """
 
 from collections import OrderedDict
@@ -12,36 +12,37 @@ from heapq import heapify, heappop, heappush
 
 
 class BlockPool:
-    """Allocates, shares and recycles the blocks [0, num_blocks). There may be more of them later, or fewer."""
+    """Allocates, shares and recycles the blocks [0, num_blocks). `resize` changes their number."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks))  # a heap: low numbers go first, so that the pool can shrink
         self._refs = [0] * num_blocks
-        self._held_end = 0  # no block from here on is held; may be too high until it is asked for
+        self._held_end = 0  # no block from here on is held; lowered to the exact value by `held_end`
         self._key_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
 
     @property
     def available(self) -> int:
-        """Blocks that `take` could give."""
+        """The number of blocks that `take` could return."""
         return len(self._free) + len(self._idle)
 
     @property
     def used(self) -> int:
-        """Blocks held by requests."""
+        """The number of blocks that requests hold."""
         return self.num_blocks - self.available
 
     @property
     def held_end(self) -> int:
-        """How small the pool may become: one more than the highest block that a request holds."""
+        """The least size to which the pool can shrink: one more than the highest block that a request holds."""
         while self._held_end and not self._refs[self._held_end - 1]:
             self._held_end -= 1
         return self._held_end
 
     def resize(self, num_blocks: int) -> None:
-        """There are so many blocks from now on. What was published in blocks that go is no longer found."""
+        """Sets the number of blocks, and withdraws the publications of those that are removed. Raises AssertionError if
+        a request holds one of them."""
         if num_blocks < self.held_end:
             raise AssertionError(f"a request holds block {self.held_end - 1} of {num_blocks}")
         for block in [block for block in self._idle if block >= num_blocks]:
@@ -54,7 +55,7 @@ class BlockPool:
         self.num_blocks = num_blocks
 
     def take(self, count: int) -> list[int] | None:
-        """`count` unpublished blocks, or None when there are not so many: all or nothing."""
+        """Returns `count` unpublished blocks, held once each. None: fewer are available, and none was taken."""
         if count > self.available:
             return None
         taken = []
@@ -65,7 +66,7 @@ class BlockPool:
         return taken
 
     def find(self, key: bytes) -> int | None:
-        """The block published under `key`, now held once more, or None."""
+        """Returns the block published under `key`, held once more than before, or None."""
         block = self._block_of.get(key)
         if block is None:
             return None
@@ -74,14 +75,15 @@ class BlockPool:
         return block
 
     def publish(self, block: int, key: bytes) -> None:
-        """Lets later requests find `block`. The first block published under a key stays the one that is found."""
+        """Lets later requests find `block` by `key`. Has no effect if a block is published under that key,
+        or if `block` is published already."""
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Gives up one hold on each. The last blocks of a request become the first to be overwritten, because a
-        prefix is of use only with all that comes before it."""
+        """Takes one hold off each block. Of a request's blocks the last are overwritten first, because a block can be
+        reused only together with all blocks before it."""
         for block in reversed(list(blocks)):
             self._refs[block] -= 1
             if self._refs[block] == 0:
@@ -91,13 +93,13 @@ class BlockPool:
                     heappush(self._free, block)
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Takes back the publications of blocks that a request holds: no later one finds them."""
+        """Withdraws the publications of blocks that a request holds, so that no later request reuses them."""
         for block in blocks:
             if block in self._key_of:
                 self._unpublish(block)
 
     def forget_all(self) -> None:
-        """Takes back every publication: after a failed iteration nobody knows what the blocks hold."""
+        """Withdraws every publication, as the blocks' contents are unknown after a failed iteration."""
         self._free += self._idle
         heapify(self._free)
         self._idle.clear()

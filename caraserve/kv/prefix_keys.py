@@ -1,9 +1,8 @@
-"""Keys under which full KV blocks are found again. Pure.
+"""Keys by which full KV blocks are found and reused. No I/O.
 
 A key is a chained digest over everything that the block's contents depend on: the adapter's content digest (not its
-name: a new version never meets the old one's KV), the tenant's salt, and all tokens up to the block's end. With 16
-bytes of BLAKE2b, equal keys mean equal tokens; they are not compared again.
-"""
+name: a replaced adapter's KV is not reused for its successor), the tenant's salt, and all tokens up to the block's end.
+With 16 bytes of BLAKE2b, equal keys mean equal tokens; they are not compared again."""
 
 import hashlib
 import struct
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 
 
 def root_key(adapter_digest: str | None, salt: str) -> bytes:
-    """The key before the first block."""
+    """Returns the key that precedes a request's first block."""
     digest = hashlib.blake2b(digest_size=16)
     for part in (adapter_digest or "", salt):
         encoded = part.encode()
@@ -20,5 +19,5 @@ def root_key(adapter_digest: str | None, salt: str) -> bytes:
 
 
 def next_key(previous: bytes, tokens: Sequence[int]) -> bytes:
-    """The key of the block that holds `tokens` and follows the block of `previous`."""
+    """Returns the key of the block that holds `tokens` and follows the block with the key `previous`."""
     return hashlib.blake2b(previous + struct.pack(f"<{len(tokens)}i", *tokens), digest_size=16).digest()
