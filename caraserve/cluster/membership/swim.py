@@ -4,16 +4,16 @@ Records are ordered by (epoch, incarnation, state), and of two records of an ins
 the start of the instance in ms, so a restart replaces the record of the earlier run at once. Only the instance
 itself raises its incarnation: that is how it refutes a suspicion, or its own death.
 
-    ALIVE ──silent and no probe came back, or its connection broke──► SUSPECT ──not refuted in time──► DEAD
+    ALIVE ──silent and no probe answered, or its connection broke───► SUSPECT ──not refuted in time──► DEAD
       ▲────────────────── a higher incarnation, or a higher epoch ─────────┴──────────────────────────────┘
-    LEFT is what an instance says of itself when it shuts down; only its own higher epoch or incarnation replaces it.
+    An instance declares itself LEFT when it shuts down; only its own higher epoch or incarnation replaces that record.
 
-An instance whose earlier run had a clock ahead of time outbids that run's record with a higher epoch. Two instances
-that share a name by mistake would outbid each other without end, so both stop after 3 times and report it.
+If the clock of an instance's earlier run was ahead, the instance replaces that run's record with a higher epoch. Two
+instances that share a name by mistake would raise their epochs without end, so each stops after 3 times and reports it.
 
 From Lifeguard: probes wait longer while this instance itself is slow, a suspicion times out earlier the more instances
-share it, a suspect is told so in every frame to it, and an instance whose own loop stood still ignores that time.
-(Das et al., "SWIM"; Dadgar et al., "Lifeguard".)
+share it, every frame to a suspect carries the suspicion, and time during which the own event loop did not run counts
+for no timeout. (Das et al., "SWIM"; Dadgar et al., "Lifeguard".)
 """
 
 import math
@@ -26,11 +26,11 @@ from msgspec.structs import replace
 
 from caraserve.cluster.membership.message_fields import Address, Count, Name, NameOrEmpty
 
-MAX_LIVE = 64  # n² connections and heartbeats are fine to here; beyond, a router of its own is the better design
-MAX_KNOWN = 4 * MAX_LIVE  # records kept, with the dead and the departed: a bound on memory under invented names
+MAX_LIVE = 64  # n² connections and heartbeats are cheap up to here; larger fleets are better served by a router
+MAX_KNOWN = 4 * MAX_LIVE  # records kept, dead and left instances included: bounds memory if names are invented
 MAX_UPDATES = 16  # in one frame
 _MAX_HEALTH = 4
-_MOST_OUTBIDS = 3  # of others of our name: earlier lives are few
+_MOST_OUTBIDS = 3  # times to raise the own epoch over another record of this name: earlier runs are few
 
 
 class MemberState(IntEnum):
@@ -43,7 +43,7 @@ class MemberState(IntEnum):
 
 
 class MemberRecord(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What one instance believes of another, or says of itself."""
+    """The state that one instance believes another one to be in, or declares for itself."""
 
     name: Name
     address: Address
@@ -53,12 +53,13 @@ class MemberRecord(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
     @property
     def order(self) -> tuple[int, int, MemberState, str]:
-        """The order of records; total, so that merging gives one result in any order. The address only breaks ties."""
+        """The key by which records are ordered. The order is total, so that merging in any sequence gives one result;
+        the address only breaks ties."""
         return (self.epoch, self.incarnation, self.state, self.address)
 
 
 def newer_record(one: MemberRecord, other: MemberRecord) -> MemberRecord:
-    """Returns the record that wins of two. Commutative, associative, idempotent."""
+    """Returns the greater of two records. The operation is commutative, associative and idempotent."""
     return max(one, other, key=lambda record: record.order)
 
 
@@ -100,12 +101,12 @@ class DetectorTiming:
     silent_s: float = 0.75  # three heartbeats
     probe_s: float = 0.5
     suspect_s: float = 2.0  # for up to 10 instances; grows with log10 of their number, as updates take longer
-    stretch: float = 3.0  # a suspicion nobody shares runs this much longer
-    confirmations: int = 3  # further accusers after which it runs shortest
-    lag_s: float = 0.5  # a longer gap between ticks is our own standstill
-    vias: int = 3
+    stretch: float = 3.0  # a suspicion by one instance alone lasts this many times as long
+    confirmations: int = 3  # further accusers after which a suspicion lasts shortest
+    lag_s: float = 0.5  # a longer gap between ticks means that the own event loop did not run
+    vias: int = 3  # instances through which a target is probed
     spread: float = 3.0  # λ: a update goes out λ·log2(n+1) times
-    forget_s: float = 3600.0  # the dead are dialled and remembered so long
+    forget_s: float = 3600.0  # for which dead instances are remembered and dialled
 
 
 @dataclass(slots=True)
@@ -120,32 +121,34 @@ class _Member:
 
 
 class MemberTable:
-    """One instance's view of all. Every method takes the time; `take_events` returns what changed."""
+    """The records of all instances, as one instance sees them. `take_events` returns the changes.
+
+    `now` is a monotonic clock's time in seconds."""
 
     def __init__(self, me: MemberRecord, timing: DetectorTiming, rng: Random, now: float) -> None:
         self.me = me
-        self.refused_names = 0  # names not taken in because MAX_LIVE live ones are known
+        self.refused_names = 0  # names that were not added because MAX_LIVE live ones are known
         self._timing = timing
         self._rng = rng
         self._others: dict[str, _Member] = {}
         self._queue: dict[tuple[str, str], tuple[MemberUpdate, int]] = {}  # (name, accuser) → update, times sent
         self._events: list[MemberChanged | NameConflict] = []
-        self._health = 0  # Lifeguard's: 0 is well; probes wait 1 + this many times as long
+        self._health = 0  # Lifeguard's local health: 0 is good; probes wait 1 + this many times as long
         self._troubled_s = self._ticked_s = now
         self._probes = 0
-        self.is_outbid = False  # another instance of our name is taken for us, and we contradict it no more
-        self._outbids, self._outbid = 0, ""  # how many times others of our name, and where the last one is
+        self.is_outbid = False  # others take another instance of this name for this one, and it no longer objects
+        self._outbids, self._outbid = 0, ""  # how often the epoch was raised, and the last other address of the name
         self._spread_me()
 
-    # ---- what is known
+    # ---- queries
 
     @property
     def health(self) -> int:
-        """0 while this instance keeps up with its own timers and probes, up to 4 while it does not."""
+        """Lifeguard's local health: 0 while this instance keeps up with its timers and probes, up to 4 if not."""
         return self._health
 
     def get(self, name: str) -> MemberRecord | None:
-        """Returns the record of an instance, this one included."""
+        """Returns the record of an instance, this one included, or None."""
         if name == self.me.name:
             return self.me
         member = self._others.get(name)
@@ -156,11 +159,11 @@ class MemberTable:
         return (self.me, *(member.record for member in self._others.values()))
 
     def live(self) -> tuple[str, ...]:
-        """Returns the names of other instances that are neither dead nor departed; suspects included."""
+        """Returns the names of the other instances that are alive or suspect."""
         return tuple(name for name, member in self._others.items() if member.record.state < MemberState.DEAD)
 
     def suspicion_s(self, accusers: int) -> float:
-        """Returns after how many seconds a suspicion shared by so many instances becomes a death."""
+        """Returns after how many seconds an instance suspected by `accusers` instances is declared dead."""
         timing, size = self._timing, len(self.live()) + 1
         low = timing.suspect_s * max(1.0, math.log10(size))
         wanted = min(timing.confirmations, size - 2)  # all but the suspect and the first accuser
@@ -170,20 +173,20 @@ class MemberTable:
         return low * (timing.stretch - (timing.stretch - 1) * share)
 
     def take_events(self) -> list[MemberChanged | NameConflict]:
-        """Returns what changed since the last call, oldest first."""
+        """Returns the events since the last call, oldest first."""
         events, self._events = self._events, []
         return events
 
-    # ---- what comes in
+    # ---- input
 
     def admits(self, name: str) -> bool:
-        """Returns whether an instance of that name is known as live, or there is room for one more."""
+        """Returns whether the instance is known and live, or there is room for one more."""
         member = self._others.get(name)
         known = member is not None and member.record.state < MemberState.DEAD
         return known or len(self.live()) + 1 < MAX_LIVE
 
     def merge(self, update: MemberUpdate, now: float, *, by_sync: bool = False) -> None:
-        """Merges an update. A death learnt by sync counts as a suspicion: it may be old, or of the other side of a
+        """Merges an update. DEAD received by a sync counts as SUSPECT: it may be old, or from the other side of a
         partition."""
         record = update.record
         if record.name == self.me.name:
@@ -191,13 +194,13 @@ class MemberTable:
             return
         member = self._others.get(record.name)
         if member is None:
-            # A death of one we never knew would be handed from one that still remembers to one that has forgotten,
-            # for ever. Whoever missed the death can only meet it as a new name, and finds it silent.
+            # Dead or left instances are not added: instances that still remember one would return it endlessly to
+            # those that have forgotten it. An instance that missed the death at most adds a name that stays silent.
             if record.state < MemberState.DEAD:
                 self._admit(update, now)
             return
         if record.state == MemberState.DEAD and member.record.state < MemberState.DEAD:
-            # Nor is anyone dead whom we hear ourselves; it will learn of the update from us, and refute it.
+            # An instance whose frames arrive here is not dead either. It receives the update from us and refutes it.
             heard = now - member.heard_s <= self._timing.silent_s
             if (by_sync or heard) and record.order[:2] >= member.record.order[:2]:
                 record = replace(record, state=MemberState.SUSPECT)
@@ -215,22 +218,21 @@ class MemberTable:
             self._confirm(member, update.suspected_by)
 
     def heard(self, name: str, address: str, now: float) -> None:
-        """Records that a frame of the instance of that name and address arrived, directly or as the answer to a
-        probe."""
+        """Records that a frame of the instance with that name and address arrived, directly or through a relay."""
         member = self._others.get(name)
         if member is not None and member.record.address == address:
             member.heard_s = max(member.heard_s, now)
             member.probe = None
 
     def lost(self, name: str, now: float) -> None:
-        """Makes an instance suspect when its connection breaks: a dead process is found by that in milliseconds."""
+        """Marks an instance as suspect because its connection broke. This detects a dead process in milliseconds."""
         member = self._others.get(name)
         if member is not None and member.record.state == MemberState.ALIVE:
             member.heard_s = min(member.heard_s, now - self._timing.silent_s)
             self._suspect(member, now)
 
     def acked(self, number: int, record: MemberRecord, now: float) -> None:
-        """Records the answer to a probe; it carries the target's own record, and with it the refutation."""
+        """Records the answer to a probe. The target's own record in it refutes a suspicion."""
         member = self._others.get(record.name)
         if member is not None and member.probe is not None and member.probe.number == number:
             self._health = max(0, self._health - 1)
@@ -238,20 +240,20 @@ class MemberTable:
         self.merge(MemberUpdate(record, ""), now)
 
     def nacked(self, number: int, by: str) -> None:
-        """Records that an instance that was asked to probe got no answer either: then the fault is not on this side."""
+        """Records that relay `by` got no answer from the target either, so that the fault is not on this side."""
         for member in self._others.values():
             if member.probe is not None and member.probe.number == number and by in member.probe.via:
                 member.nacks.add(by)
 
     def leave(self) -> None:
-        """Declares that this instance leaves. No other state of this incarnation wins over that one."""
+        """Declares that this instance leaves. No other state of this incarnation replaces LEFT."""
         self.me = replace(self.me, state=MemberState.LEFT)
         self._spread_me()
 
-    # ---- what time brings
+    # ---- timers
 
     def tick(self, now: float) -> list[PeerProbe]:
-        """Decides what is due. Returns the probes to send."""
+        """Ends probes, suspicions and old records whose time is over. Returns the probes to send."""
         gap, self._ticked_s = now - self._ticked_s, now
         if gap > self._timing.lag_s:
             self._stood_still(gap, now)
@@ -274,14 +276,14 @@ class MemberTable:
                 probes.append(self._probe(member, now))
         return probes
 
-    # ---- what goes out
+    # ---- output
 
     def updates(self, to: str) -> tuple[MemberUpdate, ...]:
         """Returns the updates to attach to a frame for `to`, least sent first, and counts them as sent."""
         chosen: list[MemberUpdate] = []
         member = self._others.get(to)
         if member is not None and member.record.state in (MemberState.SUSPECT, MemberState.DEAD):
-            # In every frame, past any count: it alone can refute this, and must hear of it.
+            # In every frame to it, whatever the count: only that instance can refute the record.
             chosen.append(
                 MemberUpdate(member.record, self.me.name if member.record.state == MemberState.SUSPECT else "")
             )
@@ -298,10 +300,10 @@ class MemberTable:
                 self._queue[key] = (update, sent + 1)
         return tuple(chosen)
 
-    # ---- inside
+    # ---- internals
 
     def _answer(self, record: MemberRecord, now: float) -> None:
-        """Refutes what others say of this instance when it would win over what it says itself."""
+        """Refutes another instance's record of this one if it would replace this instance's own."""
         if self.me.state == MemberState.LEFT or record.order <= self.me.order:
             return
         is_elsewhere = record.address != self.me.address
@@ -316,8 +318,8 @@ class MemberTable:
         self._spread_me()
 
     def _may_outbid(self, address: str) -> bool:
-        """Whether to raise this instance's epoch over that of its name at another address."""
-        if address == self._outbid:  # an earlier life would not have answered
+        """Whether to raise the own epoch over that of a record of the same name at another address."""
+        if address == self._outbid:  # it answered, so it is no record of an earlier run
             self._events.append(NameConflict(address))
         self._outbids, self._outbid = self._outbids + 1, address
         return self._outbids <= _MOST_OUTBIDS
@@ -340,14 +342,14 @@ class MemberTable:
         if record.state != MemberState.SUSPECT:
             member.probe = None
         if record.state == MemberState.ALIVE:
-            member.heard_s = max(member.heard_s, now - self._timing.silent_s / 2)  # time to show itself
+            member.heard_s = max(member.heard_s, now - self._timing.silent_s / 2)  # leaves it time to send a frame
         member.accusers = {accuser} if record.state == MemberState.SUSPECT else set()
         if (before.state, before.epoch, before.address) != (record.state, record.epoch, record.address):
             self._events.append(MemberChanged(record, before.state))
         self._spread(MemberUpdate(record, accuser if record.state == MemberState.SUSPECT else ""))
 
     def _confirm(self, member: _Member, accuser: str) -> None:
-        """Adds an accuser, and spreads it while it still shortens the time."""
+        """Adds an accuser, and spreads the suspicion while another accuser still shortens it."""
         if accuser not in member.accusers and len(member.accusers) <= self._timing.confirmations:
             member.accusers.add(accuser)
             self._spread(MemberUpdate(member.record, accuser))
@@ -359,7 +361,7 @@ class MemberTable:
             self._confirm(member, self.me.name)
 
     def _is_due(self, member: _Member, now: float) -> bool:
-        """Whether a suspicion has become a death. An instance that is heard has only to refute it."""
+        """Whether a suspect is to be declared dead. One whose frames arrive is not: it will refute the suspicion."""
         silent = now - member.heard_s > self._timing.silent_s
         return silent and now - member.since_s > self.suspicion_s(len(member.accusers))
 
@@ -375,11 +377,11 @@ class MemberTable:
 
     def _probe_failed(self, member: _Member, now: float) -> None:
         if member.probe is not None and len(member.nacks) < len(member.probe.via):
-            self._trouble(now)  # those asked did not even say no: perhaps nothing reaches us
+            self._trouble(now)  # some relays did not even send a nack: the fault may be on this side
         self._suspect(member, now)
 
     def _stood_still(self, gap: float, now: float) -> None:
-        """Discounts time in which this instance's own loop stood still from silences and suspicions."""
+        """Shifts all timers by the time during which the own event loop did not run."""
         self._trouble(now)
         for member in self._others.values():
             member.heard_s += gap
@@ -413,7 +415,7 @@ class MemberTable:
             del self._queue[key]
 
 
-_FIRST_RELAY = 2**40  # our own probes have numbers below
+_FIRST_RELAY = 2**40  # the numbers of this instance's own probes are smaller
 _MAX_RELAYS = 256
 
 
@@ -426,7 +428,8 @@ class PingRelays:
         self._number = _FIRST_RELAY
 
     def start(self, asker: str, asked: int, now: float) -> int | None:
-        """Returns the number to ping with for a request, or None when too many are open."""
+        """Starts a ping for `asker`, whose request has the number `asked`. Returns the number to ping with, or None
+        if 256 are open."""
         if len(self._open) >= _MAX_RELAYS:
             return None
         self._number += 1
@@ -434,10 +437,10 @@ class PingRelays:
         return self._number
 
     def answered(self, number: int) -> tuple[str, int]:
-        """Returns the requester and its number; an empty name if that was no relayed ping or is over."""
+        """Ends a ping. Returns the asker and the number of its request; an empty name if that ping is not open."""
         return self._open.pop(number, ("", 0, 0.0))[:2]
 
     def expired(self, now: float) -> list[tuple[str, int]]:
-        """Returns requester and number of those that got no answer."""
+        """Ends the pings without an answer in time. Returns the asker of each, and the number of its request."""
         numbers = [number for number, (_, _, until) in self._open.items() if now > until]
         return [self._open.pop(number)[:2] for number in numbers]

@@ -1,11 +1,12 @@
-"""The registry of the cluster on disk: a cluster whose instances all restart still has it.
+"""Stores the cluster's registry in a SQLite file, so that it survives a restart of all instances.
 
-A file beside the registry of this instance's own adapters. Tombstones are kept like names, or an instance that was
-away would bring back what was removed. A thread writes, all waiting entries in one transaction, without waiting for
-the disk: other instances send lost entries again.
+The file is beside the registry of this instance's own adapters. Tombstones are stored like names; otherwise an instance
+that was off would restore removed names. A thread writes all waiting entries in one transaction, without waiting for
+the disk (`synchronous = NORMAL`): other instances send lost entries again.
 
-Tombstones expire, so after a longer absence a removed name cannot be told from one that was not. The file records when
-its server last ran; after 30 days its names are ignored, and come from the other instances and the own adapters.
+Tombstones expire after 30 days. After a longer absence an instance could not know which of its names were removed
+meanwhile. So the file records when its server last ran. If that is over 30 days ago, its names are ignored, and the
+registry is received from the other instances and built from the own adapters.
 """
 
 import logging
@@ -32,7 +33,7 @@ CREATE TABLE names (
 """
 
 
-# Beside the first schema, so that earlier versions can go on with the file.
+# A separate table, so that earlier versions of the server can still use the file.
 _SEEN = "CREATE TABLE IF NOT EXISTS seen (only_row INTEGER PRIMARY KEY, wall_ms INTEGER NOT NULL)"
 _SEEN_EVERY_MS = 3_600_000
 
@@ -43,7 +44,7 @@ def cluster_registry_path(registry: Path) -> Path:
 
 
 class ClusterRegistryFile:
-    """Entries of the registry by name. `path` None: nothing is kept."""
+    """The stored entries of the registry, by name. `path` None: a database in memory, so that nothing is stored."""
 
     def __init__(self, path: Path | None) -> None:
         """Raises ConfigError when the file cannot be used."""
@@ -65,9 +66,9 @@ class ClusterRegistryFile:
             ) from None
 
     def restore(self, wall_ms: int) -> list[Entry]:
-        """Returns all names, and the tombstones that others may still need; deletes the others, and damaged rows.
+        """Returns all stored names and tombstones; deletes expired tombstones and damaged rows.
 
-        Returns nothing after too long an absence. Raises ConfigError when the file cannot be read.
+        Returns nothing if the server last ran over 30 days ago. Raises ConfigError when the file cannot be read.
         """
         try:
             return self._restore(wall_ms)
@@ -96,7 +97,7 @@ class ClusterRegistryFile:
         return list(filter(None, kept))
 
     def save(self, entries: Iterable[Entry]) -> None:
-        """Writes entries soon, in one transaction with all that wait."""
+        """Queues entries to be written by the thread, in one transaction with all others that wait."""
         with self._lock:
             is_first = not self._waiting
             self._waiting.update({entry.key: entry for entry in entries})
@@ -107,12 +108,12 @@ class ClusterRegistryFile:
         """Records, once an hour, that the server still runs."""
         if wall_ms - self._seen_ms >= _SEEN_EVERY_MS:
             self._seen_ms = wall_ms
-            # A clock that is behind takes nothing back.
+            # A clock that was set back does not lower the recorded time.
             text = "INSERT INTO seen VALUES (0, ?) ON CONFLICT DO UPDATE SET wall_ms = max(wall_ms, excluded.wall_ms)"
             self._writer.submit(self._execute, text, [(wall_ms,)])
 
     def close(self) -> None:
-        """Writes what waits, and closes the file."""
+        """Writes the waiting entries, and closes the file."""
         self._writer.shutdown(wait=True)
         self._connection.close()
 

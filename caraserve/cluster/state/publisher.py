@@ -1,4 +1,4 @@
-"""What this instance advertises to its cluster, from the engine and its adapters.
+"""Advertises this instance's load, speed and adapters to its cluster, and applies registry changes of others.
 
 engine.workload ─► heartbeats             engine.watch ─► DriftWatch ─► performance model, and its errors
 catalog ─► registry and own adapters      registry changes of others ─► unloaded here too, or `on_wanted`
@@ -29,7 +29,7 @@ from caraserve.util.tasks import Tasks, in_turns
 
 log = logging.getLogger(__name__)
 
-_HOLDINGS_S = 1.0  # between looks at the tiers: a wrong guess costs a fetch
+_HOLDINGS_S = 1.0  # between updates of the tiers: an outdated one costs a load or a download
 _MEMORY = 0.3  # weight of the latest second's answers in the mean length
 _PRIOR_TOKENS = 200.0  # of an answer, before there are any
 
@@ -65,7 +65,7 @@ class Publisher:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`answers`: returns how many answers have ended, and their tokens.
-        `drift` None: this machine was not measured; routers take it for as slow as the slowest that was.
+        `drift` None: this machine was not measured; routers use the model of the slowest instance that was.
         `on_wanted`: called for a name in the registry whose bytes are not here."""
         self._node, self._engine, self._answers = node, engine, answers
         self._drift, self._links, self._on_wanted, self._now = drift, links, on_wanted, now
@@ -75,14 +75,14 @@ class Publisher:
         self._iteration_ended_s: float | None = None  # when the last iteration ended, while there is work
         self._times_ms = dict.fromkeys(("decode", "prefill"), (0.0, 0.0))  # predicted, observed; of all so far
         self._unloads = Tasks()
-        self._unloading: set[str] = set()  # names being unloaded because others took them away
-        self._unannounced: set[str] = set()  # names of the start whose turn in `announce` is to come
+        self._unloading: set[str] = set()  # names being unloaded because other instances removed them
+        self._unannounced: set[str] = set()  # names loaded at the start that `announce` has not reached yet
 
     async def announce(self) -> None:
-        """Registers all adapters that this instance starts with, then advertises its speed: it gets no requests before.
+        """Registers all adapters that this instance starts with, then advertises its speed. Requests come only then.
 
-        A name that the cluster changed or removed after this instance loaded it follows the cluster. Returns when
-        all is done. `Catalog.on_change` must lead to `changed` by then, because names change meanwhile.
+        A name that the cluster changed or removed after this instance loaded it gets the cluster's meaning. Names may
+        change meanwhile, so `Catalog.on_change` must call `changed` before this method is started.
         """
         infos = self._engine.catalog.all()
         self._unannounced = {info.name for info in infos}
@@ -124,7 +124,7 @@ class Publisher:
     def apply_registry_changes(self, news: Mapping[str, RegisteredAdapter | None]) -> None:
         """Unloads names that others removed, and calls `on_wanted` for names whose bytes are not here.
 
-        Skips names that `announce` has yet to reach: it decides whether the cluster's meaning or the own one is later.
+        Skips names that `announce` has not reached yet: it compares the times of the cluster's and the own change.
         """
         for name, adapter in news.items():
             if name in self._unannounced:
@@ -150,7 +150,7 @@ class Publisher:
         return load_of(work, status, self._response_tokens, age_s, lag_s)
 
     def watch(self, rows: Sequence[tuple[ActiveRequest, ScheduledRow]], ms: float) -> None:
-        """Compares an iteration's time with its prediction. For `Engine.watch`."""
+        """Compares an iteration's time with its prediction, and publishes a refitted model. For `Engine.watch`."""
         self._iteration_ended_s = self._now()
         drift = self._drift
         if drift is None:
@@ -172,7 +172,7 @@ class Publisher:
             self._node.publish(drift.model, self._links)
 
     async def run(self) -> None:
-        """Advertises changed tiers each second, until cancelled."""
+        """Advertises changed tiers every second, until cancelled."""
         while True:
             await asyncio.sleep(_HOLDINGS_S)
             self._observe_answers()
@@ -183,7 +183,7 @@ class Publisher:
                 self._node.advertise(digest, tier)
 
     def families(self, labels: str) -> Iterator[str]:
-        """Yields the metrics for GET /metrics."""
+        """Yields the metric families for GET /metrics. `labels`: those of every sample."""
 
         def by(name: str, kind: str, text: str, label: str, values: Mapping[str, float]) -> str:
             return family(name, kind, text, [(f'{label}="{of}",{labels}', value) for of, value in values.items()])
@@ -231,4 +231,4 @@ class Publisher:
             self._unloading.discard(name)
         self.apply_registry_changes(
             {name: self._node.adapter(name)} if self._node.adapter(name) else {}
-        )  # given again meanwhile
+        )  # registered again meanwhile

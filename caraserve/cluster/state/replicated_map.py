@@ -1,10 +1,9 @@
-"""State that all instances share: the adapter registry, what each instance advertises, and their loads. No I/O, no
-clock.
+"""State that all instances share: the adapter registry, each instance's advertised values, and loads. No I/O, no clock.
 
-The registry is one map that every instance writes. What an instance advertises is a map of its own that only it writes.
-Both are `LwwMap`s: the newer entry of a key wins, by a hybrid logical clock, and a removed key leaves a tombstone. Two
-copies are compared by one number, then by 256, and only what differs is sent: 40,000 names are 5 MB. Loads are not
-merged but replaced: the newest of each instance counts, with its age.
+The registry is one map that every instance writes. The values that an instance advertises are a map that only this
+instance writes. Both are `LwwMap`s: the newer entry of a key wins, by a hybrid logical clock, and a removed key leaves
+a tombstone. Two copies are compared by one checksum, then by 256, and only buckets that differ are sent: 40,000 names
+are 5 MB. Loads are not merged: the newest of each instance counts, with its age.
 """
 
 import heapq
@@ -27,13 +26,13 @@ MAX_ENTRIES = 100_000  # keys on one lww_map
 MAX_TOMBSTONES = 100_000  # on one lww_map, besides
 MAX_KEY, MAX_VALUE = 256, 4096  # characters of a key, and of a value's texts together
 MAX_ITEMS = 8  # in a value
-MAX_AHEAD_S = 3600.0  # a entry from further in the future comes of a wrong clock and would win for so long
-# After a day, a cluster that stands still over a weekend would bring back what it deleted on Friday; a tombstone costs
-# 100 bytes. Who comes back later than that restores only what it holds itself (names_file.py).
+MAX_AHEAD_S = 3600.0  # an entry from further in the future has a wrong clock's time, and would win until then
+# With one day, a cluster that is off over a weekend would restore names that it removed on Friday; a tombstone costs
+# 100 bytes. An instance that was off for longer restores only its own adapters' names (`persistence.py`).
 TOMBSTONE_S = 30 * 86_400.0
-_MOST_EXPIRED = 200  # tombstones at once: a millisecond
-_MOST_ANSWERS = 200  # entries about ourselves put right at once: some milliseconds
-_MOST_RANK, _MOST_BYTES = 1 << 16, 1 << 50  # of an adapter; far beyond what any instance serves
+_MOST_EXPIRED = 200  # tombstones removed at once: takes a millisecond
+_MOST_ANSWERS = 200  # entries about this instance corrected at once: takes some milliseconds
+_MOST_RANK, _MOST_BYTES = 1 << 16, 1 << 50  # of an adapter; far more than any instance serves
 _MASK = 2**64 - 1
 _COUNTER_BITS = 16
 
@@ -80,15 +79,15 @@ class InstanceLoad(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     queued: Count = 0
     ranks: Annotated[
         tuple[tuple[Count, Count], ...], Meta(max_length=64)
-    ] = ()  # (rank, requests): the maximum must fall when a request ends
+    ] = ()  # (rank, requests): counts, so that the largest rank falls when its last request ends
     queued_tokens: Count = 0  # of prompts not yet prefilled
     queued_token_ranks: Count = 0  # Σ tokens · rank of them
-    kv_tokens: Count = 0  # that its memory holds
-    kv_free_tokens: Integer = 0  # of them, after what the queued requests will take: below zero when they wait
-    queue_room: Count = 0  # requests that it takes before it refuses
-    response_tokens: float = 0.0  # mean length of late
-    iteration_age_s: float = 0.0  # alive is not able: an engine may hang under a loop that answers
-    lag_s: float = 0.0
+    kv_tokens: Count = 0  # for which there are KV blocks
+    kv_free_tokens: Integer = 0  # of them, less those that queued requests will need: below zero while these wait
+    queue_room: Count = 0  # requests that it accepts before it refuses
+    response_tokens: float = 0.0  # recent mean length of answers
+    iteration_age_s: float = 0.0  # since the last iteration ended: an engine may hang while its event loop answers
+    lag_s: float = 0.0  # of the event loop
 
 
 def entry_fits(key: str, value: EntryValue) -> bool:
@@ -123,20 +122,20 @@ class LwwMap:
     """A last-writer-wins map that can be compared with another copy bucket by bucket."""
 
     def __init__(self) -> None:
-        self.root = 0  # equal on two copies exactly when they hold the same, but for a chance of 2⁻⁶⁴
-        self.dropped = 0  # tombstones that went before their time: who still has what they buried brings it back
+        self.root = 0  # equal on two copies exactly if their entries are equal, except for a chance of 2⁻⁶⁴
+        self.dropped = 0  # tombstones removed before their time: an instance with the old entry would restore it
         self._buckets: list[dict[str, Entry]] = [{} for _ in range(BUCKETS)]
         self._sums = [0] * BUCKETS
         self._size = 0
         self._tombstones = 0
-        self._buried: list[tuple[int, str]] = []  # a heap of (hlc, key), one of each tombstone; others are out of date
+        self._buried: list[tuple[int, str]] = []  # a heap of (hlc, key) of tombstones, with outdated items
 
     def __len__(self) -> int:
         return self._size
 
     def __iter__(self) -> Iterator[Entry]:
         for bucket in self._buckets:
-            yield from tuple(bucket.values())  # so that it may change while somebody reads it in pieces
+            yield from tuple(bucket.values())  # a copy: the map may change during the iteration
 
     @property
     def sums(self) -> tuple[int, ...]:
@@ -148,9 +147,9 @@ class LwwMap:
         return self._buckets[_bucket(key)].get(key)
 
     def merge(self, entry: Entry) -> bool:
-        """Adds an entry if it is newer; returns whether it was. Commutative, associative, idempotent.
+        """Adds an entry if it is newer. Returns whether it was. The operation is commutative, associative, idempotent.
 
-        A full map accepts no new keys, and of tombstones it keeps the newest: this bounds its memory.
+        To bound memory, a full map accepts no new keys, and keeps only the newest tombstones.
         """
         index = _bucket(entry.key)
         old = self._buckets[index].get(entry.key)
@@ -192,7 +191,7 @@ class LwwMap:
         self._tombstones += 1
         heapq.heappush(self._buried, (entry.hlc, entry.key))
         if len(self._buried) > 2 * self._tombstones + _MOST_EXPIRED:
-            self._buried = sorted({item for item in self._buried if self._tombstone(item)})  # which is a heap, too
+            self._buried = sorted({item for item in self._buried if self._tombstone(item)})  # a sorted list is a heap
         if self._tombstones > MAX_TOMBSTONES and (oldest := self._oldest_tombstone()) is not None:
             self._take_out(_bucket(oldest.key), oldest)
             self.dropped += 1
@@ -230,17 +229,18 @@ class ReplicatedState:
 
     def __init__(self, me: str, base_name: str = "") -> None:
         """`base_name`: the base model's name, which no adapter can have."""
-        self.refused = 0  # entries that others sent and that cannot be so
+        self.refused = 0  # entries of other instances that are not valid
         self.objection = ""  # why the last of them was refused
-        # Another instance of our name is taken for us: what is said of us is its word, or both would write for ever.
+        # True if others take another instance of this name for this one. Then its entries are not corrected, because
+        # the two would correct each other without end.
         self.is_outbid = False
-        self.agreed = False  # whether another instance's names have once been all among ours
+        self.agreed = False  # whether another instance's registry has once had nothing that this one lacked
         self.me, self._base_name = me, base_name
         self._clock = HybridClock()
         self._maps = {REGISTRY: LwwMap(), me: LwwMap()}
-        self._contested: dict[str, None] = {}  # keys of which others have said something else of us
-        self._held: dict[str, EntryValue] = {}  # what we hold in truth, whatever others remember of an earlier life
-        self._holders: dict[str, dict[str, EntryValue]] = {}  # by key: all maps but that of names, the other way round
+        self._contested: dict[str, None] = {}  # keys of this instance's map for which others sent another entry
+        self._held: dict[str, EntryValue] = {}  # the true values of this instance, whatever an earlier run advertised
+        self._holders: dict[str, dict[str, EntryValue]] = {}  # key → instance → value: an index of advertised values
         self._loads: dict[str, tuple[tuple[int, int], InstanceLoad, float]] = {}
 
     def map_of(self, owner: str) -> LwwMap | None:
@@ -262,14 +262,14 @@ class ReplicatedState:
                 self._took(owner, replace(entry, deleted=True))
             self._loads.pop(owner, None)
 
-    # ---- what we write
+    # ---- own entries
 
     def register(self, adapter: RegisteredAdapter, wall_ms: int) -> list[Entry]:
-        """Registers an adapter by name. Raises InvalidRequest for what other instances would refuse."""
+        """Registers an adapter by name. Raises InvalidRequest for an entry that other instances would refuse."""
         return self._write(REGISTRY, adapter.name, (adapter.digest, adapter.rank, adapter.num_bytes), wall_ms)
 
     def remove(self, name: str, wall_ms: int) -> list[Entry]:
-        """Removes a name from the registry."""
+        """Removes a name from the registry. Returns the entries to push; none if the name is not registered."""
         entry = self._maps[REGISTRY].get(name)
         return [] if entry is None or entry.deleted else self._write(REGISTRY, name, None, wall_ms)
 
@@ -280,7 +280,7 @@ class ReplicatedState:
         return entries
 
     def withdraw(self, key: str, wall_ms: int) -> list[Entry]:
-        """Withdraws what was advertised under a key."""
+        """Withdraws the value that was advertised under a key."""
         return [] if self._held.pop(key, None) is None else self._write(self.me, key, None, wall_ms)
 
     def _write(self, owner: str, key: str, value: EntryValue | None, wall_ms: int) -> list[Entry]:
@@ -288,17 +288,17 @@ class ReplicatedState:
             raise InvalidRequest(f"the cluster shares names of 1 to {MAX_KEY} characters; {key[:80]!r} is not one")
         old = self._maps[owner].get(key)
         if old is not None and old.value == (value or ()) and old.deleted == (value is None):
-            return []  # saying it again would only travel
+            return []  # the same value again would only cost messages
         entry = Entry(key, value or (), self._clock.next(wall_ms), self.me, deleted=value is None)
         if not self._maps[owner].merge(entry):
             raise InvalidRequest(f"the cluster shares {MAX_ENTRIES:,} names at most; remove one before {key[:80]!r}")
         self._took(owner, entry)
         return [entry]
 
-    # ---- what others say
+    # ---- entries of other instances
 
     def merge(self, owner: str, entries: Iterable[Entry], wall_ms: int) -> tuple[list[Entry], list[Entry]]:
-        """Merges entries. Returns those that were news, and the corrections of wrong entries about this instance."""
+        """Merges entries. Returns those that were new, and the corrections of wrong entries about this instance."""
         lww_map = self._maps.get(owner)
         news: list[Entry] = []
         for entry in entries if lww_map is not None else ():
@@ -313,9 +313,9 @@ class ReplicatedState:
         return news, self.contradict(wall_ms) if owner == self.me else []
 
     def _objection(self, owner: str, entry: Entry, wall_ms: int) -> str | None:
-        """Returns why an entry of another instance is not accepted, for a log; None: it is accepted.
+        """Returns why an entry of another instance is refused, for a log, or None if it is accepted.
 
-        A value of an unknown shape may be a later version's: it is kept for other instances, and ignored by this one.
+        A value of an unknown shape may be a later version's: it is kept for other instances and not used by this one.
         """
         if entry.time_ms - wall_ms > MAX_AHEAD_S * 1000:
             return (
@@ -331,11 +331,11 @@ class ReplicatedState:
         return None
 
     def contradict(self, wall_ms: int) -> list[Entry]:
-        """Writes the next corrections, at most 200, of what other instances hold about this one. Returns them."""
+        """Corrects wrong entries of others about this instance, at most 200 per call. Returns the corrections."""
         answers: list[Entry] = []
         for key in () if self.is_outbid else list(islice(self._contested, _MOST_ANSWERS)):
             del self._contested[key]
-            # An earlier life of ours; its clock may have run ahead, so what is true is said again, later.
+            # The entry is of an earlier run, whose clock may have been ahead. The correction has a later time.
             answers += self._write(self.me, key, self._held.get(key), wall_ms)
         return answers
 
@@ -353,11 +353,11 @@ class ReplicatedState:
         for lww_map in self._maps.values():
             most -= lww_map.expire(wall_ms, most)
 
-    # ---- what is asked of us
+    # ---- queries
 
     @property
     def dropped(self) -> int:
-        """The tombstones that were removed before their time, for lack of room."""
+        """The number of tombstones that were removed before their time, for lack of room."""
         return sum(lww_map.dropped for lww_map in self._maps.values())
 
     def load(self, name: str, now: float) -> tuple[InstanceLoad, float] | None:
@@ -382,7 +382,7 @@ class ReplicatedState:
         return dict(self._holders.get(key, ()))
 
     def _took(self, owner: str, entry: Entry) -> None:
-        """Updates the index of holders."""
+        """Updates the index of advertised values."""
         if owner == REGISTRY:
             return
         holders = self._holders.setdefault(entry.key, {})
@@ -395,7 +395,7 @@ class ReplicatedState:
 
 
 def _adapter(entry: Entry) -> RegisteredAdapter | None:
-    """None for a tombstone, and for a value of another shape, which a later version might write."""
+    """Returns the adapter in an entry, or None for a tombstone or a value of another shape, as of a later version."""
     match entry.value:
         case (str(digest), int(rank), int(num_bytes), *_) if not entry.deleted:
             return RegisteredAdapter(entry.key, digest, rank, num_bytes)
