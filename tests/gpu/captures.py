@@ -1,5 +1,4 @@
-"""What drivers without a device have in common: streams whose operations are kept as graphs, and host memory that the
-device sees as it is."""
+"""Common base of drivers without a device: captures operations of streams as graphs, and maps host memory to itself."""
 
 import itertools
 from typing import Generic, TypeVar
@@ -10,10 +9,10 @@ Operation = TypeVar("Operation")
 
 
 class Captures(Generic[Operation]):
-    """A part of the Driver protocol; a method that issues an operation calls `_captured` first."""
+    """Implements a part of the Driver protocol. Methods that issue an operation call `_captured` first."""
 
     def __init__(self) -> None:
-        self._captures: dict[Stream, list[Operation]] = {}  # under way
+        self._captures: dict[Stream, list[Operation]] = {}  # operations of captures in progress
         self._graphs: dict[Graph, list[Operation]] = {}
         self._graph_numbers = itertools.count(1)
 
@@ -34,17 +33,17 @@ class Captures(Generic[Operation]):
         del self._graphs[graph]
 
     def captures(self, stream: Stream) -> bool:
-        """Whether what is issued goes into a graph."""
+        """True while operations issued on the stream go into a graph."""
         return stream in self._captures
 
     def register_host(self, host_address: int, num_bytes: int) -> int:
         return host_address
 
     def unregister_host(self, host_address: int) -> None:
-        """As `register_host`."""
+        """Does nothing: host memory needs no registration here."""
 
     def _captured(self, stream: Stream, operation: Operation) -> bool:
-        """Whether an operation has gone into a graph, and so does not run now."""
+        """Records the operation and returns True if its stream is being captured, so that it must not run now."""
         if not self.captures(stream):
             return False
         self._captures[stream].append(operation)

@@ -1,4 +1,4 @@
-"""A driver library of its own for every test that asks for one."""
+"""Gives every test that requests one its own stub of the driver library."""
 
 from pathlib import Path
 

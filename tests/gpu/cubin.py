@@ -1,4 +1,4 @@
-"""What a cubin says of its kernels: an ELF file with NVIDIA's sections in it."""
+"""Reads kernels' resources and instructions from a cubin: an ELF file with NVIDIA's sections."""
 
 import re
 import struct
@@ -9,12 +9,12 @@ from importlib import metadata
 from pathlib import Path
 
 _REGISTERS, _FRAME = 0x2F, 0x11  # attributes in .nv.info
-_WITH_SIZE = 4  # the format of attributes that have a body
+_WITH_SIZE = 4  # format of attributes that have a body
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """`frame_bytes`: local memory of a thread, where spilled registers would go."""
+    """Resources of a kernel. `frame_bytes`: local memory per thread, where spilled registers would be."""
 
     registers: int
     frame_bytes: int
@@ -26,7 +26,7 @@ def _name(table: bytes, at: int) -> str:
 
 
 def _sections(cubin: bytes) -> dict[str, tuple[bytes, int]]:
-    """By name: contents (none where there is only room to be made) and size."""
+    """Returns contents and size of each section by name; contents are empty if the section has none in the file."""
     start, count, names_at = (*struct.unpack_from("<Q", cubin, 40), *struct.unpack_from("<HH", cubin, 60))
     headers = [struct.unpack_from("<IIQQQQ", cubin, start + 64 * index) for index in range(count)]
     names = cubin[headers[names_at][4] :]
@@ -34,7 +34,7 @@ def _sections(cubin: bytes) -> dict[str, tuple[bytes, int]]:
 
 
 def kernels(cubin: bytes) -> dict[str, Kernel]:
-    """By name, what each takes of a multiprocessor."""
+    """Returns the resources of each kernel by name."""
     sections = _sections(cubin)
     info, symbols, names = (sections[name][0] for name in (".nv.info", ".symtab", ".strtab"))
     values: dict[tuple[int, str], int] = {}
@@ -58,7 +58,7 @@ def kernels(cubin: bytes) -> dict[str, Kernel]:
 
 
 def instructions(cubin: bytes) -> dict[str, list[str]]:
-    """By kernel, its instructions in the order they lie, without operands: `LDG.E.128`."""
+    """Returns each kernel's instructions in order, without operands, such as `LDG.E.128`."""
     files = metadata.files("nvidia-cuda-nvdisasm") or []
     tool = next(str(file.locate()) for file in files if file.name == "nvdisasm")
     with tempfile.TemporaryDirectory() as folder:

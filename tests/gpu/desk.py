@@ -1,4 +1,4 @@
-"""A device and CPU LoRA workers at one hand-off: the emulated kernels in this process, real workers in theirs."""
+"""Hand-offs between a device and CPU LoRA workers: emulated kernels in this process, real worker processes."""
 
 import os
 import time
@@ -22,17 +22,17 @@ from tests.gpu.lora_case import address, stored
 
 BY_DEVICE, BY_WORKERS, AWAITED, LOST = range(4)  # enum Outcome
 PATIENCE_NS = 60_000_000_000
-INPUTS, TOKENS = 92, 60  # a row of x is not a whole number of vectors; more tokens than a worker computes at once
+INPUTS, TOKENS = 92, 60  # a row of x is not a whole number of vectors; more tokens than one slice of a worker
 BLOCK_BYTES = handoff.block_bytes(4)
 WIDTHS, RANKS = (140, 64, 100), (24, 0, 8)  # the second projection is not adapted
-ARRIVED = 7  # what the word of the layer's weights becomes
+ARRIVED = 7  # value of the layer's ready word once its weights have arrived
 
 Matrix = NDArray[np.float64]
 
 
 @dataclass(slots=True)
 class Words:
-    """Host memory that device and watchdog share; u32, each on a line of its own."""
+    """Host memory shared by device and watchdog: u32 words, each on its own cache line."""
 
     status: NDArray[np.uint32]
     x_flag: NDArray[np.uint32]
@@ -48,7 +48,7 @@ def comes_true(condition: Callable[[], bool], seconds: float = PATIENCE_NS / 1e9
 
 
 class Desk:
-    """One layer's hand-offs of a prompt, over and over. `y` is what the base model made of it."""
+    """Repeats one layer's hand-off of a prompt, each time with other data. `y` is the output of the base model."""
 
     def __init__(self, workers: int, activation: Dtype = Dtype.F32) -> None:
         self.activation = activation
@@ -95,14 +95,14 @@ class Desk:
         return modules, products
 
     def begin(self, seed: int = 0, deadline_ns: int = PATIENCE_NS, rings: bool = True) -> None:
-        """New x and y, and the next work order; nothing has been published yet."""
+        """Makes new x and y and the next work order, which is not published yet. `rings`: uses x_flag and y_flag."""
         rng = np.random.default_rng(seed)
         self.number += 1
         self.generation = (self.generation + 1) % (1 << 32)
         self.words.status[0] = (self.generation - 1) % (1 << 32)
         step, shape = self.activation.storage, (TOKENS, align_up(sum(WIDTHS), A_COLUMNS))
         self.x = convert(rng.standard_normal((TOKENS, self.x_stride)).astype(np.float32), Dtype.F32, self.activation)
-        self.x[:, INPUTS:] = np.frombuffer(b"\xff" * step.itemsize, step)[0]  # no number
+        self.x[:, INPUTS:] = np.frombuffer(b"\xff" * step.itemsize, step)[0]  # NaN
         self.y = convert(rng.standard_normal(shape).astype(np.float32), Dtype.F32, self.activation)
         self.before = self.y.copy()
         slices = work_orders.split_rows(TOKENS, -(-TOKENS // len(self.workers)), len(self.workers))
@@ -139,7 +139,7 @@ class Desk:
         run(cuda_launch.add(grid, order, outcome, y, places, self.delta_stride, self.delta_columns), self.activation)
 
     def expected(self) -> Matrix:
-        """y with the LoRA of this round's x, in fp64."""
+        """Returns y with the LoRA of the present x, in fp64."""
         y, x = self.exact(self.before), self.exact(self.x[:, :INPUTS])
         for column, outputs, product in zip(self.y_columns, WIDTHS, self.products, strict=True):
             y[:, column : column + outputs] += x @ product
@@ -157,7 +157,7 @@ class Desk:
         return pid
 
     def await_all(self) -> None:
-        """Until every worker is there and has done what its present life was asked."""
+        """Waits until every worker runs and has finished its hand-offs."""
         assert self.workers.await_all(PATIENCE_NS / 1e9)
         assert comes_true(lambda: not any(state.is_busy for state in self.workers.states()))
 

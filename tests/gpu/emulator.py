@@ -20,7 +20,7 @@ _FLAGS = (
     *("-fno-sanitize=all", "-fsanitize=alignment", "-fsanitize-trap=alignment", "-Wall", "-Werror"),
     *("-Wno-unknown-pragmas", "-Wno-unused-function", "-U_FORTIFY_SOURCE"),
 )
-# The compiler makes its own start files once and keeps them: here, whether or not there is a home folder.
+# The compiler makes its own start files once and keeps them here, also if there is no home folder.
 CACHES = dict.fromkeys(("ZIG_LOCAL_CACHE_DIR", "ZIG_GLOBAL_CACHE_DIR"), f"{tempfile.gettempdir()}/zig-{os.getuid()}")
 
 
@@ -41,7 +41,8 @@ def _library(source: str, activation: Dtype) -> ctypes.CDLL:
 
 
 def run(launch: Launch, activation: Dtype = Dtype.F32, seed: int = 0) -> None:
-    """Addresses in the arguments are this process's. `seed`: the order in which threads and blocks run."""
+    """Runs a launch. Addresses in the arguments are those of this process. `seed`: order in which threads and blocks
+    run."""
     kernel = getattr(_library(launch.source, activation), f"emulate_{launch.kernel}")
     assert len(launch.arguments) == len(nvrtc.kernels(launch.source)[launch.kernel])
     boxes = [np.array([argument]) for argument in launch.arguments]

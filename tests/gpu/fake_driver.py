@@ -1,9 +1,9 @@
 """A driver without a device: operations wait in their streams until a schedule, chosen by the test, runs them.
 
-In order within a stream, in any order between streams. An operation begins and ends in two steps, and others may run in
-between; what a copy is about to write is garbage meanwhile. Besides running one schedule, it proves something about all
-of them: each access of memory is checked to come after every conflicting one by way of stream order, events, words and
-what the host has seen; if only the schedule was kind, that is a `Race`.
+Operations run in order within a stream and in any order between streams. An operation begins and ends in two steps,
+between which others may run; meanwhile the target of a copy is garbage. Besides running one schedule, the driver checks
+all of them: each access of memory must be ordered after every conflicting one by stream order, events, words or what
+the host has observed. If only the schedule at hand ordered them, it raises `Race`.
 """
 
 from collections import deque
@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from caraserve.gpu.driver.api import Event, Graph, Stream, has_reached
 from tests.gpu.captures import Captures
 
-HOST = 0  # the host's own thread, as if it were a stream
-Clock = dict[int, int]  # stream → how many of its operations come before
+HOST = 0  # the host's thread, treated as a stream
+Clock = dict[int, int]  # stream → number of its operations that come before
 Span = tuple[int, int]  # [start, end)
-Choose = Callable[[int], int]  # one of so many
+Choose = Callable[[int], int]  # returns an index below its argument
 
 
 class Race(AssertionError):
-    """Two operations touch the same bytes, one writes, and nothing orders them."""
+    """Two operations access the same bytes, one writes, and nothing orders them."""
 
 
 class Stuck(AssertionError):
@@ -32,7 +32,7 @@ class Stuck(AssertionError):
 
 @dataclass(slots=True)
 class Operation:
-    """What a stream runs. `begin` and `end` see memory; `ready` says whether it may begin."""
+    """One operation of a stream. `begin` and `end` access memory; `ready` returns whether it may begin."""
 
     name: str
     reads: Sequence[Span] = ()
@@ -41,8 +41,8 @@ class Operation:
     end: Callable[[], None] = lambda: None
     ready: Callable[[], bool] = lambda: True
     joins: Callable[[], Sequence[Clock]] = tuple  # clocks that it comes after, once it is ready
-    leaves: Callable[[Clock], None] = lambda clock: None  # takes the clock of its end
-    issued: Clock = field(default_factory=dict)  # the host's
+    leaves: Callable[[Clock], None] = lambda clock: None  # receives the clock of its end
+    issued: Clock = field(default_factory=dict)  # clock of the host
 
 
 @dataclass(slots=True)
@@ -56,16 +56,16 @@ class _Stream:
 class _Recorded:
     """One record of an event."""
 
-    clock: Clock | None = None  # once it has run
+    clock: Clock | None = None  # set once the record has run
 
 
 class FakeDriver(Captures[Operation]):
-    """The Driver protocol over `memory`, device and host in one."""
+    """Implements the Driver protocol over `memory`, which is device and host memory in one."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__()
         self.memory = np.zeros(num_bytes, np.uint8)
-        self.released: dict[int, Clock] = {}  # clocks that come with words
+        self.released: dict[int, Clock] = {}  # by word: clock of the last write
         self.log: list[str] = []
         self._streams: dict[int, _Stream] = {}
         self._events: dict[int, _Recorded | None] = {}
@@ -172,7 +172,7 @@ class FakeDriver(Captures[Operation]):
     # --- what tests do ---
 
     def issue(self, stream: Stream, operation: Operation) -> None:
-        """Appends an operation, a kernel for example, to a stream."""
+        """Appends an operation, for example a kernel, to a stream."""
         if self._captured(stream, operation):
             return
         operation.issued = dict(self._host)
@@ -182,23 +182,23 @@ class FakeDriver(Captures[Operation]):
         return int(self.memory[address : address + 4].view(np.uint32)[0])
 
     def store(self, address: int, value: int) -> None:
-        """A word written by the host or a worker, after all that they wrote before."""
+        """Writes a word as the host or a worker, after everything that they wrote before."""
         self._host[HOST] = self._host.get(HOST, 0) + 1
         self._set(address, value)
         self._release(address, dict(self._host))
 
     def acquire(self, address: int) -> None:
-        """The host has read a word: what its writer did before comes before what the host does next."""
+        """Orders what the host does next after everything that the last writer of a word did before."""
         _join(self._host, self.released.get(address, {}))
 
     def host_access(self, start: int, num_bytes: int, *, writes: bool) -> NDArray[np.uint8]:
-        """Bytes that the host or a worker is about to touch."""
+        """Returns bytes that the host or a worker is about to access, and checks the access for races."""
         self._host[HOST] = self._host.get(HOST, 0) + 1
         self._check((start, start + num_bytes), HOST, self._host, "host", writes=writes)
         return self.memory[start : start + num_bytes]
 
     def step(self, choose: Choose) -> bool:
-        """Begins or ends one operation of some stream; False when none can."""
+        """Begins or ends one operation of some stream; returns False if none can."""
         able = [
             number
             for number, stream in self._streams.items()
@@ -215,18 +215,18 @@ class FakeDriver(Captures[Operation]):
         return True
 
     def run_all(self, choose: Choose = lambda count: 0) -> None:
-        """Steps until nothing is left. Raises Stuck when something is that cannot run."""
+        """Steps until nothing is left. Raises Stuck if operations are left that cannot run."""
         while self.step(choose):
             pass
         if (left := self.left()) > 0:
             raise Stuck(f"{left} operations wait forever")
 
     def left(self) -> int:
-        """Operations that have not run."""
+        """Returns the number of operations that have not run."""
         return sum(len(stream.waiting) + (stream.running is not None) for stream in self._streams.values())
 
     def is_idle(self, stream: Stream) -> bool:
-        """Whether a stream has run all that was issued."""
+        """True if a stream has run everything issued on it."""
         return not self._streams[stream].waiting and self._streams[stream].running is None
 
     # --- inside ---
@@ -287,7 +287,7 @@ class FakeDriver(Captures[Operation]):
             low, high, wrote, other, at, what = access
             if low < end and start < high and (wrote or writes) and at > clock.get(other, 0):
                 raise Race(f"{name} and {what} touch [{max(low, start)}, {min(high, end)}) at the same time")
-            # What this one is ordered after, and covers, no later one needs to be compared with.
+            # Later operations need no comparison with those that this one covers and is ordered after.
             if not (writes and start <= low and high <= end):
                 kept.append(access)
         self._accesses = [*kept, (start, end, writes, number, clock[number], name)]

@@ -1,4 +1,4 @@
-"""Passes whose kernels check what they find, and a device with adapters on their way, CPU workers and a clock."""
+"""Passes whose kernels check their inputs, and a device with arriving adapters, CPU workers and a clock."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,19 +20,19 @@ IMAGE = LAYERS * LAYER_BYTES
 DEVICE, HOST = 0, SLOTS * IMAGE
 READY = 2 * SLOTS * IMAGE
 GATE = READY + 4 * SLOTS * LAYERS
-BATCH = GATE + 8  # what kernels read of the batch: each lane has its own
+BATCH = GATE + 8  # what kernels read of the batch; one for each lane
 WORDS = 1024
 TOP = 2**32
 
 
 class FakePass(DecoderPass):
-    """Kernels that check what they find, and note what they did. `slots`: adapters of its rows; the first one's
-    hand-offs are `worked` on."""
+    """A pass whose kernels check their inputs and record what they did. `slots`: adapters of its rows; hand-offs are
+    those of the first."""
 
     def __init__(self, world: "World", slots: Sequence[int]) -> None:
         self.world, self.slots = world, slots
         self.done: list[tuple[str, int, int]] = []
-        self.resident: dict[int, bool] = {}  # by index: how publish decided
+        self.resident: dict[int, bool] = {}  # by index: decision of `publish`
         self.published: dict[int, int] = {}  # by index: generation
 
     def embed(self, stream: Stream) -> None:
@@ -124,7 +124,7 @@ class FakePass(DecoderPass):
 
 
 class World:
-    """A device with adapters on their way, CPU workers, a watchdog and a clock."""
+    """A device with arriving adapters, CPU workers, a watchdog and a clock."""
 
     def __init__(self, piece_bytes: int = 1 << 20, sync_slots: int = 2, generation: int = TOP - 2) -> None:
         self.driver = FakeDriver(WORDS + 4096)
@@ -144,7 +144,7 @@ class World:
         self.copies_run = True
         self.statuses = [WorkerStatus(0, 1, is_idle=True), WorkerStatus(1, 2, is_idle=True)]
 
-    # the words, as the host has them
+    # The words, as the host sees them.
     def load(self, offset: int) -> int:
         self.driver.acquire(WORDS + offset)
         return self.driver.word(WORDS + offset)
@@ -189,7 +189,7 @@ class World:
         return work
 
     def hold_copies(self) -> None:
-        """What is copied from now on arrives when `copies_run` is set."""
+        """Makes copies issued from now on arrive only once `copies_run` is set."""
         self.copies_run = False
         self.driver.issue(self.lanes.streams[Lane.COPY], Operation("slow", ready=lambda: self.copies_run))
 
@@ -202,7 +202,7 @@ class World:
                 return int(end.value)
 
     def work(self, chunk: AssistedChunk) -> bool:
-        """What living workers do: the first hand-off whose x is there and whose y is not. False if there is none."""
+        """Does the workers' part of the first hand-off that has x but not y. Returns False if there is none."""
         for _, _, index, flags in chunk.hand_offs():
             if has_reached(self.load(flags.y_flag), chunk.sync_slot.generation):
                 continue

@@ -1,7 +1,7 @@
-"""A dot product for Triton's interpreter in which bf16 is a number and a row's bits do not depend on its place.
+"""A dot product for Triton's interpreter that computes bf16 correctly and gives a row the same bits at any place.
 
-The interpreter hands operands to numpy's matmul: of bf16 it multiplies the bit patterns, and BLAS sums the rows of one
-matrix in different orders, which no tensor core does. On a GPU this changes nothing.
+The interpreter passes operands to numpy's matmul: of bf16 it would multiply the bit patterns, and BLAS sums the rows of
+a matrix in different orders, which no tensor core does. Without effect on a GPU.
 """
 
 from typing import Any

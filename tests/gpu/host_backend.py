@@ -1,4 +1,4 @@
-"""The CUDA backend over the device of host_device.py: under a whole engine, or alone."""
+"""Runs the CUDA backend over the device of host_device.py, under a whole engine or alone."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -28,9 +28,9 @@ from caraserve.model.spec import load_spec
 from tests.gpu.host_device import HostDriver, host_device
 from tests.serving import running
 
-GRANULE_BYTES = 32 << 10  # tiny adapters differ in how many they take
+GRANULE_BYTES = 32 << 10  # small, so that tiny adapters differ in their number of granules
 KV_BLOCK_BYTES = 8 << 10  # of the models here in fp32
-NO_NUMBER = 0xFF  # in every byte
+NO_NUMBER = 0xFF  # NaN, if every byte has this value
 PATIENCE_S = 60.0
 
 
@@ -46,7 +46,7 @@ class Host:
         return self.backend._parts
 
     def on_launching_thread(self, job: Any) -> Any:
-        """What a job gives, run between others."""
+        """Returns the result of a job that runs on the launching thread between two others."""
         from queue import SimpleQueue
 
         result: SimpleQueue[Any] = SimpleQueue()
@@ -64,7 +64,7 @@ class Host:
         return value
 
     def check_at_rest(self) -> None:
-        """Nothing is under way, and everything that passes and loads held has been given back."""
+        """Checks that nothing is in progress and that everything held by passes and loads has been released."""
         self.on_launching_thread(self._check_at_rest)
 
     def _check_at_rest(self) -> None:
@@ -92,8 +92,8 @@ async def serving(
     last: Lane | None = None,
     **sizes: Any,
 ) -> AsyncIterator[tuple[Engine, Host]]:
-    """A running engine over a device of its own; at the end every count must add up. `sizes`: fields of GpuSizes that
-    differ from what the settings say."""
+    """Yields a running engine over a device of its own and checks all counts at the end. `sizes`: fields of GpuSizes
+    that differ from the settings."""
     drivers: list[HostDriver] = []
 
     def open_device(dtype: Dtype) -> GpuDevice:
@@ -120,14 +120,14 @@ async def serving(
 
 
 def spoil_pool(host: Host) -> None:
-    """Fills the pool with bytes that are no number, unless adapters are loaded."""
+    """Fills the pool with NaN, unless adapters are loaded."""
     if not host.parts.images.bound:
         host.parts.images.memory.fill_(NO_NUMBER)
 
 
 @contextmanager
 def alone(folder: Path, *, seed: int = 0, last: Lane | None = None, **sizes: Any) -> Iterator[Host]:
-    """A backend that a test asks itself, with room for about four adapters."""
+    """Yields a backend without an engine, with memory for about four adapters."""
     spec = load_spec(folder)
     device, driver = host_device(Dtype.F32, seed, last)
     fill = weights.from_reader(folder_reader(folder), device.device)
@@ -150,7 +150,7 @@ def alone(folder: Path, *, seed: int = 0, last: Lane | None = None, **sizes: Any
 
 
 def host_tier(host: Host, folders: Mapping[str, Path], model: Path) -> dict[str, HostAdapter]:
-    """Adapters in the backend's host memory, one after another."""
+    """Puts adapters into the backend's host memory, one after another."""
     spec, at, found = load_spec(model), 0, {}
     for name, folder in folders.items():
         num_bytes = inspect_adapter(folder, spec).num_bytes

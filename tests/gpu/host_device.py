@@ -1,9 +1,9 @@
-"""A whole device on this machine's CPU: torch's CPU tensors, the raw kernels compiled for the host, and streams that
-run when somebody waits for them. Triton's kernels run through its interpreter, or torch_kernels.py stands in for them.
+"""Emulates a whole device on this machine's CPU: torch's CPU tensors, raw kernels compiled for the host, and streams
+that run while a thread waits for them. Triton kernels run in its interpreter or are replaced by torch_kernels.py.
 
-Between streams there is no order but what events and words make: a seed chooses one, and a stream can be told to run
-`last`, when no other can, so that nobody comes after its work by luck. What a copy is about to write is no number in
-any dtype while the copy is under way, and so is what a move has left behind.
+Only events and words order work of different streams. A seed chooses the order; a stream can be made to run `last`,
+only when no other can, so that no test passes because that stream happened to run early. The target of a copy is NaN in
+every dtype during the copy, and so is the source of a move after it.
 """
 
 import ctypes
@@ -27,14 +27,15 @@ from tests.gpu.captures import Captures
 from tests.gpu.desk import AWAITED
 
 _STUCK_S = 60.0
-_LOOK_S = 0.0002  # between two looks at words that a worker in another process is to write
-_AHEAD = 40  # operations that a stream may run while somebody asks whether another has
-_NO_NUMBER = 0xFF  # in every byte
+_LOOK_S = 0.0002  # between two reads of words that a worker in another process will write
+_AHEAD = 40  # most operations that a stream may run during one query of another stream
+_NO_NUMBER = 0xFF  # NaN, if every byte has this value
 
 
 @dataclass(slots=True)
 class _Operation:
-    """`begin`: a step before `run`, others' may come between; it returns what says whether `run` may come."""
+    """One operation. `begin`: a step before `run`, between which other operations may run; returns the condition for
+    `run`."""
 
     run: Callable[[], None]
     ready: Callable[[], bool] = lambda: True
@@ -44,18 +45,18 @@ class _Operation:
 @dataclass(slots=True)
 class _Stream:
     waiting: deque[_Operation] = field(default_factory=deque)
-    is_over: Callable[[], bool] | None = None  # of the operation that has begun
+    is_over: Callable[[], bool] | None = None  # condition of the operation that has begun
 
     @property
     def is_able(self) -> bool:
-        """Whether it has a step to take."""
+        """True if the stream can take a step."""
         if not self.waiting:
             return False
         return self.waiting[0].ready() if self.is_over is None else self.is_over()
 
 
 class HostDriver(Captures[_Operation]):
-    """The Driver protocol on host memory. Operations run on the thread that waits."""
+    """Implements the Driver protocol on host memory. Operations run on the thread that waits."""
 
     def __init__(self, seed: int = 0, last: Lane | None = None, memory_bytes: int = 1 << 30) -> None:
         super().__init__()
@@ -64,12 +65,12 @@ class HostDriver(Captures[_Operation]):
         self._memory_bytes = memory_bytes
         self._lock = threading.Condition(threading.RLock())
         self._streams: dict[int, _Stream] = {}
-        self._events: dict[int, list[bool]] = {}  # of the last record: whether it has run
+        self._events: dict[int, list[bool]] = {}  # by event: whether its last record has run
         self._next = 0
         self._link_free_s = 0.0
-        self.failed = False  # set by a test: the device has died
-        self.held: set[Lane] = set()  # set by a test: lanes that stand still
-        self.link_bytes_per_s: float | None = None  # set by a test: of the copy lane; None: it is as fast as can be
+        self.failed = False  # set by a test: the device has failed
+        self.held: set[Lane] = set()  # set by a test: lanes that do not run
+        self.link_bytes_per_s: float | None = None  # set by a test: bandwidth of the copy lane; None: unlimited
         self.replays = 0
 
     def create_stream(self, priority: int) -> Stream:
@@ -164,7 +165,7 @@ class HostDriver(Captures[_Operation]):
         return self._next
 
     def issue(self, stream: Stream, run: Callable[[], None], ready: Callable[[], bool]) -> None:
-        """A kernel that waits for something, without holding up other streams meanwhile."""
+        """Issues a kernel that waits for a condition while other streams run."""
         self._issue(stream, run, ready)
 
     def _issue(
@@ -183,7 +184,7 @@ class HostDriver(Captures[_Operation]):
             self._lock.notify_all()
 
     def _copy(self, pieces: list[tuple[int, int, int]], stream: Stream) -> None:
-        """(target, source, bytes) of each."""
+        """Issues copies; `pieces` are (target, source, bytes)."""
 
         def begin() -> Callable[[], bool]:
             for target, _, num_bytes in pieces:
@@ -197,7 +198,7 @@ class HostDriver(Captures[_Operation]):
         self._issue(stream, run, begin=begin)
 
     def _link_time(self, stream: Stream, num_bytes: int) -> Callable[[], bool]:
-        """Whether so many bytes that begin to go over the link now have arrived."""
+        """Returns a function that returns whether so many bytes, sent over the link from now on, have arrived."""
         if self.link_bytes_per_s is None or self._streams[stream] is not self._of(Lane.COPY):
             return lambda: True
         until_s = max(self._link_free_s, time.monotonic()) + num_bytes / self.link_bytes_per_s
@@ -205,7 +206,7 @@ class HostDriver(Captures[_Operation]):
         return lambda: time.monotonic() >= until_s
 
     def _of(self, lane: Lane) -> _Stream:
-        """Streams are made in the lanes' order."""
+        """Returns a lane's stream; streams are created in the order of the lanes."""
         return list(self._streams.values())[lane]
 
     def _check(self) -> None:
@@ -213,7 +214,7 @@ class HostDriver(Captures[_Operation]):
             raise DriverError("the device has failed")
 
     def _step(self) -> bool:
-        """One step of some stream; False when none has any to take."""
+        """Takes one step of some stream; returns False if none can."""
         held = [self._of(lane) for lane in self.held]
         able = [stream for stream in self._streams.values() if stream not in held and stream.is_able]
         if not able:
@@ -252,13 +253,13 @@ class HostKernels:
 
 
 def _has_come(order: int, outcome: int) -> bool:
-    """Whether a hand-off's wait, once nobody is asked, would find what it waits for."""
+    """True if the wait of a hand-off would end now."""
     arrived, wanted, status, generation = (ctypes.c_int64 * 8).from_address(order)[4:]
     return _word(outcome) != AWAITED or _word(arrived) == wanted or _word(status) == generation
 
 
 def host_device(activation: Dtype = Dtype.F32, seed: int = 0, last: Lane | None = None) -> tuple[GpuDevice, HostDriver]:
-    """A device of its own."""
+    """Returns a new device and its driver."""
     driver = HostDriver(seed, last)
     return GpuDevice(driver, HostKernels(driver, activation), torch.device("cpu"), "a device on the host"), driver
 

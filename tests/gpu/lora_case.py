@@ -1,4 +1,4 @@
-"""A decode batch with adapters in memory as the device pool has them, and what it should come to, in fp64."""
+"""A decode batch whose adapters are in memory as in the device pool, and the expected result in fp64."""
 
 from dataclasses import dataclass, field
 
@@ -13,11 +13,11 @@ from caraserve.model.dtype import Dtype
 from caraserve.util.units import align_up
 from tests.gpu.emulator import run
 
-NO_NUMBER = 0xFF  # in every byte, in any dtype
+NO_NUMBER = 0xFF  # NaN in every dtype, if every byte has this value
 
 
 def stored(values: NDArray[np.float64], dtype: Dtype) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
-    """Values as bytes, 64-byte aligned, and what the bytes mean exactly."""
+    """Returns values as bytes, 64-byte aligned, and the exact values that these bytes represent."""
     raw = np.ascontiguousarray(convert(np.ascontiguousarray(values, np.float32), Dtype.F32, dtype))
     data = aligned_bytes(raw.nbytes)
     data[:] = raw.reshape(-1).view(np.uint8)
@@ -30,7 +30,7 @@ def address(array: NDArray[np.generic]) -> int:
 
 @dataclass(slots=True)
 class LoraCase:
-    """`ranks`: [projections][slots], slot 0 is the base model's; `padded_to`: rank that every slot is given, or 0."""
+    """A case. `ranks`: [projections][slots], slot 0 is the base model; `padded_to`: padded rank of every slot, or 0."""
 
     inputs: int
     outputs: tuple[int, ...]
@@ -77,9 +77,9 @@ class LoraCase:
     def run(
         self, x: NDArray[np.float64], y: NDArray[np.float64], row_slots: list[int], grid: int = 3, seed: int = 0
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """(y + LoRA as the kernels compute it, the same in fp64), both [rows, columns of all projections].
+        """Returns (y + LoRA from the kernels, the same in fp64), both [rows, columns of all projections].
 
-        x and y are rounded to the activations' dtype; behind each row of x stands what is no number.
+        x and y are rounded to the activations' dtype; the bytes after each row of x are NaN.
         """
         rows, step = len(row_slots), self.activation.storage.itemsize
         x_stride, starts = align_up(self.inputs, A_COLUMNS), np.cumsum([0, *(align_up(n, 4) for n in self.outputs)])

@@ -1,6 +1,6 @@
-"""The stages of `scripts/gpu_check` on a device of the host, at sizes that take seconds.
+"""Runs the stages of `scripts/gpu_check` on a device emulated on the host, at sizes that take seconds.
 
-Triton's interpreter must have been chosen before this is imported.
+Triton's interpreter must have been selected before this module is imported.
 """
 
 import argparse
@@ -79,7 +79,7 @@ SMALL = CheckEffort(
 
 
 class HostStopwatch:
-    """The host's clock, when the device gets there."""
+    """A stopwatch that reads the host's clock when the device reaches it."""
 
     def __init__(self, driver: HostDriver) -> None:
         self._driver = driver
@@ -107,7 +107,7 @@ class Kernels:
 
 
 def opener(missing: str = "") -> Callable[[Dtype], Opened]:
-    """One device for each dtype."""
+    """Returns an opener that makes one device for each dtype."""
     opened: dict[Dtype, Opened] = {}
 
     def open_(dtype: Dtype) -> Opened:
@@ -121,7 +121,7 @@ def opener(missing: str = "") -> Callable[[Dtype], Opened]:
 
 
 def told(argv: Sequence[str], timeout_s: float) -> None:
-    """In the place of `caraserve bench modes`: takes the arguments that it would, and leaves such a report."""
+    """Stands in for `caraserve bench modes`: takes its arguments and writes a report like its own."""
     assert timeout_s > 0
     args = bench_parser().parse_args(["modes", *argv[: argv.index("--")]])
     runs = [
@@ -140,7 +140,7 @@ def answered(index: int, gap_s: float) -> RequestRecord:
 
 
 def main() -> int:
-    """All stages or some, in this process; the exit code is that of `scripts/gpu_check`."""
+    """Runs all stages or some in this process; returns the exit code of `scripts/gpu_check`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", default=",".join(stage.name for stage in STAGES))

@@ -1,4 +1,4 @@
-"""The shape of a small model, for tests that need no checkpoint of it."""
+"""The spec of a small model, for tests that need no checkpoint."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A library in the place of CUDA's driver, which does on host memory what it is asked: libcuda_stub.c."""
+"""A stand-in for CUDA's driver library that executes calls on host memory: libcuda_stub.c."""
 
 import ctypes
 import os
@@ -18,13 +18,13 @@ from tests.gpu.emulator import CACHES
 _TRITON = find_spec("triton")
 assert _TRITON is not None
 assert _TRITON.origin is not None
-HEADER = Path(_TRITON.origin).parent / "backends/nvidia/include/cuda.h"  # comes with Triton
+HEADER = Path(_TRITON.origin).parent / "backends/nvidia/include/cuda.h"  # part of Triton
 _SOURCE = Path(__file__).with_name("libcuda_stub.c")
 _FLAGS = ("-std=c11", "-O1", "-fPIC", "-shared", "-Wall", "-Werror", "-fno-sanitize=all")
 
 
 def build(folder: Path) -> Path:
-    """The library's file."""
+    """Compiles the library and returns its file."""
     target = folder / "libcuda.so"
     command = [
         sys.executable,
@@ -43,7 +43,7 @@ def build(folder: Path) -> Path:
 
 
 class Stub:
-    """What tests say to the library and ask of it, besides CUDA's calls."""
+    """Controls and inspects the library, besides CUDA's own calls."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
@@ -53,22 +53,22 @@ class Stub:
 
     @property
     def log(self) -> list[str]:
-        """Calls with the arguments that are numbers, in order."""
+        """All calls in order, with their numeric arguments."""
         text: bytes = self._library.stub_log()
         return text.decode().splitlines()
 
     def calls(self, name: str) -> list[tuple[int, ...]]:
-        """The arguments of every call of a function."""
+        """Returns the arguments of every call of a function."""
         lines = (line.split() for line in self.log)
         return [tuple(map(int, arguments)) for called, *arguments in lines if called == name]
 
     @property
     def unmet_waits(self) -> int:
-        """Waits for words that had not got there: on a device they would have lasted."""
+        """Number of waits for words that had not reached their value: on a device they would have blocked."""
         return int(self._library.stub_unmet())
 
     def device_memory(self, num_bytes: int) -> int:
-        """Its address. The calling thread has a context."""
+        """Allocates device memory and returns its address. The calling thread must have a context."""
         address = ctypes.c_uint64()
         assert self._library.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(num_bytes)) == 0
         return address.value
@@ -77,20 +77,20 @@ class Stub:
         self._library.stub_attribute(attribute, value)
 
     def set_busy(self, busy: bool) -> None:
-        """Whether work is left that events wait for."""
+        """Sets whether events find work pending."""
         self._library.stub_busy(busy)
 
     def set_gap(self, gap: int) -> None:
-        """Bytes between what is registered next and what went before, on the device."""
+        """Sets the bytes on the device between the next registered memory and the previous one."""
         self._library.stub_chunk_gap(ctypes.c_longlong(gap))
 
     def fail(self, name: str, status: int) -> None:
-        """The next call of a function answers with an error."""
+        """Makes the next call of a function return an error."""
         self._library.stub_fail(name.encode(), status)
 
 
 class Recorder:
-    """Kernels that only say what was launched."""
+    """Kernels that only record launches."""
 
     bgmv_grid = 1
 
@@ -102,7 +102,7 @@ class Recorder:
 
 
 class Torch:
-    """Its side of streams and captures."""
+    """Stand-in for torch's part in streams and captures."""
 
     def __init__(self) -> None:
         self.current: list[int] = []
@@ -116,7 +116,7 @@ class Torch:
 
 
 class World:
-    """A driver, a stream, and 4 KiB on the host and on the device, of which the host can see the device's, too."""
+    """A driver, a stream, 4 KiB on the host and 4 KiB on the device, which the host can read, too."""
 
     def __init__(self, stub: Stub) -> None:
         self.stub, self.kernels, self.torch = stub, Recorder(), Torch()
@@ -127,7 +127,7 @@ class World:
         self.device = stub.device_memory(4096)
 
     def on_device(self, num_bytes: int = 4096) -> np.ndarray:
-        """What is there now."""
+        """Returns what is in device memory now."""
         seen = np.empty(num_bytes, np.uint8)
         stream = self.driver.create_stream(0)
         address = self.driver.register_host(seen.ctypes.data, num_bytes)

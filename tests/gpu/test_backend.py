@@ -1,5 +1,5 @@
-"""A whole engine over the CUDA backend and a device on the host: whatever the mode, the memory and the order of the
-streams, the tokens are those of transformers and peft."""
+"""A whole engine over the CUDA backend and an emulated device: tokens equal those of transformers and peft in every
+mode, with any memory size and any order of streams."""
 
 import asyncio
 import random
@@ -70,7 +70,7 @@ def ask(
     prepare: Callable[[Host], None] = lambda host: None,
     **device: Any,
 ) -> list[Answer]:
-    """Answers of an engine of its own, to requests that come one after another. `prepare`: before the first."""
+    """Returns a new engine's answers to requests sent one after another. `prepare` is called before the first."""
     pool_bytes = pool_granules * GRANULE_BYTES
     lora = lora_config(subject.adapters, mode=mode, device_bytes=device_bytes or pool_bytes, host_bytes=4 * MIB)
     lora = replace(lora, lora_kernel="bgmv-padded") if padded else lora
@@ -92,7 +92,8 @@ def ask(
 
 
 def orders() -> list[object]:
-    """Every mode in some order, and those that load beside iterations with copies late and with iterations late."""
+    """Returns every mode with some order of streams; modes that load during iterations with late copies and late
+    iterations."""
     cases: list[tuple[str, Lane | None]] = [(mode, None) for mode in LOADING_MODES]
     cases += [
         (mode, last) for mode in ("overlapped", "pipelined", "auto", "merged") for last in (Lane.COPY, Lane.COMPUTE)
@@ -102,7 +103,8 @@ def orders() -> list[object]:
 
 @pytest.mark.parametrize(("mode", "last"), orders())
 def test_every_mode_answers_like_peft(subject: Subject, mode: str, last: Lane | None) -> None:
-    """Memory for three adapters or so, which come and go and are moved, while KV blocks grow and shrink beside them."""
+    """The memory holds about three adapters, which are loaded, evicted and moved while the KV cache grows and
+    shrinks."""
     rng = random.Random(f"{mode} {last}")
     asked = some_requests(rng, [None, *subject.adapters], 16)
     granules, gap_s = 64 if mode in PRELOADED_MODES else 24, rng.choice((0.0, 0.02))
@@ -112,15 +114,16 @@ def test_every_mode_answers_like_peft(subject: Subject, mode: str, last: Lane | 
 
 
 class Seen:
-    """What became of an engine's launches."""
+    """Records what became of an engine's launches."""
 
     def __init__(self) -> None:
-        self.replays: list[bool] = []  # of each iteration that took a graph: whether it was gated
-        self.moved = 0  # adapters
-        self.waited = 0  # iterations that were launched before all layers of their adapters had arrived
+        self.replays: list[bool] = []  # for each iteration that took a graph: whether it was gated
+        self.moved = 0  # number of moved adapters
+        self.waited = 0  # iterations launched before all layers of their adapters had arrived
 
     def look_at(self, host: Host, *, first_layers_late: bool = False) -> None:
-        """`first_layers_late`: none is copied until an iteration has been launched without them."""
+        """Watches a backend. `first_layers_late`: no layer is copied until an iteration has been launched without
+        it."""
         captured_graphs, images = host.parts.captured_graphs, host.parts.images
         find, relocate = captured_graphs.find, images._relocate
         host.driver.held = {Lane.COPY} if first_layers_late else set()
@@ -142,7 +145,7 @@ class Seen:
 
 @pytest.mark.parametrize("last", [None, Lane.COPY, Lane.GATE])
 def test_graphs_answer_like_kernels_launched_one_by_one(subject: Subject, last: Lane | None) -> None:
-    """Also while layers are on their way."""
+    """Also while layers are being copied."""
     rng, seen = random.Random(f"graphs {last}"), Seen()
     asked = some_requests(rng, [None, *subject.adapters], 12)
     device: dict[str, Any] = {"seed": 1, "last": last, "graph_bytes": 1 << 30}
@@ -151,7 +154,7 @@ def test_graphs_answer_like_kernels_launched_one_by_one(subject: Subject, last: 
     assert {True, False} <= set(seen.replays)
 
 
-def test_where_waits_cannot_be_captured_adapters_are_waited_for_without_graphs(
+def test_adapters_are_awaited_without_graphs_if_waits_cannot_be_captured(
     subject: Subject, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     wait_value = HostDriver.wait_value
@@ -176,7 +179,7 @@ def test_where_waits_cannot_be_captured_adapters_are_waited_for_without_graphs(
     ]
 
 
-def test_merged_weights_are_captured_too(subject: Subject) -> None:
+def test_passes_over_merged_weights_are_captured(subject: Subject) -> None:
     rng, seen = random.Random(5), Seen()
     asked = some_requests(rng, ["r8", "mlp", None], 8)
     answers = ask(subject, asked, 5, mode="merged", pool_granules=64, prepare=seen.look_at, graph_bytes=1 << 30)
@@ -185,7 +188,7 @@ def test_merged_weights_are_captured_too(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize("last", [Lane.COPY, Lane.COMPUTE])
-def test_adapters_are_moved_while_others_come_and_go(subject: Subject, last: Lane) -> None:
+def test_adapters_are_moved_while_others_are_loaded_and_evicted(subject: Subject, last: Lane) -> None:
     rng, seen = random.Random(8), Seen()
     asked = [(prompt_of(rng, rng.choice((2, 30, 90))), name) for _ in range(5) for name in rng.sample(sorted(KINDS), 6)]
     answers = ask(subject, asked, 3, pool_granules=22, gap_s=0.01, seed=2, last=last, prepare=seen.look_at)
@@ -194,7 +197,7 @@ def test_adapters_are_moved_while_others_come_and_go(subject: Subject, last: Lan
 
 
 def test_the_padded_baseline_answers_like_peft(subject: Subject) -> None:
-    """Every module of every adapter takes as many rows as the largest may have."""
+    """Every module of every adapter has as many rows as the largest allowed rank."""
     rng = random.Random(6)
     asked = some_requests(rng, [None, *subject.adapters], 10)
     answers = ask(subject, asked, 4, padded=True, pool_granules=120, device_bytes=100 * GRANULE_BYTES, last=Lane.COPY)
@@ -203,7 +206,7 @@ def test_the_padded_baseline_answers_like_peft(subject: Subject) -> None:
 
 @pytest.mark.parametrize("host_bytes", [4 * MIB, MIB // 3])
 def test_padded_adapters_that_cannot_all_stay_are_refused_at_the_start(subject: Subject, host_bytes: int) -> None:
-    """Without padding they would fit; also where the host has no room for all at a time."""
+    """Without padding the adapters would fit; also if the host cache cannot hold all at a time."""
     device_bytes = 40 * GRANULE_BYTES
     lora = lora_config(subject.adapters, mode="cached", device_bytes=device_bytes, host_bytes=host_bytes)
     refusal = refused_start(subject, replace(lora, lora_kernel="bgmv-padded"))
@@ -219,7 +222,7 @@ def test_more_adapters_than_the_devices_table_has_entries_are_refused_at_the_sta
 
 
 def refused_start(subject: Subject, lora: LoraConfig, **device: Any) -> str:
-    """What an engine says that does not start."""
+    """Returns the error of an engine that does not start."""
 
     async def start() -> None:
         engine = engine_config(seqs=6, step_tokens=48, kv_bytes=80 * GRANULE_BYTES)

@@ -1,5 +1,5 @@
-"""The CUDA backend without an engine, over a device on the host: loads, moves, resizes and plans in any order, a device
-that dies, and what is left when all has ended."""
+"""The CUDA backend without an engine, over an emulated device: loads, moves, resizes and batches in any order, a
+failing device, and a clean end."""
 
 import os
 import random
@@ -44,7 +44,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 def prompt_plan(
     slot: int, prompt: Sequence[int], blocks: Sequence[int], adapter: int = 0, *, is_side_batch: bool = False
 ) -> Batch:
-    """A whole prompt and its first token."""
+    """Returns the batch of a whole prompt, which samples its first token."""
     sampling = SlotSampling.greedy(len(prompt))
     row = ScheduledRow(slot, 0, len(prompt), adapter, samples=True, assist=is_side_batch)
     start = SlotStart(slot, tuple(prompt), sampling)
@@ -74,7 +74,7 @@ class Served:
     prompt: list[int]
     adapter: str | None
     blocks: list[int]
-    tokens: "list[tuple[Future[Outcome], int]]" = field(default_factory=list)  # result of a plan, row
+    tokens: "list[tuple[Future[Outcome], int]]" = field(default_factory=list)  # (result of a batch, row)
 
     @property
     def known(self) -> int:
@@ -92,7 +92,7 @@ class Served:
 
 
 class World:
-    """Random requests and adapters, within the accounts that the engine keeps."""
+    """Random requests and adapters, within the totals that the engine guarantees."""
 
     def __init__(self, host: Host, tier: dict[str, HostAdapter], oracle: Oracle, rng: random.Random) -> None:
         self.host, self.tier, self.oracle, self.rng = host, tier, oracle, rng
@@ -175,7 +175,7 @@ class World:
             self.requests[row.slot].tokens.append((outcome, index))
 
     def end(self) -> None:
-        """Before its last tokens have come; its memory is reused after them."""
+        """Ends the request before its last tokens have been returned; its memory is reused after them."""
         if self.requests:
             self.leave(self.rng.choice(sorted(self.requests)))
 
@@ -185,7 +185,7 @@ class World:
         self.ended.append(request)
 
     def exchange(self) -> None:
-        """Everybody leaves while their last iteration has not begun, and others' adapters come in place of theirs."""
+        """Ends all requests before their last iteration has begun, and replaces their adapters."""
         while self.loading:
             self.loaded()
         for request in [*self.requests.values(), *self.ended]:
@@ -204,7 +204,7 @@ class World:
         self.host.driver.held = set()
 
     def settle(self) -> None:
-        """Until nothing is left."""
+        """Waits until nothing is in progress."""
         while self.requests:
             self.end()
         for request in self.ended:
@@ -216,7 +216,7 @@ class World:
 
 
 @pytest.mark.parametrize(("seed", "last"), [(1, None), (2, Lane.COPY), (3, Lane.COMPUTE), (4, Lane.COPY)])
-def test_any_order_of_loads_and_batches_leaves_every_byte_to_its_owner(subject: Subject, seed: int, last: Lane) -> None:
+def test_any_order_of_loads_and_batches_keeps_every_bytes_owner(subject: Subject, seed: int, last: Lane) -> None:
     model, adapters, oracle = subject
     with alone(model, seed=seed, last=last, adapter_slots=ADAPTER_SLOTS) as host:
         world = World(host, host_tier(host, adapters, model), oracle, random.Random(seed))
@@ -258,7 +258,7 @@ def test_a_batch_that_cannot_be_launched_fails_alone_and_in_order(subject: Subje
 
 @pytest.mark.parametrize("is_assisted", [False, True])
 def test_a_device_that_fails_fails_everything_that_waits(subject: Subject, is_assisted: bool) -> None:
-    """Every plan and every load, under way or asked for later, ends with an error, plans in their order."""
+    """Every batch and every load, in progress or requested later, ends with an error; batches end in their order."""
     model, adapters, _ = subject
     ended: SimpleQueue[tuple[int, Outcome]] = SimpleQueue()
     others: SimpleQueue[Outcome | None] = SimpleQueue()
@@ -293,7 +293,7 @@ def test_a_device_that_fails_fails_everything_that_waits(subject: Subject, is_as
 
 
 def test_a_slot_may_be_bound_to_another_adapter_between_equal_batches(subject: Subject) -> None:
-    """One row that decodes, in the same adapter slot as the one before: nothing else of the batch has changed."""
+    """The decoding row uses the same adapter slot as before; nothing else of the batch has changed."""
     model, adapters, oracle = subject
     results: SimpleQueue[Outcome] = SimpleQueue()
     loads: SimpleQueue[Exception | None] = SimpleQueue()
@@ -311,7 +311,7 @@ def test_a_slot_may_be_bound_to_another_adapter_between_equal_batches(subject: S
 
 
 def test_kv_reuses_an_adapters_bytes_only_after_other_lanes_have_read_them(subject: Subject) -> None:
-    """A prefill aside may still be reading an adapter that has been unloaded, whose bytes KV blocks get."""
+    """An assisted prefill may still be reading an unloaded adapter whose bytes KV blocks get."""
     model, adapters, oracle = subject
     results: SimpleQueue[Outcome] = SimpleQueue()
     loads: SimpleQueue[Exception | None] = SimpleQueue()

@@ -1,5 +1,5 @@
-"""Prompts that real CPU workers help with, over the CUDA backend and a device on the host whose link stands still when
-a test wants it to: who computes what, and what becomes of a prompt whose workers die, stop or are not there."""
+"""Prompts computed with the help of real CPU workers, over the CUDA backend and an emulated device whose link a test
+can stop: which side computes a layer, and what happens if workers die, stop or are missing."""
 
 import asyncio
 import os
@@ -46,7 +46,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 
 @pytest.fixture(autouse=True)
 def nobody_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For standing still, which a worker on a machine with much to do may seem to."""
+    """Disables the killing of stuck workers, because on a busy machine a healthy worker may seem stuck."""
     monkeypatch.setattr(pool, "_STUCK_S", PATIENCE_S)
 
 
@@ -70,7 +70,7 @@ class Office:
         return [state.pid for state in self.host.backend.workers.states() if state.pid is not None]
 
     def strike(self, blow: signal.Signals) -> None:
-        """All workers."""
+        """Sends a signal to all workers."""
         for pid in self.pids():
             os.kill(pid, blow)
 
@@ -78,25 +78,25 @@ class Office:
         return submit(self.engine, prompt_of(tokens, seed), name, max_tokens=TOKENS, **params)
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Looks again and again, between two jobs of the launching thread: what it does in one is seen whole."""
+        """Polls a condition between two jobs of the launching thread, so that no job is seen half done."""
         async with asyncio.timeout(PATIENCE_S):
             while not await asyncio.to_thread(self.host.on_launching_thread, holds):  # noqa: ASYNC110 (no event of ours)
                 await asyncio.sleep(0.001)
 
     async def until_asked(self) -> None:
-        """Workers have been asked for a layer."""
+        """Waits until workers have been asked for a layer."""
         await self.until(lambda: any(state.is_busy for state in self.host.backend.workers.states()))
 
     async def until_launched(self, prompts: int = 1) -> None:
-        """Chunks are on the lane, their work orders written."""
+        """Waits until chunks are on the lane, with their work orders written."""
         await self.until(lambda: len(self.assisted._in_flight) >= prompts)
 
     async def until_loaded(self) -> None:
         await self.until(lambda: not any(bound.is_loading for bound in self.host.parts.images.bound.values()))
 
     async def help_with(self, name: str, tokens: int, seed: int = 0) -> int:
-        """A prompt that only workers can compute; its weights are under way again when it is done. Returns how
-        many layers were theirs."""
+        """Runs a prompt that only workers can compute, then loads its weights again. Returns the layers that workers
+        computed."""
         before = self.assisted.counts.slices
         self.driver.held = {Lane.COPY}
         answer = self.ask(name, tokens, seed)
@@ -105,11 +105,11 @@ class Office:
         return await self.check(name, tokens, answer, seed)
 
     def patient(self, hand_off_s: float) -> None:
-        """What a hand-off may be expected to take: workers are given up after some five times that."""
+        """Sets the predicted time of a hand-off; the watchdog aborts after about five times that."""
         self.assisted.predictions.hand_off_s = lambda tokens, rank: hand_off_s
 
     async def check(self, name: str | None, tokens: int, answer: "asyncio.Task[Answer]", seed: int = 0) -> int:
-        """Waits for the right answer. Returns how many layers were the workers'."""
+        """Waits for the answer and checks it. Returns the number of layers that workers computed."""
         done = await asyncio.wait_for(answer, PATIENCE_S)
         assert done.finish.reason == "length", done.finish
         assert len(done.token_ids) == TOKENS
@@ -123,7 +123,7 @@ def prompt_of(tokens: int, seed: int = 0) -> list[int]:
 
 @asynccontextmanager
 async def office(subject: Subject, *, cores: tuple[int, ...] = CORES, **device: Any) -> AsyncIterator[Office]:
-    """Weights are predicted never to arrive, so idle workers compute every layer."""
+    """Yields an engine in which weights are predicted never to arrive, so that idle workers compute every layer."""
     model, adapters, oracle = subject
     lora = lora_config(adapters, mode="assisted", device_bytes=2 * MIB, host_bytes=4 * MIB, lora_cpus=cores)
     settings = engine_config(seqs=6, step_tokens=256, kv_bytes=2 * MIB)
@@ -140,7 +140,7 @@ async def office(subject: Subject, *, cores: tuple[int, ...] = CORES, **device: 
 
 
 def test_workers_compute_every_layer_while_nothing_arrives(subject: Subject) -> None:
-    """Prompts of one chunk and of two, one after another: later ones begin where workers are idle again."""
+    """Prompts of one chunk and of two, one after another; later ones start when workers are idle again."""
 
     async def serve() -> None:
         async with office(subject) as at:
@@ -152,7 +152,7 @@ def test_workers_compute_every_layer_while_nothing_arrives(subject: Subject) -> 
 
 
 def test_all_tokens_of_a_prompt_are_scored(subject: Subject) -> None:
-    """In several plans, for so many are not scored at once."""
+    """In several batches, because one batch cannot score so many tokens."""
 
     async def serve() -> None:
         async with office(subject) as at:
@@ -160,7 +160,7 @@ def test_all_tokens_of_a_prompt_are_scored(subject: Subject) -> None:
             answer = at.ask("r8", LONG, prompt_logprobs=0)
             await at.until(lambda: not at.assisted.is_open and at.assisted.counts.slices > 0)
             at.driver.held = set()
-            assert await at.check("r8", LONG, answer) >= LAYERS  # of its first plan at least
+            assert await at.check("r8", LONG, answer) >= LAYERS  # of its first batch at least
             prompt, (first, *rest) = prompt_of(LONG), (await answer).prompt_logprobs
             assert first is None
             scores = [entry.logprob for entry in rest if entry is not None]
@@ -169,8 +169,8 @@ def test_all_tokens_of_a_prompt_are_scored(subject: Subject) -> None:
     asyncio.run(serve())
 
 
-def test_assisted_prefills_are_launched_before_earlier_ones_have_ended(subject: Subject) -> None:
-    """Two, when the device has not begun with the first."""
+def test_two_assisted_prefills_are_launched_before_the_first_has_begun(subject: Subject) -> None:
+    """Both are launched before the device has begun the first one."""
 
     async def serve() -> None:
         async with office(subject) as at:
@@ -188,8 +188,8 @@ def test_assisted_prefills_are_launched_before_earlier_ones_have_ended(subject: 
     asyncio.run(serve())
 
 
-def test_the_device_uses_weights_that_arrive_before_it_gets_there(subject: Subject) -> None:
-    """Work orders are written, but what workers would read is no number by then: they are not asked."""
+def test_weights_that_arrive_before_the_device_reaches_the_layer_are_used(subject: Subject) -> None:
+    """Work orders are written, but the workers' input is NaN by then, which shows that they are not asked."""
 
     async def serve() -> None:
         async with office(subject) as at:
@@ -206,7 +206,7 @@ def test_the_device_uses_weights_that_arrive_before_it_gets_there(subject: Subje
     asyncio.run(serve())
 
 
-def test_layers_come_from_both_sides_over_a_slow_link(subject: Subject) -> None:
+def test_over_a_slow_link_layers_come_from_workers_and_device(subject: Subject) -> None:
     async def serve() -> None:
         async with office(subject, last=Lane.COPY) as at:
             at.driver.link_bytes_per_s = 1e6
@@ -245,8 +245,7 @@ def test_decoding_goes_on_while_a_chunk_waits_for_workers(subject: Subject) -> N
 def test_a_prompt_whose_workers_fail_is_computed_again_without_them(
     subject: Subject, blow: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of a slice. No other request loses a token, and when they have been replaced, workers help
-    again."""
+    """They fail in the middle of a slice. No other request loses a token, and replaced workers help again."""
     if blow is signal.SIGSTOP:
         monkeypatch.setattr(pool, "_STUCK_S", STUCK_S)
 
@@ -275,7 +274,7 @@ def test_a_prompt_whose_workers_fail_is_computed_again_without_them(
 
 
 def test_a_layer_whose_worker_has_died_waits_for_its_weights(subject: Subject) -> None:
-    """The work order names the worker, but it is dead when the device gets there, and not replaced."""
+    """The work order names the worker, but it is dead when the device reaches the layer, and has not been replaced."""
 
     async def serve() -> None:
         async with office(subject) as at:
@@ -301,7 +300,7 @@ def test_a_layer_whose_worker_has_died_waits_for_its_weights(subject: Subject) -
 
 
 def test_without_workers_every_layer_waits(subject: Subject) -> None:
-    """From the start: work orders name no worker."""
+    """There are none from the start, so work orders name no worker."""
 
     async def serve() -> None:
         async with office(subject) as at:
@@ -337,7 +336,7 @@ def test_generations_of_chunks_wrap(subject: Subject) -> None:
 
 
 def test_a_cancelled_assisted_prefill_leaves_nothing_behind(subject: Subject) -> None:
-    """Its slot and its blocks are given back when the device has done with them, and not before."""
+    """Its slot and its blocks are released only after the device has finished with them."""
 
     async def serve() -> None:
         async with office(subject) as at:

@@ -1,4 +1,4 @@
-"""Base weights as the CUDA backend keeps them, read from a checkpoint or made up."""
+"""The base weights of the CUDA backend, read from a checkpoint or generated."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelSpec,
 
 
 def all_tensors(weights: Weights) -> list[Tensor]:
-    """The matrices, each once."""
+    """Returns every matrix once."""
     linears = [linear.weight for layer in weights.layers for linear in layer.linears]
     return [*linears, weights.embedding, *([] if weights.head.weight is weights.embedding else [weights.head.weight])]
 
@@ -68,7 +68,7 @@ def test_weights_are_rounded_to_the_dtype_asked_for_and_norms_are_not(
     assert {tensor.dtype for tensor in all_tensors(weights)} == {kept}
 
 
-def test_dummy_weights_are_the_seed_s() -> None:
+def test_equal_seeds_give_equal_dummy_weights() -> None:
     first, again, other = (load(SPEC, torch.bfloat16, 32, CPU, dummy(seed, CPU)) for seed in (1, 1, 2))
     for mine, same, different in zip(*map(all_tensors, (first, again, other)), strict=True):
         assert torch.equal(mine, same)

@@ -1,5 +1,5 @@
-"""A tiny model on a device, asked for one pass after another: torch's CPU, Triton's interpreter and the emulated raw
-kernels where there is no GPU, or the real ones."""
+"""A tiny model on a device that runs one pass after another: on torch's CPU with Triton's interpreter and the emulated
+raw kernels if there is no GPU, else on the GPU."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -49,13 +49,13 @@ class AtOnce:
 
 
 class Kernels:
-    """The raw kernels of whatever device there is."""
+    """The raw kernels of whichever device there is."""
 
     bgmv_grid = 3
 
     def __init__(self, activation: Dtype) -> None:
         self._activation, self._real = activation, None
-        self.watch: Callable[[Launch], None] | None = None  # told of every launch
+        self.watch: Callable[[Launch], None] | None = None  # called with every launch
         if DEVICE.type == "cuda":
             from caraserve.gpu.driver.modules import CudaKernels
 
@@ -78,12 +78,12 @@ class Bound:
     spec: AdapterSpec
     image: Tensor  # uint8
     host: HostAdapter
-    items: list[AdapterItems]  # by group
+    items: list[AdapterItems]  # by module group
 
 
 @dataclass
 class TinyDevice:
-    """One lane, and all that it reads. Each request slot has blocks of its own."""
+    """One lane and everything it reads. Each request slot has its own KV blocks."""
 
     folder: Path
     dtype: Dtype = Dtype.F32
@@ -133,18 +133,18 @@ class TinyDevice:
         return self.bound[slot]
 
     def forget(self) -> None:
-        """Keys and values are no numbers from now on."""
+        """Overwrites keys and values with NaN."""
         self.pool.fill_(0xFF)
 
     def start(self, slot: int, token_ids: Sequence[int], sampling: SlotSampling = GREEDY) -> None:
-        """A request takes a slot."""
+        """Starts a request in a slot."""
         ids = torch.tensor(list(token_ids), dtype=torch.int32, device=DEVICE)
         self.state.history[slot, : len(ids)] = ids
         write_sampling(self.sampling, slot, replace(sampling, prompt_tokens=len(token_ids)))
         self.state.sampling.copy_(torch.from_numpy(self.sampling.view(np.uint8).reshape(SLOTS, -1)))
 
     def fill(self, rows: Sequence[ScheduledRow], *, with_lora: bool = True, all_prompt: bool = False) -> PassShape:
-        """Writes the batch; rows are in the order of their adapters."""
+        """Writes the batch and returns its shape; rows must be in the order of their adapters."""
         words, outputs = self.host.empty(), outputs_of(tuple(rows), self._prompt_tokens)
         shape = self.host.fill(words, tuple(rows), outputs, with_lora=with_lora, all_prompt=all_prompt)
         self.batch.words.copy_(torch.from_numpy(words))
@@ -167,13 +167,13 @@ class TinyDevice:
         shape: Callable[[PassShape], PassShape] = lambda shape: shape,
         weights: Weights | None = None,
     ) -> tuple[RowResult, ...]:
-        """One pass. `shape`: from the exact one to the one that is used. `weights`: merged ones."""
+        """Runs one pass. `shape`: maps the exact shape to the one that is used. `weights`: merged weights."""
         used = shape(self.fill(rows, with_lora=weights is None))
         issue_pass(self.decoder.make_pass(used, weights=weights), STREAM, self.spec.layers)
         return self.results(rows)
 
     def results(self, rows: Sequence[ScheduledRow]) -> tuple[RowResult, ...]:
-        """Of the last pass."""
+        """Returns the results of the last pass."""
         results = Results(self.batch.results.cpu().numpy().copy(), self.host.capacity.outputs)
         found = OutputValues(results.chosen, results.logprob, results.top_ids, results.top_logprobs)
         outputs = outputs_of(tuple(rows), self._prompt_tokens)
@@ -186,20 +186,20 @@ class TinyDevice:
 
 @dataclass
 class Request:
-    """What a test asks for, and the answer so far."""
+    """A test's request, and its answer so far."""
 
     slot: int
     prompt: list[int]
     adapter: int = 0
-    chunk: int = 1 << 20  # tokens of its prompt in one pass
+    chunk: int = 1 << 20  # tokens of its prompt per pass
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    done: int = 0  # tokens whose keys and values are kept
+    done: int = 0  # tokens whose keys and values are cached
     output: list[int] = field(default_factory=list)
     results: list[RowResult] = field(default_factory=list)
 
     def row(self) -> ScheduledRow:
-        """The next pass's."""
+        """Returns the row of the next pass."""
         known = len(self.prompt) + len(self.output)
         count = min(known - self.done, self.chunk)
         samples = self.done + count == known
@@ -208,7 +208,7 @@ class Request:
 
 
 def serve(device: TinyDevice, requests: Sequence[Request], new: int, **how: Any) -> None:
-    """Passes over all requests together until each has at least `new` tokens."""
+    """Runs passes over all requests together until each has at least `new` tokens."""
     ordered = sorted(requests, key=lambda request: request.adapter)
     for request in ordered:
         device.start(request.slot, request.prompt)
@@ -217,7 +217,7 @@ def serve(device: TinyDevice, requests: Sequence[Request], new: int, **how: Any)
 
 
 def step(device: TinyDevice, ordered: Sequence[Request], **how: Any) -> None:
-    """One pass over requests in the order of their adapters."""
+    """Runs one pass over requests in the order of their adapters."""
     rows = [request.row() for request in ordered]
     for request, row, result in zip(ordered, rows, device.run(rows, **how), strict=True):
         request.done += row.count
@@ -227,7 +227,7 @@ def step(device: TinyDevice, ordered: Sequence[Request], **how: Any) -> None:
 
 
 def bind_all(device: TinyDevice, adapters: Mapping[str, Path]) -> dict[str, int]:
-    """Adapters in slots from 1 on, by name."""
+    """Binds adapters to slots from 1 on; returns the slots by name."""
     slots = {name: slot for slot, name in enumerate(adapters, start=1)}
     for name, slot in slots.items():
         device.bind(slot, adapters[name])

@@ -1,7 +1,6 @@
-"""What the Triton kernels compute, in torch and numpy on the host: for tests of all that is around them.
+"""Replaces the Triton kernels by torch and numpy on the host, for tests of everything around them.
 
-Triton's interpreter takes a hundred times as long. That the kernels compute the same is what triton_*_cases.py hold
-them to; tests of the whole backend through the interpreter are in triton_backend_cases.py.
+Triton's interpreter takes a hundred times as long. triton_*_cases.py check the Triton kernels themselves.
 """
 
 import ctypes
@@ -29,7 +28,8 @@ from caraserve.util.units import align_up
 
 @contextmanager
 def torch_kernels() -> Iterator[None]:
-    """Passes use these instead of Triton's, on one thread of torch: more would only wait for one another."""
+    """Makes passes use these instead of Triton's kernels, on one thread of torch: more would only wait for one
+    another."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
@@ -127,7 +127,7 @@ def attend_prefill(
 
 
 def _attend(q: Tensor, cache: PagedCache, tokens: TokenTables, row: int, count: int, out: Tensor, window: int) -> None:
-    """Of `count` tokens of one request from a row on."""
+    """Computes attention of `count` tokens of one request, from a row on."""
     slot, position = int(tokens.slot[row]), int(tokens.position[row])
     block, kv_heads, dim = cache.keys.shape[1:]
     end = position + count
@@ -138,7 +138,7 @@ def _attend(q: Tensor, cache: PagedCache, tokens: TokenTables, row: int, count: 
     at, seen = torch.arange(position, end)[:, None], torch.arange(end)[None, :]
     scores = scores.masked_fill((seen > at) | (seen <= at - window), float("-inf"))
     weights = scores.softmax(-1)
-    # What is masked may be no number.
+    # Masked values may be NaN.
     values = torch.where((seen > at - window).any(0)[:, None, None], values, 0.0)
     out[row : row + count] = torch.einsum("hgts,shd->thgd", weights, values).reshape(count, -1)
 
@@ -170,7 +170,7 @@ def lora_expand(
 
 
 def _segments(segments: Segments, tables: SiteTables) -> Iterator[tuple[list[int], int]]:
-    """(rows, adapter slot) of those that are computed here."""
+    """Yields (rows, adapter slot) of the segments that are computed on the device."""
     parts = zip(segments.first.tolist(), segments.rows.tolist(), segments.slot.tolist(), strict=True)
     for first, count, slot in parts:
         if count and (tables.gate is None or int(tables.gate[slot]) == 0):
@@ -178,7 +178,7 @@ def _segments(segments: Segments, tables: SiteTables) -> Iterator[tuple[list[int
 
 
 def _at(address: int, shape: tuple[int, ...], dtype: Dtype) -> Tensor:
-    """float32, of what lies at an address."""
+    """Returns the values at an address as float32."""
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     memory: NDArray[np.uint8] = np.frombuffer(ctypes.string_at(address, num_bytes), np.uint8).copy()
     return torch.from_numpy(memory).view(TORCH_DTYPES[dtype]).view(shape).float()

@@ -1,7 +1,8 @@
-"""Stage `correct`: every kernel beside fp64 on random cases, and a whole model beside the CPU's.
+"""Stage `correct`: compares every kernel with fp64 on random cases, and a whole model with the CPU backend.
 
-Memory that a kernel is not to read, or that it is to write, is full of what is no number. A row's bits are compared
-alone and among others for all kernels of ours; the base model's products are cuBLAS', which promises no such thing.
+Memory that a kernel must not read, and memory that it must write, is filled with NaN. The bits of a row computed alone
+and in a batch are compared for all kernels of this project; cuBLAS, which computes the base model's products, does not
+guarantee equal bits.
 """
 
 from collections.abc import Callable
@@ -27,18 +28,18 @@ _CHECKS: dict[str, Check] = {
     "norm, SiLU, embedding": check_layers,
     "sampling": check_sampling,
 }
-_FEWER = 4  # cases of all kernels but those of decode LoRA, which have the most cases of their own
+_FEWER = 4  # number of cases relative to the decode LoRA kernels, which have the most
 _ADAPTER_SLOTS = 5
-_CHUNK = 24  # of prompts, in tokens
-_KEPT_S = 30.0  # for the tiny model
+_CHUNK = 24  # tokens per chunk of a prompt
+_KEPT_S = 30.0  # time reserved for the tiny model
 
 
 def correct(setup: CheckSetup) -> StageResult:
-    """Raises WrongResult at the first of them."""
+    """Runs the stage. Raises WrongResult at the first wrong result."""
     result = StageResult()
     for dtype in setup.effort.dtypes:
         if result.figures and setup.left_s < _KEPT_S:
-            break  # what was not looked at is not in the figures
+            break  # figures count only cases that were run
         acc = setup.accelerator(dtype)
         for name, check in _CHECKS.items():
             cases = setup.effort.cases if check is check_bgmv else max(1, setup.effort.cases // _FEWER)
@@ -59,7 +60,7 @@ def correct(setup: CheckSetup) -> StageResult:
 
 
 def _check_model(setup: CheckSetup) -> int:
-    """Kernel by kernel, and by graphs."""
+    """Checks the model launched kernel by kernel and with graphs."""
     model, slots = TinyModel.write(setup.folder), len(setup.effort.tiny_lengths)
     step_tokens = max(slots, sum(min(length, _CHUNK) for length in setup.effort.tiny_lengths))
     with cpu_backend(model, slots, _ADAPTER_SLOTS, step_tokens) as judge:
@@ -84,7 +85,7 @@ def _check_model(setup: CheckSetup) -> int:
 
 
 def _served(setup: CheckSetup, backend: Backend, model: TinyModel) -> list[list[int]]:
-    """Requests of the base model and of all adapters, some sharing one."""
+    """Returns the tokens of requests for the base model and all adapters, some of which share one."""
     session, vocab, lengths = Session(backend, TINY_CONTEXT - 1), model.spec.vocab_size, setup.effort.tiny_lengths
     session.grow_kv(len(lengths))
     for slot, adapter in enumerate(model.read(backend.host_memory), start=1):

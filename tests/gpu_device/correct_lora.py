@@ -1,4 +1,4 @@
-"""LoRA kernels beside fp64: random ranks, dtypes and sizes, and a row's bits alone and among others."""
+"""Compares LoRA kernels with fp64 for random ranks, dtypes and sizes, and a row's bits alone with those in a batch."""
 
 import random
 
@@ -15,11 +15,11 @@ from caraserve.model.dtype import Dtype
 
 _RANKS = (0, 8, 8, 16, 24, 64, 128, 256)
 _MOST_SLOTS = 6
-_TENSOR_CORES = {Dtype.F32: 1e-4, Dtype.BF16: 2.0**-6, Dtype.F16: 2.0**-9}  # what is shrunk is rounded, too
+_TENSOR_CORES = {Dtype.F32: 1e-4, Dtype.BF16: 2.0**-6, Dtype.F16: 2.0**-9}  # the shrunk values are rounded, too
 
 
 def check_bgmv(setup: CheckSetup, acc: Accelerator, case: int) -> float:
-    """Decode LoRA. Returns the largest share of the tolerance, as all checks do."""
+    """Checks decode LoRA. Like all checks, returns the largest error as a share of the tolerance."""
     rng = random.Random(case)
     site = _random_site(setup, rng)
     rows = [rng.randrange(site.slots) for _ in range(rng.choice((1, 3, 16, 64)))]
@@ -41,7 +41,7 @@ def check_bgmv(setup: CheckSetup, acc: Accelerator, case: int) -> float:
 
 
 def check_prefill_lora(setup: CheckSetup, acc: Accelerator, case: int) -> float:
-    """LoRA of prompts on tensor cores."""
+    """Checks prefill LoRA on tensor cores."""
     rng = random.Random(1000 + case)
     site = _random_site(setup, rng)
     tokens = rng.choice((1, 40, 130))
@@ -69,7 +69,7 @@ def _prefill(acc: Accelerator, adapters: Adapters, x: torch.Tensor, y: torch.Ten
     order, first, rows, slot = (torch.from_numpy(part).to(acc.place) for part in parts)
     if not len(first):
         return
-    shape = (PLANES, len(slots), len(site.outputs), MAX_RANK)  # as a lane has it, whatever its adapters
+    shape = (PLANES, len(slots), len(site.outputs), MAX_RANK)  # the shape that a lane's buffer has for any adapter
     part = torch.full(shape, torch.nan, dtype=torch.float32, device=acc.place)
     segments, tables = Segments(order, first, rows, slot), adapters.site_tables(0)
 
@@ -82,7 +82,7 @@ def _prefill(acc: Accelerator, adapters: Adapters, x: torch.Tensor, y: torch.Ten
 
 
 def _random_site(setup: CheckSetup, rng: random.Random) -> Site:
-    """Every other one as wide as the model, the rest of odd sizes."""
+    """Returns a random site: every other one as wide as the model, the rest of odd sizes."""
     hidden = setup.effort.shape.hidden
     if rng.random() < 0.5:
         inputs, outputs = hidden, (hidden,) * rng.choice((1, 3))

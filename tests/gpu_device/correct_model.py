@@ -1,4 +1,4 @@
-"""The kernels of a decoder beside fp64, at a model's sizes."""
+"""Compares the kernels of a decoder with fp64, at a model's sizes."""
 
 import random
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ _SLOTS = 4
 
 
 def check_layers(setup: CheckSetup, acc: Accelerator, case: int) -> float:
-    """Embedding, norm with residual sum, SiLU."""
+    """Checks embedding, norm with residual sum, and SiLU."""
     shape, generator, tokens = setup.effort.shape, acc.generator(case), 1 + 7 * case % 40
     tolerance = _ROUNDED[acc.dtype]
     hidden, delta = (acc.random(generator, tokens, shape.hidden) for _ in range(2))
@@ -65,7 +65,7 @@ def check_layers(setup: CheckSetup, acc: Accelerator, case: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Paged:
-    """Requests with contexts in blocks of random order. `behind`: what no kernel may read is no number."""
+    """Requests whose contexts are in blocks of random order. `behind`: everything past a context is NaN."""
 
     cache: PagedCache
     memory: Tensor  # [blocks, 2, block tokens, kv heads, dim]
@@ -80,13 +80,13 @@ class _Paged:
         return cls(PagedCache(memory[:, 0], memory[:, 1], table), memory)
 
     def poison(self, slot: int, first: int) -> None:
-        """From position `first` of a request on."""
+        """Overwrites a request's keys and values with NaN from position `first` on."""
         for position in range(first, self.cache.block_table.shape[1] * _BLOCK):
             block = int(self.cache.block_table[slot, position // _BLOCK])
             self.memory[block, :, position % _BLOCK] = torch.nan
 
     def attended(self, query: Tensor, slot: int, position: int) -> Tensor:
-        """[heads · dim] of one token, float64."""
+        """Returns the attention of one token, [heads · dim], float64."""
         kv_heads, dim = self.memory.shape[3:]
         seen = torch.arange(position + 1, device=query.device)
         blocks = self.cache.block_table[slot].long()[seen // _BLOCK]
@@ -97,7 +97,7 @@ class _Paged:
 
 
 def check_attention(setup: CheckSetup, acc: Accelerator, case: int) -> float:
-    """Decoding rows and chunks of prompts over paged keys and values; heads share keys in every other case."""
+    """Checks decoding rows and prompt chunks over paged keys and values; heads share keys in every other case."""
     rng, generator, shape = random.Random(case), acc.generator(case), setup.effort.shape
     dim = shape.hidden // shape.heads
     kv_heads = shape.heads if case % 2 else max(1, shape.heads // 4)
@@ -124,7 +124,7 @@ def check_attention(setup: CheckSetup, acc: Accelerator, case: int) -> float:
 
 
 def _check_prefill(acc: Accelerator, generator: torch.Generator, paged: _Paged, end: int, width: int) -> float:
-    """The last tokens of the first request as a chunk, in tiles."""
+    """Checks the last tokens of the first request as a chunk, in tiles."""
     most = prefill_tile_tokens(acc.torch_dtype)
     count = min(end + 1, most + most // 2)
     q = acc.random(generator, count, width)
@@ -141,7 +141,7 @@ def _check_prefill(acc: Accelerator, generator: torch.Generator, paged: _Paged, 
 
 
 def check_rotation(setup: CheckSetup, acc: Accelerator, case: int) -> float:
-    """Rotary embedding of queries and keys, and where keys and values are kept."""
+    """Checks rotary embedding of queries and keys, and the cached keys and values."""
     shape, generator = setup.effort.shape, acc.generator(case)
     dim, heads, kv_heads = shape.hidden // shape.heads, shape.heads, shape.kv_heads
     paged = _Paged.random(acc, generator, 64, kv_heads, dim)

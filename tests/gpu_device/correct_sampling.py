@@ -1,4 +1,4 @@
-"""Sampling beside the CPU's."""
+"""Compares sampling with the CPU backend's."""
 
 from dataclasses import replace
 from typing import Any
@@ -24,11 +24,11 @@ _WAYS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "presence_penalty": 0.5, "frequency_penalty": 0.2, "repetition_penalty": 1.2},
     {"logit_bias": ((11, 30.0), (12, 29.5))},
 )
-_KNOWN = 40  # tokens of a request so far
+_KNOWN = 40  # tokens of each request's history
 
 
 def check_sampling(setup: CheckSetup, acc: Accelerator, case: int) -> float:
-    """The tokens that the CPU backend would take, and their log-probabilities."""
+    """Checks that tokens and log-probabilities are those of the CPU backend."""
     rows, vocab, rng = len(_WAYS), setup.effort.vocab, np.random.default_rng(case)
     table = np.zeros(rows, SLOT_SAMPLING)
     for slot, way in enumerate(_WAYS):

@@ -1,7 +1,7 @@
-"""Hand-offs to CPU workers, over and over: the device publishes, waits and adds; every sum is looked at.
+"""Repeats hand-offs to CPU workers: the device publishes, waits and adds, and every sum is checked.
 
-Each round has another x at the same place of host memory, so that a flag that came before its data, or a sum made too
-soon, shows as the sum of an older x.
+Each round writes another x to the same host memory, so that a flag set before its data, or a sum computed too early,
+shows as the sum of an older x.
 """
 
 import time
@@ -33,20 +33,20 @@ from caraserve.util.units import align_up
 _SHAPE = Shape(hidden=128, layers=1, intermediate=128, vocab=64, heads=2, kv_heads=2)
 _QKV = SITES[:3]
 _RANK, _ROWS = 8, 4
-_WORDS_BYTES = 192  # status and the two flags, each on a line of its own
+_WORDS_BYTES = 192  # status and the two flags, each on its own cache line
 _PATIENCE_NS = 10_000_000_000
 _BIRTH_S = 60.0
-_BY_WORKERS = 1  # an outcome, as in handoff.cu
-_NUMBER, _GENERATION = 0x5EED_0001, 0x5EED_0002  # stand where a letter has what differs between rounds
+_BY_WORKERS = 1  # value of enum Outcome in handoff.cu
+_NUMBER, _GENERATION = 0x5EED_0001, 0x5EED_0002  # placeholders in the work order for what differs between rounds
 
 
 @dataclass(slots=True)
 class HandshakeBench:
-    """Workers with their region, and the device's words for them."""
+    """Workers with their region, and the device words for them."""
 
     acc: Accelerator
     region: SharedRegion
-    base: int  # the region's address on the device
+    base: int  # device address of the region
     workers: WorkerPool
     blocks: NDArray[np.uint8]
     adapter: HostAdapter
@@ -61,7 +61,7 @@ class HandshakeBench:
 
 @contextmanager
 def handshake_bench(setup: CheckSetup, acc: Accelerator) -> Iterator[HandshakeBench]:
-    """With one worker."""
+    """Yields a bench with one worker."""
     spec, block_bytes = shape_spec(_SHAPE, 64), align_up(handoff.block_bytes(1), PAGE_BYTES)
     region = SharedRegion(1 << 21)
     blocks, words = region.carve(block_bytes), region.carve(_WORDS_BYTES).view(np.uint32)
@@ -82,8 +82,8 @@ def handshake_bench(setup: CheckSetup, acc: Accelerator) -> Iterator[HandshakeBe
 
 
 def run_rounds(bench: HandshakeBench, rounds: int, generator: torch.Generator, *, by_stream: bool) -> float:
-    """So many rounds, looked at when all are done; s of each. `by_stream`: the stream waits for the counter, and
-    not a kernel for its number. Raises WrongResult."""
+    """Runs rounds and checks them when all are done; returns the seconds per round. `by_stream`: the stream waits for
+    the completion counter, instead of a kernel. Raises WrongResult."""
     acc, width, columns = bench.acc, 3 * _SHAPE.hidden, tuple(range(0, 3 * _SHAPE.hidden, _SHAPE.hidden))
     x = acc.random(generator, rounds, _ROWS, _SHAPE.hidden)
     y = acc.random(generator, rounds, _ROWS, width)
@@ -91,7 +91,7 @@ def run_rounds(bench: HandshakeBench, rounds: int, generator: torch.Generator, *
     request = torch.zeros(1, dtype=torch.int64, device=acc.place)
     counted, errors = (torch.zeros(1, dtype=torch.int32, device=acc.place) for _ in range(2))
     outcomes = torch.full((rounds,), -1, dtype=torch.int32, device=acc.place)
-    arrived = torch.zeros(1, dtype=torch.int32, device=acc.place)  # the weights, which never do
+    arrived = torch.zeros(1, dtype=torch.int32, device=acc.place)  # ready word of weights that never arrive
     made = _work_orders(bench, rounds, arrived.data_ptr())
     on_device = torch.from_numpy(made).to(acc.place)
     projections = cuda_launch.Projections(columns, (_SHAPE.hidden,) * 3)
@@ -119,7 +119,7 @@ def run_rounds(bench: HandshakeBench, rounds: int, generator: torch.Generator, *
 
 
 def _work_orders(bench: HandshakeBench, rounds: int, arrived: int) -> NDArray[np.int64]:
-    """[rounds, words]: one letter, with each round's numbers."""
+    """Returns [rounds, words]: one work order, with the numbers of each round."""
     spans = {span.site: span for span in bench.adapter.spec.spans}
     image = bench.region.offset(int(bench.adapter.data.ctypes.data))
     modules = [
@@ -150,7 +150,7 @@ def _work_orders(bench: HandshakeBench, rounds: int, arrived: int) -> NDArray[np
 
 
 def _product(bench: HandshakeBench) -> torch.Tensor:
-    """A B of the three projections side by side, [inputs, outputs], float64."""
+    """Returns A B of the three projections side by side, [inputs, outputs], float64."""
     parts, data = [], bench.adapter.data
     for span in bench.adapter.spec.spans:
         size = 2 * _RANK * _SHAPE.hidden

@@ -1,4 +1,4 @@
-"""A link to the device that can be made to stand still: a driver whose copies of adapters wait for a word."""
+"""A driver whose link can be stopped: copies of adapters wait for a word."""
 
 from typing import Any, cast
 
@@ -10,7 +10,7 @@ from caraserve.gpu.driver.streams import Lane
 
 
 class HeldCopyDriver:
-    """Everything but copies on the copy lane goes straight to the real driver."""
+    """Delegates everything except copies on the copy lane to the real driver."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -22,24 +22,24 @@ class HeldCopyDriver:
 
     @property
     def driver(self) -> Driver:
-        """For whoever is to be held up."""
+        """This object, typed as a Driver."""
         return cast(Driver, self)
 
     def hold(self) -> None:
-        """Copies issued from now on wait."""
+        """Makes copies issued from now on wait."""
         self._awaited += 1
 
     def release(self) -> None:
-        """Copies go on."""
+        """Releases all waiting copies."""
         self._word[0] = self._awaited
 
     def close(self) -> None:
-        """When nobody waits any more."""
+        """Frees the word; no copy may be waiting."""
         self._driver.unregister_host(self._region.base)
         self._region.close()
 
     def create_stream(self, priority: int) -> Stream:
-        """The lanes' come first, in their order."""
+        """Creates a stream. The lanes' streams are created first, in their order."""
         self._streams.append(self._driver.create_stream(priority))
         return self._streams[-1]
 

@@ -1,4 +1,4 @@
-"""Stage `protocol`: what device and CPU workers agree on holds, however often and whoever dies."""
+"""Stage `protocol`: hand-offs are correct over many rounds, and wherever workers stop or die."""
 
 import os
 import signal
@@ -24,10 +24,10 @@ from tests.gpu_device.held_copy_driver import HeldCopyDriver
 _RELEASE_TARGET_MS = 5.0
 _PROMPT_TOKENS = 12
 _DECODES = 8
-_ROUNDS_SHARE = 0.3  # of the stage's time, for each way of waiting
+_ROUNDS_SHARE = 0.3  # share of the stage's time for each way of waiting
 _BIRTH_S = 60.0
 _ADAPTER_SLOT, _BYSTANDER, _ASSISTED = 1, 0, 1
-# A link on which nothing ever arrives in time, and hand-offs that may take a while before they are given up.
+# Predictions by which nothing arrives in time, and hand-offs are aborted only after a while.
 _PROFILE = Profile(
     schema=SCHEMA,
     machine="",
@@ -44,7 +44,7 @@ _PROFILE = Profile(
 
 
 def protocol(setup: CheckSetup) -> StageResult:
-    """Raises WrongResult for a sum that is wrong or a prompt that is not given up."""
+    """Runs the stage. Raises WrongResult for a wrong sum or a prompt that is not aborted."""
     result = StageResult()
     _check_handshakes(setup, result)
     _check_worker_failures(setup, result)
@@ -59,7 +59,7 @@ def _check_handshakes(setup: CheckSetup, result: StageResult) -> None:
         for name, by_stream in (("stream", True), ("kernel", False)):
             run_rounds(
                 bench, min(effort.rounds_at_once, effort.rounds), generator, by_stream=by_stream
-            )  # kernels are loaded
+            )  # loads the kernels
             spent_s, done, until_s = 0.0, 0, setup.left_s - _ROUNDS_SHARE * setup.budget_s
             while done < effort.rounds and setup.left_s > until_s:
                 spent_s += (
@@ -72,7 +72,7 @@ def _check_handshakes(setup: CheckSetup, result: StageResult) -> None:
 
 
 class _AssistedPrompt:
-    """A tiny model, an adapter whose weights do not come, and workers that may be stopped."""
+    """A tiny model, an adapter whose weights do not arrive, and workers that may be stopped."""
 
     def __init__(self, backend: CudaBackend, link: HeldCopyDriver, model: TinyModel) -> None:
         self.backend, self.link = backend, link
@@ -90,14 +90,14 @@ class _AssistedPrompt:
         return self.backend.workers
 
     def _alone(self) -> int | None:
-        """The prompt's token when all weights are there."""
+        """Returns the prompt's token, computed with all weights loaded."""
         self.session.load(self.adapter, _ADAPTER_SLOT)
         token = self.compute_alone()
         self.backend.unload_adapter(_ADAPTER_SLOT)
         return token
 
     def compute_alone(self) -> int | None:
-        """Without help."""
+        """Computes the prompt without workers and returns its token."""
         (ended,) = self.session.run(self.session.started([self.request], [self._row]))
         return ended.result.rows[0].token_id
 
@@ -108,7 +108,7 @@ class _AssistedPrompt:
         self.session.launch(self.session.started([self.request], [replace(self._row, assist=True)], is_side_batch=True))
 
     def end(self) -> None:
-        """The weights come; the prompt is right without help."""
+        """Lets the weights arrive and checks the prompt without workers."""
         self.link.release()
         wait_for_load(self._loading)
         if self.compute_alone() != self.right:
@@ -118,7 +118,7 @@ class _AssistedPrompt:
             raise BackendFailed("a CPU LoRA worker that died was not replaced")
 
     def await_worker_busy(self) -> None:
-        """Until the device has asked a worker that does not answer."""
+        """Waits until the device has asked a worker that is stopped."""
         until_s = time.monotonic() + _BIRTH_S
         while not any(state.is_busy for state in self.workers.states()):
             if time.monotonic() > until_s:
@@ -160,7 +160,7 @@ def _check_worker_failures(setup: CheckSetup, result: StageResult) -> None:
 
 
 def _check_assisted(prompt: _AssistedPrompt, result: StageResult) -> None:
-    """Every layer by workers, and the same token."""
+    """Checks that workers compute every layer and give the same token."""
     prompt.begin()
     (made,) = prompt.session.next().result.rows
     if made.needs_retry or made.token_id != prompt.right:
@@ -171,7 +171,7 @@ def _check_assisted(prompt: _AssistedPrompt, result: StageResult) -> None:
 
 
 def _check_stopped_workers(prompt: _AssistedPrompt, result: StageResult) -> None:
-    """Others decode while the prompt waits in vain, until it is given up."""
+    """Checks that other requests decode while the prompt waits for stopped workers, until it is aborted."""
     bystander = Prompt(_BYSTANDER, tokens(4, prompt.vocab), 0)
     prompt.session.run(prompt.session.started([bystander], [ScheduledRow(_BYSTANDER, 0, 4, 0, samples=True)]))
     prompt.signal(signal.SIGSTOP)
@@ -187,7 +187,7 @@ def _check_stopped_workers(prompt: _AssistedPrompt, result: StageResult) -> None
     void = [index for index, each in enumerate(ended) if each.result.rows[0].needs_retry]
     if len(void) != 1:
         raise WrongResult("a prompt whose workers stand still was not given up")
-    passed = void[0]  # iterations that ended before it
+    passed = void[0]  # iterations that ended before the prompt was aborted
     given_up_ms = 1000 * (ended[passed].received_s - started_s)
     result.figures |= {"decodes_beside": passed, "given_up_ms": given_up_ms}
     told = f"{passed} of {_DECODES} iterations passed it"
@@ -197,7 +197,7 @@ def _check_stopped_workers(prompt: _AssistedPrompt, result: StageResult) -> None
 
 
 def _check_killed_workers(prompt: _AssistedPrompt, kills: int, result: StageResult) -> None:
-    """The device is released soon after its workers have died."""
+    """Checks that the device is released soon after its workers have died."""
     times_ms = []
     for _ in range(kills):
         prompt.signal(signal.SIGSTOP)
