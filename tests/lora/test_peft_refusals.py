@@ -65,7 +65,7 @@ REFUSED_FIELDS: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("field", "value"), REFUSED_FIELDS, ids=lambda part: ascii(part)[:40])
+@pytest.mark.parametrize(("field", "value"), REFUSED_FIELDS, ids=lambda part: "missing" if part is MISSING else ascii(part)[:40])
 def test_a_field_that_cannot_be_applied_is_named(tmp_path: Path, field: str, value: object) -> None:
     message = refusal_of(write_adapter(tmp_path, {field: value}))
     assert message.startswith(f"adapter_config.json: {field} ")
